@@ -1,0 +1,253 @@
+"""How fast the layers are: ``python -m benchmarks.layers [--out FILE] [--turns N]``.
+
+Three questions, each answered by ratios from one interleaved run:
+
+    step      a training step (forward, backward, SGD) of two layers against torch's ColwiseParallel/RowwiseParallel and `TensorLinear`
+    floor     the same step against its own local matrix products alone, and where the rest goes
+    forward   one process without a mesh against ``nn.Linear``, with the ratio of multiply-adds beside the ratio of times
+
+Each rank has one thread; the forward comparison has all cores. The layers' input needs a gradient, as in the middle of a network.
+"""
+
+import argparse
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from benchmarks.timing import Timing, interleave
+from phantom_parallel import PhantomLinear, TensorLinear
+from phantom_parallel.ops.collectives import (
+    finish_all_gather,
+    finish_reduce_scatter,
+    ranks_of,
+    start_all_gather,
+    start_reduce_scatter,
+)
+
+BATCH, GHOSTS = 64, 16
+
+
+def phantom_pair(width: int, blocks: int, mesh: DeviceMesh | None) -> nn.Module:
+    return nn.Sequential(*(PhantomLinear(width, width, blocks=blocks, ghosts=GHOSTS, mesh=mesh) for _ in range(2)))
+
+
+def tensor_pair(width: int, mesh: DeviceMesh) -> nn.Module:
+    return nn.Sequential(*(TensorLinear(width, width, mesh=mesh) for _ in range(2)))
+
+
+def megatron_pair(width: int, mesh: DeviceMesh) -> nn.Module:
+    pair = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+    return parallelize_module(pair, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+
+
+def training_step(model: nn.Module, features: int) -> Callable[[], None]:
+    """Forward, backward and SGD on one batch."""
+    x = torch.randn(BATCH, features, requires_grad=True)
+    d = torch.randn(BATCH, features)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+
+    def step() -> None:
+        model(x).backward(d)
+        optimizer.step()
+        optimizer.zero_grad()
+        if isinstance(x.grad, AsyncCollectiveTensor):  # torch's own pair leaves the wait to whoever reads it
+            x.grad.wait()
+        x.grad = None
+
+    return step
+
+
+def local_products(width: int, blocks: int, held: int) -> Callable[[], None]:
+    """The matrix products of one rank's two phantom layers, forward and backward, into buffers made before: the floor under a step."""
+    m, others = width // blocks, (blocks - 1) * GHOSTS
+    x, z = torch.randn(held, BATCH, m), torch.empty(held, BATCH, m)
+    g, o = torch.empty(held, BATCH, GHOSTS), torch.randn(held, BATCH, others)
+    local, compress, decompress = torch.randn(held, m, m), torch.randn(held, GHOSTS, m), torch.randn(held, m, others)
+    grads = [torch.empty_like(weight) for weight in (local, compress, decompress)]
+    dx, h = torch.empty_like(x), torch.empty_like(o)
+    batched = held > 1
+
+    def product(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
+        if batched:
+            torch.baddbmm(out, a, b, out=out) if add else torch.bmm(a, b, out=out)
+        else:
+            torch.addmm(out[0], a[0], b[0], out=out[0]) if add else torch.mm(a[0], b[0], out=out[0])
+
+    def run() -> None:
+        for _ in range(2):
+            product(x, compress.mT, g)
+            product(x, local.mT, z)
+            product(o, decompress.mT, z, add=True)
+        for _ in range(2):
+            product(z, decompress, h)
+            product(z.mT, x, grads[0])
+            product(z.mT, o, grads[2])
+            product(z, local, dx)
+            product(g.mT, x, grads[1])
+            product(g, compress, dx, add=True)
+
+    return run
+
+
+def update_alone(model: nn.Module) -> Callable[[], None]:
+    """SGD on gradients that stay: what the update of a step costs."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return lambda: optimizer.step() and None
+
+
+def exchanges_alone(mesh: DeviceMesh, held: int) -> Callable[[], None]:
+    """The exchanges of a step with nothing to overlap them."""
+    ranks = ranks_of(mesh)
+    g, h = torch.randn(BATCH, held * GHOSTS), torch.randn(ranks.size, BATCH, held * GHOSTS)
+
+    def run() -> None:
+        for _ in range(2):
+            finish_all_gather(start_all_gather(g, ranks), ranks)
+        for _ in range(2):
+            finish_reduce_scatter(start_reduce_scatter(h, ranks), ranks)
+
+    return run
+
+
+def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Run ``function(mesh, *args)`` on local ranks with one thread each; rank 0's answer."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (size, folder, function, args), nprocs=size)  # type: ignore[no-untyped-call]
+        return json.loads(Path(folder, "answer").read_text())
+
+
+def _rank(rank: int, size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    answer = function(init_device_mesh("cpu", (size,)), *args)
+    if rank == 0:
+        Path(folder, "answer").write_text(json.dumps(answer))
+    dist.destroy_process_group()
+
+
+def compare_steps(mesh: DeviceMesh, width: int, turns: int) -> dict[str, Any]:
+    size = mesh.size()
+    share = width // size
+    contestants = {
+        "phantom": training_step(phantom_pair(width, size, mesh), share),
+        "tensor": training_step(tensor_pair(width, mesh), share),
+        "megatron": training_step(megatron_pair(width, mesh), width),
+    }
+    times = interleave(contestants, turns=turns)
+    return {
+        "ranks": size,
+        "width": width,
+        "milliseconds": _milliseconds(times),
+        "phantom/megatron": times["phantom"].ratio_to(times["megatron"]),
+        "phantom/tensor": times["phantom"].ratio_to(times["tensor"]),
+    }
+
+
+def compare_floor(mesh: DeviceMesh, width: int, blocks: int, turns: int) -> dict[str, Any]:
+    size = mesh.size()
+    held = blocks // size
+    model = phantom_pair(width, blocks, mesh)
+    contestants = {
+        "step": training_step(model, width // size),
+        "products": local_products(width, blocks, held),
+        "update": update_alone(phantom_pair(width, blocks, mesh)),
+        "exchanges": exchanges_alone(mesh, held),
+    }
+    times = interleave(contestants, turns=turns)
+    milliseconds = _milliseconds(times)
+    rest = milliseconds["step"] - milliseconds["products"] - milliseconds["update"] - milliseconds["exchanges"]
+    return {
+        "ranks": size,
+        "width": width,
+        "blocks": blocks,
+        "milliseconds": {**milliseconds, "rest": rest},
+        "step/products": times["step"].ratio_to(times["products"]),
+    }
+
+
+def compare_forward(width: int, blocks: int, batches: tuple[int, ...], turns: int) -> list[dict[str, Any]]:
+    phantom = PhantomLinear(width, width, blocks=blocks, ghosts=GHOSTS)
+    dense = nn.Linear(width, width)
+    weights = sum(p.numel() for p in (phantom.local, phantom.compress, phantom.decompress))
+    rows = []
+    for batch in batches:
+        x = torch.randn(batch, width)
+        with torch.no_grad():
+            times = interleave({"phantom": lambda x=x: phantom(x), "dense": lambda x=x: dense(x)}, turns=turns)  # type: ignore[misc]
+        rows.append(
+            {
+                "batch": batch,
+                "threads": torch.get_num_threads(),
+                "milliseconds": _milliseconds(times),
+                "phantom/dense": times["phantom"].ratio_to(times["dense"]),
+                "multiply-adds": weights / dense.weight.numel(),
+            }
+        )
+    return rows
+
+
+def _milliseconds(times: dict[str, Timing]) -> dict[str, float]:
+    return {name: 1e3 * timing.median for name, timing in times.items()}
+
+
+def _show(ratio: dict[str, float]) -> str:
+    return f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("out/bench.json"), help="where the figures are written (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=25, help="turns each contestant gets (default: %(default)s)")
+    options = parser.parse_args()
+    if options.turns < 2:
+        parser.error(f"--turns must be at least 2, got {options.turns}")
+
+    results: dict[str, Any] = {
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": f"python -m benchmarks.layers --turns {options.turns}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
+        "settings": {"layers": 2, "batch": BATCH, "ghosts": GHOSTS},
+    }
+    print(f"two layers, batch {BATCH}, ghosts {GHOSTS}; ratios: median (quartiles) of {options.turns} turns")
+
+    results["step"] = []
+    for size, width in ((2, 4096), (4, 8192)):
+        row = on_ranks(size, compare_steps, width, options.turns)
+        results["step"].append(row)
+        print(f"step, {size} ranks, width {width}: of megatron {_show(row['phantom/megatron'])}, of tensor {_show(row['phantom/tensor'])}")
+
+    results["floor"] = []
+    for size, width, blocks in ((1, 4096, 4), (2, 4096, 2)):
+        row = on_ranks(size, compare_floor, width, blocks, options.turns)
+        results["floor"].append(row)
+        parts = ", ".join(f"{name} {value:.1f}" for name, value in row["milliseconds"].items())
+        print(f"floor, {size} ranks, width {width}, blocks {blocks}: step/products {_show(row['step/products'])}; milliseconds: {parts}")
+
+    results["forward"] = compare_forward(4096, 8, (1, 8, 64, 512), options.turns)
+    for row in results["forward"]:
+        print(f"forward, batch {row['batch']}: of nn.Linear {_show(row['phantom/dense'])} with {row['multiply-adds']:.3f} of its multiply-adds")
+
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    scratch = options.out.with_name(options.out.name + ".part")
+    scratch.write_text(json.dumps(results, indent=2) + "\n")
+    scratch.replace(options.out)
+    print(f"written to {options.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Feed-forward networks, the paper's models: equally wide linear layers with an activation between them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from phantom_parallel.nn import PhantomLinear, TensorLinear
+from phantom_parallel.nn.layout import BlockLayout, RowLayout
+
+Strategy = Literal["phantom", "tensor", "dense"]
+Activation = Literal["relu", "gelu", "silu", "tanh", "identity"]
+
+# The function and its gain: what keeps the mean square through a layer. The smooth ones have no exact value; relu's is close.
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
+    "relu": (F.relu, 2.0**0.5),
+    "gelu": (F.gelu, 2.0**0.5),
+    "silu": (F.silu, 2.0**0.5),
+    "tanh": (torch.tanh, 5.0 / 3.0),
+    "identity": (nn.Identity(), 1.0),
+}
+
+
+@dataclass(frozen=True)
+class FFNConfig:
+    """What an FFN is, apart from how it is run. ``blocks`` and ``ghosts`` belong to the strategy ``phantom`` and are None otherwise."""
+
+    width: int
+    depth: int
+    strategy: Strategy = "phantom"
+    blocks: int | None = None
+    ghosts: int | None = None
+    activation: Activation = "relu"
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        for name, kind in (("strategy", Strategy), ("activation", Activation)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")
+        if not isinstance(self.depth, int) or isinstance(self.depth, bool) or self.depth < 1:
+            raise ValueError(f"depth must be a positive whole number, got {self.depth!r}")
+        if not isinstance(self.bias, bool):
+            raise ValueError(f"bias must be true or false, got {self.bias!r}")
+        if self.strategy != "phantom":
+            if self.blocks is not None or self.ghosts is not None:
+                raise ValueError(f"blocks and ghosts belong to the strategy phantom, not to {self.strategy}: leave them out")
+            RowLayout(self.width, self.width)
+        elif self.blocks is None or self.ghosts is None:
+            raise ValueError(f"the strategy phantom needs blocks and ghosts, got blocks={self.blocks}, ghosts={self.ghosts}")
+        else:
+            BlockLayout(self.width, self.width, self.blocks, self.ghosts)
+
+
+class FFN(nn.Module):
+    """``depth`` layers of ``width`` features with an activation after each but the last.
+
+    On a mesh, features are cut over its ranks in and out; `shard_features` and `gather_features` lead in and out. The strategy ``dense`` runs
+    in one process. Weights drawn from the same seed are the same on any number of ranks.
+    """
+
+    def __init__(
+        self,
+        config: FFNConfig,
+        *,
+        mesh: DeviceMesh | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if config.strategy == "dense" and mesh is not None and mesh.size() > 1:
+            raise ValueError(f"the strategy dense runs on one rank, got a mesh of {mesh.size()}: use tensor or phantom")
+        self.config = config
+        self.activate, gain = ACTIVATIONS[config.activation]
+        self.layers = nn.ModuleList()
+        for index in range(config.depth):
+            # The activation before a layer is what its gain makes up for, so the first has none.
+            kwargs = {"bias": config.bias, "gain": gain if index else 1.0, "mesh": mesh, "device": device, "dtype": dtype}
+            if config.strategy == "phantom":
+                kwargs |= {"blocks": config.blocks, "ghosts": config.ghosts}
+            layer = PhantomLinear if config.strategy == "phantom" else TensorLinear
+            self.layers.append(layer(config.width, config.width, **kwargs))  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(self.activate(x) if index else x)
+        return x

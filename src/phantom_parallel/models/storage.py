@@ -1,0 +1,142 @@
+"""Whole models as a folder of two files, ``model.safetensors`` and ``config.json``: no pickle, so loading runs no code from it.
+
+The tensors are whole, whatever number of ranks wrote them, and a rank that reads takes only its own rows.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from phantom_parallel.models.ffn import FFN, FFNConfig
+from phantom_parallel.nn.sharded import local_rows, whole
+from phantom_parallel.ops.collectives import ranks_of
+
+FORMAT = "phantom-parallel"
+VERSION = 1
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+
+
+def save_model(model: FFN, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Write a model to a new folder. Every rank of its mesh calls this; rank 0 writes.
+
+    The folder appears whole or not at all. One that exists is an error unless ``overwrite``, and is then replaced only once the new one is complete.
+    """
+    path = Path(path)
+    mesh = model.layers[0].mesh
+    writer = ranks_of(mesh).rank == 0 if isinstance(mesh, DeviceMesh) else True
+    error = _attempt(lambda: _check_target(path, overwrite)) if writer else None
+    _raise_together(error, mesh)  # type: ignore[arg-type]
+    tensors = {}
+    for name, parameter in model.state_dict().items():
+        tensor = whole(parameter)  # one at a time: a collective on a mesh
+        if writer:
+            tensors[name] = tensor.cpu().contiguous()
+    error = _attempt(lambda: _write(tensors, model.config, path)) if writer else None
+    _raise_together(error, mesh)  # type: ignore[arg-type]
+
+
+def load_model(
+    path: str | os.PathLike[str], *, mesh: DeviceMesh | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> FFN:
+    """Read a model, on one process or cut over a mesh whose size divides its blocks. ``dtype`` converts; by default it is the file's."""
+    path = Path(path)
+    config = _read_config(path / CONFIG)
+    try:
+        with safe_open(path / WEIGHTS, framework="pt") as file:
+            return _fill(config, file, path / WEIGHTS, mesh, device, dtype)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path / WEIGHTS} is not a readable safetensors file: {error}") from None
+
+
+def _fill(config: FFNConfig, file: Any, path: Path, mesh: DeviceMesh | None, device: Any, dtype: torch.dtype | None) -> FFN:
+    names = set(file.keys())
+    meta = FFN(config, device="meta")
+    shapes = {name: list(p.shape) for name, p in meta.state_dict().items()}
+    if names != shapes.keys():
+        missing, extra = sorted(shapes.keys() - names), sorted(names - shapes.keys())
+        raise ValueError(f"{path} does not hold the model that {CONFIG} describes: missing {missing or 'nothing'}, unexpected {extra or 'nothing'}")
+    for name, shape in shapes.items():
+        if (found := list(file.get_slice(name).get_shape())) != shape:
+            raise ValueError(f"{path}: {name} has shape {found}, the model that {CONFIG} describes has {shape}")
+    model = FFN(config, mesh=mesh, device="meta", dtype=dtype or file.get_tensor(next(iter(shapes))).dtype)
+    model.to_empty(device=device or (mesh.device_type if mesh is not None else torch.get_default_device()))
+    ranks = ranks_of(mesh)
+    with torch.no_grad():
+        for name, parameter in model.state_dict().items():
+            rows: Tensor = local_rows(parameter)
+            first = ranks.rank * rows.shape[0]
+            rows.copy_(file.get_slice(name)[first : first + rows.shape[0]])
+    return model
+
+
+def _read_config(path: Path) -> FFNConfig:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not a readable model configuration: {error}") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ValueError(f'{path} is not a Phantom Parallel model: expected "format": "{FORMAT}"')
+    if found.get("version") != VERSION:
+        raise ValueError(f"{path} has version {found.get('version')!r}, this release reads {VERSION}")
+    settings, known = found.get("ffn"), {field.name for field in fields(FFNConfig)}
+    if not isinstance(settings, dict) or (unknown := settings.keys() - known):
+        raise ValueError(f"{path}: expected an object \"ffn\" with {sorted(known)}, got {sorted(unknown) if isinstance(settings, dict) else settings!r}")
+    try:
+        return FFNConfig(**settings)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _check_target(path: Path, overwrite: bool) -> None:
+    if path.exists() and not overwrite:
+        raise FileExistsError(f"{path} exists: choose another folder or pass overwrite=True")
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _write(tensors: dict[str, Tensor], config: FFNConfig, path: Path) -> None:
+    scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        new = scratch / "new"
+        new.mkdir()
+        save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
+        (new / CONFIG).write_text(json.dumps({"format": FORMAT, "version": VERSION, "ffn": asdict(config)}, indent=2) + "\n")
+        if not path.exists():
+            os.rename(new, path)
+            return
+        old = scratch / "old"
+        os.rename(path, old)
+        try:
+            os.rename(new, path)
+        except OSError:
+            os.rename(old, path)
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _attempt(work: Any) -> Exception | None:
+    try:
+        work()
+    except Exception as error:  # told to the other ranks, then raised on all
+        return error
+    return None
+
+
+def _raise_together(error: Exception | None, mesh: DeviceMesh | None) -> None:
+    """Raise rank 0's error on every rank: the others must not wait for a file that will not come."""
+    told = [error]
+    if mesh is not None and mesh.size() > 1:
+        dist.broadcast_object_list(told, group=mesh.get_group(), group_src=0)
+    if told[0] is not None:
+        raise told[0]

@@ -1,0 +1,82 @@
+"""How a layer's features are cut: sizes that follow from its arguments, and what is wrong with arguments that do not fit."""
+
+from dataclasses import dataclass
+from math import gcd
+
+
+def nearest_divisors(number: int, wanted: int) -> str:
+    """The divisors of ``number`` on either side of ``wanted``, for an error message."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0] if number < 1 << 20 else []
+    near = [d for d in divisors if d < wanted][-1:] + [d for d in divisors if d > wanted][:1]
+    return " or ".join(map(str, near)) or f"a divisor of {number}"
+
+
+def _positive(**sizes: object) -> None:
+    for name, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be a positive whole number, got {value!r}")
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """A phantom layer's features: p blocks with k ghosts each, over R ranks."""
+
+    in_features: int
+    out_features: int
+    blocks: int
+    ghosts: int
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        _positive(in_features=self.in_features, out_features=self.out_features, blocks=self.blocks, ghosts=self.ghosts)
+        if self.blocks < 2:
+            raise ValueError("blocks=1 leaves no other block to show ghosts to: use at least 2, or nn.Linear")
+        common = gcd(self.in_features, self.out_features)
+        for name, features in (("in_features", self.in_features), ("out_features", self.out_features)):
+            if features % self.blocks:
+                raise ValueError(
+                    f"blocks={self.blocks} does not divide {name}={features}: the nearest that divide in_features={self.in_features} and "
+                    f"out_features={self.out_features} are {nearest_divisors(common, self.blocks)}"
+                )
+        if self.blocks % self.ranks:
+            raise ValueError(
+                f"{self.ranks} ranks do not divide blocks={self.blocks}: run on {nearest_divisors(self.blocks, self.ranks)} ranks, "
+                f"or build the model with a multiple of {self.ranks} blocks"
+            )
+        if self.ghosts > self.block_in:
+            raise ValueError(
+                f"ghosts={self.ghosts} is larger than a block of {self.block_in} input features ({self.in_features} over {self.blocks} blocks): "
+                f"at most {self.block_in}, and below {self.break_even:.0f} for a layer smaller than a dense one"
+            )
+
+    @property
+    def block_in(self) -> int:
+        """m_in: features that come into a block."""
+        return self.in_features // self.blocks
+
+    @property
+    def block_out(self) -> int:
+        """m_out: features that go out of a block."""
+        return self.out_features // self.blocks
+
+    @property
+    def break_even(self) -> float:
+        """The ghosts at which weights, and with them multiply-adds, are as many as a dense layer's."""
+        others = self.blocks - 1
+        return others * self.block_in * self.block_out / (self.block_in + others * self.block_out)
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """A tensor-parallel layer's features, cut over R ranks."""
+
+    in_features: int
+    out_features: int
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        _positive(in_features=self.in_features, out_features=self.out_features)
+        common = gcd(self.in_features, self.out_features)
+        for name, features in (("in_features", self.in_features), ("out_features", self.out_features)):
+            if features % self.ranks:
+                raise ValueError(f"{self.ranks} ranks do not divide {name}={features}: run on {nearest_divisors(common, self.ranks)} ranks")

@@ -1,0 +1,130 @@
+"""PhantomParallel: phantom layers through torch's own ``parallelize_module``."""
+
+from functools import partial
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from phantom_parallel.nn.linear import PhantomLinear
+from phantom_parallel.nn.sharded import shard_rows, whole
+from phantom_parallel.ops.collectives import ranks_of
+
+ELEMENTWISE = (
+    nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.Softplus,
+    nn.Softsign, nn.LogSigmoid, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid,
+)  # fmt: skip
+
+
+class PhantomParallel(ParallelStyle):
+    """Turn an ``nn.Linear`` into a `PhantomLinear` over the mesh, in place; or cut a `PhantomLinear` that is whole on every rank.
+
+    An ``nn.Linear`` becomes the closest phantom layer (``PhantomLinear.from_dense``), or with ``init="fresh"`` a newly drawn one, the right start for
+    training from scratch. Elementwise activations that a pattern such as ``"layers.*"`` also matches are left as they are.
+
+    Keyword Args:
+        blocks, ghosts: of the phantom layer.
+        init: ``"fit"`` (default) or ``"fresh"``.
+        input_layouts: how the input is cut, ``Shard(-1)`` (features, default), ``Replicate()`` or another shard; a DTensor input speaks for itself.
+        output_layouts: how the output is to be cut, ``Shard(-1)`` by default.
+        use_local_output: give a plain tensor, this rank's part (default), or a DTensor.
+
+    Example::
+
+        parallelize_module(model, mesh, {
+            "layers.0": PhantomParallel(blocks=8, ghosts=16, input_layouts=Replicate()),
+            "layers.[1-8]": PhantomParallel(blocks=8, ghosts=16),
+            "layers.9": PhantomParallel(blocks=8, ghosts=16, output_layouts=Replicate()),
+        })
+    """
+
+    def __init__(
+        self,
+        *,
+        blocks: int,
+        ghosts: int,
+        init: Literal["fit", "fresh"] = "fit",
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__()
+        if init not in ("fit", "fresh"):
+            raise ValueError(f'init must be "fit" or "fresh", got {init!r}')
+        self.blocks, self.ghosts, self.init = blocks, ghosts, init
+        self.input_layout: Placement = input_layouts or Shard(-1)
+        self.output_layout: Placement = output_layouts or Shard(-1)
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if isinstance(module, ELEMENTWISE):
+            return module
+        if isinstance(module, PhantomLinear):
+            self._cut(module, device_mesh)
+        elif type(module) is nn.Linear:
+            self._convert(module, device_mesh)
+        else:
+            raise NotImplementedError(f"PhantomParallel supports nn.Linear, PhantomLinear and elementwise activations, not {type(module).__name__}")
+        module.register_forward_pre_hook(partial(_prepare_input, self.input_layout, device_mesh))
+        module.register_forward_hook(partial(_prepare_output, self.output_layout, self.use_local_output, device_mesh))
+        return module
+
+    def _convert(self, linear: nn.Linear, mesh: DeviceMesh) -> None:
+        if self.init == "fresh" or linear.weight.is_meta:
+            kwargs: dict[str, Any] = {"device": linear.weight.device, "dtype": linear.weight.dtype}
+            shape = linear.in_features, linear.out_features, linear.bias is not None
+            made = PhantomLinear(*shape, blocks=self.blocks, ghosts=self.ghosts, mesh=mesh, **kwargs)
+        else:
+            made = PhantomLinear.from_dense(linear, blocks=self.blocks, ghosts=self.ghosts, mesh=mesh)
+        # parallelize_module discards what a style returns for a child, so the module itself must change: it takes over the other's class and
+        # parameters, and keeps its own identity and hooks.
+        del linear.weight, linear.bias
+        linear.__class__ = PhantomLinear
+        for name in ("in_features", "out_features", "blocks", "ghosts", "mesh", "ranks", "layout", "gain", "relative_error"):
+            setattr(linear, name, getattr(made, name))
+        for name in ("local", "compress", "decompress", "bias"):
+            linear.register_parameter(name, getattr(made, name))
+
+    def _cut(self, layer: PhantomLinear, mesh: DeviceMesh) -> None:
+        for name in ("blocks", "ghosts"):
+            if getattr(layer, name) != getattr(self, name):
+                raise ValueError(f"the layer has {name}={getattr(layer, name)}, the style {name}={getattr(self, name)}: blocks and ghosts are the model's")
+        if layer.mesh is not None:
+            raise ValueError(f"the layer is cut over {layer.ranks.size} ranks already")
+        ranks = ranks_of(mesh)
+        layer._lay_out(layer.in_features, layer.out_features, layer.bias is not None, self.blocks, self.ghosts, mesh, layer.local.dtype)
+        for name in ("local", "compress", "decompress", "bias"):
+            parameter = getattr(layer, name)
+            if parameter is not None:
+                layer.register_parameter(name, shard_rows(whole(parameter).chunk(ranks.size)[ranks.rank].clone(), mesh))
+
+    def __repr__(self) -> str:
+        return (
+            f"PhantomParallel(blocks={self.blocks}, ghosts={self.ghosts}, init={self.init!r}, input_layouts={self.input_layout}, "
+            f"output_layouts={self.output_layout}, use_local_output={self.use_local_output})"
+        )
+
+
+def _prepare_input(layout: Placement, mesh: DeviceMesh, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    x, *rest = inputs
+    if isinstance(x, DTensor) or layout != Shard(-1):
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, mesh, [_positive(layout, x)], run_check=False)
+        features = [_positive(Shard(-1), x)]
+        x = x.redistribute(placements=features).to_local(grad_placements=features)
+    return x, *rest
+
+
+def _prepare_output(layout: Placement, local: bool, mesh: DeviceMesh, module: nn.Module, inputs: Any, z: Tensor) -> Tensor:
+    if local and layout == Shard(-1):
+        return z
+    wanted = [_positive(layout, z)]
+    cut = DTensor.from_local(z, mesh, [_positive(Shard(-1), z)], run_check=False).redistribute(placements=wanted)
+    return cut.to_local(grad_placements=wanted) if local else cut
+
+
+def _positive(layout: Placement, x: Tensor) -> Placement:
+    """A negative shard dimension counted from the front, as DTensor's constructors want it."""
+    return Shard(layout.dim + x.dim()) if isinstance(layout, Shard) and layout.dim < 0 else layout

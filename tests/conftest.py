@@ -1,0 +1,28 @@
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no compiler pool in every worker
+
+from tests.pool import Pool
+
+
+@pytest.fixture(scope="session")
+def _pools() -> Iterator[dict[int, Pool]]:
+    pools: dict[int, Pool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def ranks(_pools: dict[int, Pool]) -> Callable[[int], Pool]:
+    """``ranks(4)`` is a pool of 4 local ranks, the same one for all tests until something fails in it."""
+
+    def pool_of(size: int) -> Pool:
+        if size not in _pools or _pools[size].closed:
+            _pools[size] = Pool(size)
+        return _pools[size]
+
+    return pool_of

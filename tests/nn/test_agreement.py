@@ -1,0 +1,96 @@
+"""Ranks that mean different layers find out when they build them."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from phantom_parallel import PhantomLinear, RanksDisagree, TensorLinear
+
+USUAL = {"in_features": 16, "out_features": 16, "blocks": 4, "ghosts": 2}
+
+
+def build(odd: dict) -> str:
+    """Rank 1 uses other arguments."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    arguments = USUAL | odd if mesh.get_local_rank() == 1 else USUAL
+    with pytest.raises(RanksDisagree) as caught:
+        PhantomLinear(**arguments, mesh=mesh)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        ({"ghosts": 3}, "rank 1 has ghosts=3, the others 2"),
+        ({"blocks": 8}, "rank 1 has blocks=8, the others 4"),
+        ({"in_features": 32}, "rank 1 has in_features=32, the others 16"),
+        ({"dtype": torch.float64}, "rank 1 has dtype='torch.float64', the others 'torch.float32'"),
+        ({"ghosts": 999}, "rank 1 has ghosts=999, the others 2"),
+        ({"bias": False}, "rank 1 has bias=False, the others True"),
+    ],
+)
+def test_every_rank_gets_an_error_that_names_the_odd_one(ranks, odd, message):
+    for text in ranks(4)(build, odd):
+        assert message in text
+
+
+def build_other_layer() -> str:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    with pytest.raises(RanksDisagree) as caught:
+        if mesh.get_local_rank() == 0:
+            TensorLinear(16, 16, mesh=mesh)
+        else:
+            PhantomLinear(**USUAL, mesh=mesh)
+    return str(caught.value)
+
+
+def test_different_layers_are_told_apart(ranks):
+    for text in ranks(4)(build_other_layer):
+        assert "rank 0 has layer='TensorLinear', the others 'PhantomLinear'" in text
+
+
+def build_with_blocks(blocks: int, width: int) -> str:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    with pytest.raises(ValueError, match="ranks do not divide") as caught:
+        PhantomLinear(width, width, blocks=blocks, ghosts=2, mesh=mesh)
+    return str(caught.value)
+
+
+def test_ranks_that_do_not_divide_the_blocks(ranks):
+    for text in ranks(4)(build_with_blocks, 6, 24):
+        assert "4 ranks do not divide blocks=6: run on 3 or 6 ranks, or build the model with a multiple of 4 blocks" in text
+
+
+def build_tensor() -> str:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    with pytest.raises(ValueError, match="4 ranks do not divide in_features=18: run on 3 or 6 ranks") as caught:
+        TensorLinear(18, 24, mesh=mesh)
+    return str(caught.value)
+
+
+def test_ranks_that_do_not_divide_the_features(ranks):
+    ranks(4)(build_tensor)
+
+
+def two_dimensional() -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ValueError, match=r"one mesh dimension.*mesh\['tp'\]") as caught:
+        PhantomLinear(**USUAL, mesh=mesh)
+    return str(caught.value)
+
+
+def test_a_mesh_of_two_dimensions_is_refused(ranks):
+    ranks(4)(two_dimensional)
+
+
+def whole_input() -> str:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    layer = PhantomLinear(**USUAL, mesh=mesh)
+    with pytest.raises(ValueError, match="takes 8 features, this rank's share of 16 over 2 ranks") as caught:
+        layer(torch.randn(3, 16))
+    return str(caught.value)
+
+
+def test_a_whole_input_on_a_mesh_is_pointed_to_shard_features(ranks):
+    for text in ranks(2)(whole_input):
+        assert "shard_features" in text

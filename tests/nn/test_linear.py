@@ -1,0 +1,229 @@
+"""PhantomLinear and TensorLinear as layers: what they are on one process and over a mesh."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from phantom_parallel import PhantomLinear, TensorLinear
+from tests.reference import Phantom, relative_error
+
+
+def layer_of(reference: Phantom) -> PhantomLinear:
+    """A float64 layer that holds the reference's blocks."""
+    m_out, m_in = reference.L[0].shape
+    shape = reference.blocks * m_in, reference.blocks * m_out
+    layer = PhantomLinear(*shape, blocks=reference.blocks, ghosts=reference.C[0].shape[0], dtype=torch.float64)
+    layer.load_state_dict(reference.packed())
+    return layer
+
+
+@settings(max_examples=30, deadline=None)
+@given(blocks=st.integers(2, 6), block_in=st.integers(2, 5), block_out=st.integers(1, 5), ghosts=st.integers(1, 2), bias=st.booleans())
+def test_parameter_count_equals_the_formula(blocks, block_in, block_out, ghosts, bias):
+    layer = PhantomLinear(blocks * block_in, blocks * block_out, bias, blocks=blocks, ghosts=ghosts)
+    p, m_in, m_out, k = blocks, block_in, block_out, ghosts
+    expected = p * m_out * m_in + p * k * m_in + p * (p - 1) * k * m_out + (p * m_out if bias else 0)
+    assert sum(parameter.numel() for parameter in layer.parameters()) == expected
+
+
+def test_parameters_have_their_names():
+    layer = PhantomLinear(8, 12, blocks=4, ghosts=1)
+    shapes = {name: tuple(parameter.shape) for name, parameter in layer.named_parameters()}
+    assert shapes == {"local": (12, 2), "compress": (4, 2), "decompress": (12, 3), "bias": (12,)}
+    assert {name for name, _ in TensorLinear(8, 12).named_parameters()} == {"weight", "bias"}
+
+
+@pytest.mark.parametrize(("blocks", "block_in", "block_out"), [(2, 3, 3), (5, 4, 2)])
+def test_to_dense_is_exact(blocks, block_in, block_out):
+    reference = Phantom.random(blocks, block_in, block_out, 2)
+    layer = layer_of(reference)
+    dense = layer.to_dense()
+    assert isinstance(dense, nn.Linear)
+    assert relative_error(dense.weight.detach(), reference.weight()) < 1e-15
+    assert torch.equal(dense.bias, reference.bias)
+    assert relative_error(layer(reference.x).detach(), dense(reference.x).detach()) < 1e-14
+
+
+def best_error(weight: torch.Tensor, blocks: int, ghosts: int) -> float:
+    """Eckart and Young: what the best fit must lose, from the singular values alone."""
+    m_out, m_in = weight.shape[0] // blocks, weight.shape[1] // blocks
+    lost = 0.0
+    for j in range(blocks):
+        column = [weight[i * m_out : (i + 1) * m_out, j * m_in : (j + 1) * m_in] for i in range(blocks) if i != j]
+        lost += float(torch.linalg.svdvals(torch.cat(column))[ghosts:].square().sum())
+    return (lost / float(weight.square().sum())) ** 0.5
+
+
+@pytest.mark.parametrize(("blocks", "block_in", "block_out", "ghosts"), [(4, 6, 6, 2), (3, 4, 7, 1), (2, 6, 2, 4)])
+def test_from_dense_is_the_best_approximation_and_says_how_close(blocks, block_in, block_out, ghosts):
+    linear = nn.Linear(blocks * block_in, blocks * block_out, dtype=torch.float64)
+    layer = PhantomLinear.from_dense(linear, blocks=blocks, ghosts=ghosts)
+    found = layer.to_dense()
+    lost = relative_error(found.weight.detach(), linear.weight.detach())
+    assert lost == pytest.approx(best_error(linear.weight.detach(), blocks, ghosts), rel=1e-9, abs=1e-12)
+    assert layer.relative_error == pytest.approx(lost, rel=1e-9, abs=1e-12)
+    assert torch.equal(found.bias, linear.bias)
+
+
+def test_from_dense_of_a_phantom_layer_gives_it_back():
+    reference = Phantom.random(4, 5, 6, 2)
+    layer = PhantomLinear.from_dense(layer_of(reference).to_dense(), blocks=4, ghosts=2)
+    assert relative_error(layer.to_dense().weight.detach(), reference.weight()) < 1e-12
+    assert layer.relative_error < 1e-12
+
+
+def test_from_dense_without_bias_and_repr_of_the_fit():
+    layer = PhantomLinear.from_dense(nn.Linear(32, 32, bias=False), blocks=4, ghosts=4)
+    assert layer.bias is None
+    assert f"relative error {layer.relative_error:.2g}" in repr(layer)
+
+
+def test_repr_says_what_the_layer_is_and_saves():
+    text = repr(PhantomLinear(4096, 4096, blocks=8, ghosts=16, device="meta"))
+    for part in ("4096 -> 4096", "blocks=8", "ghosts=16", "15.6% of a dense layer's weights", "3.1% of tensor parallelism's exchange"):
+        assert part in text
+    assert "whole activations" in repr(TensorLinear(8, 8))
+
+
+@pytest.mark.parametrize("blocks", [4, 8, 16])
+def test_initialisation_keeps_the_energy_of_the_input(blocks):
+    """Four layers deep the mean square stays within a factor of two; nn.Linear's default would lose 1 - 1/81 of it."""
+    torch.manual_seed(0)
+    x = torch.randn(256, 1024)
+    energy = x.square().mean()
+    for _ in range(4):
+        x = PhantomLinear(1024, 1024, blocks=blocks, ghosts=8)(x)
+    assert 0.5 < float(x.square().mean() / energy) < 2.0
+
+
+def test_gain_makes_up_for_relu():
+    torch.manual_seed(0)
+    x = torch.randn(256, 1024)
+    for index in range(6):
+        layer = PhantomLinear(1024, 1024, blocks=8, ghosts=16, gain=2**0.5 if index else 1.0)
+        x = layer(x.relu() if index else x)
+    assert 0.5 < float(x.square().mean()) < 2.0
+
+
+def test_initial_variances_are_those_of_the_method():
+    layer = PhantomLinear(2048, 2048, blocks=4, ghosts=32, gain=2.0)
+    for weight, variance in ((layer.local, 4 / 2048), (layer.compress, 1 / 512), (layer.decompress, 4 / (4 * 32))):
+        assert float(weight.var()) == pytest.approx(variance, rel=0.05)
+    assert not layer.bias.any()
+
+
+def weights_on_mesh(kind: str) -> dict[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    torch.manual_seed(3)
+    layers = [PhantomLinear(32, 16, blocks=8, ghosts=2, mesh=mesh) if kind == "phantom" else TensorLinear(32, 16, mesh=mesh) for _ in range(2)]
+    assert all(isinstance(p, DTensor) and p.placements == (Shard(0),) for p in layers[0].parameters())
+    return {f"{index} {name}": p.full_tensor().detach() for index, layer in enumerate(layers) for name, p in layer.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["phantom", "tensor"])
+def test_the_same_seed_draws_the_same_weights_on_any_number_of_ranks(ranks, kind):
+    torch.manual_seed(3)
+    alone = [PhantomLinear(32, 16, blocks=8, ghosts=2) if kind == "phantom" else TensorLinear(32, 16) for _ in range(2)]
+    expected = {f"{index} {name}": p.detach() for index, layer in enumerate(alone) for name, p in layer.named_parameters()}
+    for size in (1, 2, 4, 8):
+        for found in ranks(size)(weights_on_mesh, kind):
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_blocks_of_one_layer_are_drawn_differently():
+    layer = PhantomLinear(32, 32, blocks=4, ghosts=2)
+    assert len({tuple(block.flatten().tolist()) for block in layer.local.view(4, 8, 8)}) == 4
+
+
+def run_layer(reference: Phantom) -> dict[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    rank, size = mesh.get_local_rank(), mesh.size()
+    m_out, m_in = reference.L[0].shape
+    p = reference.blocks
+    layer = PhantomLinear(p * m_in, p * m_out, blocks=p, ghosts=reference.C[0].shape[0], mesh=mesh, dtype=torch.float64)
+    for name, tensor in reference.packed().items():
+        getattr(layer, name).data.to_local().copy_(tensor.chunk(size)[rank])
+    x = reference.x.chunk(size, -1)[rank].clone().requires_grad_()
+    z = layer(x)
+    z.backward(reference.d.chunk(size, -1)[rank])
+    assert all(parameter.grad.placements == (Shard(0),) for parameter in layer.parameters())
+    dense = layer.to_dense()
+    refitted = PhantomLinear.from_dense(dense, blocks=p, ghosts=layer.ghosts, mesh=mesh)
+    return {
+        "z": z.detach(),
+        "x": x.grad,
+        **{name: parameter.grad.full_tensor() for name, parameter in layer.named_parameters()},
+        "dense": dense.weight.detach(),
+        "refitted": refitted.to_dense().weight.detach(),
+        "relative error": torch.tensor(refitted.relative_error),
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_a_model_with_8_blocks_is_the_same_on_any_number_of_ranks(ranks, size):
+    reference = Phantom.random(8, 3, 4, 2, rows=(2, 3))
+    expected = reference.expected()
+    found = ranks(size)(run_layer, reference)
+    assert relative_error(torch.cat([one["z"] for one in found], -1), expected["z"]) < 1e-12
+    assert relative_error(torch.cat([one["x"] for one in found], -1), expected["x"]) < 1e-12
+    for one in found:
+        for name in ("local", "compress", "decompress", "bias"):
+            assert relative_error(one[name], expected[name]) < 1e-12, name
+        assert relative_error(one["dense"], reference.weight()) < 1e-15
+        assert relative_error(one["refitted"], reference.weight()) < 1e-12
+        assert one["relative error"] < 1e-12
+
+
+def tensor_to_dense() -> bool:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    layer = TensorLinear(8, 16, mesh=mesh)
+    x = torch.randn(3, 8)
+    own = layer(x.chunk(mesh.size(), -1)[mesh.get_local_rank()])
+    return torch.allclose(own, layer.to_dense()(x).chunk(mesh.size(), -1)[mesh.get_local_rank()], atol=1e-6)
+
+
+def test_tensor_linear_equals_its_dense_layer_on_ranks(ranks):
+    assert all(ranks(4)(tensor_to_dense))
+
+
+def test_meta_layers_are_drawn_after_to_empty():
+    torch.manual_seed(5)
+    expected = PhantomLinear(16, 16, blocks=4, ghosts=2)
+    layer = PhantomLinear(16, 16, blocks=4, ghosts=2, device="meta")
+    layer.to_empty(device="cpu")
+    torch.manual_seed(5)
+    layer.reset_parameters()
+    assert torch.equal(layer.decompress, expected.decompress)
+    layer.reset_parameters(seed=1)
+    again = copy.deepcopy(layer)
+    again.reset_parameters(seed=1)
+    assert torch.equal(again.local, layer.local)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"blocks": 7}, r"blocks=7 does not divide in_features=64.* 4 or 8"),
+        ({"out_features": 60, "blocks": 8}, r"blocks=8 does not divide out_features=60.* 4"),
+        ({"blocks": 1}, r"blocks=1 .* at least 2"),
+        ({"ghosts": 17}, r"ghosts=17 is larger than a block of 16 input features .* at most 16, and below 12"),
+        ({"ghosts": 0}, r"ghosts must be a positive whole number, got 0"),
+        ({"in_features": -4}, r"in_features must be a positive whole number, got -4"),
+        ({"blocks": 2.0}, r"blocks must be a positive whole number, got 2.0"),
+    ],
+)
+def test_arguments_that_do_not_fit_say_what_would(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        PhantomLinear(**({"in_features": 64, "out_features": 64, "blocks": 4, "ghosts": 2} | arguments))
+
+
+def test_an_input_of_the_wrong_width_is_named():
+    with pytest.raises(ValueError, match=r"takes 16 features, got an input of shape \(3, 15\)"):
+        PhantomLinear(16, 16, blocks=4, ghosts=2)(torch.randn(3, 15))

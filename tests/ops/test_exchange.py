@@ -1,0 +1,136 @@
+"""What is sent: the collectives of a running layer, counted by op, number and bytes, against the formula."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from phantom_parallel.ops import phantom_linear, tensor_linear
+from phantom_parallel.ops.collectives import ranks_of
+
+ROWS, BLOCK_IN, BLOCK_OUT, GHOSTS = 6, 8, 4, 2
+
+
+class Exchanges(TorchDispatchMode):
+    """Every functional collective that starts, and the order of starts, matrix products and waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[str, int]] = []
+        self.order: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if func.namespace == "_c10d_functional":
+            self.order.append(name)
+            if name != "wait_tensor":
+                self.sent.append((name, args[0].numel() * args[0].element_size()))
+        elif name in ("mm", "bmm", "addmm", "baddbmm"):
+            self.order.append("product")
+        return func(*args, **(kwargs or {}))
+
+
+def exchange(strategy: str, blocks: int, native: bool, needs: str) -> dict[str, list]:
+    ranks = ranks_of(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    ranks = ranks._replace(native=native)
+    held = blocks // ranks.size
+    shapes = {
+        "x": (ROWS, held * BLOCK_IN),
+        "local": (held * BLOCK_OUT, BLOCK_IN),
+        "compress": (held * GHOSTS, BLOCK_IN),
+        "decompress": (held * BLOCK_OUT, (blocks - 1) * GHOSTS),
+        "weight": (held * BLOCK_OUT, blocks * BLOCK_IN),
+    }
+    names = ("x", "local", "compress", "decompress") if strategy == "phantom" else ("x", "weight")
+    tensors = [torch.randn(shapes[name]).requires_grad_(needs == "all" or name in needs.split()) for name in names]
+    with Exchanges() as forward, FlopCounterMode(display=False) as forward_flops:
+        z = phantom_linear(*tensors, blocks=blocks, ranks=ranks) if strategy == "phantom" else tensor_linear(*tensors, ranks=ranks)
+    with Exchanges() as backward, FlopCounterMode(display=False) as backward_flops:
+        z.sum().backward()
+    assert [t.grad is not None for t in tensors] == [t.requires_grad for t in tensors]
+    return {
+        "forward": forward.sent,
+        "backward": backward.sent,
+        "forward order": forward.order,
+        "backward order": backward.order,
+        "flops": [forward_flops.get_total_flops(), backward_flops.get_total_flops()],
+    }
+
+
+@pytest.mark.parametrize(("size", "blocks"), [(2, 2), (2, 8), (4, 4), (4, 8)])
+def test_phantom_sends_ghosts_once_each_way(ranks, size, blocks):
+    words = ROWS * (blocks // size) * GHOSTS
+    for found in ranks(size)(exchange, "phantom", blocks, True, "all"):
+        assert found["forward"] == [("all_gather_into_tensor", 4 * words)]
+        assert found["backward"] == [("reduce_scatter_tensor", 4 * words * size)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_tensor_sends_whole_activations_once_each_way(ranks, size):
+    words = ROWS * BLOCK_IN
+    for found in ranks(size)(exchange, "tensor", size, True, "all"):
+        assert found["forward"] == [("all_gather_into_tensor", 4 * words)]
+        assert found["backward"] == [("reduce_scatter_tensor", 4 * words * size)]
+
+
+@pytest.mark.parametrize("strategy", ["phantom", "tensor"])
+def test_all_to_all_carries_the_same_volume(ranks, strategy):
+    """A rank keeps one of the ``size`` parts itself: (size - 1) parts travel, as in an all-gather or a reduce-scatter."""
+    size, words = 4, ROWS * (GHOSTS if strategy == "phantom" else BLOCK_IN)
+    for found in ranks(size)(exchange, strategy, size, False, "all"):
+        assert found["forward"] == found["backward"] == [("all_to_all_single", 4 * words * size)]
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("strategy", ["phantom", "tensor"])
+def test_exchange_starts_before_the_local_products_and_is_waited_for_after_them(ranks, strategy, native):
+    for found in ranks(2)(exchange, strategy, 2, native, "all"):
+        for phase in ("forward order", "backward order"):
+            order = found[phase]
+            (start,) = [i for i, name in enumerate(order) if name not in ("product", "wait_tensor")]
+            assert "product" in order[start : order.index("wait_tensor")], order
+
+
+@pytest.mark.parametrize(("size", "blocks"), [(1, 4), (2, 2), (2, 8), (4, 4)])
+def test_multiply_adds_equal_the_formula(ranks, size, blocks):
+    """torch's own counter on a rank: L, C and D each once a row forward, twice backward."""
+    held = blocks // size
+    weights = held * (BLOCK_OUT * BLOCK_IN + GHOSTS * BLOCK_IN + (blocks - 1) * GHOSTS * BLOCK_OUT)
+    for found in ranks(size)(exchange, "phantom", blocks, True, "all"):
+        assert found["flops"] == [2 * ROWS * weights, 4 * ROWS * weights]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_tensor_multiply_adds_equal_the_formula(ranks, size):
+    weights = BLOCK_OUT * size * BLOCK_IN
+    for found in ranks(size)(exchange, "tensor", size, True, "all"):
+        assert found["flops"] == [2 * ROWS * weights, 4 * ROWS * weights]
+
+
+# Which of h = D^T d, dL, dD, L^T d, dC and C^T h are needed, in multiply-adds a row: m_out (p-1) k twice, m_out m_in twice, k m_in twice.
+L_PART, D_PART, C_PART = BLOCK_OUT * BLOCK_IN, GHOSTS * BLOCK_OUT, GHOSTS * BLOCK_IN
+
+
+@pytest.mark.parametrize(
+    ("needs", "sends", "products"),
+    [
+        ("x", True, D_PART + L_PART + C_PART),
+        ("local", False, L_PART),
+        ("decompress", False, D_PART),
+        ("compress", True, D_PART + C_PART),
+        ("local decompress", False, L_PART + D_PART),
+        ("x local compress", True, D_PART + 2 * L_PART + 2 * C_PART),
+    ],
+)
+def test_nothing_is_computed_or_sent_for_what_needs_no_gradient(ranks, needs, sends, products):
+    for found in ranks(2)(exchange, "phantom", 2, True, needs):
+        assert len(found["backward"]) == sends
+        assert found["flops"][1] == 2 * ROWS * products
+
+
+@pytest.mark.parametrize(("needs", "sends", "products"), [("x", True, 2 * L_PART), ("weight", False, 2 * L_PART)])
+def test_tensor_computes_and_sends_nothing_for_what_needs_no_gradient(ranks, needs, sends, products):
+    for found in ranks(2)(exchange, "tensor", 2, True, needs):
+        assert len(found["backward"]) == sends
+        assert found["flops"][1] == 2 * ROWS * products

@@ -1,0 +1,193 @@
+"""The phantom operator against dense maths: on one process, on real ranks, and on hundreds of simulated ones."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+
+from phantom_parallel.ops import ALONE, Ranks, phantom_linear
+from phantom_parallel.ops.collectives import ranks_of
+from tests.reference import Phantom, relative_error
+
+NAMES = ("local", "compress", "decompress", "bias")
+
+
+def run(reference: Phantom, ranks: Ranks = ALONE, bias: bool = True) -> dict[str, torch.Tensor]:
+    """Output and all gradients of this rank's share."""
+    share = [t.chunk(ranks.size)[ranks.rank].clone().requires_grad_() for t in reference.packed().values()]
+    x = reference.x.chunk(ranks.size, -1)[ranks.rank].clone().requires_grad_()
+    z = phantom_linear(x, *share[:3], share[3] if bias else None, blocks=reference.blocks, ranks=ranks)
+    z.backward(reference.d.chunk(ranks.size, -1)[ranks.rank])
+    found = {"z": z.detach(), "x": x.grad, **dict(zip(NAMES, [t.grad for t in share], strict=True))}
+    return {name: t for name, t in found.items() if t is not None}
+
+
+def compare(reference: Phantom, ranks: Ranks = ALONE) -> dict[str, float]:
+    expected = reference.expected()
+    dims = {"z": -1, "x": -1}
+    return {
+        name: relative_error(found, expected[name].chunk(ranks.size, dims.get(name, 0))[ranks.rank])
+        for name, found in run(reference, ranks).items()
+    }
+
+
+def on_rank(native: bool, *args, **kwargs) -> dict[str, float]:
+    ranks = ranks_of(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    return compare(Phantom.random(*args, **kwargs), ranks._replace(native=native or ranks.native))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    blocks=st.integers(2, 7),
+    block_in=st.integers(1, 6),
+    block_out=st.integers(1, 6),
+    ghosts=st.integers(1, 4),
+    rows=st.lists(st.integers(1, 4), min_size=0, max_size=3).map(tuple),
+)
+def test_any_shape_equals_dense_on_one_process(blocks, block_in, block_out, ghosts, rows):
+    errors = compare(Phantom.random(blocks, block_in, block_out, ghosts, rows))
+    assert set(errors) == {"z", "x", *NAMES}
+    assert max(errors.values()) < 1e-12, errors
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["all_to_all", "native"])
+@pytest.mark.parametrize(("block_in", "block_out"), [(5, 5), (3, 7)], ids=["square", "rectangular"])
+@pytest.mark.parametrize("blocks", [4, 8])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_output_and_gradients_equal_dense_on_real_ranks(ranks, size, blocks, block_in, block_out, native):
+    if blocks % size:
+        pytest.skip(f"{size} ranks do not divide {blocks} blocks")
+    for errors in ranks(size)(on_rank, native, blocks, block_in, block_out, 2, rows=(2, 3)):
+        assert max(errors.values()) < 1e-12, errors
+
+
+def test_comparison_fails_where_a_source_is_swapped():
+    """The assertion above can fail: with two decompressors exchanged the error is of order one."""
+    reference = Phantom.random(4, 5, 5, 2)
+    expected = reference.expected()["z"]
+    reference.D[0][1], reference.D[0][2] = reference.D[0][2], reference.D[0][1]
+    assert relative_error(run(reference)["z"], expected) > 1e-2
+
+
+def test_works_without_bias():
+    reference = Phantom.random(4, 3, 5, 2)
+    reference.bias.zero_()
+    found = run(reference, bias=False)
+    assert "bias" not in found
+    assert relative_error(found["z"], reference.expected()["z"]) < 1e-12
+
+
+def weights_and_input(reference: Phantom) -> list[torch.Tensor]:
+    return [t.clone().requires_grad_() for t in (reference.x, *reference.packed().values())]
+
+
+def test_gradcheck_and_gradgradcheck():
+    reference = Phantom.random(3, 2, 3, 2, rows=(2,))
+    inputs = weights_and_input(reference)
+
+    def function(*tensors):
+        return phantom_linear(*tensors, blocks=3)
+
+    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradgradcheck(function, inputs)
+
+
+def double_backward(native: bool) -> float:
+    """Gradient of |dLoss/dx|^2 with respect to every weight, through the exchange, against one process."""
+    ranks = ranks_of(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    ranks = ranks._replace(native=native or ranks.native)
+    reference = Phantom.random(4, 3, 3, 2, rows=(2,))
+    results = []
+    for who in (ALONE, ranks):
+        share = [t.chunk(who.size)[who.rank].clone().requires_grad_() for t in reference.packed().values()]
+        x = reference.x.chunk(who.size, -1)[who.rank].clone().requires_grad_()
+        z = phantom_linear(x, *share, blocks=4, ranks=who)
+        (dx,) = torch.autograd.grad((z**2).sum(), x, create_graph=True)
+        results.append(torch.autograd.grad((dx**2).sum(), share))
+    ours = [t.chunk(ranks.size)[ranks.rank] for t in results[0]]
+    return max(relative_error(found, expected) for found, expected in zip(results[1], ours, strict=True))
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["all_to_all", "native"])
+def test_double_backward_across_ranks(ranks, native):
+    assert max(ranks(2)(double_backward, native)) < 1e-12
+
+
+@pytest.mark.parametrize(("size", "blocks"), [(64, 64), (64, 128), (256, 256)])
+def test_hundreds_of_simulated_ranks_equal_dense(size, blocks):
+    """Real numbers on every rank in one process: torch's LocalTensor mode over a fake process group."""
+    from tests.simulated import simulated_ranks
+
+    reference = Phantom.random(blocks, 2, 3, 1, rows=(3,))
+    expected = reference.expected()
+    with simulated_ranks(size) as (mode, mesh):
+        ranks = ranks_of(mesh)
+        share = [mode.rank_map(lambda r, t=t: t.chunk(size)[r].clone()).requires_grad_() for t in reference.packed().values()]
+        x = mode.rank_map(lambda r: reference.x.chunk(size, -1)[r].clone()).requires_grad_()
+        z = phantom_linear(x, *share, blocks=blocks, ranks=ranks)
+        z.backward(mode.rank_map(lambda r: reference.d.chunk(size, -1)[r].clone()))
+        found = {"z": z.detach(), "x": x.grad, **dict(zip(NAMES, [t.grad for t in share], strict=True))}
+        parts = {name: [t._local_tensors[r] for r in range(size)] for name, t in found.items()}
+    for name, pieces in parts.items():
+        assert relative_error(torch.cat(pieces, -1 if name in "zx" else 0), expected[name]) < 1e-12, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_lower_precisions_are_close(dtype):
+    reference = Phantom.random(4, 16, 16, 4)
+    expected = reference.expected()
+    inputs = [t.detach().to(dtype).requires_grad_() for t in weights_and_input(reference)]
+    z = phantom_linear(*inputs, blocks=4)
+    z.backward(reference.d.to(dtype))
+    assert z.dtype == dtype
+    bound = 50 * torch.finfo(dtype).eps
+    assert relative_error(z, expected["z"]) < bound
+    for name, tensor in zip(("x", *NAMES), inputs, strict=True):
+        assert tensor.grad.dtype == dtype
+        assert relative_error(tensor.grad, expected[name]) < bound, name
+
+
+def test_autocast_computes_in_its_dtype_and_returns_gradients_in_the_weights_dtype():
+    reference = Phantom.random(4, 16, 16, 4)
+    inputs = [t.detach().float().requires_grad_() for t in weights_and_input(reference)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        z = phantom_linear(*inputs, blocks=4)
+    assert z.dtype == torch.bfloat16
+    z.backward(reference.d.bfloat16())
+    expected = reference.expected()
+    for name, tensor in zip(("x", *NAMES), inputs, strict=True):
+        assert tensor.grad.dtype == torch.float32
+        assert relative_error(tensor.grad, expected[name]) < 0.1, name
+
+
+def test_autocast_leaves_float64_alone():
+    inputs = weights_and_input(Phantom.random(2, 3, 3, 1))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert phantom_linear(*inputs, blocks=2).dtype == torch.float64
+
+
+def test_backward_keeps_x_and_the_gathered_ghosts_and_no_more():
+    reference = Phantom.random(4, 16, 16, 3, rows=(10,))
+    inputs = weights_and_input(reference)
+    weights = {t.data_ptr() for t in inputs[1:]}
+    kept: dict[int, int] = {}
+
+    def pack(t):
+        if t.untyped_storage().data_ptr() not in weights:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes() // 8
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        phantom_linear(*inputs, blocks=4)
+    assert sorted(kept.values()) == sorted([10 * 4 * 16, 10 * 4 * 3])
+
+
+def test_expanded_output_gradient():
+    """sum() hands backward a gradient of stride 0."""
+    reference = Phantom.random(4, 3, 3, 2)
+    reference.d = torch.ones_like(reference.d)
+    inputs = weights_and_input(reference)
+    phantom_linear(*inputs, blocks=4).sum().backward()
+    for name, tensor in zip(("x", *NAMES), inputs, strict=True):
+        assert relative_error(tensor.grad, reference.expected()[name]) < 1e-12, name

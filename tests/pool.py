@@ -1,0 +1,93 @@
+"""Real local ranks, started once and reused: a pool of gloo workers that run functions of the test modules.
+
+Workers come from a fork server that has imported torch already, so that a pool of eight starts in about a second.
+"""
+
+import multiprocessing as mp
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+TIMEOUT = 120.0  # seconds: far above what any test needs, so that it only ends a hang
+
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint.state_dict", "hypothesis"])
+
+
+class RankFailed(AssertionError):
+    """A function raised on a rank; the message has that rank's traceback."""
+
+
+class Pool:
+    """``size`` processes in one process group. ``pool(f, *args)`` runs f(*args) on each and returns their results in order of rank."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._folder = tempfile.TemporaryDirectory()
+        self._pipes: list[Connection] = []
+        self._workers = []
+        for rank in range(size):
+            ours, theirs = _context.Pipe()
+            worker = _context.Process(target=_serve, args=(rank, size, os.path.join(self._folder.name, "store"), theirs), daemon=True)
+            worker.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._workers.append(worker)
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((function, args, kwargs))
+        results: list[Any] = [None] * self.size
+        waiting = dict(zip(self._pipes, range(self.size), strict=True))
+        failures = {}
+        while waiting:
+            ready = wait(list(waiting), timeout=5.0 if failures else TIMEOUT)  # after a failure the others may hang in an exchange
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # type: ignore[index]
+                try:
+                    fine, results[rank] = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    fine, results[rank] = False, "the process died"
+                if not fine:
+                    failures[rank] = results[rank]
+        if failures or waiting:
+            self.close()
+            for rank in waiting.values():
+                failures.setdefault(rank, "no answer: it hangs")
+            raise RankFailed("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
+        return results
+
+    @property
+    def closed(self) -> bool:
+        return not self._workers
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+            worker.join()
+        self._workers = []
+        self._folder.cleanup()
+
+
+def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT))
+    while True:
+        try:
+            function, args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        try:
+            torch.manual_seed(0)
+            pipe.send((True, function(*args, **kwargs)))
+        except BaseException:  # DCP's CheckpointException is one; the test must see it
+            pipe.send((False, traceback.format_exc()))
