@@ -2,12 +2,12 @@
 
 Three questions, each answered by ratios from one interleaved run:
 
-    step      a training step (forward, backward, SGD) of two layers against torch's ColwiseParallel/RowwiseParallel and `TensorLinear`
-    floor     the same step against its own local matrix products alone, and where the rest goes
-    forward   one process without a mesh against ``nn.Linear``, with the ratio of multiply-adds beside the ratio of times
+    step      a training step (forward, backward, SGD) of two layers against torch's ColwiseParallel/RowwiseParallel and
+    `TensorLinear` floor     the same step against its own local matrix products alone, and where the rest goes forward
+    one process without a mesh against ``nn.Linear``, with the ratio of multiply-adds beside the ratio of times
 
-Each rank has one thread; the forward comparison has all cores. The layers' input needs a gradient, as in the middle of a network.
-"""
+Each rank has one thread; the forward comparison has all cores. The layers' input needs a gradient, as in the middle of
+a network."""
 
 import argparse
 import json
@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks.timing import Timing, interleave
 from phantom_parallel import PhantomLinear, TensorLinear
@@ -38,9 +38,10 @@ from phantom_parallel.ops.collectives import (
 )
 
 BATCH, GHOSTS = 64, 16
+MORE_BLOCKS = 8  # beside one block a rank, as in the paper: blocks are not ranks
 
 
-def phantom_pair(width: int, blocks: int, mesh: DeviceMesh | None) -> nn.Module:
+def phantom_pair(width: int, blocks: int, mesh: DeviceMesh | None) -> nn.Sequential:
     return nn.Sequential(*(PhantomLinear(width, width, blocks=blocks, ghosts=GHOSTS, mesh=mesh) for _ in range(2)))
 
 
@@ -71,7 +72,8 @@ def training_step(model: nn.Module, features: int) -> Callable[[], None]:
 
 
 def local_products(width: int, blocks: int, held: int) -> Callable[[], None]:
-    """The matrix products of one rank's two phantom layers, forward and backward, into buffers made before: the floor under a step."""
+    """The matrix products of one rank's two phantom layers, forward and backward, into buffers made before: the floor
+    under a step."""
     m, others = width // blocks, (blocks - 1) * GHOSTS
     x, z = torch.randn(held, BATCH, m), torch.empty(held, BATCH, m)
     g, o = torch.empty(held, BATCH, GHOSTS), torch.randn(held, BATCH, others)
@@ -127,7 +129,7 @@ def exchanges_alone(mesh: DeviceMesh, held: int) -> Callable[[], None]:
 def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> Any:
     """Run ``function(mesh, *args)`` on local ranks with one thread each; rank 0's answer."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (size, folder, function, args), nprocs=size)  # type: ignore[no-untyped-call]
+        spawn(_rank, (size, folder, function, args), nprocs=size)
         return json.loads(Path(folder, "answer").read_text())
 
 
@@ -143,18 +145,23 @@ def _rank(rank: int, size: int, folder: str, function: Callable[..., Any], args:
 def compare_steps(mesh: DeviceMesh, width: int, turns: int) -> dict[str, Any]:
     size = mesh.size()
     share = width // size
-    contestants = {
-        "phantom": training_step(phantom_pair(width, size, mesh), share),
-        "tensor": training_step(tensor_pair(width, mesh), share),
-        "megatron": training_step(megatron_pair(width, mesh), width),
-    }
+    phantoms = {f"phantom, {blocks} blocks": phantom_pair(width, blocks, mesh) for blocks in (size, MORE_BLOCKS)}
+    contestants = {name: training_step(pair, share) for name, pair in phantoms.items()}
+    contestants["tensor"] = training_step(tensor_pair(width, mesh), share)
+    contestants["megatron"] = training_step(megatron_pair(width, mesh), width)
     times = interleave(contestants, turns=turns)
     return {
         "ranks": size,
         "width": width,
         "milliseconds": _milliseconds(times),
-        "phantom/megatron": times["phantom"].ratio_to(times["megatron"]),
-        "phantom/tensor": times["phantom"].ratio_to(times["tensor"]),
+        "phantom": {
+            name: {
+                "weights": sum(p.numel() for p in pair.parameters() if p.dim() == 2) / (2 * width**2),
+                "of megatron": times[name].ratio_to(times["megatron"]),
+                "of tensor": times[name].ratio_to(times["tensor"]),
+            }
+            for name, pair in phantoms.items()
+        },
     }
 
 
@@ -211,7 +218,9 @@ def _show(ratio: dict[str, float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("out/bench.json"), help="where the figures are written (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/bench.json"), help="where the figures are written (default: %(default)s)"
+    )
     parser.add_argument("--turns", type=int, default=25, help="turns each contestant gets (default: %(default)s)")
     options = parser.parse_args()
     if options.turns < 2:
@@ -229,18 +238,25 @@ def main() -> None:
     for size, width in ((2, 4096), (4, 8192)):
         row = on_ranks(size, compare_steps, width, options.turns)
         results["step"].append(row)
-        print(f"step, {size} ranks, width {width}: of megatron {_show(row['phantom/megatron'])}, of tensor {_show(row['phantom/tensor'])}")
+        for name, ratios in row["phantom"].items():
+            print(f"step, {size} ranks, width {width}, {name} ({ratios['weights']:.3f} of the multiply-adds):", end=" ")
+            print(f"of megatron {_show(ratios['of megatron'])}, of tensor {_show(ratios['of tensor'])}", flush=True)
 
     results["floor"] = []
     for size, width, blocks in ((1, 4096, 4), (2, 4096, 2)):
         row = on_ranks(size, compare_floor, width, blocks, options.turns)
         results["floor"].append(row)
         parts = ", ".join(f"{name} {value:.1f}" for name, value in row["milliseconds"].items())
-        print(f"floor, {size} ranks, width {width}, blocks {blocks}: step/products {_show(row['step/products'])}; milliseconds: {parts}")
+        print(
+            f"floor, {size} ranks, width {width}, {blocks} blocks: step/products {_show(row['step/products'])};",
+            end=" ",
+        )
+        print(f"milliseconds: {parts}", flush=True)
 
     results["forward"] = compare_forward(4096, 8, (1, 8, 64, 512), options.turns)
     for row in results["forward"]:
-        print(f"forward, batch {row['batch']}: of nn.Linear {_show(row['phantom/dense'])} with {row['multiply-adds']:.3f} of its multiply-adds")
+        print(f"forward, batch {row['batch']} ({row['multiply-adds']:.3f} of the multiply-adds):", end=" ")
+        print(f"of nn.Linear {_show(row['phantom/dense'])}")
 
     options.out.parent.mkdir(parents=True, exist_ok=True)
     scratch = options.out.with_name(options.out.name + ".part")

@@ -1,8 +1,9 @@
-"""Interleaved timing: the contestants take turns within one run, so that whatever else the machine does meets them all alike."""
+"""Interleaved timing: the contestants take turns within one run, so that whatever else the machine does meets them all
+alike."""
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -25,8 +26,9 @@ class Timing:
         return {"median": middle, "low": low, "high": high}
 
 
-def interleave(contestants: dict[str, Callable[[], object]], *, turns: int, warmup: int = 3) -> dict[str, Timing]:
-    """Run each contestant once a turn, in an order that rotates. Under torch.distributed a turn starts and ends for all ranks together."""
+def interleave(contestants: Mapping[str, Callable[[], object]], *, turns: int, warmup: int = 3) -> dict[str, Timing]:
+    """Run each contestant once a turn, in an order that rotates. Under torch.distributed a turn starts and ends for all
+    ranks together."""
     names = list(contestants)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(warmup + turns):

@@ -15,7 +15,9 @@ from typing import Any
 TIMEOUT = 120.0  # seconds: far above what any test needs, so that it only ends a hang
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint.state_dict", "hypothesis"])
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint.state_dict", "hypothesis"]
+)
 
 
 class RankFailed(AssertionError):
@@ -23,7 +25,8 @@ class RankFailed(AssertionError):
 
 
 class Pool:
-    """``size`` processes in one process group. ``pool(f, *args)`` runs f(*args) on each and returns their results in order of rank."""
+    """``size`` processes in one process group. ``pool(f, *args)`` runs f(*args) on each and returns their results in
+    order of rank."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -32,7 +35,9 @@ class Pool:
         self._workers = []
         for rank in range(size):
             ours, theirs = _context.Pipe()
-            worker = _context.Process(target=_serve, args=(rank, size, os.path.join(self._folder.name, "store"), theirs), daemon=True)
+            worker = _context.Process(
+                target=_serve, args=(rank, size, os.path.join(self._folder.name, "store"), theirs), daemon=True
+            )
             worker.start()
             theirs.close()
             self._pipes.append(ours)
@@ -45,7 +50,9 @@ class Pool:
         waiting = dict(zip(self._pipes, range(self.size), strict=True))
         failures = {}
         while waiting:
-            ready = wait(list(waiting), timeout=5.0 if failures else TIMEOUT)  # after a failure the others may hang in an exchange
+            ready = wait(
+                list(waiting), timeout=5.0 if failures else TIMEOUT
+            )  # after a failure the others may hang in an exchange
             if not ready:
                 break
             for pipe in ready:
@@ -80,7 +87,9 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT)
+    )
     while True:
         try:
             function, args, kwargs = pipe.recv()

@@ -21,7 +21,9 @@ class Phantom:
     d: Tensor
 
     @staticmethod
-    def random(blocks: int, block_in: int, block_out: int, ghosts: int, rows: tuple[int, ...] = (6,), seed: int = 0) -> "Phantom":
+    def random(
+        blocks: int, block_in: int, block_out: int, ghosts: int, rows: tuple[int, ...] = (6,), seed: int = 0
+    ) -> "Phantom":
         generator = torch.Generator().manual_seed(seed)
 
         def draw(*shape: int) -> Tensor:
@@ -48,10 +50,16 @@ class Phantom:
         return torch.cat(rows, 0)
 
     def packed(self) -> dict[str, Tensor]:
-        """The parameters as the layer lays them out: blocks stacked, sources of block i in the order i+1, i+2, ... (mod p)."""
+        """The parameters as the layer lays them out: blocks stacked, sources of block i in the order i+1, i+2, ... (mod
+        p)."""
         p = self.blocks
         rows = [torch.cat([self.D[i][(i + step) % p] for step in range(1, p)], 1) for i in range(p)]
-        return {"local": torch.cat(self.L), "compress": torch.cat(self.C), "decompress": torch.cat(rows), "bias": self.bias}
+        return {
+            "local": torch.cat(self.L),
+            "compress": torch.cat(self.C),
+            "decompress": torch.cat(rows),
+            "bias": self.bias,
+        }
 
     def expected(self) -> dict[str, Tensor]:
         """Output and gradients of sum(z * d) by the chain rule through the dense weight."""
@@ -77,5 +85,5 @@ class Phantom:
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
     """|found - expected| / |expected|, in float64."""
-    found, expected = found.double(), expected.double()
+    found, expected = found.detach().double(), expected.detach().double()
     return float((found - expected).norm() / expected.norm().clamp_min(1e-300))

@@ -36,11 +36,13 @@ def test_every_rank_gets_an_error_that_names_the_odd_one(ranks, odd, message):
 
 def build_other_layer() -> str:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    layer, arguments = (
+        (TensorLinear, {"in_features": 16, "out_features": 16})
+        if mesh.get_local_rank() == 0
+        else (PhantomLinear, USUAL)
+    )
     with pytest.raises(RanksDisagree) as caught:
-        if mesh.get_local_rank() == 0:
-            TensorLinear(16, 16, mesh=mesh)
-        else:
-            PhantomLinear(**USUAL, mesh=mesh)
+        layer(**arguments, mesh=mesh)
     return str(caught.value)
 
 
@@ -58,7 +60,10 @@ def build_with_blocks(blocks: int, width: int) -> str:
 
 def test_ranks_that_do_not_divide_the_blocks(ranks):
     for text in ranks(4)(build_with_blocks, 6, 24):
-        assert "4 ranks do not divide blocks=6: run on 3 or 6 ranks, or build the model with a multiple of 4 blocks" in text
+        assert (
+            "4 ranks do not divide blocks=6: run on 3 or 6 ranks, or build the model with a multiple of 4 blocks"
+            in text
+        )
 
 
 def build_tensor() -> str:

@@ -6,7 +6,9 @@ from phantom_parallel import PhantomLinear, parameter_groups
 
 
 def test_each_factor_gets_its_multiplier_and_every_parameter_one_group():
-    model = nn.Sequential(PhantomLinear(8, 8, blocks=2, ghosts=1), nn.Linear(8, 8), PhantomLinear(8, 8, blocks=2, ghosts=1))
+    model = nn.Sequential(
+        PhantomLinear(8, 8, blocks=2, ghosts=1), nn.Linear(8, 8), PhantomLinear(8, 8, blocks=2, ghosts=1)
+    )
     groups = parameter_groups(model, 0.1, local=2.0, compress=3.0, weight_decay=0.01)
     rates = {group["name"]: group["lr"] for group in groups}
     assert rates == pytest.approx({"local": 0.2, "compress": 0.3, "decompress": 0.1, "rest": 0.1})

@@ -45,7 +45,11 @@ def exchange(strategy: str, blocks: int, native: bool, needs: str) -> dict[str, 
     names = ("x", "local", "compress", "decompress") if strategy == "phantom" else ("x", "weight")
     tensors = [torch.randn(shapes[name]).requires_grad_(needs == "all" or name in needs.split()) for name in names]
     with Exchanges() as forward, FlopCounterMode(display=False) as forward_flops:
-        z = phantom_linear(*tensors, blocks=blocks, ranks=ranks) if strategy == "phantom" else tensor_linear(*tensors, ranks=ranks)
+        z = (
+            phantom_linear(*tensors, blocks=blocks, ranks=ranks)
+            if strategy == "phantom"
+            else tensor_linear(*tensors, ranks=ranks)
+        )
     with Exchanges() as backward, FlopCounterMode(display=False) as backward_flops:
         z.sum().backward()
     assert [t.grad is not None for t in tensors] == [t.requires_grad for t in tensors]
@@ -76,7 +80,8 @@ def test_tensor_sends_whole_activations_once_each_way(ranks, size):
 
 @pytest.mark.parametrize("strategy", ["phantom", "tensor"])
 def test_all_to_all_carries_the_same_volume(ranks, strategy):
-    """A rank keeps one of the ``size`` parts itself: (size - 1) parts travel, as in an all-gather or a reduce-scatter."""
+    """A rank keeps one of the ``size`` parts itself: (size - 1) parts travel, as in an all-gather or a
+    reduce-scatter."""
     size, words = 4, ROWS * (GHOSTS if strategy == "phantom" else BLOCK_IN)
     for found in ranks(size)(exchange, strategy, size, False, "all"):
         assert found["forward"] == found["backward"] == [("all_to_all_single", 4 * words * size)]
@@ -108,7 +113,8 @@ def test_tensor_multiply_adds_equal_the_formula(ranks, size):
         assert found["flops"] == [2 * ROWS * weights, 4 * ROWS * weights]
 
 
-# Which of h = D^T d, dL, dD, L^T d, dC and C^T h are needed, in multiply-adds a row: m_out (p-1) k twice, m_out m_in twice, k m_in twice.
+# Which of h = D^T d, dL, dD, L^T d, dC and C^T h are needed, in multiply-adds a row: m_out (p-1) k twice, m_out m_in
+# twice, k m_in twice.
 L_PART, D_PART, C_PART = BLOCK_OUT * BLOCK_IN, GHOSTS * BLOCK_OUT, GHOSTS * BLOCK_IN
 
 

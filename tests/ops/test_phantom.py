@@ -123,7 +123,9 @@ def test_hundreds_of_simulated_ranks_equal_dense(size, blocks):
     expected = reference.expected()
     with simulated_ranks(size) as (mode, mesh):
         ranks = ranks_of(mesh)
-        share = [mode.rank_map(lambda r, t=t: t.chunk(size)[r].clone()).requires_grad_() for t in reference.packed().values()]
+        share = [
+            mode.rank_map(lambda r, t=t: t.chunk(size)[r].clone()).requires_grad_() for t in reference.packed().values()
+        ]
         x = mode.rank_map(lambda r: reference.x.chunk(size, -1)[r].clone()).requires_grad_()
         z = phantom_linear(x, *share, blocks=blocks, ranks=ranks)
         z.backward(mode.rank_map(lambda r: reference.d.chunk(size, -1)[r].clone()))

@@ -19,7 +19,10 @@ def compare(ranks: Ranks, n_in: int, n_out: int, rows: tuple[int, ...], bias: bo
     x, weight, b, d = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     whole = [t.requires_grad_() for t in ((x, weight, b) if bias else (x, weight))]
     F.linear(*whole).backward(d)
-    share = [t.detach().chunk(ranks.size, dim)[ranks.rank].clone().requires_grad_() for t, dim in zip(whole, (-1, 0, 0), strict=False)]
+    share = [
+        t.detach().chunk(ranks.size, dim)[ranks.rank].clone().requires_grad_()
+        for t, dim in zip(whole, (-1, 0, 0), strict=False)
+    ]
     z = tensor_linear(*share, ranks=ranks)
     z.backward(d.chunk(ranks.size, -1)[ranks.rank])
     errors = [relative_error(z.detach(), F.linear(*whole).detach().chunk(ranks.size, -1)[ranks.rank])]
@@ -34,7 +37,12 @@ def on_rank(native: bool, *args) -> float:
 
 
 @settings(max_examples=30, deadline=None)
-@given(n_in=st.integers(1, 9), n_out=st.integers(1, 9), rows=st.lists(st.integers(1, 4), max_size=3).map(tuple), bias=st.booleans())
+@given(
+    n_in=st.integers(1, 9),
+    n_out=st.integers(1, 9),
+    rows=st.lists(st.integers(1, 4), max_size=3).map(tuple),
+    bias=st.booleans(),
+)
 def test_any_shape_equals_dense_on_one_process(n_in, n_out, rows, bias):
     assert compare(ALONE, n_in, n_out, rows, bias) < 1e-12
 

@@ -15,7 +15,8 @@ from phantom_parallel.nn.layout import BlockLayout, RowLayout
 Strategy = Literal["phantom", "tensor", "dense"]
 Activation = Literal["relu", "gelu", "silu", "tanh", "identity"]
 
-# The function and its gain: what keeps the mean square through a layer. The smooth ones have no exact value; relu's is close.
+# The function and its gain: what keeps the mean square through a layer. The smooth ones have no exact value; relu's is
+# close.
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
     "relu": (F.relu, 2.0**0.5),
     "gelu": (F.gelu, 2.0**0.5),
@@ -27,7 +28,8 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
 
 @dataclass(frozen=True)
 class FFNConfig:
-    """What an FFN is, apart from how it is run. ``blocks`` and ``ghosts`` belong to the strategy ``phantom`` and are None otherwise."""
+    """What an FFN is, apart from how it is run. ``blocks`` and ``ghosts`` belong to the strategy ``phantom`` and are
+    None otherwise."""
 
     width: int
     depth: int
@@ -47,10 +49,14 @@ class FFNConfig:
             raise ValueError(f"bias must be true or false, got {self.bias!r}")
         if self.strategy != "phantom":
             if self.blocks is not None or self.ghosts is not None:
-                raise ValueError(f"blocks and ghosts belong to the strategy phantom, not to {self.strategy}: leave them out")
+                raise ValueError(
+                    f"blocks and ghosts belong to the strategy phantom, not to {self.strategy}: leave them out"
+                )
             RowLayout(self.width, self.width)
         elif self.blocks is None or self.ghosts is None:
-            raise ValueError(f"the strategy phantom needs blocks and ghosts, got blocks={self.blocks}, ghosts={self.ghosts}")
+            raise ValueError(
+                f"the strategy phantom needs blocks and ghosts, got blocks={self.blocks}, ghosts={self.ghosts}"
+            )
         else:
             BlockLayout(self.width, self.width, self.blocks, self.ghosts)
 
@@ -58,9 +64,8 @@ class FFNConfig:
 class FFN(nn.Module):
     """``depth`` layers of ``width`` features with an activation after each but the last.
 
-    On a mesh, features are cut over its ranks in and out; `shard_features` and `gather_features` lead in and out. The strategy ``dense`` runs
-    in one process. Weights drawn from the same seed are the same on any number of ranks.
-    """
+    On a mesh, features are cut over its ranks in and out; `shard_features` and `gather_features` lead in and out. The
+    strategy ``dense`` runs in one process. Weights drawn from the same seed are the same on any number of ranks."""
 
     def __init__(
         self,
@@ -78,7 +83,13 @@ class FFN(nn.Module):
         self.layers = nn.ModuleList()
         for index in range(config.depth):
             # The activation before a layer is what its gain makes up for, so the first has none.
-            kwargs = {"bias": config.bias, "gain": gain if index else 1.0, "mesh": mesh, "device": device, "dtype": dtype}
+            kwargs = {
+                "bias": config.bias,
+                "gain": gain if index else 1.0,
+                "mesh": mesh,
+                "device": device,
+                "dtype": dtype,
+            }
             if config.strategy == "phantom":
                 kwargs |= {"blocks": config.blocks, "ghosts": config.ghosts}
             layer = PhantomLinear if config.strategy == "phantom" else TensorLinear

@@ -1,4 +1,5 @@
-"""Whole models as a folder of two files, ``model.safetensors`` and ``config.json``: no pickle, so loading runs no code from it.
+"""Whole models as a folder of two files, ``model.safetensors`` and ``config.json``: no pickle, so loading runs no code
+from it.
 
 The tensors are whole, whatever number of ranks wrote them, and a rank that reads takes only its own rows.
 """
@@ -30,8 +31,8 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 def save_model(model: FFN, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Write a model to a new folder. Every rank of its mesh calls this; rank 0 writes.
 
-    The folder appears whole or not at all. One that exists is an error unless ``overwrite``, and is then replaced only once the new one is complete.
-    """
+    The folder appears whole or not at all. One that exists is an error unless ``overwrite``, and is then replaced only
+    once the new one is complete."""
     path = Path(path)
     mesh = model.layers[0].mesh
     writer = ranks_of(mesh).rank == 0 if isinstance(mesh, DeviceMesh) else True
@@ -47,9 +48,14 @@ def save_model(model: FFN, path: str | os.PathLike[str], *, overwrite: bool = Fa
 
 
 def load_model(
-    path: str | os.PathLike[str], *, mesh: DeviceMesh | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    path: str | os.PathLike[str],
+    *,
+    mesh: DeviceMesh | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> FFN:
-    """Read a model, on one process or cut over a mesh whose size divides its blocks. ``dtype`` converts; by default it is the file's."""
+    """Read a model, on one process or cut over a mesh whose size divides its blocks. ``dtype`` converts; by default it
+    is the file's."""
     path = Path(path)
     config = _read_config(path / CONFIG)
     try:
@@ -59,13 +65,18 @@ def load_model(
         raise ValueError(f"{path / WEIGHTS} is not a readable safetensors file: {error}") from None
 
 
-def _fill(config: FFNConfig, file: Any, path: Path, mesh: DeviceMesh | None, device: Any, dtype: torch.dtype | None) -> FFN:
+def _fill(
+    config: FFNConfig, file: Any, path: Path, mesh: DeviceMesh | None, device: Any, dtype: torch.dtype | None
+) -> FFN:
     names = set(file.keys())
     meta = FFN(config, device="meta")
     shapes = {name: list(p.shape) for name, p in meta.state_dict().items()}
     if names != shapes.keys():
         missing, extra = sorted(shapes.keys() - names), sorted(names - shapes.keys())
-        raise ValueError(f"{path} does not hold the model that {CONFIG} describes: missing {missing or 'nothing'}, unexpected {extra or 'nothing'}")
+        raise ValueError(
+            f"{path} does not hold the model that {CONFIG} describes: "
+            f"missing {missing or 'nothing'}, unexpected {extra or 'nothing'}"
+        )
     for name, shape in shapes.items():
         if (found := list(file.get_slice(name).get_shape())) != shape:
             raise ValueError(f"{path}: {name} has shape {found}, the model that {CONFIG} describes has {shape}")
@@ -90,8 +101,10 @@ def _read_config(path: Path) -> FFNConfig:
     if found.get("version") != VERSION:
         raise ValueError(f"{path} has version {found.get('version')!r}, this release reads {VERSION}")
     settings, known = found.get("ffn"), {field.name for field in fields(FFNConfig)}
-    if not isinstance(settings, dict) or (unknown := settings.keys() - known):
-        raise ValueError(f"{path}: expected an object \"ffn\" with {sorted(known)}, got {sorted(unknown) if isinstance(settings, dict) else settings!r}")
+    if not isinstance(settings, dict):
+        raise ValueError(f'{path}: expected an object "ffn" with {", ".join(sorted(known))}, got {settings!r}')
+    if unknown := settings.keys() - known:
+        raise ValueError(f"{path}: unknown settings {', '.join(sorted(unknown))}; known are {', '.join(sorted(known))}")
     try:
         return FFNConfig(**settings)
     except (TypeError, ValueError) as error:
@@ -110,7 +123,9 @@ def _write(tensors: dict[str, Tensor], config: FFNConfig, path: Path) -> None:
         new = scratch / "new"
         new.mkdir()
         save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
-        (new / CONFIG).write_text(json.dumps({"format": FORMAT, "version": VERSION, "ffn": asdict(config)}, indent=2) + "\n")
+        (new / CONFIG).write_text(
+            json.dumps({"format": FORMAT, "version": VERSION, "ffn": asdict(config)}, indent=2) + "\n"
+        )
         if not path.exists():
             os.rename(new, path)
             return

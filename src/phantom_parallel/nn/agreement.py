@@ -1,4 +1,5 @@
-"""Do the ranks mean the same layer? Asked once, when it is built: a difference found later is a hang or a wrong number."""
+"""Do the ranks mean the same layer? Asked once, when it is built: a difference found later is a hang or a wrong
+number."""
 
 from collections import Counter
 from typing import Any
@@ -20,7 +21,11 @@ def agree(what: str, settings: dict[str, Any], mesh: DeviceMesh | None) -> None:
     for name in sorted({name for one in told for name in one}):
         values = [one.get(name) for one in told]
         usual = Counter(values).most_common(1)[0][0]
-        differences += [f"rank {rank} has {name}={value!r}, the others {usual!r}" for rank, value in enumerate(values) if value != usual]
+        differences += [
+            f"rank {rank} has {name}={value!r}, the others {usual!r}"
+            for rank, value in enumerate(values)
+            if value != usual
+        ]
     if differences:
         raise RanksDisagree(f"ranks disagree on {what}: " + "; ".join(differences))
 

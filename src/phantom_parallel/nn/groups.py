@@ -10,9 +10,11 @@ from phantom_parallel.nn.linear import PhantomLinear
 def parameter_groups(
     model: nn.Module, lr: float, *, local: float = 1.0, compress: float = 1.0, decompress: float = 1.0, **defaults: Any
 ) -> list[dict[str, Any]]:
-    """Groups for a torch optimizer in which L, C and D of every `PhantomLinear` have ``lr`` times their multiplier, and all else ``lr``.
+    """Groups for a torch optimizer in which L, C and D of every `PhantomLinear` have ``lr`` times their multiplier, and
+    all else ``lr``.
 
-    Further keywords (``weight_decay=0.1``) go to each group. Parameters that need no gradient are left out, and a shared one is listed once.
+    Further keywords (``weight_decay=0.1``) go to each group. Parameters that need no gradient are left out, and a
+    shared one is listed once.
 
     Example::
 
@@ -30,4 +32,8 @@ def parameter_groups(
                 seen.add(id(parameter))
                 group = name if isinstance(module, PhantomLinear) and name in groups else "rest"
                 groups[group].append(parameter)
-    return [{"params": groups[name], "lr": lr * multipliers[name], "name": name, **defaults} for name in multipliers if groups[name]]
+    return [
+        {"params": groups[name], "lr": lr * multipliers[name], "name": name, **defaults}
+        for name in multipliers
+        if groups[name]
+    ]

@@ -4,12 +4,11 @@ A dense layer draws W with variance 1/n_in. A phantom layer draws
 
     var L = 1/n_in      var C = 1/m_in      var D = 1/(p k)
 
-so that a ghost has its block's mean square, the (p-1) k ghosts together carry (p-1)/p of the output's energy and L the other 1/p. The gain of
-the activation goes to L and to D, and not to C as well: the product D C must carry it once.
+so that a ghost has its block's mean square, the (p-1) k ghosts together carry (p-1)/p of the output's energy and L the
+other 1/p. The gain of the activation goes to L and to D, and not to C as well: the product D C must carry it once.
 
-Each block draws from a generator of its own, seeded by the layer's seed and the block's number, so that what a block holds does not depend on the
-rank that holds it.
-"""
+Each block draws from a generator of its own, seeded by the layer's seed and the block's number, so that what a block
+holds does not depend on the rank that holds it."""
 
 from math import gcd
 
@@ -26,7 +25,16 @@ def draw_seed() -> int:
 
 @torch.no_grad()
 def init_phantom(
-    local: Tensor, compress: Tensor, decompress: Tensor, bias: Tensor | None, *, blocks: int, first: int, held: int, seed: int, gain: float = 1.0
+    local: Tensor,
+    compress: Tensor,
+    decompress: Tensor,
+    bias: Tensor | None,
+    *,
+    blocks: int,
+    first: int,
+    held: int,
+    seed: int,
+    gain: float = 1.0,
 ) -> None:
     """Fill this rank's weights, ``held`` blocks from block ``first`` on."""
     ghosts, block_in = compress.shape[0] // held, compress.shape[1]
@@ -40,7 +48,9 @@ def init_phantom(
 
 
 @torch.no_grad()
-def init_rows(weight: Tensor, bias: Tensor | None, *, out_features: int, rank: int, ranks: int, seed: int, gain: float = 1.0) -> None:
+def init_rows(
+    weight: Tensor, bias: Tensor | None, *, out_features: int, rank: int, ranks: int, seed: int, gain: float = 1.0
+) -> None:
     """Fill this rank's rows of a dense weight, drawn in chunks that any number of ranks shares."""
     chunks = gcd(out_features, _CHUNKS)
     std = gain * weight.shape[1] ** -0.5

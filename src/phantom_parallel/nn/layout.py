@@ -1,4 +1,5 @@
-"""How a layer's features are cut: sizes that follow from its arguments, and what is wrong with arguments that do not fit."""
+"""How a layer's features are cut: sizes that follow from its arguments, and what is wrong with arguments that do not
+fit."""
 
 from dataclasses import dataclass
 from math import gcd
@@ -35,17 +36,20 @@ class BlockLayout:
         for name, features in (("in_features", self.in_features), ("out_features", self.out_features)):
             if features % self.blocks:
                 raise ValueError(
-                    f"blocks={self.blocks} does not divide {name}={features}: the nearest that divide in_features={self.in_features} and "
-                    f"out_features={self.out_features} are {nearest_divisors(common, self.blocks)}"
+                    f"blocks={self.blocks} does not divide {name}={features}: the nearest that divide "
+                    f"in_features={self.in_features} and out_features={self.out_features} "
+                    f"are {nearest_divisors(common, self.blocks)}"
                 )
         if self.blocks % self.ranks:
             raise ValueError(
-                f"{self.ranks} ranks do not divide blocks={self.blocks}: run on {nearest_divisors(self.blocks, self.ranks)} ranks, "
+                f"{self.ranks} ranks do not divide blocks={self.blocks}: "
+                f"run on {nearest_divisors(self.blocks, self.ranks)} ranks, "
                 f"or build the model with a multiple of {self.ranks} blocks"
             )
         if self.ghosts > self.block_in:
             raise ValueError(
-                f"ghosts={self.ghosts} is larger than a block of {self.block_in} input features ({self.in_features} over {self.blocks} blocks): "
+                f"ghosts={self.ghosts} is larger than a block of {self.block_in} input features "
+                f"({self.in_features} over {self.blocks} blocks): "
                 f"at most {self.block_in}, and below {self.break_even:.0f} for a layer smaller than a dense one"
             )
 
@@ -79,4 +83,7 @@ class RowLayout:
         common = gcd(self.in_features, self.out_features)
         for name, features in (("in_features", self.in_features), ("out_features", self.out_features)):
             if features % self.ranks:
-                raise ValueError(f"{self.ranks} ranks do not divide {name}={features}: run on {nearest_divisors(common, self.ranks)} ranks")
+                raise ValueError(
+                    f"{self.ranks} ranks do not divide {name}={features}: "
+                    f"run on {nearest_divisors(common, self.ranks)} ranks"
+                )

@@ -18,13 +18,14 @@ from phantom_parallel.ops.collectives import ranks_of
 class PhantomLinear(FeatureSharded):
     """A linear layer that keeps blocks of features at home and exchanges a few ghosts of each.
 
-    Use it in place of a wide ``nn.Linear``, or of tensor parallelism, where the exchange or the dense product costs too much. Its weight is dense on
-    the diagonal blocks and of rank ``ghosts`` off them; it is smaller and cheaper than a dense layer while ``ghosts`` stays below
-    ``layer.layout.break_even``, m (1 - 1/p) for square layers.
+    Use it in place of a wide ``nn.Linear``, or of tensor parallelism, where the exchange or the dense product costs too
+    much. Its weight is dense on the diagonal blocks and of rank ``ghosts`` off them; it is smaller and cheaper than a
+    dense layer while ``ghosts`` stays below ``layer.layout.break_even``, m (1 - 1/p) for square layers.
 
-    Without a mesh it takes and gives all features, like ``nn.Linear``. With a mesh each rank holds blocks / ranks blocks, and takes and gives its own
-    features only; `shard_features` and `gather_features` lead in and out. ``blocks`` is part of the model, the mesh only how it is run: the same
-    layer gives the same function on any number of ranks that divides its blocks.
+    Without a mesh it takes and gives all features, like ``nn.Linear``. With a mesh each rank holds blocks / ranks
+    blocks, and takes and gives its own features only; `shard_features` and `gather_features` lead in and out.
+    ``blocks`` is part of the model, the mesh only how it is run: the same layer gives the same function on any number
+    of ranks that divides its blocks.
 
     Args:
         in_features, out_features: features of the whole layer, whatever the number of ranks.
@@ -71,19 +72,35 @@ class PhantomLinear(FeatureSharded):
             self.reset_parameters()
 
     def _lay_out(
-        self, in_features: int, out_features: int, bias: bool, blocks: int, ghosts: int, mesh: DeviceMesh | None, dtype: torch.dtype | None
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        blocks: int,
+        ghosts: int,
+        mesh: DeviceMesh | None,
+        dtype: torch.dtype | None,
     ) -> None:
         self.in_features, self.out_features, self.blocks, self.ghosts = in_features, out_features, blocks, ghosts
         self.mesh, self.ranks = mesh, ranks_of(mesh)
         self.relative_error: float | None = None  # of the fit, where the layer came from a dense one
-        settings = {"layer": "PhantomLinear", "in_features": in_features, "out_features": out_features, "bias": bias, "blocks": blocks}
+        settings = {
+            "layer": "PhantomLinear",
+            "in_features": in_features,
+            "out_features": out_features,
+            "bias": bias,
+            "blocks": blocks,
+        }
         agree("a PhantomLinear", settings | {"ghosts": ghosts, "dtype": str(dtype or torch.get_default_dtype())}, mesh)
         self.layout = BlockLayout(in_features, out_features, blocks, ghosts, self.ranks.size)
 
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Draw the weights anew, the same ones on any number of ranks. Without a seed, rank 0's default generator decides."""
+        """Draw the weights anew, the same ones on any number of ranks. Without a seed, rank 0's default generator
+        decides."""
         held = self.blocks // self.ranks.size
-        weights = [None if p is None else local_rows(p) for p in (self.local, self.compress, self.decompress, self.bias)]
+        weights = [
+            None if p is None else local_rows(p) for p in (self.local, self.compress, self.decompress, self.bias)
+        ]
         first, shared = self.ranks.rank * held, self._shared_seed(seed)
         init_phantom(*weights, blocks=self.blocks, first=first, held=held, seed=shared, gain=self.gain)  # type: ignore[arg-type]
 
@@ -99,7 +116,9 @@ class PhantomLinear(FeatureSharded):
         p, m_in, m_out = self.blocks, self.layout.block_in, self.layout.block_out
         local, compress = whole(self.local).view(p, m_out, m_in), whole(self.compress).view(p, self.ghosts, m_in)
         decompress = whole(self.decompress).view(p, m_out, p - 1, self.ghosts)
-        dense = nn.Linear(self.in_features, self.out_features, self.bias is not None, device=local.device, dtype=local.dtype)
+        dense = nn.Linear(
+            self.in_features, self.out_features, self.bias is not None, device=local.device, dtype=local.dtype
+        )
         weight = dense.weight.view(p, m_out, p, m_in)
         for i in range(p):
             weight[i, :, i] = local[i]
@@ -112,10 +131,11 @@ class PhantomLinear(FeatureSharded):
 
     @classmethod
     def from_dense(cls, linear: nn.Linear, *, blocks: int, ghosts: int, mesh: DeviceMesh | None = None) -> Self:
-        """The phantom layer closest to ``linear`` in the Frobenius norm; ``relative_error`` of the result says how close.
+        """The phantom layer closest to ``linear`` in the Frobenius norm; ``relative_error`` of the result says how
+        close.
 
-        The relative error is |W - W'| / |W|. On a mesh every rank passes the whole layer and fits the blocks that it will hold the compressors of.
-        """
+        The relative error is |W - W'| / |W|. On a mesh every rank passes the whole layer and fits the blocks that it
+        will hold the compressors of."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer._fit(linear, blocks, ghosts, mesh)
@@ -132,15 +152,21 @@ class PhantomLinear(FeatureSharded):
 
         fits = [fit_source(weight, j, blocks=blocks, ghosts=ghosts) for j in mine]
         # D_ij is made where source j lives and kept where receiver i does: whoever fitted it tells the others.
-        decompress = torch.stack([fit.decompress for fit in fits])  # (q, p-1, m_out, k): sources here, receivers in ring order
+        decompress = torch.stack(
+            [fit.decompress for fit in fits]
+        )  # (q, p-1, m_out, k): sources here, receivers in ring order
         lost = sum(fit.squared_error for fit in fits)
         if mesh is not None:
             told = everyones((decompress.cpu(), lost), mesh)
             decompress, lost = torch.cat([d for d, _ in told]).to(weight.device), sum(lost for _, lost in told)
         steps = torch.arange(1, blocks)
-        rows = [decompress[(i + steps) % blocks, blocks - 1 - steps].permute(1, 0, 2).reshape(m_out, -1) for i in mine]  # i = j + (p - step)
+        rows = [
+            decompress[(i + steps) % blocks, blocks - 1 - steps].permute(1, 0, 2).reshape(m_out, -1) for i in mine
+        ]  # i = j + (p - step)
 
-        self.local = shard_rows(torch.cat([weight[i * m_out : (i + 1) * m_out, i * m_in : (i + 1) * m_in] for i in mine]), mesh)
+        self.local = shard_rows(
+            torch.cat([weight[i * m_out : (i + 1) * m_out, i * m_in : (i + 1) * m_in] for i in mine]), mesh
+        )
         self.compress = shard_rows(torch.cat([fit.compress for fit in fits]), mesh)
         self.decompress = shard_rows(torch.cat(rows), mesh)
         self.bias = None if bias is None else shard_rows(bias.chunk(self.ranks.size)[self.ranks.rank].clone(), mesh)
@@ -151,18 +177,20 @@ class PhantomLinear(FeatureSharded):
         share = weights / (self.in_features * self.out_features)
         fit = "" if self.relative_error is None else f", relative error {self.relative_error:.2g}"
         return (
-            f"{self.in_features} -> {self.out_features}, blocks={self.blocks}, ghosts={self.ghosts}, bias={self.bias is not None}"
-            f"{self._describe_ranks()}{fit}; {share:.1%} of a dense layer's weights and multiply-adds, "
+            f"{self.in_features} -> {self.out_features}, blocks={self.blocks}, ghosts={self.ghosts}, "
+            f"bias={self.bias is not None}{self._describe_ranks()}{fit}; "
+            f"{share:.1%} of a dense layer's weights and multiply-adds, "
             f"{self.ghosts / self.layout.block_in:.1%} of tensor parallelism's exchange"
         )
 
 
 class TensorLinear(FeatureSharded):
-    """A linear layer cut by output rows, with features cut in and out: conventional tensor parallelism, the paper's baseline.
+    """A linear layer cut by output rows, with features cut in and out: conventional tensor parallelism, the paper's
+    baseline.
 
-    Each rank all-gathers whole activations forward and reduce-scatters their gradient backward. The function is ``nn.Linear``'s, on any number
-    of ranks that divides the features; without a mesh it is computed in one process. For what most stacks run today, two layers with one all-reduce, see
-    torch's ``ColwiseParallel`` and ``RowwiseParallel``.
+    Each rank all-gathers whole activations forward and reduce-scatters their gradient backward. The function is
+    ``nn.Linear``'s, on any number of ranks that divides the features; without a mesh it is computed in one process. For
+    what most stacks run today, two layers with one all-reduce, see torch's ``ColwiseParallel`` and ``RowwiseParallel``.
 
     Args: as for `PhantomLinear`, without blocks and ghosts. The initial variance is gain^2 / in_features.
     """
@@ -193,7 +221,8 @@ class TensorLinear(FeatureSharded):
             self.reset_parameters()
 
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Draw the weights anew, the same ones on any number of ranks. Without a seed, rank 0's default generator decides."""
+        """Draw the weights anew, the same ones on any number of ranks. Without a seed, rank 0's default generator
+        decides."""
         bias = None if self.bias is None else local_rows(self.bias)
         where = {"out_features": self.out_features, "rank": self.ranks.rank, "ranks": self.ranks.size}
         init_rows(local_rows(self.weight), bias, **where, seed=self._shared_seed(seed), gain=self.gain)
@@ -207,11 +236,16 @@ class TensorLinear(FeatureSharded):
     def to_dense(self) -> nn.Linear:
         """The ``nn.Linear`` that this layer equals. On a mesh, whole and on every rank."""
         weight = whole(self.weight)
-        dense = nn.Linear(self.in_features, self.out_features, self.bias is not None, device=weight.device, dtype=weight.dtype)
+        dense = nn.Linear(
+            self.in_features, self.out_features, self.bias is not None, device=weight.device, dtype=weight.dtype
+        )
         dense.weight.copy_(weight)
         if self.bias is not None:
             dense.bias.copy_(whole(self.bias))
         return dense
 
     def extra_repr(self) -> str:
-        return f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}{self._describe_ranks()}; exchanges whole activations"
+        return (
+            f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}{self._describe_ranks()}; "
+            "exchanges whole activations"
+        )

@@ -31,7 +31,8 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 class FeatureSharded(nn.Module):
-    """A linear layer whose features are cut over the ranks of ``mesh``: this rank's features in, this rank's features out."""
+    """A linear layer whose features are cut over the ranks of ``mesh``: this rank's features in, this rank's features
+    out."""
 
     in_features: int
     out_features: int
@@ -51,9 +52,19 @@ class FeatureSharded(nn.Module):
     def _check_input(self, x: Tensor) -> None:
         expected = self.in_features // self.ranks.size
         if x.shape[-1] != expected:
-            share = f", this rank's share of {self.in_features} over {self.ranks.size} ranks" if self.mesh is not None else ""
-            hint = ": cut it with shard_features(x, mesh)" if self.mesh is not None and x.shape[-1] == self.in_features else ""
-            raise ValueError(f"{type(self).__name__} takes {expected} features{share}, got an input of shape {tuple(x.shape)}{hint}")
+            share = (
+                f", this rank's share of {self.in_features} over {self.ranks.size} ranks"
+                if self.mesh is not None
+                else ""
+            )
+            hint = (
+                ": cut it with shard_features(x, mesh)"
+                if self.mesh is not None and x.shape[-1] == self.in_features
+                else ""
+            )
+            raise ValueError(
+                f"{type(self).__name__} takes {expected} features{share}, got an input of shape {tuple(x.shape)}{hint}"
+            )
 
     def _describe_ranks(self) -> str:
         return "" if self.mesh is None else f", rank {self.ranks.rank} of {self.ranks.size}"

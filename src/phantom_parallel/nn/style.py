@@ -13,21 +13,23 @@ from phantom_parallel.nn.sharded import shard_rows, whole
 from phantom_parallel.ops.collectives import ranks_of
 
 ELEMENTWISE = (
-    nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.Softplus,
-    nn.Softsign, nn.LogSigmoid, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid,
-)  # fmt: skip
+    *(nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh),
+    *(nn.Sigmoid, nn.LogSigmoid, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid),
+)
 
 
 class PhantomParallel(ParallelStyle):
-    """Turn an ``nn.Linear`` into a `PhantomLinear` over the mesh, in place; or cut a `PhantomLinear` that is whole on every rank.
+    """Turn an ``nn.Linear`` into a `PhantomLinear` over the mesh, in place; or cut a whole `PhantomLinear` over it.
 
-    An ``nn.Linear`` becomes the closest phantom layer (``PhantomLinear.from_dense``), or with ``init="fresh"`` a newly drawn one, the right start for
-    training from scratch. Elementwise activations that a pattern such as ``"layers.*"`` also matches are left as they are.
+    An ``nn.Linear`` becomes the closest phantom layer (``PhantomLinear.from_dense``), or with ``init="fresh"`` a newly
+    drawn one, the right start for training from scratch. Elementwise activations that a pattern such as ``"layers.*"``
+    also matches are left as they are.
 
     Keyword Args:
         blocks, ghosts: of the phantom layer.
         init: ``"fit"`` (default) or ``"fresh"``.
-        input_layouts: how the input is cut, ``Shard(-1)`` (features, default), ``Replicate()`` or another shard; a DTensor input speaks for itself.
+        input_layouts: how the input is cut: ``Shard(-1)`` (by features, the default), ``Replicate()`` or another shard.
+            A DTensor speaks for itself.
         output_layouts: how the output is to be cut, ``Shard(-1)`` by default.
         use_local_output: give a plain tensor, this rank's part (default), or a DTensor.
 
@@ -66,7 +68,10 @@ class PhantomParallel(ParallelStyle):
         elif type(module) is nn.Linear:
             self._convert(module, device_mesh)
         else:
-            raise NotImplementedError(f"PhantomParallel supports nn.Linear, PhantomLinear and elementwise activations, not {type(module).__name__}")
+            raise NotImplementedError(
+                "PhantomParallel supports nn.Linear, PhantomLinear and elementwise activations, "
+                f"not {type(module).__name__}"
+            )
         module.register_forward_pre_hook(partial(_prepare_input, self.input_layout, device_mesh))
         module.register_forward_hook(partial(_prepare_output, self.output_layout, self.use_local_output, device_mesh))
         return module
@@ -78,23 +83,24 @@ class PhantomParallel(ParallelStyle):
             made = PhantomLinear(*shape, blocks=self.blocks, ghosts=self.ghosts, mesh=mesh, **kwargs)
         else:
             made = PhantomLinear.from_dense(linear, blocks=self.blocks, ghosts=self.ghosts, mesh=mesh)
-        # parallelize_module discards what a style returns for a child, so the module itself must change: it takes over the other's class and
-        # parameters, and keeps its own identity and hooks.
-        del linear.weight, linear.bias
-        linear.__class__ = PhantomLinear
-        for name in ("in_features", "out_features", "blocks", "ghosts", "mesh", "ranks", "layout", "gain", "relative_error"):
-            setattr(linear, name, getattr(made, name))
-        for name in ("local", "compress", "decompress", "bias"):
-            linear.register_parameter(name, getattr(made, name))
+        # parallelize_module discards what a style returns for a child, so the module itself must change: it takes over
+        # the other's class, settings and parameters, and keeps its own identity and hooks.
+        linear.__class__ = PhantomLinear  # type: ignore[assignment]
+        linear._parameters = made._parameters
+        linear.__dict__.update({name: value for name, value in made.__dict__.items() if not name.startswith("_")})
 
     def _cut(self, layer: PhantomLinear, mesh: DeviceMesh) -> None:
         for name in ("blocks", "ghosts"):
             if getattr(layer, name) != getattr(self, name):
-                raise ValueError(f"the layer has {name}={getattr(layer, name)}, the style {name}={getattr(self, name)}: blocks and ghosts are the model's")
+                raise ValueError(
+                    f"the layer has {name}={getattr(layer, name)}, the style {name}={getattr(self, name)}: "
+                    "blocks and ghosts are the model's"
+                )
         if layer.mesh is not None:
             raise ValueError(f"the layer is cut over {layer.ranks.size} ranks already")
         ranks = ranks_of(mesh)
-        layer._lay_out(layer.in_features, layer.out_features, layer.bias is not None, self.blocks, self.ghosts, mesh, layer.local.dtype)
+        shape = layer.in_features, layer.out_features, layer.bias is not None
+        layer._lay_out(*shape, self.blocks, self.ghosts, mesh, layer.local.dtype)
         for name in ("local", "compress", "decompress", "bias"):
             parameter = getattr(layer, name)
             if parameter is not None:
@@ -102,8 +108,9 @@ class PhantomParallel(ParallelStyle):
 
     def __repr__(self) -> str:
         return (
-            f"PhantomParallel(blocks={self.blocks}, ghosts={self.ghosts}, init={self.init!r}, input_layouts={self.input_layout}, "
-            f"output_layouts={self.output_layout}, use_local_output={self.use_local_output})"
+            f"PhantomParallel(blocks={self.blocks}, ghosts={self.ghosts}, init={self.init!r}, "
+            f"input_layouts={self.input_layout}, output_layouts={self.output_layout}, "
+            f"use_local_output={self.use_local_output})"
         )
 
 
@@ -117,7 +124,9 @@ def _prepare_input(layout: Placement, mesh: DeviceMesh, module: nn.Module, input
     return x, *rest
 
 
-def _prepare_output(layout: Placement, local: bool, mesh: DeviceMesh, module: nn.Module, inputs: Any, z: Tensor) -> Tensor:
+def _prepare_output(
+    layout: Placement, local: bool, mesh: DeviceMesh, module: nn.Module, inputs: Any, z: Tensor
+) -> Tensor:
     if local and layout == Shard(-1):
         return z
     wanted = [_positive(layout, z)]

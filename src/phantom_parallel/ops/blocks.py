@@ -1,7 +1,8 @@
-"""Products of features cut into blocks with weights stacked by block, as batched matrix products: one call for all blocks.
+"""Products of features cut into blocks with weights stacked by block, as batched matrix products: one call for all
+blocks.
 
-Rows carry features as (B, q m); a product wants them by block, (q, B, m). `cut` is a view, `join` copies (or is one, for one block).
-"""
+Rows carry features as (B, q m); a product wants them by block, (q, B, m). `cut` is a view, `join` copies (or is one,
+for one block)."""
 
 from typing import Any
 
@@ -43,7 +44,9 @@ def _bmm(a: Tensor, b: Tensor, add_to: Tensor | None = None) -> Tensor:
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """total + a b for one or a batch of products; into total where nothing else needs it."""
     product = torch.addmm if total.dim() == 2 else torch.baddbmm
-    if torch.compiler.is_compiling() or records_graph():  # a compiler sees to it by itself; a recorded graph needs the old total
+    if (
+        torch.compiler.is_compiling() or records_graph()
+    ):  # a compiler sees to it by itself; a recorded graph needs the old total
         return product(total, a, b)
     return product(total, a, b, out=total)  # not the in-place method: torch's FlopCounterMode does not see that one
 

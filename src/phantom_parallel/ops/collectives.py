@@ -3,10 +3,10 @@
     all-gather       (B, c) on every rank     ->  (R, B, c), the same on every rank
     reduce-scatter   (R, B, c) on every rank  ->  (B, c), rank r's slice r summed over ranks
 
-A *start* returns at once with a tensor whose contents are on their way; a *finish* waits for them, on that very tensor: Inductor loses
-track of a wait on a view of it, and the products then read what has not arrived. Both are the functional collectives
-of torch, so they run in eager, trace under ``torch.compile`` and are seen by every dispatch mode. Alone (one rank) nothing is sent.
-"""
+A *start* returns at once with a tensor whose contents are on their way; a *finish* waits for them, on that very tensor:
+Inductor loses track of a wait on a view of it, and the products then read what has not arrived. Both are the functional
+collectives of torch, so they run in eager, trace under ``torch.compile`` and are seen by every dispatch mode. Alone
+(one rank) nothing is sent."""
 
 from typing import NamedTuple
 
@@ -38,11 +38,12 @@ def ranks_of(mesh: DeviceMesh | Ranks | None) -> Ranks:
         return mesh
     if mesh.ndim != 1:
         raise ValueError(
-            f"features are cut along one mesh dimension, but this mesh has {mesh.ndim} {mesh.mesh_dim_names}: pass one of them, such as mesh['tp']"
+            f"features are cut along one mesh dimension, but this mesh has {mesh.ndim} {mesh.mesh_dim_names}: "
+            "pass one of them, such as mesh['tp']"
         )
     group = mesh.get_group()
-    # gloo's ring all-gather and naive reduce-scatter take 2 to 7 times as long as its all-to-all of the same volume, above all
-    # when ranks outnumber cores. NCCL, RCCL and the fake backend use their own.
+    # gloo's ring all-gather and naive reduce-scatter take 2 to 7 times as long as its all-to-all of the same volume,
+    # above all when ranks outnumber cores. NCCL, RCCL and the fake backend use their own.
     backend = str(dist.get_backend_config(group))
     gloo = "gloo" in backend and (mesh.device_type == "cpu" or backend == "gloo")
     return Ranks(mesh.get_local_rank(), mesh.size(), group.group_name, not gloo)
@@ -79,7 +80,9 @@ def finish_reduce_scatter(pending: Tensor, ranks: Ranks) -> Tensor:
     if ranks.size == 1:
         return pending.squeeze(0)
     arrived: Tensor = _c10d.wait_tensor(pending)
-    return arrived if ranks.native else arrived.view(ranks.size, arrived.shape[0] // ranks.size, arrived.shape[1]).sum(0)
+    return (
+        arrived if ranks.native else arrived.view(ranks.size, arrived.shape[0] // ranks.size, arrived.shape[1]).sum(0)
+    )
 
 
 def _start_all_to_all(rows: Tensor, ranks: Ranks) -> Tensor:

@@ -62,18 +62,21 @@ class _Gather(Function):
 
 
 def shard_features(x: Tensor, mesh: DeviceMesh | Ranks | None) -> Tensor:
-    """Forward: keep this rank's features of a replicated x; backward: all-gather. Each rank then has the whole gradient of x."""
+    """Forward: keep this rank's features of a replicated x; backward: all-gather. Each rank then has the whole gradient
+    of x."""
     ranks = ranks_of(mesh)
     if x.shape[-1] % ranks.size:
-        raise ValueError(f"{ranks.size} ranks do not divide the {x.shape[-1]} features of an input of shape {tuple(x.shape)}")
+        raise ValueError(
+            f"{ranks.size} ranks do not divide the {x.shape[-1]} features of an input of shape {tuple(x.shape)}"
+        )
     return x if ranks.size == 1 else _Shard.apply(x, ranks)
 
 
 def gather_features(x: Tensor, mesh: DeviceMesh | Ranks | None, *, partial_grad: bool = False) -> Tensor:
     """Forward: all-gather of features; backward: this rank's slice of the gradient.
 
-    That is right where every rank does the same with the result, as with a loss computed on all of them. Where each rank does its own part
-    (a vocabulary-parallel head), every rank's gradient is a part of the sum: ``partial_grad=True`` makes the backward a reduce-scatter.
-    """
+    That is right where every rank does the same with the result, as with a loss computed on all of them. Where each
+    rank does its own part (a vocabulary-parallel head), every rank's gradient is a part of the sum:
+    ``partial_grad=True`` makes the backward a reduce-scatter."""
     ranks = ranks_of(mesh)
     return x if ranks.size == 1 else _Gather.apply(x, ranks, partial_grad)

@@ -1,7 +1,7 @@
 """The phantom linear map: the method's equations, in order.
 
-Features are cut into p blocks; this rank holds q = p / R of them, one after the other. B is the number of rows, k the ghosts of a block, m_in and
-m_out the widths of a block.
+Features are cut into p blocks; this rank holds q = p / R of them, one after the other. B is the number of rows, k the
+ghosts of a block, m_in and m_out the widths of a block.
 
     g_j  = C_j x_j                                 ghosts: what block j shows the others
     z_i  = L_i x_i + b_i + sum_{j != i} D_ij g_j   output
@@ -10,8 +10,9 @@ m_out the widths of a block.
     dx_j = L_j^T d_j + C_j^T h_j
     dL_i = d_i^T x_i     dC_j = h_j^T x_j     dD_ij = d_i^T g_j     db_i = sum d_i
 
-Weights stack their blocks on dimension 0. Block i lists its sources in **ring order**, j = i+1, i+2, ..., i+p-1 (mod p): its own block has no
-column, every block's row is laid out alike, and the ghosts that consecutive blocks need are overlapping windows of one matrix.
+Weights stack their blocks on dimension 0. Block i lists its sources in **ring order**, j = i+1, i+2, ..., i+p-1 (mod
+p): its own block has no column, every block's row is laid out alike, and the ghosts that consecutive blocks need are
+overlapping windows of one matrix.
 
     local       (q m_out, m_in)       L_i
     compress    (q k, m_in)           C_j
@@ -25,7 +26,15 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from phantom_parallel.ops.blocks import cast_for_autocast, cut, join, records_graph, times, transposed_times, weight_grad
+from phantom_parallel.ops.blocks import (
+    cast_for_autocast,
+    cut,
+    join,
+    records_graph,
+    times,
+    transposed_times,
+    weight_grad,
+)
 from phantom_parallel.ops.collectives import (
     ALONE,
     Ranks,
@@ -37,9 +46,16 @@ from phantom_parallel.ops.collectives import (
 
 
 def phantom_linear(
-    x: Tensor, local: Tensor, compress: Tensor, decompress: Tensor, bias: Tensor | None = None, *, blocks: int, ranks: Ranks = ALONE
+    x: Tensor,
+    local: Tensor,
+    compress: Tensor,
+    decompress: Tensor,
+    bias: Tensor | None = None,
+    *,
+    blocks: int,
+    ranks: Ranks = ALONE,
 ) -> Tensor:
-    """z = L x + D C x + b over ``blocks`` blocks. Forward: all-gather of the ghosts; backward: reduce-scatter of their gradient.
+    """z = L x + D C x + b. Forward: all-gather of the ghosts; backward: reduce-scatter of their gradient.
 
     ``x`` is (..., q m_in), this rank's features; the result is (..., q m_out).
     """
@@ -49,11 +65,18 @@ def phantom_linear(
 
 
 class _PhantomLinear(Function):
-    """Forward overlaps the exchange with L x; backward with dL, dD, db and L^T d. Kept for backward: x and the gathered ghosts."""
+    """Forward overlaps the exchange with L x, backward with dL, dD, db and L^T d. Kept: x and the gathered ghosts."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, local: Tensor, compress: Tensor, decompress: Tensor, bias: Tensor | None, blocks: int, ranks: Ranks
+        ctx: Any,
+        x: Tensor,
+        local: Tensor,
+        compress: Tensor,
+        decompress: Tensor,
+        bias: Tensor | None,
+        blocks: int,
+        ranks: Ranks,
     ) -> Tensor:
         q = blocks // ranks.size
         xs = cut(x, q)  # (q, B, m_in)
@@ -83,15 +106,18 @@ class _PhantomLinear(Function):
         dxs = d_local = d_compress = d_decompress = d_bias = None
 
         ds = cut(d, q)  # (q, B, m_out)
-        xs = None if x is None else cut(x, q)  # (q, B, m_in)
+        xs: Any = None if x is None else cut(x, q)  # (q, B, m_in)
         if need_x or need_compress:
-            pending = start_reduce_scatter(_to_sources(transposed_times(ds, decompress), blocks, ranks), ranks)  # h: (R, B, q k), on its way
+            h = _to_sources(transposed_times(ds, decompress), blocks, ranks)  # this rank's part of h: (R, B, q k)
+            pending = start_reduce_scatter(h, ranks)  # on its way
         if need_local:
             d_local = weight_grad(ds, xs)  # d^T x: (q m_out, m_in), meanwhile
         if need_decompress:
             if records_graph() and (need_x or need_compress):  # what was kept has no history: gather it again, with one
                 if xs is None:
-                    raise RuntimeError("differentiating twice with respect to x and decompress needs local or compress to require gradients")
+                    raise RuntimeError(
+                        "a second derivative by x and decompress needs local or compress to require grad"
+                    )
                 gathered = finish_all_gather(start_all_gather(join(times(xs, compress)), ranks), ranks)
             d_decompress = weight_grad(ds, _others(gathered, blocks, ranks))  # d^T g: (q m_out, (p-1) k)
         if need_bias:
@@ -108,18 +134,21 @@ class _PhantomLinear(Function):
 
 
 def _others(gathered: Tensor, blocks: int, ranks: Ranks) -> Tensor:
-    """For each block here, the ghosts of all others in ring order: (R, B, q k) -> (q, B, (p-1) k), overlapping windows of one matrix."""
+    """For each block here, the ghosts of all others in ring order: (R, B, q k) -> (q, B, (p-1) k).
+
+    These are overlapping windows of one matrix, the ring of ghosts from the right neighbour of this rank's first block.
+    """
     q, ghosts = blocks // ranks.size, gathered.shape[2] * ranks.size // blocks
-    ring = torch.roll(join(gathered), -(ranks.rank * q + 1) * ghosts, 1)  # (B, p k), from the right neighbour of this rank's first block
+    ring = torch.roll(join(gathered), -(ranks.rank * q + 1) * ghosts, 1)  # (B, p k)
     if q > 2:
         ring = torch.cat([ring, ring[:, : (q - 2) * ghosts]], 1)  # (B, (p+q-2) k): the last windows go past the end
     return ring[:, : (blocks + q - 2) * ghosts].unfold(1, (blocks - 1) * ghosts, ghosts).transpose(0, 1)
 
 
 def _to_sources(h: Tensor, blocks: int, ranks: Ranks) -> Tensor:
-    """The conjugate of ``_others``: each block's (q, B, (p-1) k) summed by source and laid out by owner, (R, B, q k)."""
+    """The conjugate of ``_others``: each block's (q, B, (p-1) k) summed by source, laid out by owner: (R, B, q k)."""
     q, rows, ghosts = h.shape[0], h.shape[1], h.shape[2] // (blocks - 1)
-    ring = h.new_zeros(rows, (blocks + q - 1) * ghosts)  # from the right neighbour of this rank's first block
+    ring = h.new_zeros(rows, (blocks + q - 1) * ghosts)
     for i in range(q):
         ring[:, i * ghosts : (i + blocks - 1) * ghosts] += h[i]
     ring[:, : (q - 1) * ghosts] += ring[:, blocks * ghosts :]  # what went past the end

@@ -1,7 +1,7 @@
 """Conventional tensor parallelism in the same layout: the paper's baseline.
 
-Features are cut over R ranks; this rank holds m_in = n_in / R of those that come in and m_out = n_out / R of those that go out, and with them
-the rows W (m_out, n_in) of the weight.
+Features are cut over R ranks; this rank holds m_in = n_in / R of those that come in and m_out = n_out / R of those that
+go out, and with them the rows W (m_out, n_in) of the weight.
 
     z  = W x + b            x: the features of all ranks, one all-gather
     dx = W^T d              with d = dLoss/dz; summed over ranks, one reduce-scatter
@@ -38,7 +38,8 @@ def tensor_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, rank
 
 
 class _TensorLinear(Function):
-    """Forward overlaps the exchange with the product of this rank's own features; backward with dW and db. Kept for backward: gathered x."""
+    """Forward overlaps the exchange with the product of this rank's own features; backward with dW and db. Kept for
+    backward: gathered x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ranks: Ranks) -> Tensor:
@@ -69,7 +70,9 @@ class _TensorLinear(Function):
             pending = start_reduce_scatter(slices, ranks)
         if need_weight:
             if records_graph() and need_x and ranks.size > 1:  # what was kept has no history
-                raise RuntimeError("tensor_linear cannot be differentiated twice across ranks: run on one, or use phantom_linear")
+                raise RuntimeError(
+                    "tensor_linear cannot be differentiated twice across ranks: run on one, or use phantom_linear"
+                )
             d_weight = torch.mm(d.t(), gathered)  # (m_out, n_in), meanwhile
         if need_bias:
             d_bias = d.sum(0)  # (m_out)

@@ -1,0 +1,272 @@
+"""What people combine layers with, each on real local ranks."""
+
+import shutil
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
+
+from phantom_parallel import (
+    FFN,
+    FFNConfig,
+    PhantomLinear,
+    TensorLinear,
+    gather_features,
+    parameter_groups,
+    shard_features,
+)
+from tests.reference import relative_error
+
+CONFIG = FFNConfig(width=32, depth=3, blocks=4, ghosts=2, activation="gelu")
+ROWS = 8
+
+
+def data(rows: int = ROWS, width: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return tuple(torch.randn(rows, width, generator=generator, dtype=torch.float64) for _ in range(2))
+
+
+def features(t, mesh):
+    return t.chunk(mesh.size(), -1)[mesh.get_local_rank()]
+
+
+def model_on(mesh=None, config=CONFIG) -> FFN:
+    torch.manual_seed(0)
+    return FFN(config, mesh=mesh, dtype=torch.float64)
+
+
+def one_mesh():
+    return init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def expected_gradients(config=CONFIG, drawn: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """Mean squared error's gradients on one process, in float64, for weights drawn in another precision."""
+    torch.manual_seed(0)
+    model, (x, y) = FFN(config, dtype=drawn).double(), data()
+    (model(x) - y).square().mean().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def worst(model, expected) -> float:
+    found = {
+        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in model.named_parameters()
+    }
+    assert found.keys() == expected.keys()
+    return max(relative_error(found[name], expected[name]) for name in expected)
+
+
+def loss_on(model, mesh, x, y) -> torch.Tensor:
+    """This rank's share of the mean squared error over all features."""
+    return (model(features(x, mesh)) - features(y, mesh)).square().sum() / y.numel()
+
+
+def compiled(backend: str, strategy: str) -> float:
+    mesh = one_mesh()
+    config = CONFIG if strategy == "phantom" else FFNConfig(width=32, depth=3, strategy="tensor", activation="gelu")
+    torch._dynamo.reset()
+    model = model_on(mesh, config)
+    step = torch.compile(model, fullgraph=True, backend=backend)
+    x, y = data()
+    for _ in range(20):  # a race would show sooner or later
+        model.zero_grad()
+        (step(features(x, mesh)) - features(y, mesh)).square().sum().div(y.numel()).backward()
+        if (error := worst(model, expected_gradients(config))) > 1e-11:
+            return error
+    for rows in (4, 6, 10):  # other batches: compiled once more, with a symbolic number of rows
+        more = data(rows)[0]
+        with torch.no_grad():
+            error = max(error, relative_error(step(features(more, mesh)), model(features(more, mesh))))
+    return error
+
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("clang++") is None, reason="Inductor needs a C++ compiler"
+)
+
+
+@pytest.mark.parametrize("strategy", ["phantom", "tensor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=needs_compiler)])
+def test_compile_of_the_full_graph(ranks, backend, strategy):
+    assert max(ranks(2)(compiled, backend, strategy)) < 1e-11
+
+
+def compiled_with_features() -> float:
+    mesh = one_mesh()
+    layer = PhantomLinear(32, 32, blocks=4, ghosts=2, mesh=mesh)
+    torch._dynamo.reset()
+    step = torch.compile(
+        lambda x: gather_features(layer(shard_features(x, layer.ranks)), layer.ranks),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    x = torch.randn(3, 32)
+    return relative_error(step(x).detach(), layer.to_dense()(x).detach())
+
+
+def test_compile_through_shard_and_gather(ranks):
+    assert max(ranks(2)(compiled_with_features)) < 1e-6
+
+
+def checkpointed() -> float:
+    mesh = one_mesh()
+    model = model_on(mesh)
+    x, y = data()
+    h = features(x, mesh).requires_grad_()
+    for index, layer in enumerate(model.layers):
+        h = checkpoint(
+            lambda t, layer=layer, index=index: layer(model.activate(t) if index else t), h, use_reentrant=False
+        )
+    ((h - features(y, mesh)).square().sum() / y.numel()).backward()
+    return worst(model, expected_gradients())
+
+
+def test_activation_checkpointing(ranks):
+    assert max(ranks(4)(checkpointed)) < 1e-12
+
+
+def fully_sharded(accumulate: bool) -> float:
+    """Data x tensor: FSDP2 averages over dp what each dp rank computes on its rows."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = model_on(mesh["tp"])
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    assert all(p.device_mesh.ndim == 2 for p in model.parameters())
+    x, y = (t.chunk(2)[mesh["dp"].get_local_rank()] for t in data())
+    if accumulate:
+        model.set_requires_gradient_sync(False)
+        loss_on(model, mesh["tp"], x[:2], y[:2]).mul(0.5).backward()
+        model.set_requires_gradient_sync(True)
+        loss_on(model, mesh["tp"], x[2:], y[2:]).mul(0.5).backward()
+    else:
+        loss_on(model, mesh["tp"], x, y).backward()
+    return worst(model, expected_gradients())
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["plain", "accumulated"])
+def test_fsdp2_over_a_data_by_tensor_mesh(ranks, accumulate):
+    assert max(ranks(4)(fully_sharded, accumulate)) < 1e-12
+
+
+def fsdp_mixed_precision() -> tuple[str, str, float]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = FFN(CONFIG, mesh=mesh["tp"])
+    fully_shard(
+        model, mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    )
+    x, y = (t.chunk(2)[mesh["dp"].get_local_rank()].float() for t in data())
+    z = model(features(x, mesh["tp"]))
+    ((z.float() - features(y, mesh["tp"])).square().sum() / y.numel()).backward()
+    return str(z.dtype), str(model.layers[0].local.grad.dtype), worst(model, expected_gradients(drawn=torch.float32))
+
+
+def test_fsdp2_mixed_precision(ranks):
+    for output, gradient, error in ranks(4)(fsdp_mixed_precision):
+        assert (output, gradient) == ("torch.bfloat16", "torch.float32")
+        assert error < 0.05
+
+
+def autocast() -> tuple[str, float]:
+    mesh = one_mesh()
+    torch.manual_seed(0)
+    model = FFN(CONFIG, mesh=mesh)
+    x, y = (t.float() for t in data())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        z = model(features(x, mesh))
+    ((z.float() - features(y, mesh)).square().sum() / y.numel()).backward()
+    return str(z.dtype), worst(model, expected_gradients(drawn=torch.float32))
+
+
+def test_autocast(ranks):
+    for dtype, error in ranks(2)(autocast):
+        assert dtype == "torch.bfloat16"
+        assert error < 0.05
+
+
+def accumulated() -> float:
+    mesh = one_mesh()
+    model = model_on(mesh)
+    x, y = data()
+    for half in range(2):
+        rows = slice(half * ROWS // 2, (half + 1) * ROWS // 2)
+        loss_on(model, mesh, x[rows], y[rows]).mul(0.5).backward()
+    return worst(model, expected_gradients())
+
+
+def test_gradient_accumulation(ranks):
+    assert max(ranks(4)(accumulated)) < 1e-12
+
+
+def clipped() -> tuple[float, float]:
+    mesh = one_mesh()
+    model = model_on(mesh)
+    loss_on(model, mesh, *data()).backward()
+    norm = clip_grad_norm_(model.parameters(), 0.01)
+    gradients = expected_gradients()
+    expected = clip_by_hand(gradients, 0.01)
+    return abs(float(norm.full_tensor()) / expected - 1), worst(model, gradients)
+
+
+def clip_by_hand(gradients: dict[str, torch.Tensor], limit: float) -> float:
+    norm = float(sum(g.square().sum() for g in gradients.values()) ** 0.5)
+    assert norm > limit
+    for g in gradients.values():
+        g.mul_(limit / (norm + 1e-6))
+    return norm
+
+
+def test_clip_grad_norm_is_that_of_the_whole_model(ranks):
+    for norm, error in ranks(4)(clipped):
+        assert norm < 1e-12
+        assert error < 1e-12
+
+
+def trained(optimizer: str, steps: int = 5) -> dict[str, torch.Tensor]:
+    """Weights after some steps; on one process where there is no group of ranks."""
+    ranks = torch.distributed.is_initialized()
+    mesh = one_mesh() if ranks else None
+    model = model_on(mesh)
+    groups = parameter_groups(model, 0.01, compress=0.5)
+    if optimizer == "sgd":
+        optim = torch.optim.SGD(groups, momentum=0.9)
+    else:
+        optim = torch.optim.AdamW(groups, fused=optimizer == "fused")
+    x, y = data()
+    for _ in range(steps):
+        optim.zero_grad()
+        (loss_on(model, mesh, x, y) if ranks else (model(x) - y).square().mean()).backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optim.step()
+    return {
+        name: p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "fused"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_training_takes_the_same_steps_on_any_number_of_ranks(ranks, size, optimizer):
+    expected = trained(optimizer)
+    before = dict(model_on().named_parameters())
+    assert all(relative_error(expected[name], before[name].detach() + 1e-300) > 1e-4 for name in expected)
+    for found in ranks(size)(trained, optimizer):
+        assert max(relative_error(found[name], expected[name]) for name in expected) < 1e-10
+
+
+def frozen() -> list[bool]:
+    """Only the decompressors are trained: the others get no gradient, and FSDP and optimizers still work."""
+    mesh = one_mesh()
+    model = nn.Sequential(PhantomLinear(16, 16, blocks=4, ghosts=2, mesh=mesh), TensorLinear(16, 16, mesh=mesh))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("decompress" in name)
+    model(torch.randn(3, 16 // mesh.size())).sum().backward()
+    return [parameter.grad is not None for parameter in model.parameters()]
+
+
+def test_frozen_parameters_get_no_gradient(ranks):
+    assert ranks(2)(frozen) == [[False, False, True, False, False, False]] * 2

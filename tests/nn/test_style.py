@@ -1,0 +1,167 @@
+"""PhantomParallel through torch's own parallelize_module, on real ranks."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from phantom_parallel import PhantomLinear, PhantomParallel
+from tests.reference import relative_error
+
+BLOCKS, GHOSTS, WIDTH = 4, 4, 16  # 4 blocks of 4 features with 4 ghosts: the fit loses nothing
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def whole_model() -> tuple[Net, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    return Net(), torch.randn(2, 8, WIDTH, dtype=torch.float64), torch.randn(2, 8, WIDTH, dtype=torch.float64)
+
+
+def check(plan_of, cut_input, cut_output) -> float:
+    """The largest relative error of output, input gradient and L's gradient against the model before it was cut."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    net, x, d = whole_model()
+    x.requires_grad_()
+    expected = net(x)
+    expected.backward(d)
+    cut, _, _ = whole_model()
+    parallelize_module(cut, mesh, plan_of())
+    assert all(isinstance(layer, PhantomLinear) for layer in cut.layers)
+    own = cut_input(x.detach(), mesh)
+    if not own.requires_grad:
+        own.requires_grad_()
+    z = cut(own)
+    z.backward(cut_output(d, mesh))
+    errors = [
+        relative_error(_plain(z), _plain(cut_output(expected.detach(), mesh))),
+        relative_error(_plain(own.grad), _plain(cut_input(x.grad, mesh))),
+    ]
+    for before, after in zip(net.layers, cut.layers, strict=True):
+        errors.append(relative_error(after.bias.grad.full_tensor(), before.bias.grad))
+        blocks = [before.weight.grad.view(BLOCKS, 4, BLOCKS, 4)[i, :, i] for i in range(BLOCKS)]
+        errors.append(relative_error(after.local.grad.full_tensor(), torch.cat(blocks)))
+    return max(errors)
+
+
+def _plain(t):
+    return t.detach().to_local() if isinstance(t, DTensor) else t.detach()
+
+
+def _features(t, mesh):
+    return t.chunk(mesh.size(), -1)[mesh.get_local_rank()].clone()
+
+
+def _sequence(t, mesh):
+    return t.chunk(mesh.size(), 1)[mesh.get_local_rank()].clone()
+
+
+def _all(t, mesh):
+    return t.clone()
+
+
+def _dtensor(t, mesh):
+    return DTensor.from_local(_features(t, mesh), mesh, [Shard(2)])
+
+
+def style(**layouts):
+    return PhantomParallel(blocks=BLOCKS, ghosts=GHOSTS, **layouts)
+
+
+def sharded() -> float:
+    return check(lambda: {"layers.*": style()}, _features, _features)
+
+
+def replicated() -> float:
+    return check(
+        lambda: {
+            "layers.0": style(input_layouts=Replicate()),
+            "layers.1": style(),
+            "layers.2": style(output_layouts=Replicate()),
+        },
+        _all,
+        _all,
+    )
+
+
+def sequence_parallel() -> float:
+    return check(
+        lambda: {
+            "layers.0": style(input_layouts=Shard(1)),
+            "layers.1": style(),
+            "layers.2": style(output_layouts=Shard(1)),
+        },
+        _sequence,
+        _sequence,
+    )
+
+
+def dtensors() -> float:
+    return check(lambda: {"layers.*": style(use_local_output=False)}, _dtensor, _dtensor)
+
+
+@pytest.mark.parametrize("layouts", [sharded, replicated, sequence_parallel, dtensors])
+@pytest.mark.parametrize("size", [2, 4])
+def test_layouts_give_the_same_outputs_and_gradients(ranks, size, layouts):
+    assert max(ranks(size)(layouts)) < 1e-10
+
+
+def cut_phantom_layers() -> tuple[bool, bool]:
+    """Layers that are PhantomLinear already, whole on every rank, and activations that the pattern matches too."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    net = nn.Sequential(PhantomLinear(16, 32, blocks=8, ghosts=1), nn.GELU(), PhantomLinear(32, 16, blocks=8, ghosts=1))
+    x = torch.randn(3, 16)
+    expected = _features(net(x), mesh)
+    parallelize_module(net, mesh, {"*": PhantomParallel(blocks=8, ghosts=1)})
+    return torch.allclose(net(_features(x, mesh)), expected, atol=1e-6), isinstance(net[0].local, DTensor)
+
+
+def test_phantom_layers_are_cut_and_activations_left_alone(ranks):
+    assert ranks(4)(cut_phantom_layers) == [(True, True)] * 4
+
+
+def fresh() -> tuple[float, bool]:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, device="meta"))
+    parallelize_module(net, mesh, {"*": PhantomParallel(blocks=4, ghosts=2, init="fresh")})
+    return float(net[0].local.full_tensor().var()), net[1].local.is_meta
+
+
+def test_fresh_layers_are_drawn_as_for_training_from_scratch(ranks):
+    for variance, still_meta in ranks(2)(fresh):
+        assert variance == pytest.approx(1 / 64, rel=0.2)
+        assert still_meta
+
+
+def wrong() -> list[str]:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    texts = []
+    for module, blocks in ((nn.LayerNorm(8), 4), (PhantomLinear(8, 8, blocks=2, ghosts=1), 4), (nn.Linear(9, 9), 4)):
+        with pytest.raises((NotImplementedError, ValueError)) as caught:
+            parallelize_module(module, mesh, PhantomParallel(blocks=blocks, ghosts=1))
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_modules_that_do_not_fit_are_named(ranks):
+    for norm, layer, uneven in ranks(2)(wrong):
+        assert "supports nn.Linear, PhantomLinear and elementwise activations, not LayerNorm" in norm
+        assert "the layer has blocks=2, the style blocks=4" in layer
+        assert "blocks=4 does not divide in_features=9" in uneven
+
+
+def test_the_style_describes_itself_and_checks_its_arguments():
+    assert "blocks=4, ghosts=2, init='fit'" in repr(PhantomParallel(blocks=4, ghosts=2))
+    with pytest.raises(ValueError, match='init must be "fit" or "fresh", got \'zero\''):
+        PhantomParallel(blocks=4, ghosts=2, init="zero")
