@@ -2,19 +2,24 @@
 
 Three questions, each answered by ratios from one interleaved run:
 
-    step      a training step (forward, backward, SGD) of two layers against torch's ColwiseParallel/RowwiseParallel and
-    `TensorLinear` floor     the same step against its own local matrix products alone, and where the rest goes forward
-    one process without a mesh against ``nn.Linear``, with the ratio of multiply-adds beside the ratio of times
+    step      a training step (forward, backward, SGD) of two layers against torch's ColwiseParallel/RowwiseParallel
+              and `TensorLinear`
+    floor     the same step against its own local matrix products alone, and where the rest goes
+    forward   one process without a mesh against ``nn.Linear``, ratio of multiply-adds beside the ratio of times
 
 Each rank has one thread; the forward comparison has all cores. The layers' input needs a gradient, as in the middle of
-a network."""
+a network. The floor's products go to buffers made before, so a step also pays for fresh memory: gradients are freed and
+made anew each step, and the C library's default gives their pages back in between. The floor is therefore measured both
+ways, by default and with freed memory kept; all else runs by default.
+"""
 
 import argparse
 import json
 import os
 import platform
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -126,9 +131,19 @@ def exchanges_alone(mesh: DeviceMesh, held: int) -> Callable[[], None]:
     return run
 
 
-def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> Any:
+@contextmanager
+def kept_memory(kept: bool) -> Iterator[None]:
+    """Processes started within keep the memory that they free, where glibc would give it back and fault it in anew."""
+    settings = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)} if kept else {}
+    os.environ.update(settings)
+    yield
+    for name in settings:
+        del os.environ[name]
+
+
+def on_ranks(size: int, function: Callable[..., Any], *args: Any, keep_memory: bool = False) -> Any:
     """Run ``function(mesh, *args)`` on local ranks with one thread each; rank 0's answer."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, kept_memory(keep_memory):
         spawn(_rank, (size, folder, function, args), nprocs=size)
         return json.loads(Path(folder, "answer").read_text())
 
@@ -243,15 +258,13 @@ def main() -> None:
             print(f"of megatron {_show(ratios['of megatron'])}, of tensor {_show(ratios['of tensor'])}", flush=True)
 
     results["floor"] = []
-    for size, width, blocks in ((1, 4096, 4), (2, 4096, 2)):
-        row = on_ranks(size, compare_floor, width, blocks, options.turns)
-        results["floor"].append(row)
+    for size, blocks, keep in ((1, 4, False), (1, 4, True), (2, 2, False), (2, 2, True)):
+        row = on_ranks(size, compare_floor, 4096, blocks, options.turns, keep_memory=keep)
+        results["floor"].append(row | {"freed memory kept": keep})
         parts = ", ".join(f"{name} {value:.1f}" for name, value in row["milliseconds"].items())
-        print(
-            f"floor, {size} ranks, width {width}, {blocks} blocks: step/products {_show(row['step/products'])};",
-            end=" ",
-        )
-        print(f"milliseconds: {parts}", flush=True)
+        memory = "freed memory kept" if keep else "default allocator"
+        print(f"floor, {size} ranks, width 4096, {blocks} blocks, {memory}:", end=" ")
+        print(f"step/products {_show(row['step/products'])}; milliseconds: {parts}", flush=True)
 
     results["forward"] = compare_forward(4096, 8, (1, 8, 64, 512), options.turns)
     for row in results["forward"]:

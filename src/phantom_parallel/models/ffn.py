@@ -15,8 +15,7 @@ from phantom_parallel.nn.layout import BlockLayout, RowLayout
 Strategy = Literal["phantom", "tensor", "dense"]
 Activation = Literal["relu", "gelu", "silu", "tanh", "identity"]
 
-# The function and its gain: what keeps the mean square through a layer. The smooth ones have no exact value; relu's is
-# close.
+# The function and its gain, which keeps the mean square through a layer; the smooth ones have no exact one.
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
     "relu": (F.relu, 2.0**0.5),
     "gelu": (F.gelu, 2.0**0.5),

@@ -2,8 +2,9 @@
 
 The diagonal blocks are kept: L_i = W_ii. What source j sends, the other blocks of column j stacked, is to become
 [D_ij]_i C_j, of rank k, and the closest matrix of that rank in the Frobenius norm is the truncated singular value
-decomposition. Sources do not interact, so the whole fit is the best there is. The singular values are shared evenly: D
-= U sqrt(S), C = sqrt(S) V^T."""
+decomposition. Sources do not interact, so the whole fit is the best there is. The singular values are shared evenly:
+D = U sqrt(S), C = sqrt(S) V^T.
+"""
 
 from typing import NamedTuple
 

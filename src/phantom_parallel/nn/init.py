@@ -8,7 +8,8 @@ so that a ghost has its block's mean square, the (p-1) k ghosts together carry (
 other 1/p. The gain of the activation goes to L and to D, and not to C as well: the product D C must carry it once.
 
 Each block draws from a generator of its own, seeded by the layer's seed and the block's number, so that what a block
-holds does not depend on the rank that holds it."""
+holds does not depend on the rank that holds it.
+"""
 
 from math import gcd
 

@@ -1,8 +1,8 @@
-"""Products of features cut into blocks with weights stacked by block, as batched matrix products: one call for all
-blocks.
+"""Products of features cut into blocks with weights stacked by block: one batched matrix product for all blocks.
 
-Rows carry features as (B, q m); a product wants them by block, (q, B, m). `cut` is a view, `join` copies (or is one,
-for one block)."""
+Rows carry features as (B, q m); a product wants them by block, (q, B, m). `cut` is a view; `join` copies, but for one
+block, where it is a view too.
+"""
 
 from typing import Any
 

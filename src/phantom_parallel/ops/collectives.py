@@ -6,7 +6,8 @@
 A *start* returns at once with a tensor whose contents are on their way; a *finish* waits for them, on that very tensor:
 Inductor loses track of a wait on a view of it, and the products then read what has not arrived. Both are the functional
 collectives of torch, so they run in eager, trace under ``torch.compile`` and are seen by every dispatch mode. Alone
-(one rank) nothing is sent."""
+(one rank) nothing is sent.
+"""
 
 from typing import NamedTuple
 
