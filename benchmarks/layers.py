@@ -78,7 +78,8 @@ def training_step(model: nn.Module, features: int) -> Callable[[], None]:
 
 def local_products(width: int, blocks: int, held: int) -> Callable[[], None]:
     """The matrix products of one rank's two phantom layers, forward and backward, into buffers made before: the floor
-    under a step."""
+    under a step.
+    """
     m, others = width // blocks, (blocks - 1) * GHOSTS
     x, z = torch.randn(held, BATCH, m), torch.empty(held, BATCH, m)
     g, o = torch.empty(held, BATCH, GHOSTS), torch.randn(held, BATCH, others)

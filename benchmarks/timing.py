@@ -1,5 +1,6 @@
 """Interleaved timing: the contestants take turns within one run, so that whatever else the machine does meets them all
-alike."""
+alike.
+"""
 
 import statistics
 import time
@@ -28,7 +29,8 @@ class Timing:
 
 def interleave(contestants: Mapping[str, Callable[[], object]], *, turns: int, warmup: int = 3) -> dict[str, Timing]:
     """Run each contestant once a turn, in an order that rotates. Under torch.distributed a turn starts and ends for all
-    ranks together."""
+    ranks together.
+    """
     names = list(contestants)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(warmup + turns):

@@ -26,7 +26,8 @@ class RankFailed(AssertionError):
 
 class Pool:
     """``size`` processes in one process group. ``pool(f, *args)`` runs f(*args) on each and returns their results in
-    order of rank."""
+    order of rank.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size

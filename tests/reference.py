@@ -51,7 +51,8 @@ class Phantom:
 
     def packed(self) -> dict[str, Tensor]:
         """The parameters as the layer lays them out: blocks stacked, sources of block i in the order i+1, i+2, ... (mod
-        p)."""
+        p).
+        """
         p = self.blocks
         rows = [torch.cat([self.D[i][(i + step) % p] for step in range(1, p)], 1) for i in range(p)]
         return {

@@ -81,7 +81,8 @@ def test_tensor_sends_whole_activations_once_each_way(ranks, size):
 @pytest.mark.parametrize("strategy", ["phantom", "tensor"])
 def test_all_to_all_carries_the_same_volume(ranks, strategy):
     """A rank keeps one of the ``size`` parts itself: (size - 1) parts travel, as in an all-gather or a
-    reduce-scatter."""
+    reduce-scatter.
+    """
     size, words = 4, ROWS * (GHOSTS if strategy == "phantom" else BLOCK_IN)
     for found in ranks(size)(exchange, strategy, size, False, "all"):
         assert found["forward"] == found["backward"] == [("all_to_all_single", 4 * words * size)]

@@ -9,7 +9,8 @@ from phantom_parallel import gather_features, shard_features
 
 def there_and_back() -> tuple[bool, bool]:
     """y = 3 x computed on cut features, with the same loss on every rank: output and whole gradient as without
-    ranks."""
+    ranks.
+    """
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     x = torch.arange(24.0).view(2, 12).requires_grad_()
     y = gather_features(shard_features(x, mesh) * 3, mesh)

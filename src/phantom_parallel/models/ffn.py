@@ -28,7 +28,8 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
 @dataclass(frozen=True)
 class FFNConfig:
     """What an FFN is, apart from how it is run. ``blocks`` and ``ghosts`` belong to the strategy ``phantom`` and are
-    None otherwise."""
+    None otherwise.
+    """
 
     width: int
     depth: int
@@ -64,7 +65,8 @@ class FFN(nn.Module):
     """``depth`` layers of ``width`` features with an activation after each but the last.
 
     On a mesh, features are cut over its ranks in and out; `shard_features` and `gather_features` lead in and out. The
-    strategy ``dense`` runs in one process. Weights drawn from the same seed are the same on any number of ranks."""
+    strategy ``dense`` runs in one process. Weights drawn from the same seed are the same on any number of ranks.
+    """
 
     def __init__(
         self,

@@ -32,7 +32,8 @@ def save_model(model: FFN, path: str | os.PathLike[str], *, overwrite: bool = Fa
     """Write a model to a new folder. Every rank of its mesh calls this; rank 0 writes.
 
     The folder appears whole or not at all. One that exists is an error unless ``overwrite``, and is then replaced only
-    once the new one is complete."""
+    once the new one is complete.
+    """
     path = Path(path)
     mesh = model.layers[0].mesh
     writer = ranks_of(mesh).rank == 0 if isinstance(mesh, DeviceMesh) else True
@@ -55,7 +56,8 @@ def load_model(
     dtype: torch.dtype | None = None,
 ) -> FFN:
     """Read a model, on one process or cut over a mesh whose size divides its blocks. ``dtype`` converts; by default it
-    is the file's."""
+    is the file's.
+    """
     path = Path(path)
     config = _read_config(path / CONFIG)
     try:

@@ -1,4 +1,4 @@
-"""Do the ranks mean the same layer? Asked once, when it is built: found later, a difference is a hang or a wrong number."""
+"""Do the ranks mean the same layer? Asked when it is built: later, a difference is a hang or a wrong number."""
 
 from collections import Counter
 from typing import Any

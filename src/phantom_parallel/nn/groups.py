@@ -10,7 +10,7 @@ from phantom_parallel.nn.linear import PhantomLinear
 def parameter_groups(
     model: nn.Module, lr: float, *, local: float = 1.0, compress: float = 1.0, decompress: float = 1.0, **defaults: Any
 ) -> list[dict[str, Any]]:
-    """Groups for a torch optimizer: L, C and D of every `PhantomLinear` at ``lr`` times a multiplier, all else at ``lr``.
+    """Optimizer groups: L, C and D of every `PhantomLinear` at ``lr`` times a multiplier, all else at ``lr``.
 
     Further keywords (``weight_decay=0.1``) go to each group. Parameters that need no gradient are left out, and a
     shared one is listed once.

@@ -1,4 +1,4 @@
-"""How a layer's features are cut: the sizes that follow from its arguments, and what is wrong with those that do not fit."""
+"""How a layer's features are cut: sizes that follow from its arguments, and errors for those that do not fit."""
 
 from dataclasses import dataclass
 from math import gcd

@@ -96,7 +96,8 @@ class PhantomLinear(FeatureSharded):
 
     def reset_parameters(self, seed: int | None = None) -> None:
         """Draw the weights anew, the same ones on any number of ranks. Without a seed, rank 0's default generator
-        decides."""
+        decides.
+        """
         held = self.blocks // self.ranks.size
         weights = [
             None if p is None else local_rows(p) for p in (self.local, self.compress, self.decompress, self.bias)
@@ -135,7 +136,8 @@ class PhantomLinear(FeatureSharded):
         close.
 
         The relative error is |W - W'| / |W|. On a mesh every rank passes the whole layer and fits the blocks that it
-        will hold the compressors of."""
+        will hold the compressors of.
+        """
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer._fit(linear, blocks, ghosts, mesh)
@@ -222,7 +224,8 @@ class TensorLinear(FeatureSharded):
 
     def reset_parameters(self, seed: int | None = None) -> None:
         """Draw the weights anew, the same ones on any number of ranks. Without a seed, rank 0's default generator
-        decides."""
+        decides.
+        """
         bias = None if self.bias is None else local_rows(self.bias)
         where = {"out_features": self.out_features, "rank": self.ranks.rank, "ranks": self.ranks.size}
         init_rows(local_rows(self.weight), bias, **where, seed=self._shared_seed(seed), gain=self.gain)

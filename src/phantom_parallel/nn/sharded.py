@@ -32,7 +32,8 @@ def whole(parameter: Tensor) -> Tensor:
 
 class FeatureSharded(nn.Module):
     """A linear layer whose features are cut over the ranks of ``mesh``: this rank's features in, this rank's features
-    out."""
+    out.
+    """
 
     in_features: int
     out_features: int

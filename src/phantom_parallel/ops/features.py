@@ -63,7 +63,8 @@ class _Gather(Function):
 
 def shard_features(x: Tensor, mesh: DeviceMesh | Ranks | None) -> Tensor:
     """Forward: keep this rank's features of a replicated x; backward: all-gather. Each rank then has the whole gradient
-    of x."""
+    of x.
+    """
     ranks = ranks_of(mesh)
     if x.shape[-1] % ranks.size:
         raise ValueError(
@@ -77,6 +78,7 @@ def gather_features(x: Tensor, mesh: DeviceMesh | Ranks | None, *, partial_grad:
 
     That is right where every rank does the same with the result, as with a loss computed on all of them. Where each
     rank does its own part (a vocabulary-parallel head), every rank's gradient is a part of the sum:
-    ``partial_grad=True`` makes the backward a reduce-scatter."""
+    ``partial_grad=True`` makes the backward a reduce-scatter.
+    """
     ranks = ranks_of(mesh)
     return x if ranks.size == 1 else _Gather.apply(x, ranks, partial_grad)

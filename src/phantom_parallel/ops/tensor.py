@@ -39,7 +39,8 @@ def tensor_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, rank
 
 class _TensorLinear(Function):
     """Forward overlaps the exchange with the product of this rank's own features; backward with dW and db. Kept for
-    backward: gathered x."""
+    backward: gathered x.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ranks: Ranks) -> Tensor:

@@ -1,0 +1,60 @@
+"""``phantom COMMAND``: finds the command, reads its options, and turns what a user got wrong into one line and exit code 2.
+
+A command is a module ``phantom_parallel.cli.NAME`` with a frozen dataclass ``Options`` whose fields are the options, whose
+docstring is the help, and whose ``run()`` does the work. Modules are imported only when asked for, so that ``--help`` is
+quick and one command's dependencies do not burden another.
+"""
+
+import importlib
+import sys
+
+import tyro
+from rich.console import Console
+from rich.markup import escape
+
+# What each command is for; the order is that of the help.
+COMMANDS: dict[str, str] = {}
+
+
+class UserError(ValueError):
+    """Something the user can put right; shown without a traceback. Any ValueError or OSError from ``run`` is too."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    name = arguments[0] if arguments else "--help"
+    if name in ("-h", "--help"):
+        _help()
+        return 0
+    if name == "--version":
+        from phantom_parallel import __version__
+
+        print(f"phantom {__version__}")
+        return 0
+    if name not in COMMANDS:
+        return _fail(f"there is no command {name!r}: choose from {', '.join(COMMANDS)}")
+    options = importlib.import_module(f"phantom_parallel.cli.{name.replace('-', '_')}").Options
+    try:
+        tyro.cli(options, prog=f"phantom {name}", args=arguments[1:]).run()
+    except KeyboardInterrupt:
+        return _fail("interrupted", code=130)
+    except (ValueError, OSError) as error:
+        return _fail(str(error))
+    return 0
+
+
+def _help() -> None:
+    print("usage: phantom COMMAND [OPTIONS]\n\nPhantom parallelism for PyTorch.\n\ncommands:")
+    for name, purpose in COMMANDS.items():
+        print(f"  {name:<12}{purpose}")
+    print("\nphantom COMMAND --help shows a command's options.")
+
+
+def _fail(message: str, code: int = 2) -> int:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {escape(message)}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
