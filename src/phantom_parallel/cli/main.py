@@ -1,8 +1,8 @@
-"""``phantom COMMAND``: finds the command, reads its options, and turns what a user got wrong into one line and exit code 2.
+"""``phantom COMMAND``: finds the command, reads its options, and turns a user's mistake into one line and exit code 2.
 
-A command is a module ``phantom_parallel.cli.NAME`` with a frozen dataclass ``Options`` whose fields are the options, whose
-docstring is the help, and whose ``run()`` does the work. Modules are imported only when asked for, so that ``--help`` is
-quick and one command's dependencies do not burden another.
+A command is a module ``phantom_parallel.cli.NAME`` with a frozen dataclass ``Options`` whose fields are the options,
+whose docstring is the help, and whose ``run()`` does the work. Modules are imported only when asked for, so that
+``--help`` is quick and one command's dependencies do not burden another.
 """
 
 import importlib

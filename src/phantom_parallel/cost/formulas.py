@@ -1,0 +1,316 @@
+"""The formal analysis: what one rank computes, sends and keeps in a training step. The one source of every count.
+
+A cost is a list of **terms**, each a matrix product or an exchange named as in the equations, so that whoever compares,
+plans or draws can sum what is asked for and point at what is wrong. Counts are per rank.
+
+Bytes of an exchange are those that a rank must send (and receive), whatever the algorithm:
+
+    all-gather       (R-1) w        w: what one rank contributes
+    reduce-scatter   (R-1) w        w: what one rank ends up with
+    all-reduce       2 (R-1)/R w    w: the whole, summed on every rank
+
+An all-gather or reduce-scatter built from all-to-all moves the same. Elementwise work is not counted, as in torch's own
+counter. What is kept for backward is counted for the activations of `phantom_parallel.models.ffn`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+from phantom_parallel.nn.layout import BlockLayout, RowLayout
+
+Strategy = Literal["dense", "tensor", "megatron", "phantom"]
+Phase = Literal["forward", "backward", "sync"]
+Optimizer = Literal["sgd", "momentum", "adam"]
+
+OPTIMIZER_STATES: dict[str, int] = {"sgd": 0, "momentum": 1, "adam": 2}
+KEEPS_ITS_INPUT = (
+    "gelu",
+    "silu",
+)  # activations whose derivative needs the input; relu and tanh make do with the output
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product, or a batch of equal ones: (rows, inner) times (inner, columns)."""
+
+    term: str
+    phase: Phase
+    batch: int
+    rows: int
+    inner: int
+    columns: int
+
+    @property
+    def multiply_adds(self) -> int:
+        return self.batch * self.rows * self.inner * self.columns
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.multiply_adds
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A collective. ``words`` is w of the table above; ``hidden_by`` names the products that run meanwhile."""
+
+    term: str
+    phase: Phase
+    op: Literal["all_gather", "reduce_scatter", "all_reduce"]
+    ranks: int
+    words: int
+    hidden_by: tuple[str, ...] = ()
+
+    @property
+    def moved_words(self) -> int:
+        """Words that a rank sends. Exact: an all-reduce of w words moves 2 (R-1) w / R, rounded up to whole words."""
+        if self.op == "all_reduce":
+            return -(-2 * (self.ranks - 1) * self.words // self.ranks)
+        return (self.ranks - 1) * self.words
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer on one rank. ``kept`` is the words that its operator keeps for backward."""
+
+    name: str
+    parameters: tuple[int, ...]  # of each parameter, this rank's part
+    products: tuple[Product, ...]
+    exchanges: tuple[Exchange, ...]
+    kept: int
+
+
+def phantom_layer(
+    layout: BlockLayout, rows: int, *, bias: bool = True, input_grad: bool = True, name: str = ""
+) -> LayerCost:
+    """The phantom map: ghosts out, ghosts in."""
+    p, k, ranks = layout.blocks, layout.ghosts, layout.ranks
+    q, m_in, m_out, others = p // ranks, layout.block_in, layout.block_out, (p - 1) * k
+    products = [
+        Product("C x", "forward", q, rows, m_in, k),
+        Product("L x", "forward", q, rows, m_in, m_out),
+        Product("D g", "forward", q, rows, others, m_out),
+        Product("D^T d", "backward", q, rows, m_out, others),
+        Product("dL = d^T x", "backward", q, m_out, rows, m_in),
+        Product("dD = d^T g", "backward", q, m_out, rows, others),
+        Product("dC = h^T x", "backward", q, k, rows, m_in),
+    ]
+    meanwhile = ["dL = d^T x", "dD = d^T g"]
+    if input_grad:
+        products += [Product("L^T d", "backward", q, rows, m_out, m_in), Product("C^T h", "backward", q, rows, k, m_in)]
+        meanwhile.append("L^T d")
+    exchanges = [
+        Exchange("g", "forward", "all_gather", ranks, rows * q * k, ("L x",)),
+        Exchange("h", "backward", "reduce_scatter", ranks, rows * q * k, tuple(meanwhile)),
+    ]
+    parameters = [q * m_out * m_in, q * k * m_in, q * m_out * others] + ([q * m_out] if bias else [])
+    kept = rows * q * m_in + rows * p * k
+    return LayerCost(name, tuple(parameters), tuple(products), _real(exchanges), kept)
+
+
+def tensor_layer(
+    layout: RowLayout, rows: int, *, bias: bool = True, input_grad: bool = True, rank: int = 0, name: str = ""
+) -> LayerCost:
+    """The paper's baseline, features cut in and out; on one rank it is the dense layer."""
+    ranks, n_in, m_out = layout.ranks, layout.in_features, layout.out_features // layout.ranks
+    m_in = n_in // ranks
+    products = [
+        Product("W x, own features", "forward", 1, rows, m_in, m_out),
+        Product("W x, features before", "forward", 1, rows, rank * m_in, m_out),
+        Product("W x, features after", "forward", 1, rows, (ranks - 1 - rank) * m_in, m_out),
+        Product("dW = d^T x", "backward", 1, m_out, rows, n_in),
+    ]
+    exchanges = [Exchange("x", "forward", "all_gather", ranks, rows * m_in, ("W x, own features",))]
+    if input_grad:
+        products.append(Product("W^T d", "backward", ranks, rows, m_out, m_in))
+        exchanges.append(Exchange("dx", "backward", "reduce_scatter", ranks, rows * m_in, ("dW = d^T x",)))
+    parameters = [m_out * n_in] + ([m_out] if bias else [])
+    return LayerCost(
+        name, tuple(parameters), tuple(p for p in products if p.multiply_adds), _real(exchanges), rows * n_in
+    )
+
+
+def column_layer(
+    layout: RowLayout, rows: int, *, bias: bool, input_grad: bool, gather: bool, name: str = ""
+) -> LayerCost:
+    """First of a Megatron pair: whole features in, cut ones out; ``gather``, for a layer left over, makes them whole."""
+    ranks, n_in, m_out = layout.ranks, layout.in_features, layout.out_features // layout.ranks
+    products = [
+        Product("W x", "forward", 1, rows, n_in, m_out),
+        Product("dW = d^T x", "backward", 1, m_out, rows, n_in),
+    ]
+    exchanges = [Exchange("z", "forward", "all_gather", ranks, rows * m_out)] if gather else []
+    if input_grad:
+        products.append(Product("W^T d", "backward", 1, rows, m_out, n_in))
+        exchanges.append(Exchange("dx", "backward", "all_reduce", ranks, rows * n_in))
+    parameters = [m_out * n_in] + ([m_out] if bias else [])
+    return LayerCost(name, tuple(parameters), tuple(products), _real(exchanges), rows * n_in)
+
+
+def row_layer(layout: RowLayout, rows: int, *, bias: bool, name: str = "") -> LayerCost:
+    """Second of a Megatron pair: cut features in, whole ones out by an all-reduce. The bias is whole on every rank."""
+    ranks, m_in, n_out = layout.ranks, layout.in_features // layout.ranks, layout.out_features
+    products = [
+        Product("W x", "forward", 1, rows, m_in, n_out),
+        Product("W^T d", "backward", 1, rows, n_out, m_in),
+        Product("dW = d^T x", "backward", 1, n_out, rows, m_in),
+    ]
+    exchanges = [Exchange("z", "forward", "all_reduce", ranks, rows * n_out)]
+    parameters = [n_out * m_in] + ([n_out] if bias else [])
+    return LayerCost(name, tuple(parameters), tuple(products), _real(exchanges), rows * m_in)
+
+
+def _real(exchanges: list[Exchange]) -> tuple[Exchange, ...]:
+    """Alone, nothing is sent."""
+    return tuple(exchange for exchange in exchanges if exchange.ranks > 1)
+
+
+@dataclass(frozen=True)
+class FFNShape:
+    """A feed-forward network and how it is run: ``ranks`` share it, ``dp`` copies of that train on ``batch`` rows each.
+
+    ``batch`` is the rows that one copy works on. Blocks and ghosts belong to the strategy phantom.
+    """
+
+    strategy: Strategy
+    width: int
+    depth: int
+    ranks: int = 1
+    batch: int = 64
+    blocks: int | None = None
+    ghosts: int | None = None
+    dp: int = 1
+    word_bytes: int = 4
+    bias: bool = True
+    activation: str = "relu"
+    optimizer: Optimizer = "adam"
+    input_grad: bool = False
+    rank: int = 0
+    layers: tuple[LayerCost, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.strategy not in get_args(Strategy):
+            raise ValueError(f"strategy must be one of {', '.join(get_args(Strategy))}, got {self.strategy!r}")
+        if self.optimizer not in OPTIMIZER_STATES:
+            raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZER_STATES)}, got {self.optimizer!r}")
+        for name in ("width", "depth", "ranks", "batch", "dp", "word_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a positive whole number, got {value!r}")
+        if not 0 <= self.rank < self.ranks:
+            raise ValueError(f"rank must be from 0 to {self.ranks - 1}, got {self.rank}")
+        if self.strategy == "dense" and self.ranks > 1:
+            raise ValueError(
+                f"the strategy dense runs on one rank, got ranks={self.ranks}: use tensor, megatron or phantom"
+            )
+        if self.strategy == "phantom":
+            if self.blocks is None or self.ghosts is None:
+                raise ValueError(
+                    f"the strategy phantom needs blocks and ghosts, got blocks={self.blocks}, ghosts={self.ghosts}"
+                )
+        elif self.blocks is not None or self.ghosts is not None:
+            raise ValueError(
+                f"blocks and ghosts belong to the strategy phantom, not to {self.strategy}: leave them out"
+            )
+        object.__setattr__(self, "layers", tuple(self._layer(index) for index in range(self.depth)))
+
+    def _layer(self, index: int) -> LayerCost:
+        name, input_grad = f"layers.{index}", self.input_grad or index > 0
+        if self.strategy == "phantom":
+            assert self.blocks is not None
+            assert self.ghosts is not None
+            blocks = BlockLayout(self.width, self.width, self.blocks, self.ghosts, self.ranks)
+            return phantom_layer(blocks, self.batch, bias=self.bias, input_grad=input_grad, name=name)
+        rows = RowLayout(self.width, self.width, self.ranks)
+        if self.strategy == "megatron":
+            if index % 2:
+                return row_layer(rows, self.batch, bias=self.bias, name=name)
+            left_over = index == self.depth - 1
+            return column_layer(rows, self.batch, bias=self.bias, input_grad=input_grad, gather=left_over, name=name)
+        return tensor_layer(rows, self.batch, bias=self.bias, input_grad=input_grad, rank=self.rank, name=name)
+
+    @property
+    def products(self) -> Iterator[Product]:
+        return (product for layer in self.layers for product in layer.products)
+
+    @property
+    def exchanges(self) -> Iterator[Exchange]:
+        """Those of the layers, and over data-parallel copies one all-reduce of each parameter's gradient."""
+        for layer in self.layers:
+            yield from layer.exchanges
+        if self.dp > 1:
+            for layer in self.layers:
+                for words in layer.parameters:
+                    yield Exchange("gradients", "sync", "all_reduce", self.dp, words)
+
+    def multiply_adds(self, phase: Phase | None = None) -> int:
+        return sum(product.multiply_adds for product in self.products if phase in (None, product.phase))
+
+    def moved_bytes(self, phase: Phase | None = None) -> int:
+        return self.word_bytes * sum(e.moved_words for e in self.exchanges if phase in (None, e.phase))
+
+    @property
+    def parameters(self) -> int:
+        """Of this rank."""
+        return sum(sum(layer.parameters) for layer in self.layers)
+
+    @property
+    def model_parameters(self) -> int:
+        """Of the whole model, each counted once: the row layers' bias of the strategy megatron is on every rank."""
+        repeated = (self.depth // 2) * self.width if self.strategy == "megatron" and self.bias else 0
+        return (self.parameters - repeated) * self.ranks + repeated
+
+    @property
+    def memory(self) -> "Memory":
+        return Memory(
+            parameters=self.word_bytes * self.parameters,
+            gradients=self.word_bytes * self.parameters,
+            optimizer=self.word_bytes * self.parameters * OPTIMIZER_STATES[self.optimizer],
+            activations=self.word_bytes * (sum(layer.kept for layer in self.layers) + self._kept_between()),
+        )
+
+    def _kept_between(self) -> int:
+        """Words that the activations between layers keep besides what the layers keep."""
+        share = self.batch * self.width // self.ranks
+        extra = 0
+        for index in range(1, self.depth):
+            whole = self.strategy == "megatron" and index % 2 == 0  # between pairs features are whole on every rank
+            words = self.batch * self.width if whole else share
+            if self.activation in KEEPS_ITS_INPUT:
+                extra += words
+            if self.strategy == "tensor" and self.ranks > 1 and self.activation in ("relu", "tanh"):
+                extra += share  # the output, of which the layer keeps only the gathered copy
+        return extra
+
+    def whole(self) -> "FFNShape":
+        """The dense model of the same width on one rank."""
+        return replace(self, strategy="dense", ranks=1, rank=0, blocks=None, ghosts=None)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank that last through a step. Temporary buffers come on top."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+
+def break_even_ghosts(n_in: int, n_out: int, blocks: int) -> float:
+    """The ghosts at which a phantom layer has as many weights and multiply-adds as a dense one."""
+    return BlockLayout(n_in, n_out, blocks, 1).break_even
+
+
+def decompression_dominates(n_in: int, n_out: int, ghosts: int) -> float:
+    """The blocks past which decompressing ghosts costs more than the local product: sqrt(n/k) for square layers.
+
+    p (p-1) k m_out = p m_out m_in, that is (p-1) k = n_in / p.
+    """
+    if min(n_in, n_out, ghosts) < 1:
+        raise ValueError(f"features and ghosts must be positive, got n_in={n_in}, n_out={n_out}, ghosts={ghosts}")
+    return 0.5 + (0.25 + n_in / ghosts) ** 0.5
