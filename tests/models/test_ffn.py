@@ -1,12 +1,13 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from phantom_parallel import FFN, FFNConfig
+from phantom_parallel import FFN, FFNConfig, gather_features, shard_features
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu", "tanh", "identity"])
-@pytest.mark.parametrize("strategy", ["phantom", "tensor", "dense"])
+@pytest.mark.parametrize("strategy", ["phantom", "tensor", "megatron", "dense"])
 def test_the_model_is_its_dense_layers_with_activations_between(strategy, activation):
     extra = {"blocks": 4, "ghosts": 2} if strategy == "phantom" else {}
     model = FFN(FFNConfig(width=16, depth=3, strategy=strategy, activation=activation, **extra), dtype=torch.float64)
@@ -26,6 +27,28 @@ def test_a_deep_relu_model_keeps_its_energy(strategy):
     assert 0.3 < float(model(torch.randn(256, 512)).detach().square().mean()) < 3.0
 
 
+def run_on_ranks(strategy: str, depth: int) -> torch.Tensor:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    torch.manual_seed(0)
+    extra = {"blocks": 4, "ghosts": 2} if strategy == "phantom" else {}
+    model = FFN(FFNConfig(width=16, depth=depth, strategy=strategy, **extra), mesh=mesh, dtype=torch.float64)
+    x = torch.linspace(-1, 1, 48, dtype=torch.float64).view(3, 16)
+    return (
+        gather_features(model(shard_features(x, mesh)), mesh).detach()
+        if model.cut_features
+        else model(x).clone().detach()
+    )
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("strategy", ["phantom", "tensor", "megatron"])
+def test_a_strategy_is_the_same_function_on_any_number_of_ranks(ranks, strategy, depth):
+    expected = ranks(1)(run_on_ranks, strategy, depth)[0]
+    for size in (2, 4):
+        for found in ranks(size)(run_on_ranks, strategy, depth):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_dense_and_tensor_start_from_the_same_weights():
     models = []
     for strategy in ("dense", "tensor"):
@@ -38,7 +61,7 @@ def test_dense_and_tensor_start_from_the_same_weights():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"strategy": "magic"}, "strategy must be one of phantom, tensor, dense, got 'magic'"),
+        ({"strategy": "magic"}, "strategy must be one of phantom, tensor, megatron, dense, got 'magic'"),
         ({"activation": "swish"}, "activation must be one of relu, gelu"),
         ({"depth": 0}, "depth must be a positive whole number, got 0"),
         ({"width": 0}, "in_features must be a positive whole number"),

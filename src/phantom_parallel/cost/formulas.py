@@ -133,7 +133,7 @@ def tensor_layer(
 def column_layer(
     layout: RowLayout, rows: int, *, bias: bool, input_grad: bool, gather: bool, name: str = ""
 ) -> LayerCost:
-    """First of a Megatron pair: whole features in, cut ones out; ``gather``, for a layer left over, makes them whole."""
+    """First of a Megatron pair: whole features in, cut ones out; ``gather`` makes them whole, for a layer left over."""
     ranks, n_in, m_out = layout.ranks, layout.in_features, layout.out_features // layout.ranks
     products = [
         Product("W x", "forward", 1, rows, n_in, m_out),

@@ -2,17 +2,21 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from phantom_parallel.nn import PhantomLinear, TensorLinear
+from phantom_parallel.nn.agreement import agree, everyones
+from phantom_parallel.nn.init import draw_seed, init_rows
 from phantom_parallel.nn.layout import BlockLayout, RowLayout
 
-Strategy = Literal["phantom", "tensor", "dense"]
+Strategy = Literal["phantom", "tensor", "megatron", "dense"]
 Activation = Literal["relu", "gelu", "silu", "tanh", "identity"]
 
 # The function and its gain, which keeps the mean square through a layer; the smooth ones have no exact one.
@@ -64,8 +68,10 @@ class FFNConfig:
 class FFN(nn.Module):
     """``depth`` layers of ``width`` features with an activation after each but the last.
 
-    On a mesh, features are cut over its ranks in and out; `shard_features` and `gather_features` lead in and out. The
-    strategy ``dense`` runs in one process. Weights drawn from the same seed are the same on any number of ranks.
+    On a mesh, the strategies ``phantom`` and ``tensor`` take and give this rank's features; `shard_features` and
+    `gather_features` lead in and out. ``megatron`` is torch's own column and row styles by pairs of layers, with whole
+    features in and out, and ``dense`` runs in one process. Weights drawn from the same seed are the same on any number
+    of ranks, and the same for ``tensor``, ``megatron`` and ``dense``.
     """
 
     def __init__(
@@ -78,25 +84,52 @@ class FFN(nn.Module):
     ) -> None:
         super().__init__()
         if config.strategy == "dense" and mesh is not None and mesh.size() > 1:
-            raise ValueError(f"the strategy dense runs on one rank, got a mesh of {mesh.size()}: use tensor or phantom")
-        self.config = config
+            raise ValueError(f"the strategy dense runs on one rank, got a mesh of {mesh.size()}: use another strategy")
+        self.config, self.mesh = config, mesh
         self.activate, gain = ACTIVATIONS[config.activation]
         self.layers = nn.ModuleList()
         for index in range(config.depth):
             # The activation before a layer is what its gain makes up for, so the first has none.
-            kwargs = {
+            kwargs: dict[str, Any] = {
                 "bias": config.bias,
                 "gain": gain if index else 1.0,
-                "mesh": mesh,
                 "device": device,
                 "dtype": dtype,
             }
             if config.strategy == "phantom":
-                kwargs |= {"blocks": config.blocks, "ghosts": config.ghosts}
-            layer = PhantomLinear if config.strategy == "phantom" else TensorLinear
-            self.layers.append(layer(config.width, config.width, **kwargs))  # type: ignore[arg-type]
+                kwargs |= {"mesh": mesh, "blocks": config.blocks, "ghosts": config.ghosts}
+                self.layers.append(PhantomLinear(config.width, config.width, **kwargs))
+            elif config.strategy == "megatron" and mesh is not None:
+                self.layers.append(_megatron_layer(config, index, mesh, **kwargs))
+            else:
+                shared = mesh if config.strategy == "tensor" else None
+                self.layers.append(TensorLinear(config.width, config.width, mesh=shared, **kwargs))
+
+    @property
+    def cut_features(self) -> bool:
+        """Whether the model takes and gives this rank's features, or whole ones on every rank."""
+        return self.mesh is not None and self.config.strategy in ("phantom", "tensor")
 
     def forward(self, x: Tensor) -> Tensor:
         for index, layer in enumerate(self.layers):
             x = layer(self.activate(x) if index else x)
         return x
+
+
+def _megatron_layer(config: FFNConfig, index: int, mesh: DeviceMesh, **kwargs: Any) -> nn.Linear:
+    """A layer of a column and row pair, through torch's own styles; a last one without a partner gathers its output."""
+    settings = {"layer": "megatron", "width": config.width, "bias": config.bias, "dtype": str(kwargs["dtype"])}
+    agree("a Megatron layer", settings, mesh)
+    RowLayout(config.width, config.width, mesh.size())
+    gain, device = kwargs.pop("gain"), kwargs.pop("device") or mesh.device_type
+    linear = nn.Linear(
+        config.width, config.width, device="meta", **kwargs
+    )  # draws nothing: one seed a layer, as others
+    if torch.device(device).type != "meta":
+        linear.to_empty(device=device)
+        seed = everyones(draw_seed(), mesh)[0]
+        init_rows(linear.weight, linear.bias, out_features=config.width, rank=0, ranks=1, seed=seed, gain=gain)
+    alone = index == config.depth - 1
+    style = RowwiseParallel() if index % 2 else ColwiseParallel(output_layouts=Replicate() if alone else None)
+    parallelize_module(linear, mesh, style, src_data_rank=None)  # every rank has drawn the same weight
+    return linear

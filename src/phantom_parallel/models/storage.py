@@ -18,10 +18,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from phantom_parallel.models.ffn import FFN, FFNConfig
-from phantom_parallel.nn.sharded import local_rows, whole
-from phantom_parallel.ops.collectives import ranks_of
+from phantom_parallel.nn.sharded import whole
 
 FORMAT = "phantom-parallel"
 VERSION = 1
@@ -35,17 +36,17 @@ def save_model(model: FFN, path: str | os.PathLike[str], *, overwrite: bool = Fa
     once the new one is complete.
     """
     path = Path(path)
-    mesh = model.layers[0].mesh
-    writer = ranks_of(mesh).rank == 0 if isinstance(mesh, DeviceMesh) else True
+    mesh = model.mesh
+    writer = mesh is None or mesh.get_local_rank() == 0
     error = _attempt(lambda: _check_target(path, overwrite)) if writer else None
-    _raise_together(error, mesh)  # type: ignore[arg-type]
+    _raise_together(error, mesh)
     tensors = {}
     for name, parameter in model.state_dict().items():
         tensor = whole(parameter)  # one at a time: a collective on a mesh
         if writer:
             tensors[name] = tensor.cpu().contiguous()
     error = _attempt(lambda: _write(tensors, model.config, path)) if writer else None
-    _raise_together(error, mesh)  # type: ignore[arg-type]
+    _raise_together(error, mesh)
 
 
 def load_model(
@@ -84,13 +85,19 @@ def _fill(
             raise ValueError(f"{path}: {name} has shape {found}, the model that {CONFIG} describes has {shape}")
     model = FFN(config, mesh=mesh, device="meta", dtype=dtype or file.get_tensor(next(iter(shapes))).dtype)
     model.to_empty(device=device or (mesh.device_type if mesh is not None else torch.get_default_device()))
-    ranks = ranks_of(mesh)
     with torch.no_grad():
         for name, parameter in model.state_dict().items():
-            rows: Tensor = local_rows(parameter)
-            first = ranks.rank * rows.shape[0]
-            rows.copy_(file.get_slice(name)[first : first + rows.shape[0]])
+            part: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            part.copy_(file.get_slice(name)[_own_part(parameter)])
     return model
+
+
+def _own_part(parameter: Tensor) -> tuple[slice, ...]:
+    """Where this rank's part lies in the whole tensor: only that is read."""
+    if not isinstance(parameter, DTensor):
+        return tuple(slice(None) for _ in parameter.shape)
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(slice(first, first + length) for first, length in zip(offset, shape, strict=True))
 
 
 def _read_config(path: Path) -> FFNConfig:
