@@ -13,7 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 
 # What each command is for; the order is that of the help.
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "dryrun": "what one rank of many would compute, send and keep, from the real model code without data",
+}
 
 
 class UserError(ValueError):

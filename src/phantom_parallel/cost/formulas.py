@@ -61,12 +61,12 @@ class Exchange:
     words: int
     hidden_by: tuple[str, ...] = ()
 
-    @property
-    def moved_words(self) -> int:
-        """Words that a rank sends. Exact: an all-reduce of w words moves 2 (R-1) w / R, rounded up to whole words."""
+    def moved_bytes(self, word_bytes: int) -> int:
+        """Bytes that a rank sends; an all-reduce's share that is not whole is rounded up."""
+        handed_in = self.words * word_bytes
         if self.op == "all_reduce":
-            return -(-2 * (self.ranks - 1) * self.words // self.ranks)
-        return (self.ranks - 1) * self.words
+            return -(-2 * (self.ranks - 1) * handed_in // self.ranks)
+        return (self.ranks - 1) * handed_in
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ class FFNShape:
         return sum(product.multiply_adds for product in self.products if phase in (None, product.phase))
 
     def moved_bytes(self, phase: Phase | None = None) -> int:
-        return self.word_bytes * sum(e.moved_words for e in self.exchanges if phase in (None, e.phase))
+        return sum(e.moved_bytes(self.word_bytes) for e in self.exchanges if phase in (None, e.phase))
 
     @property
     def parameters(self) -> int:

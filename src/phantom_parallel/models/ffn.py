@@ -19,13 +19,18 @@ from phantom_parallel.nn.layout import BlockLayout, RowLayout
 Strategy = Literal["phantom", "tensor", "megatron", "dense"]
 Activation = Literal["relu", "gelu", "silu", "tanh", "identity"]
 
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
 # The function and its gain, which keeps the mean square through a layer; the smooth ones have no exact one.
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
     "relu": (F.relu, 2.0**0.5),
     "gelu": (F.gelu, 2.0**0.5),
     "silu": (F.silu, 2.0**0.5),
     "tanh": (torch.tanh, 5.0 / 3.0),
-    "identity": (nn.Identity(), 1.0),
+    "identity": (_identity, 1.0),
 }
 
 

@@ -58,7 +58,7 @@ def records_graph() -> bool:
 
 def cast_for_autocast(x: Tensor, *weights: Tensor | None) -> tuple[Any, ...]:
     """What autocast does to the arguments of a matrix product: all to its dtype, except float64."""
-    if not torch.is_autocast_enabled(x.device.type):
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
         return (x, *weights)
     dtype = torch.get_autocast_dtype(x.device.type)
     return tuple([t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in (x, *weights)])

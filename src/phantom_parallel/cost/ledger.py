@@ -1,0 +1,203 @@
+"""The ledger: what running code really computes and sends, on this rank.
+
+``with Ledger() as ledger:`` around any code records every matrix product and every collective, by operation, phase and
+module. Plain tensors and DTensors are counted the same way, by what this rank does: a DTensor's operation is let
+through to the local products and collectives that it consists of, and those are counted. Under a ledger every operation
+passes through Python; without one there is nothing.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+import torch
+from rich.table import Table
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from torch.utils.module_tracker import ModuleTracker
+
+from phantom_parallel.cost.traffic import collective_of
+
+_aten = torch.ops.aten
+# Operations that torch's own counter passes over, and those it knows that do the same work.
+_SAME_AS = {
+    _aten.addmm_: _aten.addmm,
+    _aten.baddbmm_: _aten.baddbmm,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+}
+
+
+@dataclass(frozen=True)
+class ProductEntry:
+    """A product as it ran: batch, (rows, inner) times (inner, columns); 0s where it is another kind of operation."""
+
+    phase: str
+    module: str
+    op: str
+    batch: int
+    rows: int
+    inner: int
+    columns: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class CollectiveEntry:
+    """A collective as it was issued. ``moved`` is the bytes that this rank sends, ``message`` those it hands in."""
+
+    phase: str
+    module: str
+    op: str
+    ranks: int
+    message: int
+    moved: int
+
+
+class Ledger(TorchDispatchMode):
+    """Records FLOPs and communicated bytes of everything that runs within, on this rank.
+
+    Phases are ``forward`` and ``backward``, or within ``ledger.phase("decode")`` the user's own. Modules are named as
+    in ``named_modules``, after the class of the outermost one.
+
+    Example::
+
+        with Ledger() as ledger:
+            model(x).sum().backward()
+        print(ledger.flops, ledger.moved_bytes)
+        rich.print(ledger.table())
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products: Counter[ProductEntry] = Counter()
+        self.collectives: Counter[CollectiveEntry] = Counter()
+        self._named: list[str] = []
+        self._tracker = ModuleTracker()
+
+    def __enter__(self) -> Self:
+        self._tracker.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._tracker.__exit__(*error)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Book everything within under a phase of the user's own."""
+        self._named.append(name)
+        try:
+            yield
+        finally:
+            self._named.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor then breaks it up into what this rank does, and that comes back here
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if any(issubclass(kind, FakeTensor) for kind in types):
+            return result  # DTensor asking for the shape of a whole result; dry runs use meta tensors
+        packet = _SAME_AS.get(func._overloadpacket, func._overloadpacket)
+        if packet in flop_registry:
+            self._book_product(packet, args, kwargs, result)
+        elif func.namespace in ("_c10d_functional", "c10d", "_dtensor"):
+            self._book_collective(func, args)
+        return result
+
+    def _book_product(self, packet: Any, args: Any, kwargs: Any, result: Any) -> None:
+        flops = flop_registry[packet](*args, **kwargs, out_val=result)
+        if flops:
+            shape = _product_shape(packet.__name__, args)
+            self.products[ProductEntry(self._phase(), self._module(), packet.__name__, *shape, flops)] += 1
+
+    def _book_collective(self, func: Any, args: Any) -> None:
+        found = collective_of(func, args)
+        if found is not None:
+            self.collectives[CollectiveEntry(self._phase(), self._module(), *found)] += 1
+
+    def _phase(self) -> str:
+        if self._named:
+            return self._named[-1]
+        return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
+
+    def _module(self) -> str:
+        return max((name for name in self._tracker.parents if name != "Global"), key=len, default="")
+
+    def flops_of(self, phase: str | None = None, module: str | None = None) -> int:
+        """FLOPs, two a multiply-add, of a phase, of a module and those within it, or of all."""
+        return sum(e.flops * count for e, count in self.products.items() if _within(e, phase, module))
+
+    def moved_of(self, phase: str | None = None, module: str | None = None) -> int:
+        """Bytes that this rank sends, of a phase, of a module and those within it, or of all."""
+        return sum(e.moved * count for e, count in self.collectives.items() if _within(e, phase, module))
+
+    @property
+    def flops(self) -> int:
+        return self.flops_of()
+
+    @property
+    def moved_bytes(self) -> int:
+        return self.moved_of()
+
+    def message_sizes(self) -> dict[int, int]:
+        """How many collectives handed in messages of up to so many bytes: a histogram by powers of two."""
+        sizes: Counter[int] = Counter()
+        for entry, count in self.collectives.items():
+            sizes[1 << max(entry.message - 1, 0).bit_length()] += count
+        return dict(sorted(sizes.items()))
+
+    def table(self) -> Table:
+        """Operations by phase, for printing with rich."""
+        table = Table("phase", "operation", "calls", "GFLOP", "bytes sent", title="This rank's ledger")
+        for alignment in table.columns[2:]:
+            alignment.justify = "right"
+        rows: dict[tuple[str, str], list[int]] = {}
+        for product, count in self.products.items():
+            row = rows.setdefault((product.phase, product.op), [0, 0, 0])
+            row[0] += count
+            row[1] += product.flops * count
+        for collective, count in self.collectives.items():
+            row = rows.setdefault((collective.phase, collective.op), [0, 0, 0])
+            row[0] += count
+            row[2] += collective.moved * count
+        for (phase, op), (calls, flops, moved) in rows.items():
+            table.add_row(
+                phase, op, f"{calls:,}", f"{flops / 1e9:,.3f}" if flops else "", f"{moved:,}" if moved else ""
+            )
+        table.add_section()
+        table.add_row("all", "", "", f"{self.flops / 1e9:,.3f}", f"{self.moved_bytes:,}")
+        return table
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every entry with its count, the sums and the histogram; ready for JSON."""
+        return {
+            "flops": self.flops,
+            "moved_bytes": self.moved_bytes,
+            "message_sizes": {str(size): count for size, count in self.message_sizes().items()},
+            "products": [asdict(entry) | {"count": count} for entry, count in self.products.items()],
+            "collectives": [asdict(entry) | {"count": count} for entry, count in self.collectives.items()],
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+
+def _within(entry: ProductEntry | CollectiveEntry, phase: str | None, module: str | None) -> bool:
+    if phase is not None and entry.phase != phase:
+        return False
+    return module is None or entry.module == module or entry.module.startswith(module + ".")
+
+
+def _product_shape(op: str, args: Any) -> tuple[int, int, int, int]:
+    if op not in ("mm", "addmm", "bmm", "baddbmm"):
+        return 0, 0, 0, 0
+    a, b = args[-2:] if op in ("mm", "bmm") else args[1:3]
+    return (a.shape[0] if a.dim() == 3 else 1), a.shape[-2], a.shape[-1], b.shape[-1]

@@ -1,0 +1,107 @@
+"""Predicted = counted: every strategy on real ranks, formulas against the ledger, no tolerance."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from phantom_parallel import FFN, FFNConfig
+from phantom_parallel.cost.check import differences
+from phantom_parallel.cost.dryrun import DTYPES, dry_run, kept_for_backward
+from phantom_parallel.cost.formulas import FFNShape
+from phantom_parallel.cost.ledger import Ledger
+from phantom_parallel.nn.replicas import average_gradients
+
+
+def count(shape: FFNShape) -> tuple[list[str], int, FFNShape]:
+    """Where the formulas differ from what this rank did, the bytes it kept, and the shape with its rank."""
+    mesh = init_device_mesh("cpu", (shape.dp, shape.ranks), mesh_dim_names=("dp", "tp"))
+    shape = replace(shape, rank=mesh["tp"].get_local_rank())
+    settings = {
+        name: getattr(shape, name) for name in ("width", "depth", "strategy", "blocks", "ghosts", "activation", "bias")
+    }
+    dtype = DTYPES[shape.word_bytes]
+    model = FFN(FFNConfig(**settings), mesh=mesh["tp"] if shape.ranks > 1 else None, dtype=dtype)
+    features = shape.width // shape.ranks if model.cut_features else shape.width
+    x = torch.randn(shape.batch, features, dtype=dtype, requires_grad=shape.input_grad)
+    with Ledger() as ledger:
+        z, kept = kept_for_backward(lambda: model(x), model.parameters())
+        z.sum().backward()
+        with ledger.phase("sync"):
+            average_gradients(model, mesh["dp"])
+    return differences(shape, ledger, native=False), kept, shape
+
+
+def phantom(ranks: int, blocks: int, **settings) -> FFNShape:
+    return FFNShape("phantom", 32, 3, ranks=ranks, batch=6, blocks=blocks, ghosts=2, **settings)
+
+
+def other(strategy: str, ranks: int, **settings) -> FFNShape:
+    return FFNShape(strategy, 32, settings.pop("depth", 3), ranks=ranks, batch=6, **settings)
+
+
+SHAPES = [
+    phantom(1, 4),
+    phantom(2, 2),
+    phantom(2, 8, activation="gelu"),
+    phantom(4, 4, bias=False, input_grad=True),
+    phantom(4, 8, word_bytes=8, activation="tanh"),
+    phantom(2, 4, dp=2),
+    other("dense", 1),
+    other("dense", 1, activation="silu", input_grad=True),
+    other("tensor", 2),
+    other("tensor", 4, activation="gelu", bias=False),
+    other("tensor", 4, word_bytes=2, input_grad=True, activation="identity"),
+    other("tensor", 2, dp=2),
+    other("megatron", 2),
+    other("megatron", 2, depth=2, activation="gelu"),
+    other("megatron", 4, depth=4, bias=False, input_grad=True),
+    other("megatron", 2, dp=2),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.strategy}-{s.ranks}x{s.dp}-{s.blocks}-{s.activation}")
+def test_formulas_equal_the_ledger_on_real_ranks(ranks, shape):
+    for wrong, kept, seen in ranks(shape.ranks * shape.dp)(count, shape):
+        assert wrong == []
+        assert kept == seen.memory.activations
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.strategy}-{s.ranks}x{s.dp}-{s.blocks}-{s.activation}")
+def test_a_dry_run_counts_what_real_ranks_do(shape):
+    for rank in range(shape.ranks):
+        assert dry_run(replace(shape, rank=rank)).differences == []
+
+
+def test_a_wrong_formula_is_named_by_its_term():
+    ledger = dry_run(phantom(2, 4)).ledger
+    wrong = differences(replace(phantom(2, 4), ghosts=3), ledger, native=True)
+    assert any("C x of layers.0" in line for line in wrong)
+    assert any("exchange g" in line and "predicted 3, counted 0" in line for line in wrong)
+    assert not any("L x" in line for line in wrong)
+    assert any("in no formula" in line for line in wrong)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        FFNShape("phantom", 262_144, 2, ranks=256, blocks=256, ghosts=16, rank=255),
+        FFNShape("tensor", 262_144, 2, ranks=256, rank=100),
+        FFNShape("megatron", 262_144, 2, ranks=256),
+        FFNShape("phantom", 262_144, 2, ranks=4096, blocks=4096, ghosts=4, rank=4095),
+        FFNShape("phantom", 262_144, 2, ranks=64, blocks=128, ghosts=4, dp=4),
+    ],
+    ids=lambda s: f"{s.strategy}-{s.ranks}",
+)
+def test_dry_runs_of_hundreds_of_ranks(shape):
+    found = dry_run(shape)
+    assert found.differences == []
+    assert found.ledger.flops == 2 * shape.multiply_adds()
+    assert found.ledger.moved_bytes == shape.moved_bytes()
+    assert found.memory == shape.memory
+
+
+def test_a_dry_run_leaves_no_process_group_behind():
+    dry_run(phantom(2, 4))
+    assert not torch.distributed.is_initialized()

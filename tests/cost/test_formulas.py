@@ -1,0 +1,111 @@
+"""The formulas against the tables of the method, computed here by hand."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phantom_parallel.cost.formulas import (
+    Exchange,
+    FFNShape,
+    break_even_ghosts,
+    decompression_dominates,
+    phantom_layer,
+    tensor_layer,
+)
+from phantom_parallel.nn.layout import BlockLayout, RowLayout
+
+sizes = st.integers(1, 9)
+
+
+@given(p=st.integers(2, 9), m_in=sizes, m_out=sizes, k=st.integers(1, 1), rows=sizes)
+def test_phantom_counts_are_the_methods_table(p, m_in, m_out, k, rows):
+    """Per rank and row with one block a rank."""
+    layer = phantom_layer(BlockLayout(p * m_in, p * m_out, p, k, p), rows, bias=False)
+    forward = sum(product.multiply_adds for product in layer.products if product.phase == "forward")
+    backward = sum(product.multiply_adds for product in layer.products if product.phase == "backward")
+    assert forward == rows * (m_out * m_in + k * m_in + (p - 1) * k * m_out)
+    assert backward == 2 * forward
+    assert [e.moved_bytes(1) for e in layer.exchanges] == [rows * (p - 1) * k] * 2
+    assert p * sum(layer.parameters) == p * m_out * m_in + p * k * m_in + p * (p - 1) * k * m_out
+
+
+@given(ranks=st.integers(2, 9), m_in=sizes, m_out=sizes, rows=sizes)
+def test_tensor_counts_are_the_methods_table(ranks, m_in, m_out, rows):
+    for rank in (0, ranks - 1):
+        layer = tensor_layer(RowLayout(ranks * m_in, ranks * m_out, ranks), rows, bias=False, rank=rank)
+        forward = sum(product.multiply_adds for product in layer.products if product.phase == "forward")
+        backward = sum(product.multiply_adds for product in layer.products if product.phase == "backward")
+        assert forward == rows * ranks * m_in * m_out
+        assert backward == 2 * forward
+        assert [e.moved_bytes(1) for e in layer.exchanges] == [rows * (ranks - 1) * m_in] * 2
+
+
+def test_with_several_blocks_a_rank_the_exchange_carries_their_ghosts():
+    layer = phantom_layer(BlockLayout(64, 64, 8, 2, 4), rows=5)
+    assert [e.moved_bytes(4) for e in layer.exchanges] == [4 * 5 * 3 * 2 * 2] * 2
+
+
+def test_an_all_reduce_moves_twice_all_but_one_share():
+    assert Exchange("z", "forward", "all_reduce", 4, 100).moved_bytes(4) == 600
+    assert Exchange("z", "forward", "all_reduce", 3, 1).moved_bytes(2) == 3  # 8/3 bytes, rounded up
+
+
+@given(blocks=st.integers(2, 8), m_in=st.integers(2, 50), m_out=st.integers(2, 50))
+def test_break_even_is_where_weights_are_as_many_as_dense(blocks, m_in, m_out):
+    k = break_even_ghosts(blocks * m_in, blocks * m_out, blocks)
+    phantom = blocks * m_out * m_in + blocks * k * m_in + blocks * (blocks - 1) * k * m_out
+    assert phantom == pytest.approx(blocks**2 * m_in * m_out)
+
+
+def test_break_even_of_a_square_layer():
+    assert break_even_ghosts(4096, 4096, 8) == pytest.approx(512 * (1 - 1 / 8))
+
+
+def test_decompression_dominates_past_the_square_root():
+    n, k = 4096, 16
+    p = decompression_dominates(n, n, k)
+    assert (p - 1) * k == pytest.approx(n / p)
+    assert p == pytest.approx((n / k) ** 0.5, rel=0.05)
+    with pytest.raises(ValueError, match="ghosts=0"):
+        decompression_dominates(n, n, 0)
+
+
+def test_data_parallel_copies_all_reduce_every_gradient():
+    shape = FFNShape("tensor", 8, 1, ranks=2, batch=3, dp=4)
+    sync = [e for e in shape.exchanges if e.phase == "sync"]
+    assert [e.words for e in sync] == [4 * 8, 4]
+    assert shape.moved_bytes("sync") == 4 * 2 * 3 * (32 + 4) // 4
+
+
+def test_memory_follows_the_optimizer_and_the_word():
+    sgd = FFNShape("dense", 8, 2, batch=3, optimizer="sgd", bias=False, word_bytes=2).memory
+    adam = FFNShape("dense", 8, 2, batch=3, optimizer="adam", bias=False, word_bytes=2).memory
+    assert sgd.parameters == sgd.gradients == 2 * 2 * 64
+    assert (sgd.optimizer, adam.optimizer) == (0, 2 * 2 * 2 * 64)
+    assert sgd.activations == 2 * 2 * 3 * 8
+    assert adam.total == adam.parameters + adam.gradients + adam.optimizer + adam.activations
+
+
+def test_the_whole_models_parameters():
+    assert FFNShape("megatron", 8, 3, ranks=4, batch=1).model_parameters == 3 * (64 + 8)
+    assert FFNShape("tensor", 8, 3, ranks=4, batch=1).model_parameters == 3 * (64 + 8)
+    assert FFNShape("phantom", 8, 3, ranks=2, batch=1, blocks=4, ghosts=1).model_parameters == 3 * (16 + 8 + 24 + 8)
+    assert FFNShape("phantom", 8, 3, ranks=2, batch=1, blocks=4, ghosts=1).whole().model_parameters == 3 * (64 + 8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"strategy": "magic"}, "strategy must be one of dense, tensor, megatron, phantom, got 'magic'"),
+        ({"strategy": "dense", "ranks": 2}, "dense runs on one rank, got ranks=2"),
+        ({"strategy": "phantom"}, "needs blocks and ghosts"),
+        ({"blocks": 2}, "belong to the strategy phantom, not to tensor"),
+        ({"ranks": 3}, "3 ranks do not divide in_features=64: run on 2 or 4 ranks"),
+        ({"rank": 5}, "rank must be from 0 to 0, got 5"),
+        ({"batch": 0}, "batch must be a positive whole number, got 0"),
+        ({"optimizer": "lion"}, "optimizer must be one of sgd, momentum, adam, got 'lion'"),
+    ],
+)
+def test_shapes_that_cannot_be_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        FFNShape(**({"strategy": "tensor", "width": 64, "depth": 2} | settings))

@@ -1,0 +1,140 @@
+"""The ledger on code of any kind."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from phantom_parallel.cost.ledger import Ledger
+
+
+def test_a_small_network_by_hand():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    x = torch.randn(3, 4)
+    with Ledger() as ledger:
+        model(x).sum().backward()
+    assert ledger.flops_of("forward") == 2 * 3 * (4 * 8 + 8 * 2)
+    assert ledger.flops_of("backward") == 2 * 3 * (4 * 8 + 2 * 8 * 2)
+    assert ledger.flops_of("forward", "Sequential.0") == 2 * 3 * 4 * 8
+    assert ledger.flops_of("backward", "Sequential.2") == 2 * 2 * 3 * 8 * 2
+    assert ledger.flops == ledger.flops_of(module="Sequential")
+    assert ledger.moved_bytes == 0
+
+
+def test_every_spelling_of_a_product_is_counted():
+    a, b, z = torch.randn(2, 3, 4), torch.randn(2, 4, 5), torch.zeros(2, 3, 5)
+    with Ledger() as ledger:
+        torch.bmm(a, b)
+        z.baddbmm_(a, b)
+        torch.baddbmm(z, a, b, out=z)
+        torch.einsum("bij,bjk->bik", a, b)
+        z[0].addmm_(a[0], b[0])
+        a[0] @ b[0]
+    assert ledger.flops == 4 * 2 * 2 * 60 + 2 * 2 * 60
+
+
+def test_attention_is_counted_both_ways():
+    """Q K^T and A V forward; backward computes Q K^T again and four products more."""
+    q = torch.randn(2, 3, 5, 8, requires_grad=True)
+    one = 2 * 2 * 3 * 5 * 5 * 8
+    with Ledger() as ledger:
+        nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
+    assert ledger.flops_of("forward") == 2 * one
+    assert ledger.flops_of("backward") == 5 * one
+
+
+def test_named_phases_and_nesting():
+    a = torch.randn(2, 2)
+    with Ledger() as ledger:
+        with ledger.phase("prefill"):
+            a @ a
+            with ledger.phase("decode"):
+                a @ a
+                a @ a
+        a @ a
+    assert [ledger.flops_of(phase) for phase in ("prefill", "decode", "forward")] == [16, 32, 16]
+
+
+def test_off_means_gone():
+    model = nn.Linear(2, 2)
+    with Ledger() as ledger:
+        model(torch.randn(1, 2))
+    before = ledger.flops
+    model(torch.randn(1, 2))
+    assert ledger.flops == before
+    assert not torch.nn.modules.module._global_forward_hooks
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def count_collectives() -> dict:
+    t = torch.ones(10)
+    with Ledger() as ledger:
+        dist.all_reduce(t)
+        dist.broadcast(t, 0)
+        whole = torch.empty(10 * dist.get_world_size())
+        dist.all_gather_single(whole, t)
+        dist.reduce_scatter_single(t, whole)
+        dist.all_to_all_single(torch.empty_like(whole), whole)
+        dist.barrier()
+    return json.loads(ledger.to_json())
+
+
+def test_collectives_of_torch_distributed(ranks):
+    expected = {"all_reduce": (40, 60), "broadcast": (40, 40), "all_gather": (40, 120), "reduce_scatter": (160, 120)}
+    for found in ranks(4)(count_collectives):
+        entries = {e["op"]: (e["message"], e["moved"]) for e in found["collectives"]}
+        assert entries == expected | {"all_to_all": (160, 120)}
+        assert all(e["ranks"] == 4 and e["count"] == 1 for e in found["collectives"])
+        assert found["moved_bytes"] == 60 + 40 + 3 * 120
+        assert found["message_sizes"] == {"64": 3, "256": 2}
+
+
+def megatron() -> tuple[int, int]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    pair = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    x = torch.randn(3, 8)
+    with Ledger() as whole:
+        pair(x).sum().backward()
+    parallelize_module(pair, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    pair.zero_grad()
+    with Ledger() as cut:
+        pair(x).sum().backward()
+    return whole.flops, cut.flops
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_dtensors_are_counted_as_what_this_rank_does(ranks, size):
+    for whole, cut in ranks(size)(megatron):
+        assert whole == size * cut
+
+
+def fully_sharded() -> dict[str, int]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.Linear(8, 8, bias=False)
+    fully_shard(model, mesh=mesh)
+    with Ledger() as ledger:
+        model(torch.randn(2, 8)).sum().backward()
+    return {e.op: e.moved for e in ledger.collectives}
+
+
+def test_fsdp2s_collectives_are_seen(ranks):
+    """One all-gather of the sharded weight and one reduce-scatter of its gradient: (R-1)/R of 8 x 8 words each."""
+    for found in ranks(4)(fully_sharded):
+        assert found == {"all_gather": 3 * 64 * 4 // 4, "reduce_scatter": 3 * 64 * 4 // 4}
+
+
+def test_the_table_shows_sums():
+    with Ledger() as ledger:
+        torch.randn(100, 100) @ torch.randn(100, 1000)
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(ledger.table())
+    text = console.export_text()
+    assert "mm" in text
+    assert "0.020" in text
