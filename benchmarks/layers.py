@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import platform
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -25,15 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.multiprocessing.spawn import spawn
 
 from benchmarks.timing import Timing, interleave
 from phantom_parallel import PhantomLinear, TensorLinear
+from phantom_parallel.cost.local import Report, on_ranks
 from phantom_parallel.ops.collectives import (
     finish_all_gather,
     finish_reduce_scatter,
@@ -142,20 +140,16 @@ def kept_memory(kept: bool) -> Iterator[None]:
         del os.environ[name]
 
 
-def on_ranks(size: int, function: Callable[..., Any], *args: Any, keep_memory: bool = False) -> Any:
-    """Run ``function(mesh, *args)`` on local ranks with one thread each; rank 0's answer."""
-    with tempfile.TemporaryDirectory() as folder, kept_memory(keep_memory):
-        spawn(_rank, (size, folder, function, args), nprocs=size)
-        return json.loads(Path(folder, "answer").read_text())
+def measured_on_ranks(size: int, function: Callable[..., Any], *args: Any, keep_memory: bool = False) -> Any:
+    """What ``function(mesh, *args)`` returns on rank 0 of local ranks with one thread each."""
+    with kept_memory(keep_memory):
+        (answer,) = on_ranks(size, _with_one_thread, function, args)
+    return answer
 
 
-def _rank(rank: int, size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _with_one_thread(mesh: DeviceMesh, report: Report, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    answer = function(init_device_mesh("cpu", (size,)), *args)
-    if rank == 0:
-        Path(folder, "answer").write_text(json.dumps(answer))
-    dist.destroy_process_group()
+    report(function(mesh, *args))
 
 
 def compare_steps(mesh: DeviceMesh, width: int, turns: int) -> dict[str, Any]:
@@ -252,7 +246,7 @@ def main() -> None:
 
     results["step"] = []
     for size, width in ((2, 4096), (4, 8192)):
-        row = on_ranks(size, compare_steps, width, options.turns)
+        row = measured_on_ranks(size, compare_steps, width, options.turns)
         results["step"].append(row)
         for name, ratios in row["phantom"].items():
             print(f"step, {size} ranks, width {width}, {name} ({ratios['weights']:.3f} of the multiply-adds):", end=" ")
@@ -260,7 +254,7 @@ def main() -> None:
 
     results["floor"] = []
     for size, blocks, keep in ((1, 4, False), (1, 4, True), (2, 2, False), (2, 2, True)):
-        row = on_ranks(size, compare_floor, 4096, blocks, options.turns, keep_memory=keep)
+        row = measured_on_ranks(size, compare_floor, 4096, blocks, options.turns, keep_memory=keep)
         results["floor"].append(row | {"freed memory kept": keep})
         parts = ", ".join(f"{name} {value:.1f}" for name, value in row["milliseconds"].items())
         memory = "freed memory kept" if keep else "default allocator"

@@ -1,13 +1,20 @@
 """Phantom parallelism for PyTorch: layers cut over devices that exchange a few ghosts instead of whole activations."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from phantom_parallel._version import __version__
-from phantom_parallel.models import FFN, FFNConfig, load_model, save_model
-from phantom_parallel.nn import PhantomLinear, PhantomParallel, RanksDisagree, TensorLinear, parameter_groups
-from phantom_parallel.ops import gather_features, shard_features
+
+if TYPE_CHECKING:
+    from phantom_parallel.cost.ledger import Ledger
+    from phantom_parallel.models import FFN, FFNConfig, load_model, save_model
+    from phantom_parallel.nn import PhantomLinear, PhantomParallel, RanksDisagree, TensorLinear, parameter_groups
+    from phantom_parallel.ops import gather_features, shard_features
 
 __all__ = [
     "FFN",
     "FFNConfig",
+    "Ledger",
     "PhantomLinear",
     "PhantomParallel",
     "RanksDisagree",
@@ -19,3 +26,23 @@ __all__ = [
     "save_model",
     "shard_features",
 ]
+
+# Where each name lives. Looked up when first asked for: commands that only plan need not wait for torch.
+_HOMES = {
+    "phantom_parallel.cost.ledger": ("Ledger",),
+    "phantom_parallel.models": ("FFN", "FFNConfig", "load_model", "save_model"),
+    "phantom_parallel.nn": ("PhantomLinear", "PhantomParallel", "RanksDisagree", "TensorLinear", "parameter_groups"),
+    "phantom_parallel.ops": ("gather_features", "shard_features"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            globals()[name] = value = getattr(import_module(home), name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -12,7 +12,7 @@ from phantom_parallel.cost.formulas import (
     phantom_layer,
     tensor_layer,
 )
-from phantom_parallel.nn.layout import BlockLayout, RowLayout
+from phantom_parallel.layout import BlockLayout, RowLayout
 
 sizes = st.integers(1, 9)
 

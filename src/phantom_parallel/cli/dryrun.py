@@ -10,9 +10,8 @@ from rich.table import Table
 
 from phantom_parallel.cost.dryrun import DryRun, dry_run
 from phantom_parallel.cost.formulas import FFNShape, Optimizer, Strategy
+from phantom_parallel.cost.hardware import WORD_BYTES
 from phantom_parallel.models.ffn import Activation
-
-WORD_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
 
 
 @dataclass(frozen=True)

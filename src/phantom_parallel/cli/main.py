@@ -14,12 +14,12 @@ from rich.markup import escape
 
 # What each command is for; the order is that of the help.
 COMMANDS: dict[str, str] = {
+    "plan": "compare strategies, ranks and ghosts for a model and a machine",
     "dryrun": "what one rank of many would compute, send and keep, from the real model code without data",
+    "hardware": "hardware profiles, each figure with its source",
+    "calibrate": "measure this machine and write its hardware profiles",
+    "validate": "predicted against measured step times on this machine",
 }
-
-
-class UserError(ValueError):
-    """Something the user can put right; shown without a traceback. Any ValueError or OSError from ``run`` is too."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         tyro.cli(options, prog=f"phantom {name}", args=arguments[1:]).run()
     except KeyboardInterrupt:
         return _fail("interrupted", code=130)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError) as error:  # what a user can put right; anything else is ours and shows its traceback
         return _fail(str(error))
     return 0
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from phantom_parallel.nn.layout import BlockLayout, RowLayout
+from phantom_parallel.layout import BlockLayout, RowLayout
 
 Strategy = Literal["dense", "tensor", "megatron", "phantom"]
 Phase = Literal["forward", "backward", "sync"]
@@ -165,6 +165,11 @@ def _real(exchanges: list[Exchange]) -> tuple[Exchange, ...]:
     return tuple(exchange for exchange in exchanges if exchange.ranks > 1)
 
 
+def representative(index: int, depth: int) -> int:
+    """A layer with the same cost: the first and the last stand apart, the others alternate at most."""
+    return index if index in (0, depth - 1) else 1 + (index - 1) % 2
+
+
 @dataclass(frozen=True)
 class FFNShape:
     """A feed-forward network and how it is run: ``ranks`` share it, ``dp`` copies of that train on ``batch`` rows each.
@@ -212,7 +217,11 @@ class FFNShape:
             raise ValueError(
                 f"blocks and ghosts belong to the strategy phantom, not to {self.strategy}: leave them out"
             )
-        object.__setattr__(self, "layers", tuple(self._layer(index) for index in range(self.depth)))
+        costs: dict[int, LayerCost] = {}
+        for index in range(self.depth):  # layers repeat: only those that differ are worked out
+            same = representative(index, self.depth)
+            costs[index] = replace(costs[same], name=f"layers.{index}") if same in costs else self._layer(index)
+        object.__setattr__(self, "layers", tuple(costs.values()))
 
     def _layer(self, index: int) -> LayerCost:
         name, input_grad = f"layers.{index}", self.input_grad or index > 0

@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from phantom_parallel.layout import BlockLayout, RowLayout
 from phantom_parallel.nn import PhantomLinear, TensorLinear
 from phantom_parallel.nn.agreement import agree, everyones
 from phantom_parallel.nn.init import draw_seed, init_rows
-from phantom_parallel.nn.layout import BlockLayout, RowLayout
 
 Strategy = Literal["phantom", "tensor", "megatron", "dense"]
 Activation = Literal["relu", "gelu", "silu", "tanh", "identity"]

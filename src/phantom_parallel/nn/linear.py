@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from phantom_parallel.layout import BlockLayout, RowLayout
 from phantom_parallel.nn.agreement import agree, everyones
 from phantom_parallel.nn.fit import fit_source
 from phantom_parallel.nn.init import init_phantom, init_rows
-from phantom_parallel.nn.layout import BlockLayout, RowLayout
 from phantom_parallel.nn.sharded import FeatureSharded, local_rows, shard_rows, whole
 from phantom_parallel.ops import phantom_linear, tensor_linear
 from phantom_parallel.ops.collectives import ranks_of

@@ -1,14 +1,15 @@
 """How a layer's features are cut: sizes that follow from its arguments, and errors for those that do not fit."""
 
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, isqrt
 
 
 def nearest_divisors(number: int, wanted: int) -> str:
     """The divisors of ``number`` on either side of ``wanted``, for an error message."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0] if number < 1 << 20 else []
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    divisors = sorted({*small, *(number // d for d in small)})
     near = [d for d in divisors if d < wanted][-1:] + [d for d in divisors if d > wanted][:1]
-    return " or ".join(map(str, near)) or f"a divisor of {number}"
+    return " or ".join(map(str, near))
 
 
 def _positive(**sizes: object) -> None:

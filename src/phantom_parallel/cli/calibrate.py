@@ -1,0 +1,65 @@
+"""``phantom calibrate``: measure this machine and write its hardware profiles."""
+
+import json as json_format
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from phantom_parallel.cost.calibrate import Measured, fit_profile, measure, profile_name
+from phantom_parallel.cost.hardware import Profile, dump_profile, user_directory
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure this machine's matrix products, exchanges and overheads, and write a profile for each number of ranks.
+
+    Local ranks share cores and memory, so the machine is another one for each number of ranks: the profiles are named
+    this-machine-2, this-machine-4 and so on, and `phantom plan --hardware this-machine-2` uses them.
+    """
+
+    ranks: tuple[int, ...] = (2, 4)
+    """Numbers of local ranks to measure."""
+    watts: tuple[float, float, float] | None = None
+    """Watts of one rank's share of this machine while computing, while waiting for an exchange, and idle, if you know
+    them. Without them the profile has times and no energies."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the figures as JSON instead of text."""
+
+    def __post_init__(self) -> None:
+        if not self.ranks or any(ranks < 1 for ranks in self.ranks):
+            raise ValueError(f"ranks must be positive whole numbers such as 2 4, got {self.ranks}")
+        if self.watts is not None and any(watts < 0 for watts in self.watts):
+            raise ValueError(f"watts must not be negative, got {self.watts}")
+
+    def run(self) -> None:
+        console = Console(stderr=True)
+        written: dict[str, Any] = {}
+        for ranks in self.ranks:
+            profile = fit_profile(self._measure(ranks, console), self.watts)
+            path = user_directory() / f"{profile_name(ranks)}.toml"
+            dump_profile(profile, path)
+            written[profile.name] = {name: figure.value for name, figure, _ in profile.figures()} | {"file": str(path)}
+            if not self.json:
+                _show(profile, str(path))
+        if self.json:
+            print(json_format.dumps(written, indent=2))
+
+    def _measure(self, ranks: int, console: Console) -> Measured:
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task(f"{ranks} ranks: starting")
+            for message in measure(ranks):
+                if isinstance(message, Measured):
+                    return message
+                progress.update(task, description=f"{ranks} ranks: {message}")
+        raise RuntimeError(f"the measurement on {ranks} ranks ended without a result")
+
+
+def _show(profile: Profile, path: str) -> None:
+    print(f"{profile.name}: {profile.description}")
+    for name, figure, rule in profile.figures():
+        print(f"  {name:<32}{figure.value:>12.4g} {rule.unit}")
+    print(f"  written to {path}")

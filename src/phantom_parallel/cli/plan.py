@@ -1,0 +1,234 @@
+"""``phantom plan``: strategies, ranks and ghosts compared for a model, a batch and a machine."""
+
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from phantom_parallel.cost.formulas import Strategy
+from phantom_parallel.cost.hardware import load_profile
+from phantom_parallel.cost.planner import (
+    GIB,
+    NOT_COMPARED,
+    Candidate,
+    Goal,
+    Plan,
+    PlanRequest,
+    plan,
+    rank_by,
+    scaling,
+)
+
+ROWS = 40
+ANOTHER_MODEL = (
+    "A phantom model is not the dense model: with few ghosts it is a smaller one, and its loss is not compared here. "
+    "Train to find the ghosts that keep yours, then give them as --min-ghosts."
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Compare strategies, ranks and ghosts for a model, a batch and a machine, by a model of time and energy.
+
+    The batch is the rows of one step over all data-parallel copies. Every time and energy is modelled, none measured:
+    see docs/planning.md for what is assumed, and phantom hardware for the figures behind it.
+    """
+
+    width: int
+    """Features of every layer."""
+    depth: int
+    """Layers."""
+    batch: int
+    """Rows of one step, over all data-parallel copies."""
+    devices: int
+    """The most devices to use."""
+    hardware: str = "dgx-a100"
+    """A hardware profile's name, or the path of a .toml file."""
+    strategy: tuple[Strategy, ...] = ("dense", "tensor", "megatron", "phantom")
+    """The strategies to compare."""
+    blocks: tuple[int, ...] = ()
+    """Blocks of a phantom model; as many as ranks if left out."""
+    ghosts: tuple[int, ...] = ()
+    """Ghosts of a phantom model; if left out, powers of two that make it smaller than the dense one."""
+    min_ghosts: int | None = None
+    """The fewest ghosts that you know to keep the loss."""
+    dp: tuple[int, ...] = ()
+    """Data-parallel copies; whatever divides the batch if left out."""
+    memory_gib: float | None = None
+    """Memory of a device that may be used; the profile's less 10 % if left out."""
+    goal: Goal = "time"
+    """What the best plan has the least of."""
+    dtype: str = "fp32"
+    """The type of every number: one that the profile has a peak for."""
+    out: Path | None = None
+    """A folder for figures (PNG and SVG) and their numbers (CSV and JSON)."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print JSON instead of tables."""
+
+    def run(self) -> None:
+        request = PlanRequest(
+            width=self.width,
+            depth=self.depth,
+            batch=self.batch,
+            devices=self.devices,
+            profile=load_profile(self.hardware),
+            dtype=self.dtype,
+            goal=self.goal,
+            strategies=self.strategy,
+            blocks=self.blocks,
+            ghosts=self.ghosts,
+            min_ghosts=self.min_ghosts,
+            dp=self.dp,
+            memory_bytes=None if self.memory_gib is None else self.memory_gib * GIB,
+        )
+        answer = plan(request)
+        curves = scaling(request) if self.out or self.json else {}
+        written = _write(answer, curves, self.out) if self.out else []
+        if self.json:
+            print(json.dumps(as_data(answer, curves), indent=2))
+            return
+        console = Console(highlight=False)
+        for part in _tables(answer):
+            console.print(part, "", markup=False)
+        for path in written:
+            console.print(f"wrote {path}", markup=False, soft_wrap=True)
+
+
+def as_row(candidate: Candidate) -> dict[str, Any]:
+    """A setting as a flat record. Energies are None where the profile has no watts."""
+    setting, step = candidate.setting, candidate.step
+    return {
+        "strategy": setting.strategy,
+        "ranks": setting.ranks,
+        "dp": setting.dp,
+        "devices": candidate.devices,
+        "blocks": setting.blocks,
+        "ghosts": setting.ghosts,
+        "step_seconds": candidate.seconds,
+        "compute_seconds": step.compute,
+        "exposed_communication_seconds": step.exposed,
+        "hidden_communication_seconds": step.hidden,
+        "modelled_joules_per_step": candidate.joules,
+        "modelled_joules_per_sample": candidate.joules_per_sample,
+        "memory_bytes_per_device": candidate.memory_bytes,
+        "model_parameters": candidate.parameters,
+        "loss": candidate.loss,
+    }
+
+
+def as_data(answer: Plan, curves: dict[str, list[Candidate]]) -> dict[str, Any]:
+    """The whole answer for JSON."""
+    request, same = answer.request, answer.best_same_model
+    return {
+        "request": {
+            "width": request.width,
+            "depth": request.depth,
+            "batch": request.batch,
+            "devices": request.devices,
+            "hardware": request.profile.name,
+            "dtype": request.dtype,
+            "goal": request.goal,
+            "min_ghosts": request.min_ghosts,
+            "memory_limit_bytes": request.memory_limit,
+        },
+        "energy_provenance": "modelled" if request.profile.has_power else "unavailable",
+        "best": as_row(answer.best),
+        "best_of_the_dense_model": as_row(same) if same else None,
+        "frontier": [as_row(candidate) for candidate in answer.frontier],
+        "frontier_of_the_dense_model": [as_row(candidate) for candidate in answer.frontier_same_model],
+        "candidates": [as_row(candidate) for candidate in answer.candidates],
+        "dropped": [{**entry.setting._asdict(), "reason": entry.reason} for entry in answer.dropped],
+        "scaling": {name: [as_row(candidate) for candidate in curve] for name, curve in curves.items()},
+    }
+
+
+def _write(answer: Plan, curves: dict[str, list[Candidate]], folder: Path) -> list[Path]:
+    """Figures, and beside them the numbers that they show."""
+    from phantom_parallel.cost.figures import draw_scaling, draw_tradeoff  # matplotlib takes a second to import
+
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder / "plan.json"
+    data.write_text(json.dumps(as_data(answer, curves), indent=2) + "\n", encoding="utf-8")
+    frontier = {candidate.setting for candidate in answer.frontier}
+    settings = [{**as_row(c), "on_frontier": c.setting in frontier} for c in answer.candidates]
+    points = [{"curve": name, **as_row(c)} for name, curve in curves.items() for c in curve]
+    written = [data, _csv(folder / "time-energy.csv", settings), _csv(folder / "scaling.csv", points)]
+    if curves:
+        written += draw_scaling(answer.request, curves, folder)
+    if answer.frontier:
+        written += draw_tradeoff(answer, folder)
+    return written
+
+
+def _csv(path: Path, rows: list[dict[str, Any]]) -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else [])
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def _tables(answer: Plan) -> list[Table | str]:
+    request, goal = answer.request, answer.request.goal
+    shown: dict[tuple[str, int, int | None, int | None], Candidate] = {}
+    for candidate in sorted(answer.candidates, key=lambda candidate: rank_by(goal, candidate)):
+        s = candidate.setting
+        shown.setdefault((s.strategy, s.ranks, s.blocks, s.ghosts), candidate)  # of the copies, the best
+    rows = list(shown.values())
+    title = (
+        f"width {request.width:,}, depth {request.depth}, batch {request.batch:,}, {request.dtype}, "
+        f"up to {request.devices:,} devices of {request.profile.name}: best for {goal} first"
+    )
+    parts: list[Table | str] = [_table(title, rows[:ROWS])]
+    if len(rows) > ROWS:
+        parts.append(f"{len(rows) - ROWS} more settings: --json or --out gives all.")
+    if answer.dropped:
+        reasons = "; ".join(f"{entry.setting}: {entry.reason}" for entry in answer.dropped[:3])
+        parts.append(f"{len(answer.dropped)} settings left out, such as {reasons}.")
+    if answer.frontier:
+        parts.append(_table("Time-energy frontier", answer.frontier))
+        if answer.frontier_same_model not in ((), answer.frontier):
+            parts.append(_table("Time-energy frontier of the dense model", answer.frontier_same_model))
+    else:
+        parts.append(f"Energy is unavailable: profile {request.profile.name!r} has no watts.")
+    parts.append(f"Best for {goal}: {_summary(answer.best)}")
+    same = answer.best_same_model
+    if same and same is not answer.best:
+        parts.append(f"Best that computes the dense model: {_summary(same)}")
+    if _unknown_loss(answer.candidates):
+        parts.append(ANOTHER_MODEL)
+    return parts
+
+
+def _summary(candidate: Candidate) -> str:
+    energy = "" if candidate.joules is None else f", {candidate.joules:,.4g} J a step (modelled)"
+    return f"{candidate.setting}: {1e3 * candidate.seconds:,.4g} ms a step{energy}; loss: {candidate.loss}"
+
+
+def _unknown_loss(candidates: Sequence[Candidate]) -> bool:
+    return any(candidate.loss == NOT_COMPARED for candidate in candidates)
+
+
+def _table(title: str, candidates: Sequence[Candidate]) -> Table:
+    caption = "+ another model: loss not compared" if _unknown_loss(candidates) else None
+    table = Table(title=title, caption=caption, box=SIMPLE, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
+    table.add_column("strategy", no_wrap=True)
+    columns = ["ranks", "dp", "blocks", "ghosts", "step\nms", "exposed\nms"]
+    columns += ["J/step\nmodelled", "J/sample\nmodelled", "memory\nGiB"]
+    for name in columns:
+        table.add_column(name, justify="right")
+    for c in candidates:
+        s = c.setting
+        joules = ["-", "-"] if c.joules is None else [f"{c.joules:,.4g}", f"{c.joules_per_sample:,.3g}"]
+        counts = [str(count) if count else "-" for count in (s.ranks, s.dp, s.blocks, s.ghosts)]
+        times = [f"{1e3 * seconds:,.{digits}g}" for seconds, digits in ((c.seconds, 4), (c.step.exposed, 3))]
+        name = s.strategy + "+" * (c.loss == NOT_COMPARED)
+        table.add_row(name, *counts, *times, *joules, f"{c.memory_bytes / GIB:.2f}")
+    return table

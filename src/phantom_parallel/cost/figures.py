@@ -1,0 +1,106 @@
+"""Figures of a plan: scaling curves, and the time-energy scatter with its frontier. Each as PNG and as SVG."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from phantom_parallel.cost.planner import Candidate, Plan, PlanRequest
+
+# Told apart by colour-blind readers (Okabe and Ito), and by marker in print.
+LOOKS = {
+    "dense": ("#666666", "s"),
+    "tensor": ("#0072B2", "o"),
+    "megatron": ("#D55E00", "^"),
+    "phantom": ("#009E73", "D"),
+}
+SECOND_PHANTOM = ("#CC79A7", "v")
+
+
+def draw_scaling(request: PlanRequest, curves: Mapping[str, Sequence[Candidate]], folder: Path) -> list[Path]:
+    """Step time and modelled energy against devices, one curve a strategy."""
+    powered = request.profile.has_power
+    figure = Figure(figsize=(11 if powered else 6, 4.6), layout="constrained")
+    axes = figure.subplots(1, 2 if powered else 1, squeeze=False)[0]
+    _curves(
+        axes[0], curves, [[1e3 * c.seconds for c in curve] for curve in curves.values()], "step time, ms (modelled)"
+    )
+    if powered:
+        joules = [[c.joules or 0.0 for c in curve] for curve in curves.values()]
+        _curves(axes[1], curves, joules, "energy of a step on all devices, J (modelled)")
+    figure.suptitle(f"Scaling at a fixed batch\n{_subject(request)}", fontsize=11)
+    names, handles = axes[0].get_legend_handles_labels()[::-1]
+    figure.legend(handles, names, loc="outside lower center", ncols=max(1, len(names)), frameon=False, fontsize=9)
+    return _save(figure, folder / "scaling")
+
+
+def draw_tradeoff(plan: Plan, folder: Path) -> list[Path]:
+    """Every setting by step time and modelled energy, with the frontier and the best under the goal."""
+    figure = Figure(figsize=(7.5, 5.2), layout="constrained")
+    axes = figure.subplots()
+    for strategy, (colour, marker) in LOOKS.items():
+        found = [c for c in plan.candidates if c.setting.strategy == strategy]
+        if found:
+            label = "phantom (another model: loss not compared)" if strategy == "phantom" else strategy
+            if strategy == "phantom" and plan.request.min_ghosts:
+                label = f"phantom, at least {plan.request.min_ghosts} ghosts"
+            _scatter(axes, found, colour, marker, label)
+    _frontier(axes, plan.frontier_same_model, "frontier of the dense model", "dashed")
+    _frontier(axes, plan.frontier, "frontier", "solid")
+    best = plan.best
+    axes.annotate(
+        f"best for {plan.request.goal}:\n{best.setting}",
+        (1e3 * best.seconds, best.joules or 0.0),
+        xytext=(0.03, 0.93),
+        textcoords="axes fraction",
+        fontsize=8.5,
+        va="top",
+        arrowprops={"arrowstyle": "->", "color": "black", "linewidth": 0.8},
+    )
+    axes.set(xscale="log", yscale="log", xlabel="step time, ms (modelled)")
+    axes.set_ylabel("energy of a step on all devices, J (modelled)")
+    axes.grid(visible=True, which="major", alpha=0.25)
+    axes.set_title(f"Time and energy of each setting\n{_subject(plan.request)}", fontsize=11)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
+    return _save(figure, folder / "time-energy")
+
+
+def _curves(axes: Axes, curves: Mapping[str, Sequence[Candidate]], values: list[list[float]], label: str) -> None:
+    phantoms = [name for name in curves if name.startswith("phantom")]
+    for (name, curve), heights in zip(curves.items(), values, strict=True):
+        colour, marker = LOOKS[curve[0].setting.strategy]
+        if name in phantoms[1:]:
+            colour, marker = SECOND_PHANTOM
+        axes.plot([c.devices for c in curve], heights, color=colour, marker=marker, markersize=4.5, label=name)
+    counts = sorted({c.devices for curve in curves.values() for c in curve})
+    axes.set(xscale="log", yscale="log", xlabel="devices", ylabel=label)
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.minorticks_off()
+    axes.grid(visible=True, which="major", alpha=0.25)
+
+
+def _scatter(axes: Axes, found: list[Candidate], colour: str, marker: str, label: str) -> None:
+    times, joules = [1e3 * c.seconds for c in found], [c.joules or 0.0 for c in found]
+    axes.scatter(times, joules, color=colour, marker=marker, s=22, alpha=0.75, linewidths=0, label=label, zorder=2)
+
+
+def _frontier(axes: Axes, front: Sequence[Candidate], label: str, style: str) -> None:
+    times, joules = [1e3 * c.seconds for c in front], [c.joules or 0.0 for c in front]
+    axes.step(times, joules, where="post", color="black", linestyle=style, linewidth=1.2, label=label, zorder=3)
+
+
+def _subject(request: PlanRequest) -> str:
+    return (
+        f"width {request.width:,}, depth {request.depth}, batch {request.batch:,}, {request.dtype} "
+        f"on {request.profile.name}"
+    )
+
+
+def _save(figure: Figure, stem: Path) -> list[Path]:
+    paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
+    with matplotlib.rc_context({"svg.hashsalt": "phantom"}):  # equal plans give equal files
+        figure.savefig(paths[0], dpi=150)
+        figure.savefig(paths[1], metadata={"Date": None})
+    return paths

@@ -1,0 +1,236 @@
+"""How long a step takes and what it draws, from the counts of `cost.formulas` and the figures of a hardware profile.
+
+    product      t = o + 2 b m l n / (e P) + b (m l + l n + m n) s / M      b times (m, l) by (l, n), s bytes a word
+    ring         all-gather, reduce-scatter  (R-1) (a + w/B)      all-reduce  2 (R-1) (a + w/(R B))
+    tree         all-gather, reduce-scatter  2 h a + (2R-1) w/B   all-reduce  2 h a + 2 w/B       h = ceil(log2 R)
+    exchange     c + the cheaper of ring and tree; past one node, inside nodes and between them in turn
+    hidden       min(f t_exchange, time of the products named in ``hidden_by`` of the same layer and phase)
+    energy       E = P_compute t_compute + P_communication t_exposed + P_idle t_idle, for each rank
+
+P, e: peak and efficiency of the dtype; M: memory bandwidth; o, c: overheads; a, B: a tier's latency and bandwidth; w as
+in `cost.formulas`, in bytes; f: the overlap. ``docs/planning.md`` says what each assumes. Every energy is modelled.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from phantom_parallel.cost.formulas import OPTIMIZER_STATES, FFNShape, LayerCost, Product, representative
+from phantom_parallel.cost.hardware import WORD_BYTES, Profile
+
+Op = Literal["all_gather", "reduce_scatter", "all_reduce"]
+PHASES = ("forward", "backward", "sync", "update")
+
+ACTIVATION_WORDS = {"forward": 2, "backward": 3}  # read, write; read what was kept and the gradient, write the gradient
+
+
+class Span(NamedTuple):
+    """Seconds on one rank: computing, in exchanges that show, and in exchanges hidden behind computing."""
+
+    compute: float = 0.0
+    exposed: float = 0.0
+    hidden: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """What the clock shows: the hidden part is already in compute."""
+        return self.compute + self.exposed
+
+
+@dataclass(frozen=True)
+class ModelledEnergy:
+    """Joules from power times time: never measured, and never to be shown without the word."""
+
+    compute: float
+    communication: float
+    idle: float
+    provenance: Literal["modelled"] = field(default="modelled", init=False)
+
+    @property
+    def joules(self) -> float:
+        return self.compute + self.communication + self.idle
+
+    def times(self, count: int) -> "ModelledEnergy":
+        return ModelledEnergy(count * self.compute, count * self.communication, count * self.idle)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step of one rank, and what all ``devices`` draw meanwhile; energies are None on a machine without watts.
+
+    ``layers`` has one mapping from phase to span for each layer, ``phases`` their sums.
+    """
+
+    layers: tuple[Mapping[str, Span], ...]
+    phases: Mapping[str, Span]
+    idle: float
+    devices: int
+    energy_per_rank: ModelledEnergy | None
+
+    @property
+    def compute(self) -> float:
+        return sum(span.compute for span in self.phases.values())
+
+    @property
+    def exposed(self) -> float:
+        return sum(span.exposed for span in self.phases.values())
+
+    @property
+    def hidden(self) -> float:
+        return sum(span.hidden for span in self.phases.values())
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.exposed + self.idle
+
+    @property
+    def energy(self) -> ModelledEnergy | None:
+        """Of all ranks of all data-parallel copies."""
+        return self.energy_per_rank and self.energy_per_rank.times(self.devices)
+
+
+def step_time(shape: FFNShape, profile: Profile, dtype: str = "fp32", *, idle_seconds: float = 0.0) -> StepTime:
+    """A training step: forward, backward, the sum of gradients over copies, and the optimizer's update.
+
+    ``idle_seconds``: how long a rank waits for slower ones; ranks have equal work, so none by default.
+    """
+    return Clock(profile, dtype).step(shape, idle_seconds=idle_seconds)
+
+
+def forward_time(shape: FFNShape, profile: Profile, dtype: str = "fp32", *, idle_seconds: float = 0.0) -> StepTime:
+    """Inference: the forward pass alone."""
+    return Clock(profile, dtype).step(shape, phases=("forward",), idle_seconds=idle_seconds)
+
+
+def collective_seconds(op: Op, ranks: int, contribution: float, profile: Profile, *, stride: int = 1) -> float:
+    """One exchange of ``contribution`` bytes (w of `cost.formulas`) among every ``stride``-th device."""
+    return Clock(profile, next(iter(profile.peak))).collective(op, ranks, contribution, stride)
+
+
+def product_seconds(product: Product, profile: Profile, dtype: str = "fp32") -> float:
+    """One matrix product."""
+    return Clock(profile, dtype).product(product)
+
+
+class Clock:
+    """A profile's figures as plain numbers for one dtype, with the equations above as methods. Make one, ask often."""
+
+    def __init__(self, profile: Profile, dtype: str = "fp32") -> None:
+        profile.require_dtype(dtype)
+        self.profile, self.dtype, self.word_bytes = profile, dtype, WORD_BYTES[dtype]
+        self._flops = profile.peak[dtype].value * profile.efficiency[dtype].value
+        self._memory = profile.memory_bandwidth.value
+        self._product_overhead = profile.product_overhead_seconds.value
+        self._layer_overhead = profile.layer_overhead_seconds.value
+        self._collective_overhead = profile.collective_overhead_seconds.value
+        self._overlap = profile.overlap.value
+        self._node = int(profile.devices_per_node.value)
+        self._inside = profile.inside.latency_seconds.value, 1 / profile.inside.bandwidth.value
+        self._between = profile.between.latency_seconds.value, 1 / profile.between.bandwidth.value
+
+    def product(self, product: Product) -> float:
+        b, m, l, n = product.batch, product.rows, product.inner, product.columns  # noqa: E741, the equation's names
+        touched = b * (m * l + l * n + m * n) * self.word_bytes
+        return self._product_overhead + product.flops / self._flops + touched / self._memory
+
+    def elementwise(self, words: float) -> float:
+        """Work that only reads and writes memory."""
+        return words * self.word_bytes / self._memory
+
+    def collective(self, op: Op, ranks: int, contribution: float, stride: int = 1) -> float:
+        if ranks == 1:
+            return 0.0
+        local = min(ranks, max(1, self._node // stride))  # of the exchange's ranks, those on one node
+        nodes = -(-ranks // local)
+        if nodes == 1:
+            return self._collective_overhead + _tier(op, ranks, contribution, *self._inside)
+        if op == "all_reduce":  # reduce-scatter inside, all-reduce the shares between, all-gather inside
+            share = contribution / local
+            inside = 2 * _tier("all_gather", local, share, *self._inside)
+            between = _tier(op, nodes, share, *self._between)
+        else:  # all-gather: between nodes first, then everything inside; reduce-scatter: the same backwards
+            inside = _tier(op, local, contribution * nodes, *self._inside)
+            between = _tier(op, nodes, contribution, *self._between)
+        return self._collective_overhead + inside + between
+
+    def layer(self, layer: LayerCost, phase: str) -> Span:
+        """A layer's products and exchanges in one phase."""
+        seconds: dict[str, float] = {}
+        for product in layer.products:
+            if product.phase == phase:
+                seconds[product.term] = seconds.get(product.term, 0.0) + self.product(product)
+        compute = self._layer_overhead + sum(seconds.values())
+        exposed = hidden = 0.0
+        for exchange in layer.exchanges:
+            if exchange.phase != phase:
+                continue
+            taken = self.collective(exchange.op, exchange.ranks, exchange.words * self.word_bytes)
+            covered = min(self._overlap * taken, sum(seconds.pop(term, 0.0) for term in exchange.hidden_by))
+            hidden += covered  # pop: a product hides one exchange, not two
+            exposed += taken - covered
+        return Span(compute, exposed, hidden)
+
+    def sync(self, layer: LayerCost, ranks: int, copies: int) -> Span:
+        """The all-reduce of each parameter's gradient over copies, which are ``ranks`` devices apart."""
+        sizes = (words * self.word_bytes for words in layer.parameters)
+        return Span(exposed=sum(self.collective("all_reduce", copies, size, ranks) for size in sizes))
+
+    def step(self, shape: FFNShape, phases: tuple[str, ...] = PHASES, idle_seconds: float = 0.0) -> StepTime:
+        if shape.word_bytes != self.word_bytes:
+            raise ValueError(
+                f"dtype {self.dtype} has {self.word_bytes} bytes a word but the shape was made with word_bytes="
+                f"{shape.word_bytes}: make it with word_bytes={self.word_bytes}"
+            )
+        if idle_seconds < 0:
+            raise ValueError(f"idle_seconds must not be negative, got {idle_seconds}")
+        devices = shape.ranks * shape.dp
+        self.profile.require_devices(devices)
+        timed: dict[int, dict[str, Span]] = {}
+        layers = []
+        for index in range(shape.depth):
+            same = representative(index, shape.depth)
+            if same not in timed:
+                timed[same] = {phase: self._phase(shape, same, phase) for phase in phases}
+            layers.append(timed[same])
+        sums = {
+            phase: Span(*(sum(values) for values in zip(*(layer[phase] for layer in layers), strict=True)))
+            for phase in phases
+        }
+        compute = sum(span.compute for span in sums.values())
+        exposed = sum(span.exposed for span in sums.values())
+        return StepTime(tuple(layers), sums, idle_seconds, devices, self._energy(compute, exposed, idle_seconds))
+
+    def _phase(self, shape: FFNShape, index: int, phase: str) -> Span:
+        layer = shape.layers[index]
+        if phase == "sync":
+            return self.sync(layer, shape.ranks, shape.dp)
+        if phase == "update":  # read the parameter and its gradient, write the parameter, read and write each state
+            words = sum(layer.parameters) * (3 + 2 * OPTIMIZER_STATES[shape.optimizer])
+            return Span(compute=self.elementwise(words))
+        span = self.layer(layer, phase)
+        if index == 0:
+            return span  # activations stand between layers, and are counted with the layer that they feed
+        whole = shape.strategy == "megatron" and index % 2 == 0
+        words = shape.batch * shape.width // (1 if whole else shape.ranks) * ACTIVATION_WORDS[phase]
+        return span._replace(compute=span.compute + self.elementwise(words))
+
+    def _energy(self, compute: float, exposed: float, idle: float) -> ModelledEnergy | None:
+        watts = self.profile
+        if watts.compute_watts is None or watts.communication_watts is None or watts.idle_watts is None:
+            return None
+        return ModelledEnergy(
+            compute=watts.compute_watts.value * compute,
+            communication=watts.communication_watts.value * exposed,
+            idle=watts.idle_watts.value * idle,
+        )
+
+
+def _tier(op: Op, ranks: int, contribution: float, latency: float, seconds_per_byte: float) -> float:
+    """The cheaper of ring and tree on one level of the network."""
+    if ranks == 1:
+        return 0.0
+    wire = contribution * seconds_per_byte
+    height = (ranks - 1).bit_length()  # ceil(log2 R)
+    if op == "all_reduce":
+        return min(2 * (ranks - 1) * (latency + wire / ranks), 2 * height * latency + 2 * wire)
+    return min((ranks - 1) * (latency + wire), 2 * height * latency + (2 * ranks - 1) * wire)

@@ -1,0 +1,145 @@
+"""``phantom plan`` as a user meets it."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tyro
+
+from phantom_parallel.cli.plan import Options
+
+MODEL = {"width": 4096, "depth": 4, "batch": 64, "devices": 8}
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "profiles"
+    folder.mkdir()
+    monkeypatch.setenv("PHANTOM_PROFILES", str(folder))
+    monkeypatch.setenv("COLUMNS", "80")
+    return folder
+
+
+def run(capsys: pytest.CaptureFixture[str], **options: object) -> str:
+    Options(**{**MODEL, **options}).run()  # type: ignore[arg-type]
+    return capsys.readouterr().out
+
+
+def test_the_options_are_read_from_the_command_line() -> None:
+    words = "--width 4096 --depth 4 --batch 64 --devices 8 --ghosts 8 16 --blocks 8 --dp 1 2 --strategy phantom tensor"
+    found = tyro.cli(Options, args=[*words.split(), "--goal", "energy", "--memory-gib", "40", "--json"])
+    assert found == Options(
+        4096,
+        4,
+        64,
+        8,
+        strategy=("phantom", "tensor"),
+        blocks=(8,),
+        ghosts=(8, 16),
+        dp=(1, 2),
+        goal="energy",
+        memory_gib=40.0,
+        json=True,
+    )
+
+
+def test_the_tables_fit_a_terminal_and_mark_energy_as_modelled(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = run(capsys)
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown
+    for word in ("J/step", "modelled", "exposed", "memory", "frontier", "Best for time", "J a step (modelled)"):
+        assert word in shown
+    for strategy in ("dense", "tensor", "megatron", "phantom"):
+        assert strategy in shown
+
+
+def test_the_table_says_that_loss_was_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "loss not compared" in run(capsys)
+    known = run(capsys, min_ghosts=16)
+    assert "not compared" not in known
+    assert "kept, by your minimum" in known
+
+
+def test_a_machine_without_watts_shows_no_energy(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (own / "dark.toml").write_text('base = "dgx-a100"\npower = "unavailable"\n')
+    shown = run(capsys, hardware="dark")
+    assert "Energy is unavailable" in shown
+    assert " J a step" not in shown
+    found = json.loads(run(capsys, hardware="dark", json=True))
+    assert found["energy_provenance"] == "unavailable"
+    assert found["best"]["modelled_joules_per_step"] is None
+
+
+def test_long_tables_say_what_they_leave_out(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = run(capsys, devices=1024, batch=1024)
+    assert "more settings: --json or --out gives all." in shown
+
+
+def test_json_is_the_whole_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(run(capsys, json=True, goal="energy"))
+    assert found["energy_provenance"] == "modelled"
+    rows = found["candidates"]
+    assert found["best"]["modelled_joules_per_step"] == min(row["modelled_joules_per_step"] for row in rows)
+    assert found["best_of_the_dense_model"]["strategy"] != "phantom"
+    assert [row["devices"] for row in found["scaling"]["tensor"]][:3] == [2, 4, 8]
+    for row in rows:
+        assert row["step_seconds"] == pytest.approx(row["compute_seconds"] + row["exposed_communication_seconds"])
+        assert row["modelled_joules_per_sample"] == pytest.approx(row["modelled_joules_per_step"] / 64)
+
+
+def test_figures_come_with_their_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "deep" / "folder"
+    shown = run(capsys, out=out)
+    names = {path.name for path in out.iterdir()}
+    assert names == {
+        "plan.json",
+        "scaling.csv",
+        "scaling.png",
+        "scaling.svg",
+        "time-energy.csv",
+        "time-energy.png",
+        "time-energy.svg",
+    }
+    assert all(f"wrote {out / name}" in shown for name in names)
+    assert (out / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    assert "modelled" in (out / "time-energy.svg").read_text()
+    data = json.loads((out / "plan.json").read_text())
+    with (out / "time-energy.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(data["candidates"])
+    assert sum(row["on_frontier"] == "True" for row in rows) == len(data["frontier"])
+    with (out / "scaling.csv").open(newline="") as file:
+        assert {row["curve"] for row in csv.DictReader(file)} == set(data["scaling"])
+
+
+def test_equal_plans_give_equal_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("one", "two"):
+        run(capsys, out=tmp_path / name, devices=4)
+    for path in (tmp_path / "one").iterdir():
+        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes(), path.name
+
+
+def test_without_figures_matplotlib_stays_out() -> None:
+    code = (
+        "import sys; from phantom_parallel.cli.plan import Options; Options(4096, 4, 64, 8).run(); "
+        "assert 'matplotlib' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"blocks": (6,)}, "blocks=6 does not divide"),
+        ({"memory_gib": 0.0001}, "nothing fits in 0.0001 GiB"),
+        ({"devices": 5000}, "5000 devices are more than the 1120"),
+        ({"hardware": "abacus"}, "there is no profile 'abacus'"),
+    ],
+)
+def test_bad_input_is_one_clear_error(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        Options(**{**MODEL, **options}).run()  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)

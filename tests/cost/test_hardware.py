@@ -1,0 +1,197 @@
+"""Hardware profiles: what is shipped, what a user's file may say, and what it may not."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from phantom_parallel.cost.hardware import (
+    SHIPPED,
+    Figure,
+    Profile,
+    Tier,
+    dump_profile,
+    list_profiles,
+    load_profile,
+    user_directory,
+)
+
+SHIPPED_NAMES = ("b200", "dgx-a100", "dgx-h100", "frontier-mi250x", "mi300x")
+
+
+def figure(value: float) -> Figure:
+    return Figure(value, "chosen for the test")
+
+
+def toy(**changes: object) -> Profile:
+    """A machine of round numbers: 4 devices a node, 100 FLOP/s of which 1/2 are reached, 10 B/s of memory."""
+    plain: dict[str, object] = {
+        "name": "toy",
+        "description": "round numbers",
+        "device": "none",
+        "devices_per_node": 4,
+        "max_devices": 1024,
+        "memory_bytes": 1e9,
+        "memory_bandwidth": 10,
+        "peak": {"fp32": figure(100), "bf16": figure(400)},
+        "efficiency": {"fp32": figure(0.5), "bf16": figure(0.5)},
+        "product_overhead_seconds": 3,
+        "layer_overhead_seconds": 0,
+        "collective_overhead_seconds": 7,
+        "inside": Tier(figure(2), figure(8)),
+        "between": Tier(figure(5), figure(2)),
+        "overlap": 1,
+        "compute_watts": 10,
+        "communication_watts": 4,
+        "idle_watts": 1,
+    }
+    plain.update(changes)
+    made = {name: figure(value) if isinstance(value, int | float) else value for name, value in plain.items()}
+    return Profile(**made)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's own, empty folder of profiles."""
+    monkeypatch.setenv("PHANTOM_PROFILES", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", SHIPPED_NAMES)
+def test_a_shipped_profile_loads_and_gives_a_source_for_every_figure(name: str, own: Path) -> None:
+    profile = load_profile(name)
+    assert profile.name == name
+    assert {"fp32", "bf16"} <= set(profile.peak)
+    assert all(len(given.source) > 10 for _, given, _ in profile.figures())
+    assert any(given.uncertain for _, given, _ in profile.figures())
+    assert profile.idle_watts.value < profile.communication_watts.value < profile.compute_watts.value
+
+
+def test_shipped_profiles_are_those_of_the_issue(own: Path) -> None:
+    assert tuple(sorted(list_profiles())) == SHIPPED_NAMES
+
+
+@pytest.mark.parametrize("name", SHIPPED_NAMES)
+def test_a_profile_written_loads_back_equal(name: str, own: Path) -> None:
+    profile = replace(load_profile(name), description='quotes " and \\ and a newline\nand é, \x7f')
+    dump_profile(profile, own / "copy.toml")
+    assert load_profile("copy") == profile
+    assert [path.name for path in own.iterdir()] == ["copy.toml"]  # no temporary file is left
+
+
+def test_a_profile_without_watts_loads_back_equal(own: Path) -> None:
+    profile = toy(compute_watts=None, communication_watts=None, idle_watts=None)
+    dump_profile(profile, own / "toy.toml")
+    assert load_profile(own / "toy.toml") == profile
+    assert not profile.has_power
+
+
+def test_a_failed_write_leaves_the_old_file(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dump_profile(toy(), own / "toy.toml")
+    before = (own / "toy.toml").read_text()
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        dump_profile(toy(overlap=0.5), own / "toy.toml")
+    assert (own / "toy.toml").read_text() == before
+    assert [path.name for path in own.iterdir()] == ["toy.toml"]
+
+
+def test_a_file_with_a_base_overrides_single_figures(own: Path) -> None:
+    (own / "mine.toml").write_text('base = "dgx-a100"\noverlap = 0.25\n[inside]\nbandwidth = 1e9\n')
+    mine, base = load_profile("mine"), load_profile("dgx-a100")
+    assert mine.overlap == Figure(0.25, "given in mine.toml")
+    assert mine.inside == Tier(base.inside.latency_seconds, Figure(1e9, "given in mine.toml"))
+    assert replace(mine, name=base.name, overlap=base.overlap, inside=base.inside) == base
+
+
+def test_a_users_file_goes_before_the_shipped_one_and_may_extend_it(own: Path) -> None:
+    (own / "dgx-a100.toml").write_text('base = "dgx-a100"\nidle_watts = 55\n')
+    assert load_profile("dgx-a100").idle_watts.value == 55
+    assert list_profiles()["dgx-a100"] == own / "dgx-a100.toml"
+    assert load_profile(SHIPPED / "dgx-a100.toml").idle_watts.value != 55
+
+
+def test_a_base_may_lose_its_watts_or_gain_some(own: Path) -> None:
+    (own / "dark.toml").write_text('base = "dgx-a100"\npower = "unavailable"\n')
+    assert not load_profile("dark").has_power
+    (own / "lit.toml").write_text('base = "dark"\ncompute_watts = 3\ncommunication_watts = 2\nidle_watts = 1\n')
+    assert load_profile("lit").compute_watts.value == 3
+
+
+def test_the_users_folder_is_in_the_home_folder_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("PHANTOM_PROFILES", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert user_directory() == tmp_path / ".config" / "phantom-parallel" / "profiles"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("idle_watts = -1", r"idle_watts must be a number that is not negative, got -1\.0"),
+        ("memory_bytes = 0", r"memory_bytes must be a positive number, got 0\.0"),
+        ("overlap = 1.5", r"overlap must be a fraction from 0 to 1, got 1\.5"),
+        ("devices_per_node = 2.5", "devices_per_node must be a positive whole number, got 2.5"),
+        ("devices_per_node = 4096", "devices_per_node must be at most max_devices=1120, got 4096"),
+        ("memory_bandwith = 1e12", "unknown field 'memory_bandwith' = .*did you mean 'memory_bandwidth'"),
+        ("peak = { fp31 = 1.0 }", "unknown field 'peak.fp31' = 1.0: did you mean 'fp32'"),
+        ("inside = { hops = 3 }", "unknown field 'inside.hops' = 3"),
+        ("peak = { fp16 = 1.0 }", "peak and efficiency must have the same dtypes, and fp16"),
+        ('overlap = "much"', "overlap must be a number or .*got 'much'"),
+        ("overlap = true", "overlap must be a number or .*got True"),
+        ("overlap = nan", "overlap: value must be a finite number, got nan"),
+        ('overlap = { source = "me" }', "overlap lacks 'value'"),
+        ("overlap = { value = 0.5 }", "overlap lacks 'source'"),
+        ('overlap = { value = 0.5, source = " " }', "overlap: source must say where"),
+        ('overlap = { value = 0.5, source = "me", sure = true }', "overlap has an unknown field 'sure'"),
+        ('power = "plenty"', "power must be 'unavailable'"),
+        ("device = 3", "device must be a text"),
+        ("inside = 3", "inside must be a table of latency_seconds, bandwidth, got 3"),
+        ("base = 3\noverlap", "not a TOML file"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name_field_and_value(own: Path, line: str, message: str) -> None:
+    path = own / "wrong.toml"
+    path.write_text(f'base = "dgx-a100"\n{line}\n' if not line.startswith("base") else line)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_profile(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["overlap", "memory_bytes", "idle_watts", "device"])
+def test_a_missing_field_is_named(own: Path, field: str) -> None:
+    lines = (SHIPPED / "dgx-a100.toml").read_text().splitlines()
+    (own / "short.toml").write_text("\n".join(line for line in lines if not line.startswith(f"{field} ")))
+    with pytest.raises(ValueError, match=f"short.toml: the field '{field}' is missing"):
+        load_profile("short")
+
+
+def test_a_missing_part_of_a_tier_is_named(own: Path) -> None:
+    text = (SHIPPED / "dgx-a100.toml").read_text()
+    (own / "short.toml").write_text(text[: text.rindex("bandwidth")])
+    with pytest.raises(ValueError, match=r"the field 'between\.bandwidth' is missing: it must be a positive number"):
+        load_profile("short")
+
+
+def test_an_unknown_profile_gets_the_nearest_name(own: Path) -> None:
+    with pytest.raises(ValueError, match="there is no profile 'dgx-a10': did you mean 'dgx-a100'"):
+        load_profile("dgx-a10")
+    with pytest.raises(ValueError, match="phantom calibrate writes it"):
+        load_profile("this-machine")
+    with pytest.raises(OSError, match=r"absent\.toml"):
+        load_profile("absent.toml")
+
+
+def test_bases_that_go_round_in_circles_end(own: Path) -> None:
+    (own / "one.toml").write_text('base = "two"')
+    (own / "two.toml").write_text('base = "one"')
+    with pytest.raises(ValueError, match="there is no profile 'one'"):
+        load_profile("one")
+
+
+def test_watts_come_together() -> None:
+    with pytest.raises(ValueError, match="come together, got only compute_watts, communication_watts"):
+        toy(idle_watts=None)

@@ -1,0 +1,234 @@
+"""The planner: what it considers, what it drops and why, what it calls best, and what it says when nothing fits."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phantom_parallel.cost.formulas import FFNShape
+from phantom_parallel.cost.hardware import Profile, Tier, load_profile
+from phantom_parallel.cost.planner import (
+    GIB,
+    Candidate,
+    PlanRequest,
+    Setting,
+    frontier,
+    plan,
+    scaling,
+)
+from phantom_parallel.cost.timing import ModelledEnergy, Span, StepTime, step_time
+from tests.cost.test_hardware import figure, toy
+
+
+def request(profile: Profile | None = None, **changes: object) -> PlanRequest:
+    common: dict[str, object] = {"width": 64, "depth": 4, "batch": 16, "devices": 8}
+    return PlanRequest(profile=profile or toy(), **{**common, **changes})  # type: ignore[arg-type]
+
+
+def candidate(seconds: float, joules: float, number: int = 0) -> Candidate:
+    energy = ModelledEnergy(joules, 0.0, 0.0)
+    return Candidate(Setting("dense", 1, 1 + number), StepTime((), {"x": Span(seconds)}, 0.0, 1, energy), 1, 1, 1, "")
+
+
+def test_every_strategy_rank_ghost_and_copy_is_considered() -> None:
+    answer = plan(request(ghosts=(2, 4)))
+    found = {c.setting for c in answer.candidates}
+    pairs = [(ranks, dp) for ranks in (1, 2, 4, 8) for dp in (1, 2, 4, 8) if ranks * dp <= 8]
+    wanted = {Setting("dense", 1, dp) for ranks, dp in pairs if ranks == 1}
+    for ranks, dp in pairs:
+        if ranks > 1:
+            wanted |= {Setting("tensor", ranks, dp), Setting("megatron", ranks, dp)}
+            wanted |= {Setting("phantom", ranks, dp, ranks, ghosts) for ghosts in (2, 4)}
+    assert found == wanted
+    assert not answer.dropped
+
+
+def test_a_candidate_is_what_the_formulas_and_the_clock_say() -> None:
+    answer = plan(request(strategies=("phantom",), blocks=(8,), ghosts=(2,), dp=(2,)))
+    found = {c.setting.ranks: c for c in answer.candidates}
+    assert sorted(found) == [1, 2, 4]
+    shape = FFNShape("phantom", 64, 4, ranks=4, batch=8, blocks=8, ghosts=2, dp=2)
+    assert found[4].seconds == step_time(shape, toy()).total
+    assert found[4].joules == step_time(shape, toy()).energy.joules
+    assert found[4].joules_per_sample == pytest.approx(found[4].joules / 16)
+    assert found[4].memory_bytes == shape.memory.total
+    assert found[4].parameters == shape.model_parameters
+
+
+def test_devices_that_are_no_power_of_two_are_cut_by_their_divisors_too() -> None:
+    answer = plan(request(width=60, devices=6, batch=12, strategies=("tensor",)))
+    assert {(c.setting.ranks, c.setting.dp) for c in answer.candidates} >= {(6, 1), (3, 2), (2, 3), (4, 1)}
+
+
+def test_a_free_network_makes_all_devices_the_fastest() -> None:
+    free = toy(
+        collective_overhead_seconds=0, inside=Tier(figure(0), figure(1e30)), between=Tier(figure(0), figure(1e30))
+    )
+    best = plan(request(free, width=256, strategies=("dense", "tensor"))).best
+    assert best.setting.strategy == "tensor"
+    assert best.devices == 8
+
+
+def test_a_hopeless_network_makes_one_device_the_fastest() -> None:
+    best = plan(request(toy(collective_overhead_seconds=1e9))).best
+    assert best.setting == Setting("dense", 1, 1)
+
+
+def test_few_ghosts_win_where_bandwidth_is_what_costs() -> None:
+    thin = toy(overlap=0, inside=Tier(figure(0), figure(1e-3)), between=Tier(figure(0), figure(1e-3)))
+    shared = plan(request(thin, dp=(1,), ghosts=(1, 8), strategies=("tensor", "megatron", "phantom")))
+    assert shared.best.setting.ghosts == 1
+
+
+def test_each_goal_is_met() -> None:
+    plans = {goal: plan(request(goal=goal)) for goal in ("time", "energy", "devices")}
+    everyone = plans["time"].candidates
+    assert plans["time"].best.seconds == min(c.seconds for c in everyone)
+    assert plans["energy"].best.joules == min(c.joules for c in everyone)
+    assert plans["devices"].best.devices == 1
+    alone = [c for c in everyone if c.devices == 1]
+    assert plans["devices"].best.seconds == min(c.seconds for c in alone)
+
+
+def test_fewest_devices_are_those_that_have_the_memory() -> None:
+    tight = FFNShape("tensor", 64, 4, ranks=2, batch=16).memory.total
+    answer = plan(request(goal="devices", memory_bytes=float(tight), strategies=("dense", "tensor")))
+    assert answer.best.setting == Setting("tensor", 2, 1)
+    lost = next(entry for entry in answer.dropped if entry.setting == Setting("dense", 1, 1))
+    assert lost.needs == FFNShape("dense", 64, 4, batch=16).memory.total
+    assert "GiB a device, more than" in lost.reason
+
+
+def test_a_device_keeps_a_tenth_of_its_memory_free() -> None:
+    total = FFNShape("dense", 64, 4, batch=16).memory.total
+    roomy, tight = toy(memory_bytes=total / 0.89), toy(memory_bytes=total / 0.91)
+    assert plan(request(roomy, devices=1)).best.setting.strategy == "dense"
+    with pytest.raises(ValueError, match="nothing fits"):
+        plan(request(tight, devices=1))
+
+
+def test_the_best_of_the_dense_model_is_told_apart() -> None:
+    answer = plan(request())
+    assert answer.best_same_model.setting.strategy != "phantom"
+    assert plan(request(strategies=("phantom",))).best_same_model is None
+    assert all(c.same_model for c in answer.frontier_same_model)
+
+
+def test_loss_is_not_compared_unless_the_user_knows() -> None:
+    losses = {c.setting.strategy: c.loss for c in plan(request()).candidates}
+    assert losses["phantom"] == "not compared"
+    assert losses["tensor"] == "the dense model's"
+    known = plan(request(min_ghosts=4, ghosts=(2, 4, 8)))
+    kept = [c for c in known.candidates if c.setting.strategy == "phantom"]
+    assert {c.setting.ghosts for c in kept} == {4, 8}
+    assert {c.loss for c in kept} == {"kept, by your minimum"}
+    assert "ghosts=2 is below min_ghosts=4" in {entry.reason for entry in known.dropped}
+
+
+def test_ghosts_left_out_make_a_smaller_model() -> None:
+    dense = FFNShape("dense", 64, 4, batch=16).model_parameters
+    phantoms = [c for c in plan(request()).candidates if c.setting.strategy == "phantom"]
+    assert phantoms
+    assert all(c.parameters < dense for c in phantoms)
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 100), st.floats(0.1, 100)), min_size=1, max_size=40))
+def test_the_frontier_is_what_nothing_beats(points: list[tuple[float, float]]) -> None:
+    everyone = [candidate(seconds, joules, number) for number, (seconds, joules) in enumerate(points)]
+    front = frontier(everyone)
+
+    def beats(a: Candidate, b: Candidate) -> bool:
+        return a.seconds <= b.seconds and a.joules <= b.joules and (a.seconds, a.joules) != (b.seconds, b.joules)
+
+    assert front
+    assert not any(beats(a, b) for a in everyone for b in front)
+    for other in everyone:  # and each that was left out is beaten or matched
+        assert other in front or any(a.seconds <= other.seconds and a.joules <= other.joules for a in front)
+    assert [c.seconds for c in front] == sorted({c.seconds for c in front})
+
+
+def test_without_watts_there_are_plans_but_no_frontier() -> None:
+    dark = toy(compute_watts=None, communication_watts=None, idle_watts=None)
+    answer = plan(request(dark))
+    assert answer.frontier == ()
+    assert answer.best.joules is None
+    assert answer.best.seconds == plan(request()).best.seconds
+    with pytest.raises(ValueError, match="no watts, so no energies"):
+        request(dark, goal="energy")
+
+
+def test_scaling_uses_exactly_so_many_devices_and_the_best_of_them() -> None:
+    wanted = request(width=2048, batch=64, ghosts=(1, 2), devices=8)
+    curves = scaling(wanted)
+    assert set(curves) == {"dense", "tensor", "megatron", "phantom, 1 ghosts", "phantom, 2 ghosts"}
+    assert [c.devices for c in curves["tensor"]] == [2**power for power in range(1, 11)]
+    assert [c.devices for c in curves["dense"]] == [2, 4, 8, 16, 32, 64]  # the batch divides no further
+    eight = [c for c in plan(wanted).candidates if c.devices == 8 and c.setting.strategy == "megatron"]
+    assert curves["megatron"][2].seconds == min(c.seconds for c in eight)
+
+
+def test_scaling_stops_at_the_machine() -> None:
+    small = request(toy(max_devices=16), width=2048, batch=64)
+    assert max(c.devices for curve in scaling(small).values() for c in curve) == 16
+
+
+def test_memory_too_small_names_the_devices_and_the_batch_that_would_do() -> None:
+    limit = float(FFNShape("tensor", 1024, 4, ranks=32, batch=64).memory.total)
+    with pytest.raises(ValueError, match="nothing fits in") as caught:
+        plan(request(width=1024, batch=64, devices=8, memory_bytes=limit, strategies=("tensor",), dp=(1,)))
+    assert "the smallest, tensor on 8 ranks" in str(caught.value)
+    assert "It would fit with 32 devices" in str(caught.value)
+    assert plan(request(width=1024, batch=64, devices=32, memory_bytes=limit, strategies=("tensor",), dp=(1,)))
+
+
+def test_a_batch_too_large_names_one_that_fits() -> None:
+    limit = float(FFNShape("dense", 64, 4, batch=16).memory.total)
+    with pytest.raises(ValueError, match=r"It would fit with .*batch=16") as caught:
+        plan(request(batch=128, devices=1, memory_bytes=limit))
+    assert "batch=32" not in str(caught.value)
+    assert plan(request(batch=16, devices=1, memory_bytes=limit))
+
+
+def test_a_model_too_large_for_anything_is_said_to_be() -> None:
+    with pytest.raises(ValueError, match="Neither more devices of this profile nor a smaller batch would do"):
+        plan(request(toy(max_devices=8), memory_bytes=100.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"width": 0}, "width must be a positive whole number, got 0"),
+        ({"batch": True}, "batch must be a positive whole number, got True"),
+        ({"blocks": (6,)}, r"blocks=6 does not divide in_features=64: the nearest .* are 4 or 8"),
+        ({"blocks": (8,), "ghosts": (9,)}, "ghosts=9 is larger than a block of 8"),
+        ({"ghosts": (33,)}, "ghosts=33 is more than a block can show: use at most 32"),
+        ({"dp": (3,)}, "dp=3 does not divide batch=16: use 2 or 4"),
+        ({"dp": (16,)}, "dp=16 needs more than 8 devices"),
+        ({"devices": 2048}, "2048 devices are more than the 1024 of profile 'toy': use at most 1024"),
+        ({"goal": "fame"}, "goal must be one of time, energy, devices, got 'fame'"),
+        ({"strategies": ("dense", "fast")}, "strategy must be one of dense, tensor, megatron, phantom, got 'fast'"),
+        ({"dtype": "fp8"}, "dtype 'fp8' has no peak in profile 'toy': it has fp32, bf16"),
+        ({"memory_bytes": -1.0}, r"the memory limit must be positive, got -1\.0"),
+        ({"min_ghosts": 8, "ghosts": (2, 4)}, "every one of ghosts=.* is below min_ghosts=8"),
+    ],
+)
+def test_an_impossible_request_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        request(**changes)
+
+
+def test_nothing_to_run_says_why() -> None:
+    with pytest.raises(ValueError, match="nothing can run on 4 devices: 2 ranks do not divide width=9"):
+        plan(request(width=9, devices=4, strategies=("tensor",)))
+
+
+def test_a_shipped_machine_answers_for_a_large_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "PHANTOM_PROFILES", str(tmp_path))
+    big = PlanRequest(65536, 4, 512, 64, load_profile("frontier-mi250x"))
+    answer = plan(big)
+    assert all(c.memory_bytes <= 0.9 * 64e9 for c in answer.candidates)
+    assert any(entry.needs and entry.setting.strategy == "dense" for entry in answer.dropped)
+    assert plan(replace(big, memory_bytes=80 * GIB)).candidates != answer.candidates

@@ -1,0 +1,217 @@
+"""The time and energy model against arithmetic done by hand on a machine of round numbers."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product as grid
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phantom_parallel.cost.formulas import FFNShape, Product
+from phantom_parallel.cost.hardware import Tier
+from phantom_parallel.cost.timing import (
+    Clock,
+    Span,
+    collective_seconds,
+    forward_time,
+    product_seconds,
+    representative,
+    step_time,
+)
+from tests.cost.test_hardware import figure, toy
+
+RUNS = {"dense": (1,), "tensor": (1, 2, 8), "megatron": (1, 2, 8), "phantom": (1, 2, 8)}
+
+
+def shapes(**common: int) -> Iterator[FFNShape]:
+    for strategy, ranks in ((strategy, ranks) for strategy, choices in RUNS.items() for ranks in choices):
+        cut = {"blocks": 8, "ghosts": 2} if strategy == "phantom" else {}
+        yield FFNShape(strategy, 32, ranks=ranks, **cut, **{"depth": 5, "batch": 16, **common})  # type: ignore[arg-type]
+
+
+def test_a_product_takes_overhead_and_arithmetic_and_memory() -> None:
+    # 2 products of (3, 4) by (4, 5): 240 FLOP at 50 a second, 2 (12 + 20 + 15) words of 4 bytes at 10 a second
+    assert product_seconds(Product("", "forward", 2, 3, 4, 5), toy()) == pytest.approx(3 + 240 / 50 + 376 / 10)
+
+
+def test_bf16_is_faster_by_its_peak_and_by_its_words() -> None:
+    assert product_seconds(Product("", "forward", 2, 3, 4, 5), toy(), "bf16") == pytest.approx(3 + 240 / 200 + 188 / 10)
+
+
+def test_efficiency_grows_with_size() -> None:
+    reached = [2 * n**3 / product_seconds(Product("", "forward", 1, n, n, n), toy()) for n in (2, 8, 32, 512, 10**5)]
+    assert reached == sorted(reached)
+    assert reached[0] == pytest.approx(16 / (3 + 16 / 50 + 12 * 4 / 10))
+    assert reached[-1] == pytest.approx(50, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("op", "ranks", "size", "seconds"),
+    [
+        # Inside a node of 4: 2 s a step, 8 B a second. The ring is cheaper for large messages, the tree for small ones.
+        ("all_gather", 2, 16.0, 7 + 1 * (2 + 2)),
+        ("all_gather", 4, 16.0, 7 + 3 * (2 + 2)),
+        ("reduce_scatter", 4, 16.0, 7 + 3 * (2 + 2)),
+        ("all_reduce", 4, 64.0, 7 + 2 * 3 * (2 + 2)),
+        ("all_reduce", 4, 0.8, 7 + 2 * 2 * 2 + 2 * 0.1),
+        # Past a node of 4, 16 ranks are 4 nodes: 5 s a step and 2 B a second between them.
+        ("all_gather", 16, 8.0, 7 + 3 * (5 + 4) + 3 * (2 + 4)),
+        ("reduce_scatter", 16, 8.0, 7 + 3 * (5 + 4) + 3 * (2 + 4)),
+        ("all_reduce", 16, 32.0, 7 + 2 * 3 * (2 + 1) + min(2 * 3 * (5 + 1), 2 * 2 * 5 + 2 * 4)),
+        ("all_gather", 1, 8.0, 0.0),
+    ],
+)
+def test_exchanges_by_hand(op: str, ranks: int, size: float, seconds: float) -> None:
+    assert collective_seconds(op, ranks, size, toy()) == pytest.approx(seconds)  # type: ignore[arg-type]
+
+
+def test_a_large_gather_of_small_messages_takes_the_tree() -> None:
+    # 64 nodes of one: ring 63 x 5 s, tree 2 x 6 x 5 s and 127 messages of 0.01 s
+    lone = toy(devices_per_node=1)
+    assert collective_seconds("all_gather", 64, 0.02, lone) == pytest.approx(7 + 60 + 1.27)
+
+
+def test_copies_that_are_a_node_apart_exchange_between_nodes() -> None:
+    assert collective_seconds("all_reduce", 2, 8.0, toy(), stride=4) == pytest.approx(7 + 2 * (5 + 2))
+    assert collective_seconds("all_reduce", 2, 8.0, toy(), stride=2) == pytest.approx(7 + 2 * (2 + 0.5))
+
+
+def test_a_dense_step_by_hand() -> None:
+    # One layer of 4 features on 2 rows, no bias: W x forward, dW backward, and Adam's 7 words for 16 parameters.
+    step = step_time(FFNShape("dense", 4, 1, batch=2, bias=False), toy())
+    one = 3 + 64 / 50 + (8 + 16 + 8) * 4 / 10
+    assert step.phases["forward"] == pytest.approx(Span(one, 0, 0))
+    assert step.phases["backward"] == pytest.approx(Span(one, 0, 0))
+    assert step.phases["sync"] == Span()
+    assert step.phases["update"] == pytest.approx(Span(16 * 7 * 4 / 10, 0, 0))
+    assert step.total == step.compute == pytest.approx(2 * one + 44.8)
+
+
+def test_activations_between_layers_read_and_write_memory() -> None:
+    shape = FFNShape("dense", 4, 2, batch=2, bias=False)
+    first, second = step_time(shape, toy()).layers
+    assert second["forward"].compute - first["forward"].compute == pytest.approx(2 * 8 * 4 / 10)
+
+
+def test_between_megatron_pairs_activations_are_whole() -> None:
+    layers = step_time(FFNShape("megatron", 4, 3, ranks=2, batch=2, bias=False), toy()).layers
+    # (2, 2) by (2, 4), then (2, 4) by (4, 2): 32 FLOP and 20 words each; activations of 2 x 4 / 2, then of 2 x 4 words.
+    assert layers[1]["forward"].compute == pytest.approx(3 + 32 / 50 + (20 + 2 * 4) * 4 / 10)
+    assert layers[2]["forward"].compute == pytest.approx(3 + 32 / 50 + (20 + 2 * 8) * 4 / 10)
+
+
+def test_only_the_products_named_hide_an_exchange() -> None:
+    shape = FFNShape("phantom", 8, 1, ranks=2, batch=2, blocks=2, ghosts=1, bias=False)
+    clock = Clock(toy())
+    span = clock.layer(shape.layers[0], "forward")
+    local = 3 + 2 * 2 * 4 * 4 / 50 + (8 + 16 + 8) * 4 / 10  # L x: (2, 4) by (4, 4)
+    taken = 7 + (2 + 2 * 4 / 8)  # g: two rows of one ghost
+    assert taken < local
+    assert span.hidden == pytest.approx(taken)
+    assert span.exposed == pytest.approx(0)
+    slow = Clock(toy(collective_overhead_seconds=1000)).layer(shape.layers[0], "forward")
+    assert slow.hidden == pytest.approx(local)
+    assert slow.exposed == pytest.approx(1000 + 3 - local)
+    assert slow.compute == span.compute
+
+
+def test_overlap_is_the_part_of_an_exchange_that_can_be_hidden() -> None:
+    shape = FFNShape("phantom", 8, 1, ranks=2, batch=2, blocks=2, ghosts=1, bias=False)
+    for overlap in (0.0, 0.25, 1.0):
+        span = Clock(toy(overlap=overlap)).layer(shape.layers[0], "forward")
+        assert span.hidden == pytest.approx(overlap * 10)
+        assert span.exposed == pytest.approx((1 - overlap) * 10)
+
+
+def test_megatron_hides_nothing() -> None:
+    step = step_time(FFNShape("megatron", 32, 4, ranks=4, batch=16), toy())
+    assert step.hidden == 0
+    assert step.exposed > 0
+
+
+def test_gradients_of_copies_are_summed_in_the_open() -> None:
+    shape = FFNShape("dense", 4, 1, batch=2, dp=2, bias=False)
+    assert step_time(shape, toy()).phases["sync"] == pytest.approx(Span(0, 7 + 2 * (2 + 16 * 4 / 2 / 8), 0))
+
+
+def test_energy_is_power_times_time_and_marked() -> None:
+    shape = FFNShape("tensor", 32, 4, ranks=4, batch=16, dp=2)
+    step = step_time(shape, toy(), idle_seconds=5.0)
+    assert step.energy_per_rank.joules == pytest.approx(10 * step.compute + 4 * step.exposed + 1 * 5)
+    assert step.energy.joules == pytest.approx(8 * step.energy_per_rank.joules)
+    assert step.energy.provenance == "modelled"
+    assert step.total == pytest.approx(step.compute + step.exposed + 5)
+
+
+def test_without_watts_energy_is_none_and_not_nought() -> None:
+    step = step_time(FFNShape("dense", 4, 1), toy(compute_watts=None, communication_watts=None, idle_watts=None))
+    assert step.energy is None
+    assert step.energy_per_rank is None
+
+
+def test_inference_is_the_forward_phase() -> None:
+    for shape in shapes():
+        assert forward_time(shape, toy()).phases == {"forward": step_time(shape, toy()).phases["forward"]}
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 7, 8])
+def test_a_layer_costs_what_its_representative_does(depth: int) -> None:
+    for shape, input_grad in grid(shapes(depth=depth), (False, True)):
+        layers = replace(shape, input_grad=input_grad).layers
+        for index, layer in enumerate(layers):
+            same = layers[representative(index, depth)]
+            assert (layer.products, layer.exchanges, layer.parameters) == (
+                same.products,
+                same.exchanges,
+                same.parameters,
+            )
+
+
+def test_phases_are_the_sums_of_layers_and_cover_every_product() -> None:
+    for shape in shapes():
+        step, clock = step_time(shape, toy(memory_bandwidth=1e30)), Clock(toy(memory_bandwidth=1e30))
+        assert step.compute == pytest.approx(sum(clock.product(product) for product in shape.products))
+        assert step.exposed + step.hidden == pytest.approx(
+            sum(clock.collective(e.op, e.ranks, e.words * 4) for e in shape.exchanges)
+        )
+        for phase, span in step.phases.items():
+            assert span.total == pytest.approx(sum(layer[phase].total for layer in step.layers))
+
+
+@given(
+    faster=st.floats(1, 1e6),
+    field=st.sampled_from(["inside", "between", "memory_bandwidth", "peak"]),
+    latency=st.floats(0, 1e3),
+    overlap=st.floats(0, 1),
+    dp=st.sampled_from([1, 2, 3]),
+)
+def test_more_bandwidth_is_never_slower(faster: float, field: str, latency: float, overlap: float, dp: int) -> None:
+    slow = toy(overlap=overlap, inside=Tier(figure(latency), figure(8)), between=Tier(figure(2 * latency), figure(2)))
+    old = getattr(slow, field)
+    if isinstance(old, Tier):
+        new: object = replace(old, bandwidth=figure(old.bandwidth.value * faster))
+    elif field == "peak":
+        new = {dtype: figure(peak.value * faster) for dtype, peak in old.items()}
+    else:
+        new = figure(old.value * faster)
+    quick = replace(slow, **{field: new})
+    for shape in shapes(dp=dp, depth=3):
+        assert step_time(shape, quick).total <= step_time(shape, slow).total * (1 + 1e-12)
+
+
+def test_ranks_beyond_the_machine_are_refused() -> None:
+    with pytest.raises(ValueError, match="2048 devices are more than the 1024 of profile 'toy': use at most 1024"):
+        step_time(FFNShape("tensor", 2048, 1, ranks=1024, dp=2), toy())
+
+
+def test_a_shape_of_other_words_is_refused() -> None:
+    with pytest.raises(ValueError, match="make it with word_bytes=2"):
+        step_time(FFNShape("dense", 4, 1), toy(), "bf16")
+    with pytest.raises(ValueError, match="dtype 'fp8' has no peak in profile 'toy': it has fp32, bf16"):
+        step_time(FFNShape("dense", 4, 1), toy(), "fp8")
+
+
+def test_negative_idle_is_refused() -> None:
+    with pytest.raises(ValueError, match="idle_seconds must not be negative"):
+        step_time(FFNShape("dense", 4, 1), toy(), idle_seconds=-1.0)
