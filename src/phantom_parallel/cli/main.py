@@ -17,6 +17,7 @@ COMMANDS: dict[str, str] = {
     "plan": "compare strategies, ranks and ghosts for a model and a machine",
     "dryrun": "what one rank of many would compute, send and keep, from the real model code without data",
     "hardware": "hardware profiles, each figure with its source",
+    "meter": "what this machine can measure: energy sensors, a short reading, what to install or allow",
     "calibrate": "measure this machine and write its hardware profiles",
     "validate": "predicted against measured step times on this machine",
 }

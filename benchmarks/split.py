@@ -1,0 +1,100 @@
+"""What measuring the split costs: ``python -m benchmarks.split [WIDTH BATCH]``.
+
+Two local ranks train a phantom network, step by step in turn with the split on and off, so that whatever else the
+machine does falls on both. Beside the difference of the medians, which is as noisy as the machine, it gives the cost of
+one wait times the waits of a step, which is not.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from statistics import median, quantiles
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from phantom_parallel import FFN, FFNConfig
+from phantom_parallel.cost.local import Report, on_ranks
+from phantom_parallel.energy.split import HostTimer, SplitClock
+from phantom_parallel.energy.waits import listening
+
+DEPTH, PAIRS = 4, 150
+
+
+class _Count:
+    waits = 0
+
+    def begin_wait(self) -> None:
+        self.waits += 1
+
+    def end_wait(self, mark: None) -> None:
+        pass
+
+
+def steps(mesh: DeviceMesh, report: Report, width: int, batch: int) -> None:
+    """Seconds of steps with the split on and off, and the waits of one step."""
+    model = FFN(FFNConfig(width=width, depth=DEPTH, blocks=2, ghosts=max(width // 64, 1)), mesh=mesh)
+    x = torch.randn(batch, width // mesh.size())
+    clock = SplitClock("cpu", HostTimer())
+
+    def step(on: bool) -> float:
+        start = time.perf_counter()
+        with clock.step() if on else nullcontext():
+            model(x).square().mean().backward()
+        return time.perf_counter() - start
+
+    with listening("cpu", count := _Count()):
+        step(on=False)
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for pair in range(2 * PAIRS):
+        for on in (True, False) if pair % 2 else (False, True):
+            dist.barrier()
+            with listening("cpu", clock) if on else nullcontext():
+                times[on].append(step(on))
+        clock.totals()
+    report((times[True], times[False], count.waits))
+
+
+def added_microseconds() -> tuple[float, float]:
+    """What a wait that has nothing to wait for takes longer with the split on, and what marking a step takes."""
+    done, wait = torch.ones(4), torch.ops._c10d_functional.wait_tensor
+    clock = SplitClock("cpu", HostTimer())
+
+    def mark() -> None:
+        with clock.step():
+            pass
+
+    off = _fastest(lambda: wait(done))
+    with listening("cpu", clock):
+        return _fastest(lambda: wait(done)) - off, _fastest(mark)
+
+
+def _fastest(work: Callable[[], object], repeats: int = 10_000, rounds: int = 7) -> float:
+    """Microseconds a call, in the round that was disturbed least."""
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        times.append((time.perf_counter() - start) / repeats * 1e6)
+    return min(times)
+
+
+def main() -> None:
+    width, batch = (int(word) for word in (sys.argv[1:] or ("1024", "64")))
+    wait_us, step_us = added_microseconds()
+    print(f"the split adds {wait_us:.2f} us to a wait and {step_us:.2f} us to a step")
+    ((on, off, waits),) = on_ranks(2, steps, width, batch)
+    step, added = median(off), (waits * wait_us + step_us) / 1e6
+    spread = quantiles([a - b for a, b in zip(on, off, strict=True)], n=4)
+    print(
+        f"step {step * 1e3:.3f} ms, {waits} waits: {added * 1e6:.0f} us, {added / step:+.2%} "
+        f"(2 % of a step of {50e3 * added:.2f} ms); medians differ by {median(on) / step - 1:+.2%} "
+        f"(quartiles of the paired difference {spread[0] / step:+.1%} to {spread[2] / step:+.1%})"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Simulated machines: sysfs trees in the real formats, and stand-ins for the calls that vendors document."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+PACKAGE_RANGE = 262_143_328_850  # microjoules, as on a Xeon
+
+
+class FakeClock:
+    """Time that passes only when told to."""
+
+    def __init__(self, now: float = 100.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Powercap:
+    """A powercap tree as /sys/class/powercap shows it: all zones side by side."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        root.mkdir(parents=True, exist_ok=True)
+
+    def zone(self, folder: str, name: str, energy_uj: int, range_uj: int = PACKAGE_RANGE) -> "Powercap":
+        path = self.root / folder
+        path.mkdir(parents=True)
+        (path / "name").write_text(f"{name}\n")
+        (path / "max_energy_range_uj").write_text(f"{range_uj}\n")
+        (path / "enabled").write_text("1\n")
+        self.set(folder, energy_uj)
+        return self
+
+    def set(self, folder: str, energy_uj: int) -> None:
+        (self.root / folder / "energy_uj").write_text(f"{energy_uj}\n")
+
+    def use(self, folder: str, joules: float) -> None:
+        """Draw energy, with the wrap-around of the real counter."""
+        path = self.root / folder
+        now = int((path / "energy_uj").read_text()) + round(joules * 1e6)
+        self.set(folder, now % int((path / "max_energy_range_uj").read_text()))
+
+
+def two_packages(root: Path) -> Powercap:
+    """A server with two sockets: packages, their sub-domains, memory, and the platform."""
+    tree = Powercap(root)
+    (root / "intel-rapl").mkdir()
+    for package in (0, 1):
+        tree.zone(f"intel-rapl:{package}", f"package-{package}", 5_000_000)
+        tree.zone(f"intel-rapl:{package}:0", "core", 3_000_000)
+        tree.zone(f"intel-rapl:{package}:1", "dram", 1_000_000, 65_712_999_613)
+    tree.zone("intel-rapl:2", "psys", 9_000_000)
+    return tree.zone("intel-rapl-mmio:0", "package-0", 5_000_000)
+
+
+class PmCounters:
+    """A pm_counters folder as on a node with accelerators; each update is a tick of freshness."""
+
+    def __init__(self, root: Path, accelerators: int = 4) -> None:
+        self.root = root
+        root.mkdir(parents=True)
+        self.joules = {"energy": 1000, "cpu_energy": 200, "memory_energy": 100}
+        self.joules |= {f"accel{i}_energy": 150 for i in range(accelerators)}
+        self.words = {"freshness": 7, "generation": 3, "startup": 1_700_000_000, "raw_scan_hz": 10, "version": 2}
+        self.write()
+
+    def write(self) -> None:
+        for file, joules in self.joules.items():
+            (self.root / file).write_text(
+                f"{joules} J {1_700_000_000_000_000 + self.words['freshness'] * 100_000} us\n"
+            )
+        for file, word in self.words.items():
+            (self.root / file).write_text(f"{word}\n")
+
+    def update(self, **used: int) -> None:
+        """One update of the hardware."""
+        for file, joules in used.items():
+            self.joules[file] += joules
+        self.words["freshness"] += 1
+        self.write()
+
+    def sleep(self, clock: FakeClock):
+        """A sleep during which the hardware goes on counting ticks."""
+
+        def sleep(seconds: float) -> None:
+            clock.sleep(seconds)
+            self.update()
+
+        return sleep
+
+
+class FakeNvml:
+    """The calls of pynvml that NVIDIA documents, on GPUs given as {uuid: millijoules or None for no counter}."""
+
+    class NVMLError(Exception):
+        pass
+
+    class NVMLError_NotSupported(NVMLError):  # noqa: N801 - the library's own name
+        pass
+
+    def __init__(self, energy: dict[str, int | None], watts: float = 50.0) -> None:
+        self.energy, self.watts = energy, watts
+        self.broken: str | None = None
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        if self.broken:
+            raise self.NVMLError(self.broken)
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return len(self.energy)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:  # noqa: N802
+        return list(self.energy)[index]
+
+    def nvmlDeviceGetUUID(self, handle: str) -> bytes:  # noqa: N802
+        return handle.encode()
+
+    def nvmlDeviceGetName(self, handle: str) -> str:  # noqa: N802
+        return "NVIDIA H100"
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:  # noqa: N802
+        if self.broken:
+            raise self.NVMLError(self.broken)
+        if self.energy[handle] is None:
+            raise self.NVMLError_NotSupported("Not Supported")
+        return self.energy[handle]
+
+    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:  # noqa: N802
+        return round(self.watts * 1e3)
+
+
+class FakeAmdSmi:
+    """The calls of amdsmi that AMD documents, on dies given as {PCI address: accumulator}."""
+
+    class AmdSmiException(Exception):
+        pass
+
+    def __init__(self, dies: dict[str, int], name: str, key: str = "energy_accumulator") -> None:
+        self.dies, self.name, self.key = dies, name, key
+
+    def amdsmi_init(self) -> None:
+        if not self.dies:
+            raise self.AmdSmiException("driver not loaded")
+
+    def fail(self, handle: str) -> None:
+        raise self.AmdSmiException("not supported")
+
+    def amdsmi_get_processor_handles(self) -> list[str]:
+        return list(self.dies)
+
+    def amdsmi_get_gpu_device_bdf(self, handle: str) -> str:
+        return handle
+
+    def amdsmi_get_gpu_asic_info(self, handle: str) -> dict[str, str]:
+        return {"market_name": self.name}
+
+    def amdsmi_get_energy_count(self, handle: str) -> dict[str, float]:
+        if self.dies[handle] < 0:
+            raise self.AmdSmiException("not supported")
+        return {self.key: self.dies[handle], "counter_resolution": 15.3, "timestamp": 1}
+
+
+class FakeZeusMonitor:
+    """zeus.monitor.ZeusMonitor: windows that return what was used since they began."""
+
+    used = SimpleNamespace(gpu_energy={}, cpu_energy=None, dram_energy=None, soc_energy=None)
+
+    def __init__(self, gpu_indices=None, cpu_indices=None) -> None:
+        self.gpu_indices, self.cpu_indices = gpu_indices, cpu_indices
+        self.power_monitor = None
+        self.open: set[str] = set()
+
+    def begin_window(self, key: str, sync_execution: bool = True) -> None:
+        assert key not in self.open
+        self.open.add(key)
+
+    def end_window(self, key: str, sync_execution: bool = True) -> SimpleNamespace:
+        self.open.remove(key)
+        return self.used

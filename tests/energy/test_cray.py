@@ -1,0 +1,133 @@
+"""Cray's pm_counters, in their format."""
+
+import errno
+
+import pytest
+
+from phantom_parallel.energy import EnergyMeter, Scope
+from phantom_parallel.energy.sensors import find_cray
+from tests.energy.simulated import FakeClock, PmCounters
+
+
+@pytest.fixture
+def node(tmp_path):
+    return PmCounters(tmp_path / "pm_counters")
+
+
+def metered(node, clock, sleep=None, **kwargs) -> EnergyMeter:
+    finding = find_cray(node.root, clock=clock, sleep=sleep or node.sleep(clock))
+    return EnergyMeter(sources=[finding.source], clock=clock, device="cpu", **kwargs)
+
+
+def load(node, joules: int) -> None:
+    accelerators = {f"accel{i}_energy": joules for i in range(4)}
+    node.update(energy=10 * joules, cpu_energy=2 * joules, memory_energy=joules, **accelerators)
+
+
+def test_the_node_includes_its_accelerators_and_is_never_added_to_them(node):
+    clock = FakeClock()
+    with metered(node, clock).window("load") as window:
+        clock.now += 10.0
+        load(node, 100)
+    result = window.result
+    assert [(total.scope, total.joules) for total in result.totals()] == [("device", 700), ("node", 1000)]
+    assert result.joules == 700
+    assert next(row.joules for row in result.rows if row.label == "accelerator 3") == 100
+
+
+def test_a_reading_waits_for_a_fresh_value(node):
+    clock = FakeClock()
+    meter = metered(node, clock)
+    before = node.words["freshness"]
+    with meter.window("load") as window:
+        assert node.words["freshness"] == before + 1  # one tick for all seven files
+        clock.now += 2.0
+        load(node, 10)
+    assert node.words["freshness"] == before + 3
+    assert window.result.valid
+
+
+def test_a_stalled_meter_is_unavailable(node):
+    clock = FakeClock()
+    with metered(node, clock, sleep=clock.sleep).window("load") as window:  # time passes, no tick comes
+        clock.now += 10.0
+    assert window.joules is None
+    assert "stalled" in window.result.reason
+    assert "freshness stayed at 7 for 1 s" in window.result.reason
+
+
+@pytest.mark.parametrize("word", ["generation", "startup"])
+def test_counters_set_anew_void_the_window(node, word):
+    clock = FakeClock()
+    meter = metered(node, clock)
+    with meter.window("load") as window:
+        clock.now += 10.0
+        load(node, 100)
+        node.words[word] += 1
+        node.write()
+    assert window.joules is None
+    assert "void" in window.result.reason
+    assert word in window.result.reason
+    with meter.window("next") as window:  # and the one after is fine
+        clock.now += 10.0
+        load(node, 100)
+    assert window.joules == 700
+
+
+def test_values_from_two_updates_are_not_mixed(node):
+    """The hardware updates between one file and the next: the reading starts over."""
+    clock = FakeClock()
+    pending = [True]
+
+    def read(path):
+        text = path.read_text()
+        if path.name == "energy" and pending:
+            pending.pop()
+            load(node, 100)
+        return text
+
+    source = find_cray(node.root, clock=clock, sleep=clock.sleep).source
+    source._read = read
+    readings = source.read([spec.id for spec in source.specs], settle=False)
+    assert readings["cray/energy"].joules == 2000
+    assert readings["cray/accel0_energy"].joules == 250
+
+
+def test_windows_shorter_than_ten_updates_are_invalid(node):
+    clock = FakeClock()
+    with metered(node, clock).window("blink") as window:
+        clock.now += 0.5
+        load(node, 1)
+    assert not window.result.valid
+    assert "resolves 0.1 s, so a window takes 1 s or more" in window.result.reason
+
+
+def test_files_that_cannot_be_read_are_named(node):
+    def denied(path):
+        if path.name == "accel0_energy":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return path.read_text()
+
+    finding = find_cray(node.root, read=denied)
+    assert finding.source is None
+    assert f"{node.root / 'accel0_energy'}: permission denied" in finding.problems[0]
+
+
+def test_files_in_another_format_are_refused(node):
+    (node.root / "energy").write_text("1000 kWh 1 us\n")
+    assert "energy is in 'kWh', expected 'J'" in find_cray(node.root).problems[0]
+    (node.root / "energy").write_text("\n")
+    assert "not in the format of pm_counters" in find_cray(node.root).problems[0]
+
+
+def test_a_machine_that_is_no_cray_has_none(tmp_path):
+    finding = find_cray(tmp_path)
+    assert (finding.source, finding.problems) == (None, ())
+
+
+def test_the_node_alone_can_be_the_headline(node):
+    clock = FakeClock()
+    with metered(node, clock, scope=Scope.NODE).window("load") as window:
+        clock.now += 10.0
+        load(node, 100)
+    assert window.joules == 1000

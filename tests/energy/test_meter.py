@@ -1,0 +1,235 @@
+"""The meter's windows, on simulated sensors and on none."""
+
+import threading
+
+import pytest
+import torch
+
+from phantom_parallel.energy import EnergyMeter, Part, PowerProfile, Provenance, Row, Scope, discover, meter
+from phantom_parallel.energy.sensors import Sample, SensorSpec, find_rapl
+from tests.energy.simulated import FakeClock, Powercap, two_packages
+
+PROFILE = PowerProfile("toy", compute_watts=100.0, communication_watts=40.0, idle_watts=10.0, source="made up")
+
+
+class Steady:
+    """A counter that rises by so many watts."""
+
+    name = "steady"
+
+    def __init__(self, clock, watts=100.0, provenance=Provenance.COUNTER, part=Part.GPU, name="steady/0", **spec):
+        self.clock, self.watts = clock, watts
+        self.specs = (SensorSpec(name, name, part, Scope.DEVICE, provenance, spec.pop("resolution", 0.1), **spec),)
+        self.reads = 0
+
+    def read(self, ids, *, settle=True):
+        self.reads += 1
+        return {name: Sample(self.clock.now, self.clock.now * self.watts) for name in ids}
+
+
+@pytest.fixture
+def clock():
+    return FakeClock()
+
+
+def test_windows_nest_and_have_paths(clock):
+    meter = EnergyMeter(sources=[Steady(clock)], clock=clock, device="cpu")
+    with meter.window("train") as outer:
+        clock.now += 2.0
+        with meter.window("epoch") as first:
+            clock.now += 3.0
+        with meter.window("epoch") as second:
+            clock.now += 4.0
+    assert [w.joules for w in (outer, first, second)] == pytest.approx([900, 300, 400])
+    assert (outer.result.path, first.result.path, second.result.name) == (("train",), ("train", "epoch"), "epoch")
+    assert "train/epoch: 3 s, 300 J, 100 W (counter, device)" in str(first.result)
+
+
+def test_steps_are_counted_in_the_windows_around_them(clock):
+    meter = EnergyMeter(sources=[Steady(clock)], clock=clock, device="cpu")
+    with meter.window("train") as outer:
+        with outer.step():
+            clock.now += 1.0
+        with meter.window("epoch") as inner:
+            for _ in range(3):
+                with inner.step():
+                    clock.now += 1.0
+    assert (inner.result.steps, outer.result.steps) == (3, 4)
+
+
+def test_a_window_has_no_result_while_open_or_when_left_by_an_exception(clock):
+    meter = EnergyMeter(sources=[Steady(clock)], clock=clock, device="cpu", profile=PROFILE)
+    with meter.window("train") as window, pytest.raises(ValueError, match="window train has no result: it is open"):
+        window.joules  # noqa: B018
+    with pytest.raises(KeyError), meter.window("broken") as window:
+        raise KeyError
+    with pytest.raises(ValueError, match="left by an exception"):
+        window.result  # noqa: B018
+    with meter.window("again") as window:  # and it can be used again
+        clock.now += 2.0
+    assert window.result.path == ("again",)
+
+
+def test_a_machine_with_nothing_gives_none_and_says_so(tmp_path, clock):
+    found = discover(powercap=tmp_path, pm_counters=tmp_path)
+    assert not found.specs
+    assert found.hints
+    with EnergyMeter(sources=found.sources, clock=clock, device="cpu").window("load") as window:
+        clock.now += 1.0
+    assert (window.joules, window.mean_watts, window.provenance) == (None, None, Provenance.UNAVAILABLE)
+    assert window.rows == ()
+    assert window.seconds == 1.0
+    assert str(window.result) == (
+        "load: 1 s, unavailable (device: no sensor of the device can be read and no power profile was given)"
+    )
+
+
+def test_devices_are_synchronised_before_each_reading(clock, monkeypatch):
+    order = []
+    source = Steady(clock)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: order.append(("synchronise", source.reads)))
+    with EnergyMeter(sources=[source], clock=clock, device="cuda").window("load"):
+        clock.now += 2.0
+    assert order == [("synchronise", 0), ("synchronise", 1)]
+    monkeypatch.undo()
+    meter.synchronise(torch.device("cpu"))  # nothing to wait for
+
+
+def test_two_sources_of_the_same_part_are_counted_once(clock):
+    sources = [
+        Steady(clock, 100.0, name="cray/accel0_energy"),
+        Steady(clock, 90.0, name="amd/0"),
+        Steady(clock, 5.0, part=Part.CPU, name="cray/cpu_energy"),
+    ]
+    with EnergyMeter(sources=sources, clock=clock, device="cpu").window("load") as window:
+        clock.now += 2.0
+    assert window.joules == pytest.approx(2 * (90 + 5))
+    assert {row.sensor: row.counted for row in window.rows} == {
+        "cray/accel0_energy": False,
+        "amd/0": True,
+        "cray/cpu_energy": True,
+    }
+
+
+def test_kinds_are_never_added(clock):
+    sources = [Steady(clock, 100.0), Steady(clock, 50.0, Provenance.INTEGRATED_POWER, Part.CPU, "steady/1")]
+    meter = EnergyMeter(sources=sources, clock=clock, device="cpu", profile=PROFILE)
+    with meter.window("load") as window:
+        clock.now += 2.0
+    totals = {total.provenance: total.joules for total in window.result.totals()}
+    assert totals == {Provenance.COUNTER: 200.0, Provenance.INTEGRATED_POWER: 100.0, Provenance.MODELLED: 200.0}
+    assert window.joules == 200.0
+
+
+def test_a_timeline_shows_power_as_it_changed(clock):
+    source = Steady(clock, 100.0)
+    source.joules = 0.0
+
+    def read(ids, *, settle=True):
+        return {name: Sample(clock.now, source.joules) for name in ids}
+
+    source.read = read
+    meter = EnergyMeter(sources=[source], clock=clock, device="cpu", sample_seconds=3600.0)
+    with meter.window("load") as window:
+        for watts in (100.0, 300.0, 200.0):
+            for _ in range(2):
+                clock.now += 0.06  # twice as fast as the sensor resolves: two samples make a point
+                source.joules += watts * 0.06
+                meter._sampler.tick()
+    assert [point.seconds for point in window.result.timeline] == pytest.approx([0.12, 0.24, 0.36])
+    assert [point.watts for point in window.result.timeline] == pytest.approx([100.0, 300.0, 200.0])
+
+
+def test_without_sample_seconds_nothing_is_kept_and_no_thread_runs(clock):
+    meter = EnergyMeter(sources=[Steady(clock)], clock=clock, device="cpu")
+    with meter.window("load") as window:
+        assert meter._sampler._thread is None
+        meter._sampler.tick()
+        clock.now += 2.0
+    assert window.result.timeline == ()
+
+
+def test_the_sampling_thread_reads_and_ends_with_the_window(tmp_path):
+    ticked = threading.Event()
+    clock = FakeClock()
+    source = Steady(clock)
+    plain = source.read
+
+    def read(ids, *, settle=True):
+        if not settle:
+            ticked.set()
+        return plain(ids, settle=settle)
+
+    source.read = read
+    meter = EnergyMeter(sources=[source], clock=clock, device="cpu", sample_seconds=0.001)
+    with meter.window("load"):
+        assert ticked.wait(30.0)
+        thread = meter._sampler._thread
+        clock.now += 2.0
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"scope": "rack"}, "scope must be one of device, node, got 'rack'"),
+        ({"sample_seconds": 0.0}, "sample_seconds must be above 0, got 0.0"),
+    ],
+)
+def test_wrong_settings_are_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        EnergyMeter(sources=[], **kwargs)
+
+
+@pytest.mark.parametrize("name", ["", "a/b"])
+def test_window_names_that_would_spoil_a_path_are_refused(name):
+    with pytest.raises(ValueError, match="must not be empty or have a slash"), EnergyMeter(sources=[]).window(name):
+        pass
+
+
+def test_a_row_cannot_pass_off_nothing_as_a_figure():
+    place = ("host", "x/0", "x", Part.CPU, Scope.DEVICE)
+    with pytest.raises(ValueError, match="does not go with provenance"):
+        Row(*place, Provenance.COUNTER, None, 1.0, 0)
+    with pytest.raises(ValueError, match="does not go with provenance"):
+        Row(*place, Provenance.UNAVAILABLE, 0.0, 1.0, 0)
+    with pytest.raises(ValueError, match="needs a reason"):
+        Row(*place, Provenance.UNAVAILABLE, None, 1.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"id": "x"}, "id is SOURCE/NAME, got 'x'"),
+        ({"resolution_seconds": 0.0}, "the resolution must be above 0 seconds, got 0.0"),
+        ({"horizon_seconds": 0.0}, "the horizon must be above 0 seconds, got 0.0"),
+    ],
+)
+def test_wrong_sensors_are_refused(kwargs, message):
+    right = {"id": "x/0", "label": "x", "part": Part.CPU, "scope": Scope.DEVICE, "provenance": Provenance.COUNTER}
+    with pytest.raises(ValueError, match=message):
+        SensorSpec(**(right | {"resolution_seconds": 0.1} | kwargs))
+
+
+def test_discovery_finds_the_trees_it_is_shown(tmp_path):
+    two_packages(tmp_path / "powercap")
+    found = discover(powercap=tmp_path / "powercap", pm_counters=tmp_path)
+    assert len(found.specs) == 5
+    assert not any("RAPL" in hint for hint in found.hints)
+
+
+def test_a_counter_that_fell_voids_the_window(tmp_path, clock):
+    source = Steady(clock, watts=-1.0)
+    with EnergyMeter(sources=[source], clock=clock, device="cpu").window("load") as window:
+        clock.now += 2.0
+    assert window.joules is None
+    assert "fell by 2 J" in window.result.reason
+
+
+def test_readings_of_a_real_tree_do_not_need_the_sampler_in_a_short_window(tmp_path, clock):
+    tree = Powercap(tmp_path).zone("intel-rapl:0", "package-0", 1)
+    source = find_rapl(tree.root, clock=clock).source
+    with EnergyMeter(sources=[source], clock=clock, device="cpu").window("load") as window:
+        clock.now += 60.0
+        tree.use("intel-rapl:0", 3000)
+    assert window.joules == 3000

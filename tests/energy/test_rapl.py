@@ -1,0 +1,166 @@
+"""RAPL through powercap trees in the kernel's format."""
+
+import errno
+
+import pytest
+
+from phantom_parallel.energy import EnergyMeter, Provenance, Scope
+from phantom_parallel.energy.sensors import Failed, find_rapl
+from phantom_parallel.energy.sensors.rapl import PLAUSIBLE_WATTS
+from tests.energy.simulated import PACKAGE_RANGE, FakeClock, Powercap, two_packages
+
+
+def metered(tree, clock, **kwargs) -> EnergyMeter:
+    return EnergyMeter(sources=[find_rapl(tree.root, clock=clock).source], clock=clock, device="cpu", **kwargs)
+
+
+def test_packages_and_memory_are_sensors_and_what_they_contain_is_not(tmp_path):
+    finding = find_rapl(two_packages(tmp_path / "powercap").root)
+    assert {spec.id: spec.part for spec in finding.source.specs} == {
+        "rapl/intel-rapl:0": "cpu",
+        "rapl/intel-rapl:0:1": "memory",
+        "rapl/intel-rapl:1": "cpu",
+        "rapl/intel-rapl:1:1": "memory",
+        "rapl/intel-rapl:2": "node",
+    }
+    assert not finding.problems
+
+
+def test_a_known_load_comes_back_to_the_joule(tmp_path):
+    tree, clock = two_packages(tmp_path / "powercap"), FakeClock()
+    with metered(tree, clock).window("load") as window:
+        clock.now += 10.0
+        for package, joules in ((0, 1234), (1, 567)):
+            tree.use(f"intel-rapl:{package}", joules)
+            tree.use(f"intel-rapl:{package}:0", joules - 100)  # cores: within the package
+            tree.use(f"intel-rapl:{package}:1", 89)
+        tree.use("intel-rapl:2", 2500)  # the platform: packages and all else
+    result = window.result
+    assert result.joules == 1234 + 567 + 2 * 89
+    assert result.seconds == 10.0
+    assert result.mean_watts == 197.9
+    assert (result.provenance, result.total.scope, result.valid) == (Provenance.COUNTER, Scope.DEVICE, True)
+    (node,) = result.totals(Scope.NODE)
+    assert node.joules == 2500
+    assert {row.label: row.joules for row in result.rows}["memory of package 1"] == 89
+
+
+def test_the_scope_asked_for_is_the_headline(tmp_path):
+    tree, clock = two_packages(tmp_path / "powercap"), FakeClock()
+    with metered(tree, clock, scope="node").window("load") as window:
+        clock.now += 1.0
+        for zone in ("intel-rapl:0", "intel-rapl:1", "intel-rapl:0:1", "intel-rapl:1:1", "intel-rapl:2"):
+            tree.use(zone, 7)
+    assert window.joules == 7
+
+
+@pytest.mark.parametrize("start", [PACKAGE_RANGE - 1, PACKAGE_RANGE - 40_000_000])
+def test_a_counter_that_wraps_goes_on_counting(tmp_path, start):
+    tree, clock = Powercap(tmp_path).zone("intel-rapl:0", "package-0", start), FakeClock()
+    with metered(tree, clock).window("load") as window:
+        clock.now += 1.0
+        tree.use("intel-rapl:0", 100)
+    assert int((tmp_path / "intel-rapl:0" / "energy_uj").read_text()) < start  # it did wrap
+    assert window.joules == pytest.approx(100, abs=1e-6)
+
+
+def test_wraps_add_up_when_the_counter_is_read_in_between(tmp_path):
+    tree, clock = Powercap(tmp_path).zone("intel-rapl:0", "package-0", 1, range_uj=1_000_000_000), FakeClock()
+    meter = metered(tree, clock)
+    with meter.window("load") as window:
+        for _ in range(30):  # 3600 J through a counter of 1000 J
+            clock.now += 0.4
+            tree.use("intel-rapl:0", 120)
+            meter._sampler.tick()
+    assert window.joules == pytest.approx(3600, abs=1e-6)
+
+
+def test_the_meter_reads_often_enough_to_see_each_wrap(tmp_path):
+    tree = Powercap(tmp_path).zone("intel-rapl:0", "package-0", 1, range_uj=1_000_000_000)
+    assert metered(tree, FakeClock())._sampler._interval <= 1000 / PLAUSIBLE_WATTS / 2
+
+
+def test_a_counter_left_unread_for_longer_than_a_wrap_voids_the_window(tmp_path):
+    tree, clock = Powercap(tmp_path).zone("intel-rapl:0", "package-0", 1, range_uj=1_000_000_000), FakeClock()
+    with metered(tree, clock).window("load") as window:
+        clock.now += 60.0
+        tree.use("intel-rapl:0", 10)
+    assert window.joules is None
+    assert "may have wrapped more than once" in window.result.reason
+
+
+def test_a_reset_is_not_taken_for_a_wrap(tmp_path):
+    tree, clock = Powercap(tmp_path).zone("intel-rapl:0", "package-0", 5_000_000_000), FakeClock()
+    with metered(tree, clock).window("load") as window:
+        clock.now += 1.0
+        tree.set("intel-rapl:0", 1000)  # as a wrap this would be 257 kJ in a second
+    assert window.joules is None
+    assert window.provenance is Provenance.UNAVAILABLE
+    assert "reset" in window.result.reason
+
+
+def test_a_stalled_counter_is_unavailable_and_not_zero(tmp_path):
+    tree, clock = two_packages(tmp_path / "powercap"), FakeClock()
+    with metered(tree, clock).window("load") as window:
+        clock.now += 1.0
+        tree.use("intel-rapl:0", 50)
+    stalled = next(row for row in window.rows if row.sensor == "rapl/intel-rapl:1")
+    assert stalled.joules is None
+    assert "did not move" in stalled.reason
+    # Nor is the sum of the others passed off as the whole.
+    assert [total.joules for total in window.result.totals(Scope.DEVICE)] == [None]
+    assert "package-1" in window.result.reason
+
+
+def test_a_window_too_short_for_the_counter_is_invalid_with_the_reason(tmp_path):
+    tree, clock = Powercap(tmp_path).zone("intel-rapl:0", "package-0", 1), FakeClock()
+    with metered(tree, clock).window("blink") as window:
+        clock.now += 0.005
+        tree.use("intel-rapl:0", 1)
+    assert not window.result.valid
+    assert "too short: this sensor resolves 0.001 s, so a window takes 0.01 s or more" in window.result.reason
+    assert "invalid" in str(window.result)
+
+
+def denied(path):
+    if path.name == "energy_uj":
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+    return path.read_text()
+
+
+def test_a_counter_without_permission_names_the_file_and_what_to_allow(tmp_path):
+    finding = find_rapl(two_packages(tmp_path / "powercap").root, read=denied)
+    assert finding.source is None
+    assert len(finding.problems) == 5
+    assert str(tmp_path / "powercap" / "intel-rapl:0" / "energy_uj") in finding.problems[0]
+    assert "permission denied" in finding.problems[0]
+    assert "sudo chmod a+r" in finding.problems[0]
+
+
+def test_permission_lost_within_a_window_makes_it_unavailable(tmp_path):
+    tree, clock = Powercap(tmp_path).zone("intel-rapl:0", "package-0", 1), FakeClock()
+    allowed = [True]
+    source = find_rapl(tree.root, clock=clock, read=lambda p: p.read_text() if allowed[0] else denied(p)).source
+    with EnergyMeter(sources=[source], clock=clock, device="cpu").window("load") as window:
+        clock.now += 1.0
+        allowed[0] = False
+    assert window.joules is None
+    assert "energy_uj: permission denied" in window.result.reason
+
+
+def test_a_zone_that_never_counts_or_is_damaged_is_named_and_left_out(tmp_path):
+    tree = Powercap(tmp_path).zone("intel-rapl:0", "package-0", 10).zone("intel-rapl:0:0", "dram", 0)
+    tree.zone("intel-rapl:1", "package-1", 10, range_uj=0)
+    finding = find_rapl(tree.root)
+    assert [spec.id for spec in finding.source.specs] == ["rapl/intel-rapl:0"]
+    assert "does not count" in finding.problems[0]
+    assert "max_energy_range_uj must be above 0, got 0" in finding.problems[1]
+    (tmp_path / "intel-rapl:0" / "energy_uj").write_text("junk\n")
+    assert isinstance(finding.source.read(["rapl/intel-rapl:0"])["rapl/intel-rapl:0"], Failed)
+
+
+def test_without_powercap_there_is_only_a_hint(tmp_path):
+    finding = find_rapl(tmp_path / "nothing")
+    assert finding.source is None
+    assert not finding.problems
+    assert "modprobe intel_rapl_msr" in finding.hints[0]
