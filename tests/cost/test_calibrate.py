@@ -6,66 +6,73 @@ import torch.distributed as dist
 from phantom_parallel.cost.calibrate import (
     PRODUCTS,
     Measured,
+    Sample,
+    Work,
     fit_non_negative,
     fit_profile,
-    small_setting,
+    product_work,
+    step_work,
+    steps_to_measure,
 )
 from phantom_parallel.cost.hardware import dump_profile, load_profile
 from phantom_parallel.cost.local import on_ranks, threads_for
 from phantom_parallel.cost.settings import Setting
-from phantom_parallel.cost.timing import Clock, step_time
+from phantom_parallel.cost.timing import step_time
 from phantom_parallel.cost.validate import Outcome, grid
 
-
-def test_the_fit_finds_the_coefficients_that_made_the_data():
-    rows = [(1.0, float(x), float(x * x)) for x in range(1, 9)]
-    assert fit_non_negative(rows, [2 + 3 * x + 0.5 * y for _, x, y in rows]) == pytest.approx([2, 3, 0.5])
+# Seconds of a product, a layer, a FLOP, a byte read and written, an exchange and a byte sent.
+TRUE = Work(20e-6, 300e-6, 1 / 50e9, 1 / 10e9, 1 / 2e9, 1e-3, 1 / 1e9)
 
 
-def test_the_fit_has_no_negative_coefficients():
-    rows = [(1.0, float(x)) for x in range(1, 9)]
-    found = fit_non_negative(rows, [10.0 - x for _, x in rows])
-    assert found[1] == 0.0
-    assert found[0] > 0
+def time_of(work: Work) -> float:
+    return sum(count * seconds for count, seconds in zip(work, TRUE, strict=True))
 
 
 def synthetic(ranks: int = 2) -> Measured:
-    """A machine of the model: 50 GFLOP/s, 10 GB/s, exchanges of 1 ms + 1 GB/s, 20 us a product, 300 us a layer."""
-
-    def seconds(p) -> float:
-        touched = 4 * p.batch * (p.rows * p.inner + p.inner * p.columns + p.rows * p.columns)
-        return p.flops / 50e9 + touched / 10e9
-
-    exchanges = [(words, 1e-3 + (ranks - 1) * words * 4 / 1e9) for words in (512, 4096, 32768)]
-    measured = Measured(ranks, [(p, seconds(p)) for p in PRODUCTS], exchanges, 0.25, {})
-    bare = fit_profile(Measured(ranks, measured.products, exchanges, 0.25, {"phantom": 1e-12, "tensor": 1e-12}))
-    small = {}
-    for strategy in ("phantom", "tensor"):
-        shape = small_setting(ranks).shape(strategy)
-        small[strategy] = step_time(shape, bare).total + 20e-6 * len(list(shape.products)) + 300e-6 * 2 * shape.depth
-    return Measured(ranks, measured.products, exchanges, 0.25, small)
+    """A machine that follows the model to the letter."""
+    works = [product_work(product) for product in PRODUCTS]
+    works += [Work(exchanges=2, sent_bytes=bytes_sent) for bytes_sent in (1e3, 1e5, 1e6)]
+    works += [step_work(s.shape(strategy)) for s in steps_to_measure(ranks) for strategy in ("phantom", "tensor")]
+    return Measured(ranks, tuple(Sample(work, time_of(work)) for work in works))
 
 
 def test_a_machine_that_follows_the_model_is_found_again():
     profile = fit_profile(synthetic())
-    assert profile.peak["fp32"].value == pytest.approx(50e9, rel=1e-3)
-    assert profile.memory_bandwidth.value == pytest.approx(10e9, rel=1e-3)
-    assert profile.collective_overhead_seconds.value == pytest.approx(1e-3, rel=1e-3)
-    assert profile.inside.bandwidth.value == pytest.approx(1e9, rel=1e-3)
-    assert profile.product_overhead_seconds.value == pytest.approx(20e-6, rel=0.02)
-    assert profile.layer_overhead_seconds.value == pytest.approx(300e-6, rel=0.02)
-    assert profile.overlap.value == 0.25
+    assert profile.peak["fp32"].value == pytest.approx(50e9, rel=1e-6)
+    assert profile.memory_bandwidth.value == pytest.approx(10e9, rel=1e-6)
+    assert profile.write_bandwidth.value == pytest.approx(2e9, rel=1e-6)
+    assert profile.collective_overhead_seconds.value == pytest.approx(1e-3, rel=1e-6)
+    assert profile.inside.bandwidth.value == pytest.approx(1e9, rel=1e-6)
+    assert profile.product_overhead_seconds.value == pytest.approx(20e-6, rel=1e-6)
+    assert profile.layer_overhead_seconds.value == pytest.approx(300e-6, rel=1e-6)
     assert not profile.has_power
 
 
-def test_the_fitted_profile_times_products_as_they_were_measured():
-    measured = synthetic(4)
-    profile = fit_profile(measured, watts=(10.0, 6.0, 2.0))
-    clock = Clock(profile)
-    overhead = profile.product_overhead_seconds.value
-    for product, seconds in measured.products:
-        assert clock.product(product) - overhead == pytest.approx(seconds, rel=1e-2)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_work_that_is_fitted_is_the_work_that_the_time_model_prices(ranks):
+    """Held-out steps, priced by the time model with the fitted profile, take what the machine takes for that work."""
+    profile = fit_profile(synthetic(ranks))
+    for setting in grid(ranks):
+        for strategy in ("phantom", "tensor"):
+            shape = setting.shape(strategy)
+            assert step_time(shape, profile).total == pytest.approx(time_of(step_work(shape)), rel=1e-6)
+
+
+def test_the_fit_has_no_negative_coefficients():
+    found = fit_non_negative([Sample(Work(products=1, flops=x), 10.0 - x) for x in range(1, 9)])
+    assert min(found) == 0.0
+    assert found[0] > 0
+
+
+def test_samples_count_by_their_weight():
+    light, heavy = Sample(Work(products=1), 1.0, 1.0), Sample(Work(products=1), 2.0, 1e6)
+    assert fit_non_negative([light, heavy])[0] == pytest.approx(2.0, rel=1e-3)
+
+
+def test_watts_are_the_users_or_nobodys():
+    profile = fit_profile(synthetic(), watts=(10.0, 6.0, 2.0))
     assert (profile.compute_watts.value, profile.idle_watts.value) == (10.0, 2.0)
+    assert profile.compute_watts.source == "given by the user"
 
 
 def test_a_calibrated_profile_is_a_profile_like_any_other(tmp_path):
@@ -81,12 +88,10 @@ def test_the_error_is_that_of_the_ratio():
 
 
 def test_the_grid_can_be_built_and_is_held_out():
-    measured = {(p.rows, p.inner, p.columns) for p in PRODUCTS}
-    for ranks in (1, 2, 4, 8):
-        for setting in grid(max(ranks, 2)):
-            for strategy in ("phantom", "tensor"):
-                shape = setting.shape(strategy)
-                assert not {(p.rows, p.inner, p.columns) for p in shape.products} & measured
+    for ranks in (2, 4, 8):
+        measured = {(s.width, s.depth, s.batch) for s in steps_to_measure(ranks)}
+        assert not {(s.width, s.depth, s.batch) for s in grid(ranks)} & measured
+        assert not {s.width for s in grid(ranks)} & {width for width, _, _ in measured}
 
 
 def report_sum(mesh, report, number: int) -> None:

@@ -33,6 +33,7 @@ def toy(**changes: object) -> Profile:
         "max_devices": 1024,
         "memory_bytes": 1e9,
         "memory_bandwidth": 10,
+        "write_bandwidth": 10,
         "peak": {"fp32": figure(100), "bf16": figure(400)},
         "efficiency": {"fp32": figure(0.5), "bf16": figure(0.5)},
         "product_overhead_seconds": 3,

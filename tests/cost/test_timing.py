@@ -181,7 +181,7 @@ def test_phases_are_the_sums_of_layers_and_cover_every_product() -> None:
 
 @given(
     faster=st.floats(1, 1e6),
-    field=st.sampled_from(["inside", "between", "memory_bandwidth", "peak"]),
+    field=st.sampled_from(["inside", "between", "memory_bandwidth", "write_bandwidth", "peak"]),
     latency=st.floats(0, 1e3),
     overlap=st.floats(0, 1),
     dp=st.sampled_from([1, 2, 3]),

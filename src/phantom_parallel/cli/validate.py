@@ -79,6 +79,8 @@ def _show(outcomes: list[Outcome]) -> None:
             cells += [f"{1e3 * outcome.measured[strategy]:.1f}", f"{1e3 * outcome.predicted[strategy]:.1f}"]
         cells += [f"{outcome.measured_ratio:.3f}", f"{outcome.predicted_ratio:.3f}", f"{outcome.error:+.0%}"]
         table.add_row(*cells)
-    Console().print(table)
+    console = Console()
+    console.width = max(console.width, 112)  # a table cut off at the column heads tells nobody anything
+    console.print(table)
     errors = _errors(outcomes)
     print(f"error of the phantom/tensor ratio: mean {errors['mean_error']:.1%}, worst {errors['worst_error']:.1%}")

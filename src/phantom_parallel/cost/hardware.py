@@ -41,6 +41,7 @@ FIGURES = {
     "max_devices": Rule("devices", "a positive whole number"),
     "memory_bytes": Rule("B", "a positive number"),
     "memory_bandwidth": Rule("B/s", "a positive number"),
+    "write_bandwidth": Rule("B/s", "a positive number"),
     "product_overhead_seconds": Rule("s", "a number that is not negative"),
     "layer_overhead_seconds": Rule("s", "a number that is not negative"),
     "collective_overhead_seconds": Rule("s", "a number that is not negative"),
@@ -96,6 +97,7 @@ class Profile:
     max_devices: Figure
     memory_bytes: Figure
     memory_bandwidth: Figure
+    write_bandwidth: Figure  # of a product's result: below the memory's where results are memory fresh from the system
     peak: Mapping[str, Figure]  # by dtype
     efficiency: Mapping[str, Figure]  # by dtype: the part of the peak that the largest products reach
     product_overhead_seconds: Figure  # of one matrix product, whatever its size

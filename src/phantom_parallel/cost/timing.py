@@ -1,14 +1,15 @@
 """How long a step takes and what it draws, from the counts of `cost.formulas` and the figures of a hardware profile.
 
-    product      t = o + 2 b m l n / (e P) + b (m l + l n + m n) s / M      b times (m, l) by (l, n), s bytes a word
+    product      t = o + 2 b m l n / (e P) + b (m l + l n) s / M + b m n s / F      b times (m, l) by (l, n)
     ring         all-gather, reduce-scatter  (R-1) (a + w/B)      all-reduce  2 (R-1) (a + w/(R B))
     tree         all-gather, reduce-scatter  2 h a + (2R-1) w/B   all-reduce  2 h a + 2 w/B       h = ceil(log2 R)
     exchange     c + the cheaper of ring and tree; past one node, inside nodes and between them in turn
     hidden       min(f t_exchange, time of the products named in ``hidden_by`` of the same layer and phase)
     energy       E = P_compute t_compute + P_communication t_exposed + P_idle t_idle, for each rank
 
-P, e: peak and efficiency of the dtype; M: memory bandwidth; o, c: overheads; a, B: a tier's latency and bandwidth; w as
-in `cost.formulas`, in bytes; f: the overlap. ``docs/planning.md`` says what each assumes. Every energy is modelled.
+P, e: peak and efficiency of the dtype, of s bytes a word; M, F: memory and write bandwidth; o, c: overheads; a, B: a
+tier's latency and bandwidth; w as in `cost.formulas`, in bytes; f: the overlap. ``docs/planning.md`` says what each
+assumes. Every energy is modelled.
 """
 
 from collections.abc import Mapping
@@ -119,7 +120,7 @@ class Clock:
         profile.require_dtype(dtype)
         self.profile, self.dtype, self.word_bytes = profile, dtype, WORD_BYTES[dtype]
         self._flops = profile.peak[dtype].value * profile.efficiency[dtype].value
-        self._memory = profile.memory_bandwidth.value
+        self._memory, self._write = profile.memory_bandwidth.value, profile.write_bandwidth.value
         self._product_overhead = profile.product_overhead_seconds.value
         self._layer_overhead = profile.layer_overhead_seconds.value
         self._collective_overhead = profile.collective_overhead_seconds.value
@@ -130,8 +131,8 @@ class Clock:
 
     def product(self, product: Product) -> float:
         b, m, l, n = product.batch, product.rows, product.inner, product.columns  # noqa: E741, the equation's names
-        touched = b * (m * l + l * n + m * n) * self.word_bytes
-        return self._product_overhead + product.flops / self._flops + touched / self._memory
+        read, written = b * (m * l + l * n) * self.word_bytes, b * m * n * self.word_bytes
+        return self._product_overhead + product.flops / self._flops + read / self._memory + written / self._write
 
     def elementwise(self, words: float) -> float:
         """Work that only reads and writes memory."""
@@ -204,15 +205,10 @@ class Clock:
         layer = shape.layers[index]
         if phase == "sync":
             return self.sync(layer, shape.ranks, shape.dp)
-        if phase == "update":  # read the parameter and its gradient, write the parameter, read and write each state
-            words = sum(layer.parameters) * (3 + 2 * OPTIMIZER_STATES[shape.optimizer])
-            return Span(compute=self.elementwise(words))
+        if phase == "update":
+            return Span(compute=self.elementwise(_update_words(shape, index)))
         span = self.layer(layer, phase)
-        if index == 0:
-            return span  # activations stand between layers, and are counted with the layer that they feed
-        whole = shape.strategy == "megatron" and index % 2 == 0
-        words = shape.batch * shape.width // (1 if whole else shape.ranks) * ACTIVATION_WORDS[phase]
-        return span._replace(compute=span.compute + self.elementwise(words))
+        return span._replace(compute=span.compute + self.elementwise(_activation_words(shape, index, phase)))
 
     def _energy(self, compute: float, exposed: float, idle: float) -> ModelledEnergy | None:
         watts = self.profile
@@ -223,6 +219,27 @@ class Clock:
             communication=watts.communication_watts.value * exposed,
             idle=watts.idle_watts.value * idle,
         )
+
+
+def elementwise_words(shape: FFNShape) -> int:
+    """Words that a training step moves outside of products and exchanges: activations and the update."""
+    return sum(
+        _update_words(shape, index) + sum(_activation_words(shape, index, phase) for phase in ACTIVATION_WORDS)
+        for index in range(shape.depth)
+    )
+
+
+def _update_words(shape: FFNShape, index: int) -> int:
+    """Read the parameter and its gradient, write the parameter, read and write each state."""
+    return sum(shape.layers[index].parameters) * (3 + 2 * OPTIMIZER_STATES[shape.optimizer])
+
+
+def _activation_words(shape: FFNShape, index: int, phase: str) -> int:
+    """Activations stand between layers, and are counted with the layer that they feed."""
+    if index == 0:
+        return 0
+    whole = shape.strategy == "megatron" and index % 2 == 0
+    return shape.batch * shape.width // (1 if whole else shape.ranks) * ACTIVATION_WORDS[phase]
 
 
 def _tier(op: Op, ranks: int, contribution: float, latency: float, seconds_per_byte: float) -> float:
