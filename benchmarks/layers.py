@@ -17,8 +17,7 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -130,20 +129,9 @@ def exchanges_alone(mesh: DeviceMesh, held: int) -> Callable[[], None]:
     return run
 
 
-@contextmanager
-def kept_memory(kept: bool) -> Iterator[None]:
-    """Processes started within keep the memory that they free, where glibc would give it back and fault it in anew."""
-    settings = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)} if kept else {}
-    os.environ.update(settings)
-    yield
-    for name in settings:
-        del os.environ[name]
-
-
 def measured_on_ranks(size: int, function: Callable[..., Any], *args: Any, keep_memory: bool = False) -> Any:
     """What ``function(mesh, *args)`` returns on rank 0 of local ranks with one thread each."""
-    with kept_memory(keep_memory):
-        (answer,) = on_ranks(size, _with_one_thread, function, args)
+    (answer,) = on_ranks(size, _with_one_thread, function, args, keep_memory=keep_memory)
     return answer
 
 

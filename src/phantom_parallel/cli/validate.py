@@ -70,7 +70,7 @@ def _errors(outcomes: list[Outcome]) -> dict[str, float]:
 
 def _show(outcomes: list[Outcome]) -> None:
     names = ("ranks", "width", "depth", "batch", "blocks", "ghosts")
-    table = Table(*names, "phantom ms", "predicted", "tensor ms", "predicted", "ratio", "predicted", "error")
+    table = Table(*names, "phantom", "model", "tensor", "model", "ratio", "model", "error")
     for column in table.columns:
         column.justify = "right"
     for outcome in outcomes:
@@ -83,4 +83,5 @@ def _show(outcomes: list[Outcome]) -> None:
     console.width = max(console.width, 112)  # a table cut off at the column heads tells nobody anything
     console.print(table)
     errors = _errors(outcomes)
+    print("phantom and tensor: milliseconds a step, measured and by the model")
     print(f"error of the phantom/tensor ratio: mean {errors['mean_error']:.1%}, worst {errors['worst_error']:.1%}")

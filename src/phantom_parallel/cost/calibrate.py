@@ -5,12 +5,13 @@ measured gives them all: matrix products and exchanges by themselves, which tell
 of both strategies, which have what nothing by itself has: overheads, cold caches and gradients in fresh memory.
 
 Local ranks share cores and memory, so a machine is another one for each number of ranks: everything is measured on as
-many ranks as the profile is for, all of them busy at once. Times are means, not medians: where ranks outnumber cores, a
-call is either undisturbed or waits for a whole time slice, and only the mean has both in it.
+many ranks as the profile is for, all of them busy at once. A turn's time is the mean over its calls, not the median:
+where ranks outnumber cores, a call is undisturbed or waits for a whole time slice, and only the mean has both in it.
 """
 
 import os
 import platform
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,9 +39,10 @@ from phantom_parallel.ops.collectives import (
 )
 
 WORD_BYTES = 4
-SECONDS = 0.1  # a measurement lasts at least this long, so that it spans several time slices
-STEP_SECONDS = 0.5
-STEP_WEIGHT = 3.0  # of a step in the fit, against 1 of a product or an exchange by itself
+SECONDS = 0.2  # a measurement lasts about this long, so that it spans several time slices
+STEP_SECONDS = 0.8
+TURNS = 5
+PRODUCT_WEIGHT = 0.1  # in the fit, against 1 of an exchange by itself or a step: there are many, and steps are the aim
 
 # Forward, input-gradient and weight-gradient products of layers, thin ones with ghosts, and batches by blocks.
 PRODUCTS = tuple(
@@ -121,7 +123,8 @@ def _measure(mesh: DeviceMesh, report: Report) -> None:
     samples = []
     for index, product in enumerate(PRODUCTS):
         report(f"product {index + 1} of {len(PRODUCTS)}")
-        samples.append(Sample(product_work(product), _mean_seconds(_product(product), SECONDS)))
+        work = product_work(product)._replace(products=0)  # by itself it has none of a step's overhead
+        samples.append(Sample(work, _mean_seconds(_product(product), SECONDS), PRODUCT_WEIGHT))
     for words in EXCHANGED_WORDS if ranks.size > 1 else ():
         report(f"exchange of {words} words")
         work = Work(exchanges=2, sent_bytes=2 * (ranks.size - 1) * words * WORD_BYTES)
@@ -131,7 +134,7 @@ def _measure(mesh: DeviceMesh, report: Report) -> None:
         report(f"training step {index + 1} of {len(settings)}")
         for strategy in STRATEGIES:
             seconds = _mean_seconds(training_step(setting, strategy, mesh), STEP_SECONDS)
-            samples.append(Sample(step_work(setting.shape(strategy)), seconds, STEP_WEIGHT))
+            samples.append(Sample(step_work(setting.shape(strategy)), seconds))
     report(Measured(ranks.size, tuple(samples)))
 
 
@@ -153,7 +156,7 @@ def _exchange_pair(words: int, ranks: Ranks) -> Callable[[], Any]:
 
 
 def _mean_seconds(run: Callable[[], Any], at_least: float) -> float:
-    """Seconds of a call while every rank makes it, the mean over calls and ranks. All ranks make as many calls."""
+    """Seconds of a call while every rank makes it: the mean over calls and ranks, the median over turns."""
     for _ in range(2):
         run()
     dist.barrier()
@@ -161,14 +164,17 @@ def _mean_seconds(run: Callable[[], Any], at_least: float) -> float:
     run()
     estimate = torch.tensor(time.perf_counter() - started)
     dist.all_reduce(estimate, op=dist.ReduceOp.MAX)
-    calls = max(5, int(at_least / max(float(estimate), 1e-6)))
-    dist.barrier()
-    started = time.perf_counter()
-    for _ in range(calls):
-        run()
-    mean = torch.tensor((time.perf_counter() - started) / calls)
-    dist.all_reduce(mean)
-    return float(mean) / dist.get_world_size()
+    calls = max(2, int(at_least / TURNS / max(float(estimate), 1e-6)))  # as many on all ranks
+    means = []
+    for _ in range(TURNS):
+        dist.barrier()
+        started = time.perf_counter()
+        for _ in range(calls):
+            run()
+        mean = torch.tensor((time.perf_counter() - started) / calls)
+        dist.all_reduce(mean)
+        means.append(float(mean) / dist.get_world_size())
+    return statistics.median(means)
 
 
 def fit_profile(measured: Measured, watts: tuple[float, float, float] | None = None) -> Profile:

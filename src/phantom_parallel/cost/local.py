@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from queue import Empty
 from typing import Any
@@ -14,16 +15,19 @@ from torch.multiprocessing import get_context
 from torch.multiprocessing.spawn import spawn
 
 Report = Callable[[Any], None]
+KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}  # for glibc
 
 
-def on_ranks(size: int, function: Callable[..., None], *args: Any) -> Iterator[Any]:
+def on_ranks(size: int, function: Callable[..., None], *args: Any, keep_memory: bool = True) -> Iterator[Any]:
     """Run ``function(mesh, report, *args)`` on ``size`` ranks; what rank 0 reports, as it comes.
 
-    A rank that fails ends the others and raises here with its traceback.
+    A rank that fails ends the others and raises here with its traceback. By default ranks keep the memory that they
+    free: glibc would give gradients' pages back after every step and fault them in anew, depending on their size.
     """
     with tempfile.TemporaryDirectory() as folder:
         reports = get_context("spawn").Queue()
-        running = spawn(_rank, (size, folder, reports, function, args), nprocs=size, join=False)
+        with _environment(KEEP_FREED_MEMORY if keep_memory else {}):
+            running = spawn(_rank, (size, folder, reports, function, args), nprocs=size, join=False)
         try:
             while not running.join(timeout=0.05):
                 yield from _waiting(reports)
@@ -32,6 +36,18 @@ def on_ranks(size: int, function: Callable[..., None], *args: Any) -> Iterator[A
             for process in running.processes:
                 if process.is_alive():
                     process.terminate()
+
+
+@contextmanager
+def _environment(settings: dict[str, str]) -> Iterator[None]:
+    """For processes started within."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def _waiting(reports: Any) -> Iterator[Any]:
