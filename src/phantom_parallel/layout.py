@@ -12,7 +12,8 @@ def nearest_divisors(number: int, wanted: int) -> str:
     return " or ".join(map(str, near))
 
 
-def _positive(**sizes: object) -> None:
+def positive(**sizes: object) -> None:
+    """Every size must be a positive whole number."""
     for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be a positive whole number, got {value!r}")
@@ -29,7 +30,7 @@ class BlockLayout:
     ranks: int = 1
 
     def __post_init__(self) -> None:
-        _positive(in_features=self.in_features, out_features=self.out_features, blocks=self.blocks, ghosts=self.ghosts)
+        positive(in_features=self.in_features, out_features=self.out_features, blocks=self.blocks, ghosts=self.ghosts)
         if self.blocks < 2:
             raise ValueError("blocks=1 leaves no other block to show ghosts to: use at least 2, or nn.Linear")
         common = gcd(self.in_features, self.out_features)
@@ -79,7 +80,7 @@ class RowLayout:
     ranks: int = 1
 
     def __post_init__(self) -> None:
-        _positive(in_features=self.in_features, out_features=self.out_features)
+        positive(in_features=self.in_features, out_features=self.out_features)
         common = gcd(self.in_features, self.out_features)
         for name, features in (("in_features", self.in_features), ("out_features", self.out_features)):
             if features % self.ranks:

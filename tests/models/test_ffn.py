@@ -64,7 +64,7 @@ def test_dense_and_tensor_start_from_the_same_weights():
         ({"strategy": "magic"}, "strategy must be one of phantom, tensor, megatron, dense, got 'magic'"),
         ({"activation": "swish"}, "activation must be one of relu, gelu"),
         ({"depth": 0}, "depth must be a positive whole number, got 0"),
-        ({"width": 0}, "in_features must be a positive whole number"),
+        ({"width": 0}, "width must be a positive whole number, got 0"),
         ({"blocks": None}, "needs blocks and ghosts, got blocks=None"),
         ({"strategy": "dense"}, "belong to the strategy phantom, not to dense"),
         ({"bias": "yes"}, "bias must be true or false, got 'yes'"),

@@ -74,7 +74,7 @@ def build_tensor() -> str:
 
 
 def test_ranks_that_do_not_divide_the_features(ranks):
-    ranks(4)(build_tensor)
+    assert all("in_features=18" in text for text in ranks(4)(build_tensor))
 
 
 def two_dimensional() -> str:
@@ -85,7 +85,7 @@ def two_dimensional() -> str:
 
 
 def test_a_mesh_of_two_dimensions_is_refused(ranks):
-    ranks(4)(two_dimensional)
+    assert all("'dp', 'tp'" in text for text in ranks(4)(two_dimensional))
 
 
 def whole_input() -> str:

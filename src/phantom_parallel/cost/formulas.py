@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from phantom_parallel.layout import BlockLayout, RowLayout
+from phantom_parallel.layout import BlockLayout, RowLayout, positive
 
 Strategy = Literal["dense", "tensor", "megatron", "phantom"]
 Phase = Literal["forward", "backward", "sync"]
@@ -198,10 +198,7 @@ class FFNShape:
             raise ValueError(f"strategy must be one of {', '.join(get_args(Strategy))}, got {self.strategy!r}")
         if self.optimizer not in OPTIMIZER_STATES:
             raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZER_STATES)}, got {self.optimizer!r}")
-        for name in ("width", "depth", "ranks", "batch", "dp", "word_bytes"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a positive whole number, got {value!r}")
+        positive(**{name: getattr(self, name) for name in ("width", "depth", "ranks", "batch", "dp", "word_bytes")})
         if not 0 <= self.rank < self.ranks:
             raise ValueError(f"rank must be from 0 to {self.ranks - 1}, got {self.rank}")
         if self.strategy == "dense" and self.ranks > 1:

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, get_args
 from phantom_parallel.cost.formulas import FFNShape, Optimizer, Strategy
 from phantom_parallel.cost.hardware import WORD_BYTES, Profile
 from phantom_parallel.cost.timing import Clock, StepTime
-from phantom_parallel.layout import BlockLayout, nearest_divisors
+from phantom_parallel.layout import BlockLayout, nearest_divisors, positive
 
 Goal = Literal["time", "energy", "devices"]
 
@@ -54,8 +54,7 @@ class PlanRequest:
         sizes += [(name, value) for name in ("blocks", "ghosts", "dp") for value in getattr(self, name)]
         sizes += [("min_ghosts", self.min_ghosts)] if self.min_ghosts is not None else []
         for name, value in sizes:
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a positive whole number, got {value!r}")
+            positive(**{name: value})
         for name, value, known in (("goal", self.goal, get_args(Goal)), *self._named_strategies()):
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")

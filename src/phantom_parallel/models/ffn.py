@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from phantom_parallel.layout import BlockLayout, RowLayout
+from phantom_parallel.layout import BlockLayout, RowLayout, positive
 from phantom_parallel.nn import PhantomLinear, TensorLinear
 from phantom_parallel.nn.agreement import agree, everyones
 from phantom_parallel.nn.init import draw_seed, init_rows
@@ -52,8 +52,7 @@ class FFNConfig:
         for name, kind in (("strategy", Strategy), ("activation", Activation)):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")
-        if not isinstance(self.depth, int) or isinstance(self.depth, bool) or self.depth < 1:
-            raise ValueError(f"depth must be a positive whole number, got {self.depth!r}")
+        positive(width=self.width, depth=self.depth)
         if not isinstance(self.bias, bool):
             raise ValueError(f"bias must be true or false, got {self.bias!r}")
         if self.strategy != "phantom":

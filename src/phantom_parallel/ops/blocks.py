@@ -12,27 +12,31 @@ from torch import Tensor
 
 def cut(x: Tensor, blocks: int) -> Tensor:
     """(B, q m) -> (q, B, m), a view wherever x allows one."""
-    return x.reshape(x.shape[0], blocks, -1).transpose(0, 1)
+    return x.reshape(x.shape[0], blocks, x.shape[1] // blocks).transpose(0, 1)
 
 
 def join(xs: Tensor) -> Tensor:
     """(q, B, m) -> (B, q m)."""
-    return xs.squeeze(0) if xs.shape[0] == 1 else xs.transpose(0, 1).reshape(xs.shape[1], -1)
+    return xs.squeeze(0) if xs.shape[0] == 1 else xs.transpose(0, 1).reshape(xs.shape[1], xs.shape[0] * xs.shape[2])
 
 
 def times(xs: Tensor, weight: Tensor, add_to: Tensor | None = None) -> Tensor:
     """y_i = W_i x_i: (q, B, a) with W (q b, a) -> (q, B, b)."""
-    return _bmm(xs, weight.view(xs.shape[0], -1, weight.shape[1]).transpose(1, 2), add_to)
+    return _bmm(xs, _by_block(weight, xs.shape[0]).transpose(1, 2), add_to)
 
 
 def transposed_times(ds: Tensor, weight: Tensor, add_to: Tensor | None = None) -> Tensor:
     """y_i = W_i^T d_i: (q, B, b) with W (q b, a) -> (q, B, a)."""
-    return _bmm(ds, weight.view(ds.shape[0], -1, weight.shape[1]), add_to)
+    return _bmm(ds, _by_block(weight, ds.shape[0]), add_to)
 
 
 def weight_grad(ds: Tensor, xs: Tensor) -> Tensor:
     """dW_i = d_i^T x_i: (q, B, b) with (q, B, a) -> (q b, a)."""
-    return _bmm(ds.transpose(1, 2), xs).view(-1, xs.shape[-1])
+    return _bmm(ds.transpose(1, 2), xs).view(ds.shape[0] * ds.shape[2], xs.shape[2])
+
+
+def _by_block(weight: Tensor, blocks: int) -> Tensor:
+    return weight.view(blocks, weight.shape[0] // blocks, weight.shape[1])
 
 
 def _bmm(a: Tensor, b: Tensor, add_to: Tensor | None = None) -> Tensor:

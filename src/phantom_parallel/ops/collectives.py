@@ -43,11 +43,15 @@ def ranks_of(mesh: DeviceMesh | Ranks | None) -> Ranks:
             "pass one of them, such as mesh['tp']"
         )
     group = mesh.get_group()
-    # gloo's ring all-gather and naive reduce-scatter take 2 to 7 times as long as its all-to-all of the same volume,
-    # above all when ranks outnumber cores. NCCL, RCCL and the fake backend use their own.
-    backend = str(dist.get_backend_config(group))
-    gloo = "gloo" in backend and (mesh.device_type == "cpu" or backend == "gloo")
-    return Ranks(mesh.get_local_rank(), mesh.size(), group.group_name, not gloo)
+    # gloo's own all-gather and reduce-scatter take longer than its all-to-all of the same volume, above all when ranks
+    # outnumber cores (benchmarks/exchange.py). NCCL, RCCL and the fake backend use their own.
+    return Ranks(mesh.get_local_rank(), mesh.size(), group.group_name, _backend(group, mesh.device_type) != "gloo")
+
+
+def _backend(group: dist.ProcessGroup, device_type: str) -> str:
+    """The backend for one kind of device: a configuration is one name for all, or ``cpu:gloo,cuda:nccl``."""
+    config = str(dist.get_backend_config(group))
+    return dict(entry.split(":") for entry in config.split(",")).get(device_type, "") if ":" in config else config
 
 
 def start_all_gather(x: Tensor, ranks: Ranks) -> Tensor:

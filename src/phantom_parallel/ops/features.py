@@ -29,13 +29,14 @@ def take_features(x: Tensor, ranks: Ranks) -> Tensor:
 def all_gather_features(x: Tensor, ranks: Ranks) -> Tensor:
     """(..., m) on every rank -> (..., R m)."""
     gathered = finish_all_gather(start_all_gather(x.reshape(-1, x.shape[-1]), ranks), ranks)
-    return join(gathered).view(*x.shape[:-1], -1)
+    return join(gathered).view(*x.shape[:-1], ranks.size * x.shape[-1])
 
 
 def reduce_scatter_features(x: Tensor, ranks: Ranks) -> Tensor:
     """(..., R m) on every rank -> (..., m), this rank's share of the sum."""
     slices = cut(x.reshape(-1, x.shape[-1]), ranks.size)
-    return finish_reduce_scatter(start_reduce_scatter(slices, ranks), ranks).view(*x.shape[:-1], -1)
+    own = finish_reduce_scatter(start_reduce_scatter(slices, ranks), ranks)
+    return own.view(*x.shape[:-1], x.shape[-1] // ranks.size)
 
 
 class _Shard(Function):
