@@ -23,6 +23,7 @@ def test_json_has_the_counts(capsys):
     assert found["formulas_agree"]
     assert found["flops"] == {"forward": 2 * 64 * 64 * 16, "backward": 2 * 64 * 64 * 16}
     assert found["sent_bytes"]["forward"] == 3 * 64 * 16 * 4
+    assert found["all_ranks"]["flops"] == 4 * 2 * 2 * 64 * 64 * 16
 
 
 @pytest.mark.parametrize(

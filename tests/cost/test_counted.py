@@ -102,6 +102,15 @@ def test_dry_runs_of_hundreds_of_ranks(shape):
     assert found.memory == shape.memory
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.strategy}-{s.ranks}x{s.dp}-{s.blocks}-{s.activation}")
+def test_totals_are_the_sum_over_ranks(shape):
+    """Ranks have equal work, whichever is asked."""
+    runs = [dry_run(replace(shape, rank=rank)) for rank in range(shape.ranks)]
+    assert shape.dp * sum(run.ledger.flops for run in runs) == 2 * shape.over_all_ranks(shape.multiply_adds())
+    assert shape.dp * sum(run.ledger.moved_bytes for run in runs) == shape.over_all_ranks(shape.moved_bytes())
+    assert shape.dp * sum(run.memory.total for run in runs) == shape.over_all_ranks(shape.memory.total)
+
+
 def test_a_dry_run_leaves_no_process_group_behind():
     dry_run(phantom(2, 4))
     assert not torch.distributed.is_initialized()

@@ -81,19 +81,23 @@ def _show(found: DryRun) -> None:
     title = (
         f"{shape.strategy}, width {shape.width:,}, depth {shape.depth}{cut}: rank {shape.rank} of {shape.ranks}{copies}"
     )
-    table = Table("one training step", "this rank", title=title, title_justify="left")
-    table.columns[1].justify = "right"
+    table = Table("one training step", "this rank", "all ranks", title=title, title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+
+    def add(name: str, count: int, unit: float = 1, digits: int = 0) -> None:
+        table.add_row(name, f"{count / unit:,.{digits}f}", f"{shape.over_all_ranks(count) / unit:,.{digits}f}")
+
     for phase in ("forward", "backward"):
-        table.add_row(f"{phase}, GFLOP", f"{found.ledger.flops_of(phase) / 1e9:,.3f}")
+        add(f"{phase}, GFLOP", found.ledger.flops_of(phase), 1e9, 3)
     for phase in ("forward", "backward", "sync"):
         if phase != "sync" or shape.dp > 1:
-            table.add_row(f"{phase}, bytes sent", f"{found.ledger.moved_of(phase):,}")
+            add(f"{phase}, bytes sent", found.ledger.moved_of(phase))
     table.add_section()
     for name in ("parameters", "gradients", "optimizer", "activations", "total"):
-        table.add_row(f"memory, {name}", f"{getattr(found.memory, name) / 2**20:,.1f} MiB")
+        add(f"memory, {name}, MiB", getattr(found.memory, name), 2**20, 1)
     table.add_section()
-    table.add_row("parameters, this rank", f"{shape.parameters:,}")
-    table.add_row("parameters, whole model", f"{shape.model_parameters:,}")
+    table.add_row("parameters", f"{shape.parameters:,}", f"{shape.model_parameters:,} (of the model)")
     console.print(table)
     console.print(found.ledger.table())
     if found.differences:

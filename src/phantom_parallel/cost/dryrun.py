@@ -41,6 +41,11 @@ class DryRun:
             "flops": {phase: self.ledger.flops_of(phase) for phase in ("forward", "backward")},
             "sent_bytes": {phase: self.ledger.moved_of(phase) for phase in ("forward", "backward", "sync")},
             "memory_bytes": asdict(self.memory) | {"total": self.memory.total},
+            "all_ranks": {
+                "flops": self.shape.over_all_ranks(self.ledger.flops),
+                "sent_bytes": self.shape.over_all_ranks(self.ledger.moved_bytes),
+                "memory_bytes": self.shape.over_all_ranks(self.memory.total),
+            },
             "parameters": self.shape.parameters,
             "model_parameters": self.shape.model_parameters,
             "formulas_agree": not self.differences,

@@ -255,6 +255,10 @@ class FFNShape:
     def moved_bytes(self, phase: Phase | None = None) -> int:
         return sum(e.moved_bytes(self.word_bytes) for e in self.exchanges if phase in (None, e.phase))
 
+    def over_all_ranks(self, per_rank: int) -> int:
+        """A count of one rank summed over all ranks of all copies: they have equal work, and send and keep as much."""
+        return per_rank * self.ranks * self.dp
+
     @property
     def parameters(self) -> int:
         """Of this rank."""

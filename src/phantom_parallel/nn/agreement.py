@@ -16,13 +16,14 @@ def agree(what: str, settings: dict[str, Any], mesh: DeviceMesh | None) -> None:
     if mesh is None or mesh.size() == 1:
         return
     told = everyones(settings, mesh)
+    names = dist.get_process_group_ranks(mesh.get_group())  # as the launcher counts them
     differences = []
     for name in sorted({name for one in told for name in one}):
         values = [one.get(name) for one in told]
         usual = Counter(values).most_common(1)[0][0]
         differences += [
-            f"rank {rank} has {name}={value!r}, the others {usual!r}"
-            for rank, value in enumerate(values)
+            f"rank {names[index]} has {name}={value!r}, the others {usual!r}"
+            for index, value in enumerate(values)
             if value != usual
         ]
     if differences:

@@ -113,7 +113,10 @@ class PhantomLinear(FeatureSharded):
 
     @torch.no_grad()
     def to_dense(self) -> nn.Linear:
-        """The ``nn.Linear`` that this layer equals: W_ii = L_i, W_ij = D_ij C_j. On a mesh, whole and on every rank."""
+        """The ``nn.Linear`` that this layer equals: W_ii = L_i, W_ij = D_ij C_j.
+
+        On a mesh every rank calls it and gets the whole.
+        """
         p, m_in, m_out = self.blocks, self.layout.block_in, self.layout.block_out
         local, compress = whole(self.local).view(p, m_out, m_in), whole(self.compress).view(p, self.ghosts, m_in)
         decompress = whole(self.decompress).view(p, m_out, p - 1, self.ghosts)
@@ -237,7 +240,7 @@ class TensorLinear(FeatureSharded):
 
     @torch.no_grad()
     def to_dense(self) -> nn.Linear:
-        """The ``nn.Linear`` that this layer equals. On a mesh, whole and on every rank."""
+        """The ``nn.Linear`` that this layer equals. On a mesh every rank calls it and gets the whole."""
         weight = whole(self.weight)
         dense = nn.Linear(
             self.in_features, self.out_features, self.bias is not None, device=weight.device, dtype=weight.dtype
