@@ -56,6 +56,14 @@ def test_to_dense_is_exact(blocks, block_in, block_out):
     assert relative_error(layer(reference.x).detach(), dense(reference.x).detach()) < 1e-14
 
 
+def test_conversion_leaves_torchs_generator_alone():
+    layer = PhantomLinear(8, 8, blocks=2, ghosts=1)
+    before = torch.get_rng_state()
+    PhantomLinear.from_dense(layer.to_dense(), blocks=2, ghosts=1)
+    layer.reset_parameters(seed=4)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def best_error(weight: torch.Tensor, blocks: int, ghosts: int) -> float:
     """Eckart and Young: what the best fit must lose, from the singular values alone."""
     m_out, m_in = weight.shape[0] // blocks, weight.shape[1] // blocks

@@ -131,6 +131,34 @@ def test_phantom_layers_are_cut_and_activations_left_alone(ranks):
     assert ranks(4)(cut_phantom_layers) == [(True, True)] * 4
 
 
+def differently_drawn() -> bool:
+    """Every rank drew its own weights: rank 0's are cut, as with torch's own styles."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    torch.manual_seed(mesh.get_local_rank())
+    linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    parallelize_module(linear, mesh, PhantomParallel(blocks=BLOCKS, ghosts=GHOSTS))
+    torch.manual_seed(0)
+    expected = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    return relative_error(linear.to_dense().weight, expected.weight) < 1e-12
+
+
+def test_ranks_with_different_weights_take_those_of_rank_0(ranks):
+    assert all(ranks(4)(differently_drawn))
+
+
+def differently_shaped() -> str:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    linear = nn.Linear(WIDTH, WIDTH * (1 + mesh.get_local_rank() // 3))
+    with pytest.raises(ValueError, match="given to PhantomParallel") as caught:
+        parallelize_module(linear, mesh, PhantomParallel(blocks=BLOCKS, ghosts=GHOSTS))
+    return str(caught.value)
+
+
+def test_ranks_with_different_layers_are_told_which_one_is_odd(ranks):
+    for text in ranks(4)(differently_shaped):
+        assert "rank 3 has weight='(32, 16) of torch.float32 on cpu', the others '(16, 16)" in text
+
+
 def fresh() -> tuple[float, bool]:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, device="meta"))

@@ -33,7 +33,7 @@ class PhantomLinear(FeatureSharded):
         blocks: how many blocks the features are cut into; must divide both feature counts.
         ghosts: how many values a block shows the others.
         mesh: one-dimensional device mesh to cut the blocks over.
-        gain: of the activation that follows, as in ``nn.init.calculate_gain``.
+        gain: of the activation that the input has been through, as in ``nn.init.calculate_gain``.
         device, dtype: as for ``nn.Linear``; on the meta device call ``reset_parameters`` after ``to_empty``.
 
     Example::
@@ -120,9 +120,7 @@ class PhantomLinear(FeatureSharded):
         p, m_in, m_out = self.blocks, self.layout.block_in, self.layout.block_out
         local, compress = whole(self.local).view(p, m_out, m_in), whole(self.compress).view(p, self.ghosts, m_in)
         decompress = whole(self.decompress).view(p, m_out, p - 1, self.ghosts)
-        dense = nn.Linear(
-            self.in_features, self.out_features, self.bias is not None, device=local.device, dtype=local.dtype
-        )
+        dense = self._empty_dense(local)
         weight = dense.weight.view(p, m_out, p, m_in)
         for i in range(p):
             weight[i, :, i] = local[i]
@@ -242,9 +240,7 @@ class TensorLinear(FeatureSharded):
     def to_dense(self) -> nn.Linear:
         """The ``nn.Linear`` that this layer equals. On a mesh every rank calls it and gets the whole."""
         weight = whole(self.weight)
-        dense = nn.Linear(
-            self.in_features, self.out_features, self.bias is not None, device=weight.device, dtype=weight.dtype
-        )
+        dense = self._empty_dense(weight)
         dense.weight.copy_(weight)
         if self.bias is not None:
             dense.bias.copy_(whole(self.bias))

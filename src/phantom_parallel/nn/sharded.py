@@ -37,6 +37,7 @@ class FeatureSharded(nn.Module):
 
     in_features: int
     out_features: int
+    bias: nn.Parameter | None
     mesh: DeviceMesh | None
     ranks: Ranks
 
@@ -66,6 +67,11 @@ class FeatureSharded(nn.Module):
             raise ValueError(
                 f"{type(self).__name__} takes {expected} features{share}, got an input of shape {tuple(x.shape)}{hint}"
             )
+
+    def _empty_dense(self, like: Tensor) -> nn.Linear:
+        """An ``nn.Linear`` of this layer's size, to be filled. Made without drawing from torch's generator."""
+        dense = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta", dtype=like.dtype)
+        return dense.to_empty(device=like.device)
 
     def _describe_ranks(self) -> str:
         return "" if self.mesh is None else f", rank {self.ranks.rank} of {self.ranks.size}"

@@ -3,11 +3,13 @@
 from functools import partial
 from typing import Any, Literal
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from phantom_parallel.nn.agreement import agree
 from phantom_parallel.nn.linear import PhantomLinear
 from phantom_parallel.nn.sharded import shard_rows, whole
 from phantom_parallel.ops.collectives import ranks_of
@@ -63,18 +65,30 @@ class PhantomParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if isinstance(module, ELEMENTWISE):
             return module
-        if isinstance(module, PhantomLinear):
-            self._cut(module, device_mesh)
-        elif type(module) is nn.Linear:
-            self._convert(module, device_mesh)
-        else:
+        if type(module) not in (nn.Linear, PhantomLinear):
             raise NotImplementedError(
                 "PhantomParallel supports nn.Linear, PhantomLinear and elementwise activations, "
                 f"not {type(module).__name__}"
             )
+        self._share_weights(module, device_mesh)
+        if isinstance(module, PhantomLinear):
+            self._cut(module, device_mesh)
+        else:
+            assert isinstance(module, nn.Linear)
+            self._convert(module, device_mesh)
         module.register_forward_pre_hook(partial(_prepare_input, self.input_layout, device_mesh))
         module.register_forward_hook(partial(_prepare_output, self.output_layout, self.use_local_output, device_mesh))
         return module
+
+    def _share_weights(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """As torch's own styles do: what is cut is what ``src_data_rank`` of parallelize_module has, 0 by default."""
+        if self.src_data_rank is None or mesh.size() == 1:
+            return
+        shapes = {name: f"{tuple(p.shape)} of {p.dtype} on {p.device.type}" for name, p in module.named_parameters()}
+        agree(f"the {type(module).__name__} given to PhantomParallel", shapes, mesh)
+        for parameter in module.parameters():
+            if not isinstance(parameter, DTensor) and not parameter.is_meta:
+                dist.broadcast(parameter.data, group=mesh.get_group(), group_src=self.src_data_rank)
 
     def _convert(self, linear: nn.Linear, mesh: DeviceMesh) -> None:
         if self.init == "fresh" or linear.weight.is_meta:
