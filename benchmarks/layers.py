@@ -63,14 +63,21 @@ def training_step(model: nn.Module, features: int) -> Callable[[], None]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 
     def step() -> None:
-        model(x).backward(d)
+        z = model(x)
+        _read(z)
+        z.backward(d)
         optimizer.step()
         optimizer.zero_grad()
-        if isinstance(x.grad, AsyncCollectiveTensor):  # torch's own pair leaves the wait to whoever reads it
-            x.grad.wait()
+        _read(x.grad)
         x.grad = None
 
     return step
+
+
+def _read(result: Tensor | None) -> None:
+    """Torch's own pair leaves the wait for its exchange to whoever reads the result."""
+    if isinstance(result, AsyncCollectiveTensor):
+        result.wait()
 
 
 def local_products(width: int, blocks: int, held: int) -> Callable[[], None]:

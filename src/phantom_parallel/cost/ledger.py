@@ -62,6 +62,8 @@ class CollectiveEntry:
 class Ledger(TorchDispatchMode):
     """Records FLOPs and communicated bytes of everything that runs within, on this rank.
 
+    Compiled code runs kernels of its own, which are not seen: count the model uncompiled, its work is the same.
+
     Phases are ``forward`` and ``backward``, or within ``ledger.phase("decode")`` the user's own. Modules are named as
     in ``named_modules``, after the class of the outermost one.
 

@@ -30,7 +30,7 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
 
 def save_model(model: FFN, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-    """Write a model to a new folder. Every rank of its mesh calls this; rank 0 writes.
+    """Write a model to a new folder. Every rank of its mesh calls this, of one data-parallel copy; rank 0 writes.
 
     The folder appears whole or not at all. One that exists is an error unless ``overwrite``, and is then replaced only
     once the new one is complete.
