@@ -14,6 +14,7 @@ from rich.markup import escape
 
 # What each command is for; the order is that of the help.
 COMMANDS: dict[str, str] = {
+    "train": "train a model on local ranks or a cluster's, with checkpoints to go on from",
     "plan": "compare strategies, ranks and ghosts for a model and a machine",
     "dryrun": "what one rank of many would compute, send and keep, from the real model code without data",
     "hardware": "hardware profiles, each figure with its source",

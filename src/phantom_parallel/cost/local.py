@@ -26,7 +26,7 @@ def on_ranks(size: int, function: Callable[..., None], *args: Any, keep_memory: 
     """
     with tempfile.TemporaryDirectory() as folder:
         reports = get_context("spawn").Queue()
-        with _environment(KEEP_FREED_MEMORY if keep_memory else {}):
+        with environment(KEEP_FREED_MEMORY if keep_memory else {}):
             running = spawn(_rank, (size, folder, reports, function, args), nprocs=size, join=False)
         try:
             while not running.join(timeout=0.05):
@@ -39,7 +39,7 @@ def on_ranks(size: int, function: Callable[..., None], *args: Any, keep_memory: 
 
 
 @contextmanager
-def _environment(settings: dict[str, str]) -> Iterator[None]:
+def environment(settings: dict[str, str]) -> Iterator[None]:
     """For processes started within."""
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)

@@ -88,11 +88,11 @@ def _fill(
     with torch.no_grad():
         for name, parameter in model.state_dict().items():
             part: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            part.copy_(file.get_slice(name)[_own_part(parameter)])
+            part.copy_(file.get_slice(name)[own_part(parameter)])
     return model
 
 
-def _own_part(parameter: Tensor) -> tuple[slice, ...]:
+def own_part(parameter: Tensor) -> tuple[slice, ...]:
     """Where this rank's part lies in the whole tensor: only that is read."""
     if not isinstance(parameter, DTensor):
         return tuple(slice(None) for _ in parameter.shape)

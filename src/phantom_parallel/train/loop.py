@@ -1,0 +1,298 @@
+"""The loop: steps until the number of them or the target loss is reached, on ranks that exist already.
+
+Ranks speak of anything but the model at *boundaries* only, the steps that log, evaluate or save: there they sum the
+loss, agree on whether somebody asked to stop, and look for a loss that is no number. Between boundaries a step is what
+a user's own loop would be, and its time is the time that is reported.
+"""
+
+import math
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from phantom_parallel.energy.split import Span, SplitClock, SplitTotals, timer_for
+from phantom_parallel.models.ffn import FFN
+from phantom_parallel.nn.replicas import average_gradients
+from phantom_parallel.train import checkpoint
+from phantom_parallel.train.checkpoint import Progress
+from phantom_parallel.train.config import TrainConfig
+from phantom_parallel.train.data import Batches, open_data
+from phantom_parallel.train.optimizer import PartsOptimizer
+from phantom_parallel.train.signals import StopRequest
+
+Status = Literal["target", "steps", "interrupted"]
+
+
+class LossDiverged(RuntimeError):
+    """The loss or a weight is no finite number any more."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where this process stands: the mesh of the ranks that share its model, and that of the copies of it."""
+
+    tp: DeviceMesh | None = None
+    dp: DeviceMesh | None = None
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
+
+    @classmethod
+    def of(cls, config: TrainConfig, device: torch.device) -> "Places":
+        """In the process group of ``ranks`` times ``dp`` processes; those that share a model are neighbours."""
+        if config.ranks * config.dp == 1:
+            return cls(device=device)
+        mesh = init_device_mesh(device.type, (config.dp, config.ranks), mesh_dim_names=("dp", "tp"))
+        return cls(mesh["tp"] if config.ranks > 1 else None, mesh["dp"] if config.dp > 1 else None, device)
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.alone else dist.get_rank()
+
+    @property
+    def alone(self) -> bool:
+        return self.tp is None and self.dp is None
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is known at a boundary. Rates and shares are rank 0's, since the record before."""
+
+    step: int
+    loss: float
+    eval_loss: float | None
+    lr: float
+    seconds: float
+    samples_per_second: float
+    blocked_share: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a training ended. ``seconds`` are those of its steps alone: neither evaluation nor saving."""
+
+    status: Status
+    step: int
+    loss: float
+    eval_loss: float | None  # the latest
+    seconds: float
+    samples_per_second: float
+    blocked_share: float
+    parameters: int
+    checkpoint: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def train(
+    config: TrainConfig,
+    places: Places,
+    *,
+    checkpoints: Path | None = None,
+    resume: Path | None = None,
+    report: Callable[[Record], None] | None = None,
+) -> tuple[FFN, Summary]:
+    """Train on the ranks of ``places``; every one of them calls this. The model, and how it ended.
+
+    Checkpoints go to the folder ``checkpoints`` where one is given, ``resume`` is one to go on from, and rank 0 calls
+    ``report`` at every boundary.
+    """
+    with ExitStack() as stack:
+        trainer = Trainer(config, places, checkpoints)
+        if resume is not None:
+            trainer.resume(resume)
+        if config.compile:
+            trainer.compile()
+        stack.callback(trainer.clock.stop)
+        trainer.clock.start()
+        stack.callback(trainer.finish_writing)
+        stop = stack.enter_context(StopRequest())
+        return trainer.model, trainer.run(stop, report)
+
+
+class Trainer:
+    """A model, its optimizer and its data, at some step."""
+
+    def __init__(self, config: TrainConfig, places: Places, checkpoints: Path | None) -> None:
+        self.config, self.places, self.checkpoints = config, places, checkpoints
+        torch.manual_seed(config.seed)
+        self.model = FFN(config.ffn(), mesh=places.tp, device=places.device)
+        self.forward: Callable[[Tensor], Tensor] = torch.compile(self.model) if config.compile else self.model
+        self.optimizer = PartsOptimizer(self.model, config, places.tp)
+        cut = self.model.cut_features
+        tp_rank = 0 if places.tp is None else places.tp.get_local_rank()
+        self.copy = 0 if places.dp is None else places.dp.get_local_rank()
+        self.data = open_data(config, *((tp_rank, config.ranks) if cut else (0, 1)))
+        self.batches = Batches(self.data.training_rows, config.batch, config.seed)
+        self.counts = cut or tp_rank == 0  # whether this rank's squares are part of the loss, or another's again
+        self.clock = SplitClock(places.device.type, timer_for(places.device))
+        self.progress = Progress(0, 0.0)
+        self.last_checkpoint: Path | None = None
+        self._eval_loss: float | None = None
+        self._writer = ThreadPoolExecutor(1)  # starts its thread when needed, and ends it when left
+        self._writing = False  # whether rank 0 is at it, which all ranks know
+        self._written: Future[Path] | None = None
+
+    def resume(self, path: Path) -> None:
+        self.progress = checkpoint.load(path, self.optimizer, self.config)
+        self.last_checkpoint = path
+
+    def compile(self) -> None:
+        """Compile both directions now, on rows of the usual shape, so that no step's time has it in it."""
+        rows = torch.arange(self.config.batch // (self.config.dp * self.config.accumulate))
+        self._squares(self.forward, rows).backward()
+        self.model.zero_grad()
+
+    def finish_writing(self) -> None:
+        """Let a checkpoint under way come to its end, whatever ended the training."""
+        self._writer.shutdown()
+
+    def run(self, stop: StopRequest, report: Callable[[Record], None] | None) -> Summary:
+        config, before, first = self.config, self.progress.seconds, self.progress.step
+        start = last = self.clock.totals()
+        record, last_step = None, first
+        status: Status = "steps"
+        for step in range(first + 1, config.steps + 1):
+            with self.clock.step():
+                loss = self._step(step - 1)
+            every = (config.log_every, config.eval_every, config.checkpoint_every)
+            if step < config.steps and all(step % interval for interval in every):
+                continue
+            total, asked = self._sum(loss / config.dp if self.counts else 0.0 * loss, stop.asked)
+            now = self.clock.totals()
+            self.progress = Progress(step, before + now.since(start).seconds[Span.STEP])
+            self._check_finite(total, step)
+            record = self._record(total, bool(asked), step - last_step, now.since(last))
+            last, last_step = now, step
+            if report is not None and self.places.rank == 0:
+                report(record)
+            reached = record.eval_loss is not None and record.eval_loss <= (config.target_loss or -1.0)
+            done = reached or asked or step == config.steps
+            if done or step % config.checkpoint_every == 0:
+                self._save()
+            if done:
+                status = "target" if reached else "interrupted" if asked and step < config.steps else "steps"
+                break
+        self._settle()
+        assert record is not None  # the last step is a boundary, and a checkpoint of it is not resumed
+        return self._summary(status, record, self.clock.totals().since(start), self.progress.step - first)
+
+    def _step(self, step: int) -> Tensor:
+        """One step; this rank's share of the loss before it, not yet summed."""
+        config = self.config
+        rows = self.batches.rows_of(step).chunk(config.dp)[self.copy]
+        total = torch.zeros((), device=self.places.device)
+        for piece in rows.chunk(config.accumulate):
+            loss = self._squares(self.forward, piece) / (len(rows) * config.width)
+            loss.backward()
+            total += loss.detach()
+        average_gradients(self.model, self.places.dp)
+        self.optimizer.step(config.lr_factor(step))
+        return total
+
+    def _squares(self, forward: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+        """The sum of squared errors over these rows and the features that this rank sees."""
+        x, y = (part.to(self.places.device) for part in self.data.take(rows))
+        with torch.autocast(self.places.device.type, torch.bfloat16, enabled=self.config.dtype == "bf16"):
+            out = forward(x)
+        return (out.float() - y).square().sum()
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """The mean squared error of the held-out rows; each copy takes a part of them."""
+        held = torch.arange(self.data.training_rows, self.data.rows)
+        squares = torch.zeros((), device=self.places.device)
+        for piece in held.tensor_split(self.config.dp)[self.copy].split(self.config.batch):
+            squares += self._squares(self.model, piece)
+        total, _ = self._sum(squares if self.counts else 0.0 * squares, False)
+        return total / (len(held) * self.config.width)
+
+    def _sum(self, value: Tensor, flag: bool) -> tuple[float, float]:
+        """A number and a flag, each summed over all ranks."""
+        both = torch.stack([value.double(), value.new_full((), float(flag), dtype=torch.float64)])
+        if not self.places.alone:
+            dist.all_reduce(both)
+        total, flags = both.tolist()
+        return total, flags
+
+    def _record(self, loss: float, asked: bool, steps: int, spent: SplitTotals) -> Record:
+        step, config = self.progress.step, self.config
+        evaluates = step % config.eval_every == 0 or step == config.steps or asked
+        if evaluates:
+            self._eval_loss = self.evaluate()
+        seconds, waited = spent.seconds[Span.STEP], spent.seconds[Span.WAIT_IN_STEP]
+        return Record(
+            step=step,
+            loss=loss,
+            eval_loss=self._eval_loss if evaluates else None,
+            lr=config.lr * config.lr_factor(step - 1),
+            seconds=self.progress.seconds,
+            samples_per_second=steps * config.batch / seconds,
+            blocked_share=waited / seconds,
+        )
+
+    def _check_finite(self, loss: float, step: int) -> None:
+        if not math.isfinite(loss):
+            raise LossDiverged(f"the loss is {loss} at step {step}{self._last_good()}")
+
+    def _last_good(self) -> str:
+        self._settle()
+        found = "there is no checkpoint yet"
+        if self.last_checkpoint is not None:
+            found = f"the last good checkpoint is {self.last_checkpoint}"
+        return f": {found}. A smaller lr, a warmup or clip may help"
+
+    def _save(self) -> None:
+        """A checkpoint, which rank 0 writes while training goes on. What goes wrong there is raised on all ranks, at
+        the next one or at the end.
+        """
+        if self.checkpoints is None:
+            return
+        tensors = checkpoint.gather_state(self.optimizer)
+        # A finite loss does not vouch for the update after it. All ranks hold the same tensors, so all find the same.
+        bad = [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]
+        if bad:
+            raise LossDiverged(f"{bad[0]} is not finite after step {self.progress.step}{self._last_good()}")
+        self._settle()  # one at a time
+        self._writing = True
+        if self.places.rank == 0:
+            self._written = self._writer.submit(checkpoint.write, tensors, self.config, self.progress, self.checkpoints)
+
+    def _settle(self) -> None:
+        """Wait for the checkpoint that is being written, if one is."""
+        if not self._writing:
+            return
+        self._writing = False
+        told: list[Any] = [None]
+        if self._written is not None:
+            try:
+                told = [self._written.result()]
+            except (OSError, SafetensorError) as error:
+                told = [OSError(f"a checkpoint in {self.checkpoints} cannot be written: {error}")]
+        if not self.places.alone:
+            dist.broadcast_object_list(told, src=0, device=self.places.device)
+        if isinstance(told[0], OSError):
+            raise told[0]
+        self.last_checkpoint = told[0]
+
+    def _summary(self, status: Status, record: Record, spent: SplitTotals, steps: int) -> Summary:
+        seconds, waited = spent.seconds[Span.STEP], spent.seconds[Span.WAIT_IN_STEP]
+        return Summary(
+            status=status,
+            step=self.progress.step,
+            loss=record.loss,
+            eval_loss=self._eval_loss,
+            seconds=self.progress.seconds,
+            samples_per_second=steps * self.config.batch / seconds if seconds else 0.0,
+            blocked_share=waited / seconds if seconds else 0.0,
+            parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+            checkpoint=None if self.last_checkpoint is None else str(self.last_checkpoint),
+        )

@@ -1,0 +1,186 @@
+"""``phantom train`` as a user calls it."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from phantom_parallel import load_model
+from phantom_parallel.cli import main as program
+
+SMALL = ["--width", "16", "--ghosts", "2", "--teacher-ghosts", "2", "--samples", "256", "--batch", "16"]
+LONG = [*SMALL, "--steps", "1000000", "--log-every", "5", "--checkpoint-every", "20"]
+DEADLINE = 60.0  # seconds: far above what is needed, so that it only ends a hang
+
+
+@pytest.fixture(autouse=True)
+def _command(monkeypatch):
+    assert "train" in program.COMMANDS
+
+
+def phantom(out: Path, *arguments: str) -> int:
+    try:
+        return program.main(["train", "--out", str(out), *arguments])
+    except SystemExit as left:
+        return int(left.code or 0)
+
+
+def steps_of(out: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_two_ranks_train_stop_and_go_on_as_one(tmp_path, capfd):
+    assert phantom(tmp_path / "run", *SMALL, "--ranks", "2", "--steps", "20", "--json") == 0
+    told = capfd.readouterr()
+    summary = json.loads(told.out)
+    assert (summary["status"], summary["step"]) == ("steps", 20)
+    assert 0 < summary["blocked_share"] < 1
+    assert "step 20/20  loss" in told.err
+    assert steps_of(tmp_path / "run") == [10, 20]
+    assert load_model(tmp_path / "run" / "model").config.blocks == 4
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["ranks"] == 2
+
+    assert phantom(tmp_path / "run", *SMALL, "--steps", "30", "--resume") == 0  # on one rank
+    assert steps_of(tmp_path / "run") == [10, 20, 30]
+    assert "held out" in capfd.readouterr().out
+
+
+def failed(capfd) -> str:
+    lines = capfd.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--blocks", "3"], "blocks=3 does not divide"),
+        (["--ranks", "3", "--blocks", "4"], "3 ranks do not divide blocks=4"),
+        (["--data", "nowhere.npz"], "there is no data"),
+        (["--batch", "250"], "256 rows are too few for batch=250"),
+        (["--resume"], "there is no checkpoint in"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2_and_no_folder(tmp_path, capfd, arguments, message):
+    assert phantom(tmp_path / "run", *SMALL, *arguments) == 2
+    assert message in failed(capfd)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_output_folder_with_something_in_it_is_kept(tmp_path, capfd):
+    (tmp_path / "notes.txt").write_text("mine")
+    assert phantom(tmp_path, *SMALL) == 2
+    assert "exists and is not an empty folder: choose another, or resume" in failed(capfd)
+    assert phantom(tmp_path / "notes.txt", *SMALL) == 2
+    assert "is not an empty folder" in failed(capfd)
+    assert phantom(tmp_path / "notes.txt" / "run", *SMALL) == 2  # cannot be made
+    assert "Not a directory" in failed(capfd)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_more_ranks_than_memory_allows_are_refused(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("phantom_parallel.train.memory.available_bytes", lambda: 1 << 27)
+    assert phantom(tmp_path / "run", *SMALL, "--ranks", "2") == 2
+    assert "ranks=2 times dp=1 need at least 0.2 GiB of memory, 0.1 GiB are free" in failed(capfd)
+    assert not (tmp_path / "run").exists()
+
+
+def joining(monkeypatch, size: int, port: int) -> None:
+    for name, value in {"RANK": 0, "WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_the_ranks_that_were_started_must_be_those_asked_for(tmp_path, capfd, monkeypatch):
+    joining(monkeypatch, size=3, port=1)
+    assert phantom(tmp_path / "run", *SMALL, "--ranks", "2", "--dp", "2") == 2
+    assert "3 processes were started, ranks=2 times dp=2 needs 4" in failed(capfd)
+
+
+def test_a_port_in_use_is_a_mistake(tmp_path, capfd, monkeypatch):
+    with socket.create_server(("localhost", 0)) as taken:
+        joining(monkeypatch, size=1, port=taken.getsockname()[1])
+        assert phantom(tmp_path / "run", *SMALL) == 2
+    assert "cannot join the other ranks at localhost:" in capfd.readouterr().err
+
+
+def test_a_process_that_was_started_joins(tmp_path, monkeypatch):
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    joining(monkeypatch, size=1, port=port)
+    assert phantom(tmp_path / "run", *SMALL, "--steps", "5") == 0
+    assert steps_of(tmp_path / "run") == [5]
+
+
+def test_a_loss_that_diverges_is_exit_code_1(tmp_path, capfd):
+    assert phantom(tmp_path / "run", *SMALL, "--lr", "1e30", "--log-every", "5") == 1
+    assert "error: the loss is nan at step 5: there is no checkpoint yet" in failed(capfd)
+
+
+def started(out: Path, *arguments: str) -> subprocess.Popen:
+    """In a process of its own, once it has saved a checkpoint."""
+    code = (
+        "import sys; from phantom_parallel.cli import main as m; "
+        "m.COMMANDS['train'] = ''; sys.exit(m.main(sys.argv[1:]))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "train", "--out", str(out), *arguments], stderr=subprocess.PIPE, text=True
+    )
+    end = time.monotonic() + DEADLINE
+    while not any((out / "checkpoints").glob("step-*")):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return process
+
+
+def ended(process: subprocess.Popen) -> str:
+    """What it said apart from its progress."""
+    try:
+        _, told = process.communicate(timeout=DEADLINE)
+    finally:
+        process.kill()
+    lines = [line for line in told.splitlines() if not line.startswith("step ")]
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def test_sigterm_saves_and_leaves_and_nothing_is_lost(tmp_path):
+    process = started(tmp_path / "run", *LONG, "--ranks", "2")
+    process.send_signal(signal.SIGTERM)
+    assert "stopped as asked; the last checkpoint is" in ended(process)
+    assert process.returncode == 130
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    assert Path(summary["checkpoint"]).name == f"step-{summary['step']:06d}"
+    assert steps_of(tmp_path / "run")[-1] == summary["step"]
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="finds the ranks through /proc")
+def test_a_rank_that_dies_ends_the_others_and_is_named(tmp_path):
+    process = started(tmp_path / "run", *LONG, "--ranks", "2")
+    os.kill(rank_of(process.pid, 1), signal.SIGKILL)
+    told = ended(process)
+    assert "rank 1 died, and the others were stopped: Signal 9 (SIGKILL)" in told
+    assert "go on with --resume" in told
+    assert process.returncode == 1
+    assert any((tmp_path / "run" / "checkpoints").glob("step-*/state.safetensors"))
+
+
+def rank_of(parent: int, rank: int) -> int:
+    """Which of a launcher's children is rank ``rank``: ranks are started in order."""
+    children = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            stat = (path / "stat").read_text().rsplit(")", 1)[1].split()
+            command = (path / "cmdline").read_text()
+        except OSError:
+            continue
+        if int(stat[1]) == parent and "spawn_main" in command:
+            children.append(int(path.name))
+    return sorted(children)[rank]

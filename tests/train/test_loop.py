@@ -1,0 +1,213 @@
+"""Training on real ranks: the same losses whatever runs it, resumed or not."""
+
+import os
+import re
+import signal
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from phantom_parallel import FFN
+from phantom_parallel.train import LossDiverged, Places, TrainConfig, train
+from phantom_parallel.train.data import Batches, open_data
+
+CPU = torch.device("cpu")
+PHANTOM = TrainConfig(
+    width=16,
+    depth=2,
+    blocks=4,
+    ghosts=2,
+    teacher_ghosts=2,
+    batch=16,
+    samples=256,
+    steps=12,
+    lr=0.02,
+    log_every=1,
+    eval_every=4,
+    checkpoint_every=6,
+)
+OTHERS = {
+    strategy: replace(PHANTOM, strategy=strategy, blocks=None, ghosts=None)
+    for strategy in ("tensor", "megatron", "dense")
+}
+
+
+def losses(config: TrainConfig, folder: str | None = None, resume: str | None = None) -> dict[int, tuple]:
+    """On every rank of the pool; what rank 0 heard."""
+    heard = {}
+    train(
+        config,
+        Places.of(config, CPU),
+        checkpoints=None if folder is None else Path(folder),
+        resume=None if resume is None else Path(resume),
+        report=lambda record: heard.update({record.step: (record.loss, record.eval_loss)}),
+    )
+    return heard
+
+
+def curve(heard: dict[int, tuple]) -> list[float]:
+    return [loss for loss, _ in heard.values()]
+
+
+def test_the_loss_goes_down_and_the_held_out_loss_with_it():
+    heard = losses(replace(PHANTOM, steps=60))
+    assert heard[60][0] < 0.5 * heard[1][0]
+    assert heard[60][1] < 0.6 * heard[4][1]
+    assert heard[1][1] is None
+
+
+VARIANTS = {
+    "plain": {},
+    "clipped, warmed up, cosine": {"clip": 0.5, "warmup": 3, "schedule": "cosine", "weight_decay": 0.1},
+    "sgd with momentum": {"optimizer": "sgd", "momentum": 0.9},
+    "accumulated": {"accumulate": 2},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("strategy", ["phantom", "tensor", "megatron"])
+def test_losses_are_the_same_on_any_ranks_and_copies(ranks, strategy, variant):
+    config = replace(OTHERS.get(strategy, PHANTOM), **VARIANTS[variant])
+    expected = losses(config)
+    for count, copies in ((2, 1), (4, 1), (2, 2)):
+        found = ranks(count * copies)(losses, replace(config, ranks=count, dp=copies))[0]
+        assert curve(found) == pytest.approx(curve(expected), rel=1e-4)
+        assert found[12][1] == pytest.approx(expected[12][1], rel=1e-4)
+
+
+def test_losses_are_those_of_a_plain_loop_in_torch():
+    config = replace(OTHERS["dense"], clip=0.5, warmup=3, schedule="cosine", weight_decay=0.1)
+    data = open_data(config)
+    torch.manual_seed(config.seed)
+    layers = [layer.to_dense() for layer in FFN(config.ffn()).layers]
+    plain = torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[1])
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    batches = Batches(data.training_rows, config.batch, config.seed)
+    expected, norms = [], []
+    for step in range(config.steps):
+        x, y = data.take(batches.rows_of(step))
+        loss = torch.nn.functional.mse_loss(plain(x), y)
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(plain.parameters(), config.clip)))
+        optimizer.param_groups[0]["lr"] = config.lr * config.lr_factor(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    assert max(norms) > config.clip  # so that clipping is tested
+    assert curve(losses(config)) == pytest.approx(expected, rel=1e-4)
+
+
+def test_tensor_megatron_and_dense_learn_alike(ranks):
+    expected = losses(OTHERS["dense"])
+    for strategy in ("tensor", "megatron"):
+        found = ranks(2)(losses, replace(OTHERS[strategy], ranks=2))[0]
+        assert curve(found) == pytest.approx(curve(expected), rel=1e-4)
+    copies = ranks(2)(losses, replace(OTHERS["dense"], dp=2))[0]
+    assert curve(copies) == pytest.approx(curve(expected), rel=1e-4)
+
+
+def test_multipliers_of_the_learning_rate_matter():
+    assert curve(losses(replace(PHANTOM, lr_compress=0.0))) != curve(losses(PHANTOM))
+
+
+def test_mixed_precision_is_close_to_full_and_not_the_same():
+    full, mixed = curve(losses(PHANTOM)), curve(losses(replace(PHANTOM, dtype="bf16")))
+    assert mixed == pytest.approx(full, rel=0.05)
+    assert mixed != full
+
+
+def test_a_compiled_model_learns_the_same(monkeypatch):
+    expected, seen = curve(losses(replace(PHANTOM, steps=3))), []
+
+    def backend(graph, inputs):  # traces as the usual one does, and spares the test a C++ compiler
+        seen.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    assert curve(losses(replace(PHANTOM, compile=True, steps=3))) == pytest.approx(expected, rel=1e-4)
+    assert seen
+
+
+def test_the_target_ends_it():
+    heard = losses(PHANTOM)
+    _, summary = train(replace(PHANTOM, target_loss=heard[8][1]), Places())
+    assert (summary.status, summary.step, summary.eval_loss) == ("target", 8, heard[8][1])
+    assert train(replace(PHANTOM, target_loss=1e-9), Places())[1].status == "steps"
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("strategy", ["phantom", "tensor", "megatron"])
+def test_resumed_is_uninterrupted_to_the_bit_and_to_rounding_elsewhere(ranks, tmp_path, strategy, optimizer):
+    config = replace(OTHERS.get(strategy, PHANTOM), ranks=2, optimizer=optimizer, schedule="cosine")
+    config = replace(config, momentum=0.9 if optimizer == "sgd" else 0.0)
+    expected = ranks(2)(losses, config, str(tmp_path))[0]
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-000006", "step-000012"]
+    rest = {step: found for step, found in expected.items() if step > 6}
+    resume = str(tmp_path / "step-000006")
+    assert ranks(2)(losses, config, None, resume)[0] == rest
+    for count, copies in ((4, 1), (1, 2)):
+        found = ranks(count * copies)(losses, replace(config, ranks=count, dp=copies), None, resume)[0]
+        assert curve(found) == pytest.approx(curve(rest), rel=1e-4)
+    assert curve(losses(replace(config, ranks=1), None, resume)) == pytest.approx(curve(rest), rel=1e-4)
+
+
+def test_only_the_last_checkpoints_are_kept(tmp_path):
+    (tmp_path / "step-notes").mkdir()
+    losses(replace(PHANTOM, checkpoint_every=2, keep=3), str(tmp_path))
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["step-000008", "step-000010", "step-000012", "step-notes"]
+
+
+def diverged(resume: str, ranks: int) -> str:
+    """What is said when a training goes on at an absurd learning rate."""
+    config = replace(PHANTOM, lr=1e30, steps=40, ranks=ranks)
+    path = Path(resume)
+    with pytest.raises(LossDiverged) as caught:
+        train(config, Places.of(config, CPU), checkpoints=path.parent, resume=path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_loss_that_diverges_stops_and_names_the_last_good_checkpoint(ranks, tmp_path, count):
+    losses(replace(PHANTOM, steps=6), str(tmp_path))
+    about = tmp_path / "step-000006" / "checkpoint.json"
+    about.write_text(about.read_text().replace('"lr": 0.02', '"lr": 1e+30'))
+    told = ranks(count)(diverged, str(about.parent), count)
+    assert re.search(r"at step \d+: the last good checkpoint is .*step-000006", told[0])
+    assert len(set(told)) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000006"]
+
+
+def interrupted(folder: str) -> tuple:
+    """Rank 1 alone gets a signal, and all leave together."""
+    config = replace(PHANTOM, ranks=2, checkpoint_every=100, log_every=2, eval_every=100)
+    calls = []
+
+    def forward_hook(*_):
+        calls.append(1)
+        if torch.distributed.get_rank() == 1 and len(calls) == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, *rest: forward_hook() if type(module).__name__ == "FFN" and module.training else None
+    )
+    try:
+        before = signal.getsignal(signal.SIGTERM)
+        _, summary = train(config, Places.of(config, CPU), checkpoints=Path(folder))
+        assert signal.getsignal(signal.SIGTERM) is before
+    finally:
+        handle.remove()
+    return summary.status, summary.step
+
+
+def test_a_signal_to_one_rank_saves_and_ends_all(ranks, tmp_path):
+    found = ranks(2)(interrupted, str(tmp_path))
+    status, step = found[0]
+    assert found == [("interrupted", step)] * 2
+    assert status == "interrupted"
+    assert step < 12
+    assert (tmp_path / f"step-{step:06d}" / "state.safetensors").exists()
+    assert 12 in losses(replace(PHANTOM, log_every=2, eval_every=100), None, str(tmp_path / f"step-{step:06d}"))
