@@ -107,8 +107,8 @@ def change_config(folder: Path, change) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda f: (f / "config.json").unlink(), "is not a readable model configuration"),
-        (lambda f: (f / "config.json").write_text("{"), "is not a readable model configuration"),
+        (lambda f: (f / "config.json").unlink(), "is not a readable model description"),
+        (lambda f: (f / "config.json").write_text("{"), "is not a readable model description"),
         (lambda f: (f / "config.json").write_text("{}"), "is not a Phantom Parallel model"),
         (lambda f: change_config(f, lambda c: c.update(version=99)), "has version 99, this release reads 1"),
         (lambda f: change_config(f, lambda c: c["ffn"].update(blocks=3)), "blocks=3 does not divide"),

@@ -36,8 +36,8 @@ def change_about(path: Path, **values) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda p: (p / "checkpoint.json").unlink(), "is not a readable checkpoint"),
-        (lambda p: (p / "checkpoint.json").write_text("{"), "is not a readable checkpoint"),
+        (lambda p: (p / "checkpoint.json").unlink(), "is not a readable checkpoint description"),
+        (lambda p: (p / "checkpoint.json").write_text("{"), "is not a readable checkpoint description"),
         (lambda p: (p / "checkpoint.json").write_text("[]"), "is not a Phantom Parallel checkpoint"),
         (lambda p: change_about(p, version=9), "has version 9, this release reads 1"),
         (lambda p: change_about(p, step="two"), "expected a step, seconds and a config"),

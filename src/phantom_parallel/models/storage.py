@@ -100,15 +100,21 @@ def own_part(parameter: Tensor) -> tuple[slice, ...]:
     return tuple(slice(first, first + length) for first, length in zip(offset, shape, strict=True))
 
 
-def _read_config(path: Path) -> FFNConfig:
+def read_description(path: Path, what: str, kind: str, version: int) -> dict[str, Any]:
+    """The JSON object that stands beside tensors, if it is one of ours and of a version that we read."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not a readable model configuration: {error}") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ValueError(f'{path} is not a Phantom Parallel model: expected "format": "{FORMAT}"')
-    if found.get("version") != VERSION:
-        raise ValueError(f"{path} has version {found.get('version')!r}, this release reads {VERSION}")
+        raise ValueError(f"{path} is not a readable {what} description: {error}") from None
+    if not isinstance(found, dict) or found.get("format") != kind:
+        raise ValueError(f'{path} is not a Phantom Parallel {what}: expected "format": "{kind}"')
+    if found.get("version") != version:
+        raise ValueError(f"{path} has version {found.get('version')!r}, this release reads {version}")
+    return found
+
+
+def _read_config(path: Path) -> FFNConfig:
+    found = read_description(path, "model", FORMAT, VERSION)
     settings, known = found.get("ffn"), {field.name for field in fields(FFNConfig)}
     if not isinstance(settings, dict):
         raise ValueError(f'{path}: expected an object "ffn" with {", ".join(sorted(known))}, got {settings!r}')

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from phantom_parallel.models.ffn import FFN
-from phantom_parallel.models.storage import own_part
+from phantom_parallel.models.storage import own_part, read_description
 from phantom_parallel.nn.sharded import whole
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.optimizer import PartsOptimizer, state_keys
@@ -132,14 +132,7 @@ def _check_tensors(file: Any, expected: dict[str, list[int]], path: Path) -> Non
 
 
 def _read_about(path: Path, config: TrainConfig) -> Progress:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not a readable checkpoint: {error}") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ValueError(f'{path} is not a Phantom Parallel checkpoint: expected "format": "{FORMAT}"')
-    if found.get("version") != VERSION:
-        raise ValueError(f"{path} has version {found.get('version')!r}, this release reads {VERSION}")
+    found = read_description(path, "checkpoint", FORMAT, VERSION)
     step, seconds, earlier = found.get("step"), found.get("seconds"), found.get("config")
     if not (isinstance(step, int) and isinstance(seconds, int | float) and isinstance(earlier, dict)) or step < 1:
         raise ValueError(f"{path} is not a Phantom Parallel checkpoint: expected a step, seconds and a config")
