@@ -12,7 +12,17 @@ CONFIG = TrainConfig(
 
 
 def record(step: int, eval_loss: float | None = None) -> Record:
-    return Record(step, 0.5, eval_loss, lr=0.1, seconds=1.0, samples_per_second=8.0, blocked_share=0.0)
+    return Record(
+        step,
+        0.5,
+        eval_loss,
+        lr=0.1,
+        seconds=1.0,
+        samples_per_second=8.0,
+        blocked_share=0.0,
+        compute_seconds=1.0,
+        blocked_seconds=0.0,
+    )
 
 
 def test_lines_after_the_checkpoint_are_logged_again_and_not_twice(tmp_path):

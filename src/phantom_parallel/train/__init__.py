@@ -4,8 +4,9 @@
 """
 
 from phantom_parallel.train.config import TrainConfig
-from phantom_parallel.train.launch import Interrupted, RankDied, run
-from phantom_parallel.train.loop import LossDiverged, Places, Record, Summary, train
+from phantom_parallel.train.launch import run
+from phantom_parallel.train.loop import Places, Record, Summary, train
+from phantom_parallel.train.ranks import Interrupted, LossDiverged, RankDied
 
 __all__ = [
     "Interrupted",

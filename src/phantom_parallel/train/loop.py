@@ -27,22 +27,22 @@ from phantom_parallel.train.checkpoint import Progress
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.data import Batches, open_data
 from phantom_parallel.train.optimizer import PartsOptimizer
+from phantom_parallel.train.ranks import LossDiverged
 from phantom_parallel.train.signals import StopRequest
 
 Status = Literal["target", "steps", "interrupted"]
 
 
-class LossDiverged(RuntimeError):
-    """The loss or a weight is no finite number any more."""
-
-
 @dataclass(frozen=True)
 class Places:
-    """Where this process stands: the mesh of the ranks that share its model, and that of the copies of it."""
+    """Where this process stands: the mesh of the ranks that share its model, and that of the copies of it; ``group``
+    is all of them together, the process group by default.
+    """
 
     tp: DeviceMesh | None = None
     dp: DeviceMesh | None = None
     device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
+    group: dist.ProcessGroup | None = None
 
     @classmethod
     def of(cls, config: TrainConfig, device: torch.device) -> "Places":
@@ -63,7 +63,9 @@ class Places:
 
 @dataclass(frozen=True)
 class Record:
-    """What is known at a boundary. Rates and shares are rank 0's, since the record before."""
+    """What is known at a boundary. Rates and shares are rank 0's, since the record before; ``compute_seconds`` and
+    ``blocked_seconds`` are sums over all ranks since the training began or was resumed.
+    """
 
     step: int
     loss: float
@@ -72,11 +74,15 @@ class Record:
     seconds: float
     samples_per_second: float
     blocked_share: float
+    compute_seconds: float
+    blocked_seconds: float
 
 
 @dataclass(frozen=True)
 class Summary:
-    """How a training ended. ``seconds`` are those of its steps alone: neither evaluation nor saving."""
+    """How a training ended. ``seconds`` are those of its steps alone: neither evaluation nor saving. So are
+    ``compute_seconds`` and ``blocked_seconds``, sums over all ranks since the training began or was resumed.
+    """
 
     status: Status
     step: int
@@ -85,6 +91,8 @@ class Summary:
     seconds: float
     samples_per_second: float
     blocked_share: float
+    compute_seconds: float
+    blocked_seconds: float
     parameters: int
     checkpoint: str | None
 
@@ -166,11 +174,14 @@ class Trainer:
             every = (config.log_every, config.eval_every, config.checkpoint_every)
             if step < config.steps and all(step % interval for interval in every):
                 continue
-            total, asked = self._sum(loss / config.dp if self.counts else 0.0 * loss, stop.asked)
             now = self.clock.totals()
+            ran = now.since(start).seconds
+            share = loss / config.dp if self.counts else 0.0 * loss
+            blocked = ran[Span.WAIT_IN_STEP]
+            total, asked, *spent = self._sum(share, stop.asked, ran[Span.STEP] - blocked, blocked)
             self.progress = Progress(step, before + now.since(start).seconds[Span.STEP])
             self._check_finite(total, step)
-            record = self._record(total, bool(asked), step - last_step, now.since(last))
+            record = self._record(total, bool(asked), step - last_step, now.since(last), spent)
             last, last_step = now, step
             if report is not None and self.places.rank == 0:
                 report(record)
@@ -212,23 +223,23 @@ class Trainer:
         squares = torch.zeros((), device=self.places.device)
         for piece in held.tensor_split(self.config.dp)[self.copy].split(self.config.batch):
             squares += self._squares(self.model, piece)
-        total, _ = self._sum(squares if self.counts else 0.0 * squares, False)
+        (total,) = self._sum(squares if self.counts else 0.0 * squares)
         return total / (len(held) * self.config.width)
 
-    def _sum(self, value: Tensor, flag: bool) -> tuple[float, float]:
-        """A number and a flag, each summed over all ranks."""
-        both = torch.stack([value.double(), value.new_full((), float(flag), dtype=torch.float64)])
+    def _sum(self, value: Tensor, *more: float) -> list[float]:
+        """Numbers, each summed over all ranks."""
+        numbers = torch.stack([value.double(), *value.new_tensor(more, dtype=torch.float64)])
         if not self.places.alone:
-            dist.all_reduce(both)
-        total, flags = both.tolist()
-        return total, flags
+            dist.all_reduce(numbers, group=self.places.group)
+        return numbers.tolist()
 
-    def _record(self, loss: float, asked: bool, steps: int, spent: SplitTotals) -> Record:
+    def _record(self, loss: float, asked: bool, steps: int, here: SplitTotals, everywhere: list[float]) -> Record:
         step, config = self.progress.step, self.config
         evaluates = step % config.eval_every == 0 or step == config.steps or asked
         if evaluates:
             self._eval_loss = self.evaluate()
-        seconds, waited = spent.seconds[Span.STEP], spent.seconds[Span.WAIT_IN_STEP]
+        seconds, waited = here.seconds[Span.STEP], here.seconds[Span.WAIT_IN_STEP]
+        compute, blocked = everywhere
         return Record(
             step=step,
             loss=loss,
@@ -237,6 +248,8 @@ class Trainer:
             seconds=self.progress.seconds,
             samples_per_second=steps * config.batch / seconds,
             blocked_share=waited / seconds,
+            compute_seconds=compute,
+            blocked_seconds=blocked,
         )
 
     def _check_finite(self, loss: float, step: int) -> None:
@@ -278,7 +291,7 @@ class Trainer:
             except (OSError, SafetensorError) as error:
                 told = [OSError(f"a checkpoint in {self.checkpoints} cannot be written: {error}")]
         if not self.places.alone:
-            dist.broadcast_object_list(told, src=0, device=self.places.device)
+            dist.broadcast_object_list(told, src=0, group=self.places.group, device=self.places.device)
         if isinstance(told[0], OSError):
             raise told[0]
         self.last_checkpoint = told[0]
@@ -293,6 +306,8 @@ class Trainer:
             seconds=self.progress.seconds,
             samples_per_second=steps * self.config.batch / seconds if seconds else 0.0,
             blocked_share=waited / seconds if seconds else 0.0,
+            compute_seconds=record.compute_seconds,
+            blocked_seconds=record.blocked_seconds,
             parameters=sum(parameter.numel() for parameter in self.model.parameters()),
             checkpoint=None if self.last_checkpoint is None else str(self.last_checkpoint),
         )
