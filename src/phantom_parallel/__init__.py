@@ -8,14 +8,16 @@ from phantom_parallel._version import __version__
 if TYPE_CHECKING:
     from phantom_parallel.cost.ledger import Ledger
     from phantom_parallel.energy import EnergyMeter, PowerProfile
-    from phantom_parallel.models import FFN, FFNConfig, load_model, save_model
+    from phantom_parallel.models import FFN, GPT, FFNConfig, GPTConfig, load_model, save_model
     from phantom_parallel.nn import PhantomLinear, PhantomParallel, RanksDisagree, TensorLinear, parameter_groups
     from phantom_parallel.ops import gather_features, shard_features
 
 __all__ = [
     "FFN",
+    "GPT",
     "EnergyMeter",
     "FFNConfig",
+    "GPTConfig",
     "Ledger",
     "PhantomLinear",
     "PhantomParallel",
@@ -34,7 +36,7 @@ __all__ = [
 _HOMES = {
     "phantom_parallel.cost.ledger": ("Ledger",),
     "phantom_parallel.energy": ("EnergyMeter", "PowerProfile"),
-    "phantom_parallel.models": ("FFN", "FFNConfig", "load_model", "save_model"),
+    "phantom_parallel.models": ("FFN", "GPT", "FFNConfig", "GPTConfig", "load_model", "save_model"),
     "phantom_parallel.nn": ("PhantomLinear", "PhantomParallel", "RanksDisagree", "TensorLinear", "parameter_groups"),
     "phantom_parallel.ops": ("gather_features", "shard_features"),
 }

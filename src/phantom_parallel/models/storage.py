@@ -8,7 +8,10 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, fields
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +25,21 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from phantom_parallel.models.ffn import FFN, FFNConfig
+from phantom_parallel.models.gpt import GPT
+from phantom_parallel.models.gpt_config import GPTConfig
 from phantom_parallel.nn.sharded import whole
 
 FORMAT = "phantom-parallel"
 VERSION = 1
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
+Model = FFN | GPT
+Config = FFNConfig | GPTConfig
+# Under which name a description has a model's settings, and what they make.
+_KINDS: dict[str, tuple[type[Config], Callable[..., Model]]] = {"ffn": (FFNConfig, FFN), "gpt": (GPTConfig, GPT)}
 
-def save_model(model: FFN, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+
+def save_model(model: Model, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Write a model to a new folder. Every rank of its mesh calls this, of one data-parallel copy; rank 0 writes.
 
     The folder appears whole or not at all. One that exists is an error unless ``overwrite``, and is then replaced only
@@ -55,25 +65,29 @@ def load_model(
     mesh: DeviceMesh | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-) -> FFN:
+) -> Model:
     """Read a model, on one process or cut over a mesh whose size divides its blocks. ``dtype`` converts; by default it
     is the file's.
     """
     path = Path(path)
-    config = _read_config(path / CONFIG)
+    config, make = _read_config(path / CONFIG)
     try:
         with safe_open(path / WEIGHTS, framework="pt") as file:
-            return _fill(config, file, path / WEIGHTS, mesh, device, dtype)
+            return _fill(partial(make, config), file, path / WEIGHTS, mesh, device, dtype)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path / WEIGHTS} is not a readable safetensors file: {error}") from None
 
 
 def _fill(
-    config: FFNConfig, file: Any, path: Path, mesh: DeviceMesh | None, device: Any, dtype: torch.dtype | None
-) -> FFN:
+    make: Callable[..., Model],
+    file: Any,
+    path: Path,
+    mesh: DeviceMesh | None,
+    device: Any,
+    dtype: torch.dtype | None,
+) -> Model:
     names = set(file.keys())
-    meta = FFN(config, device="meta")
-    shapes = {name: list(p.shape) for name, p in meta.state_dict().items()}
+    shapes = {name: list(p.shape) for name, p in make(device="meta").state_dict().items()}
     if names != shapes.keys():
         missing, extra = sorted(shapes.keys() - names), sorted(names - shapes.keys())
         raise ValueError(
@@ -83,7 +97,8 @@ def _fill(
     for name, shape in shapes.items():
         if (found := list(file.get_slice(name).get_shape())) != shape:
             raise ValueError(f"{path}: {name} has shape {found}, the model that {CONFIG} describes has {shape}")
-    model = FFN(config, mesh=mesh, device="meta", dtype=dtype or file.get_tensor(next(iter(shapes))).dtype)
+    smallest = min(shapes, key=lambda name: prod(shapes[name]))  # one is enough to see what type they are
+    model = make(mesh=mesh, device="meta", dtype=dtype or file.get_tensor(smallest).dtype)
     model.to_empty(device=device or (mesh.device_type if mesh is not None else torch.get_default_device()))
     with torch.no_grad():
         for name, parameter in model.state_dict().items():
@@ -113,15 +128,19 @@ def read_description(path: Path, what: str, kind: str, version: int) -> dict[str
     return found
 
 
-def _read_config(path: Path) -> FFNConfig:
+def _read_config(path: Path) -> tuple[Config, Callable[..., Model]]:
     found = read_description(path, "model", FORMAT, VERSION)
-    settings, known = found.get("ffn"), {field.name for field in fields(FFNConfig)}
+    kind = next((kind for kind in _KINDS if kind in found), None)
+    if kind is None:
+        raise ValueError(f"{path}: expected a model's settings as one of {', '.join(_KINDS)}, got {sorted(found)}")
+    (made_of, make), settings = _KINDS[kind], found[kind]
+    known = {field.name for field in fields(made_of)}
     if not isinstance(settings, dict):
-        raise ValueError(f'{path}: expected an object "ffn" with {", ".join(sorted(known))}, got {settings!r}')
+        raise ValueError(f'{path}: expected an object "{kind}" with {", ".join(sorted(known))}, got {settings!r}')
     if unknown := settings.keys() - known:
         raise ValueError(f"{path}: unknown settings {', '.join(sorted(unknown))}; known are {', '.join(sorted(known))}")
     try:
-        return FFNConfig(**settings)
+        return made_of(**settings), make
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -132,15 +151,15 @@ def _check_target(path: Path, overwrite: bool) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
 
 
-def _write(tensors: dict[str, Tensor], config: FFNConfig, path: Path) -> None:
+def _write(tensors: dict[str, Tensor], config: Config, path: Path) -> None:
     scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
         new = scratch / "new"
         new.mkdir()
         save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
-        (new / CONFIG).write_text(
-            json.dumps({"format": FORMAT, "version": VERSION, "ffn": asdict(config)}, indent=2) + "\n"
-        )
+        kind = next(kind for kind, (made_of, _) in _KINDS.items() if isinstance(config, made_of))
+        about = {"format": FORMAT, "version": VERSION, kind: asdict(config)}
+        (new / CONFIG).write_text(json.dumps(about, indent=2) + "\n")
         if not path.exists():
             os.rename(new, path)
             return

@@ -67,5 +67,13 @@ def init_rows(
         bias.zero_()
 
 
+@torch.no_grad()
+def init_columns(weight: Tensor, *, first: int, held: int, seed: int, std: float) -> None:
+    """Fill this rank's columns of a dense weight, ``held`` blocks of them from block ``first`` on."""
+    for i, columns in enumerate(weight.chunk(held, 1)):
+        drawn = torch.empty_like(columns, memory_format=torch.contiguous_format)
+        columns.copy_(drawn.normal_(0.0, std, generator=_generator(weight.device, seed, first + i)))
+
+
 def _generator(device: torch.device, seed: int, piece: int) -> torch.Generator:
     return torch.Generator(device).manual_seed((seed + piece * 0x9E3779B97F4A7C15) % (1 << 63))

@@ -10,7 +10,7 @@ from phantom_parallel.layout import BlockLayout, RowLayout
 from phantom_parallel.nn.agreement import agree, everyones
 from phantom_parallel.nn.fit import fit_source
 from phantom_parallel.nn.init import init_phantom, init_rows
-from phantom_parallel.nn.sharded import FeatureSharded, local_rows, shard_rows, whole
+from phantom_parallel.nn.sharded import FeatureSharded, local_rows, shard_rows, shared_seed, whole
 from phantom_parallel.ops import phantom_linear, tensor_linear
 from phantom_parallel.ops.collectives import ranks_of
 
@@ -102,7 +102,7 @@ class PhantomLinear(FeatureSharded):
         weights = [
             None if p is None else local_rows(p) for p in (self.local, self.compress, self.decompress, self.bias)
         ]
-        first, shared = self.ranks.rank * held, self._shared_seed(seed)
+        first, shared = self.ranks.rank * held, shared_seed(seed, self.mesh)
         init_phantom(*weights, blocks=self.blocks, first=first, held=held, seed=shared, gain=self.gain)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ class TensorLinear(FeatureSharded):
         """
         bias = None if self.bias is None else local_rows(self.bias)
         where = {"out_features": self.out_features, "rank": self.ranks.rank, "ranks": self.ranks.size}
-        init_rows(local_rows(self.weight), bias, **where, seed=self._shared_seed(seed), gain=self.gain)
+        init_rows(local_rows(self.weight), bias, **where, seed=shared_seed(seed, self.mesh), gain=self.gain)
 
     def forward(self, x: Tensor) -> Tensor:
         self._check_input(x)

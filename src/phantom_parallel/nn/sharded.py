@@ -30,6 +30,14 @@ def whole(parameter: Tensor) -> Tensor:
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
+def shared_seed(seed: int | None, mesh: DeviceMesh | None) -> int:
+    """The seed that every rank draws its own part with: the one given, or one from rank 0's default generator."""
+    if seed is None:
+        seed = draw_seed()  # on every rank, so that all default generators stay in step
+        seed = seed if mesh is None else everyones(seed, mesh)[0]
+    return seed
+
+
 class FeatureSharded(nn.Module):
     """A linear layer whose features are cut over the ranks of ``mesh``: this rank's features in, this rank's features
     out.
@@ -43,13 +51,6 @@ class FeatureSharded(nn.Module):
 
     def _empty(self, rows: int, *columns: int, **kwargs: Any) -> nn.Parameter:
         return shard_rows(torch.empty(rows // self.ranks.size, *columns, **kwargs), self.mesh)
-
-    def _shared_seed(self, seed: int | None) -> int:
-        """The seed that every rank draws its own part with: the one given, or one from rank 0's default generator."""
-        if seed is None:
-            seed = draw_seed()  # on every rank, so that all default generators stay in step
-            seed = seed if self.mesh is None else everyones(seed, self.mesh)[0]
-        return seed
 
     def _check_input(self, x: Tensor) -> None:
         expected = self.in_features // self.ranks.size

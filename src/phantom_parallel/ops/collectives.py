@@ -1,7 +1,8 @@
-"""The two exchanges, each split in a start and a finish so that local products run in between.
+"""The exchanges, each split in a start and a finish so that local products run in between.
 
     all-gather       (B, c) on every rank     ->  (R, B, c), the same on every rank
     reduce-scatter   (R, B, c) on every rank  ->  (B, c), rank r's slice r summed over ranks
+    all-to-all       (R B, c) on every rank   ->  (R B, c), slice r from rank r: what gloo's other two are made of
 
 A *start* returns at once with a tensor whose contents are on their way; a *finish* waits for them, on that very tensor:
 Inductor loses track of a wait on a view of it, and the products then read what has not arrived. Both are the functional
@@ -61,7 +62,7 @@ def start_all_gather(x: Tensor, ranks: Ranks) -> Tensor:
     if ranks.native:
         return _c10d.all_gather_into_tensor(x.contiguous(), ranks.size, ranks.group)
     copies = x.expand(ranks.size, *x.shape).reshape(ranks.size * x.shape[0], x.shape[1])  # (R B, c): one for each rank
-    return _start_all_to_all(copies, ranks)
+    return start_all_to_all(copies, ranks)
 
 
 def finish_all_gather(pending: Tensor, ranks: Ranks) -> Tensor:
@@ -77,7 +78,7 @@ def start_reduce_scatter(x: Tensor, ranks: Ranks) -> Tensor:
     rows = x.reshape(x.shape[0] * x.shape[1], x.shape[2])  # (R B, c)
     if ranks.native:
         return _c10d.reduce_scatter_tensor(rows, "sum", ranks.size, ranks.group)
-    return _start_all_to_all(rows, ranks)
+    return start_all_to_all(rows, ranks)
 
 
 def finish_reduce_scatter(pending: Tensor, ranks: Ranks) -> Tensor:
@@ -90,6 +91,13 @@ def finish_reduce_scatter(pending: Tensor, ranks: Ranks) -> Tensor:
     )
 
 
-def _start_all_to_all(rows: Tensor, ranks: Ranks) -> Tensor:
+def start_all_to_all(rows: Tensor, ranks: Ranks) -> Tensor:
+    """Begin to send slice r of rows (R B, c) to rank r; what arrives is as long, and slice r of it is rank r's."""
     splits = [rows.shape[0] // ranks.size] * ranks.size
     return _c10d.all_to_all_single(rows, splits, splits, ranks.group)
+
+
+def finish_all_to_all(pending: Tensor) -> Tensor:
+    """Wait for every rank's slice: (R B, c)."""
+    arrived: Tensor = _c10d.wait_tensor(pending)
+    return arrived

@@ -83,7 +83,7 @@ class _PhantomLinear(Function):
         pending = start_all_gather(join(times(xs, compress)), ranks)  # g: (B, q k), on its way
         zs = times(xs, local)  # L x: (q, B, m_out), meanwhile
         gathered = finish_all_gather(pending, ranks)  # g of all: (R, B, q k)
-        zs = times(_others(gathered, blocks, ranks), decompress, add_to=zs)  # + D g
+        zs = times(others(gathered, blocks, ranks), decompress, add_to=zs)  # + D g
         z = join(zs)  # (B, q m_out)
 
         need_x, need_local, need_compress, need_decompress = ctx.needs_input_grad[:4]
@@ -108,7 +108,7 @@ class _PhantomLinear(Function):
         ds = cut(d, q)  # (q, B, m_out)
         xs: Any = None if x is None else cut(x, q)  # (q, B, m_in)
         if need_x or need_compress:
-            h = _to_sources(transposed_times(ds, decompress), blocks, ranks)  # this rank's part of h: (R, B, q k)
+            h = to_sources(transposed_times(ds, decompress), blocks, ranks)  # this rank's part of h: (R, B, q k)
             pending = start_reduce_scatter(h, ranks)  # on its way
         if need_local:
             d_local = weight_grad(ds, xs)  # d^T x: (q m_out, m_in), meanwhile
@@ -119,7 +119,7 @@ class _PhantomLinear(Function):
                         "a second derivative by x and decompress needs local or compress to require grad"
                     )
                 gathered = finish_all_gather(start_all_gather(join(times(xs, compress)), ranks), ranks)
-            d_decompress = weight_grad(ds, _others(gathered, blocks, ranks))  # d^T g: (q m_out, (p-1) k)
+            d_decompress = weight_grad(ds, others(gathered, blocks, ranks))  # d^T g: (q m_out, (p-1) k)
         if need_bias:
             d_bias = d.sum(0)  # (q m_out)
         if need_x:
@@ -133,7 +133,7 @@ class _PhantomLinear(Function):
         return None if dxs is None else join(dxs), d_local, d_compress, d_decompress, d_bias, None, None
 
 
-def _others(gathered: Tensor, blocks: int, ranks: Ranks) -> Tensor:
+def others(gathered: Tensor, blocks: int, ranks: Ranks) -> Tensor:
     """For each block here, the ghosts of all others in ring order: (R, B, q k) -> (q, B, (p-1) k).
 
     These are overlapping windows of one matrix, the ring of ghosts from the right neighbour of this rank's first block.
@@ -145,8 +145,8 @@ def _others(gathered: Tensor, blocks: int, ranks: Ranks) -> Tensor:
     return ring[:, : (blocks + q - 2) * ghosts].unfold(1, (blocks - 1) * ghosts, ghosts).transpose(0, 1)
 
 
-def _to_sources(h: Tensor, blocks: int, ranks: Ranks) -> Tensor:
-    """The conjugate of ``_others``: each block's (q, B, (p-1) k) summed by source, laid out by owner: (R, B, q k)."""
+def to_sources(h: Tensor, blocks: int, ranks: Ranks) -> Tensor:
+    """The conjugate of ``others``: each block's (q, B, (p-1) k) summed by source, laid out by owner: (R, B, q k)."""
     q, rows, ghosts = h.shape[0], h.shape[1], h.shape[2] // (blocks - 1)
     ring = h.new_zeros(rows, (blocks + q - 1) * ghosts)
     for i in range(q):

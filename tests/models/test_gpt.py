@@ -1,0 +1,368 @@
+"""The transformer against plain float64 maths: on one process and on real ranks, by every strategy."""
+
+import math
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from phantom_parallel import GPT, GPTConfig, Ledger, RanksDisagree
+from tests.models import gpt_reference
+from tests.reference import relative_error
+
+SIZES = {"vocab": 24, "dim": 32, "layers": 2, "heads": 8, "kv_heads": 4, "hidden": 40, "context": 16}
+
+
+def config_of(strategy: str = "phantom", **changes) -> GPTConfig:
+    cut = {"blocks": 4, "ghosts": 3} if strategy == "phantom" else {}
+    return GPTConfig(**(SIZES | cut | {"strategy": strategy} | changes))
+
+
+def one_mesh():
+    return init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def filled(config: GPTConfig, mesh=None, dtype=torch.float64, **kwargs) -> GPT:
+    """A model with the reference's weights."""
+    model = GPT(config, mesh=mesh, dtype=dtype, **kwargs)
+    drawn = gpt_reference.draw(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            whole = drawn[name].to(dtype)
+            if isinstance(parameter, DTensor):
+                whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.copy_(whole)
+    return model
+
+
+def whole(t: torch.Tensor) -> torch.Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def gradients(model: GPT) -> dict[str, torch.Tensor]:
+    return {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+
+
+def reference(config: GPTConfig) -> dict[str, torch.Tensor]:
+    drawn = gpt_reference.draw(GPT(config, device="meta"))
+    return gpt_reference.expected(drawn, config, *gpt_reference.tokens(config.vocab))
+
+
+def errors(config: GPTConfig, mesh=None, **kwargs) -> dict[str, float]:
+    model = filled(config, mesh, **kwargs)
+    inputs, targets = gpt_reference.tokens(config.vocab)
+    loss = model.loss(inputs, targets)
+    loss.backward()
+    found = {"loss": loss.detach(), "logits": model.logits(inputs), **gradients(model)}
+    expected = reference(config)
+    assert found.keys() == expected.keys()
+    return {name: relative_error(found[name], expected[name]) for name in expected}
+
+
+def errors_on_ranks(*args, **kwargs) -> dict[str, float]:
+    return errors(*args, **kwargs, mesh=one_mesh())
+
+
+VARIANTS = {
+    "untied": {},
+    "tied": {"tied": True},
+    "heads alike": {"kv_heads": 8, "rope_base": 500.0},
+    "eight blocks": {"kv_heads": 8, "blocks": 8, "ghosts": 2, "tied": True},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("strategy", ["phantom", "megatron", "dense"])
+def test_loss_logits_and_all_gradients_equal_plain_maths(strategy, variant):
+    if strategy != "phantom" and variant == "eight blocks":
+        pytest.skip("only phantom has blocks")
+    found = errors(config_of(strategy, **VARIANTS[variant]))
+    assert max(found.values()) < 1e-11, found
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_phantom_is_the_same_model_on_any_number_of_ranks(ranks, size, variant):
+    for found in ranks(size)(errors_on_ranks, config_of(**VARIANTS[variant])):
+        assert max(found.values()) < 1e-10, found
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_megatron_is_the_same_model_on_any_number_of_ranks(ranks, size, tied):
+    for found in ranks(size)(errors_on_ranks, config_of("megatron", tied=tied)):
+        assert max(found.values()) < 1e-10, found
+
+
+def test_the_comparison_fails_where_two_ghosts_are_swapped():
+    config = config_of()
+    model = filled(config)
+    inputs, targets = gpt_reference.tokens(config.vocab)
+    with torch.no_grad():
+        D = model.layers[1].mlp.gate_up.linear.decompress
+        D[:10, :6] = D[:10, :6].roll(3, 1)
+    assert relative_error(model.loss(inputs, targets), reference(config)["loss"]) > 1e-6
+
+
+def test_the_reference_has_the_matrices_that_the_layers_say_they_equal():
+    model = filled(config_of())
+    drawn = gpt_reference.draw(model)
+    for name in ("attention.qkv.linear", "attention.out", "mlp.gate_up.linear", "mlp.down"):
+        dense = model.layers[1].get_submodule(name).to_dense().weight
+        torch.testing.assert_close(dense.detach(), gpt_reference.weight(drawn, f"layers.1.{name}", 4))
+
+
+def counted(config: GPTConfig, recompute: bool) -> dict[str, dict[str, int]]:
+    """Collectives by phase and module: those of each layer, and what is left."""
+    model = GPT(config, mesh=one_mesh(), recompute=recompute)
+    inputs, targets = gpt_reference.tokens(config.vocab)
+    with Ledger() as ledger:
+        model.loss(inputs, targets).backward()
+    found: dict[str, dict[str, int]] = {"forward": {}, "backward": {}}
+    for entry, count in ledger.collectives.items():
+        parts = entry.module.split(".")
+        place = ".".join(parts[1:3]) if "layers" in parts else "ends"
+        found[entry.phase][place] = found[entry.phase].get(place, 0) + count
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_four_exchanges_a_layer_each_way_and_no_other(ranks, size):
+    """Forward's ends are the head's gather and the loss's three numbers; backward's the head's reduce-scatter. A tied
+    head turns its weight once each way.
+    """
+    for tied in (False, True):
+        for found in ranks(size)(counted, config_of(tied=tied), False):
+            assert found["forward"] == {"layers.0": 4, "layers.1": 4, "ends": 2 + tied}
+            assert sum(found["backward"].values()) == 8 + 1 + tied
+
+
+def test_megatron_has_two_exchanges_a_layer_each_way(ranks):
+    """A baseline that is not made worse than it is: its ends are the embedding's and the loss's, and the head's."""
+    for found in ranks(2)(counted, config_of("megatron"), False):
+        assert found["forward"] == {"layers.0": 2, "layers.1": 2, "ends": 2}
+        assert sum(found["backward"].values()) == 4 + 1
+
+
+def test_recomputing_repeats_the_forward_exchanges_and_changes_no_number(ranks):
+    for found in ranks(2)(counted, config_of(), True):
+        assert found["forward"] == {"layers.0": 4, "layers.1": 4, "ends": 2}
+        assert sum(found["backward"].values()) == 8 + 1 + 8
+    for found in ranks(2)(errors_on_ranks, config_of(), recompute=True):
+        assert max(found.values()) < 1e-10
+
+
+def decoded(config: GPTConfig, on_ranks: bool) -> tuple[float, int]:
+    """The largest difference of logits with a cache, in unequal pieces, from those of all at once."""
+    mesh = one_mesh() if on_ranks else None
+    model = filled(config, mesh)
+    inputs, _ = gpt_reference.tokens(config.vocab)
+    cache = model.new_cache(len(inputs), 12)
+    pieces = [model.logits(piece, cache) for piece in inputs.split([3, 1, 1, 4], 1)]
+    assert cache.position == inputs.shape[1]
+    assert not any(piece.requires_grad for piece in pieces)
+    expected = reference(config)["logits"]
+    again = model.logits(inputs, model.new_cache(len(inputs)), last=True)
+    worst = max(relative_error(torch.cat(pieces, 1), expected), relative_error(again, expected[:, -1:]))
+    return worst, cache.keys.numel()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("strategy", ["phantom", "megatron", "dense"])
+def test_a_cache_gives_the_logits_of_all_at_once(strategy, tied):
+    assert decoded(config_of(strategy, tied=tied), False)[0] < 1e-11
+
+
+@pytest.mark.parametrize("strategy", ["phantom", "megatron"])
+def test_a_cache_on_ranks_holds_this_ranks_heads_only(ranks, strategy):
+    _, alone = decoded(config_of(strategy), False)
+    for tied in (False, True):
+        for error, held in ranks(2)(decoded, config_of(strategy, tied=tied), True):
+            assert error < 1e-11
+            assert held == alone // 2
+
+
+def decode_exchanges(tied: bool) -> tuple[int, dict[int, int]]:
+    """Collectives of one decoded token, and of inference mode."""
+    model = filled(config_of(tied=tied), one_mesh(), torch.float32)
+    cache = model.new_cache(1)
+    with torch.inference_mode(), Ledger() as ledger:
+        model.logits(torch.tensor([[3, 4, 5]]), cache, last=True)
+        first = sum(ledger.collectives.values())
+        model.logits(torch.tensor([[6]]), cache, last=True)
+    return sum(ledger.collectives.values()) - first
+
+
+def test_a_decoded_token_takes_four_exchanges_a_layer_and_two_for_its_logits(ranks):
+    assert ranks(2)(decode_exchanges, False) == [4 * 2 + 2] * 2
+    assert ranks(2)(decode_exchanges, True) == [4 * 2 + 2] * 2
+
+
+def greedy(steps: int = 6) -> list[int]:
+    mesh = one_mesh()
+    torch.manual_seed(0)
+    model = GPT(config_of(), mesh=mesh)
+    cache = model.new_cache(1)
+    token, found = torch.tensor([[1, 2, 3]]), []
+    with torch.inference_mode():
+        for _ in range(steps):
+            token = model.logits(token, cache, last=True).argmax(-1)
+            found.append(int(token))
+    return found
+
+
+def test_greedy_tokens_are_the_same_on_any_number_of_ranks(ranks):
+    expected = ranks(1)(greedy)[0]
+    assert ranks(2)(greedy) == [expected] * 2
+    assert ranks(4)(greedy) == [expected] * 4
+
+
+def weights(config: GPTConfig) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    mesh = one_mesh() if torch.distributed.is_initialized() else None
+    return {name: whole(p.detach()) for name, p in GPT(config, mesh=mesh).named_parameters()}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("strategy", ["phantom", "megatron"])
+def test_the_same_seed_draws_the_same_weights_on_any_number_of_ranks(ranks, strategy, tied):
+    expected = weights(config_of(strategy, tied=tied))
+    if strategy == "megatron":
+        for name, value in weights(config_of("dense", tied=tied)).items():
+            assert torch.equal(value, expected[name])
+    for found in (*ranks(2)(weights, config_of(strategy, tied=tied)), ranks(4)(weights, config_of(strategy))[0]):
+        if found.keys() == expected.keys():
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert ("head.weight" in expected or "head.linear.weight" in expected) is not tied
+
+
+@pytest.mark.parametrize("strategy", ["phantom", "dense"])
+def test_a_new_model_knows_nothing_and_its_stream_keeps_its_energy(strategy):
+    torch.manual_seed(0)
+    config = config_of(strategy, vocab=512, dim=256, layers=8, hidden=512, context=64)
+    model, entered = GPT(config), []
+    model.head.register_forward_pre_hook(lambda module, args: entered.append(args[0]))
+    inputs = torch.randint(512, (4, 64))
+    loss = float(model.loss(inputs, torch.randint(512, (4, 64))).detach())
+    assert abs(loss - math.log(512) - 0.5) < 0.3  # logits of variance one: the mean of exp is e^(1/2)
+    assert 0.8 < float(entered[0].detach().square().mean()) < 3.0
+    expected = 0.0625 * config.hidden**-1.0  # 1 / (2 layers) / fan-in
+    down = model.layers[3].mlp.down
+    assert float((down.local if strategy == "phantom" else down.weight).var().detach()) == pytest.approx(
+        expected, rel=0.05
+    )
+
+
+def autocast_error(config: GPTConfig, on_ranks: bool) -> tuple[str, float]:
+    mesh = one_mesh() if on_ranks else None
+    model = filled(config, mesh, torch.float32)
+    inputs, targets = gpt_reference.tokens(config.vocab)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model.loss(inputs, targets)
+        dtype = model.logits(inputs).dtype
+    loss.backward()
+    expected = reference(config)
+    return str(dtype), max(
+        abs(float(loss.detach() / expected["loss"]) - 1) * 10,
+        *(relative_error(gradient, expected[name]) for name, gradient in gradients(model).items()),
+    )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_autocast(ranks, tied):
+    for dtype, error in (
+        autocast_error(config_of(tied=tied), False),
+        *ranks(2)(autocast_error, config_of(tied=tied), True),
+    ):
+        assert dtype == "torch.bfloat16"
+        assert error < 0.1
+
+
+def test_a_model_in_bfloat16_runs_both_ways():
+    model = filled(config_of(), dtype=torch.bfloat16)
+    inputs, targets = gpt_reference.tokens(24)
+    loss = model.loss(inputs, targets)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert float(loss.detach()) == pytest.approx(float(reference(config_of())["loss"]), rel=0.03)
+    assert all(p.grad.dtype == torch.bfloat16 for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"strategy": "magic"}, "strategy must be one of phantom, megatron, dense, got 'magic'"),
+        ({"layers": 0}, "layers must be a positive whole number, got 0"),
+        ({"context": 1.5}, "context must be a positive whole number, got 1.5"),
+        ({"kv_heads": 0}, "kv_heads must be a positive whole number, got 0"),
+        ({"hidden": -1}, "hidden must be a positive whole number, got -1"),
+        ({"tied": "yes"}, "tied must be true or false, got 'yes'"),
+        ({"rope_base": 0.0}, "rope_base must be a positive number, got 0.0"),
+        ({"norm_eps": float("nan")}, "norm_eps must be a positive number, got nan"),
+        ({"heads": 7}, "heads=7 does not divide dim=32: 4 or 8 would"),
+        ({"kv_heads": 3}, "kv_heads=3 does not divide heads=8: 2 or 4 would"),
+        ({"heads": 32, "kv_heads": 4}, "a head of 1 features .* even number"),
+        ({"blocks": None}, "needs blocks and ghosts, got blocks=None"),
+        ({"strategy": "dense"}, "belong to the strategy phantom, not to dense"),
+        ({"blocks": 1}, "blocks=1 leaves no other block"),
+        ({"kv_heads": 2}, "blocks=4 does not divide kv_heads=2: kv_heads=4 would be whole blocks"),
+        ({"vocab": 25}, "blocks=4 does not divide vocab=25: vocab=28 would be whole blocks"),
+        ({"hidden": 42}, "blocks=4 does not divide hidden=42"),
+        ({"ghosts": 9}, "ghosts=9 is larger than a block of 8 features"),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        GPTConfig(**(SIZES | {"blocks": 4, "ghosts": 2} | settings))
+
+
+def test_what_is_left_out_is_filled_in():
+    config = GPTConfig(vocab=256, dim=512, layers=4, heads=8, blocks=4, ghosts=16)
+    assert (config.kv_heads, config.hidden, config.head_dim, config.group) == (8, 1408, 64, 1)
+    assert GPTConfig(vocab=6, dim=12, layers=1, heads=6, blocks=3, ghosts=1).hidden % 3 == 0
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (lambda m, t: m.loss(t[0], t[0]), r"tokens must be \(batch, positions\), got shape \(9,\)"),
+        (lambda m, t: m.loss(t, t[:, 1:]), r"targets of shape \(2, 8\) for tokens of shape \(2, 9\)"),
+        (lambda m, t: m.logits(t.repeat(1, 2)), "18 positions are more than the model's context of 16"),
+        (lambda m, t: m.logits(t + 20), "tokens must lie from 0 to 23, got"),
+        (lambda m, t: m.loss(t, t - 100), "targets must lie from 0 to 23, got -"),
+        (lambda m, t: m.new_cache(0), "batch must be a positive whole number, got 0"),
+        (lambda m, t: m.new_cache(1, 17), "17 positions is longer than the model's context of 16"),
+        (lambda m, t: m.logits(t, m.new_cache(3)), "made for a batch of 3, got one of 2"),
+        (lambda m, t: m.logits(t, m.new_cache(2, 5)), "room for 5 positions and holds 0, got 9 more"),
+    ],
+)
+def test_input_that_does_not_fit_is_named(run, message):
+    inputs, _ = gpt_reference.tokens(24)
+    with pytest.raises(ValueError, match=message):
+        run(GPT(config_of()), inputs)
+
+
+def refused(config: GPTConfig) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        GPT(config, mesh=one_mesh())
+    return str(caught.value)
+
+
+def test_ranks_that_do_not_fit_are_named(ranks):
+    assert "4 ranks do not divide blocks=2: run on 2 ranks" in ranks(4)(refused, config_of(blocks=2))[0]
+    assert "4 ranks do not divide kv_heads=2" in ranks(4)(refused, config_of("megatron", kv_heads=2))[0]
+    assert "4 ranks do not divide vocab=22" in ranks(4)(refused, config_of("megatron", vocab=22))[0]
+    assert "dense runs on one rank, got a mesh of 2" in ranks(2)(refused, config_of("dense"))[0]
+
+
+def disagreeing() -> str:
+    rank = torch.distributed.get_rank()
+    with pytest.raises(RanksDisagree) as caught:
+        GPT(config_of(ghosts=3 if rank == 1 else 2), mesh=one_mesh())
+    return str(caught.value)
+
+
+def test_ranks_that_disagree_are_named(ranks):
+    for message in ranks(4)(disagreeing):
+        assert "rank 1 has ghosts=3, the others 2" in message

@@ -1,0 +1,64 @@
+"""A norm and a phantom map in one module."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from phantom_parallel.nn import FeatureEmbedding, NormedPhantomLinear, VocabularyHead, parameter_groups
+
+
+def test_the_module_is_a_norm_and_its_dense_map():
+    layer = NormedPhantomLinear(16, 24, blocks=4, ghosts=2, eps=0.1, dtype=torch.float64)
+    with torch.no_grad():
+        layer.norm.uniform_(0.5, 1.5)
+    x = torch.randn(2, 3, 16, dtype=torch.float64)
+    expected = layer.linear.to_dense()(F.rms_norm(x, (16,), layer.norm, 0.1))
+    torch.testing.assert_close(layer(x), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_parameters_are_in_the_groups_of_their_names():
+    layer = NormedPhantomLinear(16, 24, blocks=4, ghosts=2)
+    groups = {group["name"]: group["params"] for group in parameter_groups(layer, 0.1)}
+    assert {name: len(params) for name, params in groups.items()} == {
+        "local": 1,
+        "compress": 1,
+        "decompress": 1,
+        "rest": 1,
+    }
+
+
+def test_an_input_of_another_width_is_named():
+    with pytest.raises(ValueError, match=r"takes 16 features, got an input of shape \(2, 8\)"):
+        NormedPhantomLinear(16, 24, blocks=4, ghosts=2)(torch.randn(2, 8))
+
+
+def reset() -> list[tuple[str, torch.Tensor]]:
+    """Modules made on the meta device and drawn afterwards, whole."""
+    mesh = None
+    if torch.distributed.is_initialized():
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    kwargs = {"mesh": mesh, "device": "meta"}
+    found = []
+    for module in (
+        NormedPhantomLinear(16, 24, blocks=4, ghosts=2, **kwargs),
+        FeatureEmbedding(12, 16, blocks=4, std=0.5, **kwargs),
+        VocabularyHead(12, 16, **kwargs),
+        VocabularyHead(12, 16, tied=True, **kwargs),
+    ):
+        module.to_empty(device="cpu").reset_parameters(seed=4)
+        for name, parameter in module.named_parameters():
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            found.append((f"{type(module).__name__}.{name}", whole.detach()))
+    return found
+
+
+def test_what_was_made_on_the_meta_device_is_drawn_alike_on_any_number_of_ranks(ranks):
+    expected = reset()
+    assert all(bool((value == 1).all()) for name, value in expected if name.endswith("norm"))
+    assert 0.4 < float(dict(expected)["FeatureEmbedding.weight"].std()) < 0.6
+    for size in (2, 4):
+        for found in ranks(size)(reset):
+            assert [name for name, _ in found] == [name for name, _ in expected]
+            assert all(torch.equal(a, b) for (_, a), (_, b) in zip(found, expected, strict=True))

@@ -1,0 +1,61 @@
+"""Losses of cut logits and rows of cut embeddings, against whole ones."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from phantom_parallel.ops import vocabulary_cross_entropy, vocabulary_rows
+from phantom_parallel.ops.collectives import ranks_of
+from tests.reference import relative_error
+
+
+def losses(native: bool, scale: float) -> tuple[float, float, float]:
+    ranks = ranks_of(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    ranks = ranks._replace(native=native or ranks.native)
+    generator = torch.Generator().manual_seed(0)
+    logits = (scale * torch.randn(3, 5, 12, generator=generator, dtype=torch.float64)).requires_grad_()
+    targets = torch.randint(12, (3, 5), generator=generator)
+    expected = -logits.log_softmax(-1).gather(-1, targets[..., None]).mean()
+    (3 * expected).backward()
+
+    own = logits.detach().chunk(ranks.size, -1)[ranks.rank].clone().requires_grad_()
+    loss = vocabulary_cross_entropy(own, targets, ranks=ranks)
+    (3 * loss).backward()
+    error = relative_error(own.grad, logits.grad.chunk(ranks.size, -1)[ranks.rank])
+    return float(loss.detach()), float(expected.detach()), error
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["all_to_all", "native"])
+@pytest.mark.parametrize("scale", [1.0, 1000.0], ids=["usual", "large"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_cross_entropy_of_cut_logits_is_that_of_whole_ones(ranks, size, scale, native):
+    results = ranks(size)(losses, native, scale)
+    assert len({loss for loss, _, _ in results}) == 1  # the very same number on every rank
+    for loss, expected, error in results:
+        assert loss == pytest.approx(expected, rel=1e-12)
+        assert error < 1e-12
+
+
+def test_low_precision_logits_are_summed_in_float32():
+    logits = torch.zeros(1, 4096, dtype=torch.bfloat16)
+    loss = vocabulary_cross_entropy(logits, torch.tensor([0]))
+    assert loss.dtype == torch.float32
+    assert float(loss) == pytest.approx(8.317766, rel=1e-6)
+
+
+def turned() -> tuple[float, float]:
+    ranks = ranks_of(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    generator = torch.Generator().manual_seed(0)
+    weight, d = (torch.randn(12, 8, generator=generator) for _ in range(2))
+    own = weight.chunk(ranks.size, 1)[ranks.rank].clone().requires_grad_()
+    rows = vocabulary_rows(own, ranks=ranks)
+    rows.backward(d.chunk(ranks.size)[ranks.rank])
+    return (
+        relative_error(rows, weight.chunk(ranks.size)[ranks.rank]),
+        relative_error(own.grad, d.chunk(ranks.size, 1)[ranks.rank]),
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_rows_of_an_embedding_that_is_cut_by_features(ranks, size):
+    assert ranks(size)(turned) == [(0.0, 0.0)] * size
