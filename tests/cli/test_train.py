@@ -7,12 +7,14 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from phantom_parallel import load_model
 from phantom_parallel.cli import main as program
+from phantom_parallel.train import GPTTrainConfig, TrainConfig
 
 SMALL = ["--width", "16", "--ghosts", "2", "--teacher-ghosts", "2", "--samples", "256", "--batch", "16"]
 LONG = [*SMALL, "--steps", "1000000", "--log-every", "5", "--checkpoint-every", "20"]
@@ -46,6 +48,57 @@ def test_two_ranks_train_stop_and_go_on_as_one(tmp_path, capfd):
     assert phantom(tmp_path / "run", *SMALL, "--steps", "30", "--resume") == 0  # on one rank
     assert steps_of(tmp_path / "run") == [10, 20, 30]
     assert "held out" in capfd.readouterr().out
+
+
+def test_layers_without_bias(tmp_path):
+    assert phantom(tmp_path / "run", *SMALL, "--no-bias", "--steps", "2") == 0
+    assert load_model(tmp_path / "run" / "model").config.bias is False
+
+
+def test_digits_are_told_with_their_accuracy(tmp_path, capfd):
+    pytest.importorskip("sklearn")
+    small = ["--data", "digits", "--width", "64", "--ghosts", "4", "--steps", "20"]
+    assert phantom(tmp_path / "run", *small) == 0
+    assert "% of held-out rows" in capfd.readouterr().out
+
+
+GPT = ["--dim", "32", "--layers", "1", "--heads", "4", "--context", "16", "--ghosts", "2", "--max-bytes", "20000"]
+
+
+def test_a_transformer_trains_on_two_ranks_and_goes_on_as_one(tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def gpt(*arguments: str) -> int:
+        return program.main(["train", "gpt", "--out", str(tmp_path / "run"), *GPT, *arguments])
+
+    assert gpt("--ranks", "2", "--steps", "20", "--json") == 0
+    told = capfd.readouterr()
+    assert json.loads(told.out)["step"] == 20
+    assert "windows/s" in told.err
+    assert gpt("--steps", "30", "--resume") == 0  # on one rank
+    assert steps_of(tmp_path / "run") == [10, 20, 30]
+    assert "held out" in capfd.readouterr().out
+    model = load_model(tmp_path / "run" / "model")
+    assert (model.config.vocab, model.config.blocks) == (256, 4)
+
+    assert phantom(tmp_path / "run", "--resume") == 2  # as an FFN
+    assert "is of a training of the kind 'gpt', not 'ffn'" in failed(capfd)
+    assert gpt("--steps", "40", "--resume", "--max-bytes", "10000") == 2
+    assert "was trained with max_bytes=20000, not 10000" in failed(capfd)
+    assert gpt("--heads", "6") == 2
+    assert "heads=6 does not divide dim=32" in failed(capfd)
+
+
+@pytest.mark.parametrize("variant", [[], ["gpt"]])
+def test_the_help_has_a_text_for_every_option_and_leads_to_the_other(capsys, variant):
+    with pytest.raises(SystemExit) as left:
+        program.main(["train", *variant, "--help"])
+    assert left.value.code == 0
+    told = capsys.readouterr().out
+    assert "phantom train" in told
+    for field in fields(GPTTrainConfig if variant else TrainConfig):
+        text = told.split("--" + field.name.replace("_", "-"), 1)[1].split("\n  --", 1)[0]
+        assert "." in text.split("(default")[0], field.name  # a sentence
 
 
 def failed(capfd) -> str:

@@ -7,8 +7,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from phantom_parallel.train import TrainConfig
+from phantom_parallel import FFN
+from phantom_parallel.train import Places, TrainConfig
 from phantom_parallel.train.data import Batches, open_data
+from phantom_parallel.train.teacher import _cache
 
 WIDTH = 16
 
@@ -31,6 +33,68 @@ def test_a_teachers_data_are_the_same_on_any_number_of_ranks_and_threads(teacher
     assert torch.equal(torch.cat([part.x for part in parts], 1), whole.x)
     assert torch.equal(torch.cat([part.y for part in parts], 1), whole.y)
     assert whole.rows == 300
+
+
+def shared(one: TrainConfig, cut: bool) -> tuple:
+    """On every rank of the pool: its part, and how many rows its teacher was asked for."""
+    asked, forward = [], FFN.forward
+
+    def counted(self, x):
+        asked.append(len(x))
+        return forward(self, x)
+
+    _cache.clear()
+    places = Places.of(one, torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FFN, "forward", counted)
+        data = open_data(one, *((places.tp_rank, one.ranks) if cut else (0, 1)), places)
+        again = open_data(one, *((places.tp_rank, one.ranks) if cut else (0, 1)), places)
+    assert again.y is data.y
+    return places.tp_rank, data.x, data.y, sum(asked)
+
+
+@pytest.mark.parametrize("teacher", ["planted", "random"])
+@pytest.mark.parametrize(("count", "copies"), [(2, 1), (2, 2), (4, 1)])
+def test_ranks_share_a_teachers_work_and_get_the_same_data(ranks, teacher, count, copies):
+    one = config(data=teacher, samples=1100, ranks=count, dp=copies)  # 5 chunks: the last round is not full
+    whole = open_data(config(data=teacher, samples=1100))
+    share = WIDTH // count
+    total = 0
+    for tp_rank, x, y, asked in ranks(count * copies)(shared, one, True):
+        own = slice(tp_rank * share, (tp_rank + 1) * share)
+        assert torch.equal(x, whole.x[:, own])
+        assert torch.equal(y, whole.y[:, own])
+        total += asked
+    assert total == 5 * 256  # each chunk once in all
+    for _, x, y, _ in ranks(count * copies)(shared, one, False):  # megatron holds whole features
+        assert torch.equal(x, whole.x)
+        assert torch.equal(y, whole.y)
+
+
+def test_the_last_two_data_sets_of_a_teacher_are_kept():
+    _cache.clear()
+    first, second = open_data(config()), open_data(config(seed=1))
+    assert open_data(config(lr=0.5, depth=3)).y is first.y  # trained otherwise, on the same data
+    third = open_data(config(seed=2))  # the one that was not used for longest goes
+    assert open_data(config()).y is first.y
+    assert open_data(config(seed=2)).y is third.y
+    again = open_data(config(seed=1))
+    assert again.y is not second.y
+    assert torch.equal(again.y, second.y)
+
+
+def lacking_on_rank_1(one: TrainConfig) -> torch.Tensor:
+    """Rank 0 has the data already, rank 1 has not: nobody waits for ever."""
+    places = Places.of(one, torch.device("cpu"))
+    open_data(one, places.tp_rank, 2, places)
+    if places.rank == 1:
+        _cache.clear()
+    return open_data(one, places.tp_rank, 2, places).y
+
+
+def test_ranks_of_which_one_lacks_the_data_make_them_together(ranks):
+    found = ranks(2)(lacking_on_rank_1, config(ranks=2))
+    assert torch.equal(torch.cat(found, 1), open_data(config()).y)
 
 
 def test_the_seed_decides_the_data():
@@ -104,7 +168,7 @@ def test_a_truncated_file_is_an_error_that_names_it(tmp_path, kind):
 
 
 def test_data_that_are_not_there_or_do_not_fit_are_errors(tmp_path):
-    with pytest.raises(ValueError, match=r"there is no data nowhere\.npz: give planted, random, or"):
+    with pytest.raises(ValueError, match=r"there is no data nowhere\.npz: give planted, random, digits, or"):
         open_data(config(data="nowhere.npz"))
     with pytest.raises(ValueError, match=r"shape \(rows, 32\), the model's width, got \(64, 16\)"):
         open_data(config(data=written(tmp_path, "npz"), width=32))

@@ -4,6 +4,8 @@ import json
 import sys
 import types
 
+import pytest
+
 from phantom_parallel.train import Record, TrainConfig, output, run
 
 CONFIG = TrainConfig(
@@ -33,6 +35,18 @@ def test_lines_after_the_checkpoint_are_logged_again_and_not_twice(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 4, 6]
     assert json.loads((tmp_path / "summary.json").read_text())["step"] == 6
+
+
+def test_tensorboards_own_reader_finds_what_was_logged(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with output.Log(tmp_path) as log:
+        log.append(record(5))
+        log.append(record(10, eval_loss=0.75))
+    read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in read.Scalars("loss")] == [(5, 0.5), (10, 0.5)]
+    assert [(event.step, event.value) for event in read.Scalars("eval_loss")] == [(10, 0.75)]
 
 
 def test_tensorboard_is_told_where_it_is_installed(tmp_path, monkeypatch):

@@ -1,8 +1,9 @@
 """``phantom COMMAND``: finds the command, reads its options, and turns a user's mistake into one line and exit code 2.
 
 A command is a module ``phantom_parallel.cli.NAME`` with a frozen dataclass ``Options`` whose fields are the options,
-whose docstring is the help, and whose ``run()`` does the work. Modules are imported only when asked for, so that
-``--help`` is quick and one command's dependencies do not burden another.
+whose docstring is the help, and whose ``run()`` does the work; ``VARIANTS``, where there are any, has others of the
+kind by the word that follows the command. Modules are imported only when asked for, so that ``--help`` is quick and one
+command's dependencies do not burden another.
 """
 
 import importlib
@@ -14,7 +15,12 @@ from rich.markup import escape
 
 # What each command is for; the order is that of the help.
 COMMANDS: dict[str, str] = {
+    "compare": "train every strategy to the same loss, and show what it cost: the main job",
+    "study": "the paper's experiments and their neighbours': ghosts, scaling, smaller, batch, width",
+    "report": "make a report again from the results of compare or study",
     "train": "train a model on local ranks or a cluster's, with checkpoints to go on from",
+    "infer": "predictions of a trained model, and what a sample costs against tensor parallelism",
+    "generate": "text from a trained transformer, and what a token costs for prefill and decode",
     "plan": "compare strategies, ranks and ghosts for a model and a machine",
     "dryrun": "what one rank of many would compute, send and keep, from the real model code without data",
     "hardware": "hardware profiles, each figure with its source",
@@ -38,9 +44,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if name not in COMMANDS:
         return _fail(f"there is no command {name!r}: choose from {', '.join(COMMANDS)}")
-    options = importlib.import_module(f"phantom_parallel.cli.{name.replace('-', '_')}").Options
+    module, rest = importlib.import_module(f"phantom_parallel.cli.{name.replace('-', '_')}"), arguments[1:]
+    options = module.Options
+    if rest and rest[0] in getattr(module, "VARIANTS", {}):
+        options, name, rest = module.VARIANTS[rest[0]], f"{name} {rest[0]}", rest[1:]
     try:
-        tyro.cli(options, prog=f"phantom {name}", args=arguments[1:]).run()
+        tyro.cli(options, prog=f"phantom {name}", args=rest).run()
     except KeyboardInterrupt:
         return _fail("interrupted", code=130)
     except (ValueError, OSError) as error:  # what a user can put right; anything else is ours and shows its traceback

@@ -6,7 +6,7 @@ Every figure carries its provenance (counter, integrated_power, modelled, unavai
 from phantom_parallel.energy.accounting import Account, Factors, Saving, account, saving
 from phantom_parallel.energy.export import to_dict, to_records, write_csv, write_json, write_timeline_csv
 from phantom_parallel.energy.meter import EnergyMeter, Window
-from phantom_parallel.energy.model import PowerProfile
+from phantom_parallel.energy.model import ASSUMED_CORE, PowerProfile, power_of
 from phantom_parallel.energy.readings import (
     Part,
     Provenance,
@@ -21,6 +21,7 @@ from phantom_parallel.energy.readings import (
 from phantom_parallel.energy.sensors import Discovery, discover
 
 __all__ = [
+    "ASSUMED_CORE",
     "Account",
     "Discovery",
     "EnergyMeter",
@@ -39,6 +40,7 @@ __all__ = [
     "account",
     "discover",
     "format_joules",
+    "power_of",
     "saving",
     "to_dict",
     "to_records",

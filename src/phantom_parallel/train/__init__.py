@@ -3,13 +3,17 @@
 `run` is the whole of it, as ``phantom train`` calls it; `train` is the loop alone, on ranks that exist already.
 """
 
-from phantom_parallel.train.config import TrainConfig
+from phantom_parallel.train.config import LoopConfig, TrainConfig
+from phantom_parallel.train.gpt_config import GPTTrainConfig
 from phantom_parallel.train.launch import run
-from phantom_parallel.train.loop import Places, Record, Summary, train
+from phantom_parallel.train.loop import Record, Summary, train
+from phantom_parallel.train.places import Places
 from phantom_parallel.train.ranks import Interrupted, LossDiverged, RankDied
 
 __all__ = [
+    "GPTTrainConfig",
     "Interrupted",
+    "LoopConfig",
     "LossDiverged",
     "Places",
     "RankDied",

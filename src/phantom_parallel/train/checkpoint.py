@@ -8,21 +8,21 @@ import json
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from phantom_parallel.models.ffn import FFN
 from phantom_parallel.models.storage import own_part, read_description
 from phantom_parallel.nn.sharded import whole
-from phantom_parallel.train.config import TrainConfig
+from phantom_parallel.train.config import LoopConfig
 from phantom_parallel.train.optimizer import PartsOptimizer, state_keys
+from phantom_parallel.train.tasks import task_of
 
 FORMAT, VERSION = "phantom-parallel-checkpoint", 1
 STATE, ABOUT = "state.safetensors", "checkpoint.json"
@@ -30,10 +30,13 @@ STATE, ABOUT = "state.safetensors", "checkpoint.json"
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a training has come: steps done, and seconds that they took."""
+    """How far a training has come: steps done, seconds that they took, and on what data where the config does not say
+    it all.
+    """
 
     step: int
     seconds: float
+    data: str | None = None
 
 
 def found_in(folder: Path) -> list[Path]:
@@ -56,14 +59,14 @@ def gather_state(optimizer: PartsOptimizer) -> dict[str, Tensor]:
     return tensors
 
 
-def write(tensors: dict[str, Tensor], config: TrainConfig, progress: Progress, folder: Path) -> Path:
+def write(tensors: dict[str, Tensor], config: LoopConfig, progress: Progress, folder: Path) -> Path:
     """Write a checkpoint that appears whole or not at all, then drop the oldest beyond ``config.keep``."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{progress.step:06d}"
     scratch = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder))
     try:
         save_file(tensors, scratch / STATE, metadata={"format": "pt"})
-        about = {"format": FORMAT, "version": VERSION, "step": progress.step, "seconds": progress.seconds}
+        about = {"format": FORMAT, "version": VERSION, "task": config.task} | asdict(progress)
         (scratch / ABOUT).write_text(json.dumps(about | {"config": config.to_dict()}, indent=2) + "\n")
         for name in (STATE, ABOUT):  # on the disk before it gets its name: a power cut leaves the one before
             with open(scratch / name, "rb") as file:
@@ -79,10 +82,10 @@ def write(tensors: dict[str, Tensor], config: TrainConfig, progress: Progress, f
     return path
 
 
-def check(path: Path, config: TrainConfig) -> Progress:
+def check(path: Path, config: LoopConfig) -> Progress:
     """Whether a checkpoint is whole and of this training, without reading its tensors."""
     progress = _read_about(path / ABOUT, config)
-    expected = _expected(FFN(config.ffn(), device="meta"), config)
+    expected = _expected(task_of(config).outline(config), config)
     try:
         with safe_open(path / STATE, framework="pt") as file:
             _check_tensors(file, expected, path / STATE)
@@ -91,7 +94,7 @@ def check(path: Path, config: TrainConfig) -> Progress:
     return progress
 
 
-def load(path: Path, optimizer: PartsOptimizer, config: TrainConfig) -> Progress:
+def load(path: Path, optimizer: PartsOptimizer, config: LoopConfig) -> Progress:
     """Fill a model and its new optimizer from a checkpoint, each rank with its own rows."""
     progress = check(path, config)
     with safe_open(path / STATE, framework="pt") as file, torch.no_grad():
@@ -106,7 +109,7 @@ def load(path: Path, optimizer: PartsOptimizer, config: TrainConfig) -> Progress
     return progress
 
 
-def _expected(model: FFN, config: TrainConfig) -> dict[str, list[int]]:
+def _expected(model: nn.Module, config: LoopConfig) -> dict[str, list[int]]:
     shapes: dict[str, list[int]] = {}
     for name, parameter in model.named_parameters():
         shapes[f"model.{name}"] = list(parameter.shape)
@@ -131,15 +134,20 @@ def _check_tensors(file: Any, expected: dict[str, list[int]], path: Path) -> Non
             raise ValueError(f"{path}: {name} is of type {part.get_dtype()}, this training's is F32")
 
 
-def _read_about(path: Path, config: TrainConfig) -> Progress:
+def _read_about(path: Path, config: LoopConfig) -> Progress:
     found = read_description(path, "checkpoint", FORMAT, VERSION)
     step, seconds, earlier = found.get("step"), found.get("seconds"), found.get("config")
     if not (isinstance(step, int) and isinstance(seconds, int | float) and isinstance(earlier, dict)) or step < 1:
         raise ValueError(f"{path} is not a Phantom Parallel checkpoint: expected a step, seconds and a config")
+    task, data = found.get("task", "ffn"), found.get("data")
+    if task != config.task:
+        raise ValueError(f"{path.parent} is of a training of the kind {task!r}, not {config.task!r}: resume it as that")
     config.check_resumes(earlier, str(path.parent))
+    if data != task_of(config).data_digest(config):
+        raise ValueError(f"{path.parent} was trained on data that have changed since: resume with the same")
     if step >= config.steps:
         raise ValueError(f"{path.parent} has come to step {step} already: resume with more steps than {config.steps}")
-    return Progress(step, float(seconds))
+    return Progress(step, float(seconds), data)
 
 
 def _as(parameter: Tensor, part: Tensor) -> Tensor:

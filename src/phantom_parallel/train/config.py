@@ -1,8 +1,13 @@
-"""What a training is: the model, the ranks, the data, the optimizer and when to stop."""
+"""What a training is: the model, the ranks, the data, the optimizer and when to stop.
+
+`LoopConfig` has what every training has, `TrainConfig` is that of an FFN; a GPT's is in `gpt_config`. The texts under
+the fields are what ``phantom train --help`` says of them.
+"""
 
 import math
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, get_args
+import os
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from phantom_parallel.layout import BlockLayout, RowLayout, positive
 from phantom_parallel.models.ffn import Activation, FFNConfig, Strategy
@@ -11,89 +16,105 @@ Schedule = Literal["constant", "linear", "cosine"]
 OptimizerName = Literal["sgd", "adamw"]
 Precision = Literal["fp32", "bf16"]
 TEACHERS = ("planted", "random")
-
-# What a training may be resumed with other values of: where and how far it runs, and what it writes meanwhile.
-MAY_CHANGE = frozenset(
-    {"ranks", "dp", "steps", "target_loss", "compile", "log_every", "eval_every", "checkpoint_every", "keep"}
-)
+DIGITS = "digits"
+DATA_SETS = (*TEACHERS, DIGITS)
+PIXELS = 64  # of a digit
 
 
-@dataclass(frozen=True)
-class TrainConfig:
-    """A training of an FFN. Its losses depend on every field but ranks, dp and the intervals, to rounding.
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """What every training has. Losses depend on every field but ranks, dp and the intervals, to rounding.
 
     ``batch`` is the rows of one step, over all data-parallel copies and accumulated pieces together, so that a step
     means the same whatever runs it. Training stops after ``steps``, or when the held-out loss has come down to
-    ``target_loss``, whichever is first. ``data`` is a teacher network that has the structure of a phantom model
-    (``planted``) or none (``random``), or the path of a user's arrays.
+    ``target_loss``, whichever is first. ``blocks`` and ``ghosts`` belong to the strategy phantom, where they are filled
+    in if they are left out.
     """
 
-    width: int
-    depth: int
+    task: ClassVar[str]  # what is trained, in checkpoints
+    row: ClassVar[str] = "row"  # what a batch consists of
+    named_data: ClassVar[tuple[str, ...]]  # what ``data`` may be beside a path
+    # What a training may be resumed with other values of: where and how far it runs, and what it writes meanwhile.
+    may_change: ClassVar[frozenset[str]] = frozenset(
+        {"ranks", "dp", "steps", "target_loss", "compile", "log_every", "eval_every", "checkpoint_every", "keep"}
+    )
+
     strategy: Strategy = "phantom"
+    """How the model is cut."""
     blocks: int | None = None
+    """Blocks of the features, for phantom; by default the larger of 4 and ranks."""
     ghosts: int | None = None
-    activation: Activation = "relu"
-    bias: bool = True
+    """Values that a block shows the others, for phantom; by default 16."""
     ranks: int = 1
+    """Ranks that share the model."""
     dp: int = 1
+    """Data-parallel copies."""
     batch: int = 64
+    """Rows of a step, over all copies and accumulated pieces together."""
     accumulate: int = 1
+    """Pieces that each copy's rows are worked through in."""
     steps: int = 1000
+    """At most so many."""
     target_loss: float | None = None
+    """Stop when the held-out loss has come down to this."""
     lr: float = 1e-3
+    """Learning rate."""
     schedule: Schedule = "constant"
+    """After the warm-up: constant, or down to 0 at the last step."""
     warmup: int = 0
+    """Steps over which the learning rate rises."""
     optimizer: OptimizerName = "adamw"
+    """What updates the weights."""
     momentum: float = 0.0
+    """Of sgd."""
     weight_decay: float = 0.0
+    """Decoupled from the gradient in adamw, a part of it in sgd."""
     clip: float | None = None
+    """Largest norm of the whole gradient."""
     lr_local: float = 1.0
+    """What the learning rate of L is multiplied by, for phantom."""
     lr_compress: float = 1.0
+    """The same for C."""
     lr_decompress: float = 1.0
+    """The same for D."""
     dtype: Precision = "fp32"
+    """bf16 is mixed precision: autocast over weights in fp32."""
     compile: bool = False
+    """Compile the model with torch.compile."""
     seed: int = 0
-    data: str = "planted"
-    samples: int = 4096
-    teacher_blocks: int = 4
-    teacher_ghosts: int = 4
-    teacher_depth: int = 2
+    """Decides the first weights, the data of a teacher, and the order of rows."""
     log_every: int = 10
+    """Steps between lines of metrics."""
     eval_every: int = 50
+    """Steps between looks at the held-out loss."""
     checkpoint_every: int = 100
+    """Steps between checkpoints."""
     keep: int = 2
+    """Checkpoints that are kept, the latest ones."""
+    data: str
+    """What is learnt."""
 
     def __post_init__(self) -> None:
-        ffn = self.ffn()  # says what is wrong with the model
         for name, kind in (("schedule", Schedule), ("optimizer", OptimizerName), ("dtype", Precision)):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")
-        whole = ("ranks", "dp", "batch", "accumulate", "steps", "samples", "teacher_blocks", "teacher_ghosts")
-        intervals = ("teacher_depth", "log_every", "eval_every", "checkpoint_every", "keep")
-        positive(**{name: getattr(self, name) for name in whole + intervals})
+        intervals = ("log_every", "eval_every", "checkpoint_every", "keep")
+        positive(**{name: getattr(self, name) for name in ("ranks", "dp", "batch", "accumulate", "steps", *intervals)})
+        if self.strategy == "phantom":
+            self._fill("blocks", max(4, self.ranks))
+            self._fill("ghosts", 16)
         self._check_numbers()
-        if ffn.strategy == "phantom":
-            assert ffn.blocks is not None  # FFNConfig has seen to it
-            assert ffn.ghosts is not None
-            BlockLayout(self.width, self.width, ffn.blocks, ffn.ghosts, self.ranks)
-        elif ffn.strategy == "dense" and self.ranks > 1:
-            raise ValueError(
-                f"the strategy dense runs on one rank, got ranks={self.ranks}: use dp, or another strategy"
-            )
-        else:
-            RowLayout(self.width, self.width, self.ranks)
         pieces = self.dp * self.accumulate
         if self.batch % pieces:
             raise ValueError(
                 f"batch={self.batch} is not a multiple of dp={self.dp} times accumulate={self.accumulate}: "
                 f"use {max(1, self.batch // pieces) * pieces} or {(self.batch // pieces + 1) * pieces}"
             )
-        if self.data == "planted":
-            try:
-                BlockLayout(self.width, self.width, self.teacher_blocks, self.teacher_ghosts)
-            except ValueError as error:
-                raise ValueError(f"the planted teacher (teacher_blocks, teacher_ghosts): {error}") from None
+
+    def _fill(self, name: str, value: object) -> None:
+        """Give a field that was left out its value."""
+        if getattr(self, name) is None:
+            object.__setattr__(self, name, value)
 
     def _check_numbers(self) -> None:
         at_least_0 = ("weight_decay", "lr_local", "lr_compress", "lr_decompress", "momentum")
@@ -120,9 +141,15 @@ class TrainConfig:
                 f"lr_local, lr_compress and lr_decompress belong to the strategy phantom, not to {self.strategy}"
             )
 
-    def ffn(self) -> FFNConfig:
-        """The model alone."""
-        return FFNConfig(**{field.name: getattr(self, field.name) for field in fields(FFNConfig)})
+    @property
+    def piece(self) -> int:
+        """Rows that a copy works through at once."""
+        return self.batch // (self.dp * self.accumulate)
+
+    @property
+    def replicas(self) -> int:
+        """How often the weights are held, over all ranks."""
+        return self.dp
 
     def lr_factor(self, step: int) -> float:
         """What the learning rates are multiplied by in step ``step``, counted from 0: a rise over the warm-up, then
@@ -135,14 +162,84 @@ class TrainConfig:
             return 0.5 * (1.0 + math.cos(math.pi * done))
         return 1.0 - done if self.schedule == "linear" else 1.0
 
+    def located(self) -> Self:
+        """The same, with data that any process finds, whatever folder it is in."""
+        return self if self.data in self.named_data else replace(self, data=os.path.abspath(self.data))
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def check_resumes(self, earlier: dict[str, Any], where: str) -> None:
         """Whether this goes on with what ``earlier`` began; an error names the field that differs."""
         for field in fields(self):
-            if field.name in MAY_CHANGE:
+            if field.name in self.may_change:
                 continue
             before, now = earlier.get(field.name), getattr(self, field.name)
             if before != now:
                 raise ValueError(f"{where} was trained with {field.name}={before!r}, not {now!r}: resume with the same")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FFNSettings:
+    """The model of a training of an FFN, apart from how it is cut."""
+
+    width: int = 1024
+    """Features of every layer."""
+    depth: int = 2
+    """Layers."""
+    activation: Activation = "relu"
+    """After every layer but the last."""
+    bias: bool = True
+    """Whether layers have one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(LoopConfig, FFNSettings):
+    """A training of an FFN.
+
+    ``data`` is a teacher network that has the structure of a phantom model (``planted``) or none (``random``),
+    scikit-learn's handwritten digits (``digits``), or the path of a user's arrays.
+    """
+
+    task: ClassVar[str] = "ffn"
+    named_data: ClassVar[tuple[str, ...]] = DATA_SETS
+
+    data: str = "planted"
+    """A teacher network with the structure of a phantom model (planted) or none (random); handwritten digits (digits,
+    which needs scikit-learn); or a folder with x.npy and y.npy, or a file .npz or .safetensors with x and y, both
+    (rows, width)."""
+    samples: int = 4096
+    """Rows that a teacher makes; one in 8 is held out."""
+    teacher_blocks: int = 4
+    """Of the planted teacher."""
+    teacher_ghosts: int = 4
+    """Of the planted teacher."""
+    teacher_depth: int = 2
+    """Layers of a teacher."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ffn = self.ffn()  # says what is wrong with the model
+        teacher = ("samples", "teacher_blocks", "teacher_ghosts", "teacher_depth")
+        positive(**{name: getattr(self, name) for name in teacher})
+        if ffn.strategy == "phantom":
+            assert ffn.blocks is not None  # filled in
+            assert ffn.ghosts is not None
+            BlockLayout(self.width, self.width, ffn.blocks, ffn.ghosts, self.ranks)
+        elif ffn.strategy == "dense" and self.ranks > 1:
+            raise ValueError(
+                f"the strategy dense runs on one rank, got ranks={self.ranks}: use dp, or another strategy"
+            )
+        else:
+            RowLayout(self.width, self.width, self.ranks)
+        if self.data == "planted":
+            try:
+                BlockLayout(self.width, self.width, self.teacher_blocks, self.teacher_ghosts)
+            except ValueError as error:
+                raise ValueError(f"the planted teacher (teacher_blocks, teacher_ghosts): {error}") from None
+        if self.data == DIGITS and self.width < PIXELS:
+            raise ValueError(f"digits have {PIXELS} pixels, got width={self.width}: use at least {PIXELS}")
+
+    def ffn(self) -> FFNConfig:
+        """The model alone."""
+        return FFNConfig(**{field.name: getattr(self, field.name) for field in fields(FFNConfig)})

@@ -1,10 +1,8 @@
 """What is learnt: rows of inputs x and targets y, of which a rank holds or reads its own features only.
 
-Every number depends on the seed and the row, never on the ranks or copies that share the work. Teachers are evaluated
-in float64 and rounded once, since a product in float32 would depend on the number of threads.
+Every number depends on the seed and the row, never on the ranks or copies that share the work.
 """
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +12,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from phantom_parallel.models.ffn import FFN, FFNConfig
-from phantom_parallel.train.config import TEACHERS, TrainConfig
+from phantom_parallel.train.config import DATA_SETS, DIGITS, TEACHERS, TrainConfig
+from phantom_parallel.train.digits import digits
+from phantom_parallel.train.places import Places
+from phantom_parallel.train.seeds import generator
+from phantom_parallel.train.teacher import teach
 
-_CHUNK = 256  # rows that a teacher sees at once, each chunk with a generator of its own
 _HELD_OUT = 8  # one row of so many is kept out of training
 
 
@@ -27,6 +27,7 @@ class Data:
 
     x: Any  # (rows, features): a tensor or a memory-mapped array
     y: Any
+    features: slice  # which ones of all
 
     @property
     def rows(self) -> int:
@@ -69,19 +70,24 @@ class Batches:
 
     def _permutation(self, epoch: int) -> Tensor:
         if epoch != self._epoch:
-            generator = _generator(self._seed, epoch, purpose=2)
-            self._epoch, self._order = epoch, torch.randperm(self._rows, generator=generator)
+            drawn = torch.randperm(self._rows, generator=generator(self._seed, epoch, purpose=2))
+            self._epoch, self._order = epoch, drawn
         return self._order
 
 
-def open_data(config: TrainConfig, rank: int = 0, ranks: int = 1) -> Data:
-    """The data of a training, with the features of rank ``rank`` of ``ranks``."""
+def open_data(config: TrainConfig, rank: int = 0, ranks: int = 1, places: Places | None = None) -> Data:
+    """The data of a training, with the features of rank ``rank`` of ``ranks``. Where ``places`` are given, all ranks of
+    them call this, and share the work of a teacher.
+    """
     share = config.width // ranks
     features = slice(rank * share, (rank + 1) * share)
     if config.data in TEACHERS:
         _check_rows(config.samples, config)
-        return _teach(config, features)
-    data = _read(Path(config.data), config.width, features)
+        return Data(*teach(config, features, places or Places()), features)
+    if config.data == DIGITS:
+        data = Data(*digits(config.width, features), features)
+    else:
+        data = _read(Path(config.data), config.width, features)
     _check_rows(data.rows, config)
     return data
 
@@ -103,31 +109,10 @@ def _check_rows(rows: int, config: TrainConfig) -> None:
         )
 
 
-def _teach(config: TrainConfig, features: slice) -> Data:
-    planted = config.data == "planted"
-    ffn = FFNConfig(
-        width=config.width,
-        depth=config.teacher_depth,
-        strategy="phantom" if planted else "dense",
-        blocks=config.teacher_blocks if planted else None,
-        ghosts=config.teacher_ghosts if planted else None,
-    )
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(_mix(config.seed, 0, purpose=0))
-        teacher = FFN(ffn, dtype=torch.float64)
-        xs, ys = [], []
-        for chunk in range(-(-config.samples // _CHUNK)):
-            generator = _generator(config.seed, chunk, purpose=1)
-            x = torch.randn(_CHUNK, config.width, generator=generator)
-            xs.append(x[:, features].clone())
-            ys.append(teacher(x.double())[:, features].float())
-    return Data(torch.cat(xs)[: config.samples], torch.cat(ys)[: config.samples])
-
-
 def _read(path: Path, width: int, features: slice) -> Data:
     """A folder with x.npy and y.npy, which are memory-mapped; or an .npz or .safetensors file with arrays x and y."""
     if not path.exists():
-        raise ValueError(f"there is no data {path}: give {', '.join(TEACHERS)}, or a folder or file of arrays x and y")
+        raise ValueError(f"there is no data {path}: give {', '.join(DATA_SETS)}, or a folder or file of arrays x and y")
     try:
         if path.is_dir():
             x, y = (np.load(path / f"{name}.npy", mmap_mode="r") for name in "xy")
@@ -146,7 +131,7 @@ def _read(path: Path, width: int, features: slice) -> Data:
         raise ValueError(f"{path} is not readable as data: {error}") from None
     except Exception as error:  # a broken zip raises whatever zipfile and zlib do
         raise ValueError(f"{path} is not readable as data: {type(error).__name__}: {error}") from None
-    return Data(x[:, features], y[:, features])
+    return Data(x[:, features], y[:, features], features)
 
 
 def _read_safetensors(path: Path, width: int, features: slice) -> Data:
@@ -154,23 +139,9 @@ def _read_safetensors(path: Path, width: int, features: slice) -> Data:
         parts = [file.get_slice(name) for name in "xy"]
         _check_arrays(path, width, *(tuple(part.get_shape()) for part in parts))
         x, y = (part[:, features].float() for part in parts)
-    return Data(x, y)
+    return Data(x, y, features)
 
 
 def _check_arrays(path: Path, width: int, x: tuple[int, ...], y: tuple[int, ...]) -> None:
     if len(x) != 2 or x != y or x[1] != width:
         raise ValueError(f"expected x and y of shape (rows, {width}), the model's width, got {x} and {y}")
-
-
-def absolute(data: str) -> str:
-    """A path as any process finds it; the name of a teacher as it is."""
-    return data if data in TEACHERS else os.path.abspath(data)
-
-
-def _mix(seed: int, piece: int, *, purpose: int) -> int:
-    """One seed for each piece of each purpose."""
-    return (seed * 0x9E3779B97F4A7C15 + piece * 0xBF58476D1CE4E5B9 + purpose * 0x94D049BB133111EB) % (1 << 63)
-
-
-def _generator(seed: int, piece: int, *, purpose: int) -> torch.Generator:
-    return torch.Generator().manual_seed(_mix(seed, piece, purpose=purpose))

@@ -2,28 +2,27 @@
 
 import os
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from phantom_parallel.models.storage import save_model
 from phantom_parallel.train import output
-from phantom_parallel.train.config import TrainConfig
-from phantom_parallel.train.data import absolute
+from phantom_parallel.train.config import LoopConfig
 from phantom_parallel.train.loop import Places, Record, Summary, train
 from phantom_parallel.train.memory import check_memory
 from phantom_parallel.train.progress import ProgressDisplay
 from phantom_parallel.train.ranks import Interrupted, RankDied, from_first, joining, on_ranks
+from phantom_parallel.train.tasks import task_of
 
 
-def run(config: TrainConfig, out: str | os.PathLike[str], *, resume: bool = False, show: bool = False) -> Summary:
+def run(config: LoopConfig, out: str | os.PathLike[str], *, resume: bool = False, show: bool = False) -> Summary:
     """Train, and leave everything in the folder ``out``. ``show`` shows progress on stderr.
 
     ValueError and OSError are for what a user got wrong, and come before any rank starts. `Interrupted`, `RankDied` and
     `LossDiverged` come later and say where the last checkpoint is.
     """
-    config, path = replace(config, data=absolute(config.data)), Path(out).absolute()
+    config, path = config.located(), Path(out).absolute()
     joined, latest = joining(), None
     if not joined:
         if not torch.accelerator.is_available():  # accelerators have memories of their own
@@ -36,7 +35,7 @@ def run(config: TrainConfig, out: str | os.PathLike[str], *, resume: bool = Fals
 
 
 def _work(
-    device: torch.device, config: TrainConfig, out: Path, latest: Path | None, joined: bool, resume: bool, show: bool
+    device: torch.device, config: LoopConfig, out: Path, latest: Path | None, joined: bool, resume: bool, show: bool
 ) -> Summary:
     """One rank's part."""
     if joined:
@@ -58,6 +57,8 @@ def _work(
         raise Interrupted(f"stopped at step {summary.step} as asked")
     if places.dp is None or places.dp.get_local_rank() == 0:
         save_model(model, out / output.MODEL, overwrite=True)
+    if places.rank == 0:
+        task_of(config).complete(out, out / output.MODEL)
     return summary
 
 

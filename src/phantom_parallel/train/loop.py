@@ -11,54 +11,30 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from phantom_parallel.energy.split import Span, SplitClock, SplitTotals, timer_for
 from phantom_parallel.models.ffn import FFN
-from phantom_parallel.nn.replicas import average_gradients
+from phantom_parallel.models.gpt import GPT
 from phantom_parallel.train import checkpoint
 from phantom_parallel.train.checkpoint import Progress
-from phantom_parallel.train.config import TrainConfig
-from phantom_parallel.train.data import Batches, open_data
+from phantom_parallel.train.config import LoopConfig, TrainConfig
+from phantom_parallel.train.gpt_config import GPTTrainConfig
 from phantom_parallel.train.optimizer import PartsOptimizer
+from phantom_parallel.train.places import Places
 from phantom_parallel.train.ranks import LossDiverged
 from phantom_parallel.train.signals import StopRequest
+from phantom_parallel.train.task import Task
+from phantom_parallel.train.tasks import task_of
+
+__all__ = ["Places", "Record", "Summary", "train"]
 
 Status = Literal["target", "steps", "interrupted"]
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where this process stands: the mesh of the ranks that share its model, and that of the copies of it; ``group``
-    is all of them together, the process group by default.
-    """
-
-    tp: DeviceMesh | None = None
-    dp: DeviceMesh | None = None
-    device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
-    group: dist.ProcessGroup | None = None
-
-    @classmethod
-    def of(cls, config: TrainConfig, device: torch.device) -> "Places":
-        """In the process group of ``ranks`` times ``dp`` processes; those that share a model are neighbours."""
-        if config.ranks * config.dp == 1:
-            return cls(device=device)
-        mesh = init_device_mesh(device.type, (config.dp, config.ranks), mesh_dim_names=("dp", "tp"))
-        return cls(mesh["tp"] if config.ranks > 1 else None, mesh["dp"] if config.dp > 1 else None, device)
-
-    @property
-    def rank(self) -> int:
-        return 0 if self.alone else dist.get_rank()
-
-    @property
-    def alone(self) -> bool:
-        return self.tp is None and self.dp is None
 
 
 @dataclass(frozen=True)
@@ -76,6 +52,7 @@ class Record:
     blocked_share: float
     compute_seconds: float
     blocked_seconds: float
+    accuracy: float | None = None  # of the held-out rows, where they have classes
 
 
 @dataclass(frozen=True)
@@ -95,19 +72,34 @@ class Summary:
     blocked_seconds: float
     parameters: int
     checkpoint: str | None
+    accuracy: float | None = None  # the latest, where rows have classes
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
+class _Options(TypedDict, total=False):
+    checkpoints: Path | None
+    resume: Path | None
+    report: Callable[[Record], None] | None
+
+
+@overload
+def train(config: TrainConfig, places: Places, **options: Unpack[_Options]) -> tuple[FFN, Summary]: ...
+@overload
+def train(config: GPTTrainConfig, places: Places, **options: Unpack[_Options]) -> tuple[GPT, Summary]: ...
+@overload
+def train(config: LoopConfig, places: Places, **options: Unpack[_Options]) -> tuple[Any, Summary]: ...
+
+
 def train(
-    config: TrainConfig,
+    config: LoopConfig,
     places: Places,
     *,
     checkpoints: Path | None = None,
     resume: Path | None = None,
     report: Callable[[Record], None] | None = None,
-) -> tuple[FFN, Summary]:
+) -> tuple[Any, Summary]:
     """Train on the ranks of ``places``; every one of them calls this. The model, and how it ended.
 
     Checkpoints go to the folder ``checkpoints`` where one is given, ``resume`` is one to go on from, and rank 0 calls
@@ -123,28 +115,24 @@ def train(
         trainer.clock.start()
         stack.callback(trainer.finish_writing)
         stop = stack.enter_context(StopRequest())
-        return trainer.model, trainer.run(stop, report)
+        summary = trainer.run(stop, report)
+        return trainer.task.finished(), summary
 
 
 class Trainer:
-    """A model, its optimizer and its data, at some step."""
+    """A task and its optimizer, at some step."""
 
-    def __init__(self, config: TrainConfig, places: Places, checkpoints: Path | None) -> None:
+    def __init__(self, config: LoopConfig, places: Places, checkpoints: Path | None) -> None:
         self.config, self.places, self.checkpoints = config, places, checkpoints
         torch.manual_seed(config.seed)
-        self.model = FFN(config.ffn(), mesh=places.tp, device=places.device)
-        self.forward: Callable[[Tensor], Tensor] = torch.compile(self.model) if config.compile else self.model
-        self.optimizer = PartsOptimizer(self.model, config, places.tp)
-        cut = self.model.cut_features
-        tp_rank = 0 if places.tp is None else places.tp.get_local_rank()
-        self.copy = 0 if places.dp is None else places.dp.get_local_rank()
-        self.data = open_data(config, *((tp_rank, config.ranks) if cut else (0, 1)))
-        self.batches = Batches(self.data.training_rows, config.batch, config.seed)
-        self.counts = cut or tp_rank == 0  # whether this rank's squares are part of the loss, or another's again
+        self.task: Task[Any] = task_of(config)(config, places)
+        cut = self.task.cut_over_copies
+        self.optimizer = PartsOptimizer(self.task.model, config, places, cut_over_copies=cut)
         self.clock = SplitClock(places.device.type, timer_for(places.device))
         self.progress = Progress(0, 0.0)
         self.last_checkpoint: Path | None = None
         self._eval_loss: float | None = None
+        self._accuracy: float | None = None
         self._writer = ThreadPoolExecutor(1)  # starts its thread when needed, and ends it when left
         self._writing = False  # whether rank 0 is at it, which all ranks know
         self._written: Future[Path] | None = None
@@ -155,9 +143,9 @@ class Trainer:
 
     def compile(self) -> None:
         """Compile both directions now, on rows of the usual shape, so that no step's time has it in it."""
-        rows = torch.arange(self.config.batch // (self.config.dp * self.config.accumulate))
-        self._squares(self.forward, rows).backward()
-        self.model.zero_grad()
+        self.task.compile()
+        self.task.loss(self.task.rows_of(0)[: self.config.piece]).backward()
+        self.task.model.zero_grad()
 
     def finish_writing(self) -> None:
         """Let a checkpoint under way come to its end, whatever ended the training."""
@@ -176,10 +164,10 @@ class Trainer:
                 continue
             now = self.clock.totals()
             ran = now.since(start).seconds
-            share = loss / config.dp if self.counts else 0.0 * loss
+            share = loss / config.dp if self.task.counts else 0.0 * loss
             blocked = ran[Span.WAIT_IN_STEP]
             total, asked, *spent = self._sum(share, stop.asked, ran[Span.STEP] - blocked, blocked)
-            self.progress = Progress(step, before + now.since(start).seconds[Span.STEP])
+            self.progress = Progress(step, before + now.since(start).seconds[Span.STEP], self.task.digest)
             self._check_finite(total, step)
             record = self._record(total, bool(asked), step - last_step, now.since(last), spent)
             last, last_step = now, step
@@ -199,32 +187,29 @@ class Trainer:
     def _step(self, step: int) -> Tensor:
         """One step; this rank's share of the loss before it, not yet summed."""
         config = self.config
-        rows = self.batches.rows_of(step).chunk(config.dp)[self.copy]
+        rows = self.task.rows_of(step).chunk(config.dp)[self.places.copy]
         total = torch.zeros((), device=self.places.device)
         for piece in rows.chunk(config.accumulate):
-            loss = self._squares(self.forward, piece) / (len(rows) * config.width)
+            loss = self.task.loss(piece) * (len(piece) / len(rows))
             loss.backward()
             total += loss.detach()
-        average_gradients(self.model, self.places.dp)
+        self.task.average()
         self.optimizer.step(config.lr_factor(step))
         return total
 
-    def _squares(self, forward: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-        """The sum of squared errors over these rows and the features that this rank sees."""
-        x, y = (part.to(self.places.device) for part in self.data.take(rows))
-        with torch.autocast(self.places.device.type, torch.bfloat16, enabled=self.config.dtype == "bf16"):
-            out = forward(x)
-        return (out.float() - y).square().sum()
-
     @torch.no_grad()
-    def evaluate(self) -> float:
-        """The mean squared error of the held-out rows; each copy takes a part of them."""
-        held = torch.arange(self.data.training_rows, self.data.rows)
-        squares = torch.zeros((), device=self.places.device)
-        for piece in held.tensor_split(self.config.dp)[self.copy].split(self.config.batch):
-            squares += self._squares(self.model, piece)
-        (total,) = self._sum(squares if self.counts else 0.0 * squares)
-        return total / (len(held) * self.config.width)
+    def evaluate(self) -> None:
+        """The mean loss of the held-out rows, and their accuracy; each copy takes a part of them, in as many pieces as
+        the others do.
+        """
+        held, config = self.task.held_out, self.config
+        pieces = math.ceil(math.ceil(len(held) / config.dp) / config.piece)
+        sums = torch.zeros(2, device=self.places.device)
+        for piece in held.tensor_split(config.dp)[self.places.copy].tensor_split(pieces):
+            sums += self.task.measure(piece)
+        loss, hits = self._sum(sums[0] if self.task.counts else 0.0 * sums[0], float(sums[1]))
+        self._eval_loss = loss / len(held)
+        self._accuracy = hits / len(held) if self.task.classifies else None
 
     def _sum(self, value: Tensor, *more: float) -> list[float]:
         """Numbers, each summed over all ranks."""
@@ -237,7 +222,7 @@ class Trainer:
         step, config = self.progress.step, self.config
         evaluates = step % config.eval_every == 0 or step == config.steps or asked
         if evaluates:
-            self._eval_loss = self.evaluate()
+            self.evaluate()
         seconds, waited = here.seconds[Span.STEP], here.seconds[Span.WAIT_IN_STEP]
         compute, blocked = everywhere
         return Record(
@@ -250,6 +235,7 @@ class Trainer:
             blocked_share=waited / seconds,
             compute_seconds=compute,
             blocked_seconds=blocked,
+            accuracy=self._accuracy if evaluates else None,
         )
 
     def _check_finite(self, loss: float, step: int) -> None:
@@ -308,6 +294,7 @@ class Trainer:
             blocked_share=waited / seconds if seconds else 0.0,
             compute_seconds=record.compute_seconds,
             blocked_seconds=record.blocked_seconds,
-            parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+            parameters=sum(parameter.numel() for parameter in self.task.model.parameters()),
             checkpoint=None if self.last_checkpoint is None else str(self.last_checkpoint),
+            accuracy=self._accuracy,
         )

@@ -4,22 +4,21 @@ program.
 
 from pathlib import Path
 
-from phantom_parallel.models.ffn import FFN
-from phantom_parallel.train.config import TEACHERS, TrainConfig
+from phantom_parallel.train.config import LoopConfig
 from phantom_parallel.train.optimizer import state_keys
+from phantom_parallel.train.tasks import task_of
 
 _PROCESS = 100 << 20  # bytes that a process with torch has for itself, at least
 _WORD = 4
 
 
-def least_bytes(config: TrainConfig) -> int:
-    """What all ranks together need at the least: weights, gradients, optimizer states, and a teacher's data."""
-    parameters = sum(parameter.numel() for parameter in FFN(config.ffn(), device="meta").parameters())
+def least_bytes(config: LoopConfig) -> int:
+    """What all ranks together need at the least: weights, gradients, optimizer states, and data."""
+    task = task_of(config)
+    parameters = sum(parameter.numel() for parameter in task.outline(config).parameters())
     words = parameters * (2 + sum(key != "step" for key in state_keys(config)))
-    if config.data in TEACHERS:
-        holders = config.ranks if config.strategy == "megatron" else 1  # of whole features
-        words += holders * 2 * config.samples * config.width
-    return config.ranks * config.dp * _PROCESS + config.dp * words * _WORD
+    held = config.replicas * words * _WORD + config.dp * task.data_bytes(config)
+    return config.ranks * config.dp * _PROCESS + held
 
 
 def available_bytes() -> int | None:
@@ -31,11 +30,11 @@ def available_bytes() -> int | None:
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
 
 
-def check_memory(config: TrainConfig) -> None:
+def check_memory(config: LoopConfig) -> None:
     """An error where the ranks cannot fit into this machine's memory."""
     needed, free = least_bytes(config), available_bytes()
     if free is not None and needed > free:
         raise ValueError(
             f"ranks={config.ranks} times dp={config.dp} need at least {needed / 2**30:.1f} GiB of memory, "
-            f"{free / 2**30:.1f} GiB are free: use fewer ranks or copies, or a smaller width, depth or samples"
+            f"{free / 2**30:.1f} GiB are free: use fewer ranks or copies, a smaller model, or fewer samples"
         )

@@ -7,19 +7,22 @@ update itself where models are small. All strategies get the same treatment.
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from phantom_parallel.nn.groups import parameter_groups
-from phantom_parallel.train.config import TrainConfig
+from phantom_parallel.train.config import LoopConfig
+from phantom_parallel.train.places import Places
 
 
 class PartsOptimizer:
-    """SGD or AdamW over the parts. ``parts`` are the parameters' own storage, by the parameters' names."""
+    """SGD or AdamW over the parts. ``parts`` are the parameters' own storage, by the parameters' names.
 
-    def __init__(self, model: nn.Module, config: TrainConfig, mesh: DeviceMesh | None) -> None:
-        self._config, self._mesh = config, mesh
+    ``cut_over_copies`` says that parameters are cut over the data-parallel copies too, as FSDP2 does.
+    """
+
+    def __init__(self, model: nn.Module, config: LoopConfig, places: Places, *, cut_over_copies: bool = False) -> None:
+        self._config, self._places, self._cut_over_copies = config, places, cut_over_copies
         self.parameters = dict(model.named_parameters())
         self.parts = {name: _own(parameter) for name, parameter in self.parameters.items()}
         own = {id(parameter): self.parts[name] for name, parameter in self.parameters.items()}
@@ -55,29 +58,29 @@ class PartsOptimizer:
 
     def _clip(self, largest: float) -> None:
         """Scale the gradient so that its norm over the whole model is at most ``largest``."""
-        first = self._mesh is None or self._mesh.get_local_rank() == 0
-        squares = [  # a parameter that every rank holds whole counts once
-            part.grad.square().sum()
-            for name, part in self.parts.items()
-            if part.grad is not None and (first or _is_cut(self.parameters[name]))
-        ]
-        total = torch.stack(squares).sum()
-        if self._mesh is not None:
-            dist.all_reduce(total, group=self._mesh.get_group())
+        places = self._places
+        total = torch.zeros((), device=places.device)
+        for name, part in self.parts.items():
+            if part.grad is not None and _counts(self.parameters[name], places):
+                total += part.grad.square().sum()
+        if self._cut_over_copies:
+            dist.all_reduce(total, group=places.group)
+        elif places.tp is not None:
+            dist.all_reduce(total, group=places.tp.get_group())
         scale = (largest / (total.sqrt() + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
         for part in self.parts.values():
             if part.grad is not None:
                 part.grad.mul_(scale)
 
 
-def state_keys(config: TrainConfig) -> tuple[str, ...]:
+def state_keys(config: LoopConfig) -> tuple[str, ...]:
     """What the optimizer keeps of each parameter, by torch's names."""
     if config.optimizer == "adamw":
         return ("step", "exp_avg", "exp_avg_sq")
     return ("momentum_buffer",) if config.momentum else ()
 
 
-def _make(groups: list[dict[str, object]], config: TrainConfig) -> Optimizer:
+def _make(groups: list[dict[str, object]], config: LoopConfig) -> Optimizer:
     if config.optimizer == "adamw":
         return AdamW(groups, lr=config.lr, weight_decay=config.weight_decay)
     return SGD(groups, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
@@ -97,5 +100,11 @@ def _own_gradient(parameter: Tensor) -> Tensor | None:
     return gradient.redistribute(placements=parameter.placements).to_local()  # nothing where it is so already
 
 
-def _is_cut(parameter: Tensor) -> bool:
-    return isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
+def _counts(parameter: Tensor, places: Places) -> bool:
+    """Whether this rank's part belongs into a sum over ranks: one that several ranks hold counts on the first."""
+    if not isinstance(parameter, DTensor):
+        return places.tp_rank == 0
+    where = parameter.device_mesh.get_coordinate()
+    assert where is not None
+    placed = zip(where, parameter.placements, strict=True)
+    return all(index == 0 or not placement.is_replicate() for index, placement in placed)

@@ -7,20 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from phantom_parallel.train import checkpoint
-from phantom_parallel.train.config import TrainConfig
-from phantom_parallel.train.data import check_data
+from phantom_parallel.train.config import LoopConfig
 from phantom_parallel.train.loop import Record, Summary
+from phantom_parallel.train.tasks import task_of
 
 CONFIG, METRICS, SUMMARY, CHECKPOINTS, MODEL = "config.json", "metrics.jsonl", "summary.json", "checkpoints", "model"
 BOARD = "tensorboard"
 
 
-def prepare(config: TrainConfig, out: Path, resume: bool) -> Path | None:
+def prepare(config: LoopConfig, out: Path, resume: bool) -> Path | None:
     """Look for everything that a user may have got wrong, then make the folder; the checkpoint to go on from.
 
     One process does this before any rank starts to train.
     """
-    check_data(config)
+    task = task_of(config)
+    task.check(config)
     latest = None
     if resume:
         found = checkpoint.found_in(out / CHECKPOINTS)
@@ -31,6 +32,7 @@ def prepare(config: TrainConfig, out: Path, resume: bool) -> Path | None:
     elif out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists and is not an empty folder: choose another, or resume")
     out.mkdir(parents=True, exist_ok=True)
+    task.prepare(config, out)
     (out / CONFIG).write_text(json.dumps(config.to_dict(), indent=2) + "\n")
     if latest is not None:
         _forget_after(out / METRICS, step)

@@ -6,14 +6,14 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from phantom_parallel.train.config import TrainConfig
+from phantom_parallel.train.config import LoopConfig
 from phantom_parallel.train.loop import Record
 
 
 class ProgressDisplay:
     """Step, loss, rate, share of time blocked in exchanges, and the time left if the target is not reached sooner."""
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: LoopConfig) -> None:
         self._config = config
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._eval_loss: float | None = None
@@ -44,6 +44,6 @@ class ProgressDisplay:
         left = (self._config.steps - record.step) * self._config.batch / record.samples_per_second
         return (
             f"step {record.step}/{self._config.steps}  loss {record.loss:.4g}{held_out}  "
-            f"{record.samples_per_second:,.0f} rows/s  {record.blocked_share:.0%} in exchanges  "
+            f"{record.samples_per_second:,.0f} {self._config.row}s/s  {record.blocked_share:.0%} in exchanges  "
             f"{timedelta(seconds=round(left))} left"
         )
