@@ -1,0 +1,269 @@
+"""``phantom infer`` as a user calls it."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from phantom_parallel.cli import main as program
+from phantom_parallel.cost.hardware import Figure, dump_profile, load_profile
+from tests.infer.models import BLOCKS, DEPTH, GHOSTS, WIDTH, known, rows
+
+ROWS = 11
+DEADLINE = 60.0  # seconds: far above what is needed, so that it only ends a hang
+
+
+@pytest.fixture(autouse=True)
+def _no_profiles(tmp_path, monkeypatch):
+    monkeypatch.setenv("PHANTOM_PROFILES", str(tmp_path / "profiles"))
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    known().save(tmp_path / "model")
+    np.save(tmp_path / "x.npy", rows(ROWS))
+    return tmp_path
+
+
+def phantom(*arguments: str | Path) -> int:
+    try:
+        return program.main(["infer", *map(str, arguments), "--turns", "2"])
+    except SystemExit as left:
+        return int(left.code or 0)
+
+
+def expected() -> np.ndarray:
+    return known().expected(torch.from_numpy(rows(ROWS))).numpy()
+
+
+def tensor_bytes(ranks: int) -> int:
+    """What ranks send for a row: each its own features to every other, before every layer, in float64."""
+    return DEPTH * ranks * (ranks - 1) * (WIDTH // ranks) * 8
+
+
+def phantom_bytes(ranks: int) -> int:
+    """The ghosts of its own blocks instead."""
+    return DEPTH * ranks * (ranks - 1) * (BLOCKS // ranks * GHOSTS) * 8
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_predictions_and_what_they_cost(folder, capfd, ranks):
+    out = folder / "results" / "out.npy"
+    assert phantom("--model", folder / "model", "--inputs", folder / "x.npy", "--out", out, "--batch", "4", "--json",
+                   *(["--ranks", "2"] if ranks > 1 else [])) == 0  # fmt: skip
+    np.testing.assert_allclose(np.load(out), expected(), rtol=1e-11, atol=1e-11)
+    told = capfd.readouterr()
+    assert "predicting: row 11 of 11" in told.err
+    assert "measuring: turn 2 of 2" in told.err
+    report = json.loads(told.out)
+    assert set(report) == {
+        *("model", "ranks", "device", "batch", "rows", "rows_per_second", "out", "compared_rows", "largest_difference"),
+        *("largest_prediction", "profile", "profile_source", "measured"),
+    }
+    assert (report["rows"], report["ranks"], report["batch"], report["out"]) == (ROWS, ranks, 4, str(out))
+    assert report["compared_rows"] == 4
+    assert report["largest_prediction"] == pytest.approx(np.abs(expected()[:4]).max())
+    assert report["largest_difference"] <= 1e-11 * report["largest_prediction"]
+    found = report["measured"]
+    assert list(found) == ["phantom", "tensor"]
+    for name, moved in (("phantom", phantom_bytes), ("tensor", tensor_bytes)):
+        one = found[name]
+        assert (one["strategy"], one["ranks"], one["batch"], one["turns"]) == (name, ranks, 4, 2)
+        assert one["bytes_per_sample"] == moved(ranks)
+    assert found["tensor"]["flops_per_sample"] == 2 * DEPTH * WIDTH**2
+    assert found["tensor"]["parameters"] == DEPTH * (WIDTH**2 + WIDTH)
+    assert sorted(path.name for path in out.parent.iterdir()) == ["out.npy"]
+
+
+def test_the_table_on_random_rows(folder, capfd):
+    assert phantom("--model", folder / "model") == 0
+    told = capfd.readouterr()
+    for line in ("1 rank (cpu), batch 64", "latency, 95 %", "energy per sample", "Largest difference between"):
+        assert line in told.out
+    assert "predictions," not in told.out
+    assert "predicting" not in told.err
+
+
+def energy(capfd) -> str:
+    """What the report says of energy, where this machine has no sensor that can be read."""
+    line = capfd.readouterr().out.strip().splitlines()[-1]
+    if line.startswith("Energy is measured"):
+        pytest.skip("this machine has sensors, which go before any profile")
+    return line
+
+
+def test_the_watts_are_those_asked_for_or_this_machines_or_assumed(folder, capfd, monkeypatch):
+    assert phantom("--model", folder / "model", "--against", "none") == 0
+    assert "watts of assumed-core (assumed, not measured" in energy(capfd)
+    assert phantom("--model", folder / "model", "--profile", "dgx-a100") == 0
+    assert "watts of dgx-a100 (hardware profile" in energy(capfd)
+    watts = dict.fromkeys(("compute_watts", "communication_watts", "idle_watts"), Figure(3.0, "given"))
+    mine = replace(load_profile("dgx-a100"), name="this-machine-1", **watts)
+    dump_profile(mine, folder / "profiles" / "this-machine-1.toml")
+    assert phantom("--model", folder / "model") == 0
+    assert "watts of this-machine-1 (" in energy(capfd)
+    without = replace(mine, **dict.fromkeys(watts))
+    dump_profile(without, folder / "profiles" / "this-machine-1.toml")
+    assert phantom("--model", folder / "model") == 0
+    assert "watts of assumed-core" in energy(capfd)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    assert phantom("--model", folder / "model") == 0
+    assert "Energy is unavailable" in energy(capfd)
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "dense", "megatron"])
+def test_other_strategies(tmp_path, capfd, strategy):
+    known(strategy).save(tmp_path / "model")
+    assert phantom("--model", tmp_path / "model", "--json") == 0
+    report = json.loads(capfd.readouterr().out)
+    assert list(report["measured"]) == ([strategy] if strategy == "tensor" else [strategy, "tensor"])
+    assert (report["largest_difference"] is None) == (strategy == "tensor")
+
+
+def failed(capfd) -> str:
+    lines = capfd.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "3"], "3 ranks do not divide blocks=4: run on 2 or 4 ranks"),
+        (["--ranks", "0"], "ranks must be a positive whole number, got 0"),
+        (["--batch", "0"], "batch must be a positive whole number, got 0"),
+        (["--turns", "0"], "turns must be a positive whole number, got 0"),
+        (["--profile", "dgx-a1000"], "there is no profile 'dgx-a1000': did you mean 'dgx-a100'?"),
+        (["--profile", "nowhere.toml"], "nowhere.toml"),
+        (["--inputs", "nowhere.npy"], "there is no file of inputs"),
+        (["--inputs", "{folder}/narrow.npy"], "expected inputs of shape (rows, 24), the model's width, got (11, 23)"),
+        (["--inputs", "{folder}/flags.npy"], "inputs must be numbers, got bool"),
+        (["--inputs", "{folder}/one.npy"], "got (24,)"),
+        (["--inputs", "{folder}/x.npy", "--out", "{folder}/out.txt"], "predictions are written as .npy, got out="),
+        (["--inputs", "{folder}/x.npy", "--out", "{folder}/narrow.npy"], "narrow.npy exists: choose another name"),
+        (["--inputs", "{folder}/x.npy", "--out", "{folder}/x.npy", "--overwrite"], "is the file of inputs"),
+        (["--inputs", "{folder}/x.npy", "--out", "{folder}/dir.npy", "--overwrite"], "dir.npy is a folder"),
+        (["--inputs", "{folder}/x.npy", "--out", "{folder}/x.npy/out.npy"], "x.npy: it is not a folder"),
+        (["--inputs", "{folder}/x.npy", "--out", "/proc/out.npy"], "predictions cannot be written to /proc: "),
+        (["--out", "{folder}/out.npy"], "needs inputs to predict from"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2_before_any_rank_starts(folder, capfd, monkeypatch, arguments, message):
+    monkeypatch.setattr("phantom_parallel.infer.launch.on_ranks", lambda *_: pytest.fail("ranks were started"))
+    np.save(folder / "narrow.npy", rows(ROWS)[:, :-1])
+    np.save(folder / "flags.npy", rows(ROWS) > 0)
+    np.save(folder / "one.npy", rows(ROWS)[0])
+    (folder / "dir.npy").mkdir()
+    before = sorted(path.name for path in folder.iterdir())
+    chosen = [argument.replace("{folder}", str(folder)) for argument in arguments]
+    given = chosen if "--turns" in chosen else [*chosen, "--turns", "2"]
+    assert program.main(["infer", "--model", str(folder / "model"), *given]) == 2
+    assert message in failed(capfd)
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+def break_model(path: Path, how: str) -> None:
+    weights = path / "model.safetensors"
+    if how == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif how == "foreign":
+        save_file({"lm_head.weight": torch.zeros(2, 2)}, weights)
+    elif how == "missing":
+        weights.unlink()
+    elif how == "no description":
+        (path / "config.json").unlink()
+    else:
+        (path / "config.json").write_text('{"model_type": "llama"}')
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("truncated", "is not a readable safetensors file"),
+        ("foreign", "does not hold the model that config.json describes"),
+        ("missing", "is not a readable safetensors file"),
+        ("no description", "is not a model folder: there is no config.json in it"),
+        ("someone else's", "is not a Phantom Parallel model"),
+    ],
+)
+def test_folders_that_are_no_model(folder, capfd, how, message):
+    break_model(folder / "model", how)
+    assert phantom("--model", folder / "model", "--ranks", "2") == 2
+    assert message in failed(capfd)
+
+
+def test_the_folder_of_a_training_is_taken_for_what_it_is(folder, capfd):
+    (folder / "config.json").write_text('{"width": 24}')
+    assert phantom("--model", folder) == 2
+    assert f"did you mean {folder / 'model'}?" in failed(capfd)
+
+
+def test_a_dense_model_runs_on_one_rank(tmp_path, capfd):
+    known("dense").save(tmp_path / "model")
+    assert phantom("--model", tmp_path / "model", "--ranks", "2") == 2
+    assert "a model of the strategy dense runs on one rank, got ranks=2" in failed(capfd)
+
+
+def test_more_ranks_than_memory_allows_are_refused(folder, capfd, monkeypatch):
+    monkeypatch.setattr("phantom_parallel.train.memory.available_bytes", lambda: 1 << 27)
+    assert phantom("--model", folder / "model", "--ranks", "2") == 2
+    assert "ranks=2 need at least 0.2 GiB of memory, 0.1 GiB are free" in failed(capfd)
+
+
+def test_an_existing_file_is_replaced_only_when_asked(folder, capfd):
+    out = folder / "out.npy"
+    out.write_text("mine")
+    given = ("--model", folder / "model", "--inputs", folder / "x.npy", "--out", out)
+    assert phantom(*given) == 2
+    assert out.read_text() == "mine"
+    assert phantom(*given, "--overwrite") == 0
+    np.testing.assert_allclose(np.load(out), expected(), rtol=1e-11, atol=1e-11)
+
+
+def test_a_process_that_was_started_joins(folder, capfd, monkeypatch):
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    assert phantom("--model", folder / "model", "--inputs", folder / "x.npy", "--out", folder / "out.npy") == 0
+    np.testing.assert_allclose(np.load(folder / "out.npy"), expected(), rtol=1e-11, atol=1e-11)
+    assert "11 predictions" in capfd.readouterr().out
+    assert phantom("--model", folder / "model", "--ranks", "2") == 2
+    assert "1 processes were started, 2 are needed" in failed(capfd)
+
+
+def test_sigterm_leaves_no_file_behind(folder):
+    many = np.lib.format.open_memmap(folder / "many.npy", "w+", np.float32, (1_000_000, WIDTH))
+    del many  # a file with holes: nothing is written
+    before = sorted(path.name for path in folder.iterdir())
+    given = ["--model", folder / "model", "--inputs", folder / "many.npy", "--out", folder / "out.npy"]
+    code = "import sys; from phantom_parallel.cli import main as m; sys.exit(m.main(sys.argv[1:]))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "infer", *map(str, given), "--batch", "1", "--ranks", "2"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TERM": "dumb"},
+    )
+    try:
+        end = time.monotonic() + DEADLINE
+        while not any(path.stat().st_size > 4096 for path in folder.glob(".out.npy.*")):
+            assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, told = process.communicate(timeout=DEADLINE)
+    finally:
+        process.kill()
+    assert "stopped" in told
+    assert process.returncode == 130
+    assert sorted(path.name for path in folder.iterdir()) == before

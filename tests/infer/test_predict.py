@@ -1,0 +1,132 @@
+"""Predictions against dense float64 maths, in order, and files of them that appear whole or not at all."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from phantom_parallel import load_model
+from phantom_parallel.infer.baseline import as_tensor
+from phantom_parallel.infer.inputs import open_inputs
+from phantom_parallel.infer.predict import NpyWriter, largest_difference, predict, read_rows
+from phantom_parallel.train import Interrupted
+from tests.infer.models import WIDTH, known, rows
+
+
+def predict_on_rank(model, inputs, out, batch):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    seen = []
+    predict(load_model(model, mesh=mesh), open_inputs(inputs, WIDTH), batch, out=out, report=seen.append)
+    return seen
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("strategy", ["phantom", "tensor", "megatron"])
+def test_predictions_are_those_of_the_dense_maths_on_any_ranks(tmp_path, ranks, size, strategy):
+    truth, x, out = known(strategy), rows(11), tmp_path / "out.npy"
+    np.save(tmp_path / "x.npy", x)
+    seen = ranks(size)(predict_on_rank, truth.save(tmp_path / "model"), tmp_path / "x.npy", out, 4)
+    found = np.load(out)
+    assert found.dtype == np.float64
+    np.testing.assert_allclose(found, truth.expected(torch.from_numpy(x)).numpy(), rtol=1e-11, atol=1e-11)
+    assert seen == [[4, 8, 11]] * size
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out.npy", "x.npy"]
+
+
+@pytest.mark.parametrize("strategy", ["phantom", "dense"])
+@pytest.mark.parametrize("batch", [1, 4, 100])
+def test_predictions_in_one_process(tmp_path, strategy, batch):
+    truth, x = known(strategy, torch.float32), rows(9).astype(np.float32)
+    x[3, 5] = np.nan
+    np.savez(tmp_path / "x.npz", x=x)
+    predict(truth.model, open_inputs(tmp_path / "x.npz", WIDTH), batch, out=tmp_path / "out.npy")
+    found, expected = np.load(tmp_path / "out.npy"), truth.expected(torch.from_numpy(x).double()).numpy()
+    assert found.dtype == np.float32
+    assert np.isnan(found[3]).all()
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.nanmax(np.abs(expected)))
+
+
+def test_a_model_in_bfloat16_predicts_float32(tmp_path):
+    truth = known(dtype=torch.bfloat16)
+    np.save(tmp_path / "x.npy", rows(3))
+    predict(truth.model, open_inputs(tmp_path / "x.npy", WIDTH), 2, out=tmp_path / "out.npy")
+    with torch.no_grad():
+        expected = truth.model(torch.from_numpy(rows(3)).bfloat16()).float()
+    assert np.array_equal(np.load(tmp_path / "out.npy"), expected.numpy())
+
+
+def test_a_request_to_stop_leaves_nothing(tmp_path):
+    np.save(tmp_path / "x.npy", rows(9))
+    inputs = open_inputs(tmp_path / "x.npy", WIDTH)
+    with pytest.raises(Interrupted, match="stopped at row 4 of 9 as asked"):
+        predict(
+            known().model,
+            inputs,
+            2,
+            out=tmp_path / "out.npy",
+            report=lambda done: os.kill(os.getpid(), signal.SIGTERM) if done == 4 else None,
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "out.npy"
+    x = torch.from_numpy(rows(5))
+
+    def write(count):
+        with NpyWriter(path, 5, WIDTH, np.float64) as writer:
+            for row in x[:count].split(2):
+                writer.append(row)
+                assert not path.exists() or np.array_equal(np.load(path), x.numpy())
+            if count < 5:
+                raise OSError("No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        write(3)
+    assert list(tmp_path.iterdir()) == []
+    write(5)
+    assert np.array_equal(np.load(path), x.numpy())
+    with pytest.raises(OSError, match="No space left"):  # and one that was there stays
+        write(3)
+    assert np.array_equal(np.load(path), x.numpy())
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def twins_on_rank(model, inputs):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model, inputs = load_model(model, mesh=mesh), open_inputs(inputs, WIDTH)
+    twin = as_tensor(model)
+    weights = [layer.weight.detach().to_local() for layer in twin.layers]
+    return weights, largest_difference(model, twin, lambda one: read_rows(one, inputs, slice(0, 6)))
+
+
+@pytest.mark.parametrize("strategy", ["phantom", "megatron"])
+def test_the_tensor_parallel_twin_holds_rows_of_the_dense_weight(tmp_path, ranks, strategy):
+    truth, x = known(strategy), rows(6)
+    np.save(tmp_path / "x.npy", x)
+    told = ranks(2)(twins_on_rank, truth.save(tmp_path / "model"), tmp_path / "x.npy")
+    for index, weight in enumerate(truth.weights):
+        found = torch.cat([weights[index] for weights, _ in told])
+        torch.testing.assert_close(found, weight, rtol=1e-12, atol=1e-12)
+    largest = float(truth.expected(torch.from_numpy(x)).abs().max())
+    for _, (difference, prediction) in told:
+        assert difference <= 1e-11 * largest
+        assert prediction == pytest.approx(largest)
+
+
+def test_a_difference_is_found_and_what_is_no_number_agrees_with_itself():
+    one, other = known().model, known().model
+    with torch.no_grad():
+        other.layers[-1].bias[3] += 0.5
+    x = torch.from_numpy(rows(4))
+    assert largest_difference(one, other, lambda _: x)[0] == pytest.approx(0.5)
+    x[1] = torch.nan
+    assert largest_difference(one, other, lambda _: x)[0] == pytest.approx(0.5)
+    assert largest_difference(one, one, lambda _: x)[0] == 0
+    with torch.no_grad():
+        other.layers[-1].bias[3] = torch.nan
+    assert largest_difference(one, other, lambda _: x)[0] == float("inf")
