@@ -1,16 +1,17 @@
-# make test is all a newcomer needs: it makes the environment, checks style and types, and runs every test.
+# make compare and make test are all a newcomer needs: each makes the environment first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help venv test lint bench clean
+.PHONY: help venv compare test lint bench clean
 
 help:
-	@echo "make venv   make $(VENV) with everything pinned in constraints.txt"
-	@echo "make test   lint, then all tests"
-	@echo "make lint   ruff and mypy"
-	@echo "make bench  measure the layers: ratios from one interleaved run, also in out/bench.json"
-	@echo "make clean  remove $(VENV) and what was built"
+	@echo "make compare  train phantom and tensor parallel models to the same loss, and show what it cost"
+	@echo "make venv     make $(VENV) with everything pinned in constraints.txt"
+	@echo "make test     lint, then all tests"
+	@echo "make lint     ruff and mypy"
+	@echo "make bench    measure the layers: ratios from one interleaved run, also in out/bench.json"
+	@echo "make clean    remove $(VENV) and what was built"
 
 venv: $(VENV)/installed
 
@@ -20,6 +21,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt torch setuptools
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	touch $@
+
+compare: venv
+	$(BIN)/phantom compare --out out/compare-$$(date -u +%Y%m%d-%H%M%S)
 
 test: lint
 	$(BIN)/python -m pytest

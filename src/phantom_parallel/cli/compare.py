@@ -1,0 +1,95 @@
+"""``phantom compare``: train every strategy to the same loss, and show what it cost."""
+
+import json as json_format
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from phantom_parallel.cli.ending import ending
+from phantom_parallel.models.ffn import Strategy
+from phantom_parallel.study import report, results, tables
+from phantom_parallel.study.compare import compare
+from phantom_parallel.study.folder import RESULTS
+from phantom_parallel.study.settings import read_compare
+
+Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+_OURS = ("preset", "out", "resume", "json", "strategy")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Train phantom and tensor-parallel models to the same loss, and show time, bytes, FLOPs and joules.
+
+    Every strategy gets the same search for a learning rate; then all are trained to the same target over several seeds,
+    in turns. Presets: quick (the default, under 3 minutes on 2 cores), standard, paper (for a cluster). Any option
+    given here takes the place of the preset's. Runs on local ranks that it starts, or joins under torchrun or srun.
+    Ctrl-C keeps what is done, and --resume goes on from there.
+    """
+
+    preset: str = "quick"
+    """quick, standard, paper, or a TOML file of your own."""
+    out: Path | None = None
+    """Folder for the report, figures, tables and results.json; by default compare-PRESET-DATE. New or empty unless
+    --resume."""
+    resume: Flag = False
+    """Go on in --out: trainings that are finished there are not run again."""
+    strategy: tuple[Strategy, ...] | None = None
+    """Strategies to compare."""
+    width: int | None = None
+    """Features of every layer."""
+    depth: int | None = None
+    """Layers."""
+    blocks: int | None = None
+    """Blocks of the features, for phantom."""
+    ghosts: int | None = None
+    """Values that a block shows the others, for phantom."""
+    ranks: int | None = None
+    """Ranks that share a model."""
+    dp: int | None = None
+    """Data-parallel copies."""
+    batch: int | None = None
+    """Rows of a step, over all copies."""
+    data: str | None = None
+    """A teacher's data (planted or random), digits, or a path to arrays x and y, as for phantom train."""
+    samples: int | None = None
+    """Rows that a teacher makes."""
+    target_loss: float | None = None
+    """Held-out loss to train to."""
+    steps: int | None = None
+    """At most so many for a training."""
+    seeds: int | None = None
+    """Trainings of every strategy."""
+    learning_rates: tuple[float, ...] | None = None
+    """To be tried for every strategy, in rising order."""
+    profile: str | None = None
+    """Hardware profile whose watts the modelled energy has; see phantom hardware."""
+    json: Flag = False
+    """Print the results as JSON."""
+
+    def run(self) -> None:
+        given = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _OURS}
+        changes = {name: value for name, value in given.items() if value is not None}
+        if self.strategy is not None:
+            changes["strategies"] = self.strategy
+        settings = read_compare(self.preset, changes)
+        out = self.out or Path(f"compare-{settings.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}")
+        if self.out is None and self.resume:
+            raise ValueError("--resume needs --out, the folder to go on in")
+        with ending():
+            found = compare(settings, out.absolute(), resume=self.resume, show=True)
+        if found is None:
+            return  # under torchrun or srun the first of us speaks
+        results.save(found, out / RESULTS)
+        page = report.write(found, out)
+        if self.json:
+            print(json_format.dumps(results.to_json(found), indent=2))
+            return
+        console = Console(soft_wrap=True, highlight=False)
+        console.print(tables.comparison(found))
+        for remark in found.remarks:
+            console.print(f"note: {remark}", markup=False)
+        console.print(f"report: {page}", markup=False)

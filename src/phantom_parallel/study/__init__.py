@@ -1,0 +1,1 @@
+"""Comparisons at equal loss, sweeps, and the reports on them."""

@@ -1,0 +1,141 @@
+"""The main job: train every strategy to the same loss, each with the learning rate that the same search found for it.
+
+search    every strategy tries the same learning rates on a seed of its own
+target    a given loss, or what every strategy came down to in the search
+runs      seed by seed, the strategies one after the other in turning order, so that what slows the machine slows
+          them alike; ratios are of runs of the same seed
+inference forward passes of all strategies in turns, on the same ranks
+"""
+
+import time
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phantom_parallel.energy import PowerProfile, power_of
+from phantom_parallel.infer.measure import measure
+from phantom_parallel.models import FFN
+from phantom_parallel.study.analysis import ratios_of, remarks_on, summarise
+from phantom_parallel.study.folder import check, prepare
+from phantom_parallel.study.lab import PATIENCE, Lab, command, environment
+from phantom_parallel.study.progress import Display
+from phantom_parallel.study.results import Comparison, Power, Run, Trial
+from phantom_parallel.study.search import Arm, search
+from phantom_parallel.study.settings import CompareSettings
+from phantom_parallel.train import TrainConfig
+from phantom_parallel.train.ranks import joining, on_ranks, speaks
+from phantom_parallel.train.signals import StopRequest
+
+
+def compare(settings: CompareSettings, out: Path, *, resume: bool = False, show: bool = False) -> Comparison | None:
+    """Run a comparison on ranks that are started here, or as one rank of those that were; what was found.
+
+    Cells that are done are kept in ``out``, and with ``resume`` not run again. None on ranks that joined and are not
+    the first.
+    """
+    here = not joining()
+    check(
+        [settings.config(one, lr=1e-3, seed=0, steps=settings.steps) for one in settings.strategies],
+        settings.profile,
+        here,
+    )
+    if here:
+        prepare(out, settings.to_dict(), resume)
+    found = on_ranks(settings.world, work, settings, out, resume, here, show, command(), timeout=PATIENCE)
+    return found if here or speaks() else None
+
+
+def work(
+    device: torch.device, settings: CompareSettings, out: Path, resume: bool, here: bool, show: bool, typed: str
+) -> Comparison:
+    """One rank's part; all get the same answer."""
+    started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
+    power = power_of(settings.profile)
+    expected = len(settings.strategies) * (len(settings.search.learning_rates) + settings.seeds)
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopRequest())
+        display = stack.enter_context(Display(show=show and speaks(), cells=expected))
+        lab = Lab(device, out, power, resume=resume, started_here=here, display=display, stop=stop)
+        if not here:
+            lab.tell(lambda: prepare(out, settings.to_dict(), resume))
+        arms: dict[str, Arm] = {s: partial(settings.config, s, seed=settings.search.seed) for s in settings.strategies}
+        later = settings.seeds * len(settings.strategies)
+        found = search(arms, settings.search, lab, lambda trials: display.expect(trials + later))
+        trials = [trial for one in found.values() for trial in one]
+        target, origin = target_of(settings, trials)
+        settings = replace(settings, target_loss=target)
+        runs = _runs(settings, lab, {one.strategy: one.lr for one in trials if one.chosen})
+        inference = _inference(settings, lab, power)
+    configs = {s: settings.config(s, lr=1.0, seed=0, steps=settings.steps) for s in settings.strategies}
+    strategies = [summarise(s, configs[s], trials, runs, inference.get(s, ())) for s in settings.strategies]
+    ratios = ratios_of(strategies, runs)
+    return Comparison(
+        name=settings.name,
+        command=typed,
+        started=started,
+        wall_seconds=time.monotonic() - clock,
+        settings=settings.to_dict(),
+        environment=environment(device),
+        power=Power(**asdict(power)),
+        target_loss=target,
+        target_from=origin,
+        trials=tuple(trials),
+        runs=tuple(runs),
+        strategies=tuple(strategies),
+        ratios=tuple(ratios),
+        remarks=tuple(remarks_on(settings, strategies, ratios)),
+    )
+
+
+def target_of(settings: CompareSettings, trials: Iterable[Trial]) -> tuple[float, str]:
+    """The loss that all are trained to, and where it comes from."""
+    if settings.target_loss is not None:
+        return settings.target_loss, "given in the settings"
+    best: dict[str, float] = {}
+    for trial in trials:
+        if trial.loss is not None:
+            best[trial.strategy] = min(trial.loss, best.get(trial.strategy, trial.loss))
+    if not best:
+        raise ValueError(
+            "no strategy came to a finite loss in the search for a learning rate: give smaller learning_rates"
+        )
+    worst = max(best, key=lambda strategy: best[strategy])
+    return best[worst], (
+        f"what every strategy came down to in {settings.search.steps} steps of the search for a learning rate, "
+        f"the last of them {worst}"
+    )
+
+
+def _runs(settings: CompareSettings, lab: Lab, rates: dict[str, float]) -> list[Run]:
+    runs = []
+    for seed in range(settings.seeds):
+        turn = seed % len(settings.strategies)
+        for strategy in settings.strategies[turn:] + settings.strategies[:turn]:
+            config = settings.config(strategy, lr=rates[strategy], seed=seed, steps=settings.steps)
+            runs.append(lab.training(f"{strategy} seed={seed} lr={config.lr:g}", config))
+    return runs
+
+
+def _inference(settings: CompareSettings, lab: Lab, power: PowerProfile) -> dict[str, list[dict[str, Any]]]:
+    """Forward passes on the ranks of one copy; the others have nothing to tell."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    configs = {s: settings.config(s, lr=1.0, seed=0, steps=settings.steps) for s in settings.strategies}
+    places = lab.places(next(iter(configs.values())))
+    if places is None or (places.dp is not None and places.dp.get_local_rank()):
+        return found
+    models: dict[str, FFN] = {
+        name: FFN(config.ffn(), mesh=places.tp, device=lab.device)
+        for name, config in configs.items()
+        if isinstance(config, TrainConfig)
+    }
+    for batch in settings.inference_batches if models else ():
+        told = measure(models, batch, turns=settings.inference_turns, profile=power)
+        for name, inference in told.items():
+            found.setdefault(name, []).append(inference.to_dict())
+    return found
