@@ -14,11 +14,7 @@ ways, by default and with freed memory kept; all else runs by default.
 """
 
 import argparse
-import json
-import os
-import platform
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +24,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from benchmarks.timing import Timing, interleave
+from benchmarks.timing import about, interleave, measured_on_ranks, milliseconds, shown, write
 from phantom_parallel import PhantomLinear, TensorLinear
-from phantom_parallel.cost.local import Report, on_ranks
 from phantom_parallel.ops.collectives import (
     finish_all_gather,
     finish_reduce_scatter,
@@ -136,17 +131,6 @@ def exchanges_alone(mesh: DeviceMesh, held: int) -> Callable[[], None]:
     return run
 
 
-def measured_on_ranks(size: int, function: Callable[..., Any], *args: Any, keep_memory: bool = False) -> Any:
-    """What ``function(mesh, *args)`` returns on rank 0 of local ranks with one thread each."""
-    (answer,) = on_ranks(size, _with_one_thread, function, args, keep_memory=keep_memory)
-    return answer
-
-
-def _with_one_thread(mesh: DeviceMesh, report: Report, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    report(function(mesh, *args))
-
-
 def compare_steps(mesh: DeviceMesh, width: int, turns: int) -> dict[str, Any]:
     size = mesh.size()
     share = width // size
@@ -158,7 +142,7 @@ def compare_steps(mesh: DeviceMesh, width: int, turns: int) -> dict[str, Any]:
     return {
         "ranks": size,
         "width": width,
-        "milliseconds": _milliseconds(times),
+        "milliseconds": milliseconds(times),
         "phantom": {
             name: {
                 "weights": sum(p.numel() for p in pair.parameters() if p.dim() == 2) / (2 * width**2),
@@ -181,13 +165,13 @@ def compare_floor(mesh: DeviceMesh, width: int, blocks: int, turns: int) -> dict
         "exchanges": exchanges_alone(mesh, held),
     }
     times = interleave(contestants, turns=turns)
-    milliseconds = _milliseconds(times)
-    rest = milliseconds["step"] - milliseconds["products"] - milliseconds["update"] - milliseconds["exchanges"]
+    taken = milliseconds(times)
+    rest = taken["step"] - taken["products"] - taken["update"] - taken["exchanges"]
     return {
         "ranks": size,
         "width": width,
         "blocks": blocks,
-        "milliseconds": {**milliseconds, "rest": rest},
+        "milliseconds": {**taken, "rest": rest},
         "step/products": times["step"].ratio_to(times["products"]),
     }
 
@@ -205,20 +189,12 @@ def compare_forward(width: int, blocks: int, batches: tuple[int, ...], turns: in
             {
                 "batch": batch,
                 "threads": torch.get_num_threads(),
-                "milliseconds": _milliseconds(times),
+                "milliseconds": milliseconds(times),
                 "phantom/dense": times["phantom"].ratio_to(times["dense"]),
                 "multiply-adds": weights / dense.weight.numel(),
             }
         )
     return rows
-
-
-def _milliseconds(times: dict[str, Timing]) -> dict[str, float]:
-    return {name: 1e3 * timing.median for name, timing in times.items()}
-
-
-def _show(ratio: dict[str, float]) -> str:
-    return f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
 
 
 def main() -> None:
@@ -232,9 +208,7 @@ def main() -> None:
         parser.error(f"--turns must be at least 2, got {options.turns}")
 
     results: dict[str, Any] = {
-        "made": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": f"python -m benchmarks.layers --turns {options.turns}",
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
+        **about(f"python -m benchmarks.layers --turns {options.turns}"),
         "settings": {"layers": 2, "batch": BATCH, "ghosts": GHOSTS},
     }
     print(f"two layers, batch {BATCH}, ghosts {GHOSTS}; ratios: median (quartiles) of {options.turns} turns")
@@ -245,7 +219,7 @@ def main() -> None:
         results["step"].append(row)
         for name, ratios in row["phantom"].items():
             print(f"step, {size} ranks, width {width}, {name} ({ratios['weights']:.3f} of the multiply-adds):", end=" ")
-            print(f"of megatron {_show(ratios['of megatron'])}, of tensor {_show(ratios['of tensor'])}", flush=True)
+            print(f"of megatron {shown(ratios['of megatron'])}, of tensor {shown(ratios['of tensor'])}", flush=True)
 
     results["floor"] = []
     for size, blocks, keep in ((1, 4, False), (1, 4, True), (2, 2, False), (2, 2, True)):
@@ -254,18 +228,14 @@ def main() -> None:
         parts = ", ".join(f"{name} {value:.1f}" for name, value in row["milliseconds"].items())
         memory = "freed memory kept" if keep else "default allocator"
         print(f"floor, {size} ranks, width 4096, {blocks} blocks, {memory}:", end=" ")
-        print(f"step/products {_show(row['step/products'])}; milliseconds: {parts}", flush=True)
+        print(f"step/products {shown(row['step/products'])}; milliseconds: {parts}", flush=True)
 
     results["forward"] = compare_forward(4096, 8, (1, 8, 64, 512), options.turns)
     for row in results["forward"]:
         print(f"forward, batch {row['batch']} ({row['multiply-adds']:.3f} of the multiply-adds):", end=" ")
-        print(f"of nn.Linear {_show(row['phantom/dense'])}")
+        print(f"of nn.Linear {shown(row['phantom/dense'])}")
 
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    scratch = options.out.with_name(options.out.name + ".part")
-    scratch.write_text(json.dumps(results, indent=2) + "\n")
-    scratch.replace(options.out)
-    print(f"written to {options.out}")
+    write(results, options.out)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,22 @@
 alike.
 """
 
+import json
+import os
+import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from phantom_parallel.cost.local import Report, on_ranks
 
 
 @dataclass(frozen=True)
@@ -47,3 +57,40 @@ def interleave(contestants: Mapping[str, Callable[[], object]], *, turns: int, w
 def _together() -> None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
+
+
+def measured_on_ranks(size: int, function: Callable[..., Any], *args: Any, keep_memory: bool = False) -> Any:
+    """What ``function(mesh, *args)`` returns on rank 0 of local ranks with one thread each."""
+    (answer,) = on_ranks(size, _with_one_thread, function, args, keep_memory=keep_memory)
+    return answer
+
+
+def _with_one_thread(mesh: DeviceMesh, report: Report, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    report(function(mesh, *args))
+
+
+def milliseconds(times: dict[str, Timing]) -> dict[str, float]:
+    return {name: 1e3 * timing.median for name, timing in times.items()}
+
+
+def shown(ratio: dict[str, float]) -> str:
+    return f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
+
+
+def about(command: str) -> dict[str, Any]:
+    """What a file of figures begins with."""
+    return {
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
+    }
+
+
+def write(results: dict[str, Any], out: Path) -> None:
+    """Whole or not at all."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    scratch = out.with_name(out.name + ".part")
+    scratch.write_text(json.dumps(results, indent=2) + "\n")
+    scratch.replace(out)
+    print(f"written to {out}")

@@ -1,0 +1,115 @@
+"""How fast the transformer is: ``python -m benchmarks.transformer [--out FILE] [--turns N]``.
+
+Phantom against torch's own Megatron styles on the same ranks, ratios from one interleaved run:
+
+    step      loss, backward and SGD on one batch of sequences
+    prefill   the logits of a prompt's last position, into a new cache
+    decode    one further token with the cache
+
+Byte-level models of 512 features, 4 layers and 8 heads; 256 positions. Each rank has one thread, and keeps the memory
+that it frees, as the ranks of ``phantom train`` do. The untied head and the embedding are part of it all.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from benchmarks.timing import about, interleave, measured_on_ranks, milliseconds, shown, write
+from phantom_parallel import GPT, GPTConfig
+
+VOCAB, DIM, LAYERS, HEADS, SEQUENCE, BATCH = 256, 512, 4, 8, 256, 4
+BLOCKS, GHOSTS = 4, 16
+
+
+def models(mesh: DeviceMesh) -> dict[str, GPT]:
+    common: dict[str, Any] = {"vocab": VOCAB, "dim": DIM, "layers": LAYERS, "heads": HEADS, "context": 2 * SEQUENCE}
+    return {
+        "phantom": GPT(GPTConfig(**common, strategy="phantom", blocks=BLOCKS, ghosts=GHOSTS), mesh=mesh),
+        "megatron": GPT(GPTConfig(**common, strategy="megatron"), mesh=mesh),
+    }
+
+
+def training_step(model: GPT) -> Callable[[], None]:
+    tokens, targets = (torch.randint(VOCAB, (BATCH, SEQUENCE)) for _ in range(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+
+    def step() -> None:
+        model.loss(tokens, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def prefill(model: GPT) -> Callable[[], object]:
+    prompt = torch.randint(VOCAB, (1, SEQUENCE))
+    return lambda: model.logits(prompt, cache=model.new_cache(1, SEQUENCE), last=True)
+
+
+def decode(model: GPT) -> Callable[[], None]:
+    """A token behind as many as the model was trained on, more or less: each turn adds one."""
+    cache = model.new_cache(1, 2 * SEQUENCE)
+    model.logits(torch.randint(VOCAB, (1, SEQUENCE)), cache=cache, last=True)
+    token = torch.randint(VOCAB, (1, 1))
+    left = iter(range(SEQUENCE))
+
+    def step() -> None:
+        if next(left, None) is None:
+            raise RuntimeError("the cache is full: fewer turns")
+        model.logits(token, cache=cache, last=True)
+
+    return step
+
+
+def compare(mesh: DeviceMesh, turns: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    made = models(mesh)
+    rows: dict[str, Any] = {
+        "ranks": mesh.size(),
+        "parameters": {name: _parameters(model) for name, model in made.items()},
+    }
+    times = {"step": interleave({name: training_step(model) for name, model in made.items()}, turns=turns)}
+    with torch.no_grad():  # in inference mode DTensor chooses a worse layout
+        times["prefill"] = interleave({name: prefill(model) for name, model in made.items()}, turns=turns)
+        times["decode"] = interleave({name: decode(model) for name, model in made.items()}, turns=2 * turns)
+    for kind, found in times.items():
+        ratio = found["phantom"].ratio_to(found["megatron"])
+        rows[kind] = {"milliseconds": milliseconds(found), "phantom/megatron": ratio}
+    return rows
+
+
+def _parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/transformer.json"), help="where the figures go (default: %(default)s)"
+    )
+    parser.add_argument("--turns", type=int, default=25, help="turns each contestant gets (default: %(default)s)")
+    options = parser.parse_args()
+    if not 2 <= options.turns <= 100:
+        parser.error(f"--turns must be from 2 to 100, got {options.turns}")
+    results: dict[str, Any] = {
+        **about(f"python -m benchmarks.transformer --turns {options.turns}"),
+        "settings": {"dim": DIM, "layers": LAYERS, "heads": HEADS, "sequence": SEQUENCE, "batch": BATCH}
+        | {"blocks": BLOCKS, "ghosts": GHOSTS, "vocab": VOCAB},
+        "rows": [],
+    }
+    for size in (2, 4):
+        row = measured_on_ranks(size, compare, options.turns, keep_memory=True)
+        results["rows"].append(row)
+        for kind in ("step", "prefill", "decode"):
+            parts = ", ".join(f"{name} {value:.1f} ms" for name, value in row[kind]["milliseconds"].items())
+            print(f"{kind}, {size} ranks: of megatron {shown(row[kind]['phantom/megatron'])}; {parts}", flush=True)
+    write(results, options.out)
+
+
+if __name__ == "__main__":
+    main()
