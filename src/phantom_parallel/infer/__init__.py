@@ -1,8 +1,8 @@
 """Inference: a trained model on any ranks, and what a sample or a token costs against tensor parallelism.
 
 `run` is the whole of it for feed-forward networks, as ``phantom infer`` calls it, and `generate_text` for transformers,
-as ``phantom generate`` does. On ranks that exist already, `predict` and `generate` give what a model says, `measure` and
-`measure_generation` time models beside each other.
+as ``phantom generate`` does. On ranks that exist already, `predict` and `generate` give what a model says, and
+`measure` and `measure_generation` time models beside each other.
 """
 
 from phantom_parallel.infer.baseline import as_tensor

@@ -1,0 +1,203 @@
+"""``phantom generate`` as a user calls it."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from phantom_parallel import FFN, GPT, FFNConfig, GPTConfig, save_model
+from phantom_parallel.cli import main as program
+from phantom_parallel.infer import generate
+from tests.models import gpt_reference
+
+SIZES = {"vocab": 256, "dim": 32, "layers": 2, "heads": 4, "hidden": 48, "context": 40}
+PROMPT = "def main("
+DEADLINE = 60.0  # seconds: far above what is needed, so that it only ends a hang
+
+
+@pytest.fixture(autouse=True)
+def _no_profiles(tmp_path, monkeypatch):
+    monkeypatch.setenv("PHANTOM_PROFILES", str(tmp_path / "profiles"))
+
+
+def model_of(strategy: str = "phantom", **changes) -> GPT:
+    cut = {"blocks": 4, "ghosts": 3} if strategy == "phantom" else {}
+    model = GPT(GPTConfig(**(SIZES | cut | {"strategy": strategy} | changes)))
+    model.load_state_dict(gpt_reference.draw(model, seed=3))
+    return model
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    save_model(model_of(), tmp_path / "model")
+    return tmp_path
+
+
+def phantom(*arguments: str | Path) -> int:
+    try:
+        return program.main(["generate", *map(str, arguments)])
+    except SystemExit as left:
+        return int(left.code or 0)
+
+
+def expected(tokens: int) -> list[int]:
+    """By plain float64 maths."""
+    model, prompt = model_of(), torch.tensor([list(PROMPT.encode())])
+    params = gpt_reference.draw(model, seed=3)
+    for _ in range(tokens):
+        likeliest = gpt_reference.logits(params, model.config, prompt)[:, -1:].argmax(-1)
+        prompt = torch.cat([prompt, likeliest], 1)
+    return prompt[0, -tokens:].tolist()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_text_and_what_it_cost_as_json(folder, capfd, ranks):
+    assert phantom("--model", folder / "model", "--prompt", PROMPT, "--tokens", "8", "--against", "megatron", "--turns",
+                   "2", "--json", *(["--ranks", "2"] if ranks > 1 else [])) == 0  # fmt: skip
+    told = capfd.readouterr()
+    assert "measuring: turn 2 of 2" in told.err
+    report = json.loads(told.out)
+    assert set(report) == {
+        *("model", "ranks", "device", "prompt", "prompt_tokens", "texts", "tokens", "sampling", "profile"),
+        *("profile_source", "measured"),
+    }
+    assert (report["ranks"], report["prompt"], report["prompt_tokens"]) == (ranks, PROMPT, len(PROMPT))
+    assert report["tokens"] == [expected(8)]
+    assert report["texts"] == [bytes(expected(8)).decode(errors="replace")]
+    assert list(report["measured"]) == ["phantom", "megatron"]
+    for name, one in report["measured"].items():
+        assert (one["strategy"], one["ranks"], one["tokens"], one["turns"]) == (name, ranks, 8, 2)
+        for phase in ("prefill", "decode"):
+            assert (one[phase]["bytes_per_token"] > 0) == (ranks > 1)
+
+
+def test_text_on_stdout_and_figures_on_stderr(folder, capfd):
+    assert phantom("--model", folder / "model", "--prompt", PROMPT, "--tokens", "8") == 0
+    told = capfd.readouterr()
+    assert told.out == bytes(expected(8)).decode(errors="replace") + "\n"
+    for line in ("1 rank (cpu), 9 + 8 tokens", "prefill: time to first token", "decode: time per token", "95 %"):
+        assert line in told.err
+    assert "bytes exchanged per token" in told.err
+    assert told.err.strip().splitlines()[-1].startswith("Energy is ")
+    assert "measuring" not in told.err
+
+
+def test_sampled_texts_from_a_file(folder, capfd):
+    (folder / "prompt.txt").write_text(PROMPT)
+    given = ("--model", folder / "model", "--prompt-file", folder / "prompt.txt", "--tokens", "6", "--batch", "3")
+    sampled = (*given, "--temperature", "0.8", "--top-k", "50", "--top-p", "0.9", "--seed", "5")
+    assert phantom(*sampled, "--json") == 0
+    report = json.loads(capfd.readouterr().out)
+    prompt = torch.tensor([list(PROMPT.encode())] * 3)
+    made = generate(model_of(), prompt, tokens=6, temperature=0.8, top_k=50, top_p=0.9, seed=5)
+    assert report["tokens"] == made.tokens.tolist()
+    assert len({tuple(row) for row in report["tokens"]}) == 3
+    assert phantom(*sampled) == 0
+    first, *others = report["texts"]
+    shown = "".join(f"--- {index} of 3 ---\n{text}\n" for index, text in enumerate(others, 2))
+    assert capfd.readouterr().out == f"{first}\n{shown}"
+
+
+def test_by_default_as_many_tokens_as_there_is_room_for(folder, capfd):
+    assert phantom("--model", folder / "model", "--prompt", PROMPT, "--json") == 0
+    assert len(json.loads(capfd.readouterr().out)["tokens"][0]) == SIZES["context"] - len(PROMPT)
+
+
+@pytest.mark.parametrize("strategy", ["dense", "megatron"])
+def test_other_strategies(tmp_path, capfd, strategy):
+    save_model(model_of(strategy), tmp_path / "model")
+    assert phantom("--model", tmp_path / "model", "--prompt", "a", "--tokens", "1", "--against", "megatron",
+                   "--turns", "1", "--json") == 0  # fmt: skip
+    report = json.loads(capfd.readouterr().out)
+    assert list(report["measured"]) == ([strategy] if strategy == "megatron" else [strategy, "megatron"])
+    assert report["measured"][strategy]["decode"] is None
+
+
+def failed(capfd) -> str:
+    lines = capfd.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "a", "--ranks", "3"], "3 ranks do not divide blocks=4: run on 2 or 4 ranks"),
+        (["--prompt", "a", "--ranks", "0"], "ranks must be a positive whole number, got 0"),
+        (["--prompt", "a", "--batch", "0"], "batch must be a positive whole number, got 0"),
+        (["--prompt", "a", "--tokens", "0"], "tokens must be a positive whole number, got 0"),
+        (["--prompt", "a", "--turns", "0"], "turns must be a positive whole number, got 0"),
+        (["--prompt", "a", "--tokens", "40"], "1 tokens and 40 more do not fit into the model's context of 40"),
+        (["--prompt", "a" * 40], "a prompt of 40 tokens leaves no room in the model's context of 40: give at most 39"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature must be 0 or a positive number, got -1.0"),
+        (["--prompt", "a", "--temperature", "1", "--top-k", "0"], "top_k must be a positive whole number, got 0"),
+        (["--prompt", "a", "--temperature", "1", "--top-k", "257"], "more than the model's vocabulary of 256"),
+        (["--prompt", "a", "--temperature", "1", "--top-p", "2"], "top_p must lie above 0 and up to 1, got 2.0"),
+        (["--prompt", "a", "--top-p", "0.5"], "temperature=0 draws nothing: give a temperature above 0"),
+        (["--prompt", "a", "--profile", "dgx-a1000"], "there is no profile 'dgx-a1000': did you mean 'dgx-a100'?"),
+        (["--prompt", ""], "the prompt is empty"),
+        ([], "give a prompt or a file of it, and not both"),
+        (["--prompt-file", "nowhere.txt"], "nowhere.txt: No such file or directory"),
+        (["--prompt-file", "{folder}/model/model.safetensors"], "model.safetensors is not text in UTF-8"),
+        (["--prompt", "a", "--model", "{folder}"], "is not a model folder: there is no config.json in it"),
+        (["--prompt", "a", "--model", "{folder}/ffn"], "of the kind FFN, expected GPT: use phantom infer"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2_before_any_rank_starts(folder, capfd, monkeypatch, arguments, message):
+    monkeypatch.setattr("phantom_parallel.infer.gen_launch.on_ranks", lambda *_: pytest.fail("ranks were started"))
+    save_model(FFN(FFNConfig(8, 2, "dense")), folder / "ffn")
+    chosen = [argument.replace("{folder}", str(folder)) for argument in arguments]
+    assert phantom(*([] if "--model" in chosen else ["--model", folder / "model"]), *chosen) == 2
+    assert message in failed(capfd)
+
+
+def test_phantom_infer_sends_transformers_here(folder, capfd):
+    assert program.main(["infer", "--model", str(folder / "model")]) == 2
+    assert "of the kind GPT, expected FFN: use phantom generate" in failed(capfd)
+
+
+def test_more_ranks_than_memory_allows_are_refused(folder, capfd, monkeypatch):
+    monkeypatch.setattr("phantom_parallel.train.memory.available_bytes", lambda: 1 << 27)
+    assert phantom("--model", folder / "model", "--prompt", "a", "--ranks", "2") == 2
+    assert "ranks=2 and batch=1 need at least 0.2 GiB of memory, 0.1 GiB are free" in failed(capfd)
+
+
+def test_a_process_that_was_started_joins(folder, capfd, monkeypatch):
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    assert phantom("--model", folder / "model", "--prompt", PROMPT, "--tokens", "4") == 0
+    assert capfd.readouterr().out == bytes(expected(4)).decode(errors="replace") + "\n"
+    assert phantom("--model", folder / "model", "--prompt", PROMPT, "--ranks", "2") == 2
+    assert "1 processes were started, 2 are needed" in failed(capfd)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stopped_in_the_middle_of_a_text(tmp_path, number):
+    save_model(model_of(context=200_000), tmp_path / "model")
+    code = "import sys; from phantom_parallel.cli import main as m; sys.exit(m.main(sys.argv[1:]))"
+    given = ["--model", tmp_path / "model", "--prompt", PROMPT, "--tokens", "100000", "--ranks", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "generate", *map(str, given)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"TERM": "dumb"},
+        start_new_session=True,
+    )
+    try:
+        assert len(process.stdout.read(5)) == 5  # it is at work
+        end = time.monotonic() + DEADLINE
+        os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+        _, told = process.communicate(timeout=end - time.monotonic())
+    finally:
+        process.kill()
+    assert told.decode().strip().splitlines() == ["error: stopped as asked"]
+    assert process.returncode == 130
