@@ -118,7 +118,7 @@ def test_a_study_is_run_and_gone_on_with(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("compare", "--preset", "fast"), "there is no 'fast': choose from paper, quick, standard"),
+        (("compare", "--preset", "fast"), "there is no 'fast': choose from gpt, paper, quick, standard"),
         (("compare", "--ranks", 3, "--out", "OUT"), "3"),
         (("compare", "--ghosts", 0, "--out", "OUT"), "ghosts"),
         (("compare", "--blocks", 7, "--out", "OUT"), "7"),
@@ -127,7 +127,7 @@ def test_a_study_is_run_and_gone_on_with(tmp_path, capsys):
         (("compare", "--learning-rates", 0.2, 0.1, "--out", "OUT"), "rising numbers"),
         (("compare", "--resume"), "--resume needs --out"),
         (("compare", "--resume", "--out", "OUT"), "nothing to resume"),
-        (("study", "speed"), "choose from batch, ghosts, scaling, smaller, width"),
+        (("study", "speed"), "choose from batch, ghosts, scaling, smaller, wider, width"),
         (("study", "ghosts", "--width", 10, "--out", "OUT"), "10"),
         (("report", "OUT"), "is not a result of phantom compare or phantom study"),
     ],

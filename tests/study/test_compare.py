@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from phantom_parallel import GPT
 from phantom_parallel.cost.formulas import FFNShape
 from phantom_parallel.study import results
 from phantom_parallel.study.analysis import ratios_of, remarks_on
@@ -218,3 +219,45 @@ def test_an_occupied_folder_and_other_settings_are_refused(tmp_path, monkeypatch
     compare(small(), out, resume=True)
     with pytest.raises(ValueError, match="seeds was 2, not 3"):
         compare(small(seeds=3), out, resume=True)
+
+
+def test_transformers_are_compared_on_a_users_text(ranks, tmp_path):
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    (tmp_path / "own.toml").write_text(
+        f"""
+task = "gpt"
+strategies = ["phantom", "megatron"]
+target_loss = 4.0
+steps = 40
+seeds = 1
+inference_batches = [2]
+inference_turns = 2
+[training]
+data = "{tmp_path / "text.txt"}"
+dim = 32
+layers = 1
+heads = 4
+context = 16
+blocks = 4
+ghosts = 2
+ranks = 2
+batch = 4
+eval_every = 5
+eval_windows = 4
+[search]
+learning_rates = [0.01, 0.02]
+steps = 20
+extend = 0
+"""
+    )
+    settings = read_compare(str(tmp_path / "own.toml"), task="gpt")
+    found = as_comparison(ranks(2)(on_a_rank, settings, str(tmp_path / "out"))[0])
+    assert [one.reached for one in found.strategies] == [1, 1]
+    phantom, megatron = found.strategies
+    for one in (phantom, megatron):
+        config = settings.config(one.strategy, lr=1.0, seed=0, steps=1)
+        assert one.parameters == sum(p.numel() for p in GPT(config.gpt(), device="meta").parameters())
+        assert one.inference[0]["prompt"] == 8
+        assert one.inference[0]["latency_seconds"] > 0
+    assert phantom.parameters < megatron.parameters
+    assert not any("suits phantom" in remark for remark in found.remarks)  # no teacher here

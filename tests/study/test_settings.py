@@ -11,7 +11,8 @@ from phantom_parallel.study.settings import names_of, read_compare, read_study
 def test_presets_are_readable(name):
     found = read_compare(name)
     assert found.name == name
-    assert set(found.strategies) == {"phantom", "tensor", "megatron"}
+    assert {"phantom", "megatron"} <= set(found.strategies)
+    assert ("tensor" in found.strategies) == (found.task == "ffn")
 
 
 @pytest.mark.parametrize("name", names_of("studies"))
@@ -20,8 +21,8 @@ def test_studies_are_readable(name):
 
 
 def test_what_ships():
-    assert names_of("presets") == ["paper", "quick", "standard"]
-    assert names_of("studies") == ["batch", "ghosts", "scaling", "smaller", "width"]
+    assert names_of("presets") == ["gpt", "paper", "quick", "standard"]
+    assert names_of("studies") == ["batch", "ghosts", "scaling", "smaller", "wider", "width"]
     assert read_compare("paper").world == 256
     assert read_study("scaling").world == 8
 
@@ -77,9 +78,11 @@ def test_a_wrong_preset_is_told_what_is_wrong(tmp_path, text, told):
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ValueError, match="there is no 'fast': choose from paper, quick, standard, or give a TOML file"):
+    with pytest.raises(
+        ValueError, match="there is no 'fast': choose from gpt, paper, quick, standard, or give a TOML file"
+    ):
         read_compare("fast")
-    with pytest.raises(ValueError, match="choose from batch, ghosts, scaling, smaller, width"):
+    with pytest.raises(ValueError, match="choose from batch, ghosts, scaling, smaller, wider, width"):
         read_study("speed")
 
 
@@ -98,3 +101,9 @@ def test_a_wrong_study_is_told_what_is_wrong(tmp_path, text, told):
     path.write_text(text)
     with pytest.raises(ValueError, match=re.escape(told)):
         read_study(str(path))
+
+
+def test_a_preset_of_the_other_kind_is_refused():
+    with pytest.raises(ValueError, match="quick compares models of the kind ffn, not gpt"):
+        read_compare("quick", task="gpt")
+    assert read_compare("gpt", {"dim": 128}, task="gpt").training["dim"] == 128

@@ -1,5 +1,6 @@
 """Studies on real ranks, small: cells on some of the ranks, references, timings and modelled cells."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -141,13 +142,28 @@ def test_the_first_part_of_a_timing_is_left_out():
     assert steady([Point(2, 1.0, 10.0, None), Point(4, 1.0, 11.0, None)]) == (0.5, None)
 
 
-def test_nobody_reached_the_reference(tmp_path):
+def test_what_is_said_of_those_after_the_reference(tmp_path):
+    def cell(strategy: str, ranks: int, reached: float, joules: float, loss: float) -> Cell:
+        values = {"reached": reached, "parameters": 10 if strategy == "tensor" else 4, "joules": joules}
+        values |= {"loss": loss, "loss_at_equal_energy": loss}
+        return Cell(f"{strategy} ranks={ranks}", {"strategy": strategy, "ranks": ranks}, values)
+
+    cells = [cell("tensor", 2, 1.0, 8.0, 0.5), cell("phantom", 1, 1.0, 2.0, 0.5), cell("phantom", 2, 0.0, 9.0, 0.6)]
     settings = settings_of(tmp_path, SMALLER)
-    values = {"reached": 0.0, "parameters": 1, "joules": None}
-    where = {"strategy": "phantom", "ranks": 1}
-    cells = [
-        Cell("tensor ranks=2", {"strategy": "tensor", "ranks": 2}, {"reached": 1.0, "parameters": 2, "joules": 1.0}),
-        Cell("phantom ranks=1", where, values),
+    assert list(findings(settings, cells)) == [
+        "phantom ranks=1 reaches the loss of tensor ranks=2 on 1 ranks instead of 2, with 40% of the parameters "
+        "and 25% of the modelled energy.",
+        "The loss of tensor ranks=2 was not reached in every run by phantom ranks=2.",
     ]
-    told = list(findings(settings, cells))
-    assert told == ["No phantom model on fewer than 2 ranks reached the loss of tensor ranks=2 in every run."]
+    told = list(findings(replace(settings, stop_at_target=False), cells))
+    assert told[-1] == "For the energy of tensor ranks=2, phantom ranks=2 comes to 0.6, tensor ranks=2 to 0.5."
+
+
+def test_a_study_may_go_on_past_the_reference(tmp_path):
+    text = SMALLER.replace("at_most = 80", "at_most = 30\nstop_at_target = false").replace(
+        "ranks = [1, 2]", "ranks = 1"
+    )
+    found = study(settings_of(tmp_path, text.replace("ranks = 2", "ranks = 1")), tmp_path / "out")
+    reference, phantom = found.cells
+    assert phantom.status == "steps"  # went on to the end
+    assert reference.values["loss_at_equal_energy"] == reference.values["loss"]

@@ -4,13 +4,14 @@ import json as json_format
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import tyro
 from rich.console import Console
 
 from phantom_parallel.cli.ending import ending
 from phantom_parallel.models.ffn import Strategy
+from phantom_parallel.models.gpt_config import GPTStrategy
 from phantom_parallel.study import report, results, tables
 from phantom_parallel.study.compare import compare
 from phantom_parallel.study.folder import RESULTS
@@ -20,29 +21,21 @@ Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 _OURS = ("preset", "out", "resume", "json", "strategy")
 
 
-@dataclass(frozen=True)
-class Options:
-    """Train phantom and tensor-parallel models to the same loss, and show time, bytes, FLOPs and joules.
+@dataclass(frozen=True, kw_only=True)
+class _Compare:
+    """What is asked of any comparison. Options that are left out are the preset's."""
 
-    Every strategy gets the same search for a learning rate; then all are trained to the same target over several seeds,
-    in turns. Presets: quick (the default, under 3 minutes on 2 cores), standard, paper (for a cluster). Any option
-    given here takes the place of the preset's. Runs on local ranks that it starts, or joins under torchrun or srun.
-    Ctrl-C keeps what is done, and --resume goes on from there.
-    """
+    task: ClassVar[str]
 
-    preset: str = "quick"
-    """quick, standard, paper, or a TOML file of your own."""
+    preset: str
+    """A preset of the package, or a TOML file of your own."""
+    strategy: tuple[str, ...] | None = None
+    """Strategies to compare."""
     out: Path | None = None
     """Folder for the report, figures, tables and results.json; by default compare-PRESET-DATE. New or empty unless
     --resume."""
     resume: Flag = False
     """Go on in --out: trainings that are finished there are not run again."""
-    strategy: tuple[Strategy, ...] | None = None
-    """Strategies to compare."""
-    width: int | None = None
-    """Features of every layer."""
-    depth: int | None = None
-    """Layers."""
     blocks: int | None = None
     """Blocks of the features, for phantom."""
     ghosts: int | None = None
@@ -51,12 +44,8 @@ class Options:
     """Ranks that share a model."""
     dp: int | None = None
     """Data-parallel copies."""
-    batch: int | None = None
-    """Rows of a step, over all copies."""
     data: str | None = None
-    """A teacher's data (planted or random), digits, or a path to arrays x and y, as for phantom train."""
-    samples: int | None = None
-    """Rows that a teacher makes."""
+    """What is learnt, as for phantom train."""
     target_loss: float | None = None
     """Held-out loss to train to."""
     steps: int | None = None
@@ -75,10 +64,10 @@ class Options:
         changes = {name: value for name, value in given.items() if value is not None}
         if self.strategy is not None:
             changes["strategies"] = self.strategy
-        settings = read_compare(self.preset, changes)
-        out = self.out or Path(f"compare-{settings.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}")
+        settings = read_compare(self.preset, changes, task=self.task)
         if self.out is None and self.resume:
             raise ValueError("--resume needs --out, the folder to go on in")
+        out = self.out or Path(f"compare-{settings.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}")
         with ending():
             found = compare(settings, out.absolute(), resume=self.resume, show=True)
         if found is None:
@@ -90,6 +79,61 @@ class Options:
             return
         console = Console(soft_wrap=True, highlight=False)
         console.print(tables.comparison(found))
-        for remark in found.remarks:
-            console.print(f"note: {remark}", markup=False)
-        console.print(f"report: {page}", markup=False)
+        for line in (*(f"note: {remark}" for remark in found.remarks), f"report: {page}"):
+            console.print(line, markup=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(_Compare):
+    """Train phantom and tensor-parallel models to the same loss, and show time, bytes, FLOPs and joules.
+
+    Every strategy gets the same search for a learning rate; then all are trained to the same target over several seeds,
+    in turns. Presets: quick (the default, under 3 minutes on 2 cores), standard, paper (for a cluster). Any option
+    given here takes the place of the preset's. Runs on local ranks that it starts, or joins under torchrun or srun.
+    Ctrl-C keeps what is done, and --resume goes on from there. Transformers: phantom compare gpt --help.
+    """
+
+    task: ClassVar[str] = "ffn"
+
+    preset: str = "quick"
+    """quick, standard, paper, or a TOML file of your own."""
+    strategy: tuple[Strategy, ...] | None = None
+    """Strategies to compare."""
+    width: int | None = None
+    """Features of every layer."""
+    depth: int | None = None
+    """Layers."""
+    batch: int | None = None
+    """Rows of a step, over all copies."""
+    samples: int | None = None
+    """Rows that a teacher makes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTOptions(_Compare):
+    """Train transformers by phantom and by torch's own Megatron styles to the same validation loss, and show time,
+    bytes, FLOPs and joules.
+
+    The same comparison as phantom compare, of language models. The preset gpt takes about half an hour on 2 cores. Any
+    option given here takes the place of the preset's. Ctrl-C keeps what is done, and --resume goes on from there.
+    """
+
+    task: ClassVar[str] = "gpt"
+
+    preset: str = "gpt"
+    """gpt, or a TOML file of your own."""
+    strategy: tuple[GPTStrategy, ...] | None = None
+    """Strategies to compare."""
+    dim: int | None = None
+    """Features of the residual stream."""
+    layers: int | None = None
+    """Layers, of attention and SwiGLU each."""
+    heads: int | None = None
+    """Heads of queries."""
+    context: int | None = None
+    """Tokens that the model sees."""
+    batch: int | None = None
+    """Windows of a step, over all copies."""
+
+
+VARIANTS = {"gpt": GPTOptions}

@@ -108,7 +108,7 @@ def remarks_on(
             yield (
                 f"Phantom is worse than {found.to} in {ratio_label(found.measure)}: {found.ratio.mean:.2f} of it{sure}."
             )
-    if settings.training.get("data", "planted") == "planted":
+    if settings.task == "ffn" and settings.training.get("data", "planted") == "planted":
         yield (
             "The data are a teacher's that has phantom's own structure (planted), which suits phantom: "
             "try --data random for one that has none."

@@ -8,7 +8,7 @@ inference forward passes of all strategies in turns, on the same ranks
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -19,8 +19,10 @@ from typing import Any
 import torch
 
 from phantom_parallel.energy import PowerProfile, power_of
+from phantom_parallel.infer.gen_measure import GenerationCost, measure_generation
 from phantom_parallel.infer.measure import measure
-from phantom_parallel.models import FFN
+from phantom_parallel.models import FFN, GPT
+from phantom_parallel.models.ffn import Strategy
 from phantom_parallel.study.analysis import ratios_of, remarks_on, summarise
 from phantom_parallel.study.folder import check, prepare
 from phantom_parallel.study.lab import PATIENCE, Lab, command, environment
@@ -28,9 +30,11 @@ from phantom_parallel.study.progress import Display
 from phantom_parallel.study.results import Comparison, Power, Run, Trial
 from phantom_parallel.study.search import Arm, search
 from phantom_parallel.study.settings import CompareSettings
-from phantom_parallel.train import TrainConfig
+from phantom_parallel.train import GPTTrainConfig, LoopConfig, Places, TrainConfig
 from phantom_parallel.train.ranks import joining, on_ranks, speaks
 from phantom_parallel.train.signals import StopRequest
+
+TOKENS = 10  # decoded in a turn
 
 
 def compare(settings: CompareSettings, out: Path, *, resume: bool = False, show: bool = False) -> Comparison | None:
@@ -129,13 +133,49 @@ def _inference(settings: CompareSettings, lab: Lab, power: PowerProfile) -> dict
     places = lab.places(next(iter(configs.values())))
     if places is None or (places.dp is not None and places.dp.get_local_rank()):
         return found
-    models: dict[str, FFN] = {
-        name: FFN(config.ffn(), mesh=places.tp, device=lab.device)
-        for name, config in configs.items()
-        if isinstance(config, TrainConfig)
-    }
-    for batch in settings.inference_batches if models else ():
-        told = measure(models, batch, turns=settings.inference_turns, profile=power)
+    for batch in settings.inference_batches:
+        told = _forwards(configs, places, batch, settings.inference_turns, power)
         for name, inference in told.items():
-            found.setdefault(name, []).append(inference.to_dict())
+            found.setdefault(name, []).append(inference)
     return found
+
+
+def _forwards(
+    configs: Mapping[Strategy, LoopConfig], places: Places, batch: int, turns: int, power: PowerProfile
+) -> dict[str, dict[str, Any]]:
+    """A forward pass of an FFN, or a further token of a GPT behind half of its context."""
+    ffns: dict[str, FFN] = {}
+    gpts: dict[str, GPT] = {}
+    for name, config in configs.items():
+        if isinstance(config, GPTTrainConfig):
+            gpts[name] = GPT(config.gpt(), mesh=places.tp, device=places.device)
+            half = config.context // 2
+        elif isinstance(config, TrainConfig):
+            ffns[name] = FFN(config.ffn(), mesh=places.tp, device=places.device)
+    if ffns:
+        return {name: one.to_dict() for name, one in measure(ffns, batch, turns=turns, profile=power).items()}
+    prompt = torch.zeros(batch, half, dtype=torch.int64, device=places.device)
+    told = measure_generation(gpts, prompt, tokens=min(half, TOKENS), turns=max(2, turns // TOKENS), profile=power)
+    return {name: _decoding(one) for name, one in told.items()}
+
+
+def _decoding(cost: GenerationCost) -> dict[str, Any]:
+    """A decoded token as a forward pass of a row."""
+    decode = cost.decode
+    assert decode is not None
+    return {
+        "strategy": cost.strategy,
+        "ranks": cost.ranks,
+        "batch": cost.batch,
+        "latency_seconds": decode.seconds,
+        "latency_p95": decode.seconds_p95,
+        "samples_per_second": decode.tokens_per_second,
+        "flops_per_sample": decode.flops_per_token,
+        "bytes_per_sample": decode.bytes_per_token,
+        "joules_per_sample": decode.joules_per_token,
+        "provenance": decode.provenance,
+        "blocked_share": decode.blocked_share,
+        "parameters": cost.parameters,
+        "prefill_seconds": cost.prefill.seconds,
+        "prompt": cost.prompt,
+    }

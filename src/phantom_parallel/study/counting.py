@@ -1,26 +1,47 @@
 """What the formulas say of a training's step."""
 
-from phantom_parallel.cost.formulas import FFNShape
-from phantom_parallel.train import LoopConfig, TrainConfig
+from phantom_parallel.cost.formulas import FFNShape, Optimizer, Shape
+from phantom_parallel.cost.transformer import GPTShape
+from phantom_parallel.train import GPTTrainConfig, LoopConfig, TrainConfig
 
 
-def shape_of(config: LoopConfig) -> FFNShape:
+def shape_of(config: LoopConfig) -> Shape:
     """What the formulas are asked about a training's step."""
-    if not isinstance(config, TrainConfig):
-        raise NotImplementedError
-    optimizer = "adam" if config.optimizer == "adamw" else "momentum" if config.momentum else "sgd"
+    optimizer: Optimizer = "adam" if config.optimizer == "adamw" else "momentum" if config.momentum else "sgd"
+    rows = config.batch // config.dp
+    if isinstance(config, GPTTrainConfig):
+        model = config.gpt()
+        return GPTShape(
+            model.strategy,
+            model.vocab,
+            model.dim,
+            model.layers,
+            model.heads,
+            model.kv_heads,
+            model.hidden,
+            sequence=model.context,
+            ranks=config.ranks,
+            batch=rows,
+            blocks=model.blocks,
+            ghosts=model.ghosts,
+            dp=config.dp,
+            tied=model.tied,
+            optimizer=optimizer,
+            recompute=config.recompute,
+        )
+    assert isinstance(config, TrainConfig)
     return FFNShape(
         config.strategy,
         config.width,
         config.depth,
         config.ranks,
-        config.batch // config.dp,
+        rows,
         config.blocks,
         config.ghosts,
         dp=config.dp,
         bias=config.bias,
         activation=config.activation,
-        optimizer=optimizer,  # type: ignore[arg-type]
+        optimizer=optimizer,
     )
 
 

@@ -125,6 +125,7 @@ class StudySettings:
     reference: dict[str, Any] | None = None
     steps: int = 100
     at_most: int | None = None  # steps of a cell that is after the reference's loss; by default ``steps``
+    stop_at_target: bool = True  # whether such a cell ends there, or goes on to ``at_most``
     seeds: int = 1
     rounds: int = 3
     search: Search = field(default_factory=Search)
@@ -167,9 +168,15 @@ def names_of(kind: Literal["presets", "studies"]) -> list[str]:
     return sorted(Path(one.name).stem for one in _folder(kind).iterdir() if one.name.endswith(".toml"))
 
 
-def read_compare(name_or_path: str, changes: Mapping[str, Any] | None = None) -> CompareSettings:
-    """A preset or a file. ``changes`` are fields to set otherwise, of the comparison, its training or its search."""
+def read_compare(
+    name_or_path: str, changes: Mapping[str, Any] | None = None, task: str | None = None
+) -> CompareSettings:
+    """A preset or a file, which must be of ``task`` where that is given. ``changes`` are fields to set otherwise, of
+    the comparison, its training or its search.
+    """
     name, data = _read("presets", name_or_path)
+    if task not in (None, data.get("task", "ffn")):
+        raise ValueError(f"{name_or_path} compares models of the kind {data.get('task', 'ffn')}, not {task}")
     known = training_fields(data.get("task", "ffn"))
     training, search = _table(data, "training", known), _table(data, "search", _names(Search))
     for key, value in (changes or {}).items():

@@ -26,7 +26,10 @@ from phantom_parallel.train import LoopConfig
 from phantom_parallel.train.ranks import joining, on_ranks, speaks
 from phantom_parallel.train.signals import StopRequest
 
-SHOWN = ("strategy", "width", "depth", "blocks", "ghosts", "ranks", "dp", "batch")
+SHOWN = {
+    "ffn": ("strategy", "width", "depth", "blocks", "ghosts", "ranks", "dp", "batch"),
+    "gpt": ("strategy", "dim", "layers", "heads", "context", "blocks", "ghosts", "ranks", "dp", "batch"),
+}
 
 
 def study(settings: StudySettings, out: Path, *, resume: bool = False, show: bool = False) -> Study | None:
@@ -90,6 +93,7 @@ def _trained(settings: StudySettings, lab: Lab, display: Display) -> list[Cell]:
     leading = [name for name, cell in named.items() if _matches(cell, settings.reference)]
     done: list[Cell] = []
     target: float | None = None
+    budget: float | None = None
     for group in (leading, [name for name in named if name not in leading]):
         runs = _train_group(settings, lab, display, {name: named[name] for name in group}, target, len(done))
         if settings.reference is not None and group is leading:
@@ -97,7 +101,8 @@ def _trained(settings: StudySettings, lab: Lab, display: Display) -> list[Cell]:
             if not reached:
                 raise ValueError(f"the cells of the reference {settings.reference} came to no finite loss")
             target = max(reached)  # which every run of the reference has come to
-        done += [_cell(settings, named[name], run, target) for name, run in runs]
+            budget = median(run.joules for _, run in runs if run.joules is not None)
+        done += [_cell(settings, named[name], run, target, budget) for name, run in runs]
     return done
 
 
@@ -120,19 +125,24 @@ def _train_group(
     runs = []
     for seed in range(settings.seeds):
         for name, cell in cells.items():
-            config = settings.config(cell, lr=rates[name], seed=seed, steps=steps, target=target)
+            stop = target if settings.stop_at_target else None
+            config = settings.config(cell, lr=rates[name], seed=seed, steps=steps, target=stop)
             runs.append((name, lab.training(f"{name} seed={seed}", config)))
     return runs
 
 
-def _cell(settings: StudySettings, cell: Mapping[str, Any], run: Run, target: float | None) -> Cell:
-    """A training as a cell: to the target where there is one, else to its end."""
+def _cell(
+    settings: StudySettings, cell: Mapping[str, Any], run: Run, target: float | None, budget: float | None
+) -> Cell:
+    """A training as a cell: to the target where there is one, else to its end. ``budget``: the reference's joules."""
     config = settings.config(cell, lr=run.lr, seed=run.seed)
     end = next((point for point in run.curve if target is not None and point.loss <= target), None)
     reached = None if target is None else float(end is not None)
     last = end or (run.curve[-1] if run.curve and target is None else None)
+    within = [point.loss for point in run.curve if point.joules is not None and point.joules <= (budget or 0.0)]
     values: dict[str, float | None] = {
         "loss": run.loss,
+        "loss_at_equal_energy": min(within, default=None),
         "target": target,
         "reached": reached,
         "steps": None if last is None else last.step,
@@ -200,7 +210,7 @@ def _modelled(settings: StudySettings, cell: Mapping[str, Any]) -> Cell:
 
 
 def _shown(config: LoopConfig) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in SHOWN}
+    return {name: getattr(config, name) for name in SHOWN[config.task]}
 
 
 def _matches(cell: Mapping[str, Any], reference: Mapping[str, Any] | None) -> bool:
@@ -210,31 +220,35 @@ def _matches(cell: Mapping[str, Any], reference: Mapping[str, Any] | None) -> bo
 def findings(settings: StudySettings, cells: Sequence[Cell]) -> Iterator[str]:
     """Sentences that the cells bear out."""
     if settings.reference is not None:
-        yield from _smaller(settings, cells)
+        yield from _after_the_reference(settings, cells)
         return
     yield from _against_tensor(cells)
 
 
-def _smaller(settings: StudySettings, cells: Sequence[Cell]) -> Iterator[str]:
-    """Which cells come to the reference's loss on fewer ranks, in every one of their runs."""
+def _after_the_reference(settings: StudySettings, cells: Sequence[Cell]) -> Iterator[str]:
+    """Which phantom models come to the reference's loss in every one of their runs, and what they have and spend."""
     reference = [cell for cell in cells if _matches(cell.settings, settings.reference)]
-    ranks = min(int(cell.settings["ranks"]) for cell in reference)
+    name = reference[0].name
     groups: dict[str, list[Cell]] = {}
     for cell in cells:
-        if cell.settings["strategy"] == "phantom" and int(cell.settings["ranks"]) < ranks:
+        if cell.settings["strategy"] == "phantom":
             groups.setdefault(cell.name, []).append(cell)
-    there = [name for name, runs in groups.items() if all(run.values["reached"] for run in runs)]
-    for name in there:
-        one = groups[name][0]
-        share = (one.values["parameters"] or 0) / (reference[0].values["parameters"] or 1)
-        spent = _ratio_of(groups[name], reference, "joules")
-        energy = "" if spent is None else f", with {spent:.0%} of the modelled energy"
-        yield (
-            f"{name} reaches the loss of {reference[0].name} on {one.settings['ranks']} ranks instead of {ranks}, with "
-            f"{share:.0%} of the parameters{energy}."
-        )
-    if not there:
-        yield f"No phantom model on fewer than {ranks} ranks reached the loss of {reference[0].name} in every run."
+    there = {one: runs for one, runs in groups.items() if all(run.values["reached"] for run in runs)}
+    for one, runs in there.items():
+        ranks, more = runs[0].settings["ranks"], reference[0].settings["ranks"]
+        where = f"on {ranks} ranks instead of {more}" if ranks != more else f"on the same {ranks} ranks"
+        share = (runs[0].values["parameters"] or 0) / (reference[0].values["parameters"] or 1)
+        spent = _ratio_of(runs, reference, "joules")
+        energy = "" if spent is None else f" and {spent:.0%} of the modelled energy"
+        yield f"{one} reaches the loss of {name} {where}, with {share:.0%} of the parameters{energy}."
+    missed = [one for one in groups if one not in there]
+    if missed:
+        yield f"The loss of {name} was not reached in every run by {', '.join(missed)}."
+    for one, runs in groups.items() if not settings.stop_at_target else ():
+        losses = [loss for run in runs if (loss := run.values["loss_at_equal_energy"]) is not None]
+        theirs = [loss for run in reference if (loss := run.values["loss"]) is not None]
+        if losses and theirs:
+            yield f"For the energy of {name}, {one} comes to {median(losses):.4g}, {name} to {median(theirs):.4g}."
 
 
 def _against_tensor(cells: Sequence[Cell]) -> Iterator[str]:
@@ -257,8 +271,8 @@ def _against_tensor(cells: Sequence[Cell]) -> Iterator[str]:
 def _pair(phantom: Cell, tensor: Cell) -> bool:
     if (phantom.settings["strategy"], tensor.settings["strategy"]) != ("phantom", "tensor"):
         return False
-    same = ("width", "depth", "ranks", "dp", "batch")
-    return all(phantom.settings[name] == tensor.settings[name] for name in same)
+    same = phantom.settings.keys() - {"strategy", "blocks", "ghosts", "lr", "seed"}
+    return all(phantom.settings[name] == tensor.settings.get(name) for name in same)
 
 
 def _ratio_of(some: Sequence[Cell], others: Sequence[Cell], measure: str) -> float | None:
