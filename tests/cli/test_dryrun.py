@@ -26,6 +26,19 @@ def test_json_has_the_counts(capsys):
     assert found["all_ranks"]["flops"] == 4 * 2 * 2 * 64 * 64 * 16
 
 
+def test_the_batch_is_that_of_all_copies(capsys):
+    small = ["dryrun", "--strategy", "tensor", "--width", "64", "--depth", "1", "--ranks", "2", "--json"]
+    found = []
+    for copies in ("1", "4"):
+        assert main([*small, "--batch", "64", "--dp", copies]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    one, four = found
+    assert one["settings"]["batch"] == four["settings"]["batch"] == 64
+    assert one["flops"]["forward"] == 2 * 64 * 64 * 64 // 2
+    assert four["flops"]["forward"] * 4 == one["flops"]["forward"]
+    assert four["all_ranks"]["flops"] == one["all_ranks"]["flops"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -33,11 +46,75 @@ def test_json_has_the_counts(capsys):
         (["--ranks", "3"], "blocks=3 does not divide"),
         (["--strategy", "dense"], "dense runs on one rank"),
         (["--strategy", "tensor", "--ghosts", "4"], "belong to the strategy phantom"),
+        (["--dp", "3"], "dp=3 does not divide batch=64: use 2 or 4"),
+        (["--dp", "0"], "dp must be a positive whole number, got 0"),
         (["--rank", "99"], "rank must be from 0 to 15, got 99"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, message):
     assert main(["dryrun", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in " ".join(error.split())
+    assert "Traceback" not in error
+
+
+SMALL = ["dryrun", "gpt", "--vocab", "64", "--dim", "64", "--layers", "2", "--heads", "8", "--hidden", "64"]
+SMALL += ["--sequence", "16", "--batch", "4", "--ranks", "4"]
+
+
+@pytest.mark.parametrize("arguments", [["--ghosts", "4"], ["--strategy", "megatron"], ["--ghosts", "4", "--tied"]])
+@pytest.mark.parametrize("task", ["train", "prefill", "decode"])
+def test_a_transformer_agrees_with_its_formulas(capsys, arguments, task):
+    assert main([*SMALL, *arguments, "--task", task]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Formulas and code agree in every term" in text
+    assert ("memory, cache, MiB" in text) == (task != "train")
+
+
+def test_a_transformers_json_has_the_counts(capsys):
+    assert main([*SMALL, "--strategy", "megatron", "--dp", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows, per_layer = 32, 64 * (3 * 64 + 64 + 2 * 64 + 64) + 2 * 16 * 64
+    assert found["formulas_agree"]
+    assert found["settings"]["batch"] == 4
+    assert found["settings"]["layers"] == 2
+    assert found["flops"]["forward"] == 2 * rows * (2 * per_layer + 64 * 64) // 4
+    assert found["sent_bytes"]["backward"] == 5 * (2 * 3 * rows * 64 * 4 // 4)
+
+
+def test_communication_is_a_table_and_files(capsys, tmp_path):
+    folder = tmp_path / "figures"
+    assert main([*SMALL, "--ghosts", "4", "--communication", "--out", str(folder)]) == 0
+    text = capsys.readouterr().out
+    for word in ("prefill", "decode", "forward", "backward", "megatron", "all_reduce", "reduce_scatter"):
+        assert word in text
+    assert sorted(path.name for path in folder.iterdir()) == [
+        f"communication.{k}" for k in ("csv", "json", "png", "svg")
+    ]
+    rows = json.loads((folder / "communication.json").read_text())
+    assert main([*SMALL, "--ghosts", "4", "--communication", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == rows
+    assert len((folder / "communication.csv").read_text().splitlines()) == 1 + len(rows)
+    whole = sum(row["sent_bytes"] for row in rows if row["profile"] == "megatron" and row["phase"] == "forward")
+    assert whole == 5 * (2 * 3 * 64 * 64 * 4 // 4) + 3 * 64 * 3 * 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ghosts", "4", "--heads", "6"], "heads=6 does not divide dim=64"),
+        (["--strategy", "dense"], "dense runs on one rank"),
+        (["--strategy", "megatron", "--blocks", "4"], "belong to the strategy phantom"),
+        (["--ghosts", "17"], "ghosts=17 is larger than a block of 16 features"),
+        (["--ghosts", "4", "--vocab", "66"], "blocks=4 does not divide vocab=66"),
+        (["--ghosts", "4", "--dp", "3"], "dp=3 does not divide batch=4: use 2 or 4"),
+        (["--ghosts", "4", "--out", "x"], "--out x is where --communication writes to"),
+        (["--ghosts", "4", "--communication", "--task", "decode"], "leave out --task decode"),
+        (["--strategy", "dense", "--ranks", "1", "--communication"], "one rank sends nothing"),
+    ],
+)
+def test_bad_input_of_a_transformer_is_one_line_and_exit_code_2(capsys, arguments, message):
+    assert main([*SMALL, *arguments]) == 2
     error = capsys.readouterr().err
     assert message in " ".join(error.split())
     assert "Traceback" not in error

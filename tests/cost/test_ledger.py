@@ -49,6 +49,22 @@ def test_attention_is_counted_both_ways():
     assert ledger.flops_of("backward") == 5 * one
 
 
+def test_inference_mode_is_counted_the_same():
+    """There, operations that consist of others arrive whole."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2, bias=False))
+    x, q = torch.randn(3, 4), torch.randn(2, 3, 5, 8)
+    found = []
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode, Ledger() as ledger:
+            model(x)
+            torch.einsum("ij,kj->ik", x, x) @ x
+            nn.functional.scaled_dot_product_attention(q, q, q)
+        found.append(ledger)
+    assert found[0].flops == found[1].flops == 2 * (3 * 4 * 8 + 3 * 8 * 2 + 2 * 3 * 3 * 4) + 4 * 2 * 3 * 5 * 5 * 8
+    assert found[0].products == found[1].products
+    assert not torch.nn.modules.module._global_forward_hooks
+
+
 def test_named_phases_and_nesting():
     a = torch.randn(2, 2)
     with Ledger() as ledger:

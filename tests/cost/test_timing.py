@@ -5,10 +5,10 @@ from dataclasses import replace
 from itertools import product as grid
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phantom_parallel.cost.formulas import FFNShape, Product
+from phantom_parallel.cost.formulas import FFNShape, Product, representative
 from phantom_parallel.cost.hardware import Tier
 from phantom_parallel.cost.timing import (
     Clock,
@@ -16,7 +16,6 @@ from phantom_parallel.cost.timing import (
     collective_seconds,
     forward_time,
     product_seconds,
-    representative,
     step_time,
 )
 from tests.cost.test_hardware import figure, toy
@@ -64,6 +63,14 @@ def test_efficiency_grows_with_size() -> None:
 )
 def test_exchanges_by_hand(op: str, ranks: int, size: float, seconds: float) -> None:
     assert collective_seconds(op, ranks, size, toy()) == pytest.approx(seconds)  # type: ignore[arg-type]
+
+
+def test_an_all_to_all_by_hand() -> None:
+    # 4 on a node: in pairs 3 x (2 + 2) s, through others 2 x (2 + 2 x 2) s; 0.08 bytes: 3 x 2.01 s, 2 x 2.02 s
+    assert collective_seconds("all_to_all", 4, 16.0, toy()) == pytest.approx(7 + 12)
+    assert collective_seconds("all_to_all", 4, 0.08, toy()) == pytest.approx(7 + 4.04)
+    # 2 nodes of 4: 32 bytes to each inside, then 64 bytes to the other node
+    assert collective_seconds("all_to_all", 8, 16.0, toy()) == pytest.approx(7 + 3 * (2 + 4) + (5 + 32))
 
 
 def test_a_large_gather_of_small_messages_takes_the_tree() -> None:
@@ -179,6 +186,7 @@ def test_phases_are_the_sums_of_layers_and_cover_every_product() -> None:
             assert span.total == pytest.approx(sum(layer[phase].total for layer in step.layers))
 
 
+@settings(deadline=None)  # a busy machine is not a slow formula
 @given(
     faster=st.floats(1, 1e6),
     field=st.sampled_from(["inside", "between", "memory_bandwidth", "write_bandwidth", "peak"]),

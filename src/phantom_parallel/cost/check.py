@@ -3,40 +3,69 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from phantom_parallel.cost.formulas import FFNShape
+from phantom_parallel.cost.formulas import Shape
 from phantom_parallel.cost.ledger import Ledger
 
 Key = tuple[str | int, ...]
 
 
-def differences(shape: FFNShape, ledger: Ledger, *, native: bool, root: str = "FFN") -> list[str]:
+def differences(shape: Shape, ledger: Ledger, *, native: bool, root: str = "FFN") -> list[str]:
     """Where formulas and ledger differ, each line naming the term; empty where they agree.
 
-    Products are compared by phase, layer and size, exchanges by phase, op, ranks and bytes. ``native`` says whether the
-    ranks exchange by all-gather and reduce-scatter or by all-to-all.
+    Products are compared by phase, layer and size, those of a fused kernel by their sum, exchanges by phase, op, ranks
+    and bytes. ``native`` says whether the ranks exchange by all-gather and reduce-scatter or by all-to-all. ``root`` is
+    the class of the model.
     """
     return [
-        *_compare("product", _predicted_products(shape, root), _counted_products(ledger)),
+        *_compare("product", _predicted_products(shape, root), _counted_products(ledger, shape, root)),
+        *_compare_fused(shape, ledger, root),
         *_compare("exchange", _predicted_exchanges(shape, native), _counted_exchanges(ledger)),
     ]
 
 
-def _predicted_products(shape: FFNShape, root: str) -> list[tuple[Key, str]]:
+def _predicted_products(shape: Shape, root: str) -> list[tuple[Key, str]]:
     return [
         (
             _product_key(p.phase, f"{root}.{layer.name}", p.batch, p.rows, p.inner, p.columns),
             f"{p.term} of {layer.name}",
         )
-        for layer in shape.layers
+        for layer in shape.costs
         for p in layer.products
+        if not layer.fused
     ]
 
 
-def _counted_products(ledger: Ledger) -> Counter[Key]:
+def _counted_products(ledger: Ledger, shape: Shape, root: str) -> Counter[Key]:
     counted: Counter[Key] = Counter()
+    parts = {f"{root}.{layer.name}" for layer in shape.costs}
     for e, count in ledger.products.items():
-        counted[_product_key(e.phase, e.module, e.batch, e.rows, e.inner, e.columns)] += count
+        if e.batch:
+            counted[_product_key(e.phase, _part_of(e.module, parts), e.batch, e.rows, e.inner, e.columns)] += count
     return counted
+
+
+def _part_of(module: str, parts: set[str]) -> str:
+    """The part that a module is, or is within; a module in no part is left as it is."""
+    name = module
+    while name and name not in parts:
+        name = name.rpartition(".")[0]
+    return name or module
+
+
+def _compare_fused(shape: Shape, ledger: Ledger, root: str) -> list[str]:
+    predicted = Counter[Key]()
+    for layer in shape.costs:
+        for p in layer.products if layer.fused else ():
+            predicted[(p.phase, f"{root}.{layer.name}")] += p.flops
+    counted = Counter[Key]()
+    for e, count in ledger.products.items():
+        if not e.batch:
+            counted[(e.phase, e.module)] += count * e.flops
+    return [
+        f"products of {module} {phase}: predicted {predicted[phase, module]} FLOPs, counted {counted[phase, module]}"
+        for phase, module in predicted | counted
+        if predicted[phase, module] != counted[phase, module]
+    ]
 
 
 def _product_key(phase: str, module: str, batch: int, rows: int, inner: int, columns: int) -> Key:
@@ -44,10 +73,10 @@ def _product_key(phase: str, module: str, batch: int, rows: int, inner: int, col
     return phase, module, batch, inner, min(rows, columns), max(rows, columns)
 
 
-def _predicted_exchanges(shape: FFNShape, native: bool) -> list[tuple[Key, str]]:
+def _predicted_exchanges(shape: Shape, native: bool) -> list[tuple[Key, str]]:
     predicted: list[tuple[Key, str]] = []
     for e in shape.exchanges:
-        op = "all_to_all" if not native and e.op != "all_reduce" and shape.strategy != "megatron" else e.op
+        op = "all_to_all" if not native and e.op != "all_reduce" and not e.by_torch else e.op
         predicted.append(((e.phase, op, e.ranks, e.moved_bytes(shape.word_bytes)), e.term))
     return predicted
 

@@ -8,9 +8,11 @@ Bytes of an exchange are those that a rank must send (and receive), whatever the
     all-gather       (R-1) w        w: what one rank contributes
     reduce-scatter   (R-1) w        w: what one rank ends up with
     all-reduce       2 (R-1)/R w    w: the whole, summed on every rank
+    all-to-all       (R-1) w        w: what one rank sends to each other
 
 An all-gather or reduce-scatter built from all-to-all moves the same. Elementwise work is not counted, as in torch's own
-counter. What is kept for backward is counted for the activations of `phantom_parallel.models.ffn`.
+counter. What is kept for backward is counted for the activations of `phantom_parallel.models.ffn`. Feed-forward
+networks are here, transformers in `cost.transformer`.
 """
 
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from phantom_parallel.layout import BlockLayout, RowLayout, positive
 Strategy = Literal["dense", "tensor", "megatron", "phantom"]
 Phase = Literal["forward", "backward", "sync"]
 Optimizer = Literal["sgd", "momentum", "adam"]
+Op = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
 OPTIMIZER_STATES: dict[str, int] = {"sgd": 0, "momentum": 1, "adam": 2}
 KEEPS_ITS_INPUT = (
@@ -52,14 +55,18 @@ class Product:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A collective. ``words`` is w of the table above; ``hidden_by`` names the products that run meanwhile."""
+    """A collective. ``words`` is w of the table above; ``hidden_by`` names the products that run meanwhile.
+
+    ``by_torch``: issued by torch's own styles, which use the backend's own op whatever our exchanges are built from.
+    """
 
     term: str
     phase: Phase
-    op: Literal["all_gather", "reduce_scatter", "all_reduce"]
+    op: Op
     ranks: int
     words: int
     hidden_by: tuple[str, ...] = ()
+    by_torch: bool = False
 
     def moved_bytes(self, word_bytes: int) -> int:
         """Bytes that a rank sends; an all-reduce's share that is not whole is rounded up."""
@@ -68,16 +75,34 @@ class Exchange:
             return -(-2 * (self.ranks - 1) * handed_in // self.ranks)
         return (self.ranks - 1) * handed_in
 
+    def message_bytes(self, word_bytes: int) -> int:
+        """Bytes that a rank hands in, as the ledger calls a message."""
+        pieces = self.ranks if self.op in ("reduce_scatter", "all_to_all") else 1
+        return self.words * word_bytes * pieces
+
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer on one rank. ``kept`` is the words that its operator keeps for backward."""
+    """One layer on one rank. ``kept`` is the words that its operator keeps for backward.
+
+    ``streamed`` is the words that elementwise work around it reads and writes, forward and backward: an estimate, for
+    times only. ``fused`` says that the products are one kernel, which leaves nothing in memory in between.
+    """
 
     name: str
     parameters: tuple[int, ...]  # of each parameter, this rank's part
     products: tuple[Product, ...]
     exchanges: tuple[Exchange, ...]
     kept: int
+    kept_bytes: int = 0  # kept besides, of other sizes than a word: indices, statistics
+    streamed: tuple[int, int] = (0, 0)
+    fused: bool = False
+    whole_gradients: tuple[int, ...] = ()  # of each parameter, where they are not of the parameters' own sizes
+
+    @property
+    def gradients(self) -> tuple[int, ...]:
+        """Words of each parameter's gradient on this rank."""
+        return self.whole_gradients or self.parameters
 
 
 def phantom_layer(
@@ -139,7 +164,7 @@ def column_layer(
         Product("W x", "forward", 1, rows, n_in, m_out),
         Product("dW = d^T x", "backward", 1, m_out, rows, n_in),
     ]
-    exchanges = [Exchange("z", "forward", "all_gather", ranks, rows * m_out)] if gather else []
+    exchanges = [Exchange("z", "forward", "all_gather", ranks, rows * m_out, by_torch=True)] if gather else []
     if input_grad:
         products.append(Product("W^T d", "backward", 1, rows, m_out, n_in))
         exchanges.append(Exchange("dx", "backward", "all_reduce", ranks, rows * n_in))
@@ -170,8 +195,69 @@ def representative(index: int, depth: int) -> int:
     return index if index in (0, depth - 1) else 1 + (index - 1) % 2
 
 
+class Shape:
+    """A model and how it is run: sums over the costs of its parts, whatever the model."""
+
+    ranks: int
+    dp: int
+    word_bytes: int
+    optimizer: Optimizer
+
+    @property
+    def costs(self) -> tuple[LayerCost, ...]:
+        """The model's parts in order."""
+        raise NotImplementedError
+
+    def same_as(self, index: int) -> int:
+        """The first part with the cost of part ``index``."""
+        raise NotImplementedError
+
+    @property
+    def repeated(self) -> int:
+        """Parameters that every rank holds."""
+        raise NotImplementedError
+
+    @property
+    def memory(self) -> "Memory":
+        raise NotImplementedError
+
+    @property
+    def products(self) -> Iterator[Product]:
+        return (product for layer in self.costs for product in layer.products)
+
+    @property
+    def exchanges(self) -> Iterator[Exchange]:
+        """Those of the layers, and over data-parallel copies one all-reduce of each parameter's gradient."""
+        for layer in self.costs:
+            yield from layer.exchanges
+        if self.dp > 1:
+            for layer in self.costs:
+                for words in layer.gradients:
+                    yield Exchange("gradients", "sync", "all_reduce", self.dp, words)
+
+    def multiply_adds(self, phase: Phase | None = None) -> int:
+        return sum(product.multiply_adds for product in self.products if phase in (None, product.phase))
+
+    def moved_bytes(self, phase: Phase | None = None) -> int:
+        return sum(e.moved_bytes(self.word_bytes) for e in self.exchanges if phase in (None, e.phase))
+
+    def over_all_ranks(self, per_rank: int) -> int:
+        """A count of one rank summed over all ranks of all copies: they have equal work, and send and keep as much."""
+        return per_rank * self.ranks * self.dp
+
+    @property
+    def parameters(self) -> int:
+        """Of this rank."""
+        return sum(sum(layer.parameters) for layer in self.costs)
+
+    @property
+    def model_parameters(self) -> int:
+        """Of the whole model, each counted once."""
+        return (self.parameters - self.repeated) * self.ranks + self.repeated
+
+
 @dataclass(frozen=True)
-class FFNShape:
+class FFNShape(Shape):
     """A feed-forward network and how it is run: ``ranks`` share it, ``dp`` copies of that train on ``batch`` rows each.
 
     ``batch`` is the rows that one copy works on. Blocks and ghosts belong to the strategy phantom.
@@ -221,6 +307,13 @@ class FFNShape:
         object.__setattr__(self, "layers", tuple(costs.values()))
 
     def _layer(self, index: int) -> LayerCost:
+        """A layer with the activation that feeds it."""
+        whole = self.strategy == "megatron" and index % 2 == 0  # between pairs features are whole on every rank
+        words = self.batch * self.width // (1 if whole else self.ranks) if index else 0
+        # read, write; read what was kept and the gradient, write the gradient
+        return replace(self._map(index), streamed=(2 * words, 3 * words))
+
+    def _map(self, index: int) -> LayerCost:
         name, input_grad = f"layers.{index}", self.input_grad or index > 0
         if self.strategy == "phantom":
             assert self.blocks is not None
@@ -236,39 +329,16 @@ class FFNShape:
         return tensor_layer(rows, self.batch, bias=self.bias, input_grad=input_grad, rank=self.rank, name=name)
 
     @property
-    def products(self) -> Iterator[Product]:
-        return (product for layer in self.layers for product in layer.products)
+    def costs(self) -> tuple[LayerCost, ...]:
+        return self.layers
+
+    def same_as(self, index: int) -> int:
+        return representative(index, self.depth)
 
     @property
-    def exchanges(self) -> Iterator[Exchange]:
-        """Those of the layers, and over data-parallel copies one all-reduce of each parameter's gradient."""
-        for layer in self.layers:
-            yield from layer.exchanges
-        if self.dp > 1:
-            for layer in self.layers:
-                for words in layer.parameters:
-                    yield Exchange("gradients", "sync", "all_reduce", self.dp, words)
-
-    def multiply_adds(self, phase: Phase | None = None) -> int:
-        return sum(product.multiply_adds for product in self.products if phase in (None, product.phase))
-
-    def moved_bytes(self, phase: Phase | None = None) -> int:
-        return sum(e.moved_bytes(self.word_bytes) for e in self.exchanges if phase in (None, e.phase))
-
-    def over_all_ranks(self, per_rank: int) -> int:
-        """A count of one rank summed over all ranks of all copies: they have equal work, and send and keep as much."""
-        return per_rank * self.ranks * self.dp
-
-    @property
-    def parameters(self) -> int:
-        """Of this rank."""
-        return sum(sum(layer.parameters) for layer in self.layers)
-
-    @property
-    def model_parameters(self) -> int:
-        """Of the whole model, each counted once: the row layers' bias of the strategy megatron is on every rank."""
-        repeated = (self.depth // 2) * self.width if self.strategy == "megatron" and self.bias else 0
-        return (self.parameters - repeated) * self.ranks + repeated
+    def repeated(self) -> int:
+        """The row layers' bias of the strategy megatron."""
+        return (self.depth // 2) * self.width if self.strategy == "megatron" and self.bias else 0
 
     @property
     def memory(self) -> "Memory":

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any, Self
 
 import torch
@@ -62,6 +63,9 @@ class CollectiveEntry:
 class Ledger(TorchDispatchMode):
     """Records FLOPs and communicated bytes of everything that runs within, on this rank.
 
+    With gradients, without, and in inference mode the same is counted; but in inference mode DTensor chooses layouts by
+    other rules, so that what it runs may itself be more than without gradients.
+
     Compiled code runs kernels of its own, which are not seen: count the model uncompiled, its work is the same.
 
     Phases are ``forward`` and ``backward``, or within ``ledger.phase("decode")`` the user's own. Modules are named as
@@ -104,6 +108,12 @@ class Ledger(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor then breaks it up into what this rank does, and that comes back here
         kwargs = kwargs or {}
+        if _is_composite(func):  # in inference mode these arrive whole, otherwise in their parts
+            super().__enter__()
+            try:
+                return func.decompose(*args, **kwargs)
+            finally:
+                super().__exit__(None, None, None)
         result = func(*args, **kwargs)
         if any(issubclass(kind, FakeTensor) for kind in types):
             return result  # DTensor asking for the shape of a whole result; dry runs use meta tensors
@@ -153,7 +163,7 @@ class Ledger(TorchDispatchMode):
         """How many collectives handed in messages of up to so many bytes: a histogram by powers of two."""
         sizes: Counter[int] = Counter()
         for entry, count in self.collectives.items():
-            sizes[1 << max(entry.message - 1, 0).bit_length()] += count
+            sizes[up_to(entry.message)] += count
         return dict(sorted(sizes.items()))
 
     def table(self) -> Table:
@@ -190,6 +200,19 @@ class Ledger(TorchDispatchMode):
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
+
+
+def up_to(message: int) -> int:
+    """The power of two that a message of so many bytes is counted under."""
+    return 1 << max(message - 1, 0).bit_length()
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    """Whether an operation only consists of others, and is none that the counter knows as a whole."""
+    if func._overloadpacket in flop_registry:
+        return False
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
 
 
 def _within(entry: ProductEntry | CollectiveEntry, phase: str | None, module: str | None) -> bool:

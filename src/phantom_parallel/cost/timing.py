@@ -3,7 +3,8 @@
     product      t = o + 2 b m l n / (e P) + b (m l + l n) s / M + b m n s / F      b times (m, l) by (l, n)
     ring         all-gather, reduce-scatter  (R-1) (a + w/B)      all-reduce  2 (R-1) (a + w/(R B))
     tree         all-gather, reduce-scatter  2 h a + (2R-1) w/B   all-reduce  2 h a + 2 w/B       h = ceil(log2 R)
-    exchange     c + the cheaper of ring and tree; past one node, inside nodes and between them in turn
+    all-to-all   in pairs  (R-1) (a + w/B)           through others  h (a + R/2 w/B)
+    exchange     c + the cheaper way; past one node, inside nodes and between them in turn
     hidden       min(f t_exchange, time of the products named in ``hidden_by`` of the same layer and phase)
     energy       E = P_compute t_compute + P_communication t_exposed + P_idle t_idle, for each rank
 
@@ -16,13 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from phantom_parallel.cost.formulas import OPTIMIZER_STATES, FFNShape, LayerCost, Product, representative
+from phantom_parallel.cost.formulas import OPTIMIZER_STATES, LayerCost, Op, Product, Shape
 from phantom_parallel.cost.hardware import WORD_BYTES, Profile
 
-Op = Literal["all_gather", "reduce_scatter", "all_reduce"]
 PHASES = ("forward", "backward", "sync", "update")
-
-ACTIVATION_WORDS = {"forward": 2, "backward": 3}  # read, write; read what was kept and the gradient, write the gradient
+STREAMED = {"forward": 0, "backward": 1}  # where a layer's cost has the words of a phase's elementwise work
 
 
 class Span(NamedTuple):
@@ -90,7 +89,7 @@ class StepTime:
         return self.energy_per_rank and self.energy_per_rank.times(self.devices)
 
 
-def step_time(shape: FFNShape, profile: Profile, dtype: str = "fp32", *, idle_seconds: float = 0.0) -> StepTime:
+def step_time(shape: Shape, profile: Profile, dtype: str = "fp32", *, idle_seconds: float = 0.0) -> StepTime:
     """A training step: forward, backward, the sum of gradients over copies, and the optimizer's update.
 
     ``idle_seconds``: how long a rank waits for slower ones; ranks have equal work, so none by default.
@@ -98,7 +97,7 @@ def step_time(shape: FFNShape, profile: Profile, dtype: str = "fp32", *, idle_se
     return Clock(profile, dtype).step(shape, idle_seconds=idle_seconds)
 
 
-def forward_time(shape: FFNShape, profile: Profile, dtype: str = "fp32", *, idle_seconds: float = 0.0) -> StepTime:
+def forward_time(shape: Shape, profile: Profile, dtype: str = "fp32", *, idle_seconds: float = 0.0) -> StepTime:
     """Inference: the forward pass alone."""
     return Clock(profile, dtype).step(shape, phases=("forward",), idle_seconds=idle_seconds)
 
@@ -149,18 +148,23 @@ class Clock:
             share = contribution / local
             inside = 2 * _tier("all_gather", local, share, *self._inside)
             between = _tier(op, nodes, share, *self._between)
+        elif op == "all_to_all":  # inside, what goes to all nodes; between, what all of a node get
+            inside = _tier(op, local, contribution * nodes, *self._inside)
+            between = _tier(op, nodes, contribution * local, *self._between)
         else:  # all-gather: between nodes first, then everything inside; reduce-scatter: the same backwards
             inside = _tier(op, local, contribution * nodes, *self._inside)
             between = _tier(op, nodes, contribution, *self._between)
         return self._collective_overhead + inside + between
 
     def layer(self, layer: LayerCost, phase: str) -> Span:
-        """A layer's products and exchanges in one phase."""
+        """A layer's products and exchanges in one phase, without the elementwise work around it."""
         seconds: dict[str, float] = {}
         for product in layer.products:
             if product.phase == phase:
-                seconds[product.term] = seconds.get(product.term, 0.0) + self.product(product)
-        compute = self._layer_overhead + sum(seconds.values())
+                taken = product.flops / self._flops if layer.fused else self.product(product)
+                seconds[product.term] = seconds.get(product.term, 0.0) + taken
+        kernel = self._product_overhead if layer.fused and seconds else 0.0
+        compute = self._layer_overhead + kernel + sum(seconds.values())
         exposed = hidden = 0.0
         for exchange in layer.exchanges:
             if exchange.phase != phase:
@@ -173,10 +177,10 @@ class Clock:
 
     def sync(self, layer: LayerCost, ranks: int, copies: int) -> Span:
         """The all-reduce of each parameter's gradient over copies, which are ``ranks`` devices apart."""
-        sizes = (words * self.word_bytes for words in layer.parameters)
+        sizes = (words * self.word_bytes for words in layer.gradients)
         return Span(exposed=sum(self.collective("all_reduce", copies, size, ranks) for size in sizes))
 
-    def step(self, shape: FFNShape, phases: tuple[str, ...] = PHASES, idle_seconds: float = 0.0) -> StepTime:
+    def step(self, shape: Shape, phases: tuple[str, ...] = PHASES, idle_seconds: float = 0.0) -> StepTime:
         if shape.word_bytes != self.word_bytes:
             raise ValueError(
                 f"dtype {self.dtype} has {self.word_bytes} bytes a word but the shape was made with word_bytes="
@@ -188,8 +192,8 @@ class Clock:
         self.profile.require_devices(devices)
         timed: dict[int, dict[str, Span]] = {}
         layers = []
-        for index in range(shape.depth):
-            same = representative(index, shape.depth)
+        for index in range(len(shape.costs)):
+            same = shape.same_as(index)
             if same not in timed:
                 timed[same] = {phase: self._phase(shape, same, phase) for phase in phases}
             layers.append(timed[same])
@@ -201,14 +205,14 @@ class Clock:
         exposed = sum(span.exposed for span in sums.values())
         return StepTime(tuple(layers), sums, idle_seconds, devices, self._energy(compute, exposed, idle_seconds))
 
-    def _phase(self, shape: FFNShape, index: int, phase: str) -> Span:
-        layer = shape.layers[index]
+    def _phase(self, shape: Shape, index: int, phase: str) -> Span:
+        layer = shape.costs[index]
         if phase == "sync":
             return self.sync(layer, shape.ranks, shape.dp)
         if phase == "update":
-            return Span(compute=self.elementwise(_update_words(shape, index)))
+            return Span(compute=self.elementwise(_update_words(shape, layer)))
         span = self.layer(layer, phase)
-        return span._replace(compute=span.compute + self.elementwise(_activation_words(shape, index, phase)))
+        return span._replace(compute=span.compute + self.elementwise(layer.streamed[STREAMED[phase]]))
 
     def _energy(self, compute: float, exposed: float, idle: float) -> ModelledEnergy | None:
         watts = self.profile
@@ -221,33 +225,24 @@ class Clock:
         )
 
 
-def elementwise_words(shape: FFNShape) -> int:
+def elementwise_words(shape: Shape) -> int:
     """Words that a training step moves outside of products and exchanges: activations and the update."""
-    return sum(
-        _update_words(shape, index) + sum(_activation_words(shape, index, phase) for phase in ACTIVATION_WORDS)
-        for index in range(shape.depth)
-    )
+    return sum(_update_words(shape, layer) + sum(layer.streamed) for layer in shape.costs)
 
 
-def _update_words(shape: FFNShape, index: int) -> int:
+def _update_words(shape: Shape, layer: LayerCost) -> int:
     """Read the parameter and its gradient, write the parameter, read and write each state."""
-    return sum(shape.layers[index].parameters) * (3 + 2 * OPTIMIZER_STATES[shape.optimizer])
-
-
-def _activation_words(shape: FFNShape, index: int, phase: str) -> int:
-    """Activations stand between layers, and are counted with the layer that they feed."""
-    if index == 0:
-        return 0
-    whole = shape.strategy == "megatron" and index % 2 == 0
-    return shape.batch * shape.width // (1 if whole else shape.ranks) * ACTIVATION_WORDS[phase]
+    return sum(layer.parameters) * (3 + 2 * OPTIMIZER_STATES[shape.optimizer])
 
 
 def _tier(op: Op, ranks: int, contribution: float, latency: float, seconds_per_byte: float) -> float:
-    """The cheaper of ring and tree on one level of the network."""
+    """The cheaper way on one level of the network: ring or tree, in pairs or through others."""
     if ranks == 1:
         return 0.0
     wire = contribution * seconds_per_byte
     height = (ranks - 1).bit_length()  # ceil(log2 R)
     if op == "all_reduce":
         return min(2 * (ranks - 1) * (latency + wire / ranks), 2 * height * latency + 2 * wire)
+    if op == "all_to_all":
+        return min((ranks - 1) * (latency + wire), height * (latency + ranks / 2 * wire))
     return min((ranks - 1) * (latency + wire), 2 * height * latency + (2 * ranks - 1) * wire)

@@ -62,7 +62,11 @@ class PowerProfile:
 # For machines that nobody has measured. Ratios between strategies rest on the share that a blocked core draws of a busy
 # one, which here is about that of the accelerators in the hardware profiles.
 ASSUMED_CORE = PowerProfile(
-    "assumed-core", 10.0, 5.0, 2.0, "assumed, not measured: a CPU core at work 10 W, blocked in an exchange 5 W, idle 2 W"
+    "assumed-core",
+    10.0,
+    5.0,
+    2.0,
+    "assumed, not measured: a CPU core at work 10 W, blocked in an exchange 5 W, idle 2 W",
 )
 
 

@@ -1,0 +1,120 @@
+"""The communication profile: formulas against counted messages, and what is made of it."""
+
+import csv
+import io
+
+import pytest
+import torch
+from rich.console import Console
+from torch.distributed.device_mesh import init_device_mesh
+
+from phantom_parallel import GPT
+from phantom_parallel.cost.communication import Messages, as_csv, as_rows, draw, profile, profile_of, table
+from phantom_parallel.cost.dryrun import dry_run
+from phantom_parallel.cost.formulas import FFNShape
+from phantom_parallel.cost.ledger import Ledger
+from tests.cost.test_transformer import name_of, shape_of
+
+SHAPES = [
+    shape_of("phantom", 4),
+    shape_of("phantom", 2, tied=True, recompute=True, word_bytes=2),
+    shape_of("megatron", 4),
+    shape_of("megatron", 2, tied=True, dp=2),
+]
+
+
+def counts(rows: list[Messages], phase: str | None = None) -> dict[tuple[str, str, int, int], tuple[int, int]]:
+    """Without what is carried, which a ledger does not know."""
+    return {(phase or r.phase, r.operation, r.ranks, r.message_bytes): (r.count, r.sent_bytes) for r in rows}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
+def test_messages_are_those_of_the_code_that_runs(shape):
+    expected = counts(profile(shape))
+    found = counts(profile_of(dry_run(shape).ledger))
+    found |= counts(profile_of(dry_run(shape.prefill()).ledger), "prefill")
+    found |= counts(profile_of(dry_run(shape.decode()).ledger), "decode")
+    assert found == expected
+
+
+def measured(strategy: str) -> list[Messages]:
+    """All-reduces only: on gloo the other exchanges are built from all-to-all."""
+    shape = shape_of(strategy, 2)
+    model = GPT(shape.prefill(8).config, mesh=init_device_mesh("cpu", (2,)))
+    tokens = torch.zeros(shape.batch, 5, dtype=torch.long)
+    with torch.no_grad(), Ledger() as ledger:
+        cache = model.new_cache(shape.batch)
+        with ledger.phase("prefill"):
+            model.logits(tokens, cache, last=True)
+        with ledger.phase("decode"):
+            model.logits(tokens[:, :1], cache, last=True)
+    return profile_of(ledger)
+
+
+def test_a_ledgers_own_phases(ranks):
+    expected = counts([row for row in profile(shape_of("megatron", 2)) if row.operation == "all_reduce"])
+    for rows in ranks(2)(measured, "megatron"):
+        found = counts([row for row in rows if row.operation == "all_reduce"])
+        assert found == {key: value for key, value in expected.items() if key[0] in ("prefill", "decode")}
+
+
+def test_a_layer_by_hand():
+    """R = 4, q = 1, k = 2, 15 rows of 4 bytes: 8 maps of 2 layers hand in ghosts, 4 of them with squares."""
+    rows = profile(shape_of("phantom", 4))
+    forward = {row.message_bytes: row for row in rows if row.phase == "forward"}
+    assert (forward[15 * 3 * 4].count, forward[15 * 3 * 4].carries) == (4 + 1, "g of qkv, gate_up; loss of head")
+    assert (forward[15 * 2 * 4].count, forward[15 * 2 * 4].sent_bytes) == (4, 4 * 3 * 15 * 2 * 4)
+    decode = {row.message_bytes: row.count for row in rows if row.phase == "decode"}
+    assert decode[3 * 3 * 4] == decode[3 * 2 * 4] == 4
+    backward = {row.message_bytes: row.operation for row in rows if row.phase == "backward"}
+    assert backward == dict.fromkeys([4 * 15 * 2 * 4, 4 * 15 * 3 * 4, 4 * 15 * 17 * 4], "reduce_scatter")
+
+
+def test_sums_are_the_shapes():
+    for shape in SHAPES:
+        rows = profile(shape)
+        for phase in ("forward", "backward", "sync"):
+            assert sum(row.sent_bytes for row in rows if row.phase == phase) == shape.moved_bytes(phase)
+
+
+def test_feed_forward_networks_have_a_profile_too():
+    rows = profile(FFNShape("phantom", 64, 3, ranks=4, blocks=4, ghosts=2, batch=5))
+    assert [(row.phase, row.operation, row.count, row.message_bytes) for row in rows] == [
+        ("forward", "all_gather", 3, 40),
+        ("backward", "reduce_scatter", 3, 160),
+    ]
+    assert profile(FFNShape("dense", 64, 3)) == []
+
+
+def both() -> dict[str, list[Messages]]:
+    return {"phantom, 4 blocks": profile(shape_of("phantom", 4)), "megatron": profile(shape_of("megatron", 4))}
+
+
+def test_the_table_has_every_row_and_the_sums():
+    console = Console(width=200, file=io.StringIO())
+    console.print(table(both(), "Messages"))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    for rows in both().values():
+        for row in rows:
+            assert f"{row.message_bytes:,}" in text
+    whole = sum(row.sent_bytes for row in both()["phantom, 4 blocks"] if row.phase == "prefill")
+    assert f"{whole:,}" in text
+
+
+def test_csv_reads_back():
+    rows = list(csv.DictReader(io.StringIO(as_csv(both()))))
+    assert [{name: str(value) for name, value in row.items()} for row in as_rows(both())] == rows
+
+
+def test_the_figure_has_a_panel_for_each_phase():
+    figure = draw(both(), "Messages of one rank")
+    assert [panel.get_title() for panel in figure.axes] == ["prefill", "decode", "forward", "backward"]
+    heights = sorted(bar.get_height() for bar in figure.axes[3].patches)
+    assert heights[-1] == sum(row.sent_bytes for row in both()["megatron"] if row.phase == "backward")
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["phantom, 4 blocks", "megatron", "all-gather", "reduce-scatter", "all-reduce"]
+
+
+def test_one_rank_has_nothing_to_draw():
+    with pytest.raises(ValueError, match="one rank sends nothing"):
+        draw({"dense": profile(shape_of("dense", 1))}, "Messages")
