@@ -19,9 +19,11 @@ def shard_rows(rows: Tensor, mesh: DeviceMesh | None) -> nn.Parameter:
 
 def local_rows(parameter: Tensor) -> Tensor:
     """This rank's rows of a parameter. Forward: none; backward: the gradient is cut as the parameter is."""
-    if isinstance(parameter, DTensor):
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return parameter.to_local(grad_placements=parameter.placements)
-    return parameter
+    return parameter._local_tensor  # as to_local, without a new view
 
 
 def whole(parameter: Tensor) -> Tensor:

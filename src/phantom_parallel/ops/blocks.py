@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 
 def cut(x: Tensor, blocks: int) -> Tensor:
@@ -53,6 +54,22 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     ):  # a compiler sees to it by itself; a recorded graph needs the old total
         return product(total, a, b)
     return product(total, a, b, out=total)  # not the in-place method: torch's FlopCounterMode does not see that one
+
+
+class _Forgets:
+    """In place of autograd's context: keeps nothing."""
+
+    needs_input_grad = (False,) * 16
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        pass
+
+
+def apply(function: type[Function], *args: Any) -> Tensor:
+    """``function.apply``; its forward alone where no gradient is recorded, which spares what autograd adds to it."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return function.apply(*args)
+    return function.forward(_Forgets(), *args)
 
 
 def records_graph() -> bool:

@@ -10,7 +10,7 @@ collectives of torch, so they run in eager, trace under ``torch.compile`` and ar
 (one rank) nothing is sent.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 _c10d = torch.ops._c10d_functional
+_all_gather, _reduce_scatter = _c10d.all_gather_into_tensor.default, _c10d.reduce_scatter_tensor.default
+_all_to_all, _wait = _c10d.all_to_all_single.default, _c10d.wait_tensor.default
 
 
 class Ranks(NamedTuple):
@@ -55,19 +57,29 @@ def _backend(group: dist.ProcessGroup, device_type: str) -> str:
     return dict(entry.split(":") for entry in config.split(",")).get(device_type, "") if ":" in config else config
 
 
+def _call(op: Any, *args: Any) -> Tensor:
+    """An operator of torch's, past its autograd formula where no gradient is recorded: that is Python, and takes longer
+    than the rest of the call.
+    """
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return op(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
+
+
 def start_all_gather(x: Tensor, ranks: Ranks) -> Tensor:
     """Begin to send x (B, c) to every rank."""
     if ranks.size == 1:
         return x
     if ranks.native:
-        return _c10d.all_gather_into_tensor(x.contiguous(), ranks.size, ranks.group)
+        return _call(_all_gather, x.contiguous(), ranks.size, ranks.group)
     copies = x.expand(ranks.size, *x.shape).reshape(ranks.size * x.shape[0], x.shape[1])  # (R B, c): one for each rank
     return start_all_to_all(copies, ranks)
 
 
 def finish_all_gather(pending: Tensor, ranks: Ranks) -> Tensor:
     """Wait for what every rank sent: (R, B, c)."""
-    arrived = pending if ranks.size == 1 else _c10d.wait_tensor(pending)
+    arrived = pending if ranks.size == 1 else _call(_wait, pending)
     return arrived.view(ranks.size, arrived.shape[0] // ranks.size, arrived.shape[1])
 
 
@@ -77,7 +89,7 @@ def start_reduce_scatter(x: Tensor, ranks: Ranks) -> Tensor:
         return x
     rows = x.reshape(x.shape[0] * x.shape[1], x.shape[2])  # (R B, c)
     if ranks.native:
-        return _c10d.reduce_scatter_tensor(rows, "sum", ranks.size, ranks.group)
+        return _call(_reduce_scatter, rows, "sum", ranks.size, ranks.group)
     return start_all_to_all(rows, ranks)
 
 
@@ -85,7 +97,7 @@ def finish_reduce_scatter(pending: Tensor, ranks: Ranks) -> Tensor:
     """Wait for this rank's sum: (B, c)."""
     if ranks.size == 1:
         return pending.squeeze(0)
-    arrived: Tensor = _c10d.wait_tensor(pending)
+    arrived: Tensor = _call(_wait, pending)
     return (
         arrived if ranks.native else arrived.view(ranks.size, arrived.shape[0] // ranks.size, arrived.shape[1]).sum(0)
     )
@@ -94,10 +106,10 @@ def finish_reduce_scatter(pending: Tensor, ranks: Ranks) -> Tensor:
 def start_all_to_all(rows: Tensor, ranks: Ranks) -> Tensor:
     """Begin to send slice r of rows (R B, c) to rank r; what arrives is as long, and slice r of it is rank r's."""
     splits = [rows.shape[0] // ranks.size] * ranks.size
-    return _c10d.all_to_all_single(rows, splits, splits, ranks.group)
+    return _call(_all_to_all, rows, splits, splits, ranks.group)
 
 
 def finish_all_to_all(pending: Tensor) -> Tensor:
     """Wait for every rank's slice: (R B, c)."""
-    arrived: Tensor = _c10d.wait_tensor(pending)
+    arrived: Tensor = _call(_wait, pending)
     return arrived

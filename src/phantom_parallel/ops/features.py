@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 
-from phantom_parallel.ops.blocks import cut, join
+from phantom_parallel.ops.blocks import apply, cut, join
 from phantom_parallel.ops.collectives import (
     Ranks,
     finish_all_gather,
@@ -71,7 +71,7 @@ def shard_features(x: Tensor, mesh: DeviceMesh | Ranks | None) -> Tensor:
         raise ValueError(
             f"{ranks.size} ranks do not divide the {x.shape[-1]} features of an input of shape {tuple(x.shape)}"
         )
-    return x if ranks.size == 1 else _Shard.apply(x, ranks)
+    return x if ranks.size == 1 else apply(_Shard, x, ranks)
 
 
 def gather_features(x: Tensor, mesh: DeviceMesh | Ranks | None, *, partial_grad: bool = False) -> Tensor:
@@ -82,4 +82,4 @@ def gather_features(x: Tensor, mesh: DeviceMesh | Ranks | None, *, partial_grad:
     ``partial_grad=True`` makes the backward a reduce-scatter.
     """
     ranks = ranks_of(mesh)
-    return x if ranks.size == 1 else _Gather.apply(x, ranks, partial_grad)
+    return x if ranks.size == 1 else apply(_Gather, x, ranks, partial_grad)

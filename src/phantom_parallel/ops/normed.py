@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phantom_parallel.ops.blocks import (
+    apply,
     cast_for_autocast,
     cut,
     join,
@@ -60,7 +61,7 @@ def normed_phantom_linear(
     """
     local, compress, decompress = cast_for_autocast(local, compress, decompress)
     rows = x.reshape(-1, x.shape[-1])
-    y: Tensor = _NormedPhantomLinear.apply(rows, norm, local, compress, decompress, eps, blocks, ranks)
+    y: Tensor = apply(_NormedPhantomLinear, rows, norm, local, compress, decompress, eps, blocks, ranks)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -71,7 +72,7 @@ def gather_normed(x: Tensor, norm: Tensor, *, eps: float, ranks: Ranks = ALONE) 
     sum: it leads into work that is split over ranks, such as a vocabulary-parallel head.
     """
     (like,) = cast_for_autocast(x)
-    y: Tensor = _GatherNormed.apply(x.reshape(-1, x.shape[-1]), norm, eps, ranks, like.dtype)
+    y: Tensor = apply(_GatherNormed, x.reshape(-1, x.shape[-1]), norm, eps, ranks, like.dtype)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phantom_parallel.ops.blocks import (
+    apply,
     cast_for_autocast,
     cut,
     join,
@@ -60,7 +61,7 @@ def phantom_linear(
     ``x`` is (..., q m_in), this rank's features; the result is (..., q m_out).
     """
     x, local, compress, decompress, bias = cast_for_autocast(x, local, compress, decompress, bias)
-    z: Tensor = _PhantomLinear.apply(x.reshape(-1, x.shape[-1]), local, compress, decompress, bias, blocks, ranks)
+    z: Tensor = apply(_PhantomLinear, x.reshape(-1, x.shape[-1]), local, compress, decompress, bias, blocks, ranks)
     return z.view(*x.shape[:-1], z.shape[-1])
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from phantom_parallel.ops.blocks import add_product, cast_for_autocast, cut, join, records_graph
+from phantom_parallel.ops.blocks import add_product, apply, cast_for_autocast, cut, join, records_graph
 from phantom_parallel.ops.collectives import (
     ALONE,
     Ranks,
@@ -33,7 +33,7 @@ def tensor_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, rank
     ``x`` is (..., m_in), this rank's features; the result is (..., m_out).
     """
     x, weight, bias = cast_for_autocast(x, weight, bias)
-    z: Tensor = _TensorLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias, ranks)
+    z: Tensor = apply(_TensorLinear, x.reshape(-1, x.shape[-1]), weight, bias, ranks)
     return z.view(*x.shape[:-1], z.shape[-1])
 
 

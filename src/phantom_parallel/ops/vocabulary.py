@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from phantom_parallel.ops.blocks import cut, join
+from phantom_parallel.ops.blocks import apply, cut, join
 from phantom_parallel.ops.collectives import (
     ALONE,
     Ranks,
@@ -35,7 +35,7 @@ def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, *, ranks: Ranks = 
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
     if ranks.size == 1:
         return F.cross_entropy(rows, flat)
-    loss: Tensor = _CrossEntropy.apply(rows, flat, ranks)
+    loss: Tensor = apply(_CrossEntropy, rows, flat, ranks)
     return loss
 
 
@@ -47,7 +47,7 @@ def vocabulary_rows(weight: Tensor, *, ranks: Ranks = ALONE) -> Tensor:
     """
     if ranks.size == 1:
         return weight
-    rows: Tensor = _VocabularyRows.apply(weight, ranks)
+    rows: Tensor = apply(_VocabularyRows, weight, ranks)
     return rows
 
 
