@@ -4,11 +4,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from phantom_parallel.nn.agreement import everyones
 from phantom_parallel.nn.init import draw_seed
+from phantom_parallel.ops.blocks import records_graph
 from phantom_parallel.ops.collectives import Ranks
 
 
@@ -17,13 +19,30 @@ def shard_rows(rows: Tensor, mesh: DeviceMesh | None) -> nn.Parameter:
     return nn.Parameter(rows if mesh is None else DTensor.from_local(rows, mesh, [Shard(0)], run_check=False))
 
 
+class _LocalRows(Function):
+    """``to_local`` for a parameter whose gradient is cut as it is: that gradient's spec is the parameter's own, and
+    need not be worked out in every step.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        ctx.spec = parameter._spec
+        return parameter._local_tensor.view_as(parameter._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if records_graph():
+            return DTensor.from_local(grad, ctx.spec.mesh, ctx.spec.placements, run_check=False)
+        return DTensor(grad, ctx.spec, requires_grad=False)
+
+
 def local_rows(parameter: Tensor) -> Tensor:
     """This rank's rows of a parameter. Forward: none; backward: the gradient is cut as the parameter is."""
     if not isinstance(parameter, DTensor):
         return parameter
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return parameter.to_local(grad_placements=parameter.placements)
-    return parameter._local_tensor  # as to_local, without a new view
+    return _LocalRows.apply(parameter) if torch.is_grad_enabled() else parameter._local_tensor
 
 
 def whole(parameter: Tensor) -> Tensor:

@@ -160,4 +160,5 @@ def _as(parameter: Tensor, part: Tensor) -> Tensor:
 
 def _read_part(file: Any, name: str, parameter: Tensor) -> Tensor:
     """This rank's part of a tensor that is cut as ``parameter`` is: only that is read."""
-    return file.get_slice(name)[own_part(parameter)] if parameter.dim() else file.get_tensor(name)
+    part: Tensor = file.get_slice(name)[own_part(parameter)] if parameter.dim() else file.get_tensor(name)
+    return part.contiguous()  # fused updates take it for so

@@ -32,7 +32,9 @@ class PartsOptimizer:
         for group in groups:
             group["params"] = [own[id(parameter)] for parameter in group["params"]]
             group["initial_lr"] = group["lr"]
-        self._optimizer = _make(groups, config)
+        # Fused updates take all tensors for contiguous, and do not look.
+        fused = all(part.is_contiguous() for part in self.parts.values())
+        self._optimizer = _make(groups, config, fused)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -80,10 +82,10 @@ def state_keys(config: LoopConfig) -> tuple[str, ...]:
     return ("momentum_buffer",) if config.momentum else ()
 
 
-def _make(groups: list[dict[str, object]], config: LoopConfig) -> Optimizer:
+def _make(groups: list[dict[str, object]], config: LoopConfig, fused: bool) -> Optimizer:
     if config.optimizer == "adamw":
-        return AdamW(groups, lr=config.lr, weight_decay=config.weight_decay)
-    return SGD(groups, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
+        return AdamW(groups, lr=config.lr, weight_decay=config.weight_decay, fused=fused)
+    return SGD(groups, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay, fused=fused)
 
 
 def _own(parameter: Tensor) -> Tensor:
@@ -95,9 +97,11 @@ def _own(parameter: Tensor) -> Tensor:
 def _own_gradient(parameter: Tensor) -> Tensor | None:
     gradient = parameter.grad
     if not isinstance(gradient, DTensor):
-        return gradient
+        return None if gradient is None else gradient.contiguous()
     assert isinstance(parameter, DTensor)
-    return gradient.redistribute(placements=parameter.placements).to_local()  # nothing where it is so already
+    if gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return gradient.to_local().contiguous()
 
 
 def _counts(parameter: Tensor, places: Places) -> bool:
