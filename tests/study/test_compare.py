@@ -169,6 +169,16 @@ def test_a_diverging_rate_is_a_trial_like_any_other(tmp_path):
     assert next(one for one in found.trials if one.chosen).lr != 1e18
 
 
+def test_a_larger_share_of_blocked_time_is_told(pair):
+    found = as_comparison(pair[0])
+    shares = {"phantom": 0.4, "tensor": 0.3, "megatron": 0.5}
+    strategies = [
+        replace(one, blocked_share=replace(one.blocked_share, mean=shares[one.strategy])) for one in found.strategies
+    ]
+    told = [line for line in remarks_on(small(), strategies, ()) if "blocked" in line]
+    assert told == ["Phantom is blocked in exchanges for a larger share of its time than tensor: 40% against 30%."]
+
+
 def test_the_target_is_what_every_strategy_came_to_where_none_is_given():
     settings = replace(small(), target_loss=None)
     trials = [Trial("phantom", 1.0, "steps", 9, 0.5), Trial("phantom", 2.0, "steps", 9, 0.4)]

@@ -108,8 +108,21 @@ def remarks_on(
             yield (
                 f"Phantom is worse than {found.to} in {ratio_label(found.measure)}: {found.ratio.mean:.2f} of it{sure}."
             )
+    yield from _more_blocked(strategies)
     if settings.task == "ffn" and settings.training.get("data", "planted") == "planted":
         yield (
             "The data are a teacher's that has phantom's own structure (planted), which suits phantom: "
             "try --data random for one that has none."
         )
+
+
+def _more_blocked(strategies: Sequence[StrategyResult]) -> Iterable[str]:
+    """A share has no ratio of its own in the table, and may rise where a step gets shorter."""
+    shares = {one.strategy: one.blocked_share.mean for one in strategies if one.blocked_share is not None}
+    mine = shares.get("phantom")
+    for name in BASELINES:
+        if mine is not None and name in shares and mine > shares[name]:
+            yield (
+                f"Phantom is blocked in exchanges for a larger share of its time than {name}: {mine:.0%} against "
+                f"{shares[name]:.0%}."
+            )
