@@ -118,7 +118,7 @@ def test_a_study_is_run_and_gone_on_with(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("compare", "--preset", "fast"), "there is no 'fast': choose from gpt, paper, quick, standard"),
+        (("compare", "--preset", "fast"), "there is no 'fast': choose from digits, gpt, paper, quick, standard"),
         (("compare", "--ranks", 3, "--out", "OUT"), "3"),
         (("compare", "--ghosts", 0, "--out", "OUT"), "ghosts"),
         (("compare", "--blocks", 7, "--out", "OUT"), "7"),

@@ -21,7 +21,7 @@ def test_studies_are_readable(name):
 
 
 def test_what_ships():
-    assert names_of("presets") == ["gpt", "paper", "quick", "standard"]
+    assert names_of("presets") == ["digits", "gpt", "paper", "quick", "standard"]
     assert names_of("studies") == ["batch", "ghosts", "scaling", "smaller", "wider", "width"]
     assert read_compare("paper").world == 256
     assert read_study("scaling").world == 8
@@ -79,7 +79,7 @@ def test_a_wrong_preset_is_told_what_is_wrong(tmp_path, text, told):
 
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(
-        ValueError, match="there is no 'fast': choose from gpt, paper, quick, standard, or give a TOML file"
+        ValueError, match="there is no 'fast': choose from digits, gpt, paper, quick, standard, or give a TOML file"
     ):
         read_compare("fast")
     with pytest.raises(ValueError, match="choose from batch, ghosts, scaling, smaller, wider, width"):
@@ -94,6 +94,10 @@ def test_an_unknown_name_lists_the_known_ones():
         ('measure = "loss"\nquestion = "?"\n[[cells]]\nghosts = 3', "strategy must be one of"),
         ('measure = "loss"\nquestion = "?"\n[[cells]]\nstrategy = "tensor"\ncolour = "red"', "unknown settings colour"),
         ('measure = "loss"\nquestion = "?"\ncells = 3', "cells must be tables"),
+        (
+            'measure = "loss"\nquestion = "?"\n[reference]\nstrategy = "megatron"\n[[cells]]\nstrategy = "tensor"',
+            "no cell matches the reference {'strategy': 'megatron'}",
+        ),
     ],
 )
 def test_a_wrong_study_is_told_what_is_wrong(tmp_path, text, told):

@@ -10,6 +10,7 @@ from phantom_parallel.cost.formulas import FFNShape
 from phantom_parallel.cost.hardware import load_profile
 from phantom_parallel.cost.timing import step_time
 from phantom_parallel.study import results
+from phantom_parallel.study.errand import Errand
 from phantom_parallel.study.results import Cell, Point, Study
 from phantom_parallel.study.settings import StudySettings, read_study
 from phantom_parallel.study.studies import findings, steady, study, work
@@ -77,7 +78,7 @@ def settings_of(tmp_path: Path, text: str) -> StudySettings:
 
 
 def on_a_rank(settings: StudySettings, out: str, resume: bool = False) -> dict:
-    return results.to_json(work(torch.device("cpu"), settings, Path(out), resume, True, False, "phantom study own"))
+    return results.to_json(work(torch.device("cpu"), settings, Errand(Path(out), resume)))
 
 
 def test_cells_after_the_loss_of_a_reference(ranks, tmp_path):

@@ -206,3 +206,12 @@ def test_csv_of_a_study_has_a_row_for_each_cell():
         assert math.isclose(float(row["step_seconds"]), cell.values["step_seconds"], rel_tol=0)
         assert row["modelled"] == str(cell.modelled)
         assert (row["blocked_share"] == "unavailable") == cell.modelled
+
+
+def test_a_terminal_gets_the_main_measures_of_a_study_and_the_report_all():
+    for name in ("smaller", "scaling"):
+        found = make_study(name)
+        few, every = tables.study_section(found, brief=True), tables.study_section(found)
+        assert set(few.headings) < set(every.headings)
+        assert len(few.headings) <= 11
+        assert len(few.rows) == len(every.rows)

@@ -1,20 +1,17 @@
 """``phantom compare``: train every strategy to the same loss, and show what it cost."""
 
-import json as json_format
 from dataclasses import dataclass, fields
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, ClassVar
 
 import tyro
-from rich.console import Console
 
 from phantom_parallel.cli.ending import ending
+from phantom_parallel.cli.showing import folder_for, show
 from phantom_parallel.models.ffn import Strategy
 from phantom_parallel.models.gpt_config import GPTStrategy
-from phantom_parallel.study import report, results, tables
+from phantom_parallel.study import tables
 from phantom_parallel.study.compare import compare
-from phantom_parallel.study.folder import RESULTS
 from phantom_parallel.study.settings import read_compare
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
@@ -65,22 +62,11 @@ class _Compare:
         if self.strategy is not None:
             changes["strategies"] = self.strategy
         settings = read_compare(self.preset, changes, task=self.task)
-        if self.out is None and self.resume:
-            raise ValueError("--resume needs --out, the folder to go on in")
-        out = self.out or Path(f"compare-{settings.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}")
+        out = folder_for(self.out, self.resume, "compare", settings.name)
         with ending():
             found = compare(settings, out.absolute(), resume=self.resume, show=True)
-        if found is None:
-            return  # under torchrun or srun the first of us speaks
-        results.save(found, out / RESULTS)
-        page = report.write(found, out)
-        if self.json:
-            print(json_format.dumps(results.to_json(found), indent=2))
-            return
-        console = Console(soft_wrap=True, highlight=False)
-        console.print(tables.comparison(found))
-        for line in (*(f"note: {remark}" for remark in found.remarks), f"report: {page}"):
-            console.print(line, markup=False)
+        if found is not None:  # under torchrun or srun the first of us speaks
+            show(found, out, tables.comparison(found), (), json=self.json)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,15 +74,15 @@ class Options(_Compare):
     """Train phantom and tensor-parallel models to the same loss, and show time, bytes, FLOPs and joules.
 
     Every strategy gets the same search for a learning rate; then all are trained to the same target over several seeds,
-    in turns. Presets: quick (the default, under 3 minutes on 2 cores), standard, paper (for a cluster). Any option
-    given here takes the place of the preset's. Runs on local ranks that it starts, or joins under torchrun or srun.
-    Ctrl-C keeps what is done, and --resume goes on from there. Transformers: phantom compare gpt --help.
+    in turns. Presets: quick (the default, under 3 minutes on 2 cores), digits, standard, paper (for a cluster). Any
+    option given here takes the place of the preset's. Runs on local ranks that it starts, or joins under torchrun or
+    srun. Ctrl-C keeps what is done, and --resume goes on from there. Transformers: phantom compare gpt --help.
     """
 
     task: ClassVar[str] = "ffn"
 
     preset: str = "quick"
-    """quick, standard, paper, or a TOML file of your own."""
+    """quick, digits, standard, paper, or a TOML file of your own."""
     strategy: tuple[Strategy, ...] | None = None
     """Strategies to compare."""
     width: int | None = None

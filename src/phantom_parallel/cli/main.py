@@ -16,7 +16,7 @@ from rich.markup import escape
 # What each command is for; the order is that of the help.
 COMMANDS: dict[str, str] = {
     "compare": "train every strategy to the same loss, and show what it cost: the main job",
-    "study": "the paper's experiments and their neighbours': ghosts, scaling, smaller, batch, width",
+    "study": "the paper's experiments and their neighbours': ghosts, scaling, smaller, batch, width, wider",
     "report": "make a report again from the results of compare or study",
     "train": "train a model on local ranks or a cluster's, with checkpoints to go on from",
     "infer": "predictions of a trained model, and what a sample costs against tensor parallelism",

@@ -1,17 +1,14 @@
 """``phantom study``: the paper's experiments and their neighbours'."""
 
-import json as json_format
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
 from phantom_parallel.cli.ending import ending
-from phantom_parallel.study import report, results, tables
-from phantom_parallel.study.folder import RESULTS
+from phantom_parallel.cli.showing import folder_for, show
+from phantom_parallel.study import tables
 from phantom_parallel.study.settings import read_study
 from phantom_parallel.study.studies import study
 
@@ -24,12 +21,13 @@ class Options:
 
     ghosts: loss and cost against the number of ghosts. scaling: a fixed width on 1 to 8 ranks, and on 16 to 256 as
     modelled. smaller: phantom models on fewer ranks that reach the loss of a tensor-parallel model on more. batch:
-    energy a sample against batch size and ranks. width: from which width on it pays. Under torchrun or srun it joins.
+    energy a sample against batch size and ranks. width: from which width on it pays. wider: transformers, and a wider
+    one at equal energy. Under torchrun or srun it joins.
     Ctrl-C keeps the cells that are done, and --resume goes on from there.
     """
 
     name: Annotated[str, tyro.conf.Positional]
-    """ghosts, scaling, smaller, batch, width, or a TOML file of your own."""
+    """ghosts, scaling, smaller, batch, width, wider, or a TOML file of your own."""
     out: Path | None = None
     """Folder for the report, figures, tables and results.json; by default study-NAME-DATE. New or empty unless
     --resume."""
@@ -62,19 +60,8 @@ class Options:
         names = ("width", "depth", "blocks", "ghosts", "ranks", "batch", "data", "seeds", "steps", "profile")
         changes = {name: value for name in names if (value := getattr(self, name)) is not None}
         settings = read_study(self.name, changes)
-        if self.out is None and self.resume:
-            raise ValueError("--resume needs --out, the folder to go on in")
-        out = self.out or Path(f"study-{settings.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}")
+        out = folder_for(self.out, self.resume, "study", settings.name)
         with ending():
             found = study(settings, out.absolute(), resume=self.resume, show=True)
-        if found is None:
-            return  # under torchrun or srun the first of us speaks
-        results.save(found, out / RESULTS)
-        page = report.write(found, out)
-        if self.json:
-            print(json_format.dumps(results.to_json(found), indent=2))
-            return
-        console = Console(soft_wrap=True, highlight=False)
-        console.print(tables.study(found))
-        for line in (*found.findings, *(f"note: {remark}" for remark in found.remarks), f"report: {page}"):
-            console.print(line, markup=False)
+        if found is not None:  # under torchrun or srun the first of us speaks
+            show(found, out, tables.study(found), found.findings, json=self.json)

@@ -9,30 +9,25 @@ inference forward passes of all strategies in turns, on the same ranks
 
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
-from dataclasses import asdict, replace
-from datetime import UTC, datetime
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from phantom_parallel.energy import PowerProfile, power_of
+from phantom_parallel.energy import PowerProfile
 from phantom_parallel.infer.gen_measure import GenerationCost, measure_generation
 from phantom_parallel.infer.measure import measure
 from phantom_parallel.models import FFN, GPT
 from phantom_parallel.models.ffn import Strategy
 from phantom_parallel.study.analysis import ratios_of, remarks_on, summarise
-from phantom_parallel.study.folder import check, prepare
-from phantom_parallel.study.lab import PATIENCE, Lab, command, environment
-from phantom_parallel.study.progress import Display
-from phantom_parallel.study.results import Comparison, Power, Run, Trial
+from phantom_parallel.study.errand import Errand, about, bench, send
+from phantom_parallel.study.lab import Lab
+from phantom_parallel.study.results import Comparison, Run, Trial
 from phantom_parallel.study.search import Arm, search
 from phantom_parallel.study.settings import CompareSettings
 from phantom_parallel.train import GPTTrainConfig, LoopConfig, Places, TrainConfig
-from phantom_parallel.train.ranks import joining, on_ranks, speaks
-from phantom_parallel.train.signals import StopRequest
 
 TOKENS = 10  # decoded in a turn
 
@@ -43,50 +38,27 @@ def compare(settings: CompareSettings, out: Path, *, resume: bool = False, show:
     Cells that are done are kept in ``out``, and with ``resume`` not run again. None on ranks that joined and are not
     the first.
     """
-    here = not joining()
-    check(
-        [settings.config(one, lr=1e-3, seed=0, steps=settings.steps) for one in settings.strategies],
-        settings.profile,
-        here,
-    )
-    if here:
-        prepare(out, settings.to_dict(), resume)
-    found = on_ranks(settings.world, work, settings, out, resume, here, show, command(), timeout=PATIENCE)
-    return found if here or speaks() else None
+    configs = [settings.config(one, lr=1e-3, seed=0, steps=settings.steps) for one in settings.strategies]
+    return send(work, settings, configs, out, resume, show)
 
 
-def work(
-    device: torch.device, settings: CompareSettings, out: Path, resume: bool, here: bool, show: bool, typed: str
-) -> Comparison:
+def work(device: torch.device, settings: CompareSettings, errand: Errand) -> Comparison:
     """One rank's part; all get the same answer."""
-    started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
-    power = power_of(settings.profile)
-    expected = len(settings.strategies) * (len(settings.search.learning_rates) + settings.seeds)
-    with ExitStack() as stack:
-        stop = stack.enter_context(StopRequest())
-        display = stack.enter_context(Display(show=show and speaks(), cells=expected))
-        lab = Lab(device, out, power, resume=resume, started_here=here, display=display, stop=stop)
-        if not here:
-            lab.tell(lambda: prepare(out, settings.to_dict(), resume))
+    clock, later = time.monotonic(), settings.seeds * len(settings.strategies)
+    cells = len(settings.strategies) * len(settings.search.learning_rates) + later
+    with bench(device, settings, errand, cells) as (lab, display):
         arms: dict[str, Arm] = {s: partial(settings.config, s, seed=settings.search.seed) for s in settings.strategies}
-        later = settings.seeds * len(settings.strategies)
         found = search(arms, settings.search, lab, lambda trials: display.expect(trials + later))
         trials = [trial for one in found.values() for trial in one]
         target, origin = target_of(settings, trials)
         settings = replace(settings, target_loss=target)
         runs = _runs(settings, lab, {one.strategy: one.lr for one in trials if one.chosen})
-        inference = _inference(settings, lab, power)
+        inference = _inference(settings, lab)
     configs = {s: settings.config(s, lr=1.0, seed=0, steps=settings.steps) for s in settings.strategies}
     strategies = [summarise(s, configs[s], trials, runs, inference.get(s, ())) for s in settings.strategies]
     ratios = ratios_of(strategies, runs)
     return Comparison(
-        name=settings.name,
-        command=typed,
-        started=started,
-        wall_seconds=time.monotonic() - clock,
-        settings=settings.to_dict(),
-        environment=environment(device),
-        power=Power(**asdict(power)),
+        **about(device, settings, errand, clock),
         target_loss=target,
         target_from=origin,
         trials=tuple(trials),
@@ -126,7 +98,7 @@ def _runs(settings: CompareSettings, lab: Lab, rates: dict[str, float]) -> list[
     return runs
 
 
-def _inference(settings: CompareSettings, lab: Lab, power: PowerProfile) -> dict[str, list[dict[str, Any]]]:
+def _inference(settings: CompareSettings, lab: Lab) -> dict[str, list[dict[str, Any]]]:
     """Forward passes on the ranks of one copy; the others have nothing to tell."""
     found: dict[str, list[dict[str, Any]]] = {}
     configs = {s: settings.config(s, lr=1.0, seed=0, steps=settings.steps) for s in settings.strategies}
@@ -134,7 +106,7 @@ def _inference(settings: CompareSettings, lab: Lab, power: PowerProfile) -> dict
     if places is None or (places.dp is not None and places.dp.get_local_rank()):
         return found
     for batch in settings.inference_batches:
-        told = _forwards(configs, places, batch, settings.inference_turns, power)
+        told = _forwards(configs, places, batch, settings.inference_turns, lab.power)
         for name, inference in told.items():
             found.setdefault(name, []).append(inference)
     return found

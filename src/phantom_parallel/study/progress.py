@@ -20,7 +20,8 @@ class Display:
         columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}")
         self._bar = Progress(*columns, console=self._console)
         self._task = self._bar.add_task("starting", total=float(cells), note="")
-        self._name, self._steps, self._done, self._run = "", 1, 0, 0
+        self._name, self._steps, self._run = "", 1, 0
+        self.done = 0
         self._start = time.monotonic()
 
     def __enter__(self) -> "Display":
@@ -44,10 +45,10 @@ class Display:
         self._draw(record.step / self._steps, f"step {record.step}/{self._steps}  loss {loss:.4g}")
 
     def end(self, name: str, found: Mapping[str, Any]) -> None:
-        self._done += 1
+        self.done += 1
         self._run += name == self._name  # and not one that was found finished
         if self._show and not self._console.is_terminal:
-            self._console.print(f"[{self._done}/{self._cells}] {name}: {_told(found)}  {self._left(0.0)}", markup=False)
+            self._console.print(f"[{self.done}/{self._cells}] {name}: {_told(found)}  {self._left(0.0)}", markup=False)
         self._name = ""
 
     def say(self, line: str) -> None:
@@ -59,8 +60,8 @@ class Display:
             self._bar.update(
                 self._task,
                 total=self._cells,
-                completed=self._done + share,
-                description=f"{self._done + 1}/{self._cells} {self._name}",
+                completed=self.done + share,
+                description=f"{self.done + 1}/{self._cells} {self._name}",
                 note=f"{note}  {self._left(share)}",
             )
 
@@ -69,7 +70,7 @@ class Display:
         ran = self._run + share
         if not ran:
             return ""
-        left = (time.monotonic() - self._start) / ran * (self._cells - self._done - share)
+        left = (time.monotonic() - self._start) / ran * (self._cells - self.done - share)
         return f"{timedelta(seconds=max(0, round(left)))} left"
 
 

@@ -139,6 +139,8 @@ class StudySettings:
         positive(steps=self.steps, seeds=self.seeds, rounds=self.rounds, at_most=self.at_most or 1)
         if not self.cells:
             raise ValueError("a study needs at least one [[cells]]")
+        if self.reference is not None and not any(self.refers_to(cell) for cell in self.cells):
+            raise ValueError(f"no cell matches the reference {self.reference}: make one that has these settings")
         for cell in self.cells:
             _check_strategy(cell.get("strategy"))
             self.config(cell, lr=self.search.learning_rates[0], seed=0)
@@ -147,6 +149,11 @@ class StudySettings:
         self, cell: Mapping[str, Any], *, lr: float, seed: int, steps: int | None = None, target: float | None = None
     ) -> LoopConfig:
         return training_config(self.task, self.training | dict(cell), lr, seed, steps or self.steps, target)
+
+    def refers_to(self, cell: Mapping[str, Any]) -> bool:
+        """Whether a cell is one of the reference's."""
+        reference = self.reference
+        return reference is not None and all(cell.get(name) == value for name, value in reference.items())
 
     @property
     def world(self) -> int:

@@ -2,9 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, replace
-from datetime import UTC, datetime
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -14,17 +12,14 @@ import torch
 
 from phantom_parallel.cost.hardware import load_profile
 from phantom_parallel.cost.timing import step_time
-from phantom_parallel.energy import power_of
 from phantom_parallel.study.counting import counts, shape_of
-from phantom_parallel.study.folder import check, prepare
-from phantom_parallel.study.lab import PATIENCE, Lab, command, environment
+from phantom_parallel.study.errand import Errand, about, bench, send
+from phantom_parallel.study.lab import Lab
 from phantom_parallel.study.progress import Display
-from phantom_parallel.study.results import Cell, Point, Power, Run, Study
+from phantom_parallel.study.results import Cell, Point, Run, Study
 from phantom_parallel.study.search import search
 from phantom_parallel.study.settings import StudySettings
 from phantom_parallel.train import LoopConfig
-from phantom_parallel.train.ranks import joining, on_ranks, speaks
-from phantom_parallel.train.signals import StopRequest
 
 SHOWN = {
     "ffn": ("strategy", "width", "depth", "blocks", "ghosts", "ranks", "dp", "batch"),
@@ -38,43 +33,23 @@ def study(settings: StudySettings, out: Path, *, resume: bool = False, show: boo
     Cells that are done are kept in ``out``, and with ``resume`` not run again. None on ranks that joined and are not
     the first.
     """
-    here = not joining()
-    check([settings.config(cell, lr=1e-3, seed=0) for cell in settings.cells], settings.profile, here)
     for cell in settings.modelled:
         settings.config(cell, lr=1e-3, seed=0)
     load_profile(settings.hardware)
-    if here:
-        prepare(out, settings.to_dict(), resume)
-    found = on_ranks(settings.world, work, settings, out, resume, here, show, command(), timeout=PATIENCE)
-    return found if here or speaks() else None
+    configs = [settings.config(cell, lr=1e-3, seed=0) for cell in settings.cells]
+    return send(work, settings, configs, out, resume, show)
 
 
-def work(
-    device: torch.device, settings: StudySettings, out: Path, resume: bool, here: bool, show: bool, typed: str
-) -> Study:
+def work(device: torch.device, settings: StudySettings, errand: Errand) -> Study:
     """One rank's part; all get the same answer."""
-    started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
-    power = power_of(settings.profile)
-    expected = len(settings.cells) * (
-        settings.rounds if settings.measure == "speed" else len(settings.search.learning_rates) + settings.seeds
-    )
-    with ExitStack() as stack:
-        stop = stack.enter_context(StopRequest())
-        display = stack.enter_context(Display(show=show and speaks(), cells=expected))
-        lab = Lab(device, out, power, resume=resume, started_here=here, display=display, stop=stop)
-        if not here:
-            lab.tell(lambda: prepare(out, settings.to_dict(), resume))
+    clock = time.monotonic()
+    each = settings.rounds if settings.measure == "speed" else len(settings.search.learning_rates) + settings.seeds
+    with bench(device, settings, errand, len(settings.cells) * each) as (lab, display):
         cells = _timed(settings, lab) if settings.measure == "speed" else _trained(settings, lab, display)
     cells += [_modelled(settings, cell) for cell in settings.modelled]
     return Study(
-        name=settings.name,
+        **about(device, settings, errand, clock),
         question=settings.question,
-        command=typed,
-        started=started,
-        wall_seconds=time.monotonic() - clock,
-        settings=settings.to_dict(),
-        environment=environment(device),
-        power=Power(**asdict(power)),
         cells=tuple(cells),
         findings=tuple(findings(settings, cells)),
         remarks=tuple(_remarks(settings)),
@@ -90,12 +65,12 @@ def label(settings: StudySettings, cell: Mapping[str, Any]) -> str:
 def _trained(settings: StudySettings, lab: Lab, display: Display) -> list[Cell]:
     """Every cell with the learning rate that the search found for it; those of the reference first, for their loss."""
     named = {label(settings, cell): cell for cell in settings.cells}
-    leading = [name for name, cell in named.items() if _matches(cell, settings.reference)]
+    leading = [name for name, cell in named.items() if settings.refers_to(cell)]
     done: list[Cell] = []
     target: float | None = None
     budget: float | None = None
     for group in (leading, [name for name in named if name not in leading]):
-        runs = _train_group(settings, lab, display, {name: named[name] for name in group}, target, len(done))
+        runs = _train_group(settings, lab, display, {name: named[name] for name in group}, target)
         if settings.reference is not None and group is leading:
             reached = [run.loss for _, run in runs if run.loss is not None]
             if not reached:
@@ -112,14 +87,13 @@ def _train_group(
     display: Display,
     cells: Mapping[str, Mapping[str, Any]],
     target: float | None,
-    before: int,
 ) -> list[tuple[str, Run]]:
     if not cells:
         return []
     seed = settings.search.seed
     arms = {name: partial(settings.config, cell, seed=seed, target=target) for name, cell in cells.items()}
-    later = settings.seeds * len(cells)
-    found = search(arms, settings.search, lab, lambda trials: display.expect(before + trials + later))
+    others = display.done + settings.seeds * len(cells)
+    found = search(arms, settings.search, lab, lambda trials: display.expect(others + trials))
     rates = {name: next(one.lr for one in trials if one.chosen) for name, trials in found.items()}
     steps = settings.steps if target is None else settings.at_most or settings.steps
     runs = []
@@ -213,10 +187,6 @@ def _shown(config: LoopConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in SHOWN[config.task]}
 
 
-def _matches(cell: Mapping[str, Any], reference: Mapping[str, Any] | None) -> bool:
-    return reference is not None and all(cell.get(name) == value for name, value in reference.items())
-
-
 def findings(settings: StudySettings, cells: Sequence[Cell]) -> Iterator[str]:
     """Sentences that the cells bear out."""
     if settings.reference is not None:
@@ -227,7 +197,7 @@ def findings(settings: StudySettings, cells: Sequence[Cell]) -> Iterator[str]:
 
 def _after_the_reference(settings: StudySettings, cells: Sequence[Cell]) -> Iterator[str]:
     """Which phantom models come to the reference's loss in every one of their runs, and what they have and spend."""
-    reference = [cell for cell in cells if _matches(cell.settings, settings.reference)]
+    reference = [cell for cell in cells if settings.refers_to(cell.settings)]
     name = reference[0].name
     groups: dict[str, list[Cell]] = {}
     for cell in cells:

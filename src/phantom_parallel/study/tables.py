@@ -67,9 +67,9 @@ def comparison(found: Comparison) -> Table:
     return table
 
 
-def markdown(found: Comparison) -> str:
-    """For a README."""
-    first, *rest = sections(found)
+def markdown(found: Comparison | Study) -> str:
+    """For a README; of a study, the rows that a terminal gets."""
+    first, *rest = sections(found) if isinstance(found, Comparison) else (study_section(found, brief=True),)
     lines = [_line(first.headings), _line(["---", *["---:"] * (len(first.headings) - 1)])]
     lines += [_line((row.label, *row.cells)) for row in first.rows]
     for section in rest:
@@ -79,8 +79,8 @@ def markdown(found: Comparison) -> str:
 
 
 def study(found: Study) -> Table:
-    """For the terminal."""
-    section = study_section(found)
+    """For the terminal: the measures that matter most; the report and the CSV file have all."""
+    section = study_section(found, brief=True)
     title = f"{escape(found.name)}: {escape(found.question)}"
     fixed = ", ".join(f"{name} {value}" for name, value in fixed_settings(found.cells).items())
     table = Table(title=title, caption=escape(fixed), box=SIMPLE, padding=(0, 1, 0, 0))
@@ -265,13 +265,22 @@ def fixed_settings(cells: Iterable[Cell]) -> dict[str, Any]:
     return {name: value for name, value in shared.items() if name not in changing and value is not None}
 
 
-def study_section(found: Study) -> Section:
-    """A row for each setting: what tells it from the others, then every measure that any of them has."""
+# What a terminal has room for, of studies that train and of those that time.
+BRIEF = ("loss", "reached", "steps", "seconds", "joules"), ("step_seconds", "joules_per_sample", "blocked_share")
+
+
+def study_section(found: Study, *, brief: bool = False) -> Section:
+    """A row for each setting: what tells it from the others, then every measure that any of them has, or the main
+    ones.
+    """
     settings = by_setting(found.cells)
     names = varying(settings) or ["strategy"]
     names = ["strategy", *(name for name in names if name != "strategy")]
     known = dict.fromkeys((*MEASURES, *(name for one in settings for name in one.values)))
     measures = [name for name in known if any(one.values.get(name) is not None for one in settings)]
+    if brief:
+        chosen = BRIEF[0] if "loss" in measures else BRIEF[1]
+        measures = [name for name in measures if name in chosen]
     headings = (*names, *(_heading(measure) for measure in measures), "run")
     return Section(headings, tuple(_study_row(one, names, measures) for one in settings))
 
