@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.timing import interleave
-from phantom_parallel.cost.local import Report, on_ranks
+from phantom_parallel.distributed.local import Report, on_ranks
 from phantom_parallel.ops.collectives import (
     finish_all_gather,
     finish_reduce_scatter,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from phantom_parallel import FFN, FFNConfig
-from phantom_parallel.cost.local import Report, on_ranks
+from phantom_parallel.distributed.local import Report, on_ranks
 from phantom_parallel.energy.split import HostTimer, SplitClock
 from phantom_parallel.energy.waits import listening
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from phantom_parallel.cost.local import Report, on_ranks
+from phantom_parallel.distributed.local import Report, on_ranks
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING, Any
 from phantom_parallel._version import __version__
 
 if TYPE_CHECKING:
+    from phantom_parallel.checkpoint.model import load_model, save_model
     from phantom_parallel.cost.ledger import Ledger
     from phantom_parallel.energy import EnergyMeter, PowerProfile
-    from phantom_parallel.models import FFN, GPT, FFNConfig, GPTConfig, load_model, save_model
+    from phantom_parallel.families.ffn.model import FFN, FFNConfig
+    from phantom_parallel.families.gpt.config import GPTConfig
+    from phantom_parallel.families.gpt.model import GPT
     from phantom_parallel.nn import PhantomLinear, PhantomParallel, RanksDisagree, TensorLinear, parameter_groups
     from phantom_parallel.ops import gather_features, shard_features
 
@@ -36,7 +39,10 @@ __all__ = [
 _HOMES = {
     "phantom_parallel.cost.ledger": ("Ledger",),
     "phantom_parallel.energy": ("EnergyMeter", "PowerProfile"),
-    "phantom_parallel.models": ("FFN", "GPT", "FFNConfig", "GPTConfig", "load_model", "save_model"),
+    "phantom_parallel.checkpoint.model": ("load_model", "save_model"),
+    "phantom_parallel.families.ffn.model": ("FFN", "FFNConfig"),
+    "phantom_parallel.families.gpt.config": ("GPTConfig",),
+    "phantom_parallel.families.gpt.model": ("GPT",),
     "phantom_parallel.nn": ("PhantomLinear", "PhantomParallel", "RanksDisagree", "TensorLinear", "parameter_groups"),
     "phantom_parallel.ops": ("gather_features", "shard_features"),
 }

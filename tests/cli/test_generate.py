@@ -14,7 +14,7 @@ import torch
 
 from phantom_parallel import FFN, GPT, FFNConfig, GPTConfig, save_model
 from phantom_parallel.cli import main as program
-from phantom_parallel.infer import generate
+from phantom_parallel.families.gpt import generation as generate
 from tests.models import gpt_reference
 
 SIZES = {"vocab": 256, "dim": 32, "layers": 2, "heads": 4, "hidden": 48, "context": 40}
@@ -151,7 +151,9 @@ def failed(capfd) -> str:
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2_before_any_rank_starts(folder, capfd, monkeypatch, arguments, message):
-    monkeypatch.setattr("phantom_parallel.infer.gen_launch.on_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(
+        "phantom_parallel.families.gpt.generation_run.on_ranks", lambda *_: pytest.fail("ranks were started")
+    )
     save_model(FFN(FFNConfig(8, 2, "dense")), folder / "ffn")
     chosen = [argument.replace("{folder}", str(folder)) for argument in arguments]
     assert phantom(*([] if "--model" in chosen else ["--model", folder / "model"]), *chosen) == 2

@@ -14,7 +14,8 @@ import pytest
 
 from phantom_parallel import load_model
 from phantom_parallel.cli import main as program
-from phantom_parallel.train import GPTTrainConfig, TrainConfig
+from phantom_parallel.families.ffn.train_config import FFNTrainConfig
+from phantom_parallel.families.gpt.train_config import GPTTrainConfig
 
 SMALL = ["--width", "16", "--ghosts", "2", "--teacher-ghosts", "2", "--samples", "256", "--batch", "16"]
 LONG = [*SMALL, "--steps", "1000000", "--log-every", "5", "--checkpoint-every", "20"]
@@ -96,7 +97,7 @@ def test_the_help_has_a_text_for_every_option_and_leads_to_the_other(capsys, var
     assert left.value.code == 0
     told = capsys.readouterr().out
     assert "phantom train" in told
-    for field in fields(GPTTrainConfig if variant else TrainConfig):
+    for field in fields(GPTTrainConfig if variant else FFNTrainConfig):
         text = told.split("--" + field.name.replace("_", "-"), 1)[1].split("\n  --", 1)[0]
         assert "." in text.split("(default")[0], field.name  # a sentence
 
@@ -141,20 +142,20 @@ def test_more_ranks_than_memory_allows_are_refused(tmp_path, capfd, monkeypatch)
     assert not (tmp_path / "run").exists()
 
 
-def joining(monkeypatch, size: int, port: int) -> None:
+def launched_externally(monkeypatch, size: int, port: int) -> None:
     for name, value in {"RANK": 0, "WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, str(value))
 
 
 def test_the_ranks_that_were_started_must_be_those_asked_for(tmp_path, capfd, monkeypatch):
-    joining(monkeypatch, size=3, port=1)
+    launched_externally(monkeypatch, size=3, port=1)
     assert phantom(tmp_path / "run", *SMALL, "--ranks", "2", "--dp", "2") == 2
     assert "3 processes were started, 4 are needed" in failed(capfd)
 
 
 def test_a_port_in_use_is_a_mistake(tmp_path, capfd, monkeypatch):
     with socket.create_server(("localhost", 0)) as taken:
-        joining(monkeypatch, size=1, port=taken.getsockname()[1])
+        launched_externally(monkeypatch, size=1, port=taken.getsockname()[1])
         assert phantom(tmp_path / "run", *SMALL) == 2
     assert "cannot join the other ranks at localhost:" in capfd.readouterr().err
 
@@ -162,7 +163,7 @@ def test_a_port_in_use_is_a_mistake(tmp_path, capfd, monkeypatch):
 def test_a_process_that_was_started_joins(tmp_path, monkeypatch):
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
-    joining(monkeypatch, size=1, port=port)
+    launched_externally(monkeypatch, size=1, port=port)
     assert phantom(tmp_path / "run", *SMALL, "--steps", "5") == 0
     assert steps_of(tmp_path / "run") == [5]
 

@@ -15,10 +15,10 @@ from phantom_parallel.cost.calibrate import (
     steps_to_measure,
 )
 from phantom_parallel.cost.hardware import dump_profile, load_profile
-from phantom_parallel.cost.local import on_ranks, threads_for
 from phantom_parallel.cost.settings import Setting
 from phantom_parallel.cost.timing import step_time
 from phantom_parallel.cost.validate import Outcome, grid
+from phantom_parallel.distributed.local import on_ranks, threads_for
 
 # Seconds of a product, a layer, a FLOP, a byte read and written, an exchange and a byte sent.
 TRUE = Work(20e-6, 300e-6, 1 / 50e9, 1 / 10e9, 1 / 2e9, 1e-3, 1 / 1e9)

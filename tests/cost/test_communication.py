@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from phantom_parallel import GPT
 from phantom_parallel.cost.communication import Messages, as_csv, as_rows, draw, profile, profile_of, table
 from phantom_parallel.cost.dryrun import dry_run
-from phantom_parallel.cost.formulas import FFNShape
 from phantom_parallel.cost.ledger import Ledger
-from tests.cost.test_transformer import name_of, shape_of
+from phantom_parallel.families.ffn.cost import FFNShape
+from tests.families.gpt.test_cost import name_of, shape_of
 
 SHAPES = [
     shape_of("phantom", 4),

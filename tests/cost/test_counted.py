@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from phantom_parallel import FFN, FFNConfig
 from phantom_parallel.cost.check import differences
 from phantom_parallel.cost.dryrun import DTYPES, dry_run, kept_for_backward
-from phantom_parallel.cost.formulas import FFNShape
 from phantom_parallel.cost.ledger import Ledger
-from phantom_parallel.nn.replicas import average_gradients
+from phantom_parallel.distributed.data_parallel import average_gradients
+from phantom_parallel.families.ffn.cost import FFNShape
 
 
 def count(shape: FFNShape) -> tuple[list[str], int, FFNShape]:

@@ -4,15 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phantom_parallel.cost.formulas import (
+from phantom_parallel.cost.terms import (
     Exchange,
-    FFNShape,
     break_even_ghosts,
     decompression_dominates,
     phantom_layer,
     tensor_layer,
 )
-from phantom_parallel.layout import BlockLayout, RowLayout
+from phantom_parallel.families.ffn.cost import FFNShape
+from phantom_parallel.utils.layout import BlockLayout, RowLayout
 
 sizes = st.integers(1, 9)
 

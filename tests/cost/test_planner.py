@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phantom_parallel.cost.formulas import FFNShape
 from phantom_parallel.cost.hardware import Profile, Tier, load_profile
 from phantom_parallel.cost.planner import (
     GIB,
@@ -20,6 +19,7 @@ from phantom_parallel.cost.planner import (
     scaling,
 )
 from phantom_parallel.cost.timing import ModelledEnergy, Span, StepTime, step_time
+from phantom_parallel.families.ffn.cost import FFNShape
 from tests.cost.test_hardware import figure, toy
 
 

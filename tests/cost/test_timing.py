@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phantom_parallel.cost.formulas import FFNShape, Product, representative
 from phantom_parallel.cost.hardware import Tier
+from phantom_parallel.cost.terms import Product, representative
 from phantom_parallel.cost.timing import (
     Clock,
     Span,
@@ -18,6 +18,7 @@ from phantom_parallel.cost.timing import (
     product_seconds,
     step_time,
 )
+from phantom_parallel.families.ffn.cost import FFNShape
 from tests.cost.test_hardware import figure, toy
 
 RUNS = {"dense": (1,), "tensor": (1, 2, 8), "megatron": (1, 2, 8), "phantom": (1, 2, 8)}

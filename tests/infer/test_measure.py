@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel import FFN, EnergyMeter, FFNConfig, Ledger, PowerProfile
+from phantom_parallel.distributed.objects import RanksDisagree
 from phantom_parallel.energy.readings import Part, Provenance, Scope
 from phantom_parallel.energy.sensors.base import Failed, Sample, SensorSpec
 from phantom_parallel.infer.measure import SENSOR_BOUND, Turn, measure, modelled_joules, random_rows
-from phantom_parallel.nn.agreement import RanksDisagree
 
 BATCH = 6
 

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from phantom_parallel.families.ffn.train_config import FFNTrainConfig
 from phantom_parallel.study.results import Run, Trial
 from phantom_parallel.study.search import beyond, choose, search
 from phantom_parallel.study.settings import Search
-from phantom_parallel.train import TrainConfig
 
-CONFIG = TrainConfig(width=16, depth=1, strategy="tensor", samples=64, batch=8)
+CONFIG = FFNTrainConfig(width=16, depth=1, strategy="tensor", samples=64, batch=8)
 
 
 class Bench:
@@ -18,7 +18,7 @@ class Bench:
     def __init__(self, needs: dict[float, int]) -> None:
         self.needs, self.asked = needs, []
 
-    def training(self, name: str, config: TrainConfig) -> Run:
+    def training(self, name: str, config: FFNTrainConfig) -> Run:
         self.asked.append((name, config.lr, config.steps))
         needed = self.needs[config.lr]
         reached = needed <= config.steps
@@ -40,7 +40,7 @@ class Bench:
         )
 
 
-def arm(*, lr: float, steps: int) -> TrainConfig:
+def arm(*, lr: float, steps: int) -> FFNTrainConfig:
     return replace(CONFIG, lr=lr, steps=steps)
 
 

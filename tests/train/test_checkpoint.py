@@ -9,16 +9,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from phantom_parallel.train import Places, TrainConfig, checkpoint, train
+from phantom_parallel.distributed.context import ParallelContext
+from phantom_parallel.families.ffn.train_config import FFNTrainConfig
+from phantom_parallel.train import checkpoint, train
 
-CONFIG = TrainConfig(
+CONFIG = FFNTrainConfig(
     width=16, depth=1, blocks=4, ghosts=2, teacher_ghosts=2, batch=8, samples=64, steps=4, checkpoint_every=2
 )
 
 
 @pytest.fixture
 def saved(tmp_path) -> Path:
-    train(CONFIG, Places(), checkpoints=tmp_path)
+    train(CONFIG, ParallelContext(), checkpoints=tmp_path)
     return tmp_path / "step-000002"
 
 
@@ -61,7 +63,7 @@ def change_about(path: Path, **values) -> None:
 def test_a_damaged_checkpoint_is_an_error_that_names_it(saved, damage, message):
     damage(saved)
     with pytest.raises(ValueError, match=message) as caught:
-        train(CONFIG, Places(), resume=saved)
+        train(CONFIG, ParallelContext(), resume=saved)
     assert str(saved) in str(caught.value)
 
 
@@ -75,29 +77,29 @@ def test_a_damaged_checkpoint_is_an_error_that_names_it(saved, damage, message):
 )
 def test_someone_elses_checkpoint_is_an_error_that_names_the_difference(saved, change, message):
     with pytest.raises(ValueError, match=message):
-        train(replace(CONFIG, **change), Places(), resume=saved)
+        train(replace(CONFIG, **change), ParallelContext(), resume=saved)
 
 
 def test_more_steps_and_other_intervals_may_be_resumed(saved):
     changed = replace(CONFIG, steps=6, log_every=3, keep=1, eval_every=2)
-    assert train(changed, Places(), resume=saved)[1].step == 6
+    assert train(changed, ParallelContext(), resume=saved)[1].step == 6
 
 
 def test_a_write_that_fails_leaves_the_checkpoints_before_and_nothing_else(tmp_path, monkeypatch):
-    train(replace(CONFIG, steps=2), Places(), checkpoints=tmp_path)
+    train(replace(CONFIG, steps=2), ParallelContext(), checkpoints=tmp_path)
 
     def fail(*args, **kwargs):
         raise OSError("no space left on device")
 
     monkeypatch.setattr("phantom_parallel.train.checkpoint.save_file", fail)
     with pytest.raises(OSError, match="no space left"):
-        train(CONFIG, Places(), checkpoints=tmp_path, resume=tmp_path / "step-000002")
+        train(CONFIG, ParallelContext(), checkpoints=tmp_path, resume=tmp_path / "step-000002")
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     """The writer waits for the step after, and still writes the numbers of its own."""
-    train(CONFIG, Places(), checkpoints=tmp_path / "expected")
+    train(CONFIG, ParallelContext(), checkpoints=tmp_path / "expected")
     went_on, write = threading.Event(), checkpoint.write
 
     def late(tensors, config, progress, folder):
@@ -107,7 +109,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "write", late)
     train(
         replace(CONFIG, log_every=1),
-        Places(),
+        ParallelContext(),
         checkpoints=tmp_path / "late",
         report=lambda record: went_on.set() if record.step == 3 else None,
     )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from phantom_parallel.train import TrainConfig
+from phantom_parallel.families.ffn.train_config import FFNTrainConfig
 
 PHANTOM = {"width": 16, "depth": 2, "blocks": 4, "ghosts": 2, "teacher_ghosts": 2}
 
@@ -36,12 +36,12 @@ PHANTOM = {"width": 16, "depth": 2, "blocks": 4, "ghosts": 2, "teacher_ghosts": 
 )
 def test_what_does_not_fit_is_an_error_that_says_what_would(change, message):
     with pytest.raises(ValueError, match=message):
-        TrainConfig(**PHANTOM | change)
+        FFNTrainConfig(**PHANTOM | change)
 
 
 def test_the_learning_rate_rises_over_the_warm_up_and_falls_to_zero():
     for schedule, middle in (("constant", 1.0), ("linear", 0.5), ("cosine", 0.5)):
-        config = TrainConfig(**PHANTOM, steps=104, warmup=4, schedule=schedule)
+        config = FFNTrainConfig(**PHANTOM, steps=104, warmup=4, schedule=schedule)
         assert [config.lr_factor(step) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
         assert config.lr_factor(54) == pytest.approx(middle)
         assert config.lr_factor(104) == pytest.approx(1.0 if schedule == "constant" else 0.0)

@@ -11,11 +11,14 @@ import pytest
 import torch
 
 from phantom_parallel import FFN
-from phantom_parallel.train import LossDiverged, Places, TrainConfig, train
-from phantom_parallel.train.data import Batches, open_data
+from phantom_parallel.distributed.context import ParallelContext
+from phantom_parallel.distributed.launch import LossDiverged
+from phantom_parallel.families.ffn.data import Batches, open_data
+from phantom_parallel.families.ffn.train_config import FFNTrainConfig
+from phantom_parallel.train import train
 
 CPU = torch.device("cpu")
-PHANTOM = TrainConfig(
+PHANTOM = FFNTrainConfig(
     width=16,
     depth=2,
     blocks=4,
@@ -35,12 +38,12 @@ OTHERS = {
 }
 
 
-def losses(config: TrainConfig, folder: str | None = None, resume: str | None = None) -> dict[int, tuple]:
+def losses(config: FFNTrainConfig, folder: str | None = None, resume: str | None = None) -> dict[int, tuple]:
     """On every rank of the pool; what rank 0 heard."""
     heard = {}
     train(
         config,
-        Places.of(config, CPU),
+        ParallelContext.create(config.ranks, config.dp, CPU),
         checkpoints=None if folder is None else Path(folder),
         resume=None if resume is None else Path(resume),
         report=lambda record: heard.update({record.step: (record.loss, record.eval_loss)}),
@@ -133,9 +136,9 @@ def test_a_compiled_model_learns_the_same(monkeypatch):
 
 def test_the_target_ends_it():
     heard = losses(PHANTOM)
-    _, summary = train(replace(PHANTOM, target_loss=heard[8][1]), Places())
+    _, summary = train(replace(PHANTOM, target_loss=heard[8][1]), ParallelContext())
     assert (summary.status, summary.step, summary.eval_loss) == ("target", 8, heard[8][1])
-    assert train(replace(PHANTOM, target_loss=1e-9), Places())[1].status == "steps"
+    assert train(replace(PHANTOM, target_loss=1e-9), ParallelContext())[1].status == "steps"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
@@ -166,7 +169,7 @@ def diverged(resume: str, ranks: int) -> str:
     config = replace(PHANTOM, lr=1e30, steps=40, ranks=ranks)
     path = Path(resume)
     with pytest.raises(LossDiverged) as caught:
-        train(config, Places.of(config, CPU), checkpoints=path.parent, resume=path)
+        train(config, ParallelContext.create(config.ranks, config.dp, CPU), checkpoints=path.parent, resume=path)
     return str(caught.value)
 
 
@@ -196,7 +199,7 @@ def interrupted(folder: str) -> tuple:
     )
     try:
         before = signal.getsignal(signal.SIGTERM)
-        _, summary = train(config, Places.of(config, CPU), checkpoints=Path(folder))
+        _, summary = train(config, ParallelContext.create(config.ranks, config.dp, CPU), checkpoints=Path(folder))
         assert signal.getsignal(signal.SIGTERM) is before
     finally:
         handle.remove()

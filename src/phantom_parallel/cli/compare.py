@@ -8,9 +8,9 @@ import tyro
 
 from phantom_parallel.cli.ending import ending
 from phantom_parallel.cli.showing import folder_for, show
-from phantom_parallel.models.ffn import Strategy
-from phantom_parallel.models.gpt_config import GPTStrategy
-from phantom_parallel.study import tables
+from phantom_parallel.families.ffn.model import Strategy
+from phantom_parallel.families.gpt.config import GPTStrategy
+from phantom_parallel.report import tables
 from phantom_parallel.study.compare import compare
 from phantom_parallel.study.settings import read_compare
 
@@ -65,7 +65,7 @@ class _Compare:
         out = folder_for(self.out, self.resume, "compare", settings.name)
         with ending():
             found = compare(settings, out.absolute(), resume=self.resume, show=True)
-        if found is not None:  # under torchrun or srun the first of us speaks
+        if found is not None:  # under torchrun or srun the first of us is_rank_zero
             show(found, out, tables.comparison(found), (), json=self.json)
 
 
@@ -79,7 +79,7 @@ class Options(_Compare):
     srun. Ctrl-C keeps what is done, and --resume goes on from there. Transformers: phantom compare gpt --help.
     """
 
-    task: ClassVar[str] = "ffn"
+    family: ClassVar[str] = "ffn"
 
     preset: str = "quick"
     """quick, digits, standard, paper, or a TOML file of your own."""
@@ -104,7 +104,7 @@ class GPTOptions(_Compare):
     option given here takes the place of the preset's. Ctrl-C keeps what is done, and --resume goes on from there.
     """
 
-    task: ClassVar[str] = "gpt"
+    family: ClassVar[str] = "gpt"
 
     preset: str = "gpt"
     """gpt, or a TOML file of your own."""

@@ -13,13 +13,14 @@ from rich.table import Table
 
 from phantom_parallel.cost.communication import Messages, as_csv, as_rows, draw, profile, table
 from phantom_parallel.cost.dryrun import DryRun, dry_run
-from phantom_parallel.cost.formulas import FFNShape, Optimizer, Strategy
 from phantom_parallel.cost.hardware import WORD_BYTES
-from phantom_parallel.cost.transformer import GPTShape, Task
-from phantom_parallel.layout import nearest_divisors, positive
-from phantom_parallel.models.ffn import Activation
-from phantom_parallel.models.gpt_config import GPTStrategy
+from phantom_parallel.cost.terms import Optimizer, Strategy
+from phantom_parallel.families.ffn.cost import FFNShape
+from phantom_parallel.families.ffn.model import Activation
+from phantom_parallel.families.gpt.config import GPTStrategy
+from phantom_parallel.families.gpt.cost import GPTShape, Task
 from phantom_parallel.study.results import write_bytes, write_text
+from phantom_parallel.utils.layout import nearest_divisors, positive
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from rich.table import Table
 
 from phantom_parallel.cli.ending import ending
 from phantom_parallel.cli.infer import about_energy
-from phantom_parallel.infer import GenerateConfig, GenerateReport, Sampling, generate_text
-from phantom_parallel.infer.gen_launch import Against, to_stdout
-from phantom_parallel.infer.gen_measure import Phase
-from phantom_parallel.train.ranks import slurm_ranks, speaks
+from phantom_parallel.distributed.launch import is_rank_zero, slurm_ranks
+from phantom_parallel.families.gpt.generation_cost import Phase
+from phantom_parallel.families.gpt.generation_run import Against, GenerateConfig, GenerateReport, to_stdout
+from phantom_parallel.families.gpt.generation_run import run as generate_text
+from phantom_parallel.families.gpt.sampling import Sampling
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
@@ -79,7 +80,7 @@ class Options:
     def run(self) -> None:
         with ending():
             report = generate_text(self.config(), write=not self.json, show=True)
-        if not speaks():
+        if not is_rank_zero():
             return
         if self.json:
             print(json_format.dumps(report.to_dict(), indent=2))

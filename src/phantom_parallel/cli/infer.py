@@ -13,9 +13,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from phantom_parallel.cli.ending import ending
-from phantom_parallel.infer import InferConfig, Inference, Report, run
-from phantom_parallel.infer.launch import Against
-from phantom_parallel.train.ranks import slurm_ranks, speaks
+from phantom_parallel.distributed.launch import is_rank_zero, slurm_ranks
+from phantom_parallel.infer.launch import Against, InferConfig, Report, run
+from phantom_parallel.infer.measure import Inference
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
@@ -69,7 +69,7 @@ class Options:
     def run(self) -> None:
         with ending():
             report = run(self.config(), show=True)
-        if not speaks():
+        if not is_rank_zero():
             return
         if self.json:
             print(json_format.dumps(report.to_dict(), indent=2))

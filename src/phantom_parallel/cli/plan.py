@@ -12,7 +12,6 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from phantom_parallel.cost.formulas import Strategy
 from phantom_parallel.cost.hardware import load_profile
 from phantom_parallel.cost.planner import (
     GIB,
@@ -25,6 +24,7 @@ from phantom_parallel.cost.planner import (
     rank_by,
     scaling,
 )
+from phantom_parallel.cost.terms import Strategy
 
 ROWS = 40
 ANOTHER_MODEL = (
@@ -151,7 +151,7 @@ def as_data(answer: Plan, curves: dict[str, list[Candidate]]) -> dict[str, Any]:
 
 def _write(answer: Plan, curves: dict[str, list[Candidate]], folder: Path) -> list[Path]:
     """Figures, and beside them the numbers that they show."""
-    from phantom_parallel.cost.figures import draw_scaling, draw_tradeoff  # matplotlib takes a second to import
+    from phantom_parallel.report.plan_figures import draw_scaling, draw_tradeoff  # matplotlib takes a second to import
 
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / "plan.json"

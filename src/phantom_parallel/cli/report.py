@@ -6,7 +6,8 @@ from typing import Annotated
 
 import tyro
 
-from phantom_parallel.study import report, results
+from phantom_parallel.report import html as report
+from phantom_parallel.study import results
 from phantom_parallel.study.folder import RESULTS
 
 

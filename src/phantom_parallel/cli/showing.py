@@ -8,7 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from phantom_parallel.study import report, results
+from phantom_parallel.report import html as report
+from phantom_parallel.study import results
 from phantom_parallel.study.folder import RESULTS
 
 

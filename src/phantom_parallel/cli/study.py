@@ -8,9 +8,9 @@ import tyro
 
 from phantom_parallel.cli.ending import ending
 from phantom_parallel.cli.showing import folder_for, show
-from phantom_parallel.study import tables
+from phantom_parallel.report import tables
 from phantom_parallel.study.settings import read_study
-from phantom_parallel.study.studies import study
+from phantom_parallel.study.sweep import study
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
@@ -63,5 +63,5 @@ class Options:
         out = folder_for(self.out, self.resume, "study", settings.name)
         with ending():
             found = study(settings, out.absolute(), resume=self.resume, show=True)
-        if found is not None:  # under torchrun or srun the first of us speaks
+        if found is not None:  # under torchrun or srun the first of us is_rank_zero
             show(found, out, tables.study(found), found.findings, json=self.json)

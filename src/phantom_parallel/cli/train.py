@@ -10,8 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from phantom_parallel.cli.ending import ending
-from phantom_parallel.train import GPTTrainConfig, LoopConfig, Summary, TrainConfig, run
-from phantom_parallel.train.ranks import speaks
+from phantom_parallel.distributed.launch import is_rank_zero
+from phantom_parallel.families.ffn.train_config import FFNTrainConfig
+from phantom_parallel.families.gpt.train_config import GPTTrainConfig
+from phantom_parallel.train import Summary, TrainConfig, run
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
@@ -27,14 +29,14 @@ class _Run:
     json: Flag = False
     """Print the summary as JSON."""
 
-    def config(self) -> LoopConfig:
+    def config(self) -> TrainConfig:
         raise NotImplementedError
 
     def run(self) -> None:
         config = self.config()
         with ending():
             summary = run(config, self.out, resume=self.resume, show=True)
-        if not speaks():
+        if not is_rank_zero():
             return
         if self.json:
             print(json_format.dumps(summary.to_dict(), indent=2))
@@ -43,7 +45,7 @@ class _Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(TrainConfig, _Run):
+class Options(FFNTrainConfig, _Run):
     """Train a feed-forward network until a number of steps or a target loss. A transformer: phantom train gpt --help.
 
     Local workers are started by themselves; under torchrun (RANK and WORLD_SIZE in the environment) or srun this
@@ -54,8 +56,8 @@ class Options(TrainConfig, _Run):
     def __post_init__(self) -> None:
         pass  # `config` checks what was given
 
-    def config(self) -> TrainConfig:
-        return TrainConfig(**{field.name: getattr(self, field.name) for field in fields(TrainConfig)})
+    def config(self) -> FFNTrainConfig:
+        return FFNTrainConfig(**{field.name: getattr(self, field.name) for field in fields(FFNTrainConfig)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +79,7 @@ class GPTOptions(GPTTrainConfig, _Run):
 VARIANTS = {"gpt": GPTOptions}
 
 
-def _show(summary: Summary, config: LoopConfig, out: Path) -> None:
+def _show(summary: Summary, config: TrainConfig, out: Path) -> None:
     table, target = Table(show_header=False), config.target_loss
     missed = target is not None and summary.status != "target"
     ended = f"the target {target} was not reached" if missed else "done"

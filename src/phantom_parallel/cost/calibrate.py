@@ -24,11 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from phantom_parallel.cost.formulas import FFNShape, Product
 from phantom_parallel.cost.hardware import Figure, Profile, Tier
-from phantom_parallel.cost.local import Report, on_ranks, threads_for
 from phantom_parallel.cost.settings import STRATEGIES, Setting, training_step
+from phantom_parallel.cost.terms import Product
 from phantom_parallel.cost.timing import elementwise_words
+from phantom_parallel.distributed.local import Report, on_ranks, threads_for
+from phantom_parallel.families.ffn.cost import FFNShape
 from phantom_parallel.ops.collectives import (
     Ranks,
     finish_all_gather,

@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from phantom_parallel.cost.formulas import Shape
 from phantom_parallel.cost.ledger import Ledger
+from phantom_parallel.cost.terms import Shape
 
 Key = tuple[str | int, ...]
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from phantom_parallel.cost.formulas import Exchange, LayerCost, Shape
 from phantom_parallel.cost.ledger import Ledger, up_to
-from phantom_parallel.cost.transformer import GPTShape
+from phantom_parallel.cost.terms import Exchange, LayerCost, Shape
+from phantom_parallel.families.gpt.cost import GPTShape
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +30,7 @@ class Messages:
     """All messages of one operation and size in one phase, on one rank.
 
     ``message_bytes`` is what the rank hands in each time, ``sent_bytes`` what it must send for all of them (see
-    `cost.formulas`). ``carries`` names the terms of the equations, and the parts they belong to, where they are known.
+    `cost.terms`). ``carries`` names the terms of the equations, and the parts they belong to, where they are known.
     """
 
     phase: str
@@ -144,7 +144,7 @@ def draw(profiles: Mapping[str, Sequence[Messages]], title: str) -> "Figure":
     """
     from matplotlib.figure import Figure  # takes a second to import
 
-    from phantom_parallel.cost.figures import LOOKS
+    from phantom_parallel.report.plan_figures import LOOKS
 
     phases = _phases(profiles)
     if not phases:

@@ -18,12 +18,13 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from phantom_parallel.cost.check import differences
-from phantom_parallel.cost.formulas import FFNShape, Memory, Shape
 from phantom_parallel.cost.ledger import Ledger
-from phantom_parallel.cost.transformer import GPTShape
-from phantom_parallel.models import FFN, GPT, FFNConfig
-from phantom_parallel.models.gpt import Layer
-from phantom_parallel.nn.replicas import average_gradients
+from phantom_parallel.cost.terms import Memory, Shape
+from phantom_parallel.distributed.data_parallel import average_gradients
+from phantom_parallel.families.ffn.cost import FFNShape
+from phantom_parallel.families.ffn.model import FFN, FFNConfig
+from phantom_parallel.families.gpt.cost import GPTShape
+from phantom_parallel.families.gpt.model import GPT, Layer
 
 _aten = torch.ops.aten
 DTYPES = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16}

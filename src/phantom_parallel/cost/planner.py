@@ -1,6 +1,6 @@
 """The planner: which strategy, on how many ranks, with how many ghosts, for a given model, batch and machine.
 
-Every setting that the request allows is counted by `cost.formulas` and timed by `cost.timing`; what does not fit is
+Every setting that the request allows is counted by `cost.terms` and timed by `cost.timing`; what does not fit is
 dropped with the reason. A step trains on the same ``batch`` rows however many copies share them, so steps compare.
 
 Dense, tensor and megatron compute the same model. A phantom model is another one, and with few ghosts a smaller one:
@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
-from phantom_parallel.cost.formulas import FFNShape, Optimizer, Strategy
 from phantom_parallel.cost.hardware import WORD_BYTES, Profile
+from phantom_parallel.cost.terms import Optimizer, Strategy
 from phantom_parallel.cost.timing import Clock, StepTime
-from phantom_parallel.layout import BlockLayout, nearest_divisors, positive
+from phantom_parallel.families.ffn.cost import FFNShape
+from phantom_parallel.utils.layout import BlockLayout, nearest_divisors, positive
 
 Goal = Literal["time", "energy", "devices"]
 

@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from phantom_parallel.cost.formulas import FFNShape
-from phantom_parallel.models import FFN, FFNConfig
+from phantom_parallel.families.ffn.cost import FFNShape
+from phantom_parallel.families.ffn.model import FFN, FFNConfig
 
 Timed = Literal["phantom", "tensor"]
 STRATEGIES: tuple[Timed, ...] = ("phantom", "tensor")

@@ -1,4 +1,4 @@
-"""How long a step takes and what it draws, from the counts of `cost.formulas` and the figures of a hardware profile.
+"""How long a step takes and what it draws, from the counts of `cost.terms` and the figures of a hardware profile.
 
     product      t = o + 2 b m l n / (e P) + b (m l + l n) s / M + b m n s / F      b times (m, l) by (l, n)
     ring         all-gather, reduce-scatter  (R-1) (a + w/B)      all-reduce  2 (R-1) (a + w/(R B))
@@ -9,7 +9,7 @@
     energy       E = P_compute t_compute + P_communication t_exposed + P_idle t_idle, for each rank
 
 P, e: peak and efficiency of the dtype, of s bytes a word; M, F: memory and write bandwidth; o, c: overheads; a, B: a
-tier's latency and bandwidth; w as in `cost.formulas`, in bytes; f: the overlap. ``docs/planning.md`` says what each
+tier's latency and bandwidth; w as in `cost.terms`, in bytes; f: the overlap. ``docs/planning.md`` says what each
 assumes. Every energy is modelled.
 """
 
@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from phantom_parallel.cost.formulas import OPTIMIZER_STATES, LayerCost, Op, Product, Shape
 from phantom_parallel.cost.hardware import WORD_BYTES, Profile
+from phantom_parallel.cost.terms import OPTIMIZER_STATES, LayerCost, Op, Product, Shape
 
 PHASES = ("forward", "backward", "sync", "update")
 STREAMED = {"forward": 0, "backward": 1}  # where a layer's cost has the words of a phase's elementwise work
@@ -103,7 +103,7 @@ def forward_time(shape: Shape, profile: Profile, dtype: str = "fp32", *, idle_se
 
 
 def collective_seconds(op: Op, ranks: int, contribution: float, profile: Profile, *, stride: int = 1) -> float:
-    """One exchange of ``contribution`` bytes (w of `cost.formulas`) among every ``stride``-th device."""
+    """One exchange of ``contribution`` bytes (w of `cost.terms`) among every ``stride``-th device."""
     return Clock(profile, next(iter(profile.peak))).collective(op, ranks, contribution, stride)
 
 

@@ -1,7 +1,7 @@
 """What a collective moves: from torch's operation and its arguments to an op, a number of ranks and bytes.
 
 Covers the functional collectives (``_c10d_functional``), those that ``torch.distributed`` and FSDP2 issue (``c10d``)
-and DTensor's own. Bytes moved are those that a rank must send, whatever the algorithm; `formulas` has the table.
+and DTensor's own. Bytes moved are those that a rank must send, whatever the algorithm; `cost.terms` has the table.
 """
 
 from collections.abc import Iterable

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from phantom_parallel.cost.hardware import Profile
-from phantom_parallel.cost.local import Report, on_ranks
 from phantom_parallel.cost.settings import STRATEGIES, Setting, training_step
 from phantom_parallel.cost.timing import step_time
+from phantom_parallel.distributed.local import Report, on_ranks
 
 
 @dataclass(frozen=True)

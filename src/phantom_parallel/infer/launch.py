@@ -14,22 +14,22 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from phantom_parallel.checkpoint.model import CONFIG, load_model
 from phantom_parallel.cost.calibrate import profile_name
 from phantom_parallel.cost.hardware import load_profile, user_directory
+from phantom_parallel.distributed.launch import broadcast_from_rank_zero, launched_externally, on_ranks
+from phantom_parallel.distributed.objects import agree
 from phantom_parallel.energy.model import PowerProfile, power_of
-from phantom_parallel.infer.baseline import as_tensor
+from phantom_parallel.families.ffn.baseline import as_tensor
+from phantom_parallel.families.ffn.model import FFN, FFNConfig
+from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.infer.inputs import Inputs, open_inputs
 from phantom_parallel.infer.measure import Inference, measure, random_rows, shape_of
 from phantom_parallel.infer.predict import largest_difference, predict, read_rows
 from phantom_parallel.infer.progress import ProgressDisplay
-from phantom_parallel.layout import BlockLayout, RowLayout, positive
-from phantom_parallel.models.ffn import FFN, FFNConfig
-from phantom_parallel.models.gpt import GPT
-from phantom_parallel.models.storage import CONFIG, load_model
-from phantom_parallel.nn.agreement import agree
 from phantom_parallel.train import memory
-from phantom_parallel.train.output import MODEL
-from phantom_parallel.train.ranks import from_first, joining, on_ranks
+from phantom_parallel.train.run_dir import MODEL
+from phantom_parallel.utils.layout import BlockLayout, RowLayout, positive
 
 Against = Literal["tensor", "none"]
 M = TypeVar("M", FFN, GPT)
@@ -94,7 +94,7 @@ def run(config: InferConfig, *, show: bool = False) -> Report:
     ValueError and OSError are for what a user got wrong, and come before any rank starts. `Interrupted` and `RankDied`
     come later.
     """
-    joined = joining()
+    joined = launched_externally()
     power = None if joined else prepare(config)
     return on_ranks(config.ranks, _work, config, power, joined, show)
 
@@ -186,7 +186,7 @@ def _check_out(out: Path, config: InferConfig) -> None:
 def _work(device: torch.device, config: InferConfig, power: PowerProfile | None, joined: bool, show: bool) -> Report:
     """One rank's part."""
     if joined:
-        power = from_first(lambda: prepare(config), device)
+        power = broadcast_from_rank_zero(lambda: prepare(config), device)
     mesh = None if config.ranks == 1 else init_device_mesh(device.type, (config.ranks,), mesh_dim_names=("tp",))
     agree("what to run", {name: str(value) for name, value in asdict(config).items()}, mesh)
     model = load_model(config.model, mesh=mesh, device=device)

@@ -20,19 +20,19 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from phantom_parallel.cost.formulas import FFNShape
+from phantom_parallel.checkpoint.model import Model
+from phantom_parallel.distributed.objects import agree
 from phantom_parallel.energy.meter import EnergyMeter, synchronise
 from phantom_parallel.energy.model import PowerProfile
 from phantom_parallel.energy.ranks import Peers
 from phantom_parallel.energy.readings import MEASURED, Provenance, Scope, Split
 from phantom_parallel.energy.split import Span, SplitClock, timer_for
-from phantom_parallel.layout import positive
-from phantom_parallel.models.ffn import FFN
-from phantom_parallel.models.storage import Model
-from phantom_parallel.nn.agreement import agree
+from phantom_parallel.families.ffn.cost import FFNShape
+from phantom_parallel.families.ffn.model import FFN
 from phantom_parallel.nn.sharded import local_rows
 from phantom_parallel.ops.collectives import ranks_of
 from phantom_parallel.ops.features import take_features
+from phantom_parallel.utils.layout import positive
 
 TURN_SECONDS = 0.02  # a turn lasts about this long: forwards that take less are repeated
 MOST_FORWARDS = 100  # in a turn

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from phantom_parallel.distributed.launch import Interrupted
+from phantom_parallel.distributed.signals import StopRequest
+from phantom_parallel.families.ffn.model import FFN
 from phantom_parallel.infer.inputs import Inputs
 from phantom_parallel.infer.measure import arrived
-from phantom_parallel.models.ffn import FFN
 from phantom_parallel.nn.sharded import local_rows
 from phantom_parallel.ops.collectives import ranks_of
 from phantom_parallel.ops.features import gather_features
-from phantom_parallel.train.ranks import Interrupted
-from phantom_parallel.train.signals import StopRequest
 
 
 class NpyWriter:

@@ -1,6 +1,6 @@
 """Layers: the operators with parameters, on one process or cut over a device mesh."""
 
-from phantom_parallel.nn.agreement import RanksDisagree
+from phantom_parallel.distributed.objects import RanksDisagree
 from phantom_parallel.nn.embedding import FeatureEmbedding, VocabularyHead
 from phantom_parallel.nn.groups import parameter_groups
 from phantom_parallel.nn.linear import PhantomLinear, TensorLinear

@@ -6,11 +6,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from phantom_parallel.layout import RowLayout
 from phantom_parallel.nn.init import init_columns, init_rows
 from phantom_parallel.nn.sharded import local_rows, shard_rows, shared_seed
 from phantom_parallel.ops import gather_normed, vocabulary_rows
 from phantom_parallel.ops.collectives import ranks_of
+from phantom_parallel.utils.layout import RowLayout
 
 
 class FeatureEmbedding(nn.Module):

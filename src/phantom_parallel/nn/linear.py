@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from phantom_parallel.layout import BlockLayout, RowLayout
-from phantom_parallel.nn.agreement import agree, everyones
+from phantom_parallel.distributed.objects import agree, all_gather_objects
 from phantom_parallel.nn.fit import fit_source
 from phantom_parallel.nn.init import init_phantom, init_rows
 from phantom_parallel.nn.sharded import FeatureSharded, local_rows, shard_rows, shared_seed, whole
 from phantom_parallel.ops import phantom_linear, tensor_linear
 from phantom_parallel.ops.collectives import ranks_of
+from phantom_parallel.utils.layout import BlockLayout, RowLayout
 
 
 class PhantomLinear(FeatureSharded):
@@ -160,7 +160,7 @@ class PhantomLinear(FeatureSharded):
         )  # (q, p-1, m_out, k): sources here, receivers in ring order
         lost = sum(fit.squared_error for fit in fits)
         if mesh is not None:
-            told = everyones((decompress.cpu(), lost), mesh)
+            told = all_gather_objects((decompress.cpu(), lost), mesh)
             decompress, lost = torch.cat([d for d, _ in told]).to(weight.device), sum(lost for _, lost in told)
         steps = torch.arange(1, blocks)
         rows = [

@@ -8,7 +8,7 @@ from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from phantom_parallel.nn.agreement import everyones
+from phantom_parallel.distributed.objects import all_gather_objects
 from phantom_parallel.nn.init import draw_seed
 from phantom_parallel.ops.blocks import records_graph
 from phantom_parallel.ops.collectives import Ranks
@@ -55,7 +55,7 @@ def shared_seed(seed: int | None, mesh: DeviceMesh | None) -> int:
     """The seed that every rank draws its own part with: the one given, or one from rank 0's default generator."""
     if seed is None:
         seed = draw_seed()  # on every rank, so that all default generators stay in step
-        seed = seed if mesh is None else everyones(seed, mesh)[0]
+        seed = seed if mesh is None else all_gather_objects(seed, mesh)[0]
     return seed
 
 

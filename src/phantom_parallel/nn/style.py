@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from phantom_parallel.nn.agreement import agree
+from phantom_parallel.distributed.objects import agree
 from phantom_parallel.nn.linear import PhantomLinear
 from phantom_parallel.nn.sharded import shard_rows, whole
 from phantom_parallel.ops.collectives import ranks_of
@@ -31,7 +31,7 @@ class PhantomParallel(ParallelStyle):
         blocks, ghosts: of the phantom layer.
         init: ``"fit"`` (default) or ``"fresh"``.
         input_layouts: how the input is cut: ``Shard(-1)`` (by features, the default), ``Replicate()`` or another shard.
-            A DTensor speaks for itself.
+            A DTensor is_rank_zero for itself.
         output_layouts: how the output is to be cut, ``Shard(-1)`` by default.
         use_local_output: give a plain tensor, this rank's part (default), or a DTensor.
 

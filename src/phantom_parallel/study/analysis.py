@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from phantom_parallel.report.units import TO_THE_LOSS, ratio_label
 from phantom_parallel.study.counting import counts
 from phantom_parallel.study.results import Ratio, Run, StrategyResult, Trial
 from phantom_parallel.study.settings import CompareSettings
 from phantom_parallel.study.statistics import interval, ratio
-from phantom_parallel.study.units import TO_THE_LOSS, ratio_label
-from phantom_parallel.train import LoopConfig
+from phantom_parallel.train.config import TrainConfig
 
 BASELINES = ("tensor", "megatron")
 # What ratios are made of: its name, and how it is read off a run and its strategy's counts.
@@ -26,7 +26,7 @@ MEASURES: dict[str, Callable[[Run, StrategyResult], float | None]] = {
 
 def summarise(
     strategy: str,
-    config: LoopConfig,
+    config: TrainConfig,
     trials: Iterable[Trial],
     runs: Iterable[Run],
     inference: Iterable[dict[str, Any]],

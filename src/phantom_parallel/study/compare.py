@@ -16,18 +16,21 @@ from typing import Any
 
 import torch
 
+from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.energy import PowerProfile
-from phantom_parallel.infer.gen_measure import GenerationCost, measure_generation
+from phantom_parallel.families.ffn.model import FFN, Strategy
+from phantom_parallel.families.ffn.train_config import FFNTrainConfig
+from phantom_parallel.families.gpt.generation_cost import GenerationCost, measure_generation
+from phantom_parallel.families.gpt.model import GPT
+from phantom_parallel.families.gpt.train_config import GPTTrainConfig
 from phantom_parallel.infer.measure import measure
-from phantom_parallel.models import FFN, GPT
-from phantom_parallel.models.ffn import Strategy
 from phantom_parallel.study.analysis import ratios_of, remarks_on, summarise
-from phantom_parallel.study.errand import Errand, about, bench, send
-from phantom_parallel.study.lab import Lab
 from phantom_parallel.study.results import Comparison, Run, Trial
+from phantom_parallel.study.runner import Lab
 from phantom_parallel.study.search import Arm, search
+from phantom_parallel.study.session import Errand, about, bench, send
 from phantom_parallel.study.settings import CompareSettings
-from phantom_parallel.train import GPTTrainConfig, LoopConfig, Places, TrainConfig
+from phantom_parallel.train.config import TrainConfig
 
 TOKENS = 10  # decoded in a turn
 
@@ -102,31 +105,31 @@ def _inference(settings: CompareSettings, lab: Lab) -> dict[str, list[dict[str, 
     """Forward passes on the ranks of one copy; the others have nothing to tell."""
     found: dict[str, list[dict[str, Any]]] = {}
     configs = {s: settings.config(s, lr=1.0, seed=0, steps=settings.steps) for s in settings.strategies}
-    places = lab.places(next(iter(configs.values())))
-    if places is None or (places.dp is not None and places.dp.get_local_rank()):
+    parallel = lab.context_for(next(iter(configs.values())))
+    if parallel is None or (parallel.dp is not None and parallel.dp.get_local_rank()):
         return found
     for batch in settings.inference_batches:
-        told = _forwards(configs, places, batch, settings.inference_turns, lab.power)
+        told = _forwards(configs, parallel, batch, settings.inference_turns, lab.power)
         for name, inference in told.items():
             found.setdefault(name, []).append(inference)
     return found
 
 
 def _forwards(
-    configs: Mapping[Strategy, LoopConfig], places: Places, batch: int, turns: int, power: PowerProfile
+    configs: Mapping[Strategy, TrainConfig], parallel: ParallelContext, batch: int, turns: int, power: PowerProfile
 ) -> dict[str, dict[str, Any]]:
     """A forward pass of an FFN, or a further token of a GPT behind half of its context."""
     ffns: dict[str, FFN] = {}
     gpts: dict[str, GPT] = {}
     for name, config in configs.items():
         if isinstance(config, GPTTrainConfig):
-            gpts[name] = GPT(config.gpt(), mesh=places.tp, device=places.device)
+            gpts[name] = GPT(config.gpt(), mesh=parallel.tp, device=parallel.device)
             half = config.context // 2
-        elif isinstance(config, TrainConfig):
-            ffns[name] = FFN(config.ffn(), mesh=places.tp, device=places.device)
+        elif isinstance(config, FFNTrainConfig):
+            ffns[name] = FFN(config.ffn(), mesh=parallel.tp, device=parallel.device)
     if ffns:
         return {name: one.to_dict() for name, one in measure(ffns, batch, turns=turns, profile=power).items()}
-    prompt = torch.zeros(batch, half, dtype=torch.int64, device=places.device)
+    prompt = torch.zeros(batch, half, dtype=torch.int64, device=parallel.device)
     told = measure_generation(gpts, prompt, tokens=min(half, TOKENS), turns=max(2, turns // TOKENS), profile=power)
     return {name: _decoding(one) for name, one in told.items()}
 

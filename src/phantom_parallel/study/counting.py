@@ -1,11 +1,14 @@
 """What the formulas say of a training's step."""
 
-from phantom_parallel.cost.formulas import FFNShape, Optimizer, Shape
-from phantom_parallel.cost.transformer import GPTShape
-from phantom_parallel.train import GPTTrainConfig, LoopConfig, TrainConfig
+from phantom_parallel.cost.terms import Optimizer, Shape
+from phantom_parallel.families.ffn.cost import FFNShape
+from phantom_parallel.families.ffn.train_config import FFNTrainConfig
+from phantom_parallel.families.gpt.cost import GPTShape
+from phantom_parallel.families.gpt.train_config import GPTTrainConfig
+from phantom_parallel.train.config import TrainConfig
 
 
-def shape_of(config: LoopConfig) -> Shape:
+def shape_of(config: TrainConfig) -> Shape:
     """What the formulas are asked about a training's step."""
     optimizer: Optimizer = "adam" if config.optimizer == "adamw" else "momentum" if config.momentum else "sgd"
     rows = config.batch // config.dp
@@ -29,7 +32,7 @@ def shape_of(config: LoopConfig) -> Shape:
             optimizer=optimizer,
             recompute=config.recompute,
         )
-    assert isinstance(config, TrainConfig)
+    assert isinstance(config, FFNTrainConfig)
     return FFNShape(
         config.strategy,
         config.width,
@@ -45,7 +48,7 @@ def shape_of(config: LoopConfig) -> Shape:
     )
 
 
-def counts(config: LoopConfig) -> dict[str, int]:
+def counts(config: TrainConfig) -> dict[str, int]:
     """Of one step: parameters of the model, FLOPs and bytes sent over all ranks, and bytes that one rank keeps."""
     shape = shape_of(config)
     return {

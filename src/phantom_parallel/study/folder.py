@@ -8,19 +8,19 @@ from typing import Any
 import torch
 
 from phantom_parallel.energy import power_of
+from phantom_parallel.families.registry import get_family
 from phantom_parallel.study.results import write_text
-from phantom_parallel.train import LoopConfig
+from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.memory import check_memory
-from phantom_parallel.train.tasks import task_of
 
 SETTINGS, RESULTS = "settings.json", "results.json"
 
 
-def check(configs: Iterable[LoopConfig], profile: str | None, here: bool) -> None:
+def check(configs: Iterable[TrainConfig], profile: str | None, here: bool) -> None:
     """Look for what a user may have got wrong in any of the trainings to come: its data, its memory, the watts."""
     power_of(profile)
     for config in configs:
-        task_of(config).check(config)
+        get_family(config.family).task().check(config)
         if here and not torch.accelerator.is_available():
             check_memory(config)
 

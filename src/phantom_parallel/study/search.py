@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from phantom_parallel.study.lab import Lab
 from phantom_parallel.study.results import Trial
+from phantom_parallel.study.runner import Lab
 from phantom_parallel.study.settings import Search
-from phantom_parallel.train import LoopConfig
+from phantom_parallel.train.config import TrainConfig
 
 
 class Arm(Protocol):
     """One of the things that are compared: its training with a learning rate, for a number of steps."""
 
-    def __call__(self, *, lr: float, steps: int) -> LoopConfig: ...
+    def __call__(self, *, lr: float, steps: int) -> TrainConfig: ...
 
 
 def search(

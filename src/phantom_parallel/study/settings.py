@@ -9,11 +9,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from phantom_parallel.layout import positive
-from phantom_parallel.models.ffn import Strategy
-from phantom_parallel.train import GPTTrainConfig, LoopConfig, TrainConfig
+from phantom_parallel.families.ffn.model import Strategy
+from phantom_parallel.families.ffn.train_config import FFNTrainConfig
+from phantom_parallel.families.gpt.train_config import GPTTrainConfig
+from phantom_parallel.train.config import TrainConfig
+from phantom_parallel.utils.layout import positive
 
-KINDS: dict[str, type[LoopConfig]] = {"ffn": TrainConfig, "gpt": GPTTrainConfig}
+KINDS: dict[str, type[TrainConfig]] = {"ffn": FFNTrainConfig, "gpt": GPTTrainConfig}
 # Fields of a training that the comparison itself decides.
 _DECIDED = frozenset({"strategy", "lr", "seed", "steps", "target_loss", "log_every", "checkpoint_every", "keep"})
 OF_PHANTOM = ("blocks", "ghosts", "lr_local", "lr_compress", "lr_decompress")
@@ -77,7 +79,7 @@ class CompareSettings:
         for strategy in self.strategies:
             self.config(strategy, lr=self.search.learning_rates[0], seed=0, steps=max(self.steps, self.search.steps))
 
-    def config(self, strategy: Strategy, *, lr: float, seed: int, steps: int) -> LoopConfig:
+    def config(self, strategy: Strategy, *, lr: float, seed: int, steps: int) -> TrainConfig:
         """One training of one strategy."""
         return training_config(self.task, self.training | {"strategy": strategy}, lr, seed, steps, self.target_loss)
 
@@ -92,7 +94,7 @@ class CompareSettings:
 
 def training_config(
     task: str, settings: Mapping[str, Any], lr: float, seed: int, steps: int, target_loss: float | None
-) -> LoopConfig:
+) -> TrainConfig:
     """A training of one strategy from settings that may have other strategies' fields too."""
     strategy = settings.get("strategy")
     kept = {name: value for name, value in settings.items() if strategy == "phantom" or name not in OF_PHANTOM}
@@ -147,7 +149,7 @@ class StudySettings:
 
     def config(
         self, cell: Mapping[str, Any], *, lr: float, seed: int, steps: int | None = None, target: float | None = None
-    ) -> LoopConfig:
+    ) -> TrainConfig:
         return training_config(self.task, self.training | dict(cell), lr, seed, steps or self.steps, target)
 
     def refers_to(self, cell: Mapping[str, Any]) -> bool:

@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from phantom_parallel.models.storage import own_part, read_description
+from phantom_parallel.checkpoint.model import own_part, read_description
+from phantom_parallel.families.registry import get_family
 from phantom_parallel.nn.sharded import whole
-from phantom_parallel.train.config import LoopConfig
+from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.optimizer import PartsOptimizer, state_keys
-from phantom_parallel.train.tasks import task_of
 
 FORMAT, VERSION = "phantom-parallel-checkpoint", 1
 STATE, ABOUT = "state.safetensors", "checkpoint.json"
@@ -59,14 +59,14 @@ def gather_state(optimizer: PartsOptimizer) -> dict[str, Tensor]:
     return tensors
 
 
-def write(tensors: dict[str, Tensor], config: LoopConfig, progress: Progress, folder: Path) -> Path:
+def write(tensors: dict[str, Tensor], config: TrainConfig, progress: Progress, folder: Path) -> Path:
     """Write a checkpoint that appears whole or not at all, then drop the oldest beyond ``config.keep``."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{progress.step:06d}"
     scratch = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder))
     try:
         save_file(tensors, scratch / STATE, metadata={"format": "pt"})
-        about = {"format": FORMAT, "version": VERSION, "task": config.task} | asdict(progress)
+        about = {"format": FORMAT, "version": VERSION, "task": config.family} | asdict(progress)
         (scratch / ABOUT).write_text(json.dumps(about | {"config": config.to_dict()}, indent=2) + "\n")
         for name in (STATE, ABOUT):  # on the disk before it gets its name: a power cut leaves the one before
             with open(scratch / name, "rb") as file:
@@ -82,10 +82,10 @@ def write(tensors: dict[str, Tensor], config: LoopConfig, progress: Progress, fo
     return path
 
 
-def check(path: Path, config: LoopConfig) -> Progress:
+def check(path: Path, config: TrainConfig) -> Progress:
     """Whether a checkpoint is whole and of this training, without reading its tensors."""
     progress = _read_about(path / ABOUT, config)
-    expected = _expected(task_of(config).outline(config), config)
+    expected = _expected(get_family(config.family).task().outline(config), config)
     try:
         with safe_open(path / STATE, framework="pt") as file:
             _check_tensors(file, expected, path / STATE)
@@ -94,7 +94,7 @@ def check(path: Path, config: LoopConfig) -> Progress:
     return progress
 
 
-def load(path: Path, optimizer: PartsOptimizer, config: LoopConfig) -> Progress:
+def load(path: Path, optimizer: PartsOptimizer, config: TrainConfig) -> Progress:
     """Fill a model and its new optimizer from a checkpoint, each rank with its own rows."""
     progress = check(path, config)
     with safe_open(path / STATE, framework="pt") as file, torch.no_grad():
@@ -109,7 +109,7 @@ def load(path: Path, optimizer: PartsOptimizer, config: LoopConfig) -> Progress:
     return progress
 
 
-def _expected(model: nn.Module, config: LoopConfig) -> dict[str, list[int]]:
+def _expected(model: nn.Module, config: TrainConfig) -> dict[str, list[int]]:
     shapes: dict[str, list[int]] = {}
     for name, parameter in model.named_parameters():
         shapes[f"model.{name}"] = list(parameter.shape)
@@ -134,16 +134,18 @@ def _check_tensors(file: Any, expected: dict[str, list[int]], path: Path) -> Non
             raise ValueError(f"{path}: {name} is of type {part.get_dtype()}, this training's is F32")
 
 
-def _read_about(path: Path, config: LoopConfig) -> Progress:
+def _read_about(path: Path, config: TrainConfig) -> Progress:
     found = read_description(path, "checkpoint", FORMAT, VERSION)
     step, seconds, earlier = found.get("step"), found.get("seconds"), found.get("config")
     if not (isinstance(step, int) and isinstance(seconds, int | float) and isinstance(earlier, dict)) or step < 1:
         raise ValueError(f"{path} is not a Phantom Parallel checkpoint: expected a step, seconds and a config")
     task, data = found.get("task", "ffn"), found.get("data")
-    if task != config.task:
-        raise ValueError(f"{path.parent} is of a training of the kind {task!r}, not {config.task!r}: resume it as that")
+    if task != config.family:
+        raise ValueError(
+            f"{path.parent} is of a training of the kind {task!r}, not {config.family!r}: resume it as that"
+        )
     config.check_resumes(earlier, str(path.parent))
-    if data != task_of(config).data_digest(config):
+    if data != get_family(config.family).task().data_digest(config):
         raise ValueError(f"{path.parent} was trained on data that have changed since: resume with the same")
     if step >= config.steps:
         raise ValueError(f"{path.parent} has come to step {step} already: resume with more steps than {config.steps}")

@@ -1,7 +1,7 @@
 """What a training is: the model, the ranks, the data, the optimizer and when to stop.
 
-`LoopConfig` has what every training has, `TrainConfig` is that of an FFN; a GPT's is in `gpt_config`. The texts under
-the fields are what ``phantom train --help`` says of them.
+`TrainConfig` has the settings that every family shares; a family's own config adds to it. The texts under the fields
+are what ``phantom train --help`` says of them.
 """
 
 import math
@@ -9,20 +9,16 @@ import os
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Literal, Self, get_args
 
-from phantom_parallel.layout import BlockLayout, RowLayout, positive
-from phantom_parallel.models.ffn import Activation, FFNConfig, Strategy
+from phantom_parallel.cost.terms import Strategy
+from phantom_parallel.utils.layout import positive
 
 Schedule = Literal["constant", "linear", "cosine"]
 OptimizerName = Literal["sgd", "adamw"]
 Precision = Literal["fp32", "bf16"]
-TEACHERS = ("planted", "random")
-DIGITS = "digits"
-DATA_SETS = (*TEACHERS, DIGITS)
-PIXELS = 64  # of a digit
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopConfig:
+class TrainConfig:
     """What every training has. Losses depend on every field but ranks, dp and the intervals, to rounding.
 
     ``batch`` is the rows of one step, over all data-parallel copies and accumulated pieces together, so that a step
@@ -31,7 +27,7 @@ class LoopConfig:
     in if they are left out.
     """
 
-    task: ClassVar[str]  # what is trained, in checkpoints
+    family: ClassVar[str]  # name of the model family
     row: ClassVar[str] = "row"  # what a batch consists of
     named_data: ClassVar[tuple[str, ...]]  # what ``data`` may be beside a path
     # What a training may be resumed with other values of: where and how far it runs, and what it writes meanwhile.
@@ -177,69 +173,3 @@ class LoopConfig:
             before, now = earlier.get(field.name), getattr(self, field.name)
             if before != now:
                 raise ValueError(f"{where} was trained with {field.name}={before!r}, not {now!r}: resume with the same")
-
-
-@dataclass(frozen=True, kw_only=True)
-class FFNSettings:
-    """The model of a training of an FFN, apart from how it is cut."""
-
-    width: int = 1024
-    """Features of every layer."""
-    depth: int = 2
-    """Layers."""
-    activation: Activation = "relu"
-    """After every layer but the last."""
-    bias: bool = True
-    """Whether layers have one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig(LoopConfig, FFNSettings):
-    """A training of an FFN.
-
-    ``data`` is a teacher network that has the structure of a phantom model (``planted``) or none (``random``),
-    scikit-learn's handwritten digits (``digits``), or the path of a user's arrays.
-    """
-
-    task: ClassVar[str] = "ffn"
-    named_data: ClassVar[tuple[str, ...]] = DATA_SETS
-
-    data: str = "planted"
-    """A teacher network with the structure of a phantom model (planted) or none (random); handwritten digits (digits,
-    which needs scikit-learn); or a folder with x.npy and y.npy, or a file .npz or .safetensors with x and y, both
-    (rows, width)."""
-    samples: int = 4096
-    """Rows that a teacher makes; one in 8 is held out."""
-    teacher_blocks: int = 4
-    """Of the planted teacher."""
-    teacher_ghosts: int = 4
-    """Of the planted teacher."""
-    teacher_depth: int = 2
-    """Layers of a teacher."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        ffn = self.ffn()  # says what is wrong with the model
-        teacher = ("samples", "teacher_blocks", "teacher_ghosts", "teacher_depth")
-        positive(**{name: getattr(self, name) for name in teacher})
-        if ffn.strategy == "phantom":
-            assert ffn.blocks is not None  # filled in
-            assert ffn.ghosts is not None
-            BlockLayout(self.width, self.width, ffn.blocks, ffn.ghosts, self.ranks)
-        elif ffn.strategy == "dense" and self.ranks > 1:
-            raise ValueError(
-                f"the strategy dense runs on one rank, got ranks={self.ranks}: use dp, or another strategy"
-            )
-        else:
-            RowLayout(self.width, self.width, self.ranks)
-        if self.data == "planted":
-            try:
-                BlockLayout(self.width, self.width, self.teacher_blocks, self.teacher_ghosts)
-            except ValueError as error:
-                raise ValueError(f"the planted teacher (teacher_blocks, teacher_ghosts): {error}") from None
-        if self.data == DIGITS and self.width < PIXELS:
-            raise ValueError(f"digits have {PIXELS} pixels, got width={self.width}: use at least {PIXELS}")
-
-    def ffn(self) -> FFNConfig:
-        """The model alone."""
-        return FFNConfig(**{field.name: getattr(self, field.name) for field in fields(FFNConfig)})

@@ -11,28 +11,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
+from phantom_parallel.distributed.context import ParallelContext
+from phantom_parallel.distributed.launch import LossDiverged
+from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.energy.split import Span, SplitClock, SplitTotals, timer_for
-from phantom_parallel.models.ffn import FFN
-from phantom_parallel.models.gpt import GPT
+from phantom_parallel.families.registry import get_family
 from phantom_parallel.train import checkpoint
 from phantom_parallel.train.checkpoint import Progress
-from phantom_parallel.train.config import LoopConfig, TrainConfig
-from phantom_parallel.train.gpt_config import GPTTrainConfig
+from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.optimizer import PartsOptimizer
-from phantom_parallel.train.places import Places
-from phantom_parallel.train.ranks import LossDiverged
-from phantom_parallel.train.signals import StopRequest
 from phantom_parallel.train.task import Task
-from phantom_parallel.train.tasks import task_of
 
-__all__ = ["Places", "Record", "Summary", "train"]
+__all__ = ["ParallelContext", "Record", "Summary", "train"]
 
 Status = Literal["target", "steps", "interrupted"]
 
@@ -78,35 +75,21 @@ class Summary:
         return asdict(self)
 
 
-class _Options(TypedDict, total=False):
-    checkpoints: Path | None
-    resume: Path | None
-    report: Callable[[Record], None] | None
-
-
-@overload
-def train(config: TrainConfig, places: Places, **options: Unpack[_Options]) -> tuple[FFN, Summary]: ...
-@overload
-def train(config: GPTTrainConfig, places: Places, **options: Unpack[_Options]) -> tuple[GPT, Summary]: ...
-@overload
-def train(config: LoopConfig, places: Places, **options: Unpack[_Options]) -> tuple[Any, Summary]: ...
-
-
 def train(
-    config: LoopConfig,
-    places: Places,
+    config: TrainConfig,
+    parallel: ParallelContext,
     *,
     checkpoints: Path | None = None,
     resume: Path | None = None,
     report: Callable[[Record], None] | None = None,
 ) -> tuple[Any, Summary]:
-    """Train on the ranks of ``places``; every one of them calls this. The model, and how it ended.
+    """Train on the ranks of ``parallel``; every one of them calls this. The model, and how it ended.
 
     Checkpoints go to the folder ``checkpoints`` where one is given, ``resume`` is one to go on from, and rank 0 calls
     ``report`` at every boundary.
     """
     with ExitStack() as stack:
-        trainer = Trainer(config, places, checkpoints)
+        trainer = Trainer(config, parallel, checkpoints)
         if resume is not None:
             trainer.resume(resume)
         if config.compile:
@@ -122,13 +105,13 @@ def train(
 class Trainer:
     """A task and its optimizer, at some step."""
 
-    def __init__(self, config: LoopConfig, places: Places, checkpoints: Path | None) -> None:
-        self.config, self.places, self.checkpoints = config, places, checkpoints
+    def __init__(self, config: TrainConfig, parallel: ParallelContext, checkpoints: Path | None) -> None:
+        self.config, self.parallel, self.checkpoints = config, parallel, checkpoints
         torch.manual_seed(config.seed)
-        self.task: Task[Any] = task_of(config)(config, places)
+        self.task: Task[Any] = get_family(config.family).task()(config, parallel)
         cut = self.task.cut_over_copies
-        self.optimizer = PartsOptimizer(self.task.model, config, places, cut_over_copies=cut)
-        self.clock = SplitClock(places.device.type, timer_for(places.device))
+        self.optimizer = PartsOptimizer(self.task.model, config, parallel, cut_over_copies=cut)
+        self.clock = SplitClock(parallel.device.type, timer_for(parallel.device))
         self.progress = Progress(0, 0.0)
         self.last_checkpoint: Path | None = None
         self._eval_loss: float | None = None
@@ -171,7 +154,7 @@ class Trainer:
             self._check_finite(total, step)
             record = self._record(total, bool(asked), step - last_step, now.since(last), spent)
             last, last_step = now, step
-            if report is not None and self.places.rank == 0:
+            if report is not None and self.parallel.rank == 0:
                 report(record)
             reached = record.eval_loss is not None and record.eval_loss <= (config.target_loss or -1.0)
             done = reached or asked or step == config.steps
@@ -187,8 +170,8 @@ class Trainer:
     def _step(self, step: int) -> Tensor:
         """One step; this rank's share of the loss before it, not yet summed."""
         config = self.config
-        rows = self.task.rows_of(step).chunk(config.dp)[self.places.copy]
-        total = torch.zeros((), device=self.places.device)
+        rows = self.task.rows_of(step).chunk(config.dp)[self.parallel.dp_rank]
+        total = torch.zeros((), device=self.parallel.device)
         for piece in rows.chunk(config.accumulate):
             loss = self.task.loss(piece) * (len(piece) / len(rows))
             loss.backward()
@@ -204,8 +187,8 @@ class Trainer:
         """
         held, config = self.task.held_out, self.config
         pieces = math.ceil(math.ceil(len(held) / config.dp) / config.piece)
-        sums = torch.zeros(2, device=self.places.device)
-        for piece in held.tensor_split(config.dp)[self.places.copy].tensor_split(pieces):
+        sums = torch.zeros(2, device=self.parallel.device)
+        for piece in held.tensor_split(config.dp)[self.parallel.dp_rank].tensor_split(pieces):
             sums += self.task.measure(piece)
         loss, hits = self._sum(sums[0] if self.task.counts else 0.0 * sums[0], float(sums[1]))
         self._eval_loss = loss / len(held)
@@ -214,8 +197,8 @@ class Trainer:
     def _sum(self, value: Tensor, *more: float) -> list[float]:
         """Numbers, each summed over all ranks."""
         numbers = torch.stack([value.double(), *value.new_tensor(more, dtype=torch.float64)])
-        if not self.places.alone:
-            dist.all_reduce(numbers, group=self.places.group)
+        if not self.parallel.single_process:
+            dist.all_reduce(numbers, group=self.parallel.group)
         return numbers.tolist()
 
     def _record(self, loss: float, asked: bool, steps: int, here: SplitTotals, everywhere: list[float]) -> Record:
@@ -262,7 +245,7 @@ class Trainer:
             raise LossDiverged(f"{bad[0]} is not finite after step {self.progress.step}{self._last_good()}")
         self._settle()  # one at a time
         self._writing = True
-        if self.places.rank == 0:
+        if self.parallel.rank == 0:
             self._written = self._writer.submit(checkpoint.write, tensors, self.config, self.progress, self.checkpoints)
 
     def _settle(self) -> None:
@@ -276,8 +259,8 @@ class Trainer:
                 told = [self._written.result()]
             except (OSError, SafetensorError) as error:
                 told = [OSError(f"a checkpoint in {self.checkpoints} cannot be written: {error}")]
-        if not self.places.alone:
-            dist.broadcast_object_list(told, src=0, group=self.places.group, device=self.places.device)
+        if not self.parallel.single_process:
+            dist.broadcast_object_list(told, src=0, group=self.parallel.group, device=self.parallel.device)
         if isinstance(told[0], OSError):
             raise told[0]
         self.last_checkpoint = told[0]

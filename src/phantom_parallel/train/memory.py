@@ -4,17 +4,17 @@ program.
 
 from pathlib import Path
 
-from phantom_parallel.train.config import LoopConfig
+from phantom_parallel.families.registry import get_family
+from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.optimizer import state_keys
-from phantom_parallel.train.tasks import task_of
 
 _PROCESS = 100 << 20  # bytes that a process with torch has for itself, at least
 _WORD = 4
 
 
-def least_bytes(config: LoopConfig) -> int:
+def least_bytes(config: TrainConfig) -> int:
     """What all ranks together need at the least: weights, gradients, optimizer states, and data."""
-    task = task_of(config)
+    task = get_family(config.family).task()
     parameters = sum(parameter.numel() for parameter in task.outline(config).parameters())
     words = parameters * (2 + sum(key != "step" for key in state_keys(config)))
     held = config.replicas * words * _WORD + config.dp * task.data_bytes(config)
@@ -30,7 +30,7 @@ def available_bytes() -> int | None:
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
 
 
-def check_memory(config: LoopConfig) -> None:
+def check_memory(config: TrainConfig) -> None:
     """An error where the ranks cannot fit into this machine's memory."""
     needed, free = least_bytes(config), available_bytes()
     if free is not None and needed > free:

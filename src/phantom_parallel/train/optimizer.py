@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
+from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.nn.groups import parameter_groups
-from phantom_parallel.train.config import LoopConfig
-from phantom_parallel.train.places import Places
+from phantom_parallel.train.config import TrainConfig
 
 
 class PartsOptimizer:
@@ -21,8 +21,10 @@ class PartsOptimizer:
     ``cut_over_copies`` says that parameters are cut over the data-parallel copies too, as FSDP2 does.
     """
 
-    def __init__(self, model: nn.Module, config: LoopConfig, places: Places, *, cut_over_copies: bool = False) -> None:
-        self._config, self._places, self._cut_over_copies = config, places, cut_over_copies
+    def __init__(
+        self, model: nn.Module, config: TrainConfig, parallel: ParallelContext, *, cut_over_copies: bool = False
+    ) -> None:
+        self._config, self._parallel, self._cut_over_copies = config, parallel, cut_over_copies
         self.parameters = dict(model.named_parameters())
         self.parts = {name: _own(parameter) for name, parameter in self.parameters.items()}
         own = {id(parameter): self.parts[name] for name, parameter in self.parameters.items()}
@@ -60,29 +62,29 @@ class PartsOptimizer:
 
     def _clip(self, largest: float) -> None:
         """Scale the gradient so that its norm over the whole model is at most ``largest``."""
-        places = self._places
-        total = torch.zeros((), device=places.device)
+        parallel = self._parallel
+        total = torch.zeros((), device=parallel.device)
         for name, part in self.parts.items():
-            if part.grad is not None and _counts(self.parameters[name], places):
+            if part.grad is not None and _counts(self.parameters[name], parallel):
                 total += part.grad.square().sum()
         if self._cut_over_copies:
-            dist.all_reduce(total, group=places.group)
-        elif places.tp is not None:
-            dist.all_reduce(total, group=places.tp.get_group())
+            dist.all_reduce(total, group=parallel.group)
+        elif parallel.tp is not None:
+            dist.all_reduce(total, group=parallel.tp.get_group())
         scale = (largest / (total.sqrt() + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
         for part in self.parts.values():
             if part.grad is not None:
                 part.grad.mul_(scale)
 
 
-def state_keys(config: LoopConfig) -> tuple[str, ...]:
+def state_keys(config: TrainConfig) -> tuple[str, ...]:
     """What the optimizer keeps of each parameter, by torch's names."""
     if config.optimizer == "adamw":
         return ("step", "exp_avg", "exp_avg_sq")
     return ("momentum_buffer",) if config.momentum else ()
 
 
-def _make(groups: list[dict[str, object]], config: LoopConfig, fused: bool) -> Optimizer:
+def _make(groups: list[dict[str, object]], config: TrainConfig, fused: bool) -> Optimizer:
     if config.optimizer == "adamw":
         return AdamW(groups, lr=config.lr, weight_decay=config.weight_decay, fused=fused)
     return SGD(groups, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay, fused=fused)
@@ -104,10 +106,10 @@ def _own_gradient(parameter: Tensor) -> Tensor | None:
     return gradient.to_local().contiguous()
 
 
-def _counts(parameter: Tensor, places: Places) -> bool:
+def _counts(parameter: Tensor, parallel: ParallelContext) -> bool:
     """Whether this rank's part belongs into a sum over ranks: one that several ranks hold counts on the first."""
     if not isinstance(parameter, DTensor):
-        return places.tp_rank == 0
+        return parallel.tp_rank == 0
     where = parameter.device_mesh.get_coordinate()
     assert where is not None
     placed = zip(where, parameter.placements, strict=True)

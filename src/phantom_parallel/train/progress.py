@@ -6,14 +6,14 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from phantom_parallel.train.config import LoopConfig
+from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.loop import Record
 
 
 class ProgressDisplay:
     """Step, loss, rate, share of time blocked in exchanges, and the time left if the target is not reached sooner."""
 
-    def __init__(self, config: LoopConfig) -> None:
+    def __init__(self, config: TrainConfig) -> None:
         self._config = config
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._eval_loss: float | None = None

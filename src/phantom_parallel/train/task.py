@@ -7,15 +7,15 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from phantom_parallel.nn.replicas import average_gradients
-from phantom_parallel.train.config import LoopConfig
-from phantom_parallel.train.places import Places
+from phantom_parallel.distributed.context import ParallelContext
+from phantom_parallel.distributed.data_parallel import average_gradients
+from phantom_parallel.train.config import TrainConfig
 
-C = TypeVar("C", bound=LoopConfig)
+C = TypeVar("C", bound=TrainConfig)
 
 
 class Task(ABC, Generic[C]):
-    """A model on the ranks of ``places``, its data and its loss.
+    """A model on the ranks of ``parallel``, its data and its loss.
 
     The functions of the class are asked before any rank starts. Rows are whatever the task counts its data by, and a
     loss is *this rank's share*: what it calls backward on, and what sums up to the loss over the ranks that share the
@@ -25,14 +25,14 @@ class Task(ABC, Generic[C]):
     classifies: ClassVar[bool] = False  # whether `measure` knows hits
 
     config: C
-    places: Places
+    parallel: ParallelContext
     model: nn.Module
     counts: bool
     held_out: Tensor  # the rows that are evaluated
     digest: str | None = None  # as `data_digest`, of the data that were opened
 
     @abstractmethod
-    def __init__(self, config: C, places: Places) -> None: ...
+    def __init__(self, config: C, parallel: ParallelContext) -> None: ...
 
     @staticmethod
     @abstractmethod
@@ -88,12 +88,12 @@ class Task(ABC, Generic[C]):
     def average(self) -> None:
         """Average the gradients over the copies."""
         if not self.cut_over_copies:
-            average_gradients(self.model, self.places.dp)
+            average_gradients(self.model, self.parallel.dp)
 
     def finished(self) -> nn.Module:
         """The model as it is used and written, whole on each copy. Every rank calls this."""
         return self.model
 
     def autocast(self) -> torch.autocast:
-        kind = self.places.device.type
+        kind = self.parallel.device.type
         return torch.autocast(kind, torch.bfloat16, enabled=self.config.dtype == "bf16")

@@ -1,0 +1,285 @@
+"""The formal analysis: what one rank computes, sends and keeps in a training step. The one source of every count.
+
+A cost is a list of **terms**, each a matrix product or an exchange named as in the equations, so that whoever compares,
+plans or draws can sum what is asked for and point at what is wrong. Counts are per rank.
+
+Bytes of an exchange are those that a rank must send (and receive), whatever the algorithm:
+
+    all-gather       (R-1) w        w: what one rank contributes
+    reduce-scatter   (R-1) w        w: what one rank ends up with
+    all-reduce       2 (R-1)/R w    w: the whole, summed on every rank
+    all-to-all       (R-1) w        w: what one rank sends to each other
+
+An all-gather or reduce-scatter built from all-to-all moves the same. Elementwise work is not counted, as in torch's own
+counter. What is kept for backward is counted for the activations of `phantom_parallel.families.ffn.model`. Feed-forward
+networks are here, transformers in `families.gpt.cost`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from phantom_parallel.utils.layout import BlockLayout, RowLayout
+
+Strategy = Literal["dense", "tensor", "megatron", "phantom"]
+Phase = Literal["forward", "backward", "sync"]
+Optimizer = Literal["sgd", "momentum", "adam"]
+Op = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+
+OPTIMIZER_STATES: dict[str, int] = {"sgd": 0, "momentum": 1, "adam": 2}
+KEEPS_ITS_INPUT = (
+    "gelu",
+    "silu",
+)  # activations whose derivative needs the input; relu and tanh make do with the output
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product, or a batch of equal ones: (rows, inner) times (inner, columns)."""
+
+    term: str
+    phase: Phase
+    batch: int
+    rows: int
+    inner: int
+    columns: int
+
+    @property
+    def multiply_adds(self) -> int:
+        return self.batch * self.rows * self.inner * self.columns
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.multiply_adds
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A collective. ``words`` is w of the table above; ``hidden_by`` names the products that run meanwhile.
+
+    ``by_torch``: issued by torch's own styles, which use the backend's own op whatever our exchanges are built from.
+    """
+
+    term: str
+    phase: Phase
+    op: Op
+    ranks: int
+    words: int
+    hidden_by: tuple[str, ...] = ()
+    by_torch: bool = False
+
+    def moved_bytes(self, word_bytes: int) -> int:
+        """Bytes that a rank sends; an all-reduce's share that is not whole is rounded up."""
+        handed_in = self.words * word_bytes
+        if self.op == "all_reduce":
+            return -(-2 * (self.ranks - 1) * handed_in // self.ranks)
+        return (self.ranks - 1) * handed_in
+
+    def message_bytes(self, word_bytes: int) -> int:
+        """Bytes that a rank hands in, as the ledger calls a message."""
+        pieces = self.ranks if self.op in ("reduce_scatter", "all_to_all") else 1
+        return self.words * word_bytes * pieces
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer on one rank. ``kept`` is the words that its operator keeps for backward.
+
+    ``streamed`` is the words that elementwise work around it reads and writes, forward and backward: an estimate, for
+    times only. ``fused`` says that the products are one kernel, which leaves nothing in memory in between.
+    """
+
+    name: str
+    parameters: tuple[int, ...]  # of each parameter, this rank's part
+    products: tuple[Product, ...]
+    exchanges: tuple[Exchange, ...]
+    kept: int
+    kept_bytes: int = 0  # kept besides, of other sizes than a word: indices, statistics
+    streamed: tuple[int, int] = (0, 0)
+    fused: bool = False
+    whole_gradients: tuple[int, ...] = ()  # of each parameter, where they are not of the parameters' own sizes
+
+    @property
+    def gradients(self) -> tuple[int, ...]:
+        """Words of each parameter's gradient on this rank."""
+        return self.whole_gradients or self.parameters
+
+
+def phantom_layer(
+    layout: BlockLayout, rows: int, *, bias: bool = True, input_grad: bool = True, name: str = ""
+) -> LayerCost:
+    """The phantom map: ghosts out, ghosts in."""
+    p, k, ranks = layout.blocks, layout.ghosts, layout.ranks
+    q, m_in, m_out, others = p // ranks, layout.block_in, layout.block_out, (p - 1) * k
+    products = [
+        Product("C x", "forward", q, rows, m_in, k),
+        Product("L x", "forward", q, rows, m_in, m_out),
+        Product("D g", "forward", q, rows, others, m_out),
+        Product("D^T d", "backward", q, rows, m_out, others),
+        Product("dL = d^T x", "backward", q, m_out, rows, m_in),
+        Product("dD = d^T g", "backward", q, m_out, rows, others),
+        Product("dC = h^T x", "backward", q, k, rows, m_in),
+    ]
+    meanwhile = ["dL = d^T x", "dD = d^T g"]
+    if input_grad:
+        products += [Product("L^T d", "backward", q, rows, m_out, m_in), Product("C^T h", "backward", q, rows, k, m_in)]
+        meanwhile.append("L^T d")
+    exchanges = [
+        Exchange("g", "forward", "all_gather", ranks, rows * q * k, ("L x",)),
+        Exchange("h", "backward", "reduce_scatter", ranks, rows * q * k, tuple(meanwhile)),
+    ]
+    parameters = [q * m_out * m_in, q * k * m_in, q * m_out * others] + ([q * m_out] if bias else [])
+    kept = rows * q * m_in + rows * p * k
+    return LayerCost(name, tuple(parameters), tuple(products), _real(exchanges), kept)
+
+
+def tensor_layer(
+    layout: RowLayout, rows: int, *, bias: bool = True, input_grad: bool = True, rank: int = 0, name: str = ""
+) -> LayerCost:
+    """The paper's baseline, features cut in and out; on one rank it is the dense layer."""
+    ranks, n_in, m_out = layout.ranks, layout.in_features, layout.out_features // layout.ranks
+    m_in = n_in // ranks
+    products = [
+        Product("W x, own features", "forward", 1, rows, m_in, m_out),
+        Product("W x, features before", "forward", 1, rows, rank * m_in, m_out),
+        Product("W x, features after", "forward", 1, rows, (ranks - 1 - rank) * m_in, m_out),
+        Product("dW = d^T x", "backward", 1, m_out, rows, n_in),
+    ]
+    exchanges = [Exchange("x", "forward", "all_gather", ranks, rows * m_in, ("W x, own features",))]
+    if input_grad:
+        products.append(Product("W^T d", "backward", ranks, rows, m_out, m_in))
+        exchanges.append(Exchange("dx", "backward", "reduce_scatter", ranks, rows * m_in, ("dW = d^T x",)))
+    parameters = [m_out * n_in] + ([m_out] if bias else [])
+    return LayerCost(
+        name, tuple(parameters), tuple(p for p in products if p.multiply_adds), _real(exchanges), rows * n_in
+    )
+
+
+def column_layer(
+    layout: RowLayout, rows: int, *, bias: bool, input_grad: bool, gather: bool, name: str = ""
+) -> LayerCost:
+    """First of a Megatron pair: whole features in, cut ones out; ``gather`` makes them whole, for a layer left over."""
+    ranks, n_in, m_out = layout.ranks, layout.in_features, layout.out_features // layout.ranks
+    products = [
+        Product("W x", "forward", 1, rows, n_in, m_out),
+        Product("dW = d^T x", "backward", 1, m_out, rows, n_in),
+    ]
+    exchanges = [Exchange("z", "forward", "all_gather", ranks, rows * m_out, by_torch=True)] if gather else []
+    if input_grad:
+        products.append(Product("W^T d", "backward", 1, rows, m_out, n_in))
+        exchanges.append(Exchange("dx", "backward", "all_reduce", ranks, rows * n_in))
+    parameters = [m_out * n_in] + ([m_out] if bias else [])
+    return LayerCost(name, tuple(parameters), tuple(products), _real(exchanges), rows * n_in)
+
+
+def row_layer(layout: RowLayout, rows: int, *, bias: bool, name: str = "") -> LayerCost:
+    """Second of a Megatron pair: cut features in, whole ones out by an all-reduce. The bias is whole on every rank."""
+    ranks, m_in, n_out = layout.ranks, layout.in_features // layout.ranks, layout.out_features
+    products = [
+        Product("W x", "forward", 1, rows, m_in, n_out),
+        Product("W^T d", "backward", 1, rows, n_out, m_in),
+        Product("dW = d^T x", "backward", 1, n_out, rows, m_in),
+    ]
+    exchanges = [Exchange("z", "forward", "all_reduce", ranks, rows * n_out)]
+    parameters = [n_out * m_in] + ([n_out] if bias else [])
+    return LayerCost(name, tuple(parameters), tuple(products), _real(exchanges), rows * m_in)
+
+
+def _real(exchanges: list[Exchange]) -> tuple[Exchange, ...]:
+    """Alone, nothing is sent."""
+    return tuple(exchange for exchange in exchanges if exchange.ranks > 1)
+
+
+def representative(index: int, depth: int) -> int:
+    """A layer with the same cost: the first and the last stand apart, the others alternate at most."""
+    return index if index in (0, depth - 1) else 1 + (index - 1) % 2
+
+
+class Shape:
+    """A model and how it is run: sums over the costs of its parts, whatever the model."""
+
+    ranks: int
+    dp: int
+    word_bytes: int
+    optimizer: Optimizer
+
+    @property
+    def costs(self) -> tuple[LayerCost, ...]:
+        """The model's parts in order."""
+        raise NotImplementedError
+
+    def same_as(self, index: int) -> int:
+        """The first part with the cost of part ``index``."""
+        raise NotImplementedError
+
+    @property
+    def repeated(self) -> int:
+        """Parameters that every rank holds."""
+        raise NotImplementedError
+
+    @property
+    def memory(self) -> "Memory":
+        raise NotImplementedError
+
+    @property
+    def products(self) -> Iterator[Product]:
+        return (product for layer in self.costs for product in layer.products)
+
+    @property
+    def exchanges(self) -> Iterator[Exchange]:
+        """Those of the layers, and over data-parallel copies one all-reduce of each parameter's gradient."""
+        for layer in self.costs:
+            yield from layer.exchanges
+        if self.dp > 1:
+            for layer in self.costs:
+                for words in layer.gradients:
+                    yield Exchange("gradients", "sync", "all_reduce", self.dp, words)
+
+    def multiply_adds(self, phase: Phase | None = None) -> int:
+        return sum(product.multiply_adds for product in self.products if phase in (None, product.phase))
+
+    def moved_bytes(self, phase: Phase | None = None) -> int:
+        return sum(e.moved_bytes(self.word_bytes) for e in self.exchanges if phase in (None, e.phase))
+
+    def over_all_ranks(self, per_rank: int) -> int:
+        """A count of one rank summed over all ranks of all copies: they have equal work, and send and keep as much."""
+        return per_rank * self.ranks * self.dp
+
+    @property
+    def parameters(self) -> int:
+        """Of this rank."""
+        return sum(sum(layer.parameters) for layer in self.costs)
+
+    @property
+    def model_parameters(self) -> int:
+        """Of the whole model, each counted once."""
+        return (self.parameters - self.repeated) * self.ranks + self.repeated
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank that last through a step. Temporary buffers come on top."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+
+def break_even_ghosts(n_in: int, n_out: int, blocks: int) -> float:
+    """The ghosts at which a phantom layer has as many weights and multiply-adds as a dense one."""
+    return BlockLayout(n_in, n_out, blocks, 1).break_even
+
+
+def decompression_dominates(n_in: int, n_out: int, ghosts: int) -> float:
+    """The blocks past which decompressing ghosts costs more than the local product: sqrt(n/k) for square layers.
+
+    p (p-1) k m_out = p m_out m_in, that is (p-1) k = n_in / p.
+    """
+    if min(n_in, n_out, ghosts) < 1:
+        raise ValueError(f"features and ghosts must be positive, got n_in={n_in}, n_out={n_out}, ghosts={ghosts}")
+    return 0.5 + (0.25 + n_in / ghosts) ** 0.5

@@ -1,0 +1,1 @@
+"""Model families: a folder and a line in `registry` each."""

@@ -1,0 +1,1 @@
+"""Feed-forward networks, the models of the paper."""

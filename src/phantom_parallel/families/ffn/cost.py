@@ -1,0 +1,131 @@
+"""Cost terms of feed-forward networks: what one rank of an `FFN` computes, sends and keeps in a training step."""
+
+from dataclasses import dataclass, field, replace
+from typing import get_args
+
+from phantom_parallel.cost.terms import (
+    KEEPS_ITS_INPUT,
+    OPTIMIZER_STATES,
+    LayerCost,
+    Memory,
+    Optimizer,
+    Shape,
+    Strategy,
+    column_layer,
+    phantom_layer,
+    representative,
+    row_layer,
+    tensor_layer,
+)
+from phantom_parallel.utils.layout import BlockLayout, RowLayout, positive
+
+
+@dataclass(frozen=True)
+class FFNShape(Shape):
+    """A feed-forward network and how it is run: ``ranks`` share it, ``dp`` copies of that train on ``batch`` rows each.
+
+    ``batch`` is the rows that one copy works on. Blocks and ghosts belong to the strategy phantom.
+    """
+
+    strategy: Strategy
+    width: int
+    depth: int
+    ranks: int = 1
+    batch: int = 64
+    blocks: int | None = None
+    ghosts: int | None = None
+    dp: int = 1
+    word_bytes: int = 4
+    bias: bool = True
+    activation: str = "relu"
+    optimizer: Optimizer = "adam"
+    input_grad: bool = False
+    rank: int = 0
+    layers: tuple[LayerCost, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.strategy not in get_args(Strategy):
+            raise ValueError(f"strategy must be one of {', '.join(get_args(Strategy))}, got {self.strategy!r}")
+        if self.optimizer not in OPTIMIZER_STATES:
+            raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZER_STATES)}, got {self.optimizer!r}")
+        positive(**{name: getattr(self, name) for name in ("width", "depth", "ranks", "batch", "dp", "word_bytes")})
+        if not 0 <= self.rank < self.ranks:
+            raise ValueError(f"rank must be from 0 to {self.ranks - 1}, got {self.rank}")
+        if self.strategy == "dense" and self.ranks > 1:
+            raise ValueError(
+                f"the strategy dense runs on one rank, got ranks={self.ranks}: use tensor, megatron or phantom"
+            )
+        if self.strategy == "phantom":
+            if self.blocks is None or self.ghosts is None:
+                raise ValueError(
+                    f"the strategy phantom needs blocks and ghosts, got blocks={self.blocks}, ghosts={self.ghosts}"
+                )
+        elif self.blocks is not None or self.ghosts is not None:
+            raise ValueError(
+                f"blocks and ghosts belong to the strategy phantom, not to {self.strategy}: leave them out"
+            )
+        costs: dict[int, LayerCost] = {}
+        for index in range(self.depth):  # layers repeat: only those that differ are worked out
+            same = representative(index, self.depth)
+            costs[index] = replace(costs[same], name=f"layers.{index}") if same in costs else self._layer(index)
+        object.__setattr__(self, "layers", tuple(costs.values()))
+
+    def _layer(self, index: int) -> LayerCost:
+        """A layer with the activation that feeds it."""
+        whole = self.strategy == "megatron" and index % 2 == 0  # between pairs features are whole on every rank
+        words = self.batch * self.width // (1 if whole else self.ranks) if index else 0
+        # read, write; read what was kept and the gradient, write the gradient
+        return replace(self._map(index), streamed=(2 * words, 3 * words))
+
+    def _map(self, index: int) -> LayerCost:
+        name, input_grad = f"layers.{index}", self.input_grad or index > 0
+        if self.strategy == "phantom":
+            assert self.blocks is not None
+            assert self.ghosts is not None
+            blocks = BlockLayout(self.width, self.width, self.blocks, self.ghosts, self.ranks)
+            return phantom_layer(blocks, self.batch, bias=self.bias, input_grad=input_grad, name=name)
+        rows = RowLayout(self.width, self.width, self.ranks)
+        if self.strategy == "megatron":
+            if index % 2:
+                return row_layer(rows, self.batch, bias=self.bias, name=name)
+            left_over = index == self.depth - 1
+            return column_layer(rows, self.batch, bias=self.bias, input_grad=input_grad, gather=left_over, name=name)
+        return tensor_layer(rows, self.batch, bias=self.bias, input_grad=input_grad, rank=self.rank, name=name)
+
+    @property
+    def costs(self) -> tuple[LayerCost, ...]:
+        return self.layers
+
+    def same_as(self, index: int) -> int:
+        return representative(index, self.depth)
+
+    @property
+    def repeated(self) -> int:
+        """The row layers' bias of the strategy megatron."""
+        return (self.depth // 2) * self.width if self.strategy == "megatron" and self.bias else 0
+
+    @property
+    def memory(self) -> "Memory":
+        return Memory(
+            parameters=self.word_bytes * self.parameters,
+            gradients=self.word_bytes * self.parameters,
+            optimizer=self.word_bytes * self.parameters * OPTIMIZER_STATES[self.optimizer],
+            activations=self.word_bytes * (sum(layer.kept for layer in self.layers) + self._kept_between()),
+        )
+
+    def _kept_between(self) -> int:
+        """Words that the activations between layers keep besides what the layers keep."""
+        share = self.batch * self.width // self.ranks
+        extra = 0
+        for index in range(1, self.depth):
+            whole = self.strategy == "megatron" and index % 2 == 0  # between pairs features are whole on every rank
+            words = self.batch * self.width if whole else share
+            if self.activation in KEEPS_ITS_INPUT:
+                extra += words
+            if self.strategy == "tensor" and self.ranks > 1 and self.activation in ("relu", "tanh"):
+                extra += share  # the output, of which the layer keeps only the gathered copy
+        return extra
+
+    def whole(self) -> "FFNShape":
+        """The dense model of the same width on one rank."""
+        return replace(self, strategy="dense", ranks=1, rank=0, blocks=None, ghosts=None)

@@ -1,0 +1,26 @@
+"""The family ``ffn``, as the registry has it."""
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from phantom_parallel.families.base import Family
+
+if TYPE_CHECKING:
+    from phantom_parallel.train.config import TrainConfig
+    from phantom_parallel.train.task import Task
+
+
+class FFNFamily(Family):
+    name: ClassVar[str] = "ffn"
+
+    def train_config(self) -> "type[TrainConfig]":
+        from phantom_parallel.families.ffn.train_config import FFNTrainConfig
+
+        return FFNTrainConfig
+
+    def task(self) -> "type[Task[Any]]":
+        from phantom_parallel.families.ffn.task import FFNTask
+
+        return FFNTask
+
+
+FAMILY = FFNFamily()

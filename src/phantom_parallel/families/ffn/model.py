@@ -1,0 +1,139 @@
+"""Feed-forward networks, the paper's models: equally wide linear layers with an activation between them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from phantom_parallel.distributed.objects import agree, all_gather_objects
+from phantom_parallel.nn import PhantomLinear, TensorLinear
+from phantom_parallel.nn.init import draw_seed, init_rows
+from phantom_parallel.utils.layout import BlockLayout, RowLayout, positive
+
+Strategy = Literal["phantom", "tensor", "megatron", "dense"]
+Activation = Literal["relu", "gelu", "silu", "tanh", "identity"]
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+# The function and its gain, which keeps the mean square through a layer; the smooth ones have no exact one.
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
+    "relu": (F.relu, 2.0**0.5),
+    "gelu": (F.gelu, 2.0**0.5),
+    "silu": (F.silu, 2.0**0.5),
+    "tanh": (torch.tanh, 5.0 / 3.0),
+    "identity": (_identity, 1.0),
+}
+
+
+@dataclass(frozen=True)
+class FFNConfig:
+    """What an FFN is, apart from how it is run. ``blocks`` and ``ghosts`` belong to the strategy ``phantom`` and are
+    None otherwise.
+    """
+
+    width: int
+    depth: int
+    strategy: Strategy = "phantom"
+    blocks: int | None = None
+    ghosts: int | None = None
+    activation: Activation = "relu"
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        for name, kind in (("strategy", Strategy), ("activation", Activation)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")
+        positive(width=self.width, depth=self.depth)
+        if not isinstance(self.bias, bool):
+            raise ValueError(f"bias must be true or false, got {self.bias!r}")
+        if self.strategy != "phantom":
+            if self.blocks is not None or self.ghosts is not None:
+                raise ValueError(
+                    f"blocks and ghosts belong to the strategy phantom, not to {self.strategy}: leave them out"
+                )
+            RowLayout(self.width, self.width)
+        elif self.blocks is None or self.ghosts is None:
+            raise ValueError(
+                f"the strategy phantom needs blocks and ghosts, got blocks={self.blocks}, ghosts={self.ghosts}"
+            )
+        else:
+            BlockLayout(self.width, self.width, self.blocks, self.ghosts)
+
+
+class FFN(nn.Module):
+    """``depth`` layers of ``width`` features with an activation after each but the last.
+
+    On a mesh, the strategies ``phantom`` and ``tensor`` take and give this rank's features; `shard_features` and
+    `gather_features` lead in and out. ``megatron`` is torch's own column and row styles by pairs of layers, with whole
+    features in and out, and ``dense`` runs in one process. Weights drawn from the same seed are the same on any number
+    of ranks, and the same for ``tensor``, ``megatron`` and ``dense``.
+    """
+
+    def __init__(
+        self,
+        config: FFNConfig,
+        *,
+        mesh: DeviceMesh | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if config.strategy == "dense" and mesh is not None and mesh.size() > 1:
+            raise ValueError(f"the strategy dense runs on one rank, got a mesh of {mesh.size()}: use another strategy")
+        self.config, self.mesh = config, mesh
+        self.activate, gain = ACTIVATIONS[config.activation]
+        self.layers = nn.ModuleList()
+        for index in range(config.depth):
+            # The activation before a layer is what its gain makes up for, so the first has none.
+            kwargs: dict[str, Any] = {
+                "bias": config.bias,
+                "gain": gain if index else 1.0,
+                "device": device,
+                "dtype": dtype,
+            }
+            if config.strategy == "phantom":
+                kwargs |= {"mesh": mesh, "blocks": config.blocks, "ghosts": config.ghosts}
+                self.layers.append(PhantomLinear(config.width, config.width, **kwargs))
+            elif config.strategy == "megatron" and mesh is not None:
+                self.layers.append(_megatron_layer(config, index, mesh, **kwargs))
+            else:
+                shared = mesh if config.strategy == "tensor" else None
+                self.layers.append(TensorLinear(config.width, config.width, mesh=shared, **kwargs))
+
+    @property
+    def cut_features(self) -> bool:
+        """Whether the model takes and gives this rank's features, or whole ones on every rank."""
+        return self.mesh is not None and self.config.strategy in ("phantom", "tensor")
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(self.activate(x) if index else x)
+        return x
+
+
+def _megatron_layer(config: FFNConfig, index: int, mesh: DeviceMesh, **kwargs: Any) -> nn.Linear:
+    """A layer of a column and row pair, through torch's own styles; a last one without a partner gathers its output."""
+    settings = {"layer": "megatron", "width": config.width, "bias": config.bias, "dtype": str(kwargs["dtype"])}
+    agree("a Megatron layer", settings, mesh)
+    RowLayout(config.width, config.width, mesh.size())
+    gain, device = kwargs.pop("gain"), kwargs.pop("device") or mesh.device_type
+    linear = nn.Linear(
+        config.width, config.width, device="meta", **kwargs
+    )  # draws nothing: one seed a layer, as others
+    if torch.device(device).type != "meta":
+        linear.to_empty(device=device)
+        seed = all_gather_objects(draw_seed(), mesh)[0]
+        init_rows(linear.weight, linear.bias, out_features=config.width, rank=0, ranks=1, seed=seed, gain=gain)
+    alone = index == config.depth - 1
+    style = RowwiseParallel() if index % 2 else ColwiseParallel(output_layouts=Replicate() if alone else None)
+    parallelize_module(linear, mesh, style, src_data_rank=None)  # every rank has drawn the same weight
+    return linear

@@ -1,0 +1,79 @@
+"""The settings of an FFN's training. The texts under the fields are what ``phantom train --help`` says of them."""
+
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+from phantom_parallel.families.ffn.model import Activation, FFNConfig
+from phantom_parallel.train.config import TrainConfig
+from phantom_parallel.utils.layout import BlockLayout, RowLayout, positive
+
+TEACHERS = ("planted", "random")
+DIGITS = "digits"
+DATA_SETS = (*TEACHERS, DIGITS)
+PIXELS = 64  # of a digit
+
+
+@dataclass(frozen=True, kw_only=True)
+class FFNSettings:
+    """The model of a training of an FFN, apart from how it is cut."""
+
+    width: int = 1024
+    """Features of every layer."""
+    depth: int = 2
+    """Layers."""
+    activation: Activation = "relu"
+    """After every layer but the last."""
+    bias: bool = True
+    """Whether layers have one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FFNTrainConfig(TrainConfig, FFNSettings):
+    """A training of an FFN.
+
+    ``data`` is a teacher network that has the structure of a phantom model (``planted``) or none (``random``),
+    scikit-learn's handwritten digits (``digits``), or the path of a user's arrays.
+    """
+
+    family: ClassVar[str] = "ffn"
+    named_data: ClassVar[tuple[str, ...]] = DATA_SETS
+
+    data: str = "planted"
+    """A teacher network with the structure of a phantom model (planted) or none (random); handwritten digits (digits,
+    which needs scikit-learn); or a folder with x.npy and y.npy, or a file .npz or .safetensors with x and y, both
+    (rows, width)."""
+    samples: int = 4096
+    """Rows that a teacher makes; one in 8 is held out."""
+    teacher_blocks: int = 4
+    """Of the planted teacher."""
+    teacher_ghosts: int = 4
+    """Of the planted teacher."""
+    teacher_depth: int = 2
+    """Layers of a teacher."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ffn = self.ffn()  # says what is wrong with the model
+        teacher = ("samples", "teacher_blocks", "teacher_ghosts", "teacher_depth")
+        positive(**{name: getattr(self, name) for name in teacher})
+        if ffn.strategy == "phantom":
+            assert ffn.blocks is not None  # filled in
+            assert ffn.ghosts is not None
+            BlockLayout(self.width, self.width, ffn.blocks, ffn.ghosts, self.ranks)
+        elif ffn.strategy == "dense" and self.ranks > 1:
+            raise ValueError(
+                f"the strategy dense runs on one rank, got ranks={self.ranks}: use dp, or another strategy"
+            )
+        else:
+            RowLayout(self.width, self.width, self.ranks)
+        if self.data == "planted":
+            try:
+                BlockLayout(self.width, self.width, self.teacher_blocks, self.teacher_ghosts)
+            except ValueError as error:
+                raise ValueError(f"the planted teacher (teacher_blocks, teacher_ghosts): {error}") from None
+        if self.data == DIGITS and self.width < PIXELS:
+            raise ValueError(f"digits have {PIXELS} pixels, got width={self.width}: use at least {PIXELS}")
+
+    def ffn(self) -> FFNConfig:
+        """The model alone."""
+        return FFNConfig(**{field.name: getattr(self, field.name) for field in fields(FFNConfig)})

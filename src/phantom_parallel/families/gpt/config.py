@@ -1,0 +1,141 @@
+"""What a GPT is: its sizes, checked when they are put together."""
+
+from dataclasses import dataclass
+from math import gcd, lcm
+from typing import Literal, get_args
+
+from phantom_parallel.utils.layout import nearest_divisors, positive
+
+GPTStrategy = Literal["phantom", "megatron", "dense"]
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """What a GPT is, apart from how it is run. ``blocks`` and ``ghosts`` belong to the strategy ``phantom`` and are
+    None otherwise.
+
+    Args:
+        vocab: tokens; ``dim``: features of the residual stream; ``layers``; ``heads``: of queries.
+        kv_heads: of keys and values, as many as ``heads`` by default.
+        hidden: width of the SwiGLU, by default 8/3 ``dim`` and a bit, in whole blocks.
+        context: how many positions it can see.
+        blocks, ghosts: as for `PhantomLinear`; heads, features, hidden width and vocabulary are cut into blocks.
+        tied: whether the head shares the embedding's weight.
+        rope_base: of the rotary positions; ``norm_eps``: of the norms.
+    """
+
+    vocab: int
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int = None  # type: ignore[assignment]  # a number once made
+    hidden: int = None  # type: ignore[assignment]  # a number once made
+    context: int = 1024
+    strategy: GPTStrategy = "phantom"
+    blocks: int | None = None
+    ghosts: int | None = None
+    tied: bool = False
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if self.strategy not in get_args(GPTStrategy):
+            raise ValueError(f"strategy must be one of {', '.join(get_args(GPTStrategy))}, got {self.strategy!r}")
+        positive(vocab=self.vocab, dim=self.dim, layers=self.layers, heads=self.heads, context=self.context)
+        if not isinstance(self.tied, bool):
+            raise ValueError(f"tied must be true or false, got {self.tied!r}")
+        for name in ("rope_base", "norm_eps"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+                raise ValueError(f"{name} must be a positive number, got {value!r}")
+        self._check_blocks()
+        self._fill_in()
+        self._check_heads()
+        if self.strategy == "phantom":
+            self._check_cuts()
+
+    def _check_blocks(self) -> None:
+        if self.strategy != "phantom":
+            if self.blocks is not None or self.ghosts is not None:
+                raise ValueError(
+                    f"blocks and ghosts belong to the strategy phantom, not to {self.strategy}: leave them out"
+                )
+        elif self.blocks is None or self.ghosts is None:
+            raise ValueError(
+                f"the strategy phantom needs blocks and ghosts, got blocks={self.blocks}, ghosts={self.ghosts}"
+            )
+        else:
+            positive(blocks=self.blocks, ghosts=self.ghosts)
+            if self.blocks < 2:
+                raise ValueError("blocks=1 leaves no other block to show ghosts to: use at least 2, or dense")
+
+    def _fill_in(self) -> None:
+        if self.kv_heads is None:
+            object.__setattr__(self, "kv_heads", self.heads)
+        if self.hidden is None:
+            step = lcm(64, self.blocks or 1)
+            object.__setattr__(self, "hidden", -(-8 * self.dim // (3 * step)) * step)
+        positive(kv_heads=self.kv_heads, hidden=self.hidden)
+
+    def _check_heads(self) -> None:
+        for name, part, whole in (("heads", self.heads, "dim"), ("kv_heads", self.kv_heads, "heads")):
+            if getattr(self, whole) % part:
+                near = nearest_divisors(getattr(self, whole), part)
+                raise ValueError(f"{name}={part} does not divide {whole}={getattr(self, whole)}: {near} would")
+        if self.head_dim % 2:
+            raise ValueError(
+                f"a head of {self.head_dim} features (dim={self.dim} over heads={self.heads}) has no pairs to turn: "
+                "rotary positions need an even number"
+            )
+
+    def _check_cuts(self) -> None:
+        assert self.blocks is not None
+        assert self.ghosts is not None
+        for name in ("dim", "heads", "kv_heads", "hidden", "vocab"):
+            value = getattr(self, name)
+            if value % self.blocks:
+                raise ValueError(
+                    f"blocks={self.blocks} does not divide {name}={value}: "
+                    f"{name}={-(-value // self.blocks) * self.blocks} would be whole blocks"
+                )
+        smallest = min(self.dim, self.hidden) // self.blocks
+        if self.ghosts > smallest:
+            raise ValueError(
+                f"ghosts={self.ghosts} is larger than a block of {smallest} features "
+                f"(dim={self.dim}, hidden={self.hidden} over {self.blocks} blocks): at most {smallest}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head."""
+        return self.dim // self.heads
+
+    @property
+    def group(self) -> int:
+        """Heads of queries to one of keys and values."""
+        return self.heads // self.kv_heads
+
+    @property
+    def hidden_groups(self) -> int:
+        """Into how many pieces the hidden width is cut, gate beside up in each; ranks hold whole ones."""
+        return self.blocks or gcd(self.hidden, self.kv_heads)
+
+    def check_ranks(self, ranks: int) -> None:
+        """Whether this model runs on so many ranks."""
+        if self.strategy == "dense":
+            if ranks > 1:
+                raise ValueError(f"the strategy dense runs on one rank, got a mesh of {ranks}: use another strategy")
+        elif self.blocks is not None:
+            if self.blocks % ranks:
+                raise ValueError(
+                    f"{ranks} ranks do not divide blocks={self.blocks}: "
+                    f"run on {nearest_divisors(self.blocks, ranks)} ranks"
+                )
+        else:
+            for name in ("kv_heads", "hidden", "vocab"):
+                if getattr(self, name) % ranks:
+                    fit = gcd(gcd(self.kv_heads, self.hidden), self.vocab)
+                    raise ValueError(
+                        f"{ranks} ranks do not divide {name}={getattr(self, name)}: run on a number of ranks that "
+                        f"divides {fit}"
+                    )

@@ -1,0 +1,405 @@
+"""The formal analysis of transformers: what one rank of a `phantom_parallel.GPT` computes, sends and keeps.
+
+T rows (sequences times positions) go through each part, in words a row and rank:
+
+    part          phantom                                        megatron, and dense with R = 1
+    embedding     -                                              all-reduce  n
+    qkv, gate_up  all-gather  qk + 1   reduce-scatter  qk + 1    -                      backward  all-reduce  n
+    attention     -                                              -
+    out, down     all-gather  qk       reduce-scatter  qk        all-reduce  n          -
+    head          all-gather  m + 1    reduce-scatter  m + 1     -                      backward  all-reduce  n
+    loss          all-gather  3                                  all-gather  3
+
+n: features of the stream, m = n / R; q: blocks of a rank, k: ghosts. The one more word is the norm's squares forward,
+and backward its share of their gradient. Squares and the loss's numbers are float32 or better: with words of 2 bytes
+they take two each. A tied head of phantom has besides an all-to-all of the embedding's weight, forward and backward.
+
+Attention is Q K^T and A V, both of all positions: a causal mask saves nothing in these counts, as in torch's own.
+Backward computes Q K^T again, as fused kernels do. ``prefill`` and ``decode`` are forward passes that fill a cache.
+Parts are named as the modules are.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+from phantom_parallel.cost.terms import (
+    OPTIMIZER_STATES,
+    Exchange,
+    LayerCost,
+    Memory,
+    Optimizer,
+    Product,
+    Shape,
+    column_layer,
+    phantom_layer,
+    row_layer,
+)
+from phantom_parallel.families.gpt.config import GPTConfig, GPTStrategy
+from phantom_parallel.utils.layout import BlockLayout, RowLayout, positive
+
+Task = Literal["train", "prefill", "decode"]
+INDEX_BYTES = 8  # of a token
+PARTS = 5  # of a layer: qkv, attention, out, gate_up, down
+
+
+@dataclass(frozen=True)
+class GPTShape(Shape):
+    """A transformer and how it is run: ``ranks`` share it, ``dp`` copies of that work on ``batch`` sequences each.
+
+    Args: those of the model are `GPTConfig`'s.
+        sequence: positions of a sequence that a pass works on.
+        batch: sequences of one copy.
+        word_bytes: of parameters and activations: 8, 4 or 2.
+        recompute: whether layers are computed again in backward instead of being kept.
+        rank: which one; all have equal work.
+        task: a training step, or a forward pass that fills a cache: `prefill` and `decode` make those.
+        past: positions that the cache holds already.
+    """
+
+    strategy: GPTStrategy
+    vocab: int
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int = None  # type: ignore[assignment]  # a number once made
+    hidden: int = None  # type: ignore[assignment]  # a number once made
+    sequence: int = 1024
+    ranks: int = 1
+    batch: int = 1
+    blocks: int | None = None
+    ghosts: int | None = None
+    dp: int = 1
+    word_bytes: int = 4
+    tied: bool = False
+    optimizer: Optimizer = "adam"
+    recompute: bool = False
+    rank: int = 0
+    task: Task = "train"
+    past: int = 0
+    config: GPTConfig = field(init=False, repr=False, compare=False)
+    _costs: tuple[LayerCost, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        positive(**{name: getattr(self, name) for name in ("sequence", "ranks", "batch", "dp")})
+        if self.optimizer not in OPTIMIZER_STATES:
+            raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZER_STATES)}, got {self.optimizer!r}")
+        if self.word_bytes not in (8, 4, 2):
+            raise ValueError(f"word_bytes must be 8, 4 or 2, got {self.word_bytes!r}")
+        if not 0 <= self.rank < self.ranks:
+            raise ValueError(f"rank must be from 0 to {self.ranks - 1}, got {self.rank}")
+        if self.task not in get_args(Task):
+            raise ValueError(f"task must be one of {', '.join(get_args(Task))}, got {self.task!r}")
+        if self.task == "decode":
+            positive(past=self.past)
+        elif self.past != 0:
+            raise ValueError(
+                f"past belongs to decode, and {self.task} starts with an empty cache: got past={self.past}"
+            )
+        config = GPTConfig(
+            vocab=self.vocab,
+            dim=self.dim,
+            layers=self.layers,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            hidden=self.hidden,
+            context=self.past + self.sequence,
+            strategy=self.strategy,
+            blocks=self.blocks,
+            ghosts=self.ghosts,
+            tied=self.tied,
+        )
+        config.check_ranks(self.ranks)
+        made = {"config": config, "kv_heads": config.kv_heads, "hidden": config.hidden}
+        for name, value in made.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "_costs", tuple(self._parts()))
+
+    @classmethod
+    def of(cls, config: GPTConfig, **run: Any) -> "GPTShape":
+        """Of a model, with how it is run: ``GPTShape.of(model.config, sequence=256, batch=8, ranks=4)``."""
+        names = ("strategy", "vocab", "dim", "layers", "heads", "kv_heads", "hidden", "blocks", "ghosts", "tied")
+        return cls(**{name: getattr(config, name) for name in names}, **run)
+
+    def prefill(self, prompt: int | None = None) -> "GPTShape":
+        """A cache made and filled with prompts of so many positions, for the logits of each one's last."""
+        return replace(self, task="prefill", sequence=self.sequence if prompt is None else prompt, past=0)
+
+    def decode(self, past: int | None = None) -> "GPTShape":
+        """One more token for each sequence, after ``past`` positions."""
+        return replace(self, task="decode", past=self.sequence if past is None else past, sequence=1)
+
+    @property
+    def costs(self) -> tuple[LayerCost, ...]:
+        return self._costs
+
+    @property
+    def exchanges(self) -> Iterator[Exchange]:
+        """Of inference without those of gradients."""
+        return (e for e in super().exchanges if self.task == "train" or e.phase == "forward")
+
+    def same_as(self, index: int) -> int:
+        return index if index in (0, len(self.costs) - 1) else 1 + (index - 1) % PARTS
+
+    @property
+    def repeated(self) -> int:
+        """The norms' weights where the stream is whole."""
+        return 0 if self.strategy == "phantom" else (2 * self.layers + 1) * self.dim
+
+    @property
+    def memory(self) -> Memory:
+        """Of inference the activations are the cache, with the rows of a tied head where an exchange made them."""
+        parameters = self.word_bytes * self.parameters
+        if self.task != "train":
+            return Memory(parameters, 0, 0, self.word_bytes * self._cache_words())
+        gradients = self.word_bytes * sum(sum(part.gradients) for part in self.costs)
+        state = gradients if self.optimizer == "momentum" else parameters  # momentum starts as a copy of the gradient
+        return Memory(
+            parameters=parameters,
+            gradients=gradients,
+            optimizer=state * OPTIMIZER_STATES[self.optimizer],
+            activations=sum(self.word_bytes * part.kept + part.kept_bytes for part in self.costs),
+        )
+
+    @property
+    def rows(self) -> int:
+        """T."""
+        return self.batch * self.sequence
+
+    @property
+    def stream(self) -> int:
+        """Features of the residual stream on a rank."""
+        return self.dim // self.ranks if self.strategy == "phantom" else self.dim
+
+    @property
+    def _heads_here(self) -> int:
+        return self.heads // self.ranks
+
+    @property
+    def _kv_here(self) -> int:
+        return self.kv_heads // self.ranks
+
+    @property
+    def _hidden_here(self) -> int:
+        return self.hidden // self.ranks
+
+    @property
+    def _precise(self) -> int:
+        """Words that a float32 takes; a float64 where all are."""
+        return max(1, 4 // self.word_bytes)
+
+    @property
+    def _precise_bytes(self) -> int:
+        return max(4, self.word_bytes)
+
+    def _cache_words(self) -> int:
+        config = self.config
+        kept = 2 * self.layers * self.batch * self._kv_here * (self.past + self.sequence) * config.head_dim
+        return kept + (self.vocab // self.ranks * self.dim if self._exchanges_rows else 0)
+
+    @property
+    def _exchanges_rows(self) -> bool:
+        """Whether a tied head's rows are another cut of the embedding than the embedding's own."""
+        return self.tied and self.strategy == "phantom" and self.ranks > 1
+
+    def _parts(self) -> Iterator[LayerCost]:
+        yield self._only_forward(self._embedding())
+        first = [self._only_forward(part) for part in self._layer()]
+        for index in range(self.layers):
+            yield from (replace(part, name=f"layers.{index}.{part.name}") for part in first)
+        yield self._only_forward(self._head())
+
+    def _layer(self) -> tuple[LayerCost, ...]:
+        config = self.config
+        qkv = self._into("attention.qkv", (self.heads + 2 * self.kv_heads) * config.head_dim)
+        out = self._back("attention.out", self.dim)
+        gate_up = self._into("mlp.gate_up", 2 * self.hidden)
+        down = self._back("mlp.down", self.hidden)
+        parts = qkv, self._attention(), out, gate_up, self._swiglu(down)
+        if not self.recompute or self.task != "train":
+            return parts
+        # What a layer ends with need not be computed again where backward asks for its input only, as a plain product's
+        # does; the phantom map's asks for the gathered ghosts as well.
+        ends = PARTS if self.strategy == "phantom" else PARTS - 1
+        again = [_again(part) if index < ends else part for index, part in enumerate(parts)]
+        kept = self.rows * self.stream  # what enters the layer
+        return tuple(replace(part, kept=0 if index else kept, kept_bytes=0) for index, part in enumerate(again))
+
+    def _only_forward(self, cost: LayerCost) -> LayerCost:
+        """All of it for training; for inference nothing is kept and there is no backward."""
+        if self.task == "train":
+            return cost
+        products = tuple(product for product in cost.products if product.phase == "forward")
+        exchanges = tuple(exchange for exchange in cost.exchanges if exchange.phase == "forward")
+        streamed = cost.streamed[0], 0
+        return replace(cost, products=products, exchanges=exchanges, kept=0, kept_bytes=0, streamed=streamed)
+
+    def _embedding(self) -> LayerCost:
+        """No product: rows of the weight are looked up. Cut by rows, each rank has those of some tokens only, and torch
+        gives the gradient of all rows to each, unless a tied head adds its own.
+        """
+        exchanges = []
+        if self.strategy == "megatron":
+            exchanges.append(Exchange("x", "forward", "all_reduce", self.ranks, self.rows * self.dim))
+        weight = self.vocab * self.dim // self.ranks
+        words = self.rows * self.stream
+        return LayerCost(
+            name="embedding",
+            parameters=(weight,),
+            products=(),
+            exchanges=_between(exchanges),
+            kept=0,
+            kept_bytes=self.rows * INDEX_BYTES,
+            streamed=(2 * words, 2 * words),
+            whole_gradients=(weight * self.ranks,) if self.strategy == "megatron" and not self.tied else (),
+        )
+
+    def _into(self, name: str, out_features: int) -> LayerCost:
+        """A norm and the map after it: from the stream to features that are cut between heads or pieces."""
+        rows, stream = self.rows, self.stream
+        statistics = rows * self._precise_bytes  # r of each row
+        streamed = (5 * rows * stream, 6 * rows * stream)  # the norm, and the sum that goes on in the stream
+        if self.strategy != "phantom":
+            whole = column_layer(
+                RowLayout(self.dim, out_features, self.ranks),
+                rows,
+                bias=False,
+                input_grad=True,
+                gather=False,
+                name=name,
+            )
+            statistics += self._norm_bytes(rows)
+            return replace(whole, parameters=(stream, *whole.parameters), kept_bytes=statistics, streamed=streamed)
+        plain = phantom_layer(self._blocks(self.dim, out_features), rows, bias=False, name=name)
+        extra = {"g": self._precise, "h": 1}
+        kept = plain.kept + rows * self.ranks * self._precise + rows * out_features // self.ranks
+        return replace(
+            plain,
+            parameters=(stream, *plain.parameters),
+            exchanges=tuple(replace(e, words=e.words + rows * extra[e.term]) for e in plain.exchanges),
+            kept=kept,
+            kept_bytes=statistics,
+            streamed=streamed,
+        )
+
+    def _norm_bytes(self, rows: int) -> int:
+        """The norm of a whole stream keeps its input and that over its root mean square, in float32 or better."""
+        return 2 * rows * self.dim * self._precise_bytes
+
+    def _back(self, name: str, in_features: int) -> LayerCost:
+        """A map from such features back to the stream."""
+        if self.strategy == "phantom":
+            return phantom_layer(self._blocks(in_features, self.dim), self.rows, bias=False, name=name)
+        return row_layer(RowLayout(in_features, self.dim, self.ranks), self.rows, bias=False, name=name)
+
+    def _blocks(self, in_features: int, out_features: int) -> BlockLayout:
+        assert self.blocks is not None
+        assert self.ghosts is not None
+        return BlockLayout(in_features, out_features, self.blocks, self.ghosts, self.ranks)
+
+    def _attention(self) -> LayerCost:
+        """Scores of each head of this rank, and the sums of values they weigh; the turning of queries and keys."""
+        heads, head_dim, group = self._heads_here, self.config.head_dim, self.config.group
+        each, t, s = self.batch * heads, self.sequence, self.past + self.sequence
+        products = (
+            Product("Q K^T", "forward", each, t, head_dim, s),
+            Product("A V", "forward", each, t, s, head_dim),
+            Product("Q K^T again", "backward", each, t, head_dim, s),
+            Product("dA = d V^T", "backward", each, t, head_dim, s),
+            Product("dV = A^T d", "backward", each, s, t, head_dim),
+            Product("dQ = dS K", "backward", each, t, s, head_dim),
+            Product("dK = dS^T Q", "backward", each, s, t, head_dim),
+        )
+        q, kv = self.rows * heads * head_dim, self.rows * self._kv_here * head_dim
+        cached = self.batch * s * self._kv_here * head_dim
+        copied = q if group > 1 and self._kv_here > 1 else 0  # queries, out of what was turned with the keys
+        raw = 0 if self.strategy == "phantom" else q + 2 * kv  # values lie in what qkv gave, which phantom keeps anyway
+        turning = 7 * (q + kv)
+        return LayerCost(
+            name="attention",
+            parameters=(),
+            products=products,
+            exchanges=(),
+            kept=q + kv + copied + raw,  # the result is the next map's input
+            kept_bytes=self.rows * heads * self._precise_bytes,
+            streamed=(2 * q + 2 * cached + turning, 4 * q + 4 * cached + turning),
+            fused=True,
+        )
+
+    def _swiglu(self, down: LayerCost) -> LayerCost:
+        """The map back, with silu(gate) up before it."""
+        words = self.rows * self._hidden_here
+        raw = 0 if self.strategy == "phantom" else 2 * words  # gate and up, which phantom keeps anyway
+        return replace(down, kept=down.kept + words + raw, streamed=(5 * words, 8 * words))
+
+    def _head(self) -> LayerCost:
+        """The norm and the map to this rank's part of the vocabulary, then the loss or the last position's logits."""
+        rows = self.rows if self.task == "train" else self.batch
+        here, ranks = self.vocab // self.ranks, self.ranks
+        phantom = self.strategy == "phantom"
+        parameters = [self.stream] + ([] if self.tied else [here * self.dim])
+        products = (
+            Product("W y", "forward", 1, rows, self.dim, here),
+            Product("dW = d^T y", "backward", 1, here, rows, self.dim),
+            Product("W^T d", "backward", 1, rows, here, self.dim),
+        )
+        exchanges = []
+        if self._exchanges_rows and self.task != "decode":
+            piece = here * self.dim // ranks
+            exchanges.append(Exchange("W", "forward", "all_to_all", ranks, piece))
+            exchanges.append(Exchange("dW", "backward", "all_to_all", ranks, piece))
+        if phantom:
+            exchanges.append(Exchange("y", "forward", "all_gather", ranks, rows * (self.stream + self._precise)))
+            exchanges.append(Exchange("dy", "backward", "reduce_scatter", ranks, rows * (self.stream + 1)))
+        else:
+            exchanges.append(Exchange("dy", "backward", "all_reduce", ranks, rows * self.dim))
+        if self.task == "train":
+            exchanges.append(Exchange("loss", "forward", "all_gather", ranks, rows * 3 * self._precise))
+        else:
+            exchanges.append(Exchange("logits", "forward", "all_gather", ranks, rows * here))
+        kept = (
+            rows * self.dim + (rows * self.stream if phantom else 0) + (here * self.dim if self._exchanges_rows else 0)
+        )
+        return LayerCost(
+            name="head",
+            parameters=tuple(parameters),
+            products=products,
+            exchanges=_between(exchanges),
+            kept=kept,
+            kept_bytes=self._loss_bytes() + (0 if phantom else self._norm_bytes(rows)),
+            streamed=(rows * (2 * self.dim + 3 * here), rows * (3 * self.dim + 3 * here)),
+        )
+
+    def _loss_bytes(self) -> int:
+        """Weights of the logits, and of each row the norm's r, the target, and on ranks what scales the weights and
+        whether the target is here.
+        """
+        precise = self._precise_bytes
+        row = self.vocab // self.ranks * precise + precise + INDEX_BYTES
+        return self.rows * (row + (precise + 1 if self.ranks > 1 else 0)) + (0 if self.ranks > 1 else precise)
+
+
+def _between(exchanges: list[Exchange]) -> tuple[Exchange, ...]:
+    """Alone, nothing is sent."""
+    return tuple(exchange for exchange in exchanges if exchange.ranks > 1)
+
+
+def _again(cost: LayerCost) -> LayerCost:
+    """A part whose forward is computed a second time in backward."""
+
+    def name(term: str) -> str:
+        return f"{term}, recomputed"
+
+    products = (replace(p, term=name(p.term), phase="backward") for p in cost.products if p.phase == "forward")
+    exchanges = (
+        replace(e, term=name(e.term), phase="backward", hidden_by=tuple(map(name, e.hidden_by)))
+        for e in cost.exchanges
+        if e.phase == "forward"
+    )
+    forward, backward = cost.streamed
+    return replace(
+        cost,
+        products=(*cost.products, *products),
+        exchanges=(*cost.exchanges, *exchanges),
+        streamed=(forward, backward + forward),
+    )

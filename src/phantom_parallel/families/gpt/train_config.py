@@ -1,0 +1,103 @@
+"""What a training of a GPT is. The texts under the fields are what ``phantom train gpt --help`` says of them."""
+
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal, get_args
+
+from phantom_parallel.families.gpt.config import GPTConfig, GPTStrategy
+from phantom_parallel.train.config import TrainConfig
+from phantom_parallel.utils.layout import positive
+
+TokenizerName = Literal["bytes", "bpe"]
+PYTHON = "python"
+BYTES = 256
+_MOST_TOKENS = 1 << 16  # a vocabulary: tokens lie on disk in two bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTSettings:
+    """The model of a training of a GPT, apart from how it is cut."""
+
+    dim: int = 256
+    """Features of the residual stream."""
+    layers: int = 4
+    """Layers, of attention and SwiGLU each."""
+    heads: int = 8
+    """Heads of queries."""
+    kv_heads: int | None = None
+    """Heads of keys and values; by default as many as of queries."""
+    hidden: int | None = None
+    """Width of the SwiGLU; by default 8/3 of dim and a bit."""
+    context: int = 256
+    """Tokens that the model sees."""
+    tied: bool = False
+    """Whether the head shares the embedding's weight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTTrainConfig(TrainConfig, GPTSettings):
+    """A training of a GPT on text. A row is a window of ``context`` tokens and the one after, and the loss is the mean
+    cross-entropy in nats a token.
+
+    ``data`` is the source of Python's standard library (``python``), or the path of a text file or of a folder of them.
+    """
+
+    family: ClassVar[str] = "gpt"
+    row: ClassVar[str] = "window"
+    named_data: ClassVar[tuple[str, ...]] = (PYTHON,)
+    may_change: ClassVar[frozenset[str]] = TrainConfig.may_change | {"recompute", "fsdp"}
+
+    strategy: GPTStrategy = "phantom"
+    """How the model is cut."""
+    batch: int = 16
+    """Windows of a step, over all copies and accumulated pieces together."""
+    clip: float | None = 1.0
+    """Largest norm of the whole gradient."""
+    seed: int = 0
+    """Decides the first weights and the windows of every step."""
+    data: str = PYTHON
+    """The source of Python's standard library (python), or the path of a text file, or of a folder of text files."""
+    pattern: str = "*.txt"
+    """Which files of a folder, at any depth."""
+    max_bytes: int = 8_000_000
+    """At most so much of the text, files in the order of their paths."""
+    tokenizer: TokenizerName = "bytes"
+    """Bytes, or a byte-pair encoding that is learnt from the text (bpe, which needs the tokenizers library)."""
+    vocab: int | None = None
+    """Tokens of the vocabulary, some of which may stay unused; by default 256 for bytes and 1024 for bpe."""
+    eval_windows: int = 64
+    """Windows that are evaluated, of the tenth of the text that is held out; fewer where it has fewer."""
+    recompute: bool = False
+    """Keep only what enters each layer, and compute the rest again in backward."""
+    fsdp: bool = False
+    """Cut weights, gradients and optimizer over the data-parallel copies (FSDP2), instead of a replica on each."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tokenizer not in get_args(TokenizerName):
+            names = ", ".join(get_args(TokenizerName))
+            raise ValueError(f"tokenizer must be one of {names}, got {self.tokenizer!r}")
+        self._fill("vocab", BYTES if self.tokenizer == "bytes" else 4 * BYTES)
+        positive(vocab=self.vocab, max_bytes=self.max_bytes, eval_windows=self.eval_windows)
+        assert self.vocab is not None
+        if not BYTES <= self.vocab <= _MOST_TOKENS:
+            raise ValueError(
+                f"vocab={self.vocab} must lie from {BYTES}, since every byte is a token, to {_MOST_TOKENS}"
+            )
+        for name in ("recompute", "fsdp"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        self.gpt().check_ranks(self.ranks)
+        if self.fsdp and self.dp == 1:
+            raise ValueError(
+                "fsdp cuts the weights over data-parallel copies, got dp=1: use at least 2, or leave it out"
+            )
+
+    @property
+    def replicas(self) -> int:
+        return 1 if self.fsdp else self.dp
+
+    def gpt(self) -> GPTConfig:
+        """The model alone."""
+        return GPTConfig(
+            **{field.name: getattr(self, field.name) for field in fields(GPTConfig) if hasattr(self, field.name)}
+        )

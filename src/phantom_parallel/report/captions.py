@@ -1,0 +1,210 @@
+"""Sentences that say what a figure shows, made from its numbers, whichever way they came out."""
+
+from collections.abc import Mapping, Sequence
+
+from phantom_parallel.report.tables import Setting, interval, ratio_of, result_of
+from phantom_parallel.report.units import plain, quantity, ratio_label, share, shown
+from phantom_parallel.study.results import Comparison, Interval
+
+# How one is_rank_zero of a measure: "uses 0.4 of tensor's energy".
+_VERBS = {
+    "seconds": ("takes", "time"),
+    "joules": ("uses", "modelled energy"),
+    "measured_joules": ("uses", "measured energy"),
+    "step_seconds": ("takes", "step time"),
+    "bytes": ("exchanges", "bytes on the way to the loss"),
+    "flops": ("does", "FLOPs on the way to the loss"),
+    "bytes_per_step": ("exchanges", "bytes of a step"),
+    "flops_per_step": ("does", "FLOPs of a step"),
+    "steps": ("takes", "steps"),
+    "joules_per_sample": ("uses", "energy a sample"),
+    "memory_bytes": ("needs", "memory"),
+}
+
+
+def lead_of(strategies: Sequence[str]) -> str:
+    return "phantom" if "phantom" in strategies or not strategies else strategies[0]
+
+
+def share_of(lead: str, other: str, measure: str, ratio: Interval) -> str:
+    """``phantom takes 0.31 [0.28, 0.35] of tensor's time``; says so where that is no gain."""
+    verb, noun = _VERBS.get(measure, ("has", measure.replace("_", " ")))
+    times = "times" if ratio.mean >= 1 else "of"
+    text = f"{lead} {verb} {interval(ratio)} {times} {other}'s {noun}"
+    if ratio.low is not None and ratio.high is not None and ratio.low <= 1 <= ratio.high:
+        return f"{text}, which may be chance (the interval holds 1)"
+    return f"{text}, so {lead} is worse here" if ratio.mean > 1 else text
+
+
+def to_the_loss(found: Comparison, measure: str) -> str:
+    """Who comes to the target, after how much, and what share that is."""
+    lead = lead_of([one.strategy for one in found.strategies])
+    others = [one.strategy for one in found.strategies if one.strategy != lead]
+    after = [f"{name} {_after(found, name, measure)}" for name in (lead, *others)]
+    shares = [
+        share_of(lead, other, measure, ratio)
+        for other in others
+        if (ratio := ratio_of(found, lead, other, measure)) is not None
+    ]
+    text = f"To a held-out loss of {plain(found.target_loss)}: {', '.join(after)}."
+    return f"{text} {upper('; '.join(shares))}." if shares else text
+
+
+def _after(found: Comparison, strategy: str, measure: str) -> str:
+    result = result_of(found, strategy)
+    assert result is not None
+    if not result.reached:
+        return "never (missed)"
+    value: Interval | None = getattr(result, measure)
+    text = f"after {shown(value.mean if value else None, measure)}"
+    return text if result.reached == result.runs else f"{text} ({result.reached} of {result.runs} runs)"
+
+
+def counts(lead: str, measure: str, values: dict[str, float]) -> str:
+    """One figure for each strategy, and the lead's share of the others'."""
+    noun = _VERBS[measure][1]
+    texts = [f"{name} {shown(value, measure)}" for name, value in values.items()]
+    text = f"{upper(noun)}: {', '.join(texts)}."
+    shares = [
+        share_of(lead, other, measure, Interval(values[lead] / value, None, None, 1))
+        for other, value in values.items()
+        if lead in values and other != lead and value > 0
+    ]
+    return f"{text} {upper('; '.join(shares))}." if shares else text
+
+
+def parts_of_time(parts: dict[str, tuple[float, float, float]]) -> str:
+    """Of the seconds of a step on a rank: computing, blocked, idle."""
+    texts = []
+    for strategy, (compute, blocked, idle) in parts.items():
+        total = compute + blocked + idle
+        if total > 0:
+            texts.append(
+                f"{strategy} {quantity(total, 's')}, of which {100 * blocked / total:.0f} % blocked in exchanges"
+            )
+    return f"A step on a rank: {'; '.join(texts)}. Blocked time is time in which a rank waits for others' values."
+
+
+def all_ratios(found: Comparison, lead: str) -> str:
+    """How many measures speak for the lead, and every one that is_rank_zero against it."""
+    ratios = [one for one in found.ratios if one.strategy == lead]
+    less = [one for one in ratios if one.ratio.mean < 1]
+    sure = [one for one in less if one.ratio.high is not None and one.ratio.high < 1]
+    text = f"Left of the line at 1 {lead} is the cheaper one: {len(less)} of {len(ratios)} ratios lie there"
+    text += f", {len(sure)} of them with their whole 95 % interval." if sure else ", none of them with an interval."
+    worse = [f"{ratio_label(one.measure)} ({one.to})" for one in ratios if one.ratio.mean > 1]
+    return f"{text} {upper(lead)} is worse in {', '.join(worse)}." if worse else text
+
+
+def learning_rates(found: Comparison) -> str:
+    texts, edges = [], []
+    for strategy in dict.fromkeys(trial.strategy for trial in found.trials):
+        tried = [trial for trial in found.trials if trial.strategy == strategy]
+        chosen = next((trial for trial in tried if trial.chosen), None)
+        if chosen is None:
+            texts.append(f"none for {strategy}")
+            continue
+        texts.append(f"{chosen.lr:.3g} of {len(tried)} for {strategy}")
+        if len(tried) > 1 and chosen.lr in (min(one.lr for one in tried), max(one.lr for one in tried)):
+            edges.append(strategy)
+    text = f"Learning rates chosen by the same search (ringed): {', '.join(texts)}."
+    if edges:
+        text += f" For {' and '.join(edges)} it lies at an end of what was tried: a better one may lie beyond."
+    return text
+
+
+def headline(found: Comparison) -> list[str]:
+    """The result in sentences, for the top of the page."""
+    lead = lead_of([one.strategy for one in found.strategies])
+    missed = [one for one in found.strategies if one.reached < one.runs]
+    sentences = [
+        f"{upper(one.strategy)} reached the loss in {one.reached} of {one.runs} runs"
+        + (", so there is nothing to compare it with at equal loss." if not one.reached else ".")
+        for one in missed
+    ]
+    for other in found.strategies:
+        if other.strategy == lead:
+            continue
+        known = {
+            measure: ratio
+            for measure in ("seconds", "joules", "bytes")
+            if (ratio := ratio_of(found, lead, other.strategy, measure)) is not None
+        }
+        clauses = [share_of(lead, other.strategy, measure, ratio) for measure, ratio in known.items()]
+        if clauses:
+            sentences.append(f"{upper('; '.join(clauses))}.")
+    return sentences
+
+
+Shared = Sequence[tuple[float, float, float]]  # of two lines: x, the lead's value, the other's
+
+
+def against(name: str, lead: str, measure: str, others: Mapping[str, Shared]) -> str:
+    """The lead's line of a sweep and others', where both have a value. Says where the lead is worse."""
+    x, mine, _ = next(iter(others.values()))[-1]
+    theirs = [
+        f"{other} {shown(its, measure)}{_of(mine, its)}" for other, at in others.items() for y, _, its in at if y == x
+    ]
+    text = f"At {name} {plain(x)}: {lead} {shown(mine, measure)}, {', '.join(theirs)}."
+    worse = [
+        f"{other} at {name} {', '.join(plain(x) for x, _, _ in bad)}"
+        for other, at in others.items()
+        if (bad := [point for point in at if point[1] > point[2]])
+    ]
+    if worse:
+        return f"{text} {upper(lead)} is worse than {' and than '.join(worse)}."
+    return f"{text} {upper(lead)} is nowhere worse."
+
+
+def _of(mine: float, its: float) -> str:
+    return f" ({share(mine / its)} of it)" if its > 0 else ""
+
+
+def against_line(
+    name: str, lead: str, other: str, measure: str, points: Sequence[tuple[float, float]], limit: float
+) -> str:
+    """A line of a sweep against a strategy that does not know the setting. Says where lead is worse."""
+    (first, start), (last, end) = points[0], points[-1]
+    text = (
+        f"{upper(lead)} has {shown(start, measure)} at {name} {plain(first)} and {shown(end, measure)} at {plain(last)}"
+    )
+    text += f", {other} {shown(limit, measure)}"
+    good = [x for x, value in points if value <= limit]
+    if not good:
+        return f"{text}: {lead} is worse at every number of {name}."
+    if len(good) == len(points):
+        return f"{text}: {lead} is no worse at any number of {name}."
+    return f"{text}: {lead} is no worse at {name} {', '.join(plain(x) for x in good)}, and worse at the others."
+
+
+def smaller(best: Setting | None, small: Sequence[Setting], measure: str) -> str:
+    """Which models on fewer ranks come to the loss of the one on the most."""
+    if best is None:
+        return "The number beside a point is its ranks. There is no tensor-parallel model to compare with."
+    target = best.values.get("target")
+    limit = best.values["loss"] if target is None else target
+    text = (
+        f"{upper(best.strategy)} on {best.settings.get('ranks')} ranks comes to a loss of "
+        f"{shown(limit, 'loss')} (dashed line), for {_spent(best, measure)}."
+    )
+    if not small:
+        return f"{text} No phantom model on fewer ranks came to that loss."
+    one = min(small, key=lambda setting: (setting.settings.get("ranks") or 1, setting.values.get(measure) or 0))
+    ranks, others = one.settings.get("ranks") or 1, len(small) - 1
+    where = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    text += f" Phantom on {where} comes to {shown(one.values['loss'], 'loss')}, for {_spent(one, measure)}"
+    mine, its = one.values.get(measure), best.values.get(measure)
+    if mine is not None and its:
+        text += f": {share(mine / its)} {'of' if mine < its else 'times'} tensor's".replace("tensor", best.strategy)
+        text += ", so it is worse here" if mine > its else ""
+    return f"{text}; so do {others} more on fewer ranks." if others else f"{text}."
+
+
+def _spent(one: Setting, measure: str) -> str:
+    value = shown(one.values.get(measure), measure)
+    return f"{value} parameters" if measure == "parameters" else value
+
+
+def upper(text: str) -> str:
+    """With a capital first letter."""
+    return f"{text[:1].upper()}{text[1:]}"

@@ -1,0 +1,115 @@
+"""The report of a comparison or a study: one HTML file that needs nothing else, with its figures and CSV beside it."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from phantom_parallel.report import captions, tables
+from phantom_parallel.report import compare_figures as drawings
+from phantom_parallel.report import study_figures as sweeps
+from phantom_parallel.report.plan_figures import LOOKS, SECOND_PHANTOM
+from phantom_parallel.report.plots import GRID, INK, MUTED, SURFACE, Drawing
+from phantom_parallel.report.units import plain, quantity
+from phantom_parallel.study.results import Comparison, Study, write_bytes, write_text
+
+# Each colour of a figure, and the page's name for it: the page has another set for dark screens.
+COLOURS = {INK: "ink", MUTED: "muted", GRID: "grid", SURFACE: "surface", SECOND_PHANTOM[0]: "other"} | {
+    colour: strategy for strategy, (colour, _) in LOOKS.items()
+}
+
+STRATEGIES = {
+    "phantom": "every rank keeps its own blocks of features; ranks exchange a few ghosts",
+    "tensor": "every rank holds some rows of each weight; ranks exchange whole activations at every layer",
+    "megatron": "layers in pairs, split by column and then by row; one exchange of whole activations a pair",
+    "dense": "every rank holds the whole model, and works on rows of its own",
+}
+
+
+def write(found: Comparison | Study, folder: Path) -> Path:
+    """Write report.html, figures/ and CSV files into the folder; the page's path."""
+    drawn = drawings.comparison(found) if isinstance(found, Comparison) else sweeps.study(found)
+    for drawing in drawn:
+        write_text(folder / "figures" / f"{drawing.name}.svg", drawing.svg())
+        write_bytes(folder / "figures" / f"{drawing.name}.png", drawing.png())
+    data = tables.csv_files(found)
+    for name, text in data.items():
+        write_text(folder / name, text)
+    page = folder / "report.html"
+    write_text(page, render(found, drawn, list(data)))
+    return page
+
+
+def render(found: Comparison | Study, drawn: list[Drawing], files: list[str]) -> str:
+    """The page."""
+    environment = Environment(
+        loader=PackageLoader("phantom_parallel.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    if isinstance(found, Comparison):
+        sections: tuple[tables.Section, ...] = tables.sections(found)
+        words: dict[str, Any] = {
+            "note": tables.NOTE,
+            "headline": captions.headline(found),
+            "about": [(one.description or one.strategy, STRATEGIES.get(one.strategy)) for one in found.strategies],
+            "sensors": tables.measured_by(found.runs),
+        }
+        title = f"{found.name}: phantom parallelism compared at equal loss"
+    else:
+        sections = (tables.study_section(found),)
+        sources = dict.fromkeys(cell.source for cell in found.cells if cell.modelled and cell.source)
+        words = {"fixed": flat(tables.fixed_settings(found.cells)), "sources": "; ".join(sources)}
+        title = f"{found.name}: a study of phantom parallelism"
+    return environment.get_template(f"{found.kind}.html.j2").render(
+        found=found,
+        title=title,
+        sections=sections,
+        figures=[(drawing, inline(drawing)) for drawing in drawn],
+        files=files,
+        settings=flat(found.settings),
+        environment=flat(found.environment),
+        wall=quantity(found.wall_seconds, "s"),
+        plain=plain,
+        light={name: colour for colour, name in COLOURS.items()},
+        **words,
+    )
+
+
+def inline(drawing: Drawing) -> Markup:
+    """The figure as an SVG element: colours by the page's names, names of its parts its own, nothing to be loaded."""
+    text = drawing.svg()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = re.sub(r'\s+xmlns(:\w+)?="[^"]*"', "", text)
+    for colour, name in COLOURS.items():
+        text = re.sub(rf"{colour}\b", f"var(--{name})", text, flags=re.IGNORECASE)
+    text = re.sub(r'\bid="', f'id="{drawing.name}-', text)
+    text = re.sub(r"url\(#", f"url(#{drawing.name}-", text)
+    text = re.sub(r'xlink:href="#', f'href="#{drawing.name}-', text)
+    text = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", text)
+    return Markup(text.replace("<svg ", Markup('<svg role="img" aria-label="{}" ').format(drawing.title), 1))
+
+
+def flat(nested: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Settings as names and words, those within others with a dot."""
+    found: list[tuple[str, str]] = []
+    for name, value in nested.items():
+        if isinstance(value, Mapping):
+            found += flat(value, f"{prefix}{name}.")
+        elif isinstance(value, list | tuple) and any(isinstance(one, Mapping) for one in value):
+            parts = {str(number): one for number, one in enumerate(value, 1)}
+            found += flat(parts, f"{prefix}{name}.")
+        else:
+            found.append((f"{prefix}{name}", _words(value)))
+    return found
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(_words(one) for one in value)
+    return tables.NOTHING if value is None else str(value)

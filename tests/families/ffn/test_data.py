@@ -1,0 +1,186 @@
+"""The same numbers whatever the number of ranks, and files that are not what they should be."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from phantom_parallel import FFN
+from phantom_parallel.distributed.context import ParallelContext
+from phantom_parallel.families.ffn.data import Batches, open_data
+from phantom_parallel.families.ffn.teacher import _cache
+from phantom_parallel.families.ffn.train_config import FFNTrainConfig
+
+WIDTH = 16
+
+
+def config(**changes) -> FFNTrainConfig:
+    usual = {"width": WIDTH, "depth": 2, "blocks": 4, "ghosts": 2, "teacher_ghosts": 2, "batch": 8, "samples": 300}
+    return FFNTrainConfig(**usual | changes)
+
+
+@pytest.mark.parametrize("teacher", ["planted", "random"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_teachers_data_are_the_same_on_any_number_of_ranks_and_threads(teacher, ranks):
+    whole = open_data(config(data=teacher))
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1 if threads > 1 else 2)
+        parts = [open_data(config(data=teacher), rank, ranks) for rank in range(ranks)]
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(torch.cat([part.x for part in parts], 1), whole.x)
+    assert torch.equal(torch.cat([part.y for part in parts], 1), whole.y)
+    assert whole.rows == 300
+
+
+def shared(one: FFNTrainConfig, cut: bool) -> tuple:
+    """On every rank of the pool: its part, and how many rows its teacher was asked for."""
+    asked, forward = [], FFN.forward
+
+    def counted(self, x):
+        asked.append(len(x))
+        return forward(self, x)
+
+    _cache.clear()
+    parallel = ParallelContext.create(one.ranks, one.dp, torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FFN, "forward", counted)
+        data = open_data(one, *((parallel.tp_rank, one.ranks) if cut else (0, 1)), parallel)
+        again = open_data(one, *((parallel.tp_rank, one.ranks) if cut else (0, 1)), parallel)
+    assert again.y is data.y
+    return parallel.tp_rank, data.x, data.y, sum(asked)
+
+
+@pytest.mark.parametrize("teacher", ["planted", "random"])
+@pytest.mark.parametrize(("count", "copies"), [(2, 1), (2, 2), (4, 1)])
+def test_ranks_share_a_teachers_work_and_get_the_same_data(ranks, teacher, count, copies):
+    one = config(data=teacher, samples=1100, ranks=count, dp=copies)  # 5 chunks: the last round is not full
+    whole = open_data(config(data=teacher, samples=1100))
+    share = WIDTH // count
+    total = 0
+    for tp_rank, x, y, asked in ranks(count * copies)(shared, one, True):
+        own = slice(tp_rank * share, (tp_rank + 1) * share)
+        assert torch.equal(x, whole.x[:, own])
+        assert torch.equal(y, whole.y[:, own])
+        total += asked
+    assert total == 5 * 256  # each chunk once in all
+    for _, x, y, _ in ranks(count * copies)(shared, one, False):  # megatron holds whole features
+        assert torch.equal(x, whole.x)
+        assert torch.equal(y, whole.y)
+
+
+def test_the_last_two_data_sets_of_a_teacher_are_kept():
+    _cache.clear()
+    first, second = open_data(config()), open_data(config(seed=1))
+    assert open_data(config(lr=0.5, depth=3)).y is first.y  # trained otherwise, on the same data
+    third = open_data(config(seed=2))  # the one that was not used for longest goes
+    assert open_data(config()).y is first.y
+    assert open_data(config(seed=2)).y is third.y
+    again = open_data(config(seed=1))
+    assert again.y is not second.y
+    assert torch.equal(again.y, second.y)
+
+
+def lacking_on_rank_1(one: FFNTrainConfig) -> torch.Tensor:
+    """Rank 0 has the data already, rank 1 has not: nobody waits for ever."""
+    parallel = ParallelContext.create(one.ranks, one.dp, torch.device("cpu"))
+    open_data(one, parallel.tp_rank, 2, parallel)
+    if parallel.rank == 1:
+        _cache.clear()
+    return open_data(one, parallel.tp_rank, 2, parallel).y
+
+
+def test_ranks_of_which_one_lacks_the_data_make_them_together(ranks):
+    found = ranks(2)(lacking_on_rank_1, config(ranks=2))
+    assert torch.equal(torch.cat(found, 1), open_data(config()).y)
+
+
+def test_the_seed_decides_the_data():
+    first, again, other = (open_data(config(seed=seed)) for seed in (0, 0, 1))
+    assert torch.equal(first.y, again.y)
+    assert not torch.equal(first.x, other.x)
+    assert not torch.equal(open_data(config(data="random")).y, first.y)
+    assert torch.equal(open_data(config(data="random")).x, first.x)
+
+
+def test_opening_data_leaves_the_default_generator_alone():
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    open_data(config())
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_an_epoch_has_every_row_once_and_a_step_finds_its_rows_again():
+    batches = Batches(rows=20, batch=8, seed=1)
+    steps = [batches.rows_of(step) for step in range(5)]  # 40 rows: two epochs, the third step has rows of both
+    drawn = torch.cat(steps)
+    assert sorted(drawn[:20].tolist()) == sorted(drawn[20:].tolist()) == list(range(20))
+    assert drawn[:20].tolist() != drawn[20:].tolist()
+    assert torch.equal(Batches(rows=20, batch=8, seed=1).rows_of(3), steps[3])
+    assert not torch.equal(Batches(rows=20, batch=8, seed=2).rows_of(3), steps[3])
+
+
+def arrays() -> tuple[np.ndarray, np.ndarray]:
+    x = np.arange(64 * WIDTH, dtype=np.float32).reshape(64, WIDTH)
+    return x, -x
+
+
+def written(folder: Path, kind: str) -> str:
+    x, y = arrays()
+    if kind == "npy":
+        np.save(folder / "x.npy", x)
+        np.save(folder / "y.npy", y)
+        return str(folder)
+    if kind == "npz":
+        np.savez(folder / "data.npz", x=x, y=y)
+    else:
+        save_file({"x": torch.from_numpy(x), "y": torch.from_numpy(y)}, folder / "data.safetensors")
+    return str(folder / f"data.{kind}")
+
+
+@pytest.mark.parametrize("kind", ["npy", "npz", "safetensors"])
+def test_a_users_arrays_are_read_by_features(tmp_path, kind):
+    x, y = arrays()
+    data = open_data(config(data=written(tmp_path, kind)), rank=1, ranks=2)
+    rows = torch.tensor([5, 0, 63])
+    own_x, own_y = data.take(rows)
+    assert np.array_equal(own_x, x[rows, 8:])
+    assert np.array_equal(own_y, y[rows, 8:])
+    assert (data.rows, data.training_rows) == (64, 56)
+
+
+def test_npy_files_are_mapped_and_not_read(tmp_path):
+    data = open_data(config(data=written(tmp_path, "npy")))
+    assert isinstance(data.x.base, np.memmap) or isinstance(data.x, np.memmap)
+
+
+@pytest.mark.parametrize("kind", ["npy", "npz", "safetensors"])
+def test_a_truncated_file_is_an_error_that_names_it(tmp_path, kind):
+    path = Path(written(tmp_path, kind))
+    file = path / "y.npy" if path.is_dir() else path
+    file.write_bytes(file.read_bytes()[:-300])
+    with pytest.raises(ValueError, match="is not readable as data") as caught:
+        open_data(config(data=str(path)))
+    assert str(path) in str(caught.value)
+
+
+def test_data_that_are_not_there_or_do_not_fit_are_errors(tmp_path):
+    with pytest.raises(ValueError, match=r"there is no data nowhere\.npz: give planted, random, digits, or"):
+        open_data(config(data="nowhere.npz"))
+    with pytest.raises(ValueError, match=r"shape \(rows, 32\), the model's width, got \(64, 16\)"):
+        open_data(config(data=written(tmp_path, "npz"), width=32))
+    (tmp_path / "data.csv").write_text("1,2")
+    with pytest.raises(ValueError, match=r"expected a folder with x.npy and y.npy, or a file .npz or .safetensors"):
+        open_data(config(data=str(tmp_path / "data.csv")))
+    np.savez(tmp_path / "z.npz", x=arrays()[0])
+    with pytest.raises(ValueError, match="y is not a file in the archive"):
+        open_data(config(data=str(tmp_path / "z.npz")))
+    np.savez(tmp_path / "o.npz", x=np.full((64, WIDTH), None), y=np.full((64, WIDTH), None))
+    with pytest.raises(ValueError, match="allow_pickle"):
+        open_data(config(data=str(tmp_path / "o.npz")))
+    with pytest.raises(ValueError, match="64 rows are too few for batch=60"):
+        open_data(config(data=written(tmp_path, "npz"), batch=60))

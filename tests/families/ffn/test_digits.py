@@ -1,0 +1,98 @@
+"""Handwritten digits: every rank its features, and classes that a model learns to tell apart."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from phantom_parallel.distributed.context import ParallelContext
+from phantom_parallel.families.ffn.data import check_data, open_data
+from phantom_parallel.families.ffn.digits import scores
+from phantom_parallel.families.ffn.train_config import FFNTrainConfig
+from phantom_parallel.train import train
+
+pytest.importorskip("sklearn")
+
+CONFIG = FFNTrainConfig(
+    width=160, depth=2, blocks=4, ghosts=16, data="digits", batch=64, steps=300, lr=0.005, schedule="cosine"
+)
+
+
+def trained(config: FFNTrainConfig) -> tuple[float, float]:
+    _, summary = train(config, ParallelContext.create(config.ranks, config.dp, torch.device("cpu")))
+    return summary.eval_loss, summary.accuracy
+
+
+def test_ranks_have_the_features_of_the_whole():
+    whole = open_data(CONFIG)
+    parts = [open_data(CONFIG, rank, 8) for rank in range(8)]
+    assert whole.rows == 1797
+    assert torch.equal(torch.cat([part.x for part in parts], 1), whole.x)
+    assert torch.equal(torch.cat([part.y for part in parts], 1), whole.y)
+    assert whole.x.square().mean() == pytest.approx(1.0, rel=0.2)
+
+
+def test_targets_are_the_classes_again_and_again():
+    y = open_data(replace(CONFIG, width=96)).y
+    assert torch.equal(y[:, :10], y[:, 80:90])
+    assert torch.equal(y[:, :6], y[:, 90:])
+    assert torch.equal(y[:, :10].sum(1), torch.ones(1797))
+    counts = y[:, :10].sum(0)
+    assert (counts.min(), counts.max()) == (174, 183)  # as scikit-learn says of them
+
+
+def test_inputs_keep_what_tells_the_digits_apart():
+    """Least squares on the inputs finds the classes, as it does on the pixels."""
+    data = open_data(CONFIG)
+    train_rows = data.training_rows
+    x = torch.cat([data.x, torch.ones(data.rows, 1)], 1).double()
+    weights = torch.linalg.lstsq(x[:train_rows], data.y[:train_rows, :10].double(), driver="gelsd").solution
+    found = (x[train_rows:] @ weights).argmax(1) == data.y[train_rows:, :10].argmax(1)
+    assert found.double().mean() > 0.9
+
+
+def test_a_phantom_model_learns_them():
+    assert trained(CONFIG)[1] > 0.93
+
+
+def test_any_ranks_and_copies_report_the_same(ranks):
+    config = replace(CONFIG, steps=20)
+    loss, accuracy = trained(config)
+    for count, copies in ((4, 1), (1, 2)):
+        found = ranks(count * copies)(trained, replace(config, ranks=count, dp=copies))
+        assert found[0][0] == pytest.approx(loss, rel=1e-3)
+        assert found[0][1] == pytest.approx(accuracy, abs=0.01)  # a row or two that two classes share
+        assert len(set(found)) == 1
+
+
+def test_the_accuracy_is_that_of_the_whole_model():
+    config = replace(CONFIG, steps=20)
+    model, summary = train(config, ParallelContext())
+    data = open_data(config)
+    x, y = data.take(torch.arange(data.training_rows, data.rows))
+    means = model(x).view(-1, 16, 10).mean(1)  # 160 features: each class has 16
+    assert summary.accuracy == pytest.approx(float((means.argmax(1) == y[:, :10].argmax(1)).double().mean()))
+
+
+def test_scores_of_ranks_with_fewer_features_than_classes_add_up():
+    out = torch.randn(5, 64, dtype=torch.float64)
+    found = sum(scores(out[:, part], part, 64) for part in (slice(first, first + 8) for first in range(0, 64, 8)))
+    expected = torch.stack([out[:, digit::10].mean(1) for digit in range(10)], 1)
+    assert torch.allclose(found, expected, rtol=1e-12)
+
+
+def test_other_data_have_no_accuracy():
+    config = FFNTrainConfig(width=16, ghosts=2, teacher_ghosts=2, batch=8, samples=64, steps=2)
+    assert train(config, ParallelContext())[1].accuracy is None
+
+
+def test_without_scikit_learn_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(ValueError, match=r"pip install 'phantom-parallel\[digits\]'"):
+        check_data(CONFIG)
+
+
+def test_a_model_too_narrow_for_the_pixels_is_an_error():
+    with pytest.raises(ValueError, match="digits have 64 pixels, got width=32: use at least 64"):
+        replace(CONFIG, width=32, ghosts=2)

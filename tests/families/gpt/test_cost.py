@@ -1,0 +1,245 @@
+"""Predicted = counted for transformers: every strategy on real ranks and in dry runs, no tolerance."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from phantom_parallel import GPT, GPTConfig
+from phantom_parallel.cost.check import differences
+from phantom_parallel.cost.dryrun import dry_run, gpt_step, memory_differences
+from phantom_parallel.cost.ledger import Ledger
+from phantom_parallel.cost.timing import Clock, forward_time, step_time
+from phantom_parallel.families.gpt.cost import GPTShape
+from tests.cost.test_hardware import toy
+
+
+def shape_of(strategy: str, ranks: int, **settings) -> GPTShape:
+    cut = {"blocks": 4, "ghosts": 2} if strategy == "phantom" else {}
+    sizes = {"vocab": 48, "dim": 64, "layers": 2, "heads": 8, "kv_heads": 4, "hidden": 96, "sequence": 5, "batch": 3}
+    return GPTShape(strategy, ranks=ranks, **(sizes | cut | settings))
+
+
+SHAPES = [
+    shape_of("dense", 1),
+    shape_of("dense", 1, tied=True, recompute=True, word_bytes=2),
+    shape_of("phantom", 1),
+    shape_of("phantom", 1, tied=True, recompute=True),
+    shape_of("phantom", 2, layers=3),
+    shape_of("phantom", 2, tied=True, kv_heads=8, word_bytes=8),
+    shape_of("phantom", 2, recompute=True, word_bytes=2),
+    shape_of("phantom", 4, tied=True, recompute=True),
+    shape_of("phantom", 4, hidden=64, optimizer="sgd"),
+    shape_of("phantom", 2, dp=2, tied=True),
+    shape_of("megatron", 1, kv_heads=8),
+    shape_of("megatron", 2, layers=3),
+    shape_of("megatron", 2, tied=True, kv_heads=8, word_bytes=8),
+    shape_of("megatron", 2, recompute=True, word_bytes=2),
+    shape_of("megatron", 4, tied=True, recompute=True),
+    shape_of("megatron", 4, kv_heads=4, optimizer="momentum"),
+    shape_of("megatron", 2, dp=2),
+]
+
+
+def name_of(shape: GPTShape) -> str:
+    extra = [name for name in ("tied", "recompute") if getattr(shape, name)]
+    return "-".join([shape.strategy, f"{shape.ranks}x{shape.dp}", f"{8 * shape.word_bytes}bit", *extra])
+
+
+def count(shape: GPTShape) -> list[str]:
+    """Where the formulas differ from what this rank did: training, prefill and decode."""
+    mesh = init_device_mesh("cpu", (shape.dp, shape.ranks), mesh_dim_names=("dp", "tp"))
+    shape = replace(shape, rank=mesh["tp"].get_local_rank())
+    wrong = []
+    for step in (shape, shape.prefill(), shape.decode(7)):
+        ledger, memory = gpt_step(step, mesh["tp"] if step.ranks > 1 else None, mesh["dp"], device="cpu")
+        wrong += [f"{step.task}: {line}" for line in differences(step, ledger, native=False, root="GPT")]
+        wrong += [f"{step.task}: {line}" for line in memory_differences(step, memory)]
+    return wrong
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
+def test_formulas_equal_the_ledger_on_real_ranks(ranks, shape):
+    for wrong in ranks(shape.ranks * shape.dp)(count, shape):
+        assert wrong == []
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
+def test_a_dry_run_counts_what_real_ranks_do(shape):
+    for step in (shape, shape.prefill(), shape.decode(7)):
+        found = dry_run(replace(step, rank=step.ranks - 1))
+        assert found.differences == []
+        assert found.ledger.flops == 2 * step.multiply_adds()
+        assert found.ledger.moved_bytes == step.moved_bytes()
+        assert found.memory == step.memory
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        GPTShape("phantom", 32768, 4096, 2, 64, sequence=1024, ranks=64, batch=2, blocks=64, ghosts=16, rank=63),
+        GPTShape("phantom", 32768, 4096, 2, 64, sequence=1024, ranks=64, batch=2, blocks=64, ghosts=16, tied=True),
+        GPTShape("megatron", 32768, 4096, 2, 64, sequence=1024, ranks=64, batch=2),
+        GPTShape("phantom", 32768, 8192, 2, 256, sequence=2048, ranks=256, batch=8, blocks=256, ghosts=16, dp=2),
+    ],
+    ids=name_of,
+)
+def test_dry_runs_of_hundreds_of_ranks(shape):
+    assert dry_run(shape).differences == []
+    assert dry_run(shape.prefill()).differences == []
+
+
+def parameters(strategy: str, ranks: int, tied: bool) -> tuple[int, int]:
+    """Of this rank and of the model, as the model has them."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    model = GPT(shape_of(strategy, ranks, tied=tied).config, mesh=mesh)
+    here = sum(p.to_local().numel() for p in model.parameters())
+    return here, sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("strategy", ["phantom", "megatron"])
+def test_parameters_are_those_of_the_model(ranks, strategy, tied):
+    for size in (2, 4):
+        shape = shape_of(strategy, size, tied=tied)
+        for here, whole in ranks(size)(parameters, strategy, size, tied):
+            assert (shape.parameters, shape.model_parameters) == (here, whole)
+
+
+def test_a_dense_layer_by_hand():
+    """12 n^2 and attention's 2 t n multiply-adds a row for heads of the usual kind and a SwiGLU of 8/3 n."""
+    shape = GPTShape("dense", 1024, 192, 3, 6, hidden=512, sequence=32, batch=2)
+    rows, n = 64, 192
+    assert shape.multiply_adds("forward") == rows * (3 * (12 * n * n + 2 * 32 * n) + 1024 * n)
+    assert shape.multiply_adds("backward") == rows * (3 * (24 * n * n + 5 * 32 * n) + 2 * 1024 * n)
+    assert shape.model_parameters == 3 * (12 * n * n + 2 * n) + n + 2 * 1024 * n
+    assert shape.moved_bytes() == 0
+
+
+def test_four_exchanges_of_ghosts_a_layer_by_hand():
+    """With R = 4, q = 1 and k = 2: all others' ghosts, and a word of squares before two of the four maps."""
+    one, two = (shape_of("phantom", 4, layers=layers) for layers in (1, 2))
+    a_layer = 3 * 15 * 4 * (3 + 2 + 3 + 2)
+    for phase in ("forward", "backward"):
+        assert two.moved_bytes(phase) - one.moved_bytes(phase) == a_layer
+        of_layer = [e for cost in one.costs[1:-1] for e in cost.exchanges if e.phase == phase]
+        assert len(of_layer) == 4
+    whole = [shape_of("megatron", 4, layers=layers).moved_bytes("forward") for layers in (1, 2)]
+    assert whole[1] - whole[0] == 2 * (2 * 3 * 15 * 64 * 4 // 4)  # two all-reduces of the stream
+
+
+def test_decode_is_a_row_for_each_sequence():
+    shape = shape_of("phantom", 2)
+    decode = shape.decode(100)
+    assert decode.rows == 3
+    longer = shape.decode(101)
+    here, head_dim = 4, 8
+    assert longer.multiply_adds() - decode.multiply_adds() == 2 * 2 * 3 * here * head_dim
+    assert longer.moved_bytes() == decode.moved_bytes()
+    assert decode.multiply_adds("backward") == 0
+
+
+def test_recomputing_costs_a_forward_pass_of_the_layers():
+    plain, again = (shape_of("phantom", 2, recompute=recompute) for recompute in (False, True))
+    layers = sum(2 * p.multiply_adds for cost in plain.costs[1:-1] for p in cost.products if p.phase == "forward")
+    assert 2 * (again.multiply_adds() - plain.multiply_adds()) == layers
+    assert again.memory.activations < plain.memory.activations
+    assert again.multiply_adds("forward") == plain.multiply_adds("forward")
+
+
+def test_a_part_costs_what_its_first_like_does():
+    shape = shape_of("phantom", 2, layers=4)
+    for index, part in enumerate(shape.costs):
+        assert replace(part, name="") == replace(shape.costs[shape.same_as(index)], name="")
+
+
+def test_a_wrong_formula_is_named_by_its_term():
+    ledger = dry_run(shape_of("phantom", 2)).ledger
+    wrong = differences(shape_of("phantom", 2, ghosts=3), ledger, native=True, root="GPT")
+    assert any("C x of layers.0.attention.qkv" in line for line in wrong)
+    assert not any("L x" in line for line in wrong)
+    wrong = differences(shape_of("phantom", 2, sequence=3, batch=5), ledger, native=True, root="GPT")
+    assert len(wrong) == 4
+    assert "products of GPT.layers.1.attention backward: predicted 14400 FLOPs, counted 24000" in wrong
+
+
+def modes(strategy: str) -> list[tuple[int, int]]:
+    """FLOPs and bytes of a forward pass with gradients, without, and in inference mode."""
+    model = GPT(shape_of(strategy, 2).config, mesh=init_device_mesh("cpu", (2,)))
+    tokens = torch.zeros(3, 5, dtype=torch.long)
+    found = []
+    for mode in (torch.enable_grad(), torch.no_grad(), torch.inference_mode()):
+        with mode, Ledger() as ledger:
+            model.logits(tokens)
+        found.append((ledger.flops, ledger.moved_bytes))
+    return found
+
+
+def test_inference_mode_counts_as_much(ranks):
+    for with_gradients, without, inference in ranks(2)(modes, "phantom"):
+        assert with_gradients == without == inference
+        assert with_gradients[0] > 0
+    for with_gradients, without, inference in ranks(2)(modes, "megatron"):
+        assert with_gradients == without
+        assert inference[0] >= without[0]  # DTensor may cut otherwise there, but what runs is counted
+
+
+def test_times_follow_the_counts():
+    for strategy, size in (("dense", 1), ("megatron", 4), ("phantom", 4)):
+        shape = shape_of(strategy, size)
+        step = step_time(shape, toy())
+        assert set(step.phases) == {"forward", "backward", "sync", "update"}
+        assert (step.exposed == 0) == (size == 1)
+        assert len(step.layers) == len(shape.costs)
+        assert step.energy is not None
+        again = step_time(replace(shape, recompute=True), toy())
+        assert again.phases["backward"].compute > step.phases["backward"].compute
+        assert again.phases["forward"] == step.phases["forward"]
+        slower = forward_time(shape.decode(1000), toy()), forward_time(shape.decode(10), toy())
+        assert slower[0].total > slower[1].total
+        assert slower[0].exposed == slower[1].exposed
+
+
+def test_an_attention_kernel_by_hand():
+    """One kernel: the scores never reach memory."""
+    shape = shape_of("dense", 1)
+    attention = shape.costs[2]
+    slow = toy()
+    clock = Clock(slow)
+    flops = sum(p.flops for p in attention.products if p.phase == "forward")
+    peak = slow.peak["fp32"].value * slow.efficiency["fp32"].value
+    overheads = slow.product_overhead_seconds.value + slow.layer_overhead_seconds.value
+    assert clock.layer(attention, "forward").compute == pytest.approx(overheads + flops / peak)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"strategy": "tensor"}, "strategy must be one of phantom, megatron, dense, got 'tensor'"),
+        ({"strategy": "dense", "ranks": 2, "blocks": None, "ghosts": None}, "dense runs on one rank"),
+        ({"ranks": 3}, "3 ranks do not divide blocks=4"),
+        ({"sequence": 0}, "sequence must be a positive whole number, got 0"),
+        ({"batch": -1}, "batch must be a positive whole number, got -1"),
+        ({"word_bytes": 3}, "word_bytes must be 8, 4 or 2, got 3"),
+        ({"rank": 2}, "rank must be from 0 to 1, got 2"),
+        ({"optimizer": "lion"}, "optimizer must be one of sgd, momentum, adam, got 'lion'"),
+        ({"vocab": 50}, "blocks=4 does not divide vocab=50"),
+        ({"past": 4}, "past belongs to decode, and train starts with an empty cache: got past=4"),
+        ({"task": "decode"}, "past must be a positive whole number, got 0"),
+        ({"task": "sleep"}, "task must be one of train, prefill, decode, got 'sleep'"),
+    ],
+)
+def test_bad_shapes_say_what_would_be_right(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(shape_of("phantom", 2), **changes)
+
+
+def test_defaults_are_the_models_own():
+    shape = GPTShape("megatron", 256, 512, 4, 8)
+    config = GPTConfig(256, 512, 4, 8, strategy="megatron")
+    assert (shape.kv_heads, shape.hidden) == (config.kv_heads, config.hidden)
+    assert GPTShape.of(config) == shape
+    cut = GPTConfig(256, 512, 4, 8, blocks=4, ghosts=16, tied=True)
+    made = GPTShape.of(cut, sequence=64, batch=2, ranks=2)
+    assert made == GPTShape("phantom", 256, 512, 4, 8, sequence=64, batch=2, ranks=2, blocks=4, ghosts=16, tied=True)

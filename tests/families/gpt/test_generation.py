@@ -1,0 +1,166 @@
+"""Generation against plain float64 maths that looks at all positions anew for every token, on real ranks too."""
+
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from phantom_parallel import GPT, GPTConfig, RanksDisagree
+from phantom_parallel.families.gpt import generation as generate
+from tests.families.gpt.test_model import config_of, filled, one_mesh
+from tests.models import gpt_reference
+
+CONTEXT, TOKENS = 32, 10
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Products this small gain nothing from threads, which wait for each other on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def prompts(vocab: int = 24) -> torch.Tensor:
+    return torch.randint(vocab, (3, 5), generator=torch.Generator().manual_seed(7))
+
+
+@cache
+def expected(config: GPTConfig) -> list[list[int]]:
+    """Without a cache and without the model: every token from a whole forward in float64."""
+    params, prompt = gpt_reference.draw(GPT(config, device="meta")), prompts()
+    for _ in range(TOKENS):
+        two = gpt_reference.logits(params, config, prompt)[:, -1].topk(2)
+        assert (two.values[:, 0] - two.values[:, 1]).min() > 1e-3  # far above rounding: only one answer is right
+        prompt = torch.cat([prompt, two.indices[:, :1]], 1)
+    return prompt[:, -TOKENS:].tolist()
+
+
+def greedy(config: GPTConfig, dtype: torch.dtype, mesh=None) -> list[list[int]]:
+    model = filled(config, mesh, dtype)
+    return generate(model, prompts(), tokens=TOKENS).tokens.tolist()
+
+
+def greedy_on_ranks(*args) -> list[list[int]]:
+    return greedy(*args, one_mesh())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("strategy", ["phantom", "megatron", "dense"])
+def test_greedy_tokens_are_those_of_plain_maths(strategy, tied, dtype):
+    config = config_of(strategy, tied=tied, context=CONTEXT)
+    assert greedy(config, dtype) == expected(config)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("strategy", ["phantom", "megatron"])
+def test_greedy_tokens_are_identical_on_any_number_of_ranks(ranks, strategy, size, tied):
+    config = config_of(strategy, tied=tied, context=CONTEXT)
+    wanted = expected(config)
+    for found in ranks(size)(greedy_on_ranks, config, torch.float32):
+        assert found == wanted
+
+
+def test_megatron_and_dense_are_the_same():
+    same = [expected(config_of(strategy, context=CONTEXT)) for strategy in ("megatron", "dense")]
+    assert same[0] == same[1]
+    assert len({tuple(row) for row in same[0]}) == 3  # and prompts matter
+
+
+SAMPLED = {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "seed": 11}
+
+
+def sampled(mesh=None, strategy: str = "phantom") -> list[list[int]]:
+    model = filled(config_of(strategy, context=CONTEXT), mesh, torch.float32)
+    return generate(model, prompts(), tokens=TOKENS, **SAMPLED).tokens.tolist()
+
+
+def sampled_on_ranks(strategy: str) -> list[list[int]]:
+    return sampled(one_mesh(), strategy)
+
+
+@pytest.mark.parametrize("strategy", ["phantom", "megatron"])
+def test_draws_are_the_same_on_any_number_of_ranks(ranks, strategy):
+    alone = sampled(strategy=strategy)
+    for size in (2, 4):
+        assert ranks(size)(sampled_on_ranks, strategy) == [alone] * size
+    assert alone != greedy(config_of(strategy, context=CONTEXT), torch.float32)
+
+
+def test_every_token_is_told_as_it_comes():
+    model, told = filled(config_of(context=CONTEXT)), []
+    made = generate(model, prompts(), tokens=4, on_token=lambda token: told.append(token.tolist()))
+    assert [list(row) for row in zip(*told, strict=True)] == made.tokens.tolist()
+    assert made.lengths == [4, 4, 4]
+    assert len(made.timings.decode) == 3
+    assert min(made.timings.prefill, *made.timings.decode) > 0
+
+
+def test_rows_end_at_a_token_to_stop_at():
+    model = filled(config_of(context=CONTEXT))
+    free = expected(model.config)
+    stop = {free[0][2], free[1][4]}
+    wanted = [next((i + 1 for i, token in enumerate(row) if token in stop), TOKENS) for row in free]
+    made = generate(model, prompts(), tokens=TOKENS, stop=stop)
+    assert made.lengths == wanted
+    for row, end, whole in zip(made.tokens.tolist(), wanted, free, strict=True):
+        assert row[:end] == whole[:end]
+        assert set(row[end:]) <= {row[end - 1]}
+    assert made.tokens.shape[1] == max(wanted)
+    first = generate(model, prompts()[:1], tokens=TOKENS, stop=[free[0][2]])
+    assert first.tokens.tolist() == [free[0][: free[0].index(free[0][2]) + 1]]  # nothing is computed in vain
+
+
+def test_a_prompt_of_one_token_and_the_whole_context():
+    model = filled(config_of(context=CONTEXT))
+    made = generate(model, prompts()[:1, :1].to(torch.uint8), tokens=CONTEXT - 1)
+    assert made.tokens.shape == (1, CONTEXT - 1)
+    assert generate(model, prompts()[:, :1], tokens=1).timings.decode == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "message"),
+    [
+        (
+            prompts(),
+            {"tokens": 28},
+            "a prompt of 5 tokens and 28 more do not fit .* context of 32: generate at most 27",
+        ),
+        (torch.zeros(1, 32, dtype=torch.long), {}, "a prompt of 32 tokens leaves no room .* give at most 31"),
+        (torch.zeros(1, 0, dtype=torch.long), {}, r"the prompt is empty, of shape \(1, 0\)"),
+        (torch.zeros(5, dtype=torch.long), {}, r"must be \(batch, length\) whole numbers, got torch.int64 \(5,\)"),
+        (torch.zeros(1, 5), {}, r"must be \(batch, length\) whole numbers, got torch.float32"),
+        (prompts() + 20, {}, "tokens must lie from 0 to 23"),
+        (prompts(), {"tokens": 0}, "tokens must be a positive whole number, got 0"),
+        (prompts(), {"temperature": 1.0, "top_k": 25}, "top_k=25 is more than the model's vocabulary of 24"),
+        (prompts(), {"stop": [3, 24]}, "tokens to stop at must lie from 0 to 23"),
+    ],
+)
+def test_requests_that_cannot_be_met(prompt, settings, message):
+    model = filled(config_of(context=CONTEXT))
+    with pytest.raises(ValueError, match=message):
+        generate(model, prompt, **({"tokens": 2} | settings))
+
+
+def test_weights_that_are_no_numbers():
+    model = filled(config_of(context=CONTEXT))
+    torch.nn.init.constant_(model.layers[0].mlp.down.local, torch.nan)
+    with pytest.raises(ValueError, match="logits are not finite numbers: its training may have diverged"):
+        generate(model, prompts(), tokens=2)
+
+
+def disagree_on_rank() -> None:
+    model = filled(config_of(context=CONTEXT), init_device_mesh("cpu", (2,)))
+    with pytest.raises(RanksDisagree, match=r"ranks disagree on what to generate: rank . has prompt="):
+        generate(model, prompts() + dist.get_rank() % 2, tokens=2)
+    with pytest.raises(RanksDisagree, match=r"rank . has seed="):
+        generate(model, prompts(), tokens=2, temperature=1.0, seed=dist.get_rank())
+
+
+def test_ranks_that_disagree_are_named(ranks):
+    ranks(2)(disagree_on_rank)

@@ -1,0 +1,161 @@
+"""What people combine a transformer with: compilation, FSDP2, accumulation, optimizers, and files."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import clip_grad_norm_
+
+from phantom_parallel import GPT, GPTConfig, load_model, parameter_groups, save_model
+from tests.families.gpt.test_model import config_of, filled, gradients, one_mesh, reference, whole
+from tests.models import gpt_reference
+from tests.reference import relative_error
+
+
+def worst(model: GPT, expected: dict[str, torch.Tensor]) -> float:
+    return max(relative_error(gradient, expected[name]) for name, gradient in gradients(model).items())
+
+
+def compiled(config: GPTConfig, on_ranks: bool) -> float:
+    """One graph of both directions. Inductor's part is the operators', which their own tests go through."""
+    torch._dynamo.reset()
+    model = filled(config, one_mesh() if on_ranks else None)
+    step = torch.compile(model, backend="aot_eager", fullgraph=True)
+    inputs, targets = gpt_reference.tokens(config.vocab)
+    expected = reference(config)
+    for _ in range(3):
+        model.zero_grad()
+        loss = step(inputs, targets)
+        loss.backward()
+    return max(worst(model, expected), relative_error(loss, expected["loss"]))
+
+
+def test_compile_of_the_full_graph():
+    assert compiled(config_of(layers=1), False) < 1e-11
+
+
+def test_compile_of_the_full_graph_on_ranks(ranks):
+    assert max(ranks(2)(compiled, config_of(layers=1, tied=True), True)) < 1e-10
+
+
+def fully_sharded(tied: bool, recompute: bool, strategy: str) -> float:
+    """Data x tensor: FSDP2 averages over dp what each dp rank computes on its rows, in two pieces."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    config = config_of(strategy, tied=tied)
+    model = filled(config, mesh["tp"], recompute=recompute)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    assert all(parameter.device_mesh.ndim == 2 for parameter in model.parameters())
+    inputs, targets = (t.chunk(2)[mesh["dp"].get_local_rank()] for t in gpt_reference.tokens(config.vocab))
+    loss = model.loss(inputs, targets)
+    loss.backward()
+    torch.distributed.all_reduce(loss.detach_(), group=mesh["dp"].get_group())
+    expected = reference(config)
+    return max(worst(model, expected), relative_error(loss / 2, expected["loss"]))
+
+
+@pytest.mark.parametrize(
+    ("tied", "recompute", "strategy"),
+    [(False, False, "phantom"), (True, True, "phantom"), (False, False, "megatron")],
+)
+def test_fsdp2_over_a_data_by_tensor_mesh(ranks, tied, recompute, strategy):
+    assert max(ranks(4)(fully_sharded, tied, recompute, strategy)) < 1e-10
+
+
+def accumulated() -> float:
+    model = filled(config_of(tied=True), one_mesh())
+    for inputs, targets in zip(*(t.chunk(2) for t in gpt_reference.tokens(24)), strict=True):
+        model.loss(inputs, targets).mul(0.5).backward()
+    return worst(model, reference(config_of(tied=True)))
+
+
+def test_gradient_accumulation(ranks):
+    assert max(ranks(4)(accumulated)) < 1e-10
+
+
+def trained(strategy: str, steps: int = 4) -> tuple[dict[str, torch.Tensor], list[float]]:
+    mesh = one_mesh() if torch.distributed.is_initialized() else None
+    model = filled(config_of(strategy), mesh)
+    optimizer = torch.optim.AdamW(parameter_groups(model, 0.01, compress=0.5))
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model.loss(*gpt_reference.tokens(24))
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}, losses
+
+
+@pytest.mark.parametrize("strategy", ["phantom", "megatron"])
+def test_training_takes_the_same_steps_on_any_number_of_ranks(ranks, strategy):
+    expected, losses = trained(strategy)
+    assert losses[-1] < losses[0] - 0.05
+    for size in (2, 4):
+        for found, same in ranks(size)(trained, strategy):
+            assert same == pytest.approx(losses, rel=1e-10)
+            assert max(relative_error(found[name], expected[name]) for name in expected) < 1e-8
+
+
+def write(path: str, config: GPTConfig) -> torch.Tensor:
+    model = filled(config, one_mesh())
+    save_model(model, path)
+    return logits_of(model)
+
+
+def read(path: str) -> torch.Tensor:
+    return logits_of(load_model(path, mesh=one_mesh()))
+
+
+@torch.no_grad()
+def logits_of(model: GPT) -> torch.Tensor:
+    return model.logits(gpt_reference.tokens(model.config.vocab)[0])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("strategy", ["phantom", "megatron"])
+def test_a_model_saved_on_four_ranks_is_the_same_on_one_and_two(ranks, tmp_path, strategy, tied):
+    config, path = config_of(strategy, tied=tied), str(tmp_path / "model")
+    expected = ranks(4)(write, path, config)[0]
+    again = load_model(path)
+    assert again.config == config
+    assert relative_error(logits_of(again), expected) < 1e-11
+    for size in (1, 2):
+        for found in ranks(size)(read, path):
+            assert relative_error(found, expected) < 1e-11
+
+
+def test_a_dense_model_comes_back_as_it_was(tmp_path):
+    model = GPT(config_of("dense", tied=True))
+    save_model(model, tmp_path / "model")
+    again = load_model(tmp_path / "model")
+    assert torch.equal(logits_of(again), logits_of(model))
+    assert load_model(tmp_path / "model", dtype=torch.bfloat16).embedding.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c["gpt"].update(blocks=3), "blocks=3 does not divide dim=32"),
+        (lambda c: c["gpt"].update(surprise=1), "surprise"),
+        (lambda c: c["gpt"].pop("vocab"), "vocab"),
+        (lambda c: c["gpt"].update(layers=3), r"missing \['layers.2.attention.out.compress'"),
+        (lambda c: c["gpt"].update(tied=True), r"unexpected \['head.weight'\]"),
+        (lambda c: c.update(gpt=3), 'expected an object "gpt"'),
+        (lambda c: c.pop("gpt"), "expected a model's settings as one of ffn, gpt"),
+    ],
+)
+def test_a_damaged_description_is_an_error_that_names_the_file(tmp_path, change, message):
+    save_model(GPT(config_of()), tmp_path / "model")
+    path: Path = tmp_path / "model" / "config.json"
+    description = json.loads(path.read_text())
+    change(description)
+    path.write_text(json.dumps(description))
+    with pytest.raises(ValueError, match=message) as caught:
+        load_model(tmp_path / "model")
+    assert str(tmp_path / "model") in str(caught.value)

@@ -1,0 +1,108 @@
+"""Choosing tokens: against distributions worked out one token at a time, and frequencies of many draws."""
+
+import math
+
+import pytest
+import torch
+
+from phantom_parallel.families.gpt.sampling import Sampler, Sampling, draw, probabilities
+
+
+def by_hand(logits: list[float], temperature: float, top_k: int | None, top_p: float | None) -> list[float]:
+    """Probabilities from the definition, in plain Python."""
+    weights = [math.exp(value / temperature) for value in logits]
+    order = sorted(range(len(logits)), key=lambda token: -weights[token])[:top_k]
+    total = sum(weights[token] for token in order)
+    kept, reached = [], 0.0
+    for token in order:
+        kept.append(token)
+        reached += weights[token] / total
+        if top_p is not None and reached >= top_p:
+            break
+    total = sum(weights[token] for token in kept)
+    return [weights[token] / total if token in kept else 0.0 for token in range(len(logits))]
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("top_k", [None, 1, 3, 7])
+@pytest.mark.parametrize("top_p", [None, 0.05, 0.5, 0.9, 1.0])
+def test_probabilities_are_those_of_the_definition(temperature, top_k, top_p):
+    logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(1))
+    found = probabilities(logits, Sampling(temperature, top_k, top_p))
+    expected = [by_hand(row, temperature, top_k, top_p) for row in logits.double().tolist()]
+    torch.testing.assert_close(found / found.sum(-1, keepdim=True), torch.tensor(expected, dtype=torch.float64))
+
+
+def test_a_draw_is_where_the_sums_pass_it():
+    chances = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]], dtype=torch.float64)
+    drawn = {0.0: 1, 0.2499: 1, 0.25: 3, 0.7499: 3, 0.75: 4, 1 - 2**-53: 4}
+    for number, token in drawn.items():
+        assert draw(chances, torch.tensor([number], dtype=torch.float64)).tolist() == [token]
+    scaled = 0.3 * chances  # sums that are not 1, and rounding
+    for number, token in drawn.items():
+        if number not in (0.25, 0.75):
+            assert draw(scaled, torch.tensor([number], dtype=torch.float64)).tolist() == [token]
+
+
+def test_frequencies_of_many_draws():
+    logits, rows = [0.5, -1.0, 2.0, 1.0, -0.5], 40_000
+    sampling = Sampling(0.8, top_k=4, top_p=0.95, seed=3)
+    tokens = Sampler(sampling)(torch.tensor(logits).expand(rows, -1))
+    for token, chance in enumerate(by_hand(logits, 0.8, 4, 0.95)):
+        spread = math.sqrt(chance * (1 - chance) / rows)
+        assert abs(float((tokens == token).double().mean()) - chance) <= 5 * spread
+
+
+def test_greedy_takes_the_likeliest():
+    logits = torch.randn(6, 11, generator=torch.Generator().manual_seed(2))
+    expected = [max(range(11), key=row.__getitem__) for row in logits.tolist()]
+    assert Sampler(Sampling())(logits).tolist() == expected
+    assert Sampler(Sampling(1e-300))(logits).tolist() == expected  # the limit, without overflow
+    assert Sampler(Sampling(2.0, top_k=1))(logits).tolist() == expected
+
+
+def test_the_seed_decides_and_rows_are_independent():
+    logits = torch.zeros(4, 1000)
+
+    def drawn(seed: int, steps: int = 3) -> list[list[int]]:
+        sampler = Sampler(Sampling(1.0, seed=seed))
+        return [sampler(logits).tolist() for _ in range(steps)]
+
+    assert drawn(1) == drawn(1)
+    assert drawn(1, 2) == drawn(1, 3)[:2]
+    assert drawn(1) != drawn(2)
+    assert len({token for step in drawn(1) for token in step}) > 8
+
+
+def test_rounding_of_the_logits_changes_no_token():
+    logits = torch.randn(2000, 50, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    shaken = logits + 1e-9 * torch.randn(2000, 50, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    for sampling in (Sampling(1.0), Sampling(0.7, top_k=10), Sampling(1.2, top_p=0.9)):
+        assert torch.equal(Sampler(sampling)(logits), Sampler(sampling)(shaken))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": -0.1}, "temperature must be 0 or a positive number, got -0.1"),
+        ({"temperature": math.nan}, "temperature must be 0 or a positive number, got nan"),
+        ({"temperature": math.inf}, "temperature must be 0 or a positive number, got inf"),
+        ({"temperature": 1.0, "top_k": 0}, "top_k must be a positive whole number, got 0"),
+        ({"temperature": 1.0, "top_p": 0.0}, "top_p must lie above 0 and up to 1, got 0.0"),
+        ({"temperature": 1.0, "top_p": 1.5}, "top_p must lie above 0 and up to 1, got 1.5"),
+        ({"temperature": 1.0, "top_p": math.nan}, "top_p must lie above 0 and up to 1, got nan"),
+        ({"top_k": 3}, "top_k=3 narrows what is drawn from, but temperature=0 draws nothing"),
+        ({"top_p": 0.5}, "top_p=0.5 narrows what is drawn from, but temperature=0 draws nothing"),
+        ({"seed": -1}, "seed must be a whole number from 0"),
+        ({"seed": 1 << 63}, "seed must be a whole number from 0"),
+    ],
+)
+def test_settings_that_make_no_sense(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**settings)
+
+
+def test_top_k_beyond_the_vocabulary():
+    Sampling(1.0, top_k=8).check_vocabulary(8)
+    with pytest.raises(ValueError, match="top_k=9 is more than the model's vocabulary of 8"):
+        Sampling(1.0, top_k=9).check_vocabulary(8)

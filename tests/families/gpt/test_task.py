@@ -1,0 +1,211 @@
+"""Transformers in the same loop: the same losses whatever runs it, resumed or not, cut over copies or not."""
+
+import json
+import os
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from phantom_parallel import GPT, RanksDisagree, load_model
+from phantom_parallel.distributed.context import ParallelContext
+from phantom_parallel.families.ffn.train_config import FFNTrainConfig
+from phantom_parallel.families.gpt.text import open_text, windows
+from phantom_parallel.families.gpt.tokens import load_tokenizer
+from phantom_parallel.families.gpt.train_config import GPTTrainConfig
+from phantom_parallel.train import checkpoint, run, train
+
+CPU = torch.device("cpu")
+SENTENCES = "".join(f"{a} times {b} is {a * b}.\n" for a in range(40) for b in range(20))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def phantom(tmp_path_factory) -> GPTTrainConfig:
+    path = tmp_path_factory.mktemp("text") / "times.txt"
+    path.write_text(SENTENCES)
+    return GPTTrainConfig(
+        dim=32,
+        layers=2,
+        heads=4,
+        context=16,
+        blocks=4,
+        ghosts=2,
+        batch=8,
+        steps=8,
+        lr=0.01,
+        log_every=1,
+        eval_every=4,
+        eval_windows=9,
+        checkpoint_every=4,
+        data=str(path),
+    )
+
+
+def of(strategy: str, config: GPTTrainConfig) -> GPTTrainConfig:
+    return config if strategy == "phantom" else replace(config, strategy=strategy, blocks=None, ghosts=None)
+
+
+def losses(config: GPTTrainConfig, cache: str, folder: str | None = None, resume: str | None = None) -> dict:
+    """On every rank of the pool; what rank 0 heard."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    heard = {}
+    train(
+        config,
+        ParallelContext.create(config.ranks, config.dp, CPU),
+        checkpoints=None if folder is None else Path(folder),
+        resume=None if resume is None else Path(resume),
+        report=lambda record: heard.update({record.step: (record.loss, record.eval_loss)}),
+    )
+    return heard
+
+
+def here(config: GPTTrainConfig, **where) -> dict:
+    return losses(config, os.environ["XDG_CACHE_HOME"], **where)
+
+
+def curve(heard: dict) -> list[float]:
+    return [loss for loss, _ in heard.values()]
+
+
+def close(found: dict, expected: dict) -> bool:
+    assert found.keys() == expected.keys()
+    for step, (loss, held_out) in expected.items():
+        assert found[step][0] == pytest.approx(loss, rel=1e-4)
+        assert (found[step][1] is None) if held_out is None else found[step][1] == pytest.approx(held_out, rel=1e-4)
+    return True
+
+
+def test_losses_are_those_of_a_plain_loop_in_torch(phantom):
+    config = replace(phantom, clip=0.5, warmup=3, schedule="cosine", weight_decay=0.1)
+    text = open_text(config)
+    torch.manual_seed(config.seed)
+    model = GPT(config.gpt())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    expected, norms = [], []
+    for step in range(config.steps):
+        tokens, targets = windows(text.training, text.starts(step, config), config.context)
+        logits = model.logits(tokens)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)))
+        optimizer.param_groups[0]["lr"] = config.lr * config.lr_factor(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    with torch.no_grad():
+        tokens, targets = windows(text.held_out, text.held_out_starts(config), config.context)
+        held_out = torch.nn.functional.cross_entropy(model.logits(tokens).flatten(0, 1), targets.flatten())
+    found = here(config)
+    assert max(norms) > config.clip  # so that clipping is tested
+    assert curve(found) == pytest.approx(expected, rel=1e-4)
+    assert found[config.steps][1] == pytest.approx(held_out.item(), rel=1e-4)
+
+
+ELSEWHERE = [
+    {"ranks": 2},
+    {"ranks": 2, "dp": 2, "accumulate": 2},
+    {"ranks": 2, "dp": 2, "fsdp": True, "accumulate": 2},
+    {"dp": 2, "fsdp": True, "recompute": True},
+]
+
+
+@pytest.mark.parametrize(("tied", "variants"), [(False, ELSEWHERE), (True, ELSEWHERE[2:3])], ids=["own head", "tied"])
+@pytest.mark.parametrize("strategy", ["phantom", "megatron"])
+def test_losses_are_the_same_on_any_ranks_copies_and_with_fsdp(ranks, phantom, strategy, tied, variants):
+    config = replace(of(strategy, phantom), clip=0.5, tied=tied)
+    expected = here(config)
+    for variant in variants:
+        changed = replace(config, **variant)
+        found = ranks(changed.ranks * changed.dp)(losses, changed, os.environ["XDG_CACHE_HOME"])[0]
+        assert close(found, expected), variant
+
+
+def other_text_on_rank_1(config: GPTTrainConfig, cache: str) -> str:
+    os.environ["XDG_CACHE_HOME"] = cache
+    if torch.distributed.get_rank() == 1:
+        config = replace(config, max_bytes=5000)
+    with pytest.raises(RanksDisagree) as caught:
+        train(config, ParallelContext.create(config.ranks, config.dp, CPU))
+    return str(caught.value)
+
+
+def test_ranks_that_read_another_text_are_named(ranks, phantom):
+    for told in ranks(2)(other_text_on_rank_1, replace(phantom, ranks=2), os.environ["XDG_CACHE_HOME"]):
+        assert re.search("ranks disagree on the text to train on: rank [01] has digest=", told)
+
+
+def test_dense_and_megatron_learn_alike_and_phantom_learns(phantom):
+    assert close(here(of("dense", phantom)), here(of("megatron", phantom)))
+    heard = here(replace(phantom, steps=60, lr=0.02))
+    assert heard[60][1] < 0.6 * heard[4][1]
+
+
+@pytest.mark.parametrize("change", [{"fsdp": True}, {}], ids=["fsdp", "replicas"])
+def test_resumed_is_uninterrupted_to_the_bit_and_to_rounding_elsewhere(ranks, phantom, tmp_path, change):
+    config = replace(phantom, ranks=2, dp=2, **change)
+    cache = os.environ["XDG_CACHE_HOME"]
+    expected = ranks(4)(losses, config, cache, str(tmp_path))[0]
+    rest = {step: found for step, found in expected.items() if step > 4}
+    resume = str(tmp_path / "step-000004")
+    assert ranks(4)(losses, config, cache, None, resume)[0] == rest
+    assert close(here(replace(config, ranks=1, dp=1, fsdp=False), resume=resume), rest)
+    assert close(ranks(2)(losses, replace(config, ranks=1, fsdp=True), cache, None, resume)[0], rest)
+
+
+def test_mixed_precision_recomputed_and_compiled_are_close(phantom, monkeypatch):
+    expected = here(phantom)
+    mixed = here(replace(phantom, dtype="bf16"))
+    assert curve(mixed) == pytest.approx(curve(expected), rel=0.05)
+    assert mixed != expected
+    assert close(here(replace(phantom, recompute=True)), expected)
+    seen = []
+
+    def backend(graph, inputs):  # traces as the usual one does, and spares the test a C++ compiler
+        seen.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    assert close(here(replace(phantom, compile=True)), expected)
+    assert seen
+
+
+def test_the_folder_has_a_model_and_its_tokenizer(phantom, tmp_path):
+    pytest.importorskip("tokenizers")
+    config = replace(phantom, tokenizer="bpe", vocab=320, steps=4)
+    summary = run(config, tmp_path / "run")
+    model, folder = load_model(tmp_path / "run" / "model"), tmp_path / "run" / "model"
+    assert isinstance(model, GPT)
+    assert summary.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert load_tokenizer(folder).decode(load_tokenizer(folder).encode(b"3 times 4")) == "3 times 4"
+    about = json.loads((tmp_path / "run" / "checkpoints" / "step-000004" / "checkpoint.json").read_text())
+    assert (about["task"], about["config"]["vocab"]) == ("gpt", 320)
+
+
+def test_a_checkpoint_of_another_kind_or_other_text_is_refused(phantom, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(SENTENCES)
+    config = replace(phantom, steps=4, data=str(text))
+    train(config, ParallelContext(), checkpoints=tmp_path / "gpt")
+    saved, longer = tmp_path / "gpt" / "step-000004", replace(config, steps=8)
+    assert checkpoint.check(saved, longer).step == 4
+    ffn = FFNTrainConfig(width=16, ghosts=2, teacher_ghosts=2, batch=8, samples=64, steps=2)
+    with pytest.raises(ValueError, match="is of a training of the kind 'gpt', not 'ffn'"):
+        checkpoint.check(saved, ffn)
+    train(ffn, ParallelContext(), checkpoints=tmp_path / "ffn")
+    with pytest.raises(ValueError, match="is of a training of the kind 'ffn', not 'gpt'"):
+        checkpoint.check(tmp_path / "ffn" / "step-000002", longer)
+    with pytest.raises(ValueError, match=r"was trained with dim=32, not 64"):
+        checkpoint.check(saved, replace(longer, dim=64))
+    text.write_text(SENTENCES.replace("times", "by"))
+    with pytest.raises(ValueError, match="was trained on data that have changed since"):
+        checkpoint.check(saved, longer)

@@ -1,0 +1,203 @@
+"""Text as tokens: which files, which windows, what is held out, what is kept on disk."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from phantom_parallel.families.gpt import text as text_module
+from phantom_parallel.families.gpt.text import check_text, open_text, windows
+from phantom_parallel.families.gpt.tokens import BPETokenizer, ByteTokenizer, load_tokenizer
+from phantom_parallel.families.gpt.train_config import GPTTrainConfig
+
+LINES = "".join(f"line {number} of süß text\n" for number in range(400))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def config(data: Path | str, **changes) -> GPTTrainConfig:
+    usual = {"dim": 32, "layers": 1, "heads": 4, "context": 16, "blocks": 4, "ghosts": 2, "batch": 8}
+    return GPTTrainConfig(**usual | {"data": str(data)} | changes)
+
+
+def written(folder: Path, text: str = LINES) -> Path:
+    path = folder / "some.txt"
+    path.write_text(text)
+    return path
+
+
+def lines(tokens) -> list[str]:
+    return bytes(tokens).decode().splitlines(keepends=True)
+
+
+def test_bytes_are_all_there_and_a_tenth_in_whole_lines_is_held_out(tmp_path):
+    text = open_text(config(written(tmp_path)))
+    training, held_out = lines(text.training), lines(text.held_out)
+    assert sorted(training + held_out) == sorted(LINES.splitlines(keepends=True))
+    assert len(held_out) == pytest.approx(len(training) / 9, rel=0.2)
+    assert not set(training) & set(held_out)
+    numbers = [int(line.split()[1]) for line in held_out]
+    assert numbers[0] < 200 < numbers[-1]  # of both halves
+    assert numbers == sorted(numbers)
+
+
+@pytest.mark.parametrize("length", [1, 19, 1000, 2_000_003])
+def test_text_without_lines_is_split_all_the_same(length):
+    text = bytes(32 + index % 200 for index in range(length))
+    training, held_out = text_module._split(text)
+    assert len(training) + len(held_out) == length
+    assert length < 1000 or len(held_out) == pytest.approx(length / 10, rel=0.05)
+    assert text.startswith(training[: length // 25])
+
+
+def test_files_of_a_folder_come_in_the_order_of_their_paths_up_to_the_limit(tmp_path):
+    folder = tmp_path / "texts"
+    (folder / "b").mkdir(parents=True)
+    for name, letter in (("c.txt", "c"), ("b/z.txt", "z"), ("a.txt", "a"), ("a.md", "!")):
+        (folder / name).write_text(letter * 200)
+    assert text_module._read(config(folder)) == b"\n".join([b"a" * 200, b"z" * 200, b"c" * 200])
+    assert text_module._read(config(folder, max_bytes=250)) == b"a" * 200 + b"\n" + b"z" * 49
+    assert set(bytes(open_text(config(folder, pattern="*.md")).training)) == {ord("!")}
+
+
+def test_pythons_own_source_is_what_is_read_by_default():
+    text = open_text(replace(config("python"), max_bytes=300_000))
+    assert len(text.training) + len(text.held_out) == 300_000
+    assert bytes(text.training).startswith(Path(sys.modules["__future__"].__file__).read_bytes()[:500])
+
+
+def test_a_window_is_tokens_and_those_after_them(tmp_path):
+    text = open_text(config(written(tmp_path)))
+    tokens, targets = windows(text.training, torch.tensor([0, 100]), 16)
+    assert bytes(tokens[1].tolist()) == LINES.encode()[100:116]
+    assert bytes(targets[1].tolist()) == LINES.encode()[101:117]
+    assert tokens.dtype == torch.int64
+
+
+def test_the_seed_and_the_step_decide_the_windows_and_all_fit(tmp_path):
+    one = config(written(tmp_path, LINES[:300]), context=20)
+    text = open_text(one)
+    drawn = torch.cat([text.starts(step, one) for step in range(400)])
+    assert (int(drawn.min()), int(drawn.max())) == (0, len(text.training) - 21)
+    windows(text.training, drawn, 20)  # none beyond the end
+    assert torch.equal(text.starts(3, one), open_text(one).starts(3, one))
+    assert not torch.equal(text.starts(3, one), text.starts(4, one))
+    assert not torch.equal(text.starts(3, one), text.starts(3, replace(one, seed=1)))
+
+
+@pytest.mark.parametrize("wanted", [1, 2, 7, 1000])
+def test_held_out_windows_do_not_overlap(tmp_path, wanted):
+    one = config(written(tmp_path), eval_windows=wanted)
+    text = open_text(one)
+    starts = text.held_out_starts(one)
+    assert len(starts) == min(wanted, (len(text.held_out) - 1) // 16)
+    assert all(later - earlier >= 16 for earlier, later in zip(starts.tolist(), starts.tolist()[1:], strict=False))
+    assert int(starts[-1]) + 17 <= len(text.held_out)
+
+
+def test_tokens_are_kept_on_disk_and_mapped(tmp_path, cache, monkeypatch):
+    one = config(written(tmp_path))
+    first = open_text(one)
+    assert isinstance(first.training, np.memmap)
+    (folder,) = (cache / "phantom-parallel" / "text").iterdir()
+    assert folder.name == first.digest
+
+    def fail(*args):
+        raise AssertionError("they are known")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(text_module, "_encoded", fail)
+        assert np.array_equal(open_text(one).training, first.training)
+    file = folder / "training.npy"  # damaged: made anew
+    file.write_bytes(file.read_bytes()[:-50])
+    assert bytes(open_text(one).training) == text_module._split(LINES.encode())[0]
+
+
+def test_without_a_place_on_disk_tokens_are_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(written(tmp_path)))  # a file
+    with pytest.warns(UserWarning, match="tokens cannot be kept"):
+        text = open_text(config(written(tmp_path)))
+    assert (bytes(text.training), bytes(text.held_out)) == text_module._split(LINES.encode())
+
+
+def test_a_byte_pair_encoding_gives_back_the_text_and_is_shorter(tmp_path):
+    pytest.importorskip("tokenizers")
+    one = config(written(tmp_path), tokenizer="bpe", vocab=300)
+    text = open_text(one)
+    tokenizer = text.tokenizer
+    assert isinstance(tokenizer, BPETokenizer)
+    assert tokenizer.vocab == 300
+    parts = tuple(tokenizer.decode(tokens).encode() for tokens in (text.training, text.held_out))
+    assert parts == text_module._split(LINES.encode())
+    assert len(text.training) < 0.6 * len(LINES)
+    assert int(text.training.max()) < 300
+    assert tokenizer.decode(tokenizer.encode("nie gesehen: ∑ 語".encode())) == "nie gesehen: ∑ 語"
+    tokenizer.save(tmp_path)
+    assert np.array_equal(load_tokenizer(tmp_path).encode(LINES.encode()), tokenizer.encode(LINES.encode()))
+    assert np.array_equal(open_text(one).training, text.training)  # from disk
+
+
+def test_bytes_decode_whatever_a_model_says():
+    assert ByteTokenizer().decode([104, 105, 300, 0xC3]) == "hi\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data": "nowhere"}, "there is no text nowhere: give python, a file, or a folder of files"),
+        ({"pattern": "*.md"}, r"no file in .* is like '\*\.md': give another pattern"),
+        ({"context": 2000}, r"has \d+ tokens held out, which is too few for a window of context=2000"),
+    ],
+)
+def test_text_that_is_missing_or_too_short_is_an_error(tmp_path, change, message):
+    written(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        check_text(config(**{"data": tmp_path} | change))
+
+
+def test_without_the_tokenizers_library_the_error_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ValueError, match=r"pip install 'phantom-parallel\[bpe\]', or use bytes"):
+        check_text(config(written(tmp_path), tokenizer="bpe"))
+
+
+def test_a_damaged_tokenizer_is_an_error_that_names_it(tmp_path):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="is not a readable tokenizer") as caught:
+        load_tokenizer(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"strategy": "tensor"}, "strategy must be one of phantom, megatron, dense, got 'tensor'"),
+        ({"tokenizer": "words"}, "tokenizer must be one of bytes, bpe, got 'words'"),
+        ({"vocab": 100}, "vocab=100 must lie from 256, since every byte is a token, to 65536"),
+        ({"vocab": 258}, "blocks=4 does not divide vocab=258: vocab=260 would be whole blocks"),
+        ({"heads": 6}, "heads=6 does not divide dim=32"),
+        ({"ranks": 3}, "3 ranks do not divide blocks=4"),
+        ({"fsdp": True}, "fsdp cuts the weights over data-parallel copies, got dp=1"),
+        ({"batch": 10, "dp": 4}, "use 8 or 12"),
+        ({"max_bytes": 0}, "max_bytes must be a positive whole number, got 0"),
+        ({"recompute": 1}, "recompute must be true or false, got 1"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_an_error_that_says_what_would(change, message):
+    with pytest.raises(ValueError, match=message):
+        config("python", **change)
+
+
+def test_what_is_left_out_is_filled_in():
+    filled = GPTTrainConfig()
+    assert (filled.blocks, filled.ghosts, filled.vocab) == (4, 16, 256)
+    assert GPTTrainConfig(tokenizer="bpe").vocab == 1024
+    assert (GPTTrainConfig(strategy="megatron").blocks, GPTTrainConfig(ranks=8).blocks) == (None, 8)

@@ -1,0 +1,162 @@
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import asdict
+from html.parser import HTMLParser
+
+import pytest
+
+from phantom_parallel.report import html as report
+from phantom_parallel.study.results import Comparison, Study, from_json
+from tests.study.sample import make_comparison, make_study
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+SCRIPT = "<script>alert(1)</script>"
+
+
+class Page(HTMLParser):
+    """Every tag and attribute of a page, and the ids twice given."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.loads, self.ids = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        for name, value in attributes:
+            if name in ("src", "href", "xlink:href", "data", "srcset", "action") and not value.startswith(
+                ("#", "data:")
+            ):
+                self.loads.append(value)
+            if name == "id":
+                self.ids.append(value)
+
+
+STUDIES = ("ghosts", "scaling", "smaller", "batch", "width", "mine")
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reports")
+    found = {"compare": make_comparison(remarks=("Phantom is worse in memory.",))}
+    found |= {name: make_study(name) for name in STUDIES}
+    return {name: report.write(one, folder / name) for name, one in found.items()}
+
+
+def test_everything_is_written(pages):
+    folder = pages["compare"].parent
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["curve.csv", "figures", "ratios.csv", "report.html", "runs.csv", "strategies.csv"]
+    figures = {path.name for path in (folder / "figures").iterdir()}
+    stems = ("loss-time", "loss-energy", "ratios", "learning-rates", "parts", "bytes", "flops")
+    assert figures == {f"{stem}.{kind}" for stem in stems for kind in ("svg", "png")}
+    assert (pages["ghosts"].parent / "cells.csv").exists()
+
+
+@pytest.mark.parametrize("name", ["compare", *STUDIES])
+def test_a_page_needs_nothing_else(pages, name):
+    text = pages[name].read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.loads == []
+    assert "http" not in text
+    assert "@import" not in text
+    assert "script" not in page.tags
+    assert len(page.ids) == len(set(page.ids))
+    assert set(re.findall(r"url\(#([^)]+)\)", text)) <= set(page.ids)
+    assert set(re.findall(r'href="#([^"]+)"', text)) <= set(page.ids)
+
+
+def test_a_page_says_all_that_was_found(pages):
+    text = pages["compare"].read_text()
+    for part in (
+        "phantom compare quick --out out/compare",
+        "Phantom is worse in memory.",
+        "what every strategy came down to in the search",
+        "assumed of one core of a server CPU",
+        "no\nenergy sensor",
+        "training.width",
+        "phantom / megatron",
+        "a CPU with 2 cores",
+        "4 blocks, 16 ghosts",
+    ):
+        assert part in text, part
+    assert text.count("<figcaption>") == 7
+    study = pages["scaling"].read_text()
+    assert "What does a ghost more buy" in study
+    assert "With 16 ghosts phantom is within 2 % of tensor&#39;s loss." in study
+    assert "Modelled: frontier-mi250x" in study
+
+
+def test_figures_take_their_colours_from_the_page(pages):
+    text = pages["compare"].read_text()
+    figures = "".join(re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL))
+    assert set(re.findall(r"(?:fill|stroke): #\w+", figures)) == set()
+    for colour in re.findall(r"var\(--(\w+)\)", figures):
+        assert f"--{colour}: #" in text
+
+
+def test_what_comes_from_data_is_escaped(tmp_path):
+    found = make_comparison(
+        name=SCRIPT, remarks=(SCRIPT,), command=SCRIPT, environment={SCRIPT: SCRIPT}, target_from=SCRIPT
+    )
+    assert_harmless(report.write(renamed(found, Comparison), tmp_path / "compare"))
+    study = make_study("batch", question=SCRIPT, findings=(SCRIPT,), settings={"cells": [{SCRIPT: [SCRIPT]}]})
+    assert_harmless(report.write(renamed(study, Study), tmp_path / "study"))
+
+
+def renamed(found, kind):
+    """With a strategy whose name is a script, as a file by somebody else could have it."""
+    return from_json(kind, json.loads(json.dumps(asdict(found)).replace("tensor", SCRIPT)))
+
+
+def test_a_comparison_of_nothing_still_has_a_page(tmp_path):
+    found = make_comparison(strategies=(), ratios=(), runs=(), trials=())
+    assert "In numbers" in report.write(found, tmp_path).read_text()
+
+
+def assert_harmless(page):
+    text = page.read_text()
+    assert "script" not in Page(text).tags
+    assert "&lt;script&gt;" in text
+    assert "<script" not in text
+
+
+def test_writing_again_replaces_the_page_and_leaves_nothing_behind(tmp_path):
+    first = report.write(make_comparison(), tmp_path).read_text()
+    assert report.write(make_comparison(), tmp_path).read_text() == first
+    assert not list(tmp_path.rglob(".*"))
+
+
+def browse(page, tmp_path, *options):
+    command = [
+        *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"),
+        *(f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=2000", *options, page.as_uri()),
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
+def test_a_browser_shows_the_page(pages, tmp_path):
+    shown = browse(pages["compare"], tmp_path, "--dump-dom")
+    assert "<title>quick: phantom parallelism compared at equal loss</title>" in shown
+    assert shown.count('<svg role="img"') == 7
+    assert shown.count("<figcaption>") == 7
+
+
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
+@pytest.mark.parametrize("width", [420, 1200])
+def test_no_page_is_wider_than_its_window(pages, tmp_path, width):
+    """A page with all reports in frames of that width, which asks each for its width."""
+    frames = "".join(f'<iframe width="{width}" src="{path.as_uri()}"></iframe>' for path in pages.values())
+    asks = (
+        "document.title = [...document.querySelectorAll('iframe')]"
+        ".map(one => one.contentDocument.documentElement.scrollWidth).join(' ')"
+    )
+    asking = tmp_path / "asking.html"
+    asking.write_text(f"<style>iframe {{ border: 0 }}</style>{frames}<script>onload = () => {{ {asks} }}</script>")
+    shown = browse(asking, tmp_path, "--allow-file-access-from-files", "--dump-dom", "--window-size=1300,900")
+    widths = [int(one) for one in re.search(r"<title>(.*?)</title>", shown).group(1).split()]
+    assert len(widths) == len(pages)
+    assert max(widths) <= width

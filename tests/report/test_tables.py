@@ -1,0 +1,221 @@
+import csv
+import io
+import math
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from phantom_parallel.report import tables
+from phantom_parallel.report.units import quantity, scale, share
+from phantom_parallel.study.results import Cell, Interval, Ratio
+from tests.study.sample import make_comparison, make_study, one_ratio
+
+
+def rows(found):
+    return {
+        row.label if number == 0 else f"ratio: {row.label}": row.cells
+        for number, section in enumerate(tables.sections(found))
+        for row in section.rows
+    }
+
+
+def printed(table, width=160):
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(table)
+    return console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (0.0123, "s", "12.3 ms"),
+        (59.96, "s", "60 s"),
+        (1234.0, "s", "20.6 min"),
+        (9000.0, "s", "2.5 h"),
+        (0.0009999, "s", "1 ms"),
+        (41250.0, "J", "41.2 kJ"),
+        (2.4e-5, "J", "24 µJ"),
+        (4_194_304, "B", "4.19 MB"),
+        (9.23e10, "FLOP", "92.3 GFLOP"),
+        (999.7, "J", "1 kJ"),
+        (0.153, "%", "15.3 %"),
+        (1234.4, "steps", "1,234"),
+        (0, "B", "0 B"),
+        (2_100_000, "", "2,100,000"),
+        (0.0512345, "", "0.0512"),
+    ],
+)
+def test_quantities_have_human_units(value, unit, text):
+    assert quantity(value, unit) == text
+
+
+def test_an_axis_takes_the_unit_of_its_largest_value():
+    assert scale([0.001, 0.03], "s") == (1e-3, "ms")
+    assert scale([5.0, 3e4], "J") == (1e3, "kJ")
+
+
+def test_shares_keep_two_digits():
+    assert [share(one) for one in (0.314, 1.0, 0.0312, 12.345, 123.4)] == ["0.31", "1.00", "0.031", "12.35", "123"]
+
+
+def test_rows_of_a_comparison_are_the_numbers_of_its_runs():
+    found = make_comparison()
+    table = rows(found)
+    runs = [run for run in found.runs if run.strategy == "tensor"]
+    seconds, steps = sum(run.seconds for run in runs) / 3, sum(run.steps for run in runs) / 3
+    assert table["time to the loss"][1] == f"{seconds:.2f} s"
+    assert table["steps to the loss"][1] == f"{steps:.0f}"
+    assert table["FLOPs to the loss"][1] == f"{steps * 0.81:.1f} GFLOP"
+    assert table["bytes exchanged to the loss"][1] == f"{steps * 4.194304:.0f} MB"
+    assert table["reached the target"] == ("3 of 3",) * 3
+    assert table["learning rate found"] == ("0.004", "0.002", "0.002")
+    assert table["ranks"] == ("4", "4", "4")
+    assert table["share of time blocked"] == ("15.0 %", "55.0 %", "40.0 %")
+    assert table["inference latency, batch 64"] == ("4.2 ms", "13 ms", "9.24 ms")
+    assert table["inference energy a sample, batch 1, modelled"][0] == "24 mJ"
+    assert table["energy, measured"] == ("unavailable",) * 3
+
+
+def test_ratios_stand_below_the_strategy_that_they_are_to():
+    found = make_comparison(
+        ratios=(
+            Ratio("phantom", "tensor", "seconds", one_ratio(0.314, 0.28, 0.351)),
+            Ratio("phantom", "megatron", "seconds", one_ratio(0.9, None, None)),
+            Ratio("megatron", "tensor", "seconds", one_ratio(0.5, 0.4, 0.6)),
+        )
+    )
+    section = tables.sections(found)[-1]
+    assert section.headings[1:] == ("", "phantom / tensor", "phantom / megatron")
+    table = rows(found)
+    assert table["ratio: time to the loss"][1:] == ("0.31 [0.28, 0.35]", "0.90")
+    assert table["ratio: energy to the loss"][1:] == ("unavailable", "unavailable")
+
+
+def test_what_missed_the_target_is_said_to_have_missed_it():
+    found = make_comparison(missed=("tensor",))
+    table = rows(found)
+    assert table["reached the target"] == ("3 of 3", "0 of 3", "3 of 3")
+    for label in ("steps to the loss", "time to the loss", "FLOPs to the loss", "energy to the loss, modelled"):
+        assert table[label][1] == "missed"
+        assert table[label][0] != "missed"
+    assert table["ratio: time to the loss"][1] == "missed"
+    assert table["ratio: step time"][1] not in ("missed", "unavailable")
+    assert table["step time"][1] not in ("missed", "unavailable")
+
+
+def test_measured_energy_names_its_sensors():
+    found = make_comparison()
+    runs = tuple(replace(run, measured_joules=50.0, measured_by="counter, device") for run in found.runs)
+    strategies = tuple(replace(one, measured_joules=Interval(50.0, 49.0, 51.0, 3)) for one in found.strategies)
+    table = rows(replace(found, runs=runs, strategies=strategies))
+    assert table["energy with evaluations, measured by counter, device"] == ("50 J",) * 3
+
+
+def test_terminal_and_markdown_have_the_same_rows():
+    found = make_comparison(("phantom", "tensor", "megatron", "dense"), missed=("tensor",))
+    text, markdown = printed(tables.comparison(found)), tables.markdown(found)
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown.splitlines()]
+    assert len({len(line) for line in lines}) == 1
+    for section in tables.sections(found):
+        for row in section.rows:
+            assert [row.label, *row.cells] in lines
+            assert row.label in text
+            assert all(cell in text for cell in row.cells)
+
+
+def test_markup_in_names_is_text():
+    found = make_comparison(name="[bold]x[/bold]")
+    assert "[bold]x[/bold]" in printed(tables.comparison(found))
+
+
+def test_cells_of_several_seeds_are_one_row_with_the_median():
+    section = tables.study_section(make_study("ghosts"))
+    by_name = [dict(zip(section.headings, (row.label, *row.cells), strict=True)) for row in section.rows]
+    assert len(by_name) == 7
+    sixteen = next(row for row in by_name if row["ghosts"] == "16")
+    assert sixteen["held-out loss"] == "0.051"  # 0.04 + 0.16 / 16 + 0.001, the second of three seeds
+    assert sixteen["run"] == "here, 3 seeds"
+    assert by_name[-1]["strategy"] == "tensor"
+    assert by_name[-1]["ghosts"] == tables.NOTHING
+    assert "width" not in section.headings
+    assert tables.fixed_settings(make_study("ghosts").cells)["width"] == 512
+
+
+def test_a_value_that_half_of_the_seeds_lack_is_missed():
+    cells = [
+        Cell(f"{seed}", {"strategy": "phantom", "seed": seed}, {"seconds": value, "reached": float(value is not None)})
+        for seed, value in enumerate((4.0, None, None))
+    ]
+    (one,) = tables.by_setting(cells)
+    assert one.values == {"seconds": None, "reached": 1.0}
+    cells[1] = replace(cells[1], values={"seconds": 9.0, "reached": 1.0})
+    (one,) = tables.by_setting(cells)
+    assert one.values == {"seconds": 9.0, "reached": 2.0}
+    never = [replace(cell, values={"seconds": None, "steps": 5.0, "reached": 0.0}) for cell in cells]
+    assert rows_of_study(never)[0]["reached the loss"] == "0 of 3"
+
+
+def rows_of_study(cells):
+    section = tables.study_section(make_study("ghosts", cells=tuple(cells)))
+    return [dict(zip(section.headings, (row.label, *row.cells), strict=True)) for row in section.rows]
+
+
+def test_modelled_cells_say_so():
+    found = rows_of_study(make_study("scaling").cells)
+    assert {row["run"] for row in found if int(row["ranks"]) > 8} == {"modelled"}
+    assert {row["run"] for row in found if int(row["ranks"]) <= 8} == {"here"}
+    assert next(row for row in found if row["ranks"] == "16")["share of time blocked"] == "unavailable"
+
+
+def test_a_study_prints():
+    for name in ("ghosts", "scaling", "smaller", "batch", "width", "mine"):
+        assert "phantom" in printed(tables.study(make_study(name)))
+    printed(tables.study(make_study("ghosts", cells=())))
+
+
+def read(text):
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def test_csv_holds_every_number_to_the_last_digit():
+    found = make_comparison(missed=("tensor",))
+    files = {name: read(text) for name, text in tables.csv_files(found).items()}
+    assert sorted(files) == ["curve.csv", "ratios.csv", "runs.csv", "strategies.csv"]
+    for run, row in zip(found.runs, files["runs.csv"], strict=True):
+        assert (row["strategy"], int(row["seed"]), float(row["seconds"])) == (run.strategy, run.seed, run.seconds)
+        assert float(row["step_seconds"]) == run.step_seconds
+        assert row["measured_joules"] == "unavailable"
+    points = [(run.strategy, point) for run in found.runs for point in run.curve]
+    for (strategy, point), row in zip(points, files["curve.csv"], strict=True):
+        assert (row["strategy"], float(row["loss"]), float(row["joules"])) == (strategy, point.loss, point.joules)
+    for one, row in zip(found.ratios, files["ratios.csv"], strict=True):
+        assert (row["to"], row["measure"], float(row["ratio_mean"])) == (one.to, one.measure, one.ratio.mean)
+    phantom, tensor, _ = files["strategies.csv"]
+    assert float(phantom["seconds_low"]) == found.strategies[0].seconds.low
+    assert float(phantom["inference_batch_64_latency_seconds"]) == pytest.approx(0.0042)
+    assert tensor["seconds_mean"] == "missed"
+    assert phantom["measured_joules_mean"] == "unavailable"
+
+
+def test_csv_of_a_study_has_a_row_for_each_cell():
+    found = make_study("scaling")
+    table = read(tables.csv_files(found)["cells.csv"])
+    for cell, row in zip(found.cells, table, strict=True):
+        assert int(row["setting_ranks"]) == cell.settings["ranks"]
+        assert math.isclose(float(row["step_seconds"]), cell.values["step_seconds"], rel_tol=0)
+        assert row["modelled"] == str(cell.modelled)
+        assert (row["blocked_share"] == "unavailable") == cell.modelled
+
+
+def test_a_terminal_gets_the_main_measures_of_a_study_and_the_report_all():
+    found = make_study("smaller")
+    found = replace(found, cells=tuple(replace(one, values=one.values | {"memory_bytes": 8.0}) for one in found.cells))
+    few, every = tables.study_section(found, brief=True), tables.study_section(found)
+    assert set(few.headings) < set(every.headings)
+    assert {"held-out loss", "reached the loss"} <= set(few.headings)
+    assert "memory a rank" in every.headings
+    assert "memory a rank" not in few.headings
+    assert len(few.rows) == len(every.rows)
+    timed = tables.study_section(make_study("scaling"), brief=True).headings
+    assert "step time" in timed
