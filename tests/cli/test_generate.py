@@ -15,7 +15,7 @@ import torch
 from phantom_parallel import FFN, GPT, FFNConfig, GPTConfig, save_model
 from phantom_parallel.cli import main as program
 from phantom_parallel.families.gpt import generation as generate
-from tests.models import gpt_reference
+from tests.families.gpt import reference as gpt_reference
 
 SIZES = {"vocab": 256, "dim": 32, "layers": 2, "heads": 4, "hidden": 48, "context": 40}
 PROMPT = "def main("

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from phantom_parallel import GPT, GPTConfig, RanksDisagree
 from phantom_parallel.families.gpt import generation as generate
 from tests.families.gpt.test_model import config_of, filled, one_mesh
-from tests.models import gpt_reference
+from tests.families.gpt import reference as gpt_reference
 
 CONTEXT, TOKENS = 32, 10
 

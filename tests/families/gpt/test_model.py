@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from phantom_parallel import GPT, GPTConfig, Ledger, RanksDisagree
-from tests.models import gpt_reference
+from tests.families.gpt import reference as gpt_reference
 from tests.reference import relative_error
 
 SIZES = {"vocab": 24, "dim": 32, "layers": 2, "heads": 8, "kv_heads": 4, "hidden": 40, "context": 16}

@@ -1,0 +1,117 @@
+"""Files and folders that appear whole or not at all, with the permissions that the umask gives."""
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+# A name that no reader takes for a finished file: hidden, and told from a user's own files when it is swept up.
+_SCRATCH = ".writing-"
+
+
+@contextmanager
+def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Open a new binary file that takes the place of ``path`` once the block has ended without an exception.
+
+    The data are on the disk before the name changes, so a power cut leaves the old file or the new one.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = _scratch_beside(path)
+    try:
+        with open(scratch, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+        sync_folder(path.parent)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(path: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a new folder to fill, which becomes ``path`` once the block has ended without an exception.
+
+    Raises:
+        FileExistsError: If ``path`` exists and ``overwrite`` is False. With ``overwrite``, the old folder is removed
+            only after the new one is complete.
+    """
+    path = Path(path)
+    if path.exists() and not overwrite:
+        raise FileExistsError(f"{path} exists: choose another folder or pass overwrite=True")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = _scratch_beside(path)
+    scratch.mkdir()
+    try:
+        yield scratch
+        replace_folder(scratch, path)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def replace_folder(new: Path, path: Path) -> None:
+    """Let the folder ``new``, once its files are on the disk, take the place of ``path``."""
+    for file in new.rglob("*"):
+        if file.is_file():
+            with open(file, "rb") as opened:
+                os.fsync(opened.fileno())
+    if path.exists():
+        old = _scratch_beside(path)
+        os.rename(path, old)
+        try:
+            os.rename(new, path)
+        except OSError:
+            os.rename(old, path)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        os.rename(new, path)
+    sync_folder(path.parent)
+
+
+def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write a whole file atomically."""
+    with atomic_file(path) as file:
+        file.write(data)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a whole text file atomically, as UTF-8."""
+    write_bytes(path, text.encode())
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Write a JSON file atomically. NaN and infinities, which JSON does not have, raise ValueError."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def remove_scratch(folder: Path) -> None:
+    """Remove what writers that were killed have left in ``folder``. No writer may be at work there."""
+    for left in folder.glob(f"{_SCRATCH}*"):
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Put a folder's entries on the disk, where the system can."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    except OSError:
+        pass  # some file systems cannot sync a folder; the files themselves are synced
+    finally:
+        os.close(handle)
+
+
+def _scratch_beside(path: Path) -> Path:
+    return path.parent / f"{_SCRATCH}{path.name}-{secrets.token_hex(4)}"

@@ -1,0 +1,66 @@
+"""The strategies: how a model is cut over ranks, and the rules that each of them has. The one list of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from phantom_parallel.utils.layout import positive
+
+StrategyName = Literal["phantom", "tensor", "megatron", "dense"]
+DEFAULT_GHOSTS = 16
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How a model is cut over the ranks that share it.
+
+    Args:
+        name: As options and files have it.
+        summary: One line for help texts and reports.
+        single_rank: Whether a model must not be shared by several ranks.
+        has_blocks: Whether the model has blocks and ghosts of its own, and is not the dense model.
+        shards_features: Whether activations are cut by features between layers, on a mesh.
+    """
+
+    name: StrategyName
+    summary: str
+    single_rank: bool = False
+    has_blocks: bool = False
+    shards_features: bool = False
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raise ValueError if a model cannot be shared by so many ranks."""
+        positive(ranks=ranks)
+        if self.single_rank and ranks > 1:
+            raise ValueError(f"the strategy {self.name} runs on one rank, got ranks={ranks}: use another one, or dp")
+
+    def check_blocks(self, blocks: int | None, ghosts: int | None) -> None:
+        """Raise ValueError if blocks and ghosts are missing where they are needed, or given where they are not."""
+        if self.has_blocks and (blocks is None or ghosts is None):
+            raise ValueError(f"the strategy {self.name} needs blocks and ghosts, got blocks={blocks}, ghosts={ghosts}")
+        if not self.has_blocks and (blocks is not None or ghosts is not None):
+            raise ValueError(f"blocks and ghosts belong to the strategy phantom, not to {self.name}: leave them out")
+
+
+STRATEGIES: dict[str, Strategy] = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy("phantom", "blocks that exchange ghosts", has_blocks=True, shards_features=True),
+        Strategy("tensor", "tensor parallelism with features cut in and out, as in the paper", shards_features=True),
+        Strategy("megatron", "torch's own column and row styles in pairs"),
+        Strategy("dense", "the whole model on one rank", single_rank=True),
+    )
+}
+assert tuple(STRATEGIES) == get_args(StrategyName)
+
+
+def get_strategy(name: object, among: Sequence[str] = tuple(STRATEGIES)) -> Strategy:
+    """The strategy of that name, if it is one of those that a family has."""
+    if not isinstance(name, str) or name not in among:
+        raise ValueError(f"strategy must be one of {', '.join(among)}, got {name!r}")
+    return STRATEGIES[name]
+
+
+def default_blocks(ranks: int) -> int:
+    """Blocks of a phantom model where nothing else is asked for: the larger of 4 and the number of ranks."""
+    return max(4, ranks)
