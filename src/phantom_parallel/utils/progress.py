@@ -1,0 +1,79 @@
+"""Progress of long work: a bar on a terminal, a line now and then elsewhere. On stderr, since results go to stdout."""
+
+import time
+from datetime import timedelta
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+_LINE_SECONDS = 5.0  # between lines where there is no terminal
+
+
+class ProgressDisplay:
+    """One bar with a title and a note. Does nothing unless ``show``, as on all ranks but the first.
+
+    Example::
+
+        with ProgressDisplay(show=True) as display:
+            display.stage("measuring", total=20)
+            for turn in range(20):
+                ...
+                display.update(turn + 1, f"loss {loss:.4g}")
+    """
+
+    def __init__(self, *, show: bool = True) -> None:
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._show, self._terminal = show, self._console.is_terminal
+        columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}")
+        self._bar = Progress(*columns, console=self._console)
+        self._task = self._bar.add_task("starting", total=None, note="")
+        self._title, self._total = "", 0.0
+        self._start = self._last = time.monotonic()
+        self._first = 0.0  # what was done already when the stage began
+
+    def __enter__(self) -> "ProgressDisplay":
+        if self._show and self._terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._show and self._terminal:
+            self._bar.stop()
+
+    def stage(self, title: str, total: float, done: float = 0.0) -> None:
+        """Begin a stage of ``total`` units, of which ``done`` were finished before."""
+        self._title, self._total, self._first = title, total, done
+        self._start = time.monotonic()
+        if self._show and self._terminal:
+            self._bar.reset(self._task, description=title, total=total, completed=int(done), note="")
+
+    def update(self, done: float, note: str = "", *, line: bool = False) -> None:
+        """Show that ``done`` units are finished. Without a terminal a line is printed every few seconds, at the end, and
+        whenever ``line`` is True.
+        """
+        if not self._show:
+            return
+        note = "  ".join(part for part in (note, self._time_left(done)) if part)
+        if self._terminal:
+            self._bar.update(self._task, description=self._title, completed=done, total=self._total, note=note)
+            return
+        now = time.monotonic()
+        if line or done >= self._total or now - self._last > _LINE_SECONDS:
+            self._last = now
+            count = f"{done:,.0f}/{self._total:,.0f}" if self._total else f"{done:,.0f}"
+            self._console.print(" ".join(part for part in (self._title, count, note) if part), markup=False)
+
+    def print(self, line: str) -> None:
+        """Print a line above the bar."""
+        if self._show:
+            self._console.print(line, markup=False)
+
+    def _time_left(self, done: float) -> str:
+        finished = done - self._first
+        if finished <= 0 or done >= self._total:
+            return ""
+        left = (time.monotonic() - self._start) / finished * (self._total - done)
+        return f"{timedelta(seconds=round(left))} left"
