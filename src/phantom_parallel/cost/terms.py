@@ -27,6 +27,15 @@ Optimizer = Literal["sgd", "momentum", "adam"]
 Op = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
 OPTIMIZER_STATES: dict[str, int] = {"sgd": 0, "momentum": 1, "adam": 2}
+
+
+def optimizer_of(name: str, momentum: float) -> Optimizer:
+    """The kind of optimizer, by its state, of a training with this optimizer and momentum."""
+    if name == "adamw":
+        return "adam"
+    return "momentum" if momentum else "sgd"
+
+
 KEEPS_ITS_INPUT = (
     "gelu",
     "silu",

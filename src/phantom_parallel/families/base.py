@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
+    from phantom_parallel.cost.terms import Shape
     from phantom_parallel.train.config import TrainConfig
     from phantom_parallel.train.task import Task
 
@@ -20,3 +21,7 @@ class Family(ABC):
     @abstractmethod
     def task(self) -> "type[Task[Any]]":
         """What is trained: the model, its data and its loss."""
+
+    @abstractmethod
+    def shape(self, config: "TrainConfig") -> "Shape":
+        """The shape of one step of a training, for the cost formulas. ``config`` is of the class `train_config`."""

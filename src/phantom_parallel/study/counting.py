@@ -1,51 +1,13 @@
-"""What the formulas say of a training's step."""
+"""What the cost formulas give for a training's step."""
 
-from phantom_parallel.cost.terms import Optimizer, Shape
-from phantom_parallel.families.ffn.cost import FFNShape
-from phantom_parallel.families.ffn.train_config import FFNTrainConfig
-from phantom_parallel.families.gpt.cost import GPTShape
-from phantom_parallel.families.gpt.train_config import GPTTrainConfig
+from phantom_parallel.cost.terms import Shape
+from phantom_parallel.families.registry import get_family
 from phantom_parallel.train.config import TrainConfig
 
 
 def shape_of(config: TrainConfig) -> Shape:
-    """What the formulas are asked about a training's step."""
-    optimizer: Optimizer = "adam" if config.optimizer == "adamw" else "momentum" if config.momentum else "sgd"
-    rows = config.batch // config.dp
-    if isinstance(config, GPTTrainConfig):
-        model = config.gpt()
-        return GPTShape(
-            model.strategy,
-            model.vocab,
-            model.dim,
-            model.layers,
-            model.heads,
-            model.kv_heads,
-            model.hidden,
-            sequence=model.context,
-            ranks=config.ranks,
-            batch=rows,
-            blocks=model.blocks,
-            ghosts=model.ghosts,
-            dp=config.dp,
-            tied=model.tied,
-            optimizer=optimizer,
-            recompute=config.recompute,
-        )
-    assert isinstance(config, FFNTrainConfig)
-    return FFNShape(
-        config.strategy,
-        config.width,
-        config.depth,
-        config.ranks,
-        rows,
-        config.blocks,
-        config.ghosts,
-        dp=config.dp,
-        bias=config.bias,
-        activation=config.activation,
-        optimizer=optimizer,
-    )
+    """The shape of one step of a training."""
+    return get_family(config.family).shape(config)
 
 
 def counts(config: TrainConfig) -> dict[str, int]:

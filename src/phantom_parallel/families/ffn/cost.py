@@ -1,7 +1,7 @@
 """Cost terms of feed-forward networks: what one rank of an `FFN` computes, sends and keeps in a training step."""
 
 from dataclasses import dataclass, field, replace
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from phantom_parallel.cost.terms import (
     KEEPS_ITS_INPUT,
@@ -12,12 +12,16 @@ from phantom_parallel.cost.terms import (
     Shape,
     Strategy,
     column_layer,
+    optimizer_of,
     phantom_layer,
     representative,
     row_layer,
     tensor_layer,
 )
 from phantom_parallel.utils.layout import BlockLayout, RowLayout, positive
+
+if TYPE_CHECKING:
+    from phantom_parallel.families.ffn.train_config import FFNTrainConfig
 
 
 @dataclass(frozen=True)
@@ -129,3 +133,13 @@ class FFNShape(Shape):
     def whole(self) -> "FFNShape":
         """The dense model of the same width on one rank."""
         return replace(self, strategy="dense", ranks=1, rank=0, blocks=None, ghosts=None)
+
+
+def shape_of(config: "FFNTrainConfig") -> FFNShape:
+    """The shape of one step of a training."""
+    names = ("strategy", "width", "depth", "ranks", "blocks", "ghosts", "dp", "bias", "activation")
+    return FFNShape(
+        **{name: getattr(config, name) for name in names},
+        batch=config.batch // config.dp,
+        optimizer=optimizer_of(config.optimizer, config.momentum),
+    )

@@ -1,10 +1,12 @@
 """The family ``ffn``, as the registry has it."""
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from phantom_parallel.families.base import Family
 
 if TYPE_CHECKING:
+    from phantom_parallel.cost.terms import Shape
+    from phantom_parallel.families.ffn.train_config import FFNTrainConfig
     from phantom_parallel.train.config import TrainConfig
     from phantom_parallel.train.task import Task
 
@@ -21,6 +23,11 @@ class FFNFamily(Family):
         from phantom_parallel.families.ffn.task import FFNTask
 
         return FFNTask
+
+    def shape(self, config: "TrainConfig") -> "Shape":
+        from phantom_parallel.families.ffn.cost import shape_of
+
+        return shape_of(cast("FFNTrainConfig", config))
 
 
 FAMILY = FFNFamily()

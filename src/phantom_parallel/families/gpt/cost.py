@@ -21,7 +21,7 @@ Parts are named as the modules are.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from phantom_parallel.cost.terms import (
     OPTIMIZER_STATES,
@@ -32,11 +32,15 @@ from phantom_parallel.cost.terms import (
     Product,
     Shape,
     column_layer,
+    optimizer_of,
     phantom_layer,
     row_layer,
 )
 from phantom_parallel.families.gpt.config import GPTConfig, GPTStrategy
 from phantom_parallel.utils.layout import BlockLayout, RowLayout, positive
+
+if TYPE_CHECKING:
+    from phantom_parallel.families.gpt.train_config import GPTTrainConfig
 
 Task = Literal["train", "prefill", "decode"]
 INDEX_BYTES = 8  # of a token
@@ -377,6 +381,19 @@ class GPTShape(Shape):
         precise = self._precise_bytes
         row = self.vocab // self.ranks * precise + precise + INDEX_BYTES
         return self.rows * (row + (precise + 1 if self.ranks > 1 else 0)) + (0 if self.ranks > 1 else precise)
+
+
+def shape_of(config: "GPTTrainConfig") -> GPTShape:
+    """The shape of one step of a training."""
+    return GPTShape.of(
+        config.gpt(),
+        sequence=config.context,
+        ranks=config.ranks,
+        batch=config.batch // config.dp,
+        dp=config.dp,
+        optimizer=optimizer_of(config.optimizer, config.momentum),
+        recompute=config.recompute,
+    )
 
 
 def _between(exchanges: list[Exchange]) -> tuple[Exchange, ...]:
