@@ -1,0 +1,300 @@
+"""Figures of README.md and docs/ from the result files: ``python -m benchmarks.tables --write`` or ``--check``.
+
+A page marks what is generated, and everything between the markers is replaced:
+
+    <!-- table: compare-quick -->          a table, with the command that made its figures
+    <!-- end table -->
+
+    <!-- value: compare-random phantom/tensor seconds -->2.05 [1.69, 2.48]<!-- end -->
+
+Values are named by their result file and what to read from it:
+
+    compare-NAME STRATEGY/BASELINE MEASURE [mean] [at LOSS]   a ratio, with its confidence interval unless ``mean`` is
+                                                              given; ``at LOSS``: to a looser target, from the same runs
+    validation phantom|tensor|ratio mean|worst                an error of the time model
+    validation settings                                       how many settings were measured
+
+``--check`` lists the pages that differ from the result files and exits with 1, as the tests do.
+"""
+
+import argparse
+import difflib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from phantom_parallel.report import tables
+from phantom_parallel.report.units import quantity, share
+from phantom_parallel.study.results import Comparison, Interval, Point, Run, load
+from phantom_parallel.study.statistics import ratio
+from phantom_parallel.utils.files import write_text
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+# Rows of a comparison that the README leaves to the report.
+DETAILS = ("ranks", "learning rate found", "reached the target", "energy, measured", "inference energy a sample")
+LOOSER_TARGETS = (0.50, 0.40, 0.35, 0.30)
+
+TABLE = re.compile(r"<!-- table: (?P<name>\S+) -->\n.*?<!-- end table -->", re.DOTALL)
+VALUE = re.compile(r"<!-- value: (?P<spec>[^>]+?) -->.*?<!-- end -->", re.DOTALL)
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def generated(text: str, folder: Path) -> str:
+    """A page with every marked table and value made anew; links to result files are relative to ``folder``."""
+    for marker, pattern in (("<!-- table:", TABLE), ("<!-- value:", VALUE)):
+        if text.count(marker) != len(pattern.findall(text)):
+            raise ValueError(f"a marker {marker!r} is incomplete, or the marker that ends it is missing")
+    text = TABLE.sub(lambda found: _table(found["name"], folder), text)
+    return VALUE.sub(lambda found: f"<!-- value: {found['spec']} -->{value(found['spec'])}<!-- end -->", text)
+
+
+def results_used(text: str) -> set[str]:
+    """Names of the result files that a page's markers read."""
+    specs = [found["name"] for found in TABLE.finditer(text)] + [found["spec"] for found in VALUE.finditer(text)]
+    return {_file(spec.split()[0]).stem for spec in specs}
+
+
+def _table(name: str, folder: Path) -> str:
+    path = _file(name)
+    text = TABLES[name](path) if name in TABLES else tables.markdown(load(path)).strip()
+    return f"<!-- table: {name} -->\n{text}\n\n{_origin(path, folder)}\n<!-- end table -->"
+
+
+def _file(name: str) -> Path:
+    """``compare-quick-targets`` reads ``compare-quick.json``: the longest result file that the name begins with."""
+    for end in range(len(name), 0, -1):
+        if (path := RESULTS / f"{name[:end]}.json").exists():
+            return path
+    raise ValueError(f"{name!r} has no result file in {RESULTS.relative_to(ROOT)}")
+
+
+def _origin(path: Path, folder: Path) -> str:
+    data = _read(path)
+    text = f"From [{path.name}]({Path(os.path.relpath(path, folder)).as_posix()})"
+    if "command" in data:
+        command = re.sub(r" --out \S+", "", data["command"])
+        text += f", made by `{command}` on {(data.get('made') or data['started'])[:10]}"
+    return f"{text}."
+
+
+@cache
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+@cache
+def _comparison(path: Path) -> Comparison:
+    found = load(path)
+    if not isinstance(found, Comparison):
+        raise ValueError(f"{path} is a study, not a comparison")
+    return found
+
+
+def _lines(headings: Sequence[str], rows: Iterator[Sequence[str]], align: str = "---:") -> str:
+    lines = [headings, ["---", *[align] * (len(headings) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def brief_comparison(path: Path) -> str:
+    """The project's own table without the rows in `DETAILS`."""
+    lines = tables.markdown(_comparison(path)).strip().splitlines()
+    starts = tuple(f"| {label}" for label in DETAILS)
+    for start in starts:
+        if not any(line.startswith(start) for line in lines):
+            raise ValueError(f"no row of the comparison begins with {start!r}: update DETAILS")
+    return "\n".join(line for line in lines if not line.startswith(starts))
+
+
+def looser_targets(path: Path) -> str:
+    """What phantom takes to losses above the target, from the curves of the same runs."""
+    found = _comparison(path)
+    columns = (
+        ("tensor", "seconds", ""),
+        ("tensor", "joules", ""),
+        ("tensor", "steps", "mean"),
+        ("megatron", "seconds", ""),
+    )
+
+    def row(loss: float) -> list[str]:
+        cells = (_shown(_ratio_at(found, "phantom", to, measure, loss), how) for to, measure, how in columns)
+        return [f"{loss:.2f}", *cells]
+
+    headings = (
+        "held-out loss",
+        "time, of tensor's",
+        "energy, of tensor's",
+        "steps, of tensor's",
+        "time, of megatron's",
+    )
+    return _lines(headings, (row(loss) for loss in (*LOOSER_TARGETS, found.target_loss)))
+
+
+def _ratio_at(found: Comparison, strategy: str, to: str, measure: str, loss: float) -> Interval:
+    """Runs of one seed are a pair; each counts up to the first evaluation at or below the loss."""
+
+    def reached(run: Run) -> Point:
+        for point in run.curve:
+            if point.loss <= loss:
+                return point
+        raise ValueError(f"{run.strategy} with seed {run.seed} of {found.name} did not reach a loss of {loss}")
+
+    def values(name: str) -> dict[int, float]:
+        field = {"steps": "step"}.get(measure, measure)
+        return {run.seed: getattr(reached(run), field) for run in found.runs if run.strategy == name}
+
+    mine, theirs = values(strategy), values(to)
+    answer = ratio([(mine[seed], theirs[seed]) for seed in mine])
+    assert answer is not None, "a comparison has runs"
+    return answer
+
+
+def layer_steps(path: Path) -> str:
+    rows = (
+        [
+            f"{row['ranks']}, {row['width']}",
+            re.sub(r"\D", "", name),
+            f"{ratios['weights']:.3f}",
+            _quartiles(ratios["of megatron"]),
+            _quartiles(ratios["of tensor"]),
+        ]
+        for row in _read(path)["step"]
+        for name, ratios in row["phantom"].items()
+    )
+    headings = (
+        "ranks, width",
+        "blocks",
+        "multiply-adds",
+        "time, of torch's column/row pair",
+        "time, of `TensorLinear`",
+    )
+    return _lines(headings, rows)
+
+
+def layer_forward(path: Path) -> str:
+    rows = (
+        [str(row["batch"]), f"{row['multiply-adds']:.3f}", _quartiles(row["phantom/dense"])]
+        for row in _read(path)["forward"]
+    )
+    return _lines(("batch", "multiply-adds", "time, of `nn.Linear`"), rows)
+
+
+def transformer(path: Path) -> str:
+    kinds = ("step", "prefill", "decode")
+    rows = (
+        [str(row["ranks"]), *(_quartiles(row[kind]["phantom/megatron"]) for kind in kinds)]
+        for row in _read(path)["rows"]
+    )
+    tokens = _read(path)["settings"]["sequence"]
+    return _lines(("ranks", "training step", f"prefill of {tokens} tokens", "decode, a token"), rows)
+
+
+def validation(path: Path) -> str:
+    names = ("ranks", "width", "depth", "batch", "blocks", "ghosts")
+
+    def row(outcome: dict[str, Any]) -> Iterator[str]:
+        yield from (str(outcome["setting"][name]) for name in names)
+        for strategy in ("phantom", "tensor"):
+            for seconds in (outcome["measured"][strategy], outcome["predicted"][strategy]):
+                yield f"{1e3 * seconds:.1f}"
+        yield from (f"{outcome['measured_ratio']:.3f}", f"{outcome['predicted_ratio']:.3f}", f"{outcome['error']:+.0%}")
+
+    headings = (*names, "phantom", "model", "tensor", "model", "ratio", "model", "error")
+    return _lines(headings, (list(row(outcome)) for outcome in _read(path)["outcomes"]))
+
+
+TABLES: dict[str, Callable[[Path], str]] = {
+    "compare-quick-brief": brief_comparison,
+    "compare-quick-targets": looser_targets,
+    "layers-step": layer_steps,
+    "layers-forward": layer_forward,
+    "transformer": transformer,
+    "validation": validation,
+}
+
+
+def _quartiles(found: dict[str, float]) -> str:
+    return f"{found['median']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
+
+
+def value(spec: str) -> str:
+    """One figure in a sentence, by the rules in this module's docstring."""
+    name, *words = spec.split()
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        raise ValueError(f"value {spec!r}: there is no {path.relative_to(ROOT)}")
+    try:
+        return _error(_read(path), words) if name == "validation" else _ratio(_comparison(path), words)
+    except (KeyError, IndexError, ValueError) as error:
+        raise ValueError(f"value {spec!r} is not in {path.relative_to(ROOT)}: {error}") from error
+
+
+def _ratio(found: Comparison, words: list[str]) -> str:
+    (strategy, to), measure, options = words[0].split("/"), words[1], words[2:]
+    how = options.pop(0) if options[:1] == ["mean"] else ""
+    if options[:1] == ["at"]:
+        answer: Interval | None = _ratio_at(found, strategy, to, measure, float(options[1]))
+        options = options[2:]
+    elif measure.endswith("_per_step"):
+        mine, theirs = (getattr(tables.result_of(found, one), measure) for one in (strategy, to))
+        answer = Interval(mine / theirs, None, None, 1)
+    else:
+        answer = tables.ratio_of(found, strategy, to, measure)
+    if answer is None or options:
+        raise ValueError("no such ratio")
+    return _shown(answer, how)
+
+
+def _shown(found: Interval, how: str) -> str:
+    return share(found.mean) if how == "mean" else tables.interval(found)
+
+
+def _error(data: dict[str, Any], words: list[str]) -> str:
+    outcomes = data["outcomes"]
+    if words == ["settings"]:
+        return str(len(outcomes))
+    what, summary = words
+    if what == "ratio":
+        errors = [abs(outcome["error"]) for outcome in outcomes]
+    else:
+        errors = [abs(outcome["predicted"][what] / outcome["measured"][what] - 1) for outcome in outcomes]
+    return quantity({"mean": fmean(errors), "worst": max(errors)}[summary], "%")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--write", action="store_true", help="update the pages")
+    mode.add_argument("--check", action="store_true", help="show differences, and exit with 1 if there are any")
+    options = parser.parse_args()
+    differ = False
+    for page in pages():
+        old = page.read_text()
+        new = generated(old, page.parent)
+        if old == new:
+            continue
+        differ = True
+        name = str(page.relative_to(ROOT))
+        if options.write:
+            write_text(page, new)
+            print(f"updated {name}")
+        else:
+            sys.stdout.writelines(
+                difflib.unified_diff(old.splitlines(True), new.splitlines(True), name, "result files")
+            )
+    if options.check and differ:
+        raise SystemExit("Pages differ from the result files: run python -m benchmarks.tables --write.")
+
+
+if __name__ == "__main__":
+    main()
