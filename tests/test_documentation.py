@@ -1,0 +1,196 @@
+"""README, CONTRIBUTING and docs/ are true: figures are the result files', links resolve, code and commands run."""
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+import tyro
+
+from benchmarks import tables
+from phantom_parallel.cli.main import COMMANDS
+from tests.pool import RankFailed
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
+# Code that readers do not need, such as a small model: it runs before the snippets that follow, on so many ranks.
+SETUP = re.compile(r"^<!-- setup ranks=(?P<ranks>\d+)\n(?P<code>.*?)^-->$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
+
+
+def blocks(page, language):
+    """(first line, code) of every fenced block of a language."""
+    text = page.read_text()
+    return [
+        (text.count("\n", 0, found.start("code")), found["code"])
+        for found in FENCE.finditer(text)
+        if found["language"] == language
+    ]
+
+
+def without_code(text):
+    return re.sub(r"`[^`\n]*`", "", FENCE.sub("", text))
+
+
+# Figures
+
+
+@pytest.mark.parametrize("page", tables.pages(), ids=lambda page: page.stem)
+def test_figures_are_those_of_the_result_files(page):
+    text = page.read_text()
+    assert text == tables.generated(text, page.parent), "run python -m benchmarks.tables --write"
+
+
+@pytest.mark.parametrize("pattern", [tables.TABLE, tables.VALUE], ids=["table", "value"])
+def test_a_changed_figure_is_noticed_and_put_right(pattern):
+    text = (ROOT / "README.md").read_text()
+    for marked in pattern.finditer(text):
+        digit = re.search(r"-->.*?(\d)", marked[0], re.DOTALL)
+        at = marked.start() + digit.start(1)
+        changed = text[:at] + str((int(text[at]) + 1) % 10) + text[at + 1 :]
+        assert tables.generated(changed, ROOT) == text
+
+
+def test_every_result_file_has_a_place_in_the_documentation():
+    used = set().union(*(tables.results_used(page.read_text()) for page in tables.pages()))
+    assert used == {path.stem for path in tables.RESULTS.glob("*.json")}
+
+
+def test_values_are_read_from_the_file_that_they_name():
+    data = json.loads((tables.RESULTS / "compare-random.json").read_text())
+    (ratio,) = (
+        one["ratio"]
+        for one in data["ratios"]
+        if (one["strategy"], one["to"], one["measure"]) == ("phantom", "tensor", "seconds")
+    )
+    text = "{mean:.2f} [{low:.2f}, {high:.2f}]".format(**ratio)
+    assert tables.value("compare-random phantom/tensor seconds") == text
+    assert tables.value("compare-random phantom/tensor seconds mean") == text.split()[0]
+    target = data["target_loss"]  # up to the target, the curves have what the runs have
+    assert tables.value(f"compare-random phantom/tensor seconds at {target}") == text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- table: compare-quick -->\n| 1 |\n", "missing"),
+        ("<!-- value: validation settings -->24", "missing"),
+        ("<!-- table: nothing -->\n<!-- end table -->", "no result file"),
+        ("<!-- value: nothing settings -->24<!-- end -->", r"no benchmarks/results/nothing\.json"),
+        ("<!-- value: compare-quick phantom/dense seconds -->1<!-- end -->", "no such ratio"),
+        ("<!-- value: compare-quick phantom/tensor seconds at 0.01 -->1<!-- end -->", "did not reach"),
+    ],
+)
+def test_markers_that_cannot_be_filled_are_errors(text, message):
+    with pytest.raises(ValueError, match=message):
+        tables.generated(text, ROOT)
+
+
+# Links
+
+
+@every_page
+def test_links_resolve(page):
+    for found in LINK.finditer(without_code(page.read_text())):
+        path, _, anchor = found["target"].partition("#")
+        if "://" in path:
+            continue
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.name} links to {found['target']}"
+        if anchor:
+            assert anchor in anchors(target), f"{page.name} links to {found['target']}"
+
+
+def anchors(page):
+    titles = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", tables.pages(), ids=lambda page: page.stem)
+def test_files_of_the_package_that_are_named_exist(page):
+    for name in re.findall(r"\bphantom_parallel/[\w./]*\w", page.read_text()):
+        assert (ROOT / "src" / name).exists(), f"{page.name} names {name}"
+
+
+# Code
+
+
+@every_page
+def test_python_snippets_run(page, ranks, tmp_path):
+    for size, parts in snippets(page):
+        ranks(size)(run_snippets, str(page.relative_to(ROOT)), parts, tmp_path)
+
+
+def snippets(page):
+    """Parts of the page that share a namespace, in order: how many ranks they need, and (first line, code) of each."""
+    text = page.read_text()
+    found = sorted([*FENCE.finditer(text), *SETUP.finditer(text)], key=lambda match: match.start())
+    groups = [(1, [])]
+    for match in found:
+        if match.re is SETUP:
+            groups.append((int(match["ranks"]), []))
+        if match.re is SETUP or match["language"] == "python":
+            groups[-1][1].append((text.count("\n", 0, match.start("code")), match["code"]))
+    assert text.count("```python") == len(blocks(page, "python")), "a snippet that this test does not find"
+    assert text.count("<!-- setup") == len(SETUP.findall(text)), "a set-up that this test does not find"
+    return [group for group in groups if group[1]]
+
+
+def run_snippets(name, parts, folder):
+    """Run on every rank. Lines of a traceback are those of the page."""
+    before, threads = os.getcwd(), torch.get_num_threads()
+    namespace = {"__name__": "__main__"}
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            for first, code in parts:
+                exec(compile("\n" * first + code, name, "exec"), namespace)
+    finally:
+        os.chdir(before)
+        torch.set_num_threads(threads)
+
+
+def test_a_snippet_that_fails_is_reported_with_its_line(ranks, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n\n```python\nx = 1\n```\n\ntext\n\n```python\nassert x == 2\n```\n")
+    ((size, parts),) = snippets(page)
+    with pytest.raises(RankFailed, match=r'"page\.md", line 10'):
+        ranks(size)(run_snippets, page.name, parts, tmp_path)
+
+
+@every_page
+def test_toml_snippets_are_valid(page):
+    for _, code in blocks(page, "toml"):
+        tomllib.loads(code)
+
+
+def commands():
+    """Every ``phantom`` command line of a console block, with its page."""
+    for page in PAGES:
+        for language in ("console", "bash"):
+            for _, code in blocks(page, language):
+                for line in code.replace("\\\n", " ").splitlines():
+                    found = re.search(r"(?:\bphantom|-m phantom_parallel\.cli\.main) (\w.*)$", line)
+                    if found:
+                        yield pytest.param(shlex.split(found[1], comments=True), id=f"{page.stem}: {found[1][:50]}")
+
+
+@pytest.mark.parametrize("arguments", list(commands()))
+def test_commands_have_the_options_that_they_are_shown_with(arguments):
+    name, *rest = arguments
+    assert name in COMMANDS
+    module = importlib.import_module(f"phantom_parallel.cli.{name}")
+    options = module.Options
+    if rest and rest[0] in getattr(module, "VARIANTS", {}):
+        options, rest = module.VARIANTS[rest[0]], rest[1:]
+    tyro.cli(options, args=rest)
