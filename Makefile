@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help venv compare test lint bench clean
+.PHONY: help venv compare test lint docs bench clean
 
 help:
 	@echo "make compare  train phantom and tensor parallel models to the same loss, and show what it cost"
 	@echo "make venv     make $(VENV) with everything pinned in constraints.txt"
 	@echo "make test     lint, then all tests"
 	@echo "make lint     ruff and mypy"
+	@echo "make docs     build the documentation to site/"
 	@echo "make bench    measure the layers: ratios from one interleaved run, also in out/bench.json"
 	@echo "make clean    remove $(VENV) and what was built"
 
@@ -19,7 +20,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed, this is " + sys.version'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch setuptools
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,docs]'
 	touch $@
 
 compare: venv
@@ -33,8 +34,11 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+docs: venv
+	$(BIN)/mkdocs build --quiet
+
 bench: venv
 	$(BIN)/python -m benchmarks.layers
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

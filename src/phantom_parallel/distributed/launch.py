@@ -122,7 +122,7 @@ def _worker(size: int, timeout: timedelta, work: Callable[..., Any], args: tuple
 
 @contextmanager
 def process_group(timeout: timedelta = TIMEOUT) -> Iterator[torch.device]:
-    """Join the ranks that the environment is_rank_zero of; this rank's device."""
+    """Join the ranks that the environment describes; returns this rank's device."""
     device = _device(int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])))
     try:
         dist.init_process_group(timeout=timeout)

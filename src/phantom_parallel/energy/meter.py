@@ -97,7 +97,9 @@ class EnergyMeter:
         sample_seconds: read the sensors this often for a timeline of power. By default only as often as they need.
         device: what this rank computes on, to be synchronised; by default torch's current accelerator, or the CPU.
         sources: the sensors to use; by default all that `discover` finds.
-        clock, host, timer: for simulation; by default the process's clock, this machine, and the device's timer.
+        clock: for simulation; by default the process's clock.
+        host: for simulation; by default this machine.
+        timer: for simulation; by default the device's timer.
     """
 
     def __init__(

@@ -17,10 +17,13 @@ class FeatureEmbedding(nn.Module):
     """An embedding cut by features: whole tokens in, this rank's features out, and nothing exchanged.
 
     Args:
-        vocab, dim: of the whole embedding, whatever the number of ranks.
+        vocab: number of tokens of the whole embedding, whatever the number of ranks.
+        dim: features of the whole embedding.
         blocks: features are drawn block by block, so that they are the same on any number of ranks that divides it.
         std: of the initial weights.
-        mesh, device, dtype: as for `PhantomLinear`.
+        mesh: as for `PhantomLinear`.
+        device: as for `PhantomLinear`.
+        dtype: as for `PhantomLinear`.
     """
 
     weight: nn.Parameter
@@ -67,10 +70,13 @@ class VocabularyHead(nn.Module):
     A tied head has no weight of its own and is given its rows, which ``tied_rows`` makes of the embedding's.
 
     Args:
-        vocab, dim: of the whole head, whatever the number of ranks.
+        vocab: number of tokens of the whole head, whatever the number of ranks.
+        dim: features of the whole head.
         tied: whether the rows come from elsewhere.
         eps: added to the mean square.
-        mesh, device, dtype: as for `PhantomLinear`.
+        mesh: as for `PhantomLinear`.
+        device: as for `PhantomLinear`.
+        dtype: as for `PhantomLinear`.
     """
 
     norm: nn.Parameter

@@ -28,13 +28,15 @@ class PhantomLinear(FeatureSharded):
     of ranks that divides its blocks.
 
     Args:
-        in_features, out_features: features of the whole layer, whatever the number of ranks.
+        in_features: input features of the whole layer, whatever the number of ranks.
+        out_features: output features of the whole layer.
         bias: whether the layer has one.
         blocks: how many blocks the features are cut into; must divide both feature counts.
         ghosts: how many values a block shows the others.
         mesh: one-dimensional device mesh to cut the blocks over.
         gain: of the activation that the input has been through, as in ``nn.init.calculate_gain``.
-        device, dtype: as for ``nn.Linear``; on the meta device call ``reset_parameters`` after ``to_empty``.
+        device: as for ``nn.Linear``; on the meta device call ``reset_parameters`` after ``to_empty``.
+        dtype: as for ``nn.Linear``.
 
     Example::
 

@@ -28,10 +28,11 @@ class PhantomParallel(ParallelStyle):
     also matches are left as they are.
 
     Keyword Args:
-        blocks, ghosts: of the phantom layer.
+        blocks: number of blocks of the phantom layer.
+        ghosts: number of ghosts of each block.
         init: ``"fit"`` (default) or ``"fresh"``.
         input_layouts: how the input is cut: ``Shard(-1)`` (by features, the default), ``Replicate()`` or another shard.
-            A DTensor is_rank_zero for itself.
+            A DTensor carries its own layout.
         output_layouts: how the output is to be cut, ``Shard(-1)`` by default.
         use_local_output: give a plain tensor, this rank's part (default), or a DTensor.
 

@@ -6,7 +6,7 @@ from phantom_parallel.report.tables import Setting, interval, ratio_of, result_o
 from phantom_parallel.report.units import plain, quantity, ratio_label, share, shown
 from phantom_parallel.study.results import Comparison, Interval
 
-# How one is_rank_zero of a measure: "uses 0.4 of tensor's energy".
+# How a measure is put in a sentence: "uses 0.4 of tensor's energy".
 _VERBS = {
     "seconds": ("takes", "time"),
     "joules": ("uses", "modelled energy"),
@@ -86,7 +86,7 @@ def parts_of_time(parts: dict[str, tuple[float, float, float]]) -> str:
 
 
 def all_ratios(found: Comparison, lead: str) -> str:
-    """How many measures speak for the lead, and every one that is_rank_zero against it."""
+    """How many measures speak for the lead, and every one that speaks against it."""
     ratios = [one for one in found.ratios if one.strategy == lead]
     less = [one for one in ratios if one.ratio.mean < 1]
     sure = [one for one in less if one.ratio.high is not None and one.ratio.high < 1]

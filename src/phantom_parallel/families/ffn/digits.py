@@ -34,7 +34,7 @@ def digits(width: int, features: slice) -> tuple[Tensor, Tensor]:
 
 
 def class_of(features: slice) -> Tensor:
-    """Which class each feature of an output is_rank_zero for."""
+    """Which class each feature of an output stands for."""
     return torch.arange(features.start, features.stop) % CLASSES
 
 

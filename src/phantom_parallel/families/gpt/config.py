@@ -15,13 +15,19 @@ class GPTConfig:
     None otherwise.
 
     Args:
-        vocab: tokens; ``dim``: features of the residual stream; ``layers``; ``heads``: of queries.
-        kv_heads: of keys and values, as many as ``heads`` by default.
+        vocab: number of tokens.
+        dim: features of the residual stream.
+        layers: number of layers.
+        heads: number of heads of queries.
+        kv_heads: number of heads of keys and values, as many as ``heads`` by default.
         hidden: width of the SwiGLU, by default 8/3 ``dim`` and a bit, in whole blocks.
         context: how many positions it can see.
-        blocks, ghosts: as for `PhantomLinear`; heads, features, hidden width and vocabulary are cut into blocks.
+        strategy: ``phantom``, ``megatron`` or ``dense``.
+        blocks: as for `PhantomLinear`; heads, features, hidden width and vocabulary are cut into blocks.
+        ghosts: as for `PhantomLinear`.
         tied: whether the head shares the embedding's weight.
-        rope_base: of the rotary positions; ``norm_eps``: of the norms.
+        rope_base: base of the rotary positions.
+        norm_eps: added to the mean square in the norms.
     """
 
     vocab: int

@@ -63,7 +63,10 @@ def generate(
     Args:
         prompt_tokens: (batch, length), at least one of each, whole on every rank.
         tokens: how many to generate; with the prompt, at most the model's context.
-        temperature, top_k, top_p, seed: as for `Sampling`. Draws are the same on any number of ranks.
+        temperature: as for `Sampling`.
+        top_k: as for `Sampling`.
+        top_p: as for `Sampling`.
+        seed: as for `Sampling`. Draws are the same on any number of ranks.
         stop: tokens that end a row.
         on_token: told of each (batch,) of tokens as it comes; its time is not counted. It may be given on some ranks
             only.
