@@ -14,7 +14,7 @@ import torch
 
 from phantom_parallel import FFN, GPT, FFNConfig, GPTConfig, save_model
 from phantom_parallel.cli import main as program
-from phantom_parallel.families.gpt import generation as generate
+from phantom_parallel.families.gpt.generation import generate
 from tests.families.gpt import reference as gpt_reference
 
 SIZES = {"vocab": 256, "dim": 32, "layers": 2, "heads": 4, "hidden": 48, "context": 40}
@@ -62,7 +62,7 @@ def test_text_and_what_it_cost_as_json(folder, capfd, ranks):
     assert phantom("--model", folder / "model", "--prompt", PROMPT, "--tokens", "8", "--against", "megatron", "--turns",
                    "2", "--json", *(["--ranks", "2"] if ranks > 1 else [])) == 0  # fmt: skip
     told = capfd.readouterr()
-    assert "measuring: turn 2 of 2" in told.err
+    assert "measuring: turn 2/2" in told.err
     report = json.loads(told.out)
     assert set(report) == {
         *("model", "ranks", "device", "prompt", "prompt_tokens", "texts", "tokens", "sampling", "profile"),
@@ -147,7 +147,7 @@ def failed(capfd) -> str:
         (["--prompt-file", "nowhere.txt"], "nowhere.txt: No such file or directory"),
         (["--prompt-file", "{folder}/model/model.safetensors"], "model.safetensors is not text in UTF-8"),
         (["--prompt", "a", "--model", "{folder}"], "is not a model folder: there is no config.json in it"),
-        (["--prompt", "a", "--model", "{folder}/ffn"], "of the kind FFN, expected GPT: use phantom infer"),
+        (["--prompt", "a", "--model", "{folder}/ffn"], "family ffn generates no text: use phantom infer"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2_before_any_rank_starts(folder, capfd, monkeypatch, arguments, message):
@@ -162,7 +162,7 @@ def test_a_mistake_is_one_line_and_exit_code_2_before_any_rank_starts(folder, ca
 
 def test_phantom_infer_sends_transformers_here(folder, capfd):
     assert program.main(["infer", "--model", str(folder / "model")]) == 2
-    assert "of the kind GPT, expected FFN: use phantom generate" in failed(capfd)
+    assert "family gpt predicts no rows: use phantom generate" in failed(capfd)
 
 
 def test_more_ranks_than_memory_allows_are_refused(folder, capfd, monkeypatch):

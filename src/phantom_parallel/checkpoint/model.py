@@ -24,22 +24,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from phantom_parallel.families.ffn.model import FFN, FFNConfig
-from phantom_parallel.families.gpt.config import GPTConfig
-from phantom_parallel.families.gpt.model import GPT
+from phantom_parallel.families.registry import family_names, get_family
 from phantom_parallel.nn.sharded import whole
 
 FORMAT = "phantom-parallel"
 VERSION = 1
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
-Model = FFN | GPT
-Config = FFNConfig | GPTConfig
-# Under which name a description has a model's settings, and what they make.
-_KINDS: dict[str, tuple[type[Config], Callable[..., Model]]] = {"ffn": (FFNConfig, FFN), "gpt": (GPTConfig, GPT)}
 
-
-def save_model(model: Model, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+def save_model(model: Any, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Write a model to a new folder. Every rank of its mesh calls this, of one data-parallel copy; rank 0 writes.
 
     The folder appears whole or not at all. One that exists is an error unless ``overwrite``, and is then replaced only
@@ -65,7 +58,7 @@ def load_model(
     mesh: DeviceMesh | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-) -> Model:
+) -> Any:
     """Read a model, on one process or cut over a mesh whose size divides its blocks. ``dtype`` converts; by default it
     is the file's.
     """
@@ -79,13 +72,13 @@ def load_model(
 
 
 def _fill(
-    make: Callable[..., Model],
+    make: Callable[..., Any],
     file: Any,
     path: Path,
     mesh: DeviceMesh | None,
     device: Any,
     dtype: torch.dtype | None,
-) -> Model:
+) -> Any:
     names = set(file.keys())
     shapes = {name: list(p.shape) for name, p in make(device="meta").state_dict().items()}
     if names != shapes.keys():
@@ -128,15 +121,25 @@ def read_description(path: Path, what: str, kind: str, version: int) -> dict[str
     return found
 
 
-def _read_config(path: Path) -> tuple[Config, Callable[..., Model]]:
+def family_of(path: Path) -> str:
+    """Name of the family of the model in the folder ``path``."""
+    return _read_family(path / CONFIG)[0]
+
+
+def _read_family(path: Path) -> tuple[str, Any]:
     found = read_description(path, "model", FORMAT, VERSION)
-    kind = next((kind for kind in _KINDS if kind in found), None)
-    if kind is None:
-        raise ValueError(f"{path}: expected a model's settings as one of {', '.join(_KINDS)}, got {sorted(found)}")
-    (made_of, make), settings = _KINDS[kind], found[kind]
+    name = next((name for name in family_names() if name in found), None)
+    if name is None:
+        raise ValueError(f"{path}: expected settings of one of {', '.join(family_names())}, got {sorted(found)}")
+    return name, found[name]
+
+
+def _read_config(path: Path) -> tuple[Any, Callable[..., Any]]:
+    name, settings = _read_family(path)
+    made_of, make = get_family(name).model_config(), get_family(name).model()
     known = {field.name for field in fields(made_of)}
     if not isinstance(settings, dict):
-        raise ValueError(f'{path}: expected an object "{kind}" with {", ".join(sorted(known))}, got {settings!r}')
+        raise ValueError(f'{path}: expected an object "{name}" with {", ".join(sorted(known))}, got {settings!r}')
     if unknown := settings.keys() - known:
         raise ValueError(f"{path}: unknown settings {', '.join(sorted(unknown))}; known are {', '.join(sorted(known))}")
     try:
@@ -151,14 +154,13 @@ def _check_target(path: Path, overwrite: bool) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
 
 
-def _write(tensors: dict[str, Tensor], config: Config, path: Path) -> None:
+def _write(tensors: dict[str, Tensor], config: Any, path: Path) -> None:
     scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
         new = scratch / "new"
         new.mkdir()
         save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
-        kind = next(kind for kind, (made_of, _) in _KINDS.items() if isinstance(config, made_of))
-        about = {"format": FORMAT, "version": VERSION, kind: asdict(config)}
+        about = {"format": FORMAT, "version": VERSION, config.family: asdict(config)}
         (new / CONFIG).write_text(json.dumps(about, indent=2) + "\n")
         if not path.exists():
             os.rename(new, path)

@@ -22,7 +22,7 @@ _OURS = ("preset", "out", "resume", "json", "strategy")
 class _Compare:
     """What is asked of any comparison. Options that are left out are the preset's."""
 
-    task: ClassVar[str]
+    family: ClassVar[str]
 
     preset: str
     """A preset of the package, or a TOML file of your own."""
@@ -61,11 +61,11 @@ class _Compare:
         changes = {name: value for name, value in given.items() if value is not None}
         if self.strategy is not None:
             changes["strategies"] = self.strategy
-        settings = read_compare(self.preset, changes, task=self.task)
+        settings = read_compare(self.preset, changes, task=self.family)
         out = folder_for(self.out, self.resume, "compare", settings.name)
         with ending():
             found = compare(settings, out.absolute(), resume=self.resume, show=True)
-        if found is not None:  # under torchrun or srun the first of us is_rank_zero
+        if found is not None:  # under torchrun or srun only rank 0 prints
             show(found, out, tables.comparison(found), (), json=self.json)
 
 

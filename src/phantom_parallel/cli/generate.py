@@ -11,13 +11,14 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from phantom_parallel.checkpoint.model import family_of
 from phantom_parallel.cli.ending import ending
 from phantom_parallel.cli.infer import about_energy
 from phantom_parallel.distributed.launch import is_rank_zero, slurm_ranks
-from phantom_parallel.families.gpt.generation_cost import Phase
-from phantom_parallel.families.gpt.generation_run import Against, GenerateConfig, GenerateReport, to_stdout
-from phantom_parallel.families.gpt.generation_run import run as generate_text
-from phantom_parallel.families.gpt.sampling import Sampling
+from phantom_parallel.families.registry import get_family
+from phantom_parallel.infer.generation import Against, GenerateConfig, GenerateReport, PhaseCost, print_text
+from phantom_parallel.infer.run import check_folder
+from phantom_parallel.infer.sampling import Sampling
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
@@ -79,7 +80,9 @@ class Options:
 
     def run(self) -> None:
         with ending():
-            report = generate_text(self.config(), write=not self.json, show=True)
+            config = self.config()
+            family = get_family(family_of(check_folder(config.model)))
+            report = family.generate(config, write=not self.json, show=True)
         if not is_rank_zero():
             return
         if self.json:
@@ -88,11 +91,11 @@ class Options:
             _show(report)
 
 
-def _joules(one: Phase) -> str:
+def _joules(one: PhaseCost) -> str:
     return "unavailable" if one.joules_per_token is None else f"{one.joules_per_token:.4g} J ({one.provenance})"
 
 
-LINES: dict[str, Callable[[Phase], str]] = {
+LINES: dict[str, Callable[[PhaseCost], str]] = {
     "95 %": lambda one: f"{1e3 * one.seconds_p95:.3f} ms",
     "tokens per second": lambda one: f"{one.tokens_per_second:,.1f}",
     "blocked in exchanges": lambda one: f"{one.blocked_share:.0%}",
@@ -105,7 +108,7 @@ LINES: dict[str, Callable[[Phase], str]] = {
 def _show(report: GenerateReport) -> None:
     print()
     for index, text in enumerate(report.texts[1:], 2):
-        to_stdout(f"--- {index} of {len(report.texts)} ---\n{text}\n")
+        print_text(f"--- {index} of {len(report.texts)} ---\n{text}\n")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     ranks = "1 rank" if report.ranks == 1 else f"{report.ranks} ranks"
     one = next(iter(report.measured.values()))
@@ -120,7 +123,7 @@ def _show(report: GenerateReport) -> None:
     console.print(about_energy(one.prefill.provenance, report.profile, report.profile_source))
 
 
-def _add_phase(table: Table, name: str, phases: list[Phase | None]) -> None:
+def _add_phase(table: Table, name: str, phases: list[PhaseCost | None]) -> None:
     found = [phase for phase in phases if phase is not None]
     if not found:
         return

@@ -14,8 +14,8 @@ from rich.table import Table
 
 from phantom_parallel.cli.ending import ending
 from phantom_parallel.distributed.launch import is_rank_zero, slurm_ranks
-from phantom_parallel.infer.launch import Against, InferConfig, Report, run
 from phantom_parallel.infer.measure import Inference
+from phantom_parallel.infer.run import Against, InferConfig, Report, run
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 

@@ -63,5 +63,5 @@ class Options:
         out = folder_for(self.out, self.resume, "study", settings.name)
         with ending():
             found = study(settings, out.absolute(), resume=self.resume, show=True)
-        if found is not None:  # under torchrun or srun the first of us is_rank_zero
+        if found is not None:  # under torchrun or srun only rank 0 prints
             show(found, out, tables.study(found), found.findings, json=self.json)

@@ -1,27 +1,69 @@
-"""What a model family provides: everything that commands, studies and the planner need of a kind of model."""
+"""What a model family provides: everything that commands, studies, storage and the planner need of a kind of model."""
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from phantom_parallel.cost.terms import Shape
+    from phantom_parallel.infer.generation import GenerateConfig, GenerateReport
+    from phantom_parallel.infer.predictor import Predictor
     from phantom_parallel.train.config import TrainConfig
     from phantom_parallel.train.task import Task
 
 
 class Family(ABC):
-    """A kind of model. Methods import what they need when they are called, so that planning does not load torch."""
+    """A kind of model. Methods import what they need when they are called, so that planning does not load torch.
+
+    A model of the family is an ``nn.Module`` made by ``model()(config, mesh=..., device=..., dtype=...)`` with the
+    attributes ``config`` and ``mesh``; its config is a frozen dataclass with the class attribute ``family``, the fields
+    ``strategy``, ``blocks`` and ``ghosts``, and a method ``check_ranks(ranks)``.
+    """
 
     name: ClassVar[str]
+    title: ClassVar[str]  # in help texts: "feed-forward networks"
+    strategies: ClassVar[tuple[str, ...]]  # by which its models can be cut, of utils.strategies
+    baseline: ClassVar[str]  # the strategy that phantom is measured against
+    inference_command: ClassVar[str] = "infer"  # the command that runs a trained model
+
+    @abstractmethod
+    def model_config(self) -> type[Any]:
+        """Class of a model's settings."""
+
+    @abstractmethod
+    def model(self) -> "type[nn.Module]":
+        """Class of the models."""
 
     @abstractmethod
     def train_config(self) -> "type[TrainConfig]":
-        """The settings of a training."""
+        """Class of a training's settings."""
 
     @abstractmethod
     def task(self) -> "type[Task[Any]]":
-        """What is trained: the model, its data and its loss."""
+        """Class of what is trained: the model, its data and its loss."""
 
     @abstractmethod
     def shape(self, config: "TrainConfig") -> "Shape":
         """The shape of one step of a training, for the cost formulas. ``config`` is of the class `train_config`."""
+
+    def predictor(self) -> "Predictor":
+        """The family's part of ``phantom infer``.
+
+        Raises:
+            ValueError: If models of the family do not map rows of features to rows of features.
+        """
+        raise ValueError(f"a model of the family {self.name} predicts no rows: use phantom {self.inference_command}")
+
+    def generate(self, config: "GenerateConfig", *, write: bool = False, show: bool = False) -> "GenerateReport":
+        """Generate text as ``phantom generate`` does, and measure it.
+
+        Args:
+            config: What to generate.
+            write: Whether to write the first row's text to stdout as it is generated.
+            show: Whether to show progress on stderr.
+
+        Raises:
+            ValueError: If models of the family do not generate text.
+        """
+        raise ValueError(f"a model of the family {self.name} generates no text: use phantom {self.inference_command}")

@@ -20,18 +20,15 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from phantom_parallel.checkpoint.model import Model
 from phantom_parallel.distributed.objects import agree
 from phantom_parallel.energy.meter import EnergyMeter, synchronise
 from phantom_parallel.energy.model import PowerProfile
 from phantom_parallel.energy.ranks import Peers
 from phantom_parallel.energy.readings import MEASURED, Provenance, Scope, Split
 from phantom_parallel.energy.split import Span, SplitClock, timer_for
-from phantom_parallel.families.ffn.cost import FFNShape
-from phantom_parallel.families.ffn.model import FFN
+from phantom_parallel.infer.predictor import RowModel, own_features, predictor_of, shape_of, to_model
 from phantom_parallel.nn.sharded import local_rows
 from phantom_parallel.ops.collectives import ranks_of
-from phantom_parallel.ops.features import take_features
 from phantom_parallel.utils.layout import positive
 
 TURN_SECONDS = 0.02  # a turn lasts about this long: forwards that take less are repeated
@@ -73,7 +70,7 @@ class Turn(NamedTuple):
 
 @torch.no_grad()  # in inference mode DTensor sees whole linear maps, and cuts a Megatron pair worse
 def measure(
-    models: Mapping[str, FFN],
+    models: Mapping[str, RowModel],
     batch: int,
     *,
     turns: int = 20,
@@ -120,7 +117,7 @@ def measure(
     return found
 
 
-def place_of(models: Mapping[str, Model]) -> tuple[DeviceMesh | None, torch.device]:
+def place_of(models: Mapping[str, Any]) -> tuple[DeviceMesh | None, torch.device]:
     """The mesh and device that all models share."""
     if not models:
         raise ValueError("there is no model to measure: give at least one")
@@ -137,16 +134,14 @@ def place_of(models: Mapping[str, Model]) -> tuple[DeviceMesh | None, torch.devi
     return one.mesh, device
 
 
-def random_rows(model: FFN, batch: int, seed: int) -> Tensor:
-    """Rows as this rank's model takes them; the same ones whatever the ranks."""
-    rows = torch.randn(batch, model.config.width, generator=torch.Generator().manual_seed(seed))
-    if model.cut_features:
-        rows = take_features(rows, ranks_of(model.mesh)).contiguous()
-    parameter = next(model.parameters())
-    return rows.to(local_rows(parameter).device, parameter.dtype)
+def random_rows(model: RowModel, batch: int, seed: int) -> Tensor:
+    """Random rows as this rank's model takes them, the same ones on any number of ranks."""
+    width, _ = predictor_of(model.config).features(model.config)
+    rows = torch.randn(batch, width, generator=torch.Generator().manual_seed(seed))
+    return to_model(rows[:, own_features(model)].contiguous(), model)
 
 
-def _forward(model: FFN, x: Tensor) -> Callable[[], None]:
+def _forward(model: RowModel, x: Tensor) -> Callable[[], None]:
     """A forward pass to its very end."""
 
     def run() -> None:
@@ -250,25 +245,8 @@ def p95(seconds: Sequence[float]) -> float:
     return sorted(seconds)[math.ceil(0.95 * len(seconds)) - 1]
 
 
-def shape_of(model: FFN, batch: int) -> FFNShape:
-    """What the formulas are asked about."""
-    config, parameter = model.config, next(model.parameters())
-    return FFNShape(
-        config.strategy,
-        config.width,
-        config.depth,
-        ranks=ranks_of(model.mesh).size,
-        batch=batch,
-        blocks=config.blocks,
-        ghosts=config.ghosts,
-        word_bytes=parameter.element_size(),
-        bias=config.bias,
-        activation=config.activation,
-    )
-
-
 def _inference(
-    model: FFN,
+    model: RowModel,
     batch: int,
     ranks: list[list[Turn]],
     latencies: list[float],
@@ -278,7 +256,7 @@ def _inference(
     shape = shape_of(model, batch)
     every = [turn for rank in ranks for turn in rank]
     return Inference(
-        strategy=shape.strategy,
+        strategy=model.config.strategy,
         ranks=shape.ranks,
         batch=batch,
         turns=len(latencies),

@@ -1,7 +1,5 @@
 """Predictions for rows of a file, batch by batch, and a .npy file of them that appears whole or not at all."""
 
-import os
-import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,24 +14,24 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from phantom_parallel.distributed.launch import Interrupted
 from phantom_parallel.distributed.signals import StopRequest
-from phantom_parallel.families.ffn.model import FFN
 from phantom_parallel.infer.inputs import Inputs
 from phantom_parallel.infer.measure import arrived
-from phantom_parallel.nn.sharded import local_rows
+from phantom_parallel.infer.predictor import RowModel, own_features, predictor_of, to_model
 from phantom_parallel.ops.collectives import ranks_of
 from phantom_parallel.ops.features import gather_features
+from phantom_parallel.utils.files import atomic_file
 
 
 class NpyWriter:
-    """Rows in order into a .npy file, through a temporary one beside it that gets the name once it is complete."""
+    """Writes rows in order to a .npy file that appears once it is complete."""
 
     def __init__(self, path: Path, rows: int, width: int, dtype: Any) -> None:
-        self._path, self._shape, self._dtype = path, (rows, width), np.dtype(dtype)
+        self._file_context = atomic_file(path)
+        self._shape, self._dtype = (rows, width), np.dtype(dtype)
         self._written = 0
 
     def __enter__(self) -> "NpyWriter":
-        handle, self._scratch = tempfile.mkstemp(prefix=f".{self._path.name}.", dir=self._path.parent)
-        self._file = os.fdopen(handle, "wb")
+        self._file = self._file_context.__enter__()
         header = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False, "shape": self._shape}
         np.lib.format.write_array_header_1_0(self._file, header)
         return self
@@ -45,43 +43,19 @@ class NpyWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if kind is None:
-                assert self._written == self._shape[0]
-                self._file.flush()
-                os.fsync(self._file.fileno())
-                os.chmod(self._scratch, 0o666 & ~_umask())
-                os.replace(self._scratch, self._path)
-        finally:
-            self._file.close()
-            Path(self._scratch).unlink(missing_ok=True)
+        if kind is None:
+            assert self._written == self._shape[0]
+        self._file_context.__exit__(kind, error, trace)
 
 
-def _umask() -> int:
-    """What new files are denied: a temporary one is for its owner alone."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def own_features(model: FFN) -> slice:
-    """The features that this rank gives to the model: its own, or all."""
-    if not model.cut_features:
-        return slice(0, model.config.width)
-    ranks = ranks_of(model.mesh)
-    share = model.config.width // ranks.size
-    return slice(ranks.rank * share, (ranks.rank + 1) * share)
-
-
-def read_rows(model: FFN, inputs: Inputs, rows: slice) -> Tensor:
+def read_rows(model: RowModel, inputs: Inputs, rows: slice) -> Tensor:
     """Rows of the file as this rank's model takes them."""
-    parameter = next(model.parameters())
-    return inputs.read(rows, own_features(model)).to(local_rows(parameter).device, parameter.dtype)
+    return to_model(inputs.read(rows, own_features(model)), model)
 
 
 @torch.inference_mode()
 def predict(
-    model: FFN, inputs: Inputs, batch: int, *, out: Path | None = None, report: Callable[[int], None] | None = None
+    model: RowModel, inputs: Inputs, batch: int, *, out: Path | None = None, report: Callable[[int], None] | None = None
 ) -> None:
     """Run all rows through the model, on every rank of its mesh; rank 0 writes what comes out to ``out``.
 
@@ -92,7 +66,8 @@ def predict(
     if out is not None and ranks_of(model.mesh).rank == 0:
         dtype = next(model.parameters()).dtype
         words = torch.empty(0, dtype=torch.float32 if dtype == torch.bfloat16 else dtype).numpy().dtype
-        writer = NpyWriter(out, inputs.rows, inputs.width, words)
+        _, width = predictor_of(model.config).features(model.config)
+        writer = NpyWriter(out, inputs.rows, width, words)
     with StopRequest() as stop, writer or nullcontext():
         for rows in inputs.batches(batch):
             whole = _on_first(arrived(model(read_rows(model, inputs, rows))), model)
@@ -104,7 +79,7 @@ def predict(
                 raise Interrupted(f"stopped at row {rows.stop} of {inputs.rows} as asked")
 
 
-def _on_first(out: Tensor, model: FFN) -> Tensor | None:
+def _on_first(out: Tensor, model: RowModel) -> Tensor | None:
     """All features on rank 0, where they are cut."""
     if not model.cut_features:
         return out
@@ -125,7 +100,7 @@ def _anybody(asked: bool, mesh: DeviceMesh | None) -> bool:
 
 
 @torch.inference_mode()
-def largest_difference(one: FFN, other: FFN, x: Callable[[FFN], Tensor]) -> tuple[float, float]:
+def largest_difference(one: RowModel, other: RowModel, x: Callable[[RowModel], Tensor]) -> tuple[float, float]:
     """The largest difference between two models' outputs on the same rows, and the largest output of the first.
 
     ``x`` gives a model's inputs. Where neither output is finite they agree. Every rank calls this.
@@ -135,5 +110,5 @@ def largest_difference(one: FFN, other: FFN, x: Callable[[FFN], Tensor]) -> tupl
     return float(apart.max()), float(a.nan_to_num(0.0, 0.0, 0.0).abs().max())
 
 
-def _whole(out: Tensor, model: FFN) -> Tensor:
+def _whole(out: Tensor, model: RowModel) -> Tensor:
     return gather_features(out, model.mesh) if model.cut_features else out

@@ -20,9 +20,10 @@ from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.energy import PowerProfile
 from phantom_parallel.families.ffn.model import FFN, Strategy
 from phantom_parallel.families.ffn.train_config import FFNTrainConfig
-from phantom_parallel.families.gpt.generation_cost import GenerationCost, measure_generation
+from phantom_parallel.families.gpt.generation_cost import measure_generation
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.families.gpt.train_config import GPTTrainConfig
+from phantom_parallel.infer.generation import GenerationCost
 from phantom_parallel.infer.measure import measure
 from phantom_parallel.study.analysis import ratios_of, remarks_on, summarise
 from phantom_parallel.study.results import Comparison, Run, Trial

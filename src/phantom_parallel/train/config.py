@@ -9,8 +9,8 @@ import os
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Literal, Self, get_args
 
-from phantom_parallel.cost.terms import Strategy
 from phantom_parallel.utils.layout import positive
+from phantom_parallel.utils.strategies import DEFAULT_GHOSTS, StrategyName, default_blocks, get_strategy
 
 Schedule = Literal["constant", "linear", "cosine"]
 OptimizerName = Literal["sgd", "adamw"]
@@ -35,7 +35,7 @@ class TrainConfig:
         {"ranks", "dp", "steps", "target_loss", "compile", "log_every", "eval_every", "checkpoint_every", "keep"}
     )
 
-    strategy: Strategy = "phantom"
+    strategy: StrategyName = "phantom"
     """How the model is cut."""
     blocks: int | None = None
     """Blocks of the features, for phantom; by default the larger of 4 and ranks."""
@@ -96,9 +96,9 @@ class TrainConfig:
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")
         intervals = ("log_every", "eval_every", "checkpoint_every", "keep")
         positive(**{name: getattr(self, name) for name in ("ranks", "dp", "batch", "accumulate", "steps", *intervals)})
-        if self.strategy == "phantom":
-            self._fill("blocks", max(4, self.ranks))
-            self._fill("ghosts", 16)
+        if get_strategy(self.strategy).has_blocks:
+            self._fill("blocks", default_blocks(self.ranks))
+            self._fill("ghosts", DEFAULT_GHOSTS)
         self._check_numbers()
         pieces = self.dp * self.accumulate
         if self.batch % pieces:

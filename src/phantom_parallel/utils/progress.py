@@ -51,7 +51,7 @@ class ProgressDisplay:
             self._bar.reset(self._task, description=title, total=total, completed=int(done), note="")
 
     def update(self, done: float, note: str = "", *, line: bool = False) -> None:
-        """Show that ``done`` units are finished. Without a terminal a line is printed every few seconds, at the end, and
+        """Show that ``done`` units are done. Without a terminal a line is printed every few seconds, at the end, and
         whenever ``line`` is True.
         """
         if not self._show:

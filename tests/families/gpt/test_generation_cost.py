@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from phantom_parallel import GPT, EnergyMeter, GPTConfig, PowerProfile
 from phantom_parallel.distributed.objects import RanksDisagree
 from phantom_parallel.families.gpt.generation_cost import measure_generation
-from phantom_parallel.families.gpt.sampling import Sampling
+from phantom_parallel.infer.sampling import Sampling
 from tests.infer.test_measure import Counted
 
 SIZES = {"vocab": 24, "dim": 32, "layers": 2, "heads": 8, "kv_heads": 4, "hidden": 40, "context": 32}

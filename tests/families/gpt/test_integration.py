@@ -10,8 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 
 from phantom_parallel import GPT, GPTConfig, load_model, parameter_groups, save_model
-from tests.families.gpt.test_model import config_of, filled, gradients, one_mesh, reference, whole
 from tests.families.gpt import reference as gpt_reference
+from tests.families.gpt.test_model import config_of, filled, gradients, one_mesh, reference, whole
 from tests.reference import relative_error
 
 

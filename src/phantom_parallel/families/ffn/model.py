@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from phantom_parallel.distributed.objects import agree, all_gather_objects
 from phantom_parallel.nn import PhantomLinear, TensorLinear
 from phantom_parallel.nn.init import draw_seed, init_rows
 from phantom_parallel.utils.layout import BlockLayout, RowLayout, positive
+from phantom_parallel.utils.strategies import STRATEGIES
 
 Strategy = Literal["phantom", "tensor", "megatron", "dense"]
 Activation = Literal["relu", "gelu", "silu", "tanh", "identity"]
@@ -39,6 +40,8 @@ class FFNConfig:
     """What an FFN is, apart from how it is run. ``blocks`` and ``ghosts`` belong to the strategy ``phantom`` and are
     None otherwise.
     """
+
+    family: ClassVar[str] = "ffn"
 
     width: int
     depth: int
@@ -68,6 +71,14 @@ class FFNConfig:
         else:
             BlockLayout(self.width, self.width, self.blocks, self.ghosts)
 
+    def check_ranks(self, ranks: int) -> None:
+        """Raise ValueError if ``ranks`` ranks cannot share this model."""
+        STRATEGIES[self.strategy].check_ranks(ranks)
+        if self.blocks is not None and self.ghosts is not None:
+            BlockLayout(self.width, self.width, self.blocks, self.ghosts, ranks)
+        else:
+            RowLayout(self.width, self.width, ranks)
+
 
 class FFN(nn.Module):
     """``depth`` layers of ``width`` features with an activation after each but the last.
@@ -87,8 +98,7 @@ class FFN(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if config.strategy == "dense" and mesh is not None and mesh.size() > 1:
-            raise ValueError(f"the strategy dense runs on one rank, got a mesh of {mesh.size()}: use another strategy")
+        STRATEGIES[config.strategy].check_ranks(1 if mesh is None else mesh.size())
         self.config, self.mesh = config, mesh
         self.activate, gain = ACTIVATIONS[config.activation]
         self.layers = nn.ModuleList()

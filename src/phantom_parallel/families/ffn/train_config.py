@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from phantom_parallel.families.ffn.model import Activation, FFNConfig
 from phantom_parallel.train.config import TrainConfig
-from phantom_parallel.utils.layout import BlockLayout, RowLayout, positive
+from phantom_parallel.utils.layout import BlockLayout, positive
 
 TEACHERS = ("planted", "random")
 DIGITS = "digits"
@@ -56,16 +56,7 @@ class FFNTrainConfig(TrainConfig, FFNSettings):
         ffn = self.ffn()  # says what is wrong with the model
         teacher = ("samples", "teacher_blocks", "teacher_ghosts", "teacher_depth")
         positive(**{name: getattr(self, name) for name in teacher})
-        if ffn.strategy == "phantom":
-            assert ffn.blocks is not None  # filled in
-            assert ffn.ghosts is not None
-            BlockLayout(self.width, self.width, ffn.blocks, ffn.ghosts, self.ranks)
-        elif ffn.strategy == "dense" and self.ranks > 1:
-            raise ValueError(
-                f"the strategy dense runs on one rank, got ranks={self.ranks}: use dp, or another strategy"
-            )
-        else:
-            RowLayout(self.width, self.width, self.ranks)
+        ffn.check_ranks(self.ranks)
         if self.data == "planted":
             try:
                 BlockLayout(self.width, self.width, self.teacher_blocks, self.teacher_ghosts)

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 from math import gcd, lcm
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from phantom_parallel.utils.layout import nearest_divisors, positive
+from phantom_parallel.utils.strategies import STRATEGIES
 
 GPTStrategy = Literal["phantom", "megatron", "dense"]
 
@@ -29,6 +30,8 @@ class GPTConfig:
         rope_base: base of the rotary positions.
         norm_eps: added to the mean square in the norms.
     """
+
+    family: ClassVar[str] = "gpt"
 
     vocab: int
     dim: int
@@ -127,11 +130,11 @@ class GPTConfig:
         return self.blocks or gcd(self.hidden, self.kv_heads)
 
     def check_ranks(self, ranks: int) -> None:
-        """Whether this model runs on so many ranks."""
+        """Raise ValueError if ``ranks`` ranks cannot share this model."""
+        STRATEGIES[self.strategy].check_ranks(ranks)
         if self.strategy == "dense":
-            if ranks > 1:
-                raise ValueError(f"the strategy dense runs on one rank, got a mesh of {ranks}: use another strategy")
-        elif self.blocks is not None:
+            return
+        if self.blocks is not None:
             if self.blocks % ranks:
                 raise ValueError(
                     f"{ranks} ranks do not divide blocks={self.blocks}: "

@@ -5,14 +5,31 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from phantom_parallel.families.base import Family
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from phantom_parallel.cost.terms import Shape
     from phantom_parallel.families.gpt.train_config import GPTTrainConfig
+    from phantom_parallel.infer.generation import GenerateConfig, GenerateReport
     from phantom_parallel.train.config import TrainConfig
     from phantom_parallel.train.task import Task
 
 
 class GPTFamily(Family):
     name: ClassVar[str] = "gpt"
+    title: ClassVar[str] = "decoder-only transformers"
+    strategies: ClassVar[tuple[str, ...]] = ("phantom", "megatron", "dense")
+    baseline: ClassVar[str] = "megatron"
+    inference_command: ClassVar[str] = "generate"
+
+    def model_config(self) -> type[Any]:
+        from phantom_parallel.families.gpt.config import GPTConfig
+
+        return GPTConfig
+
+    def model(self) -> "type[nn.Module]":
+        from phantom_parallel.families.gpt.model import GPT
+
+        return GPT
 
     def train_config(self) -> "type[TrainConfig]":
         from phantom_parallel.families.gpt.train_config import GPTTrainConfig
@@ -28,6 +45,11 @@ class GPTFamily(Family):
         from phantom_parallel.families.gpt.cost import shape_of
 
         return shape_of(cast("GPTTrainConfig", config))
+
+    def generate(self, config: "GenerateConfig", *, write: bool = False, show: bool = False) -> "GenerateReport":
+        from phantom_parallel.families.gpt.generation_run import run
+
+        return run(config, write=write, show=show)
 
 
 FAMILY = GPTFamily()

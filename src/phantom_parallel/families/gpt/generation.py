@@ -19,8 +19,8 @@ from phantom_parallel.energy.meter import synchronise
 from phantom_parallel.energy.split import Span, SplitClock
 from phantom_parallel.families.gpt.config import GPTConfig
 from phantom_parallel.families.gpt.model import GPT
-from phantom_parallel.families.gpt.sampling import Sampler, Sampling
 from phantom_parallel.infer.measure import Turn
+from phantom_parallel.infer.sampling import Sampler, Sampling
 from phantom_parallel.nn.attention import Cache
 from phantom_parallel.nn.sharded import local_rows
 from phantom_parallel.utils.layout import positive

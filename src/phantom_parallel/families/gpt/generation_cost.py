@@ -10,8 +10,7 @@ A turn is a whole generation. The order of models alternates, so that what drift
 
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,55 +23,14 @@ from phantom_parallel.energy.readings import Provenance
 from phantom_parallel.energy.split import SplitClock, timer_for
 from phantom_parallel.families.gpt.generation import agree_on_request, check_request, run
 from phantom_parallel.families.gpt.model import GPT
-from phantom_parallel.families.gpt.sampling import Sampler, Sampling
+from phantom_parallel.infer.generation import GenerationCost, PhaseCost
 from phantom_parallel.infer.measure import Turn, modelled_joules, p95, place_of, sense
+from phantom_parallel.infer.sampling import Sampler, Sampling
 from phantom_parallel.nn.attention import Cache
 from phantom_parallel.ops.collectives import ranks_of
 from phantom_parallel.utils.layout import positive
 
 WARM_UP = 4  # tokens
-
-
-@dataclass(frozen=True)
-class Phase:
-    """Prefill or decode. Counts and energies are those of all ranks together, for one token of one row."""
-
-    seconds: float  # of the prompt, or of a step: the median
-    seconds_p95: float
-    tokens_per_second: float  # over all rows
-    flops_per_token: float
-    bytes_per_token: float  # that ranks send each other
-    joules_per_token: float | None
-    provenance: str  # of the joules: counter, integrated_power, modelled or unavailable
-    blocked_share: float  # of all ranks' time
-
-
-@dataclass(frozen=True)
-class GenerationCost:
-    """One model's generations. ``decode`` is None where one token was asked for, which prefill gives."""
-
-    strategy: str
-    ranks: int
-    batch: int
-    prompt: int  # tokens of a row
-    tokens: int  # generated for a row
-    turns: int
-    parameters: int  # of the whole model
-    prefill: Phase
-    decode: Phase | None
-
-    @property
-    def time_to_first_token(self) -> float:
-        """Seconds, the median over turns."""
-        return self.prefill.seconds
-
-    @property
-    def time_per_token(self) -> float | None:
-        """Seconds from a token to the next, the median over steps."""
-        return None if self.decode is None else self.decode.seconds
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class _Taken(NamedTuple):
@@ -241,7 +199,7 @@ class _Cost:
         tokens: int,
         profile: PowerProfile | None,
         sensed: tuple[float, Provenance] | None,
-    ) -> Phase:
+    ) -> PhaseCost:
         """``steps`` are those of a turn, and ``tokens`` go through the model in each."""
         latencies = self.latencies()[name]
         joules, provenance = None, Provenance.UNAVAILABLE
@@ -250,7 +208,7 @@ class _Cost:
         elif profile is not None:
             joules, provenance = modelled_joules(ranks, profile) / (steps * len(ranks[0])), Provenance.MODELLED
         every = [turn for rank in ranks for turn in rank]
-        return Phase(
+        return PhaseCost(
             seconds=statistics.median(latencies),
             seconds_p95=p95(latencies),
             tokens_per_second=tokens / statistics.fmean(latencies),

@@ -2,13 +2,10 @@
 
 import os
 import signal
-import sys
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from math import prod
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -20,69 +17,19 @@ from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.energy.model import PowerProfile
 from phantom_parallel.families.gpt.config import GPTConfig
 from phantom_parallel.families.gpt.generation import check_room
-from phantom_parallel.families.gpt.generation_cost import GenerationCost, measure_generation
+from phantom_parallel.families.gpt.generation_cost import measure_generation
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.families.gpt.prompts import Streamer, encode_prompt, find_tokenizer, read_prompt
-from phantom_parallel.families.gpt.sampling import Sampling
-from phantom_parallel.infer.launch import PROCESS, check_model, power_profile
-from phantom_parallel.infer.progress import ProgressDisplay
+from phantom_parallel.infer.generation import GenerateConfig, GenerateReport, print_text
+from phantom_parallel.infer.run import PROCESS, check_model, power_profile
 from phantom_parallel.train import memory
-from phantom_parallel.utils.layout import positive
+from phantom_parallel.utils.progress import ProgressDisplay
 
-Against = Literal["megatron", "none"]
 TOKENS = 128  # by default, where the context has room for them
 
 
-@dataclass(frozen=True)
-class GenerateConfig:
-    """What to go on from, how, and what to measure. ``profile`` is as for `InferConfig`; ``tokens`` are by default 128,
-    or as many as the context has room for. With ``against`` both models generate ``turns`` times; alone, once.
-    """
-
-    model: Path
-    prompt: str | None = None
-    prompt_file: Path | None = None
-    tokens: int | None = None
-    sampling: Sampling = field(default_factory=Sampling)
-    ranks: int = 1
-    batch: int = 1
-    against: Against = "none"
-    turns: int = 5
-    profile: str | None = None
-
-    def __post_init__(self) -> None:
-        positive(ranks=self.ranks, batch=self.batch, turns=self.turns)
-        if self.tokens is not None:
-            positive(tokens=self.tokens)
-        for name in ("model", "prompt_file"):
-            if (path := getattr(self, name)) is not None:
-                object.__setattr__(self, name, Path(path).absolute())
-        if self.against not in ("megatron", "none"):
-            raise ValueError(f"against must be megatron or none, got {self.against!r}")
-
-
-@dataclass(frozen=True)
-class GenerateReport:
-    """What came out, and what it cost."""
-
-    model: str
-    ranks: int
-    device: str
-    prompt: str
-    prompt_tokens: int
-    texts: list[str]  # of each row
-    tokens: list[list[int]]  # of each row
-    sampling: Sampling
-    profile: str | None  # whose watts modelled energy takes
-    profile_source: str | None
-    measured: dict[str, GenerationCost]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-class Task(NamedTuple):
-    """What one process has found out for all ranks."""
+class _Request(NamedTuple):
+    """A checked request, as one process prepares it for all ranks."""
 
     text: bytes
     prompt: list[int]
@@ -98,14 +45,15 @@ def run(config: GenerateConfig, *, write: bool = False, show: bool = False) -> G
     come later.
     """
     joined = launched_externally()
-    task = None if joined else prepare(config)
-    return on_ranks(config.ranks, _work, config, task, joined, write, show)
+    request = None if joined else prepare(config)
+    return on_ranks(config.ranks, _work, config, request, joined, write, show)
 
 
-def prepare(config: GenerateConfig) -> Task:
+def prepare(config: GenerateConfig) -> _Request:
     """Look for everything that a user may have got wrong. One process does this."""
     text = read_prompt(config.prompt, config.prompt_file)
-    model = check_model(config.model, GPT)
+    model = check_model(config.model)
+    assert isinstance(model, GPT)  # the registry called its own family
     model.config.check_ranks(config.ranks)
     if config.against == "megatron":
         twin_config(model.config).check_ranks(config.ranks)
@@ -117,7 +65,7 @@ def prepare(config: GenerateConfig) -> Task:
     power = power_profile(config.profile, config.ranks)
     if not torch.accelerator.is_available():  # accelerators have memories of their own
         _check_memory(model, prompt.shape[1] + tokens, config)
-    return Task(text, prompt[0].tolist(), tokens, power)
+    return _Request(text, prompt[0].tolist(), tokens, power)
 
 
 def twin_config(config: GPTConfig) -> GPTConfig:
@@ -141,22 +89,22 @@ def _check_memory(model: GPT, length: int, config: GenerateConfig) -> None:
 
 
 def _work(
-    device: torch.device, config: GenerateConfig, task: Task | None, joined: bool, write: bool, show: bool
+    device: torch.device, config: GenerateConfig, request: _Request | None, joined: bool, write: bool, show: bool
 ) -> GenerateReport:
     """One rank's part."""
     if joined:
-        task = broadcast_from_rank_zero(lambda: prepare(config), device)
+        request = broadcast_from_rank_zero(lambda: prepare(config), device)
     elif config.ranks > 1:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends a worker without a word: its launcher has it too
-    assert task is not None
+    assert request is not None
     mesh = None if config.ranks == 1 else init_device_mesh(device.type, (config.ranks,), mesh_dim_names=("tp",))
     agree("what to run", {name: str(value) for name, value in asdict(config).items()}, mesh)
     model = load_model(config.model, mesh=mesh, device=device)
     assert isinstance(model, GPT)
     models = {model.config.strategy: model} | _twin(model, config, mesh, device)
     first = mesh is None or mesh.get_local_rank() == 0
-    streamer = Streamer(find_tokenizer(config.model), to_stdout if write and first else _to_nobody)
-    prompt = torch.tensor(task.prompt).repeat(config.batch, 1)
+    streamer = Streamer(find_tokenizer(config.model), print_text if write and first else lambda _: None)
+    prompt = torch.tensor(request.prompt).repeat(config.batch, 1)
     turns = config.turns if len(models) > 1 else 1
     with ExitStack() as stack:
         asked = stack.enter_context(StopRequest()) if mesh is None else None
@@ -169,31 +117,34 @@ def _work(
             check()
             streamer.add(tokens)
 
-        display = stack.enter_context(ProgressDisplay()) if show and first and turns > 1 else None
-        if display is not None:
-            display.stage("measuring: turn", turns)
+        def on_turn(turn: int) -> None:
+            check()
+            display.update(turn)
+
+        display = stack.enter_context(ProgressDisplay(show=show and first and turns > 1))
+        display.stage("measuring: turn", turns)
         measured = measure_generation(
             models,
             prompt,
-            task.tokens,
+            request.tokens,
             turns,
             sampling=config.sampling,
-            profile=task.power,
+            profile=request.power,
             on_token=on_token,
-            report=_report(display, check),
+            report=on_turn,
         )
     texts = streamer.finish()
     return GenerateReport(
         model=os.fspath(config.model),
         ranks=config.ranks,
         device=device.type,
-        prompt=task.text.decode(errors="replace"),
-        prompt_tokens=len(task.prompt),
+        prompt=request.text.decode(errors="replace"),
+        prompt_tokens=len(request.prompt),
         texts=texts,
         tokens=streamer.tokens,
         sampling=config.sampling,
-        profile=None if task.power is None else task.power.name,
-        profile_source=None if task.power is None else task.power.source,
+        profile=None if request.power is None else request.power.name,
+        profile_source=None if request.power is None else request.power.source,
         measured=measured,
     )
 
@@ -204,23 +155,3 @@ def _twin(model: GPT, config: GenerateConfig, mesh: DeviceMesh | None, device: t
         return {}
     dtype = next(model.parameters()).dtype
     return {config.against: GPT(twin_config(model.config), mesh=mesh, device=device, dtype=dtype)}
-
-
-def _report(display: ProgressDisplay | None, check: Callable[[], None]) -> Callable[[int], None]:
-    def report(turn: int) -> None:
-        check()
-        if display is not None:
-            display.show(turn)
-
-    return report
-
-
-def to_stdout(text: str) -> None:
-    """Write text at once, with a question mark for what the terminal has no character for."""
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
-    sys.stdout.flush()
-
-
-def _to_nobody(text: str) -> None:
-    pass

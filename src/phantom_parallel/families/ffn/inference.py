@@ -1,4 +1,4 @@
-"""The tensor-parallel model that equals another one, to be run beside it on the same ranks."""
+"""Inference of feed-forward networks: their sizes, and the tensor-parallel model that equals one."""
 
 from dataclasses import replace
 
@@ -6,9 +6,36 @@ import torch
 from torch import Tensor, nn
 
 from phantom_parallel.checkpoint.model import own_part
-from phantom_parallel.families.ffn.model import FFN
+from phantom_parallel.families.ffn.cost import FFNShape
+from phantom_parallel.families.ffn.model import FFN, FFNConfig
+from phantom_parallel.infer.predictor import Predictor
 from phantom_parallel.nn import PhantomLinear, TensorLinear
 from phantom_parallel.nn.sharded import local_rows, whole
+
+
+class FFNPredictor(Predictor):
+    def features(self, config: FFNConfig) -> tuple[int, int]:
+        return config.width, config.width
+
+    def shape(self, config: FFNConfig, *, ranks: int, batch: int, word_bytes: int) -> FFNShape:
+        return FFNShape(
+            config.strategy,
+            config.width,
+            config.depth,
+            ranks=ranks,
+            batch=batch,
+            blocks=config.blocks,
+            ghosts=config.ghosts,
+            word_bytes=word_bytes,
+            bias=config.bias,
+            activation=config.activation,
+        )
+
+    def baseline(self, model: FFN) -> FFN:
+        return as_tensor(model)
+
+    def baseline_words(self, config: FFNConfig, ranks: int) -> int:
+        return (config.depth + ranks) * config.width**2  # its weights, and a dense layer on each rank meanwhile
 
 
 @torch.no_grad()

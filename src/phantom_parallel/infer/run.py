@@ -8,31 +8,28 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from phantom_parallel.checkpoint.model import CONFIG, load_model
+from phantom_parallel.checkpoint.model import CONFIG, family_of, load_model
 from phantom_parallel.cost.calibrate import profile_name
 from phantom_parallel.cost.hardware import load_profile, user_directory
 from phantom_parallel.distributed.launch import broadcast_from_rank_zero, launched_externally, on_ranks
 from phantom_parallel.distributed.objects import agree
 from phantom_parallel.energy.model import PowerProfile, power_of
-from phantom_parallel.families.ffn.baseline import as_tensor
-from phantom_parallel.families.ffn.model import FFN, FFNConfig
-from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.infer.inputs import Inputs, open_inputs
-from phantom_parallel.infer.measure import Inference, measure, random_rows, shape_of
+from phantom_parallel.infer.measure import Inference, measure, random_rows
 from phantom_parallel.infer.predict import largest_difference, predict, read_rows
-from phantom_parallel.infer.progress import ProgressDisplay
+from phantom_parallel.infer.predictor import RowModel, predictor_of, shape_of
 from phantom_parallel.train import memory
 from phantom_parallel.train.run_dir import MODEL
-from phantom_parallel.utils.layout import BlockLayout, RowLayout, positive
+from phantom_parallel.utils.layout import positive
+from phantom_parallel.utils.progress import ProgressDisplay
 
 Against = Literal["tensor", "none"]
-M = TypeVar("M", FFN, GPT)
 PROCESS = 100 << 20  # bytes that a process with torch has for itself, at least
 
 
@@ -101,10 +98,11 @@ def run(config: InferConfig, *, show: bool = False) -> Report:
 
 def prepare(config: InferConfig) -> PowerProfile | None:
     """Look for everything that a user may have got wrong; the watts of modelled energy. One process does this."""
-    model = check_model(config.model, FFN)
-    _check_ranks(model.config, config.ranks)
+    model = check_model(config.model)
+    width, _ = predictor_of(model.config).features(model.config)
+    model.config.check_ranks(config.ranks)
     if config.inputs is not None:
-        open_inputs(config.inputs, model.config.width)
+        open_inputs(config.inputs, width)
     power = power_profile(config.profile, config.ranks)
     if not torch.accelerator.is_available():  # accelerators have memories of their own
         _check_memory(model, config)
@@ -125,40 +123,29 @@ def power_profile(name: str | None, ranks: int) -> PowerProfile | None:
     return power_of(name)
 
 
-def check_model(path: Path, kind: type[M]) -> M:
-    """The model without its weights, once all of the file has been read. Another kind of model is an error."""
+def check_model(path: Path) -> Any:
+    """The model without its weights, after all of its files were checked."""
+    return load_model(check_folder(path), device="meta")
+
+
+def check_folder(path: Path) -> Path:
+    """Raise ValueError unless the folder holds a model; a training's folder is answered with a hint."""
+    hint = f"; did you mean {path / MODEL}?" if (path / MODEL / CONFIG).is_file() else ""
     if not (path / CONFIG).is_file():
-        raise ValueError(f"{path} is not a model folder: there is no {CONFIG} in it")
+        raise ValueError(f"{path} is not a model folder: there is no {CONFIG} in it{hint}")
     try:
-        model = load_model(path, device="meta")
+        family_of(path)
     except ValueError as error:
-        hint = f"; did you mean {path / MODEL}?" if (path / MODEL / CONFIG).is_file() else ""
         raise ValueError(f"{error}{hint}") from None
-    if not isinstance(model, kind):
-        command = "phantom infer" if isinstance(model, FFN) else "phantom generate"
-        raise ValueError(
-            f"{path} holds a model of the kind {type(model).__name__}, expected {kind.__name__}: use {command}"
-        )
-    return model
+    return path
 
 
-def _check_ranks(config: FFNConfig, ranks: int) -> None:
-    if config.strategy == "phantom":
-        assert config.blocks is not None
-        assert config.ghosts is not None
-        BlockLayout(config.width, config.width, config.blocks, config.ghosts, ranks)
-    elif config.strategy == "dense" and ranks > 1:
-        raise ValueError(f"a model of the strategy dense runs on one rank, got ranks={ranks}")
-    else:
-        RowLayout(config.width, config.width, ranks)
-
-
-def _check_memory(model: FFN, config: InferConfig) -> None:
-    """An error where local ranks cannot fit: weights of both models, a dense layer on each rank, and batches."""
-    shape = shape_of(model, config.batch)
-    words = shape.model_parameters + 2 * config.ranks * config.batch * shape.width
-    if config.against == "tensor" and shape.strategy != "tensor":
-        words += (shape.depth + config.ranks) * shape.width**2
+def _check_memory(model: RowModel, config: InferConfig) -> None:
+    """Raise ValueError if local ranks cannot fit: weights of both models, what the baseline needs, and batches."""
+    shape, predictor = shape_of(model, config.batch), predictor_of(model.config)
+    words = shape.model_parameters + 2 * config.ranks * config.batch * max(predictor.features(model.config))
+    if config.against == "tensor" and model.config.strategy != "tensor":
+        words += predictor.baseline_words(model.config, config.ranks)
     needed, free = config.ranks * PROCESS + words * shape.word_bytes, memory.available_bytes()
     if free is not None and needed > free:
         raise ValueError(
@@ -190,31 +177,29 @@ def _work(device: torch.device, config: InferConfig, power: PowerProfile | None,
     mesh = None if config.ranks == 1 else init_device_mesh(device.type, (config.ranks,), mesh_dim_names=("tp",))
     agree("what to run", {name: str(value) for name, value in asdict(config).items()}, mesh)
     model = load_model(config.model, mesh=mesh, device=device)
-    assert isinstance(model, FFN)
-    inputs = None if config.inputs is None else open_inputs(config.inputs, model.config.width)
-    models: dict[str, FFN] = {model.config.strategy: model}
-    if config.against == "tensor":
-        models.setdefault("tensor", as_tensor(model))
+    predictor = predictor_of(model.config)
+    inputs = None if config.inputs is None else open_inputs(config.inputs, predictor.features(model.config)[0])
+    models: dict[str, RowModel] = {model.config.strategy: model}
+    if config.against == "tensor" and "tensor" not in models:
+        models["tensor"] = predictor.baseline(model)
     with ExitStack() as stack:
         first = mesh is None or mesh.get_local_rank() == 0
-        display = stack.enter_context(ProgressDisplay()) if show and first else None
+        display = stack.enter_context(ProgressDisplay(show=show and first))
         seconds = 0.0
         if inputs is not None:
-            if display is not None:
-                display.stage("predicting: row", inputs.rows)
+            display.stage("predicting: row", inputs.rows)
             started = time.perf_counter()
-            predict(model, inputs, config.batch, out=config.out, report=None if display is None else display.show)
+            predict(model, inputs, config.batch, out=config.out, report=display.update)
             seconds = time.perf_counter() - started
         compared, difference, largest = _compare(models, inputs, config)
-        if display is not None:
-            display.stage("measuring: turn", config.turns)
+        display.stage("measuring: turn", config.turns)
         measured = measure(
             models,
             config.batch,
             turns=config.turns,
             profile=power,
             seed=config.seed,
-            report=None if display is None else display.show,
+            report=display.update,
         )
     return Report(
         model=os.fspath(config.model),
@@ -234,14 +219,14 @@ def _work(device: torch.device, config: InferConfig, power: PowerProfile | None,
 
 
 def _compare(
-    models: dict[str, FFN], inputs: Inputs | None, config: InferConfig
+    models: dict[str, RowModel], inputs: Inputs | None, config: InferConfig
 ) -> tuple[int, float | None, float | None]:
     """How far the two models' predictions are apart, over how many rows: the first batch of inputs, or random ones."""
     if len(models) < 2:
         return 0, None, None
     rows = config.batch if inputs is None else min(config.batch, inputs.rows)
 
-    def x(model: FFN) -> Tensor:
+    def x(model: RowModel) -> Tensor:
         if inputs is None:
             return random_rows(model, rows, config.seed)
         return read_rows(model, inputs, slice(0, rows))

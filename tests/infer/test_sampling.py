@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from phantom_parallel.families.gpt.sampling import Sampler, Sampling, draw, probabilities
+from phantom_parallel.infer.sampling import Sampler, Sampling, draw, probabilities
 
 
 def by_hand(logits: list[float], temperature: float, top_k: int | None, top_p: float | None) -> list[float]:

@@ -1,0 +1,72 @@
+"""What ``phantom infer`` needs of a family: models that map rows of features to rows of features."""
+
+from abc import ABC, abstractmethod
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from phantom_parallel.cost.terms import Shape
+from phantom_parallel.families.registry import get_family
+from phantom_parallel.nn.sharded import local_rows
+from phantom_parallel.ops.collectives import ranks_of
+
+
+class RowModel(Protocol):
+    """A module that takes and returns (rows, features). With ``cut_features``, these are this rank's features."""
+
+    config: Any
+    mesh: DeviceMesh | None
+
+    @property
+    def cut_features(self) -> bool: ...
+    def __call__(self, x: Tensor) -> Tensor: ...
+    def parameters(self) -> Any: ...
+
+
+class Predictor(ABC):
+    """A family's part of ``phantom infer``."""
+
+    @abstractmethod
+    def features(self, config: Any) -> tuple[int, int]:
+        """Features of a row into the model, and out of it."""
+
+    @abstractmethod
+    def shape(self, config: Any, *, ranks: int, batch: int, word_bytes: int) -> Shape:
+        """The cost of a model on ``ranks`` ranks for ``batch`` rows."""
+
+    @abstractmethod
+    def baseline(self, model: Any) -> RowModel:
+        """The tensor-parallel model that computes the same function, on the same ranks; every rank calls this."""
+
+    @abstractmethod
+    def baseline_words(self, config: Any, ranks: int) -> int:
+        """Words that all ranks together need to make and hold the baseline, at least."""
+
+
+def predictor_of(config: Any) -> Predictor:
+    """The predictor of the family that a model's config belongs to."""
+    return get_family(config.family).predictor()
+
+
+def shape_of(model: RowModel, batch: int) -> Shape:
+    """The cost of a forward pass of ``batch`` rows."""
+    word = next(model.parameters()).element_size()
+    ranks = ranks_of(model.mesh).size
+    return predictor_of(model.config).shape(model.config, ranks=ranks, batch=batch, word_bytes=word)
+
+
+def own_features(model: RowModel) -> slice:
+    """The features that this rank passes to the model: its own, or all."""
+    width, _ = predictor_of(model.config).features(model.config)
+    if not model.cut_features:
+        return slice(0, width)
+    ranks = ranks_of(model.mesh)
+    share = width // ranks.size
+    return slice(ranks.rank * share, (ranks.rank + 1) * share)
+
+
+def to_model(rows: Tensor, model: RowModel) -> Tensor:
+    """Rows on the device and in the dtype of the model."""
+    parameter = next(model.parameters())
+    return rows.to(local_rows(parameter).device, parameter.dtype)
