@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from phantom_parallel.energy import Discovery, EnergyMeter, Row, WindowResult, discover, format_joules, to_dict
+from phantom_parallel.energy import Discovery, EnergyMeter, Row, WindowResult, discover, format_joules
 
 STEP = 0.1  # seconds between updates of the progress line
 
@@ -58,7 +58,7 @@ def _plain(found: Discovery, result: WindowResult) -> dict[str, Any]:
         "sensors": [asdict(spec) for spec in found.specs],
         "problems": list(found.problems),
         "hints": list(found.hints),
-        "reading": to_dict(result),
+        "reading": result.to_dict(),
     }
 
 

@@ -6,9 +6,9 @@ invalid            there is a figure, but not one to rely on; ``reason`` says wh
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Provenance(StrEnum):
@@ -183,6 +183,16 @@ class WindowResult:
             sum(getattr(one, field) for one in self.splits) / count for field in ("compute", "communication", "idle")
         )
         return Split(-1, "", compute, communication, idle)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as plain data for JSON, with every total; a figure that is unavailable is None."""
+        plain = asdict(self)
+        plain["timeline"] = [point._asdict() for point in self.timeline]
+        for row, record in zip(self.rows, plain["rows"], strict=True):
+            record["watts"] = row.watts
+        plain["totals"] = [asdict(total) | {"mean_watts": total.mean_watts} for total in self.totals()]
+        plain["total"] = asdict(self.total) | {"mean_watts": self.mean_watts}
+        return plain
 
     def __str__(self) -> str:
         lines = [f"{'/'.join(self.path)}: {self.seconds:.4g} s, {self.total}"]
