@@ -6,7 +6,7 @@ import pytest
 
 from phantom_parallel.cli import main, meter
 from phantom_parallel.energy import Discovery, discover
-from phantom_parallel.energy.sensors import find_rapl
+from phantom_parallel.energy.sensors import probe_rapl
 from tests.energy.simulated import two_packages
 
 
@@ -19,7 +19,7 @@ def nothing(tmp_path, monkeypatch):
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     tree = two_packages(tmp_path / "powercap")
-    found = Discovery((find_rapl(tree.root).source,), ("file: permission denied; allow [it]",), ("install more",))
+    found = Discovery((probe_rapl(tree.root).source,), ("file: permission denied; allow [it]",), ("install more",))
     monkeypatch.setattr(meter, "discover", lambda: found)
     monkeypatch.setattr(meter.time, "sleep", lambda seconds: tree.use("intel-rapl:0", 1.0))
     monkeypatch.setenv("COLUMNS", "200")
@@ -27,38 +27,38 @@ def server(tmp_path, monkeypatch):
 
 def test_a_machine_with_nothing_says_so_and_what_to_install(nothing, capsys):
     meter.Options(seconds=60.0).run()  # and does not wait for nothing
-    told = capsys.readouterr().out
-    assert "No energy sensor can be read on this machine: energy is unavailable." in told
-    assert "pip install nvidia-ml-py" in told
-    assert "modprobe intel_rapl_msr" in told
-    assert " 0 J" not in told
+    output = capsys.readouterr().out
+    assert "No energy sensor can be read on this machine: energy is unavailable." in output
+    assert "pip install nvidia-ml-py" in output
+    assert "modprobe intel_rapl_msr" in output
+    assert " 0 J" not in output
 
 
 def test_a_machine_with_nothing_is_null_in_json(nothing, capsys):
     meter.Options(json=True).run()
-    told = json.loads(capsys.readouterr().out)
-    assert told["sensors"] == []
-    assert told["reading"]["total"]["joules"] is None
-    assert told["reading"]["total"]["provenance"] == "unavailable"
-    assert told["hints"]
+    output = json.loads(capsys.readouterr().out)
+    assert output["sensors"] == []
+    assert output["reading"]["total"]["joules"] is None
+    assert output["reading"]["total"]["provenance"] == "unavailable"
+    assert output["hints"]
 
 
 def test_sensors_are_listed_with_a_reading_and_what_stands_in_the_way(server, capsys):
     meter.Options(seconds=0.02).run()
-    told = capsys.readouterr().out
-    assert "package-1" in told
-    assert "memory of package 0" in told
-    assert "device total: unavailable" in told  # package 1 stands still
-    assert "allow [it]" in told  # brackets are not markup
-    assert "install more" in told
+    output = capsys.readouterr().out
+    assert "package-1" in output
+    assert "memory of package 0" in output
+    assert "device total: unavailable" in output  # package 1 stands still
+    assert "allow [it]" in output  # brackets are not markup
+    assert "install more" in output
 
 
 def test_json_lists_the_sensors(server, capsys):
     meter.Options(seconds=0.02, json=True).run()
-    told = json.loads(capsys.readouterr().out)
-    assert told["sensors"][0]["id"] == "rapl/intel-rapl:0"
-    assert told["problems"] == ["file: permission denied; allow [it]"]
-    assert told["reading"]["rows"][0]["joules"] >= 1.0
+    output = json.loads(capsys.readouterr().out)
+    assert output["sensors"][0]["id"] == "rapl/intel-rapl:0"
+    assert output["problems"] == ["file: permission denied; allow [it]"]
+    assert output["reading"]["rows"][0]["joules"] >= 1.0
 
 
 def test_the_command_succeeds_without_a_sensor_and_refuses_nonsense(nothing, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""Simulated machines: sysfs trees in the real formats, and stand-ins for the calls that vendors document."""
+"""Simulated machines: sysfs trees in the real formats, and fakes of the documented calls of vendor libraries."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ PACKAGE_RANGE = 262_143_328_850  # microjoules, as on a Xeon
 
 
 class FakeClock:
-    """Time that passes only when told to."""
+    """A clock that advances only when a test advances it."""
 
     def __init__(self, now: float = 100.0) -> None:
         self.now = now
@@ -39,14 +39,14 @@ class Powercap:
         (self.root / folder / "energy_uj").write_text(f"{energy_uj}\n")
 
     def use(self, folder: str, joules: float) -> None:
-        """Draw energy, with the wrap-around of the real counter."""
+        """Use energy, with the wraparound of the real counter."""
         path = self.root / folder
         now = int((path / "energy_uj").read_text()) + round(joules * 1e6)
         self.set(folder, now % int((path / "max_energy_range_uj").read_text()))
 
 
 def two_packages(root: Path) -> Powercap:
-    """A server with two sockets: packages, their sub-domains, memory, and the platform."""
+    """A server with two sockets: packages, their subdomains, memory, and the platform."""
     tree = Powercap(root)
     (root / "intel-rapl").mkdir()
     for package in (0, 1):
@@ -58,7 +58,7 @@ def two_packages(root: Path) -> Powercap:
 
 
 class PmCounters:
-    """A pm_counters folder as on a node with accelerators; each update is a tick of freshness."""
+    """A pm_counters directory of a node with accelerators; each update increments ``freshness``."""
 
     def __init__(self, root: Path, accelerators: int = 4) -> None:
         self.root = root
@@ -84,7 +84,7 @@ class PmCounters:
         self.write()
 
     def sleep(self, clock: FakeClock):
-        """A sleep during which the hardware goes on counting ticks."""
+        """Return a sleep during which the hardware keeps updating."""
 
         def sleep(seconds: float) -> None:
             clock.sleep(seconds)

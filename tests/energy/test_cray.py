@@ -5,7 +5,7 @@ import errno
 import pytest
 
 from phantom_parallel.energy import EnergyMeter, Scope
-from phantom_parallel.energy.sensors import find_cray
+from phantom_parallel.energy.sensors import probe_cray
 from tests.energy.simulated import FakeClock, PmCounters
 
 
@@ -15,8 +15,8 @@ def node(tmp_path):
 
 
 def metered(node, clock, sleep=None, **kwargs) -> EnergyMeter:
-    finding = find_cray(node.root, clock=clock, sleep=sleep or node.sleep(clock))
-    return EnergyMeter(sources=[finding.source], clock=clock, device="cpu", **kwargs)
+    probe = probe_cray(node.root, clock=clock, sleep=sleep or node.sleep(clock))
+    return EnergyMeter(sources=[probe.source], clock=clock, device="cpu", **kwargs)
 
 
 def load(node, joules: int) -> None:
@@ -86,9 +86,9 @@ def test_values_from_two_updates_are_not_mixed(node):
             load(node, 100)
         return text
 
-    source = find_cray(node.root, clock=clock, sleep=clock.sleep).source
+    source = probe_cray(node.root, clock=clock, sleep=clock.sleep).source
     source._read = read
-    readings = source.read([spec.id for spec in source.specs], settle=False)
+    readings = source.read([spec.id for spec in source.specs], fresh=False)
     assert readings["cray/energy"].joules == 2000
     assert readings["cray/accel0_energy"].joules == 250
 
@@ -99,7 +99,7 @@ def test_windows_shorter_than_ten_updates_are_invalid(node):
         clock.now += 0.5
         load(node, 1)
     assert not window.result.valid
-    assert "resolves 0.1 s, so a window takes 1 s or more" in window.result.reason
+    assert "resolves 0.1 s, so a window must take 1 s or more" in window.result.reason
 
 
 def test_files_that_cannot_be_read_are_named(node):
@@ -108,21 +108,21 @@ def test_files_that_cannot_be_read_are_named(node):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return path.read_text()
 
-    finding = find_cray(node.root, read=denied)
-    assert finding.source is None
-    assert f"{node.root / 'accel0_energy'}: permission denied" in finding.problems[0]
+    probe = probe_cray(node.root, read=denied)
+    assert probe.source is None
+    assert f"{node.root / 'accel0_energy'}: permission denied" in probe.problems[0]
 
 
 def test_files_in_another_format_are_refused(node):
     (node.root / "energy").write_text("1000 kWh 1 us\n")
-    assert "energy is in 'kWh', expected 'J'" in find_cray(node.root).problems[0]
+    assert "energy is in 'kWh', expected 'J'" in probe_cray(node.root).problems[0]
     (node.root / "energy").write_text("\n")
-    assert "not in the format of pm_counters" in find_cray(node.root).problems[0]
+    assert "not in the format of pm_counters" in probe_cray(node.root).problems[0]
 
 
 def test_a_machine_that_is_no_cray_has_none(tmp_path):
-    finding = find_cray(tmp_path)
-    assert (finding.source, finding.problems) == (None, ())
+    probe = probe_cray(tmp_path)
+    assert (probe.source, probe.problems) == (None, ())
 
 
 def test_the_node_alone_can_be_the_headline(node):

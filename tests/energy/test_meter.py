@@ -5,26 +5,37 @@ import threading
 import pytest
 import torch
 
-from phantom_parallel.energy import EnergyMeter, Part, PowerProfile, Provenance, Row, Scope, discover, meter
-from phantom_parallel.energy.sensors import Sample, SensorSpec, find_rapl
+from phantom_parallel.energy import (
+    Component,
+    EnergyMeter,
+    PowerProfile,
+    Provenance,
+    Scope,
+    SensorEnergy,
+    discover,
+    meter,
+)
+from phantom_parallel.energy.sensors import EnergySample, SensorSpec, probe_rapl
 from tests.energy.simulated import FakeClock, Powercap, two_packages
 
 PROFILE = PowerProfile("toy", compute_watts=100.0, communication_watts=40.0, idle_watts=10.0, source="made up")
 
 
 class Steady:
-    """A counter that rises by so many watts."""
+    """A counter that increases at a constant power."""
 
     name = "steady"
 
-    def __init__(self, clock, watts=100.0, provenance=Provenance.COUNTER, part=Part.GPU, name="steady/0", **spec):
+    def __init__(
+        self, clock, watts=100.0, provenance=Provenance.COUNTER, component=Component.GPU, name="steady/0", **spec
+    ):
         self.clock, self.watts = clock, watts
-        self.specs = (SensorSpec(name, name, part, Scope.DEVICE, provenance, spec.pop("resolution", 0.1), **spec),)
+        self.specs = (SensorSpec(name, name, component, Scope.DEVICE, provenance, spec.pop("resolution", 0.1), **spec),)
         self.reads = 0
 
-    def read(self, ids, *, settle=True):
+    def read(self, ids, *, fresh=True):
         self.reads += 1
-        return {name: Sample(self.clock.now, self.clock.now * self.watts) for name in ids}
+        return {name: EnergySample(self.clock.now, self.clock.now * self.watts) for name in ids}
 
 
 @pytest.fixture
@@ -84,22 +95,22 @@ def test_a_machine_with_nothing_gives_none_and_says_so(tmp_path, clock):
     )
 
 
-def test_devices_are_synchronised_before_each_reading(clock, monkeypatch):
+def test_devices_are_synchronized_before_each_reading(clock, monkeypatch):
     order = []
     source = Steady(clock)
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: order.append(("synchronise", source.reads)))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: order.append(("synchronize", source.reads)))
     with EnergyMeter(sources=[source], clock=clock, device="cuda").window("load"):
         clock.now += 2.0
-    assert order == [("synchronise", 0), ("synchronise", 1)]
+    assert order == [("synchronize", 0), ("synchronize", 1)]
     monkeypatch.undo()
-    meter.synchronise(torch.device("cpu"))  # nothing to wait for
+    meter.synchronize(torch.device("cpu"))  # nothing to wait for
 
 
-def test_two_sources_of_the_same_part_are_counted_once(clock):
+def test_two_sources_of_the_same_component_are_counted_once(clock):
     sources = [
         Steady(clock, 100.0, name="cray/accel0_energy"),
         Steady(clock, 90.0, name="amd/0"),
-        Steady(clock, 5.0, part=Part.CPU, name="cray/cpu_energy"),
+        Steady(clock, 5.0, component=Component.CPU, name="cray/cpu_energy"),
     ]
     with EnergyMeter(sources=sources, clock=clock, device="cpu").window("load") as window:
         clock.now += 2.0
@@ -111,8 +122,8 @@ def test_two_sources_of_the_same_part_are_counted_once(clock):
     }
 
 
-def test_kinds_are_never_added(clock):
-    sources = [Steady(clock, 100.0), Steady(clock, 50.0, Provenance.INTEGRATED_POWER, Part.CPU, "steady/1")]
+def test_figures_of_different_provenance_are_never_added(clock):
+    sources = [Steady(clock, 100.0), Steady(clock, 50.0, Provenance.INTEGRATED_POWER, Component.CPU, "steady/1")]
     meter = EnergyMeter(sources=sources, clock=clock, device="cpu", profile=PROFILE)
     with meter.window("load") as window:
         clock.now += 2.0
@@ -125,8 +136,8 @@ def test_a_timeline_shows_power_as_it_changed(clock):
     source = Steady(clock, 100.0)
     source.joules = 0.0
 
-    def read(ids, *, settle=True):
-        return {name: Sample(clock.now, source.joules) for name in ids}
+    def read(ids, *, fresh=True):
+        return {name: EnergySample(clock.now, source.joules) for name in ids}
 
     source.read = read
     meter = EnergyMeter(sources=[source], clock=clock, device="cpu", sample_seconds=3600.0)
@@ -135,7 +146,7 @@ def test_a_timeline_shows_power_as_it_changed(clock):
             for _ in range(2):
                 clock.now += 0.06  # twice as fast as the sensor resolves: two samples make a point
                 source.joules += watts * 0.06
-                meter._sampler.tick()
+                meter._sampler.sample()
     assert [point.seconds for point in window.result.timeline] == pytest.approx([0.12, 0.24, 0.36])
     assert [point.watts for point in window.result.timeline] == pytest.approx([100.0, 300.0, 200.0])
 
@@ -144,7 +155,7 @@ def test_without_sample_seconds_nothing_is_kept_and_no_thread_runs(clock):
     meter = EnergyMeter(sources=[Steady(clock)], clock=clock, device="cpu")
     with meter.window("load") as window:
         assert meter._sampler._thread is None
-        meter._sampler.tick()
+        meter._sampler.sample()
         clock.now += 2.0
     assert window.result.timeline == ()
 
@@ -155,10 +166,10 @@ def test_the_sampling_thread_reads_and_ends_with_the_window(tmp_path):
     source = Steady(clock)
     plain = source.read
 
-    def read(ids, *, settle=True):
-        if not settle:
+    def read(ids, *, fresh=True):
+        if not fresh:
             ticked.set()
-        return plain(ids, settle=settle)
+        return plain(ids, fresh=fresh)
 
     source.read = read
     meter = EnergyMeter(sources=[source], clock=clock, device="cpu", sample_seconds=0.001)
@@ -176,42 +187,48 @@ def test_the_sampling_thread_reads_and_ends_with_the_window(tmp_path):
         ({"sample_seconds": 0.0}, "sample_seconds must be above 0, got 0.0"),
     ],
 )
-def test_wrong_settings_are_refused(kwargs, message):
+def test_invalid_settings_are_rejected(kwargs, message):
     with pytest.raises(ValueError, match=message):
         EnergyMeter(sources=[], **kwargs)
 
 
 @pytest.mark.parametrize("name", ["", "a/b"])
-def test_window_names_that_would_spoil_a_path_are_refused(name):
-    with pytest.raises(ValueError, match="must not be empty or have a slash"), EnergyMeter(sources=[]).window(name):
+def test_window_names_that_would_break_a_path_are_rejected(name):
+    with pytest.raises(ValueError, match="must not be empty or contain a slash"), EnergyMeter(sources=[]).window(name):
         pass
 
 
-def test_a_row_cannot_pass_off_nothing_as_a_figure():
-    place = ("host", "x/0", "x", Part.CPU, Scope.DEVICE)
-    with pytest.raises(ValueError, match="does not go with provenance"):
-        Row(*place, Provenance.COUNTER, None, 1.0, 0)
-    with pytest.raises(ValueError, match="does not go with provenance"):
-        Row(*place, Provenance.UNAVAILABLE, 0.0, 1.0, 0)
+def test_a_row_cannot_present_a_missing_figure_as_one():
+    where = ("host", "x/0", "x", Component.CPU, Scope.DEVICE)
+    with pytest.raises(ValueError, match="does not match provenance"):
+        SensorEnergy(*where, Provenance.COUNTER, None, 1.0, 0)
+    with pytest.raises(ValueError, match="does not match provenance"):
+        SensorEnergy(*where, Provenance.UNAVAILABLE, 0.0, 1.0, 0)
     with pytest.raises(ValueError, match="needs a reason"):
-        Row(*place, Provenance.UNAVAILABLE, None, 1.0, 0)
+        SensorEnergy(*where, Provenance.UNAVAILABLE, None, 1.0, 0)
 
 
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"id": "x"}, "id is SOURCE/NAME, got 'x'"),
-        ({"resolution_seconds": 0.0}, "the resolution must be above 0 seconds, got 0.0"),
-        ({"horizon_seconds": 0.0}, "the horizon must be above 0 seconds, got 0.0"),
+        ({"id": "x"}, "must be SOURCE/NAME, got 'x'"),
+        ({"resolution_seconds": 0.0}, "resolution_seconds must be above 0, got 0.0"),
+        ({"max_unread_seconds": 0.0}, "max_unread_seconds must be above 0, got 0.0"),
     ],
 )
-def test_wrong_sensors_are_refused(kwargs, message):
-    right = {"id": "x/0", "label": "x", "part": Part.CPU, "scope": Scope.DEVICE, "provenance": Provenance.COUNTER}
+def test_invalid_sensors_are_rejected(kwargs, message):
+    right = {
+        "id": "x/0",
+        "label": "x",
+        "component": Component.CPU,
+        "scope": Scope.DEVICE,
+        "provenance": Provenance.COUNTER,
+    }
     with pytest.raises(ValueError, match=message):
         SensorSpec(**(right | {"resolution_seconds": 0.1} | kwargs))
 
 
-def test_discovery_finds_the_trees_it_is_shown(tmp_path):
+def test_discovery_finds_the_sensors_of_a_tree(tmp_path):
     two_packages(tmp_path / "powercap")
     found = discover(powercap=tmp_path / "powercap", pm_counters=tmp_path)
     assert len(found.specs) == 5
@@ -228,7 +245,7 @@ def test_a_counter_that_fell_voids_the_window(tmp_path, clock):
 
 def test_readings_of_a_real_tree_do_not_need_the_sampler_in_a_short_window(tmp_path, clock):
     tree = Powercap(tmp_path).zone("intel-rapl:0", "package-0", 1)
-    source = find_rapl(tree.root, clock=clock).source
+    source = probe_rapl(tree.root, clock=clock).source
     with EnergyMeter(sources=[source], clock=clock, device="cpu").window("load") as window:
         clock.now += 60.0
         tree.use("intel-rapl:0", 3000)

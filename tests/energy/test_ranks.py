@@ -1,55 +1,55 @@
-"""Real ranks that share sensors."""
+"""Windows over several ranks that share sensors."""
 
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from phantom_parallel.energy import EnergyMeter, Part, PowerProfile, Provenance, Scope
-from phantom_parallel.energy.ranks import BOOT_ID, Claim, Host, duties, this_host
-from phantom_parallel.energy.sensors import SensorSpec, find_rapl
+from phantom_parallel.energy import Component, EnergyMeter, PowerProfile, Provenance, Scope
+from phantom_parallel.energy.sensor_assignment import BOOT_ID, AvailableSensor, Host, assign_sensors, current_host
+from phantom_parallel.energy.sensors import SensorSpec, probe_rapl
 from tests.energy.simulated import FakeClock, Powercap
 
 PROFILE = PowerProfile("toy", compute_watts=100.0, communication_watts=40.0, idle_watts=10.0, source="made up")
 
 
 def measure(root: str, hosts: int, joules: float, **kwargs):
-    """Every rank sees its host's sensor; the first rank of each host draws the energy."""
+    """Every rank can read the sensor of its host; the first rank of each host uses the energy."""
     clock = FakeClock()
     rank, size = dist.get_rank(), dist.get_world_size()
     host = rank * hosts // size
     tree = Powercap(Path(root) / f"host{host}")
-    finding = find_rapl(tree.root, clock=clock)
+    probe = probe_rapl(tree.root, clock=clock)
     meter = EnergyMeter(
         dist.group.WORLD,
-        sources=[finding.source],
+        sources=[probe.source],
         clock=clock,
         device="cpu",
         host=Host(f"node{host}", f"boot{host}"),
         **kwargs,
     )
     with meter.window("train") as outer, meter.window("step") as window:
-        clock.now += 2.0 + rank  # ranks' clocks differ
+        clock.now += 2.0 + rank  # the clocks of ranks differ
         if rank == host * size // hosts:
             tree.use("intel-rapl:0", joules * (host + 1))
-    return window.result, outer.result, [duty.spec.id for duty in meter._readers.owned]
+    return window.result, outer.result, [sensor.spec.id for sensor in meter._reader.assigned]
 
 
 @pytest.mark.parametrize(("size", "hosts"), [(2, 1), (4, 1), (4, 2)])
 def test_each_sensor_is_counted_once_and_every_rank_sees_the_whole(ranks, tmp_path, size, hosts):
     for host in range(hosts):
         Powercap(tmp_path / f"host{host}").zone("intel-rapl:0", "package-0", 10)
-    told = ranks(size)(measure, str(tmp_path), hosts, 500.0)
+    gathered = ranks(size)(measure, str(tmp_path), hosts, 500.0)
     expected = sum(500.0 * (host + 1) for host in range(hosts))
-    for result, outer, _ in told:
+    for result, outer, _ in gathered:
         assert result.joules == expected
         assert outer.joules == expected
-        assert result == told[0][0]
+        assert result == gathered[0][0]
         assert result.ranks == size
         assert [row.host for row in result.rows] == [f"node{host}" for host in range(hosts)]
-    assert [len(owned) for _, _, owned in told] == [
+    assert [len(assigned) for _, _, assigned in gathered] == [
         1 if rank % (size // hosts) == 0 else 0 for rank in range(size)
-    ]  # one owner a host
+    ]  # one rank per host
 
 
 def model(uneven: bool):
@@ -61,10 +61,14 @@ def model(uneven: bool):
     return window.result
 
 
+def seconds_of(split):
+    return split.rank, split.compute_seconds, split.communication_seconds, split.idle_seconds
+
+
 def test_the_model_adds_the_ranks_and_a_rank_that_waits_for_the_others_is_idle(ranks):
     for result in ranks(2)(model, True):
         assert result.seconds == 3.0
-        assert [(s.rank, s.compute, s.communication, s.idle) for s in result.splits] == [(0, 2, 0, 1), (1, 3, 0, 0)]
+        assert [seconds_of(split) for split in result.time_splits] == [(0, 2, 0, 1), (1, 3, 0, 0)]
         assert result.joules == 2 * 100 + 1 * 10 + 3 * 100
         assert result.provenance is Provenance.MODELLED
         assert "modelled" in str(result)
@@ -81,9 +85,9 @@ def disagree(what: str):
 
 @pytest.mark.parametrize(
     ("what", "message"),
-    [("profile", "ranks disagree on the meter"), ("names", "different windows together: window0, window1")],
+    [("profile", "ranks disagree on the meter"), ("names", "different windows at the same time: window0, window1")],
 )
-def test_ranks_that_differ_are_told_so_on_every_rank(ranks, what, message):
+def test_ranks_that_differ_raise_on_every_rank(ranks, what, message):
     assert all(ranks(2)(caught, what, message))
 
 
@@ -93,37 +97,43 @@ def caught(what: str, message: str) -> bool:
     return True
 
 
-def spec(name: str, part: Part = Part.GPU, scope: Scope = Scope.DEVICE) -> SensorSpec:
+def spec(name: str, part: Component = Component.GPU, scope: Scope = Scope.DEVICE) -> SensorSpec:
     return SensorSpec(name, name, part, scope, Provenance.COUNTER, 0.1)
 
 
-def test_ranks_that_see_one_gpu_each_own_one_each():
+def test_ranks_that_see_one_gpu_each_read_one_each():
     host = Host("node", "boot")
-    claims = [[Claim(host, spec(f"nvidia/GPU-{rank}"))] for rank in range(3)]
-    assert [[duty.spec.id for duty in duties(claims, rank)] for rank in range(3)] == [
+    available = [[AvailableSensor(host, spec(f"nvidia/GPU-{rank}"))] for rank in range(3)]
+    assert [[sensor.spec.id for sensor in assign_sensors(available, rank)] for rank in range(3)] == [
         ["nvidia/GPU-0"],
         ["nvidia/GPU-1"],
         ["nvidia/GPU-2"],
     ]
 
 
-def test_machines_of_the_same_name_are_told_apart():
-    claims = [[Claim(Host("localhost", f"boot{rank}"), spec("rapl/intel-rapl:0", Part.CPU))] for rank in range(2)]
-    assert [len(duties(claims, rank)) for rank in range(2)] == [1, 1]
-
-
-def test_a_part_counts_from_its_best_source_on_each_host():
-    first, second = Host("a", "a"), Host("b", "b")
-    claims = [
-        [Claim(first, spec("rapl/0", Part.CPU)), Claim(first, spec("cray/cpu_energy", Part.CPU))],
-        [Claim(second, spec("cray/cpu_energy", Part.CPU))],
+def test_machines_with_the_same_name_are_different_machines():
+    available = [
+        [AvailableSensor(Host("localhost", f"boot{rank}"), spec("rapl/intel-rapl:0", Component.CPU))]
+        for rank in range(2)
     ]
-    assert [duty.counted for duty in duties(claims, 0)] == [True, False]
-    assert [duty.counted for duty in duties(claims, 1)] == [True]
+    assert [len(assign_sensors(available, rank)) for rank in range(2)] == [1, 1]
 
 
-def test_a_host_is_known_by_its_boot(tmp_path, monkeypatch):
+def test_a_component_is_counted_from_its_best_source_on_each_host():
+    first, second = Host("a", "a"), Host("b", "b")
+    available = [
+        [
+            AvailableSensor(first, spec("rapl/0", Component.CPU)),
+            AvailableSensor(first, spec("cray/cpu_energy", Component.CPU)),
+        ],
+        [AvailableSensor(second, spec("cray/cpu_energy", Component.CPU))],
+    ]
+    assert [sensor.counted for sensor in assign_sensors(available, 0)] == [True, False]
+    assert [sensor.counted for sensor in assign_sensors(available, 1)] == [True]
+
+
+def test_a_host_is_identified_by_its_boot_id(tmp_path, monkeypatch):
     if BOOT_ID.exists():
-        assert this_host().key == BOOT_ID.read_text().strip()
-    monkeypatch.setattr("phantom_parallel.energy.ranks.BOOT_ID", tmp_path / "none")
-    assert this_host().key == this_host().name
+        assert current_host().key == BOOT_ID.read_text().strip()
+    monkeypatch.setattr("phantom_parallel.energy.sensor_assignment.BOOT_ID", tmp_path / "none")
+    assert current_host().key == current_host().name

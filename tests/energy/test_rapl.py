@@ -5,25 +5,25 @@ import errno
 import pytest
 
 from phantom_parallel.energy import EnergyMeter, Provenance, Scope
-from phantom_parallel.energy.sensors import Failed, find_rapl
+from phantom_parallel.energy.sensors import ReadFailure, probe_rapl
 from phantom_parallel.energy.sensors.rapl import PLAUSIBLE_WATTS
 from tests.energy.simulated import PACKAGE_RANGE, FakeClock, Powercap, two_packages
 
 
 def metered(tree, clock, **kwargs) -> EnergyMeter:
-    return EnergyMeter(sources=[find_rapl(tree.root, clock=clock).source], clock=clock, device="cpu", **kwargs)
+    return EnergyMeter(sources=[probe_rapl(tree.root, clock=clock).source], clock=clock, device="cpu", **kwargs)
 
 
 def test_packages_and_memory_are_sensors_and_what_they_contain_is_not(tmp_path):
-    finding = find_rapl(two_packages(tmp_path / "powercap").root)
-    assert {spec.id: spec.part for spec in finding.source.specs} == {
+    probe = probe_rapl(two_packages(tmp_path / "powercap").root)
+    assert {spec.id: spec.component for spec in probe.source.specs} == {
         "rapl/intel-rapl:0": "cpu",
         "rapl/intel-rapl:0:1": "memory",
         "rapl/intel-rapl:1": "cpu",
         "rapl/intel-rapl:1:1": "memory",
         "rapl/intel-rapl:2": "node",
     }
-    assert not finding.problems
+    assert not probe.problems
 
 
 def test_a_known_load_comes_back_to_the_joule(tmp_path):
@@ -71,13 +71,13 @@ def test_wraps_add_up_when_the_counter_is_read_in_between(tmp_path):
         for _ in range(30):  # 3600 J through a counter of 1000 J
             clock.now += 0.4
             tree.use("intel-rapl:0", 120)
-            meter._sampler.tick()
+            meter._sampler.sample()
     assert window.joules == pytest.approx(3600, abs=1e-6)
 
 
 def test_the_meter_reads_often_enough_to_see_each_wrap(tmp_path):
     tree = Powercap(tmp_path).zone("intel-rapl:0", "package-0", 1, range_uj=1_000_000_000)
-    assert metered(tree, FakeClock())._sampler._interval <= 1000 / PLAUSIBLE_WATTS / 2
+    assert metered(tree, FakeClock())._sampler._period <= 1000 / PLAUSIBLE_WATTS / 2
 
 
 def test_a_counter_left_unread_for_longer_than_a_wrap_voids_the_window(tmp_path):
@@ -118,7 +118,7 @@ def test_a_window_too_short_for_the_counter_is_invalid_with_the_reason(tmp_path)
         clock.now += 0.005
         tree.use("intel-rapl:0", 1)
     assert not window.result.valid
-    assert "too short: this sensor resolves 0.001 s, so a window takes 0.01 s or more" in window.result.reason
+    assert "too short: this sensor resolves 0.001 s, so a window must take 0.01 s or more" in window.result.reason
     assert "invalid" in str(window.result)
 
 
@@ -129,18 +129,18 @@ def denied(path):
 
 
 def test_a_counter_without_permission_names_the_file_and_what_to_allow(tmp_path):
-    finding = find_rapl(two_packages(tmp_path / "powercap").root, read=denied)
-    assert finding.source is None
-    assert len(finding.problems) == 5
-    assert str(tmp_path / "powercap" / "intel-rapl:0" / "energy_uj") in finding.problems[0]
-    assert "permission denied" in finding.problems[0]
-    assert "sudo chmod a+r" in finding.problems[0]
+    probe = probe_rapl(two_packages(tmp_path / "powercap").root, read=denied)
+    assert probe.source is None
+    assert len(probe.problems) == 5
+    assert str(tmp_path / "powercap" / "intel-rapl:0" / "energy_uj") in probe.problems[0]
+    assert "permission denied" in probe.problems[0]
+    assert "sudo chmod a+r" in probe.problems[0]
 
 
 def test_permission_lost_within_a_window_makes_it_unavailable(tmp_path):
     tree, clock = Powercap(tmp_path).zone("intel-rapl:0", "package-0", 1), FakeClock()
     allowed = [True]
-    source = find_rapl(tree.root, clock=clock, read=lambda p: p.read_text() if allowed[0] else denied(p)).source
+    source = probe_rapl(tree.root, clock=clock, read=lambda p: p.read_text() if allowed[0] else denied(p)).source
     with EnergyMeter(sources=[source], clock=clock, device="cpu").window("load") as window:
         clock.now += 1.0
         allowed[0] = False
@@ -151,16 +151,16 @@ def test_permission_lost_within_a_window_makes_it_unavailable(tmp_path):
 def test_a_zone_that_never_counts_or_is_damaged_is_named_and_left_out(tmp_path):
     tree = Powercap(tmp_path).zone("intel-rapl:0", "package-0", 10).zone("intel-rapl:0:0", "dram", 0)
     tree.zone("intel-rapl:1", "package-1", 10, range_uj=0)
-    finding = find_rapl(tree.root)
-    assert [spec.id for spec in finding.source.specs] == ["rapl/intel-rapl:0"]
-    assert "does not count" in finding.problems[0]
-    assert "max_energy_range_uj must be above 0, got 0" in finding.problems[1]
+    probe = probe_rapl(tree.root)
+    assert [spec.id for spec in probe.source.specs] == ["rapl/intel-rapl:0"]
+    assert "does not count" in probe.problems[0]
+    assert "max_energy_range_uj must be above 0, got 0" in probe.problems[1]
     (tmp_path / "intel-rapl:0" / "energy_uj").write_text("junk\n")
-    assert isinstance(finding.source.read(["rapl/intel-rapl:0"])["rapl/intel-rapl:0"], Failed)
+    assert isinstance(probe.source.read(["rapl/intel-rapl:0"])["rapl/intel-rapl:0"], ReadFailure)
 
 
 def test_without_powercap_there_is_only_a_hint(tmp_path):
-    finding = find_rapl(tmp_path / "nothing")
-    assert finding.source is None
-    assert not finding.problems
-    assert "modprobe intel_rapl_msr" in finding.hints[0]
+    probe = probe_rapl(tmp_path / "nothing")
+    assert probe.source is None
+    assert not probe.problems
+    assert "modprobe intel_rapl_msr" in probe.hints[0]

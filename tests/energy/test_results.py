@@ -3,26 +3,28 @@
 import json
 
 from phantom_parallel.energy import (
+    Component,
     EnergyMeter,
-    Part,
     PowerProfile,
     Provenance,
-    Row,
     Scope,
-    Split,
+    SensorEnergy,
     TimelinePoint,
+    TimeSplit,
     WindowResult,
 )
 from tests.energy.simulated import FakeClock
 
-SPLITS = (Split(0, "host", 6.0, 3.0, 1.0), Split(1, "host", 5.0, 4.0, 1.0))
+SPLITS = (TimeSplit(0, "host", 6.0, 3.0, 1.0), TimeSplit(1, "host", 5.0, 4.0, 1.0))
 POINTS = (TimelinePoint("host", "x/0", 0.5, 120.0),)
 
 
 def window(joules: float | None, **kwargs) -> WindowResult:
     kind = Provenance.UNAVAILABLE if joules is None else Provenance.COUNTER
     reason = "no permission" if joules is None else ""
-    row = Row("host", "x/0", "GPU 0", Part.GPU, Scope.DEVICE, kind, joules, 10.0, 0, joules is not None, reason)
+    row = SensorEnergy(
+        "host", "x/0", "GPU 0", Component.GPU, Scope.DEVICE, kind, joules, 10.0, 0, joules is not None, reason
+    )
     return WindowResult("train", ("train",), 10.0, Scope.DEVICE, (row,), **kwargs)
 
 
@@ -31,10 +33,16 @@ def written(result: WindowResult) -> dict:
 
 
 def test_json_keeps_provenance_scope_and_null():
-    first, second = written(window(123.0, splits=SPLITS, timeline=POINTS)), written(window(None))
+    first, second = written(window(123.0, time_splits=SPLITS, timeline=POINTS)), written(window(None))
     assert first["total"]["joules"] == 123.0
     assert (first["total"]["provenance"], first["total"]["scope"]) == ("counter", "device")
-    assert first["splits"][1] == {"rank": 1, "host": "host", "compute": 5.0, "communication": 4.0, "idle": 1.0}
+    assert first["time_splits"][1] == {
+        "rank": 1,
+        "host": "host",
+        "compute_seconds": 5.0,
+        "communication_seconds": 4.0,
+        "idle_seconds": 1.0,
+    }
     assert first["timeline"] == [{"host": "host", "sensor": "x/0", "seconds": 0.5, "watts": 120.0}]
     assert first["rows"][0]["watts"] == 12.3
     assert second["total"]["joules"] is None
@@ -60,3 +68,4 @@ def test_modelled_figures_are_never_written_without_the_word():
     figures = [plain["total"], *plain["totals"], *plain["rows"]]
     assert [figure["joules"] for figure in figures] == [100.0] * 3
     assert {figure["provenance"] for figure in figures} == {"modelled"}
+    assert plain["rows"][0]["watts_source"] == "made up"

@@ -5,19 +5,19 @@ from types import SimpleNamespace
 import pytest
 
 from phantom_parallel.energy import EnergyMeter, Provenance
-from phantom_parallel.energy.sensors import find_amd, find_nvidia, find_zeus
+from phantom_parallel.energy.sensors import probe_amd, probe_nvidia, probe_zeus
 from tests.energy.simulated import FakeAmdSmi, FakeClock, FakeNvml, FakeZeusMonitor
 
 EVERYTHING = lambda: None  # noqa: E731 - torch cannot tell which GPUs are ours
 
 
-def metered(finding, clock) -> EnergyMeter:
-    return EnergyMeter(sources=[finding.source], clock=clock, device="cpu")
+def metered(probe, clock) -> EnergyMeter:
+    return EnergyMeter(sources=[probe.source], clock=clock, device="cpu")
 
 
 def test_nvidia_counts_the_energy_counter_in_millijoules():
     nvml, clock = FakeNvml({"GPU-a": 5_000_000, "GPU-b": 9_000}), FakeClock()
-    with metered(find_nvidia(nvml=nvml, visible=EVERYTHING, clock=clock), clock).window("load") as window:
+    with metered(probe_nvidia(nvml=nvml, visible=EVERYTHING, clock=clock), clock).window("load") as window:
         clock.now += 2.0
         nvml.energy["GPU-a"] += 400_000
         nvml.energy["GPU-b"] += 123_456
@@ -27,20 +27,20 @@ def test_nvidia_counts_the_energy_counter_in_millijoules():
 
 
 def test_nvidia_counts_only_the_gpus_that_torch_sees():
-    finding = find_nvidia(nvml=FakeNvml({"GPU-a": 1, "GPU-b": 1}), visible=lambda: {"GPU-b"})
-    assert [spec.id for spec in finding.source.specs] == ["nvidia/GPU-b"]
+    probe = probe_nvidia(nvml=FakeNvml({"GPU-a": 1, "GPU-b": 1}), visible=lambda: {"GPU-b"})
+    assert [spec.id for spec in probe.source.specs] == ["nvidia/GPU-b"]
 
 
 def test_nvidia_integrates_power_only_where_there_is_no_counter_and_says_so():
     nvml, clock = FakeNvml({"GPU-new": 1, "GPU-old": None}, watts=50.0), FakeClock()
-    meter = metered(find_nvidia(nvml=nvml, visible=EVERYTHING, clock=clock), clock)
-    assert meter._sampler._interval == pytest.approx(0.1)
+    meter = metered(probe_nvidia(nvml=nvml, visible=EVERYTHING, clock=clock), clock)
+    assert meter._sampler._period == pytest.approx(0.1)
     with meter.window("load") as window:
         meter._sampler.stop()  # the test is the sampler
         for watts in (50.0, 50.0, 150.0, 150.0):  # trapezoids: 25 + 50 + 75 J
             nvml.watts = watts
             clock.now += 0.5
-            meter._sampler.tick()
+            meter._sampler.sample()
         nvml.energy["GPU-new"] += 7_000
     kinds = {total.provenance: total.joules for total in window.result.totals()}
     assert kinds == {Provenance.COUNTER: 7.0, Provenance.INTEGRATED_POWER: 175.0}
@@ -51,7 +51,7 @@ def test_nvidia_integrates_power_only_where_there_is_no_counter_and_says_so():
 
 def test_power_that_was_not_sampled_is_not_guessed():
     nvml, clock = FakeNvml({"GPU-old": None}), FakeClock()
-    meter = metered(find_nvidia(nvml=nvml, visible=EVERYTHING, clock=clock), clock)
+    meter = metered(probe_nvidia(nvml=nvml, visible=EVERYTHING, clock=clock), clock)
     with meter.window("load") as window:
         meter._sampler.stop()
         clock.now += 30.0
@@ -61,20 +61,20 @@ def test_power_that_was_not_sampled_is_not_guessed():
 
 def test_nvidia_failures_are_named(tmp_path):
     nvml, clock = FakeNvml({"GPU-a": 1}), FakeClock()
-    finding = find_nvidia(nvml=nvml, visible=EVERYTHING, clock=clock)
-    with metered(finding, clock).window("load") as window:
+    probe = probe_nvidia(nvml=nvml, visible=EVERYTHING, clock=clock)
+    with metered(probe, clock).window("load") as window:
         clock.now += 2.0
         nvml.broken = "GPU is lost"
     assert window.joules is None
     assert "GPU is lost" in window.result.reason
-    assert find_nvidia(nvml=nvml, driver=tmp_path).problems == ("NVML does not start: GPU is lost",)
-    assert find_nvidia(nvml=nvml, driver=tmp_path / "none").hints == ("NVIDIA GPUs: no driver is loaded",)
+    assert probe_nvidia(nvml=nvml, driver=tmp_path).problems == ("NVML does not start: GPU is lost",)
+    assert probe_nvidia(nvml=nvml, driver=tmp_path / "none").hints == ("NVIDIA GPUs: no driver is loaded",)
 
 
 def test_a_driver_without_its_library_says_what_to_install(tmp_path):
-    assert "pip install nvidia-ml-py" in find_nvidia(driver=tmp_path).problems[0]
-    assert "pip install amdsmi" in find_amd(driver=tmp_path).problems[0]
-    assert find_nvidia(driver=tmp_path / "none").problems == ()
+    assert "pip install nvidia-ml-py" in probe_nvidia(driver=tmp_path).problems[0]
+    assert "pip install amdsmi" in probe_amd(driver=tmp_path).problems[0]
+    assert probe_nvidia(driver=tmp_path / "none").problems == ()
 
 
 FRONTIER = {"0000:c1:00.0": 1000, "0000:c6:00.0": 0, "0000:c9:00.0": 2000, "0000:ce:00.0": 0}
@@ -82,9 +82,9 @@ FRONTIER = {"0000:c1:00.0": 1000, "0000:c6:00.0": 0, "0000:c9:00.0": 2000, "0000
 
 def test_amd_has_one_sensor_for_each_package_of_two_dies():
     smi, clock = FakeAmdSmi(dict(FRONTIER), "AMD Instinct MI250X"), FakeClock()
-    finding = find_amd(smi=smi, visible=EVERYTHING, clock=clock)
-    assert [spec.id for spec in finding.source.specs] == ["amd/0000:c1:00.0", "amd/0000:c9:00.0"]
-    with metered(finding, clock).window("load") as window:
+    probe = probe_amd(smi=smi, visible=EVERYTHING, clock=clock)
+    assert [spec.id for spec in probe.source.specs] == ["amd/0000:c1:00.0", "amd/0000:c9:00.0"]
+    with metered(probe, clock).window("load") as window:
         clock.now += 2.0
         smi.dies["0000:c1:00.0"] += 10_000_000
         smi.dies["0000:c9:00.0"] += 20_000_000
@@ -94,27 +94,27 @@ def test_amd_has_one_sensor_for_each_package_of_two_dies():
 
 def test_amd_counts_a_package_of_which_torch_sees_either_die():
     smi = FakeAmdSmi(dict(FRONTIER), "AMD INSTINCT MI250 (MCM) OAM AC MBA")
-    finding = find_amd(smi=smi, visible=lambda: {"0000:ce:00"})
-    assert [spec.id for spec in finding.source.specs] == ["amd/0000:c9:00.0"]
+    probe = probe_amd(smi=smi, visible=lambda: {"0000:ce:00"})
+    assert [spec.id for spec in probe.source.specs] == ["amd/0000:c9:00.0"]
 
 
 @pytest.mark.parametrize("key", ["energy_accumulator", "power"])
 def test_amd_counts_single_dies_each_and_knows_both_names_of_the_accumulator(key):
     smi, clock = FakeAmdSmi({"0000:05:00.0": 0, "0000:26:00.0": 0}, "AMD Instinct MI300X", key), FakeClock()
-    with metered(find_amd(smi=smi, visible=EVERYTHING, clock=clock), clock).window("load") as window:
+    with metered(probe_amd(smi=smi, visible=EVERYTHING, clock=clock), clock).window("load") as window:
         clock.now += 2.0
         smi.dies = dict.fromkeys(smi.dies, 1_000_000)
     assert [row.joules for row in window.rows] == pytest.approx([15.3, 15.3])
 
 
 def test_amd_failures_are_named(tmp_path):
-    assert "no energy counter: not supported" in find_amd(smi=FakeAmdSmi({"a": -1}, "x")).problems[0]
+    assert "no energy counter: not supported" in probe_amd(smi=FakeAmdSmi({"a": -1}, "x")).problems[0]
     nameless = FakeAmdSmi({"0000:05:00.0": 1}, "x")
     nameless.amdsmi_get_gpu_asic_info = nameless.fail
-    assert find_amd(smi=nameless).source.specs[0].label == "GPU 0"
-    assert "usually render and video" in find_amd(smi=FakeAmdSmi({}, "x"), driver=tmp_path).problems[0]
+    assert probe_amd(smi=nameless).source.specs[0].label == "GPU 0"
+    assert "usually render and video" in probe_amd(smi=FakeAmdSmi({}, "x"), driver=tmp_path).problems[0]
     smi, clock = FakeAmdSmi({"0000:05:00.0": 1}, "AMD Instinct MI300X"), FakeClock()
-    with metered(find_amd(smi=smi, visible=EVERYTHING, clock=clock), clock).window("load") as window:
+    with metered(probe_amd(smi=smi, visible=EVERYTHING, clock=clock), clock).window("load") as window:
         clock.now += 2.0
         smi.dies["0000:05:00.0"] = -1
     assert "amdsmi: not supported" in window.result.reason
@@ -131,7 +131,7 @@ def zeus(monkeypatch):
 
 def test_zeus_windows_become_a_running_total(zeus):
     clock = FakeClock()
-    with metered(find_zeus((), zeus=zeus, clock=clock), clock).window("load") as window:
+    with metered(probe_zeus((), zeus=zeus, clock=clock), clock).window("load") as window:
         clock.now += 2.0
     assert {row.sensor: row.joules for row in window.rows} == {
         "zeus/gpu 0": 2.0,
@@ -141,22 +141,22 @@ def test_zeus_windows_become_a_running_total(zeus):
 
 
 def test_zeus_is_used_only_for_what_nothing_else_covers(zeus):
-    finding = find_zeus({"gpu", "cpu"}, zeus=zeus)
-    assert [spec.part for spec in finding.source.specs] == ["memory"]
-    assert finding.source._monitor.gpu_indices == []
-    assert find_zeus({"gpu", "cpu", "memory"}, zeus=zeus).source is None
+    probe = probe_zeus({"gpu", "cpu"}, zeus=zeus)
+    assert [spec.component for spec in probe.source.specs] == ["memory"]
+    assert probe.source._monitor.gpu_indices == []
+    assert probe_zeus({"gpu", "cpu", "memory"}, zeus=zeus).source is None
 
 
 def test_zeus_gpus_keep_the_names_that_the_host_has_for_them(zeus, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert find_zeus({"cpu", "memory"}, zeus=zeus).source.specs[0].id == "zeus/gpu 3"
+    assert probe_zeus({"cpu", "memory"}, zeus=zeus).source.specs[0].id == "zeus/gpu 3"
 
 
 def test_zeus_on_a_system_on_a_chip(zeus):
     chip = SimpleNamespace(cpu_total_mj=4000, efficiency_cores_mj=[1], gpu_mj=500, dram_mj=None)
     zeus.ZeusMonitor.used = SimpleNamespace(gpu_energy={}, cpu_energy=None, dram_energy=None, soc_energy=chip)
     clock = FakeClock()
-    with metered(find_zeus((), zeus=zeus, clock=clock), clock).window("load") as window:
+    with metered(probe_zeus((), zeus=zeus, clock=clock), clock).window("load") as window:
         clock.now += 2.0
     assert window.joules == 4.5
 
@@ -167,15 +167,15 @@ def test_zeus_says_when_it_samples_power(zeus):
             super().__init__(**kwargs)
             self.power_monitor = object()
 
-    specs = find_zeus((), zeus=SimpleNamespace(ZeusMonitor=Sampling)).source.specs
-    assert {spec.part: spec.provenance for spec in specs}["gpu"] is Provenance.INTEGRATED_POWER
+    specs = probe_zeus((), zeus=SimpleNamespace(ZeusMonitor=Sampling)).source.specs
+    assert {spec.component: spec.provenance for spec in specs}["gpu"] is Provenance.INTEGRATED_POWER
 
 
 def test_zeus_that_fails_is_named(zeus):
     def fail(*args, **kwargs):
         raise RuntimeError("no daemon")
 
-    finding = find_zeus((), zeus=zeus)
-    finding.source._monitor.end_window = fail
-    assert "no daemon" in finding.source.read(["zeus/gpu 0"])["zeus/gpu 0"].reason
-    assert "no daemon" in find_zeus((), zeus=SimpleNamespace(ZeusMonitor=fail)).problems[0]
+    probe = probe_zeus((), zeus=zeus)
+    probe.source._monitor.end_window = fail
+    assert "no daemon" in probe.source.read(["zeus/gpu 0"])["zeus/gpu 0"].reason
+    assert "no daemon" in probe_zeus((), zeus=SimpleNamespace(ZeusMonitor=fail)).problems[0]

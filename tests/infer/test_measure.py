@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel import FFN, EnergyMeter, FFNConfig, Ledger, PowerProfile
 from phantom_parallel.distributed.objects import RanksDisagree
-from phantom_parallel.energy.readings import Part, Provenance, Scope
-from phantom_parallel.energy.sensors.base import Failed, Sample, SensorSpec
+from phantom_parallel.energy.results import Component, Provenance, Scope
+from phantom_parallel.energy.sensors.base import EnergySample, ReadFailure, SensorSpec
 from phantom_parallel.infer.measure import SENSOR_BOUND, Turn, measure, modelled_joules, random_rows
 
 BATCH = 6
@@ -95,7 +95,7 @@ class Counted:
     def __init__(self, models, resolution=1e-4, fails=False):
         self.specs = (
             SensorSpec(
-                "counted/0", "counted", Part.CPU, Scope.DEVICE, Provenance.COUNTER, resolution_seconds=resolution
+                "counted/0", "counted", Component.CPU, Scope.DEVICE, Provenance.COUNTER, resolution_seconds=resolution
             ),
         )
         self.forwards, self.readings, self.fails = 0, 0, fails
@@ -105,11 +105,11 @@ class Counted:
     def count(self, *_):
         self.forwards += 1
 
-    def read(self, ids, *, settle=True):
+    def read(self, ids, *, fresh=True):
         self.readings += 1
         if self.fails and self.readings == 4:
-            return {"counted/0": Failed("gone")}
-        return {"counted/0": Sample(10.0 * self.readings, 3.0 * self.forwards)}
+            return {"counted/0": ReadFailure("gone")}
+        return {"counted/0": EnergySample(10.0 * self.readings, 3.0 * self.forwards)}
 
 
 PROFILE = PowerProfile("made up", 2.0, 2.0, 2.0, "here")

@@ -1,4 +1,4 @@
-"""``phantom meter``: what this machine can measure."""
+"""``phantom meter``: lists the energy sensors of this machine."""
 
 import json
 import math
@@ -11,17 +11,17 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from phantom_parallel.energy import Discovery, EnergyMeter, Row, WindowResult, discover, format_joules
+from phantom_parallel.energy import Discovery, EnergyMeter, SensorEnergy, WindowResult, discover, format_joules
 
-STEP = 0.1  # seconds between updates of the progress line
+UPDATE_SECONDS = 0.1  # between updates of the progress bar
 
 
 @dataclass(frozen=True)
 class Options:
-    """List the energy sensors of this machine, take a short reading, and say what to install or allow to get more."""
+    """List the energy sensors of this machine, take a short reading, and show what to install or allow to get more."""
 
     seconds: float = 3.0
-    """How long to read."""
+    """Duration of the reading in seconds."""
     json: bool = False
     """Print JSON instead of tables."""
 
@@ -31,15 +31,15 @@ class Options:
         found = discover()
         result = self._read(found)
         if self.json:
-            print(json.dumps(_plain(found, result), indent=2))
+            print(json.dumps(_to_dict(found, result), indent=2))
         else:
-            _show(found, result, Console(highlight=False, soft_wrap=True))
+            _print(found, result, Console(highlight=False, soft_wrap=True))
 
     def _read(self, found: Discovery) -> WindowResult:
-        """What the machine draws while this does nothing."""
+        """Measure the machine while this process is idle."""
         meter = EnergyMeter(sources=found.sources, device="cpu")
         with meter.window("reading") as window:
-            if found.specs:  # without sensors there is nothing to wait for
+            if found.specs:  # without sensors there is nothing to measure
                 self._wait()
         return window.result
 
@@ -49,11 +49,11 @@ class Options:
             task = progress.add_task("reading", total=self.seconds)
             end = time.monotonic() + self.seconds
             while (left := end - time.monotonic()) > 0:
-                time.sleep(min(STEP, left))
+                time.sleep(min(UPDATE_SECONDS, left))
                 progress.update(task, completed=self.seconds - max(end - time.monotonic(), 0))
 
 
-def _plain(found: Discovery, result: WindowResult) -> dict[str, Any]:
+def _to_dict(found: Discovery, result: WindowResult) -> dict[str, Any]:
     return {
         "sensors": [asdict(spec) for spec in found.specs],
         "problems": list(found.problems),
@@ -62,14 +62,16 @@ def _plain(found: Discovery, result: WindowResult) -> dict[str, Any]:
     }
 
 
-def _show(found: Discovery, result: WindowResult, console: Console) -> None:
+def _print(found: Discovery, result: WindowResult, console: Console) -> None:
     if found.specs:
         console.print(_table(found, result.rows))
         for total in result.totals():
             console.print(f"{total.scope} total: {escape(str(total))}")
     else:
         console.print(f"No energy sensor can be read on this machine: energy is {format_joules(result.joules)}.")
-        console.print("With a power profile, EnergyMeter(profile=...) models it from measured seconds, and says so.")
+        console.print(
+            "With a power profile, EnergyMeter(profile=...) models it from measured seconds and labels it as modelled."
+        )
     for title, lines in (("Cannot be read:", found.problems), ("To get more:", found.hints)):
         if lines:
             console.print(f"\n[bold]{title}[/]")
@@ -77,14 +79,18 @@ def _show(found: Discovery, result: WindowResult, console: Console) -> None:
             console.print(f"  {escape(line)}")
 
 
-def _table(found: Discovery, rows: tuple[Row, ...]) -> Table:
-    table = Table("sensor", "measures", "scope", "provenance", "resolves", "joules", "watts", "note")
+def _table(found: Discovery, rows: tuple[SensorEnergy, ...]) -> Table:
+    table = Table("sensor", "measures", "scope", "provenance", "resolution", "joules", "watts", "note")
     by_id = {row.sensor: row for row in rows}
     for spec in found.specs:
         row = by_id[spec.id]
-        note = row.reason if row.counted else f"{row.reason} not in the total: another source counts this part".strip()
+        note = (
+            row.reason
+            if row.counted
+            else f"{row.reason} not in the total: another source counts this component".strip()
+        )
         watts = "unavailable" if row.watts is None else f"{row.watts:.4g}"
         figures = format_joules(row.joules), watts, note
-        described = spec.label, spec.part, spec.scope, row.provenance, f"{spec.resolution_seconds:g} s"
-        table.add_row(*(escape(str(cell)) for cell in (*described, *figures)))
+        description = spec.label, spec.component, spec.scope, row.provenance, f"{spec.resolution_seconds:g} s"
+        table.add_row(*(escape(str(cell)) for cell in (*description, *figures)))
     return table

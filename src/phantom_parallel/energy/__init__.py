@@ -1,38 +1,37 @@
-"""Energy: real meters where there are sensors, labelled models where there are none, and nothing invented.
+"""Energy measurement: sensors where there are some, a labelled model where there are none.
 
-Every figure carries its provenance (counter, integrated_power, modelled, unavailable) and its scope (device, node).
+Every figure has a provenance (counter, integrated_power, modelled, unavailable) and a scope (device, node).
 """
 
 from phantom_parallel.energy.meter import EnergyMeter, Window
-from phantom_parallel.energy.model import ASSUMED_CORE, PowerProfile, power_of
-from phantom_parallel.energy.readings import (
-    Part,
+from phantom_parallel.energy.power_profile import PowerProfile, load_power_profile
+from phantom_parallel.energy.results import (
+    Component,
+    EnergyTotal,
     Provenance,
-    Row,
     Scope,
-    Split,
+    SensorEnergy,
     TimelinePoint,
-    Total,
+    TimeSplit,
     WindowResult,
     format_joules,
 )
 from phantom_parallel.energy.sensors import Discovery, discover
 
 __all__ = [
-    "ASSUMED_CORE",
+    "Component",
     "Discovery",
     "EnergyMeter",
-    "Part",
+    "EnergyTotal",
     "PowerProfile",
     "Provenance",
-    "Row",
     "Scope",
-    "Split",
+    "SensorEnergy",
+    "TimeSplit",
     "TimelinePoint",
-    "Total",
     "Window",
     "WindowResult",
     "discover",
     "format_joules",
-    "power_of",
+    "load_power_profile",
 ]

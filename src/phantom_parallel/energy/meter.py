@@ -1,7 +1,7 @@
-"""The meter: named windows over whatever sensors there are.
+"""The energy meter: named windows over the sensors of every rank.
 
-open    synchronise the device, meet the others, read, meet again, go
-close   synchronise the device, meet the others, read, tell the others
+begin of a window   synchronize the device, barrier, read, barrier
+end of a window     synchronize the device, barrier, read, gather the measurements of all ranks
 """
 
 import time
@@ -12,30 +12,31 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from phantom_parallel.energy.model import PowerProfile
-from phantom_parallel.energy.ranks import Claim, Host, Peers, duties, this_host
-from phantom_parallel.energy.readings import Provenance, Row, Scope, TimelinePoint, WindowResult
-from phantom_parallel.energy.sampler import Readers, Sampler, timeline
-from phantom_parallel.energy.sensors import Clock, Discovery, Reading, Sample, Source, discover
-from phantom_parallel.energy.split import SplitClock, SplitTotals, Timer, timer_for
-from phantom_parallel.energy.windows import RankWindow, assemble, row_between
+from phantom_parallel.energy._collectives import all_gather_objects, barrier
+from phantom_parallel.energy.power_profile import PowerProfile
+from phantom_parallel.energy.results import Provenance, Scope, SensorEnergy, TimelinePoint, WindowResult
+from phantom_parallel.energy.sampler import BackgroundSampler, SensorReader, power_timeline
+from phantom_parallel.energy.sensor_assignment import AvailableSensor, Host, assign_sensors, current_host
+from phantom_parallel.energy.sensors import Clock, Discovery, EnergySample, SensorReading, SensorSource, discover
+from phantom_parallel.energy.time_split import Timer, TimeSplitRecorder, TimeTotals, timer_for
+from phantom_parallel.energy.window import RankMeasurement, merge_ranks, sensor_energy
 
 
-def synchronise(device: torch.device) -> None:
-    """Wait until an asynchronous device has done all it was told to."""
+def synchronize(device: torch.device) -> None:
+    """Wait until all work queued on ``device`` has finished."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 @dataclass(frozen=True)
-class _Opening:
-    readings: dict[str, Reading]
+class _WindowStart:
+    readings: dict[str, SensorReading]
     seconds: float
-    split: SplitTotals | None
+    time_totals: TimeTotals | None
 
 
 class Window:
-    """A stretch of work under measurement. ``result`` and its figures exist once it is closed."""
+    """A measurement window, see :meth:`EnergyMeter.window`. It has a result once it is closed."""
 
     def __init__(self, meter: "EnergyMeter", path: tuple[str, ...]) -> None:
         self.path = path
@@ -44,10 +45,10 @@ class Window:
         self._steps = 0
 
     def step(self) -> AbstractContextManager[None]:
-        """``with window.step():`` around one step counts it, and what lies outside steps is idle time."""
+        """Context manager around one step. Counts it; time outside of steps is idle time."""
         self._steps += 1
-        clock = self._meter._split
-        return nullcontext() if clock is None else clock.step()
+        recorder = self._meter._recorder
+        return nullcontext() if recorder is None else recorder.step()
 
     @property
     def result(self) -> WindowResult:
@@ -68,7 +69,7 @@ class Window:
         return self.result.mean_watts
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[SensorEnergy, ...]:
         return self.result.rows
 
     @property
@@ -79,6 +80,21 @@ class Window:
 class EnergyMeter:
     """Measures energy in named windows.
 
+    Args:
+        group: the ranks that measure together. Every rank of it must create the meter and open and close the same
+            windows; each rank gets the whole result. Default: None, this process alone.
+        scope: of the headline figure, ``"device"`` or ``"node"``. Results contain both where there are sensors.
+        profile: power profile of this rank for the modelled figure. Implies ``time_split``. Default: None, nothing is
+            modelled.
+        time_split: whether to measure compute, exposed communication and idle seconds.
+        sample_seconds: record a timeline of power with a sample this often. Default: None, no timeline.
+        device: the device of this rank, which is synchronized at the ends of windows. Default: the current accelerator
+            of torch, or the CPU.
+        sources: the sensors to use. Default: all that :func:`discover` finds.
+        clock: for simulation. Default: the clock of the process.
+        host: for simulation. Default: this machine.
+        timer: for simulation. Default: the timer of the device.
+
     Example::
 
         meter = EnergyMeter(dist.group.WORLD)
@@ -87,19 +103,6 @@ class EnergyMeter:
                 with window.step():
                     train(batch)
         print(window.result)
-
-    Args:
-        group: the ranks that measure together. All of them make the meter and open and close its windows together; each
-            gets the whole result. None for this process alone.
-        scope: of the headline figure, ``device`` or ``node``. The result has both, where there are sensors.
-        profile: watts for the modelled figure of this rank's device; implies ``split``. Without it nothing is modelled.
-        split: measure compute, exposed communication and idle seconds.
-        sample_seconds: read the sensors this often for a timeline of power. By default only as often as they need.
-        device: what this rank computes on, to be synchronised; by default torch's current accelerator, or the CPU.
-        sources: the sensors to use; by default all that `discover` finds.
-        clock: for simulation; by default the process's clock.
-        host: for simulation; by default this machine.
-        timer: for simulation; by default the device's timer.
     """
 
     def __init__(
@@ -108,10 +111,10 @@ class EnergyMeter:
         *,
         scope: Scope | str = Scope.DEVICE,
         profile: PowerProfile | None = None,
-        split: bool = False,
+        time_split: bool = False,
         sample_seconds: float | None = None,
         device: torch.device | str | None = None,
-        sources: Sequence[Source] | None = None,
+        sources: Sequence[SensorSource] | None = None,
         clock: Clock = time.perf_counter,
         host: Host | None = None,
         timer: Timer | None = None,
@@ -120,106 +123,111 @@ class EnergyMeter:
             raise ValueError(f"scope must be one of {', '.join(Scope)}, got {scope!r}")
         if sample_seconds is not None and not sample_seconds > 0:
             raise ValueError(f"sample_seconds must be above 0, got {sample_seconds}")
+        self._group = group
+        self._rank = 0 if group is None else dist.get_rank(group)
         self.scope, self.profile = Scope(scope), profile
         self.device = _device(device)
-        self.host = host or this_host()
+        self.host = host or current_host()
         self.discovery = discover(clock=clock) if sources is None else Discovery(tuple(sources), (), ())
         self._clock = clock
-        self._peers = Peers(group)
-        self._split: SplitClock | None = None
-        if split or profile is not None:
-            self._split = SplitClock(self.device.type, timer or timer_for(self.device, clock))
-        self._readers = self._share_out()
-        self._sampler = Sampler(self._readers, self._readers.interval(sample_seconds), keep=sample_seconds is not None)
+        self._recorder: TimeSplitRecorder | None = None
+        if time_split or profile is not None:
+            self._recorder = TimeSplitRecorder(self.device.type, timer or timer_for(self.device, clock))
+        self._reader = self._assign_sensors()
+        period = self._reader.sampling_period(sample_seconds)
+        self._sampler = BackgroundSampler(self._reader, period, keep=sample_seconds is not None)
         self._open: list[Window] = []
 
-    def _share_out(self) -> Readers:
-        """Agree on who reads what."""
-        claims = [Claim(self.host, spec) for spec in self.discovery.specs]
-        settings = {"scope": self.scope, "split": self._split is not None, "profile": self.profile is not None}
-        told = self._peers.tell((settings, claims))
-        for rank, (theirs, _) in enumerate(told):
-            if theirs != told[0][0]:
-                raise ValueError(f"ranks disagree on the meter: rank 0 has {told[0][0]}, rank {rank} has {theirs}")
-        return Readers(self.discovery.sources, duties([theirs for _, theirs in told], self._peers.rank))
+    def _assign_sensors(self) -> SensorReader:
+        """Agree with the other ranks on which of them reads which sensor."""
+        available = [AvailableSensor(self.host, spec) for spec in self.discovery.specs]
+        settings = {
+            "scope": self.scope,
+            "time_split": self._recorder is not None,
+            "profile": self.profile is not None,
+        }
+        gathered = all_gather_objects((settings, available), self._group)
+        expected = gathered[0][0]
+        for rank, (actual, _) in enumerate(gathered):
+            if actual != expected:
+                raise ValueError(f"ranks disagree on the meter: rank 0 has {expected}, rank {rank} has {actual}")
+        return SensorReader(self.discovery.sources, assign_sensors([sensors for _, sensors in gathered], self._rank))
 
     @contextmanager
     def window(self, name: str) -> Iterator[Window]:
-        """Measure the body of a ``with``. Windows nest, and a result's path has the names of those around it.
+        """Context manager that measures its body. Windows nest; the path of a result names the enclosing ones.
 
-        Where the body raises, the window has no result and the ranks do not meet: others may never get there.
+        If the body raises, the window has no result and the ranks are not synchronized, as others may never arrive.
         """
         if not name or "/" in name:
-            raise ValueError(f"a window's name must not be empty or have a slash in it, got {name!r}")
+            raise ValueError(f"the name of a window must not be empty or contain a slash, got {name!r}")
         outer = self._open[-1].path if self._open else ()
         window = Window(self, (*outer, name))
-        opening = self._start(first=not self._open)
+        start = self._begin_window(outermost=not self._open)
         self._open.append(window)
         try:
             yield window
-            window._result = self._finish(window, opening)
+            window._result = self._end_window(window, start)
         finally:
             self._open.pop()
             if self._open:
                 self._open[-1]._steps += window._steps
             else:
                 self._sampler.stop()
-                if self._split is not None:
-                    self._split.stop()
+                if self._recorder is not None:
+                    self._recorder.stop()
 
-    def _start(self, first: bool) -> _Opening:
-        synchronise(self.device)
-        with self._own():
-            self._peers.barrier()
-            readings = self._readers.read(settle=True)
-            self._peers.barrier()  # nobody begins while another still reads
-            if first:
+    def _begin_window(self, outermost: bool) -> _WindowStart:
+        synchronize(self.device)
+        with self._meter_time():
+            barrier(self._group)
+            readings = self._reader.read(fresh=True)
+            barrier(self._group)  # no rank starts to work while another still reads
+            if outermost:
                 self._sampler.start()
             self._sampler.keep(readings)
-        if self._split is not None and first:
-            self._split.start()
-        return _Opening(readings, self._clock(), None if self._split is None else self._split.totals())
+        if self._recorder is not None and outermost:
+            self._recorder.start()
+        return _WindowStart(readings, self._clock(), None if self._recorder is None else self._recorder.totals())
 
-    def _finish(self, window: Window, opening: _Opening) -> WindowResult:
-        synchronise(self.device)
-        # Read before meeting the others: waiting for them is not this rank's work.
-        body = self._clock() - opening.seconds
-        busy = None
-        if self._split is not None and opening.split is not None:
-            busy = self._split.totals().since(opening.split).busy(body)
-        with self._own():
-            self._peers.barrier()
-            readings = self._readers.read(settle=True)
+    def _end_window(self, window: Window, start: _WindowStart) -> WindowResult:
+        synchronize(self.device)
+        # Taken before the barrier: the wait for other ranks is not work of this rank.
+        body_seconds = self._clock() - start.seconds
+        busy_seconds = None
+        if self._recorder is not None and start.time_totals is not None:
+            busy_seconds = self._recorder.totals().since(start.time_totals).busy(body_seconds)
+        with self._meter_time():
+            barrier(self._group)
+            readings = self._reader.read(fresh=True)
             self._sampler.keep(readings)
-            end = self._clock()
-            told = self._peers.tell(
-                RankWindow(
-                    path=window.path,
-                    host=self.host.name,
-                    seconds=end - opening.seconds,
-                    rows=self._rows(opening.readings, readings),
-                    timeline=tuple(self._timeline(opening.readings)),
-                    steps=window._steps,
-                    busy=busy,
-                    profile=self.profile,
-                )
+            measurement = RankMeasurement(
+                path=window.path,
+                host=self.host.name,
+                seconds=self._clock() - start.seconds,
+                rows=self._rows(start.readings, readings),
+                timeline=tuple(self._timeline(start.readings)),
+                steps=window._steps,
+                busy_seconds=busy_seconds,
+                profile=self.profile,
             )
-        return assemble(told, self.scope)
+            return merge_ranks(all_gather_objects(measurement, self._group), self.scope)
 
-    def _own(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._split is None else self._split.own()
+    def _meter_time(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._recorder is None else self._recorder.meter_time()
 
-    def _rows(self, before: dict[str, Reading], after: dict[str, Reading]) -> tuple[Row, ...]:
+    def _rows(self, before: dict[str, SensorReading], after: dict[str, SensorReading]) -> tuple[SensorEnergy, ...]:
         return tuple(
-            row_between(duty, before[duty.spec.id], after[duty.spec.id], self._peers.rank)
-            for duty in self._readers.owned
+            sensor_energy(sensor, before[sensor.spec.id], after[sensor.spec.id], self._rank)
+            for sensor in self._reader.assigned
         )
 
-    def _timeline(self, opening: dict[str, Reading]) -> Iterator[TimelinePoint]:
-        for duty in self._readers.owned:
-            first, samples = opening[duty.spec.id], list(self._sampler.history.get(duty.spec.id, ()))
-            if isinstance(first, Sample):
-                yield from timeline(duty.host.name, duty.spec, samples, first.seconds)
+    def _timeline(self, first_readings: dict[str, SensorReading]) -> Iterator[TimelinePoint]:
+        for sensor in self._reader.assigned:
+            first = first_readings[sensor.spec.id]
+            samples = list(self._sampler.history.get(sensor.spec.id, ()))  # the sampler may append meanwhile
+            if isinstance(first, EnergySample):
+                yield from power_timeline(sensor.host.name, sensor.spec, samples, first.seconds)
 
 
 def _device(device: torch.device | str | None) -> torch.device:

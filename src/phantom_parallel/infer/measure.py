@@ -16,16 +16,17 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from phantom_parallel.distributed.objects import agree
-from phantom_parallel.energy.meter import EnergyMeter, synchronise
-from phantom_parallel.energy.model import PowerProfile
-from phantom_parallel.energy.ranks import Peers
-from phantom_parallel.energy.readings import MEASURED, Provenance, Scope, Split
-from phantom_parallel.energy.split import Span, SplitClock, timer_for
+from phantom_parallel.energy._collectives import all_gather_objects, barrier
+from phantom_parallel.energy.meter import EnergyMeter, synchronize
+from phantom_parallel.energy.power_profile import PowerProfile
+from phantom_parallel.energy.results import MEASURED, Provenance, Scope
+from phantom_parallel.energy.time_split import TimeSplitRecorder, timer_for
 from phantom_parallel.infer.predictor import RowModel, own_features, predictor_of, shape_of, to_model
 from phantom_parallel.nn.sharded import local_rows
 from phantom_parallel.ops.collectives import ranks_of
@@ -94,18 +95,17 @@ def measure(
     named = {name: str(model.config) for name, model in models.items()}
     agree("what to measure", {"models": str(named), "batch": batch, "turns": turns, "profile": str(profile)}, mesh)
     group = None if mesh is None else mesh.get_group()
-    peers = Peers(group)
     forwards = {name: _forward(model, random_rows(model, batch, seed)) for name, model in models.items()}
-    clock = SplitClock(device.type, timer_for(device))
-    calls = _warm_up(forwards, peers)
+    clock = TimeSplitRecorder(device.type, timer_for(device))
+    calls = _warm_up(forwards, group)
     clock.start()
     try:
-        told = peers.tell(_take_turns(forwards, calls, turns, clock, peers, report))
+        told = all_gather_objects(_take_turns(forwards, calls, turns, clock, group, report), group)
     finally:
         clock.stop()
     timed = {name: [one[name] for one in told] for name in models}  # by name, rank and turn
     latencies = {name: _latencies(ranks, calls[name]) for name, ranks in timed.items()}
-    sensed = sense(forwards, latencies, meter or EnergyMeter(group, device=device), peers)
+    sensed = sense(forwards, latencies, meter or EnergyMeter(group, device=device), group)
     found = {}
     for name, model in models.items():
         joules, provenance = None, Provenance.UNAVAILABLE
@@ -146,7 +146,7 @@ def _forward(model: RowModel, x: Tensor) -> Callable[[], None]:
 
     def run() -> None:
         arrived(model(x))
-        synchronise(x.device)
+        synchronize(x.device)
 
     return run
 
@@ -156,16 +156,16 @@ def arrived(out: Tensor) -> Tensor:
     return out.wait() if isinstance(out, AsyncCollectiveTensor) else out
 
 
-def _warm_up(forwards: Mapping[str, Callable[[], None]], peers: Peers) -> dict[str, int]:
+def _warm_up(forwards: Mapping[str, Callable[[], None]], group: dist.ProcessGroup | None) -> dict[str, int]:
     """Run each model a few times; how many forwards fill its turn, the same on all ranks."""
     calls = {}
     for name, run in forwards.items():
         for _ in range(WARM_UP):
-            peers.barrier()
+            barrier(group)
             started = time.perf_counter()
             run()
             taken = time.perf_counter() - started
-        calls[name] = min(MOST_FORWARDS, math.ceil(TURN_SECONDS / max(peers.tell(taken))))
+        calls[name] = min(MOST_FORWARDS, math.ceil(TURN_SECONDS / max(all_gather_objects(taken, group))))
     return calls
 
 
@@ -173,8 +173,8 @@ def _take_turns(
     forwards: Mapping[str, Callable[[], None]],
     calls: Mapping[str, int],
     turns: int,
-    clock: SplitClock,
-    peers: Peers,
+    clock: TimeSplitRecorder,
+    group: dist.ProcessGroup | None,
     report: Callable[[int], None] | None,
 ) -> dict[str, list[Turn]]:
     """This rank's turns of each model."""
@@ -182,13 +182,13 @@ def _take_turns(
     for turn in range(turns):
         for name in list(forwards)[:: -1 if turn % 2 else 1]:
             run, before = forwards[name], clock.totals()
-            peers.barrier()
+            barrier(group)
             started = time.perf_counter()
             for _ in range(calls[name]):
                 with clock.step():
                     run()
             seconds = time.perf_counter() - started
-            taken[name].append(Turn(seconds, clock.totals().since(before).seconds[Span.WAIT_IN_STEP]))
+            taken[name].append(Turn(seconds, clock.totals().since(before).blocked_seconds))
         if report is not None:
             report(turn + 1)
     return taken
@@ -204,9 +204,9 @@ def modelled_joules(ranks: list[list[Turn]], profile: PowerProfile) -> float:
     joules = 0.0
     for together in zip(*ranks, strict=True):
         slowest = max(turn.seconds for turn in together)
-        for rank, turn in enumerate(together):
+        for turn in together:
             computing = max(turn.seconds - turn.blocked, 0.0)
-            joules += profile.joules(Split(rank, "", computing, turn.blocked, slowest - turn.seconds))
+            joules += profile.joules(computing, turn.blocked, slowest - turn.seconds)
     return joules
 
 
@@ -214,11 +214,11 @@ def sense(
     forwards: Mapping[str, Callable[[], None]],
     latencies: Mapping[str, list[float]],
     meter: EnergyMeter,
-    peers: Peers,
+    group: dist.ProcessGroup | None,
 ) -> dict[str, tuple[float, Provenance]]:
     """Joules of a forward by sensors, for all models or, where those are not there or fail for one, for none."""
     here = [spec.shortest_window for spec in meter.discovery.specs if spec.scope is Scope.DEVICE]
-    shortest = max(peers.tell(max(here, default=0.0)))
+    shortest = max(all_gather_objects(max(here, default=0.0), group))
     if not 0 < SENSOR_MARGIN * shortest <= SENSOR_BOUND:
         return {}
     joules, done = dict.fromkeys(forwards, 0.0), dict.fromkeys(forwards, 0)

@@ -19,7 +19,7 @@ from phantom_parallel.cost.calibrate import profile_name
 from phantom_parallel.cost.hardware import load_profile, user_directory
 from phantom_parallel.distributed.launch import broadcast_from_rank_zero, launched_externally, on_ranks
 from phantom_parallel.distributed.objects import agree
-from phantom_parallel.energy.model import PowerProfile, power_of
+from phantom_parallel.energy.power_profile import PowerProfile, load_power_profile
 from phantom_parallel.infer.inputs import Inputs, open_inputs
 from phantom_parallel.infer.measure import Inference, measure, random_rows
 from phantom_parallel.infer.predict import largest_difference, predict, read_rows
@@ -119,8 +119,8 @@ def power_profile(name: str | None, ranks: int) -> PowerProfile | None:
     if name is None and torch.accelerator.is_available():
         return None
     if name is None and calibrated.is_file() and (found := load_profile(calibrated)).has_power:
-        return PowerProfile.of(found)
-    return power_of(name)
+        return PowerProfile.from_hardware(found)
+    return load_power_profile(name)
 
 
 def check_model(path: Path) -> Any:

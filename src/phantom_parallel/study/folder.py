@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from phantom_parallel.energy import power_of
+from phantom_parallel.energy import load_power_profile
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.study.results import write_text
 from phantom_parallel.train.config import TrainConfig
@@ -18,7 +18,7 @@ SETTINGS, RESULTS = "settings.json", "results.json"
 
 def check(configs: Iterable[TrainConfig], profile: str | None, here: bool) -> None:
     """Look for what a user may have got wrong in any of the trainings to come: its data, its memory, the watts."""
-    power_of(profile)
+    load_power_profile(profile)
     for config in configs:
         get_family(config.family).task().check(config)
         if here and not torch.accelerator.is_available():

@@ -150,8 +150,7 @@ class Lab:
 
     def _joules(self, record: Record) -> float:
         """Of all ranks, as the power profile has it; steps leave nobody idle but those who wait."""
-        power = self.power
-        return record.compute_seconds * power.compute_watts + record.blocked_seconds * power.communication_watts
+        return self.power.joules(record.compute_seconds, record.blocked_seconds)
 
     def _kept(self, path: Path) -> dict[str, Any] | None:
         if not path.exists():

@@ -21,7 +21,7 @@ from torch import Tensor
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.launch import LossDiverged
 from phantom_parallel.distributed.signals import StopRequest
-from phantom_parallel.energy.split import Span, SplitClock, SplitTotals, timer_for
+from phantom_parallel.energy.time_split import TimeSplitRecorder, TimeTotals, timer_for
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.train import checkpoint
 from phantom_parallel.train.checkpoint import Progress
@@ -111,7 +111,7 @@ class Trainer:
         self.task: Task[Any] = get_family(config.family).task()(config, parallel)
         cut = self.task.cut_over_copies
         self.optimizer = PartsOptimizer(self.task.model, config, parallel, cut_over_copies=cut)
-        self.clock = SplitClock(parallel.device.type, timer_for(parallel.device))
+        self.clock = TimeSplitRecorder(parallel.device.type, timer_for(parallel.device))
         self.progress = Progress(0, 0.0)
         self.last_checkpoint: Path | None = None
         self._eval_loss: float | None = None
@@ -146,11 +146,11 @@ class Trainer:
             if step < config.steps and all(step % interval for interval in every):
                 continue
             now = self.clock.totals()
-            ran = now.since(start).seconds
+            ran = now.since(start)
             share = loss / config.dp if self.task.counts else 0.0 * loss
-            blocked = ran[Span.WAIT_IN_STEP]
-            total, asked, *spent = self._sum(share, stop.asked, ran[Span.STEP] - blocked, blocked)
-            self.progress = Progress(step, before + now.since(start).seconds[Span.STEP], self.task.digest)
+            blocked = ran.blocked_seconds
+            total, asked, *spent = self._sum(share, stop.asked, ran.step_seconds - blocked, blocked)
+            self.progress = Progress(step, before + ran.step_seconds, self.task.digest)
             self._check_finite(total, step)
             record = self._record(total, bool(asked), step - last_step, now.since(last), spent)
             last, last_step = now, step
@@ -201,12 +201,12 @@ class Trainer:
             dist.all_reduce(numbers, group=self.parallel.group)
         return numbers.tolist()
 
-    def _record(self, loss: float, asked: bool, steps: int, here: SplitTotals, everywhere: list[float]) -> Record:
+    def _record(self, loss: float, asked: bool, steps: int, here: TimeTotals, everywhere: list[float]) -> Record:
         step, config = self.progress.step, self.config
         evaluates = step % config.eval_every == 0 or step == config.steps or asked
         if evaluates:
             self.evaluate()
-        seconds, waited = here.seconds[Span.STEP], here.seconds[Span.WAIT_IN_STEP]
+        seconds, waited = here.step_seconds, here.blocked_seconds
         compute, blocked = everywhere
         return Record(
             step=step,
@@ -265,8 +265,8 @@ class Trainer:
             raise told[0]
         self.last_checkpoint = told[0]
 
-    def _summary(self, status: Status, record: Record, spent: SplitTotals, steps: int) -> Summary:
-        seconds, waited = spent.seconds[Span.STEP], spent.seconds[Span.WAIT_IN_STEP]
+    def _summary(self, status: Status, record: Record, spent: TimeTotals, steps: int) -> Summary:
+        seconds, waited = spent.step_seconds, spent.blocked_seconds
         return Summary(
             status=status,
             step=self.progress.step,

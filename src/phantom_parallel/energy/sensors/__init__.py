@@ -1,41 +1,50 @@
-"""The sensors, one module each, and how they are found. A missing sensor is left out; one that exists but cannot be
-read is named with what it lacks.
+"""Energy sensors, one module for each kind, and their discovery.
+
+A sensor that does not exist is left out. One that exists but cannot be read is reported with what is missing.
 """
 
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from phantom_parallel.energy.sensors.amd import find_amd
-from phantom_parallel.energy.sensors.base import Clock, Failed, Finding, Reading, Sample, SensorSpec, Source
-from phantom_parallel.energy.sensors.cray import PM_COUNTERS, find_cray
-from phantom_parallel.energy.sensors.nvidia import find_nvidia
-from phantom_parallel.energy.sensors.rapl import POWERCAP, find_rapl
-from phantom_parallel.energy.sensors.zeus import find_zeus
+from phantom_parallel.energy.sensors.amd import probe_amd
+from phantom_parallel.energy.sensors.base import (
+    Clock,
+    EnergySample,
+    ProbeResult,
+    ReadFailure,
+    SensorReading,
+    SensorSource,
+    SensorSpec,
+)
+from phantom_parallel.energy.sensors.cray import PM_COUNTERS, probe_cray
+from phantom_parallel.energy.sensors.nvidia import probe_nvidia
+from phantom_parallel.energy.sensors.rapl import POWERCAP, probe_rapl
+from phantom_parallel.energy.sensors.zeus import probe_zeus
 
 __all__ = [
     "Clock",
     "Discovery",
-    "Failed",
-    "Finding",
-    "Reading",
-    "Sample",
+    "EnergySample",
+    "ProbeResult",
+    "ReadFailure",
+    "SensorReading",
+    "SensorSource",
     "SensorSpec",
-    "Source",
     "discover",
-    "find_amd",
-    "find_cray",
-    "find_nvidia",
-    "find_rapl",
-    "find_zeus",
+    "probe_amd",
+    "probe_cray",
+    "probe_nvidia",
+    "probe_rapl",
+    "probe_zeus",
 ]
 
 
 @dataclass(frozen=True)
 class Discovery:
-    """What this machine offers, and what stands in the way of more."""
+    """The sensors of this machine, those that cannot be read, and how to get more."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[SensorSource, ...]
     problems: tuple[str, ...]
     hints: tuple[str, ...]
 
@@ -47,17 +56,17 @@ class Discovery:
 def discover(
     *, powercap: Path = POWERCAP, pm_counters: Path = PM_COUNTERS, clock: Clock = time.perf_counter
 ) -> Discovery:
-    """Look for every sensor that this process can read."""
-    findings = [
-        find_nvidia(clock=clock),
-        find_amd(clock=clock),
-        find_rapl(powercap, clock=clock),
-        find_cray(pm_counters, clock=clock),
+    """Find every sensor that this process can read."""
+    results = [
+        probe_nvidia(clock=clock),
+        probe_amd(clock=clock),
+        probe_rapl(powercap, clock=clock),
+        probe_cray(pm_counters, clock=clock),
     ]
-    covered = {spec.part for finding in findings if finding.source for spec in finding.source.specs}
-    findings.append(find_zeus(covered, clock=clock))
+    covered = {spec.component for result in results if result.source for spec in result.source.specs}
+    results.append(probe_zeus(covered, clock=clock))
     return Discovery(
-        tuple(finding.source for finding in findings if finding.source is not None),
-        tuple(problem for finding in findings for problem in finding.problems),
-        tuple(hint for finding in findings for hint in finding.hints),
+        tuple(result.source for result in results if result.source is not None),
+        tuple(problem for result in results for problem in result.problems),
+        tuple(hint for result in results for hint in result.hints),
     )

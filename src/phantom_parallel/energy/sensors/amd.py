@@ -1,7 +1,7 @@
 """AMD GPUs through amdsmi: the energy accumulator times its resolution, in microjoules.
 
-An MI250X is one package of two dies that torch sees as two devices. It has one counter, which the even die reports, so
-it is one sensor.
+An MI250X is a package of two dies, which torch sees as two devices. The package has one counter, reported by the first
+die, so it is one sensor.
 """
 
 import importlib
@@ -10,18 +10,25 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from phantom_parallel.energy.readings import Part, Provenance, Scope
-from phantom_parallel.energy.sensors.base import Clock, Failed, Finding, Reading, Sample, SensorSpec
-from phantom_parallel.energy.sensors.visible import visible_bdfs
+from phantom_parallel.energy.results import Component, Provenance, Scope
+from phantom_parallel.energy.sensors.base import (
+    Clock,
+    EnergySample,
+    ProbeResult,
+    ReadFailure,
+    SensorReading,
+    SensorSpec,
+)
+from phantom_parallel.energy.sensors.visible_devices import visible_bdfs
 
 COUNTER_SECONDS = 0.1  # the driver may answer from a cache of this age
 DRIVER = Path("/dev/kfd")
 INSTALL = "AMD GPUs: install amdsmi, of the same release as ROCm (pip install amdsmi)"
-TWO_DIES = "MI250"  # in the market name of packages of two dies
+TWO_DIES = "MI250"  # part of the market name of packages with two dies
 
 
 class AmdSource:
-    """The GPUs, or packages, of one host."""
+    """Reads the GPUs, or packages, of one host."""
 
     name = "amd"
 
@@ -29,31 +36,38 @@ class AmdSource:
         self.specs = specs
         self._smi, self._handles, self._clock = smi, handles, clock
 
-    def read(self, ids: Collection[str], *, settle: bool = True) -> dict[str, Reading]:
-        readings: dict[str, Reading] = {}
+    def read(self, ids: Collection[str], *, fresh: bool = True) -> dict[str, SensorReading]:
+        readings: dict[str, SensorReading] = {}
         for name in ids:
             try:
-                readings[name] = Sample(self._clock(), _joules(self._smi, self._handles[name]))
+                readings[name] = EnergySample(self._clock(), _joules(self._smi, self._handles[name]))
             except self._smi.AmdSmiException as error:
-                readings[name] = Failed(f"amdsmi: {error}")
+                readings[name] = ReadFailure(f"amdsmi: {error}")
         return readings
 
 
-def find_amd(
+def probe_amd(
     *,
     smi: Any = None,
     visible: Callable[[], set[str] | None] = visible_bdfs,
     clock: Clock = time.perf_counter,
     driver: Path = DRIVER,
-) -> Finding:
-    """The AMD GPUs that torch sees, or all of the host where torch cannot tell. ``smi`` is the module to use."""
+) -> ProbeResult:
+    """Look for the AMD GPUs that torch can use, or all GPUs of the host if torch has no ROCm.
+
+    Args:
+        smi: the module to use. Default: ``amdsmi``.
+        visible: returns the PCI addresses of the GPUs that torch can use, or None.
+        clock: takes the time of readings.
+        driver: exists if the AMD driver is loaded.
+    """
     if smi is None:
         try:
             smi = importlib.import_module("amdsmi")
-        except (ImportError, OSError, KeyError) as error:  # the last two where it cannot load ROCm's library
+        except (ImportError, OSError, KeyError) as error:  # the last two if it cannot load the ROCm library
             if driver.exists():
-                return Finding("amd", problems=(f"{driver} exists, but amdsmi does not load ({error}); {INSTALL}",))
-            return Finding("amd", hints=(INSTALL,))
+                return ProbeResult("amd", problems=(f"{driver} exists, but amdsmi does not load ({error}); {INSTALL}",))
+            return ProbeResult("amd", hints=(INSTALL,))
     try:
         smi.amdsmi_init()
         found = [(str(smi.amdsmi_get_gpu_device_bdf(h)).lower(), h) for h in smi.amdsmi_get_processor_handles()]
@@ -61,25 +75,32 @@ def find_amd(
     except smi.AmdSmiException as error:
         if driver.exists():
             remedy = f"the user must be in the groups that own {driver} (usually render and video)"
-            return Finding("amd", problems=(f"amdsmi does not start: {error}; {remedy}",))
-        return Finding("amd", hints=("AMD GPUs: no driver is loaded",))
-    return _choose(smi, dies, visible(), clock)
+            return ProbeResult("amd", problems=(f"amdsmi does not start: {error}; {remedy}",))
+        return ProbeResult("amd", hints=("AMD GPUs: no driver is loaded",))
+    return _open_packages(smi, _packages(smi, dies), visible(), clock)
 
 
-def _choose(smi: Any, dies: list[tuple[str, Any]], mine: set[str] | None, clock: Clock) -> Finding:
-    handles, specs, problems = {}, [], []
+def _packages(smi: Any, dies: list[tuple[str, Any]]) -> list[list[tuple[str, Any]]]:
+    """Group dies, which are sorted by PCI address, into packages of one or two."""
     packages: list[list[tuple[str, Any]]] = []
-    half_open = False
+    second_die_follows = False
     for bdf, handle in dies:
-        paired = TWO_DIES in _market_name(smi, handle).upper()
-        if paired and half_open:
+        two_dies = TWO_DIES in _market_name(smi, handle).upper()
+        if two_dies and second_die_follows:
             packages[-1].append((bdf, handle))
-            half_open = False
+            second_die_follows = False
         else:
             packages.append([(bdf, handle)])
-            half_open = paired
+            second_die_follows = two_dies
+    return packages
+
+
+def _open_packages(
+    smi: Any, packages: list[list[tuple[str, Any]]], visible: set[str] | None, clock: Clock
+) -> ProbeResult:
+    handles, specs, problems = {}, [], []
     for number, package in enumerate(packages):
-        if mine is not None and not any(bdf.rsplit(".", 1)[0] in mine for bdf, _ in package):
+        if visible is not None and not any(bdf.rsplit(".", 1)[0] in visible for bdf, _ in package):
             continue
         bdf, handle = package[0]
         label = f"GPU {'package ' if len(package) > 1 else ''}{number} {_market_name(smi, handle)}".rstrip()
@@ -88,10 +109,10 @@ def _choose(smi: Any, dies: list[tuple[str, Any]], mine: set[str] | None, clock:
         except smi.AmdSmiException as error:
             problems.append(f"{label}: no energy counter: {error}")
             continue
-        spec = SensorSpec(f"amd/{bdf}", label, Part.GPU, Scope.DEVICE, Provenance.COUNTER, COUNTER_SECONDS)
+        spec = SensorSpec(f"amd/{bdf}", label, Component.GPU, Scope.DEVICE, Provenance.COUNTER, COUNTER_SECONDS)
         handles[spec.id] = handle
         specs.append(spec)
-    return Finding("amd", AmdSource(smi, handles, tuple(specs), clock) if specs else None, tuple(problems))
+    return ProbeResult("amd", AmdSource(smi, handles, tuple(specs), clock) if specs else None, tuple(problems))
 
 
 def _market_name(smi: Any, handle: Any) -> str:

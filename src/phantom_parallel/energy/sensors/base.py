@@ -1,51 +1,63 @@
-"""What every sensor is to the meter: a source that reads some energy totals, and says what they are."""
+"""The interface between the meter and its sensors: a source reads energy totals and describes them."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from phantom_parallel.energy.readings import Part, Provenance, Scope
+from phantom_parallel.energy.results import Component, Provenance, Scope
 
 Clock = Callable[[], float]
 ReadText = Callable[[Path], str]
 
-# A counter is up to one step old at each end of a window, so a window of n steps is off by at most 1/n.
-MINIMUM_STEPS = 10
+# A counter is up to one update old at each end of a window, so a window of n updates is off by at most 1/n.
+MIN_UPDATES = 10
 
 
 @dataclass(frozen=True)
 class SensorSpec:
-    """One physical sensor. ``id`` is unique on its host and begins with the name of its source and a slash."""
+    """Description of one physical sensor.
+
+    Args:
+        id: ``SOURCE/NAME``, unique on its host.
+        label: for display.
+        component: what the sensor measures.
+        scope: how much of the machine it covers.
+        provenance: how its joules are obtained.
+        resolution_seconds: seconds between updates of its value.
+        max_unread_seconds: how long it may go unread before it loses count; None if it never does.
+    """
 
     id: str
     label: str
-    part: Part
+    component: Component
     scope: Scope
     provenance: Provenance
-    resolution_seconds: float  # how often its value changes
-    horizon_seconds: float | None = None  # the longest it may go unread before it loses count, if it can
+    resolution_seconds: float
+    max_unread_seconds: float | None = None
 
     def __post_init__(self) -> None:
         if "/" not in self.id:
-            raise ValueError(f"a sensor's id is SOURCE/NAME, got {self.id!r}")
+            raise ValueError(f"the id of a sensor must be SOURCE/NAME, got {self.id!r}")
         if not self.resolution_seconds > 0:
-            raise ValueError(f"{self.id}: the resolution must be above 0 seconds, got {self.resolution_seconds}")
-        if self.horizon_seconds is not None and not self.horizon_seconds > 0:
-            raise ValueError(f"{self.id}: the horizon must be above 0 seconds, got {self.horizon_seconds}")
+            raise ValueError(f"{self.id}: resolution_seconds must be above 0, got {self.resolution_seconds}")
+        if self.max_unread_seconds is not None and not self.max_unread_seconds > 0:
+            raise ValueError(f"{self.id}: max_unread_seconds must be above 0, got {self.max_unread_seconds}")
 
     @property
     def source(self) -> str:
+        """Name of the source that reads this sensor."""
         return self.id.split("/", 1)[0]
 
     @property
     def shortest_window(self) -> float:
-        return MINIMUM_STEPS * self.resolution_seconds
+        """Seconds that a window must take for a valid figure."""
+        return MIN_UPDATES * self.resolution_seconds
 
 
 @dataclass(frozen=True)
-class Sample:
-    """Joules since some beginning. Where ``epoch`` differs between two samples, their difference means nothing."""
+class EnergySample:
+    """Joules since an arbitrary start. The difference of two samples is meaningful only if ``epoch`` is the same."""
 
     seconds: float
     joules: float
@@ -53,44 +65,48 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Failed:
-    """A sensor that could not be read this time."""
+class ReadFailure:
+    """A sensor could not be read this time."""
 
     reason: str
 
 
-Reading = Sample | Failed
+SensorReading = EnergySample | ReadFailure
 
 
-class Source(Protocol):
+class SensorSource(Protocol):
     """Sensors that are read together."""
 
     name: str
     specs: tuple[SensorSpec, ...]
 
-    def read(self, ids: Collection[str], *, settle: bool = True) -> dict[str, Reading]:
-        """The sensors ``ids``. ``settle`` waits for a fresh value where the source knows when one arrives: for the ends
-        of windows, not for the samples in between.
+    def read(self, ids: Collection[str], *, fresh: bool = True) -> dict[str, SensorReading]:
+        """Read the sensors ``ids``.
+
+        Args:
+            ids: which of ``specs`` to read.
+            fresh: whether to wait for the next update where the source knows when it arrives. The ends of windows need
+                this; samples in between do not.
         """
         ...
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What looking for one kind of sensor brought: a source, or what stands in the way."""
+class ProbeResult:
+    """Result of looking for one kind of sensor: a source, or why there is none."""
 
     name: str
-    source: Source | None = None
-    problems: tuple[str, ...] = ()  # it exists but cannot be read: what is missing
-    hints: tuple[str, ...] = ()  # it is not here: what would bring it
+    source: SensorSource | None = None
+    problems: tuple[str, ...] = ()  # sensors that exist but cannot be read, and what is missing
+    hints: tuple[str, ...] = ()  # how to get sensors that do not exist
 
 
 def read_text(path: Path) -> str:
     return path.read_text()
 
 
-def unreadable(path: Path, error: OSError, remedy: str) -> str:
-    """One line that names the file, what happened, and what to allow."""
+def describe_os_error(path: Path, error: OSError, remedy: str) -> str:
+    """Return one line that names the file, the error and, if permission is missing, the remedy."""
     if isinstance(error, PermissionError):
         return f"{path}: permission denied; {remedy}"
     return f"{path}: {error.strerror or error}"

@@ -1,8 +1,8 @@
-"""Cray's pm_counters: a node's own meter, ten times a second, with its accelerators, CPUs and memory beside it.
+"""Cray ``pm_counters``: energy of a node, and of its accelerators, CPUs and memory, updated ten times a second.
 
-Each file is ``VALUE UNIT TIME us``. ``energy`` is the node and includes all else, so it has the node's scope and the
-others the device's. ``freshness`` rises with each update: a reading at the end of a window waits for a tick, so that it
-is not an old one. ``generation`` and ``startup`` change when the counters were set anew, which voids a window.
+Each file contains ``VALUE UNIT TIME us``. ``energy`` is that of the whole node, so it has node scope and the others
+have device scope. ``freshness`` increases with each update: readings at the ends of a window wait for the next update.
+``generation`` and ``startup`` change when the counters are reset, which voids a window.
 """
 
 import re
@@ -10,30 +10,30 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from phantom_parallel.energy.readings import Part, Provenance, Scope
+from phantom_parallel.energy.results import Component, Provenance, Scope
 from phantom_parallel.energy.sensors.base import (
     Clock,
-    Failed,
-    Finding,
-    Reading,
+    EnergySample,
+    ProbeResult,
+    ReadFailure,
     ReadText,
-    Sample,
+    SensorReading,
     SensorSpec,
+    describe_os_error,
     read_text,
-    unreadable,
 )
 
 PM_COUNTERS = Path("/sys/cray/pm_counters")
 REMEDY = "these files are world-readable on a Cray by default; ask the site to allow it"
-SCAN_HZ = 10.0  # where raw_scan_hz is missing
-STALL_SECONDS = 1.0  # ten updates without a tick
+SCAN_HZ = 10.0  # if raw_scan_hz is missing
+STALL_SECONDS = 1.0  # ten updates
 POLL_SECONDS = 0.002
 
 _ACCELERATOR = re.compile(r"accel(\d+)_energy")
 
 
 class CraySource:
-    """The counters of one folder, read within one update of each other."""
+    """Reads the counters of one directory, all within one update."""
 
     name = "cray"
 
@@ -48,18 +48,19 @@ class CraySource:
         self.specs = specs
         self._root, self._clock, self._sleep, self._read = root, clock, sleep, read
 
-    def read(self, ids: Collection[str], *, settle: bool = True) -> dict[str, Reading]:
+    def read(self, ids: Collection[str], *, fresh: bool = True) -> dict[str, SensorReading]:
         try:
-            if settle and (stalled := self._wait_for_tick()):
-                return dict.fromkeys(ids, Failed(stalled))
+            if fresh and (stalled := self._wait_for_update()):
+                return dict.fromkeys(ids, ReadFailure(stalled))
             return self._read_together(ids)
         except OSError as error:
             path = Path(error.filename or self._root)
-            return dict.fromkeys(ids, Failed(unreadable(path, error, REMEDY)))
+            return dict.fromkeys(ids, ReadFailure(describe_os_error(path, error, REMEDY)))
         except (ValueError, IndexError) as error:
-            return dict.fromkeys(ids, Failed(f"{self._root}: not in the format of pm_counters: {error}"))
+            return dict.fromkeys(ids, ReadFailure(f"{self._root}: not in the format of pm_counters: {error}"))
 
-    def _wait_for_tick(self) -> str | None:
+    def _wait_for_update(self) -> str | None:
+        """Return None after an update, or an error message if there is none."""
         before, start = self._word("freshness"), self._clock()
         while self._word("freshness") == before:
             if self._clock() - start > STALL_SECONDS:
@@ -67,15 +68,15 @@ class CraySource:
             self._sleep(POLL_SECONDS)
         return None
 
-    def _read_together(self, ids: Collection[str]) -> dict[str, Reading]:
-        # An update in the middle would mix old values and new ones; a second attempt has a tenth of a second to itself.
+    def _read_together(self, ids: Collection[str]) -> dict[str, SensorReading]:
+        # An update between two files would mix old and new values. The next attempt has a tenth of a second for itself.
         for _ in range(3):
-            tick, now = self._word("freshness"), self._clock()
+            freshness, now = self._word("freshness"), self._clock()
             epoch = f"generation {self._word('generation')}, startup {self._word('startup')}"
             joules = {name: self._joules(name.split("/", 1)[1]) for name in ids}
-            if self._word("freshness") == tick:
+            if self._word("freshness") == freshness:
                 break
-        return {name: Sample(now, value, epoch) for name, value in joules.items()}
+        return {name: EnergySample(now, value, epoch) for name, value in joules.items()}
 
     def _word(self, file: str) -> str:
         return self._read(self._root / file).split()[0]
@@ -87,37 +88,41 @@ class CraySource:
         return float(value)
 
 
-def find_cray(
+def probe_cray(
     root: Path = PM_COUNTERS,
     *,
     clock: Clock = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
     read: ReadText = read_text,
-) -> Finding:
-    """The counters in ``root``."""
+) -> ProbeResult:
+    """Look for pm_counters in the directory ``root``."""
     if not (root / "energy").exists():
-        return Finding("cray")  # nothing that one could install: it is part of the machine
+        return ProbeResult("cray")  # no hint: they cannot be installed, they belong to the machine
     resolution = 1 / _scan_hz(root, read)
-    wanted = {"energy": ("node", Part.NODE), "cpu_energy": ("CPU", Part.CPU), "memory_energy": ("memory", Part.MEMORY)}
+    wanted = {
+        "energy": ("node", Component.NODE),
+        "cpu_energy": ("CPU", Component.CPU),
+        "memory_energy": ("memory", Component.MEMORY),
+    }
     for path in sorted(root.glob("accel*_energy")):
         if match := _ACCELERATOR.fullmatch(path.name):
-            wanted[path.name] = (f"accelerator {match[1]}", Part.GPU)
+            wanted[path.name] = (f"accelerator {match[1]}", Component.GPU)
     specs = tuple(
         SensorSpec(
             f"cray/{file}",
             label,
-            part,
-            Scope.NODE if part is Part.NODE else Scope.DEVICE,
+            component,
+            Scope.NODE if component is Component.NODE else Scope.DEVICE,
             Provenance.COUNTER,
             resolution,
         )
-        for file, (label, part) in wanted.items()
+        for file, (label, component) in wanted.items()
         if (root / file).exists()
     )
     source = CraySource(root, specs, clock, sleep, read)
-    first = source.read([spec.id for spec in specs], settle=False)
-    problems = sorted({reading.reason for reading in first.values() if isinstance(reading, Failed)})
-    return Finding("cray", None if problems else source, tuple(problems))
+    first = source.read([spec.id for spec in specs], fresh=False)
+    problems = sorted({reading.reason for reading in first.values() if isinstance(reading, ReadFailure)})
+    return ProbeResult("cray", None if problems else source, tuple(problems))
 
 
 def _scan_hz(root: Path, read: ReadText) -> float:

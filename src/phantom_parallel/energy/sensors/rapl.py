@@ -1,13 +1,13 @@
-"""Intel and AMD RAPL through Linux powercap: one counter for each CPU package, and one for its memory where it has one.
+"""Intel and AMD RAPL through Linux powercap: a counter for each CPU package, and one for its memory where present.
 
     intel-rapl:0      package-0   counted
-    intel-rapl:0:0    core        inside the package: left out
-    intel-rapl:0:1    uncore      inside the package: left out
-    intel-rapl:0:2    dram        beside the package: counted
-    intel-rapl:1      psys        the platform, packages included: node scope, so never added to them
+    intel-rapl:0:0    core        part of the package: left out
+    intel-rapl:0:1    uncore      part of the package: left out
+    intel-rapl:0:2    dram        not part of the package: counted
+    intel-rapl:1      psys        the platform including the packages: node scope, never added to them
 
-``energy_uj`` runs from 0 to ``max_energy_range_uj`` and starts again. intel-rapl-mmio shows the same packages by
-another way and is left out.
+``energy_uj`` counts from 0 to ``max_energy_range_uj`` and wraps. intel-rapl-mmio is another interface to the same
+packages and is left out.
 """
 
 import re
@@ -16,24 +16,24 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from phantom_parallel.energy.readings import Part, Provenance, Scope
+from phantom_parallel.energy.results import Component, Provenance, Scope
 from phantom_parallel.energy.sensors.base import (
     Clock,
-    Failed,
-    Finding,
-    Reading,
+    EnergySample,
+    ProbeResult,
+    ReadFailure,
     ReadText,
-    Sample,
+    SensorReading,
     SensorSpec,
+    describe_os_error,
     read_text,
-    unreadable,
 )
 
 POWERCAP = Path("/sys/class/powercap")
-REMEDY = "reading RAPL is root's by default; allow it with: sudo chmod a+r /sys/class/powercap/intel-rapl:*/energy_uj"
+REMEDY = "only root can read RAPL by default; allow it with: sudo chmod a+r /sys/class/powercap/intel-rapl:*/energy_uj"
 RESOLUTION = 0.001  # seconds: the registers are updated about every millisecond
-# More than any package draws. A counter that fell is a wrap if the energy this implies is possible, a reset if it is
-# not; and it must be read again before this power could have wrapped it twice.
+# More than any package draws. A counter that fell has wrapped if the energy that this implies is possible at this
+# power, and was reset if not. A counter must be read again before this power could wrap it twice.
 PLAUSIBLE_WATTS = 2000.0
 
 _ZONE = re.compile(r"intel-rapl:\d+(:\d+)?")
@@ -46,24 +46,24 @@ class _Zone:
     range_uj: int
     last_uj: int
     last_seconds: float
-    total_uj: int = 0  # with the wraps undone
-    epoch: str = "steady count"
+    total_uj: int = 0  # with wraps undone
+    epoch: str = "uninterrupted"
 
     def advance(self, now_uj: int, now: float) -> None:
         elapsed = now - self.last_seconds
-        moved = now_uj - self.last_uj
-        if moved < 0:
-            moved += self.range_uj
-            if moved > PLAUSIBLE_WATTS * 1e6 * max(elapsed, RESOLUTION):
+        used_uj = now_uj - self.last_uj
+        if used_uj < 0:
+            used_uj += self.range_uj
+            if used_uj > PLAUSIBLE_WATTS * 1e6 * max(elapsed, RESOLUTION):
                 self.epoch = f"reset: from {self.last_uj} to {now_uj} uJ within {elapsed:.3g} s at {now:.3f}"
-        if self.spec.horizon_seconds is not None and elapsed > self.spec.horizon_seconds:
+        if self.spec.max_unread_seconds is not None and elapsed > self.spec.max_unread_seconds:
             self.epoch = f"unread for {elapsed:.3g} s at {now:.3f}: it may have wrapped more than once"
-        self.total_uj += moved
+        self.total_uj += used_uj
         self.last_uj, self.last_seconds = now_uj, now
 
 
 class RaplSource:
-    """The zones of one powercap tree."""
+    """Reads the zones of one powercap tree."""
 
     name = "rapl"
 
@@ -72,51 +72,51 @@ class RaplSource:
         self._clock, self._read = clock, read
         self.specs = tuple(zone.spec for zone in zones)
 
-    def read(self, ids: Collection[str], *, settle: bool = True) -> dict[str, Reading]:
-        readings: dict[str, Reading] = {}
+    def read(self, ids: Collection[str], *, fresh: bool = True) -> dict[str, SensorReading]:
+        readings: dict[str, SensorReading] = {}
         for name in ids:
             zone = self._zones[name]
             try:
                 zone.advance(int(self._read(zone.file)), self._clock())
             except OSError as error:
-                readings[name] = Failed(unreadable(zone.file, error, REMEDY))
+                readings[name] = ReadFailure(describe_os_error(zone.file, error, REMEDY))
             except ValueError as error:
-                readings[name] = Failed(f"{zone.file}: {error}")
+                readings[name] = ReadFailure(f"{zone.file}: {error}")
             else:
-                readings[name] = Sample(zone.last_seconds, zone.total_uj / 1e6, zone.epoch)
+                readings[name] = EnergySample(zone.last_seconds, zone.total_uj / 1e6, zone.epoch)
         return readings
 
 
-def find_rapl(root: Path = POWERCAP, *, clock: Clock = time.perf_counter, read: ReadText = read_text) -> Finding:
-    """The RAPL zones under ``root``."""
+def probe_rapl(root: Path = POWERCAP, *, clock: Clock = time.perf_counter, read: ReadText = read_text) -> ProbeResult:
+    """Look for RAPL zones in the directory ``root``."""
     folders = sorted(path for path in root.glob("intel-rapl:*") if _ZONE.fullmatch(path.name))
     if not folders:
         hint = (
             f"CPU and memory: no RAPL zones in {root}; on a physical Intel or AMD machine with Linux load them with "
-            "'sudo modprobe intel_rapl_msr' (virtual machines seldom have them)"
+            "'sudo modprobe intel_rapl_msr' (virtual machines rarely have them)"
         )
-        return Finding("rapl", hints=(hint,))
+        return ProbeResult("rapl", hints=(hint,))
     zones, problems = [], []
     for folder in folders:
         try:
             zone = _open(folder, clock, read)
         except OSError as error:
-            problems.append(unreadable(Path(error.filename or folder), error, REMEDY))
+            problems.append(describe_os_error(Path(error.filename or folder), error, REMEDY))
         except ValueError as error:
             problems.append(f"{folder}: {error}")
         else:
             zones += [] if zone is None else [zone]
-    return Finding("rapl", RaplSource(zones, clock, read) if zones else None, tuple(problems))
+    return ProbeResult("rapl", RaplSource(zones, clock, read) if zones else None, tuple(problems))
 
 
 def _open(folder: Path, clock: Clock, read: ReadText) -> _Zone | None:
-    """The zone of a folder; None for one inside another."""
+    """Open the zone of a directory; None if another zone includes it."""
     name = read(folder / "name").strip()
-    part, scope = Part.CPU, Scope.DEVICE
+    component, scope = Component.CPU, Scope.DEVICE
     if name == "dram":
-        part = Part.MEMORY
+        component = Component.MEMORY
     elif name == "psys":
-        part, scope = Part.NODE, Scope.NODE
+        component, scope = Component.NODE, Scope.NODE
     elif not name.startswith("package"):
         return None
     file = folder / "energy_uj"
@@ -130,7 +130,14 @@ def _open(folder: Path, clock: Clock, read: ReadText) -> _Zone | None:
     if range_uj <= 0:
         raise ValueError(f"max_energy_range_uj must be above 0, got {range_uj}")
     number = folder.name.split(":")[1]
-    label = f"memory of package {number}" if part is Part.MEMORY else "platform (psys)" if name == "psys" else name
-    horizon = range_uj / 1e6 / PLAUSIBLE_WATTS
-    spec = SensorSpec(f"rapl/{folder.name}", label, part, scope, Provenance.COUNTER, RESOLUTION, horizon)
+    labels = {"dram": f"memory of package {number}", "psys": "platform (psys)"}
+    spec = SensorSpec(
+        id=f"rapl/{folder.name}",
+        label=labels.get(name, name),
+        component=component,
+        scope=scope,
+        provenance=Provenance.COUNTER,
+        resolution_seconds=RESOLUTION,
+        max_unread_seconds=range_uj / 1e6 / PLAUSIBLE_WATTS,
+    )
     return _Zone(spec, file, range_uj, first, clock())

@@ -1,8 +1,7 @@
-"""Whatever else Zeus can measure (Apple silicon, Jetson boards, CPUs through its daemon), for the parts of this machine
-that no sensor of ours covers.
+"""Sensors through Zeus (Apple silicon, Jetson boards, CPUs through its daemon), for components of this machine that no
+other source covers.
 
-Zeus measures windows. A running total is made of windows that follow each other: a reading ends one and begins the
-next.
+Zeus measures windows. The running total is the sum of consecutive windows: a reading ends one and begins the next.
 """
 
 import importlib
@@ -11,19 +10,26 @@ import time
 from collections.abc import Collection
 from typing import Any
 
-from phantom_parallel.energy.readings import Part, Provenance, Scope
-from phantom_parallel.energy.sensors.base import Clock, Failed, Finding, Reading, Sample, SensorSpec
-from phantom_parallel.energy.sensors.visible import physical_index
+from phantom_parallel.energy.results import Component, Provenance, Scope
+from phantom_parallel.energy.sensors.base import (
+    Clock,
+    EnergySample,
+    ProbeResult,
+    ReadFailure,
+    SensorReading,
+    SensorSpec,
+)
+from phantom_parallel.energy.sensors.visible_devices import physical_index
 
-RESOLUTION = 0.1  # seconds: Zeus does not say; that of the slowest counter that it reads
+RESOLUTION = 0.1  # seconds: Zeus does not report it; that of its slowest counter
 INSTALL = "anything else, such as Apple silicon: pip install zeus (about 400 MB with what it needs)"
 _WINDOW = "phantom_parallel"
-# A system on a chip reports in millijoules; only the parts that do not contain each other.
-_CHIP = {"cpu_total_mj": Part.CPU, "gpu_mj": Part.GPU, "dram_mj": Part.MEMORY, "ane_mj": Part.OTHER}
+# Fields that a system on a chip reports, in millijoules. Only those that do not include each other.
+_CHIP = {"cpu_total_mj": Component.CPU, "gpu_mj": Component.GPU, "dram_mj": Component.MEMORY, "ane_mj": Component.OTHER}
 
 
 class ZeusSource:
-    """One ZeusMonitor."""
+    """Reads one ZeusMonitor."""
 
     name = "zeus"
 
@@ -33,64 +39,72 @@ class ZeusSource:
         self._totals = {spec.id: 0.0 for spec in specs}
         self._begin()
 
-    def read(self, ids: Collection[str], *, settle: bool = True) -> dict[str, Reading]:
+    def read(self, ids: Collection[str], *, fresh: bool = True) -> dict[str, SensorReading]:
         try:
             measured = _by_id(self._monitor.end_window(_WINDOW, sync_execution=False))
             now = self._clock()
             self._begin()
-        except Exception as error:  # Zeus has an exception class for each of its back ends, and no common one
-            return dict.fromkeys(ids, Failed(f"Zeus: {error}"))
+        except Exception as error:  # Zeus has exceptions for each backend, without a common base
+            return dict.fromkeys(ids, ReadFailure(f"Zeus: {error}"))
         for name in self._totals:
-            self._totals[name] += measured.get(name, (Part.OTHER, 0.0))[1]
-        return {name: Sample(now, self._totals[name]) for name in ids}
+            self._totals[name] += measured.get(name, (Component.OTHER, 0.0))[1]
+        return {name: EnergySample(now, self._totals[name]) for name in ids}
 
     def _begin(self) -> None:
-        self._monitor.begin_window(_WINDOW, sync_execution=False)  # the meter has synchronised already
+        self._monitor.begin_window(_WINDOW, sync_execution=False)  # the meter has already synchronized
 
 
-def find_zeus(covered: Collection[Part], *, zeus: Any = None, clock: Clock = time.perf_counter) -> Finding:
-    """What Zeus measures beside the parts in ``covered``. ``zeus`` is the module ``zeus.monitor`` to use."""
+def probe_zeus(covered: Collection[Component], *, zeus: Any = None, clock: Clock = time.perf_counter) -> ProbeResult:
+    """Look for what Zeus can measure.
+
+    Args:
+        covered: components that other sources measure, which are left out.
+        zeus: the module to use. Default: ``zeus.monitor``.
+        clock: takes the time of readings.
+    """
     if zeus is None:
         if importlib.util.find_spec("zeus") is None:
-            return Finding("zeus", hints=(INSTALL,))
+            return ProbeResult("zeus", hints=(INSTALL,))
         try:
             zeus = importlib.import_module("zeus.monitor")
-        except Exception as error:  # whatever its many dependencies raise
-            return Finding("zeus", problems=(f"Zeus is installed but does not load: {error}",))
+        except Exception as error:  # its dependencies may raise anything
+            return ProbeResult("zeus", problems=(f"Zeus is installed but does not load: {error}",))
     try:
         monitor = zeus.ZeusMonitor(
-            gpu_indices=[] if Part.GPU in covered else None,
-            cpu_indices=[] if Part.CPU in covered else None,
+            gpu_indices=[] if Component.GPU in covered else None,
+            cpu_indices=[] if Component.CPU in covered else None,
         )
         monitor.begin_window(_WINDOW, sync_execution=False)
         offered = _by_id(monitor.end_window(_WINDOW, sync_execution=False))
     except Exception as error:
-        return Finding("zeus", problems=(f"Zeus does not start: {error}",))
+        return ProbeResult("zeus", problems=(f"Zeus does not start: {error}",))
     specs = tuple(
-        SensorSpec(name, f"{name.split('/')[1]} (Zeus)", part, Scope.DEVICE, _kind(monitor, name), RESOLUTION)
-        for name, (part, _) in offered.items()
-        if part not in covered
+        SensorSpec(
+            name, f"{name.split('/')[1]} (Zeus)", component, Scope.DEVICE, _provenance(monitor, name), RESOLUTION
+        )
+        for name, (component, _) in offered.items()
+        if component not in covered
     )
-    return Finding("zeus", ZeusSource(monitor, specs, clock) if specs else None)
+    return ProbeResult("zeus", ZeusSource(monitor, specs, clock) if specs else None)
 
 
-def _kind(monitor: Any, name: str) -> Provenance:
-    """Zeus samples power, without saying so in its results, where a GPU has no energy counter."""
+def _provenance(monitor: Any, name: str) -> Provenance:
+    """Zeus samples power if a GPU has no energy counter, and does not say so in its results."""
     sampled = getattr(monitor, "power_monitor", None) is not None
     return Provenance.INTEGRATED_POWER if sampled and name.startswith("zeus/gpu ") else Provenance.COUNTER
 
 
-def _by_id(measurement: Any) -> dict[str, tuple[Part, float]]:
-    """Joules of each part, by sensor id."""
-    found: dict[str, tuple[Part, float]] = {}
+def _by_id(measurement: Any) -> dict[str, tuple[Component, float]]:
+    """Return the component and joules of each sensor id."""
+    found: dict[str, tuple[Component, float]] = {}
     for index, joules in (measurement.gpu_energy or {}).items():
-        found[f"zeus/gpu {physical_index(index)}"] = (Part.GPU, joules)
+        found[f"zeus/gpu {physical_index(index)}"] = (Component.GPU, joules)
     for index, joules in (measurement.cpu_energy or {}).items():
-        found[f"zeus/cpu {index}"] = (Part.CPU, joules)
+        found[f"zeus/cpu {index}"] = (Component.CPU, joules)
     for index, joules in (measurement.dram_energy or {}).items():
-        found[f"zeus/memory {index}"] = (Part.MEMORY, joules)
+        found[f"zeus/memory {index}"] = (Component.MEMORY, joules)
     chip = getattr(measurement, "soc_energy", None)
-    for field, part in _CHIP.items():
+    for field, component in _CHIP.items():
         if (millijoules := getattr(chip, field, None)) is not None:
-            found[f"zeus/chip {field.removesuffix('_mj')}"] = (part, millijoules / 1e3)
+            found[f"zeus/chip {field.removesuffix('_mj')}"] = (component, millijoules / 1e3)
     return found

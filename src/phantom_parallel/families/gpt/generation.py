@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from phantom_parallel.distributed.objects import agree
-from phantom_parallel.energy.meter import synchronise
-from phantom_parallel.energy.split import Span, SplitClock
+from phantom_parallel.energy.meter import synchronize
+from phantom_parallel.energy.time_split import TimeSplitRecorder
 from phantom_parallel.families.gpt.config import GPTConfig
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.infer.measure import Turn
@@ -134,7 +134,7 @@ def run(
     cache: Cache,
     *,
     ends: Collection[int] = (),
-    clock: SplitClock | None = None,
+    clock: TimeSplitRecorder | None = None,
     on_token: Callable[[Tensor], None] | None = None,
 ) -> tuple[Tensor, list[Turn]]:
     """Generate with a cache that is filled anew: (batch, generated) tokens, and this rank's seconds of each step.
@@ -156,11 +156,11 @@ def run(
             token = sampler(logits)
             if ends and chosen:
                 token = torch.where(done, chosen[-1], token)
-            synchronise(device)
+            synchronize(device)
         seconds, blocked = time.perf_counter() - started, 0.0
         if clock is not None and before is not None:
             now = clock.totals()
-            blocked, before = now.since(before).seconds[Span.WAIT_IN_STEP], now
+            blocked, before = now.since(before).blocked_seconds, now
         if index == 0 and not bool(logits.isfinite().all()):
             raise ValueError("the model's logits are not finite numbers: its training may have diverged")
         turns.append(Turn(seconds, blocked))

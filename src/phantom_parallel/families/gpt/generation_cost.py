@@ -13,14 +13,15 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from phantom_parallel.cost.ledger import Ledger
-from phantom_parallel.energy.meter import EnergyMeter, synchronise
-from phantom_parallel.energy.model import PowerProfile
-from phantom_parallel.energy.ranks import Peers
-from phantom_parallel.energy.readings import Provenance
-from phantom_parallel.energy.split import SplitClock, timer_for
+from phantom_parallel.energy._collectives import all_gather_objects, barrier
+from phantom_parallel.energy.meter import EnergyMeter, synchronize
+from phantom_parallel.energy.power_profile import PowerProfile
+from phantom_parallel.energy.results import Provenance
+from phantom_parallel.energy.time_split import TimeSplitRecorder, timer_for
 from phantom_parallel.families.gpt.generation import agree_on_request, check_request, run
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.infer.generation import GenerationCost, PhaseCost
@@ -82,19 +83,19 @@ def measure_generation(
     named = {name: model.config for name, model in models.items()}
     agree_on_request(first, prompt, tokens=tokens, turns=turns, models=named, profile=profile, sampling=sampling)
     group = None if mesh is None else mesh.get_group()
-    peers, prompt = Peers(group), prompt.to(device, torch.long)
+    prompt = prompt.to(device, torch.long)
     runs = {name: _Run(model, prompt, tokens, sampling) for name, model in models.items()}
-    counts = {name: peers.tell(one.count()) for name, one in runs.items()}
-    clock = SplitClock(device.type, timer_for(device))
+    counts = {name: all_gather_objects(one.count(), group) for name, one in runs.items()}
+    clock = TimeSplitRecorder(device.type, timer_for(device))
     clock.start()
     try:
-        told = peers.tell(_take_turns(runs, turns, clock, peers, on_token, report))
+        told = all_gather_objects(_take_turns(runs, turns, clock, group, on_token, report), group)
     finally:
         clock.stop()
     costs = {name: _Cost(runs[name], [one[name] for one in told], counts[name]) for name in models}
     steps = {f"{name} {phase}": run for name, one in runs.items() for phase, run in one.phases().items()}
     taken = {f"{name} {phase}": seconds for name, one in costs.items() for phase, seconds in one.latencies().items()}
-    sensed = sense(steps, taken, meter or EnergyMeter(group, device=device), peers)
+    sensed = sense(steps, taken, meter or EnergyMeter(group, device=device), group)
     return {
         name: one.result(profile, {phase: sensed.get(f"{name} {phase}") for phase in ("prefill", "decode")})
         for name, one in costs.items()
@@ -108,7 +109,7 @@ class _Run:
         self.model, self.prompt, self.tokens, self.sampling = model, prompt, tokens, sampling
         self.cache: Cache = model.new_cache(prompt.shape[0], prompt.shape[1] + tokens)
 
-    def generate(self, clock: SplitClock, on_token: Callable[[Tensor], None] | None) -> _Taken:
+    def generate(self, clock: TimeSplitRecorder, on_token: Callable[[Tensor], None] | None) -> _Taken:
         _, turns = run(self.model, self.prompt, self.tokens, self.sampling, self.cache, clock=clock, on_token=on_token)
         return _Taken(turns[0], turns[1:])
 
@@ -119,7 +120,7 @@ class _Run:
         def step(feed: Tensor, position: int) -> None:
             self.cache.position = position
             sampler(self.model.logits(feed, self.cache, last=True)[:, -1])
-            synchronise(feed.device)
+            synchronize(feed.device)
 
         found = {"prefill": lambda: step(self.prompt, 0)}
         if self.tokens > 1:
@@ -140,8 +141,8 @@ class _Run:
 def _take_turns(
     runs: Mapping[str, _Run],
     turns: int,
-    clock: SplitClock,
-    peers: Peers,
+    clock: TimeSplitRecorder,
+    group: dist.ProcessGroup | None,
     on_token: Callable[[Tensor], None] | None,
     report: Callable[[int], None] | None,
 ) -> dict[str, list[_Taken]]:
@@ -149,7 +150,7 @@ def _take_turns(
     taken: dict[str, list[_Taken]] = {name: [] for name in runs}
     for turn in range(turns):
         for name in list(runs)[:: -1 if turn % 2 else 1]:
-            peers.barrier()
+            barrier(group)
             taken[name].append(runs[name].generate(clock, on_token))
             on_token = None  # once is enough
         if report is not None:

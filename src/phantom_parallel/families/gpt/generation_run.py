@@ -14,7 +14,7 @@ from phantom_parallel.checkpoint.model import load_model
 from phantom_parallel.distributed.launch import Interrupted, broadcast_from_rank_zero, launched_externally, on_ranks
 from phantom_parallel.distributed.objects import agree
 from phantom_parallel.distributed.signals import StopRequest
-from phantom_parallel.energy.model import PowerProfile
+from phantom_parallel.energy.power_profile import PowerProfile
 from phantom_parallel.families.gpt.config import GPTConfig
 from phantom_parallel.families.gpt.generation import check_room
 from phantom_parallel.families.gpt.generation_cost import measure_generation

@@ -1,4 +1,4 @@
-"""Which of a host's GPUs this process may use: the others' joules are somebody else's."""
+"""The GPUs of a host that this process can use. Only their energy belongs to it."""
 
 import os
 from typing import Any
@@ -7,14 +7,14 @@ import torch
 
 
 def visible_uuids() -> set[str] | None:
-    """NVML's names (``GPU-...``) of the CUDA devices that torch sees; None where torch has no CUDA and cannot tell."""
+    """Return the UUIDs (``GPU-...``, as in NVML) of the CUDA devices that torch sees; None if torch has no CUDA."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return None
     return {f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in range(torch.cuda.device_count())}
 
 
 def visible_bdfs() -> set[str] | None:
-    """PCI addresses (``0000:c1:00``) of the ROCm devices that torch sees; None where torch has no ROCm."""
+    """Return the PCI addresses (``0000:c1:00``) of the ROCm devices that torch sees; None if torch has no ROCm."""
     if not torch.cuda.is_available() or torch.version.hip is None:
         return None
     found: list[Any] = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -22,8 +22,9 @@ def visible_bdfs() -> set[str] | None:
 
 
 def physical_index(index: int) -> str:
-    """The host's name for this process's GPU ``index``: ranks that each see only a GPU 0 of their own must not be taken
-    for owners of the same one.
+    """Return the identifier that the host has for GPU ``index`` of this process.
+
+    Ranks that each see a single GPU all call it GPU 0, although these are different devices.
     """
     for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         listed = [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]

@@ -1,8 +1,8 @@
-"""What measuring the split costs: ``python -m benchmarks.split [WIDTH BATCH]``.
+"""Cost of measuring the time split: ``python -m benchmarks.time_split [WIDTH BATCH]``.
 
-Two local ranks train a phantom network, step by step in turn with the split on and off, so that whatever else the
-machine does falls on both. Beside the difference of the medians, which is as noisy as the machine, it gives the cost of
-one wait times the waits of a step, which is not.
+Two local ranks train a phantom network in steps that alternate between on and off, so that other load on the machine
+affects both. The difference of the medians is as noisy as the machine. The cost of one wait times the waits of a step
+is not, so both are reported.
 """
 
 import sys
@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from phantom_parallel import FFN, FFNConfig
 from phantom_parallel.distributed.local import Report, on_ranks
-from phantom_parallel.energy.split import HostTimer, SplitClock
-from phantom_parallel.energy.waits import listening
+from phantom_parallel.energy.time_split import HostTimer, TimeSplitRecorder
+from phantom_parallel.energy.wait_hooks import observe_waits
 
 DEPTH, PAIRS = 4, 150
 
@@ -34,45 +34,45 @@ class _Count:
 
 
 def steps(mesh: DeviceMesh, report: Report, width: int, batch: int) -> None:
-    """Seconds of steps with the split on and off, and the waits of one step."""
+    """Report the seconds of steps with the time split on and off, and the waits of one step."""
     model = FFN(FFNConfig(width=width, depth=DEPTH, blocks=2, ghosts=max(width // 64, 1)), mesh=mesh)
     x = torch.randn(batch, width // mesh.size())
-    clock = SplitClock("cpu", HostTimer())
+    recorder = TimeSplitRecorder("cpu", HostTimer())
 
     def step(on: bool) -> float:
         start = time.perf_counter()
-        with clock.step() if on else nullcontext():
+        with recorder.step() if on else nullcontext():
             model(x).square().mean().backward()
         return time.perf_counter() - start
 
-    with listening("cpu", count := _Count()):
+    with observe_waits("cpu", count := _Count()):
         step(on=False)
     times: dict[bool, list[float]] = {True: [], False: []}
     for pair in range(2 * PAIRS):
         for on in (True, False) if pair % 2 else (False, True):
             dist.barrier()
-            with listening("cpu", clock) if on else nullcontext():
+            with observe_waits("cpu", recorder) if on else nullcontext():
                 times[on].append(step(on))
-        clock.totals()
+        recorder.totals()
     report((times[True], times[False], count.waits))
 
 
 def added_microseconds() -> tuple[float, float]:
-    """What a wait that has nothing to wait for takes longer with the split on, and what marking a step takes."""
+    """Return the time that an observed wait takes longer, with nothing to wait for, and the time of marking a step."""
     done, wait = torch.ones(4), torch.ops._c10d_functional.wait_tensor
-    clock = SplitClock("cpu", HostTimer())
+    recorder = TimeSplitRecorder("cpu", HostTimer())
 
     def mark() -> None:
-        with clock.step():
+        with recorder.step():
             pass
 
     off = _fastest(lambda: wait(done))
-    with listening("cpu", clock):
+    with observe_waits("cpu", recorder):
         return _fastest(lambda: wait(done)) - off, _fastest(mark)
 
 
 def _fastest(work: Callable[[], object], repeats: int = 10_000, rounds: int = 7) -> float:
-    """Microseconds a call, in the round that was disturbed least."""
+    """Return the microseconds of a call in the fastest round."""
     times = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -85,7 +85,7 @@ def _fastest(work: Callable[[], object], repeats: int = 10_000, rounds: int = 7)
 def main() -> None:
     width, batch = (int(word) for word in (sys.argv[1:] or ("1024", "64")))
     wait_us, step_us = added_microseconds()
-    print(f"the split adds {wait_us:.2f} us to a wait and {step_us:.2f} us to a step")
+    print(f"the time split adds {wait_us:.2f} us to a wait and {step_us:.2f} us to a step")
     ((on, off, waits),) = on_ranks(2, steps, width, batch)
     step, added = median(off), (waits * wait_us + step_us) / 1e6
     spread = quantiles([a - b for a, b in zip(on, off, strict=True)], n=4)

@@ -1,4 +1,4 @@
-"""Compute, exposed communication and idle: what is counted as what, on clocks that tick when looked at."""
+"""The split into compute, exposed communication and idle time, on clocks that advance when they are read."""
 
 import threading
 import time
@@ -13,20 +13,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from phantom_parallel import PhantomLinear
-from phantom_parallel.energy import EnergyMeter, PowerProfile, Split
-from phantom_parallel.energy.split import EventTimer, HostTimer, SplitClock, timer_for
-from phantom_parallel.energy.waits import listening
+from phantom_parallel.energy import EnergyMeter, TimeSplit
+from phantom_parallel.energy.time_split import EventTimer, HostTimer, TimeSplitRecorder, timer_for
+from phantom_parallel.energy.wait_hooks import observe_waits
 from tests.energy.simulated import FakeClock
 
 WAIT = "_c10d_functional::wait_tensor"
 
 
 def hooked() -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(WAIT, "CPU") and "energy" in torch._C._dispatch_dump(WAIT)
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(WAIT, "CPU")
+    return has_kernel and "wait_hooks.py" in torch._C._dispatch_dump(WAIT)
 
 
 class Counter:
-    """Counts the waits it is told of."""
+    """Counts the waits that it observes."""
 
     def __init__(self) -> None:
         self.begun = self.ended = 0
@@ -67,38 +68,38 @@ def classic(mesh):
 def count_waits(make: str) -> tuple[int, int]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     work = globals()[make](mesh)
-    work()  # unheard: compiles, and shows that nothing is left behind
+    work()  # not observed: compiles
     counter = Counter()
-    with listening("cpu", counter):
+    with observe_waits("cpu", counter):
         assert hooked()
         work()
-    heard = counter.begun
-    assert counter.ended == heard
+    observed = counter.begun
+    assert counter.ended == observed
     work()
-    assert counter.begun == heard
+    assert counter.begun == observed
     assert not hooked()
-    return heard
+    return observed
 
 
 @pytest.mark.parametrize(
     ("make", "waits"), [("phantom", 2), ("compiled", 2), ("functional", 1), ("dtensor", 1), ("classic", 1)]
 )
-def test_every_way_to_wait_for_an_exchange_is_heard_and_only_while_listened_to(ranks, make, waits):
+def test_every_kind_of_wait_is_observed_and_only_while_an_observer_is_registered(ranks, make, waits):
     assert ranks(2)(count_waits, make) == [waits, waits]
 
 
 def other_threads_run_during_a_wait(folder: str) -> bool:
-    """Rank 1 joins the exchange when a thread of rank 0 tells it to, which it does while rank 0's main thread waits."""
+    """Rank 1 joins the collective on a signal from a thread of rank 0, whose main thread is waiting at that time."""
     signal, waiting = Path(folder) / "go", threading.Event()
 
-    class Listener(Counter):
+    class Observer(Counter):
         def begin_wait(self) -> str:
             waiting.set()
             return super().begin_wait()
 
-    def tell() -> None:
+    def send_signal() -> None:
         waiting.wait()
-        time.sleep(0.05)  # so that the wait has begun in earnest
+        time.sleep(0.05)  # so that the main thread is inside the wait
         signal.touch()
 
     group = dist.group.WORLD.group_name
@@ -107,23 +108,23 @@ def other_threads_run_during_a_wait(folder: str) -> bool:
             time.sleep(0.001)
         torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", group))
         return True
-    thread = threading.Thread(target=tell)
+    thread = threading.Thread(target=send_signal)
     thread.start()
-    with listening("cpu", Listener()):
+    with observe_waits("cpu", Observer()):
         torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", group))
     thread.join()
     return True
 
 
-def test_a_wait_that_is_listened_to_does_not_hold_up_other_threads(ranks, tmp_path):
+def test_an_observed_wait_does_not_block_other_threads(ranks, tmp_path):
     assert ranks(2)(other_threads_run_during_a_wait, str(tmp_path)) == [True, True]
 
 
-def test_listeners_are_independent():
+def test_observers_are_independent():
     first, second = Counter(), Counter()
     original = dist.Work.wait
-    with listening("cpu", first):
-        with listening("cpu", second):
+    with observe_waits("cpu", first):
+        with observe_waits("cpu", second):
             torch.ops._c10d_functional.wait_tensor(torch.ones(1))
         torch.ops._c10d_functional.wait_tensor(torch.ones(1))
         assert dist.Work.wait is not original
@@ -131,94 +132,96 @@ def test_listeners_are_independent():
     assert dist.Work.wait is original
 
 
-def measured_split(steps: int) -> tuple[Split, int]:
-    """A clock that ticks when it is looked at: a wait takes one tick exactly, whatever the machine does."""
+def measured_split(steps: int) -> tuple[TimeSplit, int]:
+    """Measure with a clock that ticks when it is read: a wait takes exactly one tick, whatever the machine does."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     ticks = count()
-    meter = EnergyMeter(dist.group.WORLD, sources=[], device="cpu", split=True, timer=HostTimer(lambda: next(ticks)))
+    meter = EnergyMeter(
+        dist.group.WORLD, sources=[], device="cpu", time_split=True, timer=HostTimer(lambda: next(ticks))
+    )
     work = phantom(mesh)
     with meter.window("train") as window:
         for _ in range(steps):
             with window.step():
                 work()
-    return window.result.splits
+    return window.result.time_splits
 
 
 def test_the_splits_of_all_ranks_are_part_of_the_result(ranks):
     for splits in ranks(2)(measured_split, 5):
         assert [split.rank for split in splits] == [0, 1]
-        assert [split.communication for split in splits] == [10, 10]  # two waits a step
+        assert [split.communication_seconds for split in splits] == [10, 10]  # two waits per step
         # A step reads the clock at its ends and twice for each wait: five ticks, of which two are waits.
-        assert [split.compute for split in splits] == [15, 15]
+        assert [split.compute_seconds for split in splits] == [15, 15]
 
 
-class Waiting:
-    """A body of work in which time is spent as told."""
+class SimulatedWork:
+    """Work that spends simulated time in compute and in waits."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()
-        self.meter = EnergyMeter(sources=[], clock=self.clock, device="cpu", split=True)
+        self.meter = EnergyMeter(sources=[], clock=self.clock, device="cpu", time_split=True)
 
     def compute(self, seconds: float) -> None:
         self.clock.now += seconds
 
     def blocked(self, seconds: float) -> None:
-        mark = self.meter._split.begin_wait()
+        mark = self.meter._recorder.begin_wait()
         self.clock.now += seconds
-        self.meter._split.end_wait(mark)
+        self.meter._recorder.end_wait(mark)
 
 
-def parts(window) -> tuple[float, float, float]:
-    split = window.result.split
+def seconds_of(window) -> tuple[float, float, float]:
+    split = window.result.mean_time_split
     assert split.seconds == pytest.approx(window.seconds)
-    return pytest.approx((split.compute, split.communication, split.idle))
+    return pytest.approx((split.compute_seconds, split.communication_seconds, split.idle_seconds))
 
 
 def test_what_lies_outside_steps_is_idle():
-    work = Waiting()
+    work = SimulatedWork()
     with work.meter.window("train") as window:
         work.compute(5.0)  # loading data
         for _ in range(2):
             with window.step():
                 work.compute(3.0)
                 work.blocked(1.0)
-    assert parts(window) == (6.0, 2.0, 5.0)
+    assert seconds_of(window) == (6.0, 2.0, 5.0)
 
 
 def test_a_window_without_steps_is_one_step():
-    work = Waiting()
+    work = SimulatedWork()
     with work.meter.window("train") as window:
         work.compute(5.0)
         work.blocked(1.0)
-    assert parts(window) == (5.0, 1.0, 0.0)
+    assert seconds_of(window) == (5.0, 1.0, 0.0)
 
 
 def test_waits_outside_steps_are_communication_too():
-    work = Waiting()
+    work = SimulatedWork()
     with work.meter.window("train") as window:
         with window.step():
             work.compute(3.0)
         work.blocked(2.0)
         work.compute(1.0)
-    assert parts(window) == (3.0, 2.0, 1.0)
+    assert seconds_of(window) == (3.0, 2.0, 1.0)
 
 
 def test_windows_within_a_step_take_their_share_of_it():
-    work = Waiting()
+    work = SimulatedWork()
     with work.meter.window("train") as outer, outer.step():
         work.compute(3.0)
         with work.meter.window("inner") as inner:
             work.compute(2.0)
             work.blocked(1.0)
         work.compute(4.0)
-    assert parts(inner) == (2.0, 1.0, 0.0)
-    assert parts(outer) == (9.0, 1.0, 0.0)
+    assert seconds_of(inner) == (2.0, 1.0, 0.0)
+    assert seconds_of(outer) == (9.0, 1.0, 0.0)
 
 
 @pytest.mark.parametrize("in_step", [True, False])
-def test_the_meters_own_readings_are_idle_in_the_window_around(in_step):
-    work = Waiting()
-    work.meter._peers.barrier = lambda: work.blocked(0.5)
+def test_the_readings_of_the_meter_are_idle_time_of_the_enclosing_window(in_step, monkeypatch):
+    work = SimulatedWork()
+    monkeypatch.setattr("phantom_parallel.energy.meter.barrier", lambda group: work.blocked(0.5))
     with work.meter.window("train") as outer:
         step = outer.step() if in_step else None
         if step:
@@ -228,11 +231,15 @@ def test_the_meters_own_readings_are_idle_in_the_window_around(in_step):
             work.compute(2.0)
         if step:
             step.__exit__(None, None, None)
-    assert parts(outer) == (5.0, 0.0, 2.0)  # two barriers to open the inner one, one to close it, one to close this
+    assert seconds_of(outer) == (
+        5.0,
+        0.0,
+        2.0,
+    )  # two barriers to open the inner one, one to close it, one to close this
 
 
 def test_steps_do_not_nest():
-    work = Waiting()
+    work = SimulatedWork()
     with (
         work.meter.window("train") as window,
         window.step(),
@@ -248,12 +255,12 @@ def test_when_the_split_is_off_nothing_is_installed():
     with meter.window("train") as window, window.step():
         assert not hooked()
         assert dist.Work.wait is original
-    assert window.result.splits == ()
-    assert window.result.split is None
+    assert window.result.time_splits == ()
+    assert window.result.mean_time_split is None
 
 
 class FakeEvent:
-    """An event on a stream whose work takes ``FakeEvent.device_seconds`` in all; reached when the stream is drained."""
+    """An event on a stream whose work takes ``FakeEvent.device_seconds`` in total; reached once it is drained."""
 
     device_seconds = 0.0
     drained = False
@@ -272,10 +279,10 @@ class FakeEvent:
         return (end.at - self.at) * 1e3
 
 
-def test_on_an_accelerator_events_measure_how_long_the_stream_stood_still():
-    """The host runs ahead: its clock stands still while the device works."""
+def test_on_an_accelerator_events_measure_how_long_the_stream_was_stalled():
+    """The host runs ahead of the device, so its clock does not advance."""
     FakeEvent.device_seconds = 0.0
-    clock = SplitClock("cpu", EventTimer(FakeEvent))
+    clock = TimeSplitRecorder("cpu", EventTimer(FakeEvent))
     before = clock.totals()
     for _ in range(3):
         with clock.step():
@@ -283,14 +290,14 @@ def test_on_an_accelerator_events_measure_how_long_the_stream_stood_still():
             mark = clock.begin_wait()
             FakeEvent.device_seconds += 0.5
             clock.end_wait(mark)
-    compute, communication = clock.totals().since(before).busy(body=10.0)
+    compute, communication = clock.totals().since(before).busy(body_seconds=10.0)
     assert (compute, communication) == pytest.approx((6.0, 1.5))
 
 
 @pytest.mark.parametrize("drained", [True, False])
-def test_events_are_let_go_once_the_device_has_passed_them(monkeypatch, drained):
+def test_events_are_released_once_the_device_has_reached_them(monkeypatch, drained):
     monkeypatch.setattr(FakeEvent, "drained", drained)
-    clock = SplitClock("cpu", EventTimer(FakeEvent))
+    clock = TimeSplitRecorder("cpu", EventTimer(FakeEvent))
     for _ in range(2000):
         mark = clock.begin_wait()
         FakeEvent.device_seconds += 0.25
@@ -302,23 +309,3 @@ def test_events_are_let_go_once_the_device_has_passed_them(monkeypatch, drained)
 def test_the_cpu_is_timed_by_the_host():
     assert isinstance(timer_for(torch.device("cpu")), HostTimer)
     assert isinstance(timer_for(torch.device("cuda")), EventTimer)
-
-
-def test_the_model_is_seconds_times_watts():
-    profile = PowerProfile("toy", 100.0, 40.0, 10.0, source="made up")
-    assert profile.joules(Split(0, "", compute=6.0, communication=2.0, idle=5.0)) == 600 + 80 + 50
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"compute_watts": -1.0}, "compute_watts must be 0 W or more, got -1.0"),
-        ({"communication_watts": float("nan")}, "communication_watts must be 0 W or more, got nan"),
-        ({"idle_watts": 50.0}, "idle_watts=50.0 is above what the device draws at work"),
-        ({"source": ""}, "source must say where the watts come from"),
-    ],
-)
-def test_a_profile_that_cannot_be_is_refused(change, message):
-    right = {"name": "toy", "compute_watts": 100.0, "communication_watts": 40.0, "idle_watts": 10.0, "source": "x"}
-    with pytest.raises(ValueError, match=message):
-        PowerProfile(**(right | change))

@@ -1,0 +1,219 @@
+"""Measures how a rank's time splits into compute, exposed communication and idle time.
+
+    communication  blocked in the wait for a collective. Communication that compute hides takes no time here; the wait
+                   for a rank that is late does.
+    compute        inside a step and not blocked. A window without steps counts as one step.
+    idle           the rest: between steps, the meter's own readings, the wait for other ranks at the end of a window.
+
+The three add up to the window. On a CPU, the host times the waits. On an accelerator, events on the compute stream
+before and after each wait measure how long the stream was stalled, which the host cannot see.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+
+from phantom_parallel.energy.wait_hooks import observe_waits
+
+_MAX_PENDING = 512  # intervals kept before finished ones are summed; bounds the number of live events
+
+
+class Timer(Protocol):
+    """Takes time stamps (marks) on the timeline of a device."""
+
+    def mark(self) -> Any:
+        """Take a mark."""
+        ...
+
+    def ready(self, mark: Any) -> bool:
+        """Return whether the device has reached ``mark``."""
+        ...
+
+    def wait(self, mark: Any) -> None:
+        """Block until the device has reached ``mark``."""
+        ...
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Return the seconds between two marks that the device has reached."""
+        ...
+
+
+class HostTimer:
+    """Timer for synchronous devices, that is, the CPU."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.mark = clock
+
+    def ready(self, mark: float) -> bool:
+        return True
+
+    def wait(self, mark: float) -> None:
+        pass
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+
+class EventTimer:
+    """Timer for devices with streams. ``new_event`` creates an event with timing enabled."""
+
+    def __init__(self, new_event: Callable[[], Any]) -> None:
+        self._new_event = new_event
+
+    def mark(self) -> Any:
+        event = self._new_event()
+        event.record()
+        return event
+
+    def ready(self, mark: Any) -> bool:
+        return bool(mark.query())
+
+    def wait(self, mark: Any) -> None:
+        mark.synchronize()
+
+    def seconds(self, start: Any, end: Any) -> float:
+        return float(start.elapsed_time(end)) / 1e3
+
+
+def timer_for(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> Timer:
+    """Return a :class:`HostTimer` for the CPU and an :class:`EventTimer` for an accelerator."""
+    if device.type == "cpu":
+        return HostTimer(clock)
+    return EventTimer(lambda: torch.Event(device, enable_timing=True))
+
+
+class TimeCategory(Enum):
+    """What a recorded interval was spent on."""
+
+    STEP = "step"
+    WAIT_IN_STEP = "wait in step"
+    WAIT_OUTSIDE = "wait outside"
+    METER_IN_STEP = "meter in step"
+    METER_OUTSIDE = "meter outside"
+
+
+@dataclass(frozen=True)
+class TimeTotals:
+    """Seconds in each category since the recorder was created. The difference of two totals covers a window."""
+
+    seconds: dict[TimeCategory, float]
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds inside steps."""
+        return self.seconds[TimeCategory.STEP]
+
+    @property
+    def blocked_seconds(self) -> float:
+        """Seconds inside steps that were spent blocked in waits for collectives."""
+        return self.seconds[TimeCategory.WAIT_IN_STEP]
+
+    def since(self, earlier: "TimeTotals") -> "TimeTotals":
+        """Return the seconds between ``earlier`` and this total."""
+        return TimeTotals({category: self.seconds[category] - earlier.seconds[category] for category in TimeCategory})
+
+    def busy(self, body_seconds: float) -> tuple[float, float]:
+        """Return the compute and communication seconds of a window whose body took ``body_seconds``."""
+        waited_outside = self.seconds[TimeCategory.WAIT_OUTSIDE]
+        metered_in_step = self.seconds[TimeCategory.METER_IN_STEP]
+        communication = self.blocked_seconds + waited_outside
+        if self.step_seconds > 0:
+            compute = self.step_seconds - self.blocked_seconds - metered_in_step
+        else:
+            compute = body_seconds - communication - metered_in_step - self.seconds[TimeCategory.METER_OUTSIDE]
+        return max(compute, 0.0), communication
+
+
+class TimeSplitRecorder:
+    """Records steps, and the waits for tensors on one type of device, between :meth:`start` and :meth:`stop`.
+
+    Example::
+
+        recorder = TimeSplitRecorder("cpu", HostTimer())
+        recorder.start()
+        before = recorder.totals()
+        with recorder.step():
+            train_step()
+        print(recorder.totals().since(before).blocked_seconds)
+        recorder.stop()
+    """
+
+    def __init__(self, device_type: str, timer: Timer) -> None:
+        self._device_type, self._timer = device_type, timer
+        self._sums = dict.fromkeys(TimeCategory, 0.0)
+        self._pending: deque[tuple[TimeCategory, Any, Any]] = deque()
+        self._step_start: Any = None  # the mark at which the open step began
+        self._in_meter = False
+        self._observing: ExitStack | None = None
+
+    def start(self) -> None:
+        """Install the wait hooks."""
+        self._observing = ExitStack()
+        self._observing.enter_context(observe_waits(self._device_type, self))
+
+    def stop(self) -> None:
+        """Remove the wait hooks."""
+        if self._observing is not None:
+            self._observing.close()
+            self._observing = None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Context manager around one step. Steps do not nest."""
+        if self._step_start is not None:
+            raise ValueError("a step is already open: steps do not nest")
+        self._step_start = self._timer.mark()
+        try:
+            yield
+        finally:
+            self._record_step()
+            self._step_start = None
+
+    @contextmanager
+    def meter_time(self) -> Iterator[None]:
+        """Context manager around the meter's barriers and readings, which are idle time for the program."""
+        start, self._in_meter = self._timer.mark(), True
+        try:
+            yield
+        finally:
+            self._in_meter = False
+            in_step = self._step_start is not None
+            category = TimeCategory.METER_IN_STEP if in_step else TimeCategory.METER_OUTSIDE
+            self._record(category, start, self._timer.mark())
+
+    def begin_wait(self) -> Any:
+        return None if self._in_meter else self._timer.mark()
+
+    def end_wait(self, mark: Any) -> None:
+        if mark is not None:
+            in_step = self._step_start is not None
+            category = TimeCategory.WAIT_IN_STEP if in_step else TimeCategory.WAIT_OUTSIDE
+            self._record(category, mark, self._timer.mark())
+
+    def totals(self) -> TimeTotals:
+        """Return the totals so far. Waits for the device."""
+        if self._step_start is not None:  # a window that opens or closes inside a step gets its part of the step
+            self._record_step()
+            self._step_start = self._timer.mark()
+        self._sum_pending(wait=True)
+        return TimeTotals(dict(self._sums))
+
+    def _record_step(self) -> None:
+        self._record(TimeCategory.STEP, self._step_start, self._timer.mark())
+
+    def _record(self, category: TimeCategory, start: Any, end: Any) -> None:
+        self._pending.append((category, start, end))
+        if len(self._pending) > _MAX_PENDING:
+            self._sum_pending(wait=False)
+
+    def _sum_pending(self, wait: bool) -> None:
+        while self._pending and (wait or self._timer.ready(self._pending[0][2])):
+            category, start, end = self._pending.popleft()
+            self._timer.wait(end)
+            self._sums[category] += self._timer.seconds(start, end)
