@@ -1,9 +1,15 @@
 """Power profiles: their checks, those of hardware profiles, and CPU cores that ranks share."""
 
+import os
+
 import pytest
+import torch
+import torch.distributed as dist
 
 from phantom_parallel.cost.hardware import load_profile
-from phantom_parallel.energy import PowerProfile
+from phantom_parallel.energy import EnergyMeter, PowerProfile, Provenance, load_power_profile
+from phantom_parallel.energy.power_profile import cores_per_rank
+from tests.energy.simulated import FakeClock
 
 
 def test_a_hardware_profiles_watts_become_a_power_profile():
@@ -37,3 +43,97 @@ def test_invalid_profiles_are_rejected(change, message):
     right = {"name": "toy", "compute_watts": 100.0, "communication_watts": 40.0, "idle_watts": 10.0, "source": "x"}
     with pytest.raises(ValueError, match=message):
         PowerProfile(**(right | change))
+
+
+def test_a_meter_takes_a_profile_by_name():
+    clock = FakeClock()
+    with EnergyMeter(sources=[], clock=clock, device="cpu", profile="dgx-a100").window("train") as window:
+        clock.now += 2.0
+    assert (window.joules, window.provenance) == (680.0, Provenance.MODELLED)
+    (row,) = window.rows
+    assert row.label == "rank 0 (dgx-a100)"
+    assert "hardware profile 'dgx-a100'" in row.watts_source
+
+
+def test_an_unknown_name_lists_the_profiles():
+    with pytest.raises(ValueError, match="did you mean 'dgx-a100'"):
+        EnergyMeter(sources=[], profile="dgx-a10")
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """``host(cores)`` simulates a host with so many cores."""
+    for name in ("LOCAL_WORLD_SIZE", "SLURM_CPU_BIND_TYPE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def simulate(cores: int) -> None:
+        monkeypatch.setattr(os, "cpu_count", lambda: cores)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+
+    return simulate
+
+
+@pytest.mark.parametrize(("cores", "ranks", "expected"), [(2, 4, 0.5), (2, 2, 1.0), (4, 3, 1.0), (8, 2, 4.0)])
+def test_ranks_share_the_cores_of_their_host(host, cores, ranks, expected):
+    host(cores)
+    assert cores_per_rank(ranks) == expected
+
+
+def test_a_rank_uses_no_more_cores_than_it_has_threads(host, monkeypatch):
+    host(8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert cores_per_rank(1) == 3
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)  # running ranks, which may have any number of threads
+    assert cores_per_rank(2) == 3
+    assert cores_per_rank(4) == 2
+
+
+def test_only_the_ranks_of_the_same_host_share_its_cores(host, monkeypatch):
+    host(4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert cores_per_rank(8) == 2
+
+
+def test_a_slurm_task_that_is_bound_to_cores_shares_them_with_no_other_rank(host, monkeypatch):
+    host(4)  # the cores that this task is bound to
+    monkeypatch.setenv("SLURM_CPU_BIND_TYPE", "mask_cpu:")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert cores_per_rank(2) == 2  # ranks to be launched within the task
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    assert cores_per_rank(2) == 4
+    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)  # ranks that torchrun started in the task
+    assert cores_per_rank(2) == 2
+
+
+@pytest.mark.parametrize("name", [None, "assumed-core"])
+def test_ranks_that_share_cores_do_not_count_them_several_times(host, name):
+    """All ranks together draw what the two cores draw, whatever the number of ranks."""
+    host(2)
+    for ranks in (2, 4, 8):
+        profile = load_power_profile(name, ranks)
+        watts = profile.compute_watts, profile.communication_watts, profile.idle_watts
+        assert [ranks * one for one in watts] == [20.0, 10.0, 4.0]
+    assert profile.source.startswith("assumed, not measured: a CPU core draws 10 W")
+    assert "ranks: 8, cores per rank: 0.25" in profile.source
+
+
+def test_the_watts_of_a_hardware_profile_do_not_depend_on_the_ranks(host):
+    host(2)
+    assert load_power_profile("dgx-a100", ranks=4) == load_power_profile("dgx-a100", ranks=1)
+
+
+def measure_shared_cores():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("phantom_parallel.energy.power_profile._available_cores", lambda: 2)
+        clock = FakeClock()
+        meter = EnergyMeter(dist.group.WORLD, sources=[], clock=clock, device="cpu", profile="assumed-core")
+        with meter.window("train") as window:
+            clock.now += 3.0
+        return window.result
+
+
+def test_a_meter_counts_shared_cores_once(ranks):
+    """Four ranks compute for three seconds on two cores of 10 W."""
+    for result in ranks(4)(measure_shared_cores):
+        assert result.joules == pytest.approx(60.0)
+        assert "ranks: 4, cores per rank: 0.5" in result.rows[0].watts_source

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from phantom_parallel.energy._collectives import all_gather_objects, barrier
-from phantom_parallel.energy.power_profile import PowerProfile
+from phantom_parallel.energy.power_profile import PowerProfile, load_power_profile
 from phantom_parallel.energy.results import Provenance, Scope, SensorEnergy, TimelinePoint, WindowResult
 from phantom_parallel.energy.sampler import BackgroundSampler, SensorReader, power_timeline
 from phantom_parallel.energy.sensor_assignment import AvailableSensor, Host, assign_sensors, current_host
@@ -84,8 +84,8 @@ class EnergyMeter:
         group: the ranks that measure together. Every rank of it must create the meter and open and close the same
             windows; each rank gets the whole result. Default: None, this process alone.
         scope: of the headline figure, ``"device"`` or ``"node"``. Results contain both where there are sensors.
-        profile: power profile of this rank for the modelled figure. Implies ``time_split``. Default: None, nothing is
-            modelled.
+        profile: power profile of this rank for the modelled figure, or the name of one, such as ``"dgx-a100"``
+            (see :func:`load_power_profile`). Implies ``time_split``. Default: None, nothing is modelled.
         time_split: whether to measure compute, exposed communication and idle seconds.
         sample_seconds: record a timeline of power with a sample this often. Default: None, no timeline.
         device: the device of this rank, which is synchronized at the ends of windows. Default: the current accelerator
@@ -110,7 +110,7 @@ class EnergyMeter:
         group: dist.ProcessGroup | None = None,
         *,
         scope: Scope | str = Scope.DEVICE,
-        profile: PowerProfile | None = None,
+        profile: PowerProfile | str | None = None,
         time_split: bool = False,
         sample_seconds: float | None = None,
         device: torch.device | str | None = None,
@@ -125,6 +125,8 @@ class EnergyMeter:
             raise ValueError(f"sample_seconds must be above 0, got {sample_seconds}")
         self._group = group
         self._rank = 0 if group is None else dist.get_rank(group)
+        if isinstance(profile, str):
+            profile = load_power_profile(profile, ranks=1 if group is None else dist.get_world_size(group))
         self.scope, self.profile = Scope(scope), profile
         self.device = _device(device)
         self.host = host or current_host()

@@ -3,14 +3,25 @@
     E_r = compute_r P_compute + communication_r P_communication + idle_r P_idle        for each rank r
 
 The seconds are measured (see :mod:`~phantom_parallel.energy.time_split`) and the watts are assumed, calibrated or from
-a data sheet. They are those of one rank. The sum over ranks is right if each has a device of its own.
+a data sheet. They are those of one rank. A rank on an accelerator has a device of its own. Ranks on a CPU share cores:
+the assumed profile counts a rank as its share of the cores, so the sum over ranks counts each core once.
 """
 
 import math
+import os
 from dataclasses import dataclass
 from typing import Self
 
+import torch
+import torch.distributed as dist
+
 from phantom_parallel.cost.hardware import Profile, load_profile
+from phantom_parallel.distributed.local import threads_for
+
+ASSUMED_CORE = "assumed-core"
+# Watts of one CPU core of a machine that nobody has measured. Ratios between strategies depend on the share that a
+# blocked core draws of a busy one, which here is about that of the accelerators in the hardware profiles.
+CORE_COMPUTE_WATTS, CORE_COMMUNICATION_WATTS, CORE_IDLE_WATTS = 10.0, 5.0, 2.0
 
 
 @dataclass(frozen=True)
@@ -72,18 +83,58 @@ class PowerProfile:
         )
 
 
-# For machines that nobody has measured. Ratios between strategies depend on the share that a blocked core draws of a
-# busy
-# one, about that of the accelerators in the hardware profiles.
-ASSUMED_CORE = PowerProfile(
-    "assumed-core",
-    10.0,
-    5.0,
-    2.0,
-    "assumed, not measured: a CPU core draws 10 W in compute, 5 W blocked in communication and 2 W idle",
-)
+def load_power_profile(name: str | None = None, ranks: int = 1) -> PowerProfile:
+    """Load a power profile by name.
+
+    Args:
+        name: a hardware profile such as ``"dgx-a100"``, or the path of its TOML file. None, or ``"assumed-core"``, is
+            the assumed power of a CPU core.
+        ranks: how many ranks compute at the same time. CPU cores are shared by the ranks of a host.
+    """
+    if name is None or name == ASSUMED_CORE:
+        return assumed_cpu_profile(ranks)
+    return PowerProfile.from_hardware(load_profile(name))
 
 
-def load_power_profile(name: str | None = None) -> PowerProfile:
-    """Load the watts of a hardware profile by name. None is the assumed power of a CPU core."""
-    return ASSUMED_CORE if name is None else PowerProfile.from_hardware(load_profile(name))
+def assumed_cpu_profile(ranks: int = 1) -> PowerProfile:
+    """Return the assumed power of each of ``ranks`` ranks on CPUs: that of a core times the cores of a rank."""
+    cores = cores_per_rank(ranks)
+    source = (
+        f"assumed, not measured: a CPU core draws {CORE_COMPUTE_WATTS:g} W in compute, {CORE_COMMUNICATION_WATTS:g} W "
+        f"blocked in communication and {CORE_IDLE_WATTS:g} W idle (ranks: {ranks}, cores per rank: {cores:.3g})"
+    )
+    return PowerProfile(
+        name=ASSUMED_CORE,
+        compute_watts=cores * CORE_COMPUTE_WATTS,
+        communication_watts=cores * CORE_COMMUNICATION_WATTS,
+        idle_watts=cores * CORE_IDLE_WATTS,
+        source=source,
+    )
+
+
+def cores_per_rank(ranks: int) -> float:
+    """Return how many CPU cores each of ``ranks`` ranks keeps busy, below 1 if ranks share cores.
+
+    The ranks of a host divide evenly the cores that they may run on, unless Slurm has bound each to cores of its own. A
+    rank uses no more cores than it has threads. Cores are those that the operating system lists, that is, hardware
+    threads.
+    """
+    local_ranks = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    # Ranks that are not running yet will be launched by this process, which gives each its share of the threads.
+    running = ranks == 1 or dist.is_initialized()
+    threads = torch.get_num_threads() if running else threads_for(local_ranks)
+    sharing = 1 if _bound_to_own_cores() else local_ranks
+    return min(threads, _available_cores() / sharing)
+
+
+def _available_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _bound_to_own_cores() -> bool:
+    """Whether this rank is a Slurm task that is bound to cores. Ranks that torchrun started in a task share its."""
+    launched_by_torchrun = not dist.is_initialized() or dist.is_torchelastic_launched()
+    binding = os.environ.get("SLURM_CPU_BIND_TYPE", "none")
+    return not launched_by_torchrun and binding.startswith(("rank", "map_cpu", "mask_cpu"))

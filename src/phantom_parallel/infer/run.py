@@ -120,7 +120,7 @@ def power_profile(name: str | None, ranks: int) -> PowerProfile | None:
         return None
     if name is None and calibrated.is_file() and (found := load_profile(calibrated)).has_power:
         return PowerProfile.from_hardware(found)
-    return load_power_profile(name)
+    return load_power_profile(name, ranks)
 
 
 def check_model(path: Path) -> Any:

@@ -106,11 +106,13 @@ def _inference(settings: CompareSettings, lab: Lab) -> dict[str, list[dict[str, 
     """Forward passes on the ranks of one copy; the others have nothing to tell."""
     found: dict[str, list[dict[str, Any]]] = {}
     configs = {s: settings.config(s, lr=1.0, seed=0, steps=settings.steps) for s in settings.strategies}
-    parallel = lab.context_for(next(iter(configs.values())))
+    first = next(iter(configs.values()))
+    parallel = lab.context_for(first)
+    power = lab.tell(lambda: lab.power(first.ranks))
     if parallel is None or (parallel.dp is not None and parallel.dp.get_local_rank()):
         return found
     for batch in settings.inference_batches:
-        told = _forwards(configs, parallel, batch, settings.inference_turns, lab.power)
+        told = _forwards(configs, parallel, batch, settings.inference_turns, power)
         for name, inference in told.items():
             found.setdefault(name, []).append(inference)
     return found

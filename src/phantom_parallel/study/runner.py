@@ -24,7 +24,7 @@ from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.launch import TIMEOUT, Interrupted, LossDiverged, broadcast_from_rank_zero
 from phantom_parallel.distributed.local import threads_for
 from phantom_parallel.distributed.signals import StopRequest
-from phantom_parallel.energy import EnergyMeter, PowerProfile
+from phantom_parallel.energy import EnergyMeter, PowerProfile, load_power_profile
 from phantom_parallel.study.progress import Display
 from phantom_parallel.study.results import Point, Run, Status, from_json, write_text
 from phantom_parallel.train import Record, TrainConfig, train
@@ -41,14 +41,14 @@ class Lab:
         self,
         device: torch.device,
         out: Path,
-        power: PowerProfile,
+        profile: str | None,
         *,
         resume: bool,
         started_here: bool,
         display: Display,
         stop: StopRequest,
     ) -> None:
-        self.device, self.power = device, power
+        self.device, self._profile = device, profile
         self._cells, self._resume, self._started_here = out / CELLS, resume, started_here
         self._display, self._stop = display, stop
         self._parallel: dict[tuple[int, int], ParallelContext | None] = {}
@@ -90,6 +90,10 @@ class Lab:
             self._parallel[key] = self._create_context(config)
         return self._parallel[key]
 
+    def power(self, ranks: int) -> PowerProfile:
+        """Return the power of each of ``ranks`` ranks, which share the CPU cores."""
+        return load_power_profile(self._profile, ranks)
+
     def _create_context(self, config: TrainConfig) -> ParallelContext | None:
         size = config.ranks * config.dp
         world = dist.get_world_size() if dist.is_initialized() else 1
@@ -110,7 +114,7 @@ class Lab:
         def look(record: Record) -> None:
             self._display.look(record)
             if record.eval_loss is not None:
-                curve.append(Point(record.step, record.eval_loss, record.seconds, self._joules(record)))
+                curve.append(Point(record.step, record.eval_loss, record.seconds, self._joules(config, record)))
             last[:] = [record]
 
         last: list[Record] = []
@@ -141,16 +145,16 @@ class Lab:
             seconds=0.0 if end is None else end.seconds,
             compute_seconds=0.0 if end is None else end.compute_seconds,
             blocked_seconds=0.0 if end is None else end.blocked_seconds,
-            joules=None if end is None else self._joules(end),
+            joules=None if end is None else self._joules(config, end),
             measured_joules=None if measured is None or not measured.valid else measured.joules,
             measured_by="unavailable" if measured is None else str(measured.provenance),
             curve=tuple(curve),
         )
         return asdict(run)
 
-    def _joules(self, record: Record) -> float:
+    def _joules(self, config: TrainConfig, record: Record) -> float:
         """Of all ranks, as the power profile has it; steps leave nobody idle but those who wait."""
-        return self.power.joules(record.compute_seconds, record.blocked_seconds)
+        return self.power(config.ranks * config.dp).joules(record.compute_seconds, record.blocked_seconds)
 
     def _kept(self, path: Path) -> dict[str, Any] | None:
         if not path.exists():

@@ -62,7 +62,7 @@ def bench(
     """A rank's lab, and the display of so many cells."""
     with StopRequest() as stop, Display(show=errand.show and is_rank_zero(), cells=cells) as display:
         kept: dict[str, Any] = {"resume": errand.resume, "started_here": errand.here}
-        lab = Lab(device, errand.out, load_power_profile(settings.profile), **kept, display=display, stop=stop)
+        lab = Lab(device, errand.out, settings.profile, **kept, display=display, stop=stop)
         if not errand.here:
             lab.tell(lambda: prepare(errand.out, settings.to_dict(), errand.resume))
         yield lab, display
@@ -79,5 +79,5 @@ def about(
         "wall_seconds": time.monotonic() - clock,
         "settings": settings.to_dict(),
         "environment": environment(device),
-        "power": Power(**asdict(load_power_profile(settings.profile))),
+        "power": Power(**asdict(load_power_profile(settings.profile, settings.world))),
     }
