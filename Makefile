@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help venv compare test lint docs bench clean
+.PHONY: help venv compare test test-all lint docs bench clean
 
 help:
 	@echo "make compare  train phantom and tensor parallel models to the same loss, and show what it cost"
 	@echo "make venv     make $(VENV) with everything pinned in constraints.txt"
-	@echo "make test     lint, then all tests"
+	@echo "make test     lint, then the tests but those of the second tier"
+	@echo "make test-all lint, then all tests"
 	@echo "make lint     ruff and mypy"
 	@echo "make docs     build the documentation to site/"
 	@echo "make bench    measure the layers: ratios from one interleaved run, also in out/bench.json"
@@ -27,6 +28,9 @@ compare: venv
 	$(BIN)/phantom compare --out out/compare-$$(date -u +%Y%m%d-%H%M%S)
 
 test: lint
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: lint
 	$(BIN)/python -m pytest
 
 lint: venv

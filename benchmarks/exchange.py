@@ -5,10 +5,9 @@ microseconds of each with the barrier that ends a turn, for messages of ghosts a
 """
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.timing import interleave
-from phantom_parallel.distributed.local import Report, on_ranks
+from benchmarks.timing import interleave, local_mesh
+from phantom_parallel.distributed.launch import Report, launch_local
 from phantom_parallel.ops.collectives import (
     finish_all_gather,
     finish_reduce_scatter,
@@ -20,8 +19,8 @@ from phantom_parallel.ops.collectives import (
 SIZES = ((64, 16), (512, 16), (64, 1024))  # rows, words of a row
 
 
-def compare(mesh: DeviceMesh, report: Report) -> None:
-    ranks = ranks_of(mesh)
+def compare(device: torch.device, report: Report) -> None:
+    ranks = ranks_of(local_mesh(device))
     for rows, words in SIZES:
         x, slices = torch.randn(rows, words), torch.randn(ranks.size, rows, words)
         contestants = {}
@@ -38,9 +37,13 @@ def main() -> None:
     print("| ranks, rows, words | all-gather | from all-to-all | reduce-scatter | from all-to-all |")
     print("|---|---|---|---|---|")
     for size in (2, 4, 8):
-        for rows, words, us in on_ranks(size, compare):
+
+        def show(row: tuple[int, int, dict[str, float]], size: int = size) -> None:
+            rows, words, us = row
             names = ("gather native", "gather all_to_all", "scatter native", "scatter all_to_all")
             print(f"| {size}, {rows}, {words} | " + " | ".join(f"{us[name]:.0f}" for name in names) + " |", flush=True)
+
+        launch_local(size, compare, device_type="cpu", on_report=show)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ from statistics import median, quantiles
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
+from benchmarks.timing import local_mesh
 from phantom_parallel import FFN, FFNConfig
-from phantom_parallel.distributed.local import Report, on_ranks
+from phantom_parallel.distributed.launch import launch_local
 from phantom_parallel.energy.time_split import HostTimer, TimeSplitRecorder
 from phantom_parallel.energy.wait_hooks import observe_waits
 
@@ -33,8 +33,9 @@ class _Count:
         pass
 
 
-def steps(mesh: DeviceMesh, report: Report, width: int, batch: int) -> None:
-    """Report the seconds of steps with the time split on and off, and the waits of one step."""
+def steps(device: torch.device, width: int, batch: int) -> tuple[list[float], list[float], int]:
+    """Return the seconds of steps with the time split on and off, and the waits of one step."""
+    mesh = local_mesh(device)
     model = FFN(FFNConfig(width=width, depth=DEPTH, blocks=2, ghosts=max(width // 64, 1)), mesh=mesh)
     x = torch.randn(batch, width // mesh.size())
     recorder = TimeSplitRecorder("cpu", HostTimer())
@@ -54,7 +55,7 @@ def steps(mesh: DeviceMesh, report: Report, width: int, batch: int) -> None:
             with observe_waits("cpu", recorder) if on else nullcontext():
                 times[on].append(step(on))
         recorder.totals()
-    report((times[True], times[False], count.waits))
+    return times[True], times[False], count.waits
 
 
 def added_microseconds() -> tuple[float, float]:
@@ -86,7 +87,7 @@ def main() -> None:
     width, batch = (int(word) for word in (sys.argv[1:] or ("1024", "64")))
     wait_us, step_us = added_microseconds()
     print(f"the time split adds {wait_us:.2f} us to a wait and {step_us:.2f} us to a step")
-    ((on, off, waits),) = on_ranks(2, steps, width, batch)
+    on, off, waits = launch_local(2, steps, width, batch, device_type="cpu")
     step, added = median(off), (waits * wait_us + step_us) / 1e6
     spread = quantiles([a - b for a, b in zip(on, off, strict=True)], n=4)
     print(

@@ -9,15 +9,17 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from phantom_parallel.distributed.local import Report, on_ranks
+from phantom_parallel.distributed.launch import launch_local
+
+TIMEOUT = timedelta(minutes=5)  # of an exchange: ranks may be many on few cores
 
 
 @dataclass(frozen=True)
@@ -61,13 +63,19 @@ def _together() -> None:
 
 def measured_on_ranks(size: int, function: Callable[..., Any], *args: Any, keep_memory: bool = False) -> Any:
     """What ``function(mesh, *args)`` returns on rank 0 of local ranks with one thread each."""
-    (answer,) = on_ranks(size, _with_one_thread, function, args, keep_memory=keep_memory)
-    return answer
+    return launch_local(
+        size, _with_one_thread, function, args, device_type="cpu", keep_freed_memory=keep_memory, timeout=TIMEOUT
+    )
 
 
-def _with_one_thread(mesh: DeviceMesh, report: Report, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _with_one_thread(device: torch.device, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     torch.set_num_threads(1)
-    report(function(mesh, *args))
+    return function(local_mesh(device), *args)
+
+
+def local_mesh(device: torch.device) -> DeviceMesh:
+    """The mesh of all ranks."""
+    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))
 
 
 def milliseconds(times: dict[str, Timing]) -> dict[str, float]:

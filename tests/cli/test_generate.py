@@ -152,7 +152,7 @@ def failed(capfd) -> str:
 )
 def test_a_mistake_is_one_line_and_exit_code_2_before_any_rank_starts(folder, capfd, monkeypatch, arguments, message):
     monkeypatch.setattr(
-        "phantom_parallel.families.gpt.generation_run.on_ranks", lambda *_: pytest.fail("ranks were started")
+        "phantom_parallel.families.gpt.generation_run.launch", lambda *_: pytest.fail("ranks were started")
     )
     save_model(FFN(FFNConfig(8, 2, "dense")), folder / "ffn")
     chosen = [argument.replace("{folder}", str(folder)) for argument in arguments]

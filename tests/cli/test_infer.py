@@ -159,7 +159,7 @@ def failed(capfd) -> str:
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2_before_any_rank_starts(folder, capfd, monkeypatch, arguments, message):
-    monkeypatch.setattr("phantom_parallel.infer.run.on_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr("phantom_parallel.infer.run.launch", lambda *_: pytest.fail("ranks were started"))
     np.save(folder / "narrow.npy", rows(ROWS)[:, :-1])
     np.save(folder / "flags.npy", rows(ROWS) > 0)
     np.save(folder / "one.npy", rows(ROWS)[0])

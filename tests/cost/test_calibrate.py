@@ -1,7 +1,6 @@
 """Calibration fits what it is given; validation compares like with like. No test looks at the clock."""
 
 import pytest
-import torch.distributed as dist
 
 from phantom_parallel.cost.calibrate import (
     PRODUCTS,
@@ -18,7 +17,6 @@ from phantom_parallel.cost.hardware import dump_profile, load_profile
 from phantom_parallel.cost.settings import Setting
 from phantom_parallel.cost.timing import step_time
 from phantom_parallel.cost.validate import Outcome, grid
-from phantom_parallel.distributed.local import on_ranks, threads_for
 
 # Seconds of a product, a layer, a FLOP, a byte read and written, an exchange and a byte sent.
 TRUE = Work(20e-6, 300e-6, 1 / 50e9, 1 / 10e9, 1 / 2e9, 1e-3, 1 / 1e9)
@@ -92,31 +90,6 @@ def test_the_grid_can_be_built_and_is_held_out():
         measured = {(s.width, s.depth, s.batch) for s in steps_to_measure(ranks)}
         assert not {(s.width, s.depth, s.batch) for s in grid(ranks)} & measured
         assert not {s.width for s in grid(ranks)} & {width for width, _, _ in measured}
-
-
-def report_sum(mesh, report, number: int) -> None:
-    report(f"from {mesh.size()} ranks")
-    report(number * dist.get_world_size())
-
-
-def fail_on_one(mesh, report) -> None:
-    if mesh.get_local_rank() == 1:
-        raise ArithmeticError("rank 1 cannot count")
-    dist.barrier()
-
-
-def test_local_ranks_report_as_they_go():
-    assert list(on_ranks(2, report_sum, 21)) == ["from 2 ranks", 42]
-
-
-def test_a_rank_that_fails_is_named_and_ends_the_others():
-    with pytest.raises(Exception, match=r"(?s)Process 1.*rank 1 cannot count"):
-        list(on_ranks(2, fail_on_one))
-
-
-def test_threads_are_cores_over_ranks(monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
-    assert [threads_for(ranks) for ranks in (1, 2, 8, 16)] == [8, 4, 1, 1]
 
 
 def test_settings_are_checked_like_any_shape():

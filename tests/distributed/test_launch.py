@@ -1,60 +1,297 @@
-"""Slurm's words for ranks, read as torch's."""
+"""Local ranks: what they return and listen on, how their failures are explained, and that none is left behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
-from phantom_parallel.distributed.launch import first_host, slurm_ranks
+from phantom_parallel.distributed.errors import Interrupted, RankDied
+from phantom_parallel.distributed.launch import launch, launch_local, threads_for
+from phantom_parallel.distributed.objects import RanksDisagree
+from phantom_parallel.families import registry
+from tests.distributed import workers
+from tests.distributed.sockets import LOOPBACK, listening_addresses, processes_with
 
-# As srun sets them for the sixth task of --nodes 2 --ntasks 8.
-STEP = {
-    "SLURM_JOB_ID": "1234567",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "5",
-    "SLURM_LOCALID": "1",
-    "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
-    "SLURM_STEP_NODELIST": "frontier[00017-00018]",
-}
-
-
-def test_a_task_of_a_step_is_a_rank():
-    assert slurm_ranks(STEP) == {
-        "RANK": "5",
-        "WORLD_SIZE": "8",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "4",
-        "MASTER_ADDR": "frontier00017",
-        "MASTER_PORT": str(20000 + 1234567 % 20000),
-    }
+ROOT = Path(__file__).parents[2]
+MARK = "PHANTOM_TEST_MARK"
+DEADLINE = 15.0  # seconds in which ranks must be gone after their launcher
+linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 
-def test_a_users_own_address_stays():
-    found = slurm_ranks(STEP | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
-    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("10.0.0.1", "29500")
+def slow(*values):
+    """Values of a parameter that are tried in the second tier."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def mark():
+    """Mark every process that is started here, and have none of them left at the end."""
+    value = uuid.uuid4().hex
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(MARK, value)
+        yield value
+        assert gone(value)
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path, monkeypatch):
+    """An empty folder for temporary files, empty again at the end of each test that does not kill its launcher."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+    assert list(folder.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def described(tmp_path_factory):
+    """A launch that works, and what was seen of it."""
+    reports, modes, listening = [], [], set()
+    folder = tmp_path_factory.mktemp("described")
+
+    def look(value):
+        reports.append(value)
+        modes.extend(path.stat().st_mode & 0o777 for path in folder.iterdir())
+        listening.update(listening_addresses([os.getpid()]))
+
+    with pytest.MonkeyPatch.context() as patch, others_listening() as before:
+        patch.setattr(tempfile, "tempdir", str(folder))
+        patch.setitem(registry._FAMILIES, "tiny", "tests.distributed.workers:TINY")
+        ranks = launch(2, workers.describe, 21, on_report=look)
+    return {"ranks": ranks, "reports": reports, "modes": set(modes), "listening": listening - before}
+
+
+@contextmanager
+def others_listening():
+    """Addresses that this process listened on before, as a test runner may."""
+    yield listening_addresses([os.getpid()]) if sys.platform == "linux" else set()
+
+
+def test_rank_zero_reports_while_it_works_and_returns_its_result(described):
+    assert described["reports"] == [("from rank", 0), 21]
+    assert [one["rank"] for one in described["ranks"]] == [0, 1]
+    assert [one["sum"].tolist() for one in described["ranks"]] == [[0, 1, 2]] * 2
+
+
+def test_ranks_have_their_share_of_cores_and_know_who_is_rank_zero(described):
+    for one in described["ranks"]:
+        assert one["threads"] == int(one["OMP_NUM_THREADS"]) == threads_for(2)
+        assert one["keeps_memory"]
+        assert one["launched"]
+    assert [one["rank_zero"] for one in described["ranks"]] == [True, False]
+
+
+def test_threads_are_cores_over_ranks(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    assert [threads_for(ranks) for ranks in (1, 2, 8, 16)] == [8, 4, 1, 1]
+
+
+def test_families_that_were_registered_are_known_on_ranks(described):
+    assert all(one["families"]["tiny"] == "tests.distributed.workers:TINY" for one in described["ranks"])
+
+
+@linux
+def test_ranks_listen_on_loopback_only_and_their_launcher_on_nothing(described):
+    for one in described["ranks"]:
+        assert one["listening"], "gloo listens somewhere: the test sees no sockets at all"
+        assert one["listening"] <= LOOPBACK
+    assert described["listening"] == set()
+
+
+@linux
+def test_a_socket_that_is_open_to_the_network_would_be_seen():
+    with socket.create_server(("0.0.0.0", 0)):
+        assert "0.0.0.0" in listening_addresses([os.getpid()])
+
+
+def test_the_meeting_place_is_private(described):
+    assert described["modes"] == {0o700}
+
+
+def place(device, number: int, report) -> int:
+    report(os.getpid())
+    return number
+
+
+def test_one_rank_is_this_process():
+    reports = []
+    assert launch(1, place, 3, on_report=reports.append) == 3
+    assert reports == [os.getpid()]
 
 
 @pytest.mark.parametrize(
-    "environment",
+    ("how", "message"),
     [
-        {},
-        {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"},  # a batch script, before srun
-        STEP | {"RANK": "0", "WORLD_SIZE": "2"},  # torchrun within a step
-        STEP | {"SLURM_STEP_NUM_TASKS": "1"},
+        ("raise", r"rank 1 failed, and the others were stopped: ArithmeticError: rank 1 cannot count \(.*workers.py:"),
+        ("kill", "rank 1 died, and the others were stopped: killed by SIGKILL"),
+        slow("segfault", 'rank 1 died, and the others were stopped: killed by SIGSEGV at File ".*workers.py"'),
+        slow("leave", "rank 1 died, and the others were stopped: its process left with exit code 7"),
     ],
 )
-def test_elsewhere_there_are_no_ranks_of_slurms(environment):
-    assert slurm_ranks(environment) == {}
+def test_the_rank_that_failed_first_is_named(how, message):
+    with pytest.raises(RankDied, match=message) as caught:
+        launch(2, workers.fail, how)
+    assert "rank 0" not in str(caught.value)
+    if how == "raise":
+        assert 'raise ArithmeticError("rank 1 cannot count")' in caught.value.__notes__[0]  # its traceback
 
 
 @pytest.mark.parametrize(
-    ("hosts", "first"),
+    ("how", "message"),
     [
-        ("gpu7", "gpu7"),
-        ("a,b", "a"),
-        ("gpu[007-009,12],login", "gpu007"),
-        ("nid[001,003]", "nid001"),
-        ("rack[2-3]-ib0", "rack2-ib0"),
-        ("a1,b[2-3]", "a1"),
+        ("freeze", r"rank 1 did not answer in time.*no sign of life for \d+ s"),
+        slow(
+            "hang", r"rank 1 did not answer in time.*it runs, but takes no part; last seen at .*workers.py:\d+ in fail"
+        ),
     ],
 )
-def test_the_first_host_of_a_list(hosts, first):
-    assert first_host(hosts) == first
+def test_the_rank_that_does_not_answer_is_named_within_the_timeout(how, message):
+    started = time.monotonic()
+    with pytest.raises(RankDied, match=message):
+        launch(2, workers.fail, how, timeout=timedelta(seconds=5))
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize(("how", "error"), [("user", RanksDisagree), slow("file", FileNotFoundError)])
+def test_a_users_error_keeps_its_type(how, error):
+    with pytest.raises(error) as caught:
+        launch(2, workers.fail, how)
+    assert type(caught.value) is error
+    assert (
+        str(caught.value)
+        == {
+            "user": "rank 1 has other settings",
+            "file": "[Errno 2] no such file: 'data.npz'",
+        }[how]
+    )
+
+
+@pytest.mark.slow
+def test_an_error_of_one_rank_can_be_raised_on_all():
+    with pytest.raises(OSError, match="disk full") as caught:
+        launch(2, workers.fail_together)
+    assert str(caught.value) == "disk full"
+
+
+@pytest.mark.parametrize("number", [slow(signal.SIGINT), signal.SIGTERM])
+def test_a_signal_lets_ranks_stop_at_their_boundary(number):
+    before = signal.getsignal(number)
+    with pytest.raises(Interrupted, match="stopped at a boundary"):
+        launch(2, workers.run_until_stopped, on_report=lambda _: os.kill(os.getpid(), number))
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_ranks_that_do_not_stop():
+    pids = []
+
+    def interrupt(pid: int) -> None:
+        if len(pids) < 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        pids.append(pid)
+
+    with pytest.raises(Interrupted, match="stopped by SIGINT"):
+        launch(2, workers.ignore_signals, on_report=interrupt)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
+
+
+@pytest.mark.slow
+def test_an_error_in_the_report_ends_the_ranks():
+    def refuse(_):
+        raise OSError("cannot show it")
+
+    with pytest.raises(OSError, match="cannot show it"):
+        launch(2, workers.ignore_signals, on_report=refuse)
+
+
+def test_work_that_ranks_cannot_import_is_refused_before_any_starts():
+    with pytest.raises(ValueError, match="a function at the top level of a module"):
+        launch(2, lambda device: None)
+
+
+def run_script(text: str, *arguments: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
+    return subprocess.run(
+        [sys.executable, *arguments], input=text, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+SCRIPT = """
+import torch.distributed as dist
+from phantom_parallel.distributed.launch import launch
+
+def work(device):
+    return dist.get_world_size()
+
+print("main" if __name__ == "__main__" else "imported")
+GUARD
+    print(launch(2, work))
+"""
+
+
+def test_a_function_of_the_main_script(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace("GUARD", "if __name__ == '__main__':"))
+    done = run_script("", str(script))
+    assert (done.returncode, sorted(done.stdout.split())) == (0, ["2", "imported", "imported", "main"]), done.stderr
+
+
+@pytest.mark.slow
+def test_a_script_without_a_guard_and_an_interactive_session_get_a_clear_error(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace("GUARD", "if True:"))
+    done = run_script("", str(script))
+    assert "put the launch under `if __name__ == '__main__':`" in done.stderr
+    done = run_script(SCRIPT.replace("GUARD", "if True:"), "-")
+    assert "work is defined in an interactive session, where ranks cannot import it" in done.stderr
+
+
+def gone(mark: str) -> bool:
+    """Whether every other marked process ends before the deadline."""
+    end = time.monotonic() + DEADLINE
+    while set(processes_with(MARK, mark)) - {os.getpid()}:
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+LAUNCHER = """
+from phantom_parallel.distributed.launch import launch
+from tests.distributed.workers_idle import idle
+launch(2, idle)
+"""
+
+
+@linux
+@pytest.mark.parametrize("after", [slow(0.05), 0.3, slow(1.0), slow(2.0), slow("running")])
+def test_no_rank_survives_a_launcher_that_is_killed(tmp_path, temporary, monkeypatch, after):
+    mark, running = uuid.uuid4().hex, tmp_path / "running"
+    environment = {MARK: mark, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "TMPDIR": str(temporary)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER], env=os.environ | environment | {"PHANTOM_TEST_RUNNING": str(running)}
+    )
+    if after == "running":
+        while not running.exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        assert len(processes_with(MARK, mark)) == 3
+    else:
+        while len(processes_with(MARK, mark)) < 2:  # the first rank exists
+            assert process.poll() is None
+        time.sleep(after)
+    process.kill()
+    process.wait()
+    assert gone(mark)
+    monkeypatch.setattr("phantom_parallel.distributed._directory._NEW", -1.0)
+    launch_local(1, workers.return_nothing)  # removes what the killed launcher has left

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel import load_model
-from phantom_parallel.distributed.launch import Interrupted
+from phantom_parallel.distributed.errors import Interrupted
 from phantom_parallel.families.ffn.inference import as_tensor
 from phantom_parallel.infer.inputs import open_inputs
 from phantom_parallel.infer.predict import NpyWriter, largest_difference, predict, read_rows

@@ -213,14 +213,14 @@ def test_where_phantom_is_worse_the_remarks_say_so(pair):
     ],
 )
 def test_mistakes_are_found_before_any_rank_starts(tmp_path, monkeypatch, changes, told):
-    monkeypatch.setattr("phantom_parallel.study.session.on_ranks", partial(pytest.fail, "ranks were started"))
+    monkeypatch.setattr("phantom_parallel.study.session.launch", partial(pytest.fail, "ranks were started"))
     with pytest.raises((ValueError, OSError), match=told):
         compare(small(**changes), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_an_occupied_folder_and_other_settings_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("phantom_parallel.study.session.on_ranks", lambda *args, **kwargs: None)
+    monkeypatch.setattr("phantom_parallel.study.session.launch", lambda *args, **kwargs: None)
     out = tmp_path / "out"
     with pytest.raises(ValueError, match="nothing to resume"):
         compare(small(), out, resume=True)

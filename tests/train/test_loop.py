@@ -12,7 +12,7 @@ import torch
 
 from phantom_parallel import FFN
 from phantom_parallel.distributed.context import ParallelContext
-from phantom_parallel.distributed.launch import LossDiverged
+from phantom_parallel.distributed.errors import LossDiverged
 from phantom_parallel.families.ffn.data import Batches, open_data
 from phantom_parallel.families.ffn.train_config import FFNTrainConfig
 from phantom_parallel.train import train

@@ -51,11 +51,7 @@ class Options:
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with Progress(*columns, console=console, transient=True) as progress:
             task = progress.add_task(f"{ranks} ranks: starting")
-            for message in measure(ranks):
-                if isinstance(message, Measured):
-                    return message
-                progress.update(task, description=f"{ranks} ranks: {message}")
-        raise RuntimeError(f"the measurement on {ranks} ranks ended without a result")
+            return measure(ranks, lambda text: progress.update(task, description=f"{ranks} ranks: {text}"))
 
 
 def _show(profile: Profile, path: str) -> None:

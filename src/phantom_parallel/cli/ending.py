@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.markup import escape
 
-from phantom_parallel.distributed.launch import Interrupted, LossDiverged, RankDied
+from phantom_parallel.distributed.errors import Interrupted, LossDiverged, RankDied
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from rich.table import Table
 from phantom_parallel.checkpoint.model import family_of
 from phantom_parallel.cli.ending import ending
 from phantom_parallel.cli.infer import about_energy
-from phantom_parallel.distributed.launch import is_rank_zero, slurm_ranks
+from phantom_parallel.distributed.external import is_rank_zero, slurm_ranks
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.infer.generation import Against, GenerateConfig, GenerateReport, PhaseCost, print_text
 from phantom_parallel.infer.run import check_folder

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from phantom_parallel.cli.ending import ending
-from phantom_parallel.distributed.launch import is_rank_zero, slurm_ranks
+from phantom_parallel.distributed.external import is_rank_zero, slurm_ranks
 from phantom_parallel.infer.measure import Inference
 from phantom_parallel.infer.run import Against, InferConfig, Report, run
 

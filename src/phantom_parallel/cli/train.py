@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from phantom_parallel.cli.ending import ending
-from phantom_parallel.distributed.launch import is_rank_zero
+from phantom_parallel.distributed.external import is_rank_zero
 from phantom_parallel.families.ffn.train_config import FFNTrainConfig
 from phantom_parallel.families.gpt.train_config import GPTTrainConfig
 from phantom_parallel.train import Summary, TrainConfig, run

@@ -43,11 +43,11 @@ class Options:
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("starting", total=sum(len(grid(ranks)) for ranks in self.ranks))
             for ranks, profile in profiles.items():
-                for message in validate(ranks, profile, self.turns):
-                    if isinstance(message, Outcome):
-                        outcomes.append(message)
-                    else:
-                        progress.update(task, description=f"{ranks} ranks: {message}")
+
+                def show(text: str, ranks: int = ranks) -> None:
+                    progress.update(task, description=f"{ranks} ranks: {text}")
+
+                outcomes += validate(ranks, profile, self.turns, show)
         text = json_format.dumps(
             {"outcomes": [outcome.to_dict() for outcome in outcomes], **_errors(outcomes)}, indent=2
         )

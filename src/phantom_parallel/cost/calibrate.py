@@ -13,7 +13,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from itertools import combinations
@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel.cost.hardware import Figure, Profile, Tier
 from phantom_parallel.cost.settings import STRATEGIES, Setting, training_step
 from phantom_parallel.cost.terms import Product
 from phantom_parallel.cost.timing import elementwise_words
-from phantom_parallel.distributed.local import Report, on_ranks, threads_for
+from phantom_parallel.distributed.launch import Report, launch_local, threads_for
 from phantom_parallel.families.ffn.cost import FFNShape
 from phantom_parallel.ops.collectives import (
     Ranks,
@@ -113,13 +113,14 @@ def step_work(shape: FFNShape) -> Work:
     )
 
 
-def measure(ranks: int) -> Iterator[str | Measured]:
-    """Progress messages, and at the end what was measured."""
-    yield from on_ranks(ranks, _measure)
+def measure(ranks: int, report: Report) -> Measured:
+    """Measure this machine on ``ranks`` local ranks; ``report`` gets messages about the progress."""
+    return launch_local(ranks, _measure, device_type="cpu", on_report=report)
 
 
-def _measure(mesh: DeviceMesh, report: Report) -> None:
+def _measure(device: torch.device, report: Report) -> Measured:
     torch.manual_seed(0)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))
     ranks = ranks_of(mesh)
     samples = []
     for index, product in enumerate(PRODUCTS):
@@ -136,7 +137,7 @@ def _measure(mesh: DeviceMesh, report: Report) -> None:
         for strategy in STRATEGIES:
             seconds = _mean_seconds(training_step(setting, strategy, mesh), STEP_SECONDS)
             samples.append(Sample(step_work(setting.shape(strategy)), seconds))
-    report(Measured(ranks.size, tuple(samples)))
+    return Measured(ranks.size, tuple(samples))
 
 
 def _product(product: Product) -> Callable[[], Any]:

@@ -2,18 +2,17 @@
 
 import statistics
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from phantom_parallel.cost.hardware import Profile
 from phantom_parallel.cost.settings import STRATEGIES, Setting, training_step
 from phantom_parallel.cost.timing import step_time
-from phantom_parallel.distributed.local import Report, on_ranks
+from phantom_parallel.distributed.launch import Report, launch_local
 
 
 @dataclass(frozen=True)
@@ -57,21 +56,24 @@ def grid(ranks: int) -> list[Setting]:
     return settings
 
 
-def validate(ranks: int, profile: Profile, turns: int = 15) -> Iterator[str | Outcome]:
-    """Progress messages and outcomes, one for each setting of the grid."""
-    for message in on_ranks(ranks, _run_all, grid(ranks), turns):
-        if isinstance(message, str):
-            yield message
-        else:
-            setting, measured = message
-            predicted: dict[str, float] = {s: step_time(setting.shape(s), profile).total for s in STRATEGIES}
-            yield Outcome(setting, measured, predicted)
+def validate(ranks: int, profile: Profile, turns: int, report: Report) -> list[Outcome]:
+    """Run each setting of the grid on ``ranks`` local ranks; ``report`` gets messages about the progress."""
+    settings = grid(ranks)
+    measured = launch_local(ranks, _run_all, settings, turns, device_type="cpu", on_report=report)
+    outcomes = []
+    for setting, seconds in zip(settings, measured, strict=True):
+        predicted: dict[str, float] = {s: step_time(setting.shape(s), profile).total for s in STRATEGIES}
+        outcomes.append(Outcome(setting, seconds, predicted))
+    return outcomes
 
 
-def _run_all(mesh: DeviceMesh, report: Report, settings: list[Setting], turns: int) -> None:
+def _run_all(device: torch.device, settings: list[Setting], turns: int, report: Report) -> list[dict[str, float]]:
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))
+    measured = []
     for index, setting in enumerate(settings):
         report(f"setting {index + 1} of {len(settings)}: width {setting.width}, batch {setting.batch}")
-        report((setting, _run(mesh, setting, turns)))
+        measured.append(_run(mesh, setting, turns))
+    return measured
 
 
 def _run(mesh: DeviceMesh, setting: Setting, turns: int) -> dict[str, float]:

@@ -1,203 +1,226 @@
-"""Ranks for a piece of work: this process alone, local workers started by torch's elastic launcher, or a join.
+"""Launching ranks: local processes that are started here, or this process as one rank of an external launch.
 
-Under ``torchrun``, RANK and WORLD_SIZE are in the environment and this process is one of the ranks; under ``srun``,
-Slurm says the same in words of its own. Else workers are started here, each with its share of the cores, and one that
-dies ends the others.
+Local ranks never listen on anything but the loopback interface: they meet through a file in a private directory, and
+send their results through socket pairs that they inherit. A launcher that ends, in whatever way, takes its ranks along.
 """
 
-import logging
+import multiprocessing
 import os
-import re
-import tempfile
-import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.spawn import get_preparation_data
+from multiprocessing.util import _args_from_interpreter_flags  # type: ignore[attr-defined]
+from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
-import torch
-import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-from phantom_parallel.distributed.local import KEEP_FREED_MEMORY, environment, threads_for
+from phantom_parallel.distributed import _bootstrap
+from phantom_parallel.distributed._directory import private_directory
+from phantom_parallel.distributed._messages import Assignment
+from phantom_parallel.distributed._supervisor import Rank, Supervisor
+from phantom_parallel.distributed._worker import crash_file
+from phantom_parallel.distributed.external import launched_externally, slurm_ranks
+from phantom_parallel.distributed.signals import StopRequest
+from phantom_parallel.families.registry import registered_families
 
 T = TypeVar("T")
-TIMEOUT = timedelta(minutes=5)  # for an exchange: a rank that hangs ends the others after that
-_STOPPED = 143  # exit code of a worker that was asked to stop and has saved
-_GRACE = 2.0  # seconds that a rank which lost another waits, so that the launcher sees the lost one first
+TIMEOUT = timedelta(seconds=60)  # of an exchange: how long a rank waits for another one
+Report = Callable[[Any], None]
+# glibc would return the pages of gradients to the system after every step and fault them in again, depending on sizes.
+KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
-class RankDied(RuntimeError):
-    """A rank failed and the others were stopped."""
+def launch(
+    size: int, work: Callable[..., T], *args: Any, timeout: timedelta = TIMEOUT, on_report: Report | None = None
+) -> T:
+    """Call ``work(device, *args)`` on each of ``size`` ranks.
 
+    A process that ``torchrun`` or ``srun`` has started joins the others as one rank. Otherwise one rank is this process
+    itself, and several are started as local processes, see `launch_local`.
 
-class Interrupted(RuntimeError):
-    """The work was asked to stop."""
+    Args:
+        size: Number of ranks.
+        work: Function of a module, called as ``work(device, *args)``; several ranks share the default process group.
+        args: Further arguments; they must be picklable.
+        timeout: How long an exchange between ranks may take.
+        on_report: If given, ``work`` gets a keyword argument ``report``, and what rank 0 passes to it arrives here
+            while the work goes on.
 
+    Returns:
+        What ``work`` returned on rank 0; in a rank that was launched externally, what it returned there.
 
-class LossDiverged(RuntimeError):
-    """The loss or a weight is no finite number any more."""
-
-
-def launched_externally() -> bool:
-    """Whether somebody else starts the ranks, and this process is one of them."""
-    return "RANK" in os.environ or bool(slurm_ranks(os.environ))
-
-
-def is_rank_zero() -> bool:
-    """Whether this process is the one that talks to the user: rank 0, or one that has no ranks yet."""
-    return (os.environ | slurm_ranks(os.environ)).get("RANK", "0") == "0"
-
-
-def on_ranks(size: int, work: Callable[..., T], *args: Any, timeout: timedelta = TIMEOUT) -> T:
-    """Call ``work(device, *args)`` on every one of ``size`` ranks, in one process group where they are several.
-
-    What it returns on rank 0; in a rank that has joined, on that rank. `Interrupted` and `LossDiverged` raised by the
-    ranks arrive here, and any other failure of a rank is `RankDied`.
+    Raises:
+        RankDied: If a rank died, did not answer in time, or raised any error but the following.
+        Interrupted: If SIGINT or SIGTERM ended the work.
+        ValueError, OSError, LossDiverged: If ``work`` raised them on a rank.
     """
+    _check_main_is_imported()
+    if size > 1 and not launched_externally():
+        return launch_local(size, work, *args, timeout=timeout, on_report=on_report)
+    from phantom_parallel.distributed.process_group import process_group, select_device  # a launcher needs no torch
+
     if launched_externally():
         os.environ.update(slurm_ranks(os.environ))
         started = int(os.environ["WORLD_SIZE"])
         if started != size:
             raise ValueError(f"{started} processes were started, {size} are needed (ranks times dp)")
-        with process_group(timeout) as device:
-            return work(device, *args)
-    if size == 1:
-        return work(_device(1), *args)
-    settings = KEEP_FREED_MEMORY | {"OMP_NUM_THREADS": str(threads_for(size))}
-    with tempfile.TemporaryDirectory() as logs, environment(settings), _quiet():
-        launch = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=size,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",  # a free port
-            local_addr="localhost",
-            max_restarts=0,
-            start_method="spawn",
-            logs_specs=DefaultLogsSpecs(log_dir=logs),
-        )
-        try:
-            found: dict[int, T] = elastic_launch(launch, _worker)(size, timeout, work, args)
-        except ChildFailedError as error:
-            raise _explained(error) from None
-        except SignalException:
-            raise Interrupted("stopped as asked") from None
-    return found[0]
+        device = select_device(int(os.environ.get("LOCAL_WORLD_SIZE", started)))
+        reports = {} if on_report is None else {"report": on_report if os.environ["RANK"] == "0" else _discard}
+        with process_group(timeout):
+            return work(device, *args, **reports)
+    return work(select_device(1), *args, **({} if on_report is None else {"report": on_report}))
 
 
-def broadcast_from_rank_zero(work: Callable[[], T], device: torch.device) -> T:
-    """What ``work`` returns or raises on rank 0, on every rank; every rank of the process group calls this."""
-    told: list[Any] = [None]
-    if not dist.is_initialized():
-        return work()
-    if dist.get_rank() == 0:
-        try:
-            told = [work()]
-        except (ValueError, OSError) as error:
-            told = [error]
-    dist.broadcast_object_list(told, src=0, device=device)
-    if isinstance(told[0], Exception):
-        raise told[0]
-    return told[0]
+def launch_local(
+    size: int,
+    work: Callable[..., T],
+    *args: Any,
+    timeout: timedelta = TIMEOUT,
+    on_report: Report | None = None,
+    device_type: str | None = None,
+    keep_freed_memory: bool = True,
+) -> T:
+    """Call ``work(device, *args)`` on ``size`` local processes in one process group, also if ``size`` is 1.
 
+    Each process has cores/ranks threads. The arguments are those of `launch`, and:
 
-def _worker(size: int, timeout: timedelta, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    torch.set_num_threads(threads_for(size))
-    try:
-        with process_group(timeout) as device:
-            return work(device, *args)
-    except LossDiverged:
-        raise
-    except Interrupted:
-        raise SystemExit(_STOPPED) from None  # a launcher that is shutting down collects no results, and would wait
-    except RuntimeError:
-        time.sleep(_GRACE)
-        raise
-
-
-@contextmanager
-def process_group(timeout: timedelta = TIMEOUT) -> Iterator[torch.device]:
-    """Join the ranks that the environment describes; returns this rank's device."""
-    device = _device(int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])))
-    try:
-        dist.init_process_group(timeout=timeout)
-    except dist.DistError as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise OSError(f"cannot join the other ranks at {where}: {str(error).splitlines()[0]}") from None
-    try:
-        yield device
-        dist.barrier()  # nobody leaves while another still is_rank_zero
-    except Interrupted:
-        dist.barrier()  # all are asked together
-        raise
-    dist.destroy_process_group()
-
-
-def _device(local_ranks: int) -> torch.device:
-    """An accelerator each where there are enough, else the CPU. A task that Slurm has bound to one sees that only."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    if kind is None or kind.type == "mps":  # no float64, no process groups
-        return torch.device("cpu")
-    seen = torch.accelerator.device_count()
-    if seen < local_ranks and not (seen == 1 and "SLURM_STEP_ID" in os.environ):
-        return torch.device("cpu")
-    device = torch.device(kind.type, int(os.environ.get("LOCAL_RANK", 0)) % seen)
-    torch.accelerator.set_device_index(device.index)
-    return device
-
-
-def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
-    """Slurm's words for a step of several tasks, as torch's: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-    MASTER_ADDR and MASTER_PORT. Nothing outside of ``srun``, within ``torchrun``, or for a step of one task.
+    Args:
+        device_type: ``"cpu"`` to use no accelerator; by default each rank has one if there are enough.
+        keep_freed_memory: Whether glibc keeps freed memory in the process, which makes the time of a step depend less
+            on sizes.
     """
-    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
-    if "RANK" in environment or "SLURM_PROCID" not in environment or tasks == "1":
-        return {}
-    hosts = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", "localhost"))
-    per_node = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", tasks))
+    _check_main_is_imported()
+    payload, preparation = _prepare(work, args)
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopRequest())
+        directory = stack.enter_context(private_directory())
+        ranks: list[Rank] = []
+        stack.enter_context(_suspended_together(ranks))
+        for number in range(size):
+            rank = _start(number, _environment(number, size, keep_freed_memory), directory)
+            stack.callback(rank.end)
+            ranks.append(rank)
+        for rank in ranks:
+            assignment = Assignment(
+                rank=rank.number,
+                size=size,
+                timeout=timeout,
+                work=payload,
+                preparation=preparation,
+                families=registered_families(),
+                directory=str(directory),
+                device_type=device_type,
+                threads=threads_for(size),
+                reports=on_report is not None,
+            )
+            rank.send(preparation["sys_path"])
+            rank.send(assignment)
+        return Supervisor(ranks, stop, timeout, on_report).run()
+
+
+def threads_for(size: int) -> int:
+    """Threads of each of ``size`` local ranks: cores over ranks, and at least one."""
+    return max(1, (os.cpu_count() or 1) // size)
+
+
+def _check_main_is_imported() -> None:
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise RuntimeError(
+            "ranks were launched while a rank imports the main module: "
+            "put the launch under `if __name__ == '__main__':`"
+        )
+
+
+def _prepare(work: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bytes, dict[str, Any]]:
+    """The pickled work, and what multiprocessing does in a new process before it unpickles such."""
+    try:
+        payload = pickle.dumps((work, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"the work of a rank must be a function at the top level of a module, with picklable arguments: {error}"
+        ) from None
+    everything: dict[str, Any] = {**get_preparation_data("rank")}
+    wanted = {"sys_path", "sys_argv", "dir", "orig_dir"}
+    preparation = {name: value for name, value in everything.items() if name in wanted}
+    if b"__main__" in payload:  # only then must a rank import the main script
+        found = {name: value for name, value in everything.items() if name.startswith("init_main_from_")}
+        if not found:
+            raise ValueError(
+                f"{getattr(work, '__qualname__', work)} is defined in an interactive session, where ranks cannot "
+                "import it: put it into a file"
+            )
+        preparation |= found
+    return payload, preparation
+
+
+def _environment(rank: int, size: int, keep_freed_memory: bool) -> dict[str, str]:
+    """Environment variables of a rank."""
     return {
-        "RANK": environment["SLURM_PROCID"],
-        "WORLD_SIZE": tasks,
-        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
-        "LOCAL_WORLD_SIZE": per_node.group() if per_node else tasks,
-        "MASTER_ADDR": environment.get("MASTER_ADDR", first_host(hosts)),
-        "MASTER_PORT": environment.get("MASTER_PORT", str(20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000)),
+        **os.environ,
+        **(KEEP_FREED_MEMORY if keep_freed_memory else {}),
+        "OMP_NUM_THREADS": str(threads_for(size)),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GLOO_SOCKET_IFNAME": LOOPBACK,
+        "NCCL_SOCKET_IFNAME": LOOPBACK,
+        "TP_SOCKET_IFNAME": LOOPBACK,
     }
 
 
-def first_host(hosts: str) -> str:
-    """The first name of a list as Slurm writes it: ``gpu[007-009,12],login`` begins with gpu007."""
-    found = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", hosts)
-    if found is None:
-        raise ValueError(f"SLURM_STEP_NODELIST={hosts!r} names no host: set MASTER_ADDR to the first one")
-    return "".join(part or "" for part in found.groups())
-
-
-def _explained(error: ChildFailedError) -> RuntimeError:
-    """What happened, in a line."""
-    rank, failure = error.get_first_failure()
-    message: Any = failure.message
-    if isinstance(message, dict):
-        message = message.get("message", "")
-    text = " ".join(str(message).split())
-    if failure.exitcode == _STOPPED:
-        return Interrupted("stopped as asked")
-    if text.startswith(f"{LossDiverged.__name__}: "):
-        return LossDiverged(text.removeprefix(f"{LossDiverged.__name__}: "))
-    return RankDied(f"rank {rank} died, and the others were stopped: {text}")
+def _start(number: int, environment: dict[str, str], directory: Path) -> Rank:
+    """Start the process of a rank, in a process group of its own: signals from a terminal reach the launcher alone."""
+    watched, lifeline = os.pipe()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        fds = (watched, theirs.fileno())
+        command = [sys.executable, *_args_from_interpreter_flags(), "-P", _bootstrap.__file__]
+        try:
+            process = subprocess.Popen(
+                [*command, str(os.getpid()), *map(str, fds)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                pass_fds=fds,
+                process_group=0,
+            )
+        except BaseException:
+            os.close(lifeline)
+            raise
+        finally:
+            os.close(watched)
+        return Rank(number, process, Connection(ours.detach()), lifeline, crash_file(str(directory), number))
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the launcher's own log, whose tracebacks are of itself: what went wrong is raised, and says more."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
+def _suspended_together(ranks: list[Rank]) -> Iterator[None]:
+    """Stop and continue the ranks with the launcher, as Ctrl-Z and ``fg`` do with a process group."""
+
+    def suspend(number: int, frame: FrameType | None) -> None:
+        for rank in ranks:
+            rank.process.send_signal(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        for rank in ranks:
+            rank.process.send_signal(signal.SIGCONT)
+
+    try:
+        before = signal.signal(signal.SIGTSTP, suspend)
+    except ValueError:  # not on the main thread
+        yield
+        return
     try:
         yield
     finally:
-        logging.disable(before)
+        signal.signal(signal.SIGTSTP, before)
+
+
+def _discard(value: Any) -> None:
+    """Reports are rank 0's."""

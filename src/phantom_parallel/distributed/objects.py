@@ -1,25 +1,83 @@
-"""Do the ranks mean the same layer? Asked when it is built: later, a difference is a hang or a wrong number."""
+"""Python objects between ranks: gathering, broadcasting, errors that all ranks raise together, and agreement.
+
+Objects are pickled: use these among the ranks of one launch only, which trust each other.
+"""
 
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
+Group = DeviceMesh | dist.ProcessGroup | None
 
 
 class RanksDisagree(ValueError):
     """Ranks that share a layer were given different arguments for it."""
 
 
-def agree(what: str, settings: dict[str, Any], mesh: DeviceMesh | None) -> None:
-    """Compare ``settings`` over the mesh; where they differ, every rank raises and names the odd ones out."""
+def all_gather_objects(value: T, group: Group) -> list[T]:
+    """Gather an object from each rank of ``group``, in the order of ranks; None is this process alone.
+
+    Ranks of a ``fake`` process group all hold the same object.
+    """
+    if group is None:
+        return [value]
+    group = _process_group(group)
+    size = dist.get_world_size(group)
+    if size == 1 or dist.get_backend(group) == "fake":
+        return [value] * size
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def broadcast_from_rank_zero(work: Callable[[], T], device: torch.device, group: dist.ProcessGroup | None = None) -> T:
+    """Call ``work`` on the first rank of ``group`` and return its result on every rank.
+
+    ValueError and OSError raised by it are raised on every rank. By default the group is all ranks; without a process
+    group, this process alone.
+    """
+    if not dist.is_initialized():
+        return work()
+    outcome: list[Any] = [None, None]
+    if dist.get_rank(group) == 0:
+        try:
+            outcome[0] = work()
+        except (ValueError, OSError) as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, group=group, group_src=0, device=device)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def raise_on_all_ranks(error: Exception | None, group: Group) -> None:
+    """Raise the error of any rank of ``group`` on every rank of it: that of the first rank that has one.
+
+    Every rank calls this, with its own error or None, so that no rank waits for another one that gave up.
+    """
+    for found in all_gather_objects(error, group):
+        if found is not None:
+            raise found
+
+
+def check_agreement(subject: str, settings: dict[str, Any], mesh: DeviceMesh | None) -> None:
+    """Compare ``settings`` over the mesh, before a difference becomes a hang or a wrong result.
+
+    Raises:
+        RanksDisagree: On every rank, naming the ranks that differ from the majority.
+    """
     if mesh is None or mesh.size() == 1:
         return
-    told = all_gather_objects(settings, mesh)
-    names = dist.get_process_group_ranks(mesh.get_group())  # as the launcher counts them
+    gathered = all_gather_objects(settings, mesh)
+    names = dist.get_process_group_ranks(mesh.get_group())  # global ranks
     differences = []
-    for name in sorted({name for one in told for name in one}):
-        values = [one.get(name) for one in told]
+    for name in sorted({name for one in gathered for name in one}):
+        values = [one.get(name) for one in gathered]
         usual = Counter(values).most_common(1)[0][0]
         differences += [
             f"rank {names[index]} has {name}={value!r}, the others {usual!r}"
@@ -27,14 +85,8 @@ def agree(what: str, settings: dict[str, Any], mesh: DeviceMesh | None) -> None:
             if value != usual
         ]
     if differences:
-        raise RanksDisagree(f"ranks disagree on {what}: " + "; ".join(differences))
+        raise RanksDisagree(f"ranks disagree on {subject}: " + "; ".join(differences))
 
 
-def all_gather_objects(value: Any, mesh: DeviceMesh) -> list[Any]:
-    """What each rank of the mesh says, in their order. Where ranks are simulated, all say the same."""
-    group = mesh.get_group()
-    if dist.get_backend(group) == "fake":
-        return [value] * mesh.size()
-    told: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(told, value, group=group)
-    return told
+def _process_group(group: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
+    return group.get_group() if isinstance(group, DeviceMesh) else group

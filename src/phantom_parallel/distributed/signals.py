@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request that the loop grants at its next boundary."""
+"""SIGINT and SIGTERM as a request that a loop grants at its next boundary."""
 
 import signal
 import threading
@@ -9,23 +9,28 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """While entered, the signals only set ``asked``. Off the main thread, which alone may handle signals, nothing
-    changes.
+    """Context in which SIGINT and SIGTERM are only recorded. Off the main thread, which alone may handle signals,
+    nothing changes.
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.received: list[signal.Signals] = []
         self._before: dict[signal.Signals, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal has come."""
+        return bool(self.received)
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                self._before[number] = signal.signal(number, self._ask)
+                self._before[number] = signal.signal(number, self._record)
         return self
 
     def __exit__(self, *exception: object) -> None:
         for number, before in self._before.items():
             signal.signal(number, before)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(signal.Signals(number))

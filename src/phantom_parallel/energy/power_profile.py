@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from phantom_parallel.cost.hardware import Profile, load_profile
-from phantom_parallel.distributed.local import threads_for
+from phantom_parallel.distributed.launch import threads_for
 
 ASSUMED_CORE = "assumed-core"
 # Watts of one CPU core of a machine that nobody has measured. Ratios between strategies depend on the share that a

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from phantom_parallel.distributed.objects import agree
+from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.energy._collectives import all_gather_objects, barrier
 from phantom_parallel.energy.meter import EnergyMeter, synchronize
 from phantom_parallel.energy.power_profile import PowerProfile
@@ -93,7 +93,9 @@ def measure(
     positive(batch=batch, turns=turns)
     mesh, device = place_of(models)
     named = {name: str(model.config) for name, model in models.items()}
-    agree("what to measure", {"models": str(named), "batch": batch, "turns": turns, "profile": str(profile)}, mesh)
+    check_agreement(
+        "what to measure", {"models": str(named), "batch": batch, "turns": turns, "profile": str(profile)}, mesh
+    )
     group = None if mesh is None else mesh.get_group()
     forwards = {name: _forward(model, random_rows(model, batch, seed)) for name, model in models.items()}
     clock = TimeSplitRecorder(device.type, timer_for(device))

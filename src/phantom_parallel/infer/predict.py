@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from phantom_parallel.distributed.launch import Interrupted
+from phantom_parallel.distributed.errors import Interrupted
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.infer.inputs import Inputs
 from phantom_parallel.infer.measure import arrived
@@ -75,7 +75,7 @@ def predict(
                 writer.append((whole.float() if whole.dtype == torch.bfloat16 else whole).cpu())
             if report is not None:
                 report(rows.stop)
-            if _anybody(stop.asked, model.mesh) and rows.stop < inputs.rows:
+            if _anybody(stop.requested, model.mesh) and rows.stop < inputs.rows:
                 raise Interrupted(f"stopped at row {rows.stop} of {inputs.rows} as asked")
 
 

@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from phantom_parallel.checkpoint.model import CONFIG, family_of, load_model
 from phantom_parallel.cost.calibrate import profile_name
 from phantom_parallel.cost.hardware import load_profile, user_directory
-from phantom_parallel.distributed.launch import broadcast_from_rank_zero, launched_externally, on_ranks
-from phantom_parallel.distributed.objects import agree
+from phantom_parallel.distributed.external import launched_externally
+from phantom_parallel.distributed.launch import launch
+from phantom_parallel.distributed.objects import broadcast_from_rank_zero, check_agreement
 from phantom_parallel.energy.power_profile import PowerProfile, load_power_profile
 from phantom_parallel.infer.inputs import Inputs, open_inputs
 from phantom_parallel.infer.measure import Inference, measure, random_rows
@@ -93,7 +94,7 @@ def run(config: InferConfig, *, show: bool = False) -> Report:
     """
     joined = launched_externally()
     power = None if joined else prepare(config)
-    return on_ranks(config.ranks, _work, config, power, joined, show)
+    return launch(config.ranks, _work, config, power, joined, show)
 
 
 def prepare(config: InferConfig) -> PowerProfile | None:
@@ -175,7 +176,7 @@ def _work(device: torch.device, config: InferConfig, power: PowerProfile | None,
     if joined:
         power = broadcast_from_rank_zero(lambda: prepare(config), device)
     mesh = None if config.ranks == 1 else init_device_mesh(device.type, (config.ranks,), mesh_dim_names=("tp",))
-    agree("what to run", {name: str(value) for name, value in asdict(config).items()}, mesh)
+    check_agreement("what to run", {name: str(value) for name, value in asdict(config).items()}, mesh)
     model = load_model(config.model, mesh=mesh, device=device)
     predictor = predictor_of(model.config)
     inputs = None if config.inputs is None else open_inputs(config.inputs, predictor.features(model.config)[0])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from phantom_parallel.distributed.objects import agree, all_gather_objects
+from phantom_parallel.distributed.objects import all_gather_objects, check_agreement
 from phantom_parallel.nn.fit import fit_source
 from phantom_parallel.nn.init import init_phantom, init_rows
 from phantom_parallel.nn.sharded import FeatureSharded, local_rows, shard_rows, shared_seed, whole
@@ -93,7 +93,9 @@ class PhantomLinear(FeatureSharded):
             "bias": bias,
             "blocks": blocks,
         }
-        agree("a PhantomLinear", settings | {"ghosts": ghosts, "dtype": str(dtype or torch.get_default_dtype())}, mesh)
+        check_agreement(
+            "a PhantomLinear", settings | {"ghosts": ghosts, "dtype": str(dtype or torch.get_default_dtype())}, mesh
+        )
         self.layout = BlockLayout(in_features, out_features, blocks, ghosts, self.ranks.size)
 
     def reset_parameters(self, seed: int | None = None) -> None:
@@ -217,7 +219,7 @@ class TensorLinear(FeatureSharded):
         self.in_features, self.out_features, self.gain = in_features, out_features, gain
         self.mesh, self.ranks = mesh, ranks_of(mesh)
         settings = {"layer": "TensorLinear", "in_features": in_features, "out_features": out_features, "bias": bias}
-        agree("a TensorLinear", settings | {"dtype": str(dtype or torch.get_default_dtype())}, mesh)
+        check_agreement("a TensorLinear", settings | {"dtype": str(dtype or torch.get_default_dtype())}, mesh)
         RowLayout(in_features, out_features, self.ranks.size)
         kwargs: dict[str, Any] = {"device": device or (None if mesh is None else mesh.device_type), "dtype": dtype}
         self.weight = self._empty(out_features, in_features, **kwargs)

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from phantom_parallel.distributed.objects import agree
+from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.nn.linear import PhantomLinear
 from phantom_parallel.nn.sharded import shard_rows, whole
 from phantom_parallel.ops.collectives import ranks_of
@@ -86,7 +86,7 @@ class PhantomParallel(ParallelStyle):
         if self.src_data_rank is None or mesh.size() == 1:
             return
         shapes = {name: f"{tuple(p.shape)} of {p.dtype} on {p.device.type}" for name, p in module.named_parameters()}
-        agree(f"the {type(module).__name__} given to PhantomParallel", shapes, mesh)
+        check_agreement(f"the {type(module).__name__} given to PhantomParallel", shapes, mesh)
         for parameter in module.parameters():
             if not isinstance(parameter, DTensor) and not parameter.is_meta:
                 dist.broadcast(parameter.data, group=mesh.get_group(), group_src=self.src_data_rank)

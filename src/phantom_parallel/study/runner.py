@@ -21,8 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel._version import __version__
 from phantom_parallel.distributed.context import ParallelContext
-from phantom_parallel.distributed.launch import TIMEOUT, Interrupted, LossDiverged, broadcast_from_rank_zero
-from phantom_parallel.distributed.local import threads_for
+from phantom_parallel.distributed.errors import Interrupted, LossDiverged
+from phantom_parallel.distributed.launch import TIMEOUT, threads_for
+from phantom_parallel.distributed.objects import broadcast_from_rank_zero
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.energy import EnergyMeter, PowerProfile, load_power_profile
 from phantom_parallel.study.progress import Display
@@ -66,7 +67,7 @@ class Lab:
         path = self._cells / f"{re.sub(r'[^A-Za-z0-9_.=-]', '-', name)}.json"
         found = self.tell(lambda: self._kept(path)) if self._resume else None
         if found is None:
-            if self.tell(lambda: self._stop.asked):
+            if self.tell(lambda: self._stop.requested):
                 raise Interrupted("stopped as asked")
             self._display.begin(name, config.steps)
             parallel = self.context_for(config)

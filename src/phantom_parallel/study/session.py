@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from phantom_parallel.distributed.launch import is_rank_zero, launched_externally, on_ranks
+from phantom_parallel.distributed.external import is_rank_zero, launched_externally
+from phantom_parallel.distributed.launch import launch
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.energy import load_power_profile
 from phantom_parallel.study.folder import check, prepare
@@ -51,7 +52,7 @@ def send(
     check(configs, settings.profile, errand.here)
     if errand.here:
         prepare(out, settings.to_dict(), resume)
-    found = on_ranks(settings.world, work, settings, errand, timeout=PATIENCE)
+    found = launch(settings.world, work, settings, errand, timeout=PATIENCE)
     return found if errand.here or is_rank_zero() else None
 
 

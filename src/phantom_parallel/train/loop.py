@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from phantom_parallel.distributed.context import ParallelContext
-from phantom_parallel.distributed.launch import LossDiverged
+from phantom_parallel.distributed.errors import LossDiverged
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.energy.time_split import TimeSplitRecorder, TimeTotals, timer_for
 from phantom_parallel.families.registry import get_family
@@ -149,7 +149,7 @@ class Trainer:
             ran = now.since(start)
             share = loss / config.dp if self.task.counts else 0.0 * loss
             blocked = ran.blocked_seconds
-            total, asked, *spent = self._sum(share, stop.asked, ran.step_seconds - blocked, blocked)
+            total, asked, *spent = self._sum(share, stop.requested, ran.step_seconds - blocked, blocked)
             self.progress = Progress(step, before + ran.step_seconds, self.task.digest)
             self._check_finite(total, step)
             record = self._record(total, bool(asked), step - last_step, now.since(last), spent)

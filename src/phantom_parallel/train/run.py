@@ -8,13 +8,10 @@ import torch
 
 from phantom_parallel.checkpoint.model import save_model
 from phantom_parallel.distributed.context import ParallelContext
-from phantom_parallel.distributed.launch import (
-    Interrupted,
-    RankDied,
-    broadcast_from_rank_zero,
-    launched_externally,
-    on_ranks,
-)
+from phantom_parallel.distributed.errors import Interrupted, RankDied
+from phantom_parallel.distributed.external import launched_externally
+from phantom_parallel.distributed.launch import launch
+from phantom_parallel.distributed.objects import broadcast_from_rank_zero
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.train import run_dir as output
 from phantom_parallel.train.config import TrainConfig
@@ -36,7 +33,7 @@ def run(config: TrainConfig, out: str | os.PathLike[str], *, resume: bool = Fals
             check_memory(config)
         latest = output.prepare(config, path, resume)
     try:
-        return on_ranks(config.ranks * config.dp, _work, config, path, latest, joined, resume, show)
+        return launch(config.ranks * config.dp, _work, config, path, latest, joined, resume, show)
     except (Interrupted, RankDied) as error:
         raise type(error)(f"{error}{_survives(path)}") from None
 

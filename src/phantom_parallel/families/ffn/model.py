@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from phantom_parallel.distributed.objects import agree, all_gather_objects
+from phantom_parallel.distributed.objects import all_gather_objects, check_agreement
 from phantom_parallel.nn import PhantomLinear, TensorLinear
 from phantom_parallel.nn.init import draw_seed, init_rows
 from phantom_parallel.utils.layout import BlockLayout, RowLayout, positive
@@ -133,7 +133,7 @@ class FFN(nn.Module):
 def _megatron_layer(config: FFNConfig, index: int, mesh: DeviceMesh, **kwargs: Any) -> nn.Linear:
     """A layer of a column and row pair, through torch's own styles; a last one without a partner gathers its output."""
     settings = {"layer": "megatron", "width": config.width, "bias": config.bias, "dtype": str(kwargs["dtype"])}
-    agree("a Megatron layer", settings, mesh)
+    check_agreement("a Megatron layer", settings, mesh)
     RowLayout(config.width, config.width, mesh.size())
     gain, device = kwargs.pop("gain"), kwargs.pop("device") or mesh.device_type
     linear = nn.Linear(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phantom_parallel.distributed.objects import agree
+from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.energy.meter import synchronize
 from phantom_parallel.energy.time_split import TimeSplitRecorder
 from phantom_parallel.families.gpt.config import GPTConfig
@@ -123,7 +123,7 @@ def agree_on_request(model: GPT, prompt: Tensor, **settings: object) -> None:
     """An error where the ranks were not given the same."""
     digest = hashlib.sha256(prompt.long().cpu().numpy().tobytes()).hexdigest()[:16]
     told = {"prompt": f"{tuple(prompt.shape)} {digest}"} | {name: str(value) for name, value in settings.items()}
-    agree("what to generate", told, model.mesh)
+    check_agreement("what to generate", told, model.mesh)
 
 
 def run(

@@ -11,8 +11,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from phantom_parallel.checkpoint.model import load_model
-from phantom_parallel.distributed.launch import Interrupted, broadcast_from_rank_zero, launched_externally, on_ranks
-from phantom_parallel.distributed.objects import agree
+from phantom_parallel.distributed.errors import Interrupted
+from phantom_parallel.distributed.external import launched_externally
+from phantom_parallel.distributed.launch import launch
+from phantom_parallel.distributed.objects import broadcast_from_rank_zero, check_agreement
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.energy.power_profile import PowerProfile
 from phantom_parallel.families.gpt.config import GPTConfig
@@ -46,7 +48,7 @@ def run(config: GenerateConfig, *, write: bool = False, show: bool = False) -> G
     """
     joined = launched_externally()
     request = None if joined else prepare(config)
-    return on_ranks(config.ranks, _work, config, request, joined, write, show)
+    return launch(config.ranks, _work, config, request, joined, write, show)
 
 
 def prepare(config: GenerateConfig) -> _Request:
@@ -98,7 +100,7 @@ def _work(
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends a worker without a word: its launcher has it too
     assert request is not None
     mesh = None if config.ranks == 1 else init_device_mesh(device.type, (config.ranks,), mesh_dim_names=("tp",))
-    agree("what to run", {name: str(value) for name, value in asdict(config).items()}, mesh)
+    check_agreement("what to run", {name: str(value) for name, value in asdict(config).items()}, mesh)
     model = load_model(config.model, mesh=mesh, device=device)
     assert isinstance(model, GPT)
     models = {model.config.strategy: model} | _twin(model, config, mesh, device)
@@ -110,7 +112,7 @@ def _work(
         asked = stack.enter_context(StopRequest()) if mesh is None else None
 
         def check() -> None:
-            if asked is not None and asked.asked:
+            if asked is not None and asked.requested:
                 raise Interrupted("stopped as asked")
 
         def on_token(tokens: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from phantom_parallel.distributed.objects import agree
+from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.families.gpt.config import GPTConfig
 from phantom_parallel.families.gpt.parts import parts_of
 from phantom_parallel.nn.attention import Attention, Cache, rotary_tables
@@ -78,7 +78,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.mesh, self.recompute = config, mesh, recompute
         config.check_ranks(1 if mesh is None else mesh.size())
-        agree("a GPT", asdict(config) | {"dtype": str(dtype or torch.get_default_dtype())}, mesh)
+        check_agreement("a GPT", asdict(config) | {"dtype": str(dtype or torch.get_default_dtype())}, mesh)
         self.ranks = ranks_of(mesh)
         parts = parts_of(config, mesh, device, dtype)
         to_stream = (2 * config.layers) ** -0.5  # so that what the layers add to the stream does not grow with depth

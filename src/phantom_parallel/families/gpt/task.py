@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from phantom_parallel.checkpoint.model import own_part
 from phantom_parallel.distributed.context import ParallelContext
-from phantom_parallel.distributed.objects import agree
+from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.families.gpt.text import check_text, open_text, text_digest, windows
 from phantom_parallel.families.gpt.tokens import load_tokenizer
@@ -32,7 +32,7 @@ class GPTTask(Task[GPTTrainConfig]):
         self.counts = parallel.tp_rank == 0
         self._text = open_text(config)
         for mesh in (parallel.tp, parallel.dp):
-            agree("the text to train on", {"digest": self._text.digest}, mesh)
+            check_agreement("the text to train on", {"digest": self._text.digest}, mesh)
         self.digest = self._text.digest
         self.held_out = self._text.held_out_starts(config)
         self.model = GPT(config.gpt(), mesh=parallel.tp, device=parallel.device, recompute=config.recompute)

@@ -1,0 +1,59 @@
+"""Ranks that were launched externally, by ``torchrun`` or ``srun``: what the environment says about this process.
+
+``torchrun`` sets RANK, WORLD_SIZE and the like; Slurm's own variables for a step of several tasks are translated to
+them. Imports nothing heavy, so that a command line can use it before torch is loaded.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+
+
+def launched_externally() -> bool:
+    """Whether this process is one rank of several that another launcher has started."""
+    return "RANK" in os.environ or bool(slurm_ranks(os.environ))
+
+
+def is_rank_zero() -> bool:
+    """Whether this process is rank 0; True in a process that is not part of a launch."""
+    return global_rank() == 0
+
+
+def global_rank() -> int:
+    """Rank of this process in its launch; 0 in a process that is not part of one."""
+    return int((os.environ | slurm_ranks(os.environ)).get("RANK", "0"))
+
+
+def is_local_rank_zero() -> bool:
+    """Whether this process is the first rank of its host; True in a process that is not part of a launch."""
+    return (os.environ | slurm_ranks(os.environ)).get("LOCAL_RANK", "0") == "0"
+
+
+def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
+    """Translate Slurm's variables for a step of several tasks to RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+    MASTER_ADDR and MASTER_PORT.
+
+    Returns:
+        The variables; empty outside of ``srun``, inside ``torchrun``, and for a step of one task.
+    """
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
+    if "RANK" in environment or "SLURM_PROCID" not in environment or tasks == "1":
+        return {}
+    hosts = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", "localhost"))
+    per_node = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", tasks))
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": tasks,
+        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
+        "LOCAL_WORLD_SIZE": per_node.group() if per_node else tasks,
+        "MASTER_ADDR": environment.get("MASTER_ADDR", first_host(hosts)),
+        "MASTER_PORT": environment.get("MASTER_PORT", str(20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000)),
+    }
+
+
+def first_host(hosts: str) -> str:
+    """First name of a list in Slurm's notation: ``gpu[007-009,12],login`` starts with gpu007."""
+    found = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", hosts)
+    if found is None:
+        raise ValueError(f"SLURM_STEP_NODELIST={hosts!r} names no host: set MASTER_ADDR to the first one")
+    return "".join(part or "" for part in found.groups())

@@ -1,0 +1,56 @@
+"""Listening TCP sockets of processes, and processes that inherited a variable, both from /proc."""
+
+import os
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+_LISTEN = "0A"
+
+
+def listening_addresses(pids: Iterable[int]) -> set[str]:
+    """Local addresses that any of these processes listens on."""
+    inodes = {inode for pid in pids for inode in _sockets_of(pid)}
+    return {address for inode, address in _listening().items() if inode in inodes}
+
+
+def processes_with(variable: str, value: str) -> list[int]:
+    """Processes that have this variable in their environment: it marks those that a test has started."""
+    marked, entry = [], f"{variable}={value}".encode()
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            state = (path / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            if state != "Z" and entry in (path / "environ").read_bytes().split(b"\0"):
+                marked.append(int(path.name))
+        except OSError:
+            continue
+    return marked
+
+
+def _sockets_of(pid: int) -> set[int]:
+    found = set()
+    try:
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            try:
+                target = os.readlink(f"/proc/{pid}/fd/{fd}")
+            except OSError:
+                continue
+            if target.startswith("socket:["):
+                found.add(int(target[8:-1]))
+    except OSError:
+        pass  # the process has ended
+    return found
+
+
+def _listening() -> dict[int, str]:
+    found = {}
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        path = Path("/proc/net") / table
+        for line in path.read_text().splitlines()[1:] if path.exists() else ():
+            fields = line.split()
+            if fields[3] == _LISTEN:
+                words = bytes.fromhex(fields[1].split(":")[0])
+                address = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))  # little-endian words
+                found[int(fields[9])] = socket.inet_ntop(family, address)
+    return found
