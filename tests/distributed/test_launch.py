@@ -155,10 +155,16 @@ def test_the_rank_that_failed_first_is_named(how, message):
     ],
 )
 def test_the_rank_that_does_not_answer_is_named_within_the_timeout(how, message):
-    started = time.monotonic()
+    waiting = []
     with pytest.raises(RankDied, match=message):
-        launch(2, workers.fail, how, timeout=timedelta(seconds=5))
-    assert time.monotonic() - started < 60
+        launch(
+            2,
+            workers.fail,
+            how,
+            timeout=timedelta(seconds=5),
+            on_report=lambda _: waiting.append(time.monotonic()),
+        )
+    assert time.monotonic() - waiting[0] < 5 + 15  # the timeout, a grace period, and a machine that is busy
 
 
 @pytest.mark.parametrize(("how", "error"), [("user", RanksDisagree), slow("file", FileNotFoundError)])

@@ -37,7 +37,7 @@ def describe(device: torch.device, number: int, report) -> list[dict]:
     return all_gather_objects(found, mesh["tp"])
 
 
-def fail(device: torch.device, how: str) -> None:
+def fail(device: torch.device, how: str, report=print) -> None:
     """End rank 1 in some way while rank 0 waits for it."""
     if dist.get_rank() == 1:
         match how:
@@ -57,6 +57,8 @@ def fail(device: torch.device, how: str) -> None:
                 raise RanksDisagree("rank 1 has other settings")
             case "file":
                 raise FileNotFoundError(2, "no such file", "data.npz")
+    if how in ("freeze", "hang"):
+        report("waiting")
     dist.barrier()
 
 
