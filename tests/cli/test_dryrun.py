@@ -62,7 +62,9 @@ SMALL = ["dryrun", "gpt", "--vocab", "64", "--dim", "64", "--layers", "2", "--he
 SMALL += ["--sequence", "16", "--batch", "4", "--ranks", "4"]
 
 
-@pytest.mark.parametrize("arguments", [["--ghosts", "4"], ["--strategy", "megatron"], ["--ghosts", "4", "--tied"]])
+@pytest.mark.parametrize(
+    "arguments", [["--ghosts", "4"], ["--strategy", "megatron"], ["--ghosts", "4", "--tie-embeddings"]]
+)
 @pytest.mark.parametrize("task", ["train", "prefill", "decode"])
 def test_a_transformer_agrees_with_its_formulas(capsys, arguments, task):
     assert main([*SMALL, *arguments, "--task", task]) == 0

@@ -17,9 +17,9 @@ from tests.families.gpt.test_cost import name_of, shape_of
 
 SHAPES = [
     shape_of("phantom", 4),
-    shape_of("phantom", 2, tied=True, recompute=True, word_bytes=2),
+    shape_of("phantom", 2, tie_embeddings=True, recompute=True, word_bytes=2),
     shape_of("megatron", 4),
-    shape_of("megatron", 2, tied=True, dp=2),
+    shape_of("megatron", 2, tie_embeddings=True, dp=2),
 ]
 
 

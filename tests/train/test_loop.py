@@ -64,9 +64,9 @@ def test_the_loss_goes_down_and_the_held_out_loss_with_it():
 
 VARIANTS = {
     "plain": {},
-    "clipped, warmed up, cosine": {"clip": 0.5, "warmup": 3, "schedule": "cosine", "weight_decay": 0.1},
+    "clipped, warmed up, cosine": {"max_grad_norm": 0.5, "warmup": 3, "schedule": "cosine", "weight_decay": 0.1},
     "sgd with momentum": {"optimizer": "sgd", "momentum": 0.9},
-    "accumulated": {"accumulate": 2},
+    "accumulated": {"gradient_accumulation_steps": 2},
 }
 
 
@@ -82,7 +82,7 @@ def test_losses_are_the_same_on_any_ranks_and_copies(ranks, strategy, variant):
 
 
 def test_losses_are_those_of_a_plain_loop_in_torch():
-    config = replace(OTHERS["dense"], clip=0.5, warmup=3, schedule="cosine", weight_decay=0.1)
+    config = replace(OTHERS["dense"], max_grad_norm=0.5, warmup=3, schedule="cosine", weight_decay=0.1)
     data = open_data(config)
     torch.manual_seed(config.seed)
     layers = [layer.to_dense() for layer in FFN(config.ffn()).layers]
@@ -94,12 +94,12 @@ def test_losses_are_those_of_a_plain_loop_in_torch():
         x, y = data.take(batches.rows_of(step))
         loss = torch.nn.functional.mse_loss(plain(x), y)
         loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(plain.parameters(), config.clip)))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(plain.parameters(), config.max_grad_norm)))
         optimizer.param_groups[0]["lr"] = config.lr * config.lr_factor(step)
         optimizer.step()
         optimizer.zero_grad()
         expected.append(loss.item())
-    assert max(norms) > config.clip  # so that clipping is tested
+    assert max(norms) > config.max_grad_norm  # so that clipping is tested
     assert curve(losses(config)) == pytest.approx(expected, rel=1e-4)
 
 

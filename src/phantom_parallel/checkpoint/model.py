@@ -140,6 +140,8 @@ def _read_config(path: Path) -> tuple[Any, Callable[..., Any]]:
     known = {field.name for field in fields(made_of)}
     if not isinstance(settings, dict):
         raise ValueError(f'{path}: expected an object "{name}" with {", ".join(sorted(known))}, got {settings!r}')
+    renamed = getattr(made_of, "renamed", {})
+    settings = {renamed.get(name, name): value for name, value in settings.items()}
     if unknown := settings.keys() - known:
         raise ValueError(f"{path}: unknown settings {', '.join(sorted(unknown))}; known are {', '.join(sorted(known))}")
     try:

@@ -112,7 +112,7 @@ class GPTOptions:
     """Data-parallel copies."""
     batch: int = 8
     """Sequences of one step, over all data-parallel copies."""
-    tied: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    tie_embeddings: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """The head shares the embedding's weight."""
     recompute: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Layers are computed again in backward instead of being kept."""
@@ -145,7 +145,7 @@ class GPTOptions:
             ghosts=ghosts,
             dp=self.dp,
             word_bytes=WORD_BYTES[self.dtype],
-            tied=self.tied,
+            tie_embeddings=self.tie_embeddings,
             optimizer=self.optimizer,
             recompute=self.recompute,
             rank=self.rank,
@@ -240,7 +240,7 @@ def _sizes(shape: FFNShape | GPTShape) -> str:
     on = f"rank {shape.rank} of {shape.ranks}{copies}"
     if isinstance(shape, FFNShape):
         return f"width {shape.width:,}, depth {shape.depth}: {on}"
-    tied = ", tied" if shape.tied else ""
+    tied = ", tied" if shape.tie_embeddings else ""
     return (
         f"GPT of dim {shape.dim:,}, {shape.layers} layers, {shape.heads} heads, vocabulary {shape.vocab:,}{tied}, "
         f"{shape.batch} x {shape.sequence:,} positions: {on}"

@@ -1,24 +1,22 @@
 """``phantom COMMAND``: finds the command, reads its options, and turns a user's mistake into one line and exit code 2.
 
-A command is a module ``phantom_parallel.cli.NAME`` with a frozen dataclass ``Options`` whose fields are the options,
-whose docstring is the help, and whose ``run()`` does the work; ``VARIANTS``, where there are any, has others of the
-kind by the word that follows the command. Modules are imported only when asked for, so that ``--help`` is quick and one
-command's dependencies do not burden another.
+A command is a module ``phantom_parallel.cli.NAME`` with a frozen dataclass ``Options``, whose fields are the options,
+whose docstring is the help, and whose ``run()`` does the work. A command on models of a family, which the word after
+the command names, has ``options_for(family, arguments)`` instead. It returns such a class, and defaults that take the
+place of the class's own. Modules are imported only when they are needed, so that ``--help`` is quick and one command's
+dependencies do not burden another.
 """
 
 import importlib
 import sys
-
-import tyro
-from rich.console import Console
-from rich.markup import escape
+from typing import Any
 
 # What each command is for; the order is that of the help.
 COMMANDS: dict[str, str] = {
     "compare": "train every strategy to the same loss, and show what it cost: the main job",
-    "study": "the paper's experiments and their neighbours': ghosts, scaling, smaller, batch, width, wider",
+    "study": "the paper's experiments and related ones: ghosts, scaling, smaller, batch, width, wider",
     "report": "make a report again from the results of compare or study",
-    "train": "train a model on local ranks or a cluster's, with checkpoints to go on from",
+    "train": "train a model on local ranks or a cluster's, with checkpoints to resume from",
     "infer": "predictions of a trained model, and what a sample costs against tensor parallelism",
     "generate": "text from a trained transformer, and what a token costs for prefill and decode",
     "plan": "compare strategies, ranks and ghosts for a model and a machine",
@@ -44,17 +42,27 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if name not in COMMANDS:
         return _fail(f"there is no command {name!r}: choose from {', '.join(COMMANDS)}")
-    module, rest = importlib.import_module(f"phantom_parallel.cli.{name.replace('-', '_')}"), arguments[1:]
-    options = module.Options
-    if rest and rest[0] in getattr(module, "VARIANTS", {}):
-        options, name, rest = module.VARIANTS[rest[0]], f"{name} {rest[0]}", rest[1:]
     try:
-        tyro.cli(options, prog=f"phantom {name}", args=rest).run()
+        _parse(name, arguments[1:]).run()
     except KeyboardInterrupt:
         return _fail("interrupted", code=130)
-    except (ValueError, OSError) as error:  # what a user can put right; anything else is ours and shows its traceback
+    except (ValueError, OSError) as error:  # a user's mistake; anything else is a bug and shows its traceback
         return _fail(str(error))
     return 0
+
+
+def _parse(name: str, arguments: list[str]) -> Any:
+    """The options of a command, filled from its arguments."""
+    from phantom_parallel.cli.options import parse, split_family
+
+    module = importlib.import_module(f"phantom_parallel.cli.{name}")
+    family, rest = split_family(arguments)
+    if hasattr(module, "options_for"):
+        options, defaults = module.options_for(family, rest)
+        return parse(options, " ".join(["phantom", name, *([family] if family else [])]), rest, defaults)
+    if family in getattr(module, "VARIANTS", {}):
+        return parse(module.VARIANTS[family], f"phantom {name} {family}", rest)
+    return parse(module.Options, f"phantom {name}", arguments)
 
 
 def _help() -> None:
@@ -65,6 +73,9 @@ def _help() -> None:
 
 
 def _fail(message: str, code: int = 2) -> int:
+    from rich.console import Console
+    from rich.markup import escape
+
     Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {escape(message)}")
     return code
 

@@ -1,36 +1,45 @@
-"""``phantom train``: train a model on local ranks or a cluster's, with checkpoints to go on from."""
+"""``phantom train``: train a model on local ranks or a cluster's, with checkpoints to resume from."""
 
 import json as json_format
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Any, ClassVar
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from phantom_parallel.cli.ending import ending
+from phantom_parallel.cli.options import Flag, JsonOption, folder_of
 from phantom_parallel.distributed.external import is_rank_zero
-from phantom_parallel.families.ffn.train_config import FFNTrainConfig
-from phantom_parallel.families.gpt.train_config import GPTTrainConfig
+from phantom_parallel.families.registry import DEFAULT_FAMILY, family_names, get_family
 from phantom_parallel.train import Summary, TrainConfig, run
+from phantom_parallel.train.run_dir import read_config
 
-Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+_HELP = """Train {title} until a number of steps or a target loss. Other families: {others}.
+
+Local workers are launched by the command itself; under torchrun (RANK and WORLD_SIZE in the environment) or srun this
+process joins as one rank. Ctrl-C and SIGTERM save a checkpoint and end the training; --resume continues it, with every
+setting that is not given taken from --out. Exit codes: 0 done, 1 a rank died or the loss diverged, 2 a mistake in the
+options or files, 130 stopped by a signal.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Run:
-    """What is asked of any training; the rest of the options are the fields of its config."""
+class TrainOptions(JsonOption):
+    """Options of every training; the others are the fields of its config."""
+
+    config_class: ClassVar[type[TrainConfig]]
 
     out: Path
     """Folder for the settings, metrics.jsonl, checkpoints and the model; new or empty unless --resume."""
     resume: Flag = False
-    """Go on from the latest checkpoint in --out. Ranks, dp, steps and intervals may differ, the rest must agree."""
-    json: Flag = False
-    """Print the summary as JSON."""
+    """Continue from the latest checkpoint in --out. Ranks, dp, steps and intervals may differ, the rest must agree."""
+
+    def __post_init__(self) -> None:
+        pass  # `config` checks the fields; until then a default may stand for one that is left out
 
     def config(self) -> TrainConfig:
-        raise NotImplementedError
+        return self.config_class(**{field.name: getattr(self, field.name) for field in fields(self.config_class)})
 
     def run(self) -> None:
         config = self.config()
@@ -44,39 +53,22 @@ class _Run:
             _show(summary, config, self.out)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options(FFNTrainConfig, _Run):
-    """Train a feed-forward network until a number of steps or a target loss. A transformer: phantom train gpt --help.
-
-    Local workers are started by themselves; under torchrun (RANK and WORLD_SIZE in the environment) or srun this
-    process joins as one rank. Ctrl-C and SIGTERM save a checkpoint and leave. Exit codes: 0 done, 1 a rank died or the
-    loss diverged, 2 a mistake in the options or files, 130 stopped as asked.
-    """
-
-    def __post_init__(self) -> None:
-        pass  # `config` checks what was given
-
-    def config(self) -> FFNTrainConfig:
-        return FFNTrainConfig(**{field.name: getattr(self, field.name) for field in fields(FFNTrainConfig)})
-
-
-@dataclass(frozen=True, kw_only=True)
-class GPTOptions(GPTTrainConfig, _Run):
-    """Train a transformer on text until a number of steps or a target loss. A feed-forward network: phantom train.
-
-    Local workers are started by themselves; under torchrun (RANK and WORLD_SIZE in the environment) or srun this
-    process joins as one rank. Ctrl-C and SIGTERM save a checkpoint and leave. Exit codes: 0 done, 1 a rank died or the
-    loss diverged, 2 a mistake in the options or files, 130 stopped as asked.
-    """
-
-    def __post_init__(self) -> None:
-        pass  # `config` checks what was given
-
-    def config(self) -> GPTTrainConfig:
-        return GPTTrainConfig(**{field.name: getattr(self, field.name) for field in fields(GPTTrainConfig)})
-
-
-VARIANTS = {"gpt": GPTOptions}
+def options_for(family: str | None, arguments: list[str]) -> tuple[type[Any], dict[str, Any]]:
+    """The options of a family's trainings. With ``--resume``, family and defaults are those of the folder."""
+    out, defaults = folder_of(arguments), dict[str, Any]()
+    if "--resume" in arguments and out is not None:
+        family, defaults = read_config(out, family)
+    family = family or DEFAULT_FAMILY
+    config_class = get_family(family).train_config()
+    others = ", ".join(f"phantom train {name} --help" for name in family_names() if name != family)
+    space = {
+        "__doc__": _HELP.format(title=get_family(family).title, others=others),
+        "__module__": __name__,
+        "config_class": config_class,
+        "__post_init__": TrainOptions.__post_init__,
+    }
+    options: type[Any] = dataclass(frozen=True, kw_only=True)(type("Options", (config_class, TrainOptions), space))
+    return options, defaults
 
 
 def _show(summary: Summary, config: TrainConfig, out: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a training is: the model, the ranks, the data, the optimizer and when to stop.
+"""Settings of a training: the model, the ranks, the data, the optimizer and when to stop.
 
 `TrainConfig` has the settings that every family shares; a family's own config adds to it. The texts under the fields
 are what ``phantom train --help`` says of them.
@@ -6,6 +6,7 @@ are what ``phantom train --help`` says of them.
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Literal, Self, get_args
 
@@ -19,104 +20,111 @@ Precision = Literal["fp32", "bf16"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """What every training has. Losses depend on every field but ranks, dp and the intervals, to rounding.
+    """Settings of every training. Up to rounding, losses depend on every field but ranks, dp and the intervals.
 
-    ``batch`` is the rows of one step, over all data-parallel copies and accumulated pieces together, so that a step
-    means the same whatever runs it. Training stops after ``steps``, or when the held-out loss has come down to
-    ``target_loss``, whichever is first. ``blocks`` and ``ghosts`` belong to the strategy phantom, where they are filled
-    in if they are left out.
+    ``batch`` counts the rows of one step over all data-parallel copies and micro-batches together, so that a step means
+    the same on any number of ranks. Training stops after ``steps`` steps, or when the held-out loss is at most
+    ``target_loss``. ``blocks`` and ``ghosts`` belong to the strategy phantom and have defaults there.
     """
 
     family: ClassVar[str]  # name of the model family
-    row: ClassVar[str] = "row"  # what a batch consists of
-    named_data: ClassVar[tuple[str, ...]]  # what ``data`` may be beside a path
-    # What a training may be resumed with other values of: where and how far it runs, and what it writes meanwhile.
+    # Earlier names of fields, which files and options may still have, and what they are called now.
+    renamed: ClassVar[dict[str, str]] = {"accumulate": "gradient_accumulation_steps", "clip": "max_grad_norm"}
+    row: ClassVar[str] = "row"  # unit of a batch, in progress lines
+    named_data: ClassVar[tuple[str, ...]]  # data sets that have names; other values of ``data`` are paths
+    # Fields that may differ when a training is resumed: where and how long it runs, and what it writes.
     may_change: ClassVar[frozenset[str]] = frozenset(
         {"ranks", "dp", "steps", "target_loss", "compile", "log_every", "eval_every", "checkpoint_every", "keep"}
     )
 
     strategy: StrategyName = "phantom"
-    """How the model is cut."""
+    """How the model is cut over ranks."""
     blocks: int | None = None
-    """Blocks of the features, for phantom; by default the larger of 4 and ranks."""
+    """Blocks that the features are cut into, for phantom; by default the larger of 4 and ranks."""
     ghosts: int | None = None
-    """Values that a block shows the others, for phantom; by default 16."""
+    """Ghosts: values of each block that the other blocks receive, for phantom; by default 16."""
     ranks: int = 1
     """Ranks that share the model."""
     dp: int = 1
     """Data-parallel copies."""
     batch: int = 64
-    """Rows of a step, over all copies and accumulated pieces together."""
-    accumulate: int = 1
-    """Pieces that each copy's rows are worked through in."""
+    """Rows of a step, over all data-parallel copies and micro-batches together."""
+    gradient_accumulation_steps: int = 1
+    """Micro-batches that each copy's rows of a step are split into."""
     steps: int = 1000
-    """At most so many."""
+    """Maximum number of steps."""
     target_loss: float | None = None
-    """Stop when the held-out loss has come down to this."""
+    """Stop when the held-out loss is at most this."""
     lr: float = 1e-3
     """Learning rate."""
     schedule: Schedule = "constant"
-    """After the warm-up: constant, or down to 0 at the last step."""
+    """Learning rate after the warm-up: constant, or decaying to 0 at the last step."""
     warmup: int = 0
-    """Steps over which the learning rate rises."""
+    """Steps over which the learning rate rises linearly."""
     optimizer: OptimizerName = "adamw"
-    """What updates the weights."""
+    """Optimizer."""
     momentum: float = 0.0
-    """Of sgd."""
+    """Momentum of sgd."""
     weight_decay: float = 0.0
-    """Decoupled from the gradient in adamw, a part of it in sgd."""
-    clip: float | None = None
-    """Largest norm of the whole gradient."""
+    """Weight decay: decoupled in adamw, added to the gradient in sgd."""
+    max_grad_norm: float | None = None
+    """Clip the norm of the whole gradient to this."""
     lr_local: float = 1.0
-    """What the learning rate of L is multiplied by, for phantom."""
+    """Multiplier of the learning rate of L (the local weights), for phantom."""
     lr_compress: float = 1.0
-    """The same for C."""
+    """Multiplier of the learning rate of C (the compressors), for phantom."""
     lr_decompress: float = 1.0
-    """The same for D."""
+    """Multiplier of the learning rate of D (the decompressors), for phantom."""
     dtype: Precision = "fp32"
-    """bf16 is mixed precision: autocast over weights in fp32."""
+    """fp32, or bf16 mixed precision: autocast with weights in fp32."""
     compile: bool = False
     """Compile the model with torch.compile."""
     seed: int = 0
-    """Decides the first weights, the data of a teacher, and the order of rows."""
+    """Seed of the initial weights, of a teacher's data and of the order of rows."""
     log_every: int = 10
-    """Steps between lines of metrics."""
+    """Steps between log lines."""
     eval_every: int = 50
-    """Steps between looks at the held-out loss."""
+    """Steps between evaluations of the held-out loss."""
     checkpoint_every: int = 100
     """Steps between checkpoints."""
     keep: int = 2
-    """Checkpoints that are kept, the latest ones."""
+    """Number of checkpoints to keep, the latest ones."""
     data: str
-    """What is learnt."""
+    """Data set."""
 
     def __post_init__(self) -> None:
         for name, kind in (("schedule", Schedule), ("optimizer", OptimizerName), ("dtype", Precision)):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")
         intervals = ("log_every", "eval_every", "checkpoint_every", "keep")
-        positive(**{name: getattr(self, name) for name in ("ranks", "dp", "batch", "accumulate", "steps", *intervals)})
+        positive(
+            **{
+                name: getattr(self, name)
+                for name in ("ranks", "dp", "batch", "gradient_accumulation_steps", "steps", *intervals)
+            }
+        )
         if get_strategy(self.strategy).has_blocks:
             self._fill("blocks", default_blocks(self.ranks))
             self._fill("ghosts", DEFAULT_GHOSTS)
         self._check_numbers()
-        pieces = self.dp * self.accumulate
+        pieces = self.dp * self.gradient_accumulation_steps
         if self.batch % pieces:
             raise ValueError(
-                f"batch={self.batch} is not a multiple of dp={self.dp} times accumulate={self.accumulate}: "
+                f"batch={self.batch} is not a multiple of dp={self.dp} times "
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps}: "
                 f"use {max(1, self.batch // pieces) * pieces} or {(self.batch // pieces + 1) * pieces}"
             )
 
     def _fill(self, name: str, value: object) -> None:
-        """Give a field that was left out its value."""
+        """Set a field that was left out."""
         if getattr(self, name) is None:
             object.__setattr__(self, name, value)
 
     def _check_numbers(self) -> None:
         at_least_0 = ("weight_decay", "lr_local", "lr_compress", "lr_decompress", "momentum")
-        for name in (*at_least_0, "lr", "clip", "target_loss"):
+        for name in (*at_least_0, "lr", "max_grad_norm", "target_loss"):
             value = getattr(self, name)
-            if value is None and name in ("clip", "target_loss"):
+            if value is None and name in ("max_grad_norm", "target_loss"):
                 continue
             number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             if not number or value < 0 or (value == 0 and name not in at_least_0):
@@ -129,27 +137,27 @@ class TrainConfig:
         for name in ("warmup", "seed"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ValueError(f"{name} must be a whole number of 0 or more, got {value!r}")
+                raise ValueError(f"{name} must be an integer of 0 or more, got {value!r}")
         if self.warmup >= self.steps:
-            raise ValueError(f"warmup={self.warmup} leaves nothing of steps={self.steps}: warm up for fewer")
+            raise ValueError(f"warmup={self.warmup} must be below steps={self.steps}")
         if self.strategy != "phantom" and (self.lr_local, self.lr_compress, self.lr_decompress) != (1.0, 1.0, 1.0):
             raise ValueError(
                 f"lr_local, lr_compress and lr_decompress belong to the strategy phantom, not to {self.strategy}"
             )
 
     @property
-    def piece(self) -> int:
-        """Rows that a copy works through at once."""
-        return self.batch // (self.dp * self.accumulate)
+    def micro_batch(self) -> int:
+        """Rows of a micro-batch of one copy."""
+        return self.batch // (self.dp * self.gradient_accumulation_steps)
 
     @property
     def replicas(self) -> int:
-        """How often the weights are held, over all ranks."""
+        """Number of times that the weights are held, over all ranks."""
         return self.dp
 
     def lr_factor(self, step: int) -> float:
-        """What the learning rates are multiplied by in step ``step``, counted from 0: a rise over the warm-up, then
-        the schedule, which comes to 0 after the last step.
+        """Factor of the learning rates in step ``step``, counted from 0: a linear warm-up, then the schedule, which
+        reaches 0 after the last step.
         """
         if step < self.warmup:
             return (step + 1) / (self.warmup + 1)
@@ -158,15 +166,36 @@ class TrainConfig:
             return 0.5 * (1.0 + math.cos(math.pi * done))
         return 1.0 - done if self.schedule == "linear" else 1.0
 
-    def located(self) -> Self:
-        """The same, with data that any process finds, whatever folder it is in."""
+    def with_absolute_data(self) -> Self:
+        """The same settings with an absolute path of the data, for processes with another working directory."""
         return self if self.data in self.named_data else replace(self, data=os.path.abspath(self.data))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> Self:
+        """Make a config from what `to_dict` returned, also in earlier releases.
+
+        Raises:
+            ValueError: If a setting is unknown, missing or wrong.
+        """
+        settings, known = cls.current_names(settings), {field.name for field in fields(cls)}
+        if unknown := sorted(settings.keys() - known):
+            raise ValueError(f"unknown settings {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+        try:
+            return cls(**settings)
+        except TypeError as error:
+            raise ValueError(f"settings of a training: {error}") from None
+
+    @classmethod
+    def current_names(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The same settings with the names that fields have now."""
+        return {cls.renamed.get(name, name): value for name, value in settings.items()}
+
     def check_resumes(self, earlier: dict[str, Any], where: str) -> None:
-        """Whether this goes on with what ``earlier`` began; an error names the field that differs."""
+        """Raise ValueError, naming the field, if this cannot continue a training with the settings ``earlier``."""
+        earlier = self.current_names(earlier)
         for field in fields(self):
             if field.name in self.may_change:
                 continue

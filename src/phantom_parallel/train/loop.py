@@ -127,7 +127,7 @@ class Trainer:
     def compile(self) -> None:
         """Compile both directions now, on rows of the usual shape, so that no step's time has it in it."""
         self.task.compile()
-        self.task.loss(self.task.rows_of(0)[: self.config.piece]).backward()
+        self.task.loss(self.task.rows_of(0)[: self.config.micro_batch]).backward()
         self.task.model.zero_grad()
 
     def finish_writing(self) -> None:
@@ -172,7 +172,7 @@ class Trainer:
         config = self.config
         rows = self.task.rows_of(step).chunk(config.dp)[self.parallel.dp_rank]
         total = torch.zeros((), device=self.parallel.device)
-        for piece in rows.chunk(config.accumulate):
+        for piece in rows.chunk(config.gradient_accumulation_steps):
             loss = self.task.loss(piece) * (len(piece) / len(rows))
             loss.backward()
             total += loss.detach()
@@ -186,7 +186,7 @@ class Trainer:
         the others do.
         """
         held, config = self.task.held_out, self.config
-        pieces = math.ceil(math.ceil(len(held) / config.dp) / config.piece)
+        pieces = math.ceil(math.ceil(len(held) / config.dp) / config.micro_batch)
         sums = torch.zeros(2, device=self.parallel.device)
         for piece in held.tensor_split(config.dp)[self.parallel.dp_rank].tensor_split(pieces):
             sums += self.task.measure(piece)
@@ -230,7 +230,7 @@ class Trainer:
         found = "there is no checkpoint yet"
         if self.last_checkpoint is not None:
             found = f"the last good checkpoint is {self.last_checkpoint}"
-        return f": {found}. A smaller lr, a warmup or clip may help"
+        return f": {found}. A smaller lr, a warmup or max_grad_norm may help"
 
     def _save(self) -> None:
         """A checkpoint, which rank 0 writes while training goes on. What goes wrong there is raised on all ranks, at

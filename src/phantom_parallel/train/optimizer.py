@@ -54,8 +54,8 @@ class PartsOptimizer:
             group["lr"] = group["initial_lr"] * factor
         for name, parameter in self.parameters.items():
             self.parts[name].grad = _own_gradient(parameter)
-        if self._config.clip is not None:
-            self._clip(self._config.clip)
+        if self._config.max_grad_norm is not None:
+            self._clip(self._config.max_grad_norm)
         self._optimizer.step()
         for name, parameter in self.parameters.items():
             parameter.grad = self.parts[name].grad = None

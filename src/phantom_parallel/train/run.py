@@ -26,7 +26,7 @@ def run(config: TrainConfig, out: str | os.PathLike[str], *, resume: bool = Fals
     ValueError and OSError are for what a user got wrong, and come before any rank starts. `Interrupted`, `RankDied` and
     `LossDiverged` come later and say where the last checkpoint is.
     """
-    config, path = config.located(), Path(out).absolute()
+    config, path = config.with_absolute_data(), Path(out).absolute()
     joined, latest = launched_externally(), None
     if not joined:
         if not torch.accelerator.is_available():  # accelerators have memories of their own

@@ -1,15 +1,16 @@
 """The folder of a training: ``config.json``, ``metrics.jsonl``, ``checkpoints/``, ``summary.json`` and ``model/``."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from phantom_parallel.families.registry import get_family
+from phantom_parallel.families.registry import family_names, get_family
 from phantom_parallel.train import checkpoint
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.loop import Record, Summary
+from phantom_parallel.utils.files import write_json
 
 CONFIG, METRICS, SUMMARY, CHECKPOINTS, MODEL = "config.json", "metrics.jsonl", "summary.json", "checkpoints", "model"
 BOARD = "tensorboard"
@@ -33,10 +34,38 @@ def prepare(config: TrainConfig, out: Path, resume: bool) -> Path | None:
         raise FileExistsError(f"{out} exists and is not an empty folder: choose another, or resume")
     out.mkdir(parents=True, exist_ok=True)
     task.prepare(config, out)
-    (out / CONFIG).write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+    write_json(out / CONFIG, {"family": config.family} | config.to_dict())
     if latest is not None:
         _forget_after(out / METRICS, step)
     return latest
+
+
+def read_config(out: Path, family: str | None = None) -> tuple[str | None, dict[str, Any]]:
+    """The family and the settings of the training in the folder ``out``, by their present names.
+
+    Nothing where there is no training. Raises ValueError if the folder's is of another family than ``family``.
+    """
+    path = out / CONFIG
+    if not path.is_file():
+        return family, {}
+    try:
+        found = json.loads(path.read_text())
+        known = found.pop("family", None) or next(
+            name
+            for name in family_names()
+            if found.keys() <= _names(name)  # earlier releases did not write it
+        )
+        settings = get_family(known).train_config().current_names(found)
+    except (OSError, ValueError, AttributeError, StopIteration, RecursionError) as error:
+        raise ValueError(f"{path} is not readable as the settings of a training: {error}") from None
+    if family not in (None, known):
+        raise ValueError(f"{out} holds a training of the family {known}, not {family}: phantom train {known} --resume")
+    return known, settings
+
+
+def _names(family: str) -> set[str]:
+    config = get_family(family).train_config()
+    return {field.name for field in fields(config)} | config.renamed.keys()
 
 
 class Log:

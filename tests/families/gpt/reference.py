@@ -75,7 +75,7 @@ def logits(params: dict[str, Tensor], config, inputs: Tensor) -> Tensor:
         pieces = [piece.chunk(2, -1) for piece in both.chunk(config.hidden_groups, -1)]
         hidden = torch.cat([gate * gate.sigmoid() * up for gate, up in pieces], -1)
         x = x + hidden @ weight(params, f"{name}.down", p).T
-    head = params["embedding.weight"] if config.tied else params["head.weight" if p else "head.linear.weight"]
+    head = params["embedding.weight"] if config.tie_embeddings else params["head.weight" if p else "head.linear.weight"]
     return norm(x, params["head.norm"], eps) @ head.T
 
 

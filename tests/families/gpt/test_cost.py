@@ -23,27 +23,27 @@ def shape_of(strategy: str, ranks: int, **settings) -> GPTShape:
 
 SHAPES = [
     shape_of("dense", 1),
-    shape_of("dense", 1, tied=True, recompute=True, word_bytes=2),
+    shape_of("dense", 1, tie_embeddings=True, recompute=True, word_bytes=2),
     shape_of("phantom", 1),
-    shape_of("phantom", 1, tied=True, recompute=True),
+    shape_of("phantom", 1, tie_embeddings=True, recompute=True),
     shape_of("phantom", 2, layers=3),
-    shape_of("phantom", 2, tied=True, kv_heads=8, word_bytes=8),
+    shape_of("phantom", 2, tie_embeddings=True, kv_heads=8, word_bytes=8),
     shape_of("phantom", 2, recompute=True, word_bytes=2),
-    shape_of("phantom", 4, tied=True, recompute=True),
+    shape_of("phantom", 4, tie_embeddings=True, recompute=True),
     shape_of("phantom", 4, hidden=64, optimizer="sgd"),
-    shape_of("phantom", 2, dp=2, tied=True),
+    shape_of("phantom", 2, dp=2, tie_embeddings=True),
     shape_of("megatron", 1, kv_heads=8),
     shape_of("megatron", 2, layers=3),
-    shape_of("megatron", 2, tied=True, kv_heads=8, word_bytes=8),
+    shape_of("megatron", 2, tie_embeddings=True, kv_heads=8, word_bytes=8),
     shape_of("megatron", 2, recompute=True, word_bytes=2),
-    shape_of("megatron", 4, tied=True, recompute=True),
+    shape_of("megatron", 4, tie_embeddings=True, recompute=True),
     shape_of("megatron", 4, kv_heads=4, optimizer="momentum"),
     shape_of("megatron", 2, dp=2),
 ]
 
 
 def name_of(shape: GPTShape) -> str:
-    extra = [name for name in ("tied", "recompute") if getattr(shape, name)]
+    extra = [name for name in ("tie_embeddings", "recompute") if getattr(shape, name)]
     return "-".join([shape.strategy, f"{shape.ranks}x{shape.dp}", f"{8 * shape.word_bytes}bit", *extra])
 
 
@@ -79,7 +79,9 @@ def test_a_dry_run_counts_what_real_ranks_do(shape):
     "shape",
     [
         GPTShape("phantom", 32768, 4096, 2, 64, sequence=1024, ranks=64, batch=2, blocks=64, ghosts=16, rank=63),
-        GPTShape("phantom", 32768, 4096, 2, 64, sequence=1024, ranks=64, batch=2, blocks=64, ghosts=16, tied=True),
+        GPTShape(
+            "phantom", 32768, 4096, 2, 64, sequence=1024, ranks=64, batch=2, blocks=64, ghosts=16, tie_embeddings=True
+        ),
         GPTShape("megatron", 32768, 4096, 2, 64, sequence=1024, ranks=64, batch=2),
         GPTShape("phantom", 32768, 8192, 2, 256, sequence=2048, ranks=256, batch=8, blocks=256, ghosts=16, dp=2),
     ],
@@ -93,7 +95,7 @@ def test_dry_runs_of_hundreds_of_ranks(shape):
 def parameters(strategy: str, ranks: int, tied: bool) -> tuple[int, int]:
     """Of this rank and of the model, as the model has them."""
     mesh = init_device_mesh("cpu", (ranks,))
-    model = GPT(shape_of(strategy, ranks, tied=tied).config, mesh=mesh)
+    model = GPT(shape_of(strategy, ranks, tie_embeddings=tied).config, mesh=mesh)
     here = sum(p.to_local().numel() for p in model.parameters())
     return here, sum(p.numel() for p in model.parameters())
 
@@ -102,7 +104,7 @@ def parameters(strategy: str, ranks: int, tied: bool) -> tuple[int, int]:
 @pytest.mark.parametrize("strategy", ["phantom", "megatron"])
 def test_parameters_are_those_of_the_model(ranks, strategy, tied):
     for size in (2, 4):
-        shape = shape_of(strategy, size, tied=tied)
+        shape = shape_of(strategy, size, tie_embeddings=tied)
         for here, whole in ranks(size)(parameters, strategy, size, tied):
             assert (shape.parameters, shape.model_parameters) == (here, whole)
 
@@ -240,6 +242,8 @@ def test_defaults_are_the_models_own():
     config = GPTConfig(256, 512, 4, 8, strategy="megatron")
     assert (shape.kv_heads, shape.hidden) == (config.kv_heads, config.hidden)
     assert GPTShape.of(config) == shape
-    cut = GPTConfig(256, 512, 4, 8, blocks=4, ghosts=16, tied=True)
+    cut = GPTConfig(256, 512, 4, 8, blocks=4, ghosts=16, tie_embeddings=True)
     made = GPTShape.of(cut, sequence=64, batch=2, ranks=2)
-    assert made == GPTShape("phantom", 256, 512, 4, 8, sequence=64, batch=2, ranks=2, blocks=4, ghosts=16, tied=True)
+    assert made == GPTShape(
+        "phantom", 256, 512, 4, 8, sequence=64, batch=2, ranks=2, blocks=4, ghosts=16, tie_embeddings=True
+    )

@@ -52,7 +52,7 @@ def greedy_on_ranks(*args) -> list[list[int]]:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("strategy", ["phantom", "megatron", "dense"])
 def test_greedy_tokens_are_those_of_plain_maths(strategy, tied, dtype):
-    config = config_of(strategy, tied=tied, context=CONTEXT)
+    config = config_of(strategy, tie_embeddings=tied, context=CONTEXT)
     assert greedy(config, dtype) == expected(config)
 
 
@@ -60,7 +60,7 @@ def test_greedy_tokens_are_those_of_plain_maths(strategy, tied, dtype):
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("strategy", ["phantom", "megatron"])
 def test_greedy_tokens_are_identical_on_any_number_of_ranks(ranks, strategy, size, tied):
-    config = config_of(strategy, tied=tied, context=CONTEXT)
+    config = config_of(strategy, tie_embeddings=tied, context=CONTEXT)
     wanted = expected(config)
     for found in ranks(size)(greedy_on_ranks, config, torch.float32):
         assert found == wanted

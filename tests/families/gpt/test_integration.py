@@ -38,13 +38,13 @@ def test_compile_of_the_full_graph():
 
 
 def test_compile_of_the_full_graph_on_ranks(ranks):
-    assert max(ranks(2)(compiled, config_of(layers=1, tied=True), True)) < 1e-10
+    assert max(ranks(2)(compiled, config_of(layers=1, tie_embeddings=True), True)) < 1e-10
 
 
 def fully_sharded(tied: bool, recompute: bool, strategy: str) -> float:
     """Data x tensor: FSDP2 averages over dp what each dp rank computes on its rows, in two pieces."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    config = config_of(strategy, tied=tied)
+    config = config_of(strategy, tie_embeddings=tied)
     model = filled(config, mesh["tp"], recompute=recompute)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh["dp"])
@@ -67,10 +67,10 @@ def test_fsdp2_over_a_data_by_tensor_mesh(ranks, tied, recompute, strategy):
 
 
 def accumulated() -> float:
-    model = filled(config_of(tied=True), one_mesh())
+    model = filled(config_of(tie_embeddings=True), one_mesh())
     for inputs, targets in zip(*(t.chunk(2) for t in gpt_reference.tokens(24)), strict=True):
         model.loss(inputs, targets).mul(0.5).backward()
-    return worst(model, reference(config_of(tied=True)))
+    return worst(model, reference(config_of(tie_embeddings=True)))
 
 
 def test_gradient_accumulation(ranks):
@@ -120,7 +120,7 @@ def logits_of(model: GPT) -> torch.Tensor:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("strategy", ["phantom", "megatron"])
 def test_a_model_saved_on_four_ranks_is_the_same_on_one_and_two(ranks, tmp_path, strategy, tied):
-    config, path = config_of(strategy, tied=tied), str(tmp_path / "model")
+    config, path = config_of(strategy, tie_embeddings=tied), str(tmp_path / "model")
     expected = ranks(4)(write, path, config)[0]
     again = load_model(path)
     assert again.config == config
@@ -131,7 +131,7 @@ def test_a_model_saved_on_four_ranks_is_the_same_on_one_and_two(ranks, tmp_path,
 
 
 def test_a_dense_model_comes_back_as_it_was(tmp_path):
-    model = GPT(config_of("dense", tied=True))
+    model = GPT(config_of("dense", tie_embeddings=True))
     save_model(model, tmp_path / "model")
     again = load_model(tmp_path / "model")
     assert torch.equal(logits_of(again), logits_of(model))
@@ -145,7 +145,7 @@ def test_a_dense_model_comes_back_as_it_was(tmp_path):
         (lambda c: c["gpt"].update(surprise=1), "surprise"),
         (lambda c: c["gpt"].pop("vocab"), "vocab"),
         (lambda c: c["gpt"].update(layers=3), r"missing \['layers.2.attention.out.compress'"),
-        (lambda c: c["gpt"].update(tied=True), r"unexpected \['head.weight'\]"),
+        (lambda c: c["gpt"].update(tie_embeddings=True), r"unexpected \['head.weight'\]"),
         (lambda c: c.update(gpt=3), 'expected an object "gpt"'),
         (lambda c: c.pop("gpt"), "expected a model's settings as one of ffn, gpt"),
     ],

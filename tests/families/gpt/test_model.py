@@ -66,9 +66,9 @@ def errors_on_ranks(*args, **kwargs) -> dict[str, float]:
 
 VARIANTS = {
     "untied": {},
-    "tied": {"tied": True},
+    "tied": {"tie_embeddings": True},
     "heads alike": {"kv_heads": 8, "rope_base": 500.0},
-    "eight blocks": {"kv_heads": 8, "blocks": 8, "ghosts": 2, "tied": True},
+    "eight blocks": {"kv_heads": 8, "blocks": 8, "ghosts": 2, "tie_embeddings": True},
 }
 
 
@@ -91,7 +91,7 @@ def test_phantom_is_the_same_model_on_any_number_of_ranks(ranks, size, variant):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
 def test_megatron_is_the_same_model_on_any_number_of_ranks(ranks, size, tied):
-    for found in ranks(size)(errors_on_ranks, config_of("megatron", tied=tied)):
+    for found in ranks(size)(errors_on_ranks, config_of("megatron", tie_embeddings=tied)):
         assert max(found.values()) < 1e-10, found
 
 
@@ -133,7 +133,7 @@ def test_four_exchanges_a_layer_each_way_and_no_other(ranks, size):
     head turns its weight once each way.
     """
     for tied in (False, True):
-        for found in ranks(size)(counted, config_of(tied=tied), False):
+        for found in ranks(size)(counted, config_of(tie_embeddings=tied), False):
             assert found["forward"] == {"layers.0": 4, "layers.1": 4, "ends": 2 + tied}
             assert sum(found["backward"].values()) == 8 + 1 + tied
 
@@ -171,21 +171,21 @@ def decoded(config: GPTConfig, on_ranks: bool) -> tuple[float, int]:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("strategy", ["phantom", "megatron", "dense"])
 def test_a_cache_gives_the_logits_of_all_at_once(strategy, tied):
-    assert decoded(config_of(strategy, tied=tied), False)[0] < 1e-11
+    assert decoded(config_of(strategy, tie_embeddings=tied), False)[0] < 1e-11
 
 
 @pytest.mark.parametrize("strategy", ["phantom", "megatron"])
 def test_a_cache_on_ranks_holds_this_ranks_heads_only(ranks, strategy):
     _, alone = decoded(config_of(strategy), False)
     for tied in (False, True):
-        for error, held in ranks(2)(decoded, config_of(strategy, tied=tied), True):
+        for error, held in ranks(2)(decoded, config_of(strategy, tie_embeddings=tied), True):
             assert error < 1e-11
             assert held == alone // 2
 
 
 def decode_exchanges(tied: bool) -> tuple[int, dict[int, int]]:
     """Collectives of one decoded token, and of inference mode."""
-    model = filled(config_of(tied=tied), one_mesh(), torch.float32)
+    model = filled(config_of(tie_embeddings=tied), one_mesh(), torch.float32)
     cache = model.new_cache(1)
     with torch.inference_mode(), Ledger() as ledger:
         model.logits(torch.tensor([[3, 4, 5]]), cache, last=True)
@@ -227,11 +227,14 @@ def weights(config: GPTConfig) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("strategy", ["phantom", "megatron"])
 def test_the_same_seed_draws_the_same_weights_on_any_number_of_ranks(ranks, strategy, tied):
-    expected = weights(config_of(strategy, tied=tied))
+    expected = weights(config_of(strategy, tie_embeddings=tied))
     if strategy == "megatron":
-        for name, value in weights(config_of("dense", tied=tied)).items():
+        for name, value in weights(config_of("dense", tie_embeddings=tied)).items():
             assert torch.equal(value, expected[name])
-    for found in (*ranks(2)(weights, config_of(strategy, tied=tied)), ranks(4)(weights, config_of(strategy))[0]):
+    for found in (
+        *ranks(2)(weights, config_of(strategy, tie_embeddings=tied)),
+        ranks(4)(weights, config_of(strategy))[0],
+    ):
         if found.keys() == expected.keys():
             assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert ("head.weight" in expected or "head.linear.weight" in expected) is not tied
@@ -272,8 +275,8 @@ def autocast_error(config: GPTConfig, on_ranks: bool) -> tuple[str, float]:
 @pytest.mark.parametrize("tied", [False, True])
 def test_autocast(ranks, tied):
     for dtype, error in (
-        autocast_error(config_of(tied=tied), False),
-        *ranks(2)(autocast_error, config_of(tied=tied), True),
+        autocast_error(config_of(tie_embeddings=tied), False),
+        *ranks(2)(autocast_error, config_of(tie_embeddings=tied), True),
     ):
         assert dtype == "torch.bfloat16"
         assert error < 0.1
@@ -297,7 +300,7 @@ def test_a_model_in_bfloat16_runs_both_ways():
         ({"context": 1.5}, "context must be a positive whole number, got 1.5"),
         ({"kv_heads": 0}, "kv_heads must be a positive whole number, got 0"),
         ({"hidden": -1}, "hidden must be a positive whole number, got -1"),
-        ({"tied": "yes"}, "tied must be true or false, got 'yes'"),
+        ({"tie_embeddings": "yes"}, "tie_embeddings must be true or false, got 'yes'"),
         ({"rope_base": 0.0}, "rope_base must be a positive number, got 0.0"),
         ({"norm_eps": float("nan")}, "norm_eps must be a positive number, got nan"),
         ({"heads": 7}, "heads=7 does not divide dim=32: 4 or 8 would"),

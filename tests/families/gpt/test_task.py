@@ -86,7 +86,7 @@ def close(found: dict, expected: dict) -> bool:
 
 
 def test_losses_are_those_of_a_plain_loop_in_torch(phantom):
-    config = replace(phantom, clip=0.5, warmup=3, schedule="cosine", weight_decay=0.1)
+    config = replace(phantom, max_grad_norm=0.5, warmup=3, schedule="cosine", weight_decay=0.1)
     text = open_text(config)
     torch.manual_seed(config.seed)
     model = GPT(config.gpt())
@@ -97,7 +97,7 @@ def test_losses_are_those_of_a_plain_loop_in_torch(phantom):
         logits = model.logits(tokens)
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
         loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)))
         optimizer.param_groups[0]["lr"] = config.lr * config.lr_factor(step)
         optimizer.step()
         optimizer.zero_grad()
@@ -106,23 +106,23 @@ def test_losses_are_those_of_a_plain_loop_in_torch(phantom):
         tokens, targets = windows(text.held_out, text.held_out_starts(config), config.context)
         held_out = torch.nn.functional.cross_entropy(model.logits(tokens).flatten(0, 1), targets.flatten())
     found = here(config)
-    assert max(norms) > config.clip  # so that clipping is tested
+    assert max(norms) > config.max_grad_norm  # so that clipping is tested
     assert curve(found) == pytest.approx(expected, rel=1e-4)
     assert found[config.steps][1] == pytest.approx(held_out.item(), rel=1e-4)
 
 
 ELSEWHERE = [
     {"ranks": 2},
-    {"ranks": 2, "dp": 2, "accumulate": 2},
-    {"ranks": 2, "dp": 2, "fsdp": True, "accumulate": 2},
-    {"dp": 2, "fsdp": True, "recompute": True},
+    {"ranks": 2, "dp": 2, "gradient_accumulation_steps": 2},
+    {"ranks": 2, "dp": 2, "fsdp": True, "gradient_accumulation_steps": 2},
+    {"dp": 2, "fsdp": True, "activation_checkpointing": True},
 ]
 
 
 @pytest.mark.parametrize(("tied", "variants"), [(False, ELSEWHERE), (True, ELSEWHERE[2:3])], ids=["own head", "tied"])
 @pytest.mark.parametrize("strategy", ["phantom", "megatron"])
 def test_losses_are_the_same_on_any_ranks_copies_and_with_fsdp(ranks, phantom, strategy, tied, variants):
-    config = replace(of(strategy, phantom), clip=0.5, tied=tied)
+    config = replace(of(strategy, phantom), max_grad_norm=0.5, tie_embeddings=tied)
     expected = here(config)
     for variant in variants:
         changed = replace(config, **variant)
@@ -167,7 +167,7 @@ def test_mixed_precision_recomputed_and_compiled_are_close(phantom, monkeypatch)
     mixed = here(replace(phantom, dtype="bf16"))
     assert curve(mixed) == pytest.approx(curve(expected), rel=0.05)
     assert mixed != expected
-    assert close(here(replace(phantom, recompute=True)), expected)
+    assert close(here(replace(phantom, activation_checkpointing=True)), expected)
     seen = []
 
     def backend(graph, inputs):  # traces as the usual one does, and spares the test a C++ compiler

@@ -188,7 +188,7 @@ def test_a_damaged_tokenizer_is_an_error_that_names_it(tmp_path):
         ({"fsdp": True}, "fsdp cuts the weights over data-parallel copies, got dp=1"),
         ({"batch": 10, "dp": 4}, "use 8 or 12"),
         ({"max_bytes": 0}, "max_bytes must be a positive whole number, got 0"),
-        ({"recompute": 1}, "recompute must be true or false, got 1"),
+        ({"activation_checkpointing": 1}, "activation_checkpointing must be true or false, got 1"),
     ],
 )
 def test_a_config_that_does_not_fit_is_an_error_that_says_what_would(change, message):

@@ -1,4 +1,4 @@
-"""The settings of an FFN's training. The texts under the fields are what ``phantom train --help`` says of them."""
+"""Settings of an FFN's training. The texts under the fields are the help of ``phantom train``."""
 
 from dataclasses import dataclass, fields
 from typing import ClassVar
@@ -15,16 +15,16 @@ PIXELS = 64  # of a digit
 
 @dataclass(frozen=True, kw_only=True)
 class FFNSettings:
-    """The model of a training of an FFN, apart from how it is cut."""
+    """Sizes of the model, apart from how it is cut."""
 
     width: int = 1024
     """Features of every layer."""
     depth: int = 2
-    """Layers."""
+    """Number of layers."""
     activation: Activation = "relu"
-    """After every layer but the last."""
+    """Activation after every layer but the last."""
     bias: bool = True
-    """Whether layers have one."""
+    """Whether layers have a bias."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +43,13 @@ class FFNTrainConfig(TrainConfig, FFNSettings):
     which needs scikit-learn); or a folder with x.npy and y.npy, or a file .npz or .safetensors with x and y, both
     (rows, width)."""
     samples: int = 4096
-    """Rows that a teacher makes; one in 8 is held out."""
+    """Rows that a teacher generates; one in 8 is held out."""
     teacher_blocks: int = 4
-    """Of the planted teacher."""
+    """Blocks of the planted teacher."""
     teacher_ghosts: int = 4
-    """Of the planted teacher."""
+    """Ghosts of the planted teacher."""
     teacher_depth: int = 2
-    """Layers of a teacher."""
+    """Number of layers of a teacher."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

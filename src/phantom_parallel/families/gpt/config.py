@@ -26,12 +26,13 @@ class GPTConfig:
         strategy: ``phantom``, ``megatron`` or ``dense``.
         blocks: as for `PhantomLinear`; heads, features, hidden width and vocabulary are cut into blocks.
         ghosts: as for `PhantomLinear`.
-        tied: whether the head shares the embedding's weight.
+        tie_embeddings: whether the head shares the embedding's weight.
         rope_base: base of the rotary positions.
         norm_eps: added to the mean square in the norms.
     """
 
     family: ClassVar[str] = "gpt"
+    renamed: ClassVar[dict[str, str]] = {"tied": "tie_embeddings"}  # earlier names of fields, in older files
 
     vocab: int
     dim: int
@@ -43,7 +44,7 @@ class GPTConfig:
     strategy: GPTStrategy = "phantom"
     blocks: int | None = None
     ghosts: int | None = None
-    tied: bool = False
+    tie_embeddings: bool = False
     rope_base: float = 10000.0
     norm_eps: float = 1e-5
 
@@ -51,8 +52,8 @@ class GPTConfig:
         if self.strategy not in get_args(GPTStrategy):
             raise ValueError(f"strategy must be one of {', '.join(get_args(GPTStrategy))}, got {self.strategy!r}")
         positive(vocab=self.vocab, dim=self.dim, layers=self.layers, heads=self.heads, context=self.context)
-        if not isinstance(self.tied, bool):
-            raise ValueError(f"tied must be true or false, got {self.tied!r}")
+        if not isinstance(self.tie_embeddings, bool):
+            raise ValueError(f"tie_embeddings must be true or false, got {self.tie_embeddings!r}")
         for name in ("rope_base", "norm_eps"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):

@@ -75,7 +75,7 @@ class GPTShape(Shape):
     ghosts: int | None = None
     dp: int = 1
     word_bytes: int = 4
-    tied: bool = False
+    tie_embeddings: bool = False
     optimizer: Optimizer = "adam"
     recompute: bool = False
     rank: int = 0
@@ -111,7 +111,7 @@ class GPTShape(Shape):
             strategy=self.strategy,
             blocks=self.blocks,
             ghosts=self.ghosts,
-            tied=self.tied,
+            tie_embeddings=self.tie_embeddings,
         )
         config.check_ranks(self.ranks)
         made = {"config": config, "kv_heads": config.kv_heads, "hidden": config.hidden}
@@ -122,7 +122,18 @@ class GPTShape(Shape):
     @classmethod
     def of(cls, config: GPTConfig, **run: Any) -> "GPTShape":
         """Of a model, with how it is run: ``GPTShape.of(model.config, sequence=256, batch=8, ranks=4)``."""
-        names = ("strategy", "vocab", "dim", "layers", "heads", "kv_heads", "hidden", "blocks", "ghosts", "tied")
+        names = (
+            "strategy",
+            "vocab",
+            "dim",
+            "layers",
+            "heads",
+            "kv_heads",
+            "hidden",
+            "blocks",
+            "ghosts",
+            "tie_embeddings",
+        )
         return cls(**{name: getattr(config, name) for name in names}, **run)
 
     def prefill(self, prompt: int | None = None) -> "GPTShape":
@@ -204,7 +215,7 @@ class GPTShape(Shape):
     @property
     def _exchanges_rows(self) -> bool:
         """Whether a tied head's rows are another cut of the embedding than the embedding's own."""
-        return self.tied and self.strategy == "phantom" and self.ranks > 1
+        return self.tie_embeddings and self.strategy == "phantom" and self.ranks > 1
 
     def _parts(self) -> Iterator[LayerCost]:
         yield self._only_forward(self._embedding())
@@ -255,7 +266,7 @@ class GPTShape(Shape):
             kept=0,
             kept_bytes=self.rows * INDEX_BYTES,
             streamed=(2 * words, 2 * words),
-            whole_gradients=(weight * self.ranks,) if self.strategy == "megatron" and not self.tied else (),
+            whole_gradients=(weight * self.ranks,) if self.strategy == "megatron" and not self.tie_embeddings else (),
         )
 
     def _into(self, name: str, out_features: int) -> LayerCost:
@@ -341,7 +352,7 @@ class GPTShape(Shape):
         rows = self.rows if self.task == "train" else self.batch
         here, ranks = self.vocab // self.ranks, self.ranks
         phantom = self.strategy == "phantom"
-        parameters = [self.stream] + ([] if self.tied else [here * self.dim])
+        parameters = [self.stream] + ([] if self.tie_embeddings else [here * self.dim])
         products = (
             Product("W y", "forward", 1, rows, self.dim, here),
             Product("dW = d^T y", "backward", 1, here, rows, self.dim),
@@ -392,7 +403,7 @@ def shape_of(config: "GPTTrainConfig") -> GPTShape:
         batch=config.batch // config.dp,
         dp=config.dp,
         optimizer=optimizer_of(config.optimizer, config.momentum),
-        recompute=config.recompute,
+        recompute=config.activation_checkpointing,
     )
 
 

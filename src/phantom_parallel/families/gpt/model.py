@@ -161,7 +161,7 @@ class GPT(nn.Module):
         return vocabulary_cross_entropy(logits, targets, ranks=self.ranks)
 
     def _tied_rows(self) -> Tensor | None:
-        return self.head.tied_rows(self.embedding.weight) if self.config.tied else None
+        return self.head.tied_rows(self.embedding.weight) if self.config.tie_embeddings else None
 
     def _rotary(self) -> tuple[Tensor, Tensor]:
         """The tables, made when first asked for and again where the model has moved or changed its dtype."""

@@ -67,7 +67,7 @@ def parts_of(
 
 def _embedding_std(config: GPTConfig) -> float:
     """One, as the stream has; but a weight that is the head's too must not make large logits."""
-    return config.dim**-0.5 if config.tied else 1.0
+    return config.dim**-0.5 if config.tie_embeddings else 1.0
 
 
 class _PhantomParts:
@@ -90,7 +90,7 @@ class _PhantomParts:
 
     def head(self) -> VocabularyHead:
         config = self.config
-        return VocabularyHead(config.vocab, config.dim, tied=config.tied, eps=config.norm_eps, **self.kwargs)
+        return VocabularyHead(config.vocab, config.dim, tied=config.tie_embeddings, eps=config.norm_eps, **self.kwargs)
 
 
 class _WholeParts:
@@ -116,7 +116,7 @@ class _WholeParts:
 
     def head(self) -> WholeHead:
         config = self.config
-        linear = nn.Identity() if config.tied else self._linear(config.dim, config.vocab, ColwiseParallel())
+        linear = nn.Identity() if config.tie_embeddings else self._linear(config.dim, config.vocab, ColwiseParallel())
         return WholeHead(self._norm(), linear, self._eps)
 
     @property

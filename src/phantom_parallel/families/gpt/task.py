@@ -35,7 +35,9 @@ class GPTTask(Task[GPTTrainConfig]):
             check_agreement("the text to train on", {"digest": self._text.digest}, mesh)
         self.digest = self._text.digest
         self.held_out = self._text.held_out_starts(config)
-        self.model = GPT(config.gpt(), mesh=parallel.tp, device=parallel.device, recompute=config.recompute)
+        self.model = GPT(
+            config.gpt(), mesh=parallel.tp, device=parallel.device, recompute=config.activation_checkpointing
+        )
         if config.fsdp:
             for layer in self.model.layers:
                 fully_shard(layer, mesh=parallel.dp)
@@ -92,7 +94,7 @@ class GPTTask(Task[GPTTrainConfig]):
         for parameter, cut in zip(model.parameters(), self.model.parameters(), strict=True):
             part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             part.copy_(whole(cut)[own_part(parameter)])
-        model.recompute = self.config.recompute
+        model.recompute = self.config.activation_checkpointing
         return model
 
     def _to_device(self, pair: tuple[Tensor, Tensor]) -> list[Tensor]:

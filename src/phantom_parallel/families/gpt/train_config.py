@@ -1,4 +1,4 @@
-"""What a training of a GPT is. The texts under the fields are what ``phantom train gpt --help`` says of them."""
+"""Settings of a GPT's training. The texts under the fields are the help of ``phantom train gpt``."""
 
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, get_args
@@ -15,22 +15,22 @@ _MOST_TOKENS = 1 << 16  # a vocabulary: tokens lie on disk in two bytes
 
 @dataclass(frozen=True, kw_only=True)
 class GPTSettings:
-    """The model of a training of a GPT, apart from how it is cut."""
+    """Sizes of the model, apart from how it is cut."""
 
     dim: int = 256
     """Features of the residual stream."""
     layers: int = 4
-    """Layers, of attention and SwiGLU each."""
+    """Number of layers, each of attention and SwiGLU."""
     heads: int = 8
-    """Heads of queries."""
+    """Query heads."""
     kv_heads: int | None = None
-    """Heads of keys and values; by default as many as of queries."""
+    """Key and value heads; by default as many as query heads."""
     hidden: int | None = None
-    """Width of the SwiGLU; by default 8/3 of dim and a bit."""
+    """Hidden features of the SwiGLU; by default 8/3 of dim, rounded up to whole blocks."""
     context: int = 256
-    """Tokens that the model sees."""
-    tied: bool = False
-    """Whether the head shares the embedding's weight."""
+    """Context length in tokens."""
+    tie_embeddings: bool = False
+    """Let the head share the embedding's weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,32 +44,36 @@ class GPTTrainConfig(TrainConfig, GPTSettings):
     family: ClassVar[str] = "gpt"
     row: ClassVar[str] = "window"
     named_data: ClassVar[tuple[str, ...]] = (PYTHON,)
-    may_change: ClassVar[frozenset[str]] = TrainConfig.may_change | {"recompute", "fsdp"}
+    renamed: ClassVar[dict[str, str]] = TrainConfig.renamed | {
+        "recompute": "activation_checkpointing",
+        "tied": "tie_embeddings",
+    }
+    may_change: ClassVar[frozenset[str]] = TrainConfig.may_change | {"activation_checkpointing", "fsdp"}
 
     strategy: GPTStrategy = "phantom"
-    """How the model is cut."""
+    """How the model is cut over ranks."""
     batch: int = 16
-    """Windows of a step, over all copies and accumulated pieces together."""
-    clip: float | None = 1.0
-    """Largest norm of the whole gradient."""
+    """Windows of a step, over all data-parallel copies and micro-batches together."""
+    max_grad_norm: float | None = 1.0
+    """Clip the norm of the whole gradient to this."""
     seed: int = 0
-    """Decides the first weights and the windows of every step."""
+    """Seed of the initial weights and of the windows of every step."""
     data: str = PYTHON
     """The source of Python's standard library (python), or the path of a text file, or of a folder of text files."""
     pattern: str = "*.txt"
-    """Which files of a folder, at any depth."""
+    """Files to read from a folder, at any depth."""
     max_bytes: int = 8_000_000
-    """At most so much of the text, files in the order of their paths."""
+    """Maximum length of the text in bytes; files are read in the order of their paths."""
     tokenizer: TokenizerName = "bytes"
-    """Bytes, or a byte-pair encoding that is learnt from the text (bpe, which needs the tokenizers library)."""
+    """Bytes, or a byte-pair encoding trained on the text (bpe, which needs the tokenizers library)."""
     vocab: int | None = None
-    """Tokens of the vocabulary, some of which may stay unused; by default 256 for bytes and 1024 for bpe."""
+    """Size of the vocabulary; by default 256 for bytes and 1024 for bpe."""
     eval_windows: int = 64
-    """Windows that are evaluated, of the tenth of the text that is held out; fewer where it has fewer."""
-    recompute: bool = False
-    """Keep only what enters each layer, and compute the rest again in backward."""
+    """Number of windows to evaluate, from the tenth of the text that is held out."""
+    activation_checkpointing: bool = False
+    """Keep only the input of each layer, and compute the rest again in backward."""
     fsdp: bool = False
-    """Cut weights, gradients and optimizer over the data-parallel copies (FSDP2), instead of a replica on each."""
+    """Shard weights, gradients and optimizer states over the data-parallel copies (FSDP2), in place of replicas."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,7 +87,7 @@ class GPTTrainConfig(TrainConfig, GPTSettings):
             raise ValueError(
                 f"vocab={self.vocab} must lie from {BYTES}, since every byte is a token, to {_MOST_TOKENS}"
             )
-        for name in ("recompute", "fsdp"):
+        for name in ("activation_checkpointing", "fsdp"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
         self.gpt().check_ranks(self.ranks)

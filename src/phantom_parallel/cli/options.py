@@ -1,0 +1,93 @@
+"""What all commands share: options with one name, one help text and their aliases, and how they are read."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import tyro
+
+from phantom_parallel.families.registry import family_names
+
+Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+
+# Other names of options: what people type elsewhere, and what options were called in earlier releases.
+ALIASES: dict[str, tuple[str, ...]] = {
+    "ranks": ("--tp",),
+    "gradient_accumulation_steps": ("--accumulate",),
+    "max_grad_norm": ("--clip",),
+    "activation_checkpointing": ("--recompute",),
+    "tie_embeddings": ("--tied",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonOption:
+    json: Flag = False
+    """Print the results as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileOption:
+    profile: str | None = None
+    """Hardware profile whose watts the energy is modelled with where there are no sensors; by default this machine's as
+    phantom calibrate --watts wrote it, else watts that are assumed of a CPU core. See phantom hardware."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksOption:
+    ranks: int | None = None
+    """Ranks that share the model; by default 1, or as many as torchrun or srun started."""
+
+
+def parse(options: type[Any], prog: str, arguments: list[str], defaults: Mapping[str, Any] | None = None) -> Any:
+    """Read a command's options. ``defaults`` take the place of the class's own; unknown ones are ignored."""
+    return tyro.cli(with_aliases(options, defaults or {}), prog=prog, args=arguments)
+
+
+def with_aliases(options: type[Any], defaults: Mapping[str, Any]) -> type[Any]:
+    """The same options, with their aliases and with ``defaults`` where there are some."""
+    assert is_dataclass(options)
+    hints = get_type_hints(options, include_extras=True)
+    changed: list[tuple[str, Any, Any]] = []
+    for one in fields(options):
+        if one.name in ALIASES or one.name in defaults:
+            kind = hints[one.name]
+            if one.name in ALIASES:
+                kind = Annotated[kind, tyro.conf.arg(aliases=ALIASES[one.name])]
+            value = defaults.get(one.name, one.default)
+            changed.append((one.name, kind, field(default=value, kw_only=True)))
+    if not changed:
+        return options
+    made = make_dataclass(options.__name__, changed, bases=(options,), frozen=True, kw_only=True)
+    made.__doc__ = options.__doc__
+    return made
+
+
+def split_family(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """The family that the first argument names, if it does, and the other arguments."""
+    if arguments and arguments[0] in family_names():
+        return arguments[0], arguments[1:]
+    return None, arguments
+
+
+def value_of(option: str, arguments: list[str]) -> str | None:
+    """Value of ``--option`` among arguments that are not parsed yet."""
+    for index, argument in enumerate(arguments):
+        if argument == option and index + 1 < len(arguments):
+            return arguments[index + 1]
+        if argument.startswith(f"{option}="):
+            return argument.partition("=")[2]
+    return None
+
+
+def folder_of(arguments: list[str]) -> Path | None:
+    """The folder given as ``--out``."""
+    value = value_of("--out", arguments)
+    return None if value is None else Path(value)
+
+
+def command_line() -> str:
+    """The command as the user typed it, to be run again."""
+    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
