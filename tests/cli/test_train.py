@@ -82,8 +82,12 @@ def test_a_transformer_trains_on_two_ranks_and_goes_on_as_one(tmp_path, capfd, m
     model = load_model(tmp_path / "run" / "model")
     assert (model.config.vocab, model.config.blocks) == (256, 4)
 
-    assert phantom(tmp_path / "run", "--resume") == 2  # as an FFN
-    assert "is of a training of the kind 'gpt', not 'ffn'" in failed(capfd)
+    assert program.main(["train", "ffn", "--out", str(tmp_path / "run"), "--resume"]) == 2
+    assert "holds a training of the family gpt, not ffn" in failed(capfd)
+    assert (
+        program.main(["train", "--out", str(tmp_path / "run"), "--resume", "--steps", "34"]) == 0
+    )  # as it was trained
+    assert steps_of(tmp_path / "run") == [10, 20, 30, 34]
     assert gpt("--steps", "40", "--resume", "--max-bytes", "10000") == 2
     assert "was trained with max_bytes=20000, not 10000" in failed(capfd)
     assert gpt("--heads", "6") == 2
@@ -98,8 +102,25 @@ def test_the_help_has_a_text_for_every_option_and_leads_to_the_other(capsys, var
     told = capsys.readouterr().out
     assert "phantom train" in told
     for field in fields(GPTTrainConfig if variant else FFNTrainConfig):
-        text = told.split("--" + field.name.replace("_", "-"), 1)[1].split("\n  --", 1)[0]
-        assert "." in text.split("(default")[0], field.name  # a sentence
+        text = told.split("--" + field.name.replace("_", "-"), 1)[1].split("(default", 1)[0]
+        assert "." in text, field.name  # a sentence
+
+
+def test_options_have_the_names_of_other_libraries_and_their_earlier_ones(tmp_path, capfd):
+    names = ["--tp", "1", "--gradient-accumulation-steps", "2", "--max-grad-norm", "0.5"]
+    earlier = ["--ranks", "1", "--accumulate", "2", "--clip", "0.5"]
+    for folder, given in (("new", names), ("old", earlier)):
+        assert phantom(tmp_path / folder, *given, "--steps", "2", "--json") == 0
+    new, old = (json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("new", "old"))
+    assert new == old
+    assert (new["gradient_accumulation_steps"], new["max_grad_norm"]) == (2, 0.5)
+
+
+def test_resume_takes_what_is_not_given_from_the_folder(tmp_path, capfd):
+    assert phantom(tmp_path / "run", "--lr", "0.002", "--batch", "32", "--steps", "4") == 0
+    assert program.main(["train", "--out", str(tmp_path / "run"), "--resume", "--steps", "6", "--json"]) == 0
+    found = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (found["lr"], found["batch"], found["steps"]) == (0.002, 32, 6)
 
 
 def failed(capfd) -> str:
