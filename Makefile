@@ -10,7 +10,7 @@ help:
 	@echo "make venv     make $(VENV) with everything pinned in constraints.txt"
 	@echo "make test     lint, then the tests but those of the second tier"
 	@echo "make test-all lint, then all tests"
-	@echo "make lint     ruff and mypy"
+	@echo "make lint     ruff, mypy and the direction of imports"
 	@echo "make docs     build the documentation to site/"
 	@echo "make bench    measure the layers: ratios from one interleaved run, also in out/bench.json"
 	@echo "make clean    remove $(VENV) and what was built"
@@ -37,6 +37,7 @@ lint: venv
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 docs: venv
 	$(BIN)/mkdocs build --quiet
