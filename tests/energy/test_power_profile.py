@@ -63,7 +63,7 @@ def test_an_unknown_name_lists_the_profiles():
 @pytest.fixture
 def host(monkeypatch):
     """``host(cores)`` simulates a host with so many cores."""
-    for name in ("LOCAL_WORLD_SIZE", "SLURM_CPU_BIND_TYPE"):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_CPU_BIND_TYPE"):
         monkeypatch.delenv(name, raising=False)
 
     def simulate(cores: int) -> None:
@@ -98,11 +98,13 @@ def test_a_slurm_task_that_is_bound_to_cores_shares_them_with_no_other_rank(host
     host(4)  # the cores that this task is bound to
     monkeypatch.setenv("SLURM_CPU_BIND_TYPE", "mask_cpu:")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
     assert cores_per_rank(2) == 2  # ranks to be launched within the task
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    assert cores_per_rank(2) == 4
-    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)  # ranks that torchrun started in the task
-    assert cores_per_rank(2) == 2
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cores_per_rank(2) == 2  # ranks that were launched within the task
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    assert cores_per_rank(2) == 4  # each rank is a task
 
 
 @pytest.mark.parametrize("name", [None, "assumed-core"])

@@ -35,6 +35,15 @@ def all_gather_objects(value: T, group: Group) -> list[T]:
     return gathered
 
 
+def barrier(group: Group) -> None:
+    """Wait for all ranks of ``group``; None is this process alone. Ranks of a ``fake`` process group do not wait."""
+    if group is None:
+        return
+    group = _process_group(group)
+    if dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake":
+        dist.barrier(group)
+
+
 def broadcast_from_rank_zero(work: Callable[[], T], device: torch.device, group: dist.ProcessGroup | None = None) -> T:
     """Call ``work`` on the first rank of ``group`` and return its result on every rank.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from phantom_parallel.energy._collectives import all_gather_objects, barrier
+from phantom_parallel.distributed.objects import all_gather_objects, barrier
 from phantom_parallel.energy.power_profile import PowerProfile, load_power_profile
 from phantom_parallel.energy.results import Provenance, Scope, SensorEnergy, TimelinePoint, WindowResult
 from phantom_parallel.energy.sampler import BackgroundSampler, SensorReader, power_timeline

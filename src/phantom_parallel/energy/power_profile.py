@@ -134,7 +134,6 @@ def _available_cores() -> int:
 
 
 def _bound_to_own_cores() -> bool:
-    """Whether this rank is a Slurm task that is bound to cores. Ranks that torchrun started in a task share its."""
-    launched_by_torchrun = not dist.is_initialized() or dist.is_torchelastic_launched()
-    binding = os.environ.get("SLURM_CPU_BIND_TYPE", "none")
-    return not launched_by_torchrun and binding.startswith(("rank", "map_cpu", "mask_cpu"))
+    """Whether this rank is a Slurm task that is bound to cores. Ranks launched within a task share its cores."""
+    is_task = os.environ.get("SLURM_STEP_NUM_TASKS") == os.environ.get("WORLD_SIZE", "")
+    return is_task and os.environ.get("SLURM_CPU_BIND_TYPE", "none").startswith(("rank", "map_cpu", "mask_cpu"))

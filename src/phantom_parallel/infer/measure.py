@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from phantom_parallel.distributed.objects import check_agreement
-from phantom_parallel.energy._collectives import all_gather_objects, barrier
+from phantom_parallel.distributed.objects import all_gather_objects, barrier, check_agreement
 from phantom_parallel.energy.meter import EnergyMeter, synchronize
 from phantom_parallel.energy.power_profile import PowerProfile
 from phantom_parallel.energy.results import MEASURED, Provenance, Scope

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phantom_parallel.cost.ledger import Ledger
-from phantom_parallel.energy._collectives import all_gather_objects, barrier
+from phantom_parallel.distributed.objects import all_gather_objects, barrier
 from phantom_parallel.energy.meter import EnergyMeter, synchronize
 from phantom_parallel.energy.power_profile import PowerProfile
 from phantom_parallel.energy.results import Provenance
