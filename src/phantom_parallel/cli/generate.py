@@ -1,6 +1,5 @@
 """``phantom generate``: text that a trained transformer goes on with, and what a token costs."""
 
-import json as json_format
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,13 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from phantom_parallel.checkpoint.model import family_of
-from phantom_parallel.cli.ending import ending
+from phantom_parallel.cli.exit_codes import exit_on_failure
 from phantom_parallel.cli.infer import about_energy
 from phantom_parallel.distributed.external import is_rank_zero, slurm_ranks
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.infer.generation import Against, GenerateConfig, GenerateReport, PhaseCost, print_text
 from phantom_parallel.infer.run import check_folder
 from phantom_parallel.infer.sampling import Sampling
+from phantom_parallel.utils.files import json_text
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
@@ -79,14 +79,14 @@ class Options:
         )
 
     def run(self) -> None:
-        with ending():
+        with exit_on_failure():
             config = self.config()
             family = get_family(family_of(check_folder(config.model)))
             report = family.generate(config, write=not self.json, show=True)
         if not is_rank_zero():
             return
         if self.json:
-            print(json_format.dumps(report.to_dict(), indent=2))
+            print(json_text(report.to_dict()))
         else:
             _show(report)
 

@@ -1,6 +1,5 @@
 """``phantom hardware``: the profiles, or one with every figure, its source, and a mark where it is uncertain."""
 
-import json
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
@@ -11,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from phantom_parallel.cost.hardware import Profile, list_profiles, load_profile
+from phantom_parallel.utils.files import json_text
 
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""), (1e-3, "m"), (1e-6, "u"))
 
@@ -32,7 +32,7 @@ class Options:
         profiles = [load_profile(self.name)] if self.name else [load_profile(name) for name in list_profiles()]
         if self.json:
             found = [asdict(profile) for profile in profiles]
-            print(json.dumps(found[0] if self.name else found, indent=2))
+            print(json_text(found[0] if self.name else found))
         else:
             Console().print(_one(profiles[0]) if self.name else _all(profiles))
 

@@ -1,6 +1,5 @@
 """``phantom infer``: predictions of a trained model, and their cost against tensor parallelism on the same ranks."""
 
-import json as json_format
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +11,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from phantom_parallel.cli.ending import ending
+from phantom_parallel.cli.exit_codes import exit_on_failure
 from phantom_parallel.distributed.external import is_rank_zero, slurm_ranks
 from phantom_parallel.infer.measure import Inference
 from phantom_parallel.infer.run import Against, InferConfig, Report, run
+from phantom_parallel.utils.files import json_text
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
@@ -67,12 +67,12 @@ class Options:
         )
 
     def run(self) -> None:
-        with ending():
+        with exit_on_failure():
             report = run(self.config(), show=True)
         if not is_rank_zero():
             return
         if self.json:
-            print(json_format.dumps(report.to_dict(), indent=2))
+            print(json_text(report.to_dict()))
         else:
             _show(report)
 

@@ -1,6 +1,5 @@
 """``phantom meter``: lists the energy sensors of this machine."""
 
-import json
 import math
 import time
 from dataclasses import asdict, dataclass
@@ -12,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from phantom_parallel.energy import Discovery, EnergyMeter, SensorEnergy, WindowResult, discover, format_joules
+from phantom_parallel.utils.files import json_text
 
 UPDATE_SECONDS = 0.1  # between updates of the progress bar
 
@@ -31,7 +31,7 @@ class Options:
         found = discover()
         result = self._read(found)
         if self.json:
-            print(json.dumps(_to_dict(found, result), indent=2))
+            print(json_text(_to_dict(found, result)))
         else:
             _print(found, result, Console(highlight=False, soft_wrap=True))
 

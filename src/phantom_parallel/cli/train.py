@@ -1,6 +1,5 @@
 """``phantom train``: train a model on local ranks or a cluster's, with checkpoints to resume from."""
 
-import json as json_format
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -8,12 +7,13 @@ from typing import Any, ClassVar
 from rich.console import Console
 from rich.table import Table
 
-from phantom_parallel.cli.ending import ending
+from phantom_parallel.cli.exit_codes import exit_on_failure
 from phantom_parallel.cli.options import Flag, JsonOption, folder_of
 from phantom_parallel.distributed.external import is_rank_zero
 from phantom_parallel.families.registry import DEFAULT_FAMILY, family_names, get_family
 from phantom_parallel.train import Summary, TrainConfig, run
 from phantom_parallel.train.run_dir import read_config
+from phantom_parallel.utils.files import json_text
 
 _HELP = """Train {title} until a number of steps or a target loss. Other families: {others}.
 
@@ -43,12 +43,12 @@ class TrainOptions(JsonOption):
 
     def run(self) -> None:
         config = self.config()
-        with ending():
+        with exit_on_failure():
             summary = run(config, self.out, resume=self.resume, show=True)
         if not is_rank_zero():
             return
         if self.json:
-            print(json_format.dumps(summary.to_dict(), indent=2))
+            print(json_text(summary.to_dict()))
         else:
             _show(summary, config, self.out)
 

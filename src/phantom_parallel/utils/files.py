@@ -1,15 +1,16 @@
 """Files and folders that appear whole or not at all, with the permissions that the umask gives."""
 
 import json
+import math
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-# A name that no reader takes for a finished file: hidden, and told from a user's own files when it is swept up.
+# Prefix of unfinished files: hidden from readers, and distinct from a user's own files when `remove_scratch` runs.
 _SCRATCH = ".writing-"
 
 
@@ -85,22 +86,35 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     write_bytes(path, text.encode())
 
 
+def json_text(value: Any) -> str:
+    """Serialize to JSON. NaN and infinities, which JSON does not have, become null."""
+    return json.dumps(_finite_or_none(value), indent=2, allow_nan=False)
+
+
+def _finite_or_none(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite_or_none(item) for key, item in value.items()}
+    return [_finite_or_none(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """Write a JSON file atomically. NaN and infinities, which JSON does not have, raise ValueError."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def remove_scratch(folder: Path) -> None:
-    """Remove what writers that were killed have left in ``folder``. No writer may be at work there."""
-    for left in folder.glob(f"{_SCRATCH}*"):
-        if left.is_dir() and not left.is_symlink():
-            shutil.rmtree(left, ignore_errors=True)
+    """Remove unfinished files and folders of writers that were killed. No writer may be active in ``folder``."""
+    for path in folder.glob(f"{_SCRATCH}*"):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
         else:
-            left.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:
-    """Put a folder's entries on the disk, where the system can."""
+    """Flush a folder's entries to the disk, where the system supports it."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:

@@ -1,0 +1,173 @@
+"""Files and folders appear whole or not at all, with the permissions of the umask."""
+
+import json
+import math
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phantom_parallel.utils import files
+from phantom_parallel.utils.files import (
+    atomic_file,
+    atomic_folder,
+    json_text,
+    remove_scratch,
+    write_bytes,
+    write_json,
+    write_text,
+)
+
+
+@pytest.fixture(params=[0o022, 0o027, 0o077], ids=oct)
+def umask(request):
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def permissions(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """All files below a folder, hidden ones as well."""
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_file_appears_when_the_block_ends(tmp_path):
+    path = tmp_path / "new" / "a.bin"
+    with atomic_file(path) as file:
+        file.write(b"one")
+        file.flush()
+        assert not path.exists()
+    assert contents(tmp_path) == {"new/a.bin": "one"}
+    write_bytes(path, b"two")
+    assert contents(tmp_path) == {"new/a.bin": "two"}
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("before", [{}, {"a.txt": "old"}], ids=["new", "overwritten"])
+def test_a_file_that_is_not_finished_leaves_the_folder_as_it_was(tmp_path, before, error):
+    for name, text in before.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(error), atomic_file(tmp_path / "a.txt") as file:
+        file.write(b"half")
+        raise error
+    assert contents(tmp_path) == before
+
+
+def test_data_are_flushed_to_the_disk_before_the_name_changes(tmp_path, monkeypatch):
+    calls, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (calls.append("fsync"), fsync(handle)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (calls.append("replace"), replace(old, new)))
+    write_text(tmp_path / "a.txt", "text")
+    assert calls == ["fsync", "replace", "fsync"]  # the file, its name, and the folder
+
+
+def test_permissions_follow_the_umask(tmp_path, umask):
+    write_text(tmp_path / "a.txt", "text")
+    with atomic_folder(tmp_path / "folder") as folder:
+        (folder / "b.txt").write_text("text")
+    assert permissions(tmp_path / "a.txt") == 0o666 & ~umask
+    assert permissions(tmp_path / "folder") == 0o777 & ~umask
+
+
+def test_a_folder_appears_when_the_block_ends(tmp_path):
+    path = tmp_path / "new" / "folder"
+    with atomic_folder(path) as folder:
+        (folder / "sub").mkdir()
+        (folder / "sub" / "a.txt").write_text("a")
+        assert not path.exists()
+        assert folder.parent == path.parent  # on the same file system, so that it can be renamed
+    assert contents(tmp_path) == {"new/folder/sub/a.txt": "a"}
+
+
+def test_an_existing_folder_is_refused_or_replaced_as_a_whole(tmp_path):
+    path = tmp_path / "folder"
+    path.mkdir()
+    (path / "old.txt").write_text("old")
+    with pytest.raises(FileExistsError, match="folder exists"), atomic_folder(path):
+        pytest.fail("an existing folder was to be filled")
+    with atomic_folder(path, overwrite=True) as folder:
+        (folder / "new.txt").write_text("new")
+        assert contents(path) == {"old.txt": "old"}
+    assert contents(tmp_path) == {"folder/new.txt": "new"}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_that_is_not_finished_leaves_the_old_one(tmp_path, overwrite):
+    path, before = tmp_path / "folder", {}
+    if overwrite:
+        path.mkdir()
+        (path / "old.txt").write_text("old")
+        before = {"folder/old.txt": "old"}
+    with pytest.raises(RuntimeError), atomic_folder(path, overwrite=overwrite) as folder:
+        (folder / "new.txt").write_text("new")
+        raise RuntimeError
+    assert contents(tmp_path) == before
+
+
+def test_a_folder_that_cannot_be_renamed_leaves_the_old_one(tmp_path, monkeypatch):
+    path, rename = tmp_path / "folder", os.rename
+    path.mkdir()
+    (path / "old.txt").write_text("old")
+
+    def renamed(old, new):
+        if Path(new) == path and not (Path(old) / "old.txt").exists():
+            raise OSError("no")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", renamed)
+    monkeypatch.setattr(files, "_exchange", lambda *_: False, raising=False)
+    with pytest.raises(OSError, match="no"), atomic_folder(path, overwrite=True) as folder:
+        (folder / "new.txt").write_text("new")
+    assert contents(tmp_path) == {"folder/old.txt": "old"}
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from phantom_parallel.utils.files import atomic_file, atomic_folder
+
+path = Path(sys.argv[1])
+with atomic_file(path / "a.txt") as file, atomic_folder(path / "folder", overwrite=True) as folder:
+    file.write(b"half")
+    file.flush()
+    (folder / "new.txt").write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_writer_that_is_killed_leaves_the_old_files_and_scratch_that_is_removed(tmp_path):
+    (tmp_path / "folder").mkdir()
+    before = {"a.txt": "old", "folder/old.txt": "old", ".writing.txt": "a user's own"}
+    for name, text in before.items():
+        (tmp_path / name).write_text(text)
+    assert subprocess.run([sys.executable, "-c", KILLED, tmp_path], check=False).returncode == -signal.SIGKILL
+    found = contents(tmp_path)
+    assert before.items() <= found.items()
+    assert len(found) == len(before) + 2
+    target = tmp_path / "folder"
+    (tmp_path / ".writing-link").symlink_to(target)
+    remove_scratch(tmp_path)
+    assert contents(tmp_path) == before
+
+
+def test_json_files_and_text_are_valid_json(tmp_path):
+    value = {"a": [1.5, math.nan, (math.inf, -math.inf)], "b": {"c": math.nan, "d": None}, "e": "NaN", "f": True}
+    assert json.loads(json_text(value)) == {
+        "a": [1.5, None, [None, None]],
+        "b": {"c": None, "d": None},
+        "e": "NaN",
+        "f": True,
+    }
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(tmp_path / "a.json", value)
+    assert contents(tmp_path) == {}
+    write_json(tmp_path / "a.json", {"a": 1})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1}

@@ -1,0 +1,97 @@
+"""Progress on stderr: lines without a terminal, a bar on one, and nothing if it is not to be shown."""
+
+import pytest
+
+from phantom_parallel.utils import progress
+from phantom_parallel.utils.progress import ProgressDisplay
+
+
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    """The time in seconds, which tests set."""
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.fixture(autouse=True)
+def _no_terminal(monkeypatch):
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def lines(capsys) -> list[str]:
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err.splitlines()
+
+
+def test_without_a_terminal_there_is_a_line_every_few_seconds_and_at_the_end(clock, capsys):
+    with ProgressDisplay() as display:
+        display.stage("measuring: turn", 10)
+        for turn in range(1, 11):
+            clock[0] += 2.0
+            display.update(turn)
+    assert lines(capsys) == [
+        "measuring: turn 3/10 0:00:14 left",
+        "measuring: turn 6/10 0:00:08 left",
+        "measuring: turn 9/10 0:00:02 left",
+        "measuring: turn 10/10",
+    ]
+
+
+def test_a_line_can_be_requested_and_has_the_note(clock, capsys):
+    with ProgressDisplay() as display:
+        display.stage("step", 1000)
+        clock[0] += 0.25
+        display.update(1, "loss 0.5 [of all]")
+        display.update(1, "loss 0.5 [of all]", line=True)
+    assert lines(capsys) == ["step 1/1,000 loss 0.5 [of all]  0:04:10 left"]
+
+
+def test_the_time_left_counts_from_what_was_finished_before(clock, capsys):
+    with ProgressDisplay() as display:
+        display.stage("step", 100, done=90)
+        clock[0] += 8.0
+        display.update(90, line=True)  # nothing is finished yet, so nothing is known
+        display.update(92, line=True)
+    assert lines(capsys) == ["step 90/100", "step 92/100 0:00:32 left"]
+
+
+def test_a_new_stage_starts_anew(clock, capsys):
+    with ProgressDisplay() as display:
+        display.stage("first", 2)
+        clock[0] += 60.0
+        display.update(2)
+        display.stage("second", 4)
+        clock[0] += 1.0
+        display.update(1, line=True)
+    assert lines(capsys) == ["first 2/2", "second 1/4 0:00:03 left"]
+
+
+def test_nothing_is_printed_unless_shown(clock, capsys):
+    with ProgressDisplay(show=False) as display:
+        display.stage("step", 2)
+        clock[0] += 60.0
+        display.update(1, "note", line=True)
+        display.print("a line")
+        display.update(2)
+    assert lines(capsys) == []
+
+
+def test_a_line_is_printed_as_it_is(capsys):
+    with ProgressDisplay() as display:
+        display.print("[bold]a line[/bold]")
+    assert lines(capsys) == ["[bold]a line[/bold]"]
+
+
+def test_on_a_terminal_there_is_a_bar(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    with ProgressDisplay() as display:
+        display.stage("step", 4)
+        display.update(3, "loss 0.5")
+        display.print("above")
+    text = "\n".join(lines(capsys))
+    for part in ("step", "loss 0.5", "━", "above", "left"):
+        assert part in text
