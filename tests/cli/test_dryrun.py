@@ -8,7 +8,7 @@ from phantom_parallel.cli.main import main
 def test_the_table_says_that_formulas_agree(capsys):
     assert main(["dryrun", "--width", "1024", "--depth", "2", "--ranks", "8", "--ghosts", "4", "--batch", "16"]) == 0
     text = capsys.readouterr().out
-    assert "rank 0 of 8" in text
+    assert "phantom on 8 ranks, 8 blocks, 4 ghosts, rank 0" in text
     assert "Formulas and code agree in every term" in text
 
 
@@ -43,7 +43,7 @@ def test_the_batch_is_that_of_all_copies(capsys):
     ("arguments", "message"),
     [
         (["--blocks", "7"], "blocks=7 does not divide in_features=16384"),
-        (["--ranks", "3"], "blocks=3 does not divide"),
+        (["--ranks", "3"], "3 ranks do not divide blocks=4"),
         (["--strategy", "dense"], "dense runs on one rank"),
         (["--strategy", "tensor", "--ghosts", "4"], "belong to the strategy phantom"),
         (["--dp", "3"], "dp=3 does not divide batch=64: use 2 or 4"),
@@ -65,12 +65,12 @@ SMALL += ["--sequence", "16", "--batch", "4", "--ranks", "4"]
 @pytest.mark.parametrize(
     "arguments", [["--ghosts", "4"], ["--strategy", "megatron"], ["--ghosts", "4", "--tie-embeddings"]]
 )
-@pytest.mark.parametrize("task", ["train", "prefill", "decode"])
-def test_a_transformer_agrees_with_its_formulas(capsys, arguments, task):
-    assert main([*SMALL, *arguments, "--task", task]) == 0
+@pytest.mark.parametrize("mode", ["train", "prefill", "decode"])
+def test_a_transformer_agrees_with_its_formulas(capsys, arguments, mode):
+    assert main([*SMALL, *arguments, "--mode", mode]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "Formulas and code agree in every term" in text
-    assert ("memory, cache, MiB" in text) == (task != "train")
+    assert ("memory, cache, MiB" in text) == (mode != "train")
 
 
 def test_a_transformers_json_has_the_counts(capsys):
@@ -111,7 +111,7 @@ def test_communication_is_a_table_and_files(capsys, tmp_path):
         (["--ghosts", "4", "--vocab", "66"], "blocks=4 does not divide vocab=66"),
         (["--ghosts", "4", "--dp", "3"], "dp=3 does not divide batch=4: use 2 or 4"),
         (["--ghosts", "4", "--out", "x"], "--out x is where --communication writes to"),
-        (["--ghosts", "4", "--communication", "--task", "decode"], "leave out --task decode"),
+        (["--ghosts", "4", "--communication", "--task", "decode"], "leave out --mode decode"),
         (["--strategy", "dense", "--ranks", "1", "--communication"], "one rank sends nothing"),
     ],
 )

@@ -9,9 +9,17 @@ from pathlib import Path
 import pytest
 import tyro
 
-from phantom_parallel.cli.plan import Options
+from phantom_parallel.cli.main import main
+from phantom_parallel.cli.plan import options_for
+from phantom_parallel.cost.hardware import load_profile
+from phantom_parallel.cost.timing import step_time
+from phantom_parallel.families.gpt.cost import GPTShape
 
+Options, _ = options_for("ffn", [])
 MODEL = {"width": 4096, "depth": 4, "batch": 64, "devices": 8}
+
+FFN_WORDS = "--width 4096 --depth 4 --batch 64 --devices 8"
+GPT_WORDS = "gpt --dim 512 --layers 2 --heads 8 --context 256 --vocab 1024 --batch 16 --devices 8"
 
 
 @pytest.fixture(autouse=True)
@@ -32,10 +40,10 @@ def test_the_options_are_read_from_the_command_line() -> None:
     words = "--width 4096 --depth 4 --batch 64 --devices 8 --ghosts 8 16 --blocks 8 --dp 1 2 --strategy phantom tensor"
     found = tyro.cli(Options, args=[*words.split(), "--goal", "energy", "--memory-gib", "40", "--json"])
     assert found == Options(
-        4096,
-        4,
-        64,
-        8,
+        width=4096,
+        depth=4,
+        batch=64,
+        devices=8,
         strategy=("phantom", "tensor"),
         blocks=(8,),
         ghosts=(8, 16),
@@ -75,7 +83,7 @@ def test_a_machine_without_watts_shows_no_energy(own: Path, capsys: pytest.Captu
 
 def test_long_tables_say_what_they_leave_out(capsys: pytest.CaptureFixture[str]) -> None:
     shown = run(capsys, devices=1024, batch=1024)
-    assert "more settings: --json or --out gives all." in shown
+    assert "more layouts: --json or --out gives all." in shown
 
 
 def test_json_is_the_whole_answer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,10 +130,12 @@ def test_equal_plans_give_equal_files(tmp_path: Path, capsys: pytest.CaptureFixt
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes(), path.name
 
 
-def test_without_figures_matplotlib_stays_out() -> None:
+@pytest.mark.parametrize("words", [FFN_WORDS, GPT_WORDS])
+def test_without_figures_torch_and_matplotlib_are_not_imported(words: str) -> None:
     code = (
-        "import sys; from phantom_parallel.cli.plan import Options; Options(4096, 4, 64, 8).run(); "
-        "assert 'matplotlib' not in sys.modules"
+        "import sys; from phantom_parallel.cli.main import main; "
+        f"assert main({['plan', *words.split()]}) == 0; "
+        "assert not {'matplotlib', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
 
@@ -143,3 +153,65 @@ def test_bad_input_is_one_clear_error(options: dict[str, object], message: str) 
     with pytest.raises(ValueError, match=message) as caught:
         Options(**{**MODEL, **options}).run()  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("goal", ["time", "energy", "devices"])
+def test_a_transformer_is_planned_as_a_feed_forward_network_is(
+    goal: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *GPT_WORDS.split(), "--goal", goal, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["request"]["family"] == "gpt"
+    assert {row["strategy"] for row in found["candidates"]} == {"dense", "megatron", "phantom"}
+    measure = {"time": "step_seconds", "energy": "modelled_joules_per_step", "devices": "devices"}[goal]
+    assert found["best"][measure] == min(row[measure] for row in found["candidates"])
+    layout = found["best_of_the_dense_model"]
+    shape = GPTShape(
+        layout["strategy"],
+        1024,
+        512,
+        2,
+        8,
+        sequence=256,
+        ranks=layout["ranks"],
+        dp=layout["dp"],
+        batch=16 // layout["dp"],
+    )
+    assert layout["step_seconds"] == step_time(shape, load_profile("dgx-a100")).total
+    assert layout["memory_bytes_per_device"] == shape.memory.total
+    assert layout["model_parameters"] == shape.model_parameters
+
+
+def test_the_tables_of_a_transformer_fit_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *GPT_WORDS.split()]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "dim 512, 2 layers, 8 heads, context 256, vocabulary 1,024" in " ".join(shown.split())
+
+
+def test_ffn_is_the_default_family(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for words in (["plan"], ["plan", "ffn"]):
+        assert main([*words, *FFN_WORDS.split()]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    with pytest.raises(SystemExit):
+        main(["plan", "--batch", "64", "--devices", "8"])
+    assert "--width" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--blocks 3", "blocks=3 does not divide dim=512"),
+        ("--heads 6", "heads=6 does not divide dim=512"),
+        ("--ghosts 257", "ghosts=257 is more than a block can show: use at most 256"),
+        ("--dp 3", "dp=3 does not divide batch=16: use 2 or 4"),
+        ("--memory-gib 0.001", "nothing fits in 0.001 GiB a device"),
+    ],
+)
+def test_an_impossible_transformer_is_one_line_and_exit_code_2(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *GPT_WORDS.split(), *words.split()]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())

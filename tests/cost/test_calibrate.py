@@ -11,12 +11,12 @@ from phantom_parallel.cost.calibrate import (
     fit_profile,
     product_work,
     step_work,
-    steps_to_measure,
 )
 from phantom_parallel.cost.hardware import dump_profile, load_profile
-from phantom_parallel.cost.settings import Setting
+from phantom_parallel.cost.terms import Shape
 from phantom_parallel.cost.timing import step_time
-from phantom_parallel.cost.validate import Outcome, grid
+from phantom_parallel.cost.validate import Outcome
+from phantom_parallel.families.registry import family_names, get_family
 
 # Seconds of a product, a layer, a FLOP, a byte read and written, an exchange and a byte sent.
 TRUE = Work(20e-6, 300e-6, 1 / 50e9, 1 / 10e9, 1 / 2e9, 1e-3, 1 / 1e9)
@@ -26,11 +26,15 @@ def time_of(work: Work) -> float:
     return sum(count * seconds for count, seconds in zip(work, TRUE, strict=True))
 
 
+def steps(ranks: int, family: str = "ffn", *, held_out: bool = False) -> list[Shape]:
+    return [shape for pair in get_family(family).step_shapes(ranks, held_out=held_out) for shape in pair.values()]
+
+
 def synthetic(ranks: int = 2) -> Measured:
     """A machine that follows the model to the letter."""
     works = [product_work(product) for product in PRODUCTS]
     works += [Work(exchanges=2, sent_bytes=bytes_sent) for bytes_sent in (1e3, 1e5, 1e6)]
-    works += [step_work(s.shape(strategy)) for s in steps_to_measure(ranks) for strategy in ("phantom", "tensor")]
+    works += [step_work(shape) for shape in steps(ranks)]
     return Measured(ranks, tuple(Sample(work, time_of(work)) for work in works))
 
 
@@ -46,14 +50,15 @@ def test_a_machine_that_follows_the_model_is_found_again():
     assert not profile.has_power
 
 
+@pytest.mark.parametrize("family", family_names())
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_work_that_is_fitted_is_the_work_that_the_time_model_prices(ranks):
+def test_the_work_that_is_fitted_is_the_work_that_the_time_model_prices(ranks, family):
     """Held-out steps, priced by the time model with the fitted profile, take what the machine takes for that work."""
     profile = fit_profile(synthetic(ranks))
-    for setting in grid(ranks):
-        for strategy in ("phantom", "tensor"):
-            shape = setting.shape(strategy)
-            assert step_time(shape, profile).total == pytest.approx(time_of(step_work(shape)), rel=1e-6)
+    held_out = steps(ranks, family, held_out=True)
+    assert held_out
+    for shape in held_out:
+        assert step_time(shape, profile).total == pytest.approx(time_of(step_work(shape)), rel=1e-6)
 
 
 def test_the_fit_has_no_negative_coefficients():
@@ -80,18 +85,26 @@ def test_a_calibrated_profile_is_a_profile_like_any_other(tmp_path):
 
 
 def test_the_error_is_that_of_the_ratio():
-    outcome = Outcome(grid(2)[0], {"phantom": 1.0, "tensor": 2.0}, {"phantom": 3.0, "tensor": 5.0})
+    outcome = Outcome({"ranks": 2}, {"phantom": 1.0, "tensor": 2.0}, {"phantom": 3.0, "tensor": 5.0})
+    assert outcome.baseline == "tensor"
     assert outcome.error == pytest.approx(0.2)
     assert outcome.to_dict()["predicted_ratio"] == pytest.approx(0.6)
 
 
-def test_the_grid_can_be_built_and_is_held_out():
+def test_held_out_widths_are_none_that_calibration_measures():
     for ranks in (2, 4, 8):
-        measured = {(s.width, s.depth, s.batch) for s in steps_to_measure(ranks)}
-        assert not {(s.width, s.depth, s.batch) for s in grid(ranks)} & measured
-        assert not {s.width for s in grid(ranks)} & {width for width, _, _ in measured}
+        held_out = {shape.width for shape in steps(ranks, held_out=True)}
+        assert held_out
+        assert not held_out & {shape.width for shape in steps(ranks)}
 
 
-def test_settings_are_checked_like_any_shape():
-    with pytest.raises(ValueError, match="blocks=3 does not divide"):
-        Setting(2, 64, 2, 8, blocks=3, ghosts=2).shape("phantom")
+@pytest.mark.parametrize("family", family_names())
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_steps_are_timed_in_pairs_of_phantom_and_the_baseline(family, ranks):
+    baseline = get_family(family).baseline
+    for pair in get_family(family).step_shapes(ranks, held_out=True):
+        assert list(pair) == ["phantom", baseline]
+        assert {strategy: shape.strategy for strategy, shape in pair.items()} == {s: s for s in pair}
+        assert {shape.ranks for shape in pair.values()} == {ranks}
+        phantom, other = pair.values()
+        assert all(getattr(phantom, name) == getattr(other, name) for name in phantom.listed)

@@ -9,7 +9,7 @@ from rich.console import Console
 from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel import GPT
-from phantom_parallel.cost.communication import Messages, as_csv, as_rows, draw, profile, profile_of, table
+from phantom_parallel.cost.communication import Messages, as_csv, as_rows, profile, profile_of, table
 from phantom_parallel.cost.dryrun import dry_run
 from phantom_parallel.cost.ledger import Ledger
 from phantom_parallel.families.ffn.cost import FFNShape
@@ -104,17 +104,3 @@ def test_the_table_has_every_row_and_the_sums():
 def test_csv_reads_back():
     rows = list(csv.DictReader(io.StringIO(as_csv(both()))))
     assert [{name: str(value) for name, value in row.items()} for row in as_rows(both())] == rows
-
-
-def test_the_figure_has_a_panel_for_each_phase():
-    figure = draw(both(), "Messages of one rank")
-    assert [panel.get_title() for panel in figure.axes] == ["prefill", "decode", "forward", "backward"]
-    heights = sorted(bar.get_height() for bar in figure.axes[3].patches)
-    assert heights[-1] == sum(row.sent_bytes for row in both()["megatron"] if row.phase == "backward")
-    labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels == ["phantom, 4 blocks", "megatron", "all-gather", "reduce-scatter", "all-reduce"]
-
-
-def test_one_rank_has_nothing_to_draw():
-    with pytest.raises(ValueError, match="one rank sends nothing"):
-        draw({"dense": profile(shape_of("dense", 1))}, "Messages")

@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from phantom_parallel import FFN, FFNConfig
 from phantom_parallel.cost.check import differences
-from phantom_parallel.cost.dryrun import DTYPES, dry_run, kept_for_backward
-from phantom_parallel.cost.ledger import Ledger
-from phantom_parallel.distributed.data_parallel import average_gradients
+from phantom_parallel.cost.dryrun import count_step, dry_run
+from phantom_parallel.cost.steps import build_step
 from phantom_parallel.families.ffn.cost import FFNShape
 
 
@@ -18,19 +16,9 @@ def count(shape: FFNShape) -> tuple[list[str], int, FFNShape]:
     """Where the formulas differ from what this rank did, the bytes it kept, and the shape with its rank."""
     mesh = init_device_mesh("cpu", (shape.dp, shape.ranks), mesh_dim_names=("dp", "tp"))
     shape = replace(shape, rank=mesh["tp"].get_local_rank())
-    settings = {
-        name: getattr(shape, name) for name in ("width", "depth", "strategy", "blocks", "ghosts", "activation", "bias")
-    }
-    dtype = DTYPES[shape.word_bytes]
-    model = FFN(FFNConfig(**settings), mesh=mesh["tp"] if shape.ranks > 1 else None, dtype=dtype)
-    features = shape.width // shape.ranks if model.cut_features else shape.width
-    x = torch.randn(shape.batch, features, dtype=dtype, requires_grad=shape.input_grad)
-    with Ledger() as ledger:
-        z, kept = kept_for_backward(lambda: model(x), model.parameters())
-        z.sum().backward()
-        with ledger.phase("sync"):
-            average_gradients(model, mesh["dp"])
-    return differences(shape, ledger, native=False), kept, shape
+    step = build_step(shape, mesh["tp"] if shape.ranks > 1 else None)
+    ledger, memory = count_step(step, copies=mesh["dp"])
+    return differences(shape, ledger, native=False), memory.activations, shape
 
 
 def phantom(ranks: int, blocks: int, **settings) -> FFNShape:

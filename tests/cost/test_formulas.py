@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from phantom_parallel.cost.terms import (
     Exchange,
-    break_even_ghosts,
     decompression_dominates,
     phantom_layer,
     tensor_layer,
@@ -52,13 +51,13 @@ def test_an_all_reduce_moves_twice_all_but_one_share():
 
 @given(blocks=st.integers(2, 8), m_in=st.integers(2, 50), m_out=st.integers(2, 50))
 def test_break_even_is_where_weights_are_as_many_as_dense(blocks, m_in, m_out):
-    k = break_even_ghosts(blocks * m_in, blocks * m_out, blocks)
+    k = BlockLayout(blocks * m_in, blocks * m_out, blocks, 1).break_even
     phantom = blocks * m_out * m_in + blocks * k * m_in + blocks * (blocks - 1) * k * m_out
     assert phantom == pytest.approx(blocks**2 * m_in * m_out)
 
 
 def test_break_even_of_a_square_layer():
-    assert break_even_ghosts(4096, 4096, 8) == pytest.approx(512 * (1 - 1 / 8))
+    assert BlockLayout(4096, 4096, 8, 1).break_even == pytest.approx(512 * (1 - 1 / 8))
 
 
 def test_decompression_dominates_past_the_square_root():
@@ -90,17 +89,17 @@ def test_the_whole_models_parameters():
     assert FFNShape("megatron", 8, 3, ranks=4, batch=1).model_parameters == 3 * (64 + 8)
     assert FFNShape("tensor", 8, 3, ranks=4, batch=1).model_parameters == 3 * (64 + 8)
     assert FFNShape("phantom", 8, 3, ranks=2, batch=1, blocks=4, ghosts=1).model_parameters == 3 * (16 + 8 + 24 + 8)
-    assert FFNShape("phantom", 8, 3, ranks=2, batch=1, blocks=4, ghosts=1).whole().model_parameters == 3 * (64 + 8)
+    assert FFNShape("dense", 8, 3, batch=1).model_parameters == 3 * (64 + 8)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"strategy": "magic"}, "strategy must be one of dense, tensor, megatron, phantom, got 'magic'"),
+        ({"strategy": "magic"}, "strategy must be one of phantom, tensor, megatron, dense, got 'magic'"),
         ({"strategy": "dense", "ranks": 2}, "dense runs on one rank, got ranks=2"),
         ({"strategy": "phantom"}, "needs blocks and ghosts"),
         ({"blocks": 2}, "belong to the strategy phantom, not to tensor"),
-        ({"ranks": 3}, "3 ranks do not divide in_features=64: run on 2 or 4 ranks"),
+        ({"ranks": 3}, "3 ranks do not divide width=64: run on 2 or 4 ranks"),
         ({"rank": 5}, "rank must be from 0 to 0, got 5"),
         ({"batch": 0}, "batch must be a positive whole number, got 0"),
         ({"optimizer": "lion"}, "optimizer must be one of sgd, momentum, adam, got 'lion'"),

@@ -13,42 +13,46 @@ from phantom_parallel.cost.planner import (
     GIB,
     Candidate,
     PlanRequest,
-    Setting,
     frontier,
     plan,
     scaling,
 )
-from phantom_parallel.cost.timing import ModelledEnergy, Span, StepTime, step_time
+from phantom_parallel.cost.sizes import Layout
+from phantom_parallel.cost.timing import ModelledEnergy, PhaseTime, StepTime, step_time
 from phantom_parallel.families.ffn.cost import FFNShape
+from phantom_parallel.families.ffn.sizes import FFNSizes
 from tests.cost.test_hardware import figure, toy
 
 
 def request(profile: Profile | None = None, **changes: object) -> PlanRequest:
-    common: dict[str, object] = {"width": 64, "depth": 4, "batch": 16, "devices": 8}
-    return PlanRequest(profile=profile or toy(), **{**common, **changes})  # type: ignore[arg-type]
+    sizes = {name: changes.pop(name, default) for name, default in (("width", 64), ("depth", 4))}
+    common: dict[str, object] = {"batch": 16, "devices": 8}
+    return PlanRequest(FFNSizes(**sizes), profile=profile or toy(), **{**common, **changes})  # type: ignore[arg-type]
 
 
 def candidate(seconds: float, joules: float, number: int = 0) -> Candidate:
     energy = ModelledEnergy(joules, 0.0, 0.0)
-    return Candidate(Setting("dense", 1, 1 + number), StepTime((), {"x": Span(seconds)}, 0.0, 1, energy), 1, 1, 1, "")
+    return Candidate(
+        Layout("dense", 1, 1 + number), StepTime((), {"x": PhaseTime(seconds)}, 0.0, 1, energy), 1, 1, 1, ""
+    )
 
 
 def test_every_strategy_rank_ghost_and_copy_is_considered() -> None:
     answer = plan(request(ghosts=(2, 4)))
-    found = {c.setting for c in answer.candidates}
+    found = {c.layout for c in answer.candidates}
     pairs = [(ranks, dp) for ranks in (1, 2, 4, 8) for dp in (1, 2, 4, 8) if ranks * dp <= 8]
-    wanted = {Setting("dense", 1, dp) for ranks, dp in pairs if ranks == 1}
+    wanted = {Layout("dense", 1, dp) for ranks, dp in pairs if ranks == 1}
     for ranks, dp in pairs:
         if ranks > 1:
-            wanted |= {Setting("tensor", ranks, dp), Setting("megatron", ranks, dp)}
-            wanted |= {Setting("phantom", ranks, dp, ranks, ghosts) for ghosts in (2, 4)}
+            wanted |= {Layout("tensor", ranks, dp), Layout("megatron", ranks, dp)}
+            wanted |= {Layout("phantom", ranks, dp, ranks, ghosts) for ghosts in (2, 4)}
     assert found == wanted
     assert not answer.dropped
 
 
 def test_a_candidate_is_what_the_formulas_and_the_clock_say() -> None:
     answer = plan(request(strategies=("phantom",), blocks=(8,), ghosts=(2,), dp=(2,)))
-    found = {c.setting.ranks: c for c in answer.candidates}
+    found = {c.layout.ranks: c for c in answer.candidates}
     assert sorted(found) == [1, 2, 4]
     shape = FFNShape("phantom", 64, 4, ranks=4, batch=8, blocks=8, ghosts=2, dp=2)
     assert found[4].seconds == step_time(shape, toy()).total
@@ -60,7 +64,7 @@ def test_a_candidate_is_what_the_formulas_and_the_clock_say() -> None:
 
 def test_devices_that_are_no_power_of_two_are_cut_by_their_divisors_too() -> None:
     answer = plan(request(width=60, devices=6, batch=12, strategies=("tensor",)))
-    assert {(c.setting.ranks, c.setting.dp) for c in answer.candidates} >= {(6, 1), (3, 2), (2, 3), (4, 1)}
+    assert {(c.layout.ranks, c.layout.dp) for c in answer.candidates} >= {(6, 1), (3, 2), (2, 3), (4, 1)}
 
 
 def test_a_free_network_makes_all_devices_the_fastest() -> None:
@@ -68,19 +72,19 @@ def test_a_free_network_makes_all_devices_the_fastest() -> None:
         collective_overhead_seconds=0, inside=Tier(figure(0), figure(1e30)), between=Tier(figure(0), figure(1e30))
     )
     best = plan(request(free, width=256, strategies=("dense", "tensor"))).best
-    assert best.setting.strategy == "tensor"
+    assert best.layout.strategy == "tensor"
     assert best.devices == 8
 
 
 def test_a_hopeless_network_makes_one_device_the_fastest() -> None:
     best = plan(request(toy(collective_overhead_seconds=1e9))).best
-    assert best.setting == Setting("dense", 1, 1)
+    assert best.layout == Layout("dense", 1, 1)
 
 
 def test_few_ghosts_win_where_bandwidth_is_what_costs() -> None:
     thin = toy(overlap=0, inside=Tier(figure(0), figure(1e-3)), between=Tier(figure(0), figure(1e-3)))
     shared = plan(request(thin, dp=(1,), ghosts=(1, 8), strategies=("tensor", "megatron", "phantom")))
-    assert shared.best.setting.ghosts == 1
+    assert shared.best.layout.ghosts == 1
 
 
 def test_each_goal_is_met() -> None:
@@ -96,8 +100,8 @@ def test_each_goal_is_met() -> None:
 def test_fewest_devices_are_those_that_have_the_memory() -> None:
     tight = FFNShape("tensor", 64, 4, ranks=2, batch=16).memory.total
     answer = plan(request(goal="devices", memory_bytes=float(tight), strategies=("dense", "tensor")))
-    assert answer.best.setting == Setting("tensor", 2, 1)
-    lost = next(entry for entry in answer.dropped if entry.setting == Setting("dense", 1, 1))
+    assert answer.best.layout == Layout("tensor", 2, 1)
+    lost = next(entry for entry in answer.dropped if entry.layout == Layout("dense", 1, 1))
     assert lost.needs == FFNShape("dense", 64, 4, batch=16).memory.total
     assert "GiB a device, more than" in lost.reason
 
@@ -105,32 +109,32 @@ def test_fewest_devices_are_those_that_have_the_memory() -> None:
 def test_a_device_keeps_a_tenth_of_its_memory_free() -> None:
     total = FFNShape("dense", 64, 4, batch=16).memory.total
     roomy, tight = toy(memory_bytes=total / 0.89), toy(memory_bytes=total / 0.91)
-    assert plan(request(roomy, devices=1)).best.setting.strategy == "dense"
+    assert plan(request(roomy, devices=1)).best.layout.strategy == "dense"
     with pytest.raises(ValueError, match="nothing fits"):
         plan(request(tight, devices=1))
 
 
 def test_the_best_of_the_dense_model_is_told_apart() -> None:
     answer = plan(request())
-    assert answer.best_same_model.setting.strategy != "phantom"
+    assert answer.best_same_model.layout.strategy != "phantom"
     assert plan(request(strategies=("phantom",))).best_same_model is None
     assert all(c.same_model for c in answer.frontier_same_model)
 
 
 def test_loss_is_not_compared_unless_the_user_knows() -> None:
-    losses = {c.setting.strategy: c.loss for c in plan(request()).candidates}
+    losses = {c.layout.strategy: c.loss for c in plan(request()).candidates}
     assert losses["phantom"] == "not compared"
     assert losses["tensor"] == "the dense model's"
     known = plan(request(min_ghosts=4, ghosts=(2, 4, 8)))
-    kept = [c for c in known.candidates if c.setting.strategy == "phantom"]
-    assert {c.setting.ghosts for c in kept} == {4, 8}
+    kept = [c for c in known.candidates if c.layout.strategy == "phantom"]
+    assert {c.layout.ghosts for c in kept} == {4, 8}
     assert {c.loss for c in kept} == {"kept, by your minimum"}
     assert "ghosts=2 is below min_ghosts=4" in {entry.reason for entry in known.dropped}
 
 
 def test_ghosts_left_out_make_a_smaller_model() -> None:
     dense = FFNShape("dense", 64, 4, batch=16).model_parameters
-    phantoms = [c for c in plan(request()).candidates if c.setting.strategy == "phantom"]
+    phantoms = [c for c in plan(request()).candidates if c.layout.strategy == "phantom"]
     assert phantoms
     assert all(c.parameters < dense for c in phantoms)
 
@@ -166,7 +170,7 @@ def test_scaling_uses_exactly_so_many_devices_and_the_best_of_them() -> None:
     assert set(curves) == {"dense", "tensor", "megatron", "phantom, 1 ghosts", "phantom, 2 ghosts"}
     assert [c.devices for c in curves["tensor"]] == [2**power for power in range(1, 11)]
     assert [c.devices for c in curves["dense"]] == [2, 4, 8, 16, 32, 64]  # the batch divides no further
-    eight = [c for c in plan(wanted).candidates if c.devices == 8 and c.setting.strategy == "megatron"]
+    eight = [c for c in plan(wanted).candidates if c.devices == 8 and c.layout.strategy == "megatron"]
     assert curves["megatron"][2].seconds == min(c.seconds for c in eight)
 
 
@@ -209,7 +213,7 @@ def test_a_model_too_large_for_anything_is_said_to_be() -> None:
         ({"dp": (16,)}, "dp=16 needs more than 8 devices"),
         ({"devices": 2048}, "2048 devices are more than the 1024 of profile 'toy': use at most 1024"),
         ({"goal": "fame"}, "goal must be one of time, energy, devices, got 'fame'"),
-        ({"strategies": ("dense", "fast")}, "strategy must be one of dense, tensor, megatron, phantom, got 'fast'"),
+        ({"strategies": ("dense", "fast")}, "strategy must be one of phantom, tensor, megatron, dense, got 'fast'"),
         ({"dtype": "fp8"}, "dtype 'fp8' has no peak in profile 'toy': it has fp32, bf16"),
         ({"memory_bytes": -1.0}, r"the memory limit must be positive, got -1\.0"),
         ({"min_ghosts": 8, "ghosts": (2, 4)}, "every one of ghosts=.* is below min_ghosts=8"),
@@ -227,8 +231,8 @@ def test_nothing_to_run_says_why() -> None:
 
 def test_a_shipped_machine_answers_for_a_large_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "PHANTOM_PROFILES", str(tmp_path))
-    big = PlanRequest(65536, 4, 512, 64, load_profile("frontier-mi250x"))
+    big = PlanRequest(FFNSizes(width=65536, depth=4), 512, 64, load_profile("frontier-mi250x"))
     answer = plan(big)
     assert all(c.memory_bytes <= 0.9 * 64e9 for c in answer.candidates)
-    assert any(entry.needs and entry.setting.strategy == "dense" for entry in answer.dropped)
+    assert any(entry.needs and entry.layout.strategy == "dense" for entry in answer.dropped)
     assert plan(replace(big, memory_bytes=80 * GIB)).candidates != answer.candidates

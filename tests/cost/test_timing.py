@@ -12,10 +12,8 @@ from phantom_parallel.cost.hardware import Tier
 from phantom_parallel.cost.terms import Product, representative
 from phantom_parallel.cost.timing import (
     Clock,
-    Span,
-    collective_seconds,
+    PhaseTime,
     forward_time,
-    product_seconds,
     step_time,
 )
 from phantom_parallel.families.ffn.cost import FFNShape
@@ -32,15 +30,15 @@ def shapes(**common: int) -> Iterator[FFNShape]:
 
 def test_a_product_takes_overhead_and_arithmetic_and_memory() -> None:
     # 2 products of (3, 4) by (4, 5): 240 FLOP at 50 a second, 2 (12 + 20 + 15) words of 4 bytes at 10 a second
-    assert product_seconds(Product("", "forward", 2, 3, 4, 5), toy()) == pytest.approx(3 + 240 / 50 + 376 / 10)
+    assert Clock(toy()).product(Product("", "forward", 2, 3, 4, 5)) == pytest.approx(3 + 240 / 50 + 376 / 10)
 
 
 def test_bf16_is_faster_by_its_peak_and_by_its_words() -> None:
-    assert product_seconds(Product("", "forward", 2, 3, 4, 5), toy(), "bf16") == pytest.approx(3 + 240 / 200 + 188 / 10)
+    assert Clock(toy(), "bf16").product(Product("", "forward", 2, 3, 4, 5)) == pytest.approx(3 + 240 / 200 + 188 / 10)
 
 
 def test_efficiency_grows_with_size() -> None:
-    reached = [2 * n**3 / product_seconds(Product("", "forward", 1, n, n, n), toy()) for n in (2, 8, 32, 512, 10**5)]
+    reached = [2 * n**3 / Clock(toy()).product(Product("", "forward", 1, n, n, n)) for n in (2, 8, 32, 512, 10**5)]
     assert reached == sorted(reached)
     assert reached[0] == pytest.approx(16 / (3 + 16 / 50 + 12 * 4 / 10))
     assert reached[-1] == pytest.approx(50, rel=1e-2)
@@ -63,36 +61,36 @@ def test_efficiency_grows_with_size() -> None:
     ],
 )
 def test_exchanges_by_hand(op: str, ranks: int, size: float, seconds: float) -> None:
-    assert collective_seconds(op, ranks, size, toy()) == pytest.approx(seconds)  # type: ignore[arg-type]
+    assert Clock(toy()).collective(op, ranks, size) == pytest.approx(seconds)  # type: ignore[arg-type]
 
 
 def test_an_all_to_all_by_hand() -> None:
     # 4 on a node: in pairs 3 x (2 + 2) s, through others 2 x (2 + 2 x 2) s; 0.08 bytes: 3 x 2.01 s, 2 x 2.02 s
-    assert collective_seconds("all_to_all", 4, 16.0, toy()) == pytest.approx(7 + 12)
-    assert collective_seconds("all_to_all", 4, 0.08, toy()) == pytest.approx(7 + 4.04)
+    assert Clock(toy()).collective("all_to_all", 4, 16.0) == pytest.approx(7 + 12)
+    assert Clock(toy()).collective("all_to_all", 4, 0.08) == pytest.approx(7 + 4.04)
     # 2 nodes of 4: 32 bytes to each inside, then 64 bytes to the other node
-    assert collective_seconds("all_to_all", 8, 16.0, toy()) == pytest.approx(7 + 3 * (2 + 4) + (5 + 32))
+    assert Clock(toy()).collective("all_to_all", 8, 16.0) == pytest.approx(7 + 3 * (2 + 4) + (5 + 32))
 
 
 def test_a_large_gather_of_small_messages_takes_the_tree() -> None:
     # 64 nodes of one: ring 63 x 5 s, tree 2 x 6 x 5 s and 127 messages of 0.01 s
     lone = toy(devices_per_node=1)
-    assert collective_seconds("all_gather", 64, 0.02, lone) == pytest.approx(7 + 60 + 1.27)
+    assert Clock(lone).collective("all_gather", 64, 0.02) == pytest.approx(7 + 60 + 1.27)
 
 
 def test_copies_that_are_a_node_apart_exchange_between_nodes() -> None:
-    assert collective_seconds("all_reduce", 2, 8.0, toy(), stride=4) == pytest.approx(7 + 2 * (5 + 2))
-    assert collective_seconds("all_reduce", 2, 8.0, toy(), stride=2) == pytest.approx(7 + 2 * (2 + 0.5))
+    assert Clock(toy()).collective("all_reduce", 2, 8.0, stride=4) == pytest.approx(7 + 2 * (5 + 2))
+    assert Clock(toy()).collective("all_reduce", 2, 8.0, stride=2) == pytest.approx(7 + 2 * (2 + 0.5))
 
 
 def test_a_dense_step_by_hand() -> None:
     # One layer of 4 features on 2 rows, no bias: W x forward, dW backward, and Adam's 7 words for 16 parameters.
     step = step_time(FFNShape("dense", 4, 1, batch=2, bias=False), toy())
     one = 3 + 64 / 50 + (8 + 16 + 8) * 4 / 10
-    assert step.phases["forward"] == pytest.approx(Span(one, 0, 0))
-    assert step.phases["backward"] == pytest.approx(Span(one, 0, 0))
-    assert step.phases["sync"] == Span()
-    assert step.phases["update"] == pytest.approx(Span(16 * 7 * 4 / 10, 0, 0))
+    assert step.phases["forward"] == pytest.approx(PhaseTime(one, 0, 0))
+    assert step.phases["backward"] == pytest.approx(PhaseTime(one, 0, 0))
+    assert step.phases["sync"] == PhaseTime()
+    assert step.phases["update"] == pytest.approx(PhaseTime(16 * 7 * 4 / 10, 0, 0))
     assert step.total == step.compute == pytest.approx(2 * one + 44.8)
 
 
@@ -140,7 +138,7 @@ def test_megatron_hides_nothing() -> None:
 
 def test_gradients_of_copies_are_summed_in_the_open() -> None:
     shape = FFNShape("dense", 4, 1, batch=2, dp=2, bias=False)
-    assert step_time(shape, toy()).phases["sync"] == pytest.approx(Span(0, 7 + 2 * (2 + 16 * 4 / 2 / 8), 0))
+    assert step_time(shape, toy()).phases["sync"] == pytest.approx(PhaseTime(0, 7 + 2 * (2 + 16 * 4 / 2 / 8), 0))
 
 
 def test_energy_is_power_times_time_and_marked() -> None:

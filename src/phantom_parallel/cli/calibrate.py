@@ -8,15 +8,16 @@ import tyro
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from phantom_parallel.cost.calibrate import Measured, fit_profile, measure, profile_name
+from phantom_parallel.cost.calibrate import Durations, Measured, fit_profile, measure, profile_name
 from phantom_parallel.cost.hardware import Profile, dump_profile, user_directory
+from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
 
 
 @dataclass(frozen=True)
 class Options:
     """Measure this machine's matrix products, exchanges and overheads, and write a profile for each number of ranks.
 
-    Local ranks share cores and memory, so the machine is another one for each number of ranks: the profiles are named
+    Local ranks share cores and memory, so each number of ranks has a profile of its own: the profiles are named
     this-machine-2, this-machine-4 and so on, and `phantom plan --hardware this-machine-2` uses them.
     """
 
@@ -25,6 +26,8 @@ class Options:
     watts: tuple[float, float, float] | None = None
     """Watts of one rank's share of this machine while computing, while waiting for an exchange, and idle, if you know
     them. Without them the profile has times and no energies."""
+    seconds: float = 0.2
+    """How long a product or an exchange is measured; a training step is measured four times as long."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print the figures as JSON instead of text."""
 
@@ -33,6 +36,9 @@ class Options:
             raise ValueError(f"ranks must be positive whole numbers such as 2 4, got {self.ranks}")
         if self.watts is not None and any(watts < 0 for watts in self.watts):
             raise ValueError(f"watts must not be negative, got {self.watts}")
+
+        if not 0 < self.seconds < float("inf"):
+            raise ValueError(f"seconds must be a positive number, got {self.seconds}")
 
     def run(self) -> None:
         console = Console(stderr=True)
@@ -51,7 +57,13 @@ class Options:
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with Progress(*columns, console=console, transient=True) as progress:
             task = progress.add_task(f"{ranks} ranks: starting")
-            return measure(ranks, lambda text: progress.update(task, description=f"{ranks} ranks: {text}"))
+            pairs = get_family(DEFAULT_FAMILY).step_shapes(ranks, held_out=False)
+            steps = [shape for pair in pairs for shape in pair.values()]
+
+            def show(text: str) -> None:
+                progress.update(task, description=f"{ranks} ranks: {text}")
+
+            return measure(ranks, steps, show, Durations(self.seconds, 4 * self.seconds))
 
 
 def _show(profile: Profile, path: str) -> None:

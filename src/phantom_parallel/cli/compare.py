@@ -8,11 +8,11 @@ import tyro
 
 from phantom_parallel.cli.exit_codes import exit_on_failure
 from phantom_parallel.cli.showing import folder_for, show
-from phantom_parallel.families.ffn.model import Strategy
 from phantom_parallel.families.gpt.config import GPTStrategy
 from phantom_parallel.report import tables
 from phantom_parallel.study.compare import compare
 from phantom_parallel.study.settings import read_compare
+from phantom_parallel.utils.strategies import StrategyName as Strategy
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 _OURS = ("preset", "out", "resume", "json", "strategy")

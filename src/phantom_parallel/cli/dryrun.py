@@ -1,177 +1,94 @@
 """``phantom dryrun``: what one rank of many would compute, send and keep, from the real model code without data."""
 
-import io
 import json as json_format
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Any, Literal
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
-from phantom_parallel.cost.communication import Messages, as_csv, as_rows, draw, profile, table
+from phantom_parallel.cli.models import ModelOptions, with_sizes
+from phantom_parallel.cli.options import Flag, JsonOption
+from phantom_parallel.cost.communication import Messages, as_csv, as_rows, profile, table
 from phantom_parallel.cost.dryrun import DryRun, dry_run
 from phantom_parallel.cost.hardware import WORD_BYTES
-from phantom_parallel.cost.terms import Optimizer, Strategy
-from phantom_parallel.families.ffn.cost import FFNShape
-from phantom_parallel.families.ffn.model import Activation
-from phantom_parallel.families.gpt.config import GPTStrategy
-from phantom_parallel.families.gpt.cost import GPTShape, Task
-from phantom_parallel.study.results import write_bytes, write_text
-from phantom_parallel.utils.layout import nearest_divisors, positive
+from phantom_parallel.cost.sizes import Layout
+from phantom_parallel.cost.terms import Optimizer, Shape
+from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
+from phantom_parallel.utils.files import write_json, write_text
+from phantom_parallel.utils.strategies import StrategyName
 
 
-@dataclass(frozen=True)
-class Options:
-    """Run one training step of one rank without data, and count what it computes, sends and keeps.
-
-    The real model code runs on tensors that have shapes only, in a process group whose other ranks do not exist. The
-    counts are then compared with the formulas, to the unit. For a transformer: phantom dryrun gpt.
-    """
-
-    strategy: Strategy = "phantom"
-    """How the model is cut."""
-    width: int = 16384
-    """Features of every layer."""
-    depth: int = 4
-    """Layers."""
-    blocks: int | None = None
-    """Blocks of the features, for phantom; by default as many as ranks."""
-    ghosts: int | None = None
-    """Values that a block shows the others, for phantom; by default 16."""
-    ranks: int = 16
-    """Ranks that share the model."""
-    rank: int = 0
-    """The one that is run."""
-    dp: int = 1
-    """Data-parallel copies."""
-    batch: int = 64
-    """Rows of one step, over all data-parallel copies."""
-    dtype: Literal["fp64", "fp32", "bf16"] = "fp32"
-    activation: Activation = "relu"
-    optimizer: Optimizer = "adam"
-    """What keeps state: none (sgd), one (momentum) or two words a parameter (adam)."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print everything as JSON instead of tables."""
-
-    def shape(self) -> FFNShape:
-        blocks, ghosts = _cut(self.strategy, self.ranks, self.blocks, self.ghosts)
-        return FFNShape(
-            strategy=self.strategy,
-            width=self.width,
-            depth=self.depth,
-            ranks=self.ranks,
-            batch=_batch_of_a_copy(self.batch, self.dp),
-            blocks=blocks,
-            ghosts=ghosts,
-            dp=self.dp,
-            word_bytes=WORD_BYTES[self.dtype],
-            activation=self.activation,
-            optimizer=self.optimizer,
-            rank=self.rank,
-        )
-
-    def run(self) -> None:
-        _report(dry_run(self.shape()), self.json)
-
-
-@dataclass(frozen=True)
-class GPTOptions:
-    """Run one step of one rank of a transformer without data, and count what it computes, sends and keeps.
+@dataclass(frozen=True, kw_only=True)
+class DryRunOptions(ModelOptions, JsonOption):
+    """Run one step of one rank without data, and count what it computes, sends and keeps.
 
     The real model code runs on tensors that have shapes only, in a process group whose other ranks do not exist. The
     counts are then compared with the formulas, to the unit.
     """
 
-    strategy: GPTStrategy = "phantom"
+    strategy: StrategyName = "phantom"
     """How the model is cut."""
-    vocab: int = 32768
-    """Tokens of the vocabulary."""
-    dim: int = 4096
-    """Features of the residual stream."""
-    layers: int = 4
-    heads: int = 32
-    """Heads of queries."""
-    kv_heads: int | None = None
-    """Heads of keys and values; by default as many as heads."""
-    hidden: int | None = None
-    """Width of the SwiGLU; by default 8/3 of dim, rounded up."""
-    sequence: int = 2048
-    """Positions of a sequence; for decode, those in the cache."""
     blocks: int | None = None
-    """Blocks of the features, for phantom; by default as many as ranks."""
+    """Blocks of the features, for phantom; by default the larger of 4 and ranks."""
     ghosts: int | None = None
     """Values that a block shows the others, for phantom; by default 16."""
     ranks: int = 16
     """Ranks that share the model."""
     rank: int = 0
-    """The one that is run."""
+    """The rank that is run."""
     dp: int = 1
     """Data-parallel copies."""
-    batch: int = 8
-    """Sequences of one step, over all data-parallel copies."""
-    tie_embeddings: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """The head shares the embedding's weight."""
-    recompute: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Layers are computed again in backward instead of being kept."""
-    task: Task = "train"
-    """A training step, a prompt that fills a cache, or one more token for each sequence."""
+    batch: int = 64
+    """Rows (sequences) of one step, over all data-parallel copies."""
     dtype: Literal["fp64", "fp32", "bf16"] = "fp32"
+    """The type of every number."""
     optimizer: Optimizer = "adam"
     """What keeps state: none (sgd), one (momentum) or two words a parameter (adam)."""
-    communication: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Show instead which messages a rank hands in, by operation, size and phase; of phantom, beside megatron."""
+    mode: str = "train"
+    """A training step, or a pass of inference."""
+    communication: Flag = False
+    """Show the messages of a rank instead, by operation, size and phase; of phantom, beside its baseline."""
     out: Path | None = None
     """A folder for the communication's table (CSV, JSON) and figure (PNG, SVG)."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print everything as JSON instead of tables."""
 
-    def shape(self) -> GPTShape:
-        blocks, ghosts = _cut(self.strategy, self.ranks, self.blocks, self.ghosts)
-        return GPTShape(
-            strategy=self.strategy,
-            vocab=self.vocab,
-            dim=self.dim,
-            layers=self.layers,
-            heads=self.heads,
-            kv_heads=self.kv_heads,  # type: ignore[arg-type]
-            hidden=self.hidden,  # type: ignore[arg-type]
-            sequence=self.sequence,
-            ranks=self.ranks,
-            batch=_batch_of_a_copy(self.batch, self.dp),
-            blocks=blocks,
-            ghosts=ghosts,
-            dp=self.dp,
-            word_bytes=WORD_BYTES[self.dtype],
-            tie_embeddings=self.tie_embeddings,
-            optimizer=self.optimizer,
-            recompute=self.recompute,
-            rank=self.rank,
+    def _shape(self, layout: Layout) -> Shape:
+        """The shape of a training step in this layout."""
+        words = WORD_BYTES[self.dtype]
+        return self.model.step_shape(
+            layout, batch=self.batch, word_bytes=words, optimizer=self.optimizer, rank=self.rank
         )
 
     def run(self) -> None:
+        layout = Layout(self.strategy, self.ranks, self.dp, self.blocks, self.ghosts)
         if self.communication:
-            self._communication()
+            self._communication(layout.filled())
         elif self.out is not None:
-            raise ValueError(f"--out {self.out} is where --communication writes to: ask for that too")
+            raise ValueError(f"--out {self.out} is where --communication writes to: pass that option too")
         else:
-            _report(dry_run(_steps(self.shape())[self.task]), self.json)
+            found = dry_run(self._shape(layout).passes()[self.mode])
+            if self.json:
+                print(json_format.dumps(found.to_dict(), indent=2))
+            else:
+                _show(found, self._title(layout.filled()))
+            _require_agreement(found)
 
-    def _communication(self) -> None:
-        if self.task != "train":
-            raise ValueError(f"--communication shows all phases: leave out --task {self.task}")
-        shapes = [self.shape()]
-        if self.strategy == "phantom":  # the same sizes: hidden is rounded up to whole blocks
-            shapes.append(replace(shapes[0], strategy="megatron", blocks=None, ghosts=None))
+    def _communication(self, layout: Layout) -> None:
+        if self.mode != "train":
+            raise ValueError(f"--communication shows all phases: leave out --mode {self.mode}")
         if self.ranks * self.dp == 1:
             raise ValueError("one rank sends nothing, so there is no communication to show: use --ranks of 2 or more")
-        for shape in shapes:
-            for step in _steps(shape).values():
-                _agree(dry_run(step))
-        profiles: dict[str, list[Messages]] = {shape.strategy: profile(shape) for shape in shapes}
-        title = f"Messages of one rank: {' and '.join(map(_name, shapes))}\n{_sizes(shapes[0])}"
+        shapes: dict[str, Shape] = {layout.strategy: self._shape(layout)}
+        if layout.blocks is not None:
+            baseline = get_family(self.model.family).baseline
+            shapes[baseline] = shapes[layout.strategy].with_strategy(baseline)
+        for shape in shapes.values():
+            for step in shape.passes().values():
+                _require_agreement(dry_run(step))
+        profiles = {strategy: profile(shape) for strategy, shape in shapes.items()}
+        title = f"Messages of one rank: {' and '.join(shapes)}\n{self._title(layout)}"
         written = [] if self.out is None else _write(profiles, title, self.out)
         if self.json:
             print(json_format.dumps(as_rows(profiles), indent=2))
@@ -181,83 +98,43 @@ class GPTOptions:
         for path in written:
             console.print(f"wrote {path}", markup=False, soft_wrap=True)
 
-
-VARIANTS = {"gpt": GPTOptions}
-
-
-def _cut(strategy: str, ranks: int, blocks: int | None, ghosts: int | None) -> tuple[int | None, int | None]:
-    """Blocks and ghosts as asked for, or what phantom has by default."""
-    if strategy != "phantom":
-        return blocks, ghosts
-    return max(ranks, 2) if blocks is None else blocks, 16 if ghosts is None else ghosts
+    def _title(self, layout: Layout) -> str:
+        return f"{layout}, rank {self.rank}\n{self.model.summary}, batch {self.batch:,}"
 
 
-def _batch_of_a_copy(batch: int, copies: int) -> int:
-    positive(dp=copies, batch=batch)
-    if batch % copies:
-        raise ValueError(f"dp={copies} does not divide batch={batch}: use {nearest_divisors(batch, copies)}")
-    return batch // copies
-
-
-def _steps(shape: GPTShape) -> dict[str, GPTShape]:
-    return {"train": shape, "prefill": shape.prefill(), "decode": shape.decode()}
+def options_for(family: str | None, arguments: list[str]) -> tuple[type[DryRunOptions], dict[str, Any]]:
+    """The options for models of a family."""
+    one = get_family(family or DEFAULT_FAMILY)
+    strategies, modes = one.strategies, one.sizes().modes
+    choices = {"strategy": (Literal[strategies], strategies[0]), "mode": (Literal[modes], modes[0])}
+    return with_sizes(DryRunOptions, one.name, "dryrun", **choices), one.sizes().example
 
 
 def _write(profiles: Mapping[str, Sequence[Messages]], title: str, folder: Path) -> list[Path]:
-    import matplotlib  # takes a second
+    from phantom_parallel.report.communication_figures import draw  # matplotlib takes a second to import
+    from phantom_parallel.report.plan_figures import save
 
-    figure = draw(profiles, title)
-    paths = [folder / f"communication.{kind}" for kind in ("csv", "json", "png", "svg")]
-    write_text(paths[0], as_csv(profiles))
-    write_text(paths[1], json_format.dumps(as_rows(profiles), indent=2) + "\n")
-    for path in paths[2:]:
-        drawn, kind = io.BytesIO(), path.suffix[1:]
-        with matplotlib.rc_context({"svg.hashsalt": "phantom"}):  # equal profiles give equal files
-            figure.savefig(drawn, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-        write_bytes(path, drawn.getvalue())
-    return paths
+    write_text(folder / "communication.csv", as_csv(profiles))
+    write_json(folder / "communication.json", as_rows(profiles))
+    return [
+        *(folder / f"communication.{kind}" for kind in ("csv", "json")),
+        *save(draw(profiles, title), folder / "communication"),
+    ]
 
 
-def _report(found: DryRun, json: bool) -> None:
-    if json:
-        print(json_format.dumps(found.to_dict(), indent=2))
-    else:
-        _show(found)
-    _agree(found)
-
-
-def _agree(found: DryRun) -> None:
+def _require_agreement(found: DryRun) -> None:
     if found.differences:
-        raise ValueError(f"formulas and code differ in {len(found.differences)} terms; this is a fault of ours")
+        raise ValueError(
+            f"formulas and code differ in {len(found.differences)} terms, which is a defect of this package: "
+            f"{found.differences[0]}"
+        )
 
 
-def _name(shape: FFNShape | GPTShape) -> str:
-    return shape.strategy + (f", {shape.blocks} blocks, {shape.ghosts} ghosts" if shape.strategy == "phantom" else "")
-
-
-def _sizes(shape: FFNShape | GPTShape) -> str:
-    copies = f", {shape.dp} copies" if shape.dp > 1 else ""
-    on = f"rank {shape.rank} of {shape.ranks}{copies}"
-    if isinstance(shape, FFNShape):
-        return f"width {shape.width:,}, depth {shape.depth}: {on}"
-    tied = ", tied" if shape.tie_embeddings else ""
-    return (
-        f"GPT of dim {shape.dim:,}, {shape.layers} layers, {shape.heads} heads, vocabulary {shape.vocab:,}{tied}, "
-        f"{shape.batch} x {shape.sequence:,} positions: {on}"
-    )
-
-
-def _show(found: DryRun) -> None:
+def _show(found: DryRun, title: str) -> None:
     console, shape = Console(), found.shape
-    task = "train" if isinstance(shape, FFNShape) else shape.task
-    what = {
-        "train": "one training step",
-        "prefill": "a prompt",
-        "decode": f"one token after {getattr(shape, 'past', 0):,}",
-    }
-    title = f"{_name(shape)}, {_sizes(shape)}"
-    phases = ("forward", "backward") if task == "train" else ("forward",)
-    counts = Table(what[task], "this rank", "all ranks", title=title, title_justify="left")
+    trains = shape.mode == "train"
+    phases = ("forward", "backward") if trains else ("forward",)
+    counts = Table(shape.step_name, "this rank", "all ranks", title=title, title_justify="left")
     for column in counts.columns[1:]:
         column.justify = "right"
 
@@ -266,12 +143,12 @@ def _show(found: DryRun) -> None:
 
     for phase in phases:
         add(f"{phase}, GFLOP", found.ledger.flops_of(phase), 1e9, 3)
-    for phase in (*phases, *(("sync",) if task == "train" and shape.dp > 1 else ())):
+    for phase in (*phases, *(("sync",) if trains and shape.dp > 1 else ())):
         add(f"{phase}, bytes sent", found.ledger.moved_of(phase))
     counts.add_section()
     kinds = ("parameters", "gradients", "optimizer", "activations", "total")
-    for kind in kinds if task == "train" else ("parameters", "activations", "total"):
-        name = "cache" if task != "train" and kind == "activations" else kind
+    for kind in kinds if trains else ("parameters", "activations", "total"):
+        name = "cache" if not trains and kind == "activations" else kind
         add(f"memory, {name}, MiB", getattr(found.memory, kind), 2**20, 1)
     counts.add_section()
     counts.add_row("parameters", f"{shape.parameters:,}", f"{shape.model_parameters:,} (of the model)")

@@ -19,6 +19,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "max_grad_norm": ("--clip",),
     "activation_checkpointing": ("--recompute",),
     "tie_embeddings": ("--tied",),
+    "context": ("--sequence",),
+    "mode": ("--task",),
 }
 
 

@@ -1,17 +1,19 @@
 """``phantom plan``: strategies, ranks and ghosts compared for a model, a batch and a machine."""
 
 import csv
+import io
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, Literal
 
-import tyro
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from phantom_parallel.cli.models import ModelOptions, with_sizes
+from phantom_parallel.cli.options import JsonOption
 from phantom_parallel.cost.hardware import load_profile
 from phantom_parallel.cost.planner import (
     GIB,
@@ -24,41 +26,39 @@ from phantom_parallel.cost.planner import (
     rank_by,
     scaling,
 )
-from phantom_parallel.cost.terms import Strategy
+from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
+from phantom_parallel.utils.files import write_json, write_text
+from phantom_parallel.utils.strategies import StrategyName
 
 ROWS = 40
 ANOTHER_MODEL = (
     "A phantom model is not the dense model: with few ghosts it is a smaller one, and its loss is not compared here. "
-    "Train to find the ghosts that keep yours, then give them as --min-ghosts."
+    "Train to find the ghosts that keep the loss, then pass them as --min-ghosts."
 )
 
 
-@dataclass(frozen=True)
-class Options:
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(ModelOptions, JsonOption):
     """Compare strategies, ranks and ghosts for a model, a batch and a machine, by a model of time and energy.
 
-    The batch is the rows of one step over all data-parallel copies. Every time and energy is modelled, none measured:
-    see docs/planning.md for what is assumed, and phantom hardware for the figures behind it.
+    Every time and energy is modelled, none measured: docs/planning.md states the assumptions, and phantom hardware
+    shows the figures behind them.
     """
 
-    width: int
-    """Features of every layer."""
-    depth: int
-    """Layers."""
     batch: int
-    """Rows of one step, over all data-parallel copies."""
+    """Rows (sequences) of one step, over all data-parallel copies."""
     devices: int
     """The most devices to use."""
     hardware: str = "dgx-a100"
     """A hardware profile's name, or the path of a .toml file."""
-    strategy: tuple[Strategy, ...] = ("dense", "tensor", "megatron", "phantom")
+    strategy: tuple[StrategyName, ...] = ()
     """The strategies to compare."""
     blocks: tuple[int, ...] = ()
     """Blocks of a phantom model; as many as ranks if left out."""
     ghosts: tuple[int, ...] = ()
     """Ghosts of a phantom model; if left out, powers of two that make it smaller than the dense one."""
     min_ghosts: int | None = None
-    """The fewest ghosts that you know to keep the loss."""
+    """The fewest ghosts that are known to keep the loss."""
     dp: tuple[int, ...] = ()
     """Data-parallel copies; whatever divides the batch if left out."""
     memory_gib: float | None = None
@@ -69,13 +69,10 @@ class Options:
     """The type of every number: one that the profile has a peak for."""
     out: Path | None = None
     """A folder for figures (PNG and SVG) and their numbers (CSV and JSON)."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print JSON instead of tables."""
 
     def run(self) -> None:
         request = PlanRequest(
-            width=self.width,
-            depth=self.depth,
+            model=self.model,
             batch=self.batch,
             devices=self.devices,
             profile=load_profile(self.hardware),
@@ -101,16 +98,24 @@ class Options:
             console.print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
+def options_for(family: str | None, arguments: list[str]) -> tuple[type[PlanOptions], dict[str, Any]]:
+    """The options for models of a family."""
+    family = family or DEFAULT_FAMILY
+    names = get_family(family).strategies
+    choices = tuple[Literal[names], ...]  # type: ignore[valid-type]
+    return with_sizes(PlanOptions, family, "plan", strategy=(choices, names)), {}
+
+
 def as_row(candidate: Candidate) -> dict[str, Any]:
-    """A setting as a flat record. Energies are None where the profile has no watts."""
-    setting, step = candidate.setting, candidate.step
+    """A layout as a flat record. Energies are None where the profile has no watts."""
+    layout, step = candidate.layout, candidate.step
     return {
-        "strategy": setting.strategy,
-        "ranks": setting.ranks,
-        "dp": setting.dp,
+        "strategy": layout.strategy,
+        "ranks": layout.ranks,
+        "dp": layout.dp,
         "devices": candidate.devices,
-        "blocks": setting.blocks,
-        "ghosts": setting.ghosts,
+        "blocks": layout.blocks,
+        "ghosts": layout.ghosts,
         "step_seconds": candidate.seconds,
         "compute_seconds": step.compute,
         "exposed_communication_seconds": step.exposed,
@@ -128,8 +133,8 @@ def as_data(answer: Plan, curves: dict[str, list[Candidate]]) -> dict[str, Any]:
     request, same = answer.request, answer.best_same_model
     return {
         "request": {
-            "width": request.width,
-            "depth": request.depth,
+            "family": request.model.family,
+            **asdict(request.model),  # type: ignore[call-overload]
             "batch": request.batch,
             "devices": request.devices,
             "hardware": request.profile.name,
@@ -144,7 +149,7 @@ def as_data(answer: Plan, curves: dict[str, list[Candidate]]) -> dict[str, Any]:
         "frontier": [as_row(candidate) for candidate in answer.frontier],
         "frontier_of_the_dense_model": [as_row(candidate) for candidate in answer.frontier_same_model],
         "candidates": [as_row(candidate) for candidate in answer.candidates],
-        "dropped": [{**entry.setting._asdict(), "reason": entry.reason} for entry in answer.dropped],
+        "dropped": [{**entry.layout._asdict(), "reason": entry.reason} for entry in answer.dropped],
         "scaling": {name: [as_row(candidate) for candidate in curve] for name, curve in curves.items()},
     }
 
@@ -153,13 +158,12 @@ def _write(answer: Plan, curves: dict[str, list[Candidate]], folder: Path) -> li
     """Figures, and beside them the numbers that they show."""
     from phantom_parallel.report.plan_figures import draw_scaling, draw_tradeoff  # matplotlib takes a second to import
 
-    folder.mkdir(parents=True, exist_ok=True)
     data = folder / "plan.json"
-    data.write_text(json.dumps(as_data(answer, curves), indent=2) + "\n", encoding="utf-8")
-    frontier = {candidate.setting for candidate in answer.frontier}
-    settings = [{**as_row(c), "on_frontier": c.setting in frontier} for c in answer.candidates]
+    write_json(data, as_data(answer, curves))
+    frontier = {candidate.layout for candidate in answer.frontier}
+    layouts = [{**as_row(c), "on_frontier": c.layout in frontier} for c in answer.candidates]
     points = [{"curve": name, **as_row(c)} for name, curve in curves.items() for c in curve]
-    written = [data, _csv(folder / "time-energy.csv", settings), _csv(folder / "scaling.csv", points)]
+    written = [data, _csv(folder / "time-energy.csv", layouts), _csv(folder / "scaling.csv", points)]
     if curves:
         written += draw_scaling(answer.request, curves, folder)
     if answer.frontier:
@@ -168,10 +172,11 @@ def _write(answer: Plan, curves: dict[str, list[Candidate]], folder: Path) -> li
 
 
 def _csv(path: Path, rows: list[dict[str, Any]]) -> Path:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else [])
-        writer.writeheader()
-        writer.writerows(rows)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else [])
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
     return path
 
 
@@ -179,19 +184,19 @@ def _tables(answer: Plan) -> list[Table | str]:
     request, goal = answer.request, answer.request.goal
     shown: dict[tuple[str, int, int | None, int | None], Candidate] = {}
     for candidate in sorted(answer.candidates, key=lambda candidate: rank_by(goal, candidate)):
-        s = candidate.setting
+        s = candidate.layout
         shown.setdefault((s.strategy, s.ranks, s.blocks, s.ghosts), candidate)  # of the copies, the best
     rows = list(shown.values())
     title = (
-        f"width {request.width:,}, depth {request.depth}, batch {request.batch:,}, {request.dtype}, "
+        f"{request.model.summary}, batch {request.batch:,}, {request.dtype}, "
         f"up to {request.devices:,} devices of {request.profile.name}: best for {goal} first"
     )
     parts: list[Table | str] = [_table(title, rows[:ROWS])]
     if len(rows) > ROWS:
-        parts.append(f"{len(rows) - ROWS} more settings: --json or --out gives all.")
+        parts.append(f"{len(rows) - ROWS} more layouts: --json or --out gives all.")
     if answer.dropped:
-        reasons = "; ".join(f"{entry.setting}: {entry.reason}" for entry in answer.dropped[:3])
-        parts.append(f"{len(answer.dropped)} settings left out, such as {reasons}.")
+        reasons = "; ".join(f"{entry.layout}: {entry.reason}" for entry in answer.dropped[:3])
+        parts.append(f"{len(answer.dropped)} layouts left out, such as {reasons}.")
     if answer.frontier:
         parts.append(_table("Time-energy frontier", answer.frontier))
         if answer.frontier_same_model not in ((), answer.frontier):
@@ -209,7 +214,7 @@ def _tables(answer: Plan) -> list[Table | str]:
 
 def _summary(candidate: Candidate) -> str:
     energy = "" if candidate.joules is None else f", {candidate.joules:,.4g} J a step (modelled)"
-    return f"{candidate.setting}: {1e3 * candidate.seconds:,.4g} ms a step{energy}; loss: {candidate.loss}"
+    return f"{candidate.layout}: {1e3 * candidate.seconds:,.4g} ms a step{energy}; loss: {candidate.loss}"
 
 
 def _unknown_loss(candidates: Sequence[Candidate]) -> bool:
@@ -225,7 +230,7 @@ def _table(title: str, candidates: Sequence[Candidate]) -> Table:
     for name in columns:
         table.add_column(name, justify="right")
     for c in candidates:
-        s = c.setting
+        s = c.layout
         joules = ["-", "-"] if c.joules is None else [f"{c.joules:,.4g}", f"{c.joules_per_sample:,.3g}"]
         counts = [str(count) if count else "-" for count in (s.ranks, s.dp, s.blocks, s.ghosts)]
         times = [f"{1e3 * seconds:,.{digits}g}" for seconds, digits in ((c.seconds, 4), (c.step.exposed, 3))]

@@ -1,27 +1,31 @@
-"""``phantom validate``: the time model's predictions against steps that are really run, on local ranks."""
+"""``phantom validate``: the time model's predictions against measured training steps, on local ranks."""
 
 import json as json_format
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Any, ClassVar
 
-import tyro
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from phantom_parallel.cli.options import JsonOption
 from phantom_parallel.cost.calibrate import profile_name
 from phantom_parallel.cost.hardware import load_profile
-from phantom_parallel.cost.validate import Outcome, grid, validate
+from phantom_parallel.cost.validate import Outcome, validate
+from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
+from phantom_parallel.utils.files import write_json
 
 
-@dataclass(frozen=True)
-class Options:
-    """Run a grid of settings that calibration has not seen, and print predicted against measured times of a step.
+@dataclass(frozen=True, kw_only=True)
+class ValidateOptions(JsonOption):
+    """Run models that calibration has not seen, and print predicted against measured times of a training step.
 
-    Needs the profiles that `phantom calibrate` writes. What counts is the last column: how far the predicted
-    phantom/tensor ratio is from the measured one.
+    Needs the profiles that `phantom calibrate` writes. The last column is the error of the predicted ratio of phantom
+    to its baseline, relative to the measured one.
     """
+
+    family: ClassVar[str]
 
     ranks: tuple[int, ...] = (2, 4)
     """Numbers of local ranks to run on."""
@@ -29,8 +33,6 @@ class Options:
     """Turns of three steps that each strategy gets."""
     out: Path | None = None
     """Also write the outcomes to this JSON file."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print everything as JSON instead of a table."""
 
     def __post_init__(self) -> None:
         if self.turns < 1:
@@ -38,50 +40,56 @@ class Options:
 
     def run(self) -> None:
         profiles = {ranks: load_profile(profile_name(ranks)) for ranks in self.ranks}  # before any work
+        models = {ranks: get_family(self.family).step_shapes(ranks, held_out=True) for ranks in self.ranks}
         outcomes: list[Outcome] = []
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("starting", total=sum(len(grid(ranks)) for ranks in self.ranks))
+            task = progress.add_task("starting", total=sum(map(len, models.values())))
             for ranks, profile in profiles.items():
 
                 def show(text: str, ranks: int = ranks) -> None:
                     progress.update(task, description=f"{ranks} ranks: {text}")
 
-                outcomes += validate(ranks, profile, self.turns, show)
-        text = json_format.dumps(
-            {"outcomes": [outcome.to_dict() for outcome in outcomes], **_errors(outcomes)}, indent=2
-        )
+                outcomes += validate(ranks, profile, models[ranks], self.turns, show)
+        found = {"outcomes": [outcome.to_dict() for outcome in outcomes], **_errors(outcomes)}
         if self.out is not None:
-            self.out.parent.mkdir(parents=True, exist_ok=True)
-            scratch = self.out.with_name(self.out.name + ".part")
-            scratch.write_text(text + "\n")
-            scratch.replace(self.out)
+            write_json(self.out, found)
         if self.json:
-            print(text)
+            print(json_format.dumps(found, indent=2))
         else:
             _show(outcomes)
 
 
+def options_for(family: str | None, arguments: list[str]) -> tuple[type[ValidateOptions], dict[str, Any]]:
+    """The options for models of a family."""
+    one = get_family(family or DEFAULT_FAMILY)
+    if not one.step_shapes(2, held_out=True):
+        raise ValueError(f"the family {one.name} has no models to validate the time model with")
+    return type("Options", (ValidateOptions,), {"family": one.name, "__doc__": ValidateOptions.__doc__}), {}
+
+
 def _errors(outcomes: list[Outcome]) -> dict[str, float]:
-    """Of the ratio, over all settings: the mean and the largest absolute relative error."""
+    """The mean and the largest absolute relative error of the ratio, over all models."""
     errors = [abs(outcome.error) for outcome in outcomes]
     return {"mean_error": sum(errors) / len(errors), "worst_error": max(errors)}
 
 
 def _show(outcomes: list[Outcome]) -> None:
-    names = ("ranks", "width", "depth", "batch", "blocks", "ghosts")
-    table = Table(*names, "phantom", "model", "tensor", "model", "ratio", "model", "error")
+    names, strategies = list(outcomes[0].model), list(outcomes[0].measured)
+    table = Table(
+        *names, *(title for strategy in strategies for title in (strategy, "model")), "ratio", "model", "error"
+    )
     for column in table.columns:
         column.justify = "right"
     for outcome in outcomes:
-        cells = [str(getattr(outcome.setting, name)) for name in names]
-        for strategy in ("phantom", "tensor"):
+        cells = [str(outcome.model[name]) for name in names]
+        for strategy in strategies:
             cells += [f"{1e3 * outcome.measured[strategy]:.1f}", f"{1e3 * outcome.predicted[strategy]:.1f}"]
         cells += [f"{outcome.measured_ratio:.3f}", f"{outcome.predicted_ratio:.3f}", f"{outcome.error:+.0%}"]
         table.add_row(*cells)
     console = Console()
-    console.width = max(console.width, 112)  # a table cut off at the column heads tells nobody anything
+    console.width = max(console.width, 120)  # narrower, the column heads would be cut off
     console.print(table)
-    errors = _errors(outcomes)
-    print("phantom and tensor: milliseconds a step, measured and by the model")
-    print(f"error of the phantom/tensor ratio: mean {errors['mean_error']:.1%}, worst {errors['worst_error']:.1%}")
+    errors, ratio = _errors(outcomes), f"phantom/{outcomes[0].baseline}"
+    print(f"{' and '.join(strategies)}: milliseconds of a step, measured and by the model")
+    print(f"error of the {ratio} ratio: mean {errors['mean_error']:.1%}, worst {errors['worst_error']:.1%}")

@@ -1,19 +1,19 @@
 """This machine's own profile: products, exchanges and training steps measured, and the time model's figures fitted.
 
 With nothing hidden, the time model is linear in seven coefficients, so one least-squares fit over everything that was
-measured gives them all: matrix products and exchanges by themselves, which tell rates apart, and whole training steps
-of both strategies, which have what nothing by itself has: overheads, cold caches and gradients in fresh memory.
+measured gives them all: matrix products and exchanges by themselves, which separate the rates, and whole training
+steps, which add overheads, cold caches and gradients in fresh memory.
 
-Local ranks share cores and memory, so a machine is another one for each number of ranks: everything is measured on as
-many ranks as the profile is for, all of them busy at once. A turn's time is the mean over its calls, not the median:
-where ranks outnumber cores, a call is undisturbed or waits for a whole time slice, and only the mean has both in it.
+Local ranks share cores and memory, so each number of ranks has a profile of its own: everything is measured on as many
+ranks as the profile is for, all of them busy at once. A turn's time is the mean over its calls, not the median: where
+ranks outnumber cores, a call is undisturbed or waits for a whole time slice, and only the mean includes both.
 """
 
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from itertools import combinations
@@ -25,11 +25,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel.cost.hardware import Figure, Profile, Tier
-from phantom_parallel.cost.settings import STRATEGIES, Setting, training_step
-from phantom_parallel.cost.terms import Product
+from phantom_parallel.cost.steps import timed_step
+from phantom_parallel.cost.terms import LayerCost, Product, Shape
 from phantom_parallel.cost.timing import elementwise_words
 from phantom_parallel.distributed.launch import Report, launch_local, threads_for
-from phantom_parallel.families.ffn.cost import FFNShape
 from phantom_parallel.ops.collectives import (
     Ranks,
     finish_all_gather,
@@ -40,8 +39,6 @@ from phantom_parallel.ops.collectives import (
 )
 
 WORD_BYTES = 4
-SECONDS = 0.2  # a measurement lasts about this long, so that it spans several time slices
-STEP_SECONDS = 0.8
 TURNS = 5
 PRODUCT_WEIGHT = 0.1  # in the fit, against 1 of an exchange by itself or a step: there are many, and steps are the aim
 
@@ -59,10 +56,14 @@ PRODUCTS = tuple(
 EXCHANGED_WORDS = (512, 8192, 131072)
 
 
-def steps_to_measure(ranks: int) -> list[Setting]:
-    """From layers that are all overhead to layers that fill the memory."""
-    sizes = ((64 * ranks, 4, 16), (512, 3, 64), (1024, 2, 32), (2048, 2, 32), (2048, 3, 128), (4096, 2, 32))
-    return [Setting(ranks, width, depth, batch, max(ranks, 2), 8) for width, depth, batch in sizes]
+class Durations(NamedTuple):
+    """Seconds that a measurement lasts, so that it spans several time slices."""
+
+    part: float = 0.2  # a product or an exchange by itself
+    step: float = 0.8
+
+
+DURATIONS = Durations()
 
 
 class Work(NamedTuple):
@@ -98,13 +99,13 @@ def product_work(p: Product) -> Work:
     return Work(1, 0, p.flops, p.batch * read * WORD_BYTES, p.batch * written * WORD_BYTES)
 
 
-def step_work(shape: FFNShape) -> Work:
+def step_work(shape: Shape) -> Work:
     """A training step's work: its products, exchanges, activations and update."""
-    works = [product_work(product) for product in shape.products]
+    works = [work for layer in shape.costs for work in _layer_works(layer)]
     exchanges = list(shape.exchanges)
     return Work(
-        products=len(works),
-        layers=2 * shape.depth,
+        products=sum(work.products for work in works),
+        layers=2 * len(shape.costs),
         flops=sum(work.flops for work in works),
         read_bytes=sum(work.read_bytes for work in works) + elementwise_words(shape) * WORD_BYTES,
         written_bytes=sum(work.written_bytes for work in works),
@@ -113,12 +114,28 @@ def step_work(shape: FFNShape) -> Work:
     )
 
 
-def measure(ranks: int, report: Report) -> Measured:
-    """Measure this machine on ``ranks`` local ranks; ``report`` gets messages about the progress."""
-    return launch_local(ranks, _measure, device_type="cpu", on_report=report)
+def _layer_works(layer: LayerCost) -> Iterator[Work]:
+    """The work of each kernel: of each product, or of all products of a phase where they are fused."""
+    if not layer.fused:
+        yield from map(product_work, layer.products)
+        return
+    for phase in sorted({product.phase for product in layer.products}):
+        yield Work(products=1, flops=sum(product.flops for product in layer.products if product.phase == phase))
 
 
-def _measure(device: torch.device, report: Report) -> Measured:
+def measure(ranks: int, steps: Sequence[Shape], report: Report, durations: Durations = DURATIONS) -> Measured:
+    """Measure products, exchanges and the training steps ``steps`` on local ranks.
+
+    Args:
+        ranks: Local ranks.
+        steps: Shapes on as many ranks.
+        report: Gets messages about the progress.
+        durations: How long to measure.
+    """
+    return launch_local(ranks, _measure, steps, durations, device_type="cpu", on_report=report)
+
+
+def _measure(device: torch.device, steps: Sequence[Shape], durations: Durations, report: Report) -> Measured:
     torch.manual_seed(0)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))
     ranks = ranks_of(mesh)
@@ -126,17 +143,14 @@ def _measure(device: torch.device, report: Report) -> Measured:
     for index, product in enumerate(PRODUCTS):
         report(f"product {index + 1} of {len(PRODUCTS)}")
         work = product_work(product)._replace(products=0)  # by itself it has none of a step's overhead
-        samples.append(Sample(work, _mean_seconds(_product(product), SECONDS), PRODUCT_WEIGHT))
+        samples.append(Sample(work, _mean_seconds(_product(product), durations.part), PRODUCT_WEIGHT))
     for words in EXCHANGED_WORDS if ranks.size > 1 else ():
         report(f"exchange of {words} words")
         work = Work(exchanges=2, sent_bytes=2 * (ranks.size - 1) * words * WORD_BYTES)
-        samples.append(Sample(work, _mean_seconds(_exchange_pair(words, ranks), SECONDS)))
-    settings = steps_to_measure(ranks.size)
-    for index, setting in enumerate(settings):
-        report(f"training step {index + 1} of {len(settings)}")
-        for strategy in STRATEGIES:
-            seconds = _mean_seconds(training_step(setting, strategy, mesh), STEP_SECONDS)
-            samples.append(Sample(step_work(setting.shape(strategy)), seconds))
+        samples.append(Sample(work, _mean_seconds(_exchange_pair(words, ranks), durations.part)))
+    for index, shape in enumerate(steps):
+        report(f"training step {index + 1} of {len(steps)}")
+        samples.append(Sample(step_work(shape), _mean_seconds(timed_step(shape, mesh), durations.step)))
     return Measured(ranks.size, tuple(samples))
 
 
@@ -201,7 +215,7 @@ def fit_profile(measured: Measured, watts: tuple[float, float, float] | None = N
         memory_bytes=Figure(physical_memory() / measured.ranks, "physical memory over ranks"),
         memory_bandwidth=figure(rate(fitted.read_bytes)),
         write_bandwidth=figure(rate(fitted.written_bytes), "; with the cost of fresh memory"),
-        peak={"fp32": figure(rate(fitted.flops), "; what products of the sizes tried come to")},
+        peak={"fp32": figure(rate(fitted.flops), "; reached by products of the sizes tried")},
         efficiency={"fp32": figure(1.0, "; in the peak already")},
         product_overhead_seconds=figure(fitted.products),
         layer_overhead_seconds=figure(fitted.layers),

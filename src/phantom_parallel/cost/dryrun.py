@@ -1,11 +1,12 @@
 """Dry runs: the real model code on tensors without data, in a process group without processes.
 
-One process plays one rank of any number. What is counted is what that rank would compute, send and keep.
+One process takes the part of one rank of any number. What it computes, sends and keeps is counted and compared with
+the formulas.
 """
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -19,30 +20,26 @@ from torch.overrides import TorchFunctionMode
 
 from phantom_parallel.cost.check import differences
 from phantom_parallel.cost.ledger import Ledger
+from phantom_parallel.cost.steps import InferencePass, TrainingStep, build_step
 from phantom_parallel.cost.terms import Memory, Shape
 from phantom_parallel.distributed.data_parallel import average_gradients
-from phantom_parallel.families.ffn.cost import FFNShape
-from phantom_parallel.families.ffn.model import FFN, FFNConfig
-from phantom_parallel.families.gpt.cost import GPTShape
-from phantom_parallel.families.gpt.model import GPT, Layer
 
 _aten = torch.ops.aten
-DTYPES = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one rank did in one step, and where the formulas differ from it (nowhere, one hopes)."""
+    """What one rank did in one step, and where the formulas differ from it."""
 
-    shape: FFNShape | GPTShape
+    shape: Shape
     ledger: Ledger
     memory: Memory
     differences: list[str]
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        settings = {field.name: getattr(self.shape, field.name) for field in fields(self.shape) if field.init}
-        settings["batch"] = self.shape.batch * self.shape.dp  # over all copies, as it is asked for
+        settings = {field.name: getattr(self.shape, field.name) for field in fields(self.shape) if field.init}  # type: ignore[arg-type]
+        settings["batch"] = self.shape.batch * self.shape.dp  # over all copies, as options have it
         return {
             "settings": settings,
             "flops": {phase: self.ledger.flops_of(phase) for phase in ("forward", "backward")},
@@ -62,16 +59,47 @@ class DryRun:
         }
 
 
-def dry_run(shape: FFNShape | GPTShape) -> DryRun:
-    """One step of ``shape.rank`` of the shape's ranks on meta tensors: of training, or of what the shape's task is."""
+def dry_run(shape: Shape) -> DryRun:
+    """Run one step of rank ``shape.rank`` on meta tensors, in the shape's mode, and compare it with the formulas."""
     started = time.perf_counter()
-    with fake_ranks(shape) as (copies, mesh):
-        if isinstance(shape, GPTShape):
-            root, (ledger, memory) = "GPT", gpt_step(shape, mesh, copies, device="meta")
-        else:
-            root, (ledger, memory) = "FFN", ffn_step(shape, mesh, copies)
-    wrong = [*differences(shape, ledger, native=True, root=root), *memory_differences(shape, memory)]
+    with fake_ranks(shape) as (copies, mesh), FusedAttention():
+        step = build_step(shape, mesh, device="meta")
+        for module in step.recomputed if isinstance(step, TrainingStep) else ():
+            module.forward = _with_fused_attention(module.forward)  # autograd does not keep the mode for backward
+        ledger, memory = count_step(step, shape.optimizer, copies)
+    wrong = differences(shape, ledger, native=True, root=type(step.model).__name__)
+    wrong += memory_differences(shape, memory)
     return DryRun(shape, ledger, memory, wrong, time.perf_counter() - started)
+
+
+def count_step(
+    step: TrainingStep | InferencePass, optimizer: str = "adam", copies: DeviceMesh | None = None
+) -> tuple[Ledger, Memory]:
+    """Run a step, on any device, and count this rank's operations and the memory that lasts through it.
+
+    Args:
+        step: The model and its pass.
+        optimizer: The kind of optimizer that updates the model after a training step.
+        copies: The mesh of data-parallel copies, over which gradients are averaged.
+    """
+    model = step.model
+    parameters = sum(_bytes(p) for p in model.parameters())
+    if isinstance(step, InferencePass):
+        with torch.no_grad(), Ledger() as ledger:  # not inference mode: see `Ledger`
+            held = step.forward()
+        return ledger, Memory(parameters, gradients=0, optimizer=0, activations=sum(map(_bytes, held)))
+    with Ledger() as ledger:
+        weights = (*model.parameters(), *step.constants)
+        loss, kept = kept_for_backward(step.loss, weights, entering=step.recomputed)
+        loss.backward()
+        with ledger.phase("sync"):
+            average_gradients(model, copies)
+    return ledger, Memory(
+        parameters=parameters,
+        gradients=sum(_bytes(p.grad) for p in model.parameters() if p.grad is not None),
+        optimizer=_optimizer_bytes(model, optimizer),
+        activations=kept,
+    )
 
 
 def memory_differences(shape: Shape, counted: Memory) -> list[str]:
@@ -84,79 +112,9 @@ def memory_differences(shape: Shape, counted: Memory) -> list[str]:
     ]
 
 
-def ffn_step(shape: FFNShape, mesh: DeviceMesh | None, copies: DeviceMesh | None) -> tuple[Ledger, Memory]:
-    """A training step of a feed-forward network on meta tensors."""
-    config = FFNConfig(
-        width=shape.width,
-        depth=shape.depth,
-        strategy=shape.strategy,
-        blocks=shape.blocks,
-        ghosts=shape.ghosts,
-        activation=shape.activation,  # type: ignore[arg-type]
-        bias=shape.bias,
-    )
-    model = FFN(config, mesh=mesh, device="meta", dtype=DTYPES[shape.word_bytes])
-    features = shape.width // shape.ranks if model.cut_features else shape.width
-    x = torch.empty(shape.batch, features, device="meta", dtype=DTYPES[shape.word_bytes])
-    x.requires_grad_(shape.input_grad)
-    with Ledger() as ledger:
-        z, kept = kept_for_backward(lambda: model(x), model.parameters())
-        z.sum().backward()
-        with ledger.phase("sync"):
-            average_gradients(model, copies)
-    return ledger, _trained(model, shape.optimizer, kept)
-
-
-def gpt_step(
-    shape: GPTShape, mesh: DeviceMesh | None, copies: DeviceMesh | None, *, device: str
-) -> tuple[Ledger, Memory]:
-    """A step of a transformer, of the shape's task, on any device. Tokens are all 0: work does not depend on them."""
-    model = GPT(shape.config, mesh=mesh, device=device, dtype=DTYPES[shape.word_bytes], recompute=shape.recompute)
-    tokens = torch.zeros(shape.batch, shape.sequence, dtype=torch.long, device=device)
-    for layer in model.layers if device == "meta" else ():
-        assert isinstance(layer, Layer)
-        layer.attention.forward = _with_fused_kernel(layer.attention.forward)  # type: ignore[method-assign]
-    if shape.task != "train":
-        return _inference(model, tokens, shape.past)
-    targets = torch.zeros_like(tokens)
-    held = (*model.parameters(), *model._rotary())  # the tables are made once and belong to the model
-    entering = model.layers if shape.recompute else ()
-    with Ledger() as ledger:
-        loss, kept = kept_for_backward(lambda: model.loss(tokens, targets), held, entering=entering)
-        loss.backward()
-        with ledger.phase("sync"):
-            average_gradients(model, copies)
-    return ledger, _trained(model, shape.optimizer, kept)
-
-
-@torch.no_grad()  # not inference mode: see `Ledger`
-def _inference(model: GPT, tokens: Tensor, past: int) -> tuple[Ledger, Memory]:
-    """A cache made and filled by a prompt, or, as if ``past`` positions were in it already, by what follows them."""
-    ledger = Ledger()
-    with nullcontext() if past else ledger:
-        cache = model.new_cache(tokens.shape[0], past + tokens.shape[1])
-    cache.position = past
-    with ledger:
-        model.logits(tokens, cache, last=True)
-    held = [cache.keys, cache.values]
-    if cache.head is not None and _storage(cache.head)._cdata != _storage(model.embedding.weight)._cdata:
-        held.append(cache.head)
-    parameters = sum(_bytes(p) for p in model.parameters())
-    return ledger, Memory(parameters, gradients=0, optimizer=0, activations=sum(_bytes(tensor) for tensor in held))
-
-
-def _trained(model: nn.Module, optimizer: str, kept: int) -> Memory:
-    return Memory(
-        parameters=sum(_bytes(p) for p in model.parameters()),
-        gradients=sum(_bytes(p.grad) for p in model.parameters() if p.grad is not None),
-        optimizer=_optimizer_bytes(model, optimizer),
-        activations=kept,
-    )
-
-
 @contextmanager
-def fake_ranks(shape: FFNShape | GPTShape) -> Iterator[tuple[DeviceMesh | None, DeviceMesh | None]]:
-    """The data-parallel and the model mesh of a rank among ranks that do not exist."""
+def fake_ranks(shape: Shape) -> Iterator[tuple[DeviceMesh | None, DeviceMesh | None]]:
+    """The data-parallel and the model mesh of rank ``shape.rank`` in a process group whose other ranks do not exist."""
     if dist.is_initialized():
         raise RuntimeError("a dry run makes its own process group, but this process is in one already")
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
@@ -174,7 +132,10 @@ def kept_for_backward(
 ) -> tuple[Tensor, int]:
     """The function's result, and the bytes of activations that autograd keeps for it: each storage once, no weights.
 
-    ``entering``: modules whose first argument is kept although autograd does not say so, those that are recomputed.
+    Args:
+        function: The forward pass.
+        weights: Tensors that are no activations.
+        entering: Modules that are recomputed in backward, whose first argument is kept without autograd's hooks.
     """
     held = {_storage(weight)._cdata for weight in weights}
     kept: dict[int, Any] = {}
@@ -196,18 +157,19 @@ def kept_for_backward(
     return result, sum(storage.nbytes() for storage in kept.values())
 
 
-def _with_fused_kernel(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+class FusedAttention(TorchFunctionMode):
     """Attention on meta tensors by the kernel that processors use, where torch would fall back to single products."""
 
-    class Fused(TorchFunctionMode):
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = kwargs or {}
-            if function is F.scaled_dot_product_attention:
-                return _Attention.apply(*args[:3], kwargs["is_causal"])
-            return function(*args, **kwargs)
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention:
+            return _Attention.apply(*args[:3], kwargs.get("is_causal", False))
+        return function(*args, **kwargs)
 
+
+def _with_fused_attention(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def fused(*args: Any, **kwargs: Any) -> Tensor:
-        with Fused():
+        with FusedAttention():
             return forward(*args, **kwargs)
 
     return fused

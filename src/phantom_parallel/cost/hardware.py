@@ -10,12 +10,13 @@ import difflib
 import json
 import math
 import os
-import tempfile
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from phantom_parallel.utils.files import write_text
 
 SHIPPED = Path(__file__).parent / "profiles"
 WORD_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -301,16 +302,7 @@ def dump_profile(profile: Profile, path: str | Path) -> None:
             section = group
         mark = ", uncertain = true" if figure.uncertain else ""
         lines.append(f"{key} = {{ value = {figure.value!r}, source = {_text(figure.source)}{mark} }}")
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write("\n".join(lines) + "\n")
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_text(path, "\n".join(lines) + "\n")
 
 
 def _text(text: str) -> str:

@@ -1,10 +1,10 @@
 """The planner: which strategy, on how many ranks, with how many ghosts, for a given model, batch and machine.
 
-Every setting that the request allows is counted by `cost.terms` and timed by `cost.timing`; what does not fit is
+Every layout that the request allows is counted by `cost.terms` and timed by `cost.timing`; what does not fit is
 dropped with the reason. A step trains on the same ``batch`` rows however many copies share them, so steps compare.
 
 Dense, tensor and megatron compute the same model. A phantom model is another one, and with few ghosts a smaller one:
-whether it reaches the same loss is not in these numbers. ``min_ghosts`` is what the user knows to keep the loss.
+whether it reaches the same loss is not in these numbers. ``min_ghosts`` is the fewest that are known to keep the loss.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,14 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
 from phantom_parallel.cost.hardware import WORD_BYTES, Profile
-from phantom_parallel.cost.terms import Optimizer, Strategy
+from phantom_parallel.cost.sizes import Layout, ModelSizes, rows_per_copy
+from phantom_parallel.cost.terms import Optimizer, Shape
 from phantom_parallel.cost.timing import Clock, StepTime
-from phantom_parallel.families.ffn.cost import FFNShape
-from phantom_parallel.utils.layout import BlockLayout, nearest_divisors, positive
+from phantom_parallel.utils.layout import positive
+from phantom_parallel.utils.strategies import StrategyName, get_strategy
 
 Goal = Literal["time", "energy", "devices"]
 
-DEFAULT_GHOSTS = (4, 8, 16, 32, 64)
+GHOST_SWEEP = (4, 8, 16, 32, 64)
 SCALING_COUNTS = tuple(2**power for power in range(1, 11))
 HEADROOM = 0.1  # of a device's memory, for temporary buffers and the allocator, when the user sets no limit
 GIB = 2**30
@@ -28,37 +29,50 @@ NOT_COMPARED = "not compared"
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What to plan. ``batch`` is the rows of one step over all data-parallel copies; ``devices`` the most to use.
+    """What to plan.
 
-    Left out: ``blocks`` are as many as ranks, ``ghosts`` are powers of two below the dense model's size, ``dp`` is
-    whatever divides the batch, ``memory_bytes`` is the device's less 10 %.
+    Args:
+        model: The sizes of the model.
+        batch: Rows of one step, over all data-parallel copies.
+        devices: The most devices to use.
+        profile: The machine.
+        dtype: The type of every number.
+        goal: What the best plan has the least of.
+        strategies: By default all that the model's family has.
+        blocks: By default as many as ranks.
+        ghosts: By default powers of two that make phantom smaller than the dense model.
+        min_ghosts: The fewest ghosts that are known to keep the loss.
+        dp: Data-parallel copies; by default whatever divides the batch.
+        memory_bytes: Memory of a device that may be used; by default the device's less 10 %.
+        optimizer: By its state.
     """
 
-    width: int
-    depth: int
+    model: ModelSizes
     batch: int
     devices: int
     profile: Profile
     dtype: str = "fp32"
     goal: Goal = "time"
-    strategies: tuple[Strategy, ...] = get_args(Strategy)
+    strategies: tuple[StrategyName, ...] = ()
     blocks: tuple[int, ...] = ()
     ghosts: tuple[int, ...] = ()
     min_ghosts: int | None = None
     dp: tuple[int, ...] = ()
     memory_bytes: float | None = None
     optimizer: Optimizer = "adam"
-    activation: str = "relu"
 
     def __post_init__(self) -> None:
-        sizes = [(name, getattr(self, name)) for name in ("width", "depth", "batch", "devices")]
+        sizes = [("batch", self.batch), ("devices", self.devices)]
         sizes += [(name, value) for name in ("blocks", "ghosts", "dp") for value in getattr(self, name)]
         sizes += [("min_ghosts", self.min_ghosts)] if self.min_ghosts is not None else []
         for name, value in sizes:
             positive(**{name: value})
-        for name, value, known in (("goal", self.goal, get_args(Goal)), *self._named_strategies()):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        if self.goal not in get_args(Goal):
+            raise ValueError(f"goal must be one of {', '.join(get_args(Goal))}, got {self.goal!r}")
+        if not self.strategies:
+            object.__setattr__(self, "strategies", self.model.strategies)
+        for strategy in self.strategies:
+            get_strategy(strategy, self.model.strategies)
         self.profile.require_dtype(self.dtype)
         self.profile.require_devices(self.devices)
         if self.goal == "energy" and not self.profile.has_power:
@@ -68,25 +82,26 @@ class PlanRequest:
             )
         if self.memory_bytes is not None and not self.memory_bytes > 0:
             raise ValueError(f"the memory limit must be positive, got {self.memory_bytes}")
+        self._check_model()
         self._check_choices()
 
-    def _named_strategies(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-        return (("strategy", strategy, get_args(Strategy)) for strategy in self.strategies)
+    def _check_model(self) -> None:
+        """Raise ValueError if the model cannot be built at all, or not with any of the blocks and ghosts given."""
+        if "dense" in self.model.strategies:
+            self.model.shape(Layout("dense", 1, 1), batch=1)
+        smallest = min(self.ghosts, default=self.min_ghosts or 1)
+        for blocks in self.blocks:
+            self.model.shape(Layout("phantom", 1, 1, blocks, 1), batch=1)
+        if self.blocks:
+            self.model.shape(Layout("phantom", 1, 1, min(self.blocks), smallest), batch=1)
+        elif smallest > self.model.most_ghosts:
+            raise ValueError(f"ghosts={smallest} is more than a block can show: use at most {self.model.most_ghosts}")
 
     def _check_choices(self) -> None:
         for copies in self.dp:
-            if self.batch % copies:
-                near = nearest_divisors(self.batch, copies)
-                raise ValueError(f"dp={copies} does not divide batch={self.batch}: use {near}")
+            rows_per_copy(self.batch, copies)
             if copies > self.devices:
                 raise ValueError(f"dp={copies} needs more than {self.devices} devices: use at most {self.devices}")
-        smallest = min(self.ghosts, default=self.min_ghosts or 1)
-        for blocks in self.blocks:
-            BlockLayout(self.width, self.width, blocks, 1)  # says which blocks divide the width
-        if self.blocks:
-            BlockLayout(self.width, self.width, min(self.blocks), smallest)  # says how many ghosts there may be
-        elif smallest > self.width // 2:
-            raise ValueError(f"ghosts={smallest} is more than a block can show: use at most {self.width // 2}")
         if self.min_ghosts and self.ghosts and max(self.ghosts) < self.min_ghosts:
             raise ValueError(f"every one of ghosts={self.ghosts} is below min_ghosts={self.min_ghosts}: raise them")
 
@@ -98,28 +113,14 @@ class PlanRequest:
     def ghost_choices(self) -> tuple[int, ...]:
         if self.ghosts:
             return self.ghosts
-        return (self.min_ghosts, 2 * self.min_ghosts, 4 * self.min_ghosts) if self.min_ghosts else DEFAULT_GHOSTS
-
-
-class Setting(NamedTuple):
-    """One way to run the model."""
-
-    strategy: Strategy
-    ranks: int
-    dp: int
-    blocks: int | None = None
-    ghosts: int | None = None
-
-    def __str__(self) -> str:
-        blocks = f", {self.blocks} blocks, {self.ghosts} ghosts" if self.blocks else ""
-        return f"{self.strategy} on {self.ranks} ranks{blocks}" + (f", dp {self.dp}" if self.dp > 1 else "")
+        return (self.min_ghosts, 2 * self.min_ghosts, 4 * self.min_ghosts) if self.min_ghosts else GHOST_SWEEP
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting that fits, with its step. Energies are modelled; None where the profile has no watts."""
+    """A layout that fits, with its step. Energies are modelled; None where the profile has no watts."""
 
-    setting: Setting
+    layout: Layout
     step: StepTime
     memory_bytes: int
     parameters: int  # of the whole model
@@ -128,7 +129,7 @@ class Candidate:
 
     @property
     def devices(self) -> int:
-        return self.setting.ranks * self.setting.dp
+        return self.layout.ranks * self.layout.dp
 
     @property
     def seconds(self) -> float:
@@ -144,13 +145,13 @@ class Candidate:
 
     @property
     def same_model(self) -> bool:
-        return self.setting.strategy != "phantom"
+        return self.layout.strategy != "phantom"
 
 
 class Dropped(NamedTuple):
-    """A setting that was left out, and why. ``needs``: the bytes that were too many, if it was memory."""
+    """A layout that was left out, and why. ``needs``: the bytes that were too many, if it was memory."""
 
-    setting: Setting
+    layout: Layout
     reason: str
     needs: int | None = None
 
@@ -202,8 +203,8 @@ def frontier(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
 
 
 def plan(request: PlanRequest) -> Plan:
-    """Time every setting. Raises if nothing fits, and says what nearly does."""
-    candidates, dropped = _evaluate(request, _settings(request, _counts(request.devices)))
+    """Time every layout. Raises if nothing fits, and says what nearly does."""
+    candidates, dropped = _evaluate(request, _layouts(request, _counts(request.devices)))
     if not candidates:
         raise ValueError(_nearest(request, dropped))
     return Plan(request, tuple(candidates), tuple(dropped))
@@ -220,11 +221,11 @@ def scaling(request: PlanRequest, counts: tuple[int, ...] = SCALING_COUNTS) -> d
     curves: dict[str, list[Candidate]] = {}
     for count in (count for count in counts if count <= most):
         at_count = replace(request, devices=max(count, *request.dp, 1), ghosts=ends)
-        settings = (s for s in _settings(at_count, _counts(count)) if s.ranks * s.dp == count)
+        layouts = (s for s in _layouts(at_count, _counts(count)) if s.ranks * s.dp == count)
         best: dict[str, Candidate] = {}
-        for candidate in _evaluate(at_count, settings)[0]:
-            ghosts = candidate.setting.ghosts
-            name = candidate.setting.strategy + (f", {ghosts} ghosts" if ghosts else "")
+        for candidate in _evaluate(at_count, layouts)[0]:
+            ghosts = candidate.layout.ghosts
+            name = candidate.layout.strategy + (f", {ghosts} ghosts" if ghosts else "")
             if name not in best or rank_by(request.goal, candidate) < rank_by(request.goal, best[name]):
                 best[name] = candidate
         for name, candidate in best.items():
@@ -233,86 +234,63 @@ def scaling(request: PlanRequest, counts: tuple[int, ...] = SCALING_COUNTS) -> d
 
 
 def _counts(devices: int) -> list[int]:
-    """Numbers of ranks and of copies worth a look: powers of two, and what divides the devices."""
+    """Numbers of ranks and of copies that are considered: powers of two, and divisors of the devices."""
     powers = {2**power for power in range(devices.bit_length()) if 2**power <= devices}
     return sorted(powers | {count for count in range(1, devices + 1) if devices % count == 0})
 
 
-def _settings(request: PlanRequest, counts: list[int]) -> Iterator[Setting]:
+def _layouts(request: PlanRequest, counts: list[int]) -> Iterator[Layout]:
     for ranks in counts:
         for copies in request.dp or counts:
             if ranks * copies > request.devices:
                 continue
-            for strategy in request.strategies:
-                if strategy == "phantom":
-                    yield from _phantom_settings(request, ranks, copies)
-                elif (strategy == "dense") == (ranks == 1):
-                    yield Setting(strategy, ranks, copies)
+            for name in request.strategies:
+                strategy = get_strategy(name)
+                if strategy.has_blocks:
+                    yield from _block_layouts(request, name, ranks, copies)
+                elif strategy.single_rank == (ranks == 1):
+                    yield Layout(name, ranks, copies)
 
 
-def _phantom_settings(request: PlanRequest, ranks: int, copies: int) -> Iterator[Setting]:
+def _block_layouts(request: PlanRequest, strategy: StrategyName, ranks: int, copies: int) -> Iterator[Layout]:
+    sweeps_ghosts = not request.ghosts and not request.min_ghosts
     for blocks in request.blocks or ((ranks,) if ranks > 1 else ()):
         for ghosts in request.ghost_choices:
-            size = request.width / blocks
-            if not request.ghosts and not request.min_ghosts and ghosts >= size * (1 - 1 / blocks):
-                continue  # nobody asked for these ghosts, and the dense model would be the cheaper one
-            yield Setting("phantom", ranks, copies, blocks, ghosts)
+            if sweeps_ghosts and ghosts >= request.model.break_even_ghosts(blocks):
+                continue  # these ghosts were not requested, and the dense model is cheaper
+            yield Layout(strategy, ranks, copies, blocks, ghosts)
 
 
-def _evaluate(request: PlanRequest, settings: Iterable[Setting]) -> tuple[list[Candidate], list[Dropped]]:
+def _evaluate(request: PlanRequest, layouts: Iterable[Layout]) -> tuple[list[Candidate], list[Dropped]]:
     clock = Clock(request.profile, request.dtype)
     candidates, dropped = [], []
-    for setting in settings:
-        if reason := _impossible(request, setting):
-            dropped.append(Dropped(setting, reason))
+    for layout in layouts:
+        try:
+            shape = _shape(request, layout)
+        except ValueError as error:
+            dropped.append(Dropped(layout, str(error)))
             continue
-        shape = _shape(request, setting)
         needs = shape.memory.total
         if needs > request.memory_limit:
             reason = f"needs {needs / GIB:.3g} GiB a device, more than {request.memory_limit / GIB:.3g}"
-            dropped.append(Dropped(setting, reason, needs))
+            dropped.append(Dropped(layout, reason, needs))
             continue
         candidates.append(
-            Candidate(setting, clock.step(shape), needs, shape.model_parameters, request.batch, _loss(request, setting))
+            Candidate(layout, clock.step(shape), needs, shape.model_parameters, request.batch, _loss(request, layout))
         )
     return candidates, dropped
 
 
-def _impossible(request: PlanRequest, setting: Setting) -> str | None:
-    """Asked before a shape is made, since most of the grid ends here."""
-    if request.width % setting.ranks:
-        return f"{setting.ranks} ranks do not divide width={request.width}"
-    if request.batch % setting.dp:
-        return f"dp={setting.dp} does not divide batch={request.batch}"
-    if setting.blocks is None or setting.ghosts is None:
-        return None
-    if setting.blocks % setting.ranks:
-        return f"{setting.ranks} ranks do not divide blocks={setting.blocks}"
-    if setting.ghosts > request.width // setting.blocks:
-        return f"ghosts={setting.ghosts} is more than a block of {request.width // setting.blocks} features"
-    if request.min_ghosts and setting.ghosts < request.min_ghosts:
-        return f"ghosts={setting.ghosts} is below min_ghosts={request.min_ghosts}"
-    return None
+def _shape(request: PlanRequest, layout: Layout) -> Shape:
+    """The shape of a step. Raises ValueError if the model cannot be laid out like this."""
+    if request.min_ghosts and layout.ghosts is not None and layout.ghosts < request.min_ghosts:
+        raise ValueError(f"ghosts={layout.ghosts} is below min_ghosts={request.min_ghosts}")
+    word_bytes = WORD_BYTES[request.dtype]
+    return request.model.step_shape(layout, batch=request.batch, word_bytes=word_bytes, optimizer=request.optimizer)
 
 
-def _shape(request: PlanRequest, setting: Setting) -> FFNShape:
-    return FFNShape(
-        setting.strategy,
-        request.width,
-        request.depth,
-        ranks=setting.ranks,
-        batch=request.batch // setting.dp,
-        blocks=setting.blocks,
-        ghosts=setting.ghosts,
-        dp=setting.dp,
-        word_bytes=WORD_BYTES[request.dtype],
-        activation=request.activation,
-        optimizer=request.optimizer,
-    )
-
-
-def _loss(request: PlanRequest, setting: Setting) -> str:
-    if setting.strategy != "phantom":
+def _loss(request: PlanRequest, layout: Layout) -> str:
+    if layout.strategy != "phantom":
         return "the dense model's"
     return "kept, by your minimum" if request.min_ghosts else NOT_COMPARED
 
@@ -325,11 +303,11 @@ def _nearest(request: PlanRequest, dropped: list[Dropped]) -> str:
         return f"nothing can run on {request.devices} devices: {'; '.join(sorted(reasons)[:3])}"
     least = min(heavy, key=lambda entry: entry.needs or 0)
     message = (
-        f"nothing fits in {request.memory_limit / GIB:.3g} GiB a device: the smallest, {least.setting}, "
+        f"nothing fits in {request.memory_limit / GIB:.3g} GiB a device: the smallest, {least.layout}, "
         f"needs {(least.needs or 0) / GIB:.3g} GiB. "
     )
     ways = [f"{count} devices" for count in _more_devices(request)]
-    ways += [f"batch={batch}" for batch in _less_batch(request, least.setting)]
+    ways += [f"batch={batch}" for batch in _less_batch(request, least.layout)]
     if not ways:
         return message + "Neither more devices of this profile nor a smaller batch would do: give more memory"
     return message + f"It would fit with {' or with '.join(ways)}"
@@ -340,18 +318,25 @@ def _more_devices(request: PlanRequest) -> Iterator[int]:
     count = 2 * request.devices
     while count <= request.profile.max_devices.value:
         more = replace(request, devices=count, ghosts=(min(request.ghost_choices),))
-        settings = (s for s in _settings(more, _counts(count)) if s.ranks * s.dp == count)
-        if any(not _impossible(more, s) and _shape(more, s).memory.total <= request.memory_limit for s in settings):
+        layouts = (s for s in _layouts(more, _counts(count)) if s.ranks * s.dp == count)
+        if any(_fits(more, layout) for layout in layouts):
             yield count
             return
         count *= 2
 
 
-def _less_batch(request: PlanRequest, setting: Setting) -> Iterator[int]:
-    """The largest batch, by halving the rows of a copy, with which this setting fits."""
-    rows = request.batch // setting.dp // 2
+def _less_batch(request: PlanRequest, layout: Layout) -> Iterator[int]:
+    """The largest batch, by halving the rows of a copy, with which this layout fits."""
+    rows = request.batch // layout.dp // 2
     while rows:
-        if _shape(replace(request, batch=rows * setting.dp), setting).memory.total <= request.memory_limit:
-            yield rows * setting.dp
+        if _fits(replace(request, batch=rows * layout.dp), layout):
+            yield rows * layout.dp
             return
         rows //= 2
+
+
+def _fits(request: PlanRequest, layout: Layout) -> bool:
+    try:
+        return _shape(request, layout).memory.total <= request.memory_limit
+    except ValueError:
+        return False

@@ -1,7 +1,7 @@
 """The formal analysis: what one rank computes, sends and keeps in a training step. The one source of every count.
 
-A cost is a list of **terms**, each a matrix product or an exchange named as in the equations, so that whoever compares,
-plans or draws can sum what is asked for and point at what is wrong. Counts are per rank.
+A cost is a list of **terms**, each a matrix product or an exchange named as in the equations, so that comparisons,
+plans and figures can sum any part of them and name the term that is wrong. Counts are per rank.
 
 Bytes of an exchange are those that a rank must send (and receive), whatever the algorithm:
 
@@ -11,17 +11,16 @@ Bytes of an exchange are those that a rank must send (and receive), whatever the
     all-to-all       (R-1) w        w: what one rank sends to each other
 
 An all-gather or reduce-scatter built from all-to-all moves the same. Elementwise work is not counted, as in torch's own
-counter. What is kept for backward is counted for the activations of `phantom_parallel.families.ffn.model`. Feed-forward
-networks are here, transformers in `families.gpt.cost`.
+counter. The layers that models consist of are here; a model family has its own shape in ``families/<family>/cost.py``.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
 
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
+from phantom_parallel.utils.strategies import StrategyName
 
-Strategy = Literal["dense", "tensor", "megatron", "phantom"]
 Phase = Literal["forward", "backward", "sync"]
 Optimizer = Literal["sgd", "momentum", "adam"]
 Op = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
@@ -34,12 +33,6 @@ def optimizer_of(name: str, momentum: float) -> Optimizer:
     if name == "adamw":
         return "adam"
     return "momentum" if momentum else "sgd"
-
-
-KEEPS_ITS_INPUT = (
-    "gelu",
-    "silu",
-)  # activations whose derivative needs the input; relu and tanh make do with the output
 
 
 @dataclass(frozen=True)
@@ -139,7 +132,7 @@ def phantom_layer(
     ]
     parameters = [q * m_out * m_in, q * k * m_in, q * m_out * others] + ([q * m_out] if bias else [])
     kept = rows * q * m_in + rows * p * k
-    return LayerCost(name, tuple(parameters), tuple(products), _real(exchanges), kept)
+    return LayerCost(name, tuple(parameters), tuple(products), between_ranks(exchanges), kept)
 
 
 def tensor_layer(
@@ -160,7 +153,7 @@ def tensor_layer(
         exchanges.append(Exchange("dx", "backward", "reduce_scatter", ranks, rows * m_in, ("dW = d^T x",)))
     parameters = [m_out * n_in] + ([m_out] if bias else [])
     return LayerCost(
-        name, tuple(parameters), tuple(p for p in products if p.multiply_adds), _real(exchanges), rows * n_in
+        name, tuple(parameters), tuple(p for p in products if p.multiply_adds), between_ranks(exchanges), rows * n_in
     )
 
 
@@ -178,7 +171,7 @@ def column_layer(
         products.append(Product("W^T d", "backward", 1, rows, m_out, n_in))
         exchanges.append(Exchange("dx", "backward", "all_reduce", ranks, rows * n_in))
     parameters = [m_out * n_in] + ([m_out] if bias else [])
-    return LayerCost(name, tuple(parameters), tuple(products), _real(exchanges), rows * n_in)
+    return LayerCost(name, tuple(parameters), tuple(products), between_ranks(exchanges), rows * n_in)
 
 
 def row_layer(layout: RowLayout, rows: int, *, bias: bool, name: str = "") -> LayerCost:
@@ -191,11 +184,11 @@ def row_layer(layout: RowLayout, rows: int, *, bias: bool, name: str = "") -> La
     ]
     exchanges = [Exchange("z", "forward", "all_reduce", ranks, rows * n_out)]
     parameters = [n_out * m_in] + ([n_out] if bias else [])
-    return LayerCost(name, tuple(parameters), tuple(products), _real(exchanges), rows * m_in)
+    return LayerCost(name, tuple(parameters), tuple(products), between_ranks(exchanges), rows * m_in)
 
 
-def _real(exchanges: list[Exchange]) -> tuple[Exchange, ...]:
-    """Alone, nothing is sent."""
+def between_ranks(exchanges: list[Exchange]) -> tuple[Exchange, ...]:
+    """Exchanges of one rank alone are left out: nothing is sent."""
     return tuple(exchange for exchange in exchanges if exchange.ranks > 1)
 
 
@@ -205,12 +198,23 @@ def representative(index: int, depth: int) -> int:
 
 
 class Shape:
-    """A model and how it is run: sums over the costs of its parts, whatever the model."""
+    """A model and how it is run. A family's shape is a frozen dataclass that gives the costs of the model's parts; the
+    sums over them are here. ``batch`` is the rows of one of ``dp`` data-parallel copies.
+    """
 
+    family: ClassVar[str]
+    listed: ClassVar[tuple[str, ...]]  # fields that tables show, besides the layout's
+    mode: str = "train"  # or a pass of inference
+
+    strategy: StrategyName
     ranks: int
+    batch: int
+    blocks: int | None
+    ghosts: int | None
     dp: int
     word_bytes: int
     optimizer: Optimizer
+    rank: int
 
     @property
     def costs(self) -> tuple[LayerCost, ...]:
@@ -229,6 +233,19 @@ class Shape:
     @property
     def memory(self) -> "Memory":
         raise NotImplementedError
+
+    def with_strategy(self, strategy: StrategyName) -> Self:
+        """The same sizes by a strategy that has no blocks."""
+        return replace(self, strategy=strategy, blocks=None, ghosts=None)  # type: ignore[type-var]
+
+    def passes(self) -> dict[str, Self]:
+        """The shapes of everything that the model runs, by mode: a training step, and passes of inference if any."""
+        return {"train": self}
+
+    @property
+    def step_name(self) -> str:
+        """What the shape counts, in words."""
+        return "one training step"
 
     @property
     def products(self) -> Iterator[Product]:
@@ -251,17 +268,17 @@ class Shape:
         return sum(e.moved_bytes(self.word_bytes) for e in self.exchanges if phase in (None, e.phase))
 
     def over_all_ranks(self, per_rank: int) -> int:
-        """A count of one rank summed over all ranks of all copies: they have equal work, and send and keep as much."""
+        """A count of one rank, summed over all ranks of all copies: they compute, send and keep equally much."""
         return per_rank * self.ranks * self.dp
 
     @property
     def parameters(self) -> int:
-        """Of this rank."""
+        """Parameters of this rank."""
         return sum(sum(layer.parameters) for layer in self.costs)
 
     @property
     def model_parameters(self) -> int:
-        """Of the whole model, each counted once."""
+        """Parameters of the whole model, each counted once."""
         return (self.parameters - self.repeated) * self.ranks + self.repeated
 
 
@@ -277,11 +294,6 @@ class Memory:
     @property
     def total(self) -> int:
         return self.parameters + self.gradients + self.optimizer + self.activations
-
-
-def break_even_ghosts(n_in: int, n_out: int, blocks: int) -> float:
-    """The ghosts at which a phantom layer has as many weights and multiply-adds as a dense one."""
-    return BlockLayout(n_in, n_out, blocks, 1).break_even
 
 
 def decompression_dominates(n_in: int, n_out: int, ghosts: int) -> float:

@@ -9,8 +9,8 @@
     energy       E = P_compute t_compute + P_communication t_exposed + P_idle t_idle, for each rank
 
 P, e: peak and efficiency of the dtype, of s bytes a word; M, F: memory and write bandwidth; o, c: overheads; a, B: a
-tier's latency and bandwidth; w as in `cost.terms`, in bytes; f: the overlap. ``docs/planning.md`` says what each
-assumes. Every energy is modelled.
+tier's latency and bandwidth; w as in `cost.terms`, in bytes; f: the overlap. ``docs/planning.md`` states the
+assumptions. Every energy is modelled.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ PHASES = ("forward", "backward", "sync", "update")
 STREAMED = {"forward": 0, "backward": 1}  # where a layer's cost has the words of a phase's elementwise work
 
 
-class Span(NamedTuple):
+class PhaseTime(NamedTuple):
     """Seconds on one rank: computing, in exchanges that show, and in exchanges hidden behind computing."""
 
     compute: float = 0.0
@@ -33,13 +33,13 @@ class Span(NamedTuple):
 
     @property
     def total(self) -> float:
-        """What the clock shows: the hidden part is already in compute."""
+        """Wall-clock time: the hidden part is within compute."""
         return self.compute + self.exposed
 
 
 @dataclass(frozen=True)
 class ModelledEnergy:
-    """Joules from power times time: never measured, and never to be shown without the word."""
+    """Joules from power times time: not measured, and always shown as modelled."""
 
     compute: float
     communication: float
@@ -56,13 +56,13 @@ class ModelledEnergy:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step of one rank, and what all ``devices`` draw meanwhile; energies are None on a machine without watts.
+    """A step of one rank, and what all ``devices`` draw during it; energies are None on a machine without watts.
 
-    ``layers`` has one mapping from phase to span for each layer, ``phases`` their sums.
+    ``layers`` has one mapping from phase to time for each layer, ``phases`` their sums.
     """
 
-    layers: tuple[Mapping[str, Span], ...]
-    phases: Mapping[str, Span]
+    layers: tuple[Mapping[str, PhaseTime], ...]
+    phases: Mapping[str, PhaseTime]
     idle: float
     devices: int
     energy_per_rank: ModelledEnergy | None
@@ -102,18 +102,8 @@ def forward_time(shape: Shape, profile: Profile, dtype: str = "fp32", *, idle_se
     return Clock(profile, dtype).step(shape, phases=("forward",), idle_seconds=idle_seconds)
 
 
-def collective_seconds(op: Op, ranks: int, contribution: float, profile: Profile, *, stride: int = 1) -> float:
-    """One exchange of ``contribution`` bytes (w of `cost.terms`) among every ``stride``-th device."""
-    return Clock(profile, next(iter(profile.peak))).collective(op, ranks, contribution, stride)
-
-
-def product_seconds(product: Product, profile: Profile, dtype: str = "fp32") -> float:
-    """One matrix product."""
-    return Clock(profile, dtype).product(product)
-
-
 class Clock:
-    """A profile's figures as plain numbers for one dtype, with the equations above as methods. Make one, ask often."""
+    """A profile's figures as plain numbers for one dtype, with the equations above as methods."""
 
     def __init__(self, profile: Profile, dtype: str = "fp32") -> None:
         profile.require_dtype(dtype)
@@ -156,7 +146,7 @@ class Clock:
             between = _tier(op, nodes, contribution, *self._between)
         return self._collective_overhead + inside + between
 
-    def layer(self, layer: LayerCost, phase: str) -> Span:
+    def layer(self, layer: LayerCost, phase: str) -> PhaseTime:
         """A layer's products and exchanges in one phase, without the elementwise work around it."""
         seconds: dict[str, float] = {}
         for product in layer.products:
@@ -173,12 +163,12 @@ class Clock:
             covered = min(self._overlap * taken, sum(seconds.pop(term, 0.0) for term in exchange.hidden_by))
             hidden += covered  # pop: a product hides one exchange, not two
             exposed += taken - covered
-        return Span(compute, exposed, hidden)
+        return PhaseTime(compute, exposed, hidden)
 
-    def sync(self, layer: LayerCost, ranks: int, copies: int) -> Span:
+    def sync(self, layer: LayerCost, ranks: int, copies: int) -> PhaseTime:
         """The all-reduce of each parameter's gradient over copies, which are ``ranks`` devices apart."""
         sizes = (words * self.word_bytes for words in layer.gradients)
-        return Span(exposed=sum(self.collective("all_reduce", copies, size, ranks) for size in sizes))
+        return PhaseTime(exposed=sum(self.collective("all_reduce", copies, size, ranks) for size in sizes))
 
     def step(self, shape: Shape, phases: tuple[str, ...] = PHASES, idle_seconds: float = 0.0) -> StepTime:
         if shape.word_bytes != self.word_bytes:
@@ -190,7 +180,7 @@ class Clock:
             raise ValueError(f"idle_seconds must not be negative, got {idle_seconds}")
         devices = shape.ranks * shape.dp
         self.profile.require_devices(devices)
-        timed: dict[int, dict[str, Span]] = {}
+        timed: dict[int, dict[str, PhaseTime]] = {}
         layers = []
         for index in range(len(shape.costs)):
             same = shape.same_as(index)
@@ -198,19 +188,19 @@ class Clock:
                 timed[same] = {phase: self._phase(shape, same, phase) for phase in phases}
             layers.append(timed[same])
         sums = {
-            phase: Span(*(sum(values) for values in zip(*(layer[phase] for layer in layers), strict=True)))
+            phase: PhaseTime(*(sum(values) for values in zip(*(layer[phase] for layer in layers), strict=True)))
             for phase in phases
         }
         compute = sum(span.compute for span in sums.values())
         exposed = sum(span.exposed for span in sums.values())
         return StepTime(tuple(layers), sums, idle_seconds, devices, self._energy(compute, exposed, idle_seconds))
 
-    def _phase(self, shape: Shape, index: int, phase: str) -> Span:
+    def _phase(self, shape: Shape, index: int, phase: str) -> PhaseTime:
         layer = shape.costs[index]
         if phase == "sync":
             return self.sync(layer, shape.ranks, shape.dp)
         if phase == "update":
-            return Span(compute=self.elementwise(_update_words(shape, layer)))
+            return PhaseTime(compute=self.elementwise(_update_words(shape, layer)))
         span = self.layer(layer, phase)
         return span._replace(compute=span.compute + self.elementwise(layer.streamed[STREAMED[phase]]))
 

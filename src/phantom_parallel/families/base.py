@@ -3,9 +3,14 @@
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from phantom_parallel.utils.strategies import StrategyName
+
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
+    from phantom_parallel.cost.sizes import ModelSizes
+    from phantom_parallel.cost.steps import InferencePass, TrainingStep
     from phantom_parallel.cost.terms import Shape
     from phantom_parallel.infer.generation import GenerateConfig, GenerateReport
     from phantom_parallel.infer.predictor import Predictor
@@ -23,8 +28,8 @@ class Family(ABC):
 
     name: ClassVar[str]
     title: ClassVar[str]  # in help texts: "feed-forward networks"
-    strategies: ClassVar[tuple[str, ...]]  # by which its models can be cut, of utils.strategies
-    baseline: ClassVar[str]  # the strategy that phantom is measured against
+    strategies: ClassVar[tuple[StrategyName, ...]]  # by which its models can be cut, of utils.strategies
+    baseline: ClassVar[StrategyName]  # the strategy that phantom is measured against
     inference_command: ClassVar[str] = "infer"  # the command that runs a trained model
 
     @abstractmethod
@@ -67,3 +72,23 @@ class Family(ABC):
             ValueError: If models of the family do not generate text.
         """
         raise ValueError(f"a model of the family {self.name} generates no text: use phantom {self.inference_command}")
+
+    @abstractmethod
+    def sizes(self) -> "type[ModelSizes]":
+        """Class of the sizes of a model to plan or to dry-run. Does not import torch."""
+
+    @abstractmethod
+    def build_step(
+        self, shape: "Shape", mesh: "DeviceMesh | None", *, device: str = "cpu"
+    ) -> "TrainingStep | InferencePass":
+        """Build the model of a shape on this rank of ``mesh`` with random data, to be counted or timed."""
+
+    def step_shapes(self, ranks: int, *, held_out: bool) -> "list[dict[str, Shape]]":
+        """Training steps that are timed on ``ranks`` local ranks, the phantom model's and the baseline's of each.
+
+        Args:
+            ranks: Ranks that share a model.
+            held_out: Whether the steps are for ``phantom validate``, which compares them with predictions, and not
+                for ``phantom calibrate``, which fits the predictions to them.
+        """
+        return []

@@ -8,8 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from phantom_parallel.cost.planner import Candidate, Plan, PlanRequest
+from phantom_parallel.utils.files import atomic_file
 
-# Told apart by colour-blind readers (Okabe and Ito), and by marker in print.
+# Colours that colour-blind readers can distinguish (Okabe and Ito), and markers for print.
 LOOKS = {
     "dense": ("#666666", "s"),
     "tensor": ("#0072B2", "o"),
@@ -33,15 +34,15 @@ def draw_scaling(request: PlanRequest, curves: Mapping[str, Sequence[Candidate]]
     figure.suptitle(f"Scaling at a fixed batch\n{_subject(request)}", fontsize=11)
     names, handles = axes[0].get_legend_handles_labels()[::-1]
     figure.legend(handles, names, loc="outside lower center", ncols=max(1, len(names)), frameon=False, fontsize=9)
-    return _save(figure, folder / "scaling")
+    return save(figure, folder / "scaling")
 
 
 def draw_tradeoff(plan: Plan, folder: Path) -> list[Path]:
-    """Every setting by step time and modelled energy, with the frontier and the best under the goal."""
+    """Every layout by step time and modelled energy, with the frontier and the best under the goal."""
     figure = Figure(figsize=(7.5, 5.2), layout="constrained")
     axes = figure.subplots()
     for strategy, (colour, marker) in LOOKS.items():
-        found = [c for c in plan.candidates if c.setting.strategy == strategy]
+        found = [c for c in plan.candidates if c.layout.strategy == strategy]
         if found:
             label = "phantom (another model: loss not compared)" if strategy == "phantom" else strategy
             if strategy == "phantom" and plan.request.min_ghosts:
@@ -51,7 +52,7 @@ def draw_tradeoff(plan: Plan, folder: Path) -> list[Path]:
     _frontier(axes, plan.frontier, "frontier", "solid")
     best = plan.best
     axes.annotate(
-        f"best for {plan.request.goal}:\n{best.setting}",
+        f"best for {plan.request.goal}:\n{best.layout}",
         (1e3 * best.seconds, best.joules or 0.0),
         xytext=(0.03, 0.93),
         textcoords="axes fraction",
@@ -62,15 +63,15 @@ def draw_tradeoff(plan: Plan, folder: Path) -> list[Path]:
     axes.set(xscale="log", yscale="log", xlabel="step time, ms (modelled)")
     axes.set_ylabel("energy of a step on all devices, J (modelled)")
     axes.grid(visible=True, which="major", alpha=0.25)
-    axes.set_title(f"Time and energy of each setting\n{_subject(plan.request)}", fontsize=11)
+    axes.set_title(f"Time and energy of each layout\n{_subject(plan.request)}", fontsize=11)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
-    return _save(figure, folder / "time-energy")
+    return save(figure, folder / "time-energy")
 
 
 def _curves(axes: Axes, curves: Mapping[str, Sequence[Candidate]], values: list[list[float]], label: str) -> None:
     phantoms = [name for name in curves if name.startswith("phantom")]
     for (name, curve), heights in zip(curves.items(), values, strict=True):
-        colour, marker = LOOKS[curve[0].setting.strategy]
+        colour, marker = LOOKS[curve[0].layout.strategy]
         if name in phantoms[1:]:
             colour, marker = SECOND_PHANTOM
         axes.plot([c.devices for c in curve], heights, color=colour, marker=marker, markersize=4.5, label=name)
@@ -92,15 +93,15 @@ def _frontier(axes: Axes, front: Sequence[Candidate], label: str, style: str) ->
 
 
 def _subject(request: PlanRequest) -> str:
-    return (
-        f"width {request.width:,}, depth {request.depth}, batch {request.batch:,}, {request.dtype} "
-        f"on {request.profile.name}"
-    )
+    return f"{request.model.summary}, batch {request.batch:,}, {request.dtype} on {request.profile.name}"
 
 
-def _save(figure: Figure, stem: Path) -> list[Path]:
+def save(figure: Figure, stem: Path) -> list[Path]:
+    """Write a figure as PNG and SVG. Equal figures give equal files."""
     paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
-    with matplotlib.rc_context({"svg.hashsalt": "phantom"}):  # equal plans give equal files
-        figure.savefig(paths[0], dpi=150)
-        figure.savefig(paths[1], metadata={"Date": None})
+    with matplotlib.rc_context({"svg.hashsalt": "phantom"}):
+        with atomic_file(paths[0]) as file:
+            figure.savefig(file, format="png", dpi=150)
+        with atomic_file(paths[1]) as file:
+            figure.savefig(file, format="svg", metadata={"Date": None})
     return paths

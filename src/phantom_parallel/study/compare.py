@@ -18,7 +18,7 @@ import torch
 
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.energy import PowerProfile
-from phantom_parallel.families.ffn.model import FFN, Strategy
+from phantom_parallel.families.ffn.model import FFN
 from phantom_parallel.families.ffn.train_config import FFNTrainConfig
 from phantom_parallel.families.gpt.generation_cost import measure_generation
 from phantom_parallel.families.gpt.model import GPT
@@ -32,6 +32,7 @@ from phantom_parallel.study.search import Arm, search
 from phantom_parallel.study.session import Errand, about, bench, send
 from phantom_parallel.study.settings import CompareSettings
 from phantom_parallel.train.config import TrainConfig
+from phantom_parallel.utils.strategies import StrategyName
 
 TOKENS = 10  # decoded in a turn
 
@@ -119,7 +120,7 @@ def _inference(settings: CompareSettings, lab: Lab) -> dict[str, list[dict[str, 
 
 
 def _forwards(
-    configs: Mapping[Strategy, TrainConfig], parallel: ParallelContext, batch: int, turns: int, power: PowerProfile
+    configs: Mapping[StrategyName, TrainConfig], parallel: ParallelContext, batch: int, turns: int, power: PowerProfile
 ) -> dict[str, dict[str, Any]]:
     """A forward pass of an FFN, or a further token of a GPT behind half of its context."""
     ffns: dict[str, FFN] = {}

@@ -9,11 +9,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from phantom_parallel.families.ffn.model import Strategy
 from phantom_parallel.families.ffn.train_config import FFNTrainConfig
 from phantom_parallel.families.gpt.train_config import GPTTrainConfig
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.utils.layout import positive
+from phantom_parallel.utils.strategies import StrategyName as Strategy
 
 KINDS: dict[str, type[TrainConfig]] = {"ffn": FFNTrainConfig, "gpt": GPTTrainConfig}
 # Fields of a training that the comparison itself decides.

@@ -8,8 +8,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel import GPT, GPTConfig
 from phantom_parallel.cost.check import differences
-from phantom_parallel.cost.dryrun import dry_run, gpt_step, memory_differences
+from phantom_parallel.cost.dryrun import count_step, dry_run, memory_differences
 from phantom_parallel.cost.ledger import Ledger
+from phantom_parallel.cost.steps import build_step
 from phantom_parallel.cost.timing import Clock, forward_time, step_time
 from phantom_parallel.families.gpt.cost import GPTShape
 from tests.cost.test_hardware import toy
@@ -53,9 +54,11 @@ def count(shape: GPTShape) -> list[str]:
     shape = replace(shape, rank=mesh["tp"].get_local_rank())
     wrong = []
     for step in (shape, shape.prefill(), shape.decode(7)):
-        ledger, memory = gpt_step(step, mesh["tp"] if step.ranks > 1 else None, mesh["dp"], device="cpu")
-        wrong += [f"{step.task}: {line}" for line in differences(step, ledger, native=False, root="GPT")]
-        wrong += [f"{step.task}: {line}" for line in memory_differences(step, memory)]
+        ledger, memory = count_step(
+            build_step(step, mesh["tp"] if step.ranks > 1 else None), step.optimizer, mesh["dp"]
+        )
+        wrong += [f"{step.mode}: {line}" for line in differences(step, ledger, native=False, root="GPT")]
+        wrong += [f"{step.mode}: {line}" for line in memory_differences(step, memory)]
     return wrong
 
 
@@ -228,8 +231,8 @@ def test_an_attention_kernel_by_hand():
         ({"optimizer": "lion"}, "optimizer must be one of sgd, momentum, adam, got 'lion'"),
         ({"vocab": 50}, "blocks=4 does not divide vocab=50"),
         ({"past": 4}, "past belongs to decode, and train starts with an empty cache: got past=4"),
-        ({"task": "decode"}, "past must be a positive whole number, got 0"),
-        ({"task": "sleep"}, "task must be one of train, prefill, decode, got 'sleep'"),
+        ({"mode": "decode"}, "past must be a positive whole number, got 0"),
+        ({"mode": "sleep"}, "mode must be one of train, prefill, decode, got 'sleep'"),
     ],
 )
 def test_bad_shapes_say_what_would_be_right(changes, message):

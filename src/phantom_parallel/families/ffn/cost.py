@@ -1,37 +1,38 @@
 """Cost terms of feed-forward networks: what one rank of an `FFN` computes, sends and keeps in a training step."""
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, get_args
+from typing import ClassVar
 
 from phantom_parallel.cost.terms import (
-    KEEPS_ITS_INPUT,
     OPTIMIZER_STATES,
     LayerCost,
     Memory,
     Optimizer,
     Shape,
-    Strategy,
     column_layer,
-    optimizer_of,
     phantom_layer,
     representative,
     row_layer,
     tensor_layer,
 )
-from phantom_parallel.utils.layout import BlockLayout, RowLayout, positive
+from phantom_parallel.utils.layout import BlockLayout, RowLayout, nearest_divisors, positive
+from phantom_parallel.utils.strategies import StrategyName, get_strategy
 
-if TYPE_CHECKING:
-    from phantom_parallel.families.ffn.train_config import FFNTrainConfig
+# Activations whose derivative needs the input; that of relu and tanh needs the output only.
+KEEPS_INPUT = ("gelu", "silu")
 
 
 @dataclass(frozen=True)
 class FFNShape(Shape):
-    """A feed-forward network and how it is run: ``ranks`` share it, ``dp`` copies of that train on ``batch`` rows each.
+    """A feed-forward network and how it is run: ``ranks`` share it, and ``dp`` copies train on ``batch`` rows each.
 
-    ``batch`` is the rows that one copy works on. Blocks and ghosts belong to the strategy phantom.
+    Blocks and ghosts belong to the strategy phantom.
     """
 
-    strategy: Strategy
+    family: ClassVar[str] = "ffn"
+    listed: ClassVar[tuple[str, ...]] = ("width", "depth", "batch")
+
+    strategy: StrategyName
     width: int
     depth: int
     ranks: int = 1
@@ -48,25 +49,18 @@ class FFNShape(Shape):
     layers: tuple[LayerCost, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.strategy not in get_args(Strategy):
-            raise ValueError(f"strategy must be one of {', '.join(get_args(Strategy))}, got {self.strategy!r}")
+        strategy = get_strategy(self.strategy)
         if self.optimizer not in OPTIMIZER_STATES:
             raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZER_STATES)}, got {self.optimizer!r}")
         positive(**{name: getattr(self, name) for name in ("width", "depth", "ranks", "batch", "dp", "word_bytes")})
         if not 0 <= self.rank < self.ranks:
             raise ValueError(f"rank must be from 0 to {self.ranks - 1}, got {self.rank}")
-        if self.strategy == "dense" and self.ranks > 1:
+        strategy.check_ranks(self.ranks)
+        strategy.check_blocks(self.blocks, self.ghosts)
+        if not strategy.has_blocks and self.width % self.ranks:
             raise ValueError(
-                f"the strategy dense runs on one rank, got ranks={self.ranks}: use tensor, megatron or phantom"
-            )
-        if self.strategy == "phantom":
-            if self.blocks is None or self.ghosts is None:
-                raise ValueError(
-                    f"the strategy phantom needs blocks and ghosts, got blocks={self.blocks}, ghosts={self.ghosts}"
-                )
-        elif self.blocks is not None or self.ghosts is not None:
-            raise ValueError(
-                f"blocks and ghosts belong to the strategy phantom, not to {self.strategy}: leave them out"
+                f"{self.ranks} ranks do not divide width={self.width}: "
+                f"run on {nearest_divisors(self.width, self.ranks)} ranks"
             )
         costs: dict[int, LayerCost] = {}
         for index in range(self.depth):  # layers repeat: only those that differ are worked out
@@ -124,22 +118,8 @@ class FFNShape(Shape):
         for index in range(1, self.depth):
             whole = self.strategy == "megatron" and index % 2 == 0  # between pairs features are whole on every rank
             words = self.batch * self.width if whole else share
-            if self.activation in KEEPS_ITS_INPUT:
+            if self.activation in KEEPS_INPUT:
                 extra += words
             if self.strategy == "tensor" and self.ranks > 1 and self.activation in ("relu", "tanh"):
                 extra += share  # the output, of which the layer keeps only the gathered copy
         return extra
-
-    def whole(self) -> "FFNShape":
-        """The dense model of the same width on one rank."""
-        return replace(self, strategy="dense", ranks=1, rank=0, blocks=None, ghosts=None)
-
-
-def shape_of(config: "FFNTrainConfig") -> FFNShape:
-    """The shape of one step of a training."""
-    names = ("strategy", "width", "depth", "ranks", "blocks", "ghosts", "dp", "bias", "activation")
-    return FFNShape(
-        **{name: getattr(config, name) for name in names},
-        batch=config.batch // config.dp,
-        optimizer=optimizer_of(config.optimizer, config.momentum),
-    )

@@ -3,11 +3,16 @@
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from phantom_parallel.families.base import Family
+from phantom_parallel.utils.strategies import StrategyName
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
+    from phantom_parallel.cost.sizes import ModelSizes
+    from phantom_parallel.cost.steps import InferencePass, TrainingStep
     from phantom_parallel.cost.terms import Shape
+    from phantom_parallel.families.ffn.cost import FFNShape
     from phantom_parallel.families.ffn.train_config import FFNTrainConfig
     from phantom_parallel.infer.predictor import Predictor
     from phantom_parallel.train.config import TrainConfig
@@ -17,8 +22,8 @@ if TYPE_CHECKING:
 class FFNFamily(Family):
     name: ClassVar[str] = "ffn"
     title: ClassVar[str] = "feed-forward networks"
-    strategies: ClassVar[tuple[str, ...]] = ("phantom", "tensor", "megatron", "dense")
-    baseline: ClassVar[str] = "tensor"
+    strategies: ClassVar[tuple[StrategyName, ...]] = ("phantom", "tensor", "megatron", "dense")
+    baseline: ClassVar[StrategyName] = "tensor"
 
     def model_config(self) -> type[Any]:
         from phantom_parallel.families.ffn.model import FFNConfig
@@ -41,7 +46,7 @@ class FFNFamily(Family):
         return FFNTask
 
     def shape(self, config: "TrainConfig") -> "Shape":
-        from phantom_parallel.families.ffn.cost import shape_of
+        from phantom_parallel.families.ffn.sizes import shape_of
 
         return shape_of(cast("FFNTrainConfig", config))
 
@@ -49,6 +54,23 @@ class FFNFamily(Family):
         from phantom_parallel.families.ffn.inference import FFNPredictor
 
         return FFNPredictor()
+
+    def sizes(self) -> "type[ModelSizes]":
+        from phantom_parallel.families.ffn.sizes import FFNSizes
+
+        return FFNSizes
+
+    def build_step(
+        self, shape: "Shape", mesh: "DeviceMesh | None", *, device: str = "cpu"
+    ) -> "TrainingStep | InferencePass":
+        from phantom_parallel.families.ffn.step import build_step
+
+        return build_step(cast("FFNShape", shape), mesh, device=device)
+
+    def step_shapes(self, ranks: int, *, held_out: bool) -> "list[dict[str, Shape]]":
+        from phantom_parallel.families.ffn.sizes import step_shapes
+
+        return step_shapes(ranks, held_out)
 
 
 FAMILY = FFNFamily()

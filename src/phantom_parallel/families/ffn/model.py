@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, get_args
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +12,11 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from phantom_parallel.distributed.objects import all_gather_objects, check_agreement
+from phantom_parallel.families.ffn.config import Activation
 from phantom_parallel.nn import PhantomLinear, TensorLinear
 from phantom_parallel.nn.init import draw_seed, init_rows
 from phantom_parallel.utils.layout import BlockLayout, RowLayout, positive
-from phantom_parallel.utils.strategies import STRATEGIES
-
-Strategy = Literal["phantom", "tensor", "megatron", "dense"]
-Activation = Literal["relu", "gelu", "silu", "tanh", "identity"]
+from phantom_parallel.utils.strategies import STRATEGIES, StrategyName
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -45,14 +43,14 @@ class FFNConfig:
 
     width: int
     depth: int
-    strategy: Strategy = "phantom"
+    strategy: StrategyName = "phantom"
     blocks: int | None = None
     ghosts: int | None = None
     activation: Activation = "relu"
     bias: bool = True
 
     def __post_init__(self) -> None:
-        for name, kind in (("strategy", Strategy), ("activation", Activation)):
+        for name, kind in (("strategy", StrategyName), ("activation", Activation)):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")
         positive(width=self.width, depth=self.depth)

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-from phantom_parallel.families.ffn.model import Activation, FFNConfig
+from phantom_parallel.families.ffn.config import FFNDimensions
+from phantom_parallel.families.ffn.model import FFNConfig
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.utils.layout import BlockLayout, positive
 
@@ -14,17 +15,11 @@ PIXELS = 64  # of a digit
 
 
 @dataclass(frozen=True, kw_only=True)
-class FFNSettings:
-    """Sizes of the model, apart from how it is cut."""
+class FFNSettings(FFNDimensions):
+    """The model of a training of an FFN, apart from how it is cut."""
 
     width: int = 1024
-    """Features of every layer."""
     depth: int = 2
-    """Number of layers."""
-    activation: Activation = "relu"
-    """Activation after every layer but the last."""
-    bias: bool = True
-    """Whether layers have a bias."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,26 @@ from phantom_parallel.utils.strategies import STRATEGIES
 GPTStrategy = Literal["phantom", "megatron", "dense"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class GPTDimensions:
+    """The sizes of a GPT as options have them, apart from the vocabulary and from how it is parallelised."""
+
+    dim: int
+    """Features of the residual stream."""
+    layers: int
+    """Number of layers, each of attention and SwiGLU."""
+    heads: int
+    """Query heads."""
+    kv_heads: int | None = None
+    """Key and value heads; by default as many as query heads."""
+    hidden: int | None = None
+    """Hidden features of the SwiGLU; by default 8/3 of dim, rounded up to a multiple of 64 and of the blocks."""
+    context: int
+    """Context length in tokens."""
+    tie_embeddings: bool = False
+    """Let the head share the embedding's weight."""
+
+
 @dataclass(frozen=True)
 class GPTConfig:
     """What a GPT is, apart from how it is run. ``blocks`` and ``ghosts`` belong to the strategy ``phantom`` and are

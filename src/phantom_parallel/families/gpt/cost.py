@@ -1,4 +1,4 @@
-"""The formal analysis of transformers: what one rank of a `phantom_parallel.GPT` computes, sends and keeps.
+"""Cost terms of transformers: what one rank of a `phantom_parallel.GPT` computes, sends and keeps.
 
 T rows (sequences times positions) go through each part, in words a row and rank:
 
@@ -21,7 +21,7 @@ Parts are named as the modules are.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from phantom_parallel.cost.terms import (
     OPTIMIZER_STATES,
@@ -31,18 +31,16 @@ from phantom_parallel.cost.terms import (
     Optimizer,
     Product,
     Shape,
+    between_ranks,
     column_layer,
-    optimizer_of,
     phantom_layer,
     row_layer,
 )
 from phantom_parallel.families.gpt.config import GPTConfig, GPTStrategy
 from phantom_parallel.utils.layout import BlockLayout, RowLayout, positive
 
-if TYPE_CHECKING:
-    from phantom_parallel.families.gpt.train_config import GPTTrainConfig
-
-Task = Literal["train", "prefill", "decode"]
+Mode = Literal["train", "prefill", "decode"]
+MODES: tuple[str, ...] = get_args(Mode)
 INDEX_BYTES = 8  # of a token
 PARTS = 5  # of a layer: qkv, attention, out, gate_up, down
 
@@ -57,9 +55,12 @@ class GPTShape(Shape):
         word_bytes: of parameters and activations: 8, 4 or 2.
         recompute: whether layers are computed again in backward instead of being kept.
         rank: which one; all have equal work.
-        task: a training step, or a forward pass that fills a cache: `prefill` and `decode` make those.
+        mode: a training step, or a forward pass that fills a cache: `prefill` and `decode` make those.
         past: positions that the cache holds already.
     """
+
+    family: ClassVar[str] = "gpt"
+    listed: ClassVar[tuple[str, ...]] = ("dim", "layers", "heads", "sequence", "batch")
 
     strategy: GPTStrategy
     vocab: int
@@ -79,7 +80,7 @@ class GPTShape(Shape):
     optimizer: Optimizer = "adam"
     recompute: bool = False
     rank: int = 0
-    task: Task = "train"
+    mode: Mode = "train"
     past: int = 0
     config: GPTConfig = field(init=False, repr=False, compare=False)
     _costs: tuple[LayerCost, ...] = field(init=False, repr=False, compare=False)
@@ -92,13 +93,13 @@ class GPTShape(Shape):
             raise ValueError(f"word_bytes must be 8, 4 or 2, got {self.word_bytes!r}")
         if not 0 <= self.rank < self.ranks:
             raise ValueError(f"rank must be from 0 to {self.ranks - 1}, got {self.rank}")
-        if self.task not in get_args(Task):
-            raise ValueError(f"task must be one of {', '.join(get_args(Task))}, got {self.task!r}")
-        if self.task == "decode":
+        if self.mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
+        if self.mode == "decode":
             positive(past=self.past)
         elif self.past != 0:
             raise ValueError(
-                f"past belongs to decode, and {self.task} starts with an empty cache: got past={self.past}"
+                f"past belongs to decode, and {self.mode} starts with an empty cache: got past={self.past}"
             )
         config = GPTConfig(
             vocab=self.vocab,
@@ -122,27 +123,25 @@ class GPTShape(Shape):
     @classmethod
     def of(cls, config: GPTConfig, **run: Any) -> "GPTShape":
         """Of a model, with how it is run: ``GPTShape.of(model.config, sequence=256, batch=8, ranks=4)``."""
-        names = (
-            "strategy",
-            "vocab",
-            "dim",
-            "layers",
-            "heads",
-            "kv_heads",
-            "hidden",
-            "blocks",
-            "ghosts",
-            "tie_embeddings",
-        )
+        sizes = ("vocab", "dim", "layers", "heads", "kv_heads", "hidden", "tie_embeddings")
+        names = ("strategy", "blocks", "ghosts", *sizes)
         return cls(**{name: getattr(config, name) for name in names}, **run)
 
-    def prefill(self, prompt: int | None = None) -> "GPTShape":
-        """A cache made and filled with prompts of so many positions, for the logits of each one's last."""
-        return replace(self, task="prefill", sequence=self.sequence if prompt is None else prompt, past=0)
+    def passes(self) -> dict[str, Self]:
+        """A training step, a prefill of as long a prompt, and a token decoded after it."""
+        return {"train": self, "prefill": self.prefill(), "decode": self.decode()} if self.mode == "train" else {}
 
-    def decode(self, past: int | None = None) -> "GPTShape":
+    @property
+    def step_name(self) -> str:
+        return {"train": "one training step", "prefill": "a prompt"}.get(self.mode, f"one token after {self.past:,}")
+
+    def prefill(self, prompt: int | None = None) -> Self:
+        """A cache made and filled with prompts of so many positions, for the logits of each one's last."""
+        return replace(self, mode="prefill", sequence=self.sequence if prompt is None else prompt, past=0)
+
+    def decode(self, past: int | None = None) -> Self:
         """One more token for each sequence, after ``past`` positions."""
-        return replace(self, task="decode", past=self.sequence if past is None else past, sequence=1)
+        return replace(self, mode="decode", past=self.sequence if past is None else past, sequence=1)
 
     @property
     def costs(self) -> tuple[LayerCost, ...]:
@@ -151,7 +150,7 @@ class GPTShape(Shape):
     @property
     def exchanges(self) -> Iterator[Exchange]:
         """Of inference without those of gradients."""
-        return (e for e in super().exchanges if self.task == "train" or e.phase == "forward")
+        return (e for e in super().exchanges if self.mode == "train" or e.phase == "forward")
 
     def same_as(self, index: int) -> int:
         return index if index in (0, len(self.costs) - 1) else 1 + (index - 1) % PARTS
@@ -165,7 +164,7 @@ class GPTShape(Shape):
     def memory(self) -> Memory:
         """Of inference the activations are the cache, with the rows of a tied head where an exchange made them."""
         parameters = self.word_bytes * self.parameters
-        if self.task != "train":
+        if self.mode != "train":
             return Memory(parameters, 0, 0, self.word_bytes * self._cache_words())
         gradients = self.word_bytes * sum(sum(part.gradients) for part in self.costs)
         state = gradients if self.optimizer == "momentum" else parameters  # momentum starts as a copy of the gradient
@@ -231,7 +230,7 @@ class GPTShape(Shape):
         gate_up = self._into("mlp.gate_up", 2 * self.hidden)
         down = self._back("mlp.down", self.hidden)
         parts = qkv, self._attention(), out, gate_up, self._swiglu(down)
-        if not self.recompute or self.task != "train":
+        if not self.recompute or self.mode != "train":
             return parts
         # What a layer ends with need not be computed again where backward asks for its input only, as a plain product's
         # does; the phantom map's asks for the gathered ghosts as well.
@@ -242,7 +241,7 @@ class GPTShape(Shape):
 
     def _only_forward(self, cost: LayerCost) -> LayerCost:
         """All of it for training; for inference nothing is kept and there is no backward."""
-        if self.task == "train":
+        if self.mode == "train":
             return cost
         products = tuple(product for product in cost.products if product.phase == "forward")
         exchanges = tuple(exchange for exchange in cost.exchanges if exchange.phase == "forward")
@@ -262,7 +261,7 @@ class GPTShape(Shape):
             name="embedding",
             parameters=(weight,),
             products=(),
-            exchanges=_between(exchanges),
+            exchanges=between_ranks(exchanges),
             kept=0,
             kept_bytes=self.rows * INDEX_BYTES,
             streamed=(2 * words, 2 * words),
@@ -349,7 +348,7 @@ class GPTShape(Shape):
 
     def _head(self) -> LayerCost:
         """The norm and the map to this rank's part of the vocabulary, then the loss or the last position's logits."""
-        rows = self.rows if self.task == "train" else self.batch
+        rows = self.rows if self.mode == "train" else self.batch
         here, ranks = self.vocab // self.ranks, self.ranks
         phantom = self.strategy == "phantom"
         parameters = [self.stream] + ([] if self.tie_embeddings else [here * self.dim])
@@ -359,7 +358,7 @@ class GPTShape(Shape):
             Product("W^T d", "backward", 1, rows, here, self.dim),
         )
         exchanges = []
-        if self._exchanges_rows and self.task != "decode":
+        if self._exchanges_rows and self.mode != "decode":
             piece = here * self.dim // ranks
             exchanges.append(Exchange("W", "forward", "all_to_all", ranks, piece))
             exchanges.append(Exchange("dW", "backward", "all_to_all", ranks, piece))
@@ -368,7 +367,7 @@ class GPTShape(Shape):
             exchanges.append(Exchange("dy", "backward", "reduce_scatter", ranks, rows * (self.stream + 1)))
         else:
             exchanges.append(Exchange("dy", "backward", "all_reduce", ranks, rows * self.dim))
-        if self.task == "train":
+        if self.mode == "train":
             exchanges.append(Exchange("loss", "forward", "all_gather", ranks, rows * 3 * self._precise))
         else:
             exchanges.append(Exchange("logits", "forward", "all_gather", ranks, rows * here))
@@ -379,7 +378,7 @@ class GPTShape(Shape):
             name="head",
             parameters=tuple(parameters),
             products=products,
-            exchanges=_between(exchanges),
+            exchanges=between_ranks(exchanges),
             kept=kept,
             kept_bytes=self._loss_bytes() + (0 if phantom else self._norm_bytes(rows)),
             streamed=(rows * (2 * self.dim + 3 * here), rows * (3 * self.dim + 3 * here)),
@@ -392,24 +391,6 @@ class GPTShape(Shape):
         precise = self._precise_bytes
         row = self.vocab // self.ranks * precise + precise + INDEX_BYTES
         return self.rows * (row + (precise + 1 if self.ranks > 1 else 0)) + (0 if self.ranks > 1 else precise)
-
-
-def shape_of(config: "GPTTrainConfig") -> GPTShape:
-    """The shape of one step of a training."""
-    return GPTShape.of(
-        config.gpt(),
-        sequence=config.context,
-        ranks=config.ranks,
-        batch=config.batch // config.dp,
-        dp=config.dp,
-        optimizer=optimizer_of(config.optimizer, config.momentum),
-        recompute=config.activation_checkpointing,
-    )
-
-
-def _between(exchanges: list[Exchange]) -> tuple[Exchange, ...]:
-    """Alone, nothing is sent."""
-    return tuple(exchange for exchange in exchanges if exchange.ranks > 1)
 
 
 def _again(cost: LayerCost) -> LayerCost:

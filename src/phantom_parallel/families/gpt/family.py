@@ -3,11 +3,16 @@
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from phantom_parallel.families.base import Family
+from phantom_parallel.utils.strategies import StrategyName
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
+    from phantom_parallel.cost.sizes import ModelSizes
+    from phantom_parallel.cost.steps import InferencePass, TrainingStep
     from phantom_parallel.cost.terms import Shape
+    from phantom_parallel.families.gpt.cost import GPTShape
     from phantom_parallel.families.gpt.train_config import GPTTrainConfig
     from phantom_parallel.infer.generation import GenerateConfig, GenerateReport
     from phantom_parallel.train.config import TrainConfig
@@ -17,8 +22,8 @@ if TYPE_CHECKING:
 class GPTFamily(Family):
     name: ClassVar[str] = "gpt"
     title: ClassVar[str] = "decoder-only transformers"
-    strategies: ClassVar[tuple[str, ...]] = ("phantom", "megatron", "dense")
-    baseline: ClassVar[str] = "megatron"
+    strategies: ClassVar[tuple[StrategyName, ...]] = ("phantom", "megatron", "dense")
+    baseline: ClassVar[StrategyName] = "megatron"
     inference_command: ClassVar[str] = "generate"
 
     def model_config(self) -> type[Any]:
@@ -42,7 +47,7 @@ class GPTFamily(Family):
         return GPTTask
 
     def shape(self, config: "TrainConfig") -> "Shape":
-        from phantom_parallel.families.gpt.cost import shape_of
+        from phantom_parallel.families.gpt.sizes import shape_of
 
         return shape_of(cast("GPTTrainConfig", config))
 
@@ -50,6 +55,23 @@ class GPTFamily(Family):
         from phantom_parallel.families.gpt.generation_run import run
 
         return run(config, write=write, show=show)
+
+    def sizes(self) -> "type[ModelSizes]":
+        from phantom_parallel.families.gpt.sizes import GPTSizes
+
+        return GPTSizes
+
+    def build_step(
+        self, shape: "Shape", mesh: "DeviceMesh | None", *, device: str = "cpu"
+    ) -> "TrainingStep | InferencePass":
+        from phantom_parallel.families.gpt.step import build_step
+
+        return build_step(cast("GPTShape", shape), mesh, device=device)
+
+    def step_shapes(self, ranks: int, *, held_out: bool) -> "list[dict[str, Shape]]":
+        from phantom_parallel.families.gpt.sizes import step_shapes
+
+        return step_shapes(ranks, held_out)
 
 
 FAMILY = GPTFamily()

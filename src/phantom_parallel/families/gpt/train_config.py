@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, get_args
 
-from phantom_parallel.families.gpt.config import GPTConfig, GPTStrategy
+from phantom_parallel.families.gpt.config import GPTConfig, GPTDimensions, GPTStrategy
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.utils.layout import positive
 
@@ -14,23 +14,13 @@ _MOST_TOKENS = 1 << 16  # a vocabulary: tokens lie on disk in two bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPTSettings:
-    """Sizes of the model, apart from how it is cut."""
+class GPTSettings(GPTDimensions):
+    """The model of a training of a GPT, apart from how it is cut."""
 
     dim: int = 256
-    """Features of the residual stream."""
     layers: int = 4
-    """Number of layers, each of attention and SwiGLU."""
     heads: int = 8
-    """Query heads."""
-    kv_heads: int | None = None
-    """Key and value heads; by default as many as query heads."""
-    hidden: int | None = None
-    """Hidden features of the SwiGLU; by default 8/3 of dim, rounded up to whole blocks."""
     context: int = 256
-    """Context length in tokens."""
-    tie_embeddings: bool = False
-    """Let the head share the embedding's weight."""
 
 
 @dataclass(frozen=True, kw_only=True)

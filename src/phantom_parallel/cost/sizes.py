@@ -1,0 +1,95 @@
+"""The sizes of a model that is planned or dry-run, and how it is laid out over devices."""
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, NamedTuple
+
+from phantom_parallel.cost.terms import Optimizer, Shape
+from phantom_parallel.families.registry import get_family
+from phantom_parallel.utils.layout import nearest_divisors, positive
+from phantom_parallel.utils.strategies import DEFAULT_GHOSTS, StrategyName, default_blocks, get_strategy
+
+
+class Layout(NamedTuple):
+    """How a model is laid out over devices: ``ranks`` share it by a strategy, and ``dp`` copies of that train it."""
+
+    strategy: StrategyName
+    ranks: int
+    dp: int
+    blocks: int | None = None
+    ghosts: int | None = None
+
+    def filled(self) -> "Layout":
+        """The same layout with the default blocks and ghosts where the strategy has them and they are left out."""
+        if not get_strategy(self.strategy).has_blocks:
+            return self
+        blocks = default_blocks(self.ranks) if self.blocks is None else self.blocks
+        return self._replace(blocks=blocks, ghosts=DEFAULT_GHOSTS if self.ghosts is None else self.ghosts)
+
+    def __str__(self) -> str:
+        blocks = f", {self.blocks} blocks, {self.ghosts} ghosts" if self.blocks else ""
+        return f"{self.strategy} on {self.ranks} ranks{blocks}" + (f", dp {self.dp}" if self.dp > 1 else "")
+
+
+class ModelSizes(ABC):
+    """The sizes of a model of one family, apart from its layout.
+
+    A subclass is a frozen dataclass whose fields are the options of ``phantom plan`` and ``phantom dryrun``, and the
+    docstrings under them the help. It must not import torch.
+    """
+
+    family: ClassVar[str]
+    modes: ClassVar[tuple[str, ...]] = ("train",)  # keys of `Shape.passes`
+    example: ClassVar[dict[str, Any]]  # fields of the model that is dry-run by default
+
+    @property
+    def strategies(self) -> tuple[StrategyName, ...]:
+        """The strategies of the family."""
+        return get_family(self.family).strategies
+
+    @property
+    @abstractmethod
+    def summary(self) -> str:
+        """The sizes in words, for titles."""
+
+    @property
+    @abstractmethod
+    def maps(self) -> tuple[tuple[int, int], ...]:
+        """Input and output features of each kind of layer that phantom cuts into blocks."""
+
+    @abstractmethod
+    def shape(self, layout: Layout, *, batch: int, **run: Any) -> Shape:
+        """The shape of a step.
+
+        Args:
+            layout: How the model is laid out, with blocks and ghosts where the strategy has them.
+            batch: Rows of one data-parallel copy.
+            **run: Further arguments of the shape: ``word_bytes``, ``optimizer``, ``rank``.
+
+        Raises:
+            ValueError: If the model cannot be laid out like this.
+        """
+
+    def step_shape(
+        self, layout: Layout, *, batch: int, word_bytes: int = 4, optimizer: Optimizer = "adam", rank: int = 0
+    ) -> Shape:
+        """The shape of a step on ``batch`` rows over all data-parallel copies; raises ValueError as `shape` does."""
+        rows = rows_per_copy(batch, layout.dp)
+        return self.shape(layout.filled(), batch=rows, word_bytes=word_bytes, optimizer=optimizer, rank=rank)
+
+    def break_even_ghosts(self, blocks: int) -> float:
+        """The ghosts at which phantom layers have as many weights as dense ones."""
+        dense = sum(n_in * n_out for n_in, n_out in self.maps) * (1 - 1 / blocks)
+        return dense / sum(n_in + (blocks - 1) * n_out for n_in, n_out in self.maps)
+
+    @property
+    def most_ghosts(self) -> int:
+        """The most ghosts that a block can have: the features of a block where there are two blocks."""
+        return min(n_in for n_in, _ in self.maps) // 2
+
+
+def rows_per_copy(batch: int, dp: int) -> int:
+    """Rows that each of ``dp`` copies works on."""
+    positive(dp=dp, batch=batch)
+    if batch % dp:
+        raise ValueError(f"dp={dp} does not divide batch={batch}: use {nearest_divisors(batch, dp)}")
+    return batch // dp

@@ -1,0 +1,22 @@
+"""The figure of a communication profile."""
+
+import pytest
+
+from phantom_parallel.cost.communication import profile
+from phantom_parallel.report.communication_figures import draw
+from tests.cost.test_communication import both
+from tests.families.gpt.test_cost import shape_of
+
+
+def test_the_figure_has_a_panel_for_each_phase():
+    figure = draw(both(), "Messages of one rank")
+    assert [panel.get_title() for panel in figure.axes] == ["prefill", "decode", "forward", "backward"]
+    heights = sorted(bar.get_height() for bar in figure.axes[3].patches)
+    assert heights[-1] == sum(row.sent_bytes for row in both()["megatron"] if row.phase == "backward")
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["phantom, 4 blocks", "megatron", "all-gather", "reduce-scatter", "all-reduce"]
+
+
+def test_one_rank_has_nothing_to_draw():
+    with pytest.raises(ValueError, match="one rank sends nothing"):
+        draw({"dense": profile(shape_of("dense", 1))}, "Messages")
