@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -39,6 +40,16 @@ def contents(folder: Path) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
 
+def write_half(file: BinaryIO, error: type[BaseException]) -> None:
+    file.write(b"half")
+    raise error
+
+
+def fill_and_fail(folder: Path, error: type[BaseException]) -> None:
+    (folder / "new.txt").write_text("new")
+    raise error
+
+
 def test_a_file_appears_when_the_block_ends(tmp_path):
     path = tmp_path / "new" / "a.bin"
     with atomic_file(path) as file:
@@ -56,8 +67,7 @@ def test_a_file_that_is_not_finished_leaves_the_folder_as_it_was(tmp_path, befor
     for name, text in before.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(error), atomic_file(tmp_path / "a.txt") as file:
-        file.write(b"half")
-        raise error
+        write_half(file, error)
     assert contents(tmp_path) == before
 
 
@@ -107,8 +117,7 @@ def test_a_folder_that_is_not_finished_leaves_the_old_one(tmp_path, overwrite):
         (path / "old.txt").write_text("old")
         before = {"folder/old.txt": "old"}
     with pytest.raises(RuntimeError), atomic_folder(path, overwrite=overwrite) as folder:
-        (folder / "new.txt").write_text("new")
-        raise RuntimeError
+        fill_and_fail(folder, RuntimeError)
     assert contents(tmp_path) == before
 
 
