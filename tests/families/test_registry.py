@@ -1,0 +1,116 @@
+"""A model family is one folder and one registry line: a third one, of the tests alone, goes through every command."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from phantom_parallel import load_model
+from phantom_parallel.cli.main import main
+from phantom_parallel.families.registry import family_names, get_family, register_family
+from tests.families import tiny
+
+
+def printed(capfd) -> dict:
+    return json.loads(capfd.readouterr().out)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A training of 20 steps on 2 ranks, resumed to 60 on one."""
+    out = tmp_path_factory.mktemp("tiny") / "run"
+    small = ["--features", "16", "--blocks", "4", "--ghosts", "2", "--lr", "0.05", "--eval-every", "20"]
+    assert main(["train", "tiny", "--out", str(out), *small, "--ranks", "2", "--steps", "20"]) == 0
+    assert main(["train", "tiny", "--out", str(out), "--resume", "--ranks", "1", "--steps", "60"]) == 0
+    return out
+
+
+def test_the_registry_knows_it_beside_the_package_s_own():
+    assert family_names() == ("ffn", "gpt", "tiny")
+    assert get_family("tiny") is tiny.FAMILY
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "message"),
+    [("ffn", "tests.families.tiny:FAMILY", "registered already"), ("other", "tests.families.tiny", "module:attribute")],
+)
+def test_a_name_that_is_taken_and_a_target_that_is_none(name, target, message):
+    with pytest.raises(ValueError, match=message):
+        register_family(name, target)
+
+
+def test_an_unknown_family_is_an_error_that_names_the_known_ones():
+    with pytest.raises(ValueError, match="one of ffn, gpt, tiny, got 'rnn'"):
+        get_family("rnn")
+
+
+def test_train_and_resume(trained):
+    lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["eval_loss"] for line in lines if line["eval_loss"] is not None}
+    assert set(losses) == {20, 40, 60}
+    assert losses[60] < 0.1 * losses[20]  # the map doubles its inputs by now
+    model = load_model(trained / "model")
+    assert isinstance(model, tiny.Tiny)
+    dense = model.map.to_dense().weight
+    assert (dense - 2 * torch.eye(16)).abs().max() < 0.5
+
+
+def test_infer_on_two_ranks(trained, tmp_path, capfd):
+    x = np.random.default_rng(0).standard_normal((5, 16)).astype(np.float32)
+    np.save(tmp_path / "x.npy", x)
+    given = ["--model", str(trained / "model"), "--inputs", str(tmp_path / "x.npy"), "--out", str(tmp_path / "y.npy")]
+    assert main(["infer", *given, "--ranks", "2", "--turns", "2", "--json"]) == 0
+    measured = printed(capfd)["measured"]
+    assert set(measured) == {"phantom", "tensor"}
+    dense = load_model(trained / "model").map.to_dense()
+    expected = x.astype(np.float64) @ dense.weight.detach().double().numpy().T + dense.bias.detach().double().numpy()
+    np.testing.assert_allclose(np.load(tmp_path / "y.npy"), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_text_is_refused_with_the_command_that_works(trained, capfd):
+    assert main(["generate", "--model", str(trained / "model"), "--prompt", "a"]) == 2
+    assert "the family tiny generates no text: use phantom infer" in capfd.readouterr().err
+
+
+def test_dryrun_agrees_with_its_formulas(capfd):
+    given = ["--features", "64", "--ranks", "8", "--blocks", "8", "--ghosts", "2", "--batch", "32"]
+    assert main(["dryrun", "tiny", *given, "--json"]) == 0
+    assert printed(capfd)["differences"] == []
+
+
+def test_plan_chooses_among_its_strategies(capfd):
+    given = ["--features", "4096", "--batch", "64", "--devices", "8", "--hardware", "dgx-a100"]
+    assert main(["plan", "tiny", *given, "--json"]) == 0
+    found = json.dumps(printed(capfd))
+    assert "phantom" in found
+    assert "tensor" in found
+    assert "megatron" not in found
+
+
+def test_compare_trains_it_to_the_same_loss(tmp_path, capfd):
+    (tmp_path / "tiny.toml").write_text(
+        """
+        family = "tiny"
+        strategies = ["phantom", "tensor"]
+        target_loss = 1.0
+        steps = 40
+        seeds = 1
+        [training]
+        features = 16
+        blocks = 4
+        ghosts = 2
+        ranks = 1
+        eval_every = 5
+        [search]
+        learning_rates = [0.02, 0.05]
+        steps = 20
+        extend = 0
+        """
+    )
+    given = ["--preset", str(tmp_path / "tiny.toml"), "--out", str(tmp_path / "out")]
+    assert main(["compare", "tiny", *given, "--json"]) == 0
+    found = printed(capfd)
+    assert [one["strategy"] for one in found["strategies"]] == ["phantom", "tensor"]
+    assert all(one["reached"] == 1 for one in found["strategies"])
+    assert (tmp_path / "out" / "report.html").exists()
