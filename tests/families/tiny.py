@@ -141,6 +141,9 @@ class TinyShape(Shape):
     optimizer: str = "adam"
     rank: int = 0
 
+    def __post_init__(self) -> None:
+        layout_of(self, self.ranks)
+
     @property
     def costs(self) -> tuple[LayerCost, ...]:
         layout, given = layout_of(self, self.ranks), {"input_grad": False, "name": "map"}
