@@ -11,7 +11,7 @@ from phantom_parallel.distributed.launch import Report, launch_local
 from phantom_parallel.ops.collectives import (
     finish_all_gather,
     finish_reduce_scatter,
-    ranks_of,
+    rank_group,
     start_all_gather,
     start_reduce_scatter,
 )
@@ -20,7 +20,7 @@ SIZES = ((64, 16), (512, 16), (64, 1024))  # rows, words of a row
 
 
 def compare(device: torch.device, report: Report) -> None:
-    ranks = ranks_of(local_mesh(device))
+    ranks = rank_group(local_mesh(device))
     for rows, words in SIZES:
         x, slices = torch.randn(rows, words), torch.randn(ranks.size, rows, words)
         contestants = {}

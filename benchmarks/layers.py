@@ -29,7 +29,7 @@ from phantom_parallel import PhantomLinear, TensorLinear
 from phantom_parallel.ops.collectives import (
     finish_all_gather,
     finish_reduce_scatter,
-    ranks_of,
+    rank_group,
     start_all_gather,
     start_reduce_scatter,
 )
@@ -119,7 +119,7 @@ def update_alone(model: nn.Module) -> Callable[[], None]:
 
 def exchanges_alone(mesh: DeviceMesh, held: int) -> Callable[[], None]:
     """The exchanges of a step with nothing to overlap them."""
-    ranks = ranks_of(mesh)
+    ranks = rank_group(mesh)
     g, h = torch.randn(BATCH, held * GHOSTS), torch.randn(ranks.size, BATCH, held * GHOSTS)
 
     def run() -> None:

@@ -60,7 +60,7 @@ def output(model, mesh) -> torch.Tensor:
     x = torch.arange(48.0).view(3, 16) / 48
     return (
         gather_features(model(shard_features(x, mesh)), mesh).detach()
-        if model.cut_features
+        if model.shards_features
         else model(x).clone().detach()
     )
 

@@ -65,7 +65,7 @@ class Tiny(nn.Module):
             self.map = TensorLinear(size, size, **where)
 
     @property
-    def cut_features(self) -> bool:
+    def shards_features(self) -> bool:
         return self.mesh is not None
 
     def forward(self, x: Tensor) -> Tensor:

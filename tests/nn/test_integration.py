@@ -100,7 +100,7 @@ def compiled_with_features() -> float:
     layer = PhantomLinear(32, 32, blocks=4, ghosts=2, mesh=mesh)
     torch._dynamo.reset()
     step = torch.compile(
-        lambda x: gather_features(layer(shard_features(x, layer.ranks)), layer.ranks),
+        lambda x: gather_features(layer(shard_features(x, layer.group)), layer.group),
         fullgraph=True,
         backend="aot_eager",
     )

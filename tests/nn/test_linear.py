@@ -1,6 +1,7 @@
 """PhantomLinear and TensorLinear as layers: what they are on one process and over a mesh."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -9,8 +10,20 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
 
-from phantom_parallel import PhantomLinear, TensorLinear
+from phantom_parallel import (
+    FFN,
+    GPT,
+    FFNConfig,
+    GPTConfig,
+    PhantomLinear,
+    PhantomParallel,
+    TensorLinear,
+    gather_features,
+    shard_features,
+)
+from phantom_parallel.nn import FeatureEmbedding, NormedPhantomLinear, VocabularyHead
 from tests.reference import Phantom, relative_error
 
 
@@ -108,7 +121,7 @@ def test_repr_says_what_the_layer_is_and_saves():
         "3.1% of tensor parallelism's exchange",
     ):
         assert part in text
-    assert "whole activations" in repr(TensorLinear(8, 8))
+    assert "full activations" in repr(TensorLinear(8, 8))
 
 
 @pytest.mark.parametrize("blocks", [4, 8, 16])
@@ -256,3 +269,93 @@ def test_arguments_that_do_not_fit_say_what_would(arguments, message):
 def test_an_input_of_the_wrong_width_is_named():
     with pytest.raises(ValueError, match=r"takes 16 features, got an input of shape \(3, 15\)"):
         PhantomLinear(16, 16, blocks=4, ghosts=2)(torch.randn(3, 15))
+
+
+@pytest.mark.parametrize("kind", [PhantomLinear, TensorLinear])
+def test_an_input_without_dimensions_or_on_another_device_is_named(kind):
+    layer = PhantomLinear(16, 16, blocks=4, ghosts=2) if kind is PhantomLinear else TensorLinear(16, 16)
+    with pytest.raises(ValueError, match=r"takes 16 features, got an input of shape \(\)"):
+        layer(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="the input is on meta and the weights are on cpu"):
+        layer(torch.empty(3, 16, device="meta"))
+
+
+def test_complex_layers_are_refused_when_they_are_built_converted_or_run():
+    message = r"complex dtypes are not supported, got torch\.complex64"
+    with pytest.raises(ValueError, match=message):
+        PhantomLinear(16, 16, blocks=4, ghosts=2, dtype=torch.complex64)
+    with pytest.raises(ValueError, match=message):
+        TensorLinear(16, 16, dtype=torch.complex64)
+    with pytest.raises(ValueError, match=message):
+        PhantomLinear.from_dense(nn.Linear(16, 16, dtype=torch.complex64), blocks=4, ghosts=2)
+    layer = PhantomLinear(16, 16, blocks=4, ghosts=2)
+    with pytest.raises(ValueError, match=message):
+        layer(torch.randn(3, 16, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=message):
+        layer.to(torch.complex64)(torch.randn(3, 16))
+
+
+def test_functional_call_and_grad_of_torch_func_equal_autograd():
+    layer, x = PhantomLinear(16, 16, blocks=4, ghosts=2, dtype=torch.float64), torch.randn(3, 16, dtype=torch.float64)
+    layer(x).square().sum().backward()
+    parameters = {name: p.detach() for name, p in layer.named_parameters()}
+    found = torch.func.grad(lambda p: torch.func.functional_call(layer, p, (x,)).square().sum())(parameters)
+    assert found.keys() == parameters.keys()
+    for name, parameter in layer.named_parameters():
+        assert relative_error(found[name], parameter.grad) < 1e-12, name
+
+
+def test_from_dense_warns_where_it_unties_a_shared_weight():
+    embedding, head = nn.Embedding(32, 32), nn.Linear(32, 32, bias=False)
+    head.weight = embedding.weight
+    with pytest.warns(UserWarning, match="unties a shared weight: .* also a parameter of Embedding"):
+        PhantomLinear.from_dense(head, blocks=4, ghosts=2)
+
+
+def test_from_dense_warns_where_the_layer_is_not_smaller():
+    with pytest.warns(
+        UserWarning, match="not smaller .* 1152 weights, a dense layer has 1024: use fewer than 6 ghosts"
+    ):
+        PhantomLinear.from_dense(nn.Linear(32, 32), blocks=4, ghosts=7)
+
+
+def test_from_dense_of_a_layer_with_an_optimizer_does_not_warn():
+    linear = nn.Linear(32, 32)
+    optimizer = torch.optim.AdamW(linear.parameters())
+    linear(torch.randn(2, 32)).sum().backward()
+    optimizer.step()
+    held = dict(linear.named_parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        PhantomLinear.from_dense(linear, blocks=4, ghosts=2)
+    assert held
+
+
+@pytest.mark.parametrize("ndim", [2, 3])
+def test_a_mesh_of_several_dimensions_is_refused_with_the_fix(ndim):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2**ndim)
+    try:
+        mesh = init_device_mesh("cpu", (2,) * ndim, mesh_dim_names=("pp", "dp", "tp")[-ndim:])
+        unnamed = init_device_mesh("cpu", (2,) * ndim)
+        builders = (
+            lambda mesh: PhantomLinear(16, 16, blocks=4, ghosts=2, mesh=mesh),
+            lambda mesh: TensorLinear(16, 16, mesh=mesh),
+            lambda mesh: NormedPhantomLinear(16, 16, blocks=4, ghosts=2, mesh=mesh),
+            lambda mesh: FeatureEmbedding(16, 16, blocks=4, mesh=mesh),
+            lambda mesh: VocabularyHead(16, 16, mesh=mesh),
+            lambda mesh: FFN(FFNConfig(width=16, depth=1, blocks=4, ghosts=2), mesh=mesh),
+            lambda mesh: FFN(FFNConfig(width=16, depth=1, strategy="megatron"), mesh=mesh),
+            lambda mesh: GPT(GPTConfig(vocab=16, dim=16, layers=1, heads=4, blocks=4, ghosts=2), mesh=mesh),
+            lambda mesh: shard_features(torch.randn(2, 16), mesh),
+            lambda mesh: gather_features(torch.randn(2, 16), mesh),
+            lambda mesh: parallelize_module(nn.Linear(16, 16), mesh, PhantomParallel(blocks=4, ghosts=2)),
+        )
+        for build in builders:
+            with pytest.raises(ValueError, match=r'one-dimensional mesh, .*: pass one of them, such as mesh\["tp"\]'):
+                build(mesh)
+            with pytest.raises(ValueError, match=r'name its dimensions, .* and pass mesh\["tp"\]'):
+                build(unnamed)
+    finally:
+        torch.distributed.destroy_process_group()

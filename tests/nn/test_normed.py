@@ -45,7 +45,7 @@ def reset() -> list[tuple[str, torch.Tensor]]:
         NormedPhantomLinear(16, 24, blocks=4, ghosts=2, **kwargs),
         FeatureEmbedding(12, 16, blocks=4, std=0.5, **kwargs),
         VocabularyHead(12, 16, **kwargs),
-        VocabularyHead(12, 16, tied=True, **kwargs),
+        VocabularyHead(12, 16, tie_embeddings=True, **kwargs),
     ):
         module.to_empty(device="cpu").reset_parameters(seed=4)
         for name, parameter in module.named_parameters():

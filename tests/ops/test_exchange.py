@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from phantom_parallel.ops import phantom_linear, tensor_linear
-from phantom_parallel.ops.collectives import ranks_of
+from phantom_parallel.ops.collectives import rank_group
 
 ROWS, BLOCK_IN, BLOCK_OUT, GHOSTS = 6, 8, 4, 2
 
@@ -32,7 +32,7 @@ class Exchanges(TorchDispatchMode):
 
 
 def exchange(strategy: str, blocks: int, native: bool, needs: str) -> dict[str, list]:
-    ranks = ranks_of(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    ranks = rank_group(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
     ranks = ranks._replace(native=native)
     held = blocks // ranks.size
     shapes = {
@@ -46,9 +46,9 @@ def exchange(strategy: str, blocks: int, native: bool, needs: str) -> dict[str, 
     tensors = [torch.randn(shapes[name]).requires_grad_(needs == "all" or name in needs.split()) for name in names]
     with Exchanges() as forward, FlopCounterMode(display=False) as forward_flops:
         z = (
-            phantom_linear(*tensors, blocks=blocks, ranks=ranks)
+            phantom_linear(*tensors, blocks=blocks, group=ranks)
             if strategy == "phantom"
-            else tensor_linear(*tensors, ranks=ranks)
+            else tensor_linear(*tensors, group=ranks)
         )
     with Exchanges() as backward, FlopCounterMode(display=False) as backward_flops:
         z.sum().backward()

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from phantom_parallel.ops import ALONE, Ranks, gather_normed, normed_phantom_linear
-from phantom_parallel.ops.collectives import ranks_of
+from phantom_parallel.ops import SINGLE_RANK, RankGroup, gather_normed, normed_phantom_linear
+from phantom_parallel.ops.collectives import rank_group
 from tests.reference import Phantom, relative_error
 
 EPS = 0.03  # large enough to show where it is left out
@@ -35,7 +35,7 @@ def expected_of(reference: Phantom) -> dict[str, torch.Tensor]:
     return found | {"x": dx, "norm": d_weight}
 
 
-def compare(reference: Phantom, ranks: Ranks = ALONE) -> dict[str, float]:
+def compare(reference: Phantom, ranks: RankGroup = SINGLE_RANK) -> dict[str, float]:
     def share(t: torch.Tensor, dim: int = 0) -> torch.Tensor:
         return t.chunk(ranks.size, dim)[ranks.rank]
 
@@ -43,7 +43,7 @@ def compare(reference: Phantom, ranks: Ranks = ALONE) -> dict[str, float]:
     inputs = {"x": share(reference.x, -1), "norm": share(norm_weight(reference))}
     inputs |= {name: share(packed[name]) for name in ("local", "compress", "decompress")}
     inputs = {name: t.clone().requires_grad_() for name, t in inputs.items()}
-    y = normed_phantom_linear(*inputs.values(), eps=EPS, blocks=reference.blocks, ranks=ranks)
+    y = normed_phantom_linear(*inputs.values(), eps=EPS, blocks=reference.blocks, group=ranks)
     y.backward(share(reference.d, -1))
     found = {"z": y} | {name: t.grad for name, t in inputs.items()}
     expected = expected_of(reference)
@@ -52,7 +52,7 @@ def compare(reference: Phantom, ranks: Ranks = ALONE) -> dict[str, float]:
 
 
 def on_rank(native: bool, *args, **kwargs) -> dict[str, float]:
-    ranks = ranks_of(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    ranks = rank_group(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
     return compare(Phantom.random(*args, **kwargs), ranks._replace(native=native or ranks.native))
 
 
@@ -78,7 +78,7 @@ def test_output_and_gradients_equal_dense_on_real_ranks(ranks, size, blocks, nat
 
 def gathered(native: bool) -> dict[str, float]:
     """Each rank multiplies the gathered features by its own rows, as a head does."""
-    ranks = ranks_of(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    ranks = rank_group(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
     ranks = ranks._replace(native=native or ranks.native)
     generator = torch.Generator().manual_seed(2)
     x, weight, head, d = (
@@ -94,7 +94,7 @@ def gathered(native: bool) -> dict[str, float]:
         t.chunk(ranks.size, dim)[ranks.rank].clone().requires_grad_()
         for t, dim in zip((x, weight, head), dims, strict=True)
     ]
-    own = torch.nn.functional.linear(gather_normed(mine[0], mine[1], eps=EPS, ranks=ranks), mine[2])
+    own = torch.nn.functional.linear(gather_normed(mine[0], mine[1], eps=EPS, group=ranks), mine[2])
     own.backward(d.chunk(ranks.size, -1)[ranks.rank])
     errors = {"z": relative_error(own, z.chunk(ranks.size, -1)[ranks.rank])}
     for name, found, expected, dim in zip(("x", "norm", "head"), mine, whole, dims, strict=True):
@@ -111,14 +111,14 @@ def test_gathered_features_and_their_gradients_equal_dense(ranks, size, native):
 
 def squares_in_low_precision(dtype: torch.dtype) -> float:
     """One large feature a rank: bfloat16 squares of them would be off by up to 1/256. The map is the identity."""
-    ranks = ranks_of(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    ranks = rank_group(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(64, 4 * ranks.size, generator=generator).to(dtype)
     own = x.chunk(ranks.size, 1)[ranks.rank]
     local, compress = torch.eye(4, dtype=dtype), torch.zeros(1, 4, dtype=dtype)
     decompress = torch.zeros(4, ranks.size - 1, dtype=dtype)
     y = normed_phantom_linear(
-        own, torch.ones(4, dtype=dtype), local, compress, decompress, eps=1e-5, blocks=ranks.size, ranks=ranks
+        own, torch.ones(4, dtype=dtype), local, compress, decompress, eps=1e-5, blocks=ranks.size, group=ranks
     )
     exact = own.double() / (x.double().square().mean(1, keepdim=True) + 1e-5).sqrt()
     assert y.dtype == dtype
@@ -145,9 +145,102 @@ def test_frozen_weights_get_no_gradient():
         weights[index].requires_grad_(False).grad = None
 
 
-def test_a_second_derivative_is_refused():
-    reference = Phantom.random(2, 3, 3, 1)
-    x = reference.x.clone().requires_grad_()
-    y = normed_phantom_linear(x, norm_weight(reference), *list(reference.packed().values())[:3], eps=EPS, blocks=2)
-    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
-        torch.autograd.grad(y.sum(), x, create_graph=True)
+def composed(x, norm, local, compress, decompress, blocks: int) -> torch.Tensor:
+    """RMSNorm and the dense map of the same weights, from torch's own functions."""
+    p, m_out, k = blocks, local.shape[0] // blocks, compress.shape[0] // blocks
+    rows = []
+    for i in range(p):
+        row = []
+        for j in range(p):
+            step = (j - i) % p - 1
+            source = decompress[i * m_out : (i + 1) * m_out, step * k : (step + 1) * k]
+            row.append(local[i * m_out : (i + 1) * m_out] if i == j else source @ compress[j * k : (j + 1) * k])
+        rows.append(torch.cat(row, 1))
+    return torch.nn.functional.linear(torch.nn.functional.rms_norm(x, norm.shape, norm, EPS), torch.cat(rows))
+
+
+def second_derivatives(function, inputs, d) -> list[torch.Tensor]:
+    """Gradients of |dLoss/d(inputs)|^2 by the inputs and by the output gradient."""
+    first = torch.autograd.grad(function(*inputs), inputs, d, create_graph=True)
+    return list(torch.autograd.grad(sum((g**2).sum() for g in first), [*inputs, d]))
+
+
+def leaves(reference: Phantom, group: RankGroup = SINGLE_RANK) -> tuple[list[torch.Tensor], torch.Tensor]:
+    rows = [norm_weight(reference), *list(reference.packed().values())[:3]]
+    own = [reference.x.chunk(group.size, -1)[group.rank], *[t.chunk(group.size)[group.rank] for t in rows]]
+    d = reference.d.chunk(group.size, -1)[group.rank]
+    return [t.detach().clone().requires_grad_() for t in own], d.clone().requires_grad_()
+
+
+def test_second_derivatives_equal_those_of_the_composed_function():
+    reference = Phantom.random(3, 2, 3, 1, rows=(4,))
+    inputs, d = leaves(reference)
+    found = second_derivatives(lambda *t: normed_phantom_linear(*t, eps=EPS, blocks=3), inputs, d)
+    expected = second_derivatives(lambda *t: composed(*t, blocks=3), inputs, d)
+    for one, other in zip(found, expected, strict=True):
+        assert relative_error(one, other) < 1e-11
+
+
+def test_second_derivatives_skip_frozen_inputs():
+    reference = Phantom.random(3, 2, 3, 1, rows=(4,))
+    inputs, d = leaves(reference)
+    inputs[1].requires_grad_(False)
+    needed = [inputs[0], *inputs[2:]]
+    results = []
+    for function in (lambda: normed_phantom_linear(*inputs, eps=EPS, blocks=3), lambda: composed(*inputs, blocks=3)):
+        first = torch.autograd.grad(function(), needed, d, create_graph=True)
+        results.append(torch.autograd.grad(sum((g**2).sum() for g in first), needed))
+    for one, other in zip(*results, strict=True):
+        assert relative_error(one, other) < 1e-11
+
+
+def second_derivatives_across_ranks(native: bool) -> float:
+    group = rank_group(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    group = group._replace(native=native or group.native)
+    reference = Phantom.random(4, 3, 2, 1, rows=(2,))
+    errors = []
+    inputs, d = leaves(reference)
+    expected = second_derivatives(lambda *t: composed(*t, blocks=4), inputs, d)
+    own, own_d = leaves(reference, group)
+    found = second_derivatives(lambda *t: normed_phantom_linear(*t, eps=EPS, blocks=4, group=group), own, own_d)
+    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        dim = -1 if index in (0, 5) else 0
+        errors.append(relative_error(one, other.chunk(group.size, dim)[group.rank]))
+    return max(errors)
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["all_to_all", "native"])
+def test_second_derivatives_across_ranks(ranks, native):
+    assert max(ranks(2)(second_derivatives_across_ranks, native)) < 1e-11
+
+
+def test_second_derivatives_of_gathered_features():
+    x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+    norm = torch.rand(6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x, norm: gather_normed(x, norm, eps=EPS), (x, norm))
+
+
+def test_transforms_of_torch_func_equal_the_composed_function():
+    inputs, _ = leaves(Phantom.random(3, 2, 3, 1, rows=(4,)))
+
+    def loss(function):
+        return lambda *t: function(*t).sin().sum()
+
+    def ours(*t):
+        return normed_phantom_linear(*t, eps=EPS, blocks=3)
+
+    def theirs(*t):
+        return composed(*t, blocks=3)
+
+    every = tuple(range(5))
+    for one, other in zip(
+        torch.func.grad(loss(ours), every)(*inputs), torch.func.grad(loss(theirs), every)(*inputs), strict=True
+    ):
+        assert relative_error(one, other) < 1e-12
+    tangents = tuple(torch.randn_like(t) for t in inputs)
+    assert (
+        relative_error(
+            torch.func.jvp(ours, tuple(inputs), tangents)[1], torch.func.jvp(theirs, tuple(inputs), tangents)[1]
+        )
+        < 1e-12
+    )

@@ -6,24 +6,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from phantom_parallel.ops import ALONE, Ranks, phantom_linear
-from phantom_parallel.ops.collectives import ranks_of
+from phantom_parallel.ops import SINGLE_RANK, RankGroup, phantom_linear
+from phantom_parallel.ops.collectives import rank_group
 from tests.reference import Phantom, relative_error
 
 NAMES = ("local", "compress", "decompress", "bias")
 
 
-def run(reference: Phantom, ranks: Ranks = ALONE, bias: bool = True) -> dict[str, torch.Tensor]:
+def run(reference: Phantom, ranks: RankGroup = SINGLE_RANK, bias: bool = True) -> dict[str, torch.Tensor]:
     """Output and all gradients of this rank's share."""
     share = [t.chunk(ranks.size)[ranks.rank].clone().requires_grad_() for t in reference.packed().values()]
     x = reference.x.chunk(ranks.size, -1)[ranks.rank].clone().requires_grad_()
-    z = phantom_linear(x, *share[:3], share[3] if bias else None, blocks=reference.blocks, ranks=ranks)
+    z = phantom_linear(x, *share[:3], share[3] if bias else None, blocks=reference.blocks, group=ranks)
     z.backward(reference.d.chunk(ranks.size, -1)[ranks.rank])
     found = {"z": z.detach(), "x": x.grad, **dict(zip(NAMES, [t.grad for t in share], strict=True))}
     return {name: t for name, t in found.items() if t is not None}
 
 
-def compare(reference: Phantom, ranks: Ranks = ALONE) -> dict[str, float]:
+def compare(reference: Phantom, ranks: RankGroup = SINGLE_RANK) -> dict[str, float]:
     expected = reference.expected()
     dims = {"z": -1, "x": -1}
     return {
@@ -33,7 +33,7 @@ def compare(reference: Phantom, ranks: Ranks = ALONE) -> dict[str, float]:
 
 
 def on_rank(native: bool, *args, **kwargs) -> dict[str, float]:
-    ranks = ranks_of(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    ranks = rank_group(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
     return compare(Phantom.random(*args, **kwargs), ranks._replace(native=native or ranks.native))
 
 
@@ -92,14 +92,14 @@ def test_gradcheck_and_gradgradcheck():
 
 def double_backward(native: bool) -> float:
     """Gradient of |dLoss/dx|^2 with respect to every weight, through the exchange, against one process."""
-    ranks = ranks_of(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    ranks = rank_group(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
     ranks = ranks._replace(native=native or ranks.native)
     reference = Phantom.random(4, 3, 3, 2, rows=(2,))
     results = []
-    for who in (ALONE, ranks):
+    for who in (SINGLE_RANK, ranks):
         share = [t.chunk(who.size)[who.rank].clone().requires_grad_() for t in reference.packed().values()]
         x = reference.x.chunk(who.size, -1)[who.rank].clone().requires_grad_()
-        z = phantom_linear(x, *share, blocks=4, ranks=who)
+        z = phantom_linear(x, *share, blocks=4, group=who)
         (dx,) = torch.autograd.grad((z**2).sum(), x, create_graph=True)
         results.append(torch.autograd.grad((dx**2).sum(), share))
     ours = [t.chunk(ranks.size)[ranks.rank] for t in results[0]]
@@ -119,12 +119,12 @@ def test_hundreds_of_simulated_ranks_equal_dense(size, blocks):
     reference = Phantom.random(blocks, 2, 3, 1, rows=(3,))
     expected = reference.expected()
     with simulated_ranks(size) as (mode, mesh):
-        ranks = ranks_of(mesh)
+        ranks = rank_group(mesh)
         share = [
             mode.rank_map(lambda r, t=t: t.chunk(size)[r].clone()).requires_grad_() for t in reference.packed().values()
         ]
         x = mode.rank_map(lambda r: reference.x.chunk(size, -1)[r].clone()).requires_grad_()
-        z = phantom_linear(x, *share, blocks=blocks, ranks=ranks)
+        z = phantom_linear(x, *share, blocks=blocks, group=ranks)
         z.backward(mode.rank_map(lambda r: reference.d.chunk(size, -1)[r].clone()))
         found = {"z": z.detach(), "x": x.grad, **dict(zip(NAMES, [t.grad for t in share], strict=True))}
         parts = {name: [t._local_tensors[r] for r in range(size)] for name, t in found.items()}
@@ -190,3 +190,114 @@ def test_expanded_output_gradient():
     phantom_linear(*inputs, blocks=4).sum().backward()
     for name, tensor in zip(("x", *NAMES), inputs, strict=True):
         assert relative_error(tensor.grad, reference.expected()[name]) < 1e-12, name
+
+
+def dense(x, local, compress, decompress, bias, blocks: int) -> torch.Tensor:
+    """The map through the dense weight W_ii = L_i, W_ij = D_ij C_j, from torch's own differentiable functions."""
+    p, k = blocks, compress.shape[0] // blocks
+    L, C, D = local.chunk(p), compress.chunk(p), decompress.chunk(p)
+    rows = []
+    for i in range(p):
+        steps = [(j - i) % p - 1 for j in range(p)]
+        rows.append(
+            torch.cat([L[i] if j == i else D[i][:, s * k : (s + 1) * k] @ C[j] for j, s in enumerate(steps)], 1)
+        )
+    return torch.nn.functional.linear(x, torch.cat(rows), bias)
+
+
+def ours_and_dense(blocks: int):
+    return lambda *t: phantom_linear(*t, blocks=blocks), lambda *t: dense(*t, blocks)
+
+
+def test_torch_func_grad_equals_dense():
+    inputs = weights_and_input(Phantom.random(3, 2, 3, 2, rows=(4,)))
+    found, expected = (
+        torch.func.grad(lambda *t, f=f: f(*t).sin().sum(), argnums=(0, 1, 2, 3, 4))(*inputs) for f in ours_and_dense(3)
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert relative_error(one, other) < 1e-12
+
+
+def test_vmap_over_inputs_and_over_weights_equals_dense():
+    inputs = weights_and_input(Phantom.random(3, 2, 3, 2, rows=(4,)))
+    ours, reference = ours_and_dense(3)
+    over_x = (0, None, None, None, None)
+    assert relative_error(torch.vmap(ours, over_x)(*inputs), torch.vmap(reference, over_x)(*inputs)) < 1e-12
+    ensemble = [torch.stack([t, 2 * t, -t], -1) for t in inputs]  # stacked on the last dimension: strided in each
+    assert relative_error(torch.vmap(ours, -1)(*ensemble), torch.vmap(reference, -1)(*ensemble)) < 1e-12
+
+
+def test_per_sample_gradients_equal_dense():
+    x, *weights = weights_and_input(Phantom.random(3, 2, 3, 2, rows=(4,)))
+    found, expected = (
+        torch.vmap(torch.func.grad(lambda w, row, f=f: f(row, *w).sin().sum()), (None, 0))(tuple(weights), x)
+        for f in ours_and_dense(3)
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert relative_error(one, other) < 1e-12
+
+
+def test_forward_mode_derivatives_equal_dense():
+    inputs = tuple(t.detach() for t in weights_and_input(Phantom.random(3, 2, 3, 2, rows=(4,))))
+    tangents = tuple(torch.randn_like(t) for t in inputs)
+    ours, reference = ours_and_dense(3)
+    expected = torch.func.jvp(reference, inputs, tangents)[1]
+    assert relative_error(torch.func.jvp(ours, inputs, tangents)[1], expected) < 1e-12
+    with torch.autograd.forward_ad.dual_level(), torch.no_grad():
+        duals = [torch.autograd.forward_ad.make_dual(t, v) for t, v in zip(inputs, tangents, strict=True)]
+        found = torch.autograd.forward_ad.unpack_dual(ours(*duals)).tangent
+    assert relative_error(found, expected) < 1e-12
+
+
+def test_hessian_by_torch_func_equals_dense():
+    x, *weights = (t.detach() for t in weights_and_input(Phantom.random(2, 2, 2, 1, rows=(2,))))
+    found, expected = (
+        torch.func.hessian(lambda c, f=f: f(x, weights[0], c, *weights[2:]).sin().sum())(weights[1])
+        for f in ours_and_dense(2)
+    )
+    assert relative_error(found, expected) < 1e-12
+
+
+def transforms_across_ranks() -> list[str]:
+    group = rank_group(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    reference = Phantom.random(4, 3, 3, 2, rows=(2,))
+    own = [t.chunk(group.size)[group.rank] for t in reference.packed().values()]
+    x = reference.x.chunk(group.size, -1)[group.rank]
+
+    def function(x):
+        return phantom_linear(x, *own, blocks=4, group=group)
+
+    calls = (
+        lambda: torch.func.grad(lambda x: function(x).sum())(x),
+        lambda: torch.vmap(function)(x),
+        lambda: torch.func.jvp(function, (x,), (x,)),
+    )
+    texts = []
+    for call in calls:
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_transforms_across_ranks_are_refused(ranks):
+    for texts in ranks(2)(transforms_across_ranks):
+        assert all("supported in one process only" in text for text in texts), texts
+
+
+def test_an_input_on_another_device_is_refused():
+    inputs = weights_and_input(Phantom.random(2, 3, 3, 1))
+    with pytest.raises(ValueError, match="the input is on meta and the weights are on cpu"):
+        phantom_linear(inputs[0].to("meta"), *inputs[1:], blocks=2)
+
+
+def test_complex_dtypes_are_refused():
+    inputs = weights_and_input(Phantom.random(2, 3, 3, 1))
+    with pytest.raises(ValueError, match=r"complex dtypes are not supported, got torch\.complex128"):
+        phantom_linear(*[t.to(torch.complex128) for t in inputs], blocks=2)
+
+
+def test_an_input_without_dimensions_is_refused():
+    inputs = weights_and_input(Phantom.random(2, 3, 3, 1))
+    with pytest.raises(ValueError, match="at least one dimension"):
+        phantom_linear(torch.tensor(1.0, dtype=torch.float64), *inputs[1:], blocks=2)

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from phantom_parallel.ops import ALONE, Ranks, tensor_linear
-from phantom_parallel.ops.collectives import ranks_of
+from phantom_parallel.ops import SINGLE_RANK, RankGroup, tensor_linear
+from phantom_parallel.ops.collectives import rank_group
 from tests.reference import relative_error
 
 
-def compare(ranks: Ranks, n_in: int, n_out: int, rows: tuple[int, ...], bias: bool = True) -> float:
+def compare(ranks: RankGroup, n_in: int, n_out: int, rows: tuple[int, ...], bias: bool = True) -> float:
     """The largest relative error of output and gradients of this rank's share, against ``F.linear``."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((*rows, n_in), (n_out, n_in), (n_out,), (*rows, n_out))
@@ -23,7 +23,7 @@ def compare(ranks: Ranks, n_in: int, n_out: int, rows: tuple[int, ...], bias: bo
         t.detach().chunk(ranks.size, dim)[ranks.rank].clone().requires_grad_()
         for t, dim in zip(whole, (-1, 0, 0), strict=False)
     ]
-    z = tensor_linear(*share, ranks=ranks)
+    z = tensor_linear(*share, group=ranks)
     z.backward(d.chunk(ranks.size, -1)[ranks.rank])
     errors = [relative_error(z.detach(), F.linear(*whole).detach().chunk(ranks.size, -1)[ranks.rank])]
     for ours, theirs, dim in zip(share, whole, (-1, 0, 0), strict=False):
@@ -32,7 +32,7 @@ def compare(ranks: Ranks, n_in: int, n_out: int, rows: tuple[int, ...], bias: bo
 
 
 def on_rank(native: bool, *args) -> float:
-    ranks = ranks_of(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    ranks = rank_group(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
     return compare(ranks._replace(native=native or ranks.native), *args)
 
 
@@ -44,7 +44,7 @@ def on_rank(native: bool, *args) -> float:
     bias=st.booleans(),
 )
 def test_any_shape_equals_dense_on_one_process(n_in, n_out, rows, bias):
-    assert compare(ALONE, n_in, n_out, rows, bias) < 1e-12
+    assert compare(SINGLE_RANK, n_in, n_out, rows, bias) < 1e-12
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["all_to_all", "native"])
@@ -55,9 +55,9 @@ def test_output_and_gradients_equal_dense_on_real_ranks(ranks, size, n_in, n_out
 
 
 def twice(_: None = None) -> str:
-    ranks = ranks_of(init_device_mesh("cpu", (2,)))
+    ranks = rank_group(init_device_mesh("cpu", (2,)))
     x, weight = torch.randn(3, 2, requires_grad=True), torch.randn(2, 4, requires_grad=True)
-    z = tensor_linear(x, weight, ranks=ranks)
+    z = tensor_linear(x, weight, group=ranks)
     try:
         torch.autograd.grad((z**2).sum(), (x, weight), create_graph=True)
     except RuntimeError as error:
@@ -72,3 +72,21 @@ def test_a_second_derivative_across_ranks_is_refused_rather_than_wrong(ranks):
 def test_gradgradcheck_on_one_process():
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 3), (4, 3), (4,))]
     assert torch.autograd.gradgradcheck(tensor_linear, inputs)
+
+
+def test_transforms_of_torch_func_equal_linear():
+    x, weight, bias = (torch.randn(shape, dtype=torch.float64) for shape in ((2, 3), (4, 3), (4,)))
+    tangents = tuple(torch.randn_like(t) for t in (x, weight, bias))
+    found = torch.func.jvp(tensor_linear, (x, weight, bias), tangents)
+    expected = torch.func.jvp(torch.nn.functional.linear, (x, weight, bias), tangents)
+    for one, other in zip(found, expected, strict=True):
+        assert relative_error(one, other) < 1e-12
+    assert relative_error(torch.vmap(tensor_linear, (0, None, None))(x, weight, bias), x @ weight.T + bias) < 1e-12
+
+
+def test_complex_dtypes_and_other_devices_are_refused():
+    x, weight = torch.randn(2, 3), torch.randn(4, 3)
+    with pytest.raises(ValueError, match="complex dtypes are not supported"):
+        tensor_linear(x.to(torch.complex64), weight.to(torch.complex64))
+    with pytest.raises(ValueError, match="the input is on meta and the weights are on cpu"):
+        tensor_linear(x.to("meta"), weight)

@@ -5,12 +5,12 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel.ops import vocabulary_cross_entropy, vocabulary_rows
-from phantom_parallel.ops.collectives import ranks_of
+from phantom_parallel.ops.collectives import rank_group
 from tests.reference import relative_error
 
 
 def losses(native: bool, scale: float) -> tuple[float, float, float]:
-    ranks = ranks_of(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    ranks = rank_group(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
     ranks = ranks._replace(native=native or ranks.native)
     generator = torch.Generator().manual_seed(0)
     logits = (scale * torch.randn(3, 5, 12, generator=generator, dtype=torch.float64)).requires_grad_()
@@ -19,7 +19,7 @@ def losses(native: bool, scale: float) -> tuple[float, float, float]:
     (3 * expected).backward()
 
     own = logits.detach().chunk(ranks.size, -1)[ranks.rank].clone().requires_grad_()
-    loss = vocabulary_cross_entropy(own, targets, ranks=ranks)
+    loss = vocabulary_cross_entropy(own, targets, group=ranks)
     (3 * loss).backward()
     error = relative_error(own.grad, logits.grad.chunk(ranks.size, -1)[ranks.rank])
     return float(loss.detach()), float(expected.detach()), error
@@ -44,11 +44,11 @@ def test_low_precision_logits_are_summed_in_float32():
 
 
 def turned() -> tuple[float, float]:
-    ranks = ranks_of(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    ranks = rank_group(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
     generator = torch.Generator().manual_seed(0)
     weight, d = (torch.randn(12, 8, generator=generator) for _ in range(2))
     own = weight.chunk(ranks.size, 1)[ranks.rank].clone().requires_grad_()
-    rows = vocabulary_rows(own, ranks=ranks)
+    rows = vocabulary_rows(own, group=ranks)
     rows.backward(d.chunk(ranks.size)[ranks.rank])
     return (
         relative_error(rows, weight.chunk(ranks.size)[ranks.rank]),

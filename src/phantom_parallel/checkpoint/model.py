@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from phantom_parallel.families.registry import family_names, get_family
-from phantom_parallel.nn.sharded import whole
+from phantom_parallel.nn.sharded import full_tensor
 
 FORMAT = "phantom-parallel"
 VERSION = 1
@@ -45,7 +45,7 @@ def save_model(model: Any, path: str | os.PathLike[str], *, overwrite: bool = Fa
     _raise_together(error, mesh)
     tensors = {}
     for name, parameter in model.state_dict().items():
-        tensor = whole(parameter)  # one at a time: a collective on a mesh
+        tensor = full_tensor(parameter)  # one at a time: a collective on a mesh
         if writer:
             tensors[name] = tensor.cpu().contiguous()
     error = _attempt(lambda: _write(tensors, model.config, path)) if writer else None

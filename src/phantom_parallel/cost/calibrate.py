@@ -30,10 +30,10 @@ from phantom_parallel.cost.terms import LayerCost, Product, Shape
 from phantom_parallel.cost.timing import elementwise_words
 from phantom_parallel.distributed.launch import Report, launch_local, threads_for
 from phantom_parallel.ops.collectives import (
-    Ranks,
+    RankGroup,
     finish_all_gather,
     finish_reduce_scatter,
-    ranks_of,
+    rank_group,
     start_all_gather,
     start_reduce_scatter,
 )
@@ -138,7 +138,7 @@ def measure(ranks: int, steps: Sequence[Shape], report: Report, durations: Durat
 def _measure(device: torch.device, steps: Sequence[Shape], durations: Durations, report: Report) -> Measured:
     torch.manual_seed(0)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))
-    ranks = ranks_of(mesh)
+    ranks = rank_group(mesh)
     samples = []
     for index, product in enumerate(PRODUCTS):
         report(f"product {index + 1} of {len(PRODUCTS)}")
@@ -160,7 +160,7 @@ def _product(product: Product) -> Callable[[], Any]:
     return (lambda: torch.bmm(a, b)) if product.batch > 1 else (lambda: torch.mm(a[0], b[0]))
 
 
-def _exchange_pair(words: int, ranks: Ranks) -> Callable[[], Any]:
+def _exchange_pair(words: int, ranks: RankGroup) -> Callable[[], Any]:
     """An all-gather and the reduce-scatter that is its conjugate."""
     x = torch.randn(64, words // 64)
 

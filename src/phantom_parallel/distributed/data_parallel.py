@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from phantom_parallel.ops.collectives import ranks_of
+from phantom_parallel.ops.collectives import rank_group
 
 _c10d = torch.ops._c10d_functional
 
@@ -13,11 +13,11 @@ _c10d = torch.ops._c10d_functional
 @torch.no_grad()
 def average_gradients(model: nn.Module, mesh: DeviceMesh | None) -> None:
     """Replace each gradient by its mean over the copies along ``mesh``: one all-reduce each, all under way together."""
-    ranks = ranks_of(mesh)
+    ranks = rank_group(mesh)
     if ranks.size == 1:
         return
     gradients = [_part(p.grad) for p in model.parameters() if p.grad is not None]
-    sums = [_c10d.all_reduce(gradient, "sum", ranks.group) for gradient in gradients]
+    sums = [_c10d.all_reduce(gradient, "sum", ranks.name) for gradient in gradients]
     for gradient, total in zip(gradients, sums, strict=True):
         torch.div(_c10d.wait_tensor(total), ranks.size, out=gradient)
 

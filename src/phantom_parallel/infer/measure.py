@@ -27,8 +27,8 @@ from phantom_parallel.energy.power_profile import PowerProfile
 from phantom_parallel.energy.results import MEASURED, Provenance, Scope
 from phantom_parallel.energy.time_split import TimeSplitRecorder, timer_for
 from phantom_parallel.infer.predictor import RowModel, own_features, predictor_of, shape_of, to_model
-from phantom_parallel.nn.sharded import local_rows
-from phantom_parallel.ops.collectives import ranks_of
+from phantom_parallel.nn.sharded import to_local
+from phantom_parallel.ops.collectives import rank_group
 from phantom_parallel.utils.layout import positive
 
 TURN_SECONDS = 0.02  # a turn lasts about this long: forwards that take less are repeated
@@ -123,14 +123,14 @@ def place_of(models: Mapping[str, Any]) -> tuple[DeviceMesh | None, torch.device
     if not models:
         raise ValueError("there is no model to measure: give at least one")
     (first, one), *others = models.items()
-    ranks, device = ranks_of(one.mesh), local_rows(next(one.parameters())).device
+    ranks, device = rank_group(one.mesh), to_local(next(one.parameters())).device
     for name, model in others:
-        if (there := ranks_of(model.mesh)) != ranks:
+        if (there := rank_group(model.mesh)) != ranks:
             raise ValueError(
-                f"models must stand on the same ranks, but {first} has {ranks.size} in group {ranks.group!r} and "
-                f"{name} {there.size} in group {there.group!r}: build them on one mesh"
+                f"models must stand on the same ranks, but {first} has {ranks.size} in group {ranks.name!r} and "
+                f"{name} {there.size} in group {there.name!r}: build them on one mesh"
             )
-        if (where := local_rows(next(model.parameters())).device) != device:
+        if (where := to_local(next(model.parameters())).device) != device:
             raise ValueError(f"models must stand on the same device, but {first} is on {device} and {name} on {where}")
     return one.mesh, device
 

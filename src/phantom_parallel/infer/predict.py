@@ -17,7 +17,7 @@ from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.infer.inputs import Inputs
 from phantom_parallel.infer.measure import arrived
 from phantom_parallel.infer.predictor import RowModel, own_features, predictor_of, to_model
-from phantom_parallel.ops.collectives import ranks_of
+from phantom_parallel.ops.collectives import rank_group
 from phantom_parallel.ops.features import gather_features
 from phantom_parallel.utils.files import atomic_file
 
@@ -63,7 +63,7 @@ def predict(
     done. Ctrl-C and SIGTERM end it after a batch, as `Interrupted`, with nothing left at ``out``.
     """
     writer = None
-    if out is not None and ranks_of(model.mesh).rank == 0:
+    if out is not None and rank_group(model.mesh).rank == 0:
         dtype = next(model.parameters()).dtype
         words = torch.empty(0, dtype=torch.float32 if dtype == torch.bfloat16 else dtype).numpy().dtype
         _, width = predictor_of(model.config).features(model.config)
@@ -81,10 +81,10 @@ def predict(
 
 def _on_first(out: Tensor, model: RowModel) -> Tensor | None:
     """All features on rank 0, where they are cut."""
-    if not model.cut_features:
+    if not model.shards_features:
         return out
     assert model.mesh is not None
-    group, ranks = model.mesh.get_group(), ranks_of(model.mesh)
+    group, ranks = model.mesh.get_group(), rank_group(model.mesh)
     parts = [torch.empty_like(out) for _ in range(ranks.size)] if ranks.rank == 0 else None
     dist.gather(out.contiguous(), parts, group=group, group_dst=0)
     return None if parts is None else torch.cat(parts, -1)
@@ -111,4 +111,4 @@ def largest_difference(one: RowModel, other: RowModel, x: Callable[[RowModel], T
 
 
 def _whole(out: Tensor, model: RowModel) -> Tensor:
-    return gather_features(out, model.mesh) if model.cut_features else out
+    return gather_features(out, model.mesh) if model.shards_features else out

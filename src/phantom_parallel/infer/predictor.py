@@ -8,18 +8,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from phantom_parallel.cost.terms import Shape
 from phantom_parallel.families.registry import get_family
-from phantom_parallel.nn.sharded import local_rows
-from phantom_parallel.ops.collectives import ranks_of
+from phantom_parallel.nn.sharded import to_local
+from phantom_parallel.ops.collectives import rank_group
 
 
 class RowModel(Protocol):
-    """A module that takes and returns (rows, features). With ``cut_features``, these are this rank's features."""
+    """A module that takes and returns (rows, features). With ``shards_features``, these are this rank's features."""
 
     config: Any
     mesh: DeviceMesh | None
 
     @property
-    def cut_features(self) -> bool: ...
+    def shards_features(self) -> bool: ...
     def __call__(self, x: Tensor) -> Tensor: ...
     def parameters(self) -> Any: ...
 
@@ -52,16 +52,16 @@ def predictor_of(config: Any) -> Predictor:
 def shape_of(model: RowModel, batch: int) -> Shape:
     """The cost of a forward pass of ``batch`` rows."""
     word = next(model.parameters()).element_size()
-    ranks = ranks_of(model.mesh).size
+    ranks = rank_group(model.mesh).size
     return predictor_of(model.config).shape(model.config, ranks=ranks, batch=batch, word_bytes=word)
 
 
 def own_features(model: RowModel) -> slice:
     """The features that this rank passes to the model: its own, or all."""
     width, _ = predictor_of(model.config).features(model.config)
-    if not model.cut_features:
+    if not model.shards_features:
         return slice(0, width)
-    ranks = ranks_of(model.mesh)
+    ranks = rank_group(model.mesh)
     share = width // ranks.size
     return slice(ranks.rank * share, (ranks.rank + 1) * share)
 
@@ -69,4 +69,4 @@ def own_features(model: RowModel) -> slice:
 def to_model(rows: Tensor, model: RowModel) -> Tensor:
     """Rows on the device and in the dtype of the model."""
     parameter = next(model.parameters())
-    return rows.to(local_rows(parameter).device, parameter.dtype)
+    return rows.to(to_local(parameter).device, parameter.dtype)

@@ -1,4 +1,4 @@
-"""Layers: the operators with parameters, on one process or cut over a device mesh."""
+"""Layers: the operators with their parameters, in one process or sharded over a device mesh."""
 
 from phantom_parallel.distributed.objects import RanksDisagree
 from phantom_parallel.nn.embedding import FeatureEmbedding, VocabularyHead

@@ -1,10 +1,10 @@
-"""Causal self-attention over the heads of this rank: rotary positions, grouped queries, and a cache that stays here.
+"""Causal self-attention over the heads of this rank: rotary position embeddings, grouped queries, and a local cache.
 
-Heads come in groups, one of keys and values with g of queries, and the map into them lays out its features by group:
+Each head of keys and values is shared by g query heads, and the projection orders its output features by such groups:
 
     q_1 ... q_g  k  v  |  q_1 ... q_g  k  v  |  ...
 
-so that wherever they are cut between groups, a rank has all that attention needs, and it exchanges nothing.
+so that a rank that holds complete groups computes their attention without any collective.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 @dataclass
 class Cache:
-    """Keys and values of the positions so far, for this rank's heads: (layers, batch, kv heads here, length, head_dim).
+    """Keys and values of past positions, for this rank's heads: (layers, batch, local kv heads, length, head_dim).
 
-    ``position`` counts those that are filled. ``head`` holds the rows of a tied head where these took an exchange to
-    get: a cache is for weights that do not change while it is in use.
+    ``position`` is the number of filled positions. ``head`` holds the rows of a tied head if these need a collective:
+    the weights must not change while a cache is in use.
     """
 
     keys: Tensor
@@ -29,11 +29,11 @@ class Cache:
 
     @property
     def length(self) -> int:
-        """How many positions there is room for."""
+        """The maximum number of positions."""
         return self.keys.shape[3]
 
     def check_room(self, batch: int, more: int) -> None:
-        """Whether ``more`` positions of ``batch`` rows fit."""
+        """Raise ValueError if ``more`` positions of ``batch`` rows do not fit."""
         if batch != self.keys.shape[1]:
             raise ValueError(f"the cache was made for a batch of {self.keys.shape[1]}, got one of {batch}")
         if self.position + more > self.length:
@@ -43,25 +43,25 @@ class Cache:
             )
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep these (batch, kv heads, t, head_dim) of a layer; all there are of it. ``position`` is the model's to
-        move, after the last layer.
+        """Append keys and values (batch, kv heads, t, head_dim) of a layer, and return all of that layer. The model
+        advances ``position`` after the last layer.
         """
         end = self.position + k.shape[2]
-        both = []
-        for kept, new in ((self.keys[layer], k), (self.values[layer], v)):
-            kept[:, :, self.position : end].copy_(new)
-            both.append(kept[:, :, :end])
-        return both[0], both[1]
+        filled = []
+        for buffer, new in ((self.keys[layer], k), (self.values[layer], v)):
+            buffer[:, :, self.position : end].copy_(new)
+            filled.append(buffer[:, :, :end])
+        return filled[0], filled[1]
 
 
 def rotary_tables(
     length: int, head_dim: int, base: float, *, device: torch.device | None = None, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions 0 to ``length`` - 1, (length, 1, 1, head_dim) each, as `rotate` takes them.
+    """Cosines and sines of positions 0 to ``length`` - 1, (length, 1, 1, head_dim) each, for `rotate`.
 
-    Feature i and i + head_dim/2 are a pair, turned by position / base^(2i / head_dim).
+    Features i and i + head_dim/2 are a pair, rotated by the angle position / base^(2i / head_dim).
     """
-    with torch.inference_mode(False), torch.no_grad():  # usable for training, wherever they are made
+    with torch.inference_mode(False), torch.no_grad():  # usable for training even if made in inference mode
         rates = base ** (torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / -head_dim)
         angles = torch.arange(length, device=device, dtype=torch.float64)[:, None, None, None] * rates
         cos, sin = angles.cos(), angles.sin()
@@ -69,24 +69,32 @@ def rotary_tables(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn (batch, t, ..., head_dim) by its positions: (a cos - b sin, b cos + a sin) for the halves a and b."""
+    """Rotate (batch, t, ..., head_dim) by its positions: (a cos - b sin, b cos + a sin) for the halves a and b."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Causal self-attention between a map into queries, keys and values and one out of the heads."""
+    """Causal self-attention between the projection to queries, keys and values and the output projection.
 
-    def __init__(self, qkv: nn.Module, out: nn.Module, *, layer: int, head_dim: int, group: int) -> None:
+    Args:
+        qkv: Projection to the features of this rank's heads, ordered by groups.
+        out: Projection from the features of this rank's query heads.
+        layer: Index of the layer in the cache.
+        head_dim: Features of a head.
+        queries_per_kv: Query heads that share one head of keys and values.
+    """
+
+    def __init__(self, qkv: nn.Module, out: nn.Module, *, layer: int, head_dim: int, queries_per_kv: int) -> None:
         super().__init__()
         self.qkv, self.out = qkv, out
-        self.layer, self.head_dim, self.group = layer, head_dim, group
+        self.layer, self.head_dim, self.queries_per_kv = layer, head_dim, queries_per_kv
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None = None) -> Tensor:
         batch, t = x.shape[:2]
-        grouped = self.qkv(x).view(batch, t, -1, self.group + 2, self.head_dim)  # (batch, t, kv here, g + 2, head_dim)
-        turned = rotate(grouped[..., :-1, :], cos, sin)
-        q = turned[..., :-1, :].flatten(2, 3).transpose(1, 2)  # (batch, heads here, t, head_dim)
-        k, v = turned[..., -1, :].transpose(1, 2), grouped[..., -1, :].transpose(1, 2)  # (batch, kv here, t, head_dim)
+        grouped = self.qkv(x).view(batch, t, -1, self.queries_per_kv + 2, self.head_dim)  # (batch, t, kv, g + 2, ...)
+        rotated = rotate(grouped[..., :-1, :], cos, sin)
+        q = rotated[..., :-1, :].flatten(2, 3).transpose(1, 2)  # (batch, local heads, t, head_dim)
+        k, v = rotated[..., -1, :].transpose(1, 2), grouped[..., -1, :].transpose(1, 2)  # (batch, kv, t, head_dim)
         before, mask = 0, None
         if cache is not None:
             before = cache.position
@@ -94,6 +102,6 @@ class Attention(nn.Module):
             if before and t > 1:
                 mask = torch.ones(t, before + t, dtype=torch.bool, device=x.device).tril(before)
         causal = before == 0 and t > 1
-        mixed = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=self.group > 1)
+        mixed = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=self.queries_per_kv > 1)
         z: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return z

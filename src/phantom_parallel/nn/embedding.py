@@ -1,4 +1,4 @@
-"""The two ends of a language model whose features are cut over ranks: the embedding and the head."""
+"""The embedding and the head of a language model whose residual stream is sharded by features."""
 
 import torch
 import torch.nn.functional as F
@@ -7,23 +7,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from phantom_parallel.nn.init import init_columns, init_rows
-from phantom_parallel.nn.sharded import local_rows, shard_rows, shared_seed
+from phantom_parallel.nn.sharded import broadcast_seed, shard_parameter, to_local
 from phantom_parallel.ops import gather_normed, vocabulary_rows
-from phantom_parallel.ops.collectives import ranks_of
-from phantom_parallel.utils.layout import RowLayout
+from phantom_parallel.ops.collectives import rank_group
+from phantom_parallel.utils.layout import BlockLayout, RowLayout
 
 
 class FeatureEmbedding(nn.Module):
-    """An embedding cut by features: whole tokens in, this rank's features out, and nothing exchanged.
+    """An embedding sharded by features: all tokens in, this rank's features out, without a collective.
 
     Args:
-        vocab: number of tokens of the whole embedding, whatever the number of ranks.
-        dim: features of the whole embedding.
-        blocks: features are drawn block by block, so that they are the same on any number of ranks that divides it.
-        std: of the initial weights.
-        mesh: as for `PhantomLinear`.
-        device: as for `PhantomLinear`.
-        dtype: as for `PhantomLinear`.
+        vocab: Number of tokens.
+        dim: Features of the full embedding, independent of the number of ranks.
+        blocks: Number of blocks of features. Each block is initialized from its own generator, so that the weight is
+            the same on any number of ranks that divides ``blocks``.
+        std: Standard deviation of the initial weights.
+        mesh: As for `PhantomLinear`.
+        device: As for `PhantomLinear`.
+        dtype: As for `PhantomLinear`.
     """
 
     weight: nn.Parameter
@@ -41,9 +42,10 @@ class FeatureEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.vocab, self.dim, self.blocks, self.std = vocab, dim, blocks, std
-        self.mesh, self.ranks = mesh, ranks_of(mesh)
+        self.mesh, self.group = mesh, rank_group(mesh)
+        BlockLayout(dim, dim, blocks, 1, self.group.size)
         device = device or (None if mesh is None else mesh.device_type)
-        weight = torch.empty(vocab, dim // self.ranks.size, device=device, dtype=dtype)
+        weight = torch.empty(vocab, dim // self.group.size, device=device, dtype=dtype)
         if mesh is not None:
             weight = DTensor.from_local(weight, mesh, [Shard(1)], run_check=False)
         self.weight = nn.Parameter(weight)
@@ -51,32 +53,33 @@ class FeatureEmbedding(nn.Module):
             self.reset_parameters()
 
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Draw the weight anew, the same one on any number of ranks."""
-        held = self.blocks // self.ranks.size
-        where = {"first": self.ranks.rank * held, "held": held}
-        init_columns(local_rows(self.weight), **where, seed=shared_seed(seed, self.mesh), std=self.std)
+        """Initialize the weight, identically on any number of ranks."""
+        held = self.blocks // self.group.size
+        where = {"first": self.group.rank * held, "held": held}
+        init_columns(to_local(self.weight), **where, seed=broadcast_seed(seed, self.mesh), std=self.std)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, local_rows(self.weight))
+        return F.embedding(tokens, to_local(self.weight))
 
     def extra_repr(self) -> str:
         return f"{self.vocab} tokens, {self.dim} features"
 
 
 class VocabularyHead(nn.Module):
-    """RMSNorm and the map to logits, cut by rows of the vocabulary: this rank's features in, this rank's logits out.
+    """RMSNorm and the map to logits, sharded by vocabulary: this rank's features in, this rank's logits out.
 
-    Forward all-gathers the features, with the norm's squares among them; backward reduce-scatters their gradient.
-    A tied head has no weight of its own and is given its rows, which ``tied_rows`` makes of the embedding's.
+    Forward all-gathers the features together with the norm's squares; backward reduce-scatters their gradient. A head
+    with ``tie_embeddings`` has no weight of its own: ``forward`` takes its rows, which ``tied_rows`` makes from the
+    embedding's weight. The loss of such logits is ``phantom_parallel.ops.vocabulary_cross_entropy``.
 
     Args:
-        vocab: number of tokens of the whole head, whatever the number of ranks.
-        dim: features of the whole head.
-        tied: whether the rows come from elsewhere.
-        eps: added to the mean square.
-        mesh: as for `PhantomLinear`.
-        device: as for `PhantomLinear`.
-        dtype: as for `PhantomLinear`.
+        vocab: Number of tokens.
+        dim: Features of the full residual stream, independent of the number of ranks.
+        tie_embeddings: Whether the head shares the weight of an embedding.
+        eps: Added to the mean square.
+        mesh: As for `PhantomLinear`.
+        device: As for `PhantomLinear`.
+        dtype: As for `PhantomLinear`.
     """
 
     norm: nn.Parameter
@@ -86,7 +89,7 @@ class VocabularyHead(nn.Module):
         vocab: int,
         dim: int,
         *,
-        tied: bool = False,
+        tie_embeddings: bool = False,
         eps: float = 1e-5,
         mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
@@ -94,33 +97,36 @@ class VocabularyHead(nn.Module):
     ) -> None:
         super().__init__()
         self.vocab, self.dim, self.eps = vocab, dim, eps
-        self.mesh, self.ranks = mesh, ranks_of(mesh)
-        RowLayout(dim, vocab, self.ranks.size)
-        device, size = device or (None if mesh is None else mesh.device_type), self.ranks.size
-        self.norm = shard_rows(torch.ones(dim // size, device=device, dtype=dtype), mesh)
+        self.mesh, self.group = mesh, rank_group(mesh)
+        RowLayout(dim, vocab, self.group.size)
+        device, size = device or (None if mesh is None else mesh.device_type), self.group.size
+        self.norm = shard_parameter(torch.ones(dim // size, device=device, dtype=dtype), mesh)
         self.weight: nn.Parameter | None = None
-        if not tied:
-            self.weight = shard_rows(torch.empty(vocab // size, dim, device=device, dtype=dtype), mesh)
+        if not tie_embeddings:
+            self.weight = shard_parameter(torch.empty(vocab // size, dim, device=device, dtype=dtype), mesh)
             if not self.weight.is_meta:
                 self.reset_parameters()
 
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Draw the weight anew, the same one on any number of ranks, and set the norm's to one."""
-        nn.init.ones_(local_rows(self.norm.detach()))
+        """Initialize the weight, identically on any number of ranks, and set the norm's weight to one."""
+        nn.init.ones_(to_local(self.norm.detach()))
         if self.weight is not None:
-            where = {"out_features": self.vocab, "rank": self.ranks.rank, "ranks": self.ranks.size}
-            init_rows(local_rows(self.weight), None, **where, seed=shared_seed(seed, self.mesh))
+            where = {"out_features": self.vocab, "rank": self.group.rank, "ranks": self.group.size}
+            init_rows(to_local(self.weight), None, **where, seed=broadcast_seed(seed, self.mesh))
 
     def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
-        """``rows`` (vocab / ranks, dim) are those of a tied head."""
+        """``rows`` (vocab / ranks, dim) is the weight of a head with ``tie_embeddings``."""
         if rows is None:
-            assert self.weight is not None
-            rows = local_rows(self.weight)
-        return F.linear(gather_normed(x, local_rows(self.norm), eps=self.eps, ranks=self.ranks), rows)
+            if self.weight is None:
+                raise ValueError(
+                    "a head with tie_embeddings=True needs its rows: head(x, head.tied_rows(embedding.weight))"
+                )
+            rows = to_local(self.weight)
+        return F.linear(gather_normed(x, to_local(self.norm), eps=self.eps, group=self.group), rows)
 
     def tied_rows(self, weight: Tensor) -> Tensor:
-        """This rank's rows of an embedding that is cut by features: one all-to-all each way."""
-        return vocabulary_rows(local_rows(weight), ranks=self.ranks)
+        """This rank's rows of an embedding that is sharded by features: one all-to-all forward and one backward."""
+        return vocabulary_rows(to_local(weight), group=self.group)
 
     def extra_repr(self) -> str:
-        return f"{self.dim} -> {self.vocab}, eps={self.eps}{', tied' if self.weight is None else ''}"
+        return f"{self.dim} -> {self.vocab}, eps={self.eps}{', tie_embeddings' if self.weight is None else ''}"

@@ -1,9 +1,8 @@
 """The phantom layer closest to a dense one, in closed form.
 
-The diagonal blocks are kept: L_i = W_ii. What source j sends, the other blocks of column j stacked, is to become
-[D_ij]_i C_j, of rank k, and the closest matrix of that rank in the Frobenius norm is the truncated singular value
-decomposition. Sources do not interact, so the whole fit is the best there is. The singular values are shared evenly:
-D = U sqrt(S), C = sqrt(S) V^T.
+The diagonal blocks are kept: L_i = W_ii. The other blocks of column j, stacked, are approximated by [D_ij]_i C_j, of
+rank k; the closest matrix of that rank in the Frobenius norm is the truncated singular value decomposition. Columns are
+independent, so the complete fit is optimal. The singular values are split evenly: D = U sqrt(S), C = sqrt(S) V^T.
 """
 
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from torch import Tensor
 
 
 class SourceFit(NamedTuple):
-    """One source's part of the fit, with what was lost."""
+    """The fit of one source block, with its squared error."""
 
     compress: Tensor  # C_j: (k, m_in)
     decompress: Tensor  # D_ij in ring order of the receivers, i = j+1, j+2, ..., j+p-1: (p-1, m_out, k)
@@ -27,7 +26,7 @@ def fit_source(weight: Tensor, source: int, *, blocks: int, ghosts: int) -> Sour
     column = weight[:, source * block_in : (source + 1) * block_in].to(precise).view(blocks, block_out, block_in)
     receivers = [(source + step) % blocks for step in range(1, blocks)]
     u, s, v = torch.linalg.svd(column[receivers].reshape(-1, block_in), full_matrices=False)
-    kept = min(ghosts, s.shape[0])  # fewer singular values than ghosts: the rest stays zero
+    kept = min(ghosts, s.shape[0])  # with fewer singular values than ghosts, the rest stays zero
     compress = s.new_zeros(ghosts, block_in)
     decompress = s.new_zeros(u.shape[0], ghosts)
     root = s[:kept].sqrt()

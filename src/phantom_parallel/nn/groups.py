@@ -1,4 +1,4 @@
-"""Optimizer parameter groups: structured layers usually want learning rates of their own."""
+"""Optimizer parameter groups: structured layers usually need their own learning rates."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from phantom_parallel.nn.linear import PhantomLinear
 def parameter_groups(
     model: nn.Module, lr: float, *, local: float = 1.0, compress: float = 1.0, decompress: float = 1.0, **defaults: Any
 ) -> list[dict[str, Any]]:
-    """Optimizer groups: L, C and D of every `PhantomLinear` at ``lr`` times a multiplier, all else at ``lr``.
+    """Optimizer groups: L, C and D of every `PhantomLinear` at ``lr`` times a multiplier, all others at ``lr``.
 
-    Further keywords (``weight_decay=0.1``) go to each group. Parameters that need no gradient are left out, and a
-    shared one is listed once.
+    Further keywords (``weight_decay=0.1``) are added to each group. Parameters that do not require gradients are
+    omitted, and a shared parameter is listed once.
 
     Example::
 

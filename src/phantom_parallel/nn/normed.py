@@ -1,4 +1,4 @@
-"""RMSNorm and the linear map that follows it, as one module: on features that are cut the two share an exchange."""
+"""RMSNorm and the linear map that follows it, as one module: on sharded features the two share a collective."""
 
 from typing import Any
 
@@ -8,17 +8,26 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from phantom_parallel.nn.linear import PhantomLinear
-from phantom_parallel.nn.sharded import local_rows, shard_rows
+from phantom_parallel.nn.sharded import shard_parameter, to_local
 from phantom_parallel.ops import normed_phantom_linear
 
 
 class NormedPhantomLinear(nn.Module):
-    """RMSNorm over all features, then a `PhantomLinear` without bias: one exchange each way for both.
+    """RMSNorm over all features, then a `PhantomLinear` without bias: one collective forward and one backward for both.
 
-    Takes and gives this rank's features, as `PhantomLinear` does. ``norm`` is the norm's weight, cut as the features
-    are. Use it wherever a phantom map follows a norm: the norm then costs one more word a row in the exchange.
+    Input and output are this rank's features, as for `PhantomLinear`. ``norm`` is the norm's weight, sharded as the
+    features are. Use it wherever a phantom layer follows a norm: the norm then costs one more word per row.
 
-    Args: as for `PhantomLinear`; ``eps`` is added to the mean square.
+    Args:
+        in_features: As for `PhantomLinear`.
+        out_features: As for `PhantomLinear`.
+        blocks: As for `PhantomLinear`.
+        ghosts: As for `PhantomLinear`.
+        eps: Added to the mean square.
+        mesh: As for `PhantomLinear`.
+        gain: As for `PhantomLinear`.
+        device: As for `PhantomLinear`.
+        dtype: As for `PhantomLinear`.
     """
 
     norm: nn.Parameter
@@ -41,27 +50,27 @@ class NormedPhantomLinear(nn.Module):
         kwargs: dict[str, Any] = {"mesh": mesh, "gain": gain, "device": device, "dtype": dtype}
         self.linear = PhantomLinear(in_features, out_features, False, blocks=blocks, ghosts=ghosts, **kwargs)
         local = self.linear.local
-        width = in_features // self.linear.ranks.size
-        self.norm = shard_rows(torch.ones(width, device=local.device, dtype=local.dtype), mesh)
+        width = in_features // self.linear.group.size
+        self.norm = shard_parameter(torch.ones(width, device=local.device, dtype=local.dtype), mesh)
 
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Draw the map anew, as `PhantomLinear` does, and set the norm's weight to one."""
-        nn.init.ones_(local_rows(self.norm.detach()))
+        """Initialize the map as `PhantomLinear` does, and set the norm's weight to one."""
+        nn.init.ones_(to_local(self.norm.detach()))
         self.linear.reset_parameters(seed)
 
     def forward(self, x: Tensor) -> Tensor:
         linear = self.linear
         linear._check_input(x)
-        weights = local_rows(linear.local), local_rows(linear.compress), local_rows(linear.decompress)
-        where: dict[str, Any] = {"blocks": linear.blocks, "ranks": linear.ranks}
-        return normed_phantom_linear(x, local_rows(self.norm), *weights, eps=self.eps, **where)
+        weights = to_local(linear.local), to_local(linear.compress), to_local(linear.decompress)
+        where: dict[str, Any] = {"blocks": linear.blocks, "group": linear.group}
+        return normed_phantom_linear(x, to_local(self.norm), *weights, eps=self.eps, **where)
 
     def extra_repr(self) -> str:
         return f"eps={self.eps}"
 
 
 class NormedLinear(nn.Module):
-    """RMSNorm, then a linear map, on whole features; ``linear`` may be cut over ranks by torch's own styles."""
+    """RMSNorm, then a linear map, on all features; torch's own parallel styles may have sharded ``linear``."""
 
     def __init__(self, norm: nn.Parameter, linear: nn.Module, eps: float = 1e-5) -> None:
         super().__init__()
@@ -76,6 +85,6 @@ class NormedLinear(nn.Module):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over whole features. The weight may be a DTensor that every rank holds a copy of."""
-    weight = local_rows(weight)
+    """RMSNorm over all features. The weight may be a replicated DTensor."""
+    weight = to_local(weight)
     return F.rms_norm(x, weight.shape, weight, eps)

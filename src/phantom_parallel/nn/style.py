@@ -1,4 +1,4 @@
-"""PhantomParallel: phantom layers through torch's own ``parallelize_module``."""
+"""PhantomParallel: phantom layers through torch's ``parallelize_module``."""
 
 from functools import partial
 from typing import Any, Literal
@@ -6,13 +6,14 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from phantom_parallel.distributed.objects import check_agreement
+from phantom_parallel.nn.conversion import warn_about_conversion
 from phantom_parallel.nn.linear import PhantomLinear
-from phantom_parallel.nn.sharded import shard_rows, whole
-from phantom_parallel.ops.collectives import ranks_of
+from phantom_parallel.nn.sharded import full_tensor, shard_parameter
+from phantom_parallel.ops.collectives import rank_group
 
 ELEMENTWISE = (
     *(nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh),
@@ -21,20 +22,21 @@ ELEMENTWISE = (
 
 
 class PhantomParallel(ParallelStyle):
-    """Turn an ``nn.Linear`` into a `PhantomLinear` over the mesh, in place; or cut a whole `PhantomLinear` over it.
+    """Convert an ``nn.Linear`` to a `PhantomLinear` over the mesh, in place; or shard an existing `PhantomLinear`.
 
     An ``nn.Linear`` becomes the closest phantom layer (``PhantomLinear.from_dense``), or with ``init="fresh"`` a newly
-    drawn one, the right start for training from scratch. Elementwise activations that a pattern such as ``"layers.*"``
-    also matches are left as they are.
+    initialized one, for training from scratch. Elementwise activations that a pattern such as ``"layers.*"`` also
+    matches are left unchanged. A UserWarning is issued if the weight was shared with another module, which the new
+    layer does not share, or if the new layer is larger than the dense one.
 
     Keyword Args:
-        blocks: number of blocks of the phantom layer.
-        ghosts: number of ghosts of each block.
+        blocks: Number of blocks of the phantom layer.
+        ghosts: Number of ghosts of each block.
         init: ``"fit"`` (default) or ``"fresh"``.
-        input_layouts: how the input is cut: ``Shard(-1)`` (by features, the default), ``Replicate()`` or another shard.
-            A DTensor carries its own layout.
-        output_layouts: how the output is to be cut, ``Shard(-1)`` by default.
-        use_local_output: give a plain tensor, this rank's part (default), or a DTensor.
+        input_layouts: Placement of a plain input tensor: ``Shard(-1)`` (by features, the default), ``Replicate()`` or
+            another shard. A DTensor input has its own placement.
+        output_layouts: Placement of the output, ``Shard(-1)`` by default.
+        use_local_output: Whether the output is a plain tensor, this rank's part (default), or a DTensor.
 
     Example::
 
@@ -66,14 +68,15 @@ class PhantomParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if isinstance(module, ELEMENTWISE):
             return module
+        rank_group(device_mesh)  # raises for a mesh of several dimensions
         if type(module) not in (nn.Linear, PhantomLinear):
             raise NotImplementedError(
                 "PhantomParallel supports nn.Linear, PhantomLinear and elementwise activations, "
                 f"not {type(module).__name__}"
             )
-        self._share_weights(module, device_mesh)
+        self._broadcast_weights(module, device_mesh)
         if isinstance(module, PhantomLinear):
-            self._cut(module, device_mesh)
+            self._shard(module, device_mesh)
         else:
             assert isinstance(module, nn.Linear)
             self._convert(module, device_mesh)
@@ -81,8 +84,8 @@ class PhantomParallel(ParallelStyle):
         module.register_forward_hook(partial(_prepare_output, self.output_layout, self.use_local_output, device_mesh))
         return module
 
-    def _share_weights(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """As torch's own styles do: what is cut is what ``src_data_rank`` of parallelize_module has, 0 by default."""
+    def _broadcast_weights(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Broadcast from ``src_data_rank`` of parallelize_module, 0 by default, as torch's own styles do."""
         if self.src_data_rank is None or mesh.size() == 1:
             return
         shapes = {name: f"{tuple(p.shape)} of {p.dtype} on {p.device.type}" for name, p in module.named_parameters()}
@@ -96,30 +99,32 @@ class PhantomParallel(ParallelStyle):
             kwargs: dict[str, Any] = {"device": linear.weight.device, "dtype": linear.weight.dtype}
             shape = linear.in_features, linear.out_features, linear.bias is not None
             made = PhantomLinear(*shape, blocks=self.blocks, ghosts=self.ghosts, mesh=mesh, **kwargs)
+            warn_about_conversion(linear, made.layout)
         else:
             made = PhantomLinear.from_dense(linear, blocks=self.blocks, ghosts=self.ghosts, mesh=mesh)
-        # parallelize_module discards what a style returns for a child, so the module itself must change: it takes over
-        # the other's class, settings and parameters, and keeps its own identity and hooks.
+        # parallelize_module discards the module that a style returns for a child, so the module itself must change: it
+        # takes the class, settings and parameters of the new one, and keeps its identity and hooks.
         linear.__class__ = PhantomLinear  # type: ignore[assignment]
         linear._parameters = made._parameters
         linear.__dict__.update({name: value for name, value in made.__dict__.items() if not name.startswith("_")})
 
-    def _cut(self, layer: PhantomLinear, mesh: DeviceMesh) -> None:
+    def _shard(self, layer: PhantomLinear, mesh: DeviceMesh) -> None:
         for name in ("blocks", "ghosts"):
             if getattr(layer, name) != getattr(self, name):
                 raise ValueError(
                     f"the layer has {name}={getattr(layer, name)}, the style {name}={getattr(self, name)}: "
-                    "blocks and ghosts are the model's"
+                    "pass the layer's blocks and ghosts"
                 )
         if layer.mesh is not None:
-            raise ValueError(f"the layer is cut over {layer.ranks.size} ranks already")
-        ranks = ranks_of(mesh)
+            raise ValueError(f"the layer is already sharded over {layer.group.size} ranks")
+        group = rank_group(mesh)
         shape = layer.in_features, layer.out_features, layer.bias is not None
-        layer._lay_out(*shape, self.blocks, self.ghosts, mesh, layer.local.dtype)
+        layer._set_layout(*shape, self.blocks, self.ghosts, mesh, layer.local.dtype)
         for name in ("local", "compress", "decompress", "bias"):
             parameter = getattr(layer, name)
             if parameter is not None:
-                layer.register_parameter(name, shard_rows(whole(parameter).chunk(ranks.size)[ranks.rank].clone(), mesh))
+                rows = full_tensor(parameter).chunk(group.size)[group.rank].clone()
+                layer.register_parameter(name, shard_parameter(rows, mesh))
 
     def __repr__(self) -> str:
         return (
@@ -129,8 +134,11 @@ class PhantomParallel(ParallelStyle):
         )
 
 
-def _prepare_input(layout: Placement, mesh: DeviceMesh, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _prepare_input(
+    layout: Placement, mesh: DeviceMesh, module: PhantomLinear, inputs: tuple[Any, ...]
+) -> tuple[Any, ...]:
     x, *rest = inputs
+    _check_width(layout, mesh, module, x)
     if isinstance(x, DTensor) or layout != Shard(-1):
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, mesh, [_positive(layout, x)], run_check=False)
@@ -139,16 +147,33 @@ def _prepare_input(layout: Placement, mesh: DeviceMesh, module: nn.Module, input
     return x, *rest
 
 
+def _check_width(layout: Placement, mesh: DeviceMesh, module: PhantomLinear, x: Tensor) -> None:
+    """Compare the features of an input with the plan's layout, to name the change to the plan."""
+    if isinstance(x, DTensor) or x.dim() == 0 or mesh.size() == 1:
+        return
+    features = module.in_features
+    if layout == Shard(-1) and x.shape[-1] == features:
+        raise ValueError(
+            f"the input of shape {tuple(x.shape)} has all {features} features, but the plan expects this rank's "
+            f"{features // mesh.size()}: pass PhantomParallel(..., input_layouts=Replicate())"
+        )
+    if layout == Replicate() and x.shape[-1] == features // mesh.size():
+        raise ValueError(
+            f"the input of shape {tuple(x.shape)} has this rank's features only, but the plan has "
+            f"input_layouts=Replicate(), which expects all {features}: leave input_layouts out"
+        )
+
+
 def _prepare_output(
     layout: Placement, local: bool, mesh: DeviceMesh, module: nn.Module, inputs: Any, z: Tensor
 ) -> Tensor:
     if local and layout == Shard(-1):
         return z
     wanted = [_positive(layout, z)]
-    cut = DTensor.from_local(z, mesh, [_positive(Shard(-1), z)], run_check=False).redistribute(placements=wanted)
-    return cut.to_local(grad_placements=wanted) if local else cut
+    output = DTensor.from_local(z, mesh, [_positive(Shard(-1), z)], run_check=False).redistribute(placements=wanted)
+    return output.to_local(grad_placements=wanted) if local else output
 
 
 def _positive(layout: Placement, x: Tensor) -> Placement:
-    """A negative shard dimension counted from the front, as DTensor's constructors want it."""
+    """The layout with a nonnegative shard dimension, as DTensor's constructors need it."""
     return Shard(layout.dim + x.dim()) if isinstance(layout, Shard) and layout.dim < 0 else layout

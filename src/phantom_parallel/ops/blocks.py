@@ -1,32 +1,32 @@
-"""Products of features cut into blocks with weights stacked by block: one batched matrix product for all blocks.
+"""Products of features that are split into blocks with weights stacked by block: one batched matrix product for all.
 
-Rows carry features as (B, q m); a product wants them by block, (q, B, m). `cut` is a view; `join` copies, but for one
-block, where it is a view too.
+Rows carry features as (B, q m); a product needs them by block, (q, B, m). `split_blocks` is a view; `merge_blocks`
+copies, except for a single block, where it is a view as well.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 
 
-def cut(x: Tensor, blocks: int) -> Tensor:
+def split_blocks(x: Tensor, blocks: int) -> Tensor:
     """(B, q m) -> (q, B, m), a view wherever x allows one."""
     return x.reshape(x.shape[0], blocks, x.shape[1] // blocks).transpose(0, 1)
 
 
-def join(xs: Tensor) -> Tensor:
+def merge_blocks(xs: Tensor) -> Tensor:
     """(q, B, m) -> (B, q m)."""
     return xs.squeeze(0) if xs.shape[0] == 1 else xs.transpose(0, 1).reshape(xs.shape[1], xs.shape[0] * xs.shape[2])
 
 
-def times(xs: Tensor, weight: Tensor, add_to: Tensor | None = None) -> Tensor:
+def matmul_blocks(xs: Tensor, weight: Tensor, add_to: Tensor | None = None) -> Tensor:
     """y_i = W_i x_i: (q, B, a) with W (q b, a) -> (q, B, b)."""
     return _bmm(xs, _by_block(weight, xs.shape[0]).transpose(1, 2), add_to)
 
 
-def transposed_times(ds: Tensor, weight: Tensor, add_to: Tensor | None = None) -> Tensor:
+def matmul_blocks_t(ds: Tensor, weight: Tensor, add_to: Tensor | None = None) -> Tensor:
     """y_i = W_i^T d_i: (q, B, b) with W (q b, a) -> (q, B, a)."""
     return _bmm(ds, _by_block(weight, ds.shape[0]), add_to)
 
@@ -37,7 +37,7 @@ def weight_grad(ds: Tensor, xs: Tensor) -> Tensor:
 
 
 def _by_block(weight: Tensor, blocks: int) -> Tensor:
-    return weight.view(blocks, weight.shape[0] // blocks, weight.shape[1])
+    return weight.reshape(blocks, weight.shape[0] // blocks, weight.shape[1])
 
 
 def _bmm(a: Tensor, b: Tensor, add_to: Tensor | None = None) -> Tensor:
@@ -47,17 +47,16 @@ def _bmm(a: Tensor, b: Tensor, add_to: Tensor | None = None) -> Tensor:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """total + a b for one or a batch of products; into total where nothing else needs it."""
+    """total + a b for one product or a batch of them; in place where total is not needed again."""
     product = torch.addmm if total.dim() == 2 else torch.baddbmm
-    if (
-        torch.compiler.is_compiling() or records_graph()
-    ):  # a compiler sees to it by itself; a recorded graph needs the old total
+    # A compiler reuses memory by itself, a recorded graph needs the old total, and a transform has rules for neither.
+    if torch.compiler.is_compiling() or is_creating_graph() or is_transformed():
         return product(total, a, b)
-    return product(total, a, b, out=total)  # not the in-place method: torch's FlopCounterMode does not see that one
+    return product(total, a, b, out=total)  # not the in-place method: torch's FlopCounterMode does not count that one
 
 
-class _Forgets:
-    """In place of autograd's context: keeps nothing."""
+class _NoGradContext:
+    """Stands in for autograd's context where no gradient is recorded: saves nothing."""
 
     needs_input_grad = (False,) * 16
 
@@ -65,20 +64,56 @@ class _Forgets:
         pass
 
 
-def apply(function: type[Function], *args: Any) -> Tensor:
-    """``function.apply``; its forward alone where no gradient is recorded, which spares what autograd adds to it."""
+def apply_function(function: type[Function], *args: Any) -> Tensor:
+    """``function.apply``; only its forward where no gradient is recorded, which avoids autograd's overhead.
+
+    Raises:
+        RuntimeError: If a transform is active, for which the caller has no composed form.
+    """
+    if is_transformed():
+        raise RuntimeError(
+            "torch.func transforms (grad, vmap, jvp, ...) and forward-mode derivatives are supported in one process "
+            "only, not on features sharded over ranks: use torch.autograd, or layers without a mesh"
+        )
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return function.apply(*args)
-    return function.forward(_Forgets(), *args)
+    return function.forward(_NoGradContext(), *args)
 
 
-def records_graph() -> bool:
-    """Whether a backward is itself to be differentiated (``create_graph=True``). A compiled one never is."""
+def is_creating_graph() -> bool:
+    """Whether a backward is itself recorded (``create_graph=True``). A compiled backward never is."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
+def is_transformed() -> bool:
+    """Whether a transform of ``torch.func`` or forward-mode differentiation is active.
+
+    Neither can see through an ``autograd.Function`` that saves intermediate results: the operators here then compose
+    differentiable functions of torch instead, in one process.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def check_operands(x: Tensor, weight: Tensor) -> None:
+    """Raise ValueError if x has no dimension, a dtype is complex, or x and the weight are on different devices."""
+    if x.dim() == 0:
+        raise ValueError("the input must have at least one dimension, the features; got a 0-D tensor")
+    check_real(x.dtype)
+    check_real(weight.dtype)
+    if weight.device != x.device:
+        raise ValueError(f"the input is on {x.device} and the weights are on {weight.device}: move one to the other")
+
+
+def check_real(dtype: torch.dtype) -> None:
+    """Raise ValueError if a dtype is complex: the gradients here do not conjugate."""
+    if dtype.is_complex:
+        raise ValueError(f"complex dtypes are not supported, got {dtype}: use real and imaginary parts as features")
+
+
 def cast_for_autocast(x: Tensor, *weights: Tensor | None) -> tuple[Any, ...]:
-    """What autocast does to the arguments of a matrix product: all to its dtype, except float64."""
+    """Cast the operands of a matrix product as autocast does: to its dtype, except float64."""
     if x.is_meta or not torch.is_autocast_enabled(x.device.type):
         return (x, *weights)
     dtype = torch.get_autocast_dtype(x.device.type)

@@ -1,13 +1,13 @@
-"""The exchanges, each split in a start and a finish so that local products run in between.
+"""The collectives, each split into a start and a finish so that local matrix products overlap with them.
 
     all-gather       (B, c) on every rank     ->  (R, B, c), the same on every rank
     reduce-scatter   (R, B, c) on every rank  ->  (B, c), rank r's slice r summed over ranks
-    all-to-all       (R B, c) on every rank   ->  (R B, c), slice r from rank r: what gloo's other two are made of
+    all-to-all       (R B, c) on every rank   ->  (R B, c), slice r from rank r: gloo's other two are built from it
 
-A *start* returns at once with a tensor whose contents are on their way; a *finish* waits for them, on that very tensor:
-Inductor loses track of a wait on a view of it, and the products then read what has not arrived. Both are the functional
-collectives of torch, so they run in eager, trace under ``torch.compile`` and are seen by every dispatch mode. Alone
-(one rank) nothing is sent.
+A *start* returns immediately with a tensor whose contents are in flight; a *finish* waits on that very tensor. Inductor
+loses track of a wait on a view of it, and the products would then read data that has not arrived. Both are functional
+collectives of torch, so they run in eager mode, trace under ``torch.compile`` and are visible to every dispatch mode.
+A group of one rank sends nothing.
 """
 
 from typing import Any, NamedTuple
@@ -22,44 +22,54 @@ _all_gather, _reduce_scatter = _c10d.all_gather_into_tensor.default, _c10d.reduc
 _all_to_all, _wait = _c10d.all_to_all_single.default, _c10d.wait_tensor.default
 
 
-class Ranks(NamedTuple):
-    """The ranks that share a layer: which one of how many this is, and how they exchange."""
+class RankGroup(NamedTuple):
+    """The ranks that share a layer, as one of them sees the group."""
 
     rank: int
     size: int
-    group: str  # the process group's name: a string copies, pickles and compiles where a ProcessGroup does not
-    native: bool  # the backend's own all-gather and reduce-scatter, or both built from all-to-all
+    name: str  # of the process group: a string can be copied, pickled and compiled, a ProcessGroup cannot
+    native: bool  # whether to use the backend's all-gather and reduce-scatter, or build both from all-to-all
 
 
-ALONE = Ranks(rank=0, size=1, group="", native=True)
+SINGLE_RANK = RankGroup(rank=0, size=1, name="", native=True)
 
 
-def ranks_of(mesh: DeviceMesh | Ranks | None) -> Ranks:
-    """The ranks of a one-dimensional mesh; without a mesh, this process alone."""
+def rank_group(mesh: DeviceMesh | RankGroup | None) -> RankGroup:
+    """The group of a one-dimensional mesh; without a mesh, a group of this process only.
+
+    Raises:
+        ValueError: If the mesh has more than one dimension.
+    """
     if mesh is None:
-        return ALONE
-    if isinstance(mesh, Ranks):
+        return SINGLE_RANK
+    if isinstance(mesh, RankGroup):
         return mesh
     if mesh.ndim != 1:
-        raise ValueError(
-            f"features are cut along one mesh dimension, but this mesh has {mesh.ndim} {mesh.mesh_dim_names}: "
-            "pass one of them, such as mesh['tp']"
-        )
+        raise ValueError(_wrong_mesh(mesh))
     group = mesh.get_group()
-    # gloo's own all-gather and reduce-scatter take longer than its all-to-all of the same volume, above all when ranks
+    # gloo's all-gather and reduce-scatter take longer than its all-to-all of the same volume, above all when ranks
     # outnumber cores (benchmarks/exchange.py). NCCL, RCCL and the fake backend use their own.
-    return Ranks(mesh.get_local_rank(), mesh.size(), group.group_name, _backend(group, mesh.device_type) != "gloo")
+    return RankGroup(mesh.get_local_rank(), mesh.size(), group.group_name, _backend(group, mesh.device_type) != "gloo")
+
+
+def _wrong_mesh(mesh: DeviceMesh) -> str:
+    names = mesh.mesh_dim_names
+    found = f"features are sharded over a one-dimensional mesh, got one of shape {tuple(mesh.shape)}"
+    if not names:
+        return f'{found}: name its dimensions, mesh_dim_names=("dp", "tp"), and pass mesh["tp"]'
+    best = "tp" if "tp" in names else names[-1]
+    return f'{found} with dimensions {names}: pass one of them, such as mesh["{best}"]'
 
 
 def _backend(group: dist.ProcessGroup, device_type: str) -> str:
-    """The backend for one kind of device: a configuration is one name for all, or ``cpu:gloo,cuda:nccl``."""
+    """The backend for a device type; a configuration is one name for all types, or ``cpu:gloo,cuda:nccl``."""
     config = str(dist.get_backend_config(group))
     return dict(entry.split(":") for entry in config.split(",")).get(device_type, "") if ":" in config else config
 
 
 def _call(op: Any, *args: Any) -> Tensor:
-    """An operator of torch's, past its autograd formula where no gradient is recorded: that is Python, and takes longer
-    than the rest of the call.
+    """Call an operator, below autograd where no gradient is recorded: the autograd formula of a functional collective
+    is Python and takes longer than the rest of the call.
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return op(*args)
@@ -67,46 +77,46 @@ def _call(op: Any, *args: Any) -> Tensor:
         return op(*args)
 
 
-def start_all_gather(x: Tensor, ranks: Ranks) -> Tensor:
-    """Begin to send x (B, c) to every rank."""
-    if ranks.size == 1:
+def start_all_gather(x: Tensor, group: RankGroup) -> Tensor:
+    """Start to send x (B, c) to every rank."""
+    if group.size == 1:
         return x
-    if ranks.native:
-        return _call(_all_gather, x.contiguous(), ranks.size, ranks.group)
-    copies = x.expand(ranks.size, *x.shape).reshape(ranks.size * x.shape[0], x.shape[1])  # (R B, c): one for each rank
-    return start_all_to_all(copies, ranks)
+    if group.native:
+        return _call(_all_gather, x.contiguous(), group.size, group.name)
+    copies = x.expand(group.size, *x.shape).reshape(group.size * x.shape[0], x.shape[1])  # (R B, c): one per rank
+    return start_all_to_all(copies, group)
 
 
-def finish_all_gather(pending: Tensor, ranks: Ranks) -> Tensor:
-    """Wait for what every rank sent: (R, B, c)."""
-    arrived = pending if ranks.size == 1 else _call(_wait, pending)
-    return arrived.view(ranks.size, arrived.shape[0] // ranks.size, arrived.shape[1])
+def finish_all_gather(pending: Tensor, group: RankGroup) -> Tensor:
+    """Wait for the tensors of all ranks: (R, B, c)."""
+    arrived = pending if group.size == 1 else _call(_wait, pending)
+    return arrived.view(group.size, arrived.shape[0] // group.size, arrived.shape[1])
 
 
-def start_reduce_scatter(x: Tensor, ranks: Ranks) -> Tensor:
-    """Begin to sum slice r of x (R, B, c) on rank r."""
-    if ranks.size == 1:
+def start_reduce_scatter(x: Tensor, group: RankGroup) -> Tensor:
+    """Start to sum slice r of x (R, B, c) on rank r."""
+    if group.size == 1:
         return x
     rows = x.reshape(x.shape[0] * x.shape[1], x.shape[2])  # (R B, c)
-    if ranks.native:
-        return _call(_reduce_scatter, rows, "sum", ranks.size, ranks.group)
-    return start_all_to_all(rows, ranks)
+    if group.native:
+        return _call(_reduce_scatter, rows, "sum", group.size, group.name)
+    return start_all_to_all(rows, group)
 
 
-def finish_reduce_scatter(pending: Tensor, ranks: Ranks) -> Tensor:
+def finish_reduce_scatter(pending: Tensor, group: RankGroup) -> Tensor:
     """Wait for this rank's sum: (B, c)."""
-    if ranks.size == 1:
+    if group.size == 1:
         return pending.squeeze(0)
     arrived: Tensor = _call(_wait, pending)
     return (
-        arrived if ranks.native else arrived.view(ranks.size, arrived.shape[0] // ranks.size, arrived.shape[1]).sum(0)
+        arrived if group.native else arrived.view(group.size, arrived.shape[0] // group.size, arrived.shape[1]).sum(0)
     )
 
 
-def start_all_to_all(rows: Tensor, ranks: Ranks) -> Tensor:
-    """Begin to send slice r of rows (R B, c) to rank r; what arrives is as long, and slice r of it is rank r's."""
-    splits = [rows.shape[0] // ranks.size] * ranks.size
-    return _call(_all_to_all, rows, splits, splits, ranks.group)
+def start_all_to_all(rows: Tensor, group: RankGroup) -> Tensor:
+    """Start to send slice r of rows (R B, c) to rank r; slice r of the result comes from rank r."""
+    splits = [rows.shape[0] // group.size] * group.size
+    return _call(_all_to_all, rows, splits, splits, group.name)
 
 
 def finish_all_to_all(pending: Tensor) -> Tensor:

@@ -1,19 +1,19 @@
-"""RMSNorm on features that are cut over ranks, with no exchange of its own.
+"""RMSNorm on features that are sharded over ranks, without a collective of its own.
 
-    r = 1 / sqrt(sum_j |x_j|^2 / n + eps)      one number a row, over the features of all blocks
-    y = W (r w x) = r W (w x)                  w: the norm's weight, one number a feature
+    r = 1 / sqrt(sum_j |x_j|^2 / n + eps)      one number per row, over the features of all blocks
+    y = W (r w x) = r W (w x)                  with the norm's weight w, one number per feature
 
-w x is at home. r needs the sum of squares over all ranks, but as it is one number a row, it can wait until after the
-matrix product: so the squares travel with whatever the product exchanges anyway, as one more ghost. Backward, with d =
+w x is local. r needs the sum of squares over all ranks, but as it is one number per row, it can be applied after the
+matrix product: the squares are sent along with the product's own exchange, as one more ghost. Backward, with d =
 dLoss/dy and u = w x,
 
-    t   = sum d y                              over the features of all ranks: it travels with the reduce-scatter
-    du  = W^T d                                what the product's own backward gives, r left out
+    t   = sum d y                              over the features of all ranks: sent along with the reduce-scatter
+    du  = W^T d                                the product's own backward, without r
     dw  = sum r x du                           over rows
     dx  = r (w du - r x t / n)
 
-The squares are float32 or better, whatever the products are in: in an exchange of shorter words one takes two columns,
-bit for bit. t is rounded as the gradients are that it travels with.
+The squares are float32 or better, independent of the dtype of the products: in an exchange of shorter words a square
+takes two columns, bit for bit. t is rounded to the dtype of the gradients that it is sent with.
 """
 
 from typing import Any
@@ -23,24 +23,27 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phantom_parallel.ops.blocks import (
-    apply,
+    apply_function,
     cast_for_autocast,
-    cut,
-    join,
-    records_graph,
-    times,
-    transposed_times,
+    check_operands,
+    is_creating_graph,
+    is_transformed,
+    matmul_blocks,
+    matmul_blocks_t,
+    merge_blocks,
+    split_blocks,
     weight_grad,
 )
 from phantom_parallel.ops.collectives import (
-    ALONE,
-    Ranks,
+    SINGLE_RANK,
+    RankGroup,
     finish_all_gather,
     finish_reduce_scatter,
     start_all_gather,
     start_reduce_scatter,
 )
-from phantom_parallel.ops.phantom import others, to_sources
+from phantom_parallel.ops.features import gather_features
+from phantom_parallel.ops.phantom import ghosts_of_others, phantom_linear, sum_by_source
 
 
 def normed_phantom_linear(
@@ -52,32 +55,41 @@ def normed_phantom_linear(
     *,
     eps: float,
     blocks: int,
-    ranks: Ranks = ALONE,
+    group: RankGroup = SINGLE_RANK,
 ) -> Tensor:
     """RMSNorm, then the phantom map L + D C. Forward: all-gather of ghosts and squares; backward: reduce-scatter.
 
     ``x`` is (..., q m_in), this rank's features, and ``norm`` (q m_in) their weights; the result is (..., q m_out), in
     the dtype of the map's weights.
     """
+    check_operands(x, local)
     local, compress, decompress = cast_for_autocast(local, compress, decompress)
     rows = x.reshape(-1, x.shape[-1])
-    y: Tensor = apply(_NormedPhantomLinear, rows, norm, local, compress, decompress, eps, blocks, ranks)
+    if is_transformed() and group.size == 1:
+        y = _composed_phantom(rows, norm, local, compress, decompress, eps, blocks, group)
+    else:
+        y = apply_function(_NormedPhantomLinear, rows, norm, local, compress, decompress, eps, blocks, group)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def gather_normed(x: Tensor, norm: Tensor, *, eps: float, ranks: Ranks = ALONE) -> Tensor:
-    """RMSNorm and all features of it: forward: all-gather of features and squares; backward: reduce-scatter.
+def gather_normed(x: Tensor, norm: Tensor, *, eps: float, group: RankGroup = SINGLE_RANK) -> Tensor:
+    """RMSNorm and gather of all features. Forward: all-gather of features and squares; backward: reduce-scatter.
 
-    ``x`` is (..., m), this rank's features; the result is (..., R m), and each rank's gradient of it is a part of the
-    sum: it leads into work that is split over ranks, such as a vocabulary-parallel head.
+    ``x`` is (..., m), this rank's features; the result is (..., R m). Each rank's gradient of it is partial: it is the
+    input of work that is split over ranks, such as a vocabulary-parallel head.
     """
-    (like,) = cast_for_autocast(x)
-    y: Tensor = apply(_GatherNormed, x.reshape(-1, x.shape[-1]), norm, eps, ranks, like.dtype)
+    check_operands(x, norm)
+    dtype = cast_for_autocast(x)[0].dtype
+    rows = x.reshape(-1, x.shape[-1])
+    if is_transformed() and group.size == 1:
+        y = _composed_gather(rows, norm, eps, group, dtype)
+    else:
+        y = apply_function(_GatherNormed, rows, norm, eps, group, dtype)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
 class _NormedPhantomLinear(Function):
-    """Forward overlaps the exchange with L u, backward with dL, dD and L^T d. Kept: x, y, r and the gathered ghosts."""
+    """Forward overlaps the exchange with L u, backward with dL, dD and L^T d. Saved: x, y, r and all ghosts."""
 
     @staticmethod
     def forward(
@@ -89,102 +101,107 @@ class _NormedPhantomLinear(Function):
         decompress: Tensor,
         eps: float,
         blocks: int,
-        ranks: Ranks,
+        group: RankGroup,
     ) -> Tensor:
-        q, features = blocks // ranks.size, x.shape[1] * ranks.size
-        us = cut((x * norm).to(local.dtype), q)  # w x: (q, B, m_in)
-        ghosts = join(times(us, compress))  # g: (B, q k)
-        pending = start_all_gather(_with_squares(ghosts, x), ranks)  # on their way
-        ys = times(us, local)  # L u: (q, B, m_out), meanwhile
-        gathered, squares = _without_squares(finish_all_gather(pending, ranks), ghosts.shape[1])  # (R, B, q k), (B, 1)
-        ys = times(others(gathered, blocks, ranks), decompress, add_to=ys)  # + D g
+        q, features = blocks // group.size, x.shape[1] * group.size
+        us = split_blocks((x * norm).to(local.dtype), q)  # w x: (q, B, m_in)
+        ghosts = merge_blocks(matmul_blocks(us, compress))  # g: (B, q k)
+        pending = start_all_gather(_with_squares(ghosts, x), group)  # in flight
+        ys = matmul_blocks(us, local)  # L u: (q, B, m_out), overlapped
+        gathered, squares = _without_squares(finish_all_gather(pending, group), ghosts.shape[1])  # (R, B, q k), (B, 1)
+        ys = matmul_blocks(ghosts_of_others(gathered, blocks, group), decompress, add_to=ys)  # + D g
         r = (squares / features + eps).rsqrt()  # (B, 1)
-        y = join(ys).mul_(r)  # (B, q m_out)
+        y = merge_blocks(ys).mul_(r)  # (B, q m_out)
         ctx.save_for_backward(x, norm, local, compress, decompress, gathered, r, y)
-        ctx.blocks, ctx.ranks = blocks, ranks
+        ctx.eps, ctx.blocks, ctx.group = eps, blocks, group
         return y
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         x, norm, local, compress, decompress, gathered, r, y = ctx.saved_tensors
-        blocks, ranks = ctx.blocks, ctx.ranks
+        blocks, group = ctx.blocks, ctx.group
         need_x, need_norm, need_local, need_compress, need_decompress = ctx.needs_input_grad[:5]
-        _refuse_second_derivative("normed_phantom_linear")
-        q = blocks // ranks.size
+        if is_creating_graph():  # the saved results have no graph: a second derivative goes through the composed form
+            inputs = (x, norm, local, compress, decompress)
+            return *_recorded_grads(_composed_phantom, inputs, ctx.eps, blocks, group, d=d), None, None, None
+        q = blocks // group.size
         dx = d_norm = d_local = d_compress = d_decompress = None
 
-        ds = cut(d, q)  # (q, B, m_out)
+        ds = split_blocks(d, q)  # (q, B, m_out)
         needs_h = need_x or need_norm or need_compress
         if needs_h:
-            h = to_sources(transposed_times(ds, decompress), blocks, ranks)  # this rank's part of h: (R, B, q k)
-            pending = start_reduce_scatter(_with_part(h, d, y), ranks)  # on their way
+            h = sum_by_source(matmul_blocks_t(ds, decompress), blocks, group)  # partial h: (R, B, q k)
+            pending = start_reduce_scatter(_with_partial_t(h, d, y), group)  # in flight
         xr = x * r  # (B, q m_in)
-        us = cut((xr * norm).to(local.dtype), q)  # r w x: (q, B, m_in), so that d may stay without r
+        us = split_blocks((xr * norm).to(local.dtype), q)  # r w x: (q, B, m_in), so that d needs no r
         if need_local:
-            d_local = weight_grad(ds, us)  # (q m_out, m_in), meanwhile
+            d_local = weight_grad(ds, us)  # (q m_out, m_in), overlapped
         if need_decompress:
-            d_decompress = weight_grad(ds, others((gathered * r).to(d.dtype), blocks, ranks))  # (q m_out, (p-1) k)
+            d_decompress = weight_grad(
+                ds, ghosts_of_others((gathered * r).to(d.dtype), blocks, group)
+            )  # (q m_out, (p-1) k)
         if need_x or need_norm:
-            dus = transposed_times(ds, local)  # L^T d: (q, B, m_in)
+            dus = matmul_blocks_t(ds, local)  # L^T d: (q, B, m_in)
         if needs_h:
-            arrived = finish_reduce_scatter(pending, ranks)  # (B, q k + 1)
-            hs, t = cut(arrived[:, :-1], q), arrived[:, -1:]  # h: (q, B, k), t: (B, 1)
+            arrived = finish_reduce_scatter(pending, group)  # (B, q k + 1)
+            hs, t = split_blocks(arrived[:, :-1], q), arrived[:, -1:]  # h: (q, B, k), t: (B, 1)
             if need_compress:
                 d_compress = weight_grad(hs, us)  # (q k, m_in)
             if need_x or need_norm:
-                du = join(transposed_times(hs, compress, add_to=dus))  # + C^T h
-                dx, d_norm = _norm_grads(du, x, xr, norm, r, t, ranks)
+                du = merge_blocks(matmul_blocks_t(hs, compress, add_to=dus))  # + C^T h
+                dx, d_norm = _norm_grads(du, x, xr, norm, r, t, group)
         return dx, d_norm, d_local, d_compress, d_decompress, None, None, None
 
 
 class _GatherNormed(Function):
-    """As r has arrived together with the features, it is applied to them at once. Kept: x, r and the result."""
+    """r arrives together with the features and is applied to them immediately. Saved: x, r and the result."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, norm: Tensor, eps: float, ranks: Ranks, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, x: Tensor, norm: Tensor, eps: float, group: RankGroup, dtype: torch.dtype) -> Tensor:
         width = x.shape[1]
-        pending = start_all_gather(_with_squares((x * norm).to(dtype), x), ranks)  # (B, m) and squares
-        gathered, squares = _without_squares(finish_all_gather(pending, ranks), width)  # (R, B, m), (B, 1)
-        r = (squares / (width * ranks.size) + eps).rsqrt()
-        y = (join(gathered) * r).to(dtype)  # (B, R m)
+        pending = start_all_gather(_with_squares((x * norm).to(dtype), x), group)  # (B, m) and squares
+        gathered, squares = _without_squares(finish_all_gather(pending, group), width)  # (R, B, m), (B, 1)
+        r = (squares / (width * group.size) + eps).rsqrt()
+        y = (merge_blocks(gathered) * r).to(dtype)  # (B, R m)
         ctx.save_for_backward(x, norm, r, y)
-        ctx.ranks = ranks
+        ctx.eps, ctx.group = eps, group
         return y
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         x, norm, r, y = ctx.saved_tensors
-        ranks = ctx.ranks
-        _refuse_second_derivative("gather_normed")
-        slices = _with_part(cut(d, ranks.size), d, y)  # (R, B, m + 1)
-        arrived = finish_reduce_scatter(start_reduce_scatter(slices, ranks), ranks)
-        return *_norm_grads(arrived[:, :-1], x, x * r, norm, r, arrived[:, -1:], ranks), None, None, None
+        group = ctx.group
+        if is_creating_graph():
+            return *_recorded_grads(_composed_gather, (x, norm), ctx.eps, group, y.dtype, d=d), None, None, None
+        slices = _with_partial_t(split_blocks(d, group.size), d, y)  # (R, B, m + 1)
+        arrived = finish_reduce_scatter(start_reduce_scatter(slices, group), group)
+        return *_norm_grads(arrived[:, :-1], x, x * r, norm, r, arrived[:, -1:], group), None, None, None
 
 
 def _with_squares(sent: Tensor, x: Tensor) -> Tensor:
-    """sent (B, c) with the squares of this rank's x (B, m) in further columns, as many as their bits fill."""
+    """sent (B, c), with the squares of this rank's x (B, m) in as many further columns as their bits fill."""
     squares = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=_precise(x)).square()
     return torch.cat([sent, squares.view(sent.dtype)], 1)
 
 
 def _without_squares(gathered: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """What all ranks sent, (R, B, columns + ...), and the squares summed over them, (B, 1)."""
+    """The gathered columns (R, B, columns) and the squares summed over ranks, (B, 1)."""
     squares = gathered[:, :, columns:].contiguous()
     precise = torch.float64 if squares.shape[2] * squares.element_size() == 8 else torch.float32
     return gathered[:, :, :columns], squares.view(precise).sum(0)
 
 
-def _with_part(slices: Tensor, d: Tensor, y: Tensor) -> Tensor:
-    """slices (R, B, c) with this rank's part of t for every rank in a last column."""
+def _with_partial_t(slices: Tensor, d: Tensor, y: Tensor) -> Tensor:
+    """slices (R, B, c), with this rank's part of t for every rank in a last column."""
     t = (d * y).sum(1, keepdim=True, dtype=_precise(d)).to(slices.dtype)  # (B, 1)
     return torch.cat([slices, t.expand(slices.shape[0], *t.shape)], 2)
 
 
 def _norm_grads(
-    du: Tensor, x: Tensor, xr: Tensor, norm: Tensor, r: Tensor, t: Tensor, ranks: Ranks
+    du: Tensor, x: Tensor, xr: Tensor, norm: Tensor, r: Tensor, t: Tensor, group: RankGroup
 ) -> tuple[Tensor, Tensor]:
     """dx and dw, from du without its factor r."""
-    share = t / -(xr.shape[1] * ranks.size)  # (B, 1)
+    share = t / -(xr.shape[1] * group.size)  # (B, 1)
     dx = torch.addcmul(du * norm, xr, share.to(xr.dtype)) * r
     return dx.to(x.dtype), (du * xr).sum(0).to(norm.dtype)
 
@@ -193,6 +210,36 @@ def _precise(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _refuse_second_derivative(name: str) -> None:
-    if records_graph():
-        raise RuntimeError(f"{name} cannot be differentiated twice: what it kept has no history")
+def _composed_phantom(
+    x: Tensor,
+    norm: Tensor,
+    local: Tensor,
+    compress: Tensor,
+    decompress: Tensor,
+    eps: float,
+    blocks: int,
+    group: RankGroup,
+) -> Tensor:
+    """`normed_phantom_linear` from differentiable parts, with one more exchange."""
+    u = (x * norm).to(local.dtype)  # (B, q m_in)
+    y = phantom_linear(u, local, compress, decompress, blocks=blocks, group=group)  # (B, q m_out)
+    return (y * _inverse_rms(x, eps, group)).to(y.dtype)
+
+
+def _composed_gather(x: Tensor, norm: Tensor, eps: float, group: RankGroup, dtype: torch.dtype) -> Tensor:
+    """`gather_normed` from differentiable parts, with one more exchange."""
+    gathered = gather_features((x * norm).to(dtype), group, partial_grad=True)  # (B, R m)
+    return (gathered * _inverse_rms(x, eps, group)).to(dtype)
+
+
+def _inverse_rms(x: Tensor, eps: float, group: RankGroup) -> Tensor:
+    squares = x.to(_precise(x)).square().sum(1, keepdim=True)  # (B, 1)
+    total = gather_features(squares, group, partial_grad=True).sum(1, keepdim=True)
+    return (total / (x.shape[1] * group.size) + eps).rsqrt()
+
+
+def _recorded_grads(composed: Any, inputs: tuple[Tensor, ...], *args: Any, d: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of ``composed`` for the output gradient d, themselves differentiable by the inputs and by d."""
+    needed = [t for t in inputs if t.requires_grad]
+    found = iter(torch.autograd.grad(composed(*inputs, *args), needed, d, create_graph=True))
+    return tuple([next(found) if t.requires_grad else None for t in inputs])  # type: ignore[misc]

@@ -1,25 +1,35 @@
 """Conventional tensor parallelism in the same layout: the paper's baseline.
 
-Features are cut over R ranks; this rank holds m_in = n_in / R of those that come in and m_out = n_out / R of those that
-go out, and with them the rows W (m_out, n_in) of the weight.
+Features are sharded over R ranks; this rank holds m_in = n_in / R input features and m_out = n_out / R output features,
+and with these the rows W (m_out, n_in) of the weight.
 
-    z  = W x + b            x: the features of all ranks, one all-gather
+    z  = W x + b            with the features x of all ranks: one all-gather
     dx = W^T d              with d = dLoss/dz; summed over ranks, one reduce-scatter
     dW = d^T x     db = sum d
 
-Both exchanges carry whole activations, B x m_in words a rank, where the phantom map carries B x q k.
+Both collectives carry full activations, B x m_in words per rank, where the phantom map carries B x q k.
 """
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from phantom_parallel.ops.blocks import add_product, apply, cast_for_autocast, cut, join, records_graph
+from phantom_parallel.ops.blocks import (
+    add_product,
+    apply_function,
+    cast_for_autocast,
+    check_operands,
+    is_creating_graph,
+    is_transformed,
+    merge_blocks,
+    split_blocks,
+)
 from phantom_parallel.ops.collectives import (
-    ALONE,
-    Ranks,
+    SINGLE_RANK,
+    RankGroup,
     finish_all_gather,
     finish_reduce_scatter,
     start_all_gather,
@@ -27,56 +37,59 @@ from phantom_parallel.ops.collectives import (
 )
 
 
-def tensor_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, ranks: Ranks = ALONE) -> Tensor:
-    """z = W x + b with features cut over ``ranks``. Forward: all-gather of x; backward: reduce-scatter of its gradient.
+def tensor_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: RankGroup = SINGLE_RANK) -> Tensor:
+    """z = W x + b, features sharded over ``group``. Forward: all-gather of x; backward: reduce-scatter of its gradient.
 
     ``x`` is (..., m_in), this rank's features; the result is (..., m_out).
     """
+    check_operands(x, weight)
     x, weight, bias = cast_for_autocast(x, weight, bias)
-    z: Tensor = apply(_TensorLinear, x.reshape(-1, x.shape[-1]), weight, bias, ranks)
+    if is_transformed() and group.size == 1:
+        return F.linear(x, weight, bias)
+    z: Tensor = apply_function(_TensorLinear, x.reshape(-1, x.shape[-1]), weight, bias, group)
     return z.view(*x.shape[:-1], z.shape[-1])
 
 
 class _TensorLinear(Function):
-    """Forward overlaps the exchange with the product of this rank's own features; backward with dW and db. Kept for
-    backward: gathered x.
+    """Forward overlaps the exchange with the product of this rank's own features; backward with dW and db. Saved: the
+    gathered x.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ranks: Ranks) -> Tensor:
-        own = ranks.rank * x.shape[1]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: RankGroup) -> Tensor:
+        own = group.rank * x.shape[1]
         end = own + x.shape[1]
-        pending = start_all_gather(x, ranks)  # (R, B, m_in), on its way
-        z = torch.mm(x, weight[:, own:end].t())  # (B, m_out), meanwhile
-        gathered = x if ranks.size == 1 else join(finish_all_gather(pending, ranks))  # (B, n_in)
-        if ranks.size > 1:
+        pending = start_all_gather(x, group)  # (R, B, m_in), in flight
+        z = torch.mm(x, weight[:, own:end].t())  # (B, m_out), overlapped
+        gathered = x if group.size == 1 else merge_blocks(finish_all_gather(pending, group))  # (B, n_in)
+        if group.size > 1:
             z = add_product(z, gathered[:, :own], weight[:, :own].t())
             z = add_product(z, gathered[:, end:], weight[:, end:].t())
 
         x_grad, weight_grad, _ = ctx.needs_input_grad[:3]
         ctx.save_for_backward(gathered if weight_grad else None, weight if x_grad else None)
-        ctx.ranks = ranks
+        ctx.group = group
         return z if bias is None else z.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         gathered, weight = ctx.saved_tensors
-        ranks = ctx.ranks
+        group = ctx.group
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         dx = d_weight = d_bias = None
 
         if need_x:
-            # One product for each rank's slice, so that the slices lie as the exchange wants them.
-            slices = torch.bmm(d.expand(ranks.size, *d.shape), cut(weight, ranks.size))  # (R, B, m_in)
-            pending = start_reduce_scatter(slices, ranks)
+            # One product per rank, so that the slices have the layout of the exchange.
+            slices = torch.bmm(d.expand(group.size, *d.shape), split_blocks(weight, group.size))  # (R, B, m_in)
+            pending = start_reduce_scatter(slices, group)
         if need_weight:
-            if records_graph() and need_x and ranks.size > 1:  # what was kept has no history
+            if is_creating_graph() and need_x and group.size > 1:  # the saved x has no graph
                 raise RuntimeError(
                     "tensor_linear cannot be differentiated twice across ranks: run on one, or use phantom_linear"
                 )
-            d_weight = torch.mm(d.t(), gathered)  # (m_out, n_in), meanwhile
+            d_weight = torch.mm(d.t(), gathered)  # (m_out, n_in), overlapped
         if need_bias:
             d_bias = d.sum(0)  # (m_out)
         if need_x:
-            dx = finish_reduce_scatter(pending, ranks)  # (B, m_in)
+            dx = finish_reduce_scatter(pending, group)  # (B, m_in)
         return dx, d_weight, d_bias, None

@@ -1,7 +1,7 @@
-"""The two ends of a language model on ranks that each hold V / R rows of the vocabulary.
+"""The head and the loss of a language model on ranks that each hold V / R rows of the vocabulary.
 
-`vocabulary_cross_entropy` is the loss of logits of which each rank has its own columns, and `vocabulary_rows` turns an
-embedding that is cut by features into the rows of a head, for the two to share one weight.
+`vocabulary_cross_entropy` is the loss of logits that are sharded by vocabulary, and `vocabulary_rows` converts an
+embedding that is sharded by features into the rows of a head, so that the two can share one weight.
 """
 
 from typing import Any
@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from phantom_parallel.ops.blocks import apply, cut, join
+from phantom_parallel.ops.blocks import apply_function, merge_blocks, split_blocks
 from phantom_parallel.ops.collectives import (
-    ALONE,
-    Ranks,
+    SINGLE_RANK,
+    RankGroup,
     finish_all_gather,
     finish_all_to_all,
     start_all_gather,
@@ -22,47 +22,47 @@ from phantom_parallel.ops.collectives import (
 )
 
 
-def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, *, ranks: Ranks = ALONE) -> Tensor:
-    """The mean cross-entropy over rows, the same on every rank. Forward: one all-gather of 3 numbers a row; backward:
-    none, each rank has the gradient of its own logits.
+def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, *, group: RankGroup = SINGLE_RANK) -> Tensor:
+    """The mean cross-entropy over rows, the same on every rank. Forward: one all-gather of 3 numbers per row; backward:
+    none, since each rank has the gradient of its own logits.
 
-    ``logits`` is (..., V / R), this rank's part of the vocabulary; ``targets`` (...) counts in the whole of it. With
+    ``logits`` is (..., V / R), this rank's part of the vocabulary; ``targets`` (...) are indices into all of it. With
     the largest logit a_r of rank r, and s_r = sum exp(logits - a_r) over its part,
 
         loss = log(sum_r s_r exp(a_r)) - logit of the target
     """
     rows, flat = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    if ranks.size == 1:
+    if group.size == 1:
         return F.cross_entropy(rows, flat)
-    loss: Tensor = apply(_CrossEntropy, rows, flat, ranks)
+    loss: Tensor = apply_function(_CrossEntropy, rows, flat, group)
     return loss
 
 
-def vocabulary_rows(weight: Tensor, *, ranks: Ranks = ALONE) -> Tensor:
-    """(V, n / R), cut by features, to (V / R, n), cut by rows. Forward and backward: one all-to-all.
+def vocabulary_rows(weight: Tensor, *, group: RankGroup = SINGLE_RANK) -> Tensor:
+    """(V, n / R), sharded by features, to (V / R, n), sharded by rows. Forward and backward: one all-to-all.
 
-    It moves (R-1)/R^2 V n words a rank, whatever the number of rows that the head is then applied to. To reduce-scatter
-    partial logits instead would move (R-1)/R V words for each of them: more, once there are n / R rows.
+    It moves (R-1)/R^2 V n words per rank, independent of the number of inputs to the head. A reduce-scatter of partial
+    logits would instead move (R-1)/R V words per input: more, as soon as there are n / R inputs.
     """
-    if ranks.size == 1:
+    if group.size == 1:
         return weight
-    rows: Tensor = apply(_VocabularyRows, weight, ranks)
+    rows: Tensor = apply_function(_VocabularyRows, weight, group)
     return rows
 
 
 class _CrossEntropy(Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, ranks: Ranks) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: RankGroup) -> Tensor:
         width = logits.shape[1]
-        index = targets - ranks.rank * width
+        index = targets - group.rank * width
         here = ((index >= 0) & (index < width)).unsqueeze(1)  # (B, 1)
         index = index.clamp(0, width - 1).unsqueeze(1)
         top = logits.amax(1, keepdim=True)  # (B, 1)
         weights = (logits - top).exp_()  # (B, V / R)
         target = torch.where(here, logits.gather(1, index), 0.0)
-        told = torch.cat([top, weights.sum(1, keepdim=True), target], 1)  # (B, 3)
-        tops, sums, found = finish_all_gather(start_all_gather(told, ranks), ranks).unbind(2)  # (R, B) each
+        sent = torch.cat([top, weights.sum(1, keepdim=True), target], 1)  # (B, 3)
+        tops, sums, found = finish_all_gather(start_all_gather(sent, group), group).unbind(2)  # (R, B) each
         highest = tops.amax(0)
         total = (sums * (tops - highest).exp()).sum(0)  # (B)
         scale = (top.squeeze(1) - highest).exp() / total  # of this rank's weights to probabilities
@@ -79,12 +79,12 @@ class _CrossEntropy(Function):
 
 class _VocabularyRows(Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        arrived = finish_all_to_all(start_all_to_all(weight.contiguous(), ranks))  # (R V/R, n/R): by features
-        return join(arrived.view(ranks.size, -1, weight.shape[1]))
+    def forward(ctx: Any, weight: Tensor, group: RankGroup) -> Tensor:
+        ctx.group = group
+        arrived = finish_all_to_all(start_all_to_all(weight.contiguous(), group))  # (R V/R, n/R): by features
+        return merge_blocks(arrived.view(group.size, -1, weight.shape[1]))
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
-        slices = cut(d, ctx.ranks.size)  # (R, V/R, n/R)
-        return finish_all_to_all(start_all_to_all(slices.reshape(-1, slices.shape[2]), ctx.ranks)), None
+        slices = split_blocks(d, ctx.group.size)  # (R, V/R, n/R)
+        return finish_all_to_all(start_all_to_all(slices.reshape(-1, slices.shape[2]), ctx.group)), None

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from phantom_parallel.checkpoint.model import own_part, read_description
 from phantom_parallel.families.registry import get_family
-from phantom_parallel.nn.sharded import whole
+from phantom_parallel.nn.sharded import full_tensor
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.optimizer import PartsOptimizer, state_keys
 
@@ -53,9 +53,9 @@ def gather_state(optimizer: PartsOptimizer) -> dict[str, Tensor]:
     """
     tensors = {}
     for name, parameter in optimizer.parameters.items():
-        tensors[f"model.{name}"] = whole(parameter).to("cpu", copy=True)
+        tensors[f"model.{name}"] = full_tensor(parameter).to("cpu", copy=True)
         for key, part in optimizer.state(name).items():
-            tensors[f"optimizer.{name}.{key}"] = whole(_as(parameter, part)).to("cpu", copy=True)
+            tensors[f"optimizer.{name}.{key}"] = full_tensor(_as(parameter, part)).to("cpu", copy=True)
     return tensors
 
 

@@ -3,13 +3,24 @@
 from dataclasses import dataclass
 from math import gcd, isqrt
 
+MAX_FEATURES = 1 << 24  # of a layer, a vocabulary or a context
+MAX_LAYERS = 10_000
+_MAX_DIVISOR = 1 << 20  # of the search below; every divisor of a number up to 2^40 is found
+
 
 def nearest_divisors(number: int, wanted: int) -> str:
     """The divisors of ``number`` on either side of ``wanted``, for an error message."""
-    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    small = [d for d in range(1, min(isqrt(number), _MAX_DIVISOR) + 1) if number % d == 0]
     divisors = sorted({*small, *(number // d for d in small)})
     near = [d for d in divisors if d < wanted][-1:] + [d for d in divisors if d > wanted][:1]
     return " or ".join(map(str, near))
+
+
+def check_at_most(limit: int, **sizes: int) -> None:
+    """Raise ValueError if a size is larger than ``limit``, before anything of that size is built."""
+    for name, value in sizes.items():
+        if value > limit:
+            raise ValueError(f"{name} must be at most {limit}, got {value}")
 
 
 def positive(**sizes: object) -> None:
@@ -31,6 +42,8 @@ class BlockLayout:
 
     def __post_init__(self) -> None:
         positive(in_features=self.in_features, out_features=self.out_features, blocks=self.blocks, ghosts=self.ghosts)
+        positive(ranks=self.ranks)
+        check_at_most(MAX_FEATURES, in_features=self.in_features, out_features=self.out_features)
         if self.blocks < 2:
             raise ValueError("blocks=1 leaves no other block to show ghosts to: use at least 2, or nn.Linear")
         common = gcd(self.in_features, self.out_features)
@@ -65,6 +78,12 @@ class BlockLayout:
         return self.out_features // self.blocks
 
     @property
+    def weights(self) -> int:
+        """Number of weights of the full layer, without its bias."""
+        p, k = self.blocks, self.ghosts
+        return p * (self.block_out * self.block_in + k * self.block_in + (p - 1) * k * self.block_out)
+
+    @property
     def break_even(self) -> float:
         """The ghosts at which weights, and with them multiply-adds, are as many as a dense layer's."""
         others = self.blocks - 1
@@ -80,7 +99,8 @@ class RowLayout:
     ranks: int = 1
 
     def __post_init__(self) -> None:
-        positive(in_features=self.in_features, out_features=self.out_features)
+        positive(in_features=self.in_features, out_features=self.out_features, ranks=self.ranks)
+        check_at_most(MAX_FEATURES, in_features=self.in_features, out_features=self.out_features)
         common = gcd(self.in_features, self.out_features)
         for name, features in (("in_features", self.in_features), ("out_features", self.out_features)):
             if features % self.ranks:

@@ -35,7 +35,7 @@ def run_on_ranks(strategy: str, depth: int) -> torch.Tensor:
     x = torch.linspace(-1, 1, 48, dtype=torch.float64).view(3, 16)
     return (
         gather_features(model(shard_features(x, mesh)), mesh).detach()
-        if model.cut_features
+        if model.shards_features
         else model(x).clone().detach()
     )
 
@@ -68,6 +68,12 @@ def test_dense_and_tensor_start_from_the_same_weights():
         ({"blocks": None}, "needs blocks and ghosts, got blocks=None"),
         ({"strategy": "dense"}, "belong to the strategy phantom, not to dense"),
         ({"bias": "yes"}, "bias must be true or false, got 'yes'"),
+        ({"depth": 10**9}, "depth must be at most 10000, got 1000000000"),
+        ({"depth": 10**400}, "depth must be at most 10000, got 1000"),
+        ({"width": 10**9}, "in_features must be at most 16777216, got 1000000000"),
+        ({"width": 10**18 + 9, "blocks": 7}, "in_features must be at most 16777216"),
+        ({"width": 10**9, "strategy": "dense", "blocks": None, "ghosts": None}, "must be at most 16777216"),
+        ({"blocks": 10**12}, "blocks=1000000000000 does not divide in_features=16"),
     ],
 )
 def test_settings_that_do_not_fit_are_named(settings, message):

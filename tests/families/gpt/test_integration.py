@@ -45,7 +45,7 @@ def fully_sharded(tied: bool, recompute: bool, strategy: str) -> float:
     """Data x tensor: FSDP2 averages over dp what each dp rank computes on its rows, in two pieces."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     config = config_of(strategy, tie_embeddings=tied)
-    model = filled(config, mesh["tp"], recompute=recompute)
+    model = filled(config, mesh["tp"], activation_checkpointing=recompute)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
@@ -147,7 +147,7 @@ def test_a_dense_model_comes_back_as_it_was(tmp_path):
         (lambda c: c["gpt"].update(layers=3), r"missing \['layers.2.attention.out.compress'"),
         (lambda c: c["gpt"].update(tie_embeddings=True), r"unexpected \['head.weight'\]"),
         (lambda c: c.update(gpt=3), 'expected an object "gpt"'),
-        (lambda c: c.pop("gpt"), "expected a model's settings as one of ffn, gpt"),
+        (lambda c: c.pop("gpt"), "expected settings of one of ffn, gpt"),
     ],
 )
 def test_a_damaged_description_is_an_error_that_names_the_file(tmp_path, change, message):

@@ -115,7 +115,7 @@ def test_the_reference_has_the_matrices_that_the_layers_say_they_equal():
 
 def counted(config: GPTConfig, recompute: bool) -> dict[str, dict[str, int]]:
     """Collectives by phase and module: those of each layer, and what is left."""
-    model = GPT(config, mesh=one_mesh(), recompute=recompute)
+    model = GPT(config, mesh=one_mesh(), activation_checkpointing=recompute)
     inputs, targets = gpt_reference.tokens(config.vocab)
     with Ledger() as ledger:
         model.loss(inputs, targets).backward()
@@ -149,7 +149,7 @@ def test_recomputing_repeats_the_forward_exchanges_and_changes_no_number(ranks):
     for found in ranks(2)(counted, config_of(), True):
         assert found["forward"] == {"layers.0": 4, "layers.1": 4, "ends": 2}
         assert sum(found["backward"].values()) == 8 + 1 + 8
-    for found in ranks(2)(errors_on_ranks, config_of(), recompute=True):
+    for found in ranks(2)(errors_on_ranks, config_of(), activation_checkpointing=True):
         assert max(found.values()) < 1e-10
 
 
@@ -313,6 +313,12 @@ def test_a_model_in_bfloat16_runs_both_ways():
         ({"vocab": 25}, "blocks=4 does not divide vocab=25: vocab=28 would be whole blocks"),
         ({"hidden": 42}, "blocks=4 does not divide hidden=42"),
         ({"ghosts": 9}, "ghosts=9 is larger than a block of 8 features"),
+        ({"layers": 10**9}, "layers must be at most 10000, got 1000000000"),
+        ({"vocab": 10**9}, "vocab must be at most 16777216, got 1000000000"),
+        ({"dim": 10**18 + 9}, "dim must be at most 16777216"),
+        ({"hidden": 10**9}, "hidden must be at most 16777216"),
+        ({"context": 10**9}, "context must be at most 16777216"),
+        ({"heads": 10**18}, "heads=1000000000000000000 does not divide dim=32: 32 would"),
     ],
 )
 def test_settings_that_do_not_fit_are_named(settings, message):
@@ -322,7 +328,7 @@ def test_settings_that_do_not_fit_are_named(settings, message):
 
 def test_what_is_left_out_is_filled_in():
     config = GPTConfig(vocab=256, dim=512, layers=4, heads=8, blocks=4, ghosts=16)
-    assert (config.kv_heads, config.hidden, config.head_dim, config.group) == (8, 1408, 64, 1)
+    assert (config.kv_heads, config.hidden, config.head_dim, config.queries_per_kv) == (8, 1408, 64, 1)
     assert GPTConfig(vocab=6, dim=12, layers=1, heads=6, blocks=3, ghosts=1).hidden % 3 == 0
 
 
@@ -356,7 +362,7 @@ def test_ranks_that_do_not_fit_are_named(ranks):
     assert "4 ranks do not divide blocks=2: run on 2 ranks" in ranks(4)(refused, config_of(blocks=2))[0]
     assert "4 ranks do not divide kv_heads=2" in ranks(4)(refused, config_of("megatron", kv_heads=2))[0]
     assert "4 ranks do not divide vocab=22" in ranks(4)(refused, config_of("megatron", vocab=22))[0]
-    assert "dense runs on one rank, got a mesh of 2" in ranks(2)(refused, config_of("dense"))[0]
+    assert "dense runs on one rank, got ranks=2" in ranks(2)(refused, config_of("dense"))[0]
 
 
 def disagreeing() -> str:

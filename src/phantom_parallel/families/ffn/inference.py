@@ -10,7 +10,7 @@ from phantom_parallel.families.ffn.cost import FFNShape
 from phantom_parallel.families.ffn.model import FFN, FFNConfig
 from phantom_parallel.infer.predictor import Predictor
 from phantom_parallel.nn import PhantomLinear, TensorLinear
-from phantom_parallel.nn.sharded import local_rows, whole
+from phantom_parallel.nn.sharded import full_tensor, to_local
 
 
 class FFNPredictor(Predictor):
@@ -47,13 +47,13 @@ def as_tensor(model: FFN) -> FFN:
     parameter = next(model.parameters())
     config = replace(model.config, strategy="tensor", blocks=None, ghosts=None)
     twin = FFN(config, mesh=model.mesh, device="meta", dtype=parameter.dtype)
-    twin.to_empty(device=local_rows(parameter).device)
+    twin.to_empty(device=to_local(parameter).device)
     for own, layer in zip(twin.layers, model.layers, strict=True):
         assert isinstance(own, TensorLinear)
         weight, bias = _dense(layer)
-        local_rows(own.weight).copy_(weight[own_part(own.weight)])
+        to_local(own.weight).copy_(weight[own_part(own.weight)])
         if own.bias is not None and bias is not None:
-            local_rows(own.bias).copy_(bias[own_part(own.bias)])
+            to_local(own.bias).copy_(bias[own_part(own.bias)])
     return twin
 
 
@@ -61,4 +61,4 @@ def _dense(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
     """A layer's whole weight and bias."""
     dense = layer.to_dense() if isinstance(layer, PhantomLinear | TensorLinear) else layer
     assert isinstance(dense, nn.Linear)  # torch's own, in a Megatron pair
-    return whole(dense.weight), None if dense.bias is None else whole(dense.bias)
+    return full_tensor(dense.weight), None if dense.bias is None else full_tensor(dense.bias)

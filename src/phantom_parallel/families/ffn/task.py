@@ -28,7 +28,7 @@ class FFNTask(Task[FFNTrainConfig]):
         self.config, self.parallel = config, parallel
         self.model = FFN(config.ffn(), mesh=parallel.tp, device=parallel.device)
         self._forward: Callable[[Tensor], Tensor] = self.model
-        cut = self.model.cut_features
+        cut = self.model.shards_features
         self.counts = cut or parallel.tp_rank == 0
         self._data = open_data(config, *((parallel.tp_rank, config.ranks) if cut else (0, 1)), parallel)
         self._batches = Batches(self._data.training_rows, config.batch, config.seed)
@@ -76,7 +76,7 @@ class FFNTask(Task[FFNTrainConfig]):
     def _hits(self, out: Tensor, y: Tensor) -> Tensor:
         """How many rows are put into their class; known to the first rank of a model, which alone says it."""
         both = torch.stack([scores(part, self._data.features, self.config.width) for part in (out, y)])
-        if self.model.cut_features:
+        if self.model.shards_features:
             assert self.parallel.tp is not None
             dist.all_reduce(both, group=self.parallel.tp.get_group())
         found, right = both.argmax(-1)

@@ -1,13 +1,14 @@
-"""What a GPT is: its sizes, checked when they are put together."""
+"""The configuration of a GPT: its sizes, which are validated on construction."""
 
 from dataclasses import dataclass
 from math import gcd, lcm
 from typing import ClassVar, Literal, get_args
 
-from phantom_parallel.utils.layout import nearest_divisors, positive
-from phantom_parallel.utils.strategies import STRATEGIES
+from phantom_parallel.utils.layout import MAX_FEATURES, MAX_LAYERS, check_at_most, nearest_divisors, positive
+from phantom_parallel.utils.strategies import get_strategy
 
 GPTStrategy = Literal["phantom", "megatron", "dense"]
+STRATEGIES: tuple[GPTStrategy, ...] = get_args(GPTStrategy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,23 +33,23 @@ class GPTDimensions:
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """What a GPT is, apart from how it is run. ``blocks`` and ``ghosts`` belong to the strategy ``phantom`` and are
-    None otherwise.
+    """The architecture of a GPT, independent of the number of ranks.
 
     Args:
-        vocab: number of tokens.
-        dim: features of the residual stream.
-        layers: number of layers.
-        heads: number of heads of queries.
-        kv_heads: number of heads of keys and values, as many as ``heads`` by default.
-        hidden: width of the SwiGLU, by default 8/3 ``dim`` and a bit, in whole blocks.
-        context: how many positions it can see.
-        strategy: ``phantom``, ``megatron`` or ``dense``.
-        blocks: as for `PhantomLinear`; heads, features, hidden width and vocabulary are cut into blocks.
-        ghosts: as for `PhantomLinear`.
-        tie_embeddings: whether the head shares the embedding's weight.
-        rope_base: base of the rotary positions.
-        norm_eps: added to the mean square in the norms.
+        vocab: Number of tokens.
+        dim: Features of the residual stream.
+        layers: Number of layers, of attention and SwiGLU each.
+        heads: Number of query heads.
+        kv_heads: Number of heads of keys and values, ``heads`` by default.
+        hidden: Width of the SwiGLU; by default 8/3 ``dim``, rounded up to a multiple of 64 and of ``blocks``.
+        context: Maximum number of positions.
+        strategy: How the model is sharded.
+        blocks: As for `PhantomLinear`, for the strategy ``phantom`` only. It must divide the features, heads, hidden
+            width and vocabulary.
+        ghosts: As for `PhantomLinear`, for the strategy ``phantom`` only.
+        tie_embeddings: Whether the head shares the embedding's weight.
+        rope_base: Base of the rotary position embedding.
+        norm_eps: Epsilon of the norms.
     """
 
     family: ClassVar[str] = "gpt"
@@ -69,43 +70,34 @@ class GPTConfig:
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        if self.strategy not in get_args(GPTStrategy):
-            raise ValueError(f"strategy must be one of {', '.join(get_args(GPTStrategy))}, got {self.strategy!r}")
+        strategy = get_strategy(self.strategy, among=STRATEGIES)
         positive(vocab=self.vocab, dim=self.dim, layers=self.layers, heads=self.heads, context=self.context)
+        check_at_most(MAX_FEATURES, vocab=self.vocab, dim=self.dim, context=self.context)
+        check_at_most(MAX_LAYERS, layers=self.layers)
         if not isinstance(self.tie_embeddings, bool):
             raise ValueError(f"tie_embeddings must be true or false, got {self.tie_embeddings!r}")
         for name in ("rope_base", "norm_eps"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be a positive number, got {value!r}")
-        self._check_blocks()
-        self._fill_in()
-        self._check_heads()
-        if self.strategy == "phantom":
-            self._check_cuts()
-
-    def _check_blocks(self) -> None:
-        if self.strategy != "phantom":
-            if self.blocks is not None or self.ghosts is not None:
-                raise ValueError(
-                    f"blocks and ghosts belong to the strategy phantom, not to {self.strategy}: leave them out"
-                )
-        elif self.blocks is None or self.ghosts is None:
-            raise ValueError(
-                f"the strategy phantom needs blocks and ghosts, got blocks={self.blocks}, ghosts={self.ghosts}"
-            )
-        else:
+        strategy.check_blocks(self.blocks, self.ghosts)
+        if self.blocks is not None:
             positive(blocks=self.blocks, ghosts=self.ghosts)
             if self.blocks < 2:
                 raise ValueError("blocks=1 leaves no other block to show ghosts to: use at least 2, or dense")
+        self._set_defaults()
+        self._check_heads()
+        if self.blocks is not None:
+            self._check_division_into_blocks()
 
-    def _fill_in(self) -> None:
+    def _set_defaults(self) -> None:
         if self.kv_heads is None:
             object.__setattr__(self, "kv_heads", self.heads)
         if self.hidden is None:
             step = lcm(64, self.blocks or 1)
             object.__setattr__(self, "hidden", -(-8 * self.dim // (3 * step)) * step)
         positive(kv_heads=self.kv_heads, hidden=self.hidden)
+        check_at_most(MAX_FEATURES, hidden=self.hidden)
 
     def _check_heads(self) -> None:
         for name, part, whole in (("heads", self.heads, "dim"), ("kv_heads", self.kv_heads, "heads")):
@@ -114,11 +106,11 @@ class GPTConfig:
                 raise ValueError(f"{name}={part} does not divide {whole}={getattr(self, whole)}: {near} would")
         if self.head_dim % 2:
             raise ValueError(
-                f"a head of {self.head_dim} features (dim={self.dim} over heads={self.heads}) has no pairs to turn: "
-                "rotary positions need an even number"
+                f"a head of {self.head_dim} features (dim={self.dim} over heads={self.heads}) is odd: "
+                "rotary position embeddings need an even number"
             )
 
-    def _check_cuts(self) -> None:
+    def _check_division_into_blocks(self) -> None:
         assert self.blocks is not None
         assert self.ghosts is not None
         for name in ("dim", "heads", "kv_heads", "hidden", "vocab"):
@@ -141,18 +133,20 @@ class GPTConfig:
         return self.dim // self.heads
 
     @property
-    def group(self) -> int:
-        """Heads of queries to one of keys and values."""
+    def queries_per_kv(self) -> int:
+        """Query heads that share one head of keys and values."""
         return self.heads // self.kv_heads
 
     @property
     def hidden_groups(self) -> int:
-        """Into how many pieces the hidden width is cut, gate beside up in each; ranks hold whole ones."""
+        """Number of pieces of the hidden width, each with its gate beside its up projection; a rank holds complete
+        pieces.
+        """
         return self.blocks or gcd(self.hidden, self.kv_heads)
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ValueError if ``ranks`` ranks cannot share this model."""
-        STRATEGIES[self.strategy].check_ranks(ranks)
+        get_strategy(self.strategy).check_ranks(ranks)
         if self.strategy == "dense":
             return
         if self.blocks is not None:

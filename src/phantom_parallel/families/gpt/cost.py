@@ -313,7 +313,7 @@ class GPTShape(Shape):
 
     def _attention(self) -> LayerCost:
         """Scores of each head of this rank, and the sums of values they weigh; the turning of queries and keys."""
-        heads, head_dim, group = self._heads_here, self.config.head_dim, self.config.group
+        heads, head_dim, group = self._heads_here, self.config.head_dim, self.config.queries_per_kv
         each, t, s = self.batch * heads, self.sequence, self.past + self.sequence
         products = (
             Product("Q K^T", "forward", each, t, head_dim, s),

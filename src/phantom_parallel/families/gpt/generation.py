@@ -22,7 +22,7 @@ from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.infer.measure import Turn
 from phantom_parallel.infer.sampling import Sampler, Sampling
 from phantom_parallel.nn.attention import Cache
-from phantom_parallel.nn.sharded import local_rows
+from phantom_parallel.nn.sharded import to_local
 from phantom_parallel.utils.layout import positive
 
 
@@ -142,7 +142,7 @@ def run(
     For callers who have checked what they ask for, under ``torch.no_grad``: in inference mode DTensor cuts a Megatron
     pair worse. A clock that runs tells how long this rank was blocked in exchanges.
     """
-    device = local_rows(model.embedding.weight).device
+    device = to_local(model.embedding.weight).device
     sampler, stops = Sampler(sampling), torch.tensor(sorted(ends), device=device)
     feed, cache.position = prompt.to(device, torch.long), 0
     chosen: list[Tensor] = []

@@ -28,7 +28,7 @@ from phantom_parallel.infer.generation import GenerationCost, PhaseCost
 from phantom_parallel.infer.measure import Turn, modelled_joules, p95, place_of, sense
 from phantom_parallel.infer.sampling import Sampler, Sampling
 from phantom_parallel.nn.attention import Cache
-from phantom_parallel.ops.collectives import ranks_of
+from phantom_parallel.ops.collectives import rank_group
 from phantom_parallel.utils.layout import positive
 
 WARM_UP = 4  # tokens
@@ -180,7 +180,7 @@ class _Cost:
         decodes = [[turn.decoding for turn in rank] for rank in taken]
         return GenerationCost(
             strategy=one.model.config.strategy,
-            ranks=ranks_of(one.model.mesh).size,
+            ranks=rank_group(one.model.mesh).size,
             batch=batch,
             prompt=length,
             tokens=one.tokens,

@@ -1,7 +1,7 @@
 """Decoder-only transformers: RMSNorm before each part, rotary positions, grouped-query attention, SwiGLU, no biases.
 
-The model is written once. What a strategy decides is how the linear maps are cut, and with them the norms, the
-embedding and the head: `gpt_parts` makes those.
+The model is written once. The strategy determines how the linear maps are sharded, and with them the norms, the
+embedding and the head: `make_parts` makes those.
 """
 
 from dataclasses import asdict
@@ -15,15 +15,15 @@ from torch.utils.checkpoint import checkpoint
 
 from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.families.gpt.config import GPTConfig
-from phantom_parallel.families.gpt.parts import parts_of
+from phantom_parallel.families.gpt.parts import make_parts
 from phantom_parallel.nn.attention import Attention, Cache, rotary_tables
 from phantom_parallel.ops import gather_features, vocabulary_cross_entropy
-from phantom_parallel.ops.collectives import ranks_of
+from phantom_parallel.ops.collectives import rank_group
 from phantom_parallel.utils.layout import positive
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate) up), gate and up side by side in pieces of ``width`` features."""
+    """down(silu(gate) up), with gate and up in alternating pieces of ``width`` features."""
 
     def __init__(self, gate_up: nn.Module, down: nn.Module, *, width: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class SwiGLU(nn.Module):
 
 
 class Layer(nn.Module):
-    """x + attention of its norm, then x + SwiGLU of its norm; the norms are within the maps that follow them."""
+    """x + attention(norm(x)), then x + SwiGLU(norm(x)); the norms are part of the maps that follow them."""
 
     def __init__(self, attention: Attention, mlp: SwiGLU) -> None:
         super().__init__()
@@ -49,16 +49,21 @@ class Layer(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer by any of three strategies.
+    """A decoder-only transformer with one of three strategies.
 
     On a mesh, ``phantom`` holds blocks / ranks blocks of the residual stream, with their heads, on each rank; a layer
-    has four exchanges each way, which carry ghosts. ``megatron`` holds the stream whole on every rank and cuts the maps
-    with torch's own column and row styles, two all-reduces of the stream a layer each way. ``dense`` runs in one
-    process. Tokens are whole on every rank, and so are losses and logits. Weights drawn from the same seed are the same
-    on any number of ranks, and the same for ``megatron`` and ``dense``.
+    has four collectives forward and four backward, which carry ghosts. ``megatron`` replicates the stream and shards
+    the maps with torch's own column and row styles, with two all-reduces of the stream per layer forward and two
+    backward. ``dense`` runs in one process. Tokens, losses and logits are replicated. The same seed gives the same
+    weights on any number of ranks, and the same for ``megatron`` and ``dense``.
 
-    ``recompute`` (also an attribute) keeps only what enters each layer and computes the rest again in backward, its
-    exchanges included.
+    Args:
+        config: The architecture.
+        mesh: One-dimensional device mesh to shard the model over.
+        device: Of the parameters; on the meta device call ``reset_parameters`` of the layers after ``to_empty``.
+        dtype: Of the parameters.
+        activation_checkpointing: Save only the inputs of the layers and recompute the rest in backward, collectives
+            included. Also an attribute.
 
     Example::
 
@@ -73,14 +78,14 @@ class GPT(nn.Module):
         mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        recompute: bool = False,
+        activation_checkpointing: bool = False,
     ) -> None:
         super().__init__()
-        self.config, self.mesh, self.recompute = config, mesh, recompute
-        config.check_ranks(1 if mesh is None else mesh.size())
+        self.config, self.mesh, self.activation_checkpointing = config, mesh, activation_checkpointing
+        self.group = rank_group(mesh)
+        config.check_ranks(self.group.size)
         check_agreement("a GPT", asdict(config) | {"dtype": str(dtype or torch.get_default_dtype())}, mesh)
-        self.ranks = ranks_of(mesh)
-        parts = parts_of(config, mesh, device, dtype)
+        parts = make_parts(config, mesh, device, dtype)
         to_stream = (2 * config.layers) ** -0.5  # so that what the layers add to the stream does not grow with depth
         self.embedding = parts.embedding()
         self.layers = nn.ModuleList()
@@ -90,7 +95,7 @@ class GPT(nn.Module):
                 parts.linear(config.dim, config.dim, to_stream),
                 layer=index,
                 head_dim=config.head_dim,
-                group=config.group,
+                queries_per_kv=config.queries_per_kv,
             )
             mlp = SwiGLU(
                 parts.normed(config.dim, 2 * config.hidden),
@@ -103,28 +108,28 @@ class GPT(nn.Module):
         if not self.embedding.weight.is_meta:
             self._rotary()
 
-    cut_features = False  # tokens in and losses or logits out are whole on every rank
+    shards_features = False  # tokens, losses and logits are replicated
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The mean cross-entropy of the targets over all positions of (batch, t) tokens.
 
-        The same number on every rank of the mesh, and backward from it gives each rank the gradients of its own
+        The loss is the same on every rank of the mesh, and its backward gives each rank the gradients of its own
         parameters. No rank holds all logits.
         """
         loss: Tensor = self(tokens, targets)
         return loss
 
     def logits(self, tokens: Tensor, cache: Cache | None = None, *, last: bool = False) -> Tensor:
-        """Logits over the whole vocabulary, (batch, t, vocab), or with ``last`` those of the last position, (batch, 1,
-        vocab). With a cache, positions go on from where it is, it is filled, and no gradient is kept.
+        """Logits over the full vocabulary, (batch, t, vocab), or with ``last`` those of the last position, (batch, 1,
+        vocab). With a cache, positions continue from the cached ones, the cache is extended and no gradient recorded.
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
             logits: Tensor = self(tokens, cache=cache, last=last)
             return logits
 
     def new_cache(self, batch: int, length: int | None = None) -> Cache:
-        """An empty cache for ``batch`` rows of up to ``length`` positions, the whole context by default. It holds this
-        rank's heads only and stays here.
+        """An empty cache for ``batch`` rows of up to ``length`` positions, by default the model's context. It holds
+        this rank's heads only.
         """
         config = self.config
         length = config.context if length is None else length
@@ -132,15 +137,15 @@ class GPT(nn.Module):
         if length > config.context:
             raise ValueError(f"a cache of {length} positions is longer than the model's context of {config.context}")
         like = self.embedding.weight
-        shape = config.layers, batch, config.kv_heads // self.ranks.size, length, config.head_dim
-        kept: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
+        shape = config.layers, batch, config.kv_heads // self.group.size, length, config.head_dim
+        kwargs: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
         with torch.no_grad():
-            return Cache(torch.zeros(shape, **kept), torch.zeros(shape, **kept), head=self._tied_rows())
+            return Cache(torch.zeros(shape, **kwargs), torch.zeros(shape, **kwargs), head=self._tied_rows())
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, *, cache: Cache | None = None, last: bool = False
     ) -> Tensor:
-        """The loss where targets are given, otherwise logits: what `loss` and `logits` call, through every hook."""
+        """The loss if targets are given, otherwise logits. `loss` and `logits` call this, so that hooks run."""
         before = 0 if cache is None else cache.position
         self._check(tokens, targets, before)
         if cache is not None:
@@ -148,23 +153,25 @@ class GPT(nn.Module):
         cos, sin = (table[before : before + tokens.shape[1]] for table in self._rotary())
         x = self.embedding(tokens)
         for layer in self.layers:
-            if self.recompute and torch.is_grad_enabled():
+            if self.activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(x, cos, sin, cache)
         rows = self._tied_rows() if cache is None else cache.head
         if cache is not None:
             cache.position += tokens.shape[1]
-        logits = self.head(x[:, -1:] if last else x, *(() if rows is None else (rows,)))  # this rank's: V / R of them
+        logits = self.head(
+            x[:, -1:] if last else x, *(() if rows is None else (rows,))
+        )  # this rank's: (batch, t, V / R)
         if targets is None:
-            return gather_features(logits, self.ranks)
-        return vocabulary_cross_entropy(logits, targets, ranks=self.ranks)
+            return gather_features(logits, self.group)
+        return vocabulary_cross_entropy(logits, targets, group=self.group)
 
     def _tied_rows(self) -> Tensor | None:
         return self.head.tied_rows(self.embedding.weight) if self.config.tie_embeddings else None
 
     def _rotary(self) -> tuple[Tensor, Tensor]:
-        """The tables, made when first asked for and again where the model has moved or changed its dtype."""
+        """The cached tables, made at first use and again after the model's device or dtype has changed."""
         like = self.embedding.weight
         dtype = torch.promote_types(like.dtype, torch.float32)
         tables = self._tables
@@ -184,7 +191,7 @@ class GPT(nn.Module):
         if targets is not None and targets.shape != tokens.shape:
             raise ValueError(f"targets of shape {tuple(targets.shape)} for tokens of shape {tuple(tokens.shape)}")
         if torch.compiler.is_compiling() or tokens.device.type != "cpu":
-            return  # elsewhere a look at the values would wait for the device
+            return  # on other devices, reading the values would synchronize
         for name, given in (("tokens", tokens), ("targets", targets)):
             if given is not None and given.numel():
                 low, high = (int(value) for value in given.aminmax())

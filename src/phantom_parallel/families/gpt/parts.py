@@ -1,4 +1,4 @@
-"""What a GPT is made of, by strategy: linear maps, with a norm before them or without, the embedding and the head."""
+"""The parts of a GPT for each strategy: linear maps, with or without a norm before them, the embedding and the head."""
 
 from typing import Any, Protocol, TypeVar
 
@@ -14,14 +14,14 @@ from phantom_parallel.nn.embedding import FeatureEmbedding, VocabularyHead
 from phantom_parallel.nn.init import init_rows
 from phantom_parallel.nn.linear import PhantomLinear
 from phantom_parallel.nn.normed import NormedLinear, NormedPhantomLinear, rms_norm
-from phantom_parallel.nn.sharded import shared_seed
+from phantom_parallel.nn.sharded import broadcast_seed
 
-Cut = TypeVar("Cut", nn.Linear, nn.Embedding)
+M = TypeVar("M", nn.Linear, nn.Embedding)
 
 
-class WholeHead(NormedLinear):
-    """The head of a stream that every rank holds whole. A tied one is given the embedding's weight, which the styles
-    have cut by rows as they would cut its own.
+class ReplicatedStreamHead(NormedLinear):
+    """The head of a replicated residual stream. A tied head takes the embedding's weight, which torch's styles have
+    sharded by rows as they would shard the head's own.
     """
 
     def tied_rows(self, weight: Tensor) -> Tensor:
@@ -33,40 +33,40 @@ class WholeHead(NormedLinear):
         x = rms_norm(x, self.norm, self.eps)
         if not isinstance(rows, DTensor):
             return F.linear(x, rows)
-        whole = DTensor.from_local(x, rows.device_mesh, [Replicate()], run_check=False)
-        logits = F.linear(whole, rows)
+        replicated = DTensor.from_local(x, rows.device_mesh, [Replicate()], run_check=False)
+        logits = F.linear(replicated, rows)
         assert isinstance(logits, DTensor)
         return logits.to_local(grad_placements=[Shard(x.dim() - 1)])
 
 
 class Parts(Protocol):
-    """Makers of a model's parts, each called in the order of the model, as each draws a seed."""
+    """Factory of a model's parts. The calls must follow the order of the model, since each draws a seed."""
 
     def embedding(self) -> FeatureEmbedding | nn.Embedding:
-        """Whole tokens in, the residual stream as the strategy cuts it out; its ``weight`` is what a head may share."""
+        """From tokens to the residual stream, sharded as the strategy does; a head may share its ``weight``."""
 
     def normed(self, in_features: int, out_features: int) -> nn.Module:
-        """From the stream through a norm to features that are cut between heads or pieces."""
+        """From the stream through a norm to features that are sharded between heads or pieces."""
 
     def linear(self, in_features: int, out_features: int, gain: float) -> nn.Module:
-        """From such features back to the stream."""
+        """From such features to the stream."""
 
-    def head(self) -> VocabularyHead | WholeHead:
-        """From the stream through a norm to this rank's logits. A tied one takes rows, which ``tied_rows`` makes of the
-        embedding's weight.
+    def head(self) -> VocabularyHead | ReplicatedStreamHead:
+        """From the stream through a norm to this rank's logits. A tied head takes rows, which ``tied_rows`` makes from
+        the embedding's weight.
         """
 
 
-def parts_of(
+def make_parts(
     config: GPTConfig, mesh: DeviceMesh | None, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> Parts:
-    """The parts of the config's strategy."""
-    kind = _PhantomParts if config.strategy == "phantom" else _WholeParts
-    return kind(config, mesh, device, dtype)
+    """The parts for the strategy of a configuration."""
+    parts = _PhantomParts if config.strategy == "phantom" else _ReplicatedStreamParts
+    return parts(config, mesh, device, dtype)
 
 
 def _embedding_std(config: GPTConfig) -> float:
-    """One, as the stream has; but a weight that is the head's too must not make large logits."""
+    """One, as the stream has; but a weight that the head shares must not lead to large logits."""
     return config.dim**-0.5 if config.tie_embeddings else 1.0
 
 
@@ -90,11 +90,13 @@ class _PhantomParts:
 
     def head(self) -> VocabularyHead:
         config = self.config
-        return VocabularyHead(config.vocab, config.dim, tied=config.tie_embeddings, eps=config.norm_eps, **self.kwargs)
+        return VocabularyHead(
+            config.vocab, config.dim, tie_embeddings=config.tie_embeddings, eps=config.norm_eps, **self.kwargs
+        )
 
 
-class _WholeParts:
-    """For ``dense``, and for ``megatron``: torch's own styles on the same modules."""
+class _ReplicatedStreamParts:
+    """For ``dense``, and for ``megatron``, which applies torch's own styles to the same modules."""
 
     def __init__(self, config: GPTConfig, mesh: DeviceMesh | None, device: Any, dtype: torch.dtype | None) -> None:
         self.config = config
@@ -106,7 +108,7 @@ class _WholeParts:
         vocab, dim = self.config.vocab, self.config.dim
         made = nn.Embedding(vocab, dim, device="meta", dtype=self.dtype)
         style = RowwiseParallel(input_layouts=Replicate())
-        return self._cut(made, style, gain=_embedding_std(self.config) * dim**0.5)
+        return self._parallelize(made, style, gain=_embedding_std(self.config) * dim**0.5)
 
     def normed(self, in_features: int, out_features: int) -> nn.Module:
         return NormedLinear(self._norm(), self._linear(in_features, out_features, ColwiseParallel()), self._eps)
@@ -114,10 +116,10 @@ class _WholeParts:
     def linear(self, in_features: int, out_features: int, gain: float) -> nn.Module:
         return self._linear(in_features, out_features, RowwiseParallel(), gain)
 
-    def head(self) -> WholeHead:
+    def head(self) -> ReplicatedStreamHead:
         config = self.config
         linear = nn.Identity() if config.tie_embeddings else self._linear(config.dim, config.vocab, ColwiseParallel())
-        return WholeHead(self._norm(), linear, self._eps)
+        return ReplicatedStreamHead(self._norm(), linear, self._eps)
 
     @property
     def _eps(self) -> float:
@@ -131,13 +133,13 @@ class _WholeParts:
 
     def _linear(self, in_features: int, out_features: int, style: ParallelStyle, gain: float = 1.0) -> nn.Module:
         made = nn.Linear(in_features, out_features, bias=False, device="meta", dtype=self.dtype)
-        return self._cut(made, style, gain)
+        return self._parallelize(made, style, gain)
 
-    def _cut(self, module: Cut, style: ParallelStyle, gain: float) -> Cut:
-        """Draw the whole weight, the same on every rank, and let the style cut it."""
+    def _parallelize(self, module: M, style: ParallelStyle, gain: float) -> M:
+        """Initialize the full weight, the same on every rank, and apply the style to the module."""
         if self.device.type != "meta":
             module.to_empty(device=self.device)
-            weight, seed = module.weight, shared_seed(None, self.mesh)
+            weight, seed = module.weight, broadcast_seed(None, self.mesh)
             init_rows(weight, None, out_features=weight.shape[0], rank=0, ranks=1, seed=seed, gain=gain)
         if self.mesh is not None:
             parallelize_module(module, self.mesh, style, src_data_rank=None)

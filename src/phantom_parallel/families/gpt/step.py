@@ -15,7 +15,9 @@ from phantom_parallel.nn.attention import Cache
 
 def build_step(shape: GPTShape, mesh: DeviceMesh | None, *, device: str) -> TrainingStep | InferencePass:
     """The model on this rank, and the pass of the shape's mode on random tokens."""
-    model = GPT(shape.config, mesh=mesh, device=device, dtype=DTYPES[shape.word_bytes], recompute=shape.recompute)
+    model = GPT(
+        shape.config, mesh=mesh, device=device, dtype=DTYPES[shape.word_bytes], activation_checkpointing=shape.recompute
+    )
     tokens = torch.randint(shape.vocab, (shape.batch, shape.sequence), device=device)
     if shape.mode != "train":
         return _inference(model, tokens, shape.past)

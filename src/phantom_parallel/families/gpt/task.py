@@ -16,7 +16,7 @@ from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.families.gpt.text import check_text, open_text, text_digest, windows
 from phantom_parallel.families.gpt.tokens import load_tokenizer
 from phantom_parallel.families.gpt.train_config import GPTTrainConfig
-from phantom_parallel.nn.sharded import whole
+from phantom_parallel.nn.sharded import full_tensor
 from phantom_parallel.train.task import Task
 
 
@@ -36,7 +36,10 @@ class GPTTask(Task[GPTTrainConfig]):
         self.digest = self._text.digest
         self.held_out = self._text.held_out_starts(config)
         self.model = GPT(
-            config.gpt(), mesh=parallel.tp, device=parallel.device, recompute=config.activation_checkpointing
+            config.gpt(),
+            mesh=parallel.tp,
+            device=parallel.device,
+            activation_checkpointing=config.activation_checkpointing,
         )
         if config.fsdp:
             for layer in self.model.layers:
@@ -93,8 +96,8 @@ class GPTTask(Task[GPTTrainConfig]):
         model = GPT(self.config.gpt(), mesh=self.parallel.tp, device="meta").to_empty(device=self.parallel.device)
         for parameter, cut in zip(model.parameters(), self.model.parameters(), strict=True):
             part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            part.copy_(whole(cut)[own_part(parameter)])
-        model.recompute = self.config.activation_checkpointing
+            part.copy_(full_tensor(cut)[own_part(parameter)])
+        model.activation_checkpointing = self.config.activation_checkpointing
         return model
 
     def _to_device(self, pair: tuple[Tensor, Tensor]) -> list[Tensor]:

@@ -1,0 +1,42 @@
+from time import monotonic
+
+import pytest
+
+from phantom_parallel.nn import PhantomLinear
+from phantom_parallel.utils.layout import BlockLayout, RowLayout, nearest_divisors
+
+
+def divisors_by_trial(number: int, wanted: int) -> str:
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    return " or ".join(map(str, [d for d in divisors if d < wanted][-1:] + [d for d in divisors if d > wanted][:1]))
+
+
+@pytest.mark.parametrize(("number", "wanted"), [(64, 7), (60, 8), (97, 50), (1, 3), (36, 6), (5040, 71), (12, 1)])
+def test_nearest_divisors_equal_those_of_a_full_search(number, wanted):
+    assert nearest_divisors(number, wanted) == divisors_by_trial(number, wanted)
+
+
+@pytest.mark.parametrize("number", [10**18 + 9, (10**9 + 7) * (10**9 + 9), 10**40, 2**61 - 1])
+def test_nearest_divisors_of_huge_numbers_are_divisors_and_found_quickly(number):
+    start = monotonic()
+    found = [int(text) for text in nearest_divisors(number, 1000003).split(" or ")]
+    assert monotonic() - start < 5.0  # a full search would take hours
+    assert all(number % d == 0 for d in found)
+    assert found[0] < 1000003 < found[-1]
+
+
+@pytest.mark.parametrize(("blocks", "block_in", "block_out", "ghosts"), [(2, 3, 3, 1), (5, 4, 2, 2), (3, 4, 6, 4)])
+def test_weights_are_those_of_a_layer_and_break_even_is_where_they_equal_the_dense_ones(
+    blocks, block_in, block_out, ghosts
+):
+    layout = BlockLayout(blocks * block_in, blocks * block_out, blocks, ghosts)
+    layer = PhantomLinear(layout.in_features, layout.out_features, bias=False, blocks=blocks, ghosts=ghosts)
+    assert layout.weights == sum(parameter.numel() for parameter in layer.parameters())
+    dense = layout.in_features * layout.out_features
+    assert (layout.weights < dense) == (ghosts < layout.break_even)
+
+
+def test_ranks_must_be_positive():
+    for layout in (lambda: BlockLayout(8, 8, 4, 1, 0), lambda: RowLayout(8, 8, 0)):
+        with pytest.raises(ValueError, match="ranks must be a positive whole number, got 0"):
+            layout()
