@@ -46,6 +46,8 @@ def calibrated(tmp_path_factory):
     folder = tmp_path_factory.mktemp("profiles")
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
         patch.setenv("PHANTOM_PROFILES", str(folder))
+        small = get_family("ffn").step_shapes(2, held_out=False)[:3]
+        patch.setattr(type(get_family("ffn")), "step_shapes", lambda self, ranks, held_out: small)
         assert main(["calibrate", "--ranks", "2", "--seconds", "0.001", "--json"]) == 0
     return folder, json.loads(out.getvalue())
 

@@ -101,6 +101,25 @@ def test_communication_is_a_table_and_files(capsys, tmp_path):
     assert whole == 5 * (2 * 3 * 64 * 64 * 4 // 4) + 3 * 64 * 3 * 4
 
 
+def test_communication_of_a_feed_forward_network_is_beside_the_tensor_baseline(capsys):
+    small = ["--width", "64", "--depth", "3", "--ranks", "4", "--blocks", "4", "--ghosts", "2", "--batch", "5"]
+    assert main(["dryrun", *small, "--communication", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    sent = {(row["profile"], row["phase"], row["operation"]): (row["count"], row["sent_bytes"]) for row in rows}
+    assert sent == {
+        ("phantom", "forward", "all_gather"): (3, 3 * 3 * 5 * 2 * 4),
+        ("phantom", "backward", "reduce_scatter"): (3, 3 * 3 * 5 * 2 * 4),
+        ("tensor", "forward", "all_gather"): (3, 3 * 3 * 5 * 16 * 4),
+        ("tensor", "backward", "reduce_scatter"): (2, 2 * 3 * 5 * 16 * 4),
+    }
+
+
+def test_earlier_names_of_options_still_work(capsys):
+    assert main([*SMALL, "--ghosts", "4", "--tied", "--task", "decode", "--recompute", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["settings"]
+    assert (found["tie_embeddings"], found["mode"], found["recompute"], found["past"]) == (True, "decode", True, 16)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

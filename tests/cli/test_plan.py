@@ -1,9 +1,11 @@
 """``phantom plan`` as a user meets it."""
 
 import csv
+import io
 import json
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -98,9 +100,20 @@ def test_json_is_the_whole_answer(capsys: pytest.CaptureFixture[str]) -> None:
         assert row["modelled_joules_per_sample"] == pytest.approx(row["modelled_joules_per_step"] / 64)
 
 
-def test_figures_come_with_their_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "deep" / "folder"
-    shown = run(capsys, out=out)
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], str]:
+    """The folders of two equal plans, and what the first printed."""
+    folders = [tmp_path_factory.mktemp("plans") / "deep" / name for name in ("one", "two")]
+    shown = io.StringIO()
+    with redirect_stdout(shown):
+        Options(**MODEL, out=folders[0]).run()  # type: ignore[arg-type]
+    with redirect_stdout(io.StringIO()):
+        Options(**MODEL, out=folders[1]).run()  # type: ignore[arg-type]
+    return folders, shown.getvalue()
+
+
+def test_figures_come_with_their_numbers(written: tuple[list[Path], str]) -> None:
+    (out, _), shown = written
     names = {path.name for path in out.iterdir()}
     assert names == {
         "plan.json",
@@ -123,11 +136,13 @@ def test_figures_come_with_their_numbers(tmp_path: Path, capsys: pytest.CaptureF
         assert {row["curve"] for row in csv.DictReader(file)} == set(data["scaling"])
 
 
-def test_equal_plans_give_equal_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("one", "two"):
-        run(capsys, out=tmp_path / name, devices=4)
-    for path in (tmp_path / "one").iterdir():
-        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes(), path.name
+def test_equal_plans_give_equal_files(written: tuple[list[Path], str]) -> None:
+    (one, two), _ = written
+    names = sorted(path.name for path in one.iterdir())
+    assert names
+    assert names == sorted(path.name for path in two.iterdir())
+    for name in names:
+        assert (one / name).read_bytes() == (two / name).read_bytes(), name
 
 
 @pytest.mark.parametrize("words", [FFN_WORDS, GPT_WORDS])

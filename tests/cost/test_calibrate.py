@@ -16,7 +16,7 @@ from phantom_parallel.cost.hardware import dump_profile, load_profile
 from phantom_parallel.cost.terms import Shape
 from phantom_parallel.cost.timing import step_time
 from phantom_parallel.cost.validate import Outcome
-from phantom_parallel.families.registry import family_names, get_family
+from phantom_parallel.families.registry import get_family
 
 # Seconds of a product, a layer, a FLOP, a byte read and written, an exchange and a byte sent.
 TRUE = Work(20e-6, 300e-6, 1 / 50e9, 1 / 10e9, 1 / 2e9, 1e-3, 1 / 1e9)
@@ -50,7 +50,7 @@ def test_a_machine_that_follows_the_model_is_found_again():
     assert not profile.has_power
 
 
-@pytest.mark.parametrize("family", family_names())
+@pytest.mark.parametrize("family", ["ffn", "gpt"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_work_that_is_fitted_is_the_work_that_the_time_model_prices(ranks, family):
     """Held-out steps, priced by the time model with the fitted profile, take what the machine takes for that work."""
@@ -98,7 +98,7 @@ def test_held_out_widths_are_none_that_calibration_measures():
         assert not held_out & {shape.width for shape in steps(ranks)}
 
 
-@pytest.mark.parametrize("family", family_names())
+@pytest.mark.parametrize("family", ["ffn", "gpt"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_steps_are_timed_in_pairs_of_phantom_and_the_baseline(family, ranks):
     baseline = get_family(family).baseline

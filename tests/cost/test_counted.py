@@ -1,6 +1,7 @@
 """Predicted = counted: every strategy on real ranks, formulas against the ledger, no tolerance."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from phantom_parallel.cost.check import differences
 from phantom_parallel.cost.dryrun import count_step, dry_run
 from phantom_parallel.cost.steps import build_step
 from phantom_parallel.families.ffn.cost import FFNShape
+
+cached_dry_run = cache(dry_run)  # tests look at the same runs
 
 
 def count(shape: FFNShape) -> tuple[list[str], int, FFNShape]:
@@ -59,11 +62,11 @@ def test_formulas_equal_the_ledger_on_real_ranks(ranks, shape):
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.strategy}-{s.ranks}x{s.dp}-{s.blocks}-{s.activation}")
 def test_a_dry_run_counts_what_real_ranks_do(shape):
     for rank in range(shape.ranks):
-        assert dry_run(replace(shape, rank=rank)).differences == []
+        assert cached_dry_run(replace(shape, rank=rank)).differences == []
 
 
 def test_a_wrong_formula_is_named_by_its_term():
-    ledger = dry_run(phantom(2, 4)).ledger
+    ledger = cached_dry_run(phantom(2, 4)).ledger
     wrong = differences(replace(phantom(2, 4), ghosts=3), ledger, native=True)
     assert any("C x of layers.0" in line for line in wrong)
     assert any("exchange g" in line and "predicted 3, counted 0" in line for line in wrong)
@@ -93,7 +96,7 @@ def test_dry_runs_of_hundreds_of_ranks(shape):
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.strategy}-{s.ranks}x{s.dp}-{s.blocks}-{s.activation}")
 def test_totals_are_the_sum_over_ranks(shape):
     """Ranks have equal work, whichever is asked."""
-    runs = [dry_run(replace(shape, rank=rank)) for rank in range(shape.ranks)]
+    runs = [cached_dry_run(replace(shape, rank=rank)) for rank in range(shape.ranks)]
     assert shape.dp * sum(run.ledger.flops for run in runs) == 2 * shape.over_all_ranks(shape.multiply_adds())
     assert shape.dp * sum(run.ledger.moved_bytes for run in runs) == shape.over_all_ranks(shape.moved_bytes())
     assert shape.dp * sum(run.memory.total for run in runs) == shape.over_all_ranks(shape.memory.total)

@@ -222,17 +222,26 @@ class Shape:
         raise NotImplementedError
 
     def same_as(self, index: int) -> int:
-        """The first part with the cost of part ``index``."""
-        raise NotImplementedError
+        """The first part with the cost of part ``index``: parts that repeat are timed once."""
+        return index
 
     @property
     def repeated(self) -> int:
         """Parameters that every rank holds."""
-        raise NotImplementedError
+        return 0
 
     @property
     def memory(self) -> "Memory":
-        raise NotImplementedError
+        """Memory of one rank that lasts through a training step."""
+        parameters = self.word_bytes * self.parameters
+        gradients = self.word_bytes * sum(sum(part.gradients) for part in self.costs)
+        state = gradients if self.optimizer == "momentum" else parameters  # momentum starts as a copy of the gradient
+        return Memory(
+            parameters=parameters,
+            gradients=gradients,
+            optimizer=state * OPTIMIZER_STATES[self.optimizer],
+            activations=sum(self.word_bytes * part.kept + part.kept_bytes for part in self.costs),
+        )
 
     def with_strategy(self, strategy: StrategyName) -> Self:
         """The same sizes by a strategy that has no blocks."""

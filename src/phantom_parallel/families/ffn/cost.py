@@ -103,13 +103,9 @@ class FFNShape(Shape):
         return (self.depth // 2) * self.width if self.strategy == "megatron" and self.bias else 0
 
     @property
-    def memory(self) -> "Memory":
-        return Memory(
-            parameters=self.word_bytes * self.parameters,
-            gradients=self.word_bytes * self.parameters,
-            optimizer=self.word_bytes * self.parameters * OPTIMIZER_STATES[self.optimizer],
-            activations=self.word_bytes * (sum(layer.kept for layer in self.layers) + self._kept_between()),
-        )
+    def memory(self) -> Memory:
+        kept = super().memory
+        return replace(kept, activations=kept.activations + self.word_bytes * self._kept_between())
 
     def _kept_between(self) -> int:
         """Words that the activations between layers keep besides what the layers keep."""

@@ -122,7 +122,7 @@ class GPTShape(Shape):
 
     @classmethod
     def of(cls, config: GPTConfig, **run: Any) -> "GPTShape":
-        """Of a model, with how it is run: ``GPTShape.of(model.config, sequence=256, batch=8, ranks=4)``."""
+        """The shape of a model, for example ``GPTShape.of(model.config, sequence=256, batch=8, ranks=4)``."""
         sizes = ("vocab", "dim", "layers", "heads", "kv_heads", "hidden", "tie_embeddings")
         names = ("strategy", "blocks", "ghosts", *sizes)
         return cls(**{name: getattr(config, name) for name in names}, **run)
@@ -149,7 +149,7 @@ class GPTShape(Shape):
 
     @property
     def exchanges(self) -> Iterator[Exchange]:
-        """Of inference without those of gradients."""
+        """In inference, there are none of gradients."""
         return (e for e in super().exchanges if self.mode == "train" or e.phase == "forward")
 
     def same_as(self, index: int) -> int:
@@ -162,18 +162,10 @@ class GPTShape(Shape):
 
     @property
     def memory(self) -> Memory:
-        """Of inference the activations are the cache, with the rows of a tied head where an exchange made them."""
-        parameters = self.word_bytes * self.parameters
-        if self.mode != "train":
-            return Memory(parameters, 0, 0, self.word_bytes * self._cache_words())
-        gradients = self.word_bytes * sum(sum(part.gradients) for part in self.costs)
-        state = gradients if self.optimizer == "momentum" else parameters  # momentum starts as a copy of the gradient
-        return Memory(
-            parameters=parameters,
-            gradients=gradients,
-            optimizer=state * OPTIMIZER_STATES[self.optimizer],
-            activations=sum(self.word_bytes * part.kept + part.kept_bytes for part in self.costs),
-        )
+        """In inference, activations are the cache, with the rows of a tied head where an exchange made them."""
+        if self.mode == "train":
+            return super().memory
+        return Memory(self.word_bytes * self.parameters, 0, 0, self.word_bytes * self._cache_words())
 
     @property
     def rows(self) -> int:

@@ -1,6 +1,7 @@
 """Transformers for the planner, dry runs and timed steps: their sizes, and the shapes made of them."""
 
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from phantom_parallel.cost.sizes import Layout, ModelSizes
@@ -33,7 +34,7 @@ class GPTSizes(GPTDimensions, ModelSizes):
             f"vocabulary {self.vocab:,}{tied}"
         )
 
-    @property
+    @cached_property
     def maps(self) -> tuple[tuple[int, int], ...]:
         dense = self.shape(Layout("dense", 1, 1), batch=1)
         qkv = (self.heads + 2 * dense.kv_heads) * dense.config.head_dim
