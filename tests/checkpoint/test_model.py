@@ -90,7 +90,7 @@ def test_a_failed_write_leaves_the_old_model_and_nothing_else(tmp_path, monkeypa
     def fail(*args, **kwargs):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("phantom_parallel.checkpoint.model.save_file", fail)
+    monkeypatch.setattr("phantom_parallel.checkpoint.model.write_tensor_file", fail)
     with pytest.raises(OSError, match="no space left"):
         save_model(FFN(PHANTOM), tmp_path / "model", overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
@@ -110,13 +110,13 @@ def change_config(folder: Path, change) -> None:
         (lambda f: (f / "config.json").unlink(), "is not a readable model description"),
         (lambda f: (f / "config.json").write_text("{"), "is not a readable model description"),
         (lambda f: (f / "config.json").write_text("{}"), "is not a Phantom Parallel model"),
-        (lambda f: change_config(f, lambda c: c.update(version=99)), "has version 99, this release reads 1"),
-        (lambda f: change_config(f, lambda c: c["ffn"].update(blocks=3)), "blocks=3 does not divide"),
-        (lambda f: change_config(f, lambda c: c["ffn"].update(surprise=1)), "surprise"),
-        (lambda f: change_config(f, lambda c: c["ffn"].pop("width")), "width"),
-        (lambda f: change_config(f, lambda c: c["ffn"].update(depth=3)), r"missing \['layers.2.bias'"),
+        (lambda f: change_config(f, lambda c: c.update(version=99)), "has version 99, this release reads 1 and 2"),
+        (lambda f: change_config(f, lambda c: c["config"].update(blocks=3)), "blocks=3 does not divide"),
+        (lambda f: change_config(f, lambda c: c["config"].update(surprise=1)), "surprise"),
+        (lambda f: change_config(f, lambda c: c["config"].pop("width")), "width"),
+        (lambda f: change_config(f, lambda c: c["config"].update(depth=3)), r"missing \['layers.2.bias'"),
         (
-            lambda f: change_config(f, lambda c: c["ffn"].update(ghosts=1)),
+            lambda f: change_config(f, lambda c: c["config"].update(ghosts=1)),
             "has shape .* the model that config.json describes has",
         ),
         (lambda f: (f / "model.safetensors").unlink(), "is not a readable safetensors file"),

@@ -16,6 +16,7 @@ from phantom_parallel.train import checkpoint, train
 CONFIG = FFNTrainConfig(
     width=16, depth=1, blocks=4, ghosts=2, teacher_ghosts=2, batch=8, samples=64, steps=4, checkpoint_every=2
 )
+STATE = "state-00001-of-00001.safetensors"  # of one rank
 
 
 @pytest.fixture
@@ -25,9 +26,9 @@ def saved(tmp_path) -> Path:
 
 
 def change_tensors(path: Path, change) -> None:
-    tensors = load_file(path / "state.safetensors")
+    tensors = load_file(path / STATE)
     change(tensors)
-    save_file(tensors, path / "state.safetensors")
+    save_file(tensors, path / STATE)
 
 
 def change_about(path: Path, **values) -> None:
@@ -41,11 +42,11 @@ def change_about(path: Path, **values) -> None:
         (lambda p: (p / "checkpoint.json").unlink(), "is not a readable checkpoint description"),
         (lambda p: (p / "checkpoint.json").write_text("{"), "is not a readable checkpoint description"),
         (lambda p: (p / "checkpoint.json").write_text("[]"), "is not a Phantom Parallel checkpoint"),
-        (lambda p: change_about(p, version=9), "has version 9, this release reads 1"),
+        (lambda p: change_about(p, version=9), "has version 9, this release reads 1 and 2"),
         (lambda p: change_about(p, step="two"), "expected a step, seconds and a config"),
-        (lambda p: (p / "state.safetensors").unlink(), "is not a readable safetensors file"),
+        (lambda p: (p / STATE).unlink(), "is not a readable safetensors file"),
         (
-            lambda p: (p / "state.safetensors").write_bytes((p / "state.safetensors").read_bytes()[:-100]),
+            lambda p: (p / STATE).write_bytes((p / STATE).read_bytes()[:-100]),
             "is not a readable safetensors file",
         ),
         (lambda p: change_tensors(p, lambda t: t.pop("model.layers.0.local")), r"missing \['model.layers.0.local'\]"),
@@ -56,7 +57,7 @@ def change_about(path: Path, **values) -> None:
         ),
         (
             lambda p: change_tensors(p, lambda t: t.update({"model.layers.0.bias": torch.ones(16).double()})),
-            "is of type F64, this training's is F32",
+            "is of type torch.float64, this training's is torch.float32",
         ),
     ],
 )
@@ -72,7 +73,7 @@ def test_a_damaged_checkpoint_is_an_error_that_names_it(saved, damage, message):
     [
         ({"lr": 0.5}, r"was trained with lr=0.001, not 0.5: resume with the same"),
         ({"depth": 2}, r"was trained with depth=1, not 2"),
-        ({"steps": 2}, "has come to step 2 already: resume with more steps than 2"),
+        ({"steps": 2}, "has reached step 2 already: resume with more steps than 2"),
     ],
 )
 def test_someone_elses_checkpoint_is_an_error_that_names_the_difference(saved, change, message):
@@ -91,7 +92,7 @@ def test_a_write_that_fails_leaves_the_checkpoints_before_and_nothing_else(tmp_p
     def fail(*args, **kwargs):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("phantom_parallel.train.checkpoint.save_file", fail)
+    monkeypatch.setattr("phantom_parallel.checkpoint.shards.write_tensor_file", fail)
     with pytest.raises(OSError, match="no space left"):
         train(CONFIG, ParallelContext(), checkpoints=tmp_path, resume=tmp_path / "step-000002")
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
@@ -102,9 +103,9 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     train(CONFIG, ParallelContext(), checkpoints=tmp_path / "expected")
     went_on, write = threading.Event(), checkpoint.write
 
-    def late(tensors, config, progress, folder):
+    def late(parts, config, progress, folder, group):
         assert progress.step > 2 or went_on.wait(60)
-        return write(tensors, config, progress, folder)
+        return write(parts, config, progress, folder, group)
 
     monkeypatch.setattr(checkpoint, "write", late)
     train(
@@ -113,8 +114,6 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
         checkpoints=tmp_path / "late",
         report=lambda record: went_on.set() if record.step == 3 else None,
     )
-    expected, found = (
-        load_file(tmp_path / name / "step-000002" / "state.safetensors") for name in ("expected", "late")
-    )
+    expected, found = (load_file(tmp_path / name / "step-000002" / STATE) for name in ("expected", "late"))
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)

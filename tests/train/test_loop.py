@@ -212,5 +212,5 @@ def test_a_signal_to_one_rank_saves_and_ends_all(ranks, tmp_path):
     assert found == [("interrupted", step)] * 2
     assert status == "interrupted"
     assert step < 12
-    assert (tmp_path / f"step-{step:06d}" / "state.safetensors").exists()
+    assert (tmp_path / f"step-{step:06d}" / "state-00002-of-00002.safetensors").exists()
     assert 12 in losses(replace(PHANTOM, log_every=2, eval_every=100), None, str(tmp_path / f"step-{step:06d}"))

@@ -1,195 +1,291 @@
-"""Whole models as a folder of two files, ``model.safetensors`` and ``config.json``: no pickle, so loading runs no code
-from it.
+"""Models as a folder of safetensors files and ``config.json``: no pickle, so that loading a model runs no code from it.
 
-The tensors are whole, whatever number of ranks wrote them, and a rank that reads takes only its own rows.
+By default the folder has one file of whole tensors, ``model.safetensors``, which any reader of safetensors takes. Ranks
+write their own parts, and rank 0 makes the whole file from those on the disk, one tensor at a time. A rank that reads
+takes its own part only.
 """
 
-import json
 import os
 import shutil
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
-from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from phantom_parallel.checkpoint.description import described_files, read_description
+from phantom_parallel.checkpoint.parts import (
+    Group,
+    Part,
+    group_of,
+    on_every_rank,
+    rank_in,
+    shared_scratch,
+    storage_group,
+)
+from phantom_parallel.checkpoint.shards import merge_shards, read_metadata, read_shards, save_shards, verify
+from phantom_parallel.checkpoint.tensor_file import FileDigest, TensorLayout, write_tensor_file
 from phantom_parallel.families.registry import family_names, get_family
-from phantom_parallel.nn.sharded import full_tensor
+from phantom_parallel.utils.files import atomic_folder, replace_folder, write_json
+
+__all__ = ["consolidate_model", "family_of", "load_model", "save_model"]
 
 FORMAT = "phantom-parallel"
-VERSION = 1
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
+VERSION = 2
+WEIGHTS, CONFIG, INDEX = "model.safetensors", "config.json", "model.safetensors.index.json"
 
 
-def save_model(model: Any, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-    """Write a model to a new folder. Every rank of its mesh calls this, of one data-parallel copy; rank 0 writes.
+def save_model(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    consolidate: bool = True,
+    max_shard_size: int | None = None,
+    complete: Callable[[Path], None] | None = None,
+) -> None:
+    """Write a model to a new folder. Every rank that holds a part of it calls this, of one data-parallel copy.
 
-    The folder appears whole or not at all. One that exists is an error unless ``overwrite``, and is then replaced only
-    once the new one is complete.
+    The folder appears whole or not at all. Ranks write their own parts in parallel, and none holds more than its part
+    and one tensor besides.
+
+    Args:
+        model: A model of any family, or any module; its parameters may be DTensors. Only a model of a family can be
+            loaded without ``into``.
+        path: The folder.
+        overwrite: Replace a folder that exists, once the new one is complete.
+        consolidate: Make whole tensors from the parts, on rank 0. If False, each rank's file stays as it is, which is
+            faster for large models; `consolidate_model` can follow later.
+        max_shard_size: Largest size in bytes of a file of whole tensors. If the model is larger, there are several
+            files, with an index as Hugging Face has it.
+        complete: Called on rank 0 with the folder before it gets its name, to add files.
+
+    Raises:
+        FileExistsError: If ``path`` exists and ``overwrite`` is False.
+        OSError: On every rank, if the model cannot be written.
     """
-    path = Path(path)
-    mesh = model.mesh
-    writer = mesh is None or mesh.get_local_rank() == 0
-    error = _attempt(lambda: _check_target(path, overwrite)) if writer else None
-    _raise_together(error, mesh)
-    tensors = {}
-    for name, parameter in model.state_dict().items():
-        tensor = full_tensor(parameter)  # one at a time: a collective on a mesh
-        if writer:
-            tensors[name] = tensor.cpu().contiguous()
-    error = _attempt(lambda: _write(tensors, model.config, path)) if writer else None
-    _raise_together(error, mesh)
+    path = Path(path).absolute()
+    tensors = _tensors_of(model)
+    group = storage_group(group_of(tensors.values()))
+    on_every_rank(lambda: _check_target(path, overwrite, group), group)
+    parts = {name: Part.of(tensor) for name, tensor in tensors.items()}
+
+    def finish(scratch: Path, files: dict[str, FileDigest]) -> None:
+        if complete is not None:
+            complete(scratch)
+        write_json(scratch / CONFIG, _describe(model, files))
+        replace_folder(scratch, path)
+
+    try:
+        with shared_scratch(path, group) as scratch:
+            if group is None:
+                layouts = [TensorLayout(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+
+                def write(file: Path, names: list[str]) -> FileDigest:
+                    chosen = [layout for layout in layouts if layout.name in names]
+                    return write_tensor_file(file, chosen, lambda name: parts[name].values, {"format": "pt"})
+
+                finish(scratch, _write_whole(scratch, layouts, max_shard_size, write))
+            elif consolidate:
+                save_shards(
+                    parts,
+                    scratch,
+                    group,
+                    prefix="shard",
+                    finish=lambda files: finish(scratch, _merge(scratch, files, scratch, max_shard_size)),
+                )
+            else:
+                save_shards(parts, scratch, group, prefix="shard", finish=lambda files: finish(scratch, files))
+    except OSError as error:
+        raise OSError(f"the model {path} cannot be written: {error.strerror or error}") from None
 
 
 def load_model(
     path: str | os.PathLike[str],
     *,
+    into: nn.Module | None = None,
     mesh: DeviceMesh | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """Read a model, on one process or cut over a mesh whose size divides its blocks. ``dtype`` converts; by default it
-    is the file's.
+    """Read a model, on one process or cut over a mesh; every rank of the mesh calls this and reads its own part.
+
+    Args:
+        path: The folder.
+        into: A module to fill, with parameters of the same names and shapes, parallelized or not; required for a module
+            that belongs to no family. Values are converted to its dtypes.
+        mesh: Ranks that are to share the model; their number must divide its blocks.
+        device: Device of the parameters, by default the mesh's or torch's default device.
+        dtype: Dtype of the parameters, by default that of the file.
+
+    Returns:
+        The model; ``into`` if it was given.
+
+    Raises:
+        ValueError: If the folder is not a complete model, does not fit, or has changed since it was written.
     """
     path = Path(path)
-    config, make = _read_config(path / CONFIG)
-    try:
-        with safe_open(path / WEIGHTS, framework="pt") as file:
-            return _fill(partial(make, config), file, path / WEIGHTS, mesh, device, dtype)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path / WEIGHTS} is not a readable safetensors file: {error}") from None
-
-
-def _fill(
-    make: Callable[..., Any],
-    file: Any,
-    path: Path,
-    mesh: DeviceMesh | None,
-    device: Any,
-    dtype: torch.dtype | None,
-) -> Any:
-    names = set(file.keys())
-    shapes = {name: list(p.shape) for name, p in make(device="meta").state_dict().items()}
-    if names != shapes.keys():
-        missing, extra = sorted(shapes.keys() - names), sorted(names - shapes.keys())
-        raise ValueError(
-            f"{path} does not hold the model that {CONFIG} describes: "
-            f"missing {missing or 'nothing'}, unexpected {extra or 'nothing'}"
-        )
-    for name, shape in shapes.items():
-        if (found := list(file.get_slice(name).get_shape())) != shape:
-            raise ValueError(f"{path}: {name} has shape {found}, the model that {CONFIG} describes has {shape}")
-    smallest = min(shapes, key=lambda name: prod(shapes[name]))  # one is enough to see what type they are
-    model = make(mesh=mesh, device="meta", dtype=dtype or file.get_tensor(smallest).dtype)
-    model.to_empty(device=device or (mesh.device_type if mesh is not None else torch.get_default_device()))
-    with torch.no_grad():
-        for name, parameter in model.state_dict().items():
-            part: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            part.copy_(file.get_slice(name)[own_part(parameter)])
+    found = read_description(path / CONFIG, "model", FORMAT, (1, VERSION))
+    files = _files_of(found, path)
+    if into is None:
+        name, settings = _family_settings(found, path / CONFIG)
+        make = _maker(name, settings, path / CONFIG)
+        described = _tensors_of(make(device="meta"))
+    elif (mesh, device, dtype) != (None, None, None):
+        raise ValueError("mesh, device and dtype are those of the module given as into: leave them out")
+    else:
+        described = _tensors_of(into)
+    stored = read_metadata(path, files)
+    whose = f"the model that {CONFIG} describes" if into is None else "the module to fill"
+    _compare(stored, described, _place(path, files), whose)
+    model = into
+    if model is None:
+        model = make(mesh=mesh, device="meta", dtype=dtype or stored[next(iter(described))].properties.dtype)
+        where = torch.device(device or (mesh.device_type if mesh is not None else torch.get_default_device()))
+        if where.type == "meta":
+            return model
+        model.to_empty(device=where)
+    tensors = _tensors_of(model)
+    group = storage_group(group_of(tensors.values()))
+    if found["version"] > 1:
+        verify(path, files, group)
+    parts = {name: Part.of(tensor) for name, tensor in tensors.items()}
+    on_every_rank(lambda: read_shards(parts, path, files), group)
     return model
 
 
-def own_part(parameter: Tensor) -> tuple[slice, ...]:
-    """Where this rank's part lies in the whole tensor: only that is read."""
-    if not isinstance(parameter, DTensor):
-        return tuple(slice(None) for _ in parameter.shape)
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return tuple(slice(first, first + length) for first, length in zip(offset, shape, strict=True))
+def consolidate_model(path: str | os.PathLike[str], *, max_shard_size: int | None = None) -> None:
+    """Replace the files of a model that ranks wrote with ``consolidate=False`` by files of whole tensors.
+
+    One process calls this. It holds one tensor at a time.
+    """
+    path = Path(path).absolute()
+    found = read_description(path / CONFIG, "model", FORMAT, (VERSION,))
+    files = described_files(found, path / CONFIG)
+    verify(path, files, None)
+    with atomic_folder(path, overwrite=True) as scratch:
+        for file in path.iterdir():
+            if file.is_file() and file.name not in {*files, CONFIG, INDEX}:
+                shutil.copy2(file, scratch)
+        write_json(scratch / CONFIG, found | {"files": _merge(path, files, scratch, max_shard_size, keep=True)})
 
 
-def read_description(path: Path, what: str, kind: str, version: int) -> dict[str, Any]:
-    """The JSON object that stands beside tensors, if it is one of ours and of a version that we read."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not a readable {what} description: {error}") from None
-    if not isinstance(found, dict) or found.get("format") != kind:
-        raise ValueError(f'{path} is not a Phantom Parallel {what}: expected "format": "{kind}"')
-    if found.get("version") != version:
-        raise ValueError(f"{path} has version {found.get('version')!r}, this release reads {version}")
-    return found
-
-
-def family_of(path: Path) -> str:
+def family_of(path: str | os.PathLike[str]) -> str:
     """Name of the family of the model in the folder ``path``."""
-    return _read_family(path / CONFIG)[0]
+    about = Path(path) / CONFIG
+    return _family_settings(read_description(about, "model", FORMAT, (1, VERSION)), about)[0]
 
 
-def _read_family(path: Path) -> tuple[str, Any]:
-    found = read_description(path, "model", FORMAT, VERSION)
-    name = next((name for name in family_names() if name in found), None)
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    tensors = model.state_dict()
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} is a {type(value).__name__}: only tensors can be saved")
+    return {name: value.detach() for name, value in tensors.items()}
+
+
+def _describe(model: nn.Module, files: dict[str, FileDigest]) -> dict[str, Any]:
+    about: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "family", None) in family_names():
+        about |= {"family": config.family, "config": asdict(config)}
+    return about | {"files": files}
+
+
+def _merge(
+    shards: Path, files: dict[str, FileDigest], target: Path, limit: int | None, *, keep: bool = False
+) -> dict[str, FileDigest]:
+    """Make files of whole tensors in ``target`` from ``shards``, which are removed unless ``keep``."""
+    stored = read_metadata(shards, files)
+    layouts = [TensorLayout(name, tuple(about.size), about.properties.dtype) for name, about in stored.items()]
+    made = _write_whole(target, layouts, limit, lambda file, names: merge_shards(shards, files, file, names))
+    if not keep:
+        for name in files:
+            (shards / name).unlink()
+    return made
+
+
+def _write_whole(
+    folder: Path,
+    layouts: list[TensorLayout],
+    limit: int | None,
+    write: Callable[[Path, list[str]], FileDigest],
+) -> dict[str, FileDigest]:
+    """Distribute whole tensors over files of at most ``limit`` bytes, in their order, and write each file."""
+    plan: list[list[str]] = [[]]
+    filled = 0
+    for layout in layouts:
+        if plan[-1] and limit is not None and filled + layout.bytes > limit:
+            plan.append([])
+            filled = 0
+        plan[-1].append(layout.name)
+        filled += layout.bytes
+    if len(plan) == 1:
+        return {WEIGHTS: write(folder / WEIGHTS, plan[0])}
+    files = {f"model-{index:05d}-of-{len(plan):05d}.safetensors": names for index, names in enumerate(plan, 1)}
+    total = sum(layout.bytes for layout in layouts)
+    weight_map = {name: file for file, names in files.items() for name in names}
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return {file: write(folder / file, names) for file, names in files.items()}
+
+
+def _files_of(found: dict[str, Any], path: Path) -> dict[str, FileDigest]:
+    return {WEIGHTS: {}} if found["version"] == 1 else described_files(found, path / CONFIG)
+
+
+def _place(path: Path, files: Iterable[str]) -> Path:
+    """What errors name: the file if there is one, else the folder."""
+    names = list(files)
+    return path / names[0] if len(names) == 1 else path
+
+
+def _compare(stored: dict[str, TensorStorageMetadata], expected: dict[str, Tensor], place: Path, whose: str) -> None:
+    if stored.keys() != expected.keys():
+        missing, extra = sorted(expected.keys() - stored.keys()), sorted(stored.keys() - expected.keys())
+        raise ValueError(
+            f"{place} does not hold {whose}: missing {missing[:3] or 'nothing'}, unexpected {extra[:3] or 'nothing'}"
+        )
+    for name, tensor in expected.items():
+        if (found := list(stored[name].size)) != list(tensor.shape):
+            raise ValueError(f"{place}: {name} has shape {found}, {whose} has {list(tensor.shape)}")
+
+
+def _family_settings(found: dict[str, Any], path: Path) -> tuple[str, Any]:
+    name = found.get("family") if found["version"] > 1 else next((n for n in family_names() if n in found), None)
     if name is None:
-        raise ValueError(f"{path}: expected settings of one of {', '.join(family_names())}, got {sorted(found)}")
-    return name, found[name]
+        raise ValueError(
+            f"{path} describes a module that belongs to no model family ({', '.join(family_names())}): "
+            "build the module and pass it as into"
+        )
+    try:
+        get_family(name)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return name, found.get("config") if found["version"] > 1 else found[name]
 
 
-def _read_config(path: Path) -> tuple[Any, Callable[..., Any]]:
-    name, settings = _read_family(path)
-    made_of, make = get_family(name).model_config(), get_family(name).model()
+def _maker(name: str, settings: Any, path: Path) -> Callable[..., nn.Module]:
+    """What builds the model on a mesh, a device and in a dtype."""
+    family = get_family(name)
+    made_of, model = family.model_config(), family.model()
     known = {field.name for field in fields(made_of)}
     if not isinstance(settings, dict):
-        raise ValueError(f'{path}: expected an object "{name}" with {", ".join(sorted(known))}, got {settings!r}')
+        raise ValueError(f"{path}: expected an object with {', '.join(sorted(known))}, got {settings!r}")
     renamed = getattr(made_of, "renamed", {})
     settings = {renamed.get(name, name): value for name, value in settings.items()}
     if unknown := settings.keys() - known:
         raise ValueError(f"{path}: unknown settings {', '.join(sorted(unknown))}; known are {', '.join(sorted(known))}")
     try:
-        return made_of(**settings), make
+        config = made_of(**settings)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
+    return lambda **kwargs: model(config, **kwargs)
 
 
-def _check_target(path: Path, overwrite: bool) -> None:
-    if path.exists() and not overwrite:
+def _check_target(path: Path, overwrite: bool, group: Group) -> None:
+    if rank_in(group) == 0 and path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists: choose another folder or pass overwrite=True")
-    path.parent.mkdir(parents=True, exist_ok=True)
-
-
-def _write(tensors: dict[str, Tensor], config: Any, path: Path) -> None:
-    scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    try:
-        new = scratch / "new"
-        new.mkdir()
-        save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
-        about = {"format": FORMAT, "version": VERSION, config.family: asdict(config)}
-        (new / CONFIG).write_text(json.dumps(about, indent=2) + "\n")
-        if not path.exists():
-            os.rename(new, path)
-            return
-        old = scratch / "old"
-        os.rename(path, old)
-        try:
-            os.rename(new, path)
-        except OSError:
-            os.rename(old, path)
-            raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _attempt(work: Any) -> Exception | None:
-    try:
-        work()
-    except Exception as error:  # told to the other ranks, then raised on all
-        return error
-    return None
-
-
-def _raise_together(error: Exception | None, mesh: DeviceMesh | None) -> None:
-    """Raise rank 0's error on every rank: the others must not wait for a file that will not come."""
-    told = [error]
-    if mesh is not None and mesh.size() > 1:
-        dist.broadcast_object_list(told, group=mesh.get_group(), group_src=0)
-    if told[0] is not None:
-        raise told[0]

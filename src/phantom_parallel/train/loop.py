@@ -7,19 +7,20 @@ a user's own loop would be, and its time is the time that is reported.
 
 import math
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import Tensor
 
+from phantom_parallel.checkpoint.background import BackgroundWriter
+from phantom_parallel.checkpoint.parts import storage_group
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.errors import LossDiverged
+from phantom_parallel.distributed.objects import raise_on_all_ranks
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.energy.time_split import TimeSplitRecorder, TimeTotals, timer_for
 from phantom_parallel.families.registry import get_family
@@ -83,23 +84,35 @@ def train(
     resume: Path | None = None,
     report: Callable[[Record], None] | None = None,
 ) -> tuple[Any, Summary]:
-    """Train on the ranks of ``parallel``; every one of them calls this. The model, and how it ended.
+    """Train on the ranks of ``parallel``; every one of them calls this.
 
-    Checkpoints go to the folder ``checkpoints`` where one is given, ``resume`` is one to go on from, and rank 0 calls
-    ``report`` at every boundary.
+    Args:
+        config: The training.
+        parallel: Its ranks.
+        checkpoints: Folder for checkpoints; None to write none.
+        resume: A checkpoint to continue from. If the training ended there, nothing is trained.
+        report: Called on rank 0 at every boundary.
+
+    Returns:
+        The model, with its parameters cut as they were trained, and how the training ended.
+
+    Raises:
+        LossDiverged: If the loss or a weight is not finite.
+        OSError: On every rank, at the boundary after a checkpoint could not be written, and at once where the disk has
+            no room for the next one.
     """
     with ExitStack() as stack:
         trainer = Trainer(config, parallel, checkpoints)
-        if resume is not None:
-            trainer.resume(resume)
+        stack.push(trainer.close)
+        if resume is not None and (summary := trainer.resume(resume)) is not None:
+            return trainer.task.model, summary
         if config.compile:
             trainer.compile()
         stack.callback(trainer.clock.stop)
         trainer.clock.start()
-        stack.callback(trainer.finish_writing)
         stop = stack.enter_context(StopRequest())
         summary = trainer.run(stop, report)
-        return trainer.task.finished(), summary
+        return trainer.task.model, summary
 
 
 class Trainer:
@@ -116,13 +129,15 @@ class Trainer:
         self.last_checkpoint: Path | None = None
         self._eval_loss: float | None = None
         self._accuracy: float | None = None
-        self._writer = ThreadPoolExecutor(1)  # starts its thread when needed, and ends it when left
-        self._writing = False  # whether rank 0 is at it, which all ranks know
-        self._written: Future[Path] | None = None
+        self._group = None if parallel.single_process else parallel.group or dist.group.WORLD
+        self._writer = None if checkpoints is None else BackgroundWriter(self._group)
 
-    def resume(self, path: Path) -> None:
-        self.progress = checkpoint.load(path, self.optimizer, self.config)
+    def resume(self, path: Path) -> Summary | None:
+        """Load a checkpoint; how the training ended, if it ended there."""
+        self.progress = checkpoint.load(path, self.optimizer, self.config, storage_group(self._group))
         self.last_checkpoint = path
+        summary = self.progress.summary
+        return None if summary is None else Summary(**summary | {"checkpoint": str(path)})
 
     def compile(self) -> None:
         """Compile both directions now, on rows of the usual shape, so that no step's time has it in it."""
@@ -130,9 +145,10 @@ class Trainer:
         self.task.loss(self.task.rows_of(0)[: self.config.micro_batch]).backward()
         self.task.model.zero_grad()
 
-    def finish_writing(self) -> None:
-        """Let a checkpoint under way come to its end, whatever ended the training."""
-        self._writer.shutdown()
+    def close(self, kind: type[BaseException] | None, *exception: object) -> None:
+        """Let the checkpoint that is being written be completed, whatever ended the training."""
+        if self._writer is not None:
+            self._writer.close(failed=kind is not None and not issubclass(kind, LossDiverged | OSError))
 
     def run(self, stop: StopRequest, report: Callable[[Record], None] | None) -> Summary:
         config, before, first = self.config, self.progress.seconds, self.progress.step
@@ -149,23 +165,32 @@ class Trainer:
             ran = now.since(start)
             share = loss / config.dp if self.task.counts else 0.0 * loss
             blocked = ran.blocked_seconds
-            total, asked, *spent = self._sum(share, stop.requested, ran.step_seconds - blocked, blocked)
+            failed = self._writer is not None and self._writer.failed
+            total, asked, failures, *spent = self._sum(
+                share, stop.requested, failed, ran.step_seconds - blocked, blocked
+            )
+            if failures:
+                self._settle()  # raises on all ranks: a write fails on all of them
             self.progress = Progress(step, before + ran.step_seconds, self.task.digest)
             self._check_finite(total, step)
             record = self._record(total, bool(asked), step - last_step, now.since(last), spent)
+            self._check_finite(record.eval_loss or 0.0, step, "held-out loss")
             last, last_step = now, step
-            if report is not None and self.parallel.rank == 0:
-                report(record)
+            self._report(report, record)
             reached = record.eval_loss is not None and record.eval_loss <= (config.target_loss or -1.0)
             done = reached or asked or step == config.steps
-            if done or step % config.checkpoint_every == 0:
+            if not done and step % config.checkpoint_every == 0:
                 self._save()
             if done:
                 status = "target" if reached else "interrupted" if asked and step < config.steps else "steps"
                 break
-        self._settle()
         assert record is not None  # the last step is a boundary, and a checkpoint of it is not resumed
-        return self._summary(status, record, self.clock.totals().since(start), self.progress.step - first)
+        summary = self._summary(status, record, self.clock.totals().since(start), self.progress.step - first)
+        if status != "interrupted":
+            self.progress = replace(self.progress, summary=summary.to_dict())
+        self._save()
+        self._settle()
+        return summary
 
     def _step(self, step: int) -> Tensor:
         """One step; this rank's share of the loss before it, not yet summed."""
@@ -221,49 +246,87 @@ class Trainer:
             accuracy=self._accuracy if evaluates else None,
         )
 
-    def _check_finite(self, loss: float, step: int) -> None:
+    def _check_finite(self, loss: float, step: int, what: str = "loss") -> None:
         if not math.isfinite(loss):
-            raise LossDiverged(f"the loss is {loss} at step {step}{self._last_good()}")
+            raise LossDiverged(f"the {what} is {loss} at step {step}{self._last_good()}")
 
     def _last_good(self) -> str:
-        self._settle()
-        found = "there is no checkpoint yet"
-        if self.last_checkpoint is not None:
-            found = f"the last good checkpoint is {self.last_checkpoint}"
-        return f": {found}. A smaller lr, a warmup or max_grad_norm may help"
+        with suppress(OSError):
+            self._settle()
+        return f": {self._last_checkpoint()}. A smaller lr, a warmup or max_grad_norm may help"
+
+    def _last_checkpoint(self) -> str:
+        if self.last_checkpoint is None:
+            return "there is no checkpoint yet"
+        return f"the last good checkpoint is {self.last_checkpoint}"
+
+    def _report(self, report: Callable[[Record], None] | None, record: Record) -> None:
+        """Let rank 0 report. Where a training has a folder and its disk is full, all ranks stop together."""
+        error: OSError | None = None
+        if report is not None and self.parallel.rank == 0:
+            try:
+                report(record)
+            except OSError as raised:
+                error = raised
+        if self.checkpoints is None and error is not None:
+            raise error
+        if self.checkpoints is not None and self._smallest(error is None) == 0:
+            message = f"the metrics cannot be written: {error}; {self._last_checkpoint()}"
+            raise_on_all_ranks(None if error is None else OSError(message), self._group)
 
     def _save(self) -> None:
-        """A checkpoint, which rank 0 writes while training goes on. What goes wrong there is raised on all ranks, at
-        the next one or at the end.
+        """Write a checkpoint in the background: every rank copies its own part, and writes it while training goes on.
+
+        A weight that is not finite is found before, and so is a disk without room. What goes wrong later is raised on
+        all ranks at the next boundary.
         """
-        if self.checkpoints is None:
+        if self.checkpoints is None or self._writer is None:
             return
-        tensors = checkpoint.gather_state(self.optimizer)
-        # A finite loss does not vouch for the update after it. All ranks hold the same tensors, so all find the same.
-        bad = [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]
-        if bad:
-            raise LossDiverged(f"{bad[0]} is not finite after step {self.progress.step}{self._last_good()}")
+        parts = checkpoint.parts_of(self.optimizer)
+        # A finite loss does not vouch for the update after it. Ranks have the same names in the same order.
+        bad = checkpoint.non_finite(parts)
+        if (first := self._smallest(len(parts) if bad is None else bad)) < len(parts):
+            name = list(parts)[first]
+            raise LossDiverged(f"{name} is not finite after step {self.progress.step}{self._last_good()}")
         self._settle()  # one at a time
-        self._writing = True
-        if self.parallel.rank == 0:
-            self._written = self._writer.submit(checkpoint.write, tensors, self.config, self.progress, self.checkpoints)
+        self._check_room(self.checkpoints)
+        staged, progress = checkpoint.stage(parts), self.progress
+        config, folder, group = self.config, self.checkpoints, self._writer.group
+        self._writer.start(lambda: checkpoint.write(staged, config, progress, folder, group))
+
+    def _smallest(self, index: int) -> int:
+        """The smallest of the ranks' numbers."""
+        if self._group is None:
+            return index
+        smallest = torch.tensor(index, device=self.parallel.device)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN, group=self._group)
+        return int(smallest)
+
+    def _check_room(self, folder: Path) -> None:
+        missing = checkpoint.missing_bytes(self.optimizer, self.config, folder) if self.parallel.rank == 0 else 0
+        if missing := -self._smallest(-missing):
+            path = checkpoint.path_of(folder, self.progress.step)
+            raise OSError(
+                f"the checkpoint {path} cannot be written: the disk lacks {missing / 2**20:,.0f} MiB; "
+                f"{self._last_checkpoint()}"
+            )
 
     def _settle(self) -> None:
         """Wait for the checkpoint that is being written, if one is."""
-        if not self._writing:
+        if self._writer is None:
             return
-        self._writing = False
-        told: list[Any] = [None]
-        if self._written is not None:
-            try:
-                told = [self._written.result()]
-            except (OSError, SafetensorError) as error:
-                told = [OSError(f"a checkpoint in {self.checkpoints} cannot be written: {error}")]
-        if not self.parallel.single_process:
-            dist.broadcast_object_list(told, src=0, group=self.parallel.group, device=self.parallel.device)
-        if isinstance(told[0], OSError):
-            raise told[0]
-        self.last_checkpoint = told[0]
+        try:
+            self.last_checkpoint = self._writer.wait() or self.last_checkpoint
+        except OSError as error:
+            raise OSError(
+                f"a checkpoint in {self.checkpoints} cannot be written: {error.strerror or error}; "
+                f"{self._last_checkpoint()}"
+            ) from None
+
+    def _final_checkpoint(self) -> str | None:
+        if self.checkpoints is not None:
+            return str(checkpoint.path_of(self.checkpoints, self.progress.step))
+        return None if self.last_checkpoint is None else str(self.last_checkpoint)
 
     def _summary(self, status: Status, record: Record, spent: TimeTotals, steps: int) -> Summary:
         seconds, waited = spent.step_seconds, spent.blocked_seconds
@@ -278,6 +341,6 @@ class Trainer:
             compute_seconds=record.compute_seconds,
             blocked_seconds=record.blocked_seconds,
             parameters=sum(parameter.numel() for parameter in self.task.model.parameters()),
-            checkpoint=None if self.last_checkpoint is None else str(self.last_checkpoint),
+            checkpoint=self._final_checkpoint(),
             accuracy=self._accuracy,
         )

@@ -13,10 +13,13 @@ _WORD = 4
 
 
 def least_bytes(config: TrainConfig) -> int:
-    """What all ranks together need at the least: weights, gradients, optimizer states, and data."""
+    """What all ranks together need at the least: weights, gradients, optimizer states, data, and the copies of weights
+    and states that a checkpoint is written from.
+    """
     task = get_family(config.family).task()
     parameters = sum(parameter.numel() for parameter in task.outline(config).parameters())
-    words = parameters * (2 + sum(key != "step" for key in state_keys(config)))
+    states = sum(key != "step" for key in state_keys(config))
+    words = parameters * (2 + states + 1 + states)
     held = config.replicas * words * _WORD + config.dp * task.data_bytes(config)
     return config.ranks * config.dp * _PROCESS + held
 

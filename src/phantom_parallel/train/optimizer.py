@@ -35,8 +35,8 @@ class PartsOptimizer:
             group["params"] = [own[id(parameter)] for parameter in group["params"]]
             group["initial_lr"] = group["lr"]
         # Fused updates take all tensors for contiguous, and do not look.
-        fused = all(part.is_contiguous() for part in self.parts.values())
-        self._optimizer = _make(groups, config, fused)
+        self.fused = all(part.is_contiguous() for part in self.parts.values())
+        self._optimizer = _make(groups, config, self.fused)
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -2,49 +2,69 @@
 
 import os
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from phantom_parallel.checkpoint.model import save_model
+from phantom_parallel.checkpoint.parts import storage_group
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.errors import Interrupted, RankDied
 from phantom_parallel.distributed.external import launched_externally
 from phantom_parallel.distributed.launch import launch
-from phantom_parallel.distributed.objects import broadcast_from_rank_zero
+from phantom_parallel.distributed.objects import broadcast_from_rank_zero, raise_on_all_ranks
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.train import run_dir as output
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.loop import Record, Summary, train
 from phantom_parallel.train.memory import check_memory
 from phantom_parallel.train.progress import ProgressDisplay
+from phantom_parallel.utils.lock import FolderLock
 
 
 def run(config: TrainConfig, out: str | os.PathLike[str], *, resume: bool = False, show: bool = False) -> Summary:
-    """Train, and leave everything in the folder ``out``. ``show`` shows progress on stderr.
+    """Train, and leave everything in the folder ``out``.
 
-    ValueError and OSError are for what a user got wrong, and come before any rank starts. `Interrupted`, `RankDied` and
-    `LossDiverged` come later and say where the last checkpoint is.
+    Args:
+        config: The training.
+        out: A new or empty folder, or with ``resume`` that of the same training.
+        resume: Continue from the latest checkpoint in ``out``; from the beginning if nothing was saved yet; and if the
+            training had ended, write what is missing of its model and summary.
+        show: Whether to show progress on stderr.
+
+    Raises:
+        ValueError, OSError: For what a user got wrong, before any rank starts; OSError also if the disk is full.
+        Interrupted, RankDied, LossDiverged: Later; they name the last checkpoint.
     """
     config, path = config.with_absolute_data(), Path(out).absolute()
     joined, latest = launched_externally(), None
-    if not joined:
-        if not torch.accelerator.is_available():  # accelerators have memories of their own
-            check_memory(config)
-        latest = output.prepare(config, path, resume)
-    try:
-        return launch(config.ranks * config.dp, _work, config, path, latest, joined, resume, show)
-    except (Interrupted, RankDied) as error:
-        raise type(error)(f"{error}{_survives(path)}") from None
+    with FolderLock(path) as lock:
+        if not joined:
+            if not torch.accelerator.is_available():  # accelerators have memories of their own
+                check_memory(config)
+            latest = output.prepare(config, path, resume, lock)
+        try:
+            return launch(config.ranks * config.dp, _work, config, path, latest, joined, resume, show)
+        except (Interrupted, RankDied) as error:
+            raise type(error)(f"{error}{_survives(path)}") from None
 
 
 def _work(
     device: torch.device, config: TrainConfig, out: Path, latest: Path | None, joined: bool, resume: bool, show: bool
 ) -> Summary:
     """One rank's part."""
-    if joined:
-        latest = broadcast_from_rank_zero(lambda: output.prepare(config, out, resume), device)
-    parallel = ParallelContext.create(config.ranks, config.dp, device)
+    with FolderLock(out) as lock:
+        if joined:
+            latest = broadcast_from_rank_zero(lambda: output.prepare(config, out, resume, lock), device)
+        if not lock.held:
+            lock.join()
+        return _train(config, out, latest, ParallelContext.create(config.ranks, config.dp, device), show)
+
+
+def _train(config: TrainConfig, out: Path, latest: Path | None, parallel: ParallelContext, show: bool) -> Summary:
     display = ProgressDisplay(config) if show and parallel.rank == 0 else None
     log = output.Log(out)
 
@@ -55,15 +75,24 @@ def _work(
 
     with log, display or nullcontext():
         model, summary = train(config, parallel, checkpoints=out / output.CHECKPOINTS, resume=latest, report=report)
-    if parallel.rank == 0:
-        output.write_summary(out, summary)
+    if summary.status != "interrupted":
+        _write_model(model, config, out, parallel)
+    broadcast_from_rank_zero(lambda: output.write_summary(out, summary), parallel.device)
     if summary.status == "interrupted":
         raise Interrupted(f"stopped at step {summary.step} as asked")
-    if parallel.dp is None or parallel.dp.get_local_rank() == 0:
-        save_model(model, out / output.MODEL, overwrite=True)
-    if parallel.rank == 0:
-        get_family(config.family).task().complete(out, out / output.MODEL)
     return summary
+
+
+def _write_model(model: nn.Module, config: TrainConfig, out: Path, parallel: ParallelContext) -> None:
+    """Write the model: one data-parallel copy of it, unless it is cut over the copies."""
+    error: OSError | None = None
+    if parallel.dp_rank == 0 or config.replicas == 1:
+        complete = partial(get_family(config.family).task().complete, out)
+        try:
+            save_model(model, out / output.MODEL, overwrite=True, complete=complete)
+        except OSError as raised:
+            error = OSError(f"{raised}{_survives(out)}")
+    raise_on_all_ranks(error, None if parallel.single_process else storage_group(parallel.group or dist.group.WORLD))
 
 
 def _survives(out: Path) -> str:

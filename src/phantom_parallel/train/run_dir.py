@@ -10,33 +10,47 @@ from phantom_parallel.families.registry import family_names, get_family
 from phantom_parallel.train import checkpoint
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.loop import Record, Summary
-from phantom_parallel.utils.files import write_json
+from phantom_parallel.utils.files import remove_scratch, write_json, write_text
+from phantom_parallel.utils.lock import FolderLock
 
 CONFIG, METRICS, SUMMARY, CHECKPOINTS, MODEL = "config.json", "metrics.jsonl", "summary.json", "checkpoints", "model"
 BOARD = "tensorboard"
 
 
-def prepare(config: TrainConfig, out: Path, resume: bool) -> Path | None:
-    """Look for everything that a user may have got wrong, then make the folder; the checkpoint to go on from.
+def prepare(config: TrainConfig, out: Path, resume: bool, lock: FolderLock) -> Path | None:
+    """Look for everything that a user may have got wrong, then make the folder and lock it.
 
     One process does this before any rank starts to train.
+
+    Returns:
+        The checkpoint to continue from; None to start at step 0.
+
+    Raises:
+        ValueError: If the data, the folder or the checkpoint in it do not fit.
+        OSError: If the folder cannot be made, is not empty and ``resume`` is False, or another training is in it.
     """
     task = get_family(config.family).task()
     task.check(config)
-    latest = None
-    if resume:
-        found = checkpoint.found_in(out / CHECKPOINTS)
-        if not found:
-            raise ValueError(f"there is no checkpoint in {out / CHECKPOINTS} to resume from: train without resume")
-        latest = found[-1]
-        step = checkpoint.check(latest, config).step
-    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileExistsError(f"{out} exists and is not an empty folder: choose another, or resume")
+    _check_folder(config, out, resume)
     out.mkdir(parents=True, exist_ok=True)
+    lock.acquire()
+    _check_folder(config, out, resume)  # again, now that nobody else writes
+    for folder in (out, out / CHECKPOINTS):
+        remove_scratch(folder)
+    latest = last_checkpoint(out) if resume else None
+    step = 0
+    if latest is not None:
+        progress = checkpoint.check(latest, config)
+        step = progress.step
+        if progress.summary is not None and _is_complete(out, step):
+            raise ValueError(
+                f"{out} is complete: it ended at step {step}, and its model is in {out / MODEL}; "
+                "resume with more steps or another target loss"
+            )
     task.prepare(config, out)
     write_json(out / CONFIG, {"family": config.family} | config.to_dict())
-    if latest is not None:
-        _forget_after(out / METRICS, step)
+    if resume:
+        _drop_after(out / METRICS, step)
     return latest
 
 
@@ -97,14 +111,38 @@ class Log:
 
 
 def write_summary(out: Path, summary: Summary) -> None:
-    (out / SUMMARY).write_text(json.dumps(summary.to_dict(), indent=2) + "\n")
+    """Write ``summary.json``. For a training that ended, this comes last: the folder is complete once it is there."""
+    write_json(out / SUMMARY, summary.to_dict())
 
 
 def last_checkpoint(out: Path) -> Path | None:
     return next(reversed(checkpoint.found_in(out / CHECKPOINTS)), None)
 
 
-def _forget_after(path: Path, step: int) -> None:
+def _check_folder(config: TrainConfig, out: Path, resume: bool) -> None:
+    """Raise if ``out`` is not what ``resume`` needs: a new or empty folder, or one of this training."""
+    ours = (out / CONFIG).is_file()
+    if not resume:
+        if out.exists() and (not out.is_dir() or any(path.name != FolderLock.NAME for path in out.iterdir())):
+            hint = "add --resume (resume=True) to continue the training in it, or choose another" if ours else ""
+            raise FileExistsError(f"{out} exists and is not an empty folder: {hint or 'choose another'}")
+    elif last_checkpoint(out) is None:
+        if not ours:
+            raise ValueError(f"there is no checkpoint in {out / CHECKPOINTS} to resume from: train without resume")
+        config.check_resumes(read_config(out, config.family)[1], str(out))  # nothing was saved yet: it starts again
+
+
+def _is_complete(out: Path, step: int) -> bool:
+    """Whether the model and the summary of a training that ended at ``step`` are there."""
+    try:
+        summary = json.loads((out / SUMMARY).read_text())
+    except (OSError, ValueError, RecursionError):
+        return False
+    same = isinstance(summary, dict) and summary.get("step") == step and summary.get("status") != "interrupted"
+    return same and (out / MODEL / "config.json").is_file()
+
+
+def _drop_after(path: Path, step: int) -> None:
     """Drop what was logged after the checkpoint, since it will be logged again, and a line cut short by a crash."""
     kept = []
     for line in path.read_text().splitlines() if path.exists() else []:
@@ -113,4 +151,5 @@ def _forget_after(path: Path, step: int) -> None:
                 kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):
             continue
-    path.write_text("".join(kept))
+    if path.exists():
+        write_text(path, "".join(kept))

@@ -60,7 +60,7 @@ class Task(ABC, Generic[C]):
 
     @staticmethod
     def complete(out: Path, model: Path) -> None:
-        """Put that into the model's folder."""
+        """Put that into the model's folder, before it gets its name."""
 
     @abstractmethod
     def rows_of(self, step: int) -> Tensor:
@@ -89,10 +89,6 @@ class Task(ABC, Generic[C]):
         """Average the gradients over the copies."""
         if not self.cut_over_copies:
             average_gradients(self.model, self.parallel.dp)
-
-    def finished(self) -> nn.Module:
-        """The model as it is used and written, whole on each copy. Every rank calls this."""
-        return self.model
 
     def autocast(self) -> torch.autocast:
         kind = self.parallel.device.type

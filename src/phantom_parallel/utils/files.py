@@ -1,5 +1,6 @@
 """Files and folders that appear whole or not at all, with the permissions that the umask gives."""
 
+import ctypes
 import json
 import math
 import os
@@ -12,6 +13,7 @@ from typing import Any, BinaryIO
 
 # Prefix of unfinished files: hidden from readers, and distinct from a user's own files when `remove_scratch` runs.
 _SCRATCH = ".writing-"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 
 
 @contextmanager
@@ -45,23 +47,39 @@ def atomic_folder(path: str | os.PathLike[str], *, overwrite: bool = False) -> I
     path = Path(path)
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists: choose another folder or pass overwrite=True")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = _scratch_beside(path)
-    scratch.mkdir()
+    scratch = scratch_folder(path)
     try:
         yield scratch
         replace_folder(scratch, path)
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        remove_folder(scratch)
+
+
+def scratch_folder(path: Path) -> Path:
+    """Make a new folder beside ``path``, for several processes to fill before one calls `replace_folder`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = _scratch_beside(path)
+    scratch.mkdir()
+    return scratch
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder, or as much of it as can be removed, if it exists."""
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def replace_folder(new: Path, path: Path) -> None:
-    """Let the folder ``new``, once its files are on the disk, take the place of ``path``."""
+    """Let the folder ``new``, once its files are on the disk, take the place of ``path``.
+
+    On Linux the two are exchanged in one operation, so that ``path`` exists at any moment.
+    """
     for file in new.rglob("*"):
         if file.is_file():
             with open(file, "rb") as opened:
                 os.fsync(opened.fileno())
-    if path.exists():
+    if path.exists() and _exchange(new, path):
+        remove_folder(new)
+    elif path.exists():
         old = _scratch_beside(path)
         os.rename(path, old)
         try:
@@ -69,7 +87,7 @@ def replace_folder(new: Path, path: Path) -> None:
         except OSError:
             os.rename(old, path)
             raise
-        shutil.rmtree(old, ignore_errors=True)
+        remove_folder(old)
     else:
         os.rename(new, path)
     sync_folder(path.parent)
@@ -125,6 +143,15 @@ def sync_folder(folder: Path) -> None:
         pass  # some file systems cannot sync a folder; the files themselves are synced
     finally:
         os.close(handle)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two names in one operation; False where the system or the file system cannot."""
+    try:
+        rename = ctypes.CDLL(None).renameat2
+    except (AttributeError, OSError):
+        return False
+    return rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0
 
 
 def _scratch_beside(path: Path) -> Path:

@@ -45,7 +45,7 @@ def fully_sharded(tied: bool, recompute: bool, strategy: str) -> float:
     """Data x tensor: FSDP2 averages over dp what each dp rank computes on its rows, in two pieces."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     config = config_of(strategy, tie_embeddings=tied)
-    model = filled(config, mesh["tp"], activation_checkpointing=recompute)
+    model = filled(config, mesh["tp"], recompute=recompute)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
@@ -141,13 +141,13 @@ def test_a_dense_model_comes_back_as_it_was(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c["gpt"].update(blocks=3), "blocks=3 does not divide dim=32"),
-        (lambda c: c["gpt"].update(surprise=1), "surprise"),
-        (lambda c: c["gpt"].pop("vocab"), "vocab"),
-        (lambda c: c["gpt"].update(layers=3), r"missing \['layers.2.attention.out.compress'"),
-        (lambda c: c["gpt"].update(tie_embeddings=True), r"unexpected \['head.weight'\]"),
-        (lambda c: c.update(gpt=3), 'expected an object "gpt"'),
-        (lambda c: c.pop("gpt"), "expected settings of one of ffn, gpt"),
+        (lambda c: c["config"].update(blocks=3), "blocks=3 does not divide dim=32"),
+        (lambda c: c["config"].update(surprise=1), "surprise"),
+        (lambda c: c["config"].pop("vocab"), "vocab"),
+        (lambda c: c["config"].update(layers=3), r"missing \['layers.2.attention.out.compress'"),
+        (lambda c: c["config"].update(tie_embeddings=True), r"unexpected \['head.weight'\]"),
+        (lambda c: c.update(config=3), "expected an object with blocks, context, dim"),
+        (lambda c: c.update(family="x"), "the model family must be one of ffn, gpt, got 'x'"),
     ],
 )
 def test_a_damaged_description_is_an_error_that_names_the_file(tmp_path, change, message):

@@ -7,16 +7,13 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
-from phantom_parallel.checkpoint.model import own_part
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.families.gpt.text import check_text, open_text, text_digest, windows
 from phantom_parallel.families.gpt.tokens import load_tokenizer
 from phantom_parallel.families.gpt.train_config import GPTTrainConfig
-from phantom_parallel.nn.sharded import full_tensor
 from phantom_parallel.train.task import Task
 
 
@@ -88,17 +85,6 @@ class GPTTask(Task[GPTTrainConfig]):
 
     def compile(self) -> None:
         self._loss = cast(Callable[[Tensor, Tensor], Tensor], torch.compile(self.model))
-
-    @torch.no_grad()
-    def finished(self) -> nn.Module:
-        if not self.config.fsdp:
-            return self.model
-        model = GPT(self.config.gpt(), mesh=self.parallel.tp, device="meta").to_empty(device=self.parallel.device)
-        for parameter, cut in zip(model.parameters(), self.model.parameters(), strict=True):
-            part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            part.copy_(full_tensor(cut)[own_part(parameter)])
-        model.activation_checkpointing = self.config.activation_checkpointing
-        return model
 
     def _to_device(self, pair: tuple[Tensor, Tensor]) -> list[Tensor]:
         return [part.to(self.parallel.device) for part in pair]
