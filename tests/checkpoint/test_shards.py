@@ -115,7 +115,7 @@ def fail_on_one_rank(folder: str, failing: int) -> str:
 
     shards.write_tensor_file = full
     try:
-        with pytest.raises(OSError) as caught:
+        with pytest.raises(OSError, match="No space left") as caught:
             write(folder)
     finally:
         shards.write_tensor_file = original
@@ -129,7 +129,7 @@ def test_a_full_disk_on_one_rank_is_raised_on_all_and_names_the_rank(ranks, tmp_
 
 
 def changed_file(folder: str, files: dict) -> str:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="has changed") as caught:
         read(folder, files)
     return str(caught.value)
 
@@ -142,9 +142,9 @@ def test_a_changed_byte_is_noticed_on_every_rank(ranks, tmp_path):
         assert message.startswith(f"{path} has changed since it was written")
 
 
-LAYERS, WIDTH = 6, 512
+LAYERS, WIDTH = 6, 1024
 LARGEST = 4 * WIDTH * WIDTH
-SLACK = 400_000  # bytes, for headers, plans and the like: less than a tensor
+SLACK = 1_500_000  # bytes, for a block of rows, headers, plans and the like: less than half of a tensor
 
 
 def stack(mesh) -> torch.nn.Module:

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from phantom_parallel.checkpoint import tensor_file
-from phantom_parallel.checkpoint.tensor_file import TensorFile, TensorLayout, is_digest, wrong_bytes, write_tensor_file
+from phantom_parallel.checkpoint.tensor_file import TensorFile, TensorLayout, is_digest, write_tensor_file, wrong_bytes
 
 TENSORS = {
     "matrix": torch.arange(35, dtype=torch.float32).view(5, 7),
@@ -37,12 +37,17 @@ def test_safetensors_reads_what_was_written(tmp_path):
         assert file.metadata() == {"format": "pt"}
 
 
-def test_rows_are_read_from_what_safetensors_wrote(tmp_path):
+@pytest.mark.parametrize("block", [1, 60, 1 << 20])
+def test_rows_are_read_from_what_safetensors_wrote(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(tensor_file, "_BLOCK", block)
     save_file({name: tensor.contiguous() for name, tensor in TENSORS.items()}, tmp_path / "file")
     file = TensorFile(tmp_path / "file")
-    assert torch.equal(file.read_rows("matrix", 1, 3), TENSORS["matrix"][1:4])
-    assert torch.equal(file.read_rows("half", 2, 1), TENSORS["half"][2:])
-    assert torch.equal(file.read_rows("step", 0, 1), TENSORS["step"])
+    for name, first, rows in (("matrix", 1, 4), ("half", 2, 1), ("transposed", 0, 3), ("none", 0, 0)):
+        found = torch.empty_like(TENSORS[name][first : first + rows])
+        for done, values in file.read_rows(name, first, rows):
+            found[done : done + len(values)] = values
+        assert torch.equal(found, TENSORS[name][first : first + rows])
+    assert [(done, values.item()) for done, values in file.read_rows("step", 0, 1)] == [(0, 7.0)]
     file.close()
 
 

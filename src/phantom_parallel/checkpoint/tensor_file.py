@@ -98,15 +98,16 @@ class TensorFile:
         """Read ``rows`` rows of a tensor, beginning at row ``first``, a block of them at a time; a scalar as it is.
 
         Yields:
-            The number of the rows before in what is read, and some rows.
+            How many rows came before, and the next ones, in memory that is used again for those after them.
         """
         about = self._header[name]
         shape, dtype = about["shape"], _DTYPES[about["dtype"]]
         row_bytes = prod(shape[1:]) * dtype.itemsize
         self._file.seek(self._start + about["data_offsets"][0] + first * row_bytes)
         at_once = max(1, _BLOCK // max(1, row_bytes))
+        block = torch.empty([min(at_once, rows), *shape[1:]] if shape else [], dtype=dtype)
         for done in range(0, rows, at_once):
-            values = torch.empty([min(at_once, rows - done), *shape[1:]] if shape else [], dtype=dtype)
+            values = block[: rows - done] if shape else block
             target = _bytes_of(values)
             if self._file.readinto(target) != len(target):
                 raise OSError(f"{self.path} ends within the tensor {name}")
