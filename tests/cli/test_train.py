@@ -88,6 +88,7 @@ def test_a_transformer_trains_on_two_ranks_and_goes_on_as_one(tmp_path, capfd, m
         program.main(["train", "--out", str(tmp_path / "run"), "--resume", "--steps", "34"]) == 0
     )  # as it was trained
     assert steps_of(tmp_path / "run") == [10, 20, 30, 34]
+    capfd.readouterr()
     assert gpt("--steps", "40", "--resume", "--max-bytes", "10000") == 2
     assert "was trained with max_bytes=20000, not 10000" in failed(capfd)
     assert gpt("--heads", "6") == 2
