@@ -1,11 +1,15 @@
 import os
 from collections.abc import Callable, Iterator
 
+import hypothesis
 import pytest
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no compiler pool in every worker
 
 from tests.pool import Pool
+
+hypothesis.settings.register_profile("no-clock", deadline=None)  # on a busy machine an example may take long
+hypothesis.settings.load_profile("no-clock")
 
 
 @pytest.fixture(scope="session")

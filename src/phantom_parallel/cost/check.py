@@ -13,7 +13,7 @@ def differences(shape: Shape, ledger: Ledger, *, native: bool, root: str = "FFN"
     """Where formulas and ledger differ, each line naming the term; empty where they agree.
 
     Products are compared by phase, layer and size, those of a fused kernel by their sum, exchanges by phase, op, ranks
-    and bytes. ``native`` says whether the ranks exchange by all-gather and reduce-scatter or by all-to-all. ``root`` is
+    and bytes. ``native``: whether the ranks exchange by all-gather and reduce-scatter, not by all-to-all. ``root`` is
     the class of the model.
     """
     return [

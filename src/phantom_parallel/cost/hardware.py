@@ -58,7 +58,7 @@ TIER = {
     "bandwidth": Rule("B/s", "a positive number"),
 }
 TEXTS = ("name", "description", "device")
-UNAVAILABLE = "unavailable"  # power = "unavailable" stands for the three watts of a machine that nobody could measure
+UNAVAILABLE = "unavailable"  # power = "unavailable" stands for the three watts of a machine whose power is unknown
 
 
 @dataclass(frozen=True)

@@ -203,7 +203,11 @@ def frontier(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
 
 
 def plan(request: PlanRequest) -> Plan:
-    """Time every layout. Raises if nothing fits, and says what nearly does."""
+    """Time every layout of a model.
+
+    Raises:
+        ValueError: If nothing fits; the message names the nearest change that would.
+    """
     candidates, dropped = _evaluate(request, _layouts(request, _counts(request.devices)))
     if not candidates:
         raise ValueError(_nearest(request, dropped))
@@ -213,7 +217,7 @@ def plan(request: PlanRequest) -> Plan:
 def scaling(request: PlanRequest, counts: tuple[int, ...] = SCALING_COUNTS) -> dict[str, list[Candidate]]:
     """For each strategy, the best on exactly so many devices at the same batch. Counts at which none fits are left out.
 
-    Phantom has one curve for the fewest and one for the most ghosts asked for.
+    Phantom has one curve for the fewest and one for the most ghosts requested.
     """
     most = request.profile.max_devices.value
     choices = [ghosts for ghosts in request.ghost_choices if ghosts >= (request.min_ghosts or 1)]

@@ -88,7 +88,7 @@ class LayerCost:
     """One layer on one rank. ``kept`` is the words that its operator keeps for backward.
 
     ``streamed`` is the words that elementwise work around it reads and writes, forward and backward: an estimate, for
-    times only. ``fused`` says that the products are one kernel, which leaves nothing in memory in between.
+    times only. ``fused``: the products are one kernel, which leaves nothing in memory in between.
     """
 
     name: str
@@ -190,6 +190,27 @@ def row_layer(layout: RowLayout, rows: int, *, bias: bool, name: str = "") -> La
 def between_ranks(exchanges: list[Exchange]) -> tuple[Exchange, ...]:
     """Exchanges of one rank alone are left out: nothing is sent."""
     return tuple(exchange for exchange in exchanges if exchange.ranks > 1)
+
+
+def recomputed(cost: LayerCost) -> LayerCost:
+    """The cost of a part whose forward is computed a second time in backward."""
+
+    def name(term: str) -> str:
+        return f"{term}, recomputed"
+
+    products = (replace(p, term=name(p.term), phase="backward") for p in cost.products if p.phase == "forward")
+    exchanges = (
+        replace(e, term=name(e.term), phase="backward", hidden_by=tuple(map(name, e.hidden_by)))
+        for e in cost.exchanges
+        if e.phase == "forward"
+    )
+    forward, backward = cost.streamed
+    return replace(
+        cost,
+        products=(*cost.products, *products),
+        exchanges=(*cost.exchanges, *exchanges),
+        streamed=(forward, backward + forward),
+    )
 
 
 def representative(index: int, depth: int) -> int:

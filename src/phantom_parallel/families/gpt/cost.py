@@ -34,6 +34,7 @@ from phantom_parallel.cost.terms import (
     between_ranks,
     column_layer,
     phantom_layer,
+    recomputed,
     row_layer,
 )
 from phantom_parallel.families.gpt.config import GPTConfig, GPTStrategy
@@ -227,7 +228,7 @@ class GPTShape(Shape):
         # What a layer ends with need not be computed again where backward asks for its input only, as a plain product's
         # does; the phantom map's asks for the gathered ghosts as well.
         ends = PARTS if self.strategy == "phantom" else PARTS - 1
-        again = [_again(part) if index < ends else part for index, part in enumerate(parts)]
+        again = [recomputed(part) if index < ends else part for index, part in enumerate(parts)]
         kept = self.rows * self.stream  # what enters the layer
         return tuple(replace(part, kept=0 if index else kept, kept_bytes=0) for index, part in enumerate(again))
 
@@ -264,7 +265,7 @@ class GPTShape(Shape):
         """A norm and the map after it: from the stream to features that are cut between heads or pieces."""
         rows, stream = self.rows, self.stream
         statistics = rows * self._precise_bytes  # r of each row
-        streamed = (5 * rows * stream, 6 * rows * stream)  # the norm, and the sum that goes on in the stream
+        streamed = (5 * rows * stream, 6 * rows * stream)  # the norm, and the sum into the stream
         if self.strategy != "phantom":
             whole = column_layer(
                 RowLayout(self.dim, out_features, self.ranks),
@@ -383,24 +384,3 @@ class GPTShape(Shape):
         precise = self._precise_bytes
         row = self.vocab // self.ranks * precise + precise + INDEX_BYTES
         return self.rows * (row + (precise + 1 if self.ranks > 1 else 0)) + (0 if self.ranks > 1 else precise)
-
-
-def _again(cost: LayerCost) -> LayerCost:
-    """A part whose forward is computed a second time in backward."""
-
-    def name(term: str) -> str:
-        return f"{term}, recomputed"
-
-    products = (replace(p, term=name(p.term), phase="backward") for p in cost.products if p.phase == "forward")
-    exchanges = (
-        replace(e, term=name(e.term), phase="backward", hidden_by=tuple(map(name, e.hidden_by)))
-        for e in cost.exchanges
-        if e.phase == "forward"
-    )
-    forward, backward = cost.streamed
-    return replace(
-        cost,
-        products=(*cost.products, *products),
-        exchanges=(*cost.exchanges, *exchanges),
-        streamed=(forward, backward + forward),
-    )
