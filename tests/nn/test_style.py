@@ -193,3 +193,23 @@ def test_the_style_describes_itself_and_checks_its_arguments():
     assert "blocks=4, ghosts=2, init='fit'" in repr(PhantomParallel(blocks=4, ghosts=2))
     with pytest.raises(ValueError, match='init must be "fit" or "fresh", got \'zero\''):
         PhantomParallel(blocks=4, ghosts=2, init="zero")
+
+
+def wrong_layouts() -> list[str]:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    texts = []
+    for layouts, features in (({}, 16), ({"input_layouts": Replicate()}, 8)):
+        layer = parallelize_module(nn.Linear(16, 16), mesh, PhantomParallel(blocks=4, ghosts=1, **layouts))
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            layer(torch.randn(2, features))
+        texts.append(str(caught.value))
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        PhantomLinear(16, 16, blocks=4, ghosts=1, mesh=mesh)(torch.randn(2, 16))
+    return [*texts, str(caught.value)]
+
+
+def test_an_input_that_does_not_fit_the_plan_names_the_layout_that_would(ranks):
+    for all_features, own_features, layer in ranks(2)(wrong_layouts):
+        assert "pass PhantomParallel(..., input_layouts=Replicate())" in all_features
+        assert "which expects all 16: leave input_layouts out" in own_features
+        assert "shard_features(x, mesh), or in a parallelize_module plan pass input_layouts=Replicate()" in layer

@@ -1,0 +1,210 @@
+"""The plans of docs/pytorch.md for Llama, Qwen and BERT, on modules of the same names; and the sharded stream."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import parallelize_module
+
+from phantom_parallel import Ledger, PhantomLinear, PhantomParallel
+from phantom_parallel.nn import FeatureEmbedding, NormedPhantomLinear, VocabularyHead
+from phantom_parallel.ops import vocabulary_cross_entropy
+from tests.nn.stand_ins import Bert, Llama, tokens
+from tests.reference import relative_error
+
+BLOCKS = 4
+
+
+def llama_plan(prefix: str, ghosts: int) -> dict[str, PhantomParallel]:
+    entering = PhantomParallel(blocks=BLOCKS, ghosts=ghosts, input_layouts=Replicate())
+    leaving = PhantomParallel(blocks=BLOCKS, ghosts=ghosts, output_layouts=Replicate())
+    return {
+        f"{prefix}.self_attn.[qkv]_proj": entering,
+        f"{prefix}.self_attn.o_proj": leaving,
+        f"{prefix}.mlp.gate_proj": entering,
+        f"{prefix}.mlp.up_proj": entering,
+        f"{prefix}.mlp.down_proj": leaving,
+    }
+
+
+def bert_plan(prefix: str, ghosts: int) -> dict[str, PhantomParallel]:
+    entering = PhantomParallel(blocks=BLOCKS, ghosts=ghosts, input_layouts=Replicate())
+    leaving = PhantomParallel(blocks=BLOCKS, ghosts=ghosts, output_layouts=Replicate())
+    return {
+        f"{prefix}.attention.self.*": entering,
+        f"{prefix}.attention.output.dense": leaving,
+        f"{prefix}.intermediate.dense": entering,
+        f"{prefix}.output.dense": leaving,
+    }
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    kinds = {
+        "llama": lambda: Llama(hidden=32),
+        "qwen2": lambda: Llama(hidden=32, bias=True),
+        "qwen3": lambda: Llama(hidden=32, head_norms=True),
+        "bert": lambda: Bert(hidden=32),
+    }
+    return kinds[name]().double()
+
+
+def parallelized(name: str, ghosts: int) -> nn.Module:
+    """The stand-in over all ranks. With as many ghosts as a block has features, the fit loses nothing."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    model = build(name)
+    if name == "bert":
+        parallelize_module(model, mesh, bert_plan("encoder.layer.*", ghosts))
+        for layer in model.encoder.layer:
+            layer.attention.self.num_attention_heads //= mesh.size()
+            layer.attention.self.all_head_size //= mesh.size()
+    else:
+        parallelize_module(model, mesh, llama_plan("model.layers.*", ghosts))
+    if name == "qwen3":  # each rank has the gradient of its own heads
+        for layer in model.model.layers:
+            for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
+                norm.weight.register_hook(lambda grad: all_reduce(grad, "sum", mesh).wait())
+    return model
+
+
+def errors_of_plan(name: str) -> dict[str, float]:
+    """Output and gradients against the model before the plan: of L and the bias, and of all replicated parameters."""
+    model = build(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # such layers are larger than dense ones
+        mine = parallelized(name, ghosts=8)
+    expected, found = model(tokens()), mine(tokens())
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    errors = {"output": relative_error(found, expected)}
+    for (path, before), (_, after) in zip(model.named_modules(), mine.named_modules(), strict=True):
+        for parameter, value in before.named_parameters(recurse=False):
+            if not isinstance(after, PhantomLinear):
+                errors[f"{path}.{parameter}"] = relative_error(getattr(after, parameter).grad, value.grad)
+            elif parameter == "bias" and float(value.grad.norm()) > 1e-9:  # of keys it is zero
+                errors[f"{path}.bias"] = relative_error(after.bias.grad.full_tensor(), value.grad)
+            elif parameter == "weight":
+                grad = value.grad.view(BLOCKS, value.shape[0] // BLOCKS, BLOCKS, value.shape[1] // BLOCKS)
+                diagonal = torch.cat([grad[i, :, i] for i in range(BLOCKS)])
+                errors[f"{path}.local"] = relative_error(after.local.grad.full_tensor(), diagonal)
+    assert sum(isinstance(module, PhantomLinear) for module in mine.modules()) == (12 if name == "bert" else 14)
+    return errors
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "bert"])
+def test_a_plan_gives_the_outputs_and_gradients_of_the_model(ranks, name):
+    for errors in ranks(2)(errors_of_plan, name):
+        wrong = {path: error for path, error in errors.items() if not error < 1e-9}
+        assert not wrong
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, hidden: int, **kwargs) -> None:
+        super().__init__()
+        self.up, self.down = NormedPhantomLinear(dim, hidden, **kwargs), PhantomLinear(hidden, dim, False, **kwargs)
+
+    def forward(self, x):
+        return x + self.down(F.silu(self.up(x)))
+
+
+class ShardedStream(nn.Module):
+    """A language model of the three layers that keep the residual stream sharded."""
+
+    def __init__(self, mesh, tie_embeddings: bool) -> None:
+        super().__init__()
+        kwargs = {"mesh": mesh, "dtype": torch.float64}
+        self.embedding = FeatureEmbedding(24, 32, blocks=BLOCKS, **kwargs)
+        self.blocks = nn.ModuleList(Block(32, 48, blocks=BLOCKS, ghosts=2, **kwargs) for _ in range(2))
+        self.head = VocabularyHead(24, 32, tie_embeddings=tie_embeddings, **kwargs)
+        self.tie_embeddings = tie_embeddings
+
+    def forward(self, inputs, targets):
+        x = self.embedding(inputs)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x, self.head.tied_rows(self.embedding.weight)) if self.tie_embeddings else self.head(x)
+        return vocabulary_cross_entropy(logits, targets, group=self.head.group)
+
+
+def dense_loss(model: ShardedStream, inputs, targets) -> torch.Tensor:
+    """The same from torch's own functions, on all features."""
+    x = F.embedding(inputs, model.embedding.weight)
+    for block in model.blocks:
+        up, down = block.up.linear.to_dense(), block.down.to_dense()
+        x = x + down(F.silu(up(F.rms_norm(x, (32,), block.up.norm, block.up.eps))))
+    rows = model.embedding.weight if model.tie_embeddings else model.head.weight
+    logits = F.linear(F.rms_norm(x, (32,), model.head.norm, model.head.eps), rows)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def sharded_stream(tie_embeddings: bool) -> tuple[float, dict[str, torch.Tensor], int]:
+    size = torch.distributed.get_world_size()
+    torch.manual_seed(0)
+    model = ShardedStream(init_device_mesh("cpu", (size,)), tie_embeddings)
+    with Ledger() as ledger:
+        loss = model(tokens(), tokens().roll(1, 1))
+        loss.backward()
+    full = {name: p.grad.full_tensor() for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    return float(loss.detach()), full, ledger.moved_bytes
+
+
+@pytest.mark.parametrize("tie_embeddings", [False, True])
+def test_a_sharded_stream_has_the_loss_and_gradients_of_one_process(ranks, tie_embeddings):
+    torch.manual_seed(0)
+    model = ShardedStream(None, tie_embeddings)
+    loss = model(tokens(), tokens().roll(1, 1))
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(
+        float(dense_loss(model, tokens(), tokens().roll(1, 1)).detach()), rel=1e-12
+    )
+    for found, grads, _ in ranks(2)(sharded_stream, tie_embeddings):
+        assert found == pytest.approx(float(loss.detach()), rel=1e-12)
+        assert grads.keys() == dict(model.named_parameters()).keys()
+        for name, parameter in model.named_parameters():
+            assert relative_error(grads[name], parameter.grad) < 1e-11, name
+
+
+def test_a_tied_head_without_its_rows_says_how_to_get_them():
+    head = VocabularyHead(24, 32, tie_embeddings=True)
+    with pytest.raises(ValueError, match=r"needs its rows: head\(x, head\.tied_rows\(embedding\.weight\)\)"):
+        head(torch.randn(2, 32))
+
+
+def replicated_stream_bytes() -> int:
+    model = parallelized("llama", ghosts=2)
+    with Ledger() as ledger:
+        model(tokens()).square().sum().backward()
+    return ledger.moved_bytes
+
+
+def test_a_plan_with_a_replicated_stream_exchanges_seven_streams_a_layer_and_the_ghosts(ranks):
+    """Forward, the two layers that leave gather it; backward, the five that enter. Megatron's four all-reduces are
+    eight times as much as a gather.
+    """
+    rows, dim, layers, size, word = 10, 32, 2, 2, 8
+    stream = (size - 1) * rows * dim // size * word
+    ghosts = 2 * 7 * (size - 1) * rows * (BLOCKS // size) * 2 * word  # each way
+    assert set(ranks(2)(replicated_stream_bytes)) == {layers * (7 * stream + ghosts)}
+
+
+def untied() -> list[str]:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    model = Llama(tie=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parallelize_module(model, mesh, {"lm_head": PhantomParallel(blocks=4, ghosts=1, init="fresh")})
+        parallelize_module(model.model.layers[0].mlp, mesh, {"up_proj": PhantomParallel(blocks=4, ghosts=8)})
+    return [str(one.message) for one in caught if one.category is UserWarning]
+
+
+def test_the_style_warns_where_it_unties_a_weight_or_makes_a_layer_larger(ranks):
+    for texts in ranks(2)(untied):
+        shared, larger = texts
+        assert "unties a shared weight" in shared
+        assert "also a parameter of Embedding" in shared
+        assert "not smaller than the dense one: 32 -> 48 features with blocks=4 and ghosts=8" in larger
