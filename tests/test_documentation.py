@@ -1,7 +1,6 @@
 """README, CONTRIBUTING and docs/ are true: figures are the result files', links resolve, code and commands run."""
 
 import contextlib
-import importlib
 import io
 import json
 import os
@@ -12,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import tyro
 
 from benchmarks import tables
 from phantom_parallel.cli.main import COMMANDS
+from phantom_parallel.cli.main import _parse as parse_command
 from tests.pool import RankFailed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -189,8 +188,4 @@ def commands():
 def test_commands_have_the_options_that_they_are_shown_with(arguments):
     name, *rest = arguments
     assert name in COMMANDS
-    module = importlib.import_module(f"phantom_parallel.cli.{name}")
-    options = module.Options
-    if rest and rest[0] in getattr(module, "VARIANTS", {}):
-        options, rest = module.VARIANTS[rest[0]], rest[1:]
-    tyro.cli(options, args=rest)
+    parse_command(name, rest)
