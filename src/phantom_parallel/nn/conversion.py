@@ -33,8 +33,8 @@ def warn_about_conversion(linear: nn.Linear, layout: BlockLayout) -> None:
 def _other_owners(linear: nn.Linear) -> list[str]:
     """Class names of other modules that have the layer's weight as a parameter.
 
-    A module does not know who else holds its parameters, so that the garbage collector is asked; but only where the
-    reference count shows that someone does, as this visits all objects of the process.
+    A parameter has no list of its modules, so the garbage collector is searched; but only if the reference count shows
+    that there may be others, as this visits all objects of the process.
     """
     weight = linear._parameters["weight"]
     if sys.getrefcount(weight) <= 3:  # the layer's own dictionary, the variable here and the argument

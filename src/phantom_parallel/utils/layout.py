@@ -1,4 +1,4 @@
-"""How a layer's features are cut: sizes that follow from its arguments, and errors for those that do not fit."""
+"""Layouts of sharded features: the sizes that follow from a layer's arguments, which are validated."""
 
 from dataclasses import dataclass
 from math import gcd, isqrt
@@ -24,7 +24,7 @@ def check_at_most(limit: int, **sizes: int) -> None:
 
 
 def positive(**sizes: object) -> None:
-    """Every size must be a positive whole number."""
+    """Raise ValueError unless every size is a positive whole number."""
     for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be a positive whole number, got {value!r}")
@@ -92,7 +92,7 @@ class BlockLayout:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """A tensor-parallel layer's features, cut over R ranks."""
+    """The features of a tensor-parallel layer, sharded over R ranks."""
 
     in_features: int
     out_features: int

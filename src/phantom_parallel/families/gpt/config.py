@@ -100,10 +100,10 @@ class GPTConfig:
         check_at_most(MAX_FEATURES, hidden=self.hidden)
 
     def _check_heads(self) -> None:
-        for name, part, whole in (("heads", self.heads, "dim"), ("kv_heads", self.kv_heads, "heads")):
-            if getattr(self, whole) % part:
-                near = nearest_divisors(getattr(self, whole), part)
-                raise ValueError(f"{name}={part} does not divide {whole}={getattr(self, whole)}: {near} would")
+        for name, divisor, total in (("heads", self.heads, "dim"), ("kv_heads", self.kv_heads, "heads")):
+            if getattr(self, total) % divisor:
+                near = nearest_divisors(getattr(self, total), divisor)
+                raise ValueError(f"{name}={divisor} does not divide {total}={getattr(self, total)}: {near} would")
         if self.head_dim % 2:
             raise ValueError(
                 f"a head of {self.head_dim} features (dim={self.dim} over heads={self.heads}) is odd: "
