@@ -201,5 +201,5 @@ def test_stopped_in_the_middle_of_a_text(tmp_path, number):
         _, told = process.communicate(timeout=end - time.monotonic())
     finally:
         process.kill()
-    assert told.decode().strip().splitlines() == ["error: stopped as asked"]
+    assert told.decode().strip().splitlines() == [f"error: stopped by {number.name}"]
     assert process.returncode == 130

@@ -6,7 +6,6 @@ from typing import Annotated, ClassVar
 
 import tyro
 
-from phantom_parallel.cli.exit_codes import exit_on_failure
 from phantom_parallel.cli.showing import folder_for, show
 from phantom_parallel.families.gpt.config import GPTStrategy
 from phantom_parallel.report import tables
@@ -63,8 +62,7 @@ class _Compare:
             changes["strategies"] = self.strategy
         settings = read_compare(self.preset, changes, task=self.family)
         out = folder_for(self.out, self.resume, "compare", settings.name)
-        with exit_on_failure():
-            found = compare(settings, out.absolute(), resume=self.resume, show=True)
+        found = compare(settings, out.absolute(), resume=self.resume, show=True)
         if found is not None:  # under torchrun or srun only rank 0 prints
             show(found, out, tables.comparison(found), (), json=self.json)
 

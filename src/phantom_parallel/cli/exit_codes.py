@@ -1,33 +1,66 @@
-"""Exit codes of commands that run on several ranks.
+"""Exit codes of ``phantom``, for errors and for signals.
 
 0       finished
 1       a rank died, or the loss diverged
-2       a mistake in the options or files (`phantom_parallel.cli.main`)
-130     stopped by SIGINT or SIGTERM
+2       a mistake in the options or files
+130     stopped by SIGINT, or by SIGTERM where ranks stop at a boundary of their work
+143     stopped by SIGTERM elsewhere
+
+Imports nothing heavy: `exit_on_signals` is to work before anything else is loaded.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from rich.console import Console
-from rich.markup import escape
+import os
+import signal
+from types import FrameType
 
 from phantom_parallel.distributed.errors import Interrupted, LossDiverged, RankDied
+from phantom_parallel.distributed.external import global_rank, is_local_rank_zero
 
-FAILED, STOPPED = 1, 130
-
-
-@contextmanager
-def exit_on_failure() -> Iterator[None]:
-    """Exit with one line on stderr and the exit code if the ranks fail or are stopped."""
-    try:
-        yield
-    except Interrupted as error:
-        raise _exit(error, STOPPED) from None
-    except (RankDied, LossDiverged) as error:
-        raise _exit(error, FAILED) from None
+FAILED, MISTAKE, STOPPED = 1, 2, 130
+_received: list[int] = []  # numbers of signals
 
 
-def _exit(error: Exception, code: int) -> SystemExit:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error))}")
-    return SystemExit(code)
+class Signalled(BaseException):
+    """A signal has come. It is no Exception, so that no library takes it for an error of its own."""
+
+
+def exit_on_signals() -> None:
+    """Exit at once on SIGINT and SIGTERM: during imports, an exception could surface as any other."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _exit)
+
+
+def raise_on_signals() -> None:
+    """Raise `Signalled` on SIGINT and SIGTERM, so that files are closed and ranks are stopped."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _raise)
+
+
+def exit_code(error: BaseException) -> int | None:
+    """Exit code for an error; None for a bug, which shows its traceback."""
+    if _received:  # whatever became of it on its way here
+        return 128 + _received[0]
+    if isinstance(error, Interrupted | KeyboardInterrupt):
+        return STOPPED
+    if isinstance(error, RankDied | LossDiverged):
+        return FAILED
+    return MISTAKE if isinstance(error, ValueError | OSError) else None
+
+
+def print_error(message: str) -> None:
+    """Print an error as one line on stderr, once on each host: the ranks of an external launch fail together."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    if is_local_rank_zero():
+        rank = f" on rank {global_rank()}" if global_rank() else ""
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error{rank}:[/] {escape(message)}")
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    os._exit(128 + number)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    _received.append(number)
+    raise Signalled(f"stopped by {signal.Signals(number).name}")

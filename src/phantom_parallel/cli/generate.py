@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 from phantom_parallel.checkpoint.model import family_of
-from phantom_parallel.cli.exit_codes import exit_on_failure
 from phantom_parallel.cli.infer import about_energy
 from phantom_parallel.distributed.external import is_rank_zero, slurm_ranks
 from phantom_parallel.families.registry import get_family
@@ -79,10 +78,9 @@ class Options:
         )
 
     def run(self) -> None:
-        with exit_on_failure():
-            config = self.config()
-            family = get_family(family_of(check_folder(config.model)))
-            report = family.generate(config, write=not self.json, show=True)
+        config = self.config()
+        family = get_family(family_of(check_folder(config.model)))
+        report = family.generate(config, write=not self.json, show=True)
         if not is_rank_zero():
             return
         if self.json:

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from phantom_parallel.cli.exit_codes import exit_on_failure
 from phantom_parallel.distributed.external import is_rank_zero, slurm_ranks
 from phantom_parallel.infer.measure import Inference
 from phantom_parallel.infer.run import Against, InferConfig, Report, run
@@ -67,8 +66,7 @@ class Options:
         )
 
     def run(self) -> None:
-        with exit_on_failure():
-            report = run(self.config(), show=True)
+        report = run(self.config(), show=True)
         if not is_rank_zero():
             return
         if self.json:

@@ -11,6 +11,8 @@ import importlib
 import sys
 from typing import Any
 
+from phantom_parallel.cli import exit_codes
+
 # What each command is for; the order is that of the help.
 COMMANDS: dict[str, str] = {
     "compare": "train every strategy to the same loss, and show what it cost: the main job",
@@ -29,8 +31,20 @@ COMMANDS: dict[str, str] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    """Run one command and return the exit code.
+
+    Without ``arguments``, this is the program of the process: it takes the arguments and handles the signals of it.
+    """
+    if arguments is None:
+        exit_codes.exit_on_signals()
+    try:
+        return _main(sys.argv[1:] if arguments is None else arguments, handle_signals=arguments is None)
+    finally:
+        if arguments is None:
+            exit_codes.exit_on_signals()  # until the interpreter has ended
+
+
+def _main(arguments: list[str], handle_signals: bool) -> int:
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
         _help()
@@ -41,13 +55,21 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"phantom {__version__}")
         return 0
     if name not in COMMANDS:
-        return _fail(f"there is no command {name!r}: choose from {', '.join(COMMANDS)}")
+        exit_codes.print_error(f"there is no command {name!r}: choose from {', '.join(COMMANDS)}")
+        return exit_codes.MISTAKE
     try:
-        _parse(name, arguments[1:]).run()
-    except KeyboardInterrupt:
-        return _fail("interrupted", code=130)
-    except (ValueError, OSError) as error:  # a user's mistake; anything else is a bug and shows its traceback
-        return _fail(str(error))
+        command = _parse(name, arguments[1:])
+        if handle_signals:
+            exit_codes.raise_on_signals()
+        command.run()
+    except SystemExit:
+        raise
+    except BaseException as error:
+        code = exit_codes.exit_code(error)
+        if code is None:
+            raise
+        exit_codes.print_error(str(error) or "interrupted")
+        return code
     return 0
 
 
@@ -70,14 +92,6 @@ def _help() -> None:
     for name, purpose in COMMANDS.items():
         print(f"  {name:<12}{purpose}")
     print("\nphantom COMMAND --help shows a command's options.")
-
-
-def _fail(message: str, code: int = 2) -> int:
-    from rich.console import Console
-    from rich.markup import escape
-
-    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {escape(message)}")
-    return code
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
 """What all commands share: options with one name, one help text and their aliases, and how they are read."""
 
+import os
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import tyro
 
+from phantom_parallel.distributed.external import is_local_rank_zero
 from phantom_parallel.families.registry import family_names
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
@@ -45,7 +48,11 @@ class RanksOption:
 
 def parse(options: type[Any], prog: str, arguments: list[str], defaults: Mapping[str, Any] | None = None) -> Any:
     """Read a command's options. ``defaults`` take the place of the class's own; unknown ones are ignored."""
-    return tyro.cli(with_aliases(options, defaults or {}), prog=prog, args=arguments)
+    with ExitStack() as stack:
+        if not is_local_rank_zero():  # another rank of this host prints the help or the same error
+            stack.enter_context(redirect_stderr(stack.enter_context(open(os.devnull, "w"))))
+            stack.enter_context(redirect_stdout(sys.stderr))
+        return tyro.cli(with_aliases(options, defaults or {}), prog=prog, args=arguments)
 
 
 def with_aliases(options: type[Any], defaults: Mapping[str, Any]) -> type[Any]:

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import tyro
 
-from phantom_parallel.cli.exit_codes import exit_on_failure
 from phantom_parallel.cli.showing import folder_for, show
 from phantom_parallel.report import tables
 from phantom_parallel.study.settings import read_study
@@ -61,7 +60,6 @@ class Options:
         changes = {name: value for name in names if (value := getattr(self, name)) is not None}
         settings = read_study(self.name, changes)
         out = folder_for(self.out, self.resume, "study", settings.name)
-        with exit_on_failure():
-            found = study(settings, out.absolute(), resume=self.resume, show=True)
+        found = study(settings, out.absolute(), resume=self.resume, show=True)
         if found is not None:  # under torchrun or srun only rank 0 prints
             show(found, out, tables.study(found), found.findings, json=self.json)

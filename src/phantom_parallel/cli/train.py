@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 from rich.console import Console
 from rich.table import Table
 
-from phantom_parallel.cli.exit_codes import exit_on_failure
 from phantom_parallel.cli.options import Flag, JsonOption, folder_of
 from phantom_parallel.distributed.external import is_rank_zero
 from phantom_parallel.families.registry import DEFAULT_FAMILY, family_names, get_family
@@ -43,8 +42,7 @@ class TrainOptions(JsonOption):
 
     def run(self) -> None:
         config = self.config()
-        with exit_on_failure():
-            summary = run(config, self.out, resume=self.resume, show=True)
+        summary = run(config, self.out, resume=self.resume, show=True)
         if not is_rank_zero():
             return
         if self.json:

@@ -1,0 +1,103 @@
+"""How ``phantom`` ends: signals at any moment give an exit code and no traceback, and a mistake is printed once."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from phantom_parallel.cli import main as program
+from phantom_parallel.cli.exit_codes import exit_code
+from phantom_parallel.distributed.errors import Interrupted, LossDiverged, RankDied
+
+DEADLINE = 60.0  # seconds: far above what is needed, so that it only ends a hang
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ValueError("width"), 2),
+        (FileNotFoundError("data"), 2),
+        (RankDied("rank 1"), 1),
+        (LossDiverged("nan"), 1),
+        (Interrupted("stopped"), 130),
+        (KeyboardInterrupt(), 130),
+        (TypeError("a bug"), None),
+    ],
+)
+def test_errors_have_exit_codes_and_bugs_have_none(error, code):
+    assert exit_code(error) == code
+
+
+def handles(pid: int, number: int) -> bool:
+    """Whether the process has a handler for a signal."""
+    line = next(x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith("SigCgt:"))
+    return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="waits for the handler through /proc")
+@pytest.mark.parametrize(
+    ("number", "seconds"),
+    [
+        (signal.SIGINT, 0.2),
+        (signal.SIGTERM, 1.0),
+        pytest.param(signal.SIGINT, 0.0, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 0.0, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 0.2, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 1.0, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 2.0, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 4.0, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_during_imports_gives_an_exit_code_and_no_traceback(tmp_path, number, seconds):
+    command = [sys.executable, "-m", "phantom_parallel.cli.main", "train", "--out", str(tmp_path / "run")]
+    command += ["--ranks", "2", "--steps", "1000000", "--width", "16", "--ghosts", "2", "--teacher-ghosts", "2"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        while not handles(process.pid, signal.SIGTERM):
+            assert process.poll() is None
+        time.sleep(seconds)
+        process.send_signal(number)
+        out, error = process.communicate(timeout=DEADLINE)
+    finally:
+        process.kill()
+    assert process.returncode in (128 + number, 130), error
+    assert "Traceback" not in error
+    assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--blocks", "3"], "blocks=3 does not divide"), (["--nonsense"], "nonsense")],
+)
+def test_ranks_of_an_external_launch_print_a_mistake_once(tmp_path, monkeypatch, capfd, arguments, message):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    printed = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        try:
+            code = program.main(["train", "--out", str(tmp_path / "run"), *arguments])
+        except SystemExit as left:
+            code = left.code
+        assert code == 2
+        told = capfd.readouterr()
+        printed.append(told.out + told.err)
+    assert message in printed[0]
+    assert printed[1] == ""
+
+
+def test_the_first_rank_of_another_host_names_itself(tmp_path, monkeypatch, capfd):
+    for name, value in {"RANK": "4", "LOCAL_RANK": "0", "WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    assert program.main(["train", "--out", str(tmp_path / "run"), "--blocks", "3"]) == 2
+    assert capfd.readouterr().err.startswith("error on rank 4: blocks=3 does not divide")
+
+
+def test_commands_are_found_without_anything_heavy():
+    code = "import sys, phantom_parallel.cli.main; print({'torch', 'numpy', 'tyro', 'rich'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=True)
+    assert done.stdout.strip() == "set()"
