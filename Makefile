@@ -30,8 +30,8 @@ compare: venv
 test: lint
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: lint
-	$(BIN)/python -m pytest
+test-all: test
+	$(BIN)/python -m pytest -m slow
 
 lint: venv
 	$(BIN)/ruff format --check --quiet .
