@@ -30,16 +30,16 @@ from statistics import fmean
 from typing import Any
 
 from phantom_parallel.report import tables
-from phantom_parallel.report.units import quantity, share
-from phantom_parallel.study.results import Comparison, Interval, Point, Run, load
-from phantom_parallel.study.statistics import ratio
+from phantom_parallel.report.units import format_ratio, quantity
+from phantom_parallel.study.analysis import ratio_interval
+from phantom_parallel.study.results import Comparison, CurvePoint, Interval, Run, load
 from phantom_parallel.utils.files import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 # Rows of a comparison that the README leaves to the report.
-DETAILS = ("ranks", "learning rate found", "reached the target", "energy, measured", "inference energy a sample")
+DETAILS = ("ranks", "learning rate", "reached the target", "energy, measured", "inference energy per sample")
 LOOSER_TARGETS = (0.50, 0.40, 0.35, 0.30)
 
 TABLE = re.compile(r"<!-- table: (?P<name>\S+) -->\n.*?<!-- end table -->", re.DOTALL)
@@ -143,7 +143,7 @@ def looser_targets(path: Path) -> str:
 def _ratio_at(found: Comparison, strategy: str, to: str, measure: str, loss: float) -> Interval:
     """Runs of one seed are a pair; each counts up to the first evaluation at or below the loss."""
 
-    def reached(run: Run) -> Point:
+    def reached(run: Run) -> CurvePoint:
         for point in run.curve:
             if point.loss <= loss:
                 return point
@@ -154,7 +154,7 @@ def _ratio_at(found: Comparison, strategy: str, to: str, measure: str, loss: flo
         return {run.seed: getattr(reached(run), field) for run in found.runs if run.strategy == name}
 
     mine, theirs = values(strategy), values(to)
-    answer = ratio([(mine[seed], theirs[seed]) for seed in mine])
+    answer = ratio_interval([(mine[seed], theirs[seed]) for seed in mine])
     assert answer is not None, "a comparison has runs"
     return answer
 
@@ -256,7 +256,7 @@ def _ratio(found: Comparison, words: list[str]) -> str:
 
 
 def _shown(found: Interval, how: str) -> str:
-    return share(found.mean) if how == "mean" else tables.interval(found)
+    return format_ratio(found.mean) if how == "mean" else tables.format_interval(found)
 
 
 def _error(data: dict[str, Any], words: list[str]) -> str:

@@ -144,12 +144,15 @@ def reference(module: griffe.Module, homes: dict[str, str]) -> str:
 def commands() -> str:
     """The help of every command, as a terminal shows it."""
     from phantom_parallel.cli import main as cli
+    from phantom_parallel.families.registry import family_names
 
     lines = ["# Commands", ""]
     for name in ["", *cli.COMMANDS]:
         words = [name] if name else []
         lines += [f"## phantom {name}".strip(), "", "```text", _help([*words, "--help"]), "```", ""]
-        for variant in getattr(import_module(f"{COMMANDS}.{name}"), "VARIANTS", {}) if name else ():
+        module = import_module(f"{COMMANDS}.{name}") if name else None
+        others = family_names()[1:] if hasattr(module, "options_for") else ()
+        for variant in others or getattr(module, "VARIANTS", ()):
             lines += [f"## phantom {name} {variant}", "", "```text", _help([name, variant, "--help"]), "```", ""]
     return "\n".join(lines)
 

@@ -5,6 +5,9 @@ import hypothesis
 import pytest
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no compiler pool in every worker
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "PASSIVE"
+)  # threads of several processes share few cores: spinning starves all
 
 from tests.pool import Pool
 
@@ -20,7 +23,7 @@ def _pools() -> Iterator[dict[int, Pool]]:
         pool.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def ranks(_pools: dict[int, Pool]) -> Callable[[int], Pool]:
     """``ranks(4)`` is a pool of 4 local ranks, the same one for all tests until something fails in it."""
 

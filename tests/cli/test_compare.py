@@ -70,12 +70,11 @@ def preset(tmp_path) -> Path:
 def test_two_ranks_are_compared_and_the_report_says_it_all(tmp_path, preset, capfd):
     out = tmp_path / "out"
     assert phantom("compare", "--preset", preset, "--ranks", 2, "--out", out) == 0
-    told = capfd.readouterr()
-    assert "search phantom lr=0.02" in told.err
-    assert "left" in told.err
-    assert "phantom" in told.out
-    assert "95" in told.out
-    assert "suits phantom" in told.out  # the teacher is of its kind, which a reader must know
+    printed = capfd.readouterr()
+    assert "search phantom lr=0.02" in printed.err
+    assert "left" in printed.err
+    assert "95 % confidence intervals" in printed.out
+    assert "suits phantom" in printed.out  # the teacher is of its kind, which a reader must know
     found = json.loads((out / "results.json").read_text())
     assert [one["strategy"] for one in found["strategies"]] == ["phantom", "tensor", "megatron"]
     assert found["settings"]["training"]["ranks"] == 2
@@ -101,12 +100,11 @@ def test_json_goes_to_stdout_alone_and_a_report_is_made_again(tmp_path, preset, 
     assert (tmp_path / "elsewhere" / "report.html").exists()
 
 
-def test_a_study_is_run_and_gone_on_with(tmp_path, capsys):
+def test_a_study_is_run_and_resumed(tmp_path, capsys):
     (tmp_path / "own.toml").write_text(STUDY)
     out = tmp_path / "out"
     assert phantom("study", tmp_path / "own.toml", "--out", out) == 0
-    told = capsys.readouterr().out
-    assert "Of tensor's step time, phantom takes" in told
+    assert "Of tensor's step time, phantom takes" in capsys.readouterr().out
     kept = {path: path.stat().st_mtime_ns for path in (out / "cells").iterdir()}
     assert len(kept) == 4
     assert phantom("study", tmp_path / "own.toml", "--out", out, "--resume", "--json") == 0
@@ -116,27 +114,31 @@ def test_a_study_is_run_and_gone_on_with(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("compare", "--preset", "fast"), "there is no 'fast': choose from digits, gpt, paper, quick, standard"),
-        (("compare", "--ranks", 3, "--out", "OUT"), "3"),
-        (("compare", "--ghosts", 0, "--out", "OUT"), "ghosts"),
-        (("compare", "--blocks", 7, "--out", "OUT"), "7"),
+        (("compare", "--ranks", 3, "--out", "OUT"), "3 ranks do not divide blocks=4: run on 2 or 4 ranks"),
+        (("compare", "--ghosts", 0, "--out", "OUT"), "ghosts must be a positive whole number, got 0"),
+        (("compare", "--blocks", 7, "--out", "OUT"), "blocks=7 does not divide in_features=1024"),
         (("compare", "--data", "none.npz", "--out", "OUT"), "there is no data"),
         (("compare", "--profile", "abacus", "--out", "OUT"), "abacus"),
-        (("compare", "--learning-rates", 0.2, 0.1, "--out", "OUT"), "rising numbers"),
+        (("compare", "--learning-rates", 0.2, 0.1, "--out", "OUT"), "ascending numbers above 0, got [0.2, 0.1]"),
         (("compare", "--resume"), "--resume needs --out"),
         (("compare", "--resume", "--out", "OUT"), "nothing to resume"),
-        (("study", "speed"), "choose from batch, ghosts, scaling, smaller, wider, width"),
-        (("study", "ghosts", "--width", 10, "--out", "OUT"), "10"),
+        (("study", "speed"), "there is no 'speed': choose from batch, ghosts, scaling, smaller, wider, width"),
+        (("compare", "--depth", 10**9, "--out", "OUT"), "depth must be at most 10000, got 1000000000"),
+        (("compare", "--preset", "gpt", "--out", "OUT"), "gpt is about models of the family gpt, not ffn"),
+        (("compare", "gpt", "--preset", "quick", "--out", "OUT"), "quick is about models of the family ffn, not gpt"),
+        (("study", "ghosts", "--width", 10, "--out", "OUT"), "blocks=4 does not divide in_features=10"),
+        (("study", "ghosts", "--search-steps", 0, "--out", "OUT"), "steps must be a positive whole number, got 0"),
         (("report", "OUT"), "is not a result of phantom compare or phantom study"),
     ],
 )
-def test_mistakes_are_one_line_and_exit_code_2(tmp_path, capsys, arguments, told):
+def test_mistakes_are_one_line_and_exit_code_2(tmp_path, capsys, arguments, message):
     given = [str(tmp_path / "out") if one == "OUT" else one for one in arguments]
     assert phantom(*given) == 2
     error = capsys.readouterr().err
-    assert told in error
+    assert message in error
     assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
@@ -151,7 +153,7 @@ def test_an_unknown_strategy_and_an_occupied_folder(tmp_path, preset, capsys):
     assert (tmp_path / "out" / "mine").read_text() == "precious"
 
 
-def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(tmp_path, preset):
+def test_ctrl_c_keeps_finished_cells(tmp_path, preset):
     out = tmp_path / "out"
     preset.write_text(SMALL.replace("steps = 60", "steps = 60000").replace("target_loss = 0.6", "target_loss = 1e-9"))
     command = [sys.executable, "-m", "phantom_parallel.cli.main", "compare", "--preset", str(preset)]
@@ -175,3 +177,50 @@ def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(tmp_path, preset):
     assert not list(cells.glob(".*"))
     settings = json.loads((out / "settings.json").read_text())
     assert settings["training"]["ranks"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown", "hidden"),
+    [
+        (("compare",), ("--width INT", "(default: 1024, of the preset quick)", "--search-steps"), ("--lr ", "--seed ")),
+        (("compare", "--preset", "digits"), ("(default: digits, of the preset digits)",), ()),
+        (("compare", "--preset=digits"), ("(default: 60, of the preset digits)",), ()),
+        (("compare", "gpt"), ("--dim INT", "(default: 1.8, of the preset gpt)", "--eval-windows"), ("--width",)),
+        (
+            ("study", "ghosts"),
+            ("(default: 512, of the study ghosts)", "--learning-rates", "--search-steps"),
+            ("--dim",),
+        ),
+        (("study", "wider"), ("(default: 200, of the study wider)", "--dim INT"), ("--width",)),
+        (("study",), ("NAME", "--steps INT"), ()),
+    ],
+)
+def test_help_shows_the_values_of_the_preset(capsys, monkeypatch, arguments, shown, hidden):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert phantom(*arguments, "--help") == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "default: None" not in text
+    for part in shown:
+        assert part in text
+    for part in hidden:
+        assert f" {part}" not in text
+
+
+def test_every_training_field_and_setting_of_the_search_is_an_option(tmp_path, preset, capsys):
+    """Those of the file are kept where an option is left out, and replaced where it is given."""
+    out = tmp_path / "out"
+    options = ("--weight-decay", 0.5, "--search-steps", 5, "--steps", 5, "--seeds", 1, "--strategies", "tensor")
+    assert phantom("compare", "--preset", preset, *options, "--no-bias", "--out", out, "--json") == 0
+    settings = json.loads(capsys.readouterr().out)["settings"]
+    assert settings["training"]["weight_decay"] == 0.5
+    assert settings["training"]["bias"] is False
+    assert settings["training"]["width"] == 16
+    assert settings["search"] == {"learning_rates": [0.02, 0.04], "steps": 5, "seed": 1000, "extend": 0}
+    assert settings["strategies"] == ["tensor"]
+
+
+def test_the_name_of_a_study_may_follow_its_options(tmp_path, capsys):
+    (tmp_path / "own.toml").write_text(STUDY)
+    command = ("study", "--steps", 1, "--out", tmp_path / "out", tmp_path / "own.toml", "--json")
+    assert phantom(*command) == 0
+    assert json.loads(capsys.readouterr().out)["settings"]["steps"] == 1

@@ -6,7 +6,7 @@ import pytest
 from phantom_parallel.report import captions
 from phantom_parallel.report import compare_figures as drawings
 from phantom_parallel.report import study_figures as sweeps
-from phantom_parallel.report.tables import by_setting
+from phantom_parallel.report.tables import group_cells
 from phantom_parallel.study.results import Ratio, Trial
 from tests.study.sample import make_cell, make_comparison, make_run, make_study, one_ratio
 
@@ -16,7 +16,7 @@ def captions_of(drawn):
 
 
 def test_a_comparison_has_all_its_figures():
-    drawn = drawings.comparison(make_comparison())
+    drawn = drawings.comparison_figures(make_comparison())
     assert [drawing.name for drawing in drawn] == [
         "loss-time",
         "loss-energy",
@@ -39,7 +39,7 @@ def hasattr_text(artist):
 
 def test_captions_have_the_numbers_of_the_table():
     found = make_comparison(ratios=(Ratio("phantom", "tensor", "seconds", one_ratio(0.314, 0.28, 0.351)),))
-    caption = captions_of(drawings.comparison(found))["loss-time"]
+    caption = captions_of(drawings.comparison_figures(found))["loss-time"]
     means = [one.seconds.mean for one in found.strategies]
     assert f"phantom after {means[0]:.2f} s, tensor after {means[1]:.2f} s" in caption
     assert "Phantom takes 0.31 [0.28, 0.35] of tensor's time." in caption
@@ -48,7 +48,7 @@ def test_captions_have_the_numbers_of_the_table():
 
 def test_a_comparison_in_which_phantom_is_worse_says_so():
     found = make_comparison(slower=5.0)
-    said = captions_of(drawings.comparison(found))
+    said = captions_of(drawings.comparison_figures(found))
     ratio = next(one.ratio.mean for one in found.ratios if (one.to, one.measure) == ("tensor", "seconds"))
     assert ratio > 1
     assert f"Phantom takes {ratio:.2f}" in said["loss-time"]
@@ -61,25 +61,26 @@ def test_a_comparison_in_which_phantom_is_worse_says_so():
 def test_an_interval_that_holds_1_is_no_gain():
     text = captions.share_of("phantom", "tensor", "joules", one_ratio(0.97, 0.9, 1.05))
     assert (
-        text == "phantom uses 0.97 [0.90, 1.05] of tensor's modelled energy, which may be chance (the interval holds 1)"
+        text
+        == "phantom uses 0.97 [0.90, 1.05] of tensor's modelled energy, which may be chance (the interval includes 1)"
     )
 
 
 def test_a_strategy_that_missed_the_target_is_named():
     found = make_comparison(missed=("tensor",))
-    assert "tensor never (missed)" in captions_of(drawings.comparison(found))["loss-time"]
+    assert "tensor never (missed)" in captions_of(drawings.comparison_figures(found))["loss-time"]
     assert captions.headline(found)[0].startswith("Tensor reached the loss in 0 of 3 runs")
 
 
 def test_counts_are_compared():
-    caption = captions_of(drawings.comparison(make_comparison()))["bytes"]
+    caption = captions_of(drawings.comparison_figures(make_comparison()))["bytes"]
     assert "phantom 65.5 kB, tensor 4.19 MB, megatron 2.1 MB" in caption
     assert "Phantom exchanges 0.016 of tensor's" in caption  # 65,536 / 4,194,304 = 1 / 64
 
 
 def test_parts_of_a_step_add_up_to_it():
     run = make_run("tensor", 1)
-    compute, blocked, idle = drawings.parts_of_step(run)
+    compute, blocked, idle = drawings.step_breakdown(run)
     assert compute + blocked + idle == pytest.approx(run.step_seconds)
     assert blocked == pytest.approx(0.55 * 0.95 * run.step_seconds)
     assert idle == pytest.approx(0.05 * run.step_seconds)
@@ -89,9 +90,9 @@ def test_the_median_way_down_goes_as_far_as_half_of_the_seeds():
     quick = [(0.0, 1.0), (1.0, 0.5), (2.0, 0.25)]
     slow = [(0.0, 1.0), (2.0, 0.5), (4.0, 0.25)]
     stuck = [(0.0, 1.0), (3.0, 0.5)]
-    assert drawings.median_way_down([quick, slow, stuck]) == [(0.0, 1.0), (2.0, 0.5), (4.0, 0.25)]
-    assert drawings.median_way_down([quick, stuck])[-1] == (2.0, 0.5)  # between 1 and 3; one in two goes on
-    between = drawings.median_way_down([quick, [(0.0, 1.0), (1.0, 0.75)], [(0.0, 1.0), (9.0, 0.75)]])
+    assert drawings.median_curve([quick, slow, stuck]) == [(0.0, 1.0), (2.0, 0.5), (4.0, 0.25)]
+    assert drawings.median_curve([quick, stuck])[-1] == (2.0, 0.5)  # between 1 and 3; one in two goes on
+    between = drawings.median_curve([quick, [(0.0, 1.0), (1.0, 0.75)], [(0.0, 1.0), (9.0, 0.75)]])
     assert between[-1] == (1.0, 0.75)  # of 0.5, 1 and 9 seconds
 
 
@@ -100,7 +101,7 @@ def test_the_search_says_where_it_ended_at_an_edge():
     assert "0.004 of 4 for phantom" in captions.learning_rates(found)
     assert "beyond" not in captions.learning_rates(found)
     fewer = make_comparison(trials=tuple(trial for trial in found.trials if trial.lr <= 0.004))
-    assert "For phantom it lies at an end" in captions.learning_rates(fewer)
+    assert "For phantom it is at an end" in captions.learning_rates(fewer)
 
 
 def test_a_search_for_the_target_is_drawn_by_its_steps():
@@ -109,9 +110,9 @@ def test_a_search_for_the_target_is_drawn_by_its_steps():
         Trial("phantom", 0.002, "target", 60, 0.05, chosen=True),
         Trial("phantom", 0.004, "steps", 60, 0.07),
     )
-    drawing = captions_of(drawings.comparison(make_comparison(trials=trials)))["learning-rates"]
+    drawing = captions_of(drawings.comparison_figures(make_comparison(trials=trials)))["learning-rates"]
     assert "could no longer be the best" in drawing
-    axes = drawings.comparison(make_comparison(trials=trials))[3].figure.axes[0]
+    axes = drawings.comparison_figures(make_comparison(trials=trials))[3].figure.axes[0]
     assert "steps to the loss" in axes.get_ylabel()
     line = next(line for line in axes.lines if line.get_label() == "phantom")
     assert [*zip(*line.get_data(), strict=True)] == [(0.001, 80), (0.002, 60)]
@@ -119,9 +120,9 @@ def test_a_search_for_the_target_is_drawn_by_its_steps():
 
 def test_missing_values_leave_figures_out():
     found = make_comparison(trials=(), ratios=(), runs=())
-    assert [drawing.name for drawing in drawings.comparison(found)] == ["bytes", "flops"]
-    assert sweeps.study(make_study("ghosts", cells=())) == []
-    assert sweeps.study(make_study("smaller", cells=())) == []
+    assert [drawing.name for drawing in drawings.comparison_figures(found)] == ["bytes", "flops"]
+    assert sweeps.study_figures(make_study("ghosts", cells=())) == []
+    assert sweeps.study_figures(make_study("smaller", cells=())) == []
 
 
 @pytest.mark.parametrize(
@@ -136,33 +137,33 @@ def test_missing_values_leave_figures_out():
     ],
 )
 def test_each_study_has_its_figures(name, figures):
-    drawn = sweeps.study(make_study(name))
+    drawn = sweeps.study_figures(make_study(name))
     assert [drawing.name for drawing in drawn] == figures
     assert all(drawing.caption.endswith(".") for drawing in drawn)
 
 
 def test_ghosts_says_from_where_the_loss_is_tensors():
-    caption = captions_of(sweeps.study(make_study("ghosts")))["ghosts-loss"]
+    caption = captions_of(sweeps.study_figures(make_study("ghosts")))["ghosts-loss"]
     assert "phantom is no worse at ghosts 16, 32, 64, and worse at the others" in caption  # 0.053 of tensor
     assert "0.0435 at 64, tensor 0.053" in caption
 
 
 def test_scaling_tells_measured_from_modelled():
-    caption = captions_of(sweeps.study(make_study("scaling")))["ranks-step-seconds"]
+    caption = captions_of(sweeps.study_figures(make_study("scaling")))["ranks-step-seconds"]
     assert "At ranks 8: phantom 7 ms, tensor 21 ms (0.33 of it)" in caption
     assert "Modelled. At ranks 256" in caption
     assert "modelled (frontier-mi250x)" in caption
-    settings = by_setting(make_study("scaling").cells)
+    settings = group_cells(make_study("scaling").cells)
     lines = sweeps.lines_of(settings, "ranks")
     assert len(lines) == 6  # blocks rise with ranks and split nothing
-    axes = sweeps.study(make_study("scaling"))[0].figure.axes[0]
+    axes = sweeps.study_figures(make_study("scaling"))[0].figure.axes[0]
     dashed = [line for line in axes.lines if len(line.get_xdata()) and line.get_linestyle() == "--"]
     assert sorted(min(line.get_xdata()) for line in dashed) == [16, 16, 16]
     assert all(line.get_markerfacecolor() == "#ffffff" for line in dashed)
 
 
 def test_batch_has_a_line_for_each_strategy_and_ranks():
-    lines = sweeps.lines_of(by_setting(make_study("batch").cells), "batch")
+    lines = sweeps.lines_of(group_cells(make_study("batch").cells), "batch")
     assert [line.label for line in lines] == [
         f"{strategy} (ranks {ranks})" for strategy in ("phantom", "tensor") for ranks in (1, 2, 4)
     ]
@@ -178,22 +179,22 @@ def test_a_sweep_in_which_phantom_is_worse_says_where():
             ("tensor", 512, 0.008),
         )
     ]
-    (drawing,) = sweeps.study(make_study("width", cells=tuple(cells)))
+    (drawing,) = sweeps.study_figures(make_study("width", cells=tuple(cells)))
     assert drawing.caption == (
         "At width 512: phantom 4 ms, tensor 8 ms (0.50 of it). Phantom is worse than tensor at width 256."
     )
 
 
 def test_smaller_rings_phantom_models_on_fewer_ranks():
-    best, small = sweeps.reaching(by_setting(make_study("smaller").cells))
+    best, small = sweeps.reaching(group_cells(make_study("smaller").cells))
     assert (best.strategy, best.settings["ranks"]) == ("tensor", 4)
     assert [(one.settings["ranks"], one.settings["ghosts"]) for one in small] == [(2, 32), (1, 32)]
-    caption = captions_of(sweeps.study(make_study("smaller")))["smaller-joules"]
-    assert "Phantom on 1 rank comes to 0.0481, for 36 J: 0.38 of tensor's; so do 1 more" in caption
+    caption = captions_of(sweeps.study_figures(make_study("smaller")))["smaller-joules"]
+    assert "Phantom on 1 rank reaches 0.0481, for 36 J: 0.38 of tensor's; so do 1 more" in caption
     worse = [cell for cell in make_study("smaller").cells if cell.values["loss"] >= 0.05]
     assert all(cell.values["reached"] == 0 for cell in worse if cell.settings["strategy"] == "phantom")
-    said = captions_of(sweeps.study(make_study("smaller", cells=tuple(worse))))["smaller-joules"]
-    assert said.endswith("No phantom model on fewer ranks came to that loss.")
+    said = captions_of(sweeps.study_figures(make_study("smaller", cells=tuple(worse))))["smaller-joules"]
+    assert said.endswith("No phantom model on fewer ranks reached that loss.")
 
 
 def test_smaller_believes_runs_that_say_whether_they_reached_the_target():
@@ -203,15 +204,15 @@ def test_smaller_believes_runs_that_say_whether_they_reached_the_target():
         make_cell("phantom", {"loss": 0.051, "target": 0.05, "reached": 0.0, "joules": None}, ranks=2, seed=1),
         make_cell("phantom", {"loss": 0.0499, "target": 0.05, "reached": 1.0, "joules": 4.0}, ranks=1),
     )
-    best, small = sweeps.reaching(by_setting(cells))
+    best, small = sweeps.reaching(group_cells(cells))
     assert sweeps.limit_of(best) == 0.05
     assert [one.settings["ranks"] for one in small] == [1]
-    (drawing,) = sweeps.study(make_study("smaller", cells=cells))
+    (drawing,) = sweeps.study_figures(make_study("smaller", cells=cells))
     assert drawing.caption.endswith("1 of 3 models missed the loss and are not drawn.")
 
 
 def test_files_of_a_figure_are_the_same_each_time_and_hold_text():
-    first, second = (drawings.comparison(make_comparison())[0] for _ in range(2))
+    first, second = (drawings.comparison_figures(make_comparison())[0] for _ in range(2))
     assert first.svg() == second.svg()
     assert ">held-out loss</text>" in first.svg()
     assert first.png().startswith(b"\x89PNG")
@@ -219,5 +220,5 @@ def test_files_of_a_figure_are_the_same_each_time_and_hold_text():
 
 def test_names_with_mathematics_in_them_are_text():
     cells = [make_cell("$x", {"loss": loss}, width=width) for width, loss in ((1, 0.5), (2, math.nan), (3, 0.2))]
-    (drawing,) = sweeps.study(make_study("mine", cells=tuple(cells)))
+    (drawing,) = sweeps.study_figures(make_study("mine", cells=tuple(cells)))
     assert re.search(r">\$x<", drawing.svg())

@@ -8,7 +8,8 @@ from html.parser import HTMLParser
 import pytest
 
 from phantom_parallel.report import html as report
-from phantom_parallel.study.results import Comparison, Study, from_json
+from phantom_parallel.study.results import Comparison, Study
+from phantom_parallel.utils.parsing import decode_json
 from tests.study.sample import make_comparison, make_study
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -42,7 +43,7 @@ def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reports")
     found = {"compare": make_comparison(remarks=("Phantom is worse in memory.",))}
     found |= {name: make_study(name) for name in STUDIES}
-    return {name: report.write(one, folder / name) for name, one in found.items()}
+    return {name: report.write_report(one, folder / name) for name, one in found.items()}
 
 
 def test_everything_is_written(pages):
@@ -101,19 +102,19 @@ def test_what_comes_from_data_is_escaped(tmp_path):
     found = make_comparison(
         name=SCRIPT, remarks=(SCRIPT,), command=SCRIPT, environment={SCRIPT: SCRIPT}, target_from=SCRIPT
     )
-    assert_harmless(report.write(renamed(found, Comparison), tmp_path / "compare"))
+    assert_harmless(report.write_report(renamed(found, Comparison), tmp_path / "compare"))
     study = make_study("batch", question=SCRIPT, findings=(SCRIPT,), settings={"cells": [{SCRIPT: [SCRIPT]}]})
-    assert_harmless(report.write(renamed(study, Study), tmp_path / "study"))
+    assert_harmless(report.write_report(renamed(study, Study), tmp_path / "study"))
 
 
 def renamed(found, kind):
     """With a strategy whose name is a script, as a file by somebody else could have it."""
-    return from_json(kind, json.loads(json.dumps(asdict(found)).replace("tensor", SCRIPT)))
+    return decode_json(json.dumps(asdict(found)).replace("tensor", SCRIPT).encode(), kind, "renamed")
 
 
 def test_a_comparison_of_nothing_still_has_a_page(tmp_path):
     found = make_comparison(strategies=(), ratios=(), runs=(), trials=())
-    assert "In numbers" in report.write(found, tmp_path).read_text()
+    assert "In numbers" in report.write_report(found, tmp_path).read_text()
 
 
 def assert_harmless(page):
@@ -124,8 +125,8 @@ def assert_harmless(page):
 
 
 def test_writing_again_replaces_the_page_and_leaves_nothing_behind(tmp_path):
-    first = report.write(make_comparison(), tmp_path).read_text()
-    assert report.write(make_comparison(), tmp_path).read_text() == first
+    first = report.write_report(make_comparison(), tmp_path).read_text()
+    assert report.write_report(make_comparison(), tmp_path).read_text() == first
     assert not list(tmp_path.rglob(".*"))
 
 

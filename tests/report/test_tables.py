@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 
 from phantom_parallel.report import tables
-from phantom_parallel.report.units import quantity, scale, share
+from phantom_parallel.report.csv_files import csv_files
+from phantom_parallel.report.units import format_ratio, quantity, scale
 from phantom_parallel.study.results import Cell, Interval, Ratio
 from tests.study.sample import make_comparison, make_study, one_ratio
 
@@ -15,7 +16,7 @@ from tests.study.sample import make_comparison, make_study, one_ratio
 def rows(found):
     return {
         row.label if number == 0 else f"ratio: {row.label}": row.cells
-        for number, section in enumerate(tables.sections(found))
+        for number, section in enumerate(tables.comparison_sections(found))
         for row in section.rows
     }
 
@@ -56,7 +57,13 @@ def test_an_axis_takes_the_unit_of_its_largest_value():
 
 
 def test_shares_keep_two_digits():
-    assert [share(one) for one in (0.314, 1.0, 0.0312, 12.345, 123.4)] == ["0.31", "1.00", "0.031", "12.35", "123"]
+    assert [format_ratio(one) for one in (0.314, 1.0, 0.0312, 12.345, 123.4)] == [
+        "0.31",
+        "1.00",
+        "0.031",
+        "12.35",
+        "123",
+    ]
 
 
 def test_rows_of_a_comparison_are_the_numbers_of_its_runs():
@@ -69,11 +76,11 @@ def test_rows_of_a_comparison_are_the_numbers_of_its_runs():
     assert table["FLOPs to the loss"][1] == f"{steps * 0.81:.1f} GFLOP"
     assert table["bytes exchanged to the loss"][1] == f"{steps * 4.194304:.0f} MB"
     assert table["reached the target"] == ("3 of 3",) * 3
-    assert table["learning rate found"] == ("0.004", "0.002", "0.002")
+    assert table["learning rate"] == ("0.004", "0.002", "0.002")
     assert table["ranks"] == ("4", "4", "4")
     assert table["share of time blocked"] == ("15.0 %", "55.0 %", "40.0 %")
     assert table["inference latency, batch 64"] == ("4.2 ms", "13 ms", "9.24 ms")
-    assert table["inference energy a sample, batch 1, modelled"][0] == "24 mJ"
+    assert table["inference energy per sample, batch 1, modelled"][0] == "24 mJ"
     assert table["energy, measured"] == ("unavailable",) * 3
 
 
@@ -85,7 +92,7 @@ def test_ratios_stand_below_the_strategy_that_they_are_to():
             Ratio("megatron", "tensor", "seconds", one_ratio(0.5, 0.4, 0.6)),
         )
     )
-    section = tables.sections(found)[-1]
+    section = tables.comparison_sections(found)[-1]
     assert section.headings[1:] == ("", "phantom / tensor", "phantom / megatron")
     table = rows(found)
     assert table["ratio: time to the loss"][1:] == ("0.31 [0.28, 0.35]", "0.90")
@@ -114,10 +121,10 @@ def test_measured_energy_names_its_sensors():
 
 def test_terminal_and_markdown_have_the_same_rows():
     found = make_comparison(("phantom", "tensor", "megatron", "dense"), missed=("tensor",))
-    text, markdown = printed(tables.comparison(found)), tables.markdown(found)
+    text, markdown = printed(tables.comparison_table(found)), tables.markdown(found)
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown.splitlines()]
     assert len({len(line) for line in lines}) == 1
-    for section in tables.sections(found):
+    for section in tables.comparison_sections(found):
         for row in section.rows:
             assert [row.label, *row.cells] in lines
             assert row.label in text
@@ -126,7 +133,7 @@ def test_terminal_and_markdown_have_the_same_rows():
 
 def test_markup_in_names_is_text():
     found = make_comparison(name="[bold]x[/bold]")
-    assert "[bold]x[/bold]" in printed(tables.comparison(found))
+    assert "[bold]x[/bold]" in printed(tables.comparison_table(found))
 
 
 def test_cells_of_several_seeds_are_one_row_with_the_median():
@@ -147,13 +154,13 @@ def test_a_value_that_half_of_the_seeds_lack_is_missed():
         Cell(f"{seed}", {"strategy": "phantom", "seed": seed}, {"seconds": value, "reached": float(value is not None)})
         for seed, value in enumerate((4.0, None, None))
     ]
-    (one,) = tables.by_setting(cells)
+    (one,) = tables.group_cells(cells)
     assert one.values == {"seconds": None, "reached": 1.0}
     cells[1] = replace(cells[1], values={"seconds": 9.0, "reached": 1.0})
-    (one,) = tables.by_setting(cells)
+    (one,) = tables.group_cells(cells)
     assert one.values == {"seconds": 9.0, "reached": 2.0}
     never = [replace(cell, values={"seconds": None, "steps": 5.0, "reached": 0.0}) for cell in cells]
-    assert rows_of_study(never)[0]["reached the loss"] == "0 of 3"
+    assert rows_of_study(never)[0]["reached the target"] == "0 of 3"
 
 
 def rows_of_study(cells):
@@ -170,8 +177,8 @@ def test_modelled_cells_say_so():
 
 def test_a_study_prints():
     for name in ("ghosts", "scaling", "smaller", "batch", "width", "mine"):
-        assert "phantom" in printed(tables.study(make_study(name)))
-    printed(tables.study(make_study("ghosts", cells=())))
+        assert "phantom" in printed(tables.study_table(make_study(name)))
+    printed(tables.study_table(make_study("ghosts", cells=())))
 
 
 def read(text):
@@ -180,7 +187,7 @@ def read(text):
 
 def test_csv_holds_every_number_to_the_last_digit():
     found = make_comparison(missed=("tensor",))
-    files = {name: read(text) for name, text in tables.csv_files(found).items()}
+    files = {name: read(text) for name, text in csv_files(found).items()}
     assert sorted(files) == ["curve.csv", "ratios.csv", "runs.csv", "strategies.csv"]
     for run, row in zip(found.runs, files["runs.csv"], strict=True):
         assert (row["strategy"], int(row["seed"]), float(row["seconds"])) == (run.strategy, run.seed, run.seconds)
@@ -200,7 +207,7 @@ def test_csv_holds_every_number_to_the_last_digit():
 
 def test_csv_of_a_study_has_a_row_for_each_cell():
     found = make_study("scaling")
-    table = read(tables.csv_files(found)["cells.csv"])
+    table = read(csv_files(found)["cells.csv"])
     for cell, row in zip(found.cells, table, strict=True):
         assert int(row["setting_ranks"]) == cell.settings["ranks"]
         assert math.isclose(float(row["step_seconds"]), cell.values["step_seconds"], rel_tol=0)
@@ -213,9 +220,9 @@ def test_a_terminal_gets_the_main_measures_of_a_study_and_the_report_all():
     found = replace(found, cells=tuple(replace(one, values=one.values | {"memory_bytes": 8.0}) for one in found.cells))
     few, every = tables.study_section(found, brief=True), tables.study_section(found)
     assert set(few.headings) < set(every.headings)
-    assert {"held-out loss", "reached the loss"} <= set(few.headings)
-    assert "memory a rank" in every.headings
-    assert "memory a rank" not in few.headings
+    assert {"held-out loss", "reached the target"} <= set(few.headings)
+    assert "memory per rank" in every.headings
+    assert "memory per rank" not in few.headings
     assert len(few.rows) == len(every.rows)
     timed = tables.study_section(make_study("scaling"), brief=True).headings
     assert "step time" in timed

@@ -3,11 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
+from phantom_parallel.study.analysis import mean_interval, ratio_interval
 from phantom_parallel.study.results import (
     Cell,
     Comparison,
+    CurvePoint,
+    InferenceResult,
     Interval,
-    Point,
     Power,
     Ratio,
     Run,
@@ -15,7 +17,6 @@ from phantom_parallel.study.results import (
     Study,
     Trial,
 )
-from phantom_parallel.study.statistics import interval, ratio
 
 TARGET = 0.05
 POWER = Power("cpu-core", 6.0, 4.5, 2.0, "assumed of one core of a server CPU")
@@ -57,10 +58,10 @@ def make_run(strategy: str, seed: int, *, slower: float = 1.0, missed: bool = Fa
     )
 
 
-def _point(at: int, steps: int, step: float, share: float, floor: float) -> Point:
+def _point(at: int, steps: int, step: float, share: float, floor: float) -> CurvePoint:
     loss = 1.2 * (floor / 1.2) ** (at / steps)
     watts = RANKS * ((1 - share) * POWER.compute_watts + share * POWER.communication_watts)
-    return Point(at, loss, at * step, at * step * watts)
+    return CurvePoint(at, loss, at * step, at * step * watts)
 
 
 def make_comparison(
@@ -120,21 +121,21 @@ def _result(strategy: str, runs: list[Run]) -> StrategyResult:
         flops_per_step=flops,
         bytes_per_step=words,
         memory_bytes=16 * parameters // RANKS,
-        steps=interval([run.steps for run in reached]),
-        seconds=interval([run.seconds for run in reached]),
-        joules=interval([run.joules for run in reached if run.joules is not None]),
+        steps=mean_interval([run.steps for run in reached]),
+        seconds=mean_interval([run.seconds for run in reached]),
+        joules=mean_interval([run.joules for run in reached if run.joules is not None]),
         measured_joules=None,
-        flops=interval([run.steps * flops for run in reached]),
-        bytes=interval([run.steps * words for run in reached]),
-        step_seconds=interval([run.step_seconds for run in runs]),
-        blocked_share=interval([run.blocked_share for run in runs]),
+        flops=mean_interval([run.steps * flops for run in reached]),
+        bytes=mean_interval([run.steps * words for run in reached]),
+        step_seconds=mean_interval([run.step_seconds for run in runs]),
+        blocked_share=mean_interval([run.blocked_share for run in runs]),
         inference=tuple(
-            {
-                "batch": batch,
-                "latency_seconds": step * (0.1 + 0.005 * batch),
-                "joules_per_sample": step * 2.4 / batch,
-                "provenance": "modelled",
-            }
+            InferenceResult(
+                batch=batch,
+                latency_seconds=step * (0.1 + 0.005 * batch),
+                joules_per_sample=step * 2.4 / batch,
+                provenance="modelled",
+            )
             for batch in (1, 64)
         ),
     )
@@ -158,10 +159,10 @@ def _ratios(runs: list[Run], others: list[str]) -> list[Ratio]:
             pairs = [
                 (of(run, measure), of(by_seed[to, run.seed], measure)) for run in runs if run.strategy == "phantom"
             ]
-            one = ratio([(a, b) for a, b in pairs if a is not None and b is not None])
+            one = ratio_interval([(a, b) for a, b in pairs if a is not None and b is not None])
             if one is not None:
                 found.append(Ratio("phantom", to, measure, one))
-        latency = ratio([(NATURE["phantom"][0], NATURE[to][0])])
+        latency = ratio_interval([(NATURE["phantom"][0], NATURE[to][0])])
         assert latency is not None
         found.append(Ratio("phantom", to, "latency, batch 64", latency))
     return found

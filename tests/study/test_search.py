@@ -1,4 +1,4 @@
-"""The search for a learning rate, on a bench whose losses are known."""
+"""The search for a learning rate, with trainings whose results are known."""
 
 from dataclasses import replace
 
@@ -6,20 +6,20 @@ import pytest
 
 from phantom_parallel.families.ffn.train_config import FFNTrainConfig
 from phantom_parallel.study.results import Run, Trial
-from phantom_parallel.study.search import beyond, choose, search
-from phantom_parallel.study.settings import Search
+from phantom_parallel.study.search import mark_best, next_rate, search
+from phantom_parallel.study.settings import SearchSettings
 
 CONFIG = FFNTrainConfig(width=16, depth=1, strategy="tensor", samples=64, batch=8)
 
 
-class Bench:
-    """Knows how many steps each learning rate needs to the target, and the loss where there is none."""
+class KnownTrainings:
+    """A runner that knows how many steps each learning rate needs to the target, and the loss where there is none."""
 
     def __init__(self, needs: dict[float, int]) -> None:
-        self.needs, self.asked = needs, []
+        self.needs, self.trained = needs, []
 
-    def training(self, name: str, config: FFNTrainConfig) -> Run:
-        self.asked.append((name, config.lr, config.steps))
+    def train(self, name: str, config: FFNTrainConfig) -> Run:
+        self.trained.append((name, config.lr, config.steps))
         needed = self.needs[config.lr]
         reached = needed <= config.steps
         return Run(
@@ -40,45 +40,48 @@ class Bench:
         )
 
 
-def arm(*, lr: float, steps: int) -> FFNTrainConfig:
+def candidate(*, lr: float, steps: int) -> FFNTrainConfig:
     return replace(CONFIG, lr=lr, steps=steps)
 
 
-def chosen(bench: Bench, settings: Search) -> float:
-    found = search({"tensor": arm}, settings, bench, lambda trials: None)
+def chosen(runner: KnownTrainings, settings: SearchSettings) -> float:
+    found = search({"tensor": candidate}, settings, runner, lambda trials: None)
     return next(one.lr for one in found["tensor"] if one.chosen)
 
 
 def test_fewest_steps_to_the_target_win_and_hopeless_trials_stop_early():
-    bench = Bench({0.1: 50, 0.2: 30, 0.4: 90})
-    assert chosen(bench, Search((0.1, 0.2, 0.4), steps=100)) == 0.2
-    assert [steps for _, _, steps in bench.asked] == [100, 50, 30]
+    runner = KnownTrainings({0.1: 50, 0.2: 30, 0.4: 90})
+    assert chosen(runner, SearchSettings((0.1, 0.2, 0.4), steps=100)) == 0.2
+    assert [steps for _, _, steps in runner.trained] == [100, 50, 30]
 
 
 def test_without_a_target_the_lowest_loss_wins():
-    assert chosen(Bench({0.1: 500, 0.2: 900, 0.4: 700}), Search((0.1, 0.2, 0.4), steps=100, extend=0)) == 0.1
+    assert (
+        chosen(KnownTrainings({0.1: 500, 0.2: 900, 0.4: 700}), SearchSettings((0.1, 0.2, 0.4), steps=100, extend=0))
+        == 0.1
+    )
 
 
-def test_the_list_goes_on_where_the_best_lies_at_its_end():
-    bench = Bench({0.1: 80, 0.2: 60, 0.4: 40, 0.8: 20, 1.6: 70})
-    assert chosen(bench, Search((0.1, 0.2), steps=100, extend=5)) == 0.8
-    assert [lr for _, lr, _ in bench.asked] == [0.1, 0.2, 0.4, 0.8, 1.6]
-    down = Bench({0.1: 80, 0.2: 90, 0.05: 60, 0.025: 70})
-    assert chosen(down, Search((0.1, 0.2), steps=100, extend=5)) == 0.05
+def test_the_list_is_extended_where_the_best_is_at_its_end():
+    runner = KnownTrainings({0.1: 80, 0.2: 60, 0.4: 40, 0.8: 20, 1.6: 70})
+    assert chosen(runner, SearchSettings((0.1, 0.2), steps=100, extend=5)) == 0.8
+    assert [lr for _, lr, _ in runner.trained] == [0.1, 0.2, 0.4, 0.8, 1.6]
+    down = KnownTrainings({0.1: 80, 0.2: 90, 0.05: 60, 0.025: 70})
+    assert chosen(down, SearchSettings((0.1, 0.2), steps=100, extend=5)) == 0.05
 
 
-def test_the_list_goes_on_no_further_than_allowed():
-    bench = Bench({0.1: 80, 0.2: 60, 0.4: 40, 0.8: 20})
-    assert chosen(bench, Search((0.1, 0.2), steps=100, extend=1)) == 0.4
+def test_the_list_is_extended_no_further_than_allowed():
+    runner = KnownTrainings({0.1: 80, 0.2: 60, 0.4: 40, 0.8: 20})
+    assert chosen(runner, SearchSettings((0.1, 0.2), steps=100, extend=1)) == 0.4
 
 
 def test_a_diverged_trial_is_never_the_best():
     trials = [Trial("tensor", 0.1, "steps", 10, 9.0), Trial("tensor", 0.2, "diverged", 10, None)]
-    assert [one.chosen for one in choose(trials)] == [True, False]
-    assert beyond(trials, Search((0.1, 0.2))) == pytest.approx(0.05)
+    assert [one.chosen for one in mark_best(trials)] == [True, False]
+    assert next_rate(trials, SearchSettings((0.1, 0.2))) == pytest.approx(0.05)
 
 
-def test_arms_take_turns():
-    bench = Bench({0.1: 50, 0.2: 30, 0.4: 90})
-    search({"a": arm, "b": arm}, Search((0.1, 0.2, 0.4), steps=100), bench, lambda trials: None)
-    assert [name.split()[1] for name, _, _ in bench.asked] == ["a", "b"] * 3
+def test_candidates_take_turns():
+    runner = KnownTrainings({0.1: 50, 0.2: 30, 0.4: 90})
+    search({"a": candidate, "b": candidate}, SearchSettings((0.1, 0.2, 0.4), steps=100), runner, lambda trials: None)
+    assert [name.split()[1] for name, _, _ in runner.trained] == ["a", "b"] * 3

@@ -1,10 +1,12 @@
 """Presets and studies as they ship, and what is said of those that are wrong."""
 
+import json
 import re
 
 import pytest
 
-from phantom_parallel.study.settings import names_of, read_compare, read_study
+from phantom_parallel.study.settings import StudySettings, names_of, read_compare, read_study, to_dict
+from phantom_parallel.utils.parsing import convert
 
 
 @pytest.mark.parametrize("name", names_of("presets"))
@@ -12,7 +14,7 @@ def test_presets_are_readable(name):
     found = read_compare(name)
     assert found.name == name
     assert {"phantom", "megatron"} <= set(found.strategies)
-    assert ("tensor" in found.strategies) == (found.task == "ffn")
+    assert ("tensor" in found.strategies) == (found.family == "ffn")
 
 
 @pytest.mark.parametrize("name", names_of("studies"))
@@ -23,8 +25,8 @@ def test_studies_are_readable(name):
 def test_what_ships():
     assert names_of("presets") == ["digits", "gpt", "paper", "quick", "standard"]
     assert names_of("studies") == ["batch", "ghosts", "scaling", "smaller", "wider", "width"]
-    assert read_compare("paper").world == 256
-    assert read_study("scaling").world == 8
+    assert read_compare("paper").world_size == 256
+    assert read_study("scaling").world_size == 8
 
 
 def test_the_same_settings_for_all_but_what_is_phantoms_own():
@@ -55,7 +57,7 @@ def test_cells_are_spread_over_lists():
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("seeds = 0\n[training]\nwidth = 8\ndepth = 1\nblocks = 2\nghosts = 1", "seeds"),
         ("sedes = 1\n", "unknown settings sedes; known are"),
@@ -63,17 +65,40 @@ def test_cells_are_spread_over_lists():
         ("[training]\nwidth = 8", "ghosts=16 is larger than a block"),
         ('strategies = ["phantom", "magic"]\n[training]\nwidth = 8\ndepth = 1\nblocks = 2\nghosts = 1', "'magic'"),
         ("strategies = []", "strategies must be one or more"),
-        ("[training]\nwidth = 9\ndepth = 1\nblocks = 2\nghosts = 1", "9"),
-        ("[search]\nlearning_rates = [0.2, 0.1]", "rising numbers above 0, got [0.2, 0.1]"),
+        ("[training]\nwidth = 9\ndepth = 1\nblocks = 2\nghosts = 1", "blocks=2 does not divide in_features=9"),
+        ("[search]\nlearning_rates = [0.2, 0.1]", "ascending numbers above 0, got [0.2, 0.1]"),
         ("[search]\nlearning_rates = []", "learning_rates"),
         ("training = 3", "[training] must be a table"),
         ("= nonsense", "not readable as TOML"),
+        ("[search]\nlearning_rates = 0", "own.toml: search.learning_rates: Expected array, got int"),
+        ("[search]\nlearning_rates = [nan]", "ascending numbers above 0, got [nan]"),
+        ("[search]\nlearning_rates = [0.1, inf]", "ascending numbers above 0, got [0.1, inf]"),
+        ('seeds = "3"', "own.toml: seeds: Expected int, got str"),
+        ("seeds = 3.0", "own.toml: seeds: Expected int, got float"),
+        ("steps = true", "own.toml: steps: Expected int, got bool"),
+        ("target_loss = nan", "target_loss must be a number above 0, got nan"),
+        ("target_loss = [1]", "own.toml: target_loss: Expected float | null, got array"),
+        ("family = 3", "the model family must be one of ffn, gpt"),
+        ('family = "cnn"', "the model family must be one of ffn, gpt, got 'cnn'"),
+        ("strategies = 3", "own.toml: strategies: Expected array, got int"),
+        ("inference_batches = [[1]]", "own.toml: inference_batches[0]: Expected int, got array"),
+        ("[training]\nwidth = 'wide'", "the training of phantom: width: Expected int, got str"),
+        ("[training]\neval_every = [5]", "the training of phantom: eval_every: Expected int, got array"),
+        ("[training]\nschedule = 'steep'", "schedule: must be one of constant, linear, cosine, got 'steep'"),
+        ("[training]\nbias = 1", "the training of phantom: bias: Expected bool, got int"),
+        (f"[training]\nweight_decay = 1{'0' * 400}", "the training of phantom: weight_decay: Number out of range"),
+        (f"[training]\nwidth = 1{'0' * 400}", "width must be at most 16777216, got a number of more than 20 digits"),
+        ("[training]\ndepth = 1000000000", "depth must be at most 10000, got 1000000000"),
+        ("[training]\nbatch = 1000000000", "batch must be at most 16777216"),
+        ("[training]\nranks = 1000000000", "ranks must be at most 1048576"),
+        (f"steps = 1{'0' * 5000}", "not readable as TOML"),
+        (f"steps = {'[' * 5000}{']' * 5000}", "not readable as TOML: the data are nested too deeply"),
     ],
 )
-def test_a_wrong_preset_is_told_what_is_wrong(tmp_path, text, told):
+def test_a_wrong_preset_is_refused_with_the_reason(tmp_path, text, message):
     path = tmp_path / "own.toml"
     path.write_text(text)
-    with pytest.raises(ValueError, match=re.escape(told)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         read_compare(str(path))
 
 
@@ -87,27 +112,67 @@ def test_an_unknown_name_lists_the_known_ones():
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ('measure = "loss"\nquestion = "?"', "cells is missing"),
-        ('measure = "luck"\nquestion = "?"\n[[cells]]\nstrategy = "tensor"', "measure must be one of loss, speed"),
+        (
+            'measure = "luck"\nquestion = "?"\n[[cells]]\nstrategy = "tensor"',
+            "measure: must be one of loss, speed, got 'luck'",
+        ),
         ('measure = "loss"\nquestion = "?"\n[[cells]]\nghosts = 3', "strategy must be one of"),
         ('measure = "loss"\nquestion = "?"\n[[cells]]\nstrategy = "tensor"\ncolour = "red"', "unknown settings colour"),
         ('measure = "loss"\nquestion = "?"\ncells = 3', "cells must be tables"),
+        ('measure = "loss"\nquestion = "?"\ncells = [3]', "cells must be tables"),
+        (
+            'measure = "loss"\nquestion = "?"\nreference = 3\n[[cells]]\nstrategy = "tensor"',
+            "reference: Expected object",
+        ),
+        ('measure = "loss"\nquestion = 3\n[[cells]]\nstrategy = "tensor"', "own.toml: question: Expected str, got int"),
+        (
+            'measure = "loss"\nquestion = "?"\n[[cells]]\nstrategy = "tensor"\nwidth = "x"',
+            "width: Expected int, got str",
+        ),
+        (
+            'measure = "loss"\nquestion = "?"\n[[cells]]\nstrategy = 3',
+            "strategy must be one of",
+        ),
+        (
+            'measure = "loss"\nquestion = "?"\n[[cells]]\nstrategy = "tensor"\n'
+            f"width = {[64] * 200}\nbatch = {[64] * 200}",
+            "[[cells]] have more than 10,000 combinations",
+        ),
         (
             'measure = "loss"\nquestion = "?"\n[reference]\nstrategy = "megatron"\n[[cells]]\nstrategy = "tensor"',
             "no cell matches the reference {'strategy': 'megatron'}",
         ),
     ],
 )
-def test_a_wrong_study_is_told_what_is_wrong(tmp_path, text, told):
+def test_a_wrong_study_is_refused_with_the_reason(tmp_path, text, message):
     path = tmp_path / "own.toml"
     path.write_text(text)
-    with pytest.raises(ValueError, match=re.escape(told)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         read_study(str(path))
 
 
 def test_a_preset_of_the_other_kind_is_refused():
-    with pytest.raises(ValueError, match="quick compares models of the kind ffn, not gpt"):
-        read_compare("quick", task="gpt")
-    assert read_compare("gpt", {"dim": 128}, task="gpt").training["dim"] == 128
+    with pytest.raises(ValueError, match="quick is about models of the family ffn, not gpt"):
+        read_compare("quick", family="gpt")
+    assert read_compare("gpt", {"dim": 128}, family="gpt").training["dim"] == 128
+
+
+def test_the_key_task_of_version_1_is_the_family(tmp_path):
+    path = tmp_path / "own.toml"
+    path.write_text('task = "gpt"\nstrategies = ["phantom", "megatron"]')
+    assert read_compare(str(path)).family == "gpt"
+
+
+def test_changes_of_the_search_have_a_prefix():
+    found = read_study("ghosts", {"search_steps": 7, "learning_rates": (0.1,), "steps": 9, "width": 256})
+    assert (found.search.steps, found.search.learning_rates, found.steps) == (7, (0.1,), 9)
+    assert found.training["width"] == 256
+    assert read_compare("quick", {"search_extend": 0}).search.extend == 0
+
+
+def test_settings_survive_json():
+    settings = read_study("wider")
+    assert convert(json.loads(json.dumps(to_dict(settings))), StudySettings, "json") == settings

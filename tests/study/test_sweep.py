@@ -9,11 +9,10 @@ import torch
 from phantom_parallel.cost.hardware import load_profile
 from phantom_parallel.cost.timing import step_time
 from phantom_parallel.families.ffn.cost import FFNShape
-from phantom_parallel.study import results
-from phantom_parallel.study.results import Cell, Point, Study
-from phantom_parallel.study.session import Errand
+from phantom_parallel.study.results import Cell, CurvePoint, Study
+from phantom_parallel.study.runner import RunOptions
 from phantom_parallel.study.settings import StudySettings, read_study
-from phantom_parallel.study.sweep import findings, steady, study, work
+from phantom_parallel.study.sweep import findings, run_study, steady_rate, study_on_rank
 
 TRAINING = """
 [training]
@@ -77,14 +76,13 @@ def settings_of(tmp_path: Path, text: str) -> StudySettings:
     return read_study(str(tmp_path / "own.toml"))
 
 
-def on_a_rank(settings: StudySettings, out: str, resume: bool = False) -> dict:
-    return results.to_json(work(torch.device("cpu"), settings, Errand(Path(out), resume)))
+def on_a_rank(settings: StudySettings, out: str) -> Study:
+    return study_on_rank(torch.device("cpu"), settings, RunOptions(Path(out)))
 
 
-def test_cells_after_the_loss_of_a_reference(ranks, tmp_path):
-    told = ranks(2)(on_a_rank, settings_of(tmp_path, SMALLER), str(tmp_path / "out"))
-    assert told[0]["cells"] == told[1]["cells"]  # the idle rank heard everything
-    found = results.from_json(Study, told[0])
+def test_cells_are_trained_to_the_loss_of_a_reference(ranks, tmp_path):
+    found, second = ranks(2)(on_a_rank, settings_of(tmp_path, SMALLER), str(tmp_path / "out"))
+    assert found.cells == second.cells  # on the rank without a part in some of them too
     reference, alone, both = found.cells
     assert reference.settings["strategy"] == "tensor"
     assert reference.values["reached"] == 1.0
@@ -93,15 +91,20 @@ def test_cells_after_the_loss_of_a_reference(ranks, tmp_path):
     assert [cell.settings["ranks"] for cell in (alone, both)] == [1, 2]
     assert alone.values["steps"] == both.values["steps"]
     assert alone.values["loss"] == pytest.approx(both.values["loss"], rel=1e-4)
-    if alone.values["reached"]:
-        assert alone.values["loss"] <= alone.values["target"]
-        assert "on 1 ranks instead of 2" in found.findings[0]
+    assert alone.values["reached"] == both.values["reached"] == 1.0
+    assert alone.values["loss"] <= alone.values["target"]
+    assert "on 1 ranks instead of 2" in found.findings[0]
+    remarks = " ".join(found.remarks)
+    assert "planted" in remarks
+    assert "One seed" in remarks
+    assert "modelled, not measured" in remarks
+    assert "Ranks are processes on CPU cores" in remarks
     assert alone.values["bytes_per_step"] == 0
     assert both.values["bytes_per_step"] == 2 * FFNShape("phantom", 16, 2, 2, 16, 4, 2).moved_bytes()
 
 
 def test_timed_and_modelled_cells(ranks, tmp_path):
-    found = results.from_json(Study, ranks(2)(on_a_rank, settings_of(tmp_path, SPEED), str(tmp_path / "out"))[0])
+    found = ranks(2)(on_a_rank, settings_of(tmp_path, SPEED), str(tmp_path / "out"))[0]
     measured = [cell for cell in found.cells if not cell.modelled]
     assert [(c.settings["strategy"], c.settings["ranks"]) for c in measured] == [
         ("phantom", 1),
@@ -127,23 +130,23 @@ def test_timed_and_modelled_cells(ranks, tmp_path):
 def test_a_study_in_one_process_resumes_cell_by_cell(tmp_path):
     text = SPEED.replace("ranks = [1, 2]", "ranks = 1").replace("steps = 8", "steps = 4")
     settings = settings_of(tmp_path, text)
-    study(settings, tmp_path / "out")
+    run_study(settings, tmp_path / "out")
     cells = sorted((tmp_path / "out" / "cells").iterdir())
     kept = {path: path.stat().st_mtime_ns for path in cells[1:]}
     cells[0].unlink()
-    found = study(settings, tmp_path / "out", resume=True)
+    found = run_study(settings, tmp_path / "out", resume=True)
     assert cells[0].exists()
     assert {path: path.stat().st_mtime_ns for path in cells[1:]} == kept
     assert len(found.cells) == 4
 
 
 def test_the_first_part_of_a_timing_is_left_out():
-    curve = [Point(2, 1.0, 10.0, 100.0), Point(4, 1.0, 11.0, 110.0), Point(6, 1.0, 12.0, 120.0)]
-    assert steady(curve) == (0.5, 5.0)
-    assert steady([Point(2, 1.0, 10.0, None), Point(4, 1.0, 11.0, None)]) == (0.5, None)
+    curve = [CurvePoint(2, 1.0, 10.0, 100.0), CurvePoint(4, 1.0, 11.0, 110.0), CurvePoint(6, 1.0, 12.0, 120.0)]
+    assert steady_rate(curve) == (0.5, 5.0)
+    assert steady_rate([CurvePoint(2, 1.0, 10.0, None), CurvePoint(4, 1.0, 11.0, None)]) == (0.5, None)
 
 
-def test_what_is_said_of_those_after_the_reference(tmp_path):
+def test_findings_about_cells_that_are_trained_to_the_loss_of_the_reference(tmp_path):
     def cell(strategy: str, ranks: int, reached: float, joules: float, loss: float) -> Cell:
         values = {"reached": reached, "parameters": 10 if strategy == "tensor" else 4, "joules": joules}
         values |= {"loss": loss, "loss_at_equal_energy": loss}
@@ -156,15 +159,15 @@ def test_what_is_said_of_those_after_the_reference(tmp_path):
         "and 25% of the modelled energy.",
         "The loss of tensor ranks=2 was not reached in every run by phantom ranks=2.",
     ]
-    told = list(findings(replace(settings, stop_at_target=False), cells))
-    assert told[-1] == "For the energy of tensor ranks=2, phantom ranks=2 comes to 0.6, tensor ranks=2 to 0.5."
+    last = list(findings(replace(settings, stop_at_target=False), cells))[-1]
+    assert last == "With the energy of tensor ranks=2, phantom ranks=2 reaches 0.6, tensor ranks=2 0.5."
 
 
-def test_a_study_may_go_on_past_the_reference(tmp_path):
+def test_a_study_may_continue_beyond_the_loss_of_the_reference(tmp_path):
     text = SMALLER.replace("at_most = 80", "at_most = 30\nstop_at_target = false").replace(
         "ranks = [1, 2]", "ranks = 1"
     )
-    found = study(settings_of(tmp_path, text.replace("ranks = 2", "ranks = 1")), tmp_path / "out")
+    found = run_study(settings_of(tmp_path, text.replace("ranks = 2", "ranks = 1")), tmp_path / "out")
     reference, phantom = found.cells
     assert phantom.status == "steps"  # went on to the end
     assert reference.values["loss_at_equal_energy"] == reference.values["loss"]

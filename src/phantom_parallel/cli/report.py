@@ -1,4 +1,4 @@
-"""``phantom report``: the report of a comparison or a study, made again from its results."""
+"""``phantom report``: write the report of a comparison or a study again from its results."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,21 +6,20 @@ from typing import Annotated
 
 import tyro
 
-from phantom_parallel.report import html as report
+from phantom_parallel.report.html import write_report
 from phantom_parallel.study import results
-from phantom_parallel.study.folder import RESULTS
 
 
 @dataclass(frozen=True)
 class Options:
-    """Make the report, figures and tables again from the results.json of phantom compare or phantom study."""
+    """Write the report, figures and tables again from the results.json of phantom compare or phantom study."""
 
     results: Annotated[Path, tyro.conf.Positional]
-    """results.json, or the folder that it lies in."""
+    """results.json, or the folder that contains it."""
     out: Path | None = None
     """Folder to write to; by default that of the results."""
 
     def run(self) -> None:
-        path = self.results / RESULTS if self.results.is_dir() else self.results
-        found = results.load(path)
-        print(report.write(found, self.out or path.parent))
+        """Write the report, and print its path."""
+        path = self.results / results.FILE if self.results.is_dir() else self.results
+        print(write_report(results.load(path), self.out or path.parent))

@@ -1,65 +1,64 @@
-"""``phantom study``: the paper's experiments and their neighbours'."""
+"""``phantom study``: sweeps over ghosts, ranks, batch sizes and widths."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
 import tyro
 
-from phantom_parallel.cli.showing import folder_for, show
-from phantom_parallel.report import tables
-from phantom_parallel.study.settings import read_study
-from phantom_parallel.study.sweep import study
+from phantom_parallel.cli.output import output_folder, write_and_print
+from phantom_parallel.cli.setting_options import SettingOptions, with_settings
+from phantom_parallel.families.registry import DEFAULT_FAMILY
+from phantom_parallel.report.tables import study_table
+from phantom_parallel.study.settings import StudySettings, names_of, read_study
+from phantom_parallel.study.sweep import run_study
 
-Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+_FLAGS = ("--resume", "--json", "--help", "-h")
 
 
-@dataclass(frozen=True)
-class Options:
-    """Run a study: cells that differ in a few settings, each trained or timed on ranks that are started here.
+@dataclass(frozen=True, kw_only=True)
+class StudyOptions(SettingOptions):
+    """Run a study: cells that differ in a few settings, each trained or timed.
 
-    ghosts: loss and cost against the number of ghosts. scaling: a fixed width on 1 to 8 ranks, and on 16 to 256 as
-    modelled. smaller: phantom models on fewer ranks that reach the loss of a tensor-parallel model on more. batch:
-    energy a sample against batch size and ranks. width: from which width on it pays. wider: transformers, and a wider
-    one at equal energy. Under torchrun or srun it joins.
-    Ctrl-C keeps the cells that are done, and --resume goes on from there.
+    ghosts: loss and cost against the number of ghosts. scaling: a fixed width on 1 to 8 ranks, and modelled on more.
+    smaller: phantom models on fewer ranks that reach the loss of a tensor-parallel model on more. batch: energy per
+    sample against batch size and ranks. width: the width from which phantom is faster. wider: transformers, and a
+    wider one at equal energy. Options replace the values of the study for the cells that do not vary them, and
+    phantom study ghosts --help shows those of ghosts. Ctrl-C keeps the cells that are finished, and --resume continues
+    from there.
     """
 
-    name: Annotated[str, tyro.conf.Positional]
-    """ghosts, scaling, smaller, batch, width, wider, or a TOML file of your own."""
-    out: Path | None = None
-    """Folder for the report, figures, tables and results.json; by default study-NAME-DATE. New or empty unless
-    --resume."""
-    resume: Flag = False
-    """Go on in --out: cells that are finished there are not run again."""
-    width: int | None = None
-    """Features of every layer, of cells that do not vary it."""
-    depth: int | None = None
-    """Layers."""
-    blocks: int | None = None
-    """Blocks of the features, for phantom, of cells that do not vary it."""
-    ghosts: int | None = None
-    """Values that a block shows the others, for phantom, of cells that do not vary it."""
-    ranks: int | None = None
-    """Ranks that share a model, of cells that do not vary it."""
-    batch: int | None = None
-    """Rows of a step, of cells that do not vary it."""
-    data: str | None = None
-    """As for phantom train."""
-    seeds: int | None = None
-    """Trainings of every cell, in studies of the loss."""
-    steps: int | None = None
-    """Steps of a cell."""
-    profile: str | None = None
-    """Hardware profile whose watts the modelled energy has; see phantom hardware."""
-    json: Flag = False
-    """Print the results as JSON."""
+    noun: ClassVar[str] = "study"
+
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
+    """ghosts, scaling, smaller, batch, width, wider, or a TOML file."""
 
     def run(self) -> None:
-        names = ("width", "depth", "blocks", "ghosts", "ranks", "batch", "data", "seeds", "steps", "profile")
-        changes = {name: value for name in names if (value := getattr(self, name)) is not None}
-        settings = read_study(self.name, changes)
-        out = folder_for(self.out, self.resume, "study", settings.name)
-        found = study(settings, out.absolute(), resume=self.resume, show=True)
-        if found is not None:  # under torchrun or srun only rank 0 prints
-            show(found, out, tables.study(found), found.findings, json=self.json)
+        """Run the study, and write and print its results on rank 0."""
+        if self.name != self.file:  # the defaults are of another file, or of none
+            read_study(self.name)  # ValueError if there is no such study
+            raise ValueError(f"give the name of the study first: phantom study {self.name} ...")
+        settings = read_study(self.name, self.changes())
+        out = output_folder(self.out, self.resume, "study", settings.name)
+        found = run_study(settings, out.absolute(), resume=self.resume, show=True)
+        if found is not None:
+            write_and_print(found, out, study_table(found), found.findings, json=self.json)
+
+
+def options_for(family: str | None, arguments: list[str]) -> tuple[type[SettingOptions], Mapping[str, Any]]:
+    """The options of the study in ``arguments``, with its values as defaults; ``family`` if there is no name."""
+    name = _name_of(arguments)
+    settings = None if name is None else read_study(name, family=family)
+    known = settings.family if settings else family or DEFAULT_FAMILY
+    return with_settings(StudyOptions, StudySettings, known, name, settings), {}
+
+
+def _name_of(arguments: list[str]) -> str | None:
+    """The study that the arguments name, which must be known before the options can be parsed."""
+    known = names_of("studies")
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        is_value = before.startswith("-") and "=" not in before and before not in _FLAGS
+        if not is_value and (argument in known or (not argument.startswith("-") and Path(argument).is_file())):
+            return argument
+    return None

@@ -1,6 +1,7 @@
 """What a model family provides: everything that commands, studies, storage and the planner need of a kind of model."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from phantom_parallel.utils.strategies import StrategyName
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from phantom_parallel.cost.sizes import ModelSizes
     from phantom_parallel.cost.steps import InferencePass, TrainingStep
     from phantom_parallel.cost.terms import Shape
+    from phantom_parallel.distributed.context import ParallelContext
+    from phantom_parallel.energy import PowerProfile
     from phantom_parallel.infer.generation import GenerateConfig, GenerateReport
     from phantom_parallel.infer.predictor import Predictor
     from phantom_parallel.train.config import TrainConfig
@@ -31,6 +34,8 @@ class Family(ABC):
     strategies: ClassVar[tuple[StrategyName, ...]]  # by which its models can be cut, of utils.strategies
     baseline: ClassVar[StrategyName]  # the strategy that phantom is measured against
     inference_command: ClassVar[str] = "infer"  # the command that runs a trained model
+    default_preset: ClassVar[str | None] = None  # of phantom compare
+    shown_settings: ClassVar[tuple[str, ...]] = ()  # fields of the training that identify a model in tables
 
     @abstractmethod
     def model_config(self) -> type[Any]:
@@ -92,3 +97,30 @@ class Family(ABC):
                 for ``phantom calibrate``, which fits the predictions to them.
         """
         return []
+
+    def measure_inference(
+        self,
+        configs: "Mapping[str, TrainConfig]",
+        context: "ParallelContext",
+        batch: int,
+        *,
+        turns: int,
+        power: "PowerProfile",
+    ) -> dict[str, dict[str, Any]]:
+        """Measure inference of untrained models for a comparison, on the ranks that share a model.
+
+        Args:
+            configs: The trainings whose models are compared, by strategy.
+            context: The ranks.
+            batch: Rows or sequences of a batch.
+            turns: Timed turns of each model.
+            power: Watts for modelled energy.
+
+        Returns:
+            Fields of `study.results.InferenceResult` by strategy; empty if a family has no inference to compare.
+        """
+        return {}
+
+    def report_notes(self, config: "TrainConfig") -> Iterable[str]:
+        """Sentences that a reader of results must know about a training, such as what its data are."""
+        return ()

@@ -14,22 +14,23 @@ from phantom_parallel.report.plots import (
     MUTED,
     STYLES,
     SURFACE,
-    Drawing,
-    canvas,
-    finish,
+    CaptionedFigure,
+    add_grid_and_legend,
     label_axis,
     log_axis,
-    look,
-    style,
+    new_figure,
+    plot_style,
+    strategy_style,
 )
 from phantom_parallel.report.tables import ratio_measures
-from phantom_parallel.report.units import digits, plain, quantity, ratio_label, share, shown
-from phantom_parallel.study.results import Comparison, Point, Run
+from phantom_parallel.report.units import digits, format_measure, format_ratio, plain, quantity
+from phantom_parallel.study.measures import ratio_label
+from phantom_parallel.study.results import Comparison, CurvePoint, Run
 
 
-def comparison(found: Comparison) -> list[Drawing]:
-    """Those that there are figures for."""
-    with style():
+def comparison_figures(found: Comparison) -> list[CaptionedFigure]:
+    """The figures that the results have data for."""
+    with plot_style():
         drawn = [
             _curve(found, "seconds"),
             _curve(found, "joules"),
@@ -43,25 +44,26 @@ def comparison(found: Comparison) -> list[Drawing]:
 
 
 def runs_of(found: Comparison, strategy: str) -> list[Run]:
+    """The runs of one strategy."""
     return [run for run in found.runs if run.strategy == strategy]
 
 
-def _curve(found: Comparison, measure: str) -> Drawing | None:
-    """Held-out loss against what it took so far: every seed thin, the median over seeds thick."""
+def _curve(found: Comparison, measure: str) -> CaptionedFigure | None:
+    """Held-out loss against time or energy: every seed thin, the median over seeds thick."""
     lines = {
-        one.strategy: [line for run in runs_of(found, one.strategy) if len(line := way_down(run.curve, measure)) > 1]
+        one.strategy: [line for run in runs_of(found, one.strategy) if len(line := loss_curve(run.curve, measure)) > 1]
         for one in found.strategies
     }
     lines = {strategy: seeds for strategy, seeds in lines.items() if seeds}
     if not lines:
         return None
     words = "time" if measure == "seconds" else "energy, modelled"
-    figure, axes = canvas(f"Held-out loss against {words.split(',')[0]}")
+    figure, axes = new_figure(f"Held-out loss against {words.split(',')[0]}")
     for strategy, seeds in lines.items():
-        colour, marker = look(strategy)
+        colour, marker = strategy_style(strategy)
         for line in seeds:
             axes.plot(*zip(*line, strict=True), color=colour, linewidth=0.8, alpha=0.4)
-        typical = median_way_down(seeds)
+        typical = median_curve(seeds)
         axes.plot(*zip(*typical, strict=True), color=colour, linewidth=2.2, linestyle=STYLES.get(strategy, "solid"))
         axes.plot(*typical[-1], color=colour, marker=marker, markersize=8, markeredgecolor=SURFACE, zorder=4)
         axes.plot(
@@ -86,20 +88,20 @@ def _curve(found: Comparison, measure: str) -> Drawing | None:
         va="top",
         fontsize=9,
     )
-    finish(figure, axes, columns=4)
+    add_grid_and_legend(figure, axes, columns=4)
     name = "loss-time" if measure == "seconds" else "loss-energy"
     caption = captions.to_the_loss(found, measure) + " Thin: each seed; thick: the median over seeds."
-    return Drawing(name, f"Held-out loss against {words.split(',')[0]}", caption, figure)
+    return CaptionedFigure(name, f"Held-out loss against {words.split(',')[0]}", caption, figure)
 
 
-def way_down(curve: Sequence[Point], measure: str) -> list[tuple[float, float]]:
-    """(spent, loss) of each look; none where nothing was counted."""
+def loss_curve(curve: Sequence[CurvePoint], measure: str) -> list[tuple[float, float]]:
+    """(time or energy, loss) of each evaluation for which both are known."""
     found = [(getattr(point, measure), point.loss) for point in curve]
     return [(spent, loss) for spent, loss in found if spent is not None and math.isfinite(loss)]
 
 
-def median_way_down(seeds: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
-    """What half of the seeds or more took at most to come down to each loss, as far down as half of them came."""
+def median_curve(seeds: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
+    """For each loss, the median over seeds of what it took to reach it, down to the loss that half of them reached."""
     best = [np.minimum.accumulate([loss for _, loss in line]) for line in seeds]
     spent = [np.array([x for x, _ in line]) for line in seeds]
     levels = sorted({float(loss) for line in best for loss in line}, reverse=True)
@@ -122,7 +124,7 @@ def median_way_down(seeds: Sequence[Sequence[tuple[float, float]]]) -> list[tupl
     return [(x, level) for x, level in typical if math.isfinite(x)]
 
 
-def parts_of_step(run: Run) -> tuple[float, float, float]:
+def step_breakdown(run: Run) -> tuple[float, float, float]:
     """Seconds of one step on one rank: computing, blocked in exchanges, and neither."""
     ranks = run.ranks * run.dp
     compute, blocked = run.compute_seconds / ranks, run.blocked_seconds / ranks
@@ -130,20 +132,20 @@ def parts_of_step(run: Run) -> tuple[float, float, float]:
     return compute / run.steps, blocked / run.steps, idle / run.steps
 
 
-def _parts(found: Comparison) -> Drawing | None:
+def _parts(found: Comparison) -> CaptionedFigure | None:
     parts: dict[str, tuple[float, float, float]] = {}
     for one in found.strategies:
-        seeds = [parts_of_step(run) for run in runs_of(found, one.strategy) if run.steps]
+        seeds = [step_breakdown(run) for run in runs_of(found, one.strategy) if run.steps]
         if seeds:
             compute, blocked, idle = (sum(column) / len(seeds) for column in zip(*seeds, strict=True))
             parts[one.strategy] = (compute, blocked, idle)
     if not parts:
         return None
-    title = "What a rank does in a step"
-    figure, axes = canvas(title, 1.6 + 0.5 * len(parts))
+    title = "Activity of a rank in a step"
+    figure, axes = new_figure(title, 1.6 + 0.5 * len(parts))
     totals = [sum(times) for times in parts.values()]
     for row, (strategy, (compute, blocked, idle)) in enumerate(parts.items()):
-        colour, _ = look(strategy)
+        colour, _ = strategy_style(strategy)
         axes.barh(row, compute, color=colour, edgecolor=colour, height=0.62)
         axes.barh(row, blocked, left=compute, facecolor="none", edgecolor=colour, hatch="////", height=0.62)
         axes.barh(row, idle, left=compute + blocked, facecolor="none", edgecolor=colour, height=0.62)
@@ -154,40 +156,48 @@ def _parts(found: Comparison) -> Drawing | None:
     axes.grid(visible=True, axis="x", alpha=0.8, linewidth=0.6)
     handles = [
         Patch(facecolor=MUTED, edgecolor=MUTED, label="computing"),
-        Patch(facecolor="none", edgecolor=MUTED, hatch="////", label="blocked in exchanges"),
+        Patch(facecolor="none", edgecolor=MUTED, hatch="////", label="blocked in collectives"),
         Patch(facecolor="none", edgecolor=MUTED, label="idle"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=3)
-    return Drawing("parts", title, captions.parts_of_time(parts), figure)
+    return CaptionedFigure("parts", title, captions.parts_of_time(parts), figure)
 
 
-def _counts(found: Comparison, measure: str) -> Drawing | None:
-    """A number for each strategy. Bytes differ by orders of magnitude, so their axis is logarithmic."""
+def _counts(found: Comparison, measure: str) -> CaptionedFigure | None:
+    """A count of each strategy. Bytes differ by orders of magnitude: points on a logarithmic axis, and no bars, since
+    the length of a bar on such an axis means nothing.
+    """
     values = {one.strategy: float(getattr(one, measure)) for one in found.strategies}
     positive = [value for value in values.values() if value > 0]
     if not positive:
         return None
     of_bytes = measure == "bytes_per_step"
-    title = "Bytes exchanged in a step" if of_bytes else "FLOPs of a step"
-    figure, axes = canvas(title, 1.3 + 0.5 * len(values))
-    low, high = (min(positive) / 4, max(positive)) if of_bytes else (0.0, max(positive))
-    if of_bytes:
-        log_axis(axes, "x", [low, high])
+    title = "Bytes exchanged per step" if of_bytes else "FLOPs per step"
+    figure, axes = new_figure(title, 1.3 + 0.5 * len(values))
+    low, high = (min(positive), max(positive)) if of_bytes else (0.0, max(positive))
     for row, (strategy, value) in enumerate(values.items()):
-        if value > 0:
-            axes.barh(row, value - low, left=low, color=look(strategy)[0], height=0.62)
-        _beside(axes, max(value, low), row, shown(value, measure) if value else "none")
-    axes.set_xlim(low, high * (high / low) ** 0.3 if of_bytes else 1.25 * high)
+        colour, marker = strategy_style(strategy)
+        if of_bytes and value > 0:
+            axes.plot(value, row, color=colour, marker=marker, markersize=8, linestyle="none")
+        elif value > 0:
+            axes.barh(row, value, color=colour, height=0.62)
+        text = format_measure(value, measure) if value > 0 else "none"
+        _beside(axes, max(value, low), row, text, points=8 if of_bytes else 5)
+    if of_bytes:
+        room = max(high / low, 2.0)
+        axes.set_xlim(low / room**0.1, high * room**0.35)
+        log_axis(axes, "x", axes.get_xlim())
+    else:
+        axes.set_xlim(0, 1.25 * high)
     _strategy_rows(axes, list(values))
-    scale_note = ", logarithmic" if of_bytes else ""
-    label_axis(axes, "x", measure, positive, f"sum over ranks{scale_note}")
+    label_axis(axes, "x", measure, positive, f"sum over ranks{', logarithmic' if of_bytes else ''}")
     axes.grid(visible=True, axis="x", alpha=0.8, linewidth=0.6)
     caption = captions.counts(captions.lead_of(list(values)), measure, values)
-    return Drawing("bytes" if of_bytes else "flops", title, caption, figure)
+    return CaptionedFigure("bytes" if of_bytes else "flops", title, caption, figure)
 
 
-def _ratios(found: Comparison) -> Drawing | None:
-    """Dots with their intervals, a row for each measure and one dot for each baseline."""
+def _ratios(found: Comparison) -> CaptionedFigure | None:
+    """Points with their intervals, a row for each measure and one point for each baseline; values in the margin."""
     lead = captions.lead_of([one.strategy for one in found.strategies])
     ratios = [one for one in found.ratios if one.strategy == lead and one.ratio.mean > 0]
     if not ratios:
@@ -196,42 +206,50 @@ def _ratios(found: Comparison) -> Drawing | None:
     measures = [measure for measure in ratio_measures(found, lead) if measure in known]
     others = list(dict.fromkeys(one.to for one in ratios))
     title = f"{captions.upper(lead)} as a share of the others"
-    figure, axes = canvas(title, 1.4 + 0.26 * len(measures) * max(2, len(others)))
+    figure, axes = new_figure(title, 1.4 + 0.26 * len(measures) * max(2, len(others)))
     ends = [1.0]
     for one in ratios:
-        colour, marker = look(one.to)
+        colour, marker = strategy_style(one.to)
         row = measures.index(one.measure) + 0.44 * ((others.index(one.to) + 0.5) / len(others) - 0.5) * 1.3
-        low, high = one.ratio.low or one.ratio.mean, one.ratio.high or one.ratio.mean
+        low, high = (end if end and end > 0 else one.ratio.mean for end in (one.ratio.low, one.ratio.high))
         axes.plot([low, high], [row, row], color=colour, linewidth=1.6, solid_capstyle="butt")
         axes.plot(one.ratio.mean, row, color=colour, marker=marker, markersize=6, linestyle="none")
-        _beside(axes, high, row, share(one.ratio.mean))
+        axes.annotate(
+            format_ratio(one.ratio.mean),
+            (1, row),
+            xycoords=("axes fraction", "data"),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+        )
         ends += [low, high]
     for other in others:
-        colour, marker = look(other)
+        colour, marker = strategy_style(other)
         axes.plot([], [], color=colour, marker=marker, linewidth=1.6, label=f"{lead} / {other}")
     axes.axvline(1, color=INK, linewidth=1.2)
-    axes.set_xlim(min(ends) / 1.25, max(ends) * (max(ends) / min(ends)) ** 0.15 * 1.15)
+    axes.set_xlim(min(ends) / 1.25, max(ends) * 1.25)
     log_axis(axes, "x", ends)
     axes.xaxis.set_major_formatter(lambda value, _: digits(value))
-    axes.set_xlabel("ratio with 95 % interval; left of 1 is cheaper")
+    axes.set_xlabel("ratio, 95 % interval")  # short: a longer one is cut beside the labels of the rows
     axes.set_yticks(range(len(measures)), [ratio_label(measure) for measure in measures])
     axes.set_ylim(len(measures) - 0.5, -0.5)
-    finish(figure, axes, grid="x")
-    return Drawing("ratios", title, captions.all_ratios(found, lead), figure)
+    add_grid_and_legend(figure, axes, grid="x")
+    return CaptionedFigure("ratios", title, captions.all_ratios(found, lead), figure)
 
 
-def _search(found: Comparison) -> Drawing | None:
-    """Steps to the loss of each trial, or its loss at the end where none came to it. Crosses have no figure."""
+def _search(found: Comparison) -> CaptionedFigure | None:
+    """Steps to the target of each trial, or its final loss if none reached it. Crosses mark trials without a value."""
     finite = [trial.loss for trial in found.trials if trial.loss is not None and math.isfinite(trial.loss)]
     if not finite:
         return None
     by_steps = any(trial.chosen and trial.status == "target" for trial in found.trials)
     measure = "steps" if by_steps else "loss"
     title = "Search for the learning rate"
-    figure, axes = canvas(title)
+    figure, axes = new_figure(title)
     heights = []
     for strategy in dict.fromkeys(trial.strategy for trial in found.trials):
-        colour, marker = look(strategy)
+        colour, marker = strategy_style(strategy)
         line, failed = [], []
         for trial in sorted((one for one in found.trials if one.strategy == strategy), key=lambda one: one.lr):
             value = float(trial.steps) if by_steps else trial.loss
@@ -268,13 +286,13 @@ def _search(found: Comparison) -> Drawing | None:
     axes.margins(0.1, 0.14)
     label_axis(axes, "y", measure, heights, "steps to the loss" if by_steps else "held-out loss at the end of a trial")
     axes.set_xlabel("learning rate")
-    finish(figure, axes, columns=4)
+    add_grid_and_legend(figure, axes, columns=4)
     crosses = any(trial.status == "diverged" or (by_steps and trial.status != "target") for trial in found.trials)
     caption = captions.learning_rates(found)
     if crosses:
         reason = "diverged, missed the loss, or could no longer be the best" if by_steps else "diverged"
         caption += f" Crosses at the top: {reason}."
-    return Drawing("learning-rates", title, caption, figure)
+    return CaptionedFigure("learning-rates", title, caption, figure)
 
 
 def _strategy_rows(axes: Axes, strategies: Sequence[str]) -> None:
@@ -282,5 +300,5 @@ def _strategy_rows(axes: Axes, strategies: Sequence[str]) -> None:
     axes.set_ylim(len(strategies) - 0.5, -0.5)
 
 
-def _beside(axes: Axes, x: float, y: float, text: str) -> None:
-    axes.annotate(text, (x, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
+def _beside(axes: Axes, x: float, y: float, text: str, points: int = 5) -> None:
+    axes.annotate(text, (x, y), xytext=(points, 0), textcoords="offset points", va="center", fontsize=9)

@@ -1,4 +1,4 @@
-"""The report of a comparison or a study: one HTML file that needs nothing else, with its figures and CSV beside it."""
+"""The report of a comparison or a study: one HTML file that needs no other, with figures and CSV files beside it."""
 
 import re
 from collections.abc import Mapping
@@ -9,33 +9,29 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from phantom_parallel.report import captions, tables
-from phantom_parallel.report import compare_figures as drawings
-from phantom_parallel.report import study_figures as sweeps
-from phantom_parallel.report.plan_figures import LOOKS, SECOND_PHANTOM
-from phantom_parallel.report.plots import GRID, INK, MUTED, SURFACE, Drawing
+from phantom_parallel.report.compare_figures import comparison_figures
+from phantom_parallel.report.csv_files import csv_files
+from phantom_parallel.report.plots import GRID, INK, LOOKS, MUTED, SECOND_PHANTOM, SURFACE, CaptionedFigure
+from phantom_parallel.report.study_figures import study_figures
 from phantom_parallel.report.units import plain, quantity
-from phantom_parallel.study.results import Comparison, Study, write_bytes, write_text
+from phantom_parallel.study.results import Comparison, Study
+from phantom_parallel.utils.files import write_bytes, write_text
+from phantom_parallel.utils.strategies import STRATEGIES
 
-# Each colour of a figure, and the page's name for it: the page has another set for dark screens.
+# Colours of the figures and their names in the page, which has another set for dark screens.
 COLOURS = {INK: "ink", MUTED: "muted", GRID: "grid", SURFACE: "surface", SECOND_PHANTOM[0]: "other"} | {
     colour: strategy for strategy, (colour, _) in LOOKS.items()
 }
-
-STRATEGIES = {
-    "phantom": "every rank keeps its own blocks of features; ranks exchange a few ghosts",
-    "tensor": "every rank holds some rows of each weight; ranks exchange whole activations at every layer",
-    "megatron": "layers in pairs, split by column and then by row; one exchange of whole activations a pair",
-    "dense": "every rank holds the whole model, and works on rows of its own",
-}
+_DEEPEST = 16  # levels of nested settings
 
 
-def write(found: Comparison | Study, folder: Path) -> Path:
-    """Write report.html, figures/ and CSV files into the folder; the page's path."""
-    drawn = drawings.comparison(found) if isinstance(found, Comparison) else sweeps.study(found)
+def write_report(found: Comparison | Study, folder: Path) -> Path:
+    """Write report.html, figures/ and CSV files into the folder; returns the path of the page."""
+    drawn = comparison_figures(found) if isinstance(found, Comparison) else study_figures(found)
     for drawing in drawn:
         write_text(folder / "figures" / f"{drawing.name}.svg", drawing.svg())
         write_bytes(folder / "figures" / f"{drawing.name}.png", drawing.png())
-    data = tables.csv_files(found)
+    data = csv_files(found)
     for name, text in data.items():
         write_text(folder / name, text)
     page = folder / "report.html"
@@ -43,8 +39,8 @@ def write(found: Comparison | Study, folder: Path) -> Path:
     return page
 
 
-def render(found: Comparison | Study, drawn: list[Drawing], files: list[str]) -> str:
-    """The page."""
+def render(found: Comparison | Study, drawn: list[CaptionedFigure], files: list[str]) -> str:
+    """The HTML of the page."""
     environment = Environment(
         loader=PackageLoader("phantom_parallel.report"),
         autoescape=True,
@@ -53,11 +49,11 @@ def render(found: Comparison | Study, drawn: list[Drawing], files: list[str]) ->
         lstrip_blocks=True,
     )
     if isinstance(found, Comparison):
-        sections: tuple[tables.Section, ...] = tables.sections(found)
+        sections: tuple[tables.Section, ...] = tables.comparison_sections(found)
         words: dict[str, Any] = {
             "note": tables.NOTE,
             "headline": captions.headline(found),
-            "about": [(one.description or one.strategy, STRATEGIES.get(one.strategy)) for one in found.strategies],
+            "about": [(one.description or one.strategy, _explanation(one.strategy)) for one in found.strategies],
             "sensors": tables.measured_by(found.runs),
         }
         title = f"{found.name}: phantom parallelism compared at equal loss"
@@ -81,8 +77,8 @@ def render(found: Comparison | Study, drawn: list[Drawing], files: list[str]) ->
     )
 
 
-def inline(drawing: Drawing) -> Markup:
-    """The figure as an SVG element: colours by the page's names, names of its parts its own, nothing to be loaded."""
+def inline(drawing: CaptionedFigure) -> Markup:
+    """The figure as an SVG element: colours are variables of the page, ids are unique, and nothing is loaded."""
     text = drawing.svg()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(r'\s+xmlns(:\w+)?="[^"]*"', "", text)
@@ -95,21 +91,27 @@ def inline(drawing: Drawing) -> Markup:
     return Markup(text.replace("<svg ", Markup('<svg role="img" aria-label="{}" ').format(drawing.title), 1))
 
 
+def _explanation(strategy: str) -> str | None:
+    return STRATEGIES[strategy].explanation if strategy in STRATEGIES else None
+
+
 def flat(nested: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Settings as names and words, those within others with a dot."""
+    """Settings as names and texts; names of nested settings are joined by dots."""
+    if prefix.count(".") > _DEEPEST:
+        raise ValueError(f"settings are nested more than {_DEEPEST} levels deep")
     found: list[tuple[str, str]] = []
     for name, value in nested.items():
         if isinstance(value, Mapping):
             found += flat(value, f"{prefix}{name}.")
-        elif isinstance(value, list | tuple) and any(isinstance(one, Mapping) for one in value):
+        elif isinstance(value, list | tuple) and any(isinstance(one, Mapping | list | tuple) for one in value):
             parts = {str(number): one for number, one in enumerate(value, 1)}
             found += flat(parts, f"{prefix}{name}.")
+        elif isinstance(value, list | tuple):
+            found.append((f"{prefix}{name}", ", ".join(map(_text, value))))
         else:
-            found.append((f"{prefix}{name}", _words(value)))
+            found.append((f"{prefix}{name}", _text(value)))
     return found
 
 
-def _words(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return ", ".join(_words(one) for one in value)
+def _text(value: Any) -> str:
     return tables.NOTHING if value is None else str(value)

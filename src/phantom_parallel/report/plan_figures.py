@@ -8,16 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from phantom_parallel.cost.planner import Candidate, Plan, PlanRequest
+from phantom_parallel.report.plots import LOOKS as LOOKS
+from phantom_parallel.report.plots import SECOND_PHANTOM as SECOND_PHANTOM
 from phantom_parallel.utils.files import atomic_file
-
-# Colours that colour-blind readers can distinguish (Okabe and Ito), and markers for print.
-LOOKS = {
-    "dense": ("#666666", "s"),
-    "tensor": ("#0072B2", "o"),
-    "megatron": ("#D55E00", "^"),
-    "phantom": ("#009E73", "D"),
-}
-SECOND_PHANTOM = ("#CC79A7", "v")
 
 
 def draw_scaling(request: PlanRequest, curves: Mapping[str, Sequence[Candidate]], folder: Path) -> list[Path]:

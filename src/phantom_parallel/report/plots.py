@@ -1,4 +1,4 @@
-"""How figures look: sizes, colours and markers of the strategies, axes in human units, and the files of a figure."""
+"""What all figures share: size, colours and markers of the strategies, axes with units, and the files of a figure."""
 
 import io
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,9 +11,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from phantom_parallel.report.plan_figures import LOOKS, SECOND_PHANTOM
-from phantom_parallel.report.units import digits, measure_label, measure_unit, scale
+from phantom_parallel.report.units import digits, scale
+from phantom_parallel.study.measures import measure_label, measure_unit
 
+# Colour and marker of each strategy, distinct for colour-blind readers (Okabe and Ito) and in print.
+LOOKS = {
+    "dense": ("#666666", "s"),
+    "tensor": ("#0072B2", "o"),
+    "megatron": ("#D55E00", "^"),
+    "phantom": ("#009E73", "D"),
+}
+SECOND_PHANTOM = ("#CC79A7", "v")
 INK, MUTED, GRID, SURFACE = "#1b1f24", "#59636e", "#d1d9e0", "#ffffff"
 DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = ("solid", (0, (5, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
 STYLES = {"dense": DASHES[2], "tensor": DASHES[1], "megatron": DASHES[3]}  # phantom, and any other, is solid
@@ -52,8 +60,8 @@ _RC: Any = {
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """A figure, and a sentence that says what to see in it."""
+class CaptionedFigure:
+    """A figure with its title and a caption that states what it shows."""
 
     name: str
     title: str
@@ -61,44 +69,40 @@ class Drawing:
     figure: Figure
 
     def svg(self) -> str:
-        with style():
+        with plot_style():
             text = io.StringIO()
             self.figure.savefig(text, format="svg", metadata={"Date": None})
             return text.getvalue()
 
     def png(self) -> bytes:
-        with style():
+        with plot_style():
             data = io.BytesIO()
             self.figure.savefig(data, format="png", dpi=160)
             return data.getvalue()
 
 
 @contextmanager
-def style() -> Iterator[None]:
+def plot_style() -> Iterator[None]:
+    """Use the style of this package within the block."""
     with matplotlib.rc_context(_RC):
         yield
 
 
-def canvas(title: str, height: float = 3.7) -> tuple[Figure, Axes]:
+def new_figure(title: str, height: float = 3.7) -> tuple[Figure, Axes]:
+    """A figure of the usual width with one pair of axes."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     axes = figure.subplots()
     figure.suptitle(title, fontsize=11, fontweight="bold")
     return figure, axes
 
 
-def look(strategy: str) -> tuple[str, str]:
-    """Colour and marker, told apart by colour-blind readers and in print."""
+def strategy_style(strategy: str) -> tuple[str, str]:
+    """Colour and marker of a strategy."""
     return LOOKS.get(strategy, SECOND_PHANTOM)
 
 
-def legend(figure: Figure, axes: Axes, columns: int = 3) -> None:
-    handles, names = axes.get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, names, loc="outside lower center", ncols=min(columns, len(names)), handlelength=2.6)
-
-
 def label_axis(axes: Axes, which: str, measure: str, values: Iterable[float], words: str = "") -> None:
-    """The measure's name and unit, ticks in that unit; values are drawn in base units."""
+    """Label an axis with a measure and its unit, and format the ticks in that unit; data stay in base units."""
     factor, unit = scale(values, measure_unit(measure))
     words = words or measure_label(measure)
     axis = axes.xaxis if which == "x" else axes.yaxis
@@ -107,9 +111,7 @@ def label_axis(axes: Axes, which: str, measure: str, values: Iterable[float], wo
 
 
 def log_axis(axes: Axes, which: str, values: Sequence[float]) -> None:
-    """Logarithmic, with ticks that can be read whether it spans a decade or a part of one. Linear where a value is not
-    above 0.
-    """
+    """Make an axis logarithmic, with ticks for less than a decade too. It stays linear if a value is not above 0."""
     if not values or min(values) <= 0:
         return
     axis = axes.xaxis if which == "x" else axes.yaxis
@@ -124,7 +126,7 @@ def log_axis(axes: Axes, which: str, values: Sequence[float]) -> None:
 
 
 def counted_axis(axes: Axes, values: Iterable[float]) -> None:
-    """Ranks, ghosts and the like: a logarithmic x-axis with ticks at the very values."""
+    """Make the x-axis logarithmic with ticks at the values themselves, for ranks, ghosts and other counts."""
     found = sorted(set(values))
     if min(found) > 0 and len(found) > 2:
         axes.set_xscale("log", base=2)
@@ -135,6 +137,9 @@ def counted_axis(axes: Axes, values: Iterable[float]) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-def finish(figure: Figure, axes: Axes, *, grid: str = "both", columns: int = 3) -> None:
+def add_grid_and_legend(figure: Figure, axes: Axes, *, grid: str = "both", columns: int = 3) -> None:
+    """Draw the grid, and the legend below the axes."""
     axes.grid(visible=True, which="major", axis=grid, alpha=0.8, linewidth=0.6)  # type: ignore[arg-type]
-    legend(figure, axes, columns)
+    handles, names = axes.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, names, loc="outside lower center", ncols=min(columns, len(names)), handlelength=2.6)

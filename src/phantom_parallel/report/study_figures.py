@@ -1,39 +1,37 @@
-"""The figures of a study: measures against the setting that was varied, a line for each strategy and for what else
-tells its cells apart. Measured points are filled on solid lines, modelled ones hollow on dashed lines.
+"""The figures of a study: measures against the setting that was varied, one line for each strategy and for whatever
+else distinguishes its cells. Measured points are filled on solid lines, modelled ones hollow on dashed lines.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from matplotlib.axes import Axes
 
+from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
 from phantom_parallel.report import captions
 from phantom_parallel.report.plots import (
     DASHES,
     INK,
     MUTED,
     SURFACE,
-    Drawing,
-    canvas,
+    CaptionedFigure,
+    add_grid_and_legend,
     counted_axis,
-    finish,
     label_axis,
     log_axis,
-    look,
-    style,
+    new_figure,
+    plot_style,
+    strategy_style,
 )
-from phantom_parallel.report.tables import Setting, by_setting, varying
-from phantom_parallel.report.units import measure_label, plain, shown
+from phantom_parallel.report.tables import CellGroup, group_cells, number, varying
+from phantom_parallel.report.units import format_measure, plain
+from phantom_parallel.study.measures import measure_label
 from phantom_parallel.study.results import Study
+from phantom_parallel.utils.docs import field_docs
 
-AXES = {
-    "ghosts": "ghosts: values that a block shows the others",
-    "ranks": "ranks that share the model",
-    "batch": "batch: rows of a step",
-    "width": "width: features of a layer",
-}
-# Of each known study: what is varied, and the figures, each with measures to choose the first available of.
+# Setting that each study of the package varies, and its figures: the first available measure of each tuple.
 SWEEPS: dict[str, tuple[str, tuple[tuple[str, ...], ...]]] = {
     "ghosts": (
         "ghosts",
@@ -47,28 +45,39 @@ ANY = (("loss",), ("step_seconds", "seconds"), ("joules_per_sample", "joules"), 
 _FADE = (1.0, 0.75, 0.55, 0.4)
 
 
-def study(found: Study) -> list[Drawing]:
-    """Those that there are values for."""
-    settings = by_setting(found.cells)
-    with style():
+def study_figures(found: Study) -> list[CaptionedFigure]:
+    """The figures that the results have data for."""
+    settings = group_cells(found.cells)
+    with plot_style():
         if found.name == "smaller":
             drawn = [_smaller(settings, ("joules", "seconds")), _smaller(settings, ("parameters",))]
         else:
             varied, figures = SWEEPS.get(found.name, (_most_varied(settings), ANY))
-            drawn = [_sweep(settings, varied, measures) for measures in figures] if varied else []
+            label = axis_label(found, varied) if varied else ""
+            drawn = [_sweep(settings, varied, label, measures) for measures in figures] if varied else []
     return [drawing for drawing in drawn if drawing is not None]
+
+
+def axis_label(found: Study, setting: str) -> str:
+    """A setting with the first clause of its documentation in the training of the study's family."""
+    try:
+        family = get_family(found.settings.get("family", found.settings.get("task", DEFAULT_FAMILY)))
+    except ValueError:  # results of a family that is not installed
+        return setting
+    doc = re.split("[;,.]", field_docs(family.train_config()).get(setting, ""))[0]
+    return f"{setting}: {doc[:1].lower()}{doc[1:]}" if doc else setting
 
 
 @dataclass(frozen=True)
 class Line:
-    """Cells along the varied setting. ``apart`` are the settings that tell it from other lines of its strategy; the
-    points have an x of None where the strategy knows no such setting.
+    """Cells along the varied setting. ``apart`` are the settings that distinguish it from other lines of its strategy;
+    points have an x of None if the strategy does not have the varied setting.
     """
 
     strategy: str
     apart: tuple[tuple[str, Any], ...]
     modelled: bool
-    points: tuple[tuple[float | None, Setting], ...]
+    points: tuple[tuple[float | None, CellGroup], ...]
 
     @property
     def label(self) -> str:
@@ -83,18 +92,19 @@ class Line:
         return next((one.values.get(measure) for x, one in self.points if x is None), None)
 
     def fits(self, other: "Line") -> bool:
-        """Whether the two differ in nothing but the strategy and settings that one of them does not know."""
+        """Whether two lines differ only in the strategy and in settings that one of them does not have."""
         mine, its = dict(self.apart), dict(other.apart)
         shared = [name for name in mine if mine[name] is not None and its.get(name) is not None]
         return self.modelled == other.modelled and all(mine[name] == its[name] for name in shared)
 
 
-def lines_of(settings: Sequence[Setting], varied: str) -> list[Line]:
+def lines_of(settings: Sequence[CellGroup], varied: str) -> list[Line]:
+    """The lines of a figure against a setting."""
     names = _apart(settings, varied)
-    lines: dict[Any, list[tuple[float | None, Setting]]] = {}
+    lines: dict[Any, list[tuple[float | None, CellGroup]]] = {}
     for one in settings:
         apart = tuple((name, one.settings.get(name)) for name in names)
-        x = one.settings.get(varied)
+        x = number(one.settings.get(varied))
         lines.setdefault((one.strategy, apart, one.modelled), []).append((x, one))
     return [
         Line(strategy, apart, modelled, tuple(sorted(points, key=lambda point: point[0] or 0)))
@@ -102,12 +112,12 @@ def lines_of(settings: Sequence[Setting], varied: str) -> list[Line]:
     ]
 
 
-def _apart(settings: Sequence[Setting], varied: str) -> list[str]:
-    """The fewest settings, in order, without which two cells of a line would have the same x."""
+def _apart(settings: Sequence[CellGroup], varied: str) -> list[str]:
+    """The fewest settings, in order, without which two cells of one line would have the same x."""
     names: list[str] = []
     candidates = [name for name in varying(settings) if name not in ("strategy", "lr", varied)]
     while candidates:
-        seen: dict[Any, Setting] = {}
+        seen: dict[Any, CellGroup] = {}
         clash = None
         for one in settings:
             key = (one.strategy, one.modelled, repr([one.settings.get(name) for name in (varied, *names)]))
@@ -125,17 +135,17 @@ def _apart(settings: Sequence[Setting], varied: str) -> list[str]:
     return names
 
 
-def _most_varied(settings: Sequence[Setting]) -> str | None:
+def _most_varied(settings: Sequence[CellGroup]) -> str | None:
     """The numeric setting with the most values; None where nothing varies."""
 
     def count(name: str) -> int:
-        return len({value for one in settings if _number(value := one.settings.get(name))})
+        return len({value for one in settings if (value := number(one.settings.get(name))) is not None})
 
     found = [name for name in varying(settings) if name not in ("strategy", "lr") and count(name) > 1]
     return max(found, key=count) if found else None
 
 
-def _available(settings: Iterable[Setting], measures: Sequence[str]) -> str | None:
+def _available(settings: Iterable[CellGroup], measures: Sequence[str]) -> str | None:
     settings = list(settings)
     return next((one for one in measures if any(setting.values.get(one) is not None for setting in settings)), None)
 
@@ -144,14 +154,14 @@ def _words(measure: str) -> str:
     return f"{measure_label(measure)}, modelled" if measure.startswith("joules") else measure_label(measure)
 
 
-def _sweep(settings: Sequence[Setting], varied: str, measures: Sequence[str]) -> Drawing | None:
+def _sweep(settings: Sequence[CellGroup], varied: str, x_label: str, measures: Sequence[str]) -> CaptionedFigure | None:
     measure = _available(settings, measures)
     lines = lines_of(settings, varied)
     if measure is None or not any(line.values(measure) for line in lines):
         return None
     title = f"{captions.upper(measure_label(measure))} against {varied}"
     labels = dict.fromkeys(line.label for line in lines)
-    figure, axes = canvas(title, 3.5 + 0.2 * -(-len(labels) // 2))
+    figure, axes = new_figure(title, 3.5 + 0.2 * -(-len(labels) // 2))
     modelled = any(line.modelled for line in lines)
     seen: dict[str, list[str]] = {}
     heights: list[float] = []
@@ -168,14 +178,16 @@ def _sweep(settings: Sequence[Setting], varied: str, measures: Sequence[str]) ->
     log_axis(axes, "y", heights)
     axes.margins(y=0.12)
     label_axis(axes, "y", measure, heights, _words(measure))
-    axes.set_xlabel(AXES.get(varied, varied))
-    finish(figure, axes, columns=2 if max(map(len, labels)) > 14 else 3)
-    return Drawing(f"{varied}-{measure.replace('_', '-')}", title, _sweep_caption(lines, varied, measure), figure)
+    axes.set_xlabel(x_label)
+    add_grid_and_legend(figure, axes, columns=2 if max(map(len, labels)) > 14 else 3)
+    return CaptionedFigure(
+        f"{varied}-{measure.replace('_', '-')}", title, _sweep_caption(lines, varied, measure), figure
+    )
 
 
 def _draw(axes: Axes, line: Line, measure: str, number: int, label: str, *, dashes: bool) -> list[float]:
-    """One line, and the heights that it has."""
-    colour, marker = look(line.strategy)
+    """Draw one line; returns its values."""
+    colour, marker = strategy_style(line.strategy)
     alpha = _FADE[number % len(_FADE)]
     constant = line.constant(measure)
     if constant is not None:
@@ -237,8 +249,8 @@ def _ends(line: Line, varied: str, measure: str) -> str:
         return ""
     (first, low), (last, high) = points[0], points[-1]
     return (
-        f"{captions.upper(line.label)}: {shown(low, measure)} at {varied} {plain(first)}, "
-        f"{shown(high, measure)} at {plain(last)}."
+        f"{captions.upper(line.label)}: {format_measure(low, measure)} at {varied} {plain(first)}, "
+        f"{format_measure(high, measure)} at {plain(last)}."
     )
 
 
@@ -247,9 +259,9 @@ def _listed(sources: Iterable[str]) -> str:
     return f" ({'; '.join(found)})" if found else ""
 
 
-def _smaller(settings: Sequence[Setting], measures: Sequence[str]) -> Drawing | None:
-    """Loss of every model against what it took, its ranks beside it; phantom models that come to the loss of the best
-    other model on more ranks are ringed.
+def _smaller(settings: Sequence[CellGroup], measures: Sequence[str]) -> CaptionedFigure | None:
+    """Loss of every model against its cost, labelled with its ranks; phantom models that reach the loss of the best
+    other model on more ranks are circled.
     """
     shown_settings = [one for one in settings if one.values.get("loss") is not None]
     measure = _available(shown_settings, measures)
@@ -258,11 +270,11 @@ def _smaller(settings: Sequence[Setting], measures: Sequence[str]) -> Drawing | 
     points = [one for one in shown_settings if one.values.get(measure) is not None]
     best, small = reaching(shown_settings)
     title = f"Held-out loss against {measure_label(measure)}"
-    figure, axes = canvas(title, 4.2)
-    placed: list[tuple[float, float, Setting]] = []
+    figure, axes = new_figure(title, 4.2)
+    placed: list[tuple[float, float, CellGroup]] = []
     for strategy in dict.fromkeys(one.strategy for one in points):
         mine = [one for one in points if one.strategy == strategy]
-        colour, marker = look(strategy)
+        colour, marker = strategy_style(strategy)
         xy = [(_value(one, measure), _value(one, "loss")) for one in mine]
         axes.plot(*zip(*xy, strict=True), color=colour, marker=marker, markersize=7, linestyle="none", label=strategy)
         placed += [(x, y, one) for (x, y), one in zip(xy, mine, strict=True)]
@@ -281,57 +293,55 @@ def _smaller(settings: Sequence[Setting], measures: Sequence[str]) -> Drawing | 
         )
     losses = [y for _, y, _ in placed]
     if best is not None:
-        axes.axhline(limit_of(best), color=look(best.strategy)[0], linewidth=1.4, linestyle=DASHES[1])
+        axes.axhline(limit_of(best), color=strategy_style(best.strategy)[0], linewidth=1.4, linestyle=DASHES[1])
         losses.append(limit_of(best))
     log_axis(axes, "x", [x for x, _, _ in placed])
     log_axis(axes, "y", losses)
     axes.margins(0.14, 0.16)
     label_axis(axes, "x", measure, [x for x, _, _ in placed], _words(measure))
     label_axis(axes, "y", "loss", losses)
-    finish(figure, axes, columns=2)
+    add_grid_and_legend(figure, axes, columns=2)
     figure.draw_without_rendering()  # the layout, for where labels fit
     _labels(axes, [(x, y, _ranks(one)) for x, y, one in placed], None if best is None else limit_of(best))
     caption = captions.smaller(best, small, measure)
     if left_out := len(shown_settings) - len(points):
         caption += f" {left_out} of {len(shown_settings)} models missed the loss and are not drawn."
-    return Drawing(f"smaller-{measure}", title, caption, figure)
+    return CaptionedFigure(f"smaller-{measure}", title, caption, figure)
 
 
-def reaching(settings: Sequence[Setting]) -> tuple[Setting | None, list[Setting]]:
-    """The tensor-parallel model on the most ranks, and the phantom models on fewer that come to its loss."""
+def reaching(settings: Sequence[CellGroup]) -> tuple[CellGroup | None, list[CellGroup]]:
+    """The tensor-parallel model on the most ranks, and the phantom models on fewer ranks that reach its loss."""
     others = [one for one in settings if one.strategy == "tensor"] or [
         one for one in settings if one.strategy != "phantom"
     ]
     if not others:
         return None, []
-    best = max(others, key=lambda one: (one.settings.get("ranks") or 1, -_value(one, "loss")))
-    ranks = best.settings.get("ranks") or 1
-    phantoms = [one for one in settings if one.strategy == "phantom" and (one.settings.get("ranks") or 1) < ranks]
-    return best, [one for one in phantoms if _came_to(one, limit_of(best))]
+    best = max(others, key=lambda one: (one.ranks, -_value(one, "loss")))
+    phantoms = [one for one in settings if one.strategy == "phantom" and one.ranks < best.ranks]
+    return best, [one for one in phantoms if _reached(one, limit_of(best))]
 
 
-def limit_of(best: Setting) -> float:
-    """The loss that the others were after, else the one that this model ended with."""
+def limit_of(best: CellGroup) -> float:
+    """The loss that the others were trained to, else the final loss of this model."""
     target = best.values.get("target")
     return _value(best, "loss") if target is None else target
 
 
-def _came_to(one: Setting, limit: float) -> bool:
-    """In every one of its runs, where they say so."""
+def _reached(one: CellGroup, limit: float) -> bool:
+    """Whether all runs reached the loss, where that was recorded."""
     reached = one.values.get("reached")
     return _value(one, "loss") <= limit if reached is None else reached >= one.seeds
 
 
-def _value(one: Setting, measure: str) -> float:
+def _value(one: CellGroup, measure: str) -> float:
     value = one.values[measure]
     assert value is not None
     return value
 
 
-def _ranks(one: Setting) -> str:
-    ranks = one.settings.get("ranks") or 1
+def _ranks(one: CellGroup) -> str:
     ghosts = one.settings.get("ghosts")
-    text = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    text = f"{one.ranks} rank{'s' if one.ranks > 1 else ''}"
     return f"{text}, k {ghosts}" if ghosts else text
 
 
@@ -349,7 +359,7 @@ _SIDES: tuple[tuple[float, float, Literal["left", "center", "right"]], ...] = (
 
 
 def _labels(axes: Axes, points: Sequence[tuple[float, float, str]], line: float | None) -> None:
-    """Text beside each point, on the side where it covers the least of points, labels and the horizontal line."""
+    """Label each point on the side where the text covers the least of points, labels and the horizontal line."""
     points_per_pixel = 72 / axes.figure.get_dpi()
     anchors = axes.transData.transform([(x, y) for x, y, _ in points]) * points_per_pixel
     box = axes.get_window_extent()
@@ -375,7 +385,7 @@ def _labels(axes: Axes, points: Sequence[tuple[float, float, str]], line: float 
 
 
 def _text_box(x: float, y: float, side: str, text: str) -> Box:
-    """Where 9-point text will about be, in points."""
+    """The approximate box of 9-point text, in points."""
     wide, high = 5.4 * len(text), 10.0
     left = x - {"left": 0.0, "center": wide / 2, "right": wide}[side]
     return left, y - high / 2, left + wide, y + high / 2
@@ -383,7 +393,3 @@ def _text_box(x: float, y: float, side: str, text: str) -> Box:
 
 def _overlap(a: Box, b: Box) -> float:
     return max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,19 +1,21 @@
-"""From runs to figures: means over seeds, ratios of what was trained side by side, and what a reader must be told."""
+"""From runs to figures: means over seeds, ratios of runs made side by side, and the caveats that a reader must know."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean, stdev
 from typing import Any
 
-from phantom_parallel.report.units import TO_THE_LOSS, ratio_label
-from phantom_parallel.study.counting import counts
-from phantom_parallel.study.results import Ratio, Run, StrategyResult, Trial
+from phantom_parallel.families.registry import get_family
+from phantom_parallel.study.measures import TO_THE_LOSS, ratio_label
+from phantom_parallel.study.results import InferenceResult, Interval, Ratio, Run, StrategyResult, Trial
 from phantom_parallel.study.settings import CompareSettings
-from phantom_parallel.study.statistics import interval, ratio
 from phantom_parallel.train.config import TrainConfig
+from phantom_parallel.utils.strategies import get_strategy
 
 BASELINES = ("tensor", "megatron")
-# What ratios are made of: its name, and how it is read off a run and its strategy's counts.
-MEASURES: dict[str, Callable[[Run, StrategyResult], float | None]] = {
+# How the measures of which there are ratios are read off a run and the counts of its strategy.
+_OF_RUN: dict[str, Callable[[Run, StrategyResult], float | None]] = {
     "seconds": lambda run, _: run.seconds,
     "joules": lambda run, _: run.joules,
     "measured_joules": lambda run, _: run.measured_joules,
@@ -22,6 +24,45 @@ MEASURES: dict[str, Callable[[Run, StrategyResult], float | None]] = {
     "bytes": lambda run, one: run.steps * one.bytes_per_step,
     "step_seconds": lambda run, _: run.step_seconds,
 }
+# Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom. Beyond the table the last one is used, which
+# makes intervals slightly too wide.
+_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+
+
+def mean_interval(values: Sequence[float]) -> Interval | None:
+    """The mean with its 95 % confidence interval; None without values."""
+    if not values:
+        return None
+    mean = fmean(values)
+    if len(values) == 1:
+        return Interval(mean, None, None, 1)
+    half = _half_width(values)
+    return Interval(mean, mean - half, mean + half, len(values))
+
+
+def ratio_interval(pairs: Sequence[tuple[float, float]]) -> Interval | None:
+    """The geometric mean of first / second with the interval of the logarithms; None without positive pairs."""
+    logs = mean_interval([math.log(first / second) for first, second in pairs if first > 0 and second > 0])
+    if logs is None or logs.low is None or logs.high is None:
+        return None if logs is None else replace(logs, mean=math.exp(logs.mean))
+    return Interval(math.exp(logs.mean), math.exp(logs.low), math.exp(logs.high), logs.count)
+
+
+def _half_width(values: Sequence[float]) -> float:
+    return _T95[min(len(values) - 1, len(_T95)) - 1] * stdev(values) / math.sqrt(len(values))
+
+
+def counts(config: TrainConfig) -> dict[str, int]:
+    """Counts by the cost formulas: parameters of the model, FLOPs and bytes sent per step over all ranks, and bytes of
+    memory of one rank.
+    """
+    shape = get_family(config.family).shape(config)
+    return {
+        "parameters": shape.model_parameters,
+        "flops_per_step": shape.over_all_ranks(2 * shape.multiply_adds()),
+        "bytes_per_step": shape.over_all_ranks(shape.moved_bytes()),
+        "memory_bytes": shape.memory.total,
+    }
 
 
 def summarise(
@@ -29,43 +70,42 @@ def summarise(
     config: TrainConfig,
     trials: Iterable[Trial],
     runs: Iterable[Run],
-    inference: Iterable[dict[str, Any]],
+    inference: Iterable[InferenceResult],
 ) -> StrategyResult:
-    """One strategy's figures over its runs."""
+    """The figures of one strategy over its runs."""
     mine = [run for run in runs if run.strategy == strategy]
-    there = [run for run in mine if run.reached]
-    description = strategy
-    if strategy == "phantom":
-        description = f"phantom, {config.blocks} blocks, {config.ghosts} ghosts"
+    reached = [run for run in mine if run.reached]
+    blocks = f", {config.blocks} blocks, {config.ghosts} ghosts" if get_strategy(strategy).has_blocks else ""
     missing: dict[str, Any] = dict.fromkeys(TO_THE_LOSS)
-    kept: dict[str, Any] = counts(config)
-    empty = StrategyResult(
+    counted: dict[str, Any] = counts(config)
+    result = StrategyResult(
         strategy=strategy,
-        description=description,
+        description=f"{strategy}{blocks}",
         lr=next(one.lr for one in trials if one.strategy == strategy and one.chosen),
         runs=len(mine),
-        reached=len(there),
-        **kept,
+        reached=len(reached),
+        **counted,
         **missing,
-        step_seconds=interval([run.step_seconds for run in mine if run.steps]),
-        blocked_share=interval([run.blocked_share for run in mine if run.steps]),
+        step_seconds=mean_interval([run.step_seconds for run in mine if run.step_seconds is not None]),
+        blocked_share=mean_interval([run.blocked_share for run in mine if run.steps]),
         inference=tuple(inference),
     )
     figures: dict[str, Any] = {}
     for name in TO_THE_LOSS:
-        values = [MEASURES[name](run, empty) for run in there]
-        figures[name] = None if None in values else interval([value for value in values if value is not None])
-    return replace(empty, **figures)
+        values = [_OF_RUN[name](run, result) for run in reached]
+        known = [value for value in values if value is not None]
+        figures[name] = mean_interval(known) if len(known) == len(values) else None
+    return replace(result, **figures)
 
 
 def ratios_of(strategies: Sequence[StrategyResult], runs: Sequence[Run]) -> list[Ratio]:
-    """Of phantom and megatron to the baselines before them."""
+    """Ratios of phantom and of megatron to the baselines."""
     named = {one.strategy: one for one in strategies}
     ratios = []
     for baseline in (name for name in BASELINES if name in named):
         for strategy in (name for name in named if name not in ("tensor", baseline)):
             for measure, pairs in _pairs(named[strategy], named[baseline], runs):
-                if (found := ratio(pairs)) is not None:
+                if (found := ratio_interval(pairs)) is not None:
                     ratios.append(Ratio(strategy, baseline, measure, found))
     return ratios
 
@@ -73,9 +113,9 @@ def ratios_of(strategies: Sequence[StrategyResult], runs: Sequence[Run]) -> list
 def _pairs(
     one: StrategyResult, base: StrategyResult, runs: Sequence[Run]
 ) -> Iterator[tuple[str, list[tuple[float, float]]]]:
-    """The figures that a ratio is made of, by measure: of runs of one seed, or of what has no seed."""
+    """Measures and the pairs of values that their ratios are made of: of runs of one seed, or of counts."""
     mine, theirs = ({run.seed: run for run in runs if run.strategy == s.strategy and run.steps} for s in (one, base))
-    for measure, read in MEASURES.items():
+    for measure, read in _OF_RUN.items():
         pairs = []
         for seed in mine.keys() & theirs.keys():
             equal = (mine[seed].reached and theirs[seed].reached) or measure == "step_seconds"
@@ -86,15 +126,15 @@ def _pairs(
     for measure in ("parameters", "memory_bytes"):
         yield measure, [(getattr(one, measure), getattr(base, measure))]
     for ours, other in zip(one.inference, base.inference, strict=True):
-        yield f"latency, batch {ours['batch']}", [(ours["latency_seconds"], other["latency_seconds"])]
-        if ours["joules_per_sample"] and other["joules_per_sample"]:
-            yield f"inference_joules, batch {ours['batch']}", [(ours["joules_per_sample"], other["joules_per_sample"])]
+        yield f"latency, batch {ours.batch}", [(ours.latency_seconds, other.latency_seconds)]
+        if ours.joules_per_sample and other.joules_per_sample:
+            yield f"inference_joules, batch {ours.batch}", [(ours.joules_per_sample, other.joules_per_sample)]
 
 
 def remarks_on(
     settings: CompareSettings, strategies: Sequence[StrategyResult], ratios: Sequence[Ratio]
-) -> Iterable[str]:
-    """What a reader must be told."""
+) -> Iterator[str]:
+    """Missed targets, and every measure in which phantom is worse."""
     for one in strategies:
         if one.reached < one.runs:
             yield (
@@ -104,25 +144,54 @@ def remarks_on(
     for found in ratios:
         if found.strategy == "phantom" and found.ratio.mean > 1.0:
             low = found.ratio.low
-            sure = "" if low is None or low > 1.0 else ", though the interval includes 1"
+            unsure = "" if low is None or low > 1.0 else ", though the interval includes 1"
             yield (
-                f"Phantom is worse than {found.to} in {ratio_label(found.measure)}: {found.ratio.mean:.2f} of it{sure}."
+                f"Phantom is worse than {found.to} in {ratio_label(found.measure)}: {found.ratio.mean:.2f} times as "
+                f"much{unsure}."
             )
-    yield from _more_blocked(strategies)
-    if settings.task == "ffn" and settings.training.get("data", "planted") == "planted":
-        yield (
-            "The data are a teacher's that has phantom's own structure (planted), which suits phantom: "
-            "try --data random for one that has none."
-        )
-
-
-def _more_blocked(strategies: Sequence[StrategyResult]) -> Iterable[str]:
-    """A share has no ratio of its own in the table, and may rise where a step gets shorter."""
     shares = {one.strategy: one.blocked_share.mean for one in strategies if one.blocked_share is not None}
     mine = shares.get("phantom")
-    for name in BASELINES:
+    for name in BASELINES:  # a share has no ratio in the table, and may rise where a step gets shorter
         if mine is not None and name in shares and mine > shares[name]:
             yield (
-                f"Phantom is blocked in exchanges for a larger share of its time than {name}: {mine:.0%} against "
+                f"Phantom is blocked in collectives for a larger share of its time than {name}: {mine:.0%} against "
                 f"{shares[name]:.0%}."
             )
+
+
+def caveats(
+    configs: Sequence[TrainConfig],
+    seeds: int | None,
+    environment: Mapping[str, Any],
+    power: str,
+    reused: int = 0,
+) -> Iterator[str]:
+    """What limits the conclusions of any comparison or study.
+
+    Args:
+        configs: The trainings.
+        seeds: Trainings of each of them; None where steps are only timed.
+        environment: As `environment` returns it.
+        power: Name of the power profile of modelled energy.
+        reused: Cells that were finished by an earlier call.
+    """
+    yield from dict.fromkeys(note for config in configs for note in get_family(config.family).report_notes(config))
+    if seeds == 1:
+        yield "One seed: there are no confidence intervals, and small differences may be chance."
+    yield (
+        f"Energy in joules is modelled, not measured, unless it says otherwise: measured seconds times the watts of "
+        f"{power} (see below)."
+    )
+    if environment.get("device") == "cpu" and environment.get("processes", 1) > 1:
+        yield (
+            f"Ranks are processes on CPU cores that exchange data by {environment.get('backend')}: on accelerators and "
+            f"networks, products and collectives have other relative costs."
+        )
+        ranks, cores = environment.get("processes_per_host") or 0, environment.get("cores") or 0
+        if ranks > cores > 0:
+            yield (
+                f"Oversubscribed: up to {ranks} ranks share {cores} cores, so that ranks wait for cores as well as for "
+                f"each other, and blocked time includes that. Assumed watts are those of a core, which ranks share."
+            )
+    if reused:
+        yield f"{reused} trainings were finished by an earlier call; the wall clock is that of the last call alone."

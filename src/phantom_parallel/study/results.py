@@ -1,27 +1,24 @@
-"""What a comparison or a study found, as plain data: JSON on disk, and the only thing that tables and reports read.
+"""Results of a comparison or a study as plain data: JSON on disk, and all that tables and reports read.
 
-Every figure that may be missing is None: a strategy that missed the target has no time to the loss, a machine without
-counters has no measured joules.
+Every figure that may be missing is None: a strategy that missed the target has no time to the loss, and a machine
+without counters has no measured joules.
 """
 
-import json
-import os
-import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
-FORMAT, VERSION = "phantom-parallel-results", 1
+from phantom_parallel.utils.files import write_json
+from phantom_parallel.utils.parsing import decode_json
 
-T = TypeVar("T")
-Status = Literal["target", "steps", "diverged"]  # of a run: the loss was reached, steps ran out, the loss is no number
+FILE, FORMAT, VERSION = "results.json", "phantom-parallel-results", 1
+
+RunStatus = Literal["target", "steps", "diverged"]  # target reached, steps used up, loss non-finite
 
 
 @dataclass(frozen=True)
-class Point:
-    """A look at the held-out loss on the way. Seconds and joules are those of all steps so far."""
+class CurvePoint:
+    """One evaluation of the held-out loss. Seconds and joules are totals of all steps so far."""
 
     step: int
     loss: float
@@ -31,45 +28,47 @@ class Point:
 
 @dataclass(frozen=True)
 class Run:
-    """One training. ``seconds`` is its steps' time on rank 0; compute and blocked seconds are sums over all ranks."""
+    """One training. ``seconds`` is the time of its steps on rank 0, without evaluations; compute and blocked seconds
+    are sums over all ranks.
+    """
 
     strategy: str
     seed: int
     lr: float
     ranks: int
     dp: int
-    status: Status
+    status: RunStatus
     steps: int
-    loss: float | None  # held out, at the end
+    loss: float | None  # held-out loss at the end
     seconds: float
     compute_seconds: float
     blocked_seconds: float
     joules: float | None  # of the steps, modelled
     measured_joules: float | None  # of the whole training with its evaluations, from the machine's sensors
     measured_by: str  # provenance of that figure
-    curve: tuple[Point, ...] = ()
+    curve: tuple[CurvePoint, ...] = ()
 
     @property
     def reached(self) -> bool:
         return self.status == "target"
 
     @property
-    def step_seconds(self) -> float:
-        return self.seconds / self.steps
+    def step_seconds(self) -> float | None:
+        return self.seconds / self.steps if self.steps > 0 else None
 
     @property
     def blocked_share(self) -> float:
         total = self.compute_seconds + self.blocked_seconds
-        return self.blocked_seconds / total if total else 0.0
+        return self.blocked_seconds / total if total > 0 else 0.0
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One learning rate in the search of one strategy."""
+    """One learning rate in the search for one strategy."""
 
     strategy: str
     lr: float
-    status: Status
+    status: RunStatus
     steps: int
     loss: float | None
     chosen: bool = False
@@ -77,7 +76,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds and its 95 % confidence interval; no interval from one value."""
+    """A mean over seeds with its 95 % confidence interval; a single value has no interval."""
 
     mean: float
     low: float | None
@@ -87,9 +86,8 @@ class Interval:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Of one strategy to another in one measure: the geometric mean over seeds, each seed's pair trained side by side.
-
-    Below 1 the strategy is the cheaper one.
+    """Ratio of ``strategy`` to the baseline ``to`` in one measure: the geometric mean over seeds, whose pairs were
+    trained one after the other. Below 1 the strategy is cheaper.
     """
 
     strategy: str
@@ -99,34 +97,54 @@ class Ratio:
 
 
 @dataclass(frozen=True)
-class StrategyResult:
-    """All that is known of one strategy. Counts are of one step; bytes and FLOPs are sums over all ranks, memory is one
-    rank's.
+class InferenceResult:
+    """Inference of one strategy with one batch size. A sample is what the family's inference produces: a row of an FFN,
+    a decoded token of a transformer. Counts and energies are sums over all ranks.
     """
+
+    batch: int
+    latency_seconds: float  # median over turns
+    latency_p95: float | None = None
+    samples_per_second: float | None = None
+    flops_per_sample: float | None = None
+    bytes_per_sample: float | None = None
+    joules_per_sample: float | None = None
+    provenance: str = "unavailable"  # of the joules
+    blocked_share: float | None = None
+    parameters: int | None = None
+    ranks: int | None = None
+    turns: int | None = None
+    prompt: int | None = None  # tokens ahead of those that are decoded
+    prefill_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class StrategyResult:
+    """Results of one strategy. Counts are per step; bytes and FLOPs are sums over all ranks, memory is one rank's."""
 
     strategy: str
     description: str  # "phantom, 4 blocks, 16 ghosts"
     parameters: int
     lr: float
     runs: int
-    reached: int  # runs that came to the target
+    reached: int  # runs that reached the target
     flops_per_step: int
     bytes_per_step: int
     memory_bytes: int
-    steps: Interval | None  # to the loss, and so on; None where no run reached it
+    steps: Interval | None  # to the target loss, as the next five; None where no run reached it
     seconds: Interval | None
     joules: Interval | None
     measured_joules: Interval | None
     flops: Interval | None
     bytes: Interval | None
-    step_seconds: Interval | None  # of every run, whether it reached the target or not
+    step_seconds: Interval | None  # over all runs, whether they reached the target or not
     blocked_share: Interval | None
-    inference: tuple[dict[str, Any], ...] = ()  # one for each batch, as `infer.Inference.to_dict`
+    inference: tuple[InferenceResult, ...] = ()  # one for each batch size
 
 
 @dataclass(frozen=True)
 class Power:
-    """The watts behind modelled joules."""
+    """The watts that modelled joules are computed with."""
 
     name: str
     compute_watts: float
@@ -137,34 +155,35 @@ class Power:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that ``phantom compare`` found."""
+    """Results of ``phantom compare``."""
 
     name: str
     command: str
     started: str  # ISO date and time, UTC
-    wall_seconds: float
+    wall_seconds: float  # of the whole command, launch included
     settings: dict[str, Any]
     environment: dict[str, Any]
     power: Power
     target_loss: float
-    target_from: str  # where the target came from, in words
+    target_from: str  # origin of the target, in words
     trials: tuple[Trial, ...]
     runs: tuple[Run, ...]
     strategies: tuple[StrategyResult, ...]
     ratios: tuple[Ratio, ...]
-    remarks: tuple[str, ...] = ()  # what a reader must be told: targets missed, measures in which phantom is worse
+    remarks: tuple[str, ...] = ()  # caveats for the reader: targets missed, measures in which phantom is worse
 
     kind = "compare"
 
 
+SettingValue = int | float | str | bool | None
+
+
 @dataclass(frozen=True)
 class Cell:
-    """One setting of a study. ``modelled`` ones come from the formulas and a hardware profile, others were trained or
-    timed here.
-    """
+    """One training or timing of a study. ``modelled`` cells come from the cost formulas and a hardware profile."""
 
     name: str
-    settings: dict[str, Any]  # strategy, width, depth, blocks, ghosts, ranks, dp, batch, lr, seed where they apply
+    settings: dict[str, SettingValue]  # strategy, sizes of the model, ranks, batch, and lr and seed where they apply
     values: dict[str, float | None]  # by measure
     modelled: bool = False
     status: str = "done"
@@ -173,7 +192,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Study:
-    """All that ``phantom study`` found for one study."""
+    """Results of ``phantom study``."""
 
     name: str
     question: str
@@ -184,64 +203,44 @@ class Study:
     environment: dict[str, Any]
     power: Power
     cells: tuple[Cell, ...]
-    findings: tuple[str, ...] = ()  # sentences made from the cells
+    findings: tuple[str, ...] = ()  # sentences derived from the cells
     remarks: tuple[str, ...] = ()
 
     kind = "study"
 
 
 def to_json(found: Comparison | Study) -> dict[str, Any]:
+    """The results as plain data."""
     return {"format": FORMAT, "version": VERSION, "kind": found.kind} | asdict(found)
 
 
 def save(found: Comparison | Study, path: Path) -> None:
-    write_text(path, json.dumps(to_json(found), indent=2) + "\n")
+    """Write results atomically."""
+    write_json(path, to_json(found))
+
+
+@dataclass(frozen=True)
+class _Header:
+    format: str
+    version: int
+    kind: str
 
 
 def load(path: Path) -> Comparison | Study:
-    """Read what `save` wrote; ValueError for anything else."""
+    """Read what `save` wrote.
+
+    Raises:
+        ValueError: If the file is not readable as results.
+    """
+    kinds: dict[str, type[Comparison] | type[Study]] = {one.kind: one for one in (Comparison, Study)}
     try:
-        data = json.loads(path.read_text())
-        if data["format"] != FORMAT or data["version"] != VERSION:
-            raise ValueError(f"format {data['format']!r} version {data['version']!r}, expected {FORMAT!r} {VERSION}")
-        kinds: dict[str, type[Comparison] | type[Study]] = {"compare": Comparison, "study": Study}
-        kind = kinds[data["kind"]]
-        return from_json(kind, data)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        text = path.read_bytes()
+        header = decode_json(text, _Header, "the header")
+        if (header.format, header.version) != (FORMAT, VERSION) or header.kind not in kinds:
+            raise ValueError(
+                f"format {header.format!r} version {header.version} kind {header.kind!r}; expected {FORMAT!r} "
+                f"version {VERSION} and one of the kinds {', '.join(kinds)}"
+            )
+        return decode_json(text, kinds[header.kind], header.kind)
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not a result of phantom compare or phantom study: {error}") from None
-
-
-def write_text(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            file.write(data)
-            file.close()
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
-
-
-def from_json(kind: type[T], data: Any) -> T:
-    """A dataclass of this module from what ``asdict`` made of it."""
-    if not isinstance(data, Mapping):
-        raise TypeError(f"expected an object for {kind.__name__}, got {data!r}")
-    hints = get_type_hints(kind)
-    names = [one.name for one in fields(kind)]  # type: ignore[arg-type]
-    return kind(**{name: _value(hints[name], data[name]) for name in names if name in data})
-
-
-def _value(hint: Any, data: Any) -> Any:
-    if get_origin(hint) is tuple:
-        return tuple(_value(get_args(hint)[0], one) for one in data)
-    if isinstance(hint, UnionType):
-        return None if data is None else _value(get_args(hint)[0], data)
-    return from_json(hint, data) if isinstance(hint, type) and is_dataclass(hint) else data

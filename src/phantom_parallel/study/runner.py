@@ -1,17 +1,17 @@
-"""The bench on which cells are run: trainings and timings on some or all of the ranks, each kept on disk when done.
+"""Running the cells of a comparison or a study: trainings on some or all ranks, each kept on disk when it is finished.
 
-Every rank calls the same methods in the same order and gets the same answers, so that what comes next may depend on
+Every rank calls the same methods in the same order and gets the same results, so that what is run next may depend on
 them. A cell that needs fewer ranks than there are runs on the first ones while the others wait.
+
+A folder of results has ``settings.json``, ``cells/``, ``results.json`` and the report.
 """
 
-import json
-import os
-import platform
 import re
-import sys
-from collections.abc import Callable
-from dataclasses import asdict
-from datetime import timedelta
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,122 +19,230 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from phantom_parallel._version import __version__
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.errors import Interrupted, LossDiverged
-from phantom_parallel.distributed.launch import TIMEOUT, threads_for
+from phantom_parallel.distributed.external import is_rank_zero, launched_externally
+from phantom_parallel.distributed.launch import TIMEOUT, launch, threads_for
 from phantom_parallel.distributed.objects import broadcast_from_rank_zero
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.energy import EnergyMeter, PowerProfile, load_power_profile
-from phantom_parallel.study.progress import Display
-from phantom_parallel.study.results import Point, Run, Status, from_json, write_text
+from phantom_parallel.families.registry import get_family
+from phantom_parallel.study.environment import command, environment
+from phantom_parallel.study.results import Comparison, CurvePoint, Power, Run, RunStatus, Study
+from phantom_parallel.study.settings import Settings, to_dict
 from phantom_parallel.train import Record, TrainConfig, train
+from phantom_parallel.train.memory import check_memory
+from phantom_parallel.utils.files import write_json
+from phantom_parallel.utils.parsing import decode_json
+from phantom_parallel.utils.progress import ProgressDisplay
 
 T = TypeVar("T")
-CELLS = "cells"
-PATIENCE = timedelta(hours=12)  # of ranks that wait while a cell runs on the others
+R = TypeVar("R", Comparison, Study)
+SETTINGS, CELLS = "settings.json", "cells"
+IDLE_TIMEOUT = timedelta(hours=12)  # of the collectives in which ranks wait while a cell runs on the others
+_ENDED = {"target": "reached the target", "steps": "all steps done", "diverged": "diverged"}
 
 
-class Lab:
-    """``out`` is where finished cells are kept; with ``resume``, those found there are not run again."""
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of one call of `compare` or `run_study`.
+
+    Args:
+        out: Folder of the results.
+        resume: Whether finished cells in ``out`` are kept.
+        show: Whether to show progress on stderr.
+        local: Whether the ranks are started by this package, and not by torchrun or srun.
+        command: Command line, for the report.
+        started: Date and time of the call.
+    """
+
+    out: Path
+    resume: bool = False
+    show: bool = False
+    local: bool = True
+    command: str = ""
+    started: datetime = field(default_factory=lambda: datetime.now(UTC))
+
+
+def run_on_ranks(
+    work: Callable[[torch.device, Any, RunOptions], R],
+    settings: Settings,
+    configs: Iterable[TrainConfig],
+    out: Path,
+    resume: bool,
+    show: bool,
+) -> R | None:
+    """Check every training, prepare the folder, and call ``work(device, settings, options)`` on local ranks, or as one
+    rank of those that torchrun or srun started.
+
+    Returns:
+        What rank 0 found; None on the other ranks of an external launcher.
+    """
+    start = time.monotonic()
+    options = RunOptions(out, resume, show, not launched_externally(), command())
+    _check_trainings(configs, settings.profile, options.local)
+    if options.local:
+        prepare_folder(out, to_dict(settings), resume)
+    found = launch(settings.world_size, work, settings, options, timeout=IDLE_TIMEOUT)
+    if not options.local and not is_rank_zero():
+        return None
+    return replace(found, wall_seconds=time.monotonic() - start)
+
+
+def _check_trainings(configs: Iterable[TrainConfig], profile: str | None, local: bool) -> None:
+    """Raise ValueError or OSError for mistakes in the data, the memory or the watts of any training."""
+    load_power_profile(profile)
+    for config in configs:
+        get_family(config.family).task().check(config)
+        if local and not torch.accelerator.is_available():
+            check_memory(config)
+
+
+def prepare_folder(out: Path, settings: dict[str, Any], resume: bool) -> None:
+    """Create the folder, or check that ``settings`` are those that it was created with. One process calls this."""
+    if resume:
+        _check_same_settings(out / SETTINGS, settings)
+    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(f"{out} exists and is not an empty folder: choose another, or resume")
+    write_json(out / SETTINGS, settings)
+
+
+def _check_same_settings(path: Path, settings: dict[str, Any]) -> None:
+    if not path.exists():
+        raise ValueError(f"there is nothing to resume in {path.parent}: run without resume")
+    before = decode_json(path.read_bytes(), dict[str, Any], str(path))
+    if "task" in before:  # name of the key in version 1
+        before["family"] = before.pop("task")
+    differ = [name for name in settings if before.get(name) != settings[name]]
+    if differ:
+        changes = ", ".join(f"{name} was {before.get(name)!r}, not {settings[name]!r}" for name in differ)
+        raise ValueError(f"{path.parent} was started with other settings: {changes}")
+
+
+@contextmanager
+def cell_runner(device: torch.device, settings: Settings, options: RunOptions, total: int) -> Iterator["CellRunner"]:
+    """The runner of one rank, for about ``total`` cells. Signals to stop are obeyed after the current step."""
+    with StopRequest() as stop, ProgressDisplay(show=options.show and is_rank_zero()) as display:
+        runner = CellRunner(device, settings, options, display, stop)
+        if not options.local:
+            runner.broadcast(lambda: prepare_folder(options.out, to_dict(settings), options.resume))
+        runner.expect(total)
+        yield runner
+
+
+class CellRunner:
+    """Runs trainings on one rank together with the others. Finished cells are kept in the folder of the options, and
+    with ``resume`` those that are there are not run again.
+    """
 
     def __init__(
         self,
         device: torch.device,
-        out: Path,
-        profile: str | None,
-        *,
-        resume: bool,
-        started_here: bool,
-        display: Display,
+        settings: Settings,
+        options: RunOptions,
+        display: ProgressDisplay,
         stop: StopRequest,
     ) -> None:
-        self.device, self._profile = device, profile
-        self._cells, self._resume, self._started_here = out / CELLS, resume, started_here
-        self._display, self._stop = display, stop
-        self._parallel: dict[tuple[int, int], ParallelContext | None] = {}
+        self.device = device
+        self.done = 0  # cells that are finished
+        self.reused = 0  # cells that an earlier call had finished
+        self._settings, self._options, self._display, self._stop = settings, options, display, stop
+        self._contexts: dict[tuple[int, int], ParallelContext | None] = {}
+        display.stage("starting", 0)
 
-    @property
-    def first(self) -> bool:
-        return not dist.is_initialized() or dist.get_rank() == 0
+    def expect(self, total: int) -> None:
+        """Set the total number of cells, for the display."""
+        self._display.set_total(total)
 
-    def training(self, name: str, config: TrainConfig) -> Run:
-        """Train, or read what an earlier training of that name left."""
-        return from_json(Run, self.cell(name, config, lambda: self._train(config)))
-
-    def cell(self, name: str, config: TrainConfig, work: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
-        """Let the ranks of ``config`` do a piece of work that rank 0 gets an answer from; the answer, on all ranks."""
-        path = self._cells / f"{re.sub(r'[^A-Za-z0-9_.=-]', '-', name)}.json"
-        found = self.tell(lambda: self._kept(path)) if self._resume else None
-        if found is None:
-            if self.tell(lambda: self._stop.requested):
-                raise Interrupted("stopped as asked")
-            self._display.begin(name, config.steps)
-            parallel = self.context_for(config)
-            answer = None
-            if parallel is not None:
-                if self._started_here and self.device.type == "cpu":
-                    torch.set_num_threads(threads_for(config.ranks * config.dp))
-                answer = work()
-            found = self.tell(lambda: self._keep(path, answer))
-        self._display.end(name, found)
-        return found
-
-    def tell(self, work: Callable[[], T]) -> T:
-        """What rank 0 finds, on all ranks."""
+    def broadcast(self, work: Callable[[], T]) -> T:
+        """Call ``work`` on rank 0 and return its result on all ranks."""
         return broadcast_from_rank_zero(work, self.device)
 
+    def train(self, name: str, config: TrainConfig) -> Run:
+        """Train on the ranks of ``config``, or read the cell of that name from the folder; the result on all ranks."""
+        path = self._options.out / CELLS / f"{re.sub(r'[^A-Za-z0-9_.=-]', '-', name)}.json"
+        run = self.broadcast(lambda: _read_cell(path)) if self._options.resume else None
+        if run is None:
+            if self.broadcast(lambda: self._stop.requested):
+                raise Interrupted("stopped by a signal")
+            self._display.update(self.done, title=name)
+            context = self.context_for(config)
+            found = None
+            if context is not None:
+                if self._options.local and self.device.type == "cpu":
+                    torch.set_num_threads(threads_for(config.ranks * config.dp))
+                found = self._train(config, context, name)
+            run = self.broadcast(lambda: _write_cell(path, found))
+        else:
+            self.reused += 1
+            self._display.skip()
+        self.done += 1
+        self._display.update(self.done, _outcome(run), title=name, line=True)
+        return run
+
     def context_for(self, config: TrainConfig) -> ParallelContext | None:
-        """The parallel context of this rank in a training; None if it takes no part."""
+        """The parallel context of this rank in a training; None if it has no part in it."""
         key = (config.ranks, config.dp)
-        if key not in self._parallel:
-            self._parallel[key] = self._create_context(config)
-        return self._parallel[key]
+        if key not in self._contexts:
+            self._contexts[key] = self._create_context(*key)
+        return self._contexts[key]
 
     def power(self, ranks: int) -> PowerProfile:
-        """Return the power of each of ``ranks`` ranks, which share the CPU cores."""
-        return load_power_profile(self._profile, ranks)
+        """The watts of each of ``ranks`` ranks, which share the CPU cores."""
+        return load_power_profile(self._settings.profile, ranks)
 
-    def _create_context(self, config: TrainConfig) -> ParallelContext | None:
-        size = config.ranks * config.dp
+    def summary(self) -> dict[str, Any]:
+        """The fields that the results of comparisons and studies share. The caller sets the wall clock."""
+        return {
+            "name": self._settings.name,
+            "command": self._options.command,
+            "started": self._options.started.isoformat(timespec="seconds"),
+            "wall_seconds": 0.0,
+            "settings": to_dict(self._settings),
+            "environment": environment(self.device),
+            "power": Power(**asdict(self.power(self._settings.world_size))),
+        }
+
+    def _create_context(self, ranks: int, dp: int) -> ParallelContext | None:
+        size = ranks * dp
         world = dist.get_world_size() if dist.is_initialized() else 1
         if world == 1:
             return ParallelContext(device=self.device)
-        group = dist.new_group(range(size), timeout=TIMEOUT)  # every rank of the world calls this, for either
-        mesh = init_device_mesh(self.device.type, (config.dp, config.ranks), mesh_dim_names=("dp", "tp"))
+        group = dist.new_group(range(size), timeout=TIMEOUT)  # collective over all ranks, as the mesh is
+        mesh = init_device_mesh(self.device.type, (dp, ranks), mesh_dim_names=("dp", "tp"))
         if dist.get_rank() >= size:
             return None
-        tp, dp = mesh["tp"] if config.ranks > 1 else None, mesh["dp"] if config.dp > 1 else None
-        return ParallelContext(tp, dp, self.device, group)
+        return ParallelContext(mesh["tp"] if ranks > 1 else None, mesh["dp"] if dp > 1 else None, self.device, group)
 
-    def _train(self, config: TrainConfig) -> dict[str, Any] | None:
-        parallel = self.context_for(config)
-        assert parallel is not None
-        curve: list[Point] = []
-
-        def look(record: Record) -> None:
-            self._display.look(record)
-            if record.eval_loss is not None:
-                curve.append(Point(record.step, record.eval_loss, record.seconds, self._joules(config, record)))
-            last[:] = [record]
-
+    def _train(self, config: TrainConfig, context: ParallelContext, name: str) -> Run | None:
+        """Train on this rank; the result on rank 0."""
+        curve: list[CurvePoint] = []
         last: list[Record] = []
-        meter = EnergyMeter(None if parallel.single_process else parallel.group, device=self.device)
-        status: Status
+
+        def record(one: Record) -> None:
+            loss = one.loss if one.eval_loss is None else one.eval_loss
+            note = f"step {one.step}/{config.steps}  loss {loss:.4g}"
+            self._display.update(self.done + min(0.999, one.step / config.steps), note, title=name)
+            if one.eval_loss is not None:
+                curve.append(CurvePoint(one.step, one.eval_loss, one.seconds, self._joules(config, one)))
+            last[:] = [one]
+
+        meter = EnergyMeter(None if context.single_process else context.group, device=self.device)
+        status: RunStatus
         measured = None
         try:
             with meter.window("training") as window:
-                _, summary = train(config, parallel, report=look)
+                _, summary = train(config, context, report=record)
             measured = window.result.total
             if summary.status == "interrupted":
-                raise Interrupted("stopped as asked")
+                raise Interrupted("stopped by a signal")
             status = summary.status
         except LossDiverged:
             status = "diverged"
-        if parallel.rank:
+        if context.rank:
             return None
         end = last[-1] if last else None
-        run = Run(
+        return Run(
             strategy=config.strategy,
             seed=config.seed,
             lr=config.lr,
@@ -151,59 +259,29 @@ class Lab:
             measured_by="unavailable" if measured is None else str(measured.provenance),
             curve=tuple(curve),
         )
-        return asdict(run)
 
     def _joules(self, config: TrainConfig, record: Record) -> float:
-        """Of all ranks, as the power profile has it; steps leave nobody idle but those who wait."""
+        """Modelled energy of all ranks. Within steps a rank computes or is blocked, and is never idle."""
         return self.power(config.ranks * config.dp).joules(record.compute_seconds, record.blocked_seconds)
 
-    def _kept(self, path: Path) -> dict[str, Any] | None:
-        if not path.exists():
-            return None
-        try:
-            return dict(json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError) as error:
-            raise ValueError(f"{path} is not readable as a finished cell: {error}; remove it to run it again") from None
 
-    def _keep(self, path: Path, answer: dict[str, Any] | None) -> dict[str, Any]:
-        assert answer is not None  # rank 0 has a part in every cell
-        write_text(path, json.dumps(answer) + "\n")
-        return answer
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """What a reader needs to judge the figures by."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    return {
-        "phantom_parallel": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "device": device.type if device.type == "cpu" else torch.get_device_module(device).get_device_name(device),
-        "backend": _backend(device),
-        "processes": world,
-        "threads_a_rank": torch.get_num_threads(),
-    }
-
-
-def _backend(device: torch.device) -> str:
-    """The library that exchanges for this device: torch answers with pairs, as cpu:gloo,cuda:nccl."""
-    if not dist.is_initialized():
-        return "none"
-    pairs = dict(pair.partition(":")[::2] for pair in dist.get_backend_config().split(","))
-    return pairs.get(device.type, dist.get_backend())
-
-
-def _processor() -> str:
+def _read_cell(path: Path) -> Run | None:
+    if not path.exists():
+        return None
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or "unknown"
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+        return decode_json(path.read_bytes(), Run, "cell")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not readable as a finished cell: {error}; remove it to run it again") from None
 
 
-def command() -> str:
-    """As the user typed it, to be run again."""
-    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+def _write_cell(path: Path, run: Run | None) -> Run:
+    assert run is not None  # rank 0 has a part in every cell
+    write_json(path, asdict(run))
+    return run
+
+
+def _outcome(run: Run) -> str:
+    """A finished training in a few words."""
+    words = [_ENDED[run.status], f"{run.steps} steps"]
+    words += [] if run.loss is None else [f"loss {run.loss:.4g}"]
+    return ", ".join([*words, f"{run.seconds:.3g} s"])

@@ -1,69 +1,82 @@
 """The search for a learning rate, the same for everything that is compared.
 
-Rates are tried from the lowest to the highest, and past an end of the list while the best lies there. What counts is
-the number of steps to the target; where none is given or reached, the held-out loss after the search's steps. A trial
-stops where it can no longer be the best: after as many steps as the best needed to the target.
+Rates are tried in ascending order, and beyond an end of the list while the best is at that end. A trial is better the
+fewer steps it needs to the target; if there is no target, or it was not reached, the lower its held-out loss after the
+steps of the search. A trial is stopped as soon as it cannot be the best: after the steps that the best one needed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from phantom_parallel.study.results import Trial
-from phantom_parallel.study.runner import Lab
-from phantom_parallel.study.settings import Search
+from phantom_parallel.study.results import Run, Trial
+from phantom_parallel.study.settings import SearchSettings
 from phantom_parallel.train.config import TrainConfig
 
 
-class Arm(Protocol):
-    """One of the things that are compared: its training with a learning rate, for a number of steps."""
+class Candidate(Protocol):
+    """Something that a learning rate is searched for: its training, for a rate and a number of steps."""
 
     def __call__(self, *, lr: float, steps: int) -> TrainConfig: ...
 
 
+class Trainer(Protocol):
+    """Runs trainings, as `CellRunner` does."""
+
+    def train(self, name: str, config: TrainConfig, /) -> Run: ...
+
+
 def search(
-    arms: Mapping[str, Arm], settings: Search, lab: Lab, expect: Callable[[int], None]
+    candidates: Mapping[str, Candidate], settings: SearchSettings, runner: Trainer, expect: Callable[[int], None]
 ) -> dict[str, list[Trial]]:
-    """Each arm's trials by learning rate, the best marked. ``expect`` hears how many trials there will be, as far as is
-    known. Arms take turns.
+    """Try learning rates for every candidate, in turns.
+
+    Args:
+        candidates: What to search for, by name.
+        settings: The rates and how long to try them.
+        runner: Runs the trainings.
+        expect: Called with the number of trials, as far as it is known.
+
+    Returns:
+        The trials of each candidate in ascending order of the rate, with the best one marked.
     """
-    found: dict[str, list[Trial]] = {name: [] for name in arms}
-    todo = [(name, lr) for lr in settings.learning_rates for name in arms]
-    extended = dict.fromkeys(arms, 0)
-    while todo:
-        expect(sum(map(len, found.values())) + len(todo))
-        for name, lr in todo:
+    found: dict[str, list[Trial]] = {name: [] for name in candidates}
+    pending = [(name, lr) for lr in settings.learning_rates for name in candidates]
+    extended = dict.fromkeys(candidates, 0)
+    while pending:
+        expect(sum(map(len, found.values())) + len(pending))
+        for name, lr in pending:
             steps = min([settings.steps, *(trial.steps for trial in found[name] if trial.status == "target")])
-            run = lab.training(f"search {name} lr={lr:g}", arms[name](lr=lr, steps=steps))
+            run = runner.train(f"search {name} lr={lr:g}", candidates[name](lr=lr, steps=steps))
             found[name].append(Trial(name, lr, run.status, run.steps, run.loss))
-        todo = []
+        pending = []
         for name, trials in found.items():
-            further = beyond(trials, settings)
+            further = next_rate(trials, settings)
             if further is not None and extended[name] < settings.extend:
                 extended[name] += 1
-                todo.append((name, further))
-    return {name: choose(trials) for name, trials in found.items()}
+                pending.append((name, further))
+    return {name: mark_best(trials) for name, trials in found.items()}
 
 
-def order(trial: Trial) -> tuple[int, float, float]:
-    """Sorts trials, best first: by steps to the target among those that reached it, then by loss."""
+def sort_key(trial: Trial) -> tuple[int, float, float]:
+    """Sorts trials, best first: those that reached the target by steps, then the others by loss."""
     loss = float("inf") if trial.loss is None else trial.loss
     return (0, trial.steps, loss) if trial.status == "target" else (1, loss, loss)
 
 
-def choose(trials: Sequence[Trial]) -> list[Trial]:
-    """One arm's trials by learning rate, the best marked; the lower rate of two that are as good."""
+def mark_best(trials: Sequence[Trial]) -> list[Trial]:
+    """The trials in ascending order of the rate, with the best marked; of two equals, the one with the lower rate."""
     ordered = sorted(trials, key=lambda one: one.lr)
-    best = min(ordered, key=order)
+    best = min(ordered, key=sort_key)
     return [replace(one, chosen=one is best) for one in ordered]
 
 
-def beyond(trials: Sequence[Trial], settings: Search) -> float | None:
-    """The next learning rate past the end at which the best one lies; None where it lies within."""
+def next_rate(trials: Sequence[Trial], settings: SearchSettings) -> float | None:
+    """The next learning rate beyond the end at which the best one is; None if the best one is not at an end."""
     rates = settings.learning_rates
     if len(rates) < 2:
         return None
-    ordered, factor = choose(trials), rates[1] / rates[0]
+    ordered, factor = mark_best(trials), rates[1] / rates[0]
     if ordered[-1].chosen:
         return float(f"{ordered[-1].lr * factor:.6g}")
     if ordered[0].chosen:

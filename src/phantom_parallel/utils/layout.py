@@ -5,6 +5,14 @@ from math import gcd, isqrt
 
 MAX_FEATURES = 1 << 24  # of a layer, a vocabulary or a context
 MAX_LAYERS = 10_000
+MAX_RANKS = 1 << 20
+MAX_COUNT = 1 << 40  # of anything else, such as steps or rows
+# Limits by the name of a size. Sizes beyond them would hang: layers are built one by one, and processes are started.
+_LIMITS = {
+    **dict.fromkeys(("width", "dim", "hidden", "vocab", "context", "batch", "inference_batch"), MAX_FEATURES),
+    **dict.fromkeys(("depth", "layers", "teacher_depth"), MAX_LAYERS),
+    **dict.fromkeys(("ranks", "dp"), MAX_RANKS),
+}
 _MAX_DIVISOR = 1 << 20  # of the search below; every divisor of a number up to 2^40 is found
 
 
@@ -20,14 +28,16 @@ def check_at_most(limit: int, **sizes: int) -> None:
     """Raise ValueError if a size is larger than ``limit``, before anything of that size is built."""
     for name, value in sizes.items():
         if value > limit:
-            raise ValueError(f"{name} must be at most {limit}, got {value}")
+            shown = value if value < 10**20 else "a number of more than 20 digits"
+            raise ValueError(f"{name} must be at most {limit}, got {shown}")
 
 
 def positive(**sizes: object) -> None:
-    """Raise ValueError unless every size is a positive whole number."""
+    """Raise ValueError unless every size is a positive whole number, and at most the limit for its name."""
     for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be a positive whole number, got {value!r}")
+        check_at_most(_LIMITS.get(name, MAX_COUNT), **{name: value})
 
 
 @dataclass(frozen=True)

@@ -50,21 +50,31 @@ class ProgressDisplay:
         if self._show and self._terminal:
             self._bar.reset(self._task, description=title, total=total, completed=int(done), note="")
 
-    def update(self, done: float, note: str = "", *, line: bool = False) -> None:
-        """Show that ``done`` units are done. Without a terminal a line is printed every few seconds, at the end, and
-        whenever ``line`` is True.
+    def set_total(self, total: float) -> None:
+        """Change the number of units of the stage, as soon as it is known better."""
+        self._total = total
+
+    def skip(self, units: float = 1.0) -> None:
+        """Leave units that were found finished out of the estimate of the time left."""
+        self._first += units
+
+    def update(self, done: float, note: str = "", *, title: str | None = None, line: bool = False) -> None:
+        """Show that ``done`` units are finished, the last of them perhaps in part. Without a terminal a line is printed
+        every few seconds, at the end, and whenever ``line`` is True.
         """
+        self._title = self._title if title is None else title
         if not self._show:
             return
         note = "  ".join(part for part in (note, self._time_left(done)) if part)
+        count = f"{int(done):,}/{self._total:,.0f}" if self._total else f"{int(done):,}"
+        heading = f"{self._title} {count}".strip()
         if self._terminal:
-            self._bar.update(self._task, description=self._title, completed=done, total=self._total, note=note)
+            self._bar.update(self._task, description=heading, completed=done, total=self._total, note=note)
             return
         now = time.monotonic()
         if line or done >= self._total or now - self._last > _LINE_SECONDS:
             self._last = now
-            count = f"{done:,.0f}/{self._total:,.0f}" if self._total else f"{done:,.0f}"
-            self._console.print(" ".join(part for part in (self._title, count, note) if part), markup=False)
+            self._console.print(f"{heading} {note}".rstrip(), markup=False)
 
     def print(self, line: str) -> None:
         """Print a line above the bar."""

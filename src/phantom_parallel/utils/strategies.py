@@ -16,7 +16,8 @@ class Strategy:
 
     Args:
         name: As options and files have it.
-        summary: One line for help texts and reports.
+        summary: One line for help texts.
+        explanation: One line for readers of a report who do not know the strategies.
         single_rank: Whether a model must not be shared by several ranks.
         has_blocks: Whether the model has blocks and ghosts of its own, and is not the dense model.
         shards_features: Whether activations are cut by features between layers, on a mesh.
@@ -24,6 +25,7 @@ class Strategy:
 
     name: StrategyName
     summary: str
+    explanation: str
     single_rank: bool = False
     has_blocks: bool = False
     shards_features: bool = False
@@ -45,10 +47,30 @@ class Strategy:
 STRATEGIES: dict[str, Strategy] = {
     strategy.name: strategy
     for strategy in (
-        Strategy("phantom", "blocks that exchange ghosts", has_blocks=True, shards_features=True),
-        Strategy("tensor", "tensor parallelism with features cut in and out, as in the paper", shards_features=True),
-        Strategy("megatron", "torch's own column and row styles in pairs"),
-        Strategy("dense", "the whole model on one rank", single_rank=True),
+        Strategy(
+            "phantom",
+            "blocks that exchange ghosts",
+            "every rank keeps its own blocks of features, and ranks exchange a few ghosts",
+            has_blocks=True,
+            shards_features=True,
+        ),
+        Strategy(
+            "tensor",
+            "tensor parallelism with features cut in and out, as in the paper",
+            "every rank holds some rows of each weight, and ranks exchange whole activations at every layer",
+            shards_features=True,
+        ),
+        Strategy(
+            "megatron",
+            "torch's own column and row styles in pairs",
+            "layers in pairs are split by columns and then by rows, with one exchange of whole activations per pair",
+        ),
+        Strategy(
+            "dense",
+            "the whole model on one rank",
+            "every rank holds the whole model, and works on rows of its own",
+            single_rank=True,
+        ),
     )
 }
 assert tuple(STRATEGIES) == get_args(StrategyName)

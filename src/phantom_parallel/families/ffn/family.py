@@ -1,5 +1,6 @@
 """The family ``ffn``, as the registry has it."""
 
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from phantom_parallel.families.base import Family
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from phantom_parallel.cost.sizes import ModelSizes
     from phantom_parallel.cost.steps import InferencePass, TrainingStep
     from phantom_parallel.cost.terms import Shape
+    from phantom_parallel.distributed.context import ParallelContext
+    from phantom_parallel.energy import PowerProfile
     from phantom_parallel.families.ffn.cost import FFNShape
     from phantom_parallel.families.ffn.train_config import FFNTrainConfig
     from phantom_parallel.infer.predictor import Predictor
@@ -24,6 +27,8 @@ class FFNFamily(Family):
     title: ClassVar[str] = "feed-forward networks"
     strategies: ClassVar[tuple[StrategyName, ...]] = ("phantom", "tensor", "megatron", "dense")
     baseline: ClassVar[StrategyName] = "tensor"
+    default_preset: ClassVar[str | None] = "quick"
+    shown_settings: ClassVar[tuple[str, ...]] = ("width", "depth")
 
     def model_config(self) -> type[Any]:
         from phantom_parallel.families.ffn.model import FFNConfig
@@ -71,6 +76,24 @@ class FFNFamily(Family):
         from phantom_parallel.families.ffn.sizes import step_shapes
 
         return step_shapes(ranks, held_out)
+
+    def measure_inference(
+        self,
+        configs: "Mapping[str, TrainConfig]",
+        context: "ParallelContext",
+        batch: int,
+        *,
+        turns: int,
+        power: "PowerProfile",
+    ) -> dict[str, dict[str, Any]]:
+        from phantom_parallel.families.ffn.report import measure_inference
+
+        return measure_inference(configs, context, batch, turns=turns, power=power)
+
+    def report_notes(self, config: "TrainConfig") -> Iterable[str]:
+        from phantom_parallel.families.ffn.report import report_notes
+
+        return report_notes(cast("FFNTrainConfig", config))
 
 
 FAMILY = FFNFamily()

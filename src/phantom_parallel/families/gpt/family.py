@@ -1,5 +1,6 @@
 """The family ``gpt``, as the registry has it."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from phantom_parallel.families.base import Family
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from phantom_parallel.cost.sizes import ModelSizes
     from phantom_parallel.cost.steps import InferencePass, TrainingStep
     from phantom_parallel.cost.terms import Shape
+    from phantom_parallel.distributed.context import ParallelContext
+    from phantom_parallel.energy import PowerProfile
     from phantom_parallel.families.gpt.cost import GPTShape
     from phantom_parallel.families.gpt.train_config import GPTTrainConfig
     from phantom_parallel.infer.generation import GenerateConfig, GenerateReport
@@ -25,6 +28,8 @@ class GPTFamily(Family):
     strategies: ClassVar[tuple[StrategyName, ...]] = ("phantom", "megatron", "dense")
     baseline: ClassVar[StrategyName] = "megatron"
     inference_command: ClassVar[str] = "generate"
+    default_preset: ClassVar[str | None] = "gpt"
+    shown_settings: ClassVar[tuple[str, ...]] = ("dim", "layers", "heads", "context")
 
     def model_config(self) -> type[Any]:
         from phantom_parallel.families.gpt.config import GPTConfig
@@ -72,6 +77,19 @@ class GPTFamily(Family):
         from phantom_parallel.families.gpt.sizes import step_shapes
 
         return step_shapes(ranks, held_out)
+
+    def measure_inference(
+        self,
+        configs: "Mapping[str, TrainConfig]",
+        context: "ParallelContext",
+        batch: int,
+        *,
+        turns: int,
+        power: "PowerProfile",
+    ) -> dict[str, dict[str, Any]]:
+        from phantom_parallel.families.gpt.report import measure_inference
+
+        return measure_inference(configs, context, batch, turns=turns, power=power)
 
 
 FAMILY = GPTFamily()

@@ -1,0 +1,51 @@
+"""The machine and the software that results were produced with."""
+
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phantom_parallel._version import __version__
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions, processor, device and process group of this rank."""
+    processes = dist.get_world_size() if dist.is_initialized() else 1
+    return {
+        "phantom_parallel": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "device": device.type if device.type == "cpu" else torch.get_device_module(device).get_device_name(device),
+        "backend": _backend(device),
+        "processes": processes,
+        "processes_per_host": int(os.environ.get("LOCAL_WORLD_SIZE", processes)),
+        "threads_per_rank": torch.get_num_threads(),
+    }
+
+
+def command() -> str:
+    """The command line of this process."""
+    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def _backend(device: torch.device) -> str:
+    """The collective library for this device; torch returns pairs such as ``cpu:gloo,cuda:nccl``."""
+    if not dist.is_initialized():
+        return "none"
+    pairs = dict(pair.partition(":")[::2] for pair in dist.get_backend_config().split(","))
+    return pairs.get(device.type, dist.get_backend())
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")

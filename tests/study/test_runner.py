@@ -1,0 +1,112 @@
+"""A runner whose trainings are replaced by known records: what a run, its files and the display have of them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from phantom_parallel.distributed.errors import Interrupted, LossDiverged
+from phantom_parallel.distributed.signals import StopRequest
+from phantom_parallel.families.ffn.train_config import FFNTrainConfig
+from phantom_parallel.study.runner import CellRunner, RunOptions
+from phantom_parallel.study.settings import read_compare
+from phantom_parallel.train import Record
+from phantom_parallel.utils.progress import ProgressDisplay
+
+CONFIG = FFNTrainConfig(width=16, depth=1, strategy="tensor", samples=64, batch=8, steps=20, lr=0.5, seed=7)
+RECORD = Record(
+    step=10,
+    loss=0.5,
+    eval_loss=0.4,
+    lr=0.5,
+    seconds=2.0,
+    samples_per_second=40.0,
+    blocked_share=0.25,
+    compute_seconds=3.0,
+    blocked_seconds=1.0,
+)
+RECORDS = (RECORD, replace(RECORD, step=20, eval_loss=0.3, seconds=4.0, compute_seconds=6.0, blocked_seconds=2.0))
+
+
+class Ended:
+    status = "target"
+
+
+@pytest.fixture
+def runner(tmp_path) -> CellRunner:
+    return make_runner(tmp_path)
+
+
+def make_runner(out: Path, *, resume: bool = False, show: bool = False) -> CellRunner:
+    options = RunOptions(out, resume=resume, show=show)
+    settings = read_compare("quick", {"ranks": 1})
+    return CellRunner(torch.device("cpu"), settings, options, ProgressDisplay(show=show), StopRequest())
+
+
+def trains(monkeypatch, records=RECORDS, error: Exception | None = None) -> list[FFNTrainConfig]:
+    """Let trainings report these records and end, or raise; returns the list of trainings that were run."""
+    run: list[FFNTrainConfig] = []
+
+    def train(config, context, report):
+        run.append(config)
+        for record in records:
+            report(record)
+        if error is not None:
+            raise error
+        return None, Ended()
+
+    monkeypatch.setattr("phantom_parallel.study.runner.train", train)
+    return run
+
+
+def test_a_run_has_the_totals_of_its_last_record(monkeypatch, runner):
+    trains(monkeypatch)
+    run = runner.train("tensor seed=7", CONFIG)
+    assert (run.strategy, run.seed, run.lr, run.status, run.steps, run.loss) == ("tensor", 7, 0.5, "target", 20, 0.3)
+    assert (run.seconds, run.compute_seconds, run.blocked_seconds) == (4.0, 6.0, 2.0)
+    watts = runner.power(1)
+    assert run.joules == 6.0 * watts.compute_watts + 2.0 * watts.communication_watts
+    assert [(point.step, point.loss, point.seconds) for point in run.curve] == [(10, 0.4, 2.0), (20, 0.3, 4.0)]
+    assert run.step_seconds == 0.2
+    assert run.blocked_share == 0.25
+
+
+def test_a_diverged_run_has_no_loss(monkeypatch, runner):
+    trains(monkeypatch, RECORDS[:1], LossDiverged("non-finite"))
+    run = runner.train("tensor", CONFIG)
+    assert (run.status, run.loss, run.steps) == ("diverged", None, 10)
+    trains(monkeypatch, (), LossDiverged("non-finite"))
+    run = runner.train("tensor at once", CONFIG)
+    assert (run.status, run.steps, run.step_seconds, run.joules) == ("diverged", 0, None, None)
+
+
+def test_finished_cells_are_read_back_with_resume_only(monkeypatch, tmp_path):
+    run = trains(monkeypatch)
+    first = make_runner(tmp_path).train("tensor seed=7", CONFIG)
+    assert json.loads((tmp_path / "cells" / "tensor-seed=7.json").read_text())["seconds"] == 4.0
+    again = make_runner(tmp_path, resume=True)
+    assert again.train("tensor seed=7", CONFIG) == first
+    assert (again.done, again.reused) == (1, 1)
+    assert len(run) == 1
+    make_runner(tmp_path).train("tensor seed=7", CONFIG)
+    assert len(run) == 2
+
+
+def test_a_signal_stops_ahead_of_the_next_cell(monkeypatch, runner):
+    run = trains(monkeypatch)
+    monkeypatch.setattr(StopRequest, "requested", True)
+    with pytest.raises(Interrupted):
+        runner.train("tensor", CONFIG)
+    assert run == []
+
+
+def test_progress_names_the_cell_its_outcome_and_the_count(monkeypatch, tmp_path, capsys):
+    trains(monkeypatch)
+    runner = make_runner(tmp_path, show=True)
+    runner.expect(3)
+    runner.train("tensor seed=7", CONFIG)
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("tensor seed=7 1/3 reached the target, 20 steps, loss 0.3, 4 s")
+    assert line.endswith("left")
