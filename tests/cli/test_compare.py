@@ -127,7 +127,7 @@ def test_a_study_is_run_and_resumed(tmp_path, capsys):
         (("compare", "--resume", "--out", "OUT"), "nothing to resume"),
         (("study", "speed"), "there is no 'speed': choose from batch, ghosts, scaling, smaller, wider, width"),
         (("compare", "--depth", 10**9, "--out", "OUT"), "depth must be at most 10000, got 1000000000"),
-        (("compare", "--preset", "gpt", "--out", "OUT"), "gpt is about models of the family gpt, not ffn"),
+        (("compare", "ffn", "--preset", "gpt", "--out", "OUT"), "gpt is about models of the family gpt, not ffn"),
         (("compare", "gpt", "--preset", "quick", "--out", "OUT"), "quick is about models of the family ffn, not gpt"),
         (("study", "ghosts", "--width", 10, "--out", "OUT"), "blocks=4 does not divide in_features=10"),
         (("study", "ghosts", "--search-steps", 0, "--out", "OUT"), "steps must be a positive whole number, got 0"),
@@ -185,6 +185,7 @@ def test_ctrl_c_keeps_finished_cells(tmp_path, preset):
         (("compare",), ("--width INT", "(default: 1024, of the preset quick)", "--search-steps"), ("--lr ", "--seed ")),
         (("compare", "--preset", "digits"), ("(default: digits, of the preset digits)",), ()),
         (("compare", "--preset=digits"), ("(default: 60, of the preset digits)",), ()),
+        (("compare", "--preset", "gpt"), ("--dim INT", "(default: 256, of the preset gpt)"), ("--width",)),
         (("compare", "gpt"), ("--dim INT", "(default: 1.8, of the preset gpt)", "--eval-windows"), ("--width",)),
         (
             ("study", "ghosts"),

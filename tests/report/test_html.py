@@ -76,7 +76,7 @@ def test_a_page_says_all_that_was_found(pages):
         "Phantom is worse in memory.",
         "what every strategy came down to in the search",
         "assumed of one core of a server CPU",
-        "no\nenergy sensor",
+        "has no\nenergy sensor",
         "training.width",
         "phantom / megatron",
         "a CPU with 2 cores",
