@@ -1,1 +1,1 @@
-"""Comparisons at equal loss, sweeps, and the reports on them."""
+"""Comparisons at equal loss, and studies: settings, runner, search, analysis and results."""
