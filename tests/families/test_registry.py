@@ -94,7 +94,7 @@ def test_compare_trains_it_to_the_same_loss(tmp_path, capfd):
         family = "tiny"
         strategies = ["phantom", "tensor"]
         target_loss = 1.0
-        steps = 40
+        steps = 100
         seeds = 1
         [training]
         features = 16
