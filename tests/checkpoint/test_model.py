@@ -8,7 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 
-from phantom_parallel import FFN, FFNConfig, gather_features, load_model, save_model, shard_features
+from phantom_parallel import FFN, FFNConfig, PhantomLinear, gather_features, load_model, save_model, shard_features
+from phantom_parallel.checkpoint.model import consolidate_model, family_of
+from phantom_parallel.nn.sharded import full_tensor
 
 PHANTOM = FFNConfig(width=16, depth=2, blocks=8, ghosts=2)
 MEGATRON = FFNConfig(width=16, depth=3, strategy="megatron")
@@ -141,3 +143,140 @@ def test_someone_elses_tensors_are_refused(tmp_path):
     save_file(load_file(path) | {"extra": torch.ones(2)}, path)
     with pytest.raises(ValueError, match=r"unexpected \['extra'\]"):
         load_model(tmp_path / "model")
+
+
+V1 = Path(__file__).parent / "data" / "v1"  # written by the last release of version 1
+EXPECTED = json.loads((V1 / "expected.json").read_text())
+
+
+def test_models_of_version_1_are_read():
+    ffn, gpt = load_model(V1 / "model-ffn"), load_model(V1 / "model-gpt")
+    with torch.no_grad():
+        outputs = ffn(torch.arange(16.0).view(2, 8) / 16)
+        logits = gpt.logits(torch.arange(8).view(2, 4)).flatten(1)[:, :8]
+    torch.testing.assert_close(outputs, torch.tensor(EXPECTED["ffn"]))
+    torch.testing.assert_close(logits, torch.tensor(EXPECTED["gpt"]))
+    assert family_of(V1 / "model-gpt") == "gpt"
+
+
+def read_v1() -> torch.Tensor:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    model = load_model(V1 / "model-ffn", mesh=mesh)
+    x = torch.arange(16.0).view(2, 8) / 16
+    return gather_features(model(shard_features(x, mesh)), mesh).detach()
+
+
+def test_models_of_version_1_are_read_by_several_ranks(ranks):
+    for found in ranks(2)(read_v1):
+        torch.testing.assert_close(found, torch.tensor(EXPECTED["ffn"]))
+
+
+@pytest.mark.parametrize("place", [-1, -500, -1000])
+def test_a_changed_byte_is_noticed(tmp_path, place):
+    saved(tmp_path)
+    path = tmp_path / "model" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"model.safetensors has changed since it was written"):
+        load_model(tmp_path / "model")
+
+
+def write_layouts(path: str) -> None:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    model = FFN(PHANTOM, mesh=mesh)
+    save_model(model, f"{path}/one")
+    save_model(model, f"{path}/several", max_shard_size=600)
+    save_model(model, f"{path}/shards", consolidate=False, complete=lambda folder: (folder / "notes").write_text("x"))
+
+
+def test_all_layouts_hold_the_same_model(ranks, tmp_path):
+    ranks(2)(write_layouts, str(tmp_path))
+    expected = load_model(tmp_path / "one").state_dict()
+    assert load_file(tmp_path / "one" / "model.safetensors").keys() == expected.keys()
+    index = json.loads((tmp_path / "several" / "model.safetensors.index.json").read_text())
+    for name, file in index["weight_map"].items():  # as Hugging Face's loaders read it
+        assert torch.equal(load_file(tmp_path / "several" / file)[name], expected[name])
+    assert index["metadata"]["total_size"] == sum(t.numel() * t.itemsize for t in expected.values())
+    assert len(set(index["weight_map"].values())) > 1
+    assert sorted(path.name for path in (tmp_path / "shards").glob("*.safetensors")) == [
+        "shard-00001-of-00002.safetensors",
+        "shard-00002-of-00002.safetensors",
+    ]
+
+    def same(folder: str) -> bool:
+        found = load_model(tmp_path / folder).state_dict()
+        return all(torch.equal(found[name], expected[name]) for name in expected)
+
+    assert same("several")
+    assert same("shards")
+    consolidate_model(tmp_path / "shards")
+    assert sorted(path.name for path in (tmp_path / "shards").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "notes",
+    ]
+    assert same("shards")
+
+
+class Block(torch.nn.Module):
+    """A module that belongs to no family: a phantom layer, one of torch's, a buffer, and a weight of two names."""
+
+    def __init__(self, mesh=None) -> None:
+        super().__init__()
+        self.phantom = PhantomLinear(16, 16, blocks=4, ghosts=2, mesh=mesh)
+        self.norm = torch.nn.LayerNorm(16)
+        self.register_buffer("count", torch.tensor(5))
+        self.also = self.norm
+
+
+def write_block(path: str) -> dict[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    block = Block(mesh)
+    save_model(block, path)
+    return {name: full_tensor(tensor) for name, tensor in block.state_dict().items()}
+
+
+def read_block(path: str) -> dict[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    torch.manual_seed(1)
+    block = load_model(path, into=Block(mesh))
+    return {name: full_tensor(tensor) for name, tensor in block.state_dict().items()}
+
+
+@pytest.mark.parametrize(("written_on", "read_on"), [(2, 4), (4, 1)])
+def test_any_module_is_saved_and_fills_one_of_the_same_structure(ranks, tmp_path, written_on, read_on):
+    path = tmp_path / "block"
+    expected = ranks(written_on)(write_block, str(path))[0]
+    for found in ranks(read_on)(read_block, str(path)):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    alone = load_model(path, into=Block())
+    assert torch.equal(alone.phantom.local, expected["phantom.local"])
+    with pytest.raises(ValueError, match=r"belongs to no model family .*: build the module and pass it as into"):
+        load_model(path)
+    with pytest.raises(ValueError, match="does not hold the module to fill: missing"):
+        load_model(path, into=torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="those of the module given as into"):
+        load_model(path, into=Block(), dtype=torch.float64)
+
+
+def overwrite_and_fail(path: str) -> str:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    model = FFN(PHANTOM, mesh=mesh)
+
+    def fail(folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="cannot be written") as caught:
+        save_model(model, path, overwrite=True, complete=fail)  # on rank 0, after all have written
+    return str(caught.value)
+
+
+def test_a_write_that_fails_on_rank_0_is_raised_on_all_and_leaves_the_old_model(ranks, tmp_path):
+    first = saved(tmp_path)
+    path = tmp_path / "model"
+    found = ranks(2)(overwrite_and_fail, str(path))
+    assert found == [f"the model {path} cannot be written: No space left on device on rank 0"] * 2
+    assert [child.name for child in tmp_path.iterdir()] == ["model"]
+    torch.testing.assert_close(load_model(path).layers[0].local, first.layers[0].local)

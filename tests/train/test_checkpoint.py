@@ -1,17 +1,32 @@
 """Checkpoints that are damaged, of another training, or cut short while they are written."""
 
+import errno
 import json
+import os
+import random
+import shutil
+import signal
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from phantom_parallel.checkpoint import shards
+from phantom_parallel.checkpoint.parts import storage_group
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.families.ffn.train_config import FFNTrainConfig
 from phantom_parallel.train import checkpoint, train
+from phantom_parallel.train.loop import Trainer
+from tests.checkpoint.live_memory import LiveMemory
+from tests.pool import Pool, RankFailed
+
+CPU = torch.device("cpu")
 
 CONFIG = FFNTrainConfig(
     width=16, depth=1, blocks=4, ghosts=2, teacher_ghosts=2, batch=8, samples=64, steps=4, checkpoint_every=2
@@ -117,3 +132,213 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     expected, found = (load_file(tmp_path / name / "step-000002" / STATE) for name in ("expected", "late"))
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+V1 = Path(__file__).parents[1] / "checkpoint" / "data" / "v1"  # written by the last release of version 1
+
+
+def continued_v1(ranks: int) -> dict[str, float]:
+    config = FFNTrainConfig(
+        width=8,
+        depth=1,
+        blocks=4,
+        ghosts=1,
+        teacher_ghosts=1,
+        batch=8,
+        samples=64,
+        steps=6,
+        log_every=1,
+        lr=0.02,
+        ranks=ranks,
+    )
+    heard = {}
+    parallel = ParallelContext.create(ranks, 1, CPU)
+    train(config, parallel, resume=V1 / "step-000003", report=lambda r: heard.update({str(r.step): r.loss}))
+    return heard
+
+
+def test_a_checkpoint_of_version_1_is_continued_on_any_ranks(ranks):
+    expected = json.loads((V1 / "expected.json").read_text())["losses"]
+    rest = {step: loss for step, loss in expected.items() if int(step) > 3}
+    assert continued_v1(1) == pytest.approx(rest, rel=1e-5)
+    assert ranks(2)(continued_v1, 2)[0] == pytest.approx(rest, rel=1e-5)
+
+
+def test_a_changed_byte_is_noticed(saved):
+    data = bytearray((saved / STATE).read_bytes())
+    data[-100] ^= 1
+    (saved / STATE).write_bytes(data)
+    with pytest.raises(ValueError, match=f"{STATE} has changed since it was written"):
+        train(CONFIG, ParallelContext(), resume=saved)
+
+
+def state_of(config: FFNTrainConfig, path: str) -> dict[str, torch.Tensor]:
+    """All tensors of a training that was loaded on these ranks, whole."""
+    trainer = Trainer(config, ParallelContext.create(config.ranks, config.dp, CPU), None)
+    trainer.resume(Path(path))
+    mesh = trainer.parallel.tp
+    found = {}
+    for name, part in checkpoint.parts_of(trainer.optimizer).items():
+        whole = torch.full(part.shape, torch.nan)
+        whole[tuple(slice(o, o + n) for o, n in zip(part.offsets, part.values.shape, strict=True))] = part.values
+        parts = [whole] if mesh is None else [torch.empty_like(whole) for _ in range(mesh.size())]
+        if mesh is not None:
+            dist.all_gather(parts, whole, group=mesh.get_group())
+        found[name] = torch.stack(parts).nan_to_num(-torch.inf).amax(0)
+    return found
+
+
+def saved_on(config: FFNTrainConfig, folder: str) -> None:
+    train(config, ParallelContext.create(config.ranks, config.dp, CPU), checkpoints=Path(folder))
+
+
+@pytest.mark.parametrize("strategy", ["phantom", "tensor", "megatron"])
+@pytest.mark.parametrize(("written_on", "read_on"), [((2, 1), (4, 1)), ((4, 1), (1, 1)), ((2, 2), (2, 1))])
+def test_every_number_is_the_same_on_any_ranks(ranks, tmp_path, strategy, written_on, read_on):
+    blocks = {} if strategy == "phantom" else {"blocks": None, "ghosts": None}
+    config = replace(CONFIG, depth=2, strategy=strategy, **blocks)
+    written = replace(config, ranks=written_on[0], dp=written_on[1])
+    ranks(written_on[0] * written_on[1])(saved_on, written, str(tmp_path))
+    path = tmp_path / "step-000002"
+    files = [load_file(file) for file in path.glob("*.safetensors")]  # by safetensors itself
+    sizes = {name: sum(f[name].numel() for f in files if name in f) for f in files for name in f}
+    read = replace(config, ranks=read_on[0], dp=read_on[1])
+    everywhere = ranks(read_on[0] * read_on[1])(state_of, read, str(path))
+    expected = ranks(written_on[0] * written_on[1])(state_of, written, str(path))[0]
+    for found in everywhere:
+        assert found.keys() == expected.keys() == sizes.keys()
+        for name, tensor in found.items():
+            assert tensor.numel() == sizes[name]  # each number is in one file
+            assert torch.equal(tensor, expected[name])
+            pieces = [f[name].flatten() for f in files if name in f]
+            assert torch.equal(torch.cat(pieces).sort()[0], tensor.flatten().sort()[0])
+
+
+def fails_on_rank_1(folder: str) -> tuple[str, list[int]]:
+    """The second checkpoint cannot be written by rank 1; what is raised, and the steps that were reported."""
+    config = replace(CONFIG, ranks=2, steps=40, checkpoint_every=4, log_every=1, eval_every=100)
+    original, calls, steps = shards.write_tensor_file, [], []
+
+    def full(path, *args):
+        calls.append(path)
+        if dist.get_rank() == 1 and len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return original(path, *args)
+
+    def report(record):
+        steps.append(record.step)
+        if record.step == 9:
+            time.sleep(1.0)  # the writer has failed by now
+
+    shards.write_tensor_file = full
+    try:
+        with pytest.raises(OSError, match="cannot be written") as caught:
+            train(
+                config,
+                ParallelContext.create(2, 1, CPU),
+                checkpoints=Path(folder),
+                report=report if dist.get_rank() == 0 else None,
+            )
+    finally:
+        shards.write_tensor_file = original
+    return str(caught.value), steps
+
+
+def test_a_full_disk_on_one_rank_ends_all_before_the_next_checkpoint_and_names_the_last_good_one(ranks, tmp_path):
+    found = ranks(2)(fails_on_rank_1, str(tmp_path))
+    for message, _ in found:
+        assert message == (
+            f"a checkpoint in {tmp_path} cannot be written: No space left on device on rank 1; "
+            f"the last good checkpoint is {tmp_path / 'step-000004'}"
+        )
+    assert found[0][1][-1] < 12
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000004"]
+
+
+def without_room(folder: str, ranks: int) -> str:
+    usage = shutil.disk_usage
+    shutil.disk_usage = lambda path: usage(path)._replace(free=1000)
+    try:
+        with pytest.raises(OSError, match="the disk lacks") as caught:
+            saved_on(replace(CONFIG, ranks=ranks), folder)
+    finally:
+        shutil.disk_usage = usage
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_disk_without_room_is_found_before_anything_is_written(ranks, tmp_path, count):
+    for message in ranks(count)(without_room, str(tmp_path), count):
+        assert message.startswith(f"the checkpoint {tmp_path / 'step-000002'} cannot be written: the disk lacks 1 MiB")
+        assert message.endswith("there is no checkpoint yet")
+    assert not list(tmp_path.iterdir())
+
+
+LONG = replace(CONFIG, width=256, steps=100_000, checkpoint_every=1, log_every=1, eval_every=100_000, keep=2)
+
+
+def train_on(config: FFNTrainConfig, folder: str) -> None:
+    torch.set_num_threads(1)
+    found = checkpoint.found_in(Path(folder))
+    parallel = ParallelContext.create(config.ranks, config.dp, CPU)
+    train(config, parallel, checkpoints=Path(folder), resume=found[-1] if found else None)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_kill_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path, count):
+    """Ranks that do little else than save are killed at random moments, then resumed, again and again."""
+    config, moments = replace(LONG, ranks=count), random.Random(count)
+    reached = 0
+    for _ in range(4):
+        pool = Pool(count)
+        with ThreadPoolExecutor(1) as executor:
+            running = executor.submit(pool, train_on, config, str(tmp_path))
+            end = time.monotonic() + 60
+            while not any(int(path.name[5:]) > reached for path in checkpoint.found_in(tmp_path)):
+                assert time.monotonic() < end
+                assert not running.done() or running.result()
+                time.sleep(0.005)
+            time.sleep(moments.random() * 0.3)
+            for worker in pool._workers:
+                os.kill(worker.pid, signal.SIGKILL)
+            with pytest.raises(RankFailed):
+                running.result()
+        found = checkpoint.found_in(tmp_path)
+        assert 1 <= len(found) <= 3  # one may be about to be dropped
+        for path in found:
+            Trainer(replace(config, ranks=1), ParallelContext(), None).resume(path)  # every byte is checked
+        assert int(found[-1].name[5:]) > reached
+        reached = int(found[-1].name[5:])
+
+
+def test_a_resumed_training_that_had_ended_returns_as_it_ended(tmp_path):
+    model, summary = train(CONFIG, ParallelContext(), checkpoints=tmp_path)
+    again, same = train(CONFIG, ParallelContext(), resume=tmp_path / "step-000004")
+    assert same == summary
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+    assert train(replace(CONFIG, steps=6), ParallelContext(), resume=tmp_path / "step-000004")[1].step == 6
+
+
+def memory_of_a_checkpoint(folder: str) -> dict[str, int]:
+    """Bytes at once of tensors that are made while a rank saves and loads, and of its own part."""
+    config = replace(CONFIG, width=512, depth=4, strategy="tensor", blocks=None, ghosts=None, ranks=2)
+    trainer = Trainer(config, ParallelContext.create(2, 1, CPU), None)
+    trainer._step(0)
+    group = storage_group(dist.group.WORLD)
+    with LiveMemory() as saving:
+        parts = checkpoint.stage(checkpoint.parts_of(trainer.optimizer))
+        checkpoint.write(parts, config, checkpoint.Progress(1, 0.0), Path(folder), group)
+        own = sum(part.values.numel() * part.values.itemsize for part in parts.values())
+        del parts
+    other = Trainer(config, trainer.parallel, None)
+    with LiveMemory() as loading:
+        checkpoint.load(Path(folder) / "step-000001", other.optimizer, config, group)
+    return {"own": own, "saving": saving.peak, "loading": loading.peak}
+
+
+def test_a_rank_holds_a_copy_of_its_own_part_and_one_tensor_while_it_saves(ranks, tmp_path):
+    largest = 4 * 512 * 512
+    for found in ranks(2)(memory_of_a_checkpoint, str(tmp_path)):
+        assert 6 * largest <= found["own"] <= 6 * largest + 50_000  # half of 4 weights and twice as many states
+        assert found["saving"] <= found["own"] + largest
+        assert found["loading"] <= found["own"] + largest

@@ -1,10 +1,16 @@
 """The folder of a training."""
 
 import json
+import os
+import socket
 import sys
 import types
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from phantom_parallel.families.ffn.train_config import FFNTrainConfig
 from phantom_parallel.train import Record, run
@@ -73,3 +79,107 @@ def test_tensorboard_is_told_where_it_is_installed(tmp_path, monkeypatch):
     assert ("loss", 0.5, 5) in told
     assert [entry for entry in told if entry[0] == "eval_loss"] == [("eval_loss", 0.7, 10)]
     assert told[-1] == "closed"
+
+
+MORE = replace(CONFIG, steps=6)
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / "model" / "model.safetensors")
+
+
+RUN = sys.modules["phantom_parallel.train.run"]  # the function has the same name
+
+
+def killed(monkeypatch, module, name: str, config: FFNTrainConfig, out: Path, *, resume: bool = False) -> None:
+    """Run until ``module.name`` is called, and no further."""
+
+    def end(*args, **kwargs):
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, end)
+        with pytest.raises(SystemExit):
+            run(config, out, resume=resume)
+
+
+@pytest.mark.parametrize("target", [None, 1e6], ids=["steps", "target"])
+def test_a_run_killed_before_its_model_was_written_is_finished_by_resume(tmp_path, monkeypatch, target):
+    config = replace(CONFIG, target_loss=target, eval_every=2)
+    expected = run(config, tmp_path / "whole")
+    killed(monkeypatch, RUN, "save_model", config, tmp_path / "run")
+    assert not (tmp_path / "run" / "model").exists()
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text()
+
+    summary = run(config, tmp_path / "run", resume=True)
+    assert (summary.status, summary.step, summary.loss) == (expected.status, expected.step, expected.loss)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["step"] == summary.step
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == lines  # nothing was trained
+    whole, found = weights(tmp_path / "whole"), weights(tmp_path / "run")
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    with pytest.raises(ValueError, match=r"is complete: it ended at step \d, .*; resume with more steps"):
+        run(config, tmp_path / "run", resume=True)
+
+
+def test_an_older_model_does_not_pass_for_the_one_that_is_missing(tmp_path, monkeypatch):
+    run(CONFIG, tmp_path)
+    older = weights(tmp_path)
+    killed(monkeypatch, RUN, "save_model", MORE, tmp_path, resume=True)
+    assert all(torch.equal(older[name], tensor) for name, tensor in weights(tmp_path).items())
+    assert run(MORE, tmp_path, resume=True).step == 6
+    assert not all(torch.equal(older[name], tensor) for name, tensor in weights(tmp_path).items())
+
+
+def test_a_model_killed_before_its_summary_was_written_is_finished_by_resume(tmp_path, monkeypatch):
+    killed(monkeypatch, output, "write_summary", CONFIG, tmp_path)
+    assert (tmp_path / "model").exists()
+    assert run(CONFIG, tmp_path, resume=True).step == 4
+    assert (tmp_path / "summary.json").exists()
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again_with_resume(tmp_path, monkeypatch):
+    killed(monkeypatch, RUN, "train", CONFIG, tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    with pytest.raises(FileExistsError, match="is not an empty folder: add --resume"):
+        run(CONFIG, tmp_path / "run")
+    with pytest.raises(ValueError, match=r"was trained with lr=0.001, not 0.5"):
+        run(replace(CONFIG, lr=0.5), tmp_path / "run", resume=True)
+    assert run(CONFIG, tmp_path / "run", resume=True).step == 4
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 4]
+
+
+def test_a_folder_that_is_no_training_is_not_offered_to_be_resumed(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"is not an empty folder: choose another$"):
+        run(CONFIG, tmp_path)
+    with pytest.raises(ValueError, match=r"there is no checkpoint in .* to resume from: train without resume"):
+        run(CONFIG, tmp_path, resume=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_what_killed_writers_left_is_removed_at_the_next_start(tmp_path):
+    run(CONFIG, tmp_path)
+    left = [tmp_path / "checkpoints" / ".writing-step-000004-ab12", tmp_path / ".writing-model-cd34"]
+    for folder in left:
+        folder.mkdir()
+        (folder / "state-00001-of-00001.safetensors").write_bytes(b"half")
+    (tmp_path / ".writing-summary.json-ef56").write_text("{")
+    run(MORE, tmp_path, resume=True)
+    assert not list(tmp_path.rglob(".writing-*"))
+
+
+def test_a_second_training_in_a_folder_is_refused_while_the_first_runs(tmp_path, monkeypatch):
+    refused = []
+
+    def look(self, record):
+        for resume in (True, False):
+            with pytest.raises(OSError, match=r"is in use by another process|is not an empty folder") as caught:
+                run(MORE, tmp_path, resume=resume)
+            refused.append(str(caught.value))
+
+    monkeypatch.setattr(output.Log, "append", look)
+    run(CONFIG, tmp_path)
+    assert f"{tmp_path} is in use by another process ({socket.gethostname()} pid {os.getpid()})" in refused[0]
+    monkeypatch.undo()
+    assert run(MORE, tmp_path, resume=True).step == 6

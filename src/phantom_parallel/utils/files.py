@@ -64,8 +64,13 @@ def scratch_folder(path: Path) -> Path:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder, or as much of it as can be removed, if it exists."""
-    shutil.rmtree(path, ignore_errors=True)
+    """Remove a folder, or as much of it as can be removed, if it exists. Nobody sees a part of it under its name."""
+    scratch = _scratch_beside(path)
+    try:
+        os.rename(path, scratch)
+    except OSError:
+        scratch = path
+    shutil.rmtree(scratch, ignore_errors=True)
 
 
 def replace_folder(new: Path, path: Path) -> None:
