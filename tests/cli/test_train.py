@@ -254,3 +254,21 @@ def rank_of(parent: int, rank: int) -> int:
         if int(stat[1]) == parent and "_bootstrap.py" in command:
             children.append(int(path.name))
     return sorted(children)[rank]
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_disk_that_takes_no_more_is_one_line_and_the_same_exit_code_on_any_ranks(tmp_path, ranks):
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)); "
+        "from phantom_parallel.cli import main as m; sys.exit(m.main(sys.argv[1:]))"
+    )
+    wide = [*SMALL, "--width", "128", "--steps", "100000", "--log-every", "1", "--checkpoint-every", "20"]
+    arguments = ["train", "--out", str(tmp_path / "run"), *wide, "--ranks", ranks]
+    ended = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=DEADLINE)
+    lines = [line for line in ended.stderr.splitlines() if not line.startswith("step ")]
+    assert ended.returncode == 2, lines
+    assert len(lines) == 1, lines
+    assert f"a checkpoint in {tmp_path / 'run' / 'checkpoints'} cannot be written: File too large" in lines[0]
+    assert "there is no checkpoint yet" in lines[0]
+    assert steps_of(tmp_path / "run")[-1] < 40  # before the next checkpoint
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
