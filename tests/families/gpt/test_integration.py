@@ -45,7 +45,7 @@ def fully_sharded(tied: bool, recompute: bool, strategy: str) -> float:
     """Data x tensor: FSDP2 averages over dp what each dp rank computes on its rows, in two pieces."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     config = config_of(strategy, tie_embeddings=tied)
-    model = filled(config, mesh["tp"], recompute=recompute)
+    model = filled(config, mesh["tp"], activation_checkpointing=recompute)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
