@@ -213,12 +213,12 @@ def test_smaller_believes_runs_that_say_whether_they_reached_the_target():
 
 def test_files_of_a_figure_are_the_same_each_time_and_hold_text():
     first, second = (drawings.comparison_figures(make_comparison())[0] for _ in range(2))
-    assert first.svg() == second.svg()
-    assert ">held-out loss</text>" in first.svg()
-    assert first.png().startswith(b"\x89PNG")
+    assert first.svg == second.svg
+    assert ">held-out loss</text>" in first.svg
+    assert first.png.startswith(b"\x89PNG")
 
 
 def test_names_with_mathematics_in_them_are_text():
     cells = [make_cell("$x", {"loss": loss}, width=width) for width, loss in ((1, 0.5), (2, math.nan), (3, 0.2))]
     (drawing,) = sweeps.study_figures(make_study("mine", cells=tuple(cells)))
-    assert re.search(r">\$x<", drawing.svg())
+    assert re.search(r">\$x<", drawing.svg)

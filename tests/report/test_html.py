@@ -125,8 +125,8 @@ def assert_harmless(page):
 
 
 def test_writing_again_replaces_the_page_and_leaves_nothing_behind(tmp_path):
-    first = report.write_report(make_comparison(), tmp_path).read_text()
-    assert report.write_report(make_comparison(), tmp_path).read_text() == first
+    first = report.write_report(make_study("batch"), tmp_path).read_text()
+    assert report.write_report(make_study("batch"), tmp_path).read_text() == first
     assert not list(tmp_path.rglob(".*"))
 
 

@@ -22,15 +22,14 @@ from phantom_parallel.utils.strategies import STRATEGIES
 COLOURS = {INK: "ink", MUTED: "muted", GRID: "grid", SURFACE: "surface", SECOND_PHANTOM[0]: "other"} | {
     colour: strategy for strategy, (colour, _) in LOOKS.items()
 }
-_DEEPEST = 16  # levels of nested settings
 
 
 def write_report(found: Comparison | Study, folder: Path) -> Path:
     """Write report.html, figures/ and CSV files into the folder; returns the path of the page."""
     drawn = comparison_figures(found) if isinstance(found, Comparison) else study_figures(found)
     for drawing in drawn:
-        write_text(folder / "figures" / f"{drawing.name}.svg", drawing.svg())
-        write_bytes(folder / "figures" / f"{drawing.name}.png", drawing.png())
+        write_text(folder / "figures" / f"{drawing.name}.svg", drawing.svg)
+        write_bytes(folder / "figures" / f"{drawing.name}.png", drawing.png)
     data = csv_files(found)
     for name, text in data.items():
         write_text(folder / name, text)
@@ -79,7 +78,7 @@ def render(found: Comparison | Study, drawn: list[CaptionedFigure], files: list[
 
 def inline(drawing: CaptionedFigure) -> Markup:
     """The figure as an SVG element: colours are variables of the page, ids are unique, and nothing is loaded."""
-    text = drawing.svg()
+    text = drawing.svg
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(r'\s+xmlns(:\w+)?="[^"]*"', "", text)
     for colour, name in COLOURS.items():
@@ -97,8 +96,6 @@ def _explanation(strategy: str) -> str | None:
 
 def flat(nested: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     """Settings as names and texts; names of nested settings are joined by dots."""
-    if prefix.count(".") > _DEEPEST:
-        raise ValueError(f"settings are nested more than {_DEEPEST} levels deep")
     found: list[tuple[str, str]] = []
     for name, value in nested.items():
         if isinstance(value, Mapping):

@@ -4,6 +4,7 @@ import io
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import matplotlib
@@ -68,17 +69,22 @@ class CaptionedFigure:
     caption: str
     figure: Figure
 
+    @cached_property
     def svg(self) -> str:
-        with plot_style():
-            text = io.StringIO()
-            self.figure.savefig(text, format="svg", metadata={"Date": None})
-            return text.getvalue()
+        """The figure as SVG, which a page and a file share."""
+        return self._saved("svg", metadata={"Date": None}).decode()
 
+    @cached_property
     def png(self) -> bytes:
+        """The figure as PNG."""
+        return self._saved("png", dpi=160)
+
+    def _saved(self, kind: str, **options: Any) -> bytes:
+        data = io.BytesIO()
         with plot_style():
-            data = io.BytesIO()
-            self.figure.savefig(data, format="png", dpi=160)
-            return data.getvalue()
+            self.figure.savefig(data, format=kind, **options)
+        self.figure.set_layout_engine("none")  # it is laid out now, which takes most of the time
+        return data.getvalue()
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 import msgspec
 
 T = TypeVar("T")
+_DEEPEST = 32  # levels of nested data
 
 
 def convert(data: Any, kind: type[T], source: str) -> T:
@@ -29,9 +30,13 @@ def convert(data: Any, kind: type[T], source: str) -> T:
 
 
 def decode_json(text: bytes, kind: type[T], source: str) -> T:
-    """Parse JSON into a dataclass, as `convert` does. NaN, infinities and numbers out of range are refused."""
+    """Parse JSON into a dataclass, as `convert` does. NaN, infinities, numbers of more than 64 bits and data that are
+    nested more than 32 levels deep are refused.
+    """
     try:
-        return msgspec.json.decode(text, type=kind)
+        data = msgspec.json.decode(text)
+        _check_values(data)
+        return msgspec.convert(data, kind)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(_explained(error, kind, source)) from None
 
@@ -49,6 +54,17 @@ def check_keys(data: Mapping[str, Any], known: Iterable[str], source: str) -> No
     known = set(known)
     if unknown := sorted(data.keys() - known):
         raise ValueError(f"{source} has unknown settings {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+
+
+def _check_values(data: Any) -> None:
+    level = [data]
+    for _ in range(_DEEPEST):
+        nested = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [value for values in nested for value in values]
+        if any(isinstance(one, int) and abs(one) >= 2**63 for one in level):
+            raise msgspec.ValidationError("an integer has more than 64 bits")
+    if any(isinstance(one, dict | list) for one in level):
+        raise RecursionError
 
 
 def _explained(error: Exception, kind: Any, source: str) -> str:
