@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import tyro
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from phantom_parallel.cost.calibrate import Durations, Measured, fit_profile, measure, profile_name
 from phantom_parallel.cost.hardware import Profile, dump_profile, user_directory
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
+from phantom_parallel.utils.progress import ProgressDisplay
 
 
 @dataclass(frozen=True)
@@ -36,15 +35,13 @@ class Options:
             raise ValueError(f"ranks must be positive whole numbers such as 2 4, got {self.ranks}")
         if self.watts is not None and any(watts < 0 for watts in self.watts):
             raise ValueError(f"watts must not be negative, got {self.watts}")
-
         if not 0 < self.seconds < float("inf"):
             raise ValueError(f"seconds must be a positive number, got {self.seconds}")
 
     def run(self) -> None:
-        console = Console(stderr=True)
         written: dict[str, Any] = {}
         for ranks in self.ranks:
-            profile = fit_profile(self._measure(ranks, console), self.watts)
+            profile = fit_profile(self._measure(ranks), self.watts)
             path = user_directory() / f"{profile_name(ranks)}.toml"
             dump_profile(profile, path)
             written[profile.name] = {name: figure.value for name, figure, _ in profile.figures()} | {"file": str(path)}
@@ -53,15 +50,13 @@ class Options:
         if self.json:
             print(json_format.dumps(written, indent=2))
 
-    def _measure(self, ranks: int, console: Console) -> Measured:
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task(f"{ranks} ranks: starting")
-            pairs = get_family(DEFAULT_FAMILY).step_shapes(ranks, held_out=False)
-            steps = [shape for pair in pairs for shape in pair.values()]
+    def _measure(self, ranks: int) -> Measured:
+        pairs = get_family(DEFAULT_FAMILY).step_shapes(ranks, held_out=False)
+        steps = [shape for pair in pairs for shape in pair.values()]
+        with ProgressDisplay() as display:
 
             def show(text: str) -> None:
-                progress.update(task, description=f"{ranks} ranks: {text}")
+                display.note(f"{ranks} ranks: {text}")
 
             return measure(ranks, steps, show, Durations(self.seconds, 4 * self.seconds))
 

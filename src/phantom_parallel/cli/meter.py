@@ -7,11 +7,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from phantom_parallel.energy import Discovery, EnergyMeter, SensorEnergy, WindowResult, discover, format_joules
 from phantom_parallel.utils.files import json_text
+from phantom_parallel.utils.progress import ProgressDisplay
 
 UPDATE_SECONDS = 0.1  # between updates of the progress bar
 
@@ -44,13 +44,12 @@ class Options:
         return window.result
 
     def _wait(self) -> None:
-        columns = (TextColumn("reading"), BarColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True, disable=self.json) as progress:
-            task = progress.add_task("reading", total=self.seconds)
+        with ProgressDisplay(show=not self.json) as display:
+            display.stage("reading: second", self.seconds)
             end = time.monotonic() + self.seconds
             while (left := end - time.monotonic()) > 0:
                 time.sleep(min(UPDATE_SECONDS, left))
-                progress.update(task, completed=self.seconds - max(end - time.monotonic(), 0))
+                display.update(self.seconds - max(end - time.monotonic(), 0))
 
 
 def _to_dict(found: Discovery, result: WindowResult) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from phantom_parallel.cli.options import JsonOption
@@ -15,6 +14,7 @@ from phantom_parallel.cost.hardware import load_profile
 from phantom_parallel.cost.validate import Outcome, validate
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
 from phantom_parallel.utils.files import write_json
+from phantom_parallel.utils.progress import ProgressDisplay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +42,11 @@ class ValidateOptions(JsonOption):
         profiles = {ranks: load_profile(profile_name(ranks)) for ranks in self.ranks}  # before any work
         models = {ranks: get_family(self.family).step_shapes(ranks, held_out=True) for ranks in self.ranks}
         outcomes: list[Outcome] = []
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("starting", total=sum(map(len, models.values())))
+        with ProgressDisplay() as display:
             for ranks, profile in profiles.items():
 
                 def show(text: str, ranks: int = ranks) -> None:
-                    progress.update(task, description=f"{ranks} ranks: {text}")
+                    display.note(f"{ranks} ranks: {text}")
 
                 outcomes += validate(ranks, profile, models[ranks], self.turns, show)
         found = {"outcomes": [outcome.to_dict() for outcome in outcomes], **_errors(outcomes)}

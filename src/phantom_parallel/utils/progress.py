@@ -76,6 +76,16 @@ class ProgressDisplay:
             self._last = now
             self._console.print(f"{heading} {note}".rstrip(), markup=False)
 
+    def note(self, text: str) -> None:
+        """Show what is being done, in work whose length is not known. Without a terminal, at most every few seconds."""
+        if not self._show:
+            return
+        if self._terminal:
+            self._bar.update(self._task, description=text, note="")
+        elif time.monotonic() - self._last > _LINE_SECONDS:
+            self._last = time.monotonic()
+            self._console.print(text, markup=False)
+
     def print(self, line: str) -> None:
         """Print a line above the bar."""
         if self._show:
