@@ -152,7 +152,7 @@ def _prepare(work: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bytes, di
     preparation = {name: value for name, value in everything.items() if name in wanted}
     if b"__main__" in payload:  # only then must a rank import the main script
         found = {name: value for name, value in everything.items() if name.startswith("init_main_from_")}
-        if not found:
+        if not found or not os.path.isfile(found.get("init_main_from_path", __file__)):  # such as <stdin>
             raise ValueError(
                 f"{getattr(work, '__qualname__', work)} is defined in an interactive session, where ranks cannot "
                 "import it: put it into a file"
