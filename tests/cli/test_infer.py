@@ -68,8 +68,9 @@ def test_predictions_and_what_they_cost(folder, capfd, ranks):
     report = json.loads(told.out)
     assert set(report) == {
         *("model", "ranks", "device", "batch", "rows", "rows_per_second", "out", "compared_rows", "largest_difference"),
-        *("largest_prediction", "profile", "profile_source", "measured"),
+        *("largest_prediction", "profile", "profile_source", "measured", "non_finite_outputs", "non_finite_rows"),
     }
+    assert (report["non_finite_outputs"], report["non_finite_rows"]) == (0, 0)
     assert (report["rows"], report["ranks"], report["batch"], report["out"]) == (ROWS, ranks, 4, str(out))
     assert report["compared_rows"] == 4
     assert report["largest_prediction"] == pytest.approx(np.abs(expected()[:4]).max())
@@ -92,6 +93,63 @@ def test_the_table_on_random_rows(folder, capfd):
         assert line in told.out
     assert "predictions," not in told.out
     assert "predicting" not in told.err
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_outputs_that_are_not_finite_are_counted_and_json_stays_valid(folder, capfd, ranks):
+    x = rows(ROWS)
+    x[3, 7], x[8, 0] = np.nan, np.inf
+    np.save(folder / "bad.npy", x)
+    given = ("--model", folder / "model", "--inputs", folder / "bad.npy", "--ranks", ranks)
+    assert phantom(*given, "--json") == 0
+
+    def refuse(constant):
+        pytest.fail(f"{constant} is no JSON")
+
+    report = json.loads(capfd.readouterr().out, parse_constant=refuse)
+    assert report["non_finite_rows"] == 2
+    assert WIDTH < report["non_finite_outputs"] <= 2 * WIDTH
+    assert phantom(*given) == 0
+    count = f"warning: {report['non_finite_outputs']} outputs in 2 of 11 rows are not finite"
+    assert count in capfd.readouterr().out
+
+
+def test_a_weight_that_is_not_finite_gives_valid_json(folder, capfd):
+    model = known()
+    torch.nn.init.constant_(model.model.layers[0].bias, torch.nan)
+    model.save(folder / "nan")
+    assert phantom("--model", folder / "nan", "--inputs", folder / "x.npy", "--json") == 0
+    out = capfd.readouterr().out
+    assert "NaN" not in out
+    assert json.loads(out)["non_finite_outputs"] == ROWS * WIDTH
+
+
+def test_one_turn_has_no_95th_percentile(folder, capfd):
+    assert program.main(["infer", "--model", str(folder / "model"), "--turns", "1"]) == 0
+    out = capfd.readouterr().out
+    assert "latency" in out
+    assert "95 %" not in out
+
+
+def damage(folder: Path, how: str) -> Path:
+    path = folder / "damaged.npz"
+    np.savez_compressed(path, x=rows(ROWS).astype(np.longdouble if how == "longdouble" else np.float64))
+    raw = path.read_bytes()
+    if how == "cut":
+        raw = raw[: len(raw) // 2]
+    elif how == "changed":
+        raw = raw[:300] + bytes(100) + raw[400:]
+    path.write_bytes(raw)
+    return path
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("how", ["cut", "changed", "longdouble"])
+def test_damaged_inputs_are_one_line_and_exit_code_2(folder, capfd, how, ranks):
+    """Also where the damage is found while ranks are reading."""
+    path = damage(folder, how)
+    assert phantom("--model", folder / "model", "--inputs", path, "--ranks", ranks) == 2
+    assert f"{path} is not readable as inputs: " in failed(capfd)
 
 
 def energy(capfd) -> str:
@@ -147,7 +205,7 @@ def failed(capfd) -> str:
         (["--profile", "nowhere.toml"], "nowhere.toml"),
         (["--inputs", "nowhere.npy"], "there is no file of inputs"),
         (["--inputs", "{folder}/narrow.npy"], "expected inputs of shape (rows, 24), the model's width, got (11, 23)"),
-        (["--inputs", "{folder}/flags.npy"], "inputs must be numbers, got bool"),
+        (["--inputs", "{folder}/flags.npy"], "must hold real numbers of at most 64 bits, got bool"),
         (["--inputs", "{folder}/one.npy"], "got (24,)"),
         (["--inputs", "{folder}/x.npy", "--out", "{folder}/out.txt"], "predictions are written as .npy, got out="),
         (["--inputs", "{folder}/x.npy", "--out", "{folder}/narrow.npy"], "narrow.npy exists: choose another name"),

@@ -10,6 +10,7 @@ import time
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from phantom_parallel import load_model
@@ -41,7 +42,7 @@ def test_two_ranks_train_stop_and_go_on_as_one(tmp_path, capfd):
     assert 0 < summary["blocked_share"] < 1
     assert summary["compute_seconds"] > 0
     assert summary["blocked_seconds"] > 0
-    assert "step 20/20  loss" in told.err
+    assert "step 20/20 loss" in told.err
     assert steps_of(tmp_path / "run") == [10, 20]
     assert load_model(tmp_path / "run" / "model").config.blocks == 4
     assert json.loads((tmp_path / "run" / "config.json").read_text())["ranks"] == 2
@@ -93,6 +94,39 @@ def test_a_transformer_trains_on_two_ranks_and_goes_on_as_one(tmp_path, capfd, m
     assert "was trained with max_bytes=20000, not 10000" in failed(capfd)
     assert gpt("--heads", "6") == 2
     assert "heads=6 does not divide dim=32" in failed(capfd)
+
+
+def test_log_lines_have_a_held_out_loss_only_where_it_was_evaluated(tmp_path, capfd):
+    assert phantom(tmp_path / "run", *SMALL, "--steps", "30", "--log-every", "5", "--eval-every", "20") == 0
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("step ")]
+    assert [int(line.split()[1].split("/")[0]) for line in lines] == [5, 10, 15, 20, 25, 30]
+    assert ["held out" in line for line in lines] == [False, False, False, True, False, True]
+    assert ["left" in line for line in lines] == [True] * 5 + [False]
+    assert all("rows/s" in line and "% in exchanges" in line for line in lines)
+
+
+def arrays(folder: Path, **values: dict) -> list[str]:
+    """Options for data of 256 rows, with ``values`` at some places of x or y."""
+    x = np.random.default_rng(0).standard_normal((256, 16), dtype=np.float32)
+    found = {"x": x, "y": np.tanh(x)}
+    for name, places in values.items():
+        for place, value in places.items():
+            found[name][place] = value
+    np.savez(folder / "data.npz", **found)
+    return [*SMALL, "--data", str(folder / "data.npz"), "--steps", "40", "--json"]
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_data_that_are_not_finite_are_one_line_and_exit_code_2(tmp_path, capfd, ranks):
+    assert phantom(tmp_path / "run", *arrays(tmp_path, y={(250, 3): np.nan}), "--ranks", ranks) == 2
+    assert "data.npz: row 250 of y (held out), counted from 0, is not finite" in failed(capfd)
+    assert not (tmp_path / "run").exists()
+    assert phantom(tmp_path / "run", *arrays(tmp_path, x={(17, 12): np.inf}), "--ranks", ranks) == 2
+    captured = capfd.readouterr()
+    (error,) = [line for line in captured.err.splitlines() if not line.startswith("step ")]
+    assert "data.npz: row 17 of x, counted from 0, is not finite in float32: correct or remove it" in error
+    assert "lr" not in error
+    assert captured.out == ""
 
 
 @pytest.mark.parametrize("variant", [[], ["gpt"]])

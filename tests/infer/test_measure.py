@@ -11,7 +11,7 @@ from phantom_parallel import FFN, EnergyMeter, FFNConfig, Ledger, PowerProfile
 from phantom_parallel.distributed.objects import RanksDisagree
 from phantom_parallel.energy.results import Component, Provenance, Scope
 from phantom_parallel.energy.sensors.base import EnergySample, ReadFailure, SensorSpec
-from phantom_parallel.infer.measure import SENSOR_BOUND, Turn, measure, modelled_joules, random_rows
+from phantom_parallel.infer.measure import SENSOR_BOUND, Turn, measure, modelled_joules, p95, random_rows
 
 BATCH = 6
 
@@ -155,7 +155,7 @@ def test_ranks_that_disagree_are_named(ranks):
 def places_on_rank():
     mesh = init_device_mesh("cpu", (2,))
     models = {"phantom": build("phantom", mesh), "dense": build("dense", None)}
-    with pytest.raises(ValueError, match=r"models must stand on the same ranks, but phantom has 2 .* and dense 1"):
+    with pytest.raises(ValueError, match=r"models must be on the same ranks, but phantom has 2 .* and dense 1"):
         measure(models, 2)
 
 
@@ -171,3 +171,11 @@ def test_settings_that_make_no_sense():
         measure(models, 0)
     with pytest.raises(ValueError, match="turns must be a positive whole number, got -1"):
         measure(models, 2, turns=-1)
+
+
+def test_one_measurement_has_no_95th_percentile():
+    assert p95([0.3]) is None
+    assert p95([0.3, 0.1]) == 0.3
+    assert p95([float(index) for index in range(100)]) == 94.0
+    alone = measure({"dense": build("dense", None)}, BATCH, turns=1, meter=EnergyMeter(sources=(), device="cpu"))
+    assert alone["dense"].latency_p95 is None

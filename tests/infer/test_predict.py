@@ -13,27 +13,28 @@ from phantom_parallel import load_model
 from phantom_parallel.distributed.errors import Interrupted
 from phantom_parallel.families.ffn.inference import as_tensor
 from phantom_parallel.infer.inputs import open_inputs
-from phantom_parallel.infer.predict import NpyWriter, largest_difference, predict, read_rows
+from phantom_parallel.infer.predict import NonFinite, NpyWriter, largest_difference, predict, read_rows
 from tests.infer.models import WIDTH, known, rows
 
 
 def predict_on_rank(model, inputs, out, batch):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     seen = []
-    predict(load_model(model, mesh=mesh), open_inputs(inputs, WIDTH), batch, out=out, report=seen.append)
-    return seen
+    bad = predict(load_model(model, mesh=mesh), open_inputs(inputs, WIDTH), batch, out=out, report=seen.append)
+    return seen, bad
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("strategy", ["phantom", "tensor", "megatron"])
 def test_predictions_are_those_of_the_dense_maths_on_any_ranks(tmp_path, ranks, size, strategy):
     truth, x, out = known(strategy), rows(11), tmp_path / "out.npy"
+    x[5, 1] = x[9, 20] = np.nan
     np.save(tmp_path / "x.npy", x)
-    seen = ranks(size)(predict_on_rank, truth.save(tmp_path / "model"), tmp_path / "x.npy", out, 4)
+    results = ranks(size)(predict_on_rank, truth.save(tmp_path / "model"), tmp_path / "x.npy", out, 4)
     found = np.load(out)
     assert found.dtype == np.float64
     np.testing.assert_allclose(found, truth.expected(torch.from_numpy(x)).numpy(), rtol=1e-11, atol=1e-11)
-    assert seen == [[4, 8, 11]] * size
+    assert results == [([4, 8, 11], NonFinite(values=2 * WIDTH, rows=2))] * size
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out.npy", "x.npy"]
 
 
@@ -43,7 +44,8 @@ def test_predictions_in_one_process(tmp_path, strategy, batch):
     truth, x = known(strategy, torch.float32), rows(9).astype(np.float32)
     x[3, 5] = np.nan
     np.savez(tmp_path / "x.npz", x=x)
-    predict(truth.model, open_inputs(tmp_path / "x.npz", WIDTH), batch, out=tmp_path / "out.npy")
+    bad = predict(truth.model, open_inputs(tmp_path / "x.npz", WIDTH), batch, out=tmp_path / "out.npy")
+    assert bad == (WIDTH, 1)
     found, expected = np.load(tmp_path / "out.npy"), truth.expected(torch.from_numpy(x).double()).numpy()
     assert found.dtype == np.float32
     assert np.isnan(found[3]).all()
@@ -53,7 +55,7 @@ def test_predictions_in_one_process(tmp_path, strategy, batch):
 def test_a_model_in_bfloat16_predicts_float32(tmp_path):
     truth = known(dtype=torch.bfloat16)
     np.save(tmp_path / "x.npy", rows(3))
-    predict(truth.model, open_inputs(tmp_path / "x.npy", WIDTH), 2, out=tmp_path / "out.npy")
+    assert predict(truth.model, open_inputs(tmp_path / "x.npy", WIDTH), 2, out=tmp_path / "out.npy") == (0, 0)
     with torch.no_grad():
         expected = truth.model(torch.from_numpy(rows(3)).bfloat16()).float()
     assert np.array_equal(np.load(tmp_path / "out.npy"), expected.numpy())
@@ -62,7 +64,7 @@ def test_a_model_in_bfloat16_predicts_float32(tmp_path):
 def test_a_request_to_stop_leaves_nothing(tmp_path):
     np.save(tmp_path / "x.npy", rows(9))
     inputs = open_inputs(tmp_path / "x.npy", WIDTH)
-    with pytest.raises(Interrupted, match="stopped at row 4 of 9 as asked"):
+    with pytest.raises(Interrupted, match=r"stopped at row 4 of 9$"):
         predict(
             known().model,
             inputs,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -182,6 +183,48 @@ def test_a_loss_that_diverges_stops_and_names_the_last_good_checkpoint(ranks, tm
     assert re.search(r"at step \d+: the last good checkpoint is .*step-000006", told[0])
     assert len(set(told)) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["step-000006"]
+
+
+def data_with(folder: Path, row: int, feature: int, value: float) -> str:
+    """A folder of arrays, with one value of x changed."""
+    x = np.random.default_rng(0).standard_normal((128, PHANTOM.width), dtype=np.float32)
+    y = np.tanh(x[:, ::-1])
+    x[row, feature] = value
+    folder.mkdir(exist_ok=True)
+    np.save(folder / "x.npy", x)
+    np.save(folder / "y.npy", y)
+    return str(folder)
+
+
+def spoilt(config: FFNTrainConfig, folder: str) -> str:
+    """The error of a training on data that are not finite, on each rank."""
+    parallel = ParallelContext.create(config.ranks, config.dp, CPU)
+    with pytest.raises(ValueError, match="is not finite in float32") as caught:
+        train(config, parallel, checkpoints=Path(folder))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("where", "change"),
+    [({}, {}), ({"ranks": 2}, {}), ({"ranks": 2, "dp": 2}, {"log_every": 5}), ({}, {"activation": "tanh"})],
+    ids=["alone", "ranks", "copies", "saturated"],
+)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_data_that_are_not_finite_are_named_and_not_taken_for_divergence(ranks, tmp_path, where, change, value):
+    config = replace(PHANTOM, samples=128, steps=24, eval_every=24, checkpoint_every=3, **where, **change)
+    rows = Batches(112, config.batch, config.seed)
+    row = int(rows.rows_of(4)[-1])  # of the fifth step, in the last copy's part
+    config = replace(config, data=data_with(tmp_path / "data", row, 9, value))
+    messages = ranks(config.ranks * config.dp)(spoilt, config, str(tmp_path / "checkpoints"))
+    assert len(set(messages)) == 1
+    assert f"data: row {row} of x, counted from 0, is not finite in float32" in messages[0]
+    assert messages[0].endswith(f"the last good checkpoint is {tmp_path / 'checkpoints' / 'step-000003'}")
+
+
+def test_a_held_out_row_that_is_not_finite_stops_the_training_before_its_first_step(tmp_path):
+    config = replace(PHANTOM, data=data_with(tmp_path / "data", 120, 9, np.nan))
+    with pytest.raises(ValueError, match=r"row 120 of x \(held out\)"):
+        train(config, ParallelContext(), report=lambda _: pytest.fail("a step was trained"))
 
 
 def interrupted(folder: str) -> tuple:

@@ -1,76 +1,65 @@
-"""``phantom generate``: text that a trained transformer goes on with, and what a token costs."""
+"""``phantom generate``: text that a trained transformer generates from a prompt, and the cost of a token."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from phantom_parallel.checkpoint.model import family_of
 from phantom_parallel.cli.infer import about_energy
-from phantom_parallel.distributed.external import is_rank_zero, slurm_ranks
+from phantom_parallel.cli.options import JsonOption, ProfileOption, RanksOption
+from phantom_parallel.distributed.external import is_rank_zero
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.infer.generation import Against, GenerateConfig, GenerateReport, PhaseCost, print_text
 from phantom_parallel.infer.run import check_folder
 from phantom_parallel.infer.sampling import Sampling
 from phantom_parallel.utils.files import json_text
 
-Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
+@dataclass(frozen=True, kw_only=True)
+class Options(RanksOption, ProfileOption, JsonOption):
+    """Generate text from a prompt with a trained transformer, on any number of ranks that divides its blocks, and
+    measure time, bytes and energy per token, separately for prefill and decode.
 
-@dataclass(frozen=True)
-class Options:
-    """Go on from a prompt with a trained transformer, on any number of ranks that divides its blocks, and measure time,
-    bytes and energy per token, for prefill and decode apart.
-
-    The text goes to stdout as it comes, the figures to stderr. Local workers are started by themselves; under torchrun
-    or srun this process joins as one rank. Exit codes: 0 done, 1 a rank died, 2 a mistake in the options or files, 130
-    stopped as asked.
+    The text is written to stdout as it is generated, the figures to stderr. With --json, all is printed to stdout as
+    JSON at the end. Local workers are launched by the command itself; under torchrun or srun this process joins as one
+    rank. Exit codes: 0 done, 1 a rank died, 2 a mistake in the options or files, 130 stopped by a signal.
     """
 
     model: Path
-    """The folder of a model, such as phantom train gpt leaves in OUT/model."""
+    """Folder of a model, such as OUT/model of phantom train gpt."""
     prompt: str | None = None
-    """The text to go on from."""
+    """The prompt."""
     prompt_file: Path | None = None
-    """Or a file of it, taken as it is."""
+    """File with the prompt in UTF-8, used without changes."""
     tokens: int | None = None
-    """Tokens to generate; by default 128, or as many as the model's context has room for."""
+    """Tokens to generate; by default 128, or as many as fit into the model's context."""
     temperature: float = 0.0
-    """0 takes the likeliest token; above, tokens are drawn, the more evenly the higher it is."""
+    """0 selects the most likely token. Above 0, tokens are sampled, more uniformly the higher it is."""
     top_k: int | None = None
-    """Draw from so many of the likeliest tokens only."""
+    """Sample from this number of the most likely tokens only."""
     top_p: float | None = None
-    """Draw from the fewest likeliest tokens that have this probability together."""
+    """Sample from the smallest set of most likely tokens with at least this probability together."""
     seed: int = 0
-    """Of the draws, which are the same on any number of ranks."""
-    ranks: int | None = None
-    """Ranks that share the model; by default 1, or as many as torchrun or srun started."""
+    """Seed of the sampling, which is the same on any number of ranks."""
     batch: int = 1
-    """Texts from the same prompt, at once; the first is shown as it comes, the others after it."""
+    """Number of texts to generate from the prompt at once; the first is shown as it is generated, the others at the
+    end."""
     against: Against = "none"
-    """Time a tensor-parallel model of the same sizes with random weights beside it, or nothing."""
+    """Time a tensor-parallel model of the same sizes with random weights as well, or nothing."""
     turns: int = 5
-    """How often each model is timed, in turn, where there are two; one alone is timed as it writes the text."""
-    profile: str | None = None
-    """Hardware profile whose watts the energy is modelled with where there are no sensors; by default this machine's as
-    phantom calibrate --watts wrote it, else what is assumed of a CPU's core."""
-    json: Flag = False
-    """Print text and figures as JSON on stdout, and nothing before."""
+    """How often each of two models is timed, in turn; a single model is timed once, while it generates the text."""
 
     def config(self) -> GenerateConfig:
-        started = (os.environ | slurm_ranks(os.environ)).get("WORLD_SIZE", "1")
         return GenerateConfig(
             model=self.model,
             prompt=self.prompt,
             prompt_file=self.prompt_file,
             tokens=self.tokens,
             sampling=Sampling(self.temperature, self.top_k, self.top_p, self.seed),
-            ranks=int(started) if self.ranks is None else self.ranks,
+            ranks=self.rank_count(),
             batch=self.batch,
             against=self.against,
             turns=self.turns,
@@ -89,16 +78,16 @@ class Options:
             _show(report)
 
 
-def _joules(one: PhaseCost) -> str:
-    return "unavailable" if one.joules_per_token is None else f"{one.joules_per_token:.4g} J ({one.provenance})"
+def _joules(phase: PhaseCost) -> str:
+    return "unavailable" if phase.joules_per_token is None else f"{phase.joules_per_token:.4g} J ({phase.provenance})"
 
 
 LINES: dict[str, Callable[[PhaseCost], str]] = {
-    "95 %": lambda one: f"{1e3 * one.seconds_p95:.3f} ms",
-    "tokens per second": lambda one: f"{one.tokens_per_second:,.1f}",
-    "blocked in exchanges": lambda one: f"{one.blocked_share:.0%}",
-    "FLOPs per token": lambda one: f"{one.flops_per_token:,.0f}",
-    "bytes exchanged per token": lambda one: f"{one.bytes_per_token:,.0f}",
+    "95 %": lambda phase: "" if phase.seconds_p95 is None else f"{1e3 * phase.seconds_p95:.3f} ms",
+    "tokens per second": lambda phase: f"{phase.tokens_per_second:,.1f}",
+    "blocked in exchanges": lambda phase: f"{phase.blocked_share:.0%}",
+    "FLOPs per token": lambda phase: f"{phase.flops_per_token:,.0f}",
+    "bytes exchanged per token": lambda phase: f"{phase.bytes_per_token:,.0f}",
     "energy per token": _joules,
 }
 
@@ -109,23 +98,25 @@ def _show(report: GenerateReport) -> None:
         print_text(f"--- {index} of {len(report.texts)} ---\n{text}\n")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     ranks = "1 rank" if report.ranks == 1 else f"{report.ranks} ranks"
-    one = next(iter(report.measured.values()))
-    rows = f"{report.prompt_tokens} + {one.tokens} tokens" + (f", batch {one.batch}" if one.batch > 1 else "")
-    table = Table("", *report.measured, title=f"{ranks} ({report.device}), {rows}")
+    costs = list(report.measured.values())
+    batch = f", batch {costs[0].batch}" if costs[0].batch > 1 else ""
+    title = f"{ranks} ({report.device}), {report.prompt_tokens} + {costs[0].tokens} tokens{batch}"
+    table = Table("", *report.measured, title=title)
     for column in table.columns[1:]:
         column.justify = "right"
-    _add_phase(table, "prefill: time to first token", [cost.prefill for cost in report.measured.values()])
-    _add_phase(table, "decode: time per token", [cost.decode for cost in report.measured.values()])
-    table.add_row("parameters", *(f"{cost.parameters:,}" for cost in report.measured.values()))
+    _add_phase(table, "prefill: time to first token", [cost.prefill for cost in costs])
+    _add_phase(table, "decode: time per token", [cost.decode for cost in costs if cost.decode is not None])
+    table.add_row("parameters", *(f"{cost.parameters:,}" for cost in costs))
     console.print(table)
-    console.print(about_energy(one.prefill.provenance, report.profile, report.profile_source))
+    console.print(about_energy(costs[0].prefill.provenance, report.profile, report.profile_source))
 
 
-def _add_phase(table: Table, name: str, phases: list[PhaseCost | None]) -> None:
-    found = [phase for phase in phases if phase is not None]
-    if not found:
+def _add_phase(table: Table, name: str, phases: list[PhaseCost]) -> None:
+    if not phases:
         return
-    table.add_row(name, *(f"{1e3 * phase.seconds:.3f} ms" for phase in found))
+    table.add_row(name, *(f"{1e3 * phase.seconds:.3f} ms" for phase in phases))
     for line, value in LINES.items():
-        table.add_row(f"  {line}", *(value(phase) for phase in found))
+        cells = [value(phase) for phase in phases]
+        if any(cells):
+            table.add_row(f"  {line}", *cells)
     table.add_section()

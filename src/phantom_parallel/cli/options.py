@@ -1,4 +1,4 @@
-"""What all commands share: options with one name, one help text and their aliases, and how they are read."""
+"""Options that several commands share, with one name, one help text and their aliases, and the parser of options."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_type_hints
 
 import tyro
 
-from phantom_parallel.distributed.external import is_local_rank_zero
+from phantom_parallel.distributed.external import is_local_rank_zero, slurm_ranks
 from phantom_parallel.families.registry import family_names
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
@@ -29,25 +29,37 @@ ALIASES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class JsonOption:
+    """The option ``--json``."""
+
     json: Flag = False
     """Print the results as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOption:
+    """The option ``--profile`` of commands that measure or model energy."""
+
     profile: str | None = None
-    """Hardware profile whose watts the energy is modelled with where there are no sensors; by default this machine's as
-    phantom calibrate --watts wrote it, else watts that are assumed of a CPU core. See phantom hardware."""
+    """Hardware profile whose watts the energy is modelled with if there are no sensors; by default this machine's as
+    phantom calibrate --watts wrote it, otherwise watts that are assumed of a CPU core. See phantom hardware."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RanksOption:
+    """The option ``--ranks`` of commands that run a trained model."""
+
     ranks: int | None = None
     """Ranks that share the model; by default 1, or as many as torchrun or srun started."""
 
+    def rank_count(self) -> int:
+        """The number of ranks, of the option or of the external launcher."""
+        if self.ranks is not None:
+            return self.ranks
+        return int((os.environ | slurm_ranks(os.environ)).get("WORLD_SIZE", "1"))
+
 
 def parse(options: type[Any], prog: str, arguments: list[str], defaults: Mapping[str, Any] | None = None) -> Any:
-    """Read a command's options. ``defaults`` take the place of the class's own; unknown ones are ignored."""
+    """Parse a command's options. ``defaults`` replace those of the class; names that it does not have are ignored."""
     with ExitStack() as stack:
         if not is_local_rank_zero():  # another rank of this host prints the help or the same error
             stack.enter_context(redirect_stderr(stack.enter_context(open(os.devnull, "w"))))
@@ -56,33 +68,33 @@ def parse(options: type[Any], prog: str, arguments: list[str], defaults: Mapping
 
 
 def with_aliases(options: type[Any], defaults: Mapping[str, Any]) -> type[Any]:
-    """The same options, with their aliases and with ``defaults`` where there are some."""
+    """Return a class of the same options, with their aliases and with ``defaults``."""
     assert is_dataclass(options)
     hints = get_type_hints(options, include_extras=True)
     changed: list[tuple[str, Any, Any]] = []
-    for one in fields(options):
-        if one.name in ALIASES or one.name in defaults:
-            kind = hints[one.name]
-            if one.name in ALIASES:
-                kind = Annotated[kind, tyro.conf.arg(aliases=ALIASES[one.name])]
-            value = defaults.get(one.name, one.default)
-            changed.append((one.name, kind, field(default=value, kw_only=True)))
+    for option in fields(options):
+        if option.name in ALIASES or option.name in defaults:
+            kind = hints[option.name]
+            if option.name in ALIASES:
+                kind = Annotated[kind, tyro.conf.arg(aliases=ALIASES[option.name])]
+            value = defaults.get(option.name, option.default)
+            changed.append((option.name, kind, field(default=value, kw_only=True)))
     if not changed:
         return options
-    made = make_dataclass(options.__name__, changed, bases=(options,), frozen=True, kw_only=True)
-    made.__doc__ = options.__doc__
-    return made
+    derived = make_dataclass(options.__name__, changed, bases=(options,), frozen=True, kw_only=True)
+    derived.__doc__ = options.__doc__
+    return derived
 
 
 def split_family(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """The family that the first argument names, if it does, and the other arguments."""
+    """Split off the first argument if it is the name of a family."""
     if arguments and arguments[0] in family_names():
         return arguments[0], arguments[1:]
     return None, arguments
 
 
 def value_of(option: str, arguments: list[str]) -> str | None:
-    """Value of ``--option`` among arguments that are not parsed yet."""
+    """Return the value of an option such as ``--out`` among arguments that are not parsed yet."""
     for index, argument in enumerate(arguments):
         if argument == option and index + 1 < len(arguments):
             return arguments[index + 1]
@@ -92,11 +104,11 @@ def value_of(option: str, arguments: list[str]) -> str | None:
 
 
 def folder_of(arguments: list[str]) -> Path | None:
-    """The folder given as ``--out``."""
+    """Return the value of ``--out`` among arguments that are not parsed yet."""
     value = value_of("--out", arguments)
     return None if value is None else Path(value)
 
 
 def command_line() -> str:
-    """The command as the user typed it, to be run again."""
+    """Return the command as the user typed it."""
     return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])

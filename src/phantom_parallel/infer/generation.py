@@ -1,4 +1,4 @@
-"""What ``phantom generate`` is given and what it reports, for every family that generates text."""
+"""Request and report of ``phantom generate``, for every family that generates text."""
 
 import sys
 from dataclasses import asdict, dataclass, field
@@ -13,40 +13,63 @@ Against = Literal["megatron", "none"]
 
 @dataclass(frozen=True)
 class PhaseCost:
-    """Prefill or decode. Counts and energies are those of all ranks together, for one token of one row."""
+    """The cost of prefill or decode. Counts and energies are sums over all ranks, for one token of one row.
 
-    seconds: float  # of the prompt, or of a step: the median
-    seconds_p95: float
-    tokens_per_second: float  # over all rows
+    Args:
+        seconds: Median time of a prefill, or of one step of decode.
+        seconds_p95: The 95th percentile; None if there is a single measurement.
+        tokens_per_second: Throughput of all rows.
+        flops_per_token: FLOPs.
+        bytes_per_token: Bytes that ranks send to each other.
+        joules_per_token: Energy; None if unavailable.
+        provenance: Provenance of the energy: counter, integrated_power, modelled or unavailable.
+        blocked_share: Share of all ranks' time that they were blocked in exchanges.
+    """
+
+    seconds: float
+    seconds_p95: float | None
+    tokens_per_second: float
     flops_per_token: float
-    bytes_per_token: float  # that ranks send each other
+    bytes_per_token: float
     joules_per_token: float | None
-    provenance: str  # of the joules: counter, integrated_power, modelled or unavailable
-    blocked_share: float  # of all ranks' time
+    provenance: str
+    blocked_share: float
 
 
 @dataclass(frozen=True)
 class GenerationCost:
-    """One model's generations. ``decode`` is None where one token was asked for, which prefill gives."""
+    """The cost of one model's generations.
+
+    Args:
+        strategy: How the model is parallelised.
+        ranks: Number of ranks.
+        batch: Number of rows.
+        prompt: Tokens of the prompt of a row.
+        tokens: Tokens generated for a row.
+        turns: Number of generations.
+        parameters: Parameters of the whole model.
+        prefill: The prompt up to the first token.
+        decode: One token after another; None if one token is generated, which prefill produces.
+    """
 
     strategy: str
     ranks: int
     batch: int
-    prompt: int  # tokens of a row
-    tokens: int  # generated for a row
+    prompt: int
+    tokens: int
     turns: int
-    parameters: int  # of the whole model
+    parameters: int
     prefill: PhaseCost
     decode: PhaseCost | None
 
     @property
     def time_to_first_token(self) -> float:
-        """Seconds, the median over turns."""
+        """Median over turns, in seconds."""
         return self.prefill.seconds
 
     @property
     def time_per_token(self) -> float | None:
-        """Seconds from a token to the next, the median over steps."""
+        """Median over steps of decode, in seconds."""
         return None if self.decode is None else self.decode.seconds
 
     def to_dict(self) -> dict[str, Any]:
@@ -55,8 +78,19 @@ class GenerationCost:
 
 @dataclass(frozen=True)
 class GenerateConfig:
-    """What to go on from, how, and what to measure. ``profile`` is as for `InferConfig`; ``tokens`` are by default 128,
-    or as many as the context has room for. With ``against`` both models generate ``turns`` times; alone, once.
+    """What to generate and measure.
+
+    Args:
+        model: Folder of the model.
+        prompt: The prompt, or
+        prompt_file: a file with the prompt.
+        tokens: Number of tokens to generate; by default 128, or as many as fit into the context.
+        sampling: How tokens are selected.
+        ranks: Number of ranks that share the model.
+        batch: Number of texts to generate at once.
+        against: The baseline to measure as well.
+        turns: How often each of two models generates; a single model generates once.
+        profile: As for `InferConfig`.
     """
 
     model: Path
@@ -83,17 +117,31 @@ class GenerateConfig:
 
 @dataclass(frozen=True)
 class GenerateReport:
-    """What came out, and what it cost."""
+    """Results of ``phantom generate``.
+
+    Args:
+        model: Folder of the model.
+        ranks: Number of ranks.
+        device: Type of their devices.
+        prompt: The prompt.
+        prompt_tokens: Number of its tokens.
+        texts: Generated text of each row.
+        tokens: Generated tokens of each row.
+        sampling: How tokens were selected.
+        profile: Hardware profile of modelled energy.
+        profile_source: Where its watts come from.
+        measured: The cost of each model.
+    """
 
     model: str
     ranks: int
     device: str
     prompt: str
     prompt_tokens: int
-    texts: list[str]  # of each row
-    tokens: list[list[int]]  # of each row
+    texts: list[str]
+    tokens: list[list[int]]
     sampling: Sampling
-    profile: str | None  # whose watts modelled energy takes
+    profile: str | None
     profile_source: str | None
     measured: dict[str, GenerationCost]
 
@@ -102,7 +150,7 @@ class GenerateReport:
 
 
 def print_text(text: str) -> None:
-    """Write text to stdout at once, with a question mark for each character that the terminal does not have."""
+    """Write text to stdout and flush it, with a question mark for each character that the encoding lacks."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()

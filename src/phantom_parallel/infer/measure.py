@@ -1,11 +1,11 @@
-"""What inference costs: models on the same ranks, forward only, timed by turns and with the energy of a sample.
+"""The cost of inference: forward passes of models on the same ranks, timed in turns, and the energy of a sample.
 
-    latency     a forward of the whole batch; in a turn, the slowest rank's mean over a few forwards in a row
-    energy      by sensors where the meter finds some, in windows as long as those need; else modelled:
-                every rank's measured seconds of compute, of exchanges that it was blocked in, and of waiting for slower
-                ranks, times a profile's watts; else unavailable
+    latency     a forward pass of the whole batch; in a turn, the slowest rank's mean over a few consecutive passes
+    energy      measured by sensors if there are any, in windows of the length that they need; otherwise modelled as
+                every rank's measured seconds of compute, of being blocked in exchanges, and of waiting for slower
+                ranks, times the watts of a profile; otherwise unavailable
 
-Models take turns, and the order alternates, so that what drifts on a machine drifts for all of them.
+Models take turns in alternating order, so that drift of the machine affects all of them alike.
 """
 
 import math
@@ -31,44 +31,60 @@ from phantom_parallel.nn.sharded import to_local
 from phantom_parallel.ops.collectives import rank_group
 from phantom_parallel.utils.layout import positive
 
-TURN_SECONDS = 0.02  # a turn lasts about this long: forwards that take less are repeated
-MOST_FORWARDS = 100  # in a turn
-WARM_UP = 3
+TURN_SECONDS = 0.02  # approximate length of a turn: shorter forward passes are repeated
+MAX_FORWARDS = 100  # of a turn
+WARM_UP = 3  # forward passes
 SENSOR_ROUNDS = 2  # windows for each model
-SENSOR_MARGIN = 1.25  # of a window over the shortest that the sensors resolve
-SENSOR_BOUND = 20.0  # seconds: sensors that need longer windows are left alone
+SENSOR_MARGIN = 1.25  # length of a window relative to the shortest that the sensors resolve
+SENSOR_BOUND = 20.0  # seconds: sensors that need longer windows are not used
 
 
 @dataclass(frozen=True)
 class Inference:
-    """One model's forward passes. Counts and energies are those of all ranks together, for one sample."""
+    """The cost of one model's forward passes. Counts and energies are sums over all ranks, for one sample.
+
+    Args:
+        strategy: How the model is parallelised.
+        ranks: Number of ranks.
+        batch: Rows of a forward pass.
+        turns: Number of turns.
+        latency_seconds: Median time of a forward pass over turns.
+        latency_p95: The 95th percentile; None if there is a single turn.
+        samples_per_second: Throughput.
+        flops_per_sample: FLOPs.
+        bytes_per_sample: Bytes that ranks send to each other.
+        joules_per_sample: Energy; None if unavailable.
+        provenance: Provenance of the energy: counter, integrated_power, modelled or unavailable.
+        blocked_share: Share of all ranks' time in forward passes that they were blocked in exchanges.
+        parameters: Parameters of the whole model.
+    """
 
     strategy: str
     ranks: int
     batch: int
     turns: int
-    latency_seconds: float  # the median over turns
-    latency_p95: float
+    latency_seconds: float
+    latency_p95: float | None
     samples_per_second: float
     flops_per_sample: float
-    bytes_per_sample: float  # that ranks send each other
+    bytes_per_sample: float
     joules_per_sample: float | None
-    provenance: str  # of the joules: counter, integrated_power, modelled or unavailable
-    blocked_share: float  # of all ranks' time in forwards
-    parameters: int  # of the whole model
+    provenance: str
+    blocked_share: float
+    parameters: int
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 class Turn(NamedTuple):
-    """One rank's seconds in a turn, and how many of them it was blocked in exchanges."""
+    """Seconds of one rank in a turn, and the part of them that it was blocked in exchanges."""
 
     seconds: float
     blocked: float
 
 
-@torch.no_grad()  # in inference mode DTensor sees whole linear maps, and cuts a Megatron pair worse
+@torch.no_grad()  # in inference mode DTensor chooses slower layouts for a Megatron pair
 def measure(
     models: Mapping[str, RowModel],
     batch: int,
@@ -79,15 +95,16 @@ def measure(
     meter: EnergyMeter | None = None,
     report: Callable[[int], None] | None = None,
 ) -> dict[str, Inference]:
-    """Time the models' forward passes on ``batch`` random rows; every rank of their mesh calls this.
+    """Time the models' forward passes on random rows. Every rank of their mesh calls this.
 
     Args:
-        models: by name, all on the same ranks and device.
-        turns: how often each model has its turn, after a warm-up.
-        profile: watts for modelled energy where there are no sensors. Without it, and them, energy is unavailable.
-        seed: of the rows.
-        meter: of the sensors; by default one of all that this machine has.
-        report: told how many turns are done.
+        models: The models by name, all on the same ranks and device.
+        batch: Rows of a forward pass.
+        turns: Number of turns of each model, after a warm-up.
+        profile: Watts of modelled energy if there are no sensors. Without both, energy is unavailable.
+        seed: Seed of the rows.
+        meter: The energy meter; by default one with all sensors of this machine.
+        report: Called with the number of finished turns after each.
     """
     positive(batch=batch, turns=turns)
     mesh, device = place_of(models)
@@ -101,49 +118,55 @@ def measure(
     calls = _warm_up(forwards, group)
     clock.start()
     try:
-        told = all_gather_objects(_take_turns(forwards, calls, turns, clock, group, report), group)
+        gathered = all_gather_objects(_take_turns(forwards, calls, turns, clock, group, report), group)
     finally:
         clock.stop()
-    timed = {name: [one[name] for one in told] for name in models}  # by name, rank and turn
+    timed = {name: [rank[name] for rank in gathered] for name in models}  # by name, rank and turn
     latencies = {name: _latencies(ranks, calls[name]) for name, ranks in timed.items()}
     sensed = sense(forwards, latencies, meter or EnergyMeter(group, device=device), group)
-    found = {}
+    costs = {}
     for name, model in models.items():
         joules, provenance = None, Provenance.UNAVAILABLE
         if name in sensed:
             joules, provenance = sensed[name]
         elif profile is not None:
             joules, provenance = modelled_joules(timed[name], profile) / (turns * calls[name]), Provenance.MODELLED
-        found[name] = _inference(model, batch, timed[name], latencies[name], joules, provenance)
-    return found
+        costs[name] = _inference(model, batch, timed[name], latencies[name], joules, provenance)
+    return costs
 
 
 def place_of(models: Mapping[str, Any]) -> tuple[DeviceMesh | None, torch.device]:
-    """The mesh and device that all models share."""
+    """Return the mesh and device of the models.
+
+    Raises:
+        ValueError: If there is no model, or if they are on different ranks or devices.
+    """
     if not models:
         raise ValueError("there is no model to measure: give at least one")
-    (first, one), *others = models.items()
-    ranks, device = rank_group(one.mesh), to_local(next(one.parameters())).device
+    (first_name, first), *others = models.items()
+    ranks, device = rank_group(first.mesh), to_local(next(first.parameters())).device
     for name, model in others:
-        if (there := rank_group(model.mesh)) != ranks:
+        if (other_ranks := rank_group(model.mesh)) != ranks:
             raise ValueError(
-                f"models must stand on the same ranks, but {first} has {ranks.size} in group {ranks.name!r} and "
-                f"{name} {there.size} in group {there.name!r}: build them on one mesh"
+                f"models must be on the same ranks, but {first_name} has {ranks.size} in group {ranks.name!r} and "
+                f"{name} {other_ranks.size} in group {other_ranks.name!r}: build them on one mesh"
             )
-        if (where := to_local(next(model.parameters())).device) != device:
-            raise ValueError(f"models must stand on the same device, but {first} is on {device} and {name} on {where}")
-    return one.mesh, device
+        if (other_device := to_local(next(model.parameters())).device) != device:
+            raise ValueError(
+                f"models must be on the same device, but {first_name} is on {device} and {name} on {other_device}"
+            )
+    return first.mesh, device
 
 
 def random_rows(model: RowModel, batch: int, seed: int) -> Tensor:
-    """Random rows as this rank's model takes them, the same ones on any number of ranks."""
+    """Draw random rows as inputs of this rank's model, the same on any number of ranks."""
     width, _ = predictor_of(model.config).features(model.config)
     rows = torch.randn(batch, width, generator=torch.Generator().manual_seed(seed))
     return to_model(rows[:, own_features(model)].contiguous(), model)
 
 
 def _forward(model: RowModel, x: Tensor) -> Callable[[], None]:
-    """A forward pass to its very end."""
+    """Return a function that runs a forward pass and waits for its result."""
 
     def run() -> None:
         arrived(model(x))
@@ -153,20 +176,20 @@ def _forward(model: RowModel, x: Tensor) -> Callable[[], None]:
 
 
 def arrived(out: Tensor) -> Tensor:
-    """A model's output once its last exchange is over."""
+    """Wait for the last exchange of a model's output."""
     return out.wait() if isinstance(out, AsyncCollectiveTensor) else out
 
 
 def _warm_up(forwards: Mapping[str, Callable[[], None]], group: dist.ProcessGroup | None) -> dict[str, int]:
-    """Run each model a few times; how many forwards fill its turn, the same on all ranks."""
+    """Run each model a few times. Returns the number of forward passes of a turn, the same on all ranks."""
     calls = {}
     for name, run in forwards.items():
         for _ in range(WARM_UP):
             barrier(group)
             started = time.perf_counter()
             run()
-            taken = time.perf_counter() - started
-        calls[name] = min(MOST_FORWARDS, math.ceil(TURN_SECONDS / max(all_gather_objects(taken, group))))
+            seconds = time.perf_counter() - started
+        calls[name] = min(MAX_FORWARDS, math.ceil(TURN_SECONDS / max(all_gather_objects(seconds, group))))
     return calls
 
 
@@ -178,8 +201,8 @@ def _take_turns(
     group: dist.ProcessGroup | None,
     report: Callable[[int], None] | None,
 ) -> dict[str, list[Turn]]:
-    """This rank's turns of each model."""
-    taken: dict[str, list[Turn]] = {name: [] for name in forwards}
+    """Time this rank's turns of each model."""
+    measured: dict[str, list[Turn]] = {name: [] for name in forwards}
     for turn in range(turns):
         for name in list(forwards)[:: -1 if turn % 2 else 1]:
             run, before = forwards[name], clock.totals()
@@ -189,23 +212,23 @@ def _take_turns(
                 with clock.step():
                     run()
             seconds = time.perf_counter() - started
-            taken[name].append(Turn(seconds, clock.totals().since(before).blocked_seconds))
+            measured[name].append(Turn(seconds, clock.totals().since(before).blocked_seconds))
         if report is not None:
             report(turn + 1)
-    return taken
+    return measured
 
 
 def _latencies(ranks: list[list[Turn]], calls: int) -> list[float]:
-    """Seconds of a forward in each turn: the slowest rank's."""
-    return [max(turn.seconds for turn in together) / calls for together in zip(*ranks, strict=True)]
+    """Return the seconds of a forward pass in each turn, on the slowest rank."""
+    return [max(turn.seconds for turn in simultaneous) / calls for simultaneous in zip(*ranks, strict=True)]
 
 
 def modelled_joules(ranks: list[list[Turn]], profile: PowerProfile) -> float:
-    """The energy of all ranks over all turns, by measured seconds; a rank that is done waits for the slowest."""
+    """Model the energy of all ranks over all turns. A rank that has finished waits idle for the slowest."""
     joules = 0.0
-    for together in zip(*ranks, strict=True):
-        slowest = max(turn.seconds for turn in together)
-        for turn in together:
+    for simultaneous in zip(*ranks, strict=True):
+        slowest = max(turn.seconds for turn in simultaneous)
+        for turn in simultaneous:
             computing = max(turn.seconds - turn.blocked, 0.0)
             joules += profile.joules(computing, turn.blocked, slowest - turn.seconds)
     return joules
@@ -217,13 +240,13 @@ def sense(
     meter: EnergyMeter,
     group: dist.ProcessGroup | None,
 ) -> dict[str, tuple[float, Provenance]]:
-    """Joules of a forward by sensors, for all models or, where those are not there or fail for one, for none."""
-    here = [spec.shortest_window for spec in meter.discovery.specs if spec.scope is Scope.DEVICE]
-    shortest = max(all_gather_objects(max(here, default=0.0), group))
+    """Measure the joules of a forward pass with sensors. Empty if there are none, or if they fail for one model."""
+    windows = [spec.shortest_window for spec in meter.discovery.specs if spec.scope is Scope.DEVICE]
+    shortest = max(all_gather_objects(max(windows, default=0.0), group))
     if not 0 < SENSOR_MARGIN * shortest <= SENSOR_BOUND:
         return {}
-    joules, done = dict.fromkeys(forwards, 0.0), dict.fromkeys(forwards, 0)
-    kinds = set()
+    joules, counts = dict.fromkeys(forwards, 0.0), dict.fromkeys(forwards, 0)
+    provenances = set()
     for turn in range(SENSOR_ROUNDS):
         for name in list(forwards)[:: -1 if turn % 2 else 1]:
             calls = math.ceil(SENSOR_MARGIN * shortest / statistics.median(latencies[name]))
@@ -234,16 +257,17 @@ def sense(
             if total.joules is None or not total.valid or total.provenance not in MEASURED:
                 return {}  # the same result on all ranks
             joules[name] += total.joules
-            done[name] += calls
-            kinds.add(total.provenance)
-    if len(kinds) > 1:
+            counts[name] += calls
+            provenances.add(total.provenance)
+    if len(provenances) > 1:
         return {}
-    return {name: (joules[name] / done[name], kinds.copy().pop()) for name in forwards}
+    provenance = provenances.pop()
+    return {name: (joules[name] / counts[name], provenance) for name in forwards}
 
 
-def p95(seconds: Sequence[float]) -> float:
-    """What 95 % of them do not exceed."""
-    return sorted(seconds)[math.ceil(0.95 * len(seconds)) - 1]
+def p95(seconds: Sequence[float]) -> float | None:
+    """Return the 95th percentile; None for a single measurement, which has no spread."""
+    return sorted(seconds)[math.ceil(0.95 * len(seconds)) - 1] if len(seconds) > 1 else None
 
 
 def _inference(

@@ -1,4 +1,4 @@
-"""What ``phantom infer`` needs of a family: models that map rows of features to rows of features."""
+"""The interface between ``phantom infer`` and a family whose models map rows of features to rows of features."""
 
 from abc import ABC, abstractmethod
 from typing import Any, Protocol
@@ -29,35 +29,35 @@ class Predictor(ABC):
 
     @abstractmethod
     def features(self, config: Any) -> tuple[int, int]:
-        """Features of a row into the model, and out of it."""
+        """Return the number of features of a row of inputs, and of outputs."""
 
     @abstractmethod
     def shape(self, config: Any, *, ranks: int, batch: int, word_bytes: int) -> Shape:
-        """The cost of a model on ``ranks`` ranks for ``batch`` rows."""
+        """Return the cost formulas of a model on ``ranks`` ranks for ``batch`` rows."""
 
     @abstractmethod
     def baseline(self, model: Any) -> RowModel:
-        """The tensor-parallel model that computes the same function, on the same ranks; every rank calls this."""
+        """Return the tensor-parallel model of the same function, on the same ranks. Every rank calls this."""
 
     @abstractmethod
     def baseline_words(self, config: Any, ranks: int) -> int:
-        """Words that all ranks together need to make and hold the baseline, at least."""
+        """Return the words that all ranks together need to build and hold the baseline, at least."""
 
 
 def predictor_of(config: Any) -> Predictor:
-    """The predictor of the family that a model's config belongs to."""
+    """Return the predictor of the family that a model's config belongs to."""
     return get_family(config.family).predictor()
 
 
 def shape_of(model: RowModel, batch: int) -> Shape:
-    """The cost of a forward pass of ``batch`` rows."""
+    """Return the cost formulas of a forward pass of ``batch`` rows."""
     word = next(model.parameters()).element_size()
     ranks = rank_group(model.mesh).size
     return predictor_of(model.config).shape(model.config, ranks=ranks, batch=batch, word_bytes=word)
 
 
 def own_features(model: RowModel) -> slice:
-    """The features that this rank passes to the model: its own, or all."""
+    """Return the features that this rank's model takes: its own, or all."""
     width, _ = predictor_of(model.config).features(model.config)
     if not model.shards_features:
         return slice(0, width)
@@ -67,6 +67,6 @@ def own_features(model: RowModel) -> slice:
 
 
 def to_model(rows: Tensor, model: RowModel) -> Tensor:
-    """Rows on the device and in the dtype of the model."""
+    """Convert rows to the device and the dtype of the model."""
     parameter = next(model.parameters())
     return rows.to(to_local(parameter).device, parameter.dtype)

@@ -1,5 +1,5 @@
-"""Inference from its options to predictions and figures, on ranks that are started here or that somebody else
-started.
+"""``phantom infer``: predictions and their cost, on local ranks that are launched here or on ranks of an external
+launcher.
 """
 
 import os
@@ -23,7 +23,7 @@ from phantom_parallel.distributed.objects import broadcast_from_rank_zero, check
 from phantom_parallel.energy.power_profile import PowerProfile, load_power_profile
 from phantom_parallel.infer.inputs import Inputs, open_inputs
 from phantom_parallel.infer.measure import Inference, measure, random_rows
-from phantom_parallel.infer.predict import largest_difference, predict, read_rows
+from phantom_parallel.infer.predict import NonFinite, largest_difference, predict, read_rows
 from phantom_parallel.infer.predictor import RowModel, predictor_of, shape_of
 from phantom_parallel.train import memory
 from phantom_parallel.train.run_dir import MODEL
@@ -31,13 +31,25 @@ from phantom_parallel.utils.layout import positive
 from phantom_parallel.utils.progress import ProgressDisplay
 
 Against = Literal["tensor", "none"]
-PROCESS = 100 << 20  # bytes that a process with torch has for itself, at least
+PROCESS = 100 << 20  # bytes of memory of a process that has imported torch, at least
 
 
 @dataclass(frozen=True)
 class InferConfig:
-    """What to run and measure. ``profile`` names watts for modelled energy; by default those of this machine's
-    calibrated profile, or what is assumed of a CPU's core.
+    """What to run and measure.
+
+    Args:
+        model: Folder of the model.
+        ranks: Number of ranks that share the model.
+        batch: Rows of a forward pass.
+        inputs: File of rows to predict from; without it, only random rows are measured.
+        out: The .npy file of predictions.
+        overwrite: Whether to replace ``out`` if it exists.
+        against: The baseline to measure as well.
+        profile: Hardware profile whose watts the energy is modelled with; by default this machine's as calibrated,
+            otherwise watts that are assumed of a CPU core.
+        turns: How often each model is timed.
+        seed: Seed of random rows.
     """
 
     model: Path
@@ -63,22 +75,40 @@ class InferConfig:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What came out, and what it cost. ``largest_difference`` is between the predictions of the two models, over
-    ``compared_rows`` rows, and ``largest_prediction`` is what to hold it against.
+class InferReport:
+    """Results of ``phantom infer``.
+
+    Args:
+        model: Folder of the model.
+        ranks: Number of ranks.
+        device: Type of their devices.
+        batch: Rows of a forward pass.
+        rows: Number of rows that were predicted.
+        rows_per_second: Rate of predicting them, including reading and writing.
+        out: The file of predictions.
+        non_finite_outputs: Number of predicted values that are NaN or infinite.
+        non_finite_rows: Number of rows with such values.
+        compared_rows: Number of rows on which the two models were compared.
+        largest_difference: The largest difference between their predictions.
+        largest_prediction: The largest prediction on these rows, as the scale of the difference.
+        profile: Hardware profile of modelled energy.
+        profile_source: Where its watts come from.
+        measured: The cost of each model.
     """
 
     model: str
     ranks: int
     device: str
     batch: int
-    rows: int  # predicted
-    rows_per_second: float | None  # from the file to the file
+    rows: int
+    rows_per_second: float | None
     out: str | None
+    non_finite_outputs: int
+    non_finite_rows: int
     compared_rows: int
     largest_difference: float | None
     largest_prediction: float | None
-    profile: str | None  # whose watts modelled energy takes
+    profile: str | None
     profile_source: str | None
     measured: dict[str, Inference]
 
@@ -86,11 +116,17 @@ class Report:
         return asdict(self)
 
 
-def run(config: InferConfig, *, show: bool = False) -> Report:
-    """Predict and measure. ``show`` shows progress on stderr.
+def run(config: InferConfig, *, show: bool = False) -> InferReport:
+    """Predict and measure.
 
-    ValueError and OSError are for what a user got wrong, and come before any rank starts. `Interrupted` and `RankDied`
-    come later.
+    Args:
+        config: What to run.
+        show: Whether to show progress on stderr.
+
+    Raises:
+        ValueError, OSError: If options or files are wrong, mostly before any rank starts.
+        Interrupted: After SIGINT or SIGTERM.
+        RankDied: If a rank died.
     """
     joined = launched_externally()
     power = None if joined else prepare(config)
@@ -98,7 +134,7 @@ def run(config: InferConfig, *, show: bool = False) -> Report:
 
 
 def prepare(config: InferConfig) -> PowerProfile | None:
-    """Look for everything that a user may have got wrong; the watts of modelled energy. One process does this."""
+    """Check the options and files, in one process. Returns the watts of modelled energy."""
     model = check_model(config.model)
     width, _ = predictor_of(model.config).features(model.config)
     model.config.check_ranks(config.ranks)
@@ -113,24 +149,28 @@ def prepare(config: InferConfig) -> PowerProfile | None:
 
 
 def power_profile(name: str | None, ranks: int) -> PowerProfile | None:
-    """The watts of a profile. By default those of this machine as calibrated for so many ranks, else what is assumed of
-    a CPU's core; of an accelerator nothing is.
+    """Return the watts of a profile; by default those of this machine as calibrated for ``ranks`` ranks, otherwise
+    watts that are assumed of a CPU core. None for accelerators, of which nothing is assumed.
     """
     calibrated = user_directory() / f"{profile_name(ranks)}.toml"
     if name is None and torch.accelerator.is_available():
         return None
-    if name is None and calibrated.is_file() and (found := load_profile(calibrated)).has_power:
-        return PowerProfile.from_hardware(found)
+    if name is None and calibrated.is_file() and (profile := load_profile(calibrated)).has_power:
+        return PowerProfile.from_hardware(profile)
     return load_power_profile(name, ranks)
 
 
 def check_model(path: Path) -> Any:
-    """The model without its weights, after all of its files were checked."""
+    """Check all files of a model, and return it on the meta device."""
     return load_model(check_folder(path), device="meta")
 
 
 def check_folder(path: Path) -> Path:
-    """Raise ValueError unless the folder holds a model; a training's folder is answered with a hint."""
+    """Return the folder if it holds a model.
+
+    Raises:
+        ValueError: If it does not; for the folder of a training the error names that of its model.
+    """
     hint = f"; did you mean {path / MODEL}?" if (path / MODEL / CONFIG).is_file() else ""
     if not (path / CONFIG).is_file():
         raise ValueError(f"{path} is not a model folder: there is no {CONFIG} in it{hint}")
@@ -165,14 +205,16 @@ def _check_out(out: Path, config: InferConfig) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out.parent):
-            pass  # an error now and not after all predictions are made
+            pass  # raises now rather than after all predictions
     except OSError as error:
         reason = "it is not a folder" if out.parent.is_file() else error.strerror
         raise OSError(f"predictions cannot be written to {out.parent}: {reason}") from None
 
 
-def _work(device: torch.device, config: InferConfig, power: PowerProfile | None, joined: bool, show: bool) -> Report:
-    """One rank's part."""
+def _work(
+    device: torch.device, config: InferConfig, power: PowerProfile | None, joined: bool, show: bool
+) -> InferReport:
+    """Run on one rank."""
     if joined:
         power = broadcast_from_rank_zero(lambda: prepare(config), device)
     mesh = None if config.ranks == 1 else init_device_mesh(device.type, (config.ranks,), mesh_dim_names=("tp",))
@@ -184,13 +226,13 @@ def _work(device: torch.device, config: InferConfig, power: PowerProfile | None,
     if config.against == "tensor" and "tensor" not in models:
         models["tensor"] = predictor.baseline(model)
     with ExitStack() as stack:
-        first = mesh is None or mesh.get_local_rank() == 0
-        display = stack.enter_context(ProgressDisplay(show=show and first))
-        seconds = 0.0
+        rank_zero = mesh is None or mesh.get_local_rank() == 0
+        display = stack.enter_context(ProgressDisplay(show=show and rank_zero))
+        seconds, non_finite = 0.0, NonFinite(0, 0)
         if inputs is not None:
             display.stage("predicting: row", inputs.rows)
             started = time.perf_counter()
-            predict(model, inputs, config.batch, out=config.out, report=display.update)
+            non_finite = predict(model, inputs, config.batch, out=config.out, report=display.update)
             seconds = time.perf_counter() - started
         compared, difference, largest = _compare(models, inputs, config)
         display.stage("measuring: turn", config.turns)
@@ -202,7 +244,7 @@ def _work(device: torch.device, config: InferConfig, power: PowerProfile | None,
             seed=config.seed,
             report=display.update,
         )
-    return Report(
+    return InferReport(
         model=os.fspath(config.model),
         ranks=config.ranks,
         device=device.type,
@@ -210,6 +252,8 @@ def _work(device: torch.device, config: InferConfig, power: PowerProfile | None,
         rows=0 if inputs is None else inputs.rows,
         rows_per_second=None if inputs is None else inputs.rows / seconds,
         out=None if config.out is None else os.fspath(config.out),
+        non_finite_outputs=non_finite.values,
+        non_finite_rows=non_finite.rows,
         compared_rows=compared,
         largest_difference=difference,
         largest_prediction=largest,
@@ -222,7 +266,11 @@ def _work(device: torch.device, config: InferConfig, power: PowerProfile | None,
 def _compare(
     models: dict[str, RowModel], inputs: Inputs | None, config: InferConfig
 ) -> tuple[int, float | None, float | None]:
-    """How far the two models' predictions are apart, over how many rows: the first batch of inputs, or random ones."""
+    """Compare the two models' predictions on the first batch of inputs, or on random rows.
+
+    Returns:
+        The number of rows, and the results of `largest_difference`.
+    """
     if len(models) < 2:
         return 0, None, None
     rows = config.batch if inputs is None else min(config.batch, inputs.rows)
@@ -232,5 +280,5 @@ def _compare(
             return random_rows(model, rows, config.seed)
         return read_rows(model, inputs, slice(0, rows))
 
-    one, other = models.values()
-    return rows, *largest_difference(one, other, x)
+    model, baseline = models.values()
+    return rows, *largest_difference(model, baseline, x)

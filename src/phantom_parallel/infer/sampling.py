@@ -1,8 +1,8 @@
-"""Which token comes next: the likeliest, or one drawn from the likely ones.
+"""Selection of the next token: the most likely one, or a sample.
 
-A draw turns one uniform number a row into a token, by the sums of the probabilities in the order of the vocabulary. All
-ranks hold the same logits and draw the same numbers, so that they choose alike without an exchange; and as no order
-by likelihood is involved, logits that differ by rounding move the borders between tokens by no more than that.
+A sample maps one uniform number per row to a token by the cumulative probabilities in the order of the vocabulary. All
+ranks hold the same logits and draw the same numbers, so that they select the same token without an exchange. As tokens
+are not sorted by probability, rounding of the logits moves the borders between tokens only by as much.
 """
 
 import math
@@ -13,18 +13,19 @@ from torch import Tensor
 
 from phantom_parallel.utils.layout import positive
 
-_SEEDS = 1 << 63
+_SEEDS = 1 << 63  # number of seeds of a torch generator
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen.
+    """How tokens are selected.
 
     Args:
-        temperature: 0 takes the likeliest token; above, logits are divided by it and one is drawn.
-        top_k: draw from so many of the likeliest only.
-        top_p: draw from the fewest likeliest that have this probability together; after ``top_k``.
-        seed: of the draws.
+        temperature: 0 selects the most likely token. Above 0, logits are divided by it and a token is sampled.
+        top_k: Sample from this number of the most likely tokens only.
+        top_p: Sample from the smallest set of most likely tokens with at least this probability together, after
+            ``top_k``.
+        seed: Seed of the sampling.
     """
 
     temperature: float = 0.0
@@ -44,25 +45,25 @@ class Sampling:
         for name in ("top_k", "top_p"):
             if self.temperature == 0 and getattr(self, name) is not None:
                 raise ValueError(
-                    f"{name}={getattr(self, name)} narrows what is drawn from, but temperature=0 draws nothing: "
-                    "give a temperature above 0"
+                    f"{name}={getattr(self, name)} restricts the sampling, but temperature=0 does not sample: "
+                    "use a temperature above 0"
                 )
 
     def check_vocabulary(self, vocab: int) -> None:
-        """Whether ``top_k`` tokens are there."""
+        """Raise ValueError if ``top_k`` exceeds the vocabulary."""
         if self.top_k is not None and self.top_k > vocab:
             raise ValueError(f"top_k={self.top_k} is more than the model's vocabulary of {vocab}")
 
 
 class Sampler:
-    """Chooses tokens, one after the other. Two with the same settings choose alike from the same logits."""
+    """Selects one token after another. Two samplers with the same settings select the same from the same logits."""
 
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling
-        self._generator = torch.Generator().manual_seed(sampling.seed)  # the CPU's: the same numbers on any device
+        self._generator = torch.Generator().manual_seed(sampling.seed)  # on the CPU: the same numbers for any device
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """(batch, vocab) -> (batch,)."""
+        """Select tokens: (batch, vocab) -> (batch,)."""
         if self._sampling.temperature == 0:
             return logits.argmax(-1)
         drawn = torch.rand(logits.shape[0], generator=self._generator, dtype=torch.float64)
@@ -70,26 +71,25 @@ class Sampler:
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """(batch, vocab) probabilities in float64, 0 for tokens that are not to be drawn. They need not sum to 1."""
+    """Return (batch, vocab) probabilities in float64, 0 for excluded tokens. They need not sum to 1."""
     logits = logits.double()
     scaled = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
     if sampling.top_k is None and sampling.top_p is None:
         return scaled.softmax(-1)
-    likeliest, tokens = scaled.topk(sampling.top_k or scaled.shape[-1])
-    kept = likeliest.softmax(-1)
+    highest, tokens = scaled.topk(sampling.top_k or scaled.shape[-1])
+    kept = highest.softmax(-1)
     if sampling.top_p is not None:
-        before = kept.cumsum(-1) - kept  # of the likelier ones: the first token is always kept
+        before = kept.cumsum(-1) - kept  # of the more likely tokens: the first one is always kept
         kept = kept.where(before < sampling.top_p, 0.0)
     return torch.zeros_like(scaled).scatter(-1, tokens, kept)
 
 
 def draw(probabilities: Tensor, drawn: Tensor) -> Tensor:
-    """The token of each row at which the sum of probabilities passes ``drawn``, a number from 0 to below 1."""
+    """Return the token of each row at which the cumulative probability exceeds ``drawn``, a number in [0, 1)."""
     sums = probabilities.cumsum(-1)
     total = sums[:, -1:]
-    below = torch.nextafter(total, torch.zeros_like(total))  # rounding must not lead beyond the last token
-    found = torch.searchsorted(sums, torch.minimum(drawn[:, None] * total, below), right=True)
-    return found.squeeze(-1)
+    below = torch.nextafter(total, torch.zeros_like(total))  # so that rounding does not exceed the last token
+    return torch.searchsorted(sums, torch.minimum(drawn[:, None] * total, below), right=True).squeeze(-1)
 
 
 def _is_number(value: object) -> bool:

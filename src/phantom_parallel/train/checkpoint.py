@@ -44,8 +44,13 @@ def found_in(folder: Path) -> list[Path]:
     """The checkpoints of a folder, oldest first."""
     return sorted(
         (path for path in folder.glob("step-*") if path.name[5:].isdigit() and path.is_dir()),
-        key=lambda path: int(path.name[5:]),
+        key=step_of,
     )
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint, by its name."""
+    return int(path.name[5:])
 
 
 def path_of(folder: Path, step: int) -> Path:

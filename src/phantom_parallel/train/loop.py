@@ -98,6 +98,7 @@ def train(
 
     Raises:
         LossDiverged: If the loss or a weight is not finite.
+        ValueError: If it is so because of data that are not finite.
         OSError: On every rank, at the boundary after a checkpoint could not be written, and at once where the disk has
             no room for the next one.
     """
@@ -129,12 +130,14 @@ class Trainer:
         self.last_checkpoint: Path | None = None
         self._eval_loss: float | None = None
         self._accuracy: float | None = None
+        self._last_boundary = 0  # the step of the last boundary at which all was finite
         self._group = None if parallel.single_process else parallel.group or dist.group.WORLD
         self._writer = None if checkpoints is None else BackgroundWriter(self._group)
 
     def resume(self, path: Path) -> Summary | None:
         """Load a checkpoint; how the training ended, if it ended there."""
         self.progress = checkpoint.load(path, self.optimizer, self.config, storage_group(self._group))
+        self._last_boundary = self.progress.step
         self.last_checkpoint = path
         summary = self.progress.summary
         return None if summary is None else Summary(**summary | {"checkpoint": str(path)})
@@ -176,6 +179,7 @@ class Trainer:
             record = self._record(total, bool(asked), step - last_step, now.since(last), spent)
             self._check_finite(record.eval_loss or 0.0, step, "held-out loss")
             last, last_step = now, step
+            self._last_boundary = step
             self._report(report, record)
             reached = record.eval_loss is not None and record.eval_loss <= (config.target_loss or -1.0)
             done = reached or asked or step == config.steps
@@ -248,12 +252,25 @@ class Trainer:
 
     def _check_finite(self, loss: float, step: int, what: str = "loss") -> None:
         if not math.isfinite(loss):
-            raise LossDiverged(f"the {what} is {loss} at step {step}{self._last_good()}")
+            raise self._diverged(f"the {what} is {loss} at step {step}")
 
-    def _last_good(self) -> str:
+    def _diverged(self, message: str) -> LossDiverged:
+        """Return the error of a loss or a weight that is not finite. Every rank calls this.
+
+        Raises:
+            ValueError: On every rank, if data of the steps since the last boundary are not finite.
+        """
         with suppress(OSError):
             self._settle()
-        return f": {self._last_checkpoint()}. A smaller lr, a warmup or max_grad_norm may help"
+        error: ValueError | None = None
+        try:
+            # A step may have spoilt the weights after its own loss, so the last boundary's data are checked as well.
+            for step in range(max(self._last_boundary - 1, 0), self.progress.step):
+                self.task.check_rows(self.task.rows_of(step).chunk(self.config.dp)[self.parallel.dp_rank])
+        except ValueError as raised:
+            error = ValueError(f"{raised}; {self._last_checkpoint()}")
+        raise_on_all_ranks(error, self._group)
+        return LossDiverged(f"{message}: {self._last_checkpoint()}. A smaller lr, a warmup or max_grad_norm may help")
 
     def _last_checkpoint(self) -> str:
         if self.last_checkpoint is None:
@@ -287,7 +304,7 @@ class Trainer:
         bad = checkpoint.non_finite(parts)
         if (first := self._smallest(len(parts) if bad is None else bad)) < len(parts):
             name = list(parts)[first]
-            raise LossDiverged(f"{name} is not finite after step {self.progress.step}{self._last_good()}")
+            raise self._diverged(f"{name} is not finite after step {self.progress.step}")
         self._settle()  # one at a time
         self._check_room(self.checkpoints)
         staged, progress = checkpoint.stage(parts), self.progress

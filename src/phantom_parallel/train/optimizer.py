@@ -1,7 +1,7 @@
 """The optimizer, on each rank's own part of every parameter as a plain tensor.
 
-Updates are elementwise, so a part needs nothing of the others, and going through DTensor for them costs more than the
-update itself where models are small. All strategies get the same treatment.
+Updates are elementwise, so that parts are independent, and the overhead of DTensor would exceed the update itself for
+small models. All strategies are treated alike.
 """
 
 import torch
@@ -16,9 +16,18 @@ from phantom_parallel.train.config import TrainConfig
 
 
 class PartsOptimizer:
-    """SGD or AdamW over the parts. ``parts`` are the parameters' own storage, by the parameters' names.
+    """SGD or AdamW over this rank's parts of the parameters.
 
-    ``cut_over_copies`` says that parameters are cut over the data-parallel copies too, as FSDP2 does.
+    Args:
+        model: The model.
+        config: Optimizer, learning rates and clipping.
+        parallel: The ranks.
+        cut_over_copies: Whether parameters are sharded over the data-parallel copies as well, as FSDP2 does.
+
+    Attributes:
+        parameters: The parameters, by name.
+        parts: This rank's part of each, which shares the parameter's storage.
+        fused: Whether updates are fused.
     """
 
     def __init__(
@@ -34,22 +43,22 @@ class PartsOptimizer:
         for group in groups:
             group["params"] = [own[id(parameter)] for parameter in group["params"]]
             group["initial_lr"] = group["lr"]
-        # Fused updates take all tensors for contiguous, and do not look.
+        # Fused updates assume contiguous tensors without checking.
         self.fused = all(part.is_contiguous() for part in self.parts.values())
         self._optimizer = _make(groups, config, self.fused)
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """What is kept of each parameter, by torch's names."""
+        """Names of the states of each parameter, as in torch.optim."""
         return state_keys(self._config)
 
     def state(self, name: str) -> dict[str, Tensor]:
-        """What is kept of the part ``name``; filled in place when a checkpoint is read."""
+        """Return the states of the part ``name``; loading a checkpoint fills them in place."""
         return self._optimizer.state[self.parts[name]]
 
     @torch.no_grad()
     def step(self, factor: float) -> None:
-        """Update from the parameters' gradients, at ``factor`` times the learning rates, and drop the gradients."""
+        """Update the parameters at ``factor`` times the learning rates, and clear their gradients."""
         for group in self._optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
         for name, parameter in self.parameters.items():
@@ -60,8 +69,8 @@ class PartsOptimizer:
         for name, parameter in self.parameters.items():
             parameter.grad = self.parts[name].grad = None
 
-    def _clip(self, largest: float) -> None:
-        """Scale the gradient so that its norm over the whole model is at most ``largest``."""
+    def _clip(self, max_norm: float) -> None:
+        """Scale the gradient so that its norm over the whole model is at most ``max_norm``."""
         parallel = self._parallel
         total = torch.zeros((), device=parallel.device)
         for name, part in self.parts.items():
@@ -71,14 +80,14 @@ class PartsOptimizer:
             dist.all_reduce(total, group=parallel.group)
         elif parallel.tp is not None:
             dist.all_reduce(total, group=parallel.tp.get_group())
-        scale = (largest / (total.sqrt() + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
+        scale = (max_norm / (total.sqrt() + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
         for part in self.parts.values():
             if part.grad is not None:
                 part.grad.mul_(scale)
 
 
 def state_keys(config: TrainConfig) -> tuple[str, ...]:
-    """What the optimizer keeps of each parameter, by torch's names."""
+    """Names of the states of each parameter, as in torch.optim."""
     if config.optimizer == "adamw":
         return ("step", "exp_avg", "exp_avg_sq")
     return ("momentum_buffer",) if config.momentum else ()
@@ -107,10 +116,10 @@ def _own_gradient(parameter: Tensor) -> Tensor | None:
 
 
 def _counts(parameter: Tensor, parallel: ParallelContext) -> bool:
-    """Whether this rank's part belongs into a sum over ranks: one that several ranks hold counts on the first."""
+    """Return whether this rank's part counts in a sum over ranks: of replicated parts, only the first one does."""
     if not isinstance(parameter, DTensor):
         return parallel.tp_rank == 0
-    where = parameter.device_mesh.get_coordinate()
-    assert where is not None
-    placed = zip(where, parameter.placements, strict=True)
+    coordinate = parameter.device_mesh.get_coordinate()
+    assert coordinate is not None
+    placed = zip(coordinate, parameter.placements, strict=True)
     return all(index == 0 or not placement.is_replicate() for index, placement in placed)

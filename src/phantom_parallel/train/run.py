@@ -1,7 +1,6 @@
 """A training from its settings to a folder of results, on ranks that are started here or that somebody else started."""
 
 import os
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -17,12 +16,13 @@ from phantom_parallel.distributed.external import launched_externally
 from phantom_parallel.distributed.launch import launch
 from phantom_parallel.distributed.objects import broadcast_from_rank_zero, raise_on_all_ranks
 from phantom_parallel.families.registry import get_family
+from phantom_parallel.train import checkpoint
 from phantom_parallel.train import run_dir as output
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.loop import Record, Summary, train
 from phantom_parallel.train.memory import check_memory
-from phantom_parallel.train.progress import ProgressDisplay
 from phantom_parallel.utils.lock import FolderLock
+from phantom_parallel.utils.progress import ProgressDisplay
 
 
 def run(config: TrainConfig, out: str | os.PathLike[str], *, resume: bool = False, show: bool = False) -> Summary:
@@ -65,15 +65,14 @@ def _work(
 
 
 def _train(config: TrainConfig, out: Path, latest: Path | None, parallel: ParallelContext, show: bool) -> Summary:
-    display = ProgressDisplay(config) if show and parallel.rank == 0 else None
-    log = output.Log(out)
+    log, display = output.Log(out), ProgressDisplay(show=show and parallel.rank == 0)
 
     def report(record: Record) -> None:
         log.append(record)
-        if display is not None:
-            display.show(record)
+        display.update(record.step, _progress_note(record, config), line=True)
 
-    with log, display or nullcontext():
+    with log, display:
+        display.stage("step", config.steps, done=0 if latest is None else checkpoint.step_of(latest))
         model, summary = train(config, parallel, checkpoints=out / output.CHECKPOINTS, resume=latest, report=report)
     if summary.status != "interrupted":
         _write_model(model, config, out, parallel)
@@ -81,6 +80,12 @@ def _train(config: TrainConfig, out: Path, latest: Path | None, parallel: Parall
     if summary.status == "interrupted":
         raise Interrupted(f"stopped at step {summary.step} as asked")
     return summary
+
+
+def _progress_note(record: Record, config: TrainConfig) -> str:
+    held_out = "" if record.eval_loss is None else f"  held out {record.eval_loss:.4g}"
+    rate = f"{record.samples_per_second:,.0f} {config.row}s/s"
+    return f"loss {record.loss:.4g}{held_out}  {rate}  {record.blocked_share:.0%} in exchanges"
 
 
 def _write_model(model: nn.Module, config: TrainConfig, out: Path, parallel: ParallelContext) -> None:

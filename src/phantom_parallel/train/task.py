@@ -1,4 +1,4 @@
-"""What the loop knows of the thing that it trains."""
+"""The interface between the training loop and a family: a model, its data and its loss."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -17,19 +17,28 @@ C = TypeVar("C", bound=TrainConfig)
 class Task(ABC, Generic[C]):
     """A model on the ranks of ``parallel``, its data and its loss.
 
-    The functions of the class are asked before any rank starts. Rows are whatever the task counts its data by, and a
-    loss is *this rank's share*: what it calls backward on, and what sums up to the loss over the ranks that share the
-    model if those that do not ``count`` are left out, since they hold the same number again.
+    Static methods are called before any rank starts. A row is the unit in which the task counts its data. A loss is
+    *this rank's share* of the loss, on which the loop calls backward; the shares of the ranks that share a model and
+    have ``counts`` set sum up to its loss. The others hold a copy of the same value.
+
+    Attributes:
+        classifies: Whether `measure` returns the number of rows that were classified correctly.
+        config: The settings of the training.
+        parallel: The ranks.
+        model: The model.
+        counts: Whether this rank's share is part of the sum.
+        held_out: The rows that are evaluated.
+        digest: `data_digest` of the data that were opened.
     """
 
-    classifies: ClassVar[bool] = False  # whether `measure` knows hits
+    classifies: ClassVar[bool] = False
 
     config: C
     parallel: ParallelContext
     model: nn.Module
     counts: bool
-    held_out: Tensor  # the rows that are evaluated
-    digest: str | None = None  # as `data_digest`, of the data that were opened
+    held_out: Tensor
+    digest: str | None = None
 
     @abstractmethod
     def __init__(self, config: C, parallel: ParallelContext) -> None: ...
@@ -37,59 +46,67 @@ class Task(ABC, Generic[C]):
     @staticmethod
     @abstractmethod
     def check(config: C) -> None:
-        """Look for everything that a user may have got wrong in the data."""
+        """Raise ValueError or OSError if the data cannot be used."""
 
     @staticmethod
     @abstractmethod
     def outline(config: C) -> nn.Module:
-        """The model of one process, with shapes only."""
+        """Return the whole model on the meta device, without data."""
 
     @staticmethod
     def data_bytes(config: C) -> int:
-        """What one copy's ranks hold of the data, at least."""
+        """Return the bytes of data that the ranks of one copy hold together, at least."""
         return 0
 
     @staticmethod
     def data_digest(config: C) -> str | None:
-        """What tells data from others, where the config does not say it all."""
+        """Return a digest of the data, if they can change while the config stays the same."""
         return None
 
     @staticmethod
     def prepare(config: C, out: Path) -> None:
-        """Leave in the training's folder what its model will need beside its weights."""
+        """Write the files to the training's folder that its model will need beside its weights."""
 
     @staticmethod
     def complete(out: Path, model: Path) -> None:
-        """Put that into the model's folder, before it gets its name."""
+        """Copy these files to the model's folder, before it is renamed to its final name."""
 
     @abstractmethod
     def rows_of(self, step: int) -> Tensor:
-        """(batch,): the rows of a step, counted from 0, for all copies together: a function of the seed and the
+        """Return the (batch,) rows of a step, counted from 0, of all copies together: a function of the seed and the
         step.
         """
 
     @abstractmethod
     def loss(self, rows: Tensor) -> Tensor:
-        """The mean loss of these rows: this rank's share."""
+        """Return this rank's share of the mean loss of these rows."""
 
     @abstractmethod
     def measure(self, rows: Tensor) -> Tensor:
-        """(2,): of these held-out rows, the sum of their losses as a share, and the hits where the task classifies."""
+        """Return (2,): this rank's share of the summed losses of these held-out rows, and the number of rows that were
+        classified correctly if the task ``classifies``.
+        """
+
+    def check_rows(self, rows: Tensor) -> None:
+        """Raise ValueError if this rank's data of these rows to train on are not finite. The loop calls this after a
+        loss that is not finite, so that the learning rate is not blamed for the data.
+        """
 
     @abstractmethod
     def compile(self) -> None:
-        """Let `loss` run compiled."""
+        """Compile the model that `loss` runs, with torch.compile."""
 
     @property
     def cut_over_copies(self) -> bool:
-        """Whether each copy holds a part of the weights only, and gradients are averaged by whatever cut them."""
+        """Whether the weights are sharded over the data-parallel copies, as by FSDP2, which averages the gradients."""
         return False
 
     def average(self) -> None:
-        """Average the gradients over the copies."""
+        """Average the gradients over the data-parallel copies."""
         if not self.cut_over_copies:
             average_gradients(self.model, self.parallel.dp)
 
     def autocast(self) -> torch.autocast:
+        """Return the context of the training's precision."""
         kind = self.parallel.device.type
         return torch.autocast(kind, torch.bfloat16, enabled=self.config.dtype == "bf16")

@@ -1,5 +1,6 @@
 """The same numbers whatever the number of ranks, and files that are not what they should be."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,10 @@ from safetensors.torch import save_file
 
 from phantom_parallel import FFN
 from phantom_parallel.distributed.context import ParallelContext
-from phantom_parallel.families.ffn.data import Batches, open_data
+from phantom_parallel.families.ffn.data import Batches, check_data, open_data
 from phantom_parallel.families.ffn.teacher import _cache
 from phantom_parallel.families.ffn.train_config import FFNTrainConfig
+from phantom_parallel.utils.arrays import open_array
 
 WIDTH = 16
 
@@ -129,8 +131,12 @@ def arrays() -> tuple[np.ndarray, np.ndarray]:
     return x, -x
 
 
-def written(folder: Path, kind: str) -> str:
-    x, y = arrays()
+def written(folder: Path, kind: str, dtype: type = np.float32, **values: dict) -> str:
+    """A file of the arrays, with ``values`` at some places of x and y."""
+    x, y = (array.astype(dtype) for array in arrays())
+    for name, places in values.items():
+        for place, value in places.items():
+            {"x": x, "y": y}[name][place] = value
     if kind == "npy":
         np.save(folder / "x.npy", x)
         np.save(folder / "y.npy", y)
@@ -168,6 +174,83 @@ def test_a_truncated_file_is_an_error_that_names_it(tmp_path, kind):
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["npy", "npz", "safetensors"])
+@pytest.mark.parametrize("dtype", [np.longdouble, np.complex64, np.bool_])
+def test_arrays_of_other_numbers_are_errors_of_one_line(tmp_path, kind, dtype):
+    if kind == "safetensors" and dtype is np.longdouble:
+        pytest.skip("safetensors has no such type")
+    path = written(tmp_path, kind, dtype)
+    with pytest.raises(ValueError, match="must hold real numbers of at most 64 bits, got") as caught:
+        open_data(config(data=path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e300])
+@pytest.mark.parametrize("kind", ["npy", "npz", "safetensors"])
+def test_a_held_out_row_that_is_not_finite_is_named(tmp_path, kind, bad):
+    path = written(tmp_path, kind, np.float64, x={(60, 9): bad})
+    with pytest.raises(
+        ValueError, match=r"row 60 of x \(held out\), counted from 0, is not finite in float32"
+    ) as caught:
+        check_data(config(data=path))
+    assert path in str(caught.value)
+    path = written(tmp_path, kind, np.float64, y={(63, 0): bad, (61, 15): bad})
+    with pytest.raises(ValueError, match=r"row 61 of y \(held out\)"):
+        open_data(config(data=path))
+
+
+def test_rows_to_train_on_are_checked_only_when_that_is_requested(tmp_path):
+    data = open_data(config(data=written(tmp_path, "npy", x={(17, 3): np.nan})))
+    data.check_finite(torch.tensor([3, 16, 18]))
+    with pytest.raises(ValueError, match=r": row 17 of x, counted from 0, is not finite"):
+        data.check_finite(torch.tensor([3, 17]))
+
+
+def open_on_rank(one: FFNTrainConfig) -> str:
+    parallel = ParallelContext.create(one.ranks, one.dp, torch.device("cpu"))
+    with pytest.raises(ValueError, match="is not finite") as caught:
+        open_data(one, parallel.tp_rank, one.ranks, parallel)
+    return str(caught.value)
+
+
+def test_all_ranks_raise_what_one_finds_in_its_features(ranks, tmp_path):
+    path = written(tmp_path, "npy", x={(60, 9): np.nan})  # a feature of rank 1
+    messages = ranks(2)(open_on_rank, config(data=path, ranks=2))
+    assert messages[0] == messages[1]
+    assert "row 60 of x (held out)" in messages[0]
+
+
+class Counted(np.ndarray):
+    """Counts the rows that are taken from it."""
+
+    def __getitem__(self, index):
+        if isinstance(index, np.ndarray):
+            self.taken.extend(index.tolist())
+        return super().__getitem__(index)
+
+
+def test_a_check_reads_the_held_out_rows_of_a_mapped_file_once_and_no_others(tmp_path, monkeypatch):
+    taken = []
+
+    def opened(path, name):
+        stored = open_array(path, name)
+        mapped = stored.mapped.view(Counted)
+        Counted.taken = taken
+        return replace(stored, mapped=mapped)
+
+    monkeypatch.setattr("phantom_parallel.families.ffn.data.open_array", opened)
+    check_data(config(data=written(tmp_path, "npy")))
+    assert sorted(taken) == sorted([*range(56, 64)] * 2)  # of x and y
+
+
+def test_an_npz_is_read_in_chunks_and_only_own_features_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr("phantom_parallel.utils.arrays._CHUNK_BYTES", 8 * WIDTH * 10)
+    x, _ = arrays()
+    data = open_data(config(data=written(tmp_path, "npz")), rank=1, ranks=2)
+    assert data.x.shape == (64, 8)
+    assert np.array_equal(data.x, x[:, 8:])
+
+
 def test_data_that_are_not_there_or_do_not_fit_are_errors(tmp_path):
     with pytest.raises(ValueError, match=r"there is no data nowhere\.npz: give planted, random, digits, or"):
         open_data(config(data="nowhere.npz"))
@@ -177,10 +260,10 @@ def test_data_that_are_not_there_or_do_not_fit_are_errors(tmp_path):
     with pytest.raises(ValueError, match=r"expected a folder with x.npy and y.npy, or a file .npz or .safetensors"):
         open_data(config(data=str(tmp_path / "data.csv")))
     np.savez(tmp_path / "z.npz", x=arrays()[0])
-    with pytest.raises(ValueError, match="y is not a file in the archive"):
+    with pytest.raises(ValueError, match="there is no array 'y' in it, only x"):
         open_data(config(data=str(tmp_path / "z.npz")))
     np.savez(tmp_path / "o.npz", x=np.full((64, WIDTH), None), y=np.full((64, WIDTH), None))
-    with pytest.raises(ValueError, match="allow_pickle"):
+    with pytest.raises(ValueError, match="must hold real numbers of at most 64 bits, got object"):
         open_data(config(data=str(tmp_path / "o.npz")))
     with pytest.raises(ValueError, match="64 rows are too few for batch=60"):
         open_data(config(data=written(tmp_path, "npz"), batch=60))

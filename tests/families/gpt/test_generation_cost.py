@@ -79,6 +79,8 @@ def test_one_process_counts_and_no_watts():
     assert found["dense"].decode.flops_per_token == step
     assert found["dense"].parameters == 2 * (layer + 2 * 32) + 2 * 32 * 24 + 32
     for one in found.values():
+        assert one.prefill.seconds_p95 is None  # of a single prefill
+        assert one.decode.seconds_p95 >= one.decode.seconds
         for phase in (one.prefill, one.decode):
             assert (phase.bytes_per_token, phase.blocked_share) == (0, 0)
             assert (phase.joules_per_token, phase.provenance) == (None, "unavailable")
@@ -113,7 +115,7 @@ def disagree_on_rank() -> None:
     models = {"phantom": build("phantom", init_device_mesh("cpu", (2,)))}
     with pytest.raises(RanksDisagree, match=r"ranks disagree on what to generate: rank . has tokens="):
         measure_generation(models, prompt(), 2 + dist.get_rank())
-    with pytest.raises(ValueError, match=r"models must stand on the same ranks, but phantom has 2 .* and dense 1"):
+    with pytest.raises(ValueError, match=r"models must be on the same ranks, but phantom has 2 .* and dense 1"):
         measure_generation(models | {"dense": build("dense")}, prompt(), 2)
 
 

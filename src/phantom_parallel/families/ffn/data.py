@@ -1,6 +1,6 @@
-"""What is learnt: rows of inputs x and targets y, of which a rank holds or reads its own features only.
+"""Data of a training: rows of inputs x and targets y, of which a rank holds or reads its own features only.
 
-Every number depends on the seed and the row, never on the ranks or copies that share the work.
+Every value depends on the seed and the row, not on the number of ranks or copies.
 """
 
 from dataclasses import dataclass
@@ -9,25 +9,36 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+import torch.distributed as dist
 from torch import Tensor
 
 from phantom_parallel.distributed.context import ParallelContext
+from phantom_parallel.distributed.objects import raise_on_all_ranks
 from phantom_parallel.families.ffn.digits import digits
 from phantom_parallel.families.ffn.teacher import teach
 from phantom_parallel.families.ffn.train_config import DATA_SETS, DIGITS, TEACHERS, FFNTrainConfig
+from phantom_parallel.utils.arrays import StoredArray, open_array, readable
 from phantom_parallel.utils.seeds import generator
 
-_HELD_OUT = 8  # one row of so many is kept out of training
+_HELD_OUT = 8  # one row in 8 is held out
+_CHECKED_ROWS = 1024  # rows that are checked for non-finite values at once
 
 
 @dataclass(frozen=True)
 class Data:
-    """This rank's features of all rows. ``x`` and ``y`` may lie in a file: only rows that are taken are read."""
+    """This rank's features of all rows.
 
-    x: Any  # (rows, features): a tensor or a memory-mapped array
+    Args:
+        x: Inputs, (rows, features): a tensor, or a memory-mapped array of which only the requested rows are read.
+        y: Targets, likewise.
+        features: This rank's features.
+        source: Path of the data, for errors.
+    """
+
+    x: Any
     y: Any
-    features: slice  # which ones of all
+    features: slice
+    source: str = ""
 
     @property
     def rows(self) -> int:
@@ -35,30 +46,42 @@ class Data:
 
     @property
     def training_rows(self) -> int:
-        """The first ones; the rest are held out."""
+        """Number of rows to train on, the first ones; the others are held out."""
         return self.rows - self.rows // _HELD_OUT
 
     def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of these rows, in float32."""
-        x, y = (_rows_of(array, rows) for array in (self.x, self.y))
-        return x, y
+        """Return inputs and targets of these rows in float32."""
+        return _take_rows(self.x, rows), _take_rows(self.y, rows)
+
+    def check_finite(self, rows: Tensor) -> None:
+        """Raise ValueError, with the number of the row, if a value of these rows is not finite."""
+        for piece in rows.split(_CHECKED_ROWS):
+            for name, values in zip("xy", self.take(piece), strict=True):
+                bad = ~values.isfinite().all(1)
+                if bool(bad.any()):
+                    held_out = " (held out)" if int(piece[bad][0]) >= self.training_rows else ""
+                    raise ValueError(
+                        f"{self.source}: row {int(piece[bad][0])} of {name}{held_out}, counted from 0, "
+                        "is not finite in float32: correct or remove it"
+                    )
 
 
-def _rows_of(array: Any, rows: Tensor) -> Tensor:
+def _take_rows(array: Any, rows: Tensor) -> Tensor:
     if isinstance(array, Tensor):
         return array[rows]
-    return torch.from_numpy(np.ascontiguousarray(array[rows.numpy()], dtype=np.float32))
+    with np.errstate(over="ignore"):  # values beyond float32 become infinite, which `check_finite` reports
+        return torch.from_numpy(np.ascontiguousarray(array[rows.numpy()], dtype=np.float32))
 
 
 class Batches:
-    """Which rows a step trains on: all of them once in an order drawn for each epoch, and so on."""
+    """Rows of every step: each row once per epoch, in an order that is drawn for each epoch."""
 
     def __init__(self, rows: int, batch: int, seed: int) -> None:
         self._rows, self._batch, self._seed = rows, batch, seed
         self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
 
     def rows_of(self, step: int) -> Tensor:
-        """(batch,), for all copies together: a function of the seed and the step."""
+        """Return the (batch,) rows of a step, of all copies together: a function of the seed and the step."""
         positions = range(step * self._batch, (step + 1) * self._batch)
         parts = []
         while positions:
@@ -76,24 +99,37 @@ class Batches:
 
 
 def open_data(config: FFNTrainConfig, rank: int = 0, ranks: int = 1, parallel: ParallelContext | None = None) -> Data:
-    """The data of a training, with the features of rank ``rank`` of ``ranks``. With a parallel context, all its ranks
-    call this and share the work of a teacher.
+    """Open the data of a training, with the features of rank ``rank`` of ``ranks``.
+
+    With a parallel context, every rank of it calls this. They share the work of a teacher, and all of them raise an
+    error that one finds.
+
+    Raises:
+        ValueError: If the data are missing, damaged, of another shape or too few, or if a held-out row is not finite.
+            Rows to train on are read when they are needed, and checked by `Data.check_finite` after a bad loss.
     """
     share = config.width // ranks
-    features = slice(rank * share, (rank + 1) * share)
+    features, parallel = slice(rank * share, (rank + 1) * share), parallel or ParallelContext()
     if config.data in TEACHERS:
         _check_rows(config.samples, config)
-        return Data(*teach(config, features, parallel or ParallelContext()), features)
+        return Data(*teach(config, features, parallel), features)
     if config.data == DIGITS:
         data = Data(*digits(config.width, features), features)
-    else:
+        _check_rows(data.rows, config)
+        return data
+    error, group = None, None if parallel.single_process else parallel.group or dist.group.WORLD
+    try:
         data = _read(Path(config.data), config.width, features)
-    _check_rows(data.rows, config)
+        _check_rows(data.rows, config)
+        data.check_finite(torch.arange(data.training_rows, data.rows))
+    except ValueError as raised:
+        error = raised
+    raise_on_all_ranks(error, group)  # a rank sees its own features only
     return data
 
 
 def check_data(config: FFNTrainConfig) -> None:
-    """Whether `open_data` will find what it needs, without asking a teacher."""
+    """Raise ValueError if `open_data` would, without evaluating a teacher."""
     if config.data in TEACHERS:
         _check_rows(config.samples, config)
     else:
@@ -101,8 +137,8 @@ def check_data(config: FFNTrainConfig) -> None:
 
 
 def _check_rows(rows: int, config: FFNTrainConfig) -> None:
-    held = rows // _HELD_OUT
-    if held < config.dp or rows - held < config.batch:
+    held_out = rows // _HELD_OUT
+    if held_out < config.dp or rows - held_out < config.batch:
         raise ValueError(
             f"{rows} rows are too few for batch={config.batch} and dp={config.dp}: "
             f"one in {_HELD_OUT} is held out, and the rest must fill a batch"
@@ -110,38 +146,28 @@ def _check_rows(rows: int, config: FFNTrainConfig) -> None:
 
 
 def _read(path: Path, width: int, features: slice) -> Data:
-    """A folder with x.npy and y.npy, which are memory-mapped; or an .npz or .safetensors file with arrays x and y."""
+    """Read a folder with x.npy and y.npy, which are memory-mapped, or a file .npz or .safetensors with x and y."""
     if not path.exists():
         raise ValueError(f"there is no data {path}: give {', '.join(DATA_SETS)}, or a folder or file of arrays x and y")
-    try:
+    with readable(path, "data"):
         if path.is_dir():
-            x, y = (np.load(path / f"{name}.npy", mmap_mode="r") for name in "xy")
-        elif path.suffix == ".npz":
-            with np.load(path) as file:
-                x, y = (file[name] for name in "xy")
-        elif path.suffix == ".safetensors":
-            return _read_safetensors(path, width, features)
+            x, y = (open_array(path / f"{name}.npy", name) for name in "xy")
+        elif path.suffix in (".npz", ".safetensors"):
+            x, y = (open_array(path, name) for name in "xy")
         else:
             raise ValueError("expected a folder with x.npy and y.npy, or a file .npz or .safetensors")
-        _check_arrays(path, width, x.shape, y.shape)
-        for name, array in (("x", x), ("y", y)):
-            if array.dtype.kind not in "fiu":
-                raise ValueError(f"{name} must hold numbers, got {array.dtype}")
-    except (SafetensorError, OSError, KeyError, EOFError, ValueError) as error:
-        raise ValueError(f"{path} is not readable as data: {error}") from None
-    except Exception as error:  # a broken zip raises whatever zipfile and zlib do
-        raise ValueError(f"{path} is not readable as data: {type(error).__name__}: {error}") from None
-    return Data(x[:, features], y[:, features], features)
+        if len(x.shape) != 2 or x.shape != y.shape or x.shape[1] != width:
+            raise ValueError(
+                f"expected x and y of shape (rows, {width}), the model's width, got {x.shape} and {y.shape}"
+            )
+        return Data(_read_features(x, features), _read_features(y, features), features, str(path))
 
 
-def _read_safetensors(path: Path, width: int, features: slice) -> Data:
-    with safe_open(path, framework="pt") as file:
-        parts = [file.get_slice(name) for name in "xy"]
-        _check_arrays(path, width, *(tuple(part.get_shape()) for part in parts))
-        x, y = (part[:, features].float() for part in parts)
-    return Data(x, y, features)
-
-
-def _check_arrays(path: Path, width: int, x: tuple[int, ...], y: tuple[int, ...]) -> None:
-    if len(x) != 2 or x != y or x[1] != width:
-        raise ValueError(f"expected x and y of shape (rows, {width}), the model's width, got {x} and {y}")
+def _read_features(array: StoredArray, features: slice) -> Any:
+    """Map these features of all rows where the format allows it; otherwise read them, as float32."""
+    if array.mapped is not None:
+        return array.mapped[:, features]
+    values = torch.empty(array.shape[0], features.stop - features.start)
+    for rows in array.chunks():
+        values[rows] = array.read(rows, features).float()
+    return values

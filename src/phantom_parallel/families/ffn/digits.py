@@ -1,7 +1,7 @@
-"""scikit-learn's handwritten digits, 1797 images of 8 x 8, as rows of a model that is equally wide everywhere.
+"""scikit-learn's handwritten digits, 1797 images of 8 x 8 pixels, as data for a model of equal width in all layers.
 
-Every feature of an input is a fixed random mixture of all pixels, so that no block lacks the image; feature j of a
-target is 1 where the image is of class j mod 10 and else 0. A model's score for a class is the mean over its features.
+Every feature of an input is a fixed random mixture of all pixels, so that every block receives the whole image. Feature
+j of a target is 1 if the image is of class j mod 10, otherwise 0. The score of a class is the mean over its features.
 """
 
 from importlib import import_module
@@ -16,14 +16,18 @@ CLASSES = 10
 
 
 def digits(width: int, features: slice) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of all rows in an order of ours, with these features."""
+    """Return inputs and targets of all rows, shuffled in a fixed order, with these features.
+
+    Raises:
+        ValueError: If scikit-learn is not installed.
+    """
     try:
         images, labels = import_module("sklearn.datasets").load_digits(return_X_y=True)
     except ImportError:
         raise ValueError(
             "the data digits come with scikit-learn, which is not installed: pip install 'phantom-parallel[digits]'"
         ) from None
-    # The file has them writer by writer: in its order, the last ones would be by other people than the rest.
+    # The data set is sorted by writers: without a shuffle, held-out digits would be those of other writers.
     order = torch.randperm(len(labels), generator=generator(0, 0, purpose=4))
     pixels = torch.from_numpy(images)[order]  # float64, as the product must be: see `teacher`
     pixels = (pixels - pixels.mean()) / pixels.std()
@@ -34,12 +38,12 @@ def digits(width: int, features: slice) -> tuple[Tensor, Tensor]:
 
 
 def class_of(features: slice) -> Tensor:
-    """Which class each feature of an output stands for."""
+    """Return the class that each feature of an output belongs to."""
     return torch.arange(features.start, features.stop) % CLASSES
 
 
 def scores(out: Tensor, features: slice, width: int) -> Tensor:
-    """(rows, classes): what these features contribute to the mean of each class over all ``width`` features."""
-    speakers = torch.bincount(class_of(slice(0, width)), minlength=CLASSES).to(out)
+    """Return (rows, classes): the part of these features in the score of each class, of ``width`` features in all."""
+    features_per_class = torch.bincount(class_of(slice(0, width)), minlength=CLASSES).to(out)
     sums = out.new_zeros(len(out), CLASSES)
-    return sums.index_add_(1, class_of(features).to(out.device), out) / speakers
+    return sums.index_add_(1, class_of(features).to(out.device), out) / features_per_class

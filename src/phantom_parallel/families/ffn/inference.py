@@ -1,4 +1,4 @@
-"""Inference of feed-forward networks: their sizes, and the tensor-parallel model that equals one."""
+"""Inference of feed-forward networks: their sizes, and the tensor-parallel model that computes the same function."""
 
 from dataclasses import replace
 
@@ -14,6 +14,8 @@ from phantom_parallel.nn.sharded import full_tensor, to_local
 
 
 class FFNPredictor(Predictor):
+    """The part of ``phantom infer`` that depends on FFNs."""
+
     def features(self, config: FFNConfig) -> tuple[int, int]:
         return config.width, config.width
 
@@ -35,30 +37,30 @@ class FFNPredictor(Predictor):
         return as_tensor(model)
 
     def baseline_words(self, config: FFNConfig, ranks: int) -> int:
-        return (config.depth + ranks) * config.width**2  # its weights, and a dense layer on each rank meanwhile
+        return (config.depth + ranks) * config.width**2  # its weights, and one dense layer on each rank
 
 
 @torch.no_grad()
 def as_tensor(model: FFN) -> FFN:
-    """The same function by tensor parallelism: every layer's dense weight, of which each rank keeps its rows.
+    """Return the tensor-parallel model that computes the same function: each rank keeps its rows of every dense weight.
 
     Every rank of the model's mesh calls this. A rank holds one whole dense layer at a time.
     """
     parameter = next(model.parameters())
     config = replace(model.config, strategy="tensor", blocks=None, ghosts=None)
-    twin = FFN(config, mesh=model.mesh, device="meta", dtype=parameter.dtype)
-    twin.to_empty(device=to_local(parameter).device)
-    for own, layer in zip(twin.layers, model.layers, strict=True):
-        assert isinstance(own, TensorLinear)
+    baseline = FFN(config, mesh=model.mesh, device="meta", dtype=parameter.dtype)
+    baseline.to_empty(device=to_local(parameter).device)
+    for sharded, layer in zip(baseline.layers, model.layers, strict=True):
+        assert isinstance(sharded, TensorLinear)
         weight, bias = _dense(layer)
-        to_local(own.weight).copy_(weight[own_part(own.weight)])
-        if own.bias is not None and bias is not None:
-            to_local(own.bias).copy_(bias[own_part(own.bias)])
-    return twin
+        to_local(sharded.weight).copy_(weight[own_part(sharded.weight)])
+        if sharded.bias is not None and bias is not None:
+            to_local(sharded.bias).copy_(bias[own_part(sharded.bias)])
+    return baseline
 
 
 def _dense(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """A layer's whole weight and bias."""
+    """Return a layer's whole weight and bias."""
     dense = layer.to_dense() if isinstance(layer, PhantomLinear | TensorLinear) else layer
     assert isinstance(dense, nn.Linear)  # torch's own, in a Megatron pair
     return full_tensor(dense.weight), None if dense.bias is None else full_tensor(dense.bias)

@@ -1,4 +1,4 @@
-"""An FFN, trained on rows of arrays by their squared error."""
+"""Training of an FFN on rows of arrays, with the mean squared error as the loss."""
 
 from collections.abc import Callable
 from typing import cast
@@ -18,8 +18,8 @@ _WORD = 4  # bytes
 
 
 class FFNTask(Task[FFNTrainConfig]):
-    """The loss is the mean squared error over all features. On cut features each rank has its own part of it, and
-    nothing is gathered.
+    """The loss is the mean squared error over all features. With sharded features each rank computes the share of its
+    own features, and nothing is gathered.
     """
 
     model: FFN
@@ -44,8 +44,8 @@ class FFNTask(Task[FFNTrainConfig]):
 
     @staticmethod
     def data_bytes(config: FFNTrainConfig) -> int:
-        holders = config.ranks if config.strategy == "megatron" else 1  # of whole features
-        return 2 * holders * config.samples * config.width * _WORD if config.data in TEACHERS else 0
+        copies = config.ranks if config.strategy == "megatron" else 1  # whose ranks hold all features
+        return 2 * copies * config.samples * config.width * _WORD if config.data in TEACHERS else 0
 
     @property
     def classifies(self) -> bool:  # type: ignore[override]
@@ -54,30 +54,33 @@ class FFNTask(Task[FFNTrainConfig]):
     def rows_of(self, step: int) -> Tensor:
         return self._batches.rows_of(step)
 
+    def check_rows(self, rows: Tensor) -> None:
+        self._data.check_finite(rows)
+
     def loss(self, rows: Tensor) -> Tensor:
-        out, y = self._out(self._forward, rows)
+        out, y = self._predict(self._forward, rows)
         return (out - y).square().sum() / (len(rows) * self.config.width)
 
     def measure(self, rows: Tensor) -> Tensor:
-        out, y = self._out(self.model, rows)
+        out, y = self._predict(self.model, rows)
         squares = (out - y).square().sum() / self.config.width
         return torch.stack([squares, self._hits(out, y) if self.classifies else torch.zeros_like(squares)])
 
     def compile(self) -> None:
         self._forward = cast(Callable[[Tensor], Tensor], torch.compile(self.model))
 
-    def _out(self, forward: Callable[[Tensor], Tensor], rows: Tensor) -> tuple[Tensor, Tensor]:
-        """What comes out, and what should: the features that this rank sees."""
-        x, y = (part.to(self.parallel.device) for part in self._data.take(rows))
+    def _predict(self, forward: Callable[[Tensor], Tensor], rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the model's outputs and the targets of these rows, with this rank's features."""
+        x, y = (values.to(self.parallel.device) for values in self._data.take(rows))
         with self.autocast():
             out = forward(x)
         return out.float(), y
 
     def _hits(self, out: Tensor, y: Tensor) -> Tensor:
-        """How many rows are put into their class; known to the first rank of a model, which alone says it."""
-        both = torch.stack([scores(part, self._data.features, self.config.width) for part in (out, y)])
+        """Return the number of rows that are classified correctly; 0 on all but the first rank of a model."""
+        both = torch.stack([scores(values, self._data.features, self.config.width) for values in (out, y)])
         if self.model.shards_features:
             assert self.parallel.tp is not None
             dist.all_reduce(both, group=self.parallel.tp.get_group())
-        found, right = both.argmax(-1)
-        return (found == right).sum().to(out) * (self.parallel.tp_rank == 0)
+        predicted, expected = both.argmax(-1)
+        return (predicted == expected).sum().to(out) * (self.parallel.tp_rank == 0)

@@ -16,7 +16,7 @@ PIXELS = 64  # of a digit
 
 @dataclass(frozen=True, kw_only=True)
 class FFNSettings(FFNDimensions):
-    """The model of a training of an FFN, apart from how it is cut."""
+    """Default sizes of the model, apart from how it is parallelised."""
 
     width: int = 1024
     depth: int = 2
@@ -48,7 +48,7 @@ class FFNTrainConfig(TrainConfig, FFNSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ffn = self.ffn()  # says what is wrong with the model
+        ffn = self.ffn()  # checks the model
         teacher = ("samples", "teacher_blocks", "teacher_ghosts", "teacher_depth")
         positive(**{name: getattr(self, name) for name in teacher})
         ffn.check_ranks(self.ranks)
@@ -61,5 +61,5 @@ class FFNTrainConfig(TrainConfig, FFNSettings):
             raise ValueError(f"digits have {PIXELS} pixels, got width={self.width}: use at least {PIXELS}")
 
     def ffn(self) -> FFNConfig:
-        """The model alone."""
+        """Return the config of the model."""
         return FFNConfig(**{field.name: getattr(self, field.name) for field in fields(FFNConfig)})

@@ -15,7 +15,7 @@ _MOST_TOKENS = 1 << 16  # a vocabulary: tokens lie on disk in two bytes
 
 @dataclass(frozen=True, kw_only=True)
 class GPTSettings(GPTDimensions):
-    """The model of a training of a GPT, apart from how it is cut."""
+    """Default sizes of the model, apart from how it is parallelised."""
 
     dim: int = 256
     layers: int = 4
@@ -91,7 +91,7 @@ class GPTTrainConfig(TrainConfig, GPTSettings):
         return 1 if self.fsdp else self.dp
 
     def gpt(self) -> GPTConfig:
-        """The model alone."""
+        """Return the config of the model."""
         return GPTConfig(
             **{field.name: getattr(self, field.name) for field in fields(GPTConfig) if hasattr(self, field.name)}
         )
