@@ -76,6 +76,7 @@ def test_text_and_what_it_cost_as_json(folder, capfd, ranks):
         assert (one["strategy"], one["ranks"], one["tokens"], one["turns"]) == (name, ranks, 8, 2)
         for phase in ("prefill", "decode"):
             assert (one[phase]["bytes_per_token"] > 0) == (ranks > 1)
+            assert one[phase]["seconds_p95"] >= one[phase]["seconds"]
 
 
 def test_text_on_stdout_and_figures_on_stderr(folder, capfd):
@@ -84,6 +85,9 @@ def test_text_on_stdout_and_figures_on_stderr(folder, capfd):
     assert told.out == bytes(expected(8)).decode(errors="replace") + "\n"
     for line in ("1 rank (cpu), 9 + 8 tokens", "prefill: time to first token", "decode: time per token", "95 %"):
         assert line in told.err
+    prefill, decode = told.err.split("decode: time per token")
+    assert "95 %" not in prefill  # of one prefill
+    assert "95 %" in decode
     assert "bytes exchanged per token" in told.err
     assert told.err.strip().splitlines()[-1].startswith("Energy is ")
     assert "measuring" not in told.err
@@ -143,7 +147,7 @@ def failed(capfd) -> str:
         (["--prompt", "a", "--top-p", "0.5"], "temperature=0 draws nothing: give a temperature above 0"),
         (["--prompt", "a", "--profile", "dgx-a1000"], "there is no profile 'dgx-a1000': did you mean 'dgx-a100'?"),
         (["--prompt", ""], "the prompt is empty"),
-        ([], "give a prompt or a file of it, and not both"),
+        ([], "give either a prompt or a file with the prompt"),
         (["--prompt-file", "nowhere.txt"], "nowhere.txt: No such file or directory"),
         (["--prompt-file", "{folder}/model/model.safetensors"], "model.safetensors is not text in UTF-8"),
         (["--prompt", "a", "--model", "{folder}"], "is not a model folder: there is no config.json in it"),

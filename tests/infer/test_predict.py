@@ -98,19 +98,19 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def twins_on_rank(model, inputs):
+def models_on_rank(model, inputs):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model, inputs = load_model(model, mesh=mesh), open_inputs(inputs, WIDTH)
-    twin = as_tensor(model)
-    weights = [layer.weight.detach().to_local() for layer in twin.layers]
-    return weights, largest_difference(model, twin, lambda one: read_rows(one, inputs, slice(0, 6)))
+    baseline = as_tensor(model)
+    weights = [layer.weight.detach().to_local() for layer in baseline.layers]
+    return weights, largest_difference(model, baseline, lambda one: read_rows(one, inputs, slice(0, 6)))
 
 
 @pytest.mark.parametrize("strategy", ["phantom", "megatron"])
-def test_the_tensor_parallel_twin_holds_rows_of_the_dense_weight(tmp_path, ranks, strategy):
+def test_the_tensor_parallel_model_holds_rows_of_the_dense_weight(tmp_path, ranks, strategy):
     truth, x = known(strategy), rows(6)
     np.save(tmp_path / "x.npy", x)
-    told = ranks(2)(twins_on_rank, truth.save(tmp_path / "model"), tmp_path / "x.npy")
+    told = ranks(2)(models_on_rank, truth.save(tmp_path / "model"), tmp_path / "x.npy")
     for index, weight in enumerate(truth.weights):
         found = torch.cat([weights[index] for weights, _ in told])
         torch.testing.assert_close(found, weight, rtol=1e-12, atol=1e-12)

@@ -44,7 +44,7 @@ def test_a_padded_vocabulary():
 
 def test_byte_pairs(tmp_path):
     pytest.importorskip("tokenizers")
-    tokenizer = BPETokenizer.learn((TEXT + "\n").encode() * 20, 300)
+    tokenizer = BPETokenizer.train((TEXT + "\n").encode() * 20, 300)
     pieces, texts = streamed(tokenizer, [tokenizer.encode(TEXT.encode()).tolist()])
     assert "".join(pieces) == TEXT == texts[0]
     model = tmp_path / "model"
@@ -70,8 +70,8 @@ def test_prompts(tmp_path):
 @pytest.mark.parametrize(
     ("text", "raw", "message"),
     [
-        (None, None, "give a prompt or a file of it, and not both"),
-        ("a", b"a", "give a prompt or a file of it, and not both"),
+        (None, None, "give either a prompt or a file with the prompt"),
+        ("a", b"a", "give either a prompt or a file with the prompt"),
         ("", None, "the prompt is empty, .* a new line is a neutral one"),
         (None, b"", "the prompt is empty"),
         (None, b"ab\xff", "prompt.txt is not text in UTF-8: invalid start byte at byte 2"),

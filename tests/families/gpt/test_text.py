@@ -113,7 +113,7 @@ def test_tokens_are_kept_on_disk_and_mapped(tmp_path, cache, monkeypatch):
         raise AssertionError("they are known")
 
     with monkeypatch.context() as patch:
-        patch.setattr(text_module, "_encoded", fail)
+        patch.setattr(text_module, "_encode", fail)
         assert np.array_equal(open_text(one).training, first.training)
     file = folder / "training.npy"  # damaged: made anew
     file.write_bytes(file.read_bytes()[:-50])
@@ -122,7 +122,7 @@ def test_tokens_are_kept_on_disk_and_mapped(tmp_path, cache, monkeypatch):
 
 def test_without_a_place_on_disk_tokens_are_in_memory(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(written(tmp_path)))  # a file
-    with pytest.warns(UserWarning, match="tokens cannot be kept"):
+    with pytest.warns(UserWarning, match="tokens cannot be cached"):
         text = open_text(config(written(tmp_path)))
     assert (bytes(text.training), bytes(text.held_out)) == text_module._split(LINES.encode())
 
@@ -152,7 +152,7 @@ def test_bytes_decode_whatever_a_model_says():
     ("change", "message"),
     [
         ({"data": "nowhere"}, "there is no text nowhere: give python, a file, or a folder of files"),
-        ({"pattern": "*.md"}, r"no file in .* is like '\*\.md': give another pattern"),
+        ({"pattern": "*.md"}, r"no file in .* matches '\*\.md': give another pattern"),
         ({"context": 2000}, r"has \d+ tokens held out, which is too few for a window of context=2000"),
     ],
 )

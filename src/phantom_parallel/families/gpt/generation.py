@@ -1,7 +1,7 @@
-"""Generation: the prompt once (prefill), then token by token (decode), with a cache that stays on its rank.
+"""Generation: the whole prompt at once (prefill), then token by token (decode), with a cache that stays on its rank.
 
-Every rank computes the logits of the whole vocabulary, whose parts are exchanged bit for bit, and chooses the token
-itself: nobody waits to be told.
+Every rank holds the same logits of the whole vocabulary, since their parts are exchanged bit for bit, and selects the
+token itself, without another exchange.
 """
 
 import hashlib
@@ -35,10 +35,13 @@ class Timings(NamedTuple):
 
 @dataclass(frozen=True)
 class Generation:
-    """Tokens that follow the prompt, the same on every rank.
+    """Generated tokens, the same on every rank.
 
-    ``tokens`` is (batch, generated). ``lengths`` says how many count of each row: a row that has come to a token to
-    stop at, which counts, repeats it until the others are done.
+    Args:
+        tokens: (batch, generated).
+        lengths: Number of valid tokens of each row. A row that has reached a stop token, which counts, repeats it until
+            all rows have.
+        timings: Seconds on this rank.
     """
 
     tokens: Tensor
@@ -58,18 +61,23 @@ def generate(
     stop: Collection[int] | None = None,
     on_token: Callable[[Tensor], None] | None = None,
 ) -> Generation:
-    """Go on from a prompt; every rank of the model's mesh calls this with the same arguments.
+    """Generate tokens from a prompt. Every rank of the model's mesh calls this with the same arguments.
 
     Args:
-        prompt_tokens: (batch, length), at least one of each, whole on every rank.
-        tokens: how many to generate; with the prompt, at most the model's context.
-        temperature: as for `Sampling`.
-        top_k: as for `Sampling`.
-        top_p: as for `Sampling`.
-        seed: as for `Sampling`. Draws are the same on any number of ranks.
-        stop: tokens that end a row.
-        on_token: told of each (batch,) of tokens as it comes; its time is not counted. It may be given on some ranks
-            only.
+        model: The model.
+        prompt_tokens: (batch, length), the same on every rank, with at least one row and one token.
+        tokens: Number of tokens to generate; with the prompt, at most the model's context.
+        temperature: As for `Sampling`.
+        top_k: As for `Sampling`.
+        top_p: As for `Sampling`.
+        seed: As for `Sampling`. Samples are the same on any number of ranks.
+        stop: Tokens that end a row.
+        on_token: Called with each (batch,) of tokens when it is generated. Its time is not counted. Some ranks may omit
+            it.
+
+    Raises:
+        ValueError: If the arguments do not fit the model, or its logits are not finite.
+        RanksDisagree: If ranks differ in their arguments.
 
     Example::
 
@@ -84,17 +92,19 @@ def generate(
     agree_on_request(model, prompt_tokens, tokens=tokens, stop=ends, **asdict(sampling))
     with torch.no_grad():
         cache = model.new_cache(prompt_tokens.shape[0], prompt_tokens.shape[1] + tokens)
-        return _generation(*run(model, prompt_tokens, tokens, sampling, cache, ends=ends, on_token=on_token), ends)
+        return _generation(
+            *generate_tokens(model, prompt_tokens, tokens, sampling, cache, ends=ends, on_token=on_token), ends
+        )
 
 
-def _generation(chosen: Tensor, turns: list[Turn], ends: list[int]) -> Generation:
-    ended = torch.isin(chosen.cpu(), torch.tensor(ends, dtype=chosen.dtype))
+def _generation(selected: Tensor, turns: list[Turn], ends: list[int]) -> Generation:
+    ended = torch.isin(selected.cpu(), torch.tensor(ends, dtype=selected.dtype))
     lengths = [int(row.int().argmax()) + 1 if row.any() else len(row) for row in ended]
-    return Generation(chosen, lengths, Timings(turns[0].seconds, [turn.seconds for turn in turns[1:]]))
+    return Generation(selected, lengths, Timings(turns[0].seconds, [turn.seconds for turn in turns[1:]]))
 
 
 def check_request(config: GPTConfig, prompt: Tensor, tokens: int, sampling: Sampling) -> None:
-    """Whether a model can go on from this prompt for so many tokens."""
+    """Raise ValueError if a model cannot generate ``tokens`` tokens from this prompt."""
     positive(tokens=tokens)
     if prompt.dim() != 2 or prompt.is_floating_point() or prompt.dtype == torch.bool:
         raise ValueError(f"a prompt must be (batch, length) whole numbers, got {prompt.dtype} {tuple(prompt.shape)}")
@@ -105,7 +115,7 @@ def check_request(config: GPTConfig, prompt: Tensor, tokens: int, sampling: Samp
 
 
 def check_room(config: GPTConfig, length: int, tokens: int) -> None:
-    """Whether a prompt and what follows it fit into what the model can see."""
+    """Raise ValueError if a prompt of ``length`` tokens and ``tokens`` more do not fit into the model's context."""
     room = config.context - length
     if room < 1:
         raise ValueError(
@@ -120,13 +130,13 @@ def check_room(config: GPTConfig, length: int, tokens: int) -> None:
 
 
 def agree_on_request(model: GPT, prompt: Tensor, **settings: object) -> None:
-    """An error where the ranks were not given the same."""
+    """Raise RanksDisagree if ranks differ in the prompt or the settings."""
     digest = hashlib.sha256(prompt.long().cpu().numpy().tobytes()).hexdigest()[:16]
-    told = {"prompt": f"{tuple(prompt.shape)} {digest}"} | {name: str(value) for name, value in settings.items()}
-    check_agreement("what to generate", told, model.mesh)
+    request = {"prompt": f"{tuple(prompt.shape)} {digest}"} | {name: str(value) for name, value in settings.items()}
+    check_agreement("what to generate", request, model.mesh)
 
 
-def run(
+def generate_tokens(
     model: GPT,
     prompt: Tensor,
     tokens: int,
@@ -137,39 +147,50 @@ def run(
     clock: TimeSplitRecorder | None = None,
     on_token: Callable[[Tensor], None] | None = None,
 ) -> tuple[Tensor, list[Turn]]:
-    """Generate with a cache that is filled anew: (batch, generated) tokens, and this rank's seconds of each step.
+    """Generate tokens, with arguments that were checked, under ``torch.no_grad``: in inference mode DTensor chooses
+    slower layouts for a Megatron pair.
 
-    For callers who have checked what they ask for, under ``torch.no_grad``: in inference mode DTensor cuts a Megatron
-    pair worse. A clock that runs tells how long this rank was blocked in exchanges.
+    Args:
+        model: The model.
+        prompt: (batch, length) tokens.
+        tokens: Number of tokens to generate.
+        sampling: How tokens are selected.
+        cache: The cache, which is filled anew.
+        ends: Tokens that end a row.
+        clock: A running recorder of the time that this rank is blocked in exchanges.
+        on_token: As for `generate`.
+
+    Returns:
+        (batch, generated) tokens, and this rank's seconds of each step.
     """
     device = to_local(model.embedding.weight).device
     sampler, stops = Sampler(sampling), torch.tensor(sorted(ends), device=device)
-    feed, cache.position = prompt.to(device, torch.long), 0
-    chosen: list[Tensor] = []
+    inputs, cache.position = prompt.to(device, torch.long), 0
+    selected: list[Tensor] = []
     turns: list[Turn] = []
     done = torch.zeros(prompt.shape[0], dtype=torch.bool, device=device)
     before = None if clock is None else clock.totals()
     for index in range(tokens):
         started = time.perf_counter()
         with nullcontext() if clock is None else clock.step():
-            logits = model.logits(feed, cache, last=True)[:, -1]  # (batch, vocab)
+            logits = model.logits(inputs, cache, last=True)[:, -1]  # (batch, vocab)
             token = sampler(logits)
-            if ends and chosen:
-                token = torch.where(done, chosen[-1], token)
+            if ends and selected:
+                token = torch.where(done, selected[-1], token)
             synchronize(device)
         seconds, blocked = time.perf_counter() - started, 0.0
         if clock is not None and before is not None:
             now = clock.totals()
             blocked, before = now.since(before).blocked_seconds, now
         if index == 0 and not bool(logits.isfinite().all()):
-            raise ValueError("the model's logits are not finite numbers: its training may have diverged")
+            raise ValueError("the model's logits are not finite: its training may have diverged")
         turns.append(Turn(seconds, blocked))
-        chosen.append(token)
+        selected.append(token)
         if on_token is not None:
             on_token(token)
         if ends:
             done |= torch.isin(token, stops)
             if bool(done.all()):
                 break
-        feed = token[:, None]
-    return torch.stack(chosen, 1), turns
+        inputs = token[:, None]
+    return torch.stack(selected, 1), turns

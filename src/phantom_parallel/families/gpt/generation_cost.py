@@ -1,11 +1,11 @@
-"""What generation costs, prefill and decode apart: models on the same ranks, timed by turns.
+"""The cost of generation, separately for prefill and decode: models on the same ranks, timed in turns.
 
-    prefill     from the prompt to the first token; in a turn, the slowest rank's
-    decode      from a token to the next, as rank 0 has them, over all steps of all turns
+    prefill     from the prompt to the first token; in a turn, on the slowest rank
+    decode      from one token to the next, on rank 0, over all steps of all turns
     counts      by the ledger, in a pass that is not timed; for decode, at the position in the middle
-    energy      as for `measure`: by sensors where there are some, else modelled, else unavailable
+    energy      as for `measure`: by sensors if there are any, otherwise modelled, otherwise unavailable
 
-A turn is a whole generation. The order of models alternates, so that what drifts on a machine drifts for all of them.
+A turn is a whole generation. The order of models alternates, so that drift of the machine affects all of them alike.
 """
 
 import statistics
@@ -22,7 +22,7 @@ from phantom_parallel.energy.meter import EnergyMeter, synchronize
 from phantom_parallel.energy.power_profile import PowerProfile
 from phantom_parallel.energy.results import Provenance
 from phantom_parallel.energy.time_split import TimeSplitRecorder, timer_for
-from phantom_parallel.families.gpt.generation import agree_on_request, check_request, run
+from phantom_parallel.families.gpt.generation import agree_on_request, check_request, generate_tokens
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.infer.generation import GenerationCost, PhaseCost
 from phantom_parallel.infer.measure import Turn, modelled_joules, p95, place_of, sense
@@ -34,18 +34,21 @@ from phantom_parallel.utils.layout import positive
 WARM_UP = 4  # tokens
 
 
-class _Taken(NamedTuple):
-    """One rank's turn: prefill, and every step of decode."""
+class _Timed(NamedTuple):
+    """One generation on one rank: prefill, and every step of decode."""
 
     prefill: Turn
     decode: list[Turn]
 
     @property
     def decoding(self) -> Turn:
+        """All steps of decode together."""
         return Turn(sum(step.seconds for step in self.decode), sum(step.blocked for step in self.decode))
 
 
 class _Counts(NamedTuple):
+    """FLOPs and sent bytes of one rank."""
+
     flops: int
     moved: int
 
@@ -63,16 +66,18 @@ def measure_generation(
     on_token: Callable[[Tensor], None] | None = None,
     report: Callable[[int], None] | None = None,
 ) -> dict[str, GenerationCost]:
-    """Generate ``tokens`` tokens from (batch, length) tokens of a prompt; every rank of the models' mesh calls this.
+    """Generate with every model in turn, and measure its cost. Every rank of the models' mesh calls this.
 
     Args:
-        models: by name, all on the same ranks and device.
-        turns: how often each model generates, after a warm-up.
-        sampling: how tokens are chosen, which counts; by default the likeliest.
-        profile: watts for modelled energy where there are no sensors. Without it, and them, energy is unavailable.
-        meter: of the sensors; by default one of all that this machine has.
-        on_token: told of the tokens of the first model's first turn as they come.
-        report: told how many turns are done.
+        models: The models by name, all on the same ranks and device.
+        prompt: (batch, length) tokens.
+        tokens: Number of tokens to generate.
+        turns: Number of generations of each model, after a warm-up.
+        sampling: How tokens are selected, which is part of the cost; by default the most likely one.
+        profile: Watts of modelled energy if there are no sensors. Without both, energy is unavailable.
+        meter: The energy meter; by default one with all sensors of this machine.
+        on_token: Called with the tokens of the first model's first turn as they are generated.
+        report: Called with the number of finished turns after each.
     """
     sampling = sampling or Sampling()
     positive(turns=turns)
@@ -85,57 +90,59 @@ def measure_generation(
     group = None if mesh is None else mesh.get_group()
     prompt = prompt.to(device, torch.long)
     runs = {name: _Run(model, prompt, tokens, sampling) for name, model in models.items()}
-    counts = {name: all_gather_objects(one.count(), group) for name, one in runs.items()}
+    counts = {name: all_gather_objects(run.count(), group) for name, run in runs.items()}
     clock = TimeSplitRecorder(device.type, timer_for(device))
     clock.start()
     try:
-        told = all_gather_objects(_take_turns(runs, turns, clock, group, on_token, report), group)
+        gathered = all_gather_objects(_take_turns(runs, turns, clock, group, on_token, report), group)
     finally:
         clock.stop()
-    costs = {name: _Cost(runs[name], [one[name] for one in told], counts[name]) for name in models}
-    steps = {f"{name} {phase}": run for name, one in runs.items() for phase, run in one.phases().items()}
-    taken = {f"{name} {phase}": seconds for name, one in costs.items() for phase, seconds in one.latencies().items()}
-    sensed = sense(steps, taken, meter or EnergyMeter(group, device=device), group)
+    costs = {name: _Cost(runs[name], [rank[name] for rank in gathered], counts[name]) for name in models}
+    steps = {f"{name} {phase}": step for name, run in runs.items() for phase, step in run.phases().items()}
+    latencies = {f"{name} {phase}": times for name, cost in costs.items() for phase, times in cost.latencies().items()}
+    sensed = sense(steps, latencies, meter or EnergyMeter(group, device=device), group)
     return {
-        name: one.result(profile, {phase: sensed.get(f"{name} {phase}") for phase in ("prefill", "decode")})
-        for name, one in costs.items()
+        name: cost.result(profile, {phase: sensed.get(f"{name} {phase}") for phase in ("prefill", "decode")})
+        for name, cost in costs.items()
     }
 
 
 class _Run:
-    """One model, its cache and what it is asked for."""
+    """One model with its cache and its request."""
 
     def __init__(self, model: GPT, prompt: Tensor, tokens: int, sampling: Sampling) -> None:
         self.model, self.prompt, self.tokens, self.sampling = model, prompt, tokens, sampling
         self.cache: Cache = model.new_cache(prompt.shape[0], prompt.shape[1] + tokens)
 
-    def generate(self, clock: TimeSplitRecorder, on_token: Callable[[Tensor], None] | None) -> _Taken:
-        _, turns = run(self.model, self.prompt, self.tokens, self.sampling, self.cache, clock=clock, on_token=on_token)
-        return _Taken(turns[0], turns[1:])
+    def generate(self, clock: TimeSplitRecorder, on_token: Callable[[Tensor], None] | None) -> _Timed:
+        _, turns = generate_tokens(
+            self.model, self.prompt, self.tokens, self.sampling, self.cache, clock=clock, on_token=on_token
+        )
+        return _Timed(turns[0], turns[1:])
 
     def phases(self) -> dict[str, Callable[[], None]]:
-        """One prefill, and one step of decode in the middle, each to its very end."""
+        """Return functions that run one prefill, and one step of decode in the middle, and wait for their results."""
         sampler, length = Sampler(self.sampling), self.prompt.shape[1]
 
-        def step(feed: Tensor, position: int) -> None:
+        def step(inputs: Tensor, position: int) -> None:
             self.cache.position = position
-            sampler(self.model.logits(feed, self.cache, last=True)[:, -1])
-            synchronize(feed.device)
+            sampler(self.model.logits(inputs, self.cache, last=True)[:, -1])
+            synchronize(inputs.device)
 
-        found = {"prefill": lambda: step(self.prompt, 0)}
+        phases = {"prefill": lambda: step(self.prompt, 0)}
         if self.tokens > 1:
-            found["decode"] = lambda: step(self.prompt[:, -1:], length + (self.tokens - 2) // 2)
-        return found
+            phases["decode"] = lambda: step(self.prompt[:, -1:], length + (self.tokens - 2) // 2)
+        return phases
 
     def count(self) -> dict[str, _Counts]:
-        """What this rank computes and sends in each phase. Afterwards the model is warm."""
-        found = {}
+        """Count this rank's FLOPs and sent bytes in each phase, and warm the model up."""
+        counts = {}
         for phase, step in self.phases().items():
             with Ledger() as ledger:
                 step()
-            found[phase] = _Counts(ledger.flops, ledger.moved_bytes)
-        run(self.model, self.prompt, min(self.tokens, WARM_UP), self.sampling, self.cache)
-        return found
+            counts[phase] = _Counts(ledger.flops, ledger.moved_bytes)
+        generate_tokens(self.model, self.prompt, min(self.tokens, WARM_UP), self.sampling, self.cache)
+        return counts
 
 
 def _take_turns(
@@ -145,51 +152,51 @@ def _take_turns(
     group: dist.ProcessGroup | None,
     on_token: Callable[[Tensor], None] | None,
     report: Callable[[int], None] | None,
-) -> dict[str, list[_Taken]]:
-    """This rank's turns of each model."""
-    taken: dict[str, list[_Taken]] = {name: [] for name in runs}
+) -> dict[str, list[_Timed]]:
+    """Time this rank's turns of each model."""
+    timed: dict[str, list[_Timed]] = {name: [] for name in runs}
     for turn in range(turns):
         for name in list(runs)[:: -1 if turn % 2 else 1]:
             barrier(group)
-            taken[name].append(runs[name].generate(clock, on_token))
-            on_token = None  # once is enough
+            timed[name].append(runs[name].generate(clock, on_token))
+            on_token = None  # for the first generation only
         if report is not None:
             report(turn + 1)
-    return taken
+    return timed
 
 
 class _Cost:
-    """What all ranks say of one model, by rank and turn."""
+    """The measurements of one model, by rank and turn."""
 
-    def __init__(self, one: _Run, taken: list[list[_Taken]], counts: list[dict[str, _Counts]]) -> None:
-        self.run, self.taken, self.counts = one, taken, counts
+    def __init__(self, run: _Run, timed: list[list[_Timed]], counts: list[dict[str, _Counts]]) -> None:
+        self.run, self.timed, self.counts = run, timed, counts
 
     def latencies(self) -> dict[str, list[float]]:
-        together = zip(*self.taken, strict=True)
+        """Return the seconds of each prefill, and of each step of decode."""
         return {
-            "prefill": [max(one.prefill.seconds for one in turn) for turn in together],
-            "decode": [step.seconds for one in self.taken[0] for step in one.decode],
+            "prefill": [max(rank.prefill.seconds for rank in turn) for turn in zip(*self.timed, strict=True)],
+            "decode": [step.seconds for turn in self.timed[0] for step in turn.decode],
         }
 
     def result(
         self, profile: PowerProfile | None, sensed: Mapping[str, tuple[float, Provenance] | None]
     ) -> GenerationCost:
-        one, taken = self.run, self.taken
-        batch, length = one.prompt.shape
-        prefills = [[turn.prefill for turn in rank] for rank in taken]
-        decodes = [[turn.decoding for turn in rank] for rank in taken]
+        run, timed = self.run, self.timed
+        batch, length = run.prompt.shape
+        prefills = [[turn.prefill for turn in rank] for rank in timed]
+        decodes = [[turn.decoding for turn in rank] for rank in timed]
         return GenerationCost(
-            strategy=one.model.config.strategy,
-            ranks=rank_group(one.model.mesh).size,
+            strategy=run.model.config.strategy,
+            ranks=rank_group(run.model.mesh).size,
             batch=batch,
             prompt=length,
-            tokens=one.tokens,
-            turns=len(taken[0]),
-            parameters=sum(parameter.numel() for parameter in one.model.parameters()),
+            tokens=run.tokens,
+            turns=len(timed[0]),
+            parameters=sum(parameter.numel() for parameter in run.model.parameters()),
             prefill=self._phase("prefill", prefills, 1, batch * length, profile, sensed["prefill"]),
             decode=None
-            if one.tokens == 1
-            else self._phase("decode", decodes, one.tokens - 1, batch, profile, sensed["decode"]),
+            if run.tokens == 1
+            else self._phase("decode", decodes, run.tokens - 1, batch, profile, sensed["decode"]),
         )
 
     def _phase(
@@ -201,7 +208,7 @@ class _Cost:
         profile: PowerProfile | None,
         sensed: tuple[float, Provenance] | None,
     ) -> PhaseCost:
-        """``steps`` are those of a turn, and ``tokens`` go through the model in each."""
+        """Return the cost of a phase with ``steps`` steps in a turn, of ``tokens`` tokens each."""
         latencies = self.latencies()[name]
         joules, provenance = None, Provenance.UNAVAILABLE
         if sensed is not None:

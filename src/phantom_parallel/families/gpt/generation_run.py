@@ -1,4 +1,6 @@
-"""Generation from its options to text and figures, on ranks that are started here or that somebody else started."""
+"""``phantom generate`` for transformers: text and its cost, on local ranks that are launched here or on ranks of an
+external launcher.
+"""
 
 import os
 import signal
@@ -27,11 +29,11 @@ from phantom_parallel.infer.run import PROCESS, check_model, power_profile
 from phantom_parallel.train import memory
 from phantom_parallel.utils.progress import ProgressDisplay
 
-TOKENS = 128  # by default, where the context has room for them
+TOKENS = 128  # by default, if they fit into the context
 
 
 class _Request(NamedTuple):
-    """A checked request, as one process prepares it for all ranks."""
+    """A checked request, which one process prepares for all ranks."""
 
     text: bytes
     prompt: list[int]
@@ -40,11 +42,17 @@ class _Request(NamedTuple):
 
 
 def run(config: GenerateConfig, *, write: bool = False, show: bool = False) -> GenerateReport:
-    """Generate and measure. ``write`` writes the first row's text to stdout as it comes, and ``show`` shows on stderr
-    how the measurement goes on.
+    """Generate and measure.
 
-    ValueError and OSError are for what a user got wrong, and come before any rank starts. `Interrupted` and `RankDied`
-    come later.
+    Args:
+        config: What to generate.
+        write: Whether to write the first row's text to stdout as it is generated.
+        show: Whether to show progress on stderr.
+
+    Raises:
+        ValueError, OSError: If options or files are wrong, mostly before any rank starts.
+        Interrupted: After SIGINT or SIGTERM.
+        RankDied: If a rank died.
     """
     joined = launched_externally()
     request = None if joined else prepare(config)
@@ -52,13 +60,13 @@ def run(config: GenerateConfig, *, write: bool = False, show: bool = False) -> G
 
 
 def prepare(config: GenerateConfig) -> _Request:
-    """Look for everything that a user may have got wrong. One process does this."""
+    """Check the options and files, in one process."""
     text = read_prompt(config.prompt, config.prompt_file)
     model = check_model(config.model)
-    assert isinstance(model, GPT)  # the registry called its own family
+    assert isinstance(model, GPT)  # the command looks the family up by the model
     model.config.check_ranks(config.ranks)
     if config.against == "megatron":
-        twin_config(model.config).check_ranks(config.ranks)
+        baseline_config(model.config).check_ranks(config.ranks)
     config.sampling.check_vocabulary(model.config.vocab)
     prompt = encode_prompt(text, find_tokenizer(config.model), model.config)
     room = model.config.context - prompt.shape[1]
@@ -70,15 +78,15 @@ def prepare(config: GenerateConfig) -> _Request:
     return _Request(text, prompt[0].tolist(), tokens, power)
 
 
-def twin_config(config: GPTConfig) -> GPTConfig:
-    """The same sizes by tensor parallelism."""
+def baseline_config(config: GPTConfig) -> GPTConfig:
+    """Return the config of the tensor-parallel model of the same sizes."""
     return replace(config, strategy="megatron", blocks=None, ghosts=None)
 
 
 def _check_memory(model: GPT, length: int, config: GenerateConfig) -> None:
-    """An error where local ranks cannot fit: weights of both models and their caches."""
-    models = [model] + ([GPT(twin_config(model.config), device="meta")] if config.against == "megatron" else [])
-    words = sum(prod(parameter.shape) for one in models for parameter in one.parameters())
+    """Raise ValueError if the weights and caches of both models do not fit into the memory of local ranks."""
+    models = [model] + ([GPT(baseline_config(model.config), device="meta")] if config.against == "megatron" else [])
+    words = sum(prod(parameter.shape) for each in models for parameter in each.parameters())
     sizes = model.config
     words += len(models) * 2 * sizes.layers * config.batch * sizes.kv_heads * length * sizes.head_dim
     word = next(model.parameters()).element_size()
@@ -93,37 +101,37 @@ def _check_memory(model: GPT, length: int, config: GenerateConfig) -> None:
 def _work(
     device: torch.device, config: GenerateConfig, request: _Request | None, joined: bool, write: bool, show: bool
 ) -> GenerateReport:
-    """One rank's part."""
+    """Run on one rank."""
     if joined:
         request = broadcast_from_rank_zero(lambda: prepare(config), device)
     elif config.ranks > 1:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends a worker without a word: its launcher has it too
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends a worker silently: its launcher receives it as well
     assert request is not None
     mesh = None if config.ranks == 1 else init_device_mesh(device.type, (config.ranks,), mesh_dim_names=("tp",))
     check_agreement("what to run", {name: str(value) for name, value in asdict(config).items()}, mesh)
     model = load_model(config.model, mesh=mesh, device=device)
     assert isinstance(model, GPT)
-    models = {model.config.strategy: model} | _twin(model, config, mesh, device)
-    first = mesh is None or mesh.get_local_rank() == 0
-    streamer = Streamer(find_tokenizer(config.model), print_text if write and first else lambda _: None)
+    models = {model.config.strategy: model} | _baseline(model, config, mesh, device)
+    rank_zero = mesh is None or mesh.get_local_rank() == 0
+    streamer = Streamer(find_tokenizer(config.model), print_text if write and rank_zero else lambda _: None)
     prompt = torch.tensor(request.prompt).repeat(config.batch, 1)
     turns = config.turns if len(models) > 1 else 1
     with ExitStack() as stack:
-        asked = stack.enter_context(StopRequest()) if mesh is None else None
+        stop = stack.enter_context(StopRequest()) if mesh is None else None
 
-        def check() -> None:
-            if asked is not None and asked.requested:
-                raise Interrupted("stopped as asked")
+        def check_stop() -> None:
+            if stop is not None and stop.requested:
+                raise Interrupted("stopped by a signal")
 
         def on_token(tokens: torch.Tensor) -> None:
-            check()
+            check_stop()
             streamer.add(tokens)
 
         def on_turn(turn: int) -> None:
-            check()
+            check_stop()
             display.update(turn)
 
-        display = stack.enter_context(ProgressDisplay(show=show and first and turns > 1))
+        display = stack.enter_context(ProgressDisplay(show=show and rank_zero and turns > 1))
         display.stage("measuring: turn", turns)
         measured = measure_generation(
             models,
@@ -151,9 +159,9 @@ def _work(
     )
 
 
-def _twin(model: GPT, config: GenerateConfig, mesh: DeviceMesh | None, device: torch.device) -> dict[str, GPT]:
-    """The model to compare with, with weights of its own; none where the model is one of that kind."""
+def _baseline(model: GPT, config: GenerateConfig, mesh: DeviceMesh | None, device: torch.device) -> dict[str, GPT]:
+    """Build the baseline with random weights; none if it is not requested, or if the model itself is of that kind."""
     if config.against == "none" or model.config.strategy == config.against:
         return {}
     dtype = next(model.parameters()).dtype
-    return {config.against: GPT(twin_config(model.config), mesh=mesh, device=device, dtype=dtype)}
+    return {config.against: GPT(baseline_config(model.config), mesh=mesh, device=device, dtype=dtype)}

@@ -1,4 +1,4 @@
-"""Text in and out of a language model: the prompt's tokens, and words as soon as their last byte is there."""
+"""Prompts and generated text: the tokens of a prompt, and characters as soon as all their bytes are generated."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,77 +9,83 @@ from torch import Tensor
 from phantom_parallel.families.gpt.config import GPTConfig
 from phantom_parallel.families.gpt.tokens import FILE, Tokenizer, load_tokenizer
 
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what the bytes of a character decode to before they are complete
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # to which the first bytes of a character decode
 
 
 def find_tokenizer(model: Path) -> Tokenizer:
-    """That of a model's folder: its own or the one of the training around it, else bytes."""
+    """Load the tokenizer of a model's folder, or of the training's folder around it; bytes if there is none."""
     folders = (model, model.parent)
     return load_tokenizer(next((folder for folder in folders if (folder / FILE).exists()), model))
 
 
 def read_prompt(text: str | None, path: Path | None) -> bytes:
-    """The prompt as it was given, or all of a file in UTF-8."""
+    """Return the prompt, or the contents of a file in UTF-8.
+
+    Raises:
+        ValueError: If none or both are given, or the prompt is empty or not readable as text.
+    """
     if (text is None) == (path is None):
-        raise ValueError("give a prompt or a file of it, and not both")
+        raise ValueError("give either a prompt or a file with the prompt")
     if path is not None:
         try:
-            found = path.read_bytes()
-            found.decode()
+            prompt = path.read_bytes()
+            prompt.decode()
         except OSError as error:
             raise ValueError(f"the prompt cannot be read from {path}: {error.strerror}") from None
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not text in UTF-8: {error.reason} at byte {error.start}") from None
     else:
         assert text is not None
-        found = text.encode(errors="surrogateescape")
-    if not found:
-        raise ValueError(
-            "the prompt is empty, and a model goes on from at least one token: a new line is a neutral one"
-        )
-    return found
+        prompt = text.encode(errors="surrogateescape")
+    if not prompt:
+        raise ValueError("the prompt is empty, and a model needs at least one token: a new line is a neutral one")
+    return prompt
 
 
 def encode_prompt(text: bytes, tokenizer: Tokenizer, config: GPTConfig) -> Tensor:
-    """(1, length). An error where the tokenizer is not the model's."""
+    """Return the (1, length) tokens of a prompt.
+
+    Raises:
+        ValueError: If a token is not in the model's vocabulary.
+    """
     tokens = torch.tensor([[int(token) for token in tokenizer.encode(text)]])
     if (largest := int(tokens.max())) >= config.vocab:
         raise ValueError(
             f"the prompt has a token {largest}, but the model's vocabulary is {config.vocab}: the {FILE} beside the "
-            "model is not its own, or is missing"
+            "model belongs to another model, or is missing"
         )
     return tokens
 
 
 class Streamer:
-    """Collects the tokens of a batch, and passes on the first row's text as it grows."""
+    """Collects the tokens of a batch, and writes the text of the first row as it grows."""
 
     def __init__(self, tokenizer: Tokenizer, write: Callable[[str], None]) -> None:
         self._tokenizer, self._write = tokenizer, write
         self._steps: list[list[int]] = []
-        self._pending: list[int] = []  # of the first row: what is not passed on, or not all of it
-        self._passed = 0  # characters of those
+        self._pending: list[int] = []  # tokens of the first row whose text is not yet complete
+        self._written = 0  # characters of their text that were written
 
     def add(self, tokens: Tensor) -> None:
-        """The next token of each row."""
+        """Add the next token of each row."""
         self._steps.append(tokens.tolist())
         self._pending.append(self._steps[-1][0])
         text = self._tokenizer.decode(self._pending)
-        self._pass_on(text.rstrip(_UNFINISHED))
-        if self._passed == len(text):
-            self._pending, self._passed = [], 0
+        self._write_rest(text.rstrip(_INCOMPLETE))
+        if self._written == len(text):
+            self._pending, self._written = [], 0
 
     def finish(self) -> list[str]:
-        """Pass on what is left; the text of each row."""
-        self._pass_on(self._tokenizer.decode(self._pending))
+        """Write the rest. Returns the text of each row."""
+        self._write_rest(self._tokenizer.decode(self._pending))
         return [self._tokenizer.decode(row) for row in self.tokens]
 
     @property
     def tokens(self) -> list[list[int]]:
-        """Of each row."""
+        """Tokens of each row."""
         return [list(row) for row in zip(*self._steps, strict=True)]
 
-    def _pass_on(self, text: str) -> None:
-        if len(text) > self._passed:
-            self._write(text[self._passed :])
-            self._passed = len(text)
+    def _write_rest(self, text: str) -> None:
+        if len(text) > self._written:
+            self._write(text[self._written :])
+            self._written = len(text)

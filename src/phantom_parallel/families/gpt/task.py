@@ -1,4 +1,4 @@
-"""A GPT, trained on windows of text by its cross-entropy."""
+"""Training of a GPT on windows of text, with the cross-entropy as the loss."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +18,8 @@ from phantom_parallel.train.task import Task
 
 
 class GPTTask(Task[GPTTrainConfig]):
-    """The loss is the same number on all ranks that share a model, so the first one's counts. Rows are the places in
-    the text where windows start.
+    """The loss is the same on all ranks that share a model, so that only the first rank's counts. A row is the position
+    in the text at which a window starts.
     """
 
     model: GPT
@@ -77,8 +77,8 @@ class GPTTask(Task[GPTTrainConfig]):
             return self._loss(tokens, targets).float()
 
     def measure(self, rows: Tensor) -> Tensor:
-        seen = rows if len(rows) else self.held_out[:1]  # all copies must come along where they share the weights
-        tokens, targets = self._to_device(windows(self._text.held_out, seen, self.config.context))
+        evaluated = rows if len(rows) else self.held_out[:1]  # with FSDP every copy takes part in the exchanges
+        tokens, targets = self._to_device(windows(self._text.held_out, evaluated, self.config.context))
         with self.autocast():
             total = self.model.loss(tokens, targets).float() * len(rows)
         return torch.stack([total, torch.zeros_like(total)])

@@ -1,15 +1,14 @@
-"""Text to learn from: files, read in the order of their paths, as two arrays of tokens. Every tenth piece is held out:
-the end alone may be of another kind than the rest.
+"""Text to train on: files, read in the order of their paths, as two arrays of tokens. Every tenth piece is held out,
+since the end alone may differ in kind from the rest.
 
-Tokens are kept on disk under the digest of all that they depend on, and mapped into memory from there, so that ranks of
-a machine share them.
+Tokens are cached on disk under a digest of everything that they depend on, and memory-mapped from there, so that the
+ranks of a machine share them.
 """
 
 import hashlib
 import os
 import shutil
 import sysconfig
-import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,18 +22,20 @@ from torch import Tensor
 
 from phantom_parallel.families.gpt.tokens import BPETokenizer, ByteTokenizer, Tokenizer, check_library, load_tokenizer
 from phantom_parallel.families.gpt.train_config import PYTHON, GPTTrainConfig
+from phantom_parallel.utils.arrays import open_array, readable
+from phantom_parallel.utils.files import atomic_folder
 from phantom_parallel.utils.seeds import generator
 
-_HELD_OUT = 10  # one piece of so many
-_PIECE = 1 << 15  # bytes, to the end of a line
-_FORMAT = b"1"  # of what is kept on disk
-# Not all installations have the library's tests, and packages of others are no part of it.
-_NOT_PYTHONS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3"})
+_HELD_OUT = 10  # one piece in 10 is held out
+_PIECE = 1 << 15  # bytes of a piece, up to the end of a line
+_FORMAT = b"1"  # version of the cached files
+# Folders that are not part of the standard library, or that some installations lack.
+_EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3"})
 
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens to train on and tokens that are held out, as arrays that may lie on disk."""
+    """Tokens to train on and held-out tokens, as arrays that may be memory-mapped."""
 
     training: NDArray[Any]
     held_out: NDArray[Any]
@@ -42,42 +43,46 @@ class Text:
     digest: str
 
     def starts(self, step: int, config: GPTTrainConfig) -> Tensor:
-        """(batch,): where the windows of a step start, drawn by the seed and the step."""
+        """Return the (batch,) starts of the windows of a step, drawn from the seed and the step."""
         last = len(self.training) - config.context - 1
         return torch.randint(last + 1, (config.batch,), generator=generator(config.seed, step, purpose=3))
 
     def held_out_starts(self, config: GPTTrainConfig) -> Tensor:
-        """Where windows start that spread over the held-out tokens and have none but a target in common."""
+        """Return the starts of windows that are spread over the held-out tokens and do not overlap."""
         last = len(self.held_out) - config.context - 1
         windows = min(config.eval_windows, 1 + last // config.context)
         return torch.arange(windows) * (last // max(1, windows - 1))
 
 
 def windows(tokens: NDArray[Any], starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    """(rows, context) tokens, and for each the one after it."""
-    found = tokens[starts.numpy()[:, None] + np.arange(context + 1)]
-    whole = torch.from_numpy(found.astype(np.int64))
-    return whole[:, :-1], whole[:, 1:]
+    """Return (rows, context) tokens, and the token after each of them as the target."""
+    selected = tokens[starts.numpy()[:, None] + np.arange(context + 1)]
+    rows = torch.from_numpy(selected.astype(np.int64))
+    return rows[:, :-1], rows[:, 1:]
 
 
 def open_text(config: GPTTrainConfig) -> Text:
-    """The text of a training, its tokens from disk where they are known."""
-    text = _read(config)
-    digest = _digest(text, config)
-    found = _kept(_cache() / digest, digest)
-    if found is None:
-        found = _keep(_encoded(text, config, digest), _cache() / digest)
-    _check_length(found, config)
-    return found
+    """Open the text of a training, with its tokens from the cache if they are there.
+
+    Raises:
+        ValueError: If the text is missing, unreadable or too short.
+    """
+    raw = _read(config)
+    digest = _digest(raw, config)
+    text = _load_cached(_cache() / digest, digest)
+    if text is None:
+        text = _save_cached(_encode(raw, config, digest), _cache() / digest)
+    _check_length(text, config)
+    return text
 
 
 def text_digest(config: GPTTrainConfig) -> str:
-    """What tells this text and its tokens from others."""
+    """Return a digest of the text and of the settings that its tokens depend on."""
     return _digest(_read(config), config)
 
 
 def check_text(config: GPTTrainConfig) -> None:
-    """Whether `open_text` will find what it needs; what it finds is kept for the ranks."""
+    """Raise ValueError if `open_text` would; its tokens are cached for the ranks."""
     if config.tokenizer == "bpe":
         check_library()
     open_text(config)
@@ -86,21 +91,21 @@ def check_text(config: GPTTrainConfig) -> None:
 def _files(config: GPTTrainConfig) -> Iterator[Path]:
     if config.data == PYTHON:
         home = Path(sysconfig.get_paths()["stdlib"])
-        found = [path for path in home.rglob("*.py") if not _NOT_PYTHONS & set(path.relative_to(home).parts)]
-        return iter(sorted(found, key=lambda path: path.relative_to(home).as_posix()))
+        files = [path for path in home.rglob("*.py") if not _EXCLUDED & set(path.relative_to(home).parts)]
+        return iter(sorted(files, key=lambda path: path.relative_to(home).as_posix()))
     path = Path(config.data)
     if path.is_file():
         return iter([path])
     if not path.is_dir():
         raise ValueError(f"there is no text {path}: give {PYTHON}, a file, or a folder of files")
-    found = [file for file in path.rglob(config.pattern) if file.is_file()]
-    if not found:
-        raise ValueError(f"no file in {path} is like {config.pattern!r}: give another pattern")
-    return iter(sorted(found, key=lambda file: file.relative_to(path).as_posix()))
+    files = [file for file in path.rglob(config.pattern) if file.is_file()]
+    if not files:
+        raise ValueError(f"no file in {path} matches {config.pattern!r}: give another pattern")
+    return iter(sorted(files, key=lambda file: file.relative_to(path).as_posix()))
 
 
 def _read(config: GPTTrainConfig) -> bytes:
-    """Files one after the other, up to ``max_bytes``."""
+    """Concatenate the files, up to ``max_bytes``."""
     parts, room = [], config.max_bytes
     for path in _files(config):
         if room <= 0:
@@ -116,23 +121,23 @@ def _read(config: GPTTrainConfig) -> bytes:
 
 
 def _digest(text: bytes, config: GPTTrainConfig) -> str:
-    made = hashlib.sha256(text)
-    made.update(b"\0".join([_FORMAT, config.tokenizer.encode(), str(config.vocab).encode()]))
-    return made.hexdigest()[:32]
+    digest = hashlib.sha256(text)
+    digest.update(b"\0".join([_FORMAT, config.tokenizer.encode(), str(config.vocab).encode()]))
+    return digest.hexdigest()[:32]
 
 
-def _encoded(text: bytes, config: GPTTrainConfig, digest: str) -> Text:
+def _encode(text: bytes, config: GPTTrainConfig, digest: str) -> Text:
     training, held_out = _split(text)
     if config.tokenizer == "bytes":
         tokenizer: Tokenizer = ByteTokenizer()
     else:
         assert config.vocab is not None
-        tokenizer = BPETokenizer.learn(training, config.vocab)  # of what is held out it sees nothing
+        tokenizer = BPETokenizer.train(training, config.vocab)  # without the held-out text
     return Text(tokenizer.encode(training), tokenizer.encode(held_out), tokenizer, digest)
 
 
 def _split(text: bytes) -> tuple[bytes, bytes]:
-    """The text to train on, and the pieces that are held out."""
+    """Return the text to train on and the held-out text."""
     size = max(1, min(_PIECE, len(text) // (2 * _HELD_OUT)))  # a short text has 20 pieces, so that two are held out
     pieces, first = [], 0
     while first < len(text):
@@ -158,33 +163,29 @@ def _cache() -> Path:
     return Path(home).expanduser() / "phantom-parallel" / "text"
 
 
-def _kept(folder: Path, digest: str) -> Text | None:
-    """What was kept, or nothing where it is missing or damaged."""
-    try:
-        training, held_out = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("training", "held_out"))
-        return Text(training, held_out, load_tokenizer(folder), digest)
-    except FileNotFoundError:
+def _load_cached(folder: Path, digest: str) -> Text | None:
+    """Map cached tokens; None if they are missing or damaged, in which case they are removed."""
+    if not folder.is_dir():
         return None
-    except (OSError, ValueError, EOFError):
+    try:
+        with readable(folder, "cached tokens"):
+            training, held_out = (open_array(folder / f"{name}.npy", name).mapped for name in ("training", "held_out"))
+        assert training is not None
+        assert held_out is not None
+        return Text(training, held_out, load_tokenizer(folder), digest)
+    except ValueError:
         shutil.rmtree(folder, ignore_errors=True)
         return None
 
 
-def _keep(text: Text, folder: Path) -> Text:
-    """Write the tokens where they will be found, and map them from there; in memory where that is not possible."""
+def _save_cached(text: Text, folder: Path) -> Text:
+    """Write the tokens to the cache and map them from there; return them in memory if they cannot be written."""
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder.parent))
-        try:
+        with atomic_folder(folder) as scratch:
             np.save(scratch / "training.npy", text.training)
             np.save(scratch / "held_out.npy", text.held_out)
             text.tokenizer.save(scratch)
-            os.rename(scratch, folder)
-        except OSError:
-            if not folder.exists():  # otherwise another rank was faster
-                raise
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
     except OSError as error:
-        warnings.warn(f"tokens cannot be kept in {folder.parent}: {error}; set XDG_CACHE_HOME", stacklevel=2)
-    return _kept(folder, text.digest) or text
+        if not folder.exists():  # otherwise another process has written the same tokens
+            warnings.warn(f"tokens cannot be cached in {folder.parent}: {error}; set XDG_CACHE_HOME", stacklevel=2)
+    return _load_cached(folder, text.digest) or text

@@ -1,7 +1,5 @@
-"""Tokens of text: its bytes, or a byte-pair encoding by the ``tokenizers`` library. Either gives back what went in."""
+"""Tokenizers: bytes, or a byte-pair encoding by the ``tokenizers`` library. Both decode to the text they encoded."""
 
-import os
-import tempfile
 from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
@@ -10,92 +8,88 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from phantom_parallel.utils.files import write_text
+
 FILE = "tokenizer.json"
-_PIECE = 1 << 16  # bytes of text that are encoded at once, to the next end of a line
+_PIECE = 1 << 16  # bytes of text that are encoded at once, up to the end of a line
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back."""
+    """Encodes text to tokens and decodes tokens to text."""
 
     def encode(self, text: bytes) -> NDArray[Any]: ...
 
     def decode(self, tokens: Iterable[int]) -> str: ...
 
     def save(self, folder: Path) -> None:
-        """Leave what `load_tokenizer` needs in a folder that exists."""
+        """Write the files that `load_tokenizer` needs to an existing folder."""
 
 
 class ByteTokenizer:
-    """A token is a byte."""
+    """Every token is a byte."""
 
     def encode(self, text: bytes) -> NDArray[Any]:
         return np.frombuffer(text, dtype=np.uint8)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Tokens beyond bytes, which a padded vocabulary has, stand for nothing."""
+        """Decode tokens; those of a padded vocabulary beyond bytes are left out."""
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
     def save(self, folder: Path) -> None:
-        pass  # there is nothing to know
+        pass  # no file is needed
 
 
 class BPETokenizer:
-    """A byte-level byte-pair encoding: every text has tokens."""
+    """A byte-level byte-pair encoding, which encodes every text. Wraps a ``tokenizers.Tokenizer``."""
 
-    def __init__(self, made: Any) -> None:
-        self._made = made
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
 
     @classmethod
-    def learn(cls, text: bytes, vocab: int) -> "BPETokenizer":
-        """From a text, up to ``vocab`` tokens."""
+    def train(cls, text: bytes, vocab: int) -> "BPETokenizer":
+        """Train an encoding of at most ``vocab`` tokens on a text."""
         library = _library()
-        made = library.Tokenizer(library.models.BPE())
-        made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder = library.decoders.ByteLevel()
+        tokenizer = library.Tokenizer(library.models.BPE())
+        tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = library.decoders.ByteLevel()
         trainer = library.trainers.BpeTrainer(
             vocab_size=vocab, initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
         )
-        made.train_from_iterator(_pieces(text), trainer)
-        return cls(made)
+        tokenizer.train_from_iterator(_pieces(text), trainer)
+        return cls(tokenizer)
 
     @classmethod
     def load(cls, path: Path) -> "BPETokenizer":
+        """Load a ``tokenizer.json``; ValueError if it is damaged."""
         library = _library()
         try:
             return cls(library.Tokenizer.from_file(str(path)))
-        except Exception as error:  # the library raises nothing more special
+        except Exception as error:  # the library raises no other class
             raise ValueError(f"{path} is not a readable tokenizer: {error}") from None
 
     @property
     def vocab(self) -> int:
-        """Tokens that it knows."""
-        return int(self._made.get_vocab_size())
+        """Size of the vocabulary."""
+        return int(self._tokenizer.get_vocab_size())
 
     def encode(self, text: bytes) -> NDArray[Any]:
-        found = [np.asarray(part.ids, dtype=np.uint16) for part in self._made.encode_batch(_pieces(text))]
-        return np.concatenate(found) if found else np.empty(0, dtype=np.uint16)
+        parts = [np.asarray(part.ids, dtype=np.uint16) for part in self._tokenizer.encode_batch(_pieces(text))]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint16)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        return str(self._made.decode(list(tokens), skip_special_tokens=False))
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     def save(self, folder: Path) -> None:
-        handle, name = tempfile.mkstemp(prefix=f".{FILE}.", dir=folder)
-        os.close(handle)
-        try:
-            self._made.save(name)
-            os.chmod(name, 0o644)
-            os.replace(name, folder / FILE)
-        finally:
-            Path(name).unlink(missing_ok=True)
+        write_text(folder / FILE, self._tokenizer.to_str(pretty=True))
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """That of a trained model's folder: the one that lies beside it, else bytes."""
+    """Load the tokenizer of a folder: its ``tokenizer.json``, or bytes if there is none."""
     return BPETokenizer.load(folder / FILE) if (folder / FILE).exists() else ByteTokenizer()
 
 
 def check_library() -> None:
-    """An error where the ``tokenizers`` library is missing."""
+    """Raise ValueError if the ``tokenizers`` library is not installed."""
     _library()
 
 
