@@ -95,3 +95,14 @@ def test_on_a_terminal_there_is_a_bar(capsys, monkeypatch):
     text = "\n".join(lines(capsys))
     for part in ("step", "loss 0.5", "━", "above", "left"):
         assert part in text
+
+
+def test_skipped_units_and_a_new_total_change_the_time_left(clock, capsys):
+    with ProgressDisplay() as display:
+        display.stage("cell", 10)
+        display.skip()  # the first unit was finished before
+        clock[0] += 4.0
+        display.update(3, title="second cell", line=True)  # two units in 4 seconds
+        display.set_total(5)
+        display.update(3.5, line=True)
+    assert lines(capsys) == ["second cell 3/10 0:00:14 left", "second cell 3/5 0:00:02 left"]

@@ -34,9 +34,9 @@ def decode_json(text: bytes, kind: type[T], source: str) -> T:
     nested more than 32 levels deep are refused.
     """
     try:
-        data = msgspec.json.decode(text)
-        _check_values(data)
-        return msgspec.convert(data, kind)
+        found = msgspec.json.decode(text, type=kind)
+        _check_values(msgspec.json.decode(text))
+        return found
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(_explained(error, kind, source)) from None
 

@@ -1,0 +1,88 @@
+"""Plain data into dataclasses: what is accepted, and the one line that says what is wrong."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+
+from phantom_parallel.utils.docs import field_docs
+from phantom_parallel.utils.parsing import check_keys, convert, decode_json, decode_toml
+
+
+@dataclass(frozen=True)
+class Inner:
+    rates: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outer:
+    """A class of the test."""
+
+    size: int
+    """Number of things,
+    in all."""
+    kind: Literal["a", "b"] = "a"
+    inner: Inner = field(default_factory=Inner)
+    """What is inside."""
+
+    def __post_init__(self) -> None:
+        if self.size < 0:
+            raise ValueError(f"size must be 0 or more, got {self.size}")
+
+
+@dataclass(frozen=True)
+class Further(Outer):
+    more: bool = False
+    """Whether there is more."""
+
+
+def test_nested_data_become_dataclasses():
+    found = convert({"size": 3, "kind": "b", "inner": {"rates": [1, 0.5]}}, Outer, "x.toml")
+    assert found == Outer(3, "b", Inner((1.0, 0.5)))
+    assert decode_json(b'{"size": 3, "inner": {"rates": [1, 0.5]}}', Outer, "x.json") == Outer(
+        3, "a", Inner((1.0, 0.5))
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "x.json: size is missing"),
+        ('{"size": "3"}', "x.json: size: Expected int, got str"),
+        ('{"size": true}', "x.json: size: Expected int, got bool"),
+        ('{"size": 3.0}', "x.json: size: Expected int, got float"),
+        ('{"size": -1}', "x.json: size must be 0 or more, got -1"),
+        ('{"size": 1, "kind": "c"}', "x.json: kind: must be one of a, b, got 'c'"),
+        ('{"size": 1, "inner": {"rates": [1, null]}}', "x.json: inner.rates[1]: Expected float, got null"),
+        ('{"size": 1, "inner": {"rates": [1e400]}}', "x.json: inner.rates[0]: Number out of range"),
+        ('{"size": NaN}', "x.json: JSON is malformed: invalid character (byte 9)"),
+        ('{"size": 1' + "0" * 30 + "}", "x.json: an integer has more than 64 bits"),
+        ('{"size": 1, "other": ' + "[" * 40 + "]" * 40 + "}", "x.json: the data are nested too deeply"),
+        ('{"size": 1, "other": ' + "[" * 5000, "x.json: the data are nested too deeply"),
+        ("[" * 5000, "x.json: Expected object, got array"),
+        ("", "x.json: Input data was truncated"),
+    ],
+)
+def test_an_error_is_one_line_with_the_file_and_the_key(text, message):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (the whole message is compared)
+        decode_json(text.encode(), Outer, "x.json")
+    assert str(error.value) == message
+
+
+def test_toml_that_is_none_names_its_source():
+    assert decode_toml("a = 1", "x.toml") == {"a": 1}
+    for text in ("a = ", "a = " + "[" * 5000, "a = 1" + "0" * 5000):
+        with pytest.raises(ValueError, match=r"^x\.toml is not readable as TOML: [^\n]+$"):
+            decode_toml(text, "x.toml")
+
+
+def test_unknown_keys_are_named_beside_the_known_ones():
+    check_keys({"a": 1}, ("a", "b"), "x")
+    with pytest.raises(ValueError, match="x has unknown settings c, d; known are a, b"):
+        check_keys({"a": 1, "d": 2, "c": 3}, ("b", "a"), "x")
+
+
+def test_the_documentation_of_fields_is_that_of_the_class_and_its_bases():
+    outer = {"size": "Number of things, in all.", "inner": "What is inside."}
+    assert field_docs(Outer) == outer
+    assert field_docs(Further) == outer | {"more": "Whether there is more."}
