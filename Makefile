@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help venv compare test test-all lint docs bench clean
+.PHONY: help venv compare test test-all campaign lint docs bench clean
 
 help:
 	@echo "make compare  train phantom and tensor parallel models to the same loss, and show what it cost"
 	@echo "make venv     make $(VENV) with everything pinned in constraints.txt"
 	@echo "make test     lint, then the tests but those of the second tier"
 	@echo "make test-all lint, then all tests"
+	@echo "make campaign 100 kills and 10,000 malformed inputs: counts of tried, clean and bad, also in out/campaign.json"
 	@echo "make lint     ruff, mypy and the direction of imports"
 	@echo "make docs     build the documentation to site/"
 	@echo "make bench    measure the layers: ratios from one interleaved run, also in out/bench.json"
@@ -32,6 +33,9 @@ test: lint
 
 test-all: test
 	$(BIN)/python -m pytest -m slow
+
+campaign: venv
+	$(BIN)/python -m tests.campaign --out out/campaign.json
 
 lint: venv
 	$(BIN)/ruff format --check --quiet .

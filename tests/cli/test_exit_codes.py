@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from phantom_parallel.cli import main as program
-from phantom_parallel.cli.exit_codes import exit_code
+from phantom_parallel.cli.exit_codes import exit_code, print_error
 from phantom_parallel.distributed.errors import Interrupted, LossDiverged, RankDied
 
 DEADLINE = 60.0  # seconds: far above what is needed, so that it only ends a hang
@@ -30,6 +30,15 @@ DEADLINE = 60.0  # seconds: far above what is needed, so that it only ends a han
 )
 def test_errors_have_exit_codes_and_bugs_have_none(error, code):
     assert exit_code(error) == code
+
+
+def test_a_message_that_repeats_a_long_value_is_shortened(capfd):
+    print_error(f"begins {'x' * 100_000} ends")
+    printed = capfd.readouterr().err
+    assert len(printed) < 3_000
+    assert printed.startswith("error: begins x")
+    assert "characters ...]" in printed
+    assert printed.rstrip().endswith("x ends")
 
 
 def handles(pid: int, number: int) -> bool:

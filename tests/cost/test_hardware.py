@@ -144,6 +144,8 @@ def test_the_users_folder_is_in_the_home_folder_by_default(monkeypatch: pytest.M
         ('overlap = "much"', "overlap must be a number or .*got 'much'"),
         ("overlap = true", "overlap must be a number or .*got True"),
         ("overlap = nan", "overlap: value must be a finite number, got nan"),
+        (f"overlap = {10**400}", "overlap: value must be a finite number, got 1000"),
+        (f"overlap = {'[' * 5000}", "not a TOML file"),
         ('overlap = { source = "me" }', "overlap lacks 'value'"),
         ("overlap = { value = 0.5 }", "overlap lacks 'source'"),
         ('overlap = { value = 0.5, source = " " }', "overlap: source must say where"),

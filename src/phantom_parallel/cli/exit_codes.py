@@ -17,6 +17,7 @@ from phantom_parallel.distributed.errors import Interrupted, LossDiverged, RankD
 from phantom_parallel.distributed.external import global_rank, is_local_rank_zero
 
 FAILED, MISTAKE, STOPPED = 1, 2, 130
+_MOST_CHARACTERS = 2_000  # of a message: it may repeat a value of a file
 _received: list[int] = []  # numbers of signals
 
 
@@ -52,6 +53,10 @@ def print_error(message: str) -> None:
     from rich.console import Console
     from rich.markup import escape
 
+    if len(message) > _MOST_CHARACTERS:
+        half = _MOST_CHARACTERS // 2
+        left_out = len(message) - 2 * half
+        message = f"{message[:half]} [... {left_out:,} characters ...] {message[-half:]}"
     if is_local_rank_zero():
         rank = f" on rank {global_rank()}" if global_rank() else ""
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error{rank}:[/] {escape(message)}")

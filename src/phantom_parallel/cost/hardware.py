@@ -8,7 +8,6 @@ another with ``base = "dgx-a100"`` and override single figures. What the figures
 
 import difflib
 import json
-import math
 import os
 import tomllib
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from phantom_parallel.utils.files import write_text
+from phantom_parallel.utils.numbers import is_finite
 
 SHIPPED = Path(__file__).parent / "profiles"
 WORD_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -70,7 +70,7 @@ class Figure:
     uncertain: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.value, bool) or not isinstance(self.value, int | float) or not math.isfinite(self.value):
+        if not is_finite(self.value):
             raise ValueError(f"value must be a finite number, got {self.value!r}")
         if not isinstance(self.source, str) or not self.source.strip():
             raise ValueError(f"source must say where the value comes from, got {self.source!r}")
@@ -205,7 +205,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     """A file's fields over those of its base. A base is never one of ``seen``: a file may so extend its namesake."""
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a TOML file: {error}") from None
     _check_names(path, data)
     data.setdefault("name", path.stem)

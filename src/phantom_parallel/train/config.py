@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Literal, Self, get_args
 
 from phantom_parallel.utils.layout import positive
+from phantom_parallel.utils.numbers import is_finite
 from phantom_parallel.utils.strategies import DEFAULT_GHOSTS, StrategyName, default_blocks, get_strategy
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -126,8 +127,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value is None and name in ("max_grad_norm", "target_loss"):
                 continue
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if not number or value < 0 or (value == 0 and name not in at_least_0):
+            if not is_finite(value) or value < 0 or (value == 0 and name not in at_least_0):
                 least = "0 or more" if name in at_least_0 else "above 0"
                 raise ValueError(f"{name} must be a number {least}, got {value!r}")
         if self.momentum >= 1:

@@ -1,0 +1,4 @@
+"""A campaign against the commands: malformed inputs, kills at random moments, signals, frozen ranks and full disks.
+
+``make campaign`` runs all of it and prints what was tried, clean and bad; ``make test-all`` runs a bounded share.
+"""
