@@ -45,8 +45,12 @@ class Pool:
             self._workers.append(worker)
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        for pipe in self._pipes:
-            pipe.send((function, args, kwargs))
+        try:
+            for pipe in self._pipes:
+                pipe.send((function, args, kwargs))
+        except OSError:
+            self.close()  # so that the next test gets a new pool
+            raise RankFailed("a worker has died since the last test") from None
         results: list[Any] = [None] * self.size
         waiting = dict(zip(self._pipes, range(self.size), strict=True))
         failures = {}
