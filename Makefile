@@ -28,8 +28,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 compare: venv
 	$(BIN)/phantom compare --out out/compare-$$(date -u +%Y%m%d-%H%M%S)
 
+# Two processes at once, a file of tests at a time: tests with ranks wait more than they compute.
 test: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile
 
 test-all: test
 	$(BIN)/python -m pytest -m slow
