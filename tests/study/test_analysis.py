@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from phantom_parallel.study.analysis import mean_interval, ratio_interval
+from phantom_parallel.families.ffn.train_config import FFNTrainConfig
+from phantom_parallel.study.analysis import caveats, mean_interval, ratio_interval
 
 
 def test_the_interval_of_three_values():
@@ -39,3 +40,35 @@ def test_a_ratio_is_the_geometric_mean_of_pairs():
 def test_equal_pairs_have_a_ratio_without_doubt():
     found = ratio_interval([(1.0, 4.0), (2.0, 8.0), (0.5, 2.0)])
     assert (found.low, found.mean, found.high) == pytest.approx((0.25, 0.25, 0.25))
+
+
+PLANTED = FFNTrainConfig(width=64, ghosts=4, data="planted")
+RANDOM = FFNTrainConfig(width=64, ghosts=4, data="random")
+MACHINE = {"device": "cpu", "backend": "gloo", "processes": 4, "processes_per_host": 4, "cores": 2}
+
+
+@pytest.mark.parametrize(
+    ("configs", "seeds", "machine", "reused", "stated", "not_stated"),
+    [
+        ([PLANTED, PLANTED], 1, MACHINE, 0, ("(planted)", "One seed", "Oversubscribed: up to 4 ranks share 2"), ()),
+        (
+            [RANDOM],
+            3,
+            MACHINE | {"cores": 8},
+            0,
+            ("processes on CPU cores",),
+            ("planted", "One seed", "Oversubscribed"),
+        ),
+        ([RANDOM], None, MACHINE | {"processes": 1}, 0, ("modelled, not measured",), ("One seed", "CPU cores")),
+        ([RANDOM], 3, MACHINE | {"device": "H100"}, 5, ("5 trainings were finished by an earlier",), ("CPU cores",)),
+    ],
+)
+def test_caveats_state_what_limits_the_conclusions(configs, seeds, machine, reused, stated, not_stated):
+    found = list(caveats(configs, seeds, machine, "assumed-core", reused))
+    assert len(found) == len(set(found))
+    text = " ".join(found)
+    assert "watts of assumed-core" in text
+    for part in stated:
+        assert part in text
+    for part in not_stated:
+        assert part not in text
