@@ -61,9 +61,9 @@ def expected(tokens: int) -> list[int]:
 def test_text_and_what_it_cost_as_json(folder, capfd, ranks):
     assert phantom("--model", folder / "model", "--prompt", PROMPT, "--tokens", "8", "--against", "megatron", "--turns",
                    "2", "--json", *(["--ranks", "2"] if ranks > 1 else [])) == 0  # fmt: skip
-    told = capfd.readouterr()
-    assert "measuring: turn 2/2" in told.err
-    report = json.loads(told.out)
+    captured = capfd.readouterr()
+    assert "measuring: turn 2/2" in captured.err
+    report = json.loads(captured.out)
     assert set(report) == {
         *("model", "ranks", "device", "prompt", "prompt_tokens", "texts", "tokens", "sampling", "profile"),
         *("profile_source", "measured"),
@@ -81,16 +81,16 @@ def test_text_and_what_it_cost_as_json(folder, capfd, ranks):
 
 def test_text_on_stdout_and_figures_on_stderr(folder, capfd):
     assert phantom("--model", folder / "model", "--prompt", PROMPT, "--tokens", "8") == 0
-    told = capfd.readouterr()
-    assert told.out == bytes(expected(8)).decode(errors="replace") + "\n"
+    captured = capfd.readouterr()
+    assert captured.out == bytes(expected(8)).decode(errors="replace") + "\n"
     for line in ("1 rank (cpu), 9 + 8 tokens", "prefill: time to first token", "decode: time per token", "95 %"):
-        assert line in told.err
-    prefill, decode = told.err.split("decode: time per token")
+        assert line in captured.err
+    prefill, decode = captured.err.split("decode: time per token")
     assert "95 %" not in prefill  # of one prefill
     assert "95 %" in decode
-    assert "bytes exchanged per token" in told.err
-    assert told.err.strip().splitlines()[-1].startswith("Energy is ")
-    assert "measuring" not in told.err
+    assert "bytes exchanged per token" in captured.err
+    assert captured.err.strip().splitlines()[-1].startswith("Energy is ")
+    assert "measuring" not in captured.err
 
 
 def test_sampled_texts_from_a_file(folder, capfd):
@@ -202,8 +202,8 @@ def test_stopped_in_the_middle_of_a_text(tmp_path, number):
         assert len(process.stdout.read(5)) == 5  # it is at work
         end = time.monotonic() + DEADLINE
         os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
-        _, told = process.communicate(timeout=end - time.monotonic())
+        _, stderr = process.communicate(timeout=end - time.monotonic())
     finally:
         process.kill()
-    assert told.decode().strip().splitlines() == [f"error: stopped by {number.name}"]
+    assert stderr.decode().strip().splitlines() == [f"error: stopped by {number.name}"]
     assert process.returncode == 130

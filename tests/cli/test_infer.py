@@ -62,10 +62,10 @@ def test_predictions_and_what_they_cost(folder, capfd, ranks):
     assert phantom("--model", folder / "model", "--inputs", folder / "x.npy", "--out", out, "--batch", "4", "--json",
                    *(["--ranks", "2"] if ranks > 1 else [])) == 0  # fmt: skip
     np.testing.assert_allclose(np.load(out), expected(), rtol=1e-11, atol=1e-11)
-    told = capfd.readouterr()
-    assert "predicting: row 11/11" in told.err
-    assert "measuring: turn 2/2" in told.err
-    report = json.loads(told.out)
+    captured = capfd.readouterr()
+    assert "predicting: row 11/11" in captured.err
+    assert "measuring: turn 2/2" in captured.err
+    report = json.loads(captured.out)
     assert set(report) == {
         *("model", "ranks", "device", "batch", "rows", "rows_per_second", "out", "compared_rows", "largest_difference"),
         *("largest_prediction", "profile", "profile_source", "measured", "non_finite_outputs", "non_finite_rows"),
@@ -88,11 +88,11 @@ def test_predictions_and_what_they_cost(folder, capfd, ranks):
 
 def test_the_table_on_random_rows(folder, capfd):
     assert phantom("--model", folder / "model") == 0
-    told = capfd.readouterr()
+    captured = capfd.readouterr()
     for line in ("1 rank (cpu), batch 64", "latency, 95 %", "energy per sample", "Largest difference between"):
-        assert line in told.out
-    assert "predictions," not in told.out
-    assert "predicting" not in told.err
+        assert line in captured.out
+    assert "predictions," not in captured.out
+    assert "predicting" not in captured.err
 
 
 @pytest.mark.parametrize("ranks", ["1", "2"])
@@ -166,11 +166,11 @@ def test_the_watts_are_those_asked_for_or_this_machines_or_assumed(folder, capfd
     assert phantom("--model", folder / "model", "--profile", "dgx-a100") == 0
     assert "watts of dgx-a100 (hardware profile" in energy(capfd)
     watts = dict.fromkeys(("compute_watts", "communication_watts", "idle_watts"), Figure(3.0, "given"))
-    mine = replace(load_profile("dgx-a100"), name="this-machine-1", **watts)
-    dump_profile(mine, folder / "profiles" / "this-machine-1.toml")
+    profile = replace(load_profile("dgx-a100"), name="this-machine-1", **watts)
+    dump_profile(profile, folder / "profiles" / "this-machine-1.toml")
     assert phantom("--model", folder / "model") == 0
     assert "watts of this-machine-1 (" in energy(capfd)
-    without = replace(mine, **dict.fromkeys(watts))
+    without = replace(profile, **dict.fromkeys(watts))
     dump_profile(without, folder / "profiles" / "this-machine-1.toml")
     assert phantom("--model", folder / "model") == 0
     assert "watts of assumed-core" in energy(capfd)
@@ -280,10 +280,10 @@ def test_more_ranks_than_memory_allows_are_refused(folder, capfd, monkeypatch):
 
 def test_an_existing_file_is_replaced_only_when_asked(folder, capfd):
     out = folder / "out.npy"
-    out.write_text("mine")
+    out.write_text("kept")
     given = ("--model", folder / "model", "--inputs", folder / "x.npy", "--out", out)
     assert phantom(*given) == 2
-    assert out.read_text() == "mine"
+    assert out.read_text() == "kept"
     assert phantom(*given, "--overwrite") == 0
     np.testing.assert_allclose(np.load(out), expected(), rtol=1e-11, atol=1e-11)
 
@@ -319,9 +319,9 @@ def test_sigterm_leaves_no_file_behind(folder):
             assert time.monotonic() < end
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-        _, told = process.communicate(timeout=DEADLINE)
+        _, stderr = process.communicate(timeout=DEADLINE)
     finally:
         process.kill()
-    assert "stopped" in told
+    assert "stopped" in stderr
     assert process.returncode == 130
     assert sorted(path.name for path in folder.iterdir()) == before

@@ -36,13 +36,13 @@ def steps_of(out: Path) -> list[int]:
 
 def test_two_ranks_train_stop_and_go_on_as_one(tmp_path, capfd):
     assert phantom(tmp_path / "run", *SMALL, "--ranks", "2", "--steps", "20", "--json") == 0
-    told = capfd.readouterr()
-    summary = json.loads(told.out)
+    captured = capfd.readouterr()
+    summary = json.loads(captured.out)
     assert (summary["status"], summary["step"]) == ("steps", 20)
     assert 0 < summary["blocked_share"] < 1
     assert summary["compute_seconds"] > 0
     assert summary["blocked_seconds"] > 0
-    assert "step 20/20 loss" in told.err
+    assert "step 20/20 loss" in captured.err
     assert steps_of(tmp_path / "run") == [10, 20]
     assert load_model(tmp_path / "run" / "model").config.blocks == 4
     assert json.loads((tmp_path / "run" / "config.json").read_text())["ranks"] == 2
@@ -74,9 +74,9 @@ def test_a_transformer_trains_on_two_ranks_and_goes_on_as_one(tmp_path, capfd, m
         return program.main(["train", "gpt", "--out", str(tmp_path / "run"), *GPT, *arguments])
 
     assert gpt("--ranks", "2", "--steps", "20", "--json") == 0
-    told = capfd.readouterr()
-    assert json.loads(told.out)["step"] == 20
-    assert "windows/s" in told.err
+    captured = capfd.readouterr()
+    assert json.loads(captured.out)["step"] == 20
+    assert "windows/s" in captured.err
     assert gpt("--steps", "30", "--resume") == 0  # on one rank
     assert steps_of(tmp_path / "run") == [10, 20, 30]
     assert "held out" in capfd.readouterr().out
@@ -134,10 +134,10 @@ def test_the_help_has_a_text_for_every_option_and_leads_to_the_other(capsys, var
     with pytest.raises(SystemExit) as left:
         program.main(["train", *variant, "--help"])
     assert left.value.code == 0
-    told = capsys.readouterr().out
-    assert "phantom train" in told
+    help_text = capsys.readouterr().out
+    assert "phantom train" in help_text
     for field in fields(GPTTrainConfig if variant else FFNTrainConfig):
-        text = told.split("--" + field.name.replace("_", "-"), 1)[1].split("(default", 1)[0]
+        text = help_text.split("--" + field.name.replace("_", "-"), 1)[1].split("(default", 1)[0]
         assert "." in text, field.name  # a sentence
 
 
@@ -246,10 +246,10 @@ def started(out: Path, *arguments: str) -> subprocess.Popen:
 def ended(process: subprocess.Popen) -> str:
     """What it said apart from its progress."""
     try:
-        _, told = process.communicate(timeout=DEADLINE)
+        _, stderr = process.communicate(timeout=DEADLINE)
     finally:
         process.kill()
-    lines = [line for line in told.splitlines() if not line.startswith("step ")]
+    lines = [line for line in stderr.splitlines() if not line.startswith("step ")]
     assert len(lines) == 1, lines
     return lines[0]
 
@@ -269,9 +269,9 @@ def test_sigterm_saves_and_leaves_and_nothing_is_lost(tmp_path):
 def test_a_rank_that_dies_ends_the_others_and_is_named(tmp_path):
     process = started(tmp_path / "run", *LONG, "--ranks", "2")
     os.kill(rank_of(process.pid, 1), signal.SIGKILL)
-    told = ended(process)
-    assert "rank 1 died, and the others were stopped: killed by SIGKILL" in told
-    assert "go on with --resume" in told
+    message = ended(process)
+    assert "rank 1 died, and the others were stopped: killed by SIGKILL" in message
+    assert "go on with --resume" in message
     assert process.returncode == 1
     assert any((tmp_path / "run" / "checkpoints").glob("step-*/state-00002-of-00002.safetensors"))
 

@@ -35,11 +35,11 @@ def count_on_rank(profile):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_counts_are_the_ledgers_and_power_times_time_is_energy(ranks, size):
-    told = ranks(size)(count_on_rank, PowerProfile("flat", 7.0, 7.0, 7.0, "made up"))
-    found = told[0][0]
-    assert all(there == found for there, _ in told)
+    results = ranks(size)(count_on_rank, PowerProfile("flat", 7.0, 7.0, 7.0, "made up"))
+    found = results[0][0]
+    assert all(there == found for there, _ in results)
     for name, one in found.items():
-        counted = [counts[name] for _, counts in told]
+        counted = [counts[name] for _, counts in results]
         assert one.flops_per_sample * BATCH == sum(flops for flops, _, _ in counted)
         assert one.bytes_per_sample * BATCH == sum(moved for _, moved, _ in counted)
         assert one.parameters == counted[0][2]

@@ -110,12 +110,12 @@ def models_on_rank(model, inputs):
 def test_the_tensor_parallel_model_holds_rows_of_the_dense_weight(tmp_path, ranks, strategy):
     truth, x = known(strategy), rows(6)
     np.save(tmp_path / "x.npy", x)
-    told = ranks(2)(models_on_rank, truth.save(tmp_path / "model"), tmp_path / "x.npy")
+    results = ranks(2)(models_on_rank, truth.save(tmp_path / "model"), tmp_path / "x.npy")
     for index, weight in enumerate(truth.weights):
-        found = torch.cat([weights[index] for weights, _ in told])
+        found = torch.cat([weights[index] for weights, _ in results])
         torch.testing.assert_close(found, weight, rtol=1e-12, atol=1e-12)
     largest = float(truth.expected(torch.from_numpy(x)).abs().max())
-    for _, (difference, prediction) in told:
+    for _, (difference, prediction) in results:
         assert difference <= 1e-11 * largest
         assert prediction == pytest.approx(largest)
 

@@ -40,27 +40,27 @@ OTHERS = {
 
 
 def losses(config: FFNTrainConfig, folder: str | None = None, resume: str | None = None) -> dict[int, tuple]:
-    """On every rank of the pool; what rank 0 heard."""
-    heard = {}
+    """On every rank of the pool; the losses that rank 0 reports."""
+    reported = {}
     train(
         config,
         ParallelContext.create(config.ranks, config.dp, CPU),
         checkpoints=None if folder is None else Path(folder),
         resume=None if resume is None else Path(resume),
-        report=lambda record: heard.update({record.step: (record.loss, record.eval_loss)}),
+        report=lambda record: reported.update({record.step: (record.loss, record.eval_loss)}),
     )
-    return heard
+    return reported
 
 
-def curve(heard: dict[int, tuple]) -> list[float]:
-    return [loss for loss, _ in heard.values()]
+def curve(reported: dict[int, tuple]) -> list[float]:
+    return [loss for loss, _ in reported.values()]
 
 
 def test_the_loss_goes_down_and_the_held_out_loss_with_it():
-    heard = losses(replace(PHANTOM, steps=60))
-    assert heard[60][0] < 0.5 * heard[1][0]
-    assert heard[60][1] < 0.6 * heard[4][1]
-    assert heard[1][1] is None
+    reported = losses(replace(PHANTOM, steps=60))
+    assert reported[60][0] < 0.5 * reported[1][0]
+    assert reported[60][1] < 0.6 * reported[4][1]
+    assert reported[1][1] is None
 
 
 VARIANTS = {
@@ -136,9 +136,9 @@ def test_a_compiled_model_learns_the_same(monkeypatch):
 
 
 def test_the_target_ends_it():
-    heard = losses(PHANTOM)
-    _, summary = train(replace(PHANTOM, target_loss=heard[8][1]), ParallelContext())
-    assert (summary.status, summary.step, summary.eval_loss) == ("target", 8, heard[8][1])
+    reported = losses(PHANTOM)
+    _, summary = train(replace(PHANTOM, target_loss=reported[8][1]), ParallelContext())
+    assert (summary.status, summary.step, summary.eval_loss) == ("target", 8, reported[8][1])
     assert train(replace(PHANTOM, target_loss=1e-9), ParallelContext())[1].status == "steps"
 
 
@@ -179,9 +179,9 @@ def test_a_loss_that_diverges_stops_and_names_the_last_good_checkpoint(ranks, tm
     losses(replace(PHANTOM, steps=6), str(tmp_path))
     about = tmp_path / "step-000006" / "checkpoint.json"
     about.write_text(about.read_text().replace('"lr": 0.02', '"lr": 1e+30'))
-    told = ranks(count)(diverged, str(about.parent), count)
-    assert re.search(r"at step \d+: the last good checkpoint is .*step-000006", told[0])
-    assert len(set(told)) == 1
+    messages = ranks(count)(diverged, str(about.parent), count)
+    assert re.search(r"at step \d+: the last good checkpoint is .*step-000006", messages[0])
+    assert len(set(messages)) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["step-000006"]
 
 

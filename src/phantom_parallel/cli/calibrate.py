@@ -1,6 +1,5 @@
 """``phantom calibrate``: measure this machine and write its hardware profiles."""
 
-import json as json_format
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -9,6 +8,7 @@ import tyro
 from phantom_parallel.cost.calibrate import Durations, Measured, fit_profile, measure, profile_name
 from phantom_parallel.cost.hardware import Profile, dump_profile, user_directory
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
+from phantom_parallel.utils.files import json_text
 from phantom_parallel.utils.progress import ProgressDisplay
 
 
@@ -48,7 +48,7 @@ class Options:
             if not self.json:
                 _show(profile, str(path))
         if self.json:
-            print(json_format.dumps(written, indent=2))
+            print(json_text(written))
 
     def _measure(self, ranks: int) -> Measured:
         pairs = get_family(DEFAULT_FAMILY).step_shapes(ranks, held_out=False)

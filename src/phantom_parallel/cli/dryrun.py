@@ -1,6 +1,5 @@
 """``phantom dryrun``: what one rank of many would compute, send and keep, from the real model code without data."""
 
-import json as json_format
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from phantom_parallel.cost.hardware import WORD_BYTES
 from phantom_parallel.cost.sizes import Layout
 from phantom_parallel.cost.terms import Optimizer, Shape
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
-from phantom_parallel.utils.files import write_json, write_text
+from phantom_parallel.utils.files import json_text, write_json, write_text
 from phantom_parallel.utils.strategies import StrategyName
 
 
@@ -70,7 +69,7 @@ class DryRunOptions(ModelOptions, JsonOption):
         else:
             found = dry_run(self._shape(layout).passes()[self.mode])
             if self.json:
-                print(json_format.dumps(found.to_dict(), indent=2))
+                print(json_text(found.to_dict()))
             else:
                 _show(found, self._title(layout.filled()))
             _require_agreement(found)
@@ -91,7 +90,7 @@ class DryRunOptions(ModelOptions, JsonOption):
         title = f"Messages of one rank: {' and '.join(shapes)}\n{self._title(layout)}"
         written = [] if self.out is None else _write(profiles, title, self.out)
         if self.json:
-            print(json_format.dumps(as_rows(profiles), indent=2))
+            print(json_text(as_rows(profiles)))
             return
         console = Console(highlight=False)
         console.print(table(profiles, title))

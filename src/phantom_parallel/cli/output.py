@@ -1,6 +1,5 @@
 """Output of compare and study: results, report and tables in a folder, and a table or JSON on stdout."""
 
-import json as json_format
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,6 +9,7 @@ from rich.table import Table
 
 from phantom_parallel.report.html import write_report
 from phantom_parallel.study import results
+from phantom_parallel.utils.files import json_text
 
 
 def output_folder(out: Path | None, resume: bool, command: str, name: str) -> Path:
@@ -26,7 +26,7 @@ def write_and_print(
     results.save(found, out / results.FILE)
     page = write_report(found, out)
     if json:
-        print(json_format.dumps(results.to_json(found), indent=2))
+        print(json_text(results.to_json(found)))
         return
     console = Console(soft_wrap=True, highlight=False)
     console.print(table)

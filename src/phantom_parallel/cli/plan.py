@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from phantom_parallel.cost.planner import (
     scaling,
 )
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
-from phantom_parallel.utils.files import write_json, write_text
+from phantom_parallel.utils.files import json_text, write_json, write_text
 from phantom_parallel.utils.strategies import StrategyName
 
 ROWS = 40
@@ -89,7 +88,7 @@ class PlanOptions(ModelOptions, JsonOption):
         curves = scaling(request) if self.out or self.json else {}
         written = _write(answer, curves, self.out) if self.out else []
         if self.json:
-            print(json.dumps(as_data(answer, curves), indent=2))
+            print(json_text(as_data(answer, curves)))
             return
         console = Console(highlight=False)
         for part in _tables(answer):

@@ -1,6 +1,5 @@
 """``phantom validate``: the time model's predictions against measured training steps, on local ranks."""
 
-import json as json_format
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,7 +12,7 @@ from phantom_parallel.cost.calibrate import profile_name
 from phantom_parallel.cost.hardware import load_profile
 from phantom_parallel.cost.validate import Outcome, validate
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
-from phantom_parallel.utils.files import write_json
+from phantom_parallel.utils.files import json_text, write_json
 from phantom_parallel.utils.progress import ProgressDisplay
 
 
@@ -53,7 +52,7 @@ class ValidateOptions(JsonOption):
         if self.out is not None:
             write_json(self.out, found)
         if self.json:
-            print(json_format.dumps(found, indent=2))
+            print(json_text(found))
         else:
             _show(outcomes)
 

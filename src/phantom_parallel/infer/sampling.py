@@ -39,7 +39,7 @@ class Sampling:
         if self.top_k is not None:
             positive(top_k=self.top_k)
         if self.top_p is not None and (not _is_number(self.top_p) or not 0 < self.top_p <= 1):
-            raise ValueError(f"top_p must lie above 0 and up to 1, got {self.top_p!r}")
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p!r}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < _SEEDS:
             raise ValueError(f"seed must be a whole number from 0 to {_SEEDS - 1}, got {self.seed!r}")
         for name in ("top_k", "top_p"):

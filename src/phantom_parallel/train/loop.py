@@ -123,8 +123,8 @@ class Trainer:
         self.config, self.parallel, self.checkpoints = config, parallel, checkpoints
         torch.manual_seed(config.seed)
         self.task: Task[Any] = get_family(config.family).task()(config, parallel)
-        cut = self.task.cut_over_copies
-        self.optimizer = PartsOptimizer(self.task.model, config, parallel, cut_over_copies=cut)
+        cut = self.task.sharded_over_copies
+        self.optimizer = PartsOptimizer(self.task.model, config, parallel, sharded_over_copies=cut)
         self.clock = TimeSplitRecorder(parallel.device.type, timer_for(parallel.device))
         self.progress = Progress(0, 0.0)
         self.last_checkpoint: Path | None = None

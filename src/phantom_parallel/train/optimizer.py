@@ -22,7 +22,7 @@ class PartsOptimizer:
         model: The model.
         config: Optimizer, learning rates and clipping.
         parallel: The ranks.
-        cut_over_copies: Whether parameters are sharded over the data-parallel copies as well, as FSDP2 does.
+        sharded_over_copies: Whether parameters are sharded over the data-parallel copies as well, as FSDP2 does.
 
     Attributes:
         parameters: The parameters, by name.
@@ -31,9 +31,9 @@ class PartsOptimizer:
     """
 
     def __init__(
-        self, model: nn.Module, config: TrainConfig, parallel: ParallelContext, *, cut_over_copies: bool = False
+        self, model: nn.Module, config: TrainConfig, parallel: ParallelContext, *, sharded_over_copies: bool = False
     ) -> None:
-        self._config, self._parallel, self._cut_over_copies = config, parallel, cut_over_copies
+        self._config, self._parallel, self._sharded_over_copies = config, parallel, sharded_over_copies
         self.parameters = dict(model.named_parameters())
         self.parts = {name: _own(parameter) for name, parameter in self.parameters.items()}
         own = {id(parameter): self.parts[name] for name, parameter in self.parameters.items()}
@@ -76,7 +76,7 @@ class PartsOptimizer:
         for name, part in self.parts.items():
             if part.grad is not None and _counts(self.parameters[name], parallel):
                 total += part.grad.square().sum()
-        if self._cut_over_copies:
+        if self._sharded_over_copies:
             dist.all_reduce(total, group=parallel.group)
         elif parallel.tp is not None:
             dist.all_reduce(total, group=parallel.tp.get_group())

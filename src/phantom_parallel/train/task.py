@@ -97,13 +97,13 @@ class Task(ABC, Generic[C]):
         """Compile the model that `loss` runs, with torch.compile."""
 
     @property
-    def cut_over_copies(self) -> bool:
+    def sharded_over_copies(self) -> bool:
         """Whether the weights are sharded over the data-parallel copies, as by FSDP2, which averages the gradients."""
         return False
 
     def average(self) -> None:
         """Average the gradients over the data-parallel copies."""
-        if not self.cut_over_copies:
+        if not self.sharded_over_copies:
             average_gradients(self.model, self.parallel.dp)
 
     def autocast(self) -> torch.autocast:

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, with the permissions that the umask gives."""
+"""Files and folders that appear whole or not at all, with the permissions of the umask."""
 
 import ctypes
 import json
@@ -20,7 +20,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a new binary file that takes the place of ``path`` once the block has ended without an exception.
 
-    The data are on the disk before the name changes, so a power cut leaves the old file or the new one.
+    The data are flushed to the disk before the name changes, so a power failure leaves the old or the new file.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-_LINE_SECONDS = 5.0  # between lines where there is no terminal
+_LINE_SECONDS = 5.0  # between lines without a terminal
 
 
 class ProgressDisplay:
@@ -51,11 +51,11 @@ class ProgressDisplay:
             self._bar.reset(self._task, description=title, total=total, completed=int(done), note="")
 
     def set_total(self, total: float) -> None:
-        """Change the number of units of the stage, as soon as it is known better."""
+        """Change the number of units of the stage, if a better estimate is available."""
         self._total = total
 
     def skip(self, units: float = 1.0) -> None:
-        """Leave units that were found finished out of the estimate of the time left."""
+        """Exclude units that were finished before from the estimate of the time left."""
         self._first += units
 
     def update(self, done: float, note: str = "", *, title: str | None = None, line: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The strategies: how a model is cut over ranks, and the rules that each of them has. The one list of them."""
+"""The list of strategies: how a model is parallelised over ranks, and the rules of each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ DEFAULT_GHOSTS = 16
 
 @dataclass(frozen=True)
 class Strategy:
-    """How a model is cut over the ranks that share it.
+    """How a model is parallelised over the ranks that share it.
 
     Args:
         name: As options and files have it.
@@ -20,7 +20,7 @@ class Strategy:
         explanation: One line for readers of a report who do not know the strategies.
         single_rank: Whether a model must not be shared by several ranks.
         has_blocks: Whether the model has blocks and ghosts of its own, and is not the dense model.
-        shards_features: Whether activations are cut by features between layers, on a mesh.
+        shards_features: Whether activations between layers are sharded by features, on a mesh.
     """
 
     name: StrategyName
@@ -31,7 +31,7 @@ class Strategy:
     shards_features: bool = False
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise ValueError if a model cannot be shared by so many ranks."""
+        """Raise ValueError if a model cannot be shared by ``ranks`` ranks."""
         positive(ranks=ranks)
         if self.single_rank and ranks > 1:
             raise ValueError(f"the strategy {self.name} runs on one rank, got ranks={ranks}: use another one, or dp")
@@ -84,5 +84,5 @@ def get_strategy(name: object, among: Sequence[str] = tuple(STRATEGIES)) -> Stra
 
 
 def default_blocks(ranks: int) -> int:
-    """Blocks of a phantom model where nothing else is asked for: the larger of 4 and the number of ranks."""
+    """Return the default number of blocks of a phantom model: the larger of 4 and the number of ranks."""
     return max(4, ranks)

@@ -39,11 +39,11 @@ def test_a_teachers_data_are_the_same_on_any_number_of_ranks_and_threads(teacher
 
 
 def shared(one: FFNTrainConfig, cut: bool) -> tuple:
-    """On every rank of the pool: its part, and how many rows its teacher was asked for."""
-    asked, forward = [], FFN.forward
+    """On every rank of the pool: its part, and the number of rows that its teacher evaluated."""
+    evaluated, forward = [], FFN.forward
 
     def counted(self, x):
-        asked.append(len(x))
+        evaluated.append(len(x))
         return forward(self, x)
 
     _cache.clear()
@@ -53,7 +53,7 @@ def shared(one: FFNTrainConfig, cut: bool) -> tuple:
         data = open_data(one, *((parallel.tp_rank, one.ranks) if cut else (0, 1)), parallel)
         again = open_data(one, *((parallel.tp_rank, one.ranks) if cut else (0, 1)), parallel)
     assert again.y is data.y
-    return parallel.tp_rank, data.x, data.y, sum(asked)
+    return parallel.tp_rank, data.x, data.y, sum(evaluated)
 
 
 @pytest.mark.parametrize("teacher", ["planted", "random"])
@@ -63,11 +63,11 @@ def test_ranks_share_a_teachers_work_and_get_the_same_data(ranks, teacher, count
     whole = open_data(config(data=teacher, samples=1100))
     share = WIDTH // count
     total = 0
-    for tp_rank, x, y, asked in ranks(count * copies)(shared, one, True):
+    for tp_rank, x, y, evaluated in ranks(count * copies)(shared, one, True):
         own = slice(tp_rank * share, (tp_rank + 1) * share)
         assert torch.equal(x, whole.x[:, own])
         assert torch.equal(y, whole.y[:, own])
-        total += asked
+        total += evaluated
     assert total == 5 * 256  # each chunk once in all
     for _, x, y, _ in ranks(count * copies)(shared, one, False):  # megatron holds whole features
         assert torch.equal(x, whole.x)

@@ -93,9 +93,9 @@ def test_draws_are_the_same_on_any_number_of_ranks(ranks, strategy):
 
 
 def test_every_token_is_told_as_it_comes():
-    model, told = filled(config_of(context=CONTEXT)), []
-    made = generate(model, prompts(), tokens=4, on_token=lambda token: told.append(token.tolist()))
-    assert [list(row) for row in zip(*told, strict=True)] == made.tokens.tolist()
+    model, streamed = filled(config_of(context=CONTEXT)), []
+    made = generate(model, prompts(), tokens=4, on_token=lambda token: streamed.append(token.tolist()))
+    assert [list(row) for row in zip(*streamed, strict=True)] == made.tokens.tolist()
     assert made.lengths == [4, 4, 4]
     assert len(made.timings.decode) == 3
     assert min(made.timings.prefill, *made.timings.decode) > 0
@@ -138,7 +138,7 @@ def test_a_prompt_of_one_token_and_the_whole_context():
         (prompts() + 20, {}, "tokens must lie from 0 to 23"),
         (prompts(), {"tokens": 0}, "tokens must be a positive whole number, got 0"),
         (prompts(), {"temperature": 1.0, "top_k": 25}, "top_k=25 is more than the model's vocabulary of 24"),
-        (prompts(), {"stop": [3, 24]}, "tokens to stop at must lie from 0 to 23"),
+        (prompts(), {"stop": [3, 24]}, "tokens to stop at must be from 0 to 23"),
     ],
 )
 def test_requests_that_cannot_be_met(prompt, settings, message):

@@ -50,9 +50,9 @@ def megatron_bytes(ranks: int, positions: int) -> float:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_bytes_by_hand_and_power_times_time_is_energy(ranks, size):
-    told = ranks(size)(on_rank)
-    found = told[0]
-    assert all(there == found for there in told)
+    results = ranks(size)(on_rank)
+    found = results[0]
+    assert all(there == found for there in results)
     for name, moved in (("phantom", phantom_bytes), ("megatron", megatron_bytes)):
         one = found[name]
         assert (one.strategy, one.ranks, one.batch) == (name, size, BATCH)
@@ -100,15 +100,15 @@ def test_sensors_go_before_the_model():
 
 
 def test_models_take_turns_the_order_alternates_and_tokens_are_told_once():
-    models, log, told = {"a": build("phantom"), "b": build("dense")}, [], []
+    models, log, results = {"a": build("phantom"), "b": build("dense")}, [], []
     for name, model in models.items():
         model.register_forward_hook(lambda *_, name=name: log.append(name))
-    measure_generation(models, prompt(), TOKENS, 3, on_token=lambda token: told.append(token), report=log.append)
+    measure_generation(models, prompt(), TOKENS, 3, on_token=lambda token: results.append(token), report=log.append)
     turns = [list(part) for done, part in groupby(log, lambda entry: isinstance(entry, int)) if not done]
     assert turns[1] == ["b"] * TOKENS + ["a"] * TOKENS
     assert turns[2] == ["a"] * TOKENS + ["b"] * TOKENS
     assert [entry for entry in log if isinstance(entry, int)] == [1, 2, 3]
-    assert [tuple(token.shape) for token in told] == [(BATCH,)] * TOKENS
+    assert [tuple(token.shape) for token in results] == [(BATCH,)] * TOKENS
 
 
 def disagree_on_rank() -> None:

@@ -56,25 +56,25 @@ def of(strategy: str, config: GPTTrainConfig) -> GPTTrainConfig:
 
 
 def losses(config: GPTTrainConfig, cache: str, folder: str | None = None, resume: str | None = None) -> dict:
-    """On every rank of the pool; what rank 0 heard."""
+    """On every rank of the pool; the losses that rank 0 reports."""
     os.environ["XDG_CACHE_HOME"] = cache
-    heard = {}
+    reported = {}
     train(
         config,
         ParallelContext.create(config.ranks, config.dp, CPU),
         checkpoints=None if folder is None else Path(folder),
         resume=None if resume is None else Path(resume),
-        report=lambda record: heard.update({record.step: (record.loss, record.eval_loss)}),
+        report=lambda record: reported.update({record.step: (record.loss, record.eval_loss)}),
     )
-    return heard
+    return reported
 
 
 def here(config: GPTTrainConfig, **where) -> dict:
     return losses(config, os.environ["XDG_CACHE_HOME"], **where)
 
 
-def curve(heard: dict) -> list[float]:
-    return [loss for loss, _ in heard.values()]
+def curve(reported: dict) -> list[float]:
+    return [loss for loss, _ in reported.values()]
 
 
 def close(found: dict, expected: dict) -> bool:
@@ -140,14 +140,14 @@ def other_text_on_rank_1(config: GPTTrainConfig, cache: str) -> str:
 
 
 def test_ranks_that_read_another_text_are_named(ranks, phantom):
-    for told in ranks(2)(other_text_on_rank_1, replace(phantom, ranks=2), os.environ["XDG_CACHE_HOME"]):
-        assert re.search("ranks disagree on the text to train on: rank [01] has digest=", told)
+    for message in ranks(2)(other_text_on_rank_1, replace(phantom, ranks=2), os.environ["XDG_CACHE_HOME"]):
+        assert re.search("ranks disagree on the text to train on: rank [01] has digest=", message)
 
 
 def test_dense_and_megatron_learn_alike_and_phantom_learns(phantom):
     assert close(here(of("dense", phantom)), here(of("megatron", phantom)))
-    heard = here(replace(phantom, steps=60, lr=0.02))
-    assert heard[60][1] < 0.6 * heard[4][1]
+    reported = here(replace(phantom, steps=60, lr=0.02))
+    assert reported[60][1] < 0.6 * reported[4][1]
 
 
 @pytest.mark.parametrize("change", [{"fsdp": True}, {}], ids=["fsdp", "replicas"])

@@ -28,9 +28,9 @@ class FFNTask(Task[FFNTrainConfig]):
         self.config, self.parallel = config, parallel
         self.model = FFN(config.ffn(), mesh=parallel.tp, device=parallel.device)
         self._forward: Callable[[Tensor], Tensor] = self.model
-        cut = self.model.shards_features
-        self.counts = cut or parallel.tp_rank == 0
-        self._data = open_data(config, *((parallel.tp_rank, config.ranks) if cut else (0, 1)), parallel)
+        sharded = self.model.shards_features
+        self.counts = sharded or parallel.tp_rank == 0
+        self._data = open_data(config, *((parallel.tp_rank, config.ranks) if sharded else (0, 1)), parallel)
         self._batches = Batches(self._data.training_rows, config.batch, config.seed)
         self.held_out = torch.arange(self._data.training_rows, self._data.rows)
 

@@ -88,7 +88,7 @@ def generate(
     check_request(model.config, prompt_tokens, tokens, sampling)
     ends = sorted(set(stop or ()))
     if ends and not 0 <= ends[0] <= ends[-1] < model.config.vocab:
-        raise ValueError(f"tokens to stop at must lie from 0 to {model.config.vocab - 1}, got {ends}")
+        raise ValueError(f"tokens to stop at must be from 0 to {model.config.vocab - 1}, got {ends}")
     agree_on_request(model, prompt_tokens, tokens=tokens, stop=ends, **asdict(sampling))
     with torch.no_grad():
         cache = model.new_cache(prompt_tokens.shape[0], prompt_tokens.shape[1] + tokens)

@@ -65,7 +65,7 @@ class GPTTask(Task[GPTTrainConfig]):
         load_tokenizer(out).save(model)
 
     @property
-    def cut_over_copies(self) -> bool:
+    def sharded_over_copies(self) -> bool:
         return self.config.fsdp
 
     def rows_of(self, step: int) -> Tensor:

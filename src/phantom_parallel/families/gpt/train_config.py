@@ -10,7 +10,7 @@ from phantom_parallel.utils.layout import positive
 TokenizerName = Literal["bytes", "bpe"]
 PYTHON = "python"
 BYTES = 256
-_MOST_TOKENS = 1 << 16  # a vocabulary: tokens lie on disk in two bytes
+_MAX_VOCAB = 1 << 16  # tokens are cached in two bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +73,8 @@ class GPTTrainConfig(TrainConfig, GPTSettings):
         self._fill("vocab", BYTES if self.tokenizer == "bytes" else 4 * BYTES)
         positive(vocab=self.vocab, max_bytes=self.max_bytes, eval_windows=self.eval_windows)
         assert self.vocab is not None
-        if not BYTES <= self.vocab <= _MOST_TOKENS:
-            raise ValueError(
-                f"vocab={self.vocab} must lie from {BYTES}, since every byte is a token, to {_MOST_TOKENS}"
-            )
+        if not BYTES <= self.vocab <= _MAX_VOCAB:
+            raise ValueError(f"vocab={self.vocab} must be from {BYTES}, since every byte is a token, to {_MAX_VOCAB}")
         for name in ("activation_checkpointing", "fsdp"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
