@@ -144,7 +144,7 @@ def failed(capfd) -> str:
         (["--prompt", "a", "--temperature", "1", "--top-k", "0"], "top_k must be a positive whole number, got 0"),
         (["--prompt", "a", "--temperature", "1", "--top-k", "257"], "more than the model's vocabulary of 256"),
         (["--prompt", "a", "--temperature", "1", "--top-p", "2"], "top_p must be above 0 and at most 1, got 2.0"),
-        (["--prompt", "a", "--top-p", "0.5"], "temperature=0 draws nothing: give a temperature above 0"),
+        (["--prompt", "a", "--top-p", "0.5"], "temperature=0 does not sample: use a temperature above 0"),
         (["--prompt", "a", "--profile", "dgx-a1000"], "there is no profile 'dgx-a1000': did you mean 'dgx-a100'?"),
         (["--prompt", ""], "the prompt is empty"),
         ([], "give either a prompt or a file with the prompt"),
