@@ -107,7 +107,7 @@ def measure(
         report: Called with the number of finished turns after each.
     """
     positive(batch=batch, turns=turns)
-    mesh, device = place_of(models)
+    mesh, device = mesh_and_device(models)
     named = {name: str(model.config) for name, model in models.items()}
     check_agreement(
         "what to measure", {"models": str(named), "batch": batch, "turns": turns, "profile": str(profile)}, mesh
@@ -123,7 +123,7 @@ def measure(
         clock.stop()
     timed = {name: [rank[name] for rank in gathered] for name in models}  # by name, rank and turn
     latencies = {name: _latencies(ranks, calls[name]) for name, ranks in timed.items()}
-    sensed = sense(forwards, latencies, meter or EnergyMeter(group, device=device), group)
+    sensed = measure_joules(forwards, latencies, meter or EnergyMeter(group, device=device), group)
     costs = {}
     for name, model in models.items():
         joules, provenance = None, Provenance.UNAVAILABLE
@@ -135,7 +135,7 @@ def measure(
     return costs
 
 
-def place_of(models: Mapping[str, Any]) -> tuple[DeviceMesh | None, torch.device]:
+def mesh_and_device(models: Mapping[str, Any]) -> tuple[DeviceMesh | None, torch.device]:
     """Return the mesh and device of the models.
 
     Raises:
@@ -169,13 +169,13 @@ def _forward(model: RowModel, x: Tensor) -> Callable[[], None]:
     """Return a function that runs a forward pass and waits for its result."""
 
     def run() -> None:
-        arrived(model(x))
+        wait_for(model(x))
         synchronize(x.device)
 
     return run
 
 
-def arrived(out: Tensor) -> Tensor:
+def wait_for(out: Tensor) -> Tensor:
     """Wait for the last exchange of a model's output."""
     return out.wait() if isinstance(out, AsyncCollectiveTensor) else out
 
@@ -234,7 +234,7 @@ def modelled_joules(ranks: list[list[Turn]], profile: PowerProfile) -> float:
     return joules
 
 
-def sense(
+def measure_joules(
     forwards: Mapping[str, Callable[[], None]],
     latencies: Mapping[str, list[float]],
     meter: EnergyMeter,

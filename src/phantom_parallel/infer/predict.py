@@ -16,7 +16,7 @@ from phantom_parallel.distributed.errors import Interrupted
 from phantom_parallel.distributed.objects import all_gather_objects
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.infer.inputs import Inputs
-from phantom_parallel.infer.measure import arrived
+from phantom_parallel.infer.measure import wait_for
 from phantom_parallel.infer.predictor import RowModel, own_features, predictor_of, to_model
 from phantom_parallel.ops.collectives import rank_group
 from phantom_parallel.ops.features import gather_features
@@ -89,7 +89,7 @@ def predict(
     non_finite = torch.zeros(2, dtype=torch.int64)
     with StopRequest() as stop, writer or nullcontext():
         for rows in inputs.batches(batch):
-            whole = _gather_on_rank_zero(arrived(model(read_rows(model, inputs, rows))), model)
+            whole = _gather_on_rank_zero(wait_for(model(read_rows(model, inputs, rows))), model)
             if whole is not None:
                 bad = ~whole.isfinite()
                 non_finite += torch.stack([bad.sum(), bad.any(1).sum()]).cpu()
@@ -129,7 +129,7 @@ def largest_difference(first: RowModel, second: RowModel, x: Callable[[RowModel]
 
     ``x`` returns a model's inputs. Outputs that are not finite in both models count as equal. Every rank calls this.
     """
-    a, b = (_whole(arrived(model(x(model))), model).double() for model in (first, second))
+    a, b = (_whole(wait_for(model(x(model))), model).double() for model in (first, second))
     difference = torch.where(a.isfinite() | b.isfinite(), (a - b).abs().nan_to_num(nan=torch.inf), 0.0)
     return float(difference.max()), float(a.nan_to_num(0.0, 0.0, 0.0).abs().max())
 

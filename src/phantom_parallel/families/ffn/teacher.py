@@ -14,7 +14,7 @@ from torch import Tensor
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.families.ffn.model import FFN, FFNConfig
 from phantom_parallel.families.ffn.train_config import FFNTrainConfig
-from phantom_parallel.utils.seeds import generator, mixed
+from phantom_parallel.utils.seeds import derive_seed, generator
 
 _CHUNK = 256  # rows that a teacher evaluates at once
 _KEPT = 2  # data sets that stay in memory, since comparisons train several models on the same data
@@ -85,5 +85,5 @@ def _teacher(config: FFNTrainConfig) -> FFN:
         ghosts=config.teacher_ghosts if planted else None,
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(mixed(config.seed, 0, purpose=0))
+        torch.manual_seed(derive_seed(config.seed, 0, purpose=0))
         return FFN(ffn, dtype=torch.float64)

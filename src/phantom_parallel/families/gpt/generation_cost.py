@@ -25,7 +25,7 @@ from phantom_parallel.energy.time_split import TimeSplitRecorder, timer_for
 from phantom_parallel.families.gpt.generation import agree_on_request, check_request, generate_tokens
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.infer.generation import GenerationCost, PhaseCost
-from phantom_parallel.infer.measure import Turn, modelled_joules, p95, place_of, sense
+from phantom_parallel.infer.measure import Turn, measure_joules, mesh_and_device, modelled_joules, p95
 from phantom_parallel.infer.sampling import Sampler, Sampling
 from phantom_parallel.nn.attention import Cache
 from phantom_parallel.ops.collectives import rank_group
@@ -81,7 +81,7 @@ def measure_generation(
     """
     sampling = sampling or Sampling()
     positive(turns=turns)
-    mesh, device = place_of(models)
+    mesh, device = mesh_and_device(models)
     for model in models.values():
         check_request(model.config, prompt, tokens, sampling)
     first = next(iter(models.values()))
@@ -100,7 +100,7 @@ def measure_generation(
     costs = {name: _Cost(runs[name], [rank[name] for rank in gathered], counts[name]) for name in models}
     steps = {f"{name} {phase}": step for name, run in runs.items() for phase, step in run.phases().items()}
     latencies = {f"{name} {phase}": times for name, cost in costs.items() for phase, times in cost.latencies().items()}
-    sensed = sense(steps, latencies, meter or EnergyMeter(group, device=device), group)
+    sensed = measure_joules(steps, latencies, meter or EnergyMeter(group, device=device), group)
     return {
         name: cost.result(profile, {phase: sensed.get(f"{name} {phase}") for phase in ("prefill", "decode")})
         for name, cost in costs.items()
