@@ -142,7 +142,10 @@ def _damaged_arrays(artefacts: Artefacts, folder: Path, random: Random) -> tuple
 def _training_data(artefacts: Artefacts, folder: Path, random: Random) -> Case:
     text, data = _damaged_arrays(artefacts, folder, random)
     arguments = ["train", "--out", folder / "run", "--data", data, *FFN, *EVERY, "--steps", 2, "--json"]
-    return _case("training data", text, *arguments, may_diverge=True)
+    finite = not re.search(
+        r"values -?(nan|inf)", text
+    )  # such a row, once it is read, is refused: the learning rate is right
+    return _case("training data", text, *arguments, may_diverge=finite)
 
 
 def _inputs(artefacts: Artefacts, folder: Path, random: Random) -> Case:

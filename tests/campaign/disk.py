@@ -58,7 +58,7 @@ def _full_disk(folder: Path, disk: Path, ranks: int, random: Random) -> Iterator
     out, ballast = disk / f"run-{random.randrange(10**9)}", disk / "ballast"
     case = f"{ranks} ranks, disk full"
     command = start(folder, "train", "--out", out, *SETTINGS, "--ranks", ranks, "--steps", STEPS)
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     while not [*out.glob("checkpoints/step-*")] and time.monotonic() < until and command.process.poll() is None:
         time.sleep(0.02)
     time.sleep(random.uniform(0, 1.0))

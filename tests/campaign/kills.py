@@ -185,7 +185,7 @@ def _frozen(folder: Path, random: Random) -> Iterator[Problem]:
     case = f"rank {rank} frozen"
     settings = [*SETTINGS, "--steps", "1000000", "--ranks", 2]
     command = start(folder, "train", "--out", out, *settings, program=("-c", FREEZE))
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     while not [*out.glob("checkpoints/step-*")] and time.monotonic() < until and command.process.poll() is None:
         time.sleep(0.05)
     time.sleep(random.uniform(0, 0.5))
@@ -196,11 +196,11 @@ def _frozen(folder: Path, random: Random) -> Iterator[Problem]:
         return
     kill(ranks[rank], signal.SIGSTOP)
     began = time.monotonic()
-    code, seconds = command.wait(60.0), time.monotonic() - began
+    code, seconds = command.wait(300.0), time.monotonic() - began
     if left := command.left_behind():
         yield "orphan", case, f"{len(left)} processes are left after 15 s"
     if code is None:
-        yield "hang", case, "no end within 60 s"
+        yield "hang", case, "no end within 300 s"
     elif code != 1:
         yield "exit code", case, f"{code}, expected 1: {command.stderr[-500:]}"
     elif f"rank {rank} did not answer" not in command.stderr:

@@ -82,9 +82,9 @@ def _outcome(case: Case, code: Any, out: str, err: str) -> Iterator[tuple[str, s
         return
     elif code == 0:
         if case.must_refuse:
-            yield "wrong numbers", "accepted, although the file is not the one that was written"
+            yield "wrong numbers", "accepted, although the tensors are not those that were written"
         if case.prints_json:
-            yield from _not_json(out)
+            yield from _not_json(case, out)
         yield from _not_numbers(case, out)
     elif code == 1 and case.may_diverge and "loss" in err:
         return
@@ -96,12 +96,16 @@ def _outcome(case: Case, code: Any, out: str, err: str) -> Iterator[tuple[str, s
         yield "message", f"a message of {len(err):,} characters: {err[:200]}"
 
 
-def _not_json(out: str) -> Iterator[tuple[str, str]]:
+def _not_json(case: Case, out: str) -> Iterator[tuple[str, str]]:
+    """What is wrong with a report in JSON: it must be valid, and a training must have losses."""
+
     def refuse(word: str) -> None:
         raise ValueError(f"{word} is no JSON")
 
     try:
-        json.loads(out, parse_constant=refuse)
+        found = json.loads(out, parse_constant=refuse)
+        if case.arguments[0] == "train" and None in (found["loss"], found["eval_loss"]):
+            yield "wrong numbers", f"a training without a loss: {out[:200]}"
     except ValueError as error:
         yield "output", f"{error}: {out[:200]}"
 
