@@ -1,6 +1,7 @@
 """``python -m tests.campaign``: run the campaign, and count what was tried, clean and bad."""
 
 import argparse
+import signal
 import sys
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ def main() -> int:
     parser.add_argument("--only", help="a group of malformed inputs, to try no other")
     parser.add_argument("--out", type=Path, help="JSON file of the counts and every bad case")
     given = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let background commands ignore it
     began, tally = time.monotonic(), Tally()
     if given.inputs:
         tally.join(inputs.run(given.inputs, given.seed, first=given.first, only=given.only, progress=True))
