@@ -213,7 +213,20 @@ def validation(path: Path) -> str:
     return _lines(headings, (list(row(outcome)) for outcome in _read(path)["outcomes"]))
 
 
+def checkpoint(path: Path) -> str:
+    """Memory of a rank while it saves and loads, over what it holds."""
+    kinds = ("save", "gathered", "load", "save_model", "load_model")
+
+    def row(found: dict[str, Any]) -> list[str]:
+        cells = (f"{max(0.0, found[kind]['peak']):.0f} MiB" for kind in kinds)
+        return [str(found["ranks"]), f"{found['state']:.0f} MiB", f"{found['tensor']:.0f} MiB", *cells]
+
+    headings = ("ranks", "own state", "largest tensor", "save", "save, version 1", "load")
+    return _lines((*headings, "`save_model`", "`load_model`"), map(row, _read(path)["rows"]))
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
+    "checkpoint": checkpoint,
     "compare-quick-brief": brief_comparison,
     "compare-quick-targets": looser_targets,
     "layers-step": layer_steps,

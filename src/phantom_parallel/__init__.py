@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from phantom_parallel._version import __version__
 
 if TYPE_CHECKING:
-    from phantom_parallel.checkpoint.model import load_model, save_model
+    from phantom_parallel.checkpoint.model import consolidate_model, load_model, save_model
     from phantom_parallel.cost.ledger import Ledger
     from phantom_parallel.energy import EnergyMeter, PowerProfile
     from phantom_parallel.families.ffn.model import FFN, FFNConfig
@@ -28,6 +28,7 @@ __all__ = [
     "RanksDisagree",
     "TensorLinear",
     "__version__",
+    "consolidate_model",
     "gather_features",
     "load_model",
     "parameter_groups",
@@ -39,7 +40,7 @@ __all__ = [
 _HOMES = {
     "phantom_parallel.cost.ledger": ("Ledger",),
     "phantom_parallel.energy": ("EnergyMeter", "PowerProfile"),
-    "phantom_parallel.checkpoint.model": ("load_model", "save_model"),
+    "phantom_parallel.checkpoint.model": ("consolidate_model", "load_model", "save_model"),
     "phantom_parallel.families.ffn.model": ("FFN", "FFNConfig"),
     "phantom_parallel.families.gpt.config": ("GPTConfig",),
     "phantom_parallel.families.gpt.model": ("GPT",),
