@@ -1,7 +1,6 @@
 """Folders that ranks write and read together: memory, torch's own reader, and errors that all ranks raise."""
 
 import errno
-import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -144,7 +143,7 @@ def test_a_changed_byte_is_noticed_on_every_rank(ranks, tmp_path):
 
 LAYERS, WIDTH = 6, 1024
 LARGEST = 4 * WIDTH * WIDTH
-SLACK = 1_500_000  # bytes, for a block of rows, headers, plans and the like: less than half of a tensor
+BLOCK = 1_100_000  # bytes: rows that are read at once, and small tensors of exchanges
 
 
 def stack(mesh) -> torch.nn.Module:
@@ -155,21 +154,15 @@ def stack(mesh) -> torch.nn.Module:
 
 
 def measured(work) -> int:
-    """Bytes at once of tensors and of Python's own objects."""
-    tracemalloc.start()
-    memory = LiveMemory()
-    try:
-        with memory:
-            work()
-        return memory.peak + tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    """Bytes of new tensors at once. What else a process needs is measured by benchmarks/checkpoint.py."""
+    with LiveMemory() as memory:
+        work()
+    return memory.peak
 
 
 def memory_of_a_model(folder: str) -> dict[str, int]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = stack(mesh)
-    save_model(model, Path(folder) / "warm")  # imports and caches
     return {
         "save": measured(lambda: save_model(model, Path(folder) / "model")),
         "load": measured(lambda: load_model(Path(folder) / "model", into=model)),
@@ -180,6 +173,6 @@ def memory_of_a_model(folder: str) -> dict[str, int]:
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_rank_holds_one_tensor_besides_its_own_part_of_a_model(ranks, tmp_path, count):
     for found in ranks(count)(memory_of_a_model, str(tmp_path)):
-        assert found["save"] <= LARGEST + SLACK
-        assert found["load"] <= LARGEST + SLACK
+        assert found["save"] <= LARGEST + BLOCK
+        assert found["load"] <= LARGEST + BLOCK
         assert found["gathered"] >= LAYERS * LARGEST  # what the count would show
