@@ -152,7 +152,7 @@ def commands() -> str:
         lines += [f"## phantom {name}".strip(), "", "```text", _help([*words, "--help"]), "```", ""]
         module = import_module(f"{COMMANDS}.{name}") if name else None
         others = family_names()[1:] if hasattr(module, "options_for") else ()
-        for variant in others or getattr(module, "VARIANTS", ()):
+        for variant in others:
             lines += [f"## phantom {name} {variant}", "", "```text", _help([name, variant, "--help"]), "```", ""]
     return "\n".join(lines)
 

@@ -82,8 +82,6 @@ def _parse(name: str, arguments: list[str]) -> Any:
     if hasattr(module, "options_for"):
         options, defaults = module.options_for(family, rest)
         return parse(options, " ".join(["phantom", name, *([family] if family else [])]), rest, defaults)
-    if family in getattr(module, "VARIANTS", {}):
-        return parse(module.VARIANTS[family], f"phantom {name} {family}", rest)
     return parse(module.Options, f"phantom {name}", arguments)
 
 
