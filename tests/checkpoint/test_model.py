@@ -1,14 +1,26 @@
 """Whole models as safetensors and JSON."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from phantom_parallel import FFN, FFNConfig, PhantomLinear, gather_features, load_model, save_model, shard_features
+from phantom_parallel import (
+    FFN,
+    GPT,
+    FFNConfig,
+    GPTConfig,
+    PhantomLinear,
+    gather_features,
+    load_model,
+    save_model,
+    shard_features,
+)
 from phantom_parallel.checkpoint.model import consolidate_model, family_of
 from phantom_parallel.nn.sharded import full_tensor
 
@@ -280,3 +292,28 @@ def test_a_write_that_fails_on_rank_0_is_raised_on_all_and_leaves_the_old_model(
     assert found == [f"the model {path} cannot be written: No space left on device on rank 0"] * 2
     assert [child.name for child in tmp_path.iterdir()] == ["model"]
     torch.testing.assert_close(load_model(path).layers[0].local, first.layers[0].local)
+
+
+TIED = GPTConfig(vocab=16, dim=16, layers=2, heads=4, hidden=16, blocks=4, ghosts=2, tie_embeddings=True)
+
+
+def write_fully_sharded(path: str, config: GPTConfig, dp: int) -> dict[str, torch.Tensor]:
+    world = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (dp, world // dp), mesh_dim_names=("dp", "tp"))
+    model = GPT(config, mesh=mesh["tp"] if world > dp else None)
+    expected = {name: full_tensor(tensor).clone() for name, tensor in model.state_dict().items()}
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    save_model(model, path)
+    return expected
+
+
+@pytest.mark.parametrize(("count", "dp"), [(4, 2), (2, 2)], ids=["with tensor parallelism", "alone"])
+@pytest.mark.parametrize("strategy", ["phantom", "megatron"])
+def test_a_fully_sharded_model_is_written_by_all_its_ranks(ranks, tmp_path, strategy, count, dp):
+    config = TIED if strategy == "phantom" else replace(TIED, strategy=strategy, blocks=None, ghosts=None)
+    expected = ranks(count)(write_fully_sharded, str(tmp_path / "model"), config, dp)[0]
+    found = load_model(tmp_path / "model").state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
