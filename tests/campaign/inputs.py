@@ -147,6 +147,8 @@ def _serve(connection: Connection, artefacts: str, seed: int, only: str | None) 
         try:
             case = cases.make(number, seed, only, Artefacts(Path(artefacts)), folder)
             connection.send((case.group, running.problems(case, folder), case.text))
+        except BrokenPipeError:  # the campaign was stopped
+            return
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

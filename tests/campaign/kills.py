@@ -44,7 +44,7 @@ def run(count: int, seed: int, *, frozen: int | None = None, progress: bool = Fa
     """Kill trainings ``count`` times, and freeze a rank ``frozen`` times, by default once for every 20 kills."""
     tally, began, done = Tally(), time.monotonic(), 0
     with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
-        references = {ranks: _reference(Path(folder), ranks) for ranks in (1, 2)}
+        references: dict[int, Reference] = {}
         training = 0
         while done < count:
             random = Random(f"{seed} kill {training}")
@@ -52,6 +52,8 @@ def run(count: int, seed: int, *, frozen: int | None = None, progress: bool = Fa
             again = f"python -m tests.campaign --seed {seed} --inputs 0 --kills {count}  # training {training}"
             where = Path(folder) / f"training-{training}"
             where.mkdir()
+            if ranks not in references:
+                references[ranks] = _reference(Path(folder), ranks)
             for group, found in _training(where, ranks, references[ranks], random, min(3, count - done)):
                 tally.add(group, [Bad(group, kind, case, detail, again) for kind, case, detail in found])
                 done += group != "resumed"
