@@ -92,7 +92,7 @@ def _outcome(case: Case, code: Any, out: str, err: str) -> Iterator[tuple[str, s
         yield "exit code", f"{code}: {_last_lines(err)}"
     elif not err.strip():
         yield "message", "exit code 2 without a message"
-    elif len(err) > MOST_CHARACTERS + 2 * sum(map(len, case.arguments)):  # an option may be repeated as it was given
+    elif len(err) > MOST_CHARACTERS + 4 * sum(map(len, case.arguments)):  # options are repeated as they were given
         yield "message", f"a message of {len(err):,} characters: {err[:200]}"
 
 

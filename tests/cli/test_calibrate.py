@@ -26,6 +26,8 @@ def test_validation_needs_a_calibration_first(capsys):
         (["calibrate", "--ranks", "0"], "ranks must be positive whole numbers"),
         (["calibrate", "--watts", "10", "-1", "2"], "watts must not be negative"),
         (["calibrate", "--seconds", "0"], "seconds must be a positive number, got 0.0"),
+        (["validate", "--ranks"], "ranks must be positive whole numbers such as 2 4, got ()"),
+        (["validate", "--ranks", "0"], "ranks must be positive whole numbers"),
         (["validate", "--turns", "0"], "turns must be at least 1, got 0"),
     ],
 )

@@ -183,3 +183,10 @@ def test_a_second_training_in_a_folder_is_refused_while_the_first_runs(tmp_path,
     assert f"{tmp_path} is in use by another process ({socket.gethostname()} pid {os.getpid()})" in refused[0]
     monkeypatch.undo()
     assert run(MORE, tmp_path, resume=True).step == 6
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "1", '""', "{", "[" * 5000, '{"family": "none"}', '{"unknown": 1}'])
+def test_settings_that_are_no_settings_are_an_error_that_names_the_file(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json is not readable as the settings of a training"):
+        output.read_config(tmp_path)

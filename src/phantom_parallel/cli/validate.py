@@ -34,6 +34,8 @@ class ValidateOptions(JsonOption):
     """Also write the outcomes to this JSON file."""
 
     def __post_init__(self) -> None:
+        if not self.ranks or any(ranks < 1 for ranks in self.ranks):
+            raise ValueError(f"ranks must be positive whole numbers such as 2 4, got {self.ranks}")
         if self.turns < 1:
             raise ValueError(f"turns must be at least 1, got {self.turns}")
 

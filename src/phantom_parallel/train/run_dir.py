@@ -64,13 +64,15 @@ def read_config(out: Path, family: str | None = None) -> tuple[str | None, dict[
         return family, {}
     try:
         found = json.loads(path.read_text())
+        if not isinstance(found, dict):
+            raise ValueError(f"expected an object, got {type(found).__name__}")
         known = found.pop("family", None) or next(
             name
             for name in family_names()
             if found.keys() <= _names(name)  # earlier releases did not write it
         )
         settings = get_family(known).train_config().current_names(found)
-    except (OSError, ValueError, AttributeError, StopIteration, RecursionError) as error:
+    except (OSError, ValueError, StopIteration, RecursionError) as error:
         raise ValueError(f"{path} is not readable as the settings of a training: {error}") from None
     if family not in (None, known):
         raise ValueError(f"{out} holds a training of the family {known}, not {family}: phantom train {known} --resume")
