@@ -147,9 +147,17 @@ def _finished(folder: Path, out: Path, ranks: int, reference: Reference) -> Iter
     if litter:
         yield "lost", case, f"unfinished files are left: {litter}"
     found = _read(out, 0.0)
-    if found.losses != reference.losses:
-        steps = [step for step, loss in reference.losses.items() if found.losses.get(step) != loss]
-        yield "wrong numbers", case, f"the losses differ from those of a training without a kill, from step {steps[:1]}"
+    if found.losses.keys() != reference.losses.keys():
+        yield (
+            "lost",
+            case,
+            f"steps that one has logged and the other not: {found.losses.keys() ^ reference.losses.keys()}",
+        )
+    for step in found.losses.keys() & reference.losses.keys():
+        (loss, held_out), (right, right_held_out) = found.losses[step], reference.losses[step]
+        if loss != right or (right_held_out is not None and held_out != right_held_out):  # a signal evaluates once more
+            yield "wrong numbers", case, f"step {step}: {loss}, {held_out} and not {right}, {right_held_out}"
+            break
     if found.model != reference.model:
         names = [name for name, data in reference.model.items() if found.model.get(name) != data]
         yield "wrong numbers" if found.model else "lost", case, f"the model differs in {names}"

@@ -186,7 +186,14 @@ def test_a_second_training_in_a_folder_is_refused_while_the_first_runs(tmp_path,
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "1", '""', "{", "[" * 5000, '{"family": "none"}', '{"unknown": 1}'])
-def test_settings_that_are_no_settings_are_an_error_that_names_the_file(tmp_path, text):
+def test_files_that_hold_no_settings_are_an_error_that_names_the_file(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=r"config\.json is not readable as the settings of a training"):
+        output.read_config(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "value"), [("steps", "many"), ("lr", 10**400), ("bias", 1), ("width", -1)])
+def test_settings_of_a_wrong_type_or_value_are_an_error_that_names_file_and_field(tmp_path, name, value):
+    (tmp_path / "config.json").write_text(json.dumps({"family": "ffn"} | FFNTrainConfig().to_dict() | {name: value}))
+    with pytest.raises(ValueError, match=rf"config\.json is not readable as the settings of a training: {name}"):
         output.read_config(tmp_path)

@@ -12,6 +12,7 @@ from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.loop import Record, Summary
 from phantom_parallel.utils.files import remove_scratch, write_json, write_text
 from phantom_parallel.utils.lock import FolderLock
+from phantom_parallel.utils.parsing import convert
 
 CONFIG, METRICS, SUMMARY, CHECKPOINTS, MODEL = "config.json", "metrics.jsonl", "summary.json", "checkpoints", "model"
 BOARD = "tensorboard"
@@ -71,7 +72,9 @@ def read_config(out: Path, family: str | None = None) -> tuple[str | None, dict[
             for name in family_names()
             if found.keys() <= _names(name)  # earlier releases did not write it
         )
-        settings = get_family(known).train_config().current_names(found)
+        config = get_family(known).train_config()
+        settings = config.current_names(found)
+        convert(settings, config, "")  # of the right types and values
     except (OSError, ValueError, StopIteration, RecursionError) as error:
         raise ValueError(f"{path} is not readable as the settings of a training: {error}") from None
     if family not in (None, known):
