@@ -10,7 +10,10 @@ PHANTOM = {"width": 16, "depth": 2, "blocks": 4, "ghosts": 2, "teacher_ghosts": 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"strategy": "magic"}, "strategy must be one of phantom, tensor, megatron, dense, got 'magic'"),
+        (
+            {"strategy": "magic"},
+            "strategy must be one of phantom, tensor, megatron, dense, fsdp, pipeline, got 'magic'",
+        ),
         ({"blocks": 3}, "blocks=3 does not divide"),
         ({"ranks": 3}, "3 ranks do not divide blocks=4"),
         ({"strategy": "tensor"}, "blocks and ghosts belong to the strategy phantom"),

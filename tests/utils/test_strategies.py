@@ -7,7 +7,7 @@ from phantom_parallel.utils.strategies import DEFAULT_GHOSTS, STRATEGIES, defaul
 
 
 def test_every_family_has_strategies_of_the_list_and_a_baseline_among_them():
-    assert list(STRATEGIES) == ["phantom", "tensor", "megatron", "dense"]
+    assert list(STRATEGIES) == ["phantom", "tensor", "megatron", "dense", "fsdp", "pipeline"]
     for name, strategy in STRATEGIES.items():
         assert (strategy.name, strategy.summary != "") == (name, True)
     for name in family_names():
@@ -19,10 +19,16 @@ def test_every_family_has_strategies_of_the_list_and_a_baseline_among_them():
 def test_a_strategy_is_found_by_its_name_or_the_error_lists_those_that_exist():
     assert get_strategy("tensor") is STRATEGIES["tensor"]
     for name in ("Tensor", "", None, 3, ["tensor"]):
-        with pytest.raises(ValueError, match=r"strategy must be one of phantom, tensor, megatron, dense, got"):
+        with pytest.raises(
+            ValueError, match=r"strategy must be one of phantom, tensor, megatron, dense, fsdp, pipeline, got"
+        ):
             get_strategy(name)
     with pytest.raises(ValueError, match=r"strategy must be one of phantom, dense, got 'tensor'"):
         get_strategy("tensor", among=("phantom", "dense"))
+
+
+def test_all_strategies_but_phantom_compute_the_dense_model():
+    assert [name for name, strategy in STRATEGIES.items() if not strategy.same_model] == ["phantom"]
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

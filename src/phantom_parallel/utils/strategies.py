@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from phantom_parallel.utils.layout import positive
 
-StrategyName = Literal["phantom", "tensor", "megatron", "dense"]
+StrategyName = Literal["phantom", "tensor", "megatron", "dense", "fsdp", "pipeline"]
 DEFAULT_GHOSTS = 16
 
 
@@ -21,6 +21,8 @@ class Strategy:
         single_rank: Whether a model must not be shared by several ranks.
         has_blocks: Whether the model has blocks and ghosts of its own, and is not the dense model.
         shards_features: Whether activations between layers are sharded by features, on a mesh.
+        shards_rows: Whether the ranks of a model divide the rows of its batch among themselves.
+        splits_depth: Whether the ranks of a model hold consecutive layers of it, as the stages of a pipeline.
     """
 
     name: StrategyName
@@ -29,6 +31,13 @@ class Strategy:
     single_rank: bool = False
     has_blocks: bool = False
     shards_features: bool = False
+    shards_rows: bool = False
+    splits_depth: bool = False
+
+    @property
+    def same_model(self) -> bool:
+        """Whether the model computes the dense model's function: losses are the same up to rounding."""
+        return not self.has_blocks
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ValueError if a model cannot be shared by ``ranks`` ranks."""
@@ -70,6 +79,18 @@ STRATEGIES: dict[str, Strategy] = {
             "the whole model on one rank",
             "every rank holds the whole model, and works on rows of its own",
             single_rank=True,
+        ),
+        Strategy(
+            "fsdp",
+            "torch's fully_shard of the dense model",
+            "every rank holds a part of each weight, gathers a whole layer to use it, and works on rows of its own",
+            shards_rows=True,
+        ),
+        Strategy(
+            "pipeline",
+            "torch's pipeline of stages with the 1F1B schedule",
+            "every rank holds some consecutive layers, and micro-batches pass through the ranks one after another",
+            splits_depth=True,
         ),
     )
 }
