@@ -22,7 +22,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed, this is " + sys.version'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch setuptools
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,docs]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,docs,hosts]'
 	touch $@
 
 compare: venv

@@ -1,8 +1,12 @@
 """Functions that tests run on ranks, apart from the tests so that a rank imports no more than it needs."""
 
+import fcntl
 import os
 import signal
+import socket
+import struct
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -91,3 +95,53 @@ def ignore_signals(device: torch.device, report) -> None:
 
 def return_nothing(device: torch.device) -> None:
     pass
+
+
+SENT_BYTES = 1 << 18
+
+
+def describe_host(device):
+    """What each rank sees of its emulated host, and how long messages take inside a host and between hosts."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine = {
+        "address": _interface_address("eth0"),
+        "local_rank": os.environ["LOCAL_RANK"],
+        "namespace": namespace(device),
+        "listening": listening_addresses([os.getpid()]),
+        "between_seconds": _transfer(rank, 0, size - 1),
+        "inside_seconds": _transfer(rank, 0, 1),
+    }
+    found = [None] * size
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def namespace(device):
+    """The network namespace of this process."""
+    return os.readlink("/proc/self/ns/net")
+
+
+def touch_and_sleep(device, folder):
+    """Leave a sign of having started, and never end."""
+    Path(folder, str(dist.get_rank())).touch()
+    time.sleep(600)
+
+
+def _transfer(rank, source, target):
+    """Seconds until a message has arrived and was answered."""
+    message, answer = torch.ones(SENT_BYTES // 4), torch.ones(1)
+    dist.barrier()
+    start = time.perf_counter()
+    if rank == source:
+        dist.send(message, target)
+        dist.recv(answer, target)
+    elif rank == target:
+        dist.recv(message, source)
+        dist.send(answer, source)
+    return time.perf_counter() - start
+
+
+def _interface_address(name):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = struct.pack("256s", name.encode())
+        return socket.inet_ntoa(fcntl.ioctl(any_socket, 0x8915, request)[20:24])

@@ -1,23 +1,23 @@
 """``phantom calibrate``: measure this machine and write its hardware profiles."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
-
-from phantom_parallel.cost.calibrate import Durations, Measured, fit_profile, measure, profile_name
+from phantom_parallel.cli.options import JsonOption, NetworkOptions
+from phantom_parallel.cost.calibrate import Durations, Measured, fit_profile, measure
 from phantom_parallel.cost.hardware import Profile, dump_profile, user_directory
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
 from phantom_parallel.utils.files import json_text
 from phantom_parallel.utils.progress import ProgressDisplay
 
 
-@dataclass(frozen=True)
-class Options:
+@dataclass(frozen=True, kw_only=True)
+class Options(NetworkOptions, JsonOption):
     """Measure this machine's matrix products, exchanges and overheads, and write a profile for each number of ranks.
 
     Local ranks share cores and memory, so each number of ranks has a profile of its own: the profiles are named
-    this-machine-2, this-machine-4 and so on, and `phantom plan --hardware this-machine-2` uses them.
+    this-machine-2, this-machine-4 and so on, and `phantom plan --hardware this-machine-2` uses them. With --hosts and
+    --link, the links of emulated hosts are measured, into profiles such as this-machine-4-hosts-4-100mbit.
     """
 
     ranks: tuple[int, ...] = (2, 4)
@@ -27,8 +27,6 @@ class Options:
     them. Without them the profile has times and no energies."""
     seconds: float = 0.2
     """How long a product or an exchange is measured; a training step is measured four times as long."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print the figures as JSON instead of text."""
 
     def __post_init__(self) -> None:
         if not self.ranks or any(ranks < 1 for ranks in self.ranks):
@@ -41,8 +39,9 @@ class Options:
     def run(self) -> None:
         written: dict[str, Any] = {}
         for ranks in self.ranks:
-            profile = fit_profile(self._measure(ranks), self.watts)
-            path = user_directory() / f"{profile_name(ranks)}.toml"
+            with self.launching(ranks) as network:
+                profile = fit_profile(self._measure(ranks), self.watts, network)
+            path = user_directory() / f"{profile.name}.toml"
             dump_profile(profile, path)
             written[profile.name] = {name: figure.value for name, figure, _ in profile.figures()} | {"file": str(path)}
             if not self.json:

@@ -1,5 +1,6 @@
 """``phantom generate``: text that a trained transformer generates from a prompt, and the cost of a token."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from rich.table import Table
 
 from phantom_parallel.checkpoint.model import family_of
 from phantom_parallel.cli.infer import about_energy
-from phantom_parallel.cli.options import JsonOption, ProfileOption, RanksOption
+from phantom_parallel.cli.options import JsonOption, NetworkOptions, ProfileOption, RanksOption
 from phantom_parallel.distributed.external import is_rank_zero
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.infer.generation import Against, GenerateConfig, GenerateReport, PhaseCost, print_text
@@ -19,7 +20,7 @@ from phantom_parallel.utils.files import json_text
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(RanksOption, ProfileOption, JsonOption):
+class Options(RanksOption, NetworkOptions, ProfileOption, JsonOption):
     """Generate text from a prompt with a trained transformer, on any number of ranks that divides its blocks, and
     measure time, bytes and energy per token, separately for prefill and decode.
 
@@ -69,13 +70,16 @@ class Options(RanksOption, ProfileOption, JsonOption):
     def run(self) -> None:
         config = self.config()
         family = get_family(family_of(check_folder(config.model)))
-        report = family.generate(config, write=not self.json, show=True)
+        with self.launching(config.ranks) as network:
+            report = family.generate(config, write=not self.json, show=True)
         if not is_rank_zero():
             return
         if self.json:
-            print(json_text(report.to_dict()))
-        else:
-            _show(report)
+            print(json_text(report.to_dict() | {"network": None if network is None else network.to_dict()}))
+            return
+        _show(report)
+        if network is not None:
+            print(f"Network: {network.describe()}.", file=sys.stderr)
 
 
 def _joules(phase: PhaseCost) -> str:

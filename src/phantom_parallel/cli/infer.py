@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from phantom_parallel.cli.options import Flag, JsonOption, ProfileOption, RanksOption
+from phantom_parallel.cli.options import Flag, JsonOption, NetworkOptions, ProfileOption, RanksOption
 from phantom_parallel.distributed.external import is_rank_zero
 from phantom_parallel.infer.measure import Inference
 from phantom_parallel.infer.run import Against, InferConfig, InferReport, run
@@ -16,7 +16,7 @@ from phantom_parallel.utils.files import json_text
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(RanksOption, ProfileOption, JsonOption):
+class Options(RanksOption, NetworkOptions, ProfileOption, JsonOption):
     """Run a trained model on any number of ranks that divides its blocks, and measure latency, throughput, bytes and
     energy per sample.
 
@@ -54,13 +54,17 @@ class Options(RanksOption, ProfileOption, JsonOption):
         )
 
     def run(self) -> None:
-        report = run(self.config(), show=True)
+        config = self.config()
+        with self.launching(config.ranks) as network:
+            report = run(config, show=True)
         if not is_rank_zero():
             return
         if self.json:
-            print(json_text(report.to_dict()))
-        else:
-            _show(report)
+            print(json_text(report.to_dict() | {"network": None if network is None else network.to_dict()}))
+            return
+        _show(report)
+        if network is not None:
+            print(f"Network: {network.describe()}.")
 
 
 def _energy(cost: Inference) -> str:

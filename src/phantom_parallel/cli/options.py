@@ -2,9 +2,10 @@
 
 import os
 import sys
-from collections.abc import Mapping
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -12,6 +13,7 @@ import tyro
 
 from phantom_parallel.distributed.external import is_local_rank_zero, slurm_ranks
 from phantom_parallel.families.registry import family_names
+from phantom_parallel.utils.network import Network
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
@@ -56,6 +58,59 @@ class RanksOption:
         if self.ranks is not None:
             return self.ranks
         return int((os.environ | slurm_ranks(os.environ)).get("WORLD_SIZE", "1"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeoutOption:
+    """The option ``--timeout``."""
+
+    timeout: float = 60.0
+    """Seconds that a rank waits for another one in an exchange. After that, the rank that did not answer is named, and
+    all are stopped."""
+
+    def exchange_timeout(self) -> timedelta:
+        """The option as a time.
+
+        Raises:
+            ValueError: If it is not a time.
+        """
+        if not 1 <= self.timeout <= 1e6:
+            raise ValueError(f"timeout must be from 1 to 1,000,000 seconds, got {self.timeout:g}")
+        return timedelta(seconds=self.timeout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkOptions(TimeoutOption):
+    """Options of commands that launch ranks: emulated hosts, their links, and how long exchanges may take."""
+
+    hosts: int | None = None
+    """Number of emulated hosts that the ranks are spread over: network namespaces on this machine, with loopback inside
+    a host and --link between hosts. By default all ranks share loopback."""
+    link: str | None = None
+    """Rate of each host's link, as tc writes it: 100mbit, 1gbit, none. like:PROFILE measures the FLOP/s of a rank and
+    chooses the rate at which it has the FLOP-to-byte ratio of a device of that machine between its nodes, and
+    inside a host that of the links inside a node; like:PROFILE:inside has the latter between hosts. Profiles: see
+    phantom hardware."""
+    link_delay: str = "0"
+    """How much longer a packet takes one way, such as 1ms; needs a kernel with netem."""
+    link_loss: str = "0%"
+    """Packets that are lost, such as 0.1%; needs a kernel with netem."""
+
+    def network(self, ranks: int, dtype: str = "fp32") -> Network | None:
+        """The network of a launch of ``ranks`` ranks that compute in ``dtype``; None without emulated hosts."""
+        from phantom_parallel.cost.links import network_of
+
+        options = {"dtype": dtype, "delay": self.link_delay, "loss": self.link_loss}
+        return network_of(self.hosts, self.link, ranks, **options)
+
+    @contextmanager
+    def launching(self, ranks: int, dtype: str = "fp32") -> Iterator[Network | None]:
+        """Launches inside this block run on the network and with the timeout of the options."""
+        from phantom_parallel.distributed.launch import launch_defaults
+
+        timeout, network = self.exchange_timeout(), self.network(ranks, dtype)
+        with launch_defaults(timeout, network):
+            yield network
 
 
 def parse(options: type[Any], prog: str, arguments: list[str], defaults: Mapping[str, Any] | None = None) -> Any:

@@ -7,12 +7,13 @@ from typing import Any, ClassVar
 from rich.console import Console
 from rich.table import Table
 
-from phantom_parallel.cli.options import Flag, JsonOption, folder_of
+from phantom_parallel.cli.options import Flag, JsonOption, NetworkOptions, folder_of
 from phantom_parallel.distributed.external import is_rank_zero
 from phantom_parallel.families.registry import DEFAULT_FAMILY, family_names, get_family
 from phantom_parallel.train import Summary, TrainConfig, run
 from phantom_parallel.train.run_dir import read_config
 from phantom_parallel.utils.files import json_text
+from phantom_parallel.utils.network import Network
 
 _HELP = """Train {title} until a number of steps or a target loss. Other families: {others}.
 
@@ -24,7 +25,7 @@ options or files, 130 stopped by a signal.
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions(JsonOption):
+class TrainOptions(NetworkOptions, JsonOption):
     """Options of every training; the others are the fields of its config."""
 
     config_class: ClassVar[type[TrainConfig]]
@@ -42,13 +43,14 @@ class TrainOptions(JsonOption):
 
     def run(self) -> None:
         config = self.config()
-        summary = run(config, self.out, resume=self.resume, show=True)
+        with self.launching(config.ranks * config.dp, config.dtype) as network:
+            summary = run(config, self.out, resume=self.resume, show=True)
         if not is_rank_zero():
             return
         if self.json:
-            print(json_text(summary.to_dict()))
+            print(json_text(summary.to_dict() | {"network": None if network is None else network.to_dict()}))
         else:
-            _show(summary, config, self.out)
+            _show(summary, config, self.out, network)
 
 
 def options_for(family: str | None, arguments: list[str]) -> tuple[type[Any], dict[str, Any]]:
@@ -69,7 +71,7 @@ def options_for(family: str | None, arguments: list[str]) -> tuple[type[Any], di
     return options, defaults
 
 
-def _show(summary: Summary, config: TrainConfig, out: Path) -> None:
+def _show(summary: Summary, config: TrainConfig, out: Path, network: Network | None) -> None:
     table, target = Table(show_header=False), config.target_loss
     missed = target is not None and summary.status != "target"
     ended = f"the target {target} was not reached" if missed else "done"
@@ -80,5 +82,7 @@ def _show(summary: Summary, config: TrainConfig, out: Path) -> None:
     table.add_row("time", f"{summary.seconds:.2f} s in steps, {summary.blocked_share:.0%} of it blocked in exchanges")
     table.add_row("rate", f"{summary.samples_per_second:,.0f} {config.row}s/s")
     table.add_row("parameters", f"{summary.parameters:,}")
+    if network is not None:
+        table.add_row("network", network.describe())
     table.add_row("model", str(out / "model"))
     Console(soft_wrap=True).print(table)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from rich.console import Console
 from rich.table import Table
 
-from phantom_parallel.cli.options import JsonOption
+from phantom_parallel.cli.options import JsonOption, NetworkOptions
 from phantom_parallel.cost.calibrate import profile_name
 from phantom_parallel.cost.hardware import load_profile
 from phantom_parallel.cost.validate import Outcome, validate
@@ -17,7 +17,7 @@ from phantom_parallel.utils.progress import ProgressDisplay
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValidateOptions(JsonOption):
+class ValidateOptions(NetworkOptions, JsonOption):
     """Run models that calibration has not seen, and print predicted against measured times of a training step.
 
     Needs the profiles that `phantom calibrate` writes. The last column is the error of the predicted ratio of phantom
@@ -40,7 +40,8 @@ class ValidateOptions(JsonOption):
             raise ValueError(f"turns must be at least 1, got {self.turns}")
 
     def run(self) -> None:
-        profiles = {ranks: load_profile(profile_name(ranks)) for ranks in self.ranks}  # before any work
+        names = {ranks: profile_name(ranks, self.hosts, self.link) for ranks in self.ranks}
+        profiles = {ranks: load_profile(name) for ranks, name in names.items()}  # before any work
         models = {ranks: get_family(self.family).step_shapes(ranks, held_out=True) for ranks in self.ranks}
         outcomes: list[Outcome] = []
         with ProgressDisplay() as display:
@@ -49,7 +50,8 @@ class ValidateOptions(JsonOption):
                 def show(text: str, ranks: int = ranks) -> None:
                     display.note(f"{ranks} ranks: {text}")
 
-                outcomes += validate(ranks, profile, models[ranks], self.turns, show)
+                with self.launching(ranks):
+                    outcomes += validate(ranks, profile, models[ranks], self.turns, show)
         found = {"outcomes": [outcome.to_dict() for outcome in outcomes], **_errors(outcomes)}
         if self.out is not None:
             write_json(self.out, found)

@@ -1,6 +1,6 @@
 """This machine's own profile: products, exchanges and training steps measured, and the time model's figures fitted.
 
-With nothing hidden, the time model is linear in seven coefficients, so one least-squares fit over everything that was
+With nothing hidden, the time model is linear in eight coefficients, so one least-squares fit over everything that was
 measured gives them all: matrix products and exchanges by themselves, which separate the rates, and whole training
 steps, which add overheads, cold caches and gradients in fresh memory.
 
@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel.cost.hardware import Figure, Profile, Tier
 from phantom_parallel.cost.steps import timed_step
-from phantom_parallel.cost.terms import LayerCost, Product, Shape
+from phantom_parallel.cost.terms import Exchange, LayerCost, Product, Shape
 from phantom_parallel.cost.timing import elementwise_words
 from phantom_parallel.distributed.launch import Report, launch_local, threads_for
 from phantom_parallel.ops.collectives import (
@@ -37,6 +37,7 @@ from phantom_parallel.ops.collectives import (
     start_all_gather,
     start_reduce_scatter,
 )
+from phantom_parallel.utils.network import NO_LINK, Network
 
 WORD_BYTES = 4
 TURNS = 5
@@ -67,7 +68,7 @@ DURATIONS = Durations()
 
 
 class Work(NamedTuple):
-    """How often each coefficient of the time model enters: the seven columns of the fit."""
+    """How often each coefficient of the time model enters: the eight columns of the fit."""
 
     products: float = 0.0
     layers: float = 0.0  # in each phase
@@ -75,7 +76,8 @@ class Work(NamedTuple):
     read_bytes: float = 0.0
     written_bytes: float = 0.0
     exchanges: float = 0.0
-    sent_bytes: float = 0.0
+    sent_bytes: float = 0.0  # inside a host
+    between_bytes: float = 0.0  # between hosts
 
 
 class Sample(NamedTuple):
@@ -92,6 +94,7 @@ class Measured:
 
     ranks: int
     samples: tuple[Sample, ...]
+    hosts: int = 1
 
 
 def product_work(p: Product) -> Work:
@@ -99,10 +102,22 @@ def product_work(p: Product) -> Work:
     return Work(1, 0, p.flops, p.batch * read * WORD_BYTES, p.batch * written * WORD_BYTES)
 
 
-def step_work(shape: Shape) -> Work:
+def exchange_work(exchange: Exchange, hosts: int) -> Work:
+    """An exchange's work on ranks that are spread over ``hosts`` hosts, as `cost.timing` divides it between tiers."""
+    if hosts == 1:
+        return Work(exchanges=1, sent_bytes=exchange.moved_bytes(WORD_BYTES))
+    local, handed_in = exchange.ranks // hosts, exchange.words * WORD_BYTES
+    if exchange.op == "all_reduce":  # inside: the shares, scattered and gathered; between: the sum of shares
+        share = handed_in / local
+        return Work(exchanges=1, sent_bytes=2 * (local - 1) * share, between_bytes=2 * (hosts - 1) * share / hosts)
+    between = (hosts - 1) * handed_in * (local if exchange.op == "all_to_all" else 1)
+    return Work(exchanges=1, sent_bytes=(local - 1) * handed_in * hosts, between_bytes=between)
+
+
+def step_work(shape: Shape, hosts: int = 1) -> Work:
     """A training step's work: its products, exchanges, activations and update."""
     works = [work for layer in shape.costs for work in _layer_works(layer)]
-    exchanges = list(shape.exchanges)
+    exchanges = [exchange_work(exchange, hosts) for exchange in shape.exchanges]
     return Work(
         products=sum(work.products for work in works),
         layers=2 * len(shape.costs),
@@ -110,7 +125,8 @@ def step_work(shape: Shape) -> Work:
         read_bytes=sum(work.read_bytes for work in works) + elementwise_words(shape) * WORD_BYTES,
         written_bytes=sum(work.written_bytes for work in works),
         exchanges=len(exchanges),
-        sent_bytes=sum(exchange.moved_bytes(WORD_BYTES) for exchange in exchanges),
+        sent_bytes=sum(work.sent_bytes for work in exchanges),
+        between_bytes=sum(work.between_bytes for work in exchanges),
     )
 
 
@@ -138,7 +154,7 @@ def measure(ranks: int, steps: Sequence[Shape], report: Report, durations: Durat
 def _measure(device: torch.device, steps: Sequence[Shape], durations: Durations, report: Report) -> Measured:
     torch.manual_seed(0)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))
-    ranks = rank_group(mesh)
+    ranks, hosts = rank_group(mesh), dist.get_world_size() // int(os.environ["LOCAL_WORLD_SIZE"])
     samples = []
     for index, product in enumerate(PRODUCTS):
         report(f"product {index + 1} of {len(PRODUCTS)}")
@@ -146,12 +162,13 @@ def _measure(device: torch.device, steps: Sequence[Shape], durations: Durations,
         samples.append(Sample(work, _mean_seconds(_product(product), durations.part), PRODUCT_WEIGHT))
     for words in EXCHANGED_WORDS if ranks.size > 1 else ():
         report(f"exchange of {words} words")
-        work = Work(exchanges=2, sent_bytes=2 * (ranks.size - 1) * words * WORD_BYTES)
+        exchange = exchange_work(Exchange("", "forward", "all_gather", ranks.size, words), hosts)
+        work = Work(*(2 * value for value in exchange))
         samples.append(Sample(work, _mean_seconds(_exchange_pair(words, ranks), durations.part)))
     for index, shape in enumerate(steps):
         report(f"training step {index + 1} of {len(steps)}")
-        samples.append(Sample(step_work(shape), _mean_seconds(timed_step(shape, mesh), durations.step)))
-    return Measured(ranks.size, tuple(samples))
+        samples.append(Sample(step_work(shape, hosts), _mean_seconds(timed_step(shape, mesh), durations.step)))
+    return Measured(ranks.size, tuple(samples), hosts)
 
 
 def _product(product: Product) -> Callable[[], Any]:
@@ -193,10 +210,20 @@ def _mean_seconds(run: Callable[[], Any], at_least: float) -> float:
     return statistics.median(means)
 
 
-def fit_profile(measured: Measured, watts: tuple[float, float, float] | None = None) -> Profile:
-    """The profile whose time model comes closest to what was measured, by relative least squares."""
+def fit_profile(
+    measured: Measured, watts: tuple[float, float, float] | None = None, network: Network | None = None
+) -> Profile:
+    """The profile whose time model comes closest to what was measured, by relative least squares.
+
+    Args:
+        measured: What was measured.
+        watts: Of a rank while it computes, waits for an exchange, and is idle, if they are known.
+        network: The emulated hosts that it was measured on.
+    """
     fitted = Work(*fit_non_negative(measured.samples))
     where = f"measured on {measured.ranks} local ranks with {threads_for(measured.ranks)} threads each, {date.today()}"
+    if network is not None:
+        where += f", on {network.describe()}"
 
     def figure(value: float, note: str = "") -> Figure:
         return Figure(value, where + note)
@@ -204,13 +231,17 @@ def fit_profile(measured: Measured, watts: tuple[float, float, float] | None = N
     def rate(seconds_each: float) -> float:
         return 1 / max(seconds_each, 1e-15)  # where the fit finds no cost, a rate that makes none
 
-    tier = Tier(figure(0.0, "; in the overhead of an exchange"), figure(rate(fitted.sent_bytes)))
+    latency = figure(0.0, "; in the overhead of an exchange")
+    between = Tier(latency, figure(rate(fitted.between_bytes if measured.hosts > 1 else fitted.sent_bytes)))
+    one_rank_a_host = measured.hosts == measured.ranks
+    inside = between if one_rank_a_host else Tier(latency, figure(rate(fitted.sent_bytes)))
     power = (None, None, None) if watts is None else tuple(Figure(value, "given by the user") for value in watts)
     return Profile(
-        name=profile_name(measured.ranks),
-        description=f"this machine with {measured.ranks} local ranks",
+        name=profile_name(measured.ranks, *((network.hosts, network.link) if network else ())),
+        description=f"this machine with {measured.ranks} local ranks"
+        + (f" on {network.hosts} hosts" if network else ""),
         device=f"{platform.machine()} CPU, {threads_for(measured.ranks)} threads",
-        devices_per_node=figure(measured.ranks),
+        devices_per_node=figure(measured.ranks // measured.hosts),
         max_devices=figure(measured.ranks, "; measured on no other number of ranks"),
         memory_bytes=Figure(physical_memory() / measured.ranks, "physical memory over ranks"),
         memory_bandwidth=figure(rate(fitted.read_bytes)),
@@ -220,8 +251,8 @@ def fit_profile(measured: Measured, watts: tuple[float, float, float] | None = N
         product_overhead_seconds=figure(fitted.products),
         layer_overhead_seconds=figure(fitted.layers),
         collective_overhead_seconds=figure(fitted.exchanges),
-        inside=tier,
-        between=tier,
+        inside=inside,
+        between=between,
         overlap=figure(0.0, "; what is hidden shows as cheaper exchanges"),
         compute_watts=power[0],
         communication_watts=power[1],
@@ -229,14 +260,16 @@ def fit_profile(measured: Measured, watts: tuple[float, float, float] | None = N
     )
 
 
-def profile_name(ranks: int) -> str:
-    return f"this-machine-{ranks}"
+def profile_name(ranks: int, hosts: int | None = None, link: str | None = None) -> str:
+    """The name of this machine's profile for a number of ranks, on emulated hosts if there are any."""
+    name = f"this-machine-{ranks}"
+    return name if hosts is None else f"{name}-hosts-{hosts}-{(link or NO_LINK).replace(':', '-')}"
 
 
 def fit_non_negative(samples: Sequence[Sample]) -> list[float]:
     """Seconds of one unit of each kind of work, none negative, that minimise the weighted relative squares.
 
-    The best of all choices of columns whose plain least squares come out positive: there are only 127.
+    The best of all choices of columns whose plain least squares come out positive: there are only 255.
     """
     seconds = torch.tensor([sample.seconds for sample in samples], dtype=torch.float64)
     weights = torch.tensor([sample.weight for sample in samples], dtype=torch.float64).sqrt()

@@ -21,6 +21,7 @@ from typing import Any
 
 from phantom_parallel.distributed._messages import HEARTBEAT_SECONDS, Failure
 from phantom_parallel.distributed.errors import Interrupted, RankDied
+from phantom_parallel.distributed.hosts import Hosts
 from phantom_parallel.distributed.signals import StopRequest
 
 TICK = 0.1  # seconds between looks at processes and signals
@@ -40,12 +41,16 @@ class Rank:
     connection: Connection
     lifeline: int  # the rank ends when this file descriptor is closed
     crash_file: Path
+    host: int | None = None  # the emulated host that it runs on
     ready: bool = False
     done: bool = False
     heard: float = field(default_factory=time.monotonic)  # when the last message came
     place: str = ""  # in the code, as of the last heartbeat
     failure: Failure | None = None
     failed: float | None = None  # when this was noticed
+
+    def __str__(self) -> str:
+        return f"rank {self.number}" + ("" if self.host is None else f" (host {self.host})")
 
     @property
     def died(self) -> bool:
@@ -68,7 +73,7 @@ class Rank:
             error = pickle.loads(self.failure.exception)
         except Exception:  # its class is not importable here
             return None
-        error.add_note(f"On rank {self.number}:\n{self.failure.details}")
+        error.add_note(f"On {self}:\n{self.failure.details}")
         return error
 
     def send(self, message: Any) -> None:
@@ -99,9 +104,15 @@ class Supervisor:
     """Runs until every rank has sent its result, or raises what ended them."""
 
     def __init__(
-        self, ranks: Sequence[Rank], stop: StopRequest, timeout: timedelta, on_report: Callable[[Any], None] | None
+        self,
+        ranks: Sequence[Rank],
+        stop: StopRequest,
+        timeout: timedelta,
+        on_report: Callable[[Any], None] | None,
+        hosts: Hosts | None = None,
     ) -> None:
-        self.ranks, self.stop, self.on_report = ranks, stop, on_report
+        self.ranks, self.stop, self.on_report, self.hosts = ranks, stop, on_report, hosts
+        self.timeout = timeout
         self.patience = min(timeout.total_seconds(), FROZEN_SECONDS)
         self.result: Any = None
         self._stopping: float | None = None
@@ -217,6 +228,8 @@ class Supervisor:
         for rank in sorted([*own, *(rank for rank in failed if rank.died)], key=lambda rank: rank.failed or 0.0):
             return self._explained(rank)
         silent = self._silent_rank(failed)
+        if (silent is None or not silent.frozen()) and (cut := self._unreachable_hosts()):
+            return cut
         return self._explained(failed[0]) if silent is None else self._silent(silent)
 
     def _interrupted(self, raised: Sequence[Rank]) -> Exception:
@@ -230,9 +243,9 @@ class Supervisor:
         if (error := rank.exception()) is not None:
             return error
         if rank.failure is None:
-            return RankDied(f"rank {rank.number} died, and the others were stopped: {_end_in_words(rank)}")
-        error = RankDied(f"rank {rank.number} failed, and the others were stopped: {rank.failure.summary}")
-        error.add_note(f"On rank {rank.number}:\n{rank.failure.details}")
+            return RankDied(f"{rank} died, and the others were stopped: {_end_in_words(rank)}")
+        error = RankDied(f"{rank} failed, and the others were stopped: {rank.failure.summary}")
+        error.add_note(f"On {rank}:\n{rank.failure.details}")
         return error
 
     def _silent_rank(self, failed: Sequence[Rank]) -> Rank | None:
@@ -242,13 +255,23 @@ class Supervisor:
             return None
         return min(running, key=lambda rank: rank.heard)
 
+    def _unreachable_hosts(self) -> RankDied | None:
+        """The error for hosts that others do not reach: exchanges with their ranks fail, and no process is to blame."""
+        if self.hosts is None or not (lost := self.hosts.unreachable()):
+            return None
+        named = ", ".join(f"{rank}" for rank in self.ranks if rank.host in lost)
+        return RankDied(
+            f"{named} could not be reached for {self.timeout.total_seconds():g} s, and all ranks were stopped: "
+            f"the link of host {', '.join(map(str, lost))} is down or broken"
+        )
+
     def _silent(self, rank: Rank) -> RankDied:
         quiet = time.monotonic() - rank.heard
         state = f"no sign of life for {quiet:.0f} s" if quiet > SILENT else "it runs, but takes no part"
         if quiet > SILENT and rank.frozen():
             state += ", its process is stopped (SIGSTOP)"
         place = f"; last seen at {rank.place}" if rank.place else ""
-        return RankDied(f"rank {rank.number} did not answer in time, and the others were stopped: {state}{place}")
+        return RankDied(f"{rank} did not answer in time, and the others were stopped: {state}{place}")
 
 
 def _end_in_words(rank: Rank) -> str:

@@ -1,7 +1,8 @@
 """Launching ranks: local processes that are started here, or this process as one rank of an external launch.
 
-Local ranks never listen on anything but the loopback interface: they meet through a file in a private directory, and
-send their results through socket pairs that they inherit. A launcher that ends, in whatever way, takes its ranks along.
+Local ranks listen on nothing but the loopback interface, or on the links of the emulated hosts that they run on: they
+meet through a file in a private directory, and send their results through socket pairs that they inherit. A launcher
+that ends, in whatever way, takes its ranks along.
 """
 
 import multiprocessing
@@ -13,6 +14,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.spawn import get_preparation_data
@@ -24,11 +27,14 @@ from typing import Any, TypeVar
 from phantom_parallel.distributed import _bootstrap
 from phantom_parallel.distributed._directory import private_directory
 from phantom_parallel.distributed._messages import Assignment
+from phantom_parallel.distributed._namespaces import INTERFACE
 from phantom_parallel.distributed._supervisor import Rank, Supervisor
 from phantom_parallel.distributed._worker import crash_file
 from phantom_parallel.distributed.external import launched_externally, slurm_ranks
+from phantom_parallel.distributed.hosts import Hosts
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.families.registry import registered_families
+from phantom_parallel.utils.network import Network
 
 T = TypeVar("T")
 TIMEOUT = timedelta(seconds=60)  # of an exchange: how long a rank waits for another one
@@ -38,8 +44,39 @@ KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESH
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
+@dataclass(frozen=True)
+class LaunchDefaults:
+    """What a launch uses where its caller does not choose: see `launch_defaults`.
+
+    Args:
+        timeout: How long an exchange between ranks may take.
+        network: The emulated hosts that local ranks run on; None for loopback.
+    """
+
+    timeout: timedelta = TIMEOUT
+    network: Network | None = None
+
+
+_DEFAULTS: ContextVar[LaunchDefaults] = ContextVar("launch_defaults", default=LaunchDefaults())  # noqa: B039 (frozen)
+
+
+@contextmanager
+def launch_defaults(timeout: timedelta = TIMEOUT, network: Network | None = None) -> Iterator[None]:
+    """Launches inside this block use ``timeout`` and ``network`` where they are not given their own."""
+    token = _DEFAULTS.set(LaunchDefaults(timeout, network))
+    try:
+        yield
+    finally:
+        _DEFAULTS.reset(token)
+
+
 def launch(
-    size: int, work: Callable[..., T], *args: Any, timeout: timedelta = TIMEOUT, on_report: Report | None = None
+    size: int,
+    work: Callable[..., T],
+    *args: Any,
+    timeout: timedelta | None = None,
+    network: Network | None = None,
+    on_report: Report | None = None,
 ) -> T:
     """Call ``work(device, *args)`` on each of ``size`` ranks.
 
@@ -50,7 +87,8 @@ def launch(
         size: Number of ranks.
         work: Function of a module, called as ``work(device, *args)``; several ranks share the default process group.
         args: Further arguments; they must be picklable.
-        timeout: How long an exchange between ranks may take.
+        timeout: How long an exchange between ranks may take; by default that of `launch_defaults`.
+        network: The emulated hosts that local ranks run on; by default those of `launch_defaults`.
         on_report: If given, ``work`` gets a keyword argument ``report``, and what rank 0 passes to it arrives here
             while the work goes on.
 
@@ -63,8 +101,12 @@ def launch(
         ValueError, OSError, LossDiverged: If ``work`` raised them on a rank.
     """
     _check_main_is_imported()
-    if size > 1 and not launched_externally():
-        return launch_local(size, work, *args, timeout=timeout, on_report=on_report)
+    defaults = _DEFAULTS.get()
+    timeout, network = timeout or defaults.timeout, network or defaults.network
+    if network is not None and launched_externally():
+        raise ValueError("emulated hosts are for ranks that this command starts itself: leave out --hosts and --link")
+    if (size > 1 or network is not None) and not launched_externally():
+        return launch_local(size, work, *args, timeout=timeout, network=network, on_report=on_report)
     from phantom_parallel.distributed.process_group import process_group, select_device  # a launcher needs no torch
 
     if launched_externally():
@@ -83,7 +125,8 @@ def launch_local(
     size: int,
     work: Callable[..., T],
     *args: Any,
-    timeout: timedelta = TIMEOUT,
+    timeout: timedelta | None = None,
+    network: Network | None = None,
     on_report: Report | None = None,
     device_type: str | None = None,
     keep_freed_memory: bool = True,
@@ -93,19 +136,28 @@ def launch_local(
     Each process has cores/ranks threads. The arguments are those of `launch`, and:
 
     Args:
-        device_type: ``"cpu"`` to use no accelerator; by default each rank has one if there are enough.
+        device_type: ``"cpu"`` to use no accelerator; by default each rank has one if there are enough, and none on
+            emulated hosts.
         keep_freed_memory: Whether glibc keeps freed memory in the process, which makes the time of a step depend less
             on sizes.
     """
     _check_main_is_imported()
+    defaults = _DEFAULTS.get()
+    timeout, network = timeout or defaults.timeout, network or defaults.network
     payload, preparation = _prepare(work, args)
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         directory = stack.enter_context(private_directory())
+        hosts: Hosts | None = None
+        if network is not None:
+            network.check_ranks(size)
+            hosts, device_type = stack.enter_context(Hosts(network)), "cpu"
         ranks: list[Rank] = []
         stack.enter_context(_suspended_together(ranks))
         for number in range(size):
-            rank = _start(number, _environment(number, size, keep_freed_memory), directory)
+            host = None if network is None else network.host_of(number, size)
+            environment = _environment(number, size, keep_freed_memory, hosts)
+            rank = _start(number, environment, directory, host, hosts)
             stack.callback(rank.end)
             ranks.append(rank)
         for rank in ranks:
@@ -123,7 +175,7 @@ def launch_local(
             )
             rank.send(preparation["sys_path"])
             rank.send(assignment)
-        return Supervisor(ranks, stop, timeout, on_report).run()
+        return Supervisor(ranks, stop, timeout, on_report, hosts).run()
 
 
 def threads_for(size: int) -> int:
@@ -161,28 +213,31 @@ def _prepare(work: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bytes, di
     return payload, preparation
 
 
-def _environment(rank: int, size: int, keep_freed_memory: bool) -> dict[str, str]:
+def _environment(rank: int, size: int, keep_freed_memory: bool, hosts: Hosts | None) -> dict[str, str]:
     """Environment variables of a rank."""
+    local, interface = (size, LOOPBACK) if hosts is None else (size // hosts.network.hosts, INTERFACE)
     return {
         **os.environ,
         **(KEEP_FREED_MEMORY if keep_freed_memory else {}),
         "OMP_NUM_THREADS": str(threads_for(size)),
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(rank % local),
         "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "GLOO_SOCKET_IFNAME": LOOPBACK,
-        "NCCL_SOCKET_IFNAME": LOOPBACK,
-        "TP_SOCKET_IFNAME": LOOPBACK,
+        "LOCAL_WORLD_SIZE": str(local),
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": interface,
+        "TP_SOCKET_IFNAME": interface,
     }
 
 
-def _start(number: int, environment: dict[str, str], directory: Path) -> Rank:
+def _start(number: int, environment: dict[str, str], directory: Path, host: int | None, hosts: Hosts | None) -> Rank:
     """Start the process of a rank, in a process group of its own: signals from a terminal reach the launcher alone."""
     watched, lifeline = os.pipe()
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        fds = (watched, theirs.fileno())
+        fds: tuple[int, ...] = (watched, theirs.fileno())
+        if hosts is not None and host is not None:
+            fds += hosts.descriptors(host)
         command = [sys.executable, *_args_from_interpreter_flags(), "-P", _bootstrap.__file__]
         try:
             process = subprocess.Popen(
@@ -197,7 +252,7 @@ def _start(number: int, environment: dict[str, str], directory: Path) -> Rank:
             raise
         finally:
             os.close(watched)
-        return Rank(number, process, Connection(ours.detach()), lifeline, crash_file(str(directory), number))
+        return Rank(number, process, Connection(ours.detach()), lifeline, crash_file(str(directory), number), host)
 
 
 @contextmanager

@@ -1,0 +1,174 @@
+"""Emulated hosts: what ranks see of them, that links are as slow as they should be, and that nothing is left behind."""
+
+import ctypes
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from contextlib import suppress
+
+import pytest
+
+from phantom_parallel.distributed import _namespaces
+from phantom_parallel.distributed.hosts import Hosts, why_unavailable
+from phantom_parallel.distributed.launch import launch, launch_defaults
+from phantom_parallel.utils.network import Network
+from tests.distributed import workers
+from tests.distributed.sockets import processes_with
+
+UNAVAILABLE = why_unavailable()
+pytestmark = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
+MARK = "PHANTOM_TEST_MARK"
+CAP_NET_ADMIN, CAP_SYS_ADMIN, PR_CAPBSET_DROP = 12, 21, 24
+
+
+@pytest.fixture(autouse=True, scope="module")
+def mark():
+    """Mark every process that is started here."""
+    value = uuid.uuid4().hex
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(MARK, value)
+        yield value
+
+
+def other_namespaces(mark):
+    """Network namespaces, besides this process's, of processes that were started here."""
+    found = set()
+    for pid in processes_with(MARK, mark):
+        with suppress(OSError):
+            found.add(os.readlink(f"/proc/{pid}/ns/net"))
+    return found - {os.readlink("/proc/self/ns/net")}
+
+
+@pytest.fixture(scope="module")
+def seen(mark):
+    """What ranks on two hosts with two ranks each see."""
+    interfaces = set(os.listdir("/sys/class/net"))
+    found = launch(4, workers.describe_host, network=Network(2, "10mbit", 10e6))
+    return {"ranks": found, "left": other_namespaces(mark), "new": set(os.listdir("/sys/class/net")) - interfaces}
+
+
+def test_neighbours_share_a_host_and_its_address(seen):
+    assert [rank["address"] for rank in seen["ranks"]] == ["10.78.0.1", "10.78.0.1", "10.78.0.2", "10.78.0.2"]
+    assert [rank["local_rank"] for rank in seen["ranks"]] == ["0", "1", "0", "1"]
+    spaces = [rank["namespace"] for rank in seen["ranks"]]
+    assert spaces[0] == spaces[1] != spaces[2] == spaces[3]
+    assert os.readlink("/proc/self/ns/net") not in spaces
+
+
+def test_ranks_listen_on_their_host_alone(seen):
+    assert all(rank["listening"] <= {"10.78.0.1", "10.78.0.2", "127.0.0.1"} for rank in seen["ranks"])
+
+
+def test_a_link_is_as_slow_as_its_rate_and_loopback_is_not(seen):
+    least = 8 * workers.SENT_BYTES / 10e6
+    assert seen["ranks"][0]["between_seconds"] > 0.9 * least
+    assert seen["ranks"][0]["inside_seconds"] < seen["ranks"][0]["between_seconds"] / 3
+
+
+def test_nothing_is_left_after_a_launch(seen):
+    assert seen["left"] == set()
+    assert seen["new"] == set()
+
+
+def test_launch_defaults_are_used_where_a_launch_has_none():
+    with launch_defaults(network=Network(1)):
+        assert launch(1, workers.namespace) != os.readlink("/proc/self/ns/net")
+    assert launch(1, workers.namespace) == os.readlink("/proc/self/ns/net")
+
+
+def test_a_link_that_is_down_is_found():
+    with Hosts(Network(3)) as hosts:
+        assert hosts.unreachable() == []
+        set_link(hosts.descriptors(1)[0], "down")
+        assert hosts.unreachable() == [1]
+        set_link(hosts.descriptors(1)[0], "up")
+        assert hosts.unreachable() == []
+
+
+def set_link(descriptor, state):
+    """Set the link of a host up or down, from a process of its own."""
+    code = (
+        f"import ctypes, sys; assert ctypes.CDLL(None).setns({descriptor}, 0) == 0\n"
+        "from pyroute2 import IPRoute\n"
+        "with IPRoute() as ip:\n"
+        f"    ip.link('set', index=ip.link_lookup(ifname='eth0')[0], state='{state}')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], pass_fds=(descriptor,), check=True)
+
+
+def test_without_privileges_hosts_are_in_a_user_namespace():
+    def drop():
+        for capability in (CAP_NET_ADMIN, CAP_SYS_ADMIN):
+            ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+
+    code = (
+        "from phantom_parallel.distributed.launch import launch\n"
+        "from phantom_parallel.utils.network import Network\n"
+        "from tests.distributed import workers\n"
+        "if __name__ == '__main__':\n"
+        "    found = launch(2, workers.describe_host, network=Network(2, '100mbit', 1e8))\n"
+        "    print([rank['address'] for rank in found])\n"
+    )
+    if os.geteuid() != 0:
+        drop = None
+    found = subprocess.run([sys.executable, "-c", code], preexec_fn=drop, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.strip() == "['10.78.0.1', '10.78.0.2']"
+
+
+def test_a_system_that_forbids_namespaces_gets_one_line_with_what_would_help(monkeypatch):
+    def refuse(name, *arguments):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(_namespaces, "_call", refuse)
+    with pytest.raises(_namespaces.Forbidden, match=r"does not allow network namespaces .* run as root, or allow"):
+        _namespaces.build({"hosts": 1, "rate": None, "inside": None, "delay": 0.0, "loss": 0.0})
+
+
+def test_a_kernel_without_netem_is_named():
+    try:
+        Hosts(Network(1, delay=1e-3)).close()
+    except OSError as error:
+        message = str(error)
+    else:
+        pytest.skip("this kernel has netem")
+    assert "queueing discipline netem" in message
+    assert "leave out --link-delay" in message
+
+
+def test_a_killed_launcher_leaves_no_rank_and_no_namespace(tmp_path, mark):
+    code = (
+        "from phantom_parallel.distributed.launch import launch\n"
+        "from phantom_parallel.utils.network import Network\n"
+        "from tests.distributed import workers\n"
+        "if __name__ == '__main__':\n"
+        f"    launch(2, workers.touch_and_sleep, {str(tmp_path)!r}, network=Network(2, '100mbit', 1e8))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        end = time.monotonic() + 120
+        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < end:
+            time.sleep(0.1)
+        assert len(other_namespaces(mark)) == 2
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    end = time.monotonic() + 15
+    while processes_with(MARK, mark) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert processes_with(MARK, mark) == []
+
+
+def test_addresses_are_those_of_hosts():
+    assert [_namespaces.address(host) for host in (0, 1, 249, 250)] == [
+        "10.78.0.1",
+        "10.78.0.2",
+        "10.78.0.250",
+        "10.78.1.1",
+    ]
+    assert socket.inet_aton(_namespaces.address(63))
