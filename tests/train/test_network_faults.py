@@ -1,0 +1,159 @@
+"""Faults on a network of emulated hosts: training goes on or ends, the error names host and rank, and it can be resumed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from phantom_parallel.distributed.hosts import why_unavailable
+from tests.distributed.sockets import processes_with
+
+UNAVAILABLE = why_unavailable() or (None if os.geteuid() == 0 else "links are cut from outside, by root alone")
+pytestmark = [pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE)), pytest.mark.slow]
+MARK = "PHANTOM_TEST_MARK"
+STEPS, HOSTS = 60, 3
+MODEL = ["--width", "24", "--blocks", "6", "--ghosts", "2", "--samples", "256", "--batch", "24"]
+OFTEN = ["--log-every", "1", "--eval-every", "20", "--checkpoint-every", "10", "--seed", "3"]
+TIMEOUT = 6
+
+
+def command(out, *options):
+    return [sys.executable, "-m", "phantom_parallel.cli.main", "train", "--out", str(out), *options]
+
+
+def losses(out):
+    """The training loss of each step; of a step that was repeated, the last one."""
+    return {row["step"]: row["loss"] for row in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """Losses of the training that nothing disturbs, on one rank."""
+    out = tmp_path_factory.mktemp("undisturbed") / "run"
+    subprocess.run(command(out, *MODEL, *OFTEN, "--steps", str(STEPS)), check=True, capture_output=True)
+    return losses(out)
+
+
+class Training:
+    """A training on three hosts, slow enough to be disturbed."""
+
+    def __init__(self, folder, *options):
+        self.out, self.mark = folder / "run", uuid.uuid4().hex
+        arguments = [*MODEL, *OFTEN, "--tp", "3", "--hosts", str(HOSTS), "--link", "1mbit", *options]
+        environment = {**os.environ, MARK: self.mark}
+        self.process = subprocess.Popen(command(self.out, *arguments), env=environment, stderr=subprocess.PIPE, text=True)
+
+    def wait_for_step(self, step):
+        end = time.monotonic() + 180
+        while time.monotonic() < end and self.process.poll() is None:
+            with suppress(OSError, ValueError):
+                if max(losses(self.out)) >= step:
+                    return
+            time.sleep(0.05)
+        pytest.fail(f"step {step} was not reached: {self.process.communicate(timeout=10)[1]}")
+
+    def rank(self, number):
+        """The process of a rank."""
+        for pid in processes_with(MARK, self.mark):
+            with suppress(OSError):
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                if f"RANK={number}".encode() in variables:
+                    return pid
+        raise AssertionError(f"rank {number} does not run")
+
+    def set_link(self, host, state):
+        """Set the link of a host up or down, from inside its namespace."""
+        code = (
+            "import ctypes, os\n"
+            f"space = os.open('/proc/{self.rank(host)}/ns/net', os.O_RDONLY)\n"
+            "assert ctypes.CDLL(None).setns(space, 0) == 0\n"
+            "from pyroute2 import IPRoute\n"
+            "with IPRoute() as ip:\n"
+            f"    ip.link('set', index=ip.link_lookup(ifname='eth0')[0], state='{state}')\n"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+    def ended(self):
+        """Exit code and last line of an ended training, and how long it took to end."""
+        started = time.monotonic()
+        _, errors = self.process.communicate(timeout=120)
+        assert processes_with(MARK, self.mark) == []
+        assert "Traceback" not in errors
+        return self.process.returncode, errors.strip().splitlines()[-1], time.monotonic() - started
+
+
+@pytest.fixture
+def training(tmp_path):
+    started = []
+
+    def start(*options):
+        started.append(Training(tmp_path, *options))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.process.kill()
+        one.process.wait()
+
+
+def assert_resumes_to(expected, out, *options):
+    found = subprocess.run(command(out, "--resume", "--steps", str(STEPS), *options), capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    resumed = losses(out)
+    assert set(resumed) == set(expected)
+    for step, loss in expected.items():
+        assert resumed[step] == pytest.approx(loss, rel=1e-4), step
+
+
+def test_a_host_that_dies_is_named_and_the_remaining_hosts_resume_to_the_same_losses(training, expected):
+    run = training("--steps", "100000")
+    run.wait_for_step(12)
+    os.kill(run.rank(1), signal.SIGKILL)
+    code, line, _ = run.ended()
+    assert code == 1
+    assert "rank 1 (host 1) died" in line
+    assert "killed by SIGKILL" in line
+    assert "--resume" in line
+    assert_resumes_to(expected, run.out, "--tp", "2", "--hosts", "2", "--link", "none")
+
+
+def test_a_link_that_is_cut_for_five_seconds_delays_the_training_and_changes_nothing(training, expected):
+    run = training("--steps", str(STEPS))
+    run.wait_for_step(5)
+    run.set_link(2, "down")
+    time.sleep(5)
+    run.set_link(2, "up")
+    code, line, _ = run.ended()
+    assert code == 0, line
+    assert losses(run.out) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_link_that_is_cut_for_good_is_named_within_the_timeout(training, expected):
+    run = training("--steps", "100000", "--timeout", str(TIMEOUT))
+    run.wait_for_step(12)
+    run.set_link(1, "down")
+    code, line, seconds = run.ended()
+    assert code == 1
+    assert "rank 1 (host 1) could not be reached" in line
+    assert "the link of host 1 is down" in line
+    assert seconds < TIMEOUT + 20
+    assert_resumes_to(expected, run.out, "--tp", "1")
+
+
+def test_a_frozen_rank_is_named_with_its_host_within_the_timeout(training, expected):
+    run = training("--steps", "100000", "--timeout", str(TIMEOUT))
+    run.wait_for_step(12)
+    os.kill(run.rank(2), signal.SIGSTOP)
+    code, line, seconds = run.ended()
+    assert code == 1
+    assert "rank 2 (host 2) did not answer in time" in line
+    assert "SIGSTOP" in line
+    assert seconds < TIMEOUT + 20
+    assert_resumes_to(expected, run.out, "--tp", "3", "--hosts", "3", "--link", "none")
