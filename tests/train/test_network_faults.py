@@ -1,4 +1,4 @@
-"""Faults on a network of emulated hosts: training goes on or ends, the error names host and rank, and it can be resumed."""
+"""Faults on a network of emulated hosts: training goes on or ends, the error names host and rank, and it resumes."""
 
 import json
 import os
@@ -48,7 +48,8 @@ class Training:
         self.out, self.mark = folder / "run", uuid.uuid4().hex
         arguments = [*MODEL, *OFTEN, "--tp", "3", "--hosts", str(HOSTS), "--link", "1mbit", *options]
         environment = {**os.environ, MARK: self.mark}
-        self.process = subprocess.Popen(command(self.out, *arguments), env=environment, stderr=subprocess.PIPE, text=True)
+        arguments = command(self.out, *arguments)
+        self.process = subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE, text=True)
 
     def wait_for_step(self, step):
         end = time.monotonic() + 180
