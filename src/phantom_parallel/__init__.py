@@ -12,7 +12,14 @@ if TYPE_CHECKING:
     from phantom_parallel.families.ffn.model import FFN, FFNConfig
     from phantom_parallel.families.gpt.config import GPTConfig
     from phantom_parallel.families.gpt.model import GPT
-    from phantom_parallel.nn import PhantomLinear, PhantomParallel, RanksDisagree, TensorLinear, parameter_groups
+    from phantom_parallel.nn import (
+        PhantomLinear,
+        PhantomParallel,
+        RanksDisagree,
+        TensorLinear,
+        check_ranks,
+        parameter_groups,
+    )
     from phantom_parallel.ops import gather_features, shard_features
 
 __all__ = [
@@ -28,6 +35,7 @@ __all__ = [
     "RanksDisagree",
     "TensorLinear",
     "__version__",
+    "check_ranks",
     "consolidate_model",
     "gather_features",
     "load_model",
@@ -44,7 +52,10 @@ _HOMES = {
     "phantom_parallel.families.ffn.model": ("FFN", "FFNConfig"),
     "phantom_parallel.families.gpt.config": ("GPTConfig",),
     "phantom_parallel.families.gpt.model": ("GPT",),
-    "phantom_parallel.nn": ("PhantomLinear", "PhantomParallel", "RanksDisagree", "TensorLinear", "parameter_groups"),
+    "phantom_parallel.nn": (
+        *("PhantomLinear", "PhantomParallel", "RanksDisagree", "TensorLinear"),
+        *("check_ranks", "parameter_groups"),
+    ),
     "phantom_parallel.ops": ("gather_features", "shard_features"),
 }
 

@@ -145,3 +145,12 @@ def _interface_address(name):
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("256s", name.encode())
         return socket.inet_ntoa(fcntl.ioctl(any_socket, 0x8915, request)[20:24])
+
+
+def differ_in_second_batch(device: torch.device) -> None:
+    """Rank 1 has fewer rows than rank 0 in its second batch."""
+    from phantom_parallel import PhantomLinear
+
+    layer = PhantomLinear(8, 8, blocks=2, ghosts=2, mesh=init_device_mesh(device.type, (2,)))
+    layer(torch.ones(4, 4))
+    layer(torch.ones(4 - dist.get_rank(), 4))

@@ -13,7 +13,7 @@ import os
 import signal
 from types import FrameType
 
-from phantom_parallel.distributed.errors import Interrupted, LossDiverged, RankDied
+from phantom_parallel.distributed.errors import Interrupted, LossDiverged, PeerFailed, RankDied
 from phantom_parallel.distributed.external import global_rank, is_local_rank_zero
 
 FAILED, MISTAKE, STOPPED = 1, 2, 130
@@ -43,7 +43,7 @@ def exit_code(error: BaseException) -> int | None:
         return 128 + _received[0]
     if isinstance(error, Interrupted | KeyboardInterrupt):
         return STOPPED
-    if isinstance(error, RankDied | LossDiverged):
+    if isinstance(error, RankDied | PeerFailed | LossDiverged):
         return FAILED
     return MISTAKE if isinstance(error, ValueError | OSError) else None
 

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any, NamedTuple
 
-from phantom_parallel.distributed.errors import Interrupted, LossDiverged
+from phantom_parallel.distributed.errors import Interrupted, LossDiverged, PeerFailed
 
 HEARTBEAT_SECONDS = 0.5
 KEEP_TYPE = (ValueError, OSError, Interrupted, LossDiverged)  # errors that the launcher raises as they are
@@ -62,7 +62,8 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
-        communication = isinstance(error, RuntimeError) and bool(_COMMUNICATION.search(str(error)))
+        lost = isinstance(error, RuntimeError) and bool(_COMMUNICATION.search(str(error)))
+        communication = lost or isinstance(error, PeerFailed)
         text = " ".join(str(error).split())
         frames = traceback.extract_tb(error.__traceback__)
         place = f" ({_place(frames[-1].filename, frames[-1].lineno, frames[-1].name)})" if frames else ""

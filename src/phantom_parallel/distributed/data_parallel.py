@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from phantom_parallel.distributed.rank_check import check_gradient
 from phantom_parallel.ops.collectives import rank_group
 
 _c10d = torch.ops._c10d_functional
@@ -16,8 +17,13 @@ def average_gradients(model: nn.Module, mesh: DeviceMesh | None) -> None:
     ranks = rank_group(mesh)
     if ranks.size == 1:
         return
-    gradients = [_part(p.grad) for p in model.parameters() if p.grad is not None]
-    sums = [_c10d.all_reduce(gradient, "sum", ranks.name) for gradient in gradients]
+    gradients, sums = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradient = _part(parameter.grad)
+            check_gradient(name, gradient, ranks.name)
+            gradients.append(gradient)
+            sums.append(_c10d.all_reduce(gradient, "sum", ranks.name))
     for gradient, total in zip(gradients, sums, strict=True):
         torch.div(_c10d.wait_tensor(total), ranks.size, out=gradient)
 

@@ -4,7 +4,7 @@ Objects are pickled: use these among the ranks of one launch only, which trust e
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +26,7 @@ def all_gather_objects(value: T, group: Group) -> list[T]:
     """
     if group is None:
         return [value]
-    group = _process_group(group)
+    group = process_group_of(group)
     size = dist.get_world_size(group)
     if size == 1 or dist.get_backend(group) == "fake":
         return [value] * size
@@ -39,7 +39,7 @@ def barrier(group: Group) -> None:
     """Wait for all ranks of ``group``; None is this process alone. Ranks of a ``fake`` process group do not wait."""
     if group is None:
         return
-    group = _process_group(group)
+    group = process_group_of(group)
     if dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake":
         dist.barrier(group)
 
@@ -83,19 +83,24 @@ def check_agreement(subject: str, settings: dict[str, Any], mesh: DeviceMesh | N
     if mesh is None or mesh.size() == 1:
         return
     gathered = all_gather_objects(settings, mesh)
-    names = dist.get_process_group_ranks(mesh.get_group())  # global ranks
-    differences = []
-    for name in sorted({name for one in gathered for name in one}):
-        values = [one.get(name) for one in gathered]
+    if found := differences(gathered, dist.get_process_group_ranks(mesh.get_group())):
+        raise RanksDisagree(f"ranks disagree on {subject}: {found}")
+
+
+def differences(settings: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> str:
+    """Which of ``ranks`` differ from the majority and in what, given the settings of each; empty if none does."""
+    found = []
+    for name in sorted({name for one in settings for name in one}):
+        values = [one.get(name) for one in settings]
         usual = Counter(values).most_common(1)[0][0]
-        differences += [
-            f"rank {names[index]} has {name}={value!r}, the others {usual!r}"
-            for index, value in enumerate(values)
+        found += [
+            f"rank {rank} has {name}={value!r}, the others {usual!r}"
+            for rank, value in zip(ranks, values, strict=True)
             if value != usual
         ]
-    if differences:
-        raise RanksDisagree(f"ranks disagree on {subject}: " + "; ".join(differences))
+    return "; ".join(found)
 
 
-def _process_group(group: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
+def process_group_of(group: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
+    """The process group of a mesh, or the group itself."""
     return group.get_group() if isinstance(group, DeviceMesh) else group

@@ -106,8 +106,8 @@ class TimeTotals:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds inside steps."""
-        return self.seconds[TimeCategory.STEP]
+        """Seconds inside steps, without those of the meter."""
+        return self.seconds[TimeCategory.STEP] - self.seconds[TimeCategory.METER_IN_STEP]
 
     @property
     def blocked_seconds(self) -> float:
@@ -120,13 +120,12 @@ class TimeTotals:
 
     def busy(self, body_seconds: float) -> tuple[float, float]:
         """Return the compute and communication seconds of a window whose body took ``body_seconds``."""
-        waited_outside = self.seconds[TimeCategory.WAIT_OUTSIDE]
-        metered_in_step = self.seconds[TimeCategory.METER_IN_STEP]
-        communication = self.blocked_seconds + waited_outside
+        communication = self.blocked_seconds + self.seconds[TimeCategory.WAIT_OUTSIDE]
         if self.step_seconds > 0:
-            compute = self.step_seconds - self.blocked_seconds - metered_in_step
+            compute = self.step_seconds - self.blocked_seconds
         else:
-            compute = body_seconds - communication - metered_in_step - self.seconds[TimeCategory.METER_OUTSIDE]
+            metered = self.seconds[TimeCategory.METER_IN_STEP] + self.seconds[TimeCategory.METER_OUTSIDE]
+            compute = body_seconds - communication - metered
         return max(compute, 0.0), communication
 
 

@@ -10,6 +10,7 @@ collectives of torch, so they run in eager mode, trace under ``torch.compile`` a
 A group of one rank sends nothing.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 _c10d = torch.ops._c10d_functional
 _all_gather, _reduce_scatter = _c10d.all_gather_into_tensor.default, _c10d.reduce_scatter_tensor.default
 _all_to_all, _wait = _c10d.all_to_all_single.default, _c10d.wait_tensor.default
+before_collective: Callable[..., None] | None = None  # a debug mode's, called with what is sent and the group's name
 
 
 class RankGroup(NamedTuple):
@@ -71,6 +73,8 @@ def _call(op: Any, *args: Any) -> Tensor:
     """Call an operator, below autograd where no gradient is recorded: the autograd formula of a functional collective
     is Python and takes longer than the rest of the call.
     """
+    if before_collective is not None and op is not _wait and not torch.compiler.is_compiling():
+        before_collective(args[0], args[-1])
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return op(*args)
     with torch._C._AutoDispatchBelowAutograd():

@@ -7,7 +7,7 @@ a user's own loop would be, and its time is the time that is reported.
 
 import math
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from phantom_parallel.checkpoint.parts import storage_group
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.errors import LossDiverged
 from phantom_parallel.distributed.objects import raise_on_all_ranks
+from phantom_parallel.distributed.rank_check import check_ranks
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.energy.time_split import TimeSplitRecorder, TimeTotals, timer_for
 from phantom_parallel.families.registry import get_family
@@ -159,7 +160,7 @@ class Trainer:
         record, last_step = None, first
         status: Status = "steps"
         for step in range(first + 1, config.steps + 1):
-            with self.clock.step():
+            with self.clock.step(), self._checked(step == first + 1):
                 loss = self._step(step - 1)
             every = (config.log_every, config.eval_every, config.checkpoint_every)
             if step < config.steps and all(step % interval for interval in every):
@@ -195,6 +196,14 @@ class Trainer:
         self._save()
         self._settle()
         return summary
+
+    def _checked(self, first: bool) -> AbstractContextManager[None]:
+        """In the first step ranks compare their collectives, so that a difference is an error and not a wrong number.
+        The time that this takes is not part of the step's.
+        """
+        if not first or self._group is None or self.config.compile:
+            return nullcontext()
+        return check_ranks(self._group, timing=self.clock.meter_time)
 
     def _step(self, step: int) -> Tensor:
         """One step; this rank's share of the loss before it, not yet summed."""
