@@ -65,8 +65,9 @@ def test_text_and_what_it_cost_as_json(folder, capfd, ranks):
     assert "measuring: turn 2/2" in captured.err
     report = json.loads(captured.out)
     assert set(report) == {
-        *("model", "ranks", "device", "prompt", "prompt_tokens", "texts", "tokens", "sampling", "profile"),
-        *("profile_source", "measured"),
+        *("model", "ranks", "device", "prompt", "prompt_tokens", "prompts", "prompt_lengths", "texts", "tokens"),
+        *("sampling", "profile"),
+        *("profile_source", "measured", "network"),
     }
     assert (report["ranks"], report["prompt"], report["prompt_tokens"]) == (ranks, PROMPT, len(PROMPT))
     assert report["tokens"] == [expected(8)]
@@ -107,6 +108,20 @@ def test_sampled_texts_from_a_file(folder, capfd):
     first, *others = report["texts"]
     shown = "".join(f"--- {index} of 3 ---\n{text}\n" for index, text in enumerate(others, 2))
     assert capfd.readouterr().out == f"{first}\n{shown}"
+
+
+def test_prompts_of_unequal_length_are_continued_as_each_would_be_by_itself(folder, capfd):
+    prompts = ["a", PROMPT, "import os"]
+    alone = []
+    for prompt in prompts:
+        assert phantom("--model", folder / "model", "--prompt", prompt, "--tokens", "6", "--json") == 0
+        alone += json.loads(capfd.readouterr().out)["tokens"]
+    assert phantom("--model", folder / "model", "--prompt", *prompts, "--tokens", "6", "--json") == 0
+    report = json.loads(capfd.readouterr().out)
+    assert report["tokens"] == alone
+    assert (report["prompts"], report["prompt_lengths"]) == (prompts, [1, 9, 9])
+    assert phantom("--model", folder / "model", "--prompt", "a", "", "--tokens", "6") == 2
+    assert "the prompt is empty" in failed(capfd)
 
 
 def test_by_default_as_many_tokens_as_there_is_room_for(folder, capfd):

@@ -31,8 +31,8 @@ class Options(RanksOption, NetworkOptions, ProfileOption, JsonOption):
 
     model: Path
     """Folder of a model, such as OUT/model of phantom train gpt."""
-    prompt: str | None = None
-    """The prompt."""
+    prompt: tuple[str, ...] = ()
+    """The prompt, or several, which may differ in length: each is continued as it would be by itself."""
     prompt_file: Path | None = None
     """File with the prompt in UTF-8, used without changes."""
     tokens: int | None = None
@@ -46,7 +46,7 @@ class Options(RanksOption, NetworkOptions, ProfileOption, JsonOption):
     seed: int = 0
     """Seed of the sampling, which is the same on any number of ranks."""
     batch: int = 1
-    """Number of texts to generate from the prompt at once; the first is shown as it is generated, the others at the
+    """Number of texts to generate from each prompt at once; the first is shown as it is generated, the others at the
     end."""
     against: Against = "none"
     """Time a tensor-parallel model of the same sizes with random weights as well, or nothing."""
@@ -104,7 +104,9 @@ def _show(report: GenerateReport) -> None:
     ranks = "1 rank" if report.ranks == 1 else f"{report.ranks} ranks"
     costs = list(report.measured.values())
     batch = f", batch {costs[0].batch}" if costs[0].batch > 1 else ""
-    title = f"{ranks} ({report.device}), {report.prompt_tokens} + {costs[0].tokens} tokens{batch}"
+    lengths = f"{min(report.prompt_lengths)} to " if len(set(report.prompt_lengths)) > 1 else ""
+    prompts = f"{lengths}{max(report.prompt_lengths)}"
+    title = f"{ranks} ({report.device}), {prompts} + {costs[0].tokens} tokens{batch}"
     table = Table("", *report.measured, title=title)
     for column in table.columns[1:]:
         column.justify = "right"

@@ -82,19 +82,19 @@ class GenerateConfig:
 
     Args:
         model: Folder of the model.
-        prompt: The prompt, or
+        prompt: The prompt, or several, which may differ in length; or
         prompt_file: a file with the prompt.
         tokens: Number of tokens to generate; by default 128, or as many as fit into the context.
         sampling: How tokens are selected.
         ranks: Number of ranks that share the model.
-        batch: Number of texts to generate at once.
+        batch: Number of texts to generate from each prompt at once.
         against: The baseline to measure as well.
         turns: How often each of two models generates; a single model generates once.
         profile: As for `InferConfig`.
     """
 
     model: Path
-    prompt: str | None = None
+    prompt: str | tuple[str, ...] | None = None
     prompt_file: Path | None = None
     tokens: int | None = None
     sampling: Sampling = field(default_factory=Sampling)
@@ -103,6 +103,18 @@ class GenerateConfig:
     against: Against = "none"
     turns: int = 5
     profile: str | None = None
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """All prompts that are given as text."""
+        if self.prompt is None:
+            return ()
+        return (self.prompt,) if isinstance(self.prompt, str) else tuple(self.prompt)
+
+    @property
+    def rows(self) -> int:
+        """Number of texts to generate."""
+        return self.batch * max(1, len(self.prompts))
 
     def __post_init__(self) -> None:
         positive(ranks=self.ranks, batch=self.batch, turns=self.turns)
@@ -123,8 +135,10 @@ class GenerateReport:
         model: Folder of the model.
         ranks: Number of ranks.
         device: Type of their devices.
-        prompt: The prompt.
+        prompt: The first prompt.
         prompt_tokens: Number of its tokens.
+        prompts: All prompts; each has as many rows as the batch, one after the other.
+        prompt_lengths: Number of tokens of each prompt.
         texts: Generated text of each row.
         tokens: Generated tokens of each row.
         sampling: How tokens were selected.
@@ -138,6 +152,8 @@ class GenerateReport:
     device: str
     prompt: str
     prompt_tokens: int
+    prompts: list[str]
+    prompt_lengths: list[int]
     texts: list[str]
     tokens: list[list[int]]
     sampling: Sampling

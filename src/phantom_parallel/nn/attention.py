@@ -18,14 +18,16 @@ from torch import Tensor, nn
 class Cache:
     """Keys and values of past positions, for this rank's heads: (layers, batch, local kv heads, length, head_dim).
 
-    ``position`` is the number of filled positions. ``head`` holds the rows of a tied head if these need a collective:
-    the weights must not change while a cache is in use.
+    ``position`` is the number of filled positions. ``starts`` is the first valid position of each row, (batch,), where
+    rows are padded on the left to the length of the longest; None where all are valid. ``head`` holds the rows of a
+    tied head if these need a collective: the weights must not change while a cache is in use.
     """
 
     keys: Tensor
     values: Tensor
     position: int = 0
     head: Tensor | None = None
+    starts: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -41,6 +43,24 @@ class Cache:
                 f"the cache has room for {self.length} positions and holds {self.position}, got {more} more: "
                 "make a longer one with new_cache"
             )
+
+    def positions(self, t: int) -> Tensor | slice:
+        """Index of the next ``t`` positions in tables by position: a slice, or (batch, t) where rows have starts."""
+        if self.starts is None:
+            return slice(self.position, self.position + t)
+        filled = torch.arange(self.position, self.position + t, device=self.starts.device)
+        return (filled - self.starts[:, None]).clamp_min(0)
+
+    def mask(self, t: int) -> Tensor | None:
+        """Keys that the next ``t`` positions attend to; None for all that are filled, or all up to their own."""
+        if self.starts is None and (self.position == 0 or t == 1):
+            return None
+        keys = torch.arange(self.position + t, device=self.keys.device)
+        queries = keys[self.position :, None]
+        allowed = keys <= queries
+        if self.starts is not None:  # a padded position attends to itself, since softmax needs a key
+            allowed = allowed & (keys >= self.starts[:, None, None, None]) | (keys == queries)
+        return allowed
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values (batch, kv heads, t, head_dim) of a layer, and return all of that layer. The model
@@ -95,13 +115,11 @@ class Attention(nn.Module):
         rotated = rotate(grouped[..., :-1, :], cos, sin)
         q = rotated[..., :-1, :].flatten(2, 3).transpose(1, 2)  # (batch, local heads, t, head_dim)
         k, v = rotated[..., -1, :].transpose(1, 2), grouped[..., -1, :].transpose(1, 2)  # (batch, kv, t, head_dim)
-        before, mask = 0, None
+        mask = None
         if cache is not None:
-            before = cache.position
+            mask = cache.mask(t)
             k, v = cache.append(self.layer, k, v)
-            if before and t > 1:
-                mask = torch.ones(t, before + t, dtype=torch.bool, device=x.device).tril(before)
-        causal = before == 0 and t > 1
+        causal = mask is None and t > 1
         mixed = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=self.queries_per_kv > 1)
         z: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return z

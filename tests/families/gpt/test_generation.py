@@ -66,6 +66,58 @@ def test_greedy_tokens_are_identical_on_any_number_of_ranks(ranks, strategy, siz
         assert found == wanted
 
 
+UNEQUAL = (1, 5, 3, 4)
+
+
+def unequal_prompts() -> list[torch.Tensor]:
+    rows = torch.randint(24, (len(UNEQUAL), 5), generator=torch.Generator().manual_seed(11))
+    return [row[:length] for row, length in zip(rows, UNEQUAL, strict=True)]
+
+
+def continued_alone(config: GPTConfig) -> list[list[int]]:
+    """The greedy tokens of each prompt, by plain maths in float64."""
+    params, found = gpt_reference.draw(GPT(config, device="meta")), []
+    for prompt in unequal_prompts():
+        row = prompt[None]
+        for _ in range(TOKENS):
+            two = gpt_reference.logits(params, config, row)[:, -1].topk(2)
+            assert (two.values[:, 0] - two.values[:, 1]).min() > 1e-4
+            row = torch.cat([row, two.indices[:, :1]], 1)
+        found.append(row[0, -TOKENS:].tolist())
+    return found
+
+
+def unequal_on_ranks(config: GPTConfig) -> list[list[int]]:
+    return generate(filled(config, one_mesh(), torch.float32), unequal_prompts(), tokens=TOKENS).tokens.tolist()
+
+
+@pytest.mark.parametrize("strategy", ["phantom", "megatron", "dense"])
+def test_prompts_of_unequal_length_are_continued_as_each_would_be_by_itself(ranks, strategy):
+    config = config_of(strategy, context=CONTEXT)
+    expected = continued_alone(config)
+    model = filled(config, None, torch.float32)
+    assert generate(model, unequal_prompts(), tokens=TOKENS).tokens.tolist() == expected
+    if strategy != "dense":
+        assert ranks(2)(unequal_on_ranks, config) == [expected] * 2
+
+
+def test_samples_of_unequal_prompts_are_those_of_their_own_logits():
+    model, prompts = filled(config_of("phantom", context=CONTEXT), None, torch.float64), unequal_prompts()
+    settings = {"tokens": TOKENS, "temperature": 0.9, "top_k": 12, "seed": 4}
+    together = generate(model, prompts, **settings).tokens
+    for row, prompt in enumerate(prompts):  # a batch draws one number a row, so that row is drawn for as in the batch
+        alone = generate(model, prompt.repeat(len(prompts), 1), **settings).tokens
+        assert alone[row].tolist() == together[row].tolist()
+
+
+def test_a_list_with_an_empty_prompt_or_a_batch_in_it_is_refused():
+    model = filled(config_of("phantom", context=CONTEXT), None, torch.float32)
+    with pytest.raises(ValueError, match=r"a prompt is empty, of the lengths \[2, 0\]"):
+        generate(model, [torch.tensor([1, 2]), torch.tensor([], dtype=torch.long)], tokens=1)
+    with pytest.raises(ValueError, match="each prompt of a list must be"):
+        generate(model, [torch.ones(1, 2, dtype=torch.long)], tokens=1)
+
+
 def test_megatron_and_dense_are_the_same():
     same = [expected(config_of(strategy, context=CONTEXT)) for strategy in ("megatron", "dense")]
     assert same[0] == same[1]

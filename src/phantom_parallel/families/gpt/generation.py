@@ -6,12 +6,13 @@ token itself, without another exchange.
 
 import hashlib
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from phantom_parallel.distributed.objects import check_agreement
@@ -49,9 +50,47 @@ class Generation:
     timings: Timings
 
 
+class Prompts(NamedTuple):
+    """Prompts of a batch, (batch, length), padded on the left to the length of the longest.
+
+    ``starts`` is the position of each row's first token, (batch,); None if no row is padded.
+    """
+
+    tokens: Tensor
+    starts: Tensor | None = None
+
+    @classmethod
+    def of(cls, prompts: Tensor | Sequence[Tensor]) -> "Prompts":
+        """Pad prompts of unequal length; a (batch, length) tensor is taken as it is."""
+        if isinstance(prompts, Tensor):
+            return cls(prompts)
+        for prompt in prompts:
+            if prompt.dim() != 1 or prompt.is_floating_point() or prompt.dtype == torch.bool:
+                raise ValueError(
+                    f"each prompt of a list must be (length,) whole numbers, got {prompt.dtype} {tuple(prompt.shape)}"
+                )
+        lengths = [len(prompt) for prompt in prompts]
+        if not lengths or min(lengths) == 0:
+            raise ValueError(f"a prompt is empty, of the lengths {lengths}: give at least one token each")
+        starts = max(lengths) - torch.tensor(lengths)
+        tokens = torch.stack([F.pad(prompt, (int(start), 0)) for prompt, start in zip(prompts, starts, strict=True)])
+        return cls(tokens, starts if bool(starts.any()) else None)
+
+    @property
+    def token_count(self) -> int:
+        """Tokens of all rows, without padding."""
+        return self.tokens.numel() - (0 if self.starts is None else int(self.starts.sum()))
+
+    def new_cache(self, model: GPT, tokens: int) -> Cache:
+        """A cache for the prompts and ``tokens`` more of each."""
+        cache = model.new_cache(self.tokens.shape[0], self.tokens.shape[1] + tokens)
+        cache.starts = None if self.starts is None else self.starts.to(cache.keys.device)
+        return cache
+
+
 def generate(
     model: GPT,
-    prompt_tokens: Tensor,
+    prompt_tokens: Tensor | Sequence[Tensor],
     *,
     tokens: int,
     temperature: float = 0.0,
@@ -65,8 +104,9 @@ def generate(
 
     Args:
         model: The model.
-        prompt_tokens: (batch, length), the same on every rank, with at least one row and one token.
-        tokens: Number of tokens to generate; with the prompt, at most the model's context.
+        prompt_tokens: (batch, length), the same on every rank, with at least one row and one token; or a list of
+            (length,), which may differ in length: a row computes what it would by itself.
+        tokens: Number of tokens to generate; with the longest prompt, at most the model's context.
         temperature: As for `Sampling`.
         top_k: As for `Sampling`.
         top_p: As for `Sampling`.
@@ -85,15 +125,16 @@ def generate(
         text = bytes(generate(model, prompt, tokens=64).tokens[0].tolist())
     """
     sampling = Sampling(temperature, top_k, top_p, seed)
-    check_request(model.config, prompt_tokens, tokens, sampling)
+    prompts = Prompts.of(prompt_tokens)
+    check_request(model.config, prompts.tokens, tokens, sampling)
     ends = sorted(set(stop or ()))
     if ends and not 0 <= ends[0] <= ends[-1] < model.config.vocab:
         raise ValueError(f"tokens to stop at must be from 0 to {model.config.vocab - 1}, got {ends}")
-    agree_on_request(model, prompt_tokens, tokens=tokens, stop=ends, **asdict(sampling))
+    agree_on_request(model, prompts, tokens=tokens, stop=ends, **asdict(sampling))
     with torch.no_grad():
-        cache = model.new_cache(prompt_tokens.shape[0], prompt_tokens.shape[1] + tokens)
+        cache = prompts.new_cache(model, tokens)
         return _generation(
-            *generate_tokens(model, prompt_tokens, tokens, sampling, cache, ends=ends, on_token=on_token), ends
+            *generate_tokens(model, prompts.tokens, tokens, sampling, cache, ends=ends, on_token=on_token), ends
         )
 
 
@@ -129,10 +170,13 @@ def check_room(config: GPTConfig, length: int, tokens: int) -> None:
         )
 
 
-def agree_on_request(model: GPT, prompt: Tensor, **settings: object) -> None:
-    """Raise RanksDisagree if ranks differ in the prompt or the settings."""
-    digest = hashlib.sha256(prompt.long().cpu().numpy().tobytes()).hexdigest()[:16]
-    request = {"prompt": f"{tuple(prompt.shape)} {digest}"} | {name: str(value) for name, value in settings.items()}
+def agree_on_request(model: GPT, prompts: Prompts, **settings: object) -> None:
+    """Raise RanksDisagree if ranks differ in the prompts or the settings."""
+    digest = hashlib.sha256(prompts.tokens.long().cpu().numpy().tobytes()).hexdigest()[:16]
+    starts = "" if prompts.starts is None else f" {prompts.starts.tolist()}"
+    request = {"prompt": f"{tuple(prompts.tokens.shape)} {digest}{starts}"} | {
+        name: str(value) for name, value in settings.items()
+    }
     check_agreement("what to generate", request, model.mesh)
 
 
@@ -155,7 +199,7 @@ def generate_tokens(
         prompt: (batch, length) tokens.
         tokens: Number of tokens to generate.
         sampling: How tokens are selected.
-        cache: The cache, which is filled anew.
+        cache: The cache, which is filled anew; it knows where rows start.
         ends: Tokens that end a row.
         clock: A running recorder of the time that this rank is blocked in exchanges.
         on_token: As for `generate`.

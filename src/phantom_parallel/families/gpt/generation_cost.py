@@ -9,7 +9,7 @@ A turn is a whole generation. The order of models alternates, so that drift of t
 """
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from phantom_parallel.energy.meter import EnergyMeter, synchronize
 from phantom_parallel.energy.power_profile import PowerProfile
 from phantom_parallel.energy.results import Provenance
 from phantom_parallel.energy.time_split import TimeSplitRecorder, timer_for
-from phantom_parallel.families.gpt.generation import agree_on_request, check_request, generate_tokens
+from phantom_parallel.families.gpt.generation import Prompts, agree_on_request, check_request, generate_tokens
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.infer.generation import GenerationCost, PhaseCost
 from phantom_parallel.infer.measure import Turn, measure_joules, mesh_and_device, modelled_joules, p95
@@ -56,7 +56,7 @@ class _Counts(NamedTuple):
 @torch.no_grad()
 def measure_generation(
     models: Mapping[str, GPT],
-    prompt: Tensor,
+    prompt: Tensor | Sequence[Tensor],
     tokens: int,
     turns: int = 5,
     *,
@@ -70,7 +70,7 @@ def measure_generation(
 
     Args:
         models: The models by name, all on the same ranks and device.
-        prompt: (batch, length) tokens.
+        prompt: (batch, length) tokens, or a list of (length,).
         tokens: Number of tokens to generate.
         turns: Number of generations of each model, after a warm-up.
         sampling: How tokens are selected, which is part of the cost; by default the most likely one.
@@ -82,14 +82,15 @@ def measure_generation(
     sampling = sampling or Sampling()
     positive(turns=turns)
     mesh, device = mesh_and_device(models)
+    prompts = Prompts.of(prompt)
     for model in models.values():
-        check_request(model.config, prompt, tokens, sampling)
+        check_request(model.config, prompts.tokens, tokens, sampling)
     first = next(iter(models.values()))
     named = {name: model.config for name, model in models.items()}
-    agree_on_request(first, prompt, tokens=tokens, turns=turns, models=named, profile=profile, sampling=sampling)
+    agree_on_request(first, prompts, tokens=tokens, turns=turns, models=named, profile=profile, sampling=sampling)
     group = None if mesh is None else mesh.get_group()
-    prompt = prompt.to(device, torch.long)
-    runs = {name: _Run(model, prompt, tokens, sampling) for name, model in models.items()}
+    prompts = prompts._replace(tokens=prompts.tokens.to(device, torch.long))
+    runs = {name: _Run(model, prompts, tokens, sampling) for name, model in models.items()}
     counts = {name: all_gather_objects(run.count(), group) for name, run in runs.items()}
     clock = TimeSplitRecorder(device.type, timer_for(device))
     clock.start()
@@ -110,9 +111,10 @@ def measure_generation(
 class _Run:
     """One model with its cache and its request."""
 
-    def __init__(self, model: GPT, prompt: Tensor, tokens: int, sampling: Sampling) -> None:
-        self.model, self.prompt, self.tokens, self.sampling = model, prompt, tokens, sampling
-        self.cache: Cache = model.new_cache(prompt.shape[0], prompt.shape[1] + tokens)
+    def __init__(self, model: GPT, prompts: Prompts, tokens: int, sampling: Sampling) -> None:
+        self.model, self.prompt, self.tokens, self.sampling = model, prompts.tokens, tokens, sampling
+        self.cache: Cache = prompts.new_cache(model, tokens)
+        self.prompt_tokens = prompts.token_count
 
     def generate(self, clock: TimeSplitRecorder, on_token: Callable[[Tensor], None] | None) -> _Timed:
         _, turns = generate_tokens(
@@ -193,7 +195,7 @@ class _Cost:
             tokens=run.tokens,
             turns=len(timed[0]),
             parameters=sum(parameter.numel() for parameter in run.model.parameters()),
-            prefill=self._phase("prefill", prefills, 1, batch * length, profile, sensed["prefill"]),
+            prefill=self._phase("prefill", prefills, 1, run.prompt_tokens, profile, sensed["prefill"]),
             decode=None
             if run.tokens == 1
             else self._phase("decode", decodes, run.tokens - 1, batch, profile, sensed["decode"]),

@@ -23,7 +23,7 @@ from phantom_parallel.families.gpt.config import GPTConfig
 from phantom_parallel.families.gpt.generation import check_room
 from phantom_parallel.families.gpt.generation_cost import measure_generation
 from phantom_parallel.families.gpt.model import GPT
-from phantom_parallel.families.gpt.prompts import Streamer, encode_prompt, find_tokenizer, read_prompt
+from phantom_parallel.families.gpt.prompts import Streamer, encode_prompt, find_tokenizer, read_prompts
 from phantom_parallel.infer.generation import GenerateConfig, GenerateReport, print_text
 from phantom_parallel.infer.run import PROCESS, check_model, power_profile
 from phantom_parallel.train import memory
@@ -35,8 +35,8 @@ TOKENS = 128  # by default, if they fit into the context
 class _Request(NamedTuple):
     """A checked request, which one process prepares for all ranks."""
 
-    text: bytes
-    prompt: list[int]
+    texts: list[bytes]
+    prompts: list[list[int]]
     tokens: int
     power: PowerProfile | None
 
@@ -61,21 +61,22 @@ def run(config: GenerateConfig, *, write: bool = False, show: bool = False) -> G
 
 def prepare(config: GenerateConfig) -> _Request:
     """Check the options and files, in one process."""
-    text = read_prompt(config.prompt, config.prompt_file)
+    texts = read_prompts(config.prompts, config.prompt_file)
     model = check_model(config.model)
     assert isinstance(model, GPT)  # the command looks the family up by the model
     model.config.check_ranks(config.ranks)
     if config.against == "megatron":
         baseline_config(model.config).check_ranks(config.ranks)
     config.sampling.check_vocabulary(model.config.vocab)
-    prompt = encode_prompt(text, find_tokenizer(config.model), model.config)
-    room = model.config.context - prompt.shape[1]
-    tokens = max(1, min(TOKENS, room)) if config.tokens is None else config.tokens
-    check_room(model.config, prompt.shape[1], tokens)
+    tokenizer = find_tokenizer(config.model)
+    prompts = [encode_prompt(text, tokenizer, model.config)[0].tolist() for text in texts]
+    longest = max(map(len, prompts))
+    tokens = max(1, min(TOKENS, model.config.context - longest)) if config.tokens is None else config.tokens
+    check_room(model.config, longest, tokens)
     power = power_profile(config.profile, config.ranks)
     if not torch.accelerator.is_available():  # accelerators have memories of their own
-        _check_memory(model, prompt.shape[1] + tokens, config)
-    return _Request(text, prompt[0].tolist(), tokens, power)
+        _check_memory(model, longest + tokens, config)
+    return _Request(texts, prompts, tokens, power)
 
 
 def baseline_config(config: GPTConfig) -> GPTConfig:
@@ -88,7 +89,7 @@ def _check_memory(model: GPT, length: int, config: GenerateConfig) -> None:
     models = [model] + ([GPT(baseline_config(model.config), device="meta")] if config.against == "megatron" else [])
     words = sum(prod(parameter.shape) for each in models for parameter in each.parameters())
     sizes = model.config
-    words += len(models) * 2 * sizes.layers * config.batch * sizes.kv_heads * length * sizes.head_dim
+    words += len(models) * 2 * sizes.layers * config.rows * sizes.kv_heads * length * sizes.head_dim
     word = next(model.parameters()).element_size()
     needed, free = config.ranks * PROCESS + words * word, memory.available_bytes()
     if free is not None and needed > free:
@@ -114,7 +115,7 @@ def _work(
     models = {model.config.strategy: model} | _baseline(model, config, mesh, device)
     rank_zero = mesh is None or mesh.get_local_rank() == 0
     streamer = Streamer(find_tokenizer(config.model), print_text if write and rank_zero else lambda _: None)
-    prompt = torch.tensor(request.prompt).repeat(config.batch, 1)
+    prompts = [torch.tensor(prompt) for prompt in request.prompts for _ in range(config.batch)]
     turns = config.turns if len(models) > 1 else 1
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest()) if mesh is None else None
@@ -135,7 +136,7 @@ def _work(
         display.stage("measuring: turn", turns)
         measured = measure_generation(
             models,
-            prompt,
+            prompts,
             request.tokens,
             turns,
             sampling=config.sampling,
@@ -148,8 +149,10 @@ def _work(
         model=os.fspath(config.model),
         ranks=config.ranks,
         device=device.type,
-        prompt=request.text.decode(errors="replace"),
-        prompt_tokens=len(request.prompt),
+        prompt=request.texts[0].decode(errors="replace"),
+        prompt_tokens=len(request.prompts[0]),
+        prompts=[text.decode(errors="replace") for text in request.texts],
+        prompt_lengths=[len(prompt) for prompt in request.prompts],
         texts=texts,
         tokens=streamer.tokens,
         sampling=config.sampling,

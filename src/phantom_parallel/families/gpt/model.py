@@ -150,7 +150,8 @@ class GPT(nn.Module):
         self._check(tokens, targets, before)
         if cache is not None:
             cache.check_room(*tokens.shape)
-        cos, sin = (table[before : before + tokens.shape[1]] for table in self._rotary())
+        where = slice(tokens.shape[1]) if cache is None else cache.positions(tokens.shape[1])
+        cos, sin = (table[where] for table in self._rotary())
         x = self.embedding(tokens)
         for layer in self.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():

@@ -1,6 +1,6 @@
 """Prompts and generated text: the tokens of a prompt, and characters as soon as all their bytes are generated."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -16,6 +16,13 @@ def find_tokenizer(model: Path) -> Tokenizer:
     """Load the tokenizer of a model's folder, or of the training's folder around it; bytes if there is none."""
     folders = (model, model.parent)
     return load_tokenizer(next((folder for folder in folders if (folder / FILE).exists()), model))
+
+
+def read_prompts(texts: Sequence[str], path: Path | None) -> list[bytes]:
+    """Return the prompts, or the contents of a file, as `read_prompt` does."""
+    if len(texts) < 2:
+        return [read_prompt(texts[0] if texts else None, path)]
+    return [read_prompt(text, path) for text in texts]
 
 
 def read_prompt(text: str | None, path: Path | None) -> bytes:
