@@ -1,5 +1,6 @@
 """Predicted = counted: every strategy on real ranks, formulas against the ledger, no tolerance."""
 
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -63,6 +64,39 @@ def test_formulas_equal_the_ledger_on_real_ranks(ranks, shape):
 def test_a_dry_run_counts_what_real_ranks_do(shape):
     for rank in range(shape.ranks):
         assert cached_dry_run(replace(shape, rank=rank)).differences == []
+
+
+@pytest.mark.parametrize("shape", [phantom(2, 8), phantom(2, 4, dp=2), other("tensor", 4, depth=12)], ids=str)
+def test_the_printed_tree_has_the_formulas_counts_of_each_layer(shape):
+    found = read_tree(str(cached_dry_run(shape).ledger))
+    for layer in shape.layers:
+        flops = sum(product.flops for product in layer.products)
+        moved = sum(exchange.moved_bytes(shape.word_bytes) for exchange in layer.exchanges)
+        name = f"this rank.FFN.{layer.name}"
+        assert found.pop(name) == (len(layer.products), flops, len(layer.exchanges), moved)
+    gradients = sum(len(layer.gradients) for layer in shape.layers) if shape.dp > 1 else 0  # outside of modules
+    total = len(list(shape.products)), 2 * shape.multiply_adds(), len(list(shape.exchanges)), shape.moved_bytes()
+    inside = total[2] - gradients, shape.moved_bytes("forward") + shape.moved_bytes("backward")
+    whole = {"this rank": total} | dict.fromkeys(("this rank.FFN", "this rank.FFN.layers"), total[:2] + inside)
+    assert found == whole
+
+
+def read_tree(text: str) -> dict[str, tuple[int, ...]]:
+    """Products, FLOPs, collectives and bytes by path, from the printed lines."""
+    found, path = {}, []
+    for line in text.splitlines()[1:]:
+        drawn, *cells = re.split(r"  +(?=[\d])", line)
+        name = drawn.lstrip(" │├└─")
+        path[(len(drawn) - len(name)) // 3 :] = [name]
+        products, flops, _, collectives, moved = (cell.rstrip("%").replace(",", "") for cell in cells)
+        found[".".join(path)] = int(products), int(flops), int(collectives), int(moved)
+    return found
+
+
+def test_the_depth_of_a_tree_can_be_limited():
+    whole, two = (read_tree(cached_dry_run(phantom(2, 8)).ledger.tree(depth)) for depth in (None, 2))
+    assert two == {name: counts for name, counts in whole.items() if name.count(".") <= 2}
+    assert len(two) == 3
 
 
 def test_a_wrong_formula_is_named_by_its_term():

@@ -75,8 +75,9 @@ class Ledger(TorchDispatchMode):
 
         with Ledger() as ledger:
             model(x).sum().backward()
+        print(ledger)  # by module
         print(ledger.flops, ledger.moved_bytes)
-        rich.print(ledger.table())
+        rich.print(ledger.table())  # by operation
     """
 
     def __init__(self) -> None:
@@ -188,6 +189,45 @@ class Ledger(TorchDispatchMode):
         table.add_row("all", "", "", f"{self.flops / 1e9:,.3f}", f"{self.moved_bytes:,}")
         return table
 
+    def tree(self, depth: int | None = None) -> str:
+        """Products, FLOPs, collectives and sent bytes of each module, with those of the modules within it.
+
+        What ran outside of all modules, such as the averaging of gradients, is in the first line only.
+
+        Args:
+            depth: How many levels of modules to show; by default all.
+        """
+        totals = self._totals()
+        columns = ("module", "products", "FLOPs", "share", "collectives", "bytes sent")
+        rows: list[tuple[str, ...]] = [columns]
+        for path, branch in _drawn(list(totals), (), depth):
+            products, flops, collectives, moved = totals[path]
+            share = f"{flops / max(self.flops, 1):.1%}"
+            name = path[-1] if path else "this rank"
+            rows.append((branch + name, f"{products:,}", f"{flops:,}", share, f"{collectives:,}", f"{moved:,}"))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(columns))]
+        return "\n".join(
+            "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+            for row in rows
+        )
+
+    def __str__(self) -> str:
+        return self.tree()
+
+    def _totals(self) -> dict[tuple[str, ...], list[int]]:
+        """Products, FLOPs, collectives and bytes of each module by its path, those within it included."""
+        totals: dict[tuple[str, ...], list[int]] = {(): [0, 0, 0, 0]}
+        entries: list[tuple[str, tuple[int, int, int, int]]] = [
+            *((e.module, (count, e.flops * count, 0, 0)) for e, count in self.products.items()),
+            *((e.module, (0, 0, count, e.moved * count)) for e, count in self.collectives.items()),
+        ]
+        for module, added in entries:
+            path = tuple(module.split(".")) if module else ()
+            for end in range(len(path) + 1):
+                total = totals.setdefault(path[:end], [0, 0, 0, 0])
+                total[:] = [a + b for a, b in zip(total, added, strict=True)]
+        return totals
+
     def to_dict(self) -> dict[str, Any]:
         """Every entry with its count, the sums and the histogram; ready for JSON."""
         return {
@@ -205,6 +245,19 @@ class Ledger(TorchDispatchMode):
 def up_to(message: int) -> int:
     """The power of two that a message of so many bytes is counted under."""
     return 1 << max(message - 1, 0).bit_length()
+
+
+def _drawn(
+    paths: list[tuple[str, ...]], path: tuple[str, ...], depth: int | None, first: str = "", further: str = ""
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """A path and those below it in the order of a tree, each with the lines to draw before its name."""
+    yield path, first
+    within = [one for one in paths if len(one) == len(path) + 1 and one[:-1] == path]
+    if depth == 0:
+        return
+    for child in within:
+        branch, trunk = ("└─ ", "   ") if child == within[-1] else ("├─ ", "│  ")
+        yield from _drawn(paths, child, None if depth is None else depth - 1, further + branch, further + trunk)
 
 
 @cache
