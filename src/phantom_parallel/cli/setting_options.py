@@ -7,7 +7,7 @@ and its default is the value in the file, so that ``--help`` shows what would be
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_type_hints
+from typing import Annotated, Any, ClassVar, get_type_hints
 
 import tyro
 
@@ -62,9 +62,8 @@ def with_settings(
     if file is not None and base.noun in field_docs(base):
         options[base.noun] = Annotated[str, tyro.conf.arg(help=field_docs(base)[base.noun])], file
     if "strategies" in field_docs(kind):
-        hint: Any = tuple[Literal[get_family(family).strategies], ...]  # type: ignore[misc]
         argument = _argument(kind, "strategies", origin, name="strategy", aliases=["--strategies"])
-        options["strategies"] = Annotated[hint, argument], getattr(settings, "strategies", ())
+        options["strategies"] = Annotated[tuple[str, ...], argument], getattr(settings, "strategies", ())
     for one in fields(kind):
         if one.name in field_docs(kind) and one.name not in _FIXED:
             add(one.name, kind, one.name, getattr(settings, one.name, one.default), origin)

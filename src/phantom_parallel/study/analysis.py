@@ -1,19 +1,21 @@
 """From runs to figures: means over seeds, ratios of runs made side by side, and the caveats that a reader must know."""
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, stdev
 from typing import Any
 
 from phantom_parallel.families.registry import get_family
+from phantom_parallel.study.contenders import EXACT_WIRE, PHANTOM_COPIES, Contender
 from phantom_parallel.study.measures import TO_THE_LOSS, ratio_label
-from phantom_parallel.study.results import InferenceResult, Interval, Ratio, Run, StrategyResult, Trial
+from phantom_parallel.study.results import InferenceResult, Interval, Ratio, Run, SharedModel, StrategyResult
 from phantom_parallel.study.settings import CompareSettings
 from phantom_parallel.train.config import TrainConfig
-from phantom_parallel.utils.strategies import get_strategy
 
 BASELINES = ("tensor", "megatron")
+LEADS = ("phantom", PHANTOM_COPIES)
 # How the measures of which there are ratios are read off a run and the counts of its strategy.
 _OF_RUN: dict[str, Callable[[Run, StrategyResult], float | None]] = {
     "seconds": lambda run, _: run.seconds,
@@ -66,22 +68,34 @@ def counts(config: TrainConfig) -> dict[str, int]:
 
 
 def summarise(
-    strategy: str,
+    one: Contender,
     config: TrainConfig,
-    trials: Iterable[Trial],
     runs: Iterable[Run],
     inference: Iterable[InferenceResult],
+    *,
+    lr: float,
+    model: str | None = None,
+    shared: SharedModel | None = None,
 ) -> StrategyResult:
-    """The figures of one strategy over its runs."""
-    mine = [run for run in runs if run.strategy == strategy]
+    """The figures of one contender over its runs.
+
+    Args:
+        one: The contender.
+        config: Its training, for the counts.
+        runs: Those of all contenders.
+        inference: Its inference.
+        lr: Its learning rate.
+        model: Name of the model whose curves it shares.
+        shared: The check that it failed, if it was found to compute another model.
+    """
+    mine = [run for run in runs if run.strategy == one.name]
     reached = [run for run in mine if run.reached]
-    blocks = f", {config.blocks} blocks, {config.ghosts} ghosts" if get_strategy(strategy).has_blocks else ""
     missing: dict[str, Any] = dict.fromkeys(TO_THE_LOSS)
     counted: dict[str, Any] = counts(config)
     result = StrategyResult(
-        strategy=strategy,
-        description=f"{strategy}{blocks}",
-        lr=next(one.lr for one in trials if one.strategy == strategy and one.chosen),
+        strategy=one.name,
+        description=description(one, config),
+        lr=lr,
         runs=len(mine),
         reached=len(reached),
         **counted,
@@ -89,6 +103,12 @@ def summarise(
         step_seconds=mean_interval([run.step_seconds for run in mine if run.step_seconds is not None]),
         blocked_share=mean_interval([run.blocked_share for run in mine if run.steps]),
         inference=tuple(inference),
+        ranks=one.ranks,
+        dp=one.dp,
+        wire=one.wire,
+        micro_batches=one.micro_batches,
+        model=model,
+        error=None if shared is None else _differs(one.name, shared),
     )
     figures: dict[str, Any] = {}
     for name in TO_THE_LOSS:
@@ -98,16 +118,43 @@ def summarise(
     return replace(result, **figures)
 
 
+def description(one: Contender, config: TrainConfig) -> str:
+    """A contender in words, as ``tensor+int8, int8 on the wire``."""
+    words = [one.name]
+    words += [f"{config.blocks} blocks, {config.ghosts} ghosts"] if one.has_blocks else []
+    words += [f"{one.dp} copies on {one.ranks} rank{'s' if one.ranks > 1 else ''} each"] if one.dp > 1 else []
+    words += [f"{one.wire} on the wire"] if one.wire != EXACT_WIRE else []
+    words += [f"{one.micro_batches} micro-batches"] if one.micro_batches is not None else []
+    return ", ".join(words)
+
+
+def _differs(name: str, shared: SharedModel) -> str:
+    others = " and ".join(other for other in shared.strategies if other != name)
+    difference = shared.differences[name]
+    found = "they are not finite" if difference is None else f"they differ by {difference:.2g}"
+    return (
+        f"its losses in {shared.checked_steps} steps are not those of {others}, which should compute the same model: "
+        f"{found}, and {shared.tolerance:g} would be rounding"
+    )
+
+
 def ratios_of(strategies: Sequence[StrategyResult], runs: Sequence[Run]) -> list[Ratio]:
-    """Ratios of phantom and of megatron to the baselines."""
+    """Ratios of phantom to all others, and of all others to the baselines."""
     named = {one.strategy: one for one in strategies}
+    baselines = [name for name in BASELINES if name in named]
+    pairs = [(name, base) for base in baselines for name in named if name not in ("tensor", base)]
+    pairs += [(name, other) for name in named if is_lead(name) for other in named if other != name]
     ratios = []
-    for baseline in (name for name in BASELINES if name in named):
-        for strategy in (name for name in named if name not in ("tensor", baseline)):
-            for measure, pairs in _pairs(named[strategy], named[baseline], runs):
-                if (found := ratio_interval(pairs)) is not None:
-                    ratios.append(Ratio(strategy, baseline, measure, found))
+    for name, base in dict.fromkeys(pairs):
+        for measure, values in _pairs(named[name], named[base], runs):
+            if (found := ratio_interval(values)) is not None:
+                ratios.append(Ratio(name, base, measure, found))
     return ratios
+
+
+def is_lead(name: str) -> bool:
+    """Whether a contender is one that all others are compared with: phantom models, however they are laid out."""
+    return re.split("[@+]", name)[0] in LEADS
 
 
 def _pairs(
@@ -125,7 +172,7 @@ def _pairs(
         yield measure, pairs
     for measure in ("parameters", "memory_bytes"):
         yield measure, [(getattr(one, measure), getattr(base, measure))]
-    for ours, other in zip(one.inference, base.inference, strict=True):
+    for ours, other in ((a, b) for a in one.inference for b in base.inference if a.batch == b.batch):
         yield f"latency, batch {ours.batch}", [(ours.latency_seconds, other.latency_seconds)]
         if ours.joules_per_sample and other.joules_per_sample:
             yield f"inference_joules, batch {ours.batch}", [(ours.joules_per_sample, other.joules_per_sample)]
@@ -134,21 +181,21 @@ def _pairs(
 def remarks_on(
     settings: CompareSettings, strategies: Sequence[StrategyResult], ratios: Sequence[Ratio]
 ) -> Iterator[str]:
-    """Missed targets, and every measure in which phantom is worse."""
+    """Errors, missed targets, how curves are shared, and every measure in which phantom is worse."""
     for one in strategies:
-        if one.reached < one.runs:
+        if one.error is not None:
+            yield f"Error: {one.strategy} has no figures to the loss, since {one.error}."
+        elif one.reached < one.runs:
             yield (
                 f"{one.strategy} missed the target loss of {settings.target_loss:.4g} in {one.runs - one.reached} of "
                 f"{one.runs} runs, within {settings.steps} steps."
             )
-    for found in ratios:
-        if found.strategy == "phantom" and found.ratio.mean > 1.0:
-            low = found.ratio.low
-            unsure = "" if low is None or low > 1.0 else ", though the interval includes 1"
-            yield (
-                f"Phantom is worse than {found.to} in {ratio_label(found.measure)}: {found.ratio.mean:.2f} times as "
-                f"much{unsure}."
-            )
+    if any(one.model is not None for one in strategies):
+        yield from _how_shared(settings, strategies)
+    for lead, to in dict.fromkeys((one.strategy, one.to) for one in ratios if is_lead(one.strategy)):
+        worse = [one for one in ratios if (one.strategy, one.to) == (lead, to) and one.ratio.mean > 1.0]
+        if worse and not is_lead(to):
+            yield f"{_upper(lead)} is worse than {to} in {', '.join(map(_worse, worse))}."
     shares = {one.strategy: one.blocked_share.mean for one in strategies if one.blocked_share is not None}
     mine = shares.get("phantom")
     for name in BASELINES:  # a share has no ratio in the table, and may rise where a step gets shorter
@@ -157,6 +204,32 @@ def remarks_on(
                 f"Phantom is blocked in collectives for a larger share of its time than {name}: {mine:.0%} against "
                 f"{shares[name]:.0%}."
             )
+
+
+def _how_shared(settings: CompareSettings, strategies: Sequence[StrategyResult]) -> Iterator[str]:
+    yield (
+        f"Time and energy to the loss are the steps to the loss times the time and energy of a step, which was measured "
+        f"for every strategy and seed by itself, in turns ({settings.timed_steps} steps each)."
+    )
+    groups: dict[str, list[str]] = {}
+    for one in strategies:
+        if one.model is not None and one.error is None:
+            groups.setdefault(one.model, []).append(one.strategy)
+    for names in (names for names in groups.values() if len(names) > 1):
+        yield (
+            f"{_upper(', '.join(names))} compute the same model, which a few steps of each confirmed: they share the "
+            f"learning rate and the losses."
+        )
+
+
+def _worse(found: Ratio) -> str:
+    low = found.ratio.low
+    unsure = "" if low is None or low > 1.0 else ", though the interval includes 1"
+    return f"{ratio_label(found.measure)} ({found.ratio.mean:.2f} times as much{unsure})"
+
+
+def _upper(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}"
 
 
 def caveats(

@@ -1,25 +1,31 @@
-"""Comparisons: every strategy is trained to the same loss, each with the learning rate that the same search found.
+"""Comparisons: every contender is trained to the same loss, each with the learning rate that the same search found.
 
-search     every strategy tries the same learning rates on a seed of the search's own
-target     a given loss, or the loss that every strategy reached in the search
-runs       seed by seed, one strategy after the other in rotating order, so that whatever slows the machine slows all
-           of them; ratios are of runs of the same seed
+layouts    a few steps of every contender: the fastest of those that compute the same model trains it, if these share
+           curves, and pipelines get the number of micro-batches that makes the shortest step
+search     every model tries the same learning rates on a seed of the search's own
+target     a given loss, or the loss that every model reached in the search
+runs       seed by seed, one contender after the other in rotating order, so that whatever slows the machine slows all
+           of them; ratios are of runs of the same seed. Where curves are shared, a run is a training of the model by
+           the fastest contender and timed steps of each contender, see `shared`
 inference  forward passes of all strategies in turns, on the same ranks
 """
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.study.analysis import caveats, ratios_of, remarks_on, summarise
-from phantom_parallel.study.results import Comparison, InferenceResult, Run, Trial
+from phantom_parallel.study.contenders import EXACT_WIRE, Contender
+from phantom_parallel.study.results import Comparison, InferenceResult, Run, SharedModel, Timing, Trial
 from phantom_parallel.study.runner import CellRunner, RunOptions, cell_runner, run_on_ranks
 from phantom_parallel.study.search import Candidate, search
 from phantom_parallel.study.settings import CompareSettings
+from phantom_parallel.study.shared import TOLERANCES, check_same_model, fastest, models_of, shared_run
 from phantom_parallel.utils.parsing import convert
 
 
@@ -35,46 +41,138 @@ def compare(settings: CompareSettings, out: Path, *, resume: bool = False, show:
     Returns:
         The results; None on ranks other than 0 of an external launcher.
     """
-    configs = [settings.config(one, lr=1e-3, seed=0, steps=settings.steps) for one in settings.strategies]
+    layouts = [layout for one in settings.contenders for layout in settings.layouts(one)]
+    configs = [settings.config(one, lr=1e-3, seed=0, steps=settings.steps) for one in layouts]
     return run_on_ranks(compare_on_rank, settings, configs, out, resume, show)
 
 
 def compare_on_rank(device: torch.device, settings: CompareSettings, options: RunOptions) -> Comparison:
     """Run one rank's part of a comparison; every rank returns the same results."""
-    runs_to_come = settings.seeds * len(settings.strategies)
-    total = len(settings.strategies) * len(settings.search.learning_rates) + runs_to_come
-    with cell_runner(device, settings, options, total) as runner:
-        candidates: dict[str, Candidate] = {
-            strategy: partial(settings.config, strategy, seed=settings.search.seed) for strategy in settings.strategies
-        }
-        found = search(candidates, settings.search, runner, lambda trials: runner.expect(trials + runs_to_come))
-        trials = [trial for one in found.values() for trial in one]
-        target, origin = choose_target(settings, trials)
-        settings = replace(settings, target_loss=target)
-        runs = _train_all(settings, runner, {one.strategy: one.lr for one in trials if one.chosen})
+    with cell_runner(device, settings, options, cells_of(settings)) as runner:
+        layouts = choose_layouts(settings, runner, settings.contenders)
+        losses = find_losses(settings, runner, layouts)
+        timings = time_contenders(losses, runner, layouts.chosen) if settings.share_curves else []
         inference = _measure_inference(settings, runner)
-    configs = {s: settings.config(s, lr=1.0, seed=0, steps=settings.steps) for s in settings.strategies}
-    strategies = [summarise(s, configs[s], trials, runs, inference.get(s, ())) for s in settings.strategies]
-    ratios = ratios_of(strategies, runs)
-    summary = runner.summary()
-    remarks = [
-        *remarks_on(settings, strategies, ratios),
-        *caveats(list(configs.values()), settings.seeds, summary["environment"], summary["power"].name, runner.reused),
+    return comparison(losses, layouts.chosen, timings, inference, runner.summary(), runner.reused)
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """What a few steps of every contender have shown.
+
+    Args:
+        chosen: The contenders; pipelines with the number of micro-batches that makes the shortest step.
+        timings: Of those that were timed.
+    """
+
+    chosen: tuple[Contender, ...]
+    timings: Mapping[Contender, Timing]
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Losses of every model, which do not depend on the network.
+
+    Args:
+        settings: Those of the comparison, with the target.
+        origin: Origin of the target, in words.
+        shared: Models of several contenders.
+        trials: The search for a learning rate, by model.
+        runs: A training for each model and seed, named by the contender that was trained.
+        models: Name of the model of each contender.
+    """
+
+    settings: CompareSettings
+    origin: str
+    shared: tuple[SharedModel, ...]
+    trials: tuple[Trial, ...]
+    runs: tuple[Run, ...]
+    models: Mapping[str, str]
+
+    def rate(self, name: str) -> float:
+        """The learning rate of a contender."""
+        return next(one.lr for one in self.trials if one.chosen and one.strategy == self.models[name])
+
+    def run(self, name: str, seed: int) -> Run:
+        """The training of a contender's model with a seed."""
+        return next(one for one in self.runs if one.seed == seed and self.models[one.strategy] == self.models[name])
+
+    @property
+    def differing(self) -> dict[str, SharedModel]:
+        """Contenders that were found not to compute the model that they should share."""
+        return {name: one for one in self.shared for name in one.differing}
+
+
+def cells_of(settings: CompareSettings) -> int:
+    """About how many cells a comparison has."""
+    count = len(settings.contenders)
+    models = len(models_of(settings.contenders, settings.share_curves))
+    timed = count * (1 + settings.seeds) if settings.share_curves else 0
+    return timed + models * (len(settings.search.learning_rates) + settings.seeds)
+
+
+def choose_layouts(
+    settings: CompareSettings, runner: CellRunner, contenders: Sequence[Contender], *, label: str = ""
+) -> Layouts:
+    """Time a few steps of every contender that shares a model with others, and of every pipeline in each layout.
+
+    Args:
+        settings: Those of the comparison.
+        runner: Runs the cells.
+        contenders: Those to look at.
+        label: Added to the names of cells.
+    """
+    shared = {one.name for group in models_of(contenders, settings.share_curves).values() if group[1:] for one in group}
+    timings: dict[Contender, Timing] = {}
+    for one in contenders:
+        for layout in settings.layouts(one) if one.pipelined or one.name in shared else ():
+            steps = max(1, settings.timed_steps // 2)
+            lr = settings.search.learning_rates[0]
+            config = settings.config(layout, lr=lr, seed=settings.search.seed, steps=settings.steps)
+            timings[layout] = runner.time(layout, config, steps, label=label)
+    return Layouts(tuple(fastest(settings.layouts(one), timings) for one in contenders), timings)
+
+
+def find_losses(settings: CompareSettings, runner: CellRunner, layouts: Layouts) -> Losses:
+    """Search for learning rates and train every model to the target, each by the fastest contender that computes it."""
+    models = models_of(layouts.chosen, settings.share_curves)
+    tolerance = TOLERANCES[settings.training.get("dtype", "fp32")]
+    shared = [
+        check_same_model(model, [layouts.timings[one] for one in group], tolerance)
+        for model, group in models.items()
+        if len(group) > 1
     ]
-    return Comparison(
-        **summary | {"settings": summary["settings"] | {"target_loss": target}},
-        target_loss=target,
-        target_from=origin,
-        trials=tuple(trials),
-        runs=tuple(runs),
-        strategies=tuple(strategies),
-        ratios=tuple(ratios),
-        remarks=tuple(remarks),
-    )
+    trainers = {model: group[0] for model, group in models.items()}
+    named = {one.name: one for one in layouts.chosen}
+    trainers |= {one.model: named[one.trained_by] for one in shared}
+    others = runner.done + settings.seeds * (len(models) + (len(named) if settings.share_curves else 0))
+    candidates: dict[str, Candidate] = {
+        model: partial(settings.config, one, seed=settings.search.seed) for model, one in trainers.items()
+    }
+    found = search(candidates, settings.search, runner, lambda trials: runner.expect(trials + others))
+    trials = [trial for one in found.values() for trial in one]
+    target, origin = choose_target(settings, trials)
+    settings = replace(settings, target_loss=target)
+    rates = {one.strategy: one.lr for one in trials if one.chosen}
+    runs = []
+    for seed in range(settings.seeds):
+        for model in in_turn(list(trainers), seed):
+            one = trainers[model]
+            config = settings.config(one, lr=rates[model], seed=seed, steps=settings.steps)
+            run = runner.train(f"{model} seed={seed} lr={config.lr:g}", config)
+            runs.append(replace(run, strategy=one.name))
+    of = {one.name: model for model, group in models.items() for one in group}
+    return Losses(settings, origin, tuple(shared), tuple(trials), tuple(runs), of)
+
+
+def in_turn(names: Sequence[Any], turn: int) -> list[Any]:
+    """The names in an order that begins with another one each turn."""
+    first = turn % len(names)
+    return [*names[first:], *names[:first]]
 
 
 def choose_target(settings: CompareSettings, trials: Iterable[Trial]) -> tuple[float, str]:
-    """The loss that every strategy is trained to, and its origin in words."""
+    """The loss that every contender is trained to, and its origin in words."""
     if settings.target_loss is not None:
         return settings.target_loss, "given in the settings"
     best: dict[str, float] = {}
@@ -90,21 +188,88 @@ def choose_target(settings: CompareSettings, trials: Iterable[Trial]) -> tuple[f
     )
 
 
-def _train_all(settings: CompareSettings, runner: CellRunner, rates: dict[str, float]) -> list[Run]:
-    runs = []
+def time_contenders(
+    losses: Losses, runner: CellRunner, contenders: Sequence[Contender], *, label: str = ""
+) -> list[Timing]:
+    """Time steps of every contender seed by seed, in rotating order, each with its own learning rate."""
+    settings, timings = losses.settings, []
     for seed in range(settings.seeds):
-        turn = seed % len(settings.strategies)
-        for strategy in settings.strategies[turn:] + settings.strategies[:turn]:
-            config = settings.config(strategy, lr=rates[strategy], seed=seed, steps=settings.steps)
-            runs.append(runner.train(f"{strategy} seed={seed} lr={config.lr:g}", config))
-    return runs
+        for one in in_turn(contenders, seed):
+            config = settings.config(one, lr=losses.rate(one.name), seed=seed, steps=settings.steps)
+            timings.append(runner.time(one, config, settings.timed_steps, label=label))
+    return timings
+
+
+def runs_of(losses: Losses, contenders: Sequence[Contender], timings: Sequence[Timing]) -> list[Run]:
+    """A run for every contender and seed: the trainings themselves, or what follows from shared curves and timings."""
+    if not losses.settings.share_curves:
+        return list(losses.runs)
+    named = {one.name: one for one in contenders}
+    return [
+        shared_run(
+            losses.run(timing.strategy, timing.seed),
+            timing,
+            named[timing.strategy],
+            differs=timing.strategy in losses.differing,
+        )
+        for timing in timings
+    ]
+
+
+def comparison(
+    losses: Losses,
+    contenders: Sequence[Contender],
+    timings: Sequence[Timing],
+    inference: Mapping[str, Sequence[InferenceResult]],
+    summary: dict[str, Any],
+    reused: int,
+) -> Comparison:
+    """The results of a comparison from what was measured."""
+    settings, runs = losses.settings, runs_of(losses, contenders, timings)
+    configs = {one.name: settings.config(one, lr=1.0, seed=0, steps=settings.steps) for one in contenders}
+    strategies = [
+        summarise(
+            one,
+            configs[one.name],
+            runs,
+            inference.get(one.name, ()),
+            lr=losses.rate(one.name),
+            model=losses.models[one.name] if settings.share_curves else None,
+            shared=losses.differing.get(one.name),
+        )
+        for one in contenders
+    ]
+    ratios = ratios_of(strategies, runs)
+    remarks = [
+        *remarks_on(settings, strategies, ratios),
+        *caveats(list(configs.values()), settings.seeds, summary["environment"], summary["power"].name, reused),
+    ]
+    return Comparison(
+        **summary | {"settings": summary["settings"] | {"target_loss": settings.target_loss}},
+        target_loss=settings.target_loss or 0.0,
+        target_from=losses.origin,
+        trials=losses.trials,
+        runs=tuple(runs),
+        strategies=tuple(strategies),
+        ratios=tuple(ratios),
+        remarks=tuple(remarks),
+        shared=losses.shared,
+        timings=tuple(timings),
+    )
 
 
 def _measure_inference(settings: CompareSettings, runner: CellRunner) -> dict[str, list[InferenceResult]]:
-    """Inference on the ranks of the first data-parallel copy; other ranks return nothing."""
+    """Inference of the models that all ranks share, on the ranks of the first copy; other ranks return nothing.
+
+    Strategies whose ranks work on rows of their own have nothing to share in inference, and are left out.
+    """
     found: dict[str, list[InferenceResult]] = {}
-    configs = {s: settings.config(s, lr=1.0, seed=0, steps=settings.steps) for s in settings.strategies}
-    first = next(iter(configs.values()))
+    ranks = int(settings.training.get("ranks", 1))
+    among = [one for one in settings.contenders if (one.ranks, one.wire) == (ranks, EXACT_WIRE)]
+    configs = {one.name: settings.config(one, lr=1.0, seed=0, steps=settings.steps) for one in among}
+    first = next(iter(configs.values()), None)
+    if first is None:
+        return found
     context = runner.context_for(first)
     power = runner.broadcast(lambda: runner.power(first.ranks))
     if context is None or context.dp_rank:

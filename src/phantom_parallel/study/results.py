@@ -13,7 +13,8 @@ from phantom_parallel.utils.parsing import decode_json
 
 FILE, FORMAT, VERSION = "results.json", "phantom-parallel-results", 1
 
-RunStatus = Literal["target", "steps", "diverged"]  # target reached, steps used up, loss non-finite
+# Target reached, steps used up, loss non-finite, or another model than the one whose losses it should share.
+RunStatus = Literal["target", "steps", "diverged", "differs"]
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,12 @@ class CurvePoint:
 class Run:
     """One training. ``seconds`` is the time of its steps on rank 0, without evaluations; compute and blocked seconds
     are sums over all ranks.
+
+    Where curves are shared, steps and losses are those of the training by ``trained_by``, a contender that computes the
+    same model, and times and energies are ``steps`` times those of a step, of which ``timed_steps`` were timed.
     """
 
-    strategy: str
+    strategy: str  # name of the contender: a strategy, or as in tensor+int8 or phantom@2x2
     seed: int
     lr: float
     ranks: int
@@ -47,6 +51,8 @@ class Run:
     measured_joules: float | None  # of the whole training with its evaluations, from the machine's sensors
     measured_by: str  # provenance of that figure
     curve: tuple[CurvePoint, ...] = ()
+    trained_by: str | None = None  # None: by itself
+    timed_steps: int | None = None  # None: all steps
 
     @property
     def reached(self) -> bool:
@@ -63,8 +69,60 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Timing:
+    """Timed steps of one contender. Compute and blocked seconds, and joules, are sums over all ranks. ``steps`` is 0 if
+    the loss was not finite.
+    """
+
+    strategy: str
+    seed: int
+    lr: float
+    ranks: int
+    dp: int
+    steps: int
+    seconds: float
+    compute_seconds: float
+    blocked_seconds: float
+    joules: float | None  # modelled
+    measured_joules: float | None  # from the machine's sensors, with an evaluation of one batch
+    measured_by: str
+    losses: tuple[float, ...]  # at the same steps for all contenders, which shows whether they compute the same model
+    micro_batches: int | None = None  # of a pipeline
+
+    @property
+    def step_seconds(self) -> float | None:
+        return self.seconds / self.steps if self.steps else None
+
+
+@dataclass(frozen=True)
+class SharedModel:
+    """Contenders that compute the same model, and share its search and its curves of loss against steps.
+
+    That they do is checked on the losses of a few steps: ``differences`` has the largest relative difference of each
+    one's from the medians over all of them. One whose difference is above the tolerance shares nothing, and is an
+    error.
+    """
+
+    model: str
+    strategies: tuple[str, ...]
+    trained_by: str  # the contender with the shortest step where losses are trained
+    checked_steps: int
+    tolerance: float
+    differences: dict[str, float | None]  # None: no finite losses
+
+    @property
+    def differing(self) -> tuple[str, ...]:
+        """Contenders that do not compute the same model."""
+        return tuple(
+            name
+            for name, difference in self.differences.items()
+            if difference is None or not difference <= self.tolerance
+        )
+
+
+@dataclass(frozen=True)
 class Trial:
-    """One learning rate in the search for one strategy."""
+    """One learning rate in the search for one contender, or for all that compute the same model."""
 
     strategy: str
     lr: float
@@ -140,6 +198,12 @@ class StrategyResult:
     step_seconds: Interval | None  # over all runs, whether they reached the target or not
     blocked_share: Interval | None
     inference: tuple[InferenceResult, ...] = ()  # one for each batch size
+    ranks: int | None = None  # that share a model
+    dp: int | None = None  # copies of the model
+    wire: str = "fp32"  # format of exchanged values
+    micro_batches: int | None = None  # of a pipeline
+    model: str | None = None  # of those that share curves
+    error: str | None = None  # why there are no figures to the loss, if something is wrong with the strategy
 
 
 @dataclass(frozen=True)
@@ -171,6 +235,8 @@ class Comparison:
     strategies: tuple[StrategyResult, ...]
     ratios: tuple[Ratio, ...]
     remarks: tuple[str, ...] = ()  # caveats for the reader: targets missed, measures in which phantom is worse
+    shared: tuple[SharedModel, ...] = ()  # models whose curves are shared
+    timings: tuple[Timing, ...] = ()  # that times a step come from, where curves are shared
 
     kind = "compare"
 

@@ -28,8 +28,10 @@ from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.energy import EnergyMeter, PowerProfile, load_power_profile
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.study.environment import command, environment
-from phantom_parallel.study.results import Comparison, CurvePoint, Power, Run, RunStatus, Study
+from phantom_parallel.study.contenders import Contender
+from phantom_parallel.study.results import Comparison, CurvePoint, Power, Run, RunStatus, Study, Timing
 from phantom_parallel.study.settings import Settings, to_dict
+from phantom_parallel.study.timing import WARM_UP, TimedSteps, time_steps
 from phantom_parallel.train import Record, TrainConfig, train
 from phantom_parallel.train.memory import check_memory
 from phantom_parallel.utils.files import write_json
@@ -38,6 +40,7 @@ from phantom_parallel.utils.progress import ProgressDisplay
 
 T = TypeVar("T")
 R = TypeVar("R", Comparison, Study)
+C = TypeVar("C", Run, Timing)
 SETTINGS, CELLS = "settings.json", "cells"
 IDLE_TIMEOUT = timedelta(hours=12)  # of the collectives in which ranks wait while a cell runs on the others
 _ENDED = {"target": "reached the target", "steps": "all steps done", "diverged": "diverged"}
@@ -160,9 +163,25 @@ class CellRunner:
 
     def train(self, name: str, config: TrainConfig) -> Run:
         """Train on the ranks of ``config``, or read the cell of that name from the folder; the result on all ranks."""
+        return self._cell(name, config, Run, lambda context: self._train(config, context, name), _outcome)
+
+    def time(self, one: Contender, config: TrainConfig, steps: int, *, label: str = "") -> Timing:
+        """Time steps of a contender's training, or read the cell from the folder; the result on all ranks."""
+        pieces = "" if one.micro_batches is None else f" micro_batches={one.micro_batches}"
+        name = f"time {one.name}{pieces} seed={config.seed}{label}"
+        return self._cell(name, config, Timing, lambda context: self._time(one, config, steps, context, name), _speed)
+
+    def _cell(
+        self,
+        name: str,
+        config: TrainConfig,
+        kind: type[C],
+        work: Callable[[ParallelContext], C | None],
+        outcome: Callable[[C], str],
+    ) -> C:
         path = self._options.out / CELLS / f"{re.sub(r'[^A-Za-z0-9_.=-]', '-', name)}.json"
-        run = self.broadcast(lambda: _read_cell(path)) if self._options.resume else None
-        if run is None:
+        cell = self.broadcast(lambda: _read_cell(path, kind)) if self._options.resume else None
+        if cell is None:
             if self.broadcast(lambda: self._stop.requested):
                 raise Interrupted("stopped by a signal")
             self._display.update(self.done, title=name)
@@ -171,14 +190,14 @@ class CellRunner:
             if context is not None:
                 if self._options.local and self.device.type == "cpu":
                     torch.set_num_threads(threads_for(config.ranks * config.dp))
-                found = self._train(config, context, name)
-            run = self.broadcast(lambda: _write_cell(path, found))
+                found = work(context)
+            cell = self.broadcast(lambda: _write_cell(path, found))
         else:
             self.reused += 1
             self._display.skip()
         self.done += 1
-        self._display.update(self.done, _outcome(run), title=name, line=True)
-        return run
+        self._display.update(self.done, outcome(cell), title=name, line=True)
+        return cell
 
     def context_for(self, config: TrainConfig) -> ParallelContext | None:
         """The parallel context of this rank in a training; None if it has no part in it."""
@@ -260,24 +279,55 @@ class CellRunner:
             curve=tuple(curve),
         )
 
-    def _joules(self, config: TrainConfig, record: Record) -> float:
+    def _time(
+        self, one: Contender, config: TrainConfig, steps: int, context: ParallelContext, name: str
+    ) -> Timing | None:
+        """Time steps on this rank; the result on rank 0."""
+
+        def record(found: Record) -> None:
+            share = min(0.999, found.step / (WARM_UP + steps))
+            self._display.update(self.done + share, f"step {found.step}", title=name)
+
+        timed = time_steps(config, context, steps, self._stop, report=record)
+        if context.rank:
+            return None
+        found = timed or TimedSteps(0.0, 0.0, 0.0, None, "unavailable", ())
+        return Timing(
+            **asdict(found),
+            strategy=one.name,
+            seed=config.seed,
+            lr=config.lr,
+            ranks=config.ranks,
+            dp=config.dp,
+            steps=0 if timed is None else steps,
+            joules=None if timed is None else self._joules(config, timed),
+            micro_batches=one.micro_batches,
+        )
+
+    def _joules(self, config: TrainConfig, spent: Record | TimedSteps) -> float:
         """Modelled energy of all ranks. Within steps a rank computes or is blocked, and is never idle."""
-        return self.power(config.ranks * config.dp).joules(record.compute_seconds, record.blocked_seconds)
+        return self.power(config.ranks * config.dp).joules(spent.compute_seconds, spent.blocked_seconds)
 
 
-def _read_cell(path: Path) -> Run | None:
+def _read_cell(path: Path, kind: type[C]) -> C | None:
     if not path.exists():
         return None
     try:
-        return decode_json(path.read_bytes(), Run, "cell")
+        return decode_json(path.read_bytes(), kind, "cell")
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not readable as a finished cell: {error}; remove it to run it again") from None
 
 
-def _write_cell(path: Path, run: Run | None) -> Run:
-    assert run is not None  # rank 0 has a part in every cell
-    write_json(path, asdict(run))
-    return run
+def _write_cell(path: Path, cell: C | None) -> C:
+    assert cell is not None  # rank 0 has a part in every cell
+    write_json(path, asdict(cell))
+    return cell
+
+
+def _speed(timing: Timing) -> str:
+    """Timed steps in a few words."""
+    seconds = timing.step_seconds
+    return "diverged" if seconds is None else f"{1e3 * seconds:.3g} ms a step"
 
 
 def _outcome(run: Run) -> str:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.resources import files
 from itertools import product
 from math import inf, prod
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
+from phantom_parallel.study.contenders import Contender, get_contender, world_size
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.utils.layout import positive
 from phantom_parallel.utils.parsing import check_keys, convert, decode_toml
@@ -58,20 +59,28 @@ class SearchSettings:
 
 @dataclass(frozen=True)
 class CompareSettings:
-    """A comparison: the strategies, the training that they share, and the loss to train to."""
+    """A comparison: the contenders, the training that they share, and the loss to train to."""
 
     name: str
-    training: dict[str, Any] = field(default_factory=dict)  # fields that all strategies share, and phantom's own
+    training: dict[str, Any] = field(default_factory=dict)  # fields that all contenders share, and phantom's own
     family: str = DEFAULT_FAMILY
     """Model family."""
     strategies: tuple[str, ...] = ("phantom", "tensor", "megatron")
-    """Strategies to compare."""
+    """What to compare: strategies, also as copies of the model (copies, phantom-copies), in a layout of ranks x copies
+    (phantom@2x2), or with another format of exchanged values (tensor+int8)."""
     target_loss: float | None = None
     """Held-out loss to train to; by default the loss that every strategy reached in the search."""
     steps: int = 500
     """Maximum number of steps of a training."""
     seeds: int = 3
     """Trainings of every strategy."""
+    share_curves: bool = True
+    """Whether strategies that compute the same model share one search and one curve of loss against steps, and the time
+    of a step is measured for each of them; otherwise each of them is trained to the loss by itself."""
+    timed_steps: int = 12
+    """Steps that are timed for every strategy and seed, where curves are shared."""
+    micro_batches: tuple[int, ...] = (2, 4, 8)
+    """Numbers of micro-batches to try for pipelines; the one with the shortest step is used."""
     search: SearchSettings = field(default_factory=SearchSettings)
     inference_batches: tuple[int, ...] = (1, 64)
     """Batch sizes that inference is measured with."""
@@ -84,22 +93,37 @@ class CompareSettings:
     def __post_init__(self) -> None:
         if not self.strategies or len(set(self.strategies)) != len(self.strategies):
             raise ValueError(f"strategies must be one or more, each once, got {list(self.strategies)}")
-        for strategy in self.strategies:
-            get_strategy(strategy, get_family(self.family).strategies)
-        positive(steps=self.steps, seeds=self.seeds, inference_turns=self.inference_turns)
+        positive(steps=self.steps, seeds=self.seeds, inference_turns=self.inference_turns, timed_steps=self.timed_steps)
         for batch in self.inference_batches:
             positive(inference_batch=batch)
-        for strategy in self.strategies:
-            self.config(strategy, lr=self.search.learning_rates[0], seed=0, steps=max(self.steps, self.search.steps))
+        for one in self.contenders:
+            for layout in self.layouts(one):
+                self.config(layout, lr=self.search.learning_rates[0], seed=0, steps=max(self.steps, self.search.steps))
 
-    def config(self, strategy: str, *, lr: float, seed: int, steps: int) -> TrainConfig:
-        """The training of one strategy."""
-        return training_config(self.family, self.training | {"strategy": strategy}, lr, seed, steps, self.target_loss)
+    @property
+    def contenders(self) -> tuple[Contender, ...]:
+        """What is compared. Pipelines have no micro-batches yet."""
+        among = get_family(self.family).strategies
+        return tuple(get_contender(name, among, self.training) for name in self.strategies)
+
+    def layouts(self, one: Contender) -> tuple[Contender, ...]:
+        """A pipeline with each number of micro-batches; any other contender as it is."""
+        if not one.pipelined:
+            return (one,)
+        if not self.micro_batches:
+            raise ValueError(f"micro_batches must be one or more numbers for {one.name}, got none")
+        positive(**{f"micro_batches[{index}]": number for index, number in enumerate(self.micro_batches)})
+        return tuple(replace(one, micro_batches=number) for number in self.micro_batches)
+
+    def config(self, one: Contender, *, lr: float, seed: int, steps: int) -> TrainConfig:
+        """The training of one contender."""
+        settings = self.training | one.fields(self.training)
+        return training_config(self.family, settings, lr, seed, steps, self.target_loss)
 
     @property
     def world_size(self) -> int:
         """Ranks that the comparison needs."""
-        return int(self.training.get("ranks", 1)) * int(self.training.get("dp", 1))
+        return world_size(self.training)
 
 
 StudyKind = Literal["loss", "speed"]
@@ -164,8 +188,7 @@ class StudySettings:
     @property
     def world_size(self) -> int:
         """Ranks that the largest cell needs."""
-        everything = [self.training | cell for cell in self.cells]
-        return max(int(one.get("ranks", 1)) * int(one.get("dp", 1)) for one in everything)
+        return max(world_size(self.training | cell) for cell in self.cells)
 
 
 Settings = CompareSettings | StudySettings

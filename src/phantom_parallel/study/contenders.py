@@ -1,0 +1,116 @@
+"""Contenders: what a comparison compares, by the names that settings and results have.
+
+A name is ``BASE[@RANKSxCOPIES][+WIRE]``. The base is a strategy of the family, whose model all ranks share unless the
+name says otherwise, or one of two layouts in which every rank has a whole model: ``copies`` of the dense one and
+``phantom-copies``. ``pipeline@2x2`` has two copies of a pipeline of two ranks, and ``tensor+int8`` sends int8.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phantom_parallel.utils.layout import positive
+from phantom_parallel.utils.strategies import StrategyName, default_blocks, get_strategy
+
+COPIES, PHANTOM_COPIES = "copies", "phantom-copies"
+_LAYOUTS: dict[str, StrategyName] = {COPIES: "dense", PHANTOM_COPIES: "phantom"}  # strategy of each model
+EXACT_WIRE = "fp32"
+WIRES = (EXACT_WIRE, "bf16", "int8")
+DENSE = "dense model"  # the function that strategies without blocks compute
+_NAME = re.compile(r"(?P<base>[^@+]+)(@(?P<ranks>\d{1,7})x(?P<dp>\d{1,7}))?(\+(?P<wire>[^@+]+))?")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A model, how it is laid out over the ranks, and the words that ranks exchange.
+
+    Args:
+        name: As settings have it.
+        strategy: The strategy of its model.
+        ranks: Ranks that share a model.
+        dp: Copies of the model.
+        wire: Format of exchanged values.
+        micro_batches: Micro-batches of a pipeline; None until they are chosen, and for other strategies.
+    """
+
+    name: str
+    strategy: StrategyName
+    ranks: int
+    dp: int
+    wire: str = EXACT_WIRE
+    micro_batches: int | None = None
+
+    @property
+    def function(self) -> str:
+        """What the contender computes: those with the same function have the same losses, up to rounding."""
+        if self.wire != EXACT_WIRE:
+            return self.name  # what is rounded depends on what is exchanged
+        return "phantom" if get_strategy(self.strategy).has_blocks else DENSE
+
+    @property
+    def has_blocks(self) -> bool:
+        return get_strategy(self.strategy).has_blocks
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether micro-batches have to be chosen."""
+        return getattr(get_strategy(self.strategy), "splits_depth", False) and self.ranks > 1
+
+    def fields(self, shared: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of its training that differ from those that all contenders share."""
+        found: dict[str, Any] = {"strategy": self.strategy, "ranks": self.ranks, "dp": self.dp}
+        if self.has_blocks and shared.get("blocks") is None:
+            found["blocks"] = default_blocks(world_size(shared))  # the same model, however it is laid out
+        if self.wire != EXACT_WIRE:
+            found["wire"] = self.wire
+        if self.micro_batches is not None:
+            found["gradient_accumulation_steps"] = self.micro_batches
+        return found
+
+
+def world_size(training: Mapping[str, Any]) -> int:
+    """Ranks of a training, over all copies."""
+    return int(training.get("ranks", 1)) * int(training.get("dp", 1))
+
+
+def get_contender(name: str, among: Sequence[StrategyName], training: Mapping[str, Any]) -> Contender:
+    """The contender of that name.
+
+    Args:
+        name: As above.
+        among: Strategies of the family.
+        training: Settings that contenders share; its ranks times dp are the ranks of every contender.
+
+    Raises:
+        ValueError: If the name is not understood, or its layout is not one of that many ranks.
+    """
+    known = (*among, *(layout for layout, strategy in _LAYOUTS.items() if strategy in among))
+    found = _NAME.fullmatch(name)
+    base = found["base"] if found else name
+    if found is None or base not in known:
+        raise ValueError(
+            f"strategies must be of {', '.join(known)}, also with a layout as in phantom@2x2 (ranks x copies) "
+            f"and a format of exchanged values as in tensor+int8, got {name!r}"
+        )
+    wire = found["wire"] or EXACT_WIRE
+    if wire not in WIRES:
+        raise ValueError(f"the format of exchanged values must be one of {', '.join(WIRES)}, got {wire!r} in {name!r}")
+    total = world_size(training)
+    strategy = _LAYOUTS.get(base, base)
+    single = base in _LAYOUTS or get_strategy(strategy).single_rank
+    ranks, dp = (1, total) if single else (int(training.get("ranks", 1)), int(training.get("dp", 1)))
+    if found["ranks"] is not None:
+        ranks, dp = int(found["ranks"]), int(found["dp"])
+        positive(ranks=ranks, dp=dp)
+        if base in _LAYOUTS or ranks * dp != total:
+            raise ValueError(f"{name!r} must have ranks times copies = {total}, and a strategy: phantom@1x{total}")
+    return Contender(name, get_strategy(strategy).name, ranks, dp, wire)
+
+
+def by_function(contenders: Iterable[Contender]) -> dict[str, list[Contender]]:
+    """Contenders that compute the same function, in the order in which they are given."""
+    groups: dict[str, list[Contender]] = {}
+    for one in contenders:
+        groups.setdefault(one.function, []).append(one)
+    return groups
