@@ -31,7 +31,7 @@ def test_what_ships():
 
 def test_the_same_settings_for_all_but_what_is_phantoms_own():
     found = read_compare("quick", {"lr_local": 0.5})
-    phantom, tensor = (found.config(s, lr=0.1, seed=1, steps=10) for s in ("phantom", "tensor"))
+    phantom, tensor = (found.config(one, lr=0.1, seed=1, steps=10) for one in found.contenders[:2])
     assert (phantom.blocks, phantom.ghosts, phantom.lr_local) == (4, 16, 0.5)
     assert (tensor.blocks, tensor.ghosts, tensor.lr_local) == (None, None, 1.0)
     assert {**phantom.to_dict(), "strategy": 0, "blocks": 0, "ghosts": 0, "lr_local": 0} == {

@@ -208,8 +208,8 @@ def remarks_on(
 
 def _how_shared(settings: CompareSettings, strategies: Sequence[StrategyResult]) -> Iterator[str]:
     yield (
-        f"Time and energy to the loss are the steps to the loss times the time and energy of a step, which was measured "
-        f"for every strategy and seed by itself, in turns ({settings.timed_steps} steps each)."
+        f"Time and energy to the loss are the steps to the loss times the time and energy of a step, which were "
+        f"measured for every strategy and seed by itself, in turns ({settings.timed_steps} steps each)."
     )
     groups: dict[str, list[str]] = {}
     for one in strategies:

@@ -259,13 +259,13 @@ def comparison(
 
 
 def _measure_inference(settings: CompareSettings, runner: CellRunner) -> dict[str, list[InferenceResult]]:
-    """Inference of the models that all ranks share, on the ranks of the first copy; other ranks return nothing.
+    """Inference of the models whose layers all ranks share, on the ranks of the first copy; other ranks return nothing.
 
-    Strategies whose ranks work on rows of their own have nothing to share in inference, and are left out.
+    Left out are strategies whose ranks work on rows or layers of their own.
     """
     found: dict[str, list[InferenceResult]] = {}
     ranks = int(settings.training.get("ranks", 1))
-    among = [one for one in settings.contenders if (one.ranks, one.wire) == (ranks, EXACT_WIRE)]
+    among = [one for one in settings.contenders if (one.ranks, one.wire) == (ranks, EXACT_WIRE) and one.cuts_layers]
     configs = {one.name: settings.config(one, lr=1.0, seed=0, steps=settings.steps) for one in among}
     first = next(iter(configs.values()), None)
     if first is None:

@@ -46,7 +46,7 @@ class Contender:
         """What the contender computes: those with the same function have the same losses, up to rounding."""
         if self.wire != EXACT_WIRE:
             return self.name  # what is rounded depends on what is exchanged
-        return "phantom" if get_strategy(self.strategy).has_blocks else DENSE
+        return DENSE if get_strategy(self.strategy).same_model else self.strategy
 
     @property
     def has_blocks(self) -> bool:
@@ -55,7 +55,13 @@ class Contender:
     @property
     def pipelined(self) -> bool:
         """Whether micro-batches have to be chosen."""
-        return getattr(get_strategy(self.strategy), "splits_depth", False) and self.ranks > 1
+        return get_strategy(self.strategy).splits_depth and self.ranks > 1
+
+    @property
+    def cuts_layers(self) -> bool:
+        """Whether the ranks that share a model work on the same rows in every layer."""
+        strategy = get_strategy(self.strategy)
+        return not (strategy.shards_rows or strategy.splits_depth)
 
     def fields(self, shared: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of its training that differ from those that all contenders share."""

@@ -27,8 +27,8 @@ from phantom_parallel.distributed.objects import broadcast_from_rank_zero
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.energy import EnergyMeter, PowerProfile, load_power_profile
 from phantom_parallel.families.registry import get_family
-from phantom_parallel.study.environment import command, environment
 from phantom_parallel.study.contenders import Contender
+from phantom_parallel.study.environment import command, environment
 from phantom_parallel.study.results import Comparison, CurvePoint, Power, Run, RunStatus, Study, Timing
 from phantom_parallel.study.settings import Settings, to_dict
 from phantom_parallel.study.timing import WARM_UP, TimedSteps, time_steps

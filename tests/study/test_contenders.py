@@ -1,0 +1,71 @@
+"""Names of contenders, and the trainings that they stand for."""
+
+import re
+
+import pytest
+
+from phantom_parallel.families.registry import get_family
+from phantom_parallel.study.contenders import by_function, get_contender
+from phantom_parallel.study.settings import read_compare
+
+FFN = get_family("ffn").strategies
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "layout", "wire"),
+    [
+        ("phantom", "phantom", (4, 1), "fp32"),
+        ("copies", "dense", (1, 4), "fp32"),
+        ("dense", "dense", (1, 4), "fp32"),
+        ("phantom-copies", "phantom", (1, 4), "fp32"),
+        ("tensor+int8", "tensor", (4, 1), "int8"),
+        ("phantom@2x2+bf16", "phantom", (2, 2), "bf16"),
+        ("megatron@1x4", "megatron", (1, 4), "fp32"),
+    ],
+)
+def test_a_name_is_a_strategy_a_layout_and_a_wire(name, strategy, layout, wire):
+    found = get_contender(name, FFN, {"ranks": 4})
+    assert (found.name, found.strategy, (found.ranks, found.dp), found.wire) == (name, strategy, layout, wire)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("magic", "strategies must be of phantom, tensor, megatron, dense"),
+        ("", "strategies must be of"),
+        ("tensor+int8+int8", "strategies must be of"),
+        ("tensor@2x", "strategies must be of"),
+        ("tensor+int4", "must be one of fp32, bf16, int8, got 'int4' in 'tensor+int4'"),
+        ("tensor@3x2", "'tensor@3x2' must have ranks times copies = 4"),
+        ("tensor@0x4", "ranks must be a positive whole number, got 0"),
+        ("copies@2x2", "must have ranks times copies = 4, and a strategy"),
+    ],
+)
+def test_a_name_that_is_not_understood_is_refused_with_the_reason(name, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        get_contender(name, FFN, {"ranks": 2, "dp": 2})
+
+
+def test_a_family_without_dense_models_has_no_copies_of_them():
+    with pytest.raises(ValueError, match="strategies must be of phantom, tensor, phantom-copies, also"):
+        get_contender("copies", ("phantom", "tensor"), {})
+
+
+def test_contenders_with_the_same_losses_are_together():
+    names = ("phantom", "tensor", "copies", "phantom-copies", "tensor+int8", "megatron", "phantom+int8")
+    groups = by_function(get_contender(name, FFN, {"ranks": 4}) for name in names)
+    assert {model: [one.name for one in group] for model, group in groups.items()} == {
+        "phantom": ["phantom", "phantom-copies"],
+        "dense model": ["tensor", "copies", "megatron"],
+        "tensor+int8": ["tensor+int8"],
+        "phantom+int8": ["phantom+int8"],
+    }
+
+
+def test_every_layout_trains_the_same_model_on_the_same_batch():
+    settings = read_compare("quick", {"ranks": 8, "blocks": None, "strategies": ("phantom", "phantom-copies")})
+    ranks, copies = (settings.config(one, lr=0.1, seed=0, steps=1) for one in settings.contenders)
+    assert (ranks.ranks, ranks.dp, copies.ranks, copies.dp) == (8, 1, 1, 8)
+    assert ranks.ffn() == copies.ffn()  # 8 blocks, though copies have one rank each
+    assert ranks.blocks == 8
+    assert ranks.batch == copies.batch
