@@ -35,7 +35,7 @@ class CompareOptions(SettingOptions):
         out = output_folder(self.out, self.resume, "compare", settings.name)
         found = compare(settings, out.absolute(), resume=self.resume, show=True)
         if found is not None:
-            write_and_print(found, out, comparison_table(found), (), json=self.json)
+            write_and_print(found, out, comparison_table(found), found.findings, json=self.json)
 
 
 def options_for(family: str | None, arguments: list[str]) -> tuple[type[SettingOptions], Mapping[str, Any]]:

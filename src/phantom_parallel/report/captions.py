@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from phantom_parallel.report.tables import CellGroup, format_interval, ratio_of, result_of
+from phantom_parallel.report.tables import FEW, CellGroup, format_interval, ratio_of, result_of
 from phantom_parallel.report.units import format_measure, format_ratio, plain, quantity
+from phantom_parallel.study.analysis import BASELINES
 from phantom_parallel.study.measures import ratio_label
 from phantom_parallel.study.results import Comparison, Interval
 
@@ -45,7 +46,7 @@ def to_the_loss(found: Comparison, measure: str) -> str:
     after = [f"{name} {_after(found, name, measure)}" for name in (lead, *others)]
     shares = [
         share_of(lead, other, measure, ratio)
-        for other in others
+        for other in (others if len(others) < FEW else [name for name in others if name in BASELINES])
         if (ratio := ratio_of(found, lead, other, measure)) is not None
     ]
     text = f"To a held-out loss of {plain(found.target_loss)}: {', '.join(after)}."
@@ -56,7 +57,7 @@ def _after(found: Comparison, strategy: str, measure: str) -> str:
     result = result_of(found, strategy)
     assert result is not None
     if not result.reached:
-        return "never (missed)"
+        return "unknown (error)" if result.error else "never (missed)"
     value: Interval | None = getattr(result, measure)
     text = f"after {format_measure(value.mean if value else None, measure)}"
     return text if result.reached == result.runs else f"{text} ({result.reached} of {result.runs} runs)"
@@ -123,14 +124,18 @@ def learning_rates(found: Comparison) -> str:
 def headline(found: Comparison) -> list[str]:
     """The main results in sentences, for the top of the page."""
     lead = lead_of([one.strategy for one in found.strategies])
-    missed = [one for one in found.strategies if one.reached < one.runs]
-    sentences = [
+    sentences = [f"Error: {one.strategy}: {one.error}." for one in found.strategies if one.error]
+    sentences += [
         f"{upper(one.strategy)} reached the loss in {one.reached} of {one.runs} runs"
         + (", so it cannot be compared at equal loss." if not one.reached else ".")
-        for one in missed
+        for one in found.strategies
+        if one.reached < one.runs and not one.error
     ]
+    many = len(found.strategies) > FEW
+    if many:
+        sentences += found.findings
     for other in found.strategies:
-        if other.strategy == lead:
+        if other.strategy == lead or (many and other.strategy not in BASELINES):
             continue
         known = {
             measure: ratio

@@ -12,20 +12,20 @@ from phantom_parallel.report import captions
 from phantom_parallel.report.plots import (
     INK,
     MUTED,
-    STYLES,
     SURFACE,
     CaptionedFigure,
     add_grid_and_legend,
     label_axis,
+    line_style,
     log_axis,
     new_figure,
     plot_style,
     strategy_style,
 )
-from phantom_parallel.report.tables import ratio_measures
+from phantom_parallel.report.tables import FEW, ratio_measures
 from phantom_parallel.report.units import digits, format_measure, format_ratio, plain, quantity
 from phantom_parallel.study.measures import ratio_label
-from phantom_parallel.study.results import Comparison, CurvePoint, Run
+from phantom_parallel.study.results import Comparison, CurvePoint, Interval, Run
 
 
 def comparison_figures(found: Comparison) -> list[CaptionedFigure]:
@@ -64,11 +64,9 @@ def _curve(found: Comparison, measure: str) -> CaptionedFigure | None:
         for line in seeds:
             axes.plot(*zip(*line, strict=True), color=colour, linewidth=0.8, alpha=0.4)
         typical = median_curve(seeds)
-        axes.plot(*zip(*typical, strict=True), color=colour, linewidth=2.2, linestyle=STYLES.get(strategy, "solid"))
+        axes.plot(*zip(*typical, strict=True), color=colour, linewidth=2.2, linestyle=line_style(strategy))
         axes.plot(*typical[-1], color=colour, marker=marker, markersize=8, markeredgecolor=SURFACE, zorder=4)
-        axes.plot(
-            [], [], color=colour, linewidth=2.2, linestyle=STYLES.get(strategy, "solid"), marker=marker, label=strategy
-        )
+        axes.plot([], [], color=colour, linewidth=2.2, linestyle=line_style(strategy), marker=marker, label=strategy)
     axes.axhline(found.target_loss, color=INK, linewidth=1, linestyle=(0, (2, 2)))
     spent = [x for seeds in lines.values() for line in seeds for x, _ in line]
     losses = [loss for seeds in lines.values() for line in seeds for _, loss in line] + [found.target_loss]
@@ -197,45 +195,66 @@ def _counts(found: Comparison, measure: str) -> CaptionedFigure | None:
 
 
 def _ratios(found: Comparison) -> CaptionedFigure | None:
-    """Points with their intervals, a row for each measure and one point for each baseline; values in the margin."""
+    """Points with their intervals and values in the margin. With few strategies there is a row for each measure and a
+    point for each baseline; with many, a row for each of them and points for time and energy.
+    """
     lead = captions.lead_of([one.strategy for one in found.strategies])
     ratios = [one for one in found.ratios if one.strategy == lead and one.ratio.mean > 0]
+    many = len(found.strategies) > FEW
+    if many:
+        ratios = [one for one in ratios if one.measure in ("seconds", "joules")]
     if not ratios:
         return None
     known = {one.measure for one in ratios}
     measures = [measure for measure in ratio_measures(found, lead) if measure in known]
     others = list(dict.fromkeys(one.to for one in ratios))
+    rows, points = (others, measures) if many else (measures, others)
     title = f"{captions.upper(lead)} as a share of the others"
-    figure, axes = new_figure(title, 1.4 + 0.26 * len(measures) * max(2, len(others)))
+    figure, axes = new_figure(title, 1.4 + 0.26 * len(rows) * max(2, len(points)))
     ends = [1.0]
     for one in ratios:
-        colour, marker = strategy_style(one.to)
-        row = measures.index(one.measure) + 0.44 * ((others.index(one.to) + 0.5) / len(others) - 0.5) * 1.3
-        low, high = (end if end and end > 0 else one.ratio.mean for end in (one.ratio.low, one.ratio.high))
-        axes.plot([low, high], [row, row], color=colour, linewidth=1.6, solid_capstyle="butt")
-        axes.plot(one.ratio.mean, row, color=colour, marker=marker, markersize=6, linestyle="none")
-        axes.annotate(
-            format_ratio(one.ratio.mean),
-            (1, row),
-            xycoords=("axes fraction", "data"),
-            xytext=(5, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-        )
-        ends += [low, high]
-    for other in others:
-        colour, marker = strategy_style(other)
-        axes.plot([], [], color=colour, marker=marker, linewidth=1.6, label=f"{lead} / {other}")
+        row, point = (one.to, one.measure) if many else (one.measure, one.to)
+        colour, marker = _point_style(point, many)
+        place = rows.index(row) + 0.44 * ((points.index(point) + 0.5) / len(points) - 0.5) * 1.3
+        ends += _draw_ratio(axes, one.ratio, place, colour, marker)
+    for point in points:
+        colour, marker = _point_style(point, many)
+        label = ratio_label(point) if many else f"{lead} / {point}"
+        axes.plot([], [], color=colour, marker=marker, linewidth=1.6, label=label)
     axes.axvline(1, color=INK, linewidth=1.2)
     axes.set_xlim(min(ends) / 1.25, max(ends) * 1.25)
     log_axis(axes, "x", ends)
     axes.xaxis.set_major_formatter(lambda value, _: digits(value))
     axes.set_xlabel("ratio, 95 % interval")  # short: a longer one is cut beside the labels of the rows
-    axes.set_yticks(range(len(measures)), [ratio_label(measure) for measure in measures])
-    axes.set_ylim(len(measures) - 0.5, -0.5)
+    names = [f"to {row}" if many else ratio_label(row) for row in rows]
+    axes.set_yticks(range(len(rows)), names)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
     add_grid_and_legend(figure, axes, grid="x")
     return CaptionedFigure("ratios", title, captions.all_ratios(found, lead), figure)
+
+
+def _point_style(point: str, many: bool) -> tuple[str, str]:
+    """Colour and marker of a point: of a measure if there are many strategies, else of the baseline."""
+    if not many:
+        return strategy_style(point)
+    return (INK, "o") if point == "seconds" else (MUTED, "s")
+
+
+def _draw_ratio(axes: Axes, ratio: Interval, row: float, colour: str, marker: str) -> tuple[float, float]:
+    """Draw one ratio; returns the ends of its interval."""
+    low, high = (end if end and end > 0 else ratio.mean for end in (ratio.low, ratio.high))
+    axes.plot([low, high], [row, row], color=colour, linewidth=1.6, solid_capstyle="butt")
+    axes.plot(ratio.mean, row, color=colour, marker=marker, markersize=6, linestyle="none")
+    axes.annotate(
+        format_ratio(ratio.mean),
+        (1, row),
+        xycoords=("axes fraction", "data"),
+        xytext=(5, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=9,
+    )
+    return low, high
 
 
 def _search(found: Comparison) -> CaptionedFigure | None:
@@ -271,9 +290,7 @@ def _search(found: Comparison) -> CaptionedFigure | None:
                 )
         heights += [value for _, value in line]
         xs, ys = [x for x, _ in line], [y for _, y in line]
-        axes.plot(
-            xs, ys, color=colour, marker=marker, markersize=5.5, linestyle=STYLES.get(strategy, "solid"), label=strategy
-        )
+        axes.plot(xs, ys, color=colour, marker=marker, markersize=5.5, linestyle=line_style(strategy), label=strategy)
         if failed:
             top = axes.get_xaxis_transform()
             axes.plot(failed, [0.96] * len(failed), "x", color=colour, transform=top, markersize=7, markeredgewidth=1.6)

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from phantom_parallel.report.tables import MISSED, UNAVAILABLE
+from phantom_parallel.report.tables import UNAVAILABLE, missing_word
 from phantom_parallel.study.measures import TO_THE_LOSS
 from phantom_parallel.study.results import Cell, Comparison, Run, StrategyResult, Study
+
+INTERVALS = (*TO_THE_LOSS, "step_seconds", "blocked_share")  # figures of a strategy with a mean and an interval
 
 
 def csv_files(found: Comparison | Study) -> dict[str, str]:
@@ -40,9 +42,8 @@ def _strategy_record(one: StrategyResult) -> dict[str, Any]:
     for name, value in record.items():
         if isinstance(value, dict):
             flat |= _flat({name: value})
-        elif value is None:
-            missing = MISSED if name in TO_THE_LOSS and not one.reached else None
-            flat |= dict.fromkeys(_interval_columns(name), missing)
+        elif value is None and name in INTERVALS:
+            flat |= dict.fromkeys(_interval_columns(name), missing_word(name, one))
         else:
             flat[name] = value
     for entry in inference:

@@ -14,6 +14,7 @@ from phantom_parallel.report.csv_files import csv_files
 from phantom_parallel.report.plots import GRID, INK, LOOKS, MUTED, SECOND_PHANTOM, SURFACE, CaptionedFigure
 from phantom_parallel.report.study_figures import study_figures
 from phantom_parallel.report.units import plain, quantity
+from phantom_parallel.study.contenders import LAYOUTS
 from phantom_parallel.study.results import Comparison, Study
 from phantom_parallel.utils.files import write_bytes, write_text
 from phantom_parallel.utils.strategies import STRATEGIES
@@ -49,8 +50,10 @@ def render(found: Comparison | Study, drawn: list[CaptionedFigure], files: list[
     )
     if isinstance(found, Comparison):
         sections: tuple[tables.Section, ...] = tables.comparison_sections(found)
+        details = tables.detailed_sections(found)
         words: dict[str, Any] = {
             "note": tables.NOTE,
+            "details": details if details != sections else (),
             "headline": captions.headline(found),
             "about": [(one.description or one.strategy, _explanation(one.strategy)) for one in found.strategies],
             "sensors": tables.measured_by(found.runs),
@@ -90,8 +93,11 @@ def inline(drawing: CaptionedFigure) -> Markup:
     return Markup(text.replace("<svg ", Markup('<svg role="img" aria-label="{}" ').format(drawing.title), 1))
 
 
-def _explanation(strategy: str) -> str | None:
-    return STRATEGIES[strategy].explanation if strategy in STRATEGIES else None
+def _explanation(name: str) -> str | None:
+    """What a strategy does, whatever its layout and the values that it exchanges."""
+    base = re.split("[@+]", name)[0]
+    strategy = STRATEGIES.get(LAYOUTS.get(base, base))
+    return None if strategy is None else strategy.explanation
 
 
 def flat(nested: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

@@ -1,6 +1,7 @@
 """What all figures share: size, colours and markers of the strategies, axes with units, and the files of a figure."""
 
 import io
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from phantom_parallel.report.units import digits, scale
+from phantom_parallel.study.contenders import COPIES, DENSE, PHANTOM_COPIES
 from phantom_parallel.study.measures import measure_label, measure_unit
 
 # Colour and marker of each strategy, distinct for colour-blind readers (Okabe and Ito) and in print.
@@ -21,11 +23,15 @@ LOOKS = {
     "tensor": ("#0072B2", "o"),
     "megatron": ("#D55E00", "^"),
     "phantom": ("#009E73", "D"),
+    "fsdp": ("#E69F00", "P"),
+    "pipeline": ("#56B4E9", "X"),
 }
 SECOND_PHANTOM = ("#CC79A7", "v")
+_LAYOUTS = {COPIES: LOOKS["dense"], DENSE: LOOKS["dense"], PHANTOM_COPIES: SECOND_PHANTOM}
 INK, MUTED, GRID, SURFACE = "#1b1f24", "#59636e", "#d1d9e0", "#ffffff"
 DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = ("solid", (0, (5, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
-STYLES = {"dense": DASHES[2], "tensor": DASHES[1], "megatron": DASHES[3]}  # phantom, and any other, is solid
+_STYLES = {"dense": DASHES[2], "tensor": DASHES[1], "megatron": DASHES[3]}  # phantom, and any other, is solid
+_WIRES = {"bf16": (0, (3, 1, 1, 1, 1, 1)), "int8": (0, (1, 2.5))}
 WIDTH = 5.2  # inches: two beside each other on a page, one on a phone
 
 _RC: Any = {
@@ -103,8 +109,14 @@ def new_figure(title: str, height: float = 3.7) -> tuple[Figure, Axes]:
 
 
 def strategy_style(strategy: str) -> tuple[str, str]:
-    """Colour and marker of a strategy."""
-    return LOOKS.get(strategy, SECOND_PHANTOM)
+    """Colour and marker of a strategy, whatever its layout and the values that it exchanges."""
+    return (LOOKS | _LAYOUTS).get(re.split("[@+]", strategy)[0], SECOND_PHANTOM)
+
+
+def line_style(strategy: str) -> str | tuple[int, tuple[float, ...]]:
+    """Dashes of a strategy."""
+    base, _, wire = strategy.partition("+")
+    return _WIRES.get(wire) or _STYLES.get(base, "solid")
 
 
 def label_axis(axes: Axes, which: str, measure: str, values: Iterable[float], words: str = "") -> None:

@@ -11,10 +11,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from phantom_parallel.report.units import format_measure, format_ratio, plain, quantity
+from phantom_parallel.study.analysis import LEADS
 from phantom_parallel.study.measures import MEASURES, TO_THE_LOSS, measure_label, ratio_label
 from phantom_parallel.study.results import Cell, Comparison, Interval, Run, SettingValue, StrategyResult, Study
 
-MISSED, UNAVAILABLE, NOTHING = "missed", "unavailable", "–"  # noqa: RUF001
+MISSED, UNAVAILABLE, ERROR, NOTHING = "missed", "unavailable", "error", "–"  # noqa: RUF001
 NOTE = (
     "Means over the seeds that reached the loss. Time is that of the training steps, without launch and evaluations. "
     "Ratios: geometric means over seeds, with 95 % confidence intervals."
@@ -22,6 +23,9 @@ NOTE = (
 MODELLED = frozenset({"joules", "joules_per_sample"})  # in studies, whose seconds may be measured
 # Ratios that have a row in the table even if they are unavailable.
 RATIOS = ("seconds", "joules", "flops", "bytes", "step_seconds")
+FEW = 4  # strategies that have a column each; of more, each has a row
+# Columns of a table of many strategies.
+MAIN = ("ranks", "bytes_per_step", "step_seconds", "steps", "seconds", "joules")
 # Order of a cell's settings in tables: these first, then those of its model, then the others.
 _FIRST, _LAST = ("strategy", "ghosts", "ranks"), ("batch", "blocks", "dp", "data", "lr")
 
@@ -43,9 +47,35 @@ class Section:
 
 
 def comparison_sections(found: Comparison) -> tuple[Section, ...]:
+    """The table of a comparison: all figures of a few strategies, or the main ones of many, a row for each."""
+    return detailed_sections(found) if len(found.strategies) <= FEW else (_main_figures(found),)
+
+
+def detailed_sections(found: Comparison) -> tuple[Section, ...]:
     """Costs with one column for each strategy, then ratios in the column of the baseline."""
     names = tuple(one.strategy for one in found.strategies)
     return (Section(("", *names), tuple(_costs(found))), *_ratios(found, names))
+
+
+def _main_figures(found: Comparison) -> Section:
+    """A row for each strategy, with the ratios of phantom to it."""
+    names = [one.strategy for one in found.strategies]
+    lead = "phantom" if "phantom" in names else names[0]
+    compared = ("seconds", "joules")
+    headings = [measure_label(measure) for measure in MAIN]
+    headings += [f"{lead}'s {noun} / its" for noun in ("time", "energy")]
+    rows = [
+        TableRow(
+            one.strategy,
+            (
+                _ranks(found, one.strategy),
+                *(_mean(one, measure) for measure in MAIN[1:]),
+                *(NOTHING if one.strategy == lead else _ratio(found, lead, one.strategy, name) for name in compared),
+            ),
+        )
+        for one in found.strategies
+    ]
+    return Section(("strategy", *headings), tuple(rows))
 
 
 def comparison_table(found: Comparison) -> Table:
@@ -153,9 +183,19 @@ def _costs(found: Comparison) -> Iterable[TableRow]:
 
 
 def _mean(one: StrategyResult, measure: str) -> str:
-    found: Interval | None = getattr(one, measure)
-    missing = MISSED if measure in TO_THE_LOSS and not one.reached else UNAVAILABLE
-    return format_measure(found.mean if found else None, measure, missing)
+    found: Interval | int | None = getattr(one, measure)
+    value = found.mean if isinstance(found, Interval) else found
+    return format_measure(value, measure, missing_word(measure, one))
+
+
+def missing_word(measure: str, *several: StrategyResult | None) -> str:
+    """The word for a figure that is not there: an error, a missed target, or nothing that is known."""
+    if measure in TO_THE_LOSS:
+        if any(one is not None and one.error for one in several):
+            return ERROR
+        if any(one is not None and not one.reached for one in several):
+            return MISSED
+    return UNAVAILABLE
 
 
 def _ranks(found: Comparison, strategy: str) -> str:
@@ -165,7 +205,7 @@ def _ranks(found: Comparison, strategy: str) -> str:
 
 def _ratios(found: Comparison, names: tuple[str, ...]) -> Iterable[Section]:
     """Ratios of phantom, or of every strategy if phantom is not compared."""
-    numerators = ["phantom"] if "phantom" in names else dict.fromkeys(one.strategy for one in found.ratios)
+    numerators = [name for name in names if name in LEADS] or dict.fromkeys(one.strategy for one in found.ratios)
     for strategy in numerators:
         others = dict.fromkeys(one.to for one in found.ratios if one.strategy == strategy)
         others = others or dict.fromkeys(name for name in ("tensor", "megatron") if name in names)
@@ -193,9 +233,7 @@ def _ratio(found: Comparison, strategy: str, to: str, measure: str) -> str:
     ratio = ratio_of(found, strategy, to, measure)
     if ratio is not None:
         return format_interval(ratio)
-    both = [result_of(found, strategy), result_of(found, to)]
-    missed = measure in TO_THE_LOSS and any(one is not None and not one.reached for one in both)
-    return MISSED if missed else UNAVAILABLE
+    return missing_word(measure, result_of(found, strategy), result_of(found, to))
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from phantom_parallel.study.runner import CellRunner, RunOptions, cell_runner, r
 from phantom_parallel.study.search import Candidate, search
 from phantom_parallel.study.settings import CompareSettings
 from phantom_parallel.study.shared import TOLERANCES, check_same_model, fastest, models_of, shared_run
+from phantom_parallel.study.winners import findings_of
 from phantom_parallel.utils.parsing import convert
 
 
@@ -255,6 +256,7 @@ def comparison(
         remarks=tuple(remarks),
         shared=losses.shared,
         timings=tuple(timings),
+        findings=tuple(findings_of(strategies, ratios)),
     )
 
 

@@ -14,7 +14,7 @@ from phantom_parallel.utils.layout import positive
 from phantom_parallel.utils.strategies import StrategyName, default_blocks, get_strategy
 
 COPIES, PHANTOM_COPIES = "copies", "phantom-copies"
-_LAYOUTS: dict[str, StrategyName] = {COPIES: "dense", PHANTOM_COPIES: "phantom"}  # strategy of each model
+LAYOUTS: dict[str, StrategyName] = {COPIES: "dense", PHANTOM_COPIES: "phantom"}  # strategy of each model
 EXACT_WIRE = "fp32"
 WIRES = (EXACT_WIRE, "bf16", "int8")
 DENSE = "dense model"  # the function that strategies without blocks compute
@@ -91,7 +91,7 @@ def get_contender(name: str, among: Sequence[StrategyName], training: Mapping[st
     Raises:
         ValueError: If the name is not understood, or its layout is not one of that many ranks.
     """
-    known = (*among, *(layout for layout, strategy in _LAYOUTS.items() if strategy in among))
+    known = (*among, *(layout for layout, strategy in LAYOUTS.items() if strategy in among))
     found = _NAME.fullmatch(name)
     base = found["base"] if found else name
     if found is None or base not in known:
@@ -103,13 +103,13 @@ def get_contender(name: str, among: Sequence[StrategyName], training: Mapping[st
     if wire not in WIRES:
         raise ValueError(f"the format of exchanged values must be one of {', '.join(WIRES)}, got {wire!r} in {name!r}")
     total = world_size(training)
-    strategy = _LAYOUTS.get(base, base)
-    single = base in _LAYOUTS or get_strategy(strategy).single_rank
+    strategy = LAYOUTS.get(base, base)
+    single = base in LAYOUTS or get_strategy(strategy).single_rank
     ranks, dp = (1, total) if single else (int(training.get("ranks", 1)), int(training.get("dp", 1)))
     if found["ranks"] is not None:
         ranks, dp = int(found["ranks"]), int(found["dp"])
         positive(ranks=ranks, dp=dp)
-        if base in _LAYOUTS or ranks * dp != total:
+        if base in LAYOUTS or ranks * dp != total:
             raise ValueError(f"{name!r} must have ranks times copies = {total}, and a strategy: phantom@1x{total}")
     return Contender(name, get_strategy(strategy).name, ranks, dp, wire)
 

@@ -236,7 +236,8 @@ class Comparison:
     ratios: tuple[Ratio, ...]
     remarks: tuple[str, ...] = ()  # caveats for the reader: targets missed, measures in which phantom is worse
     shared: tuple[SharedModel, ...] = ()  # models whose curves are shared
-    timings: tuple[Timing, ...] = ()  # that times a step come from, where curves are shared
+    timings: tuple[Timing, ...] = ()  # from which times of a step are, where curves are shared
+    findings: tuple[str, ...] = ()  # sentences on which strategy needs least
 
     kind = "compare"
 
