@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, get_type_hints
 
 import tyro
 
-from phantom_parallel.cli.options import Flag, JsonOption
+from phantom_parallel.cli.options import Flag, JsonOption, NetworkOptions
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.study.settings import SEARCH_PREFIX, SearchSettings, Settings, training_fields
 from phantom_parallel.utils.docs import field_docs
@@ -20,7 +20,7 @@ _FIXED = ("family", "strategies")  # settings that are no options, or have anoth
 
 
 @dataclass(frozen=True, kw_only=True)
-class SettingOptions(JsonOption):
+class SettingOptions(NetworkOptions, JsonOption):
     """Options of a command that runs the settings of a file."""
 
     noun: ClassVar[str]  # for the file of settings: preset, study
@@ -67,6 +67,9 @@ def with_settings(
     for one in fields(kind):
         if one.name in field_docs(kind) and one.name not in _FIXED:
             add(one.name, kind, one.name, getattr(settings, one.name, one.default), origin)
+    for one in fields(NetworkOptions):
+        if one.name in {setting.name for setting in fields(kind)}:
+            add(one.name, NetworkOptions, one.name, getattr(settings, one.name, one.default), origin)
     search = getattr(settings, "search", SearchSettings())
     for one in fields(SearchSettings):
         name = one.name if one.name == "learning_rates" else f"{SEARCH_PREFIX}{one.name}"

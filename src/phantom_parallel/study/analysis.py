@@ -255,6 +255,8 @@ def caveats(
         f"Energy in joules is modelled, not measured, unless it says otherwise: measured seconds times the watts of "
         f"{power} (see below)."
     )
+    if environment.get("network"):
+        yield f"The network is emulated: {environment['network']}."
     if environment.get("device") == "cpu" and environment.get("processes", 1) > 1:
         yield (
             f"Ranks are processes on CPU cores that exchange data by {environment.get('backend')}: on accelerators and "

@@ -22,11 +22,12 @@ from phantom_parallel.families.registry import get_family
 from phantom_parallel.study.analysis import caveats, ratios_of, remarks_on, summarise
 from phantom_parallel.study.contenders import EXACT_WIRE, Contender
 from phantom_parallel.study.results import Comparison, InferenceResult, Run, SharedModel, Timing, Trial
-from phantom_parallel.study.runner import CellRunner, RunOptions, cell_runner, run_on_ranks
+from phantom_parallel.study.runner import CellRunner, RunOptions, cell_runner, finish, launch_ranks, prepare
 from phantom_parallel.study.search import Candidate, search
 from phantom_parallel.study.settings import CompareSettings
 from phantom_parallel.study.shared import TOLERANCES, check_same_model, fastest, models_of, shared_run
 from phantom_parallel.study.winners import findings_of
+from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.utils.parsing import convert
 
 
@@ -42,19 +43,52 @@ def compare(settings: CompareSettings, out: Path, *, resume: bool = False, show:
     Returns:
         The results; None on ranks other than 0 of an external launcher.
     """
+    options = prepare(settings, configs_of(settings), out, resume, show)
+    if options.network is None or not settings.share_curves:
+        return finish(launch_ranks(compare_on_rank, settings, options), options)
+    # No network changes the losses, and loopback is the fastest.
+    earlier = replace(options, network=None, after=cells_of_times(settings))
+    losses = launch_ranks(losses_on_rank, settings, earlier)
+    later = replace(options, label=f" link={settings.link}", before=losses.cells)
+    return finish(launch_ranks(compare_on_rank, settings, later, losses), options)
+
+
+def configs_of(settings: CompareSettings) -> list[TrainConfig]:
+    """A training of every contender in every layout, to be checked before any rank starts."""
     layouts = [layout for one in settings.contenders for layout in settings.layouts(one)]
-    configs = [settings.config(one, lr=1e-3, seed=0, steps=settings.steps) for one in layouts]
-    return run_on_ranks(compare_on_rank, settings, configs, out, resume, show)
+    return [settings.config(one, lr=1e-3, seed=0, steps=settings.steps) for one in layouts]
 
 
-def compare_on_rank(device: torch.device, settings: CompareSettings, options: RunOptions) -> Comparison:
-    """Run one rank's part of a comparison; every rank returns the same results."""
-    with cell_runner(device, settings, options, cells_of(settings)) as runner:
-        layouts = choose_layouts(settings, runner, settings.contenders)
-        losses = find_losses(settings, runner, layouts)
-        timings = time_contenders(losses, runner, layouts.chosen) if settings.share_curves else []
+def losses_on_rank(device: torch.device, settings: CompareSettings, options: RunOptions) -> "Losses":
+    """Run one rank's part of what no network changes; every rank returns the same."""
+    with cell_runner(device, settings, options, cells_of_losses(settings)) as runner:
+        return find_losses(settings, runner, choose_layouts(settings, runner, settings.contenders))
+
+
+def compare_on_rank(
+    device: torch.device, settings: CompareSettings, options: RunOptions, losses: "Losses | None" = None
+) -> Comparison:
+    """Run one rank's part of a comparison; every rank returns the same results.
+
+    Args:
+        device: This rank's device.
+        settings: What to compare.
+        options: Those of the launch.
+        losses: What an earlier launch found, if there was one.
+    """
+    total = cells_of_times(settings) + (0 if losses else cells_of_losses(settings))
+    with cell_runner(device, settings, options, total) as runner:
+        if losses is None:
+            layouts = choose_layouts(settings, runner, settings.contenders)
+            losses = find_losses(settings, runner, layouts, later=cells_of_times(settings))
+            chosen = layouts.chosen
+        else:
+            chosen = choose_micro_batches(settings, runner)
+        timings = time_contenders(losses, runner, chosen) if settings.share_curves else []
         inference = _measure_inference(settings, runner)
-    return comparison(losses, layouts.chosen, timings, inference, runner.summary(), runner.reused)
+    reused = runner.reused + (losses.reused if options.before else 0)
+    found = comparison(losses, chosen, timings, inference, runner.summary(), reused)
+    return replace(found, remarks=(*([options.note] if options.note else []), *found.remarks))
 
 
 @dataclass(frozen=True)
@@ -81,6 +115,8 @@ class Losses:
         trials: The search for a learning rate, by model.
         runs: A training for each model and seed, named by the contender that was trained.
         models: Name of the model of each contender.
+        cells: How many cells there were.
+        reused: How many of them an earlier call had finished.
     """
 
     settings: CompareSettings
@@ -89,6 +125,8 @@ class Losses:
     trials: tuple[Trial, ...]
     runs: tuple[Run, ...]
     models: Mapping[str, str]
+    cells: int = 0
+    reused: int = 0
 
     def rate(self, name: str) -> float:
         """The learning rate of a contender."""
@@ -104,25 +142,20 @@ class Losses:
         return {name: one for one in self.shared for name in one.differing}
 
 
-def cells_of(settings: CompareSettings) -> int:
-    """About how many cells a comparison has."""
-    count = len(settings.contenders)
-    models = len(models_of(settings.contenders, settings.share_curves))
-    timed = count * (1 + settings.seeds) if settings.share_curves else 0
-    return timed + models * (len(settings.search.learning_rates) + settings.seeds)
+def cells_of_losses(settings: CompareSettings) -> int:
+    """About how many cells the losses take."""
+    models = models_of(settings.contenders, settings.share_curves)
+    timed = sum(len(group) for group in models.values() if len(group) > 1)
+    return timed + len(models) * (len(settings.search.learning_rates) + settings.seeds)
 
 
-def choose_layouts(
-    settings: CompareSettings, runner: CellRunner, contenders: Sequence[Contender], *, label: str = ""
-) -> Layouts:
-    """Time a few steps of every contender that shares a model with others, and of every pipeline in each layout.
+def cells_of_times(settings: CompareSettings) -> int:
+    """About how many cells the times of steps take."""
+    return len(settings.contenders) * settings.seeds if settings.share_curves else 0
 
-    Args:
-        settings: Those of the comparison.
-        runner: Runs the cells.
-        contenders: Those to look at.
-        label: Added to the names of cells.
-    """
+
+def choose_layouts(settings: CompareSettings, runner: CellRunner, contenders: Sequence[Contender]) -> Layouts:
+    """Time a few steps of every contender that shares a model with others, and of every pipeline in each layout."""
     shared = {one.name for group in models_of(contenders, settings.share_curves).values() if group[1:] for one in group}
     timings: dict[Contender, Timing] = {}
     for one in contenders:
@@ -130,12 +163,26 @@ def choose_layouts(
             steps = max(1, settings.timed_steps // 2)
             lr = settings.search.learning_rates[0]
             config = settings.config(layout, lr=lr, seed=settings.search.seed, steps=settings.steps)
-            timings[layout] = runner.time(layout, config, steps, label=label)
+            timings[layout] = runner.time(layout, config, steps)
     return Layouts(tuple(fastest(settings.layouts(one), timings) for one in contenders), timings)
 
 
-def find_losses(settings: CompareSettings, runner: CellRunner, layouts: Layouts) -> Losses:
-    """Search for learning rates and train every model to the target, each by the fastest contender that computes it."""
+def choose_micro_batches(settings: CompareSettings, runner: CellRunner) -> tuple[Contender, ...]:
+    """The contenders, pipelines with the number of micro-batches that makes the shortest step on this network."""
+    found = choose_layouts(settings, runner, [one for one in settings.contenders if one.pipelined])
+    pipelines = {one.name: one for one in found.chosen}
+    return tuple(pipelines.get(one.name, one) for one in settings.contenders)
+
+
+def find_losses(settings: CompareSettings, runner: CellRunner, layouts: Layouts, *, later: int = 0) -> Losses:
+    """Search for learning rates and train every model to the target, each by the fastest contender that computes it.
+
+    Args:
+        settings: Those of the comparison.
+        runner: Runs the cells.
+        layouts: What a few steps have shown.
+        later: Cells of the same launch that follow.
+    """
     models = models_of(layouts.chosen, settings.share_curves)
     tolerance = TOLERANCES[settings.training.get("dtype", "fp32")]
     shared = [
@@ -146,11 +193,11 @@ def find_losses(settings: CompareSettings, runner: CellRunner, layouts: Layouts)
     trainers = {model: group[0] for model, group in models.items()}
     named = {one.name: one for one in layouts.chosen}
     trainers |= {one.model: named[one.trained_by] for one in shared}
-    others = runner.done + settings.seeds * (len(models) + (len(named) if settings.share_curves else 0))
+    others = runner.done + settings.seeds * len(models)
     candidates: dict[str, Candidate] = {
         model: partial(settings.config, one, seed=settings.search.seed) for model, one in trainers.items()
     }
-    found = search(candidates, settings.search, runner, lambda trials: runner.expect(trials + others))
+    found = search(candidates, settings.search, runner, lambda trials: runner.expect(trials + others + later))
     trials = [trial for one in found.values() for trial in one]
     target, origin = choose_target(settings, trials)
     settings = replace(settings, target_loss=target)
@@ -163,7 +210,8 @@ def find_losses(settings: CompareSettings, runner: CellRunner, layouts: Layouts)
             run = runner.train(f"{model} seed={seed} lr={config.lr:g}", config)
             runs.append(replace(run, strategy=one.name))
     of = {one.name: model for model, group in models.items() for one in group}
-    return Losses(settings, origin, tuple(shared), tuple(trials), tuple(runs), of)
+    counts = runner.done, runner.reused
+    return Losses(settings, origin, tuple(shared), tuple(trials), tuple(runs), of, *counts)
 
 
 def in_turn(names: Sequence[Any], turn: int) -> list[Any]:
@@ -189,15 +237,13 @@ def choose_target(settings: CompareSettings, trials: Iterable[Trial]) -> tuple[f
     )
 
 
-def time_contenders(
-    losses: Losses, runner: CellRunner, contenders: Sequence[Contender], *, label: str = ""
-) -> list[Timing]:
+def time_contenders(losses: Losses, runner: CellRunner, contenders: Sequence[Contender]) -> list[Timing]:
     """Time steps of every contender seed by seed, in rotating order, each with its own learning rate."""
     settings, timings = losses.settings, []
     for seed in range(settings.seeds):
         for one in in_turn(contenders, seed):
             config = settings.config(one, lr=losses.rate(one.name), seed=seed, steps=settings.steps)
-            timings.append(runner.time(one, config, settings.timed_steps, label=label))
+            timings.append(runner.time(one, config, settings.timed_steps))
     return timings
 
 

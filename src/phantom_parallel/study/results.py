@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from phantom_parallel.utils.files import write_json
+from phantom_parallel.utils.network import Network
 from phantom_parallel.utils.parsing import decode_json
 
 FILE, FORMAT, VERSION = "results.json", "phantom-parallel-results", 1
@@ -238,6 +239,7 @@ class Comparison:
     shared: tuple[SharedModel, ...] = ()  # models whose curves are shared
     timings: tuple[Timing, ...] = ()  # from which times of a step are, where curves are shared
     findings: tuple[str, ...] = ()  # sentences on which strategy needs least
+    network: Network | None = None  # emulated hosts; None for loopback, and where ranks were launched externally
 
     kind = "compare"
 
@@ -272,6 +274,7 @@ class Study:
     cells: tuple[Cell, ...]
     findings: tuple[str, ...] = ()  # sentences derived from the cells
     remarks: tuple[str, ...] = ()
+    network: Network | None = None  # emulated hosts of all cells
 
     kind = "study"
 

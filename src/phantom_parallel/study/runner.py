@@ -7,6 +7,7 @@ A folder of results has ``settings.json``, ``cells/``, ``results.json`` and the 
 """
 
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,11 +23,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.errors import Interrupted, LossDiverged
 from phantom_parallel.distributed.external import is_rank_zero, launched_externally
-from phantom_parallel.distributed.launch import TIMEOUT, launch, threads_for
+from phantom_parallel.distributed.launch import launch, threads_for
 from phantom_parallel.distributed.objects import broadcast_from_rank_zero
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.energy import EnergyMeter, PowerProfile, load_power_profile
 from phantom_parallel.families.registry import get_family
+from phantom_parallel.study import networks
 from phantom_parallel.study.contenders import Contender
 from phantom_parallel.study.environment import command, environment
 from phantom_parallel.study.results import Comparison, CurvePoint, Power, Run, RunStatus, Study, Timing
@@ -35,20 +37,22 @@ from phantom_parallel.study.timing import WARM_UP, TimedSteps, time_steps
 from phantom_parallel.train import Record, TrainConfig, train
 from phantom_parallel.train.memory import check_memory
 from phantom_parallel.utils.files import write_json
+from phantom_parallel.utils.network import Network
 from phantom_parallel.utils.parsing import decode_json
 from phantom_parallel.utils.progress import ProgressDisplay
 
 T = TypeVar("T")
+L = TypeVar("L")
 R = TypeVar("R", Comparison, Study)
 C = TypeVar("C", Run, Timing)
 SETTINGS, CELLS = "settings.json", "cells"
 IDLE_TIMEOUT = timedelta(hours=12)  # of the collectives in which ranks wait while a cell runs on the others
-_ENDED = {"target": "reached the target", "steps": "all steps done", "diverged": "diverged"}
+_ENDED = {"target": "reached the target", "steps": "all steps done", "diverged": "diverged", "differs": "differs"}
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options of one call of `compare` or `run_study`.
+    """Options of one launch of `compare` or `run_study`.
 
     Args:
         out: Folder of the results.
@@ -57,6 +61,12 @@ class RunOptions:
         local: Whether the ranks are started by this package, and not by torchrun or srun.
         command: Command line, for the report.
         started: Date and time of the call.
+        clock: The same by a clock that is not set.
+        network: Emulated hosts that the ranks run on; None for others.
+        note: What the reader must know of the network, if anything.
+        label: Ends the names of cells, where one call launches ranks several times.
+        before: Cells of earlier launches of the call.
+        after: About how many cells its later launches have.
     """
 
     out: Path
@@ -65,6 +75,12 @@ class RunOptions:
     local: bool = True
     command: str = ""
     started: datetime = field(default_factory=lambda: datetime.now(UTC))
+    clock: float = field(default_factory=time.monotonic)
+    network: Network | None = None
+    note: str = ""
+    label: str = ""
+    before: int = 0
+    after: int = 0
 
 
 def run_on_ranks(
@@ -81,15 +97,38 @@ def run_on_ranks(
     Returns:
         What rank 0 found; None on the other ranks of an external launcher.
     """
-    start = time.monotonic()
+    options = prepare(settings, configs, out, resume, show)
+    return finish(launch_ranks(work, settings, options), options)
+
+
+def prepare(settings: Settings, configs: Iterable[TrainConfig], out: Path, resume: bool, show: bool) -> RunOptions:
+    """Check every training, prepare the folder and choose the network, before any rank is launched."""
     options = RunOptions(out, resume, show, not launched_externally(), command())
+    configs = list(configs)
     _check_trainings(configs, settings.profile, options.local)
+    network, note = networks.resolve(settings, settings.world_size, configs[0].dtype, out, resume)
     if options.local:
         prepare_folder(out, to_dict(settings), resume)
-    found = launch(settings.world_size, work, settings, options, timeout=IDLE_TIMEOUT)
+    if network is not None:
+        networks.keep(network, out)
+    if note and show and is_rank_zero():
+        print(note, file=sys.stderr)
+    return replace(options, network=network, note=note)
+
+
+def launch_ranks(
+    work: Callable[..., L], settings: Settings, options: RunOptions, *arguments: Any, network: Network | None = None
+) -> L:
+    """Call ``work(device, settings, options, *arguments)`` on ranks; returns what it returned on rank 0."""
+    size = settings.world_size
+    return launch(size, work, settings, options, *arguments, timeout=IDLE_TIMEOUT, network=network or options.network)
+
+
+def finish(found: R, options: RunOptions) -> R | None:
+    """The results with the wall clock of the call; None on ranks other than 0 of an external launcher."""
     if not options.local and not is_rank_zero():
         return None
-    return replace(found, wall_seconds=time.monotonic() - start)
+    return replace(found, wall_seconds=time.monotonic() - options.clock)
 
 
 def _check_trainings(configs: Iterable[TrainConfig], profile: str | None, local: bool) -> None:
@@ -129,7 +168,7 @@ def cell_runner(device: torch.device, settings: Settings, options: RunOptions, t
         runner = CellRunner(device, settings, options, display, stop)
         if not options.local:
             runner.broadcast(lambda: prepare_folder(options.out, to_dict(settings), options.resume))
-        runner.expect(total)
+        runner.expect(options.before + total)
         yield runner
 
 
@@ -147,15 +186,15 @@ class CellRunner:
         stop: StopRequest,
     ) -> None:
         self.device = device
-        self.done = 0  # cells that are finished
+        self.done = options.before  # cells that are finished
         self.reused = 0  # cells that an earlier call had finished
         self._settings, self._options, self._display, self._stop = settings, options, display, stop
         self._contexts: dict[tuple[int, int], ParallelContext | None] = {}
-        display.stage("starting", 0)
+        display.stage("starting", 0, done=options.before)
 
     def expect(self, total: int) -> None:
-        """Set the total number of cells, for the display."""
-        self._display.set_total(total)
+        """Set the total number of cells up to the end of this launch, for the display."""
+        self._display.set_total(total + self._options.after)
 
     def broadcast(self, work: Callable[[], T]) -> T:
         """Call ``work`` on rank 0 and return its result on all ranks."""
@@ -165,10 +204,10 @@ class CellRunner:
         """Train on the ranks of ``config``, or read the cell of that name from the folder; the result on all ranks."""
         return self._cell(name, config, Run, lambda context: self._train(config, context, name), _outcome)
 
-    def time(self, one: Contender, config: TrainConfig, steps: int, *, label: str = "") -> Timing:
+    def time(self, one: Contender, config: TrainConfig, steps: int) -> Timing:
         """Time steps of a contender's training, or read the cell from the folder; the result on all ranks."""
         pieces = "" if one.micro_batches is None else f" micro_batches={one.micro_batches}"
-        name = f"time {one.name}{pieces} seed={config.seed}{label}"
+        name = f"time {one.name}{pieces} seed={config.seed}"
         return self._cell(name, config, Timing, lambda context: self._time(one, config, steps, context, name), _speed)
 
     def _cell(
@@ -179,6 +218,7 @@ class CellRunner:
         work: Callable[[ParallelContext], C | None],
         outcome: Callable[[C], str],
     ) -> C:
+        name += self._options.label
         path = self._options.out / CELLS / f"{re.sub(r'[^A-Za-z0-9_.=-]', '-', name)}.json"
         cell = self.broadcast(lambda: _read_cell(path, kind)) if self._options.resume else None
         if cell is None:
@@ -218,7 +258,8 @@ class CellRunner:
             "started": self._options.started.isoformat(timespec="seconds"),
             "wall_seconds": 0.0,
             "settings": to_dict(self._settings),
-            "environment": environment(self.device),
+            "environment": environment(self.device, self._options.network),
+            "network": self._options.network,
             "power": Power(**asdict(self.power(self._settings.world_size))),
         }
 
@@ -227,7 +268,9 @@ class CellRunner:
         world = dist.get_world_size() if dist.is_initialized() else 1
         if world == 1:
             return ParallelContext(device=self.device)
-        group = dist.new_group(range(size), timeout=TIMEOUT)  # collective over all ranks, as the mesh is
+        group = dist.new_group(
+            range(size), timeout=timedelta(seconds=self._settings.timeout)
+        )  # collective over all ranks, as the mesh is
         mesh = init_device_mesh(self.device.type, (dp, ranks), mesh_dim_names=("dp", "tp"))
         if dist.get_rank() >= size:
             return None

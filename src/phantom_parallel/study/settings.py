@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
 from phantom_parallel.study.contenders import Contender, get_contender, world_size
+from phantom_parallel.study.networks import NetworkSettings
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.utils.layout import positive
 from phantom_parallel.utils.parsing import check_keys, convert, decode_toml
@@ -58,7 +59,7 @@ class SearchSettings:
 
 
 @dataclass(frozen=True)
-class CompareSettings:
+class CompareSettings(NetworkSettings):
     """A comparison: the contenders, the training that they share, and the loss to train to."""
 
     name: str
@@ -99,6 +100,7 @@ class CompareSettings:
         for one in self.contenders:
             for layout in self.layouts(one):
                 self.config(layout, lr=self.search.learning_rates[0], seed=0, steps=max(self.steps, self.search.steps))
+        self.check_network(self.world_size)
 
     @property
     def contenders(self) -> tuple[Contender, ...]:
@@ -112,8 +114,11 @@ class CompareSettings:
             return (one,)
         if not self.micro_batches:
             raise ValueError(f"micro_batches must be one or more numbers for {one.name}, got none")
-        positive(**{f"micro_batches[{index}]": number for index, number in enumerate(self.micro_batches)})
-        return tuple(replace(one, micro_batches=number) for number in self.micro_batches)
+        for number in self.micro_batches:
+            positive(micro_batches=number)
+        rows = int(self.training.get("batch", 0))  # of all copies
+        fitting = [number for number in self.micro_batches if rows % (one.dp * number) == 0]
+        return tuple(replace(one, micro_batches=number) for number in fitting or self.micro_batches)
 
     def config(self, one: Contender, *, lr: float, seed: int, steps: int) -> TrainConfig:
         """The training of one contender."""
@@ -130,7 +135,7 @@ StudyKind = Literal["loss", "speed"]
 
 
 @dataclass(frozen=True)
-class StudySettings:
+class StudySettings(NetworkSettings):
     """A study: cells that differ in a few settings.
 
     The measure ``loss`` trains every cell, each with the same search for a learning rate, for ``steps`` or until it has
@@ -173,6 +178,7 @@ class StudySettings:
             raise ValueError(f"no cell matches the reference {self.reference}: add one that has these settings")
         for cell in (*self.cells, *self.modelled):
             self.config(cell, lr=self.search.learning_rates[0], seed=0)
+        self.check_network(self.world_size)
 
     def config(
         self, cell: Mapping[str, Any], *, lr: float, seed: int, steps: int | None = None, target: float | None = None
