@@ -156,7 +156,7 @@ def test_losses_are_compared_with_the_medians_and_the_fastest_that_agrees_trains
     assert found.differing == ("c",)
     assert found.trained_by == "b"
     assert found.differences["a"] == pytest.approx(0.0002 / 1.0002)
-    assert found.checked_steps == 7
+    assert found.checked_steps == 6
 
 
 def test_contenders_without_finite_losses_differ_and_two_that_differ_are_both_named():

@@ -24,8 +24,15 @@ MODELLED = frozenset({"joules", "joules_per_sample"})  # in studies, whose secon
 # Ratios that have a row in the table even if they are unavailable.
 RATIOS = ("seconds", "joules", "flops", "bytes", "step_seconds")
 FEW = 4  # strategies that have a column each; of more, each has a row
-# Columns of a table of many strategies.
-MAIN = ("ranks", "bytes_per_step", "step_seconds", "steps", "seconds", "joules")
+# Columns of a table of many strategies, with their headings.
+MAIN = {
+    "ranks": "ranks × copies",  # noqa: RUF001
+    "bytes_per_step": "bytes a step",
+    "step_seconds": "step time",
+    "steps": "steps",
+    "seconds": "time to the loss",
+    "joules": "energy, modelled",
+}
 # Order of a cell's settings in tables: these first, then those of its model, then the others.
 _FIRST, _LAST = ("strategy", "ghosts", "ranks"), ("batch", "blocks", "dp", "data", "lr")
 
@@ -62,14 +69,13 @@ def _main_figures(found: Comparison) -> Section:
     names = [one.strategy for one in found.strategies]
     lead = "phantom" if "phantom" in names else names[0]
     compared = ("seconds", "joules")
-    headings = [measure_label(measure) for measure in MAIN]
-    headings += [f"{lead}'s {noun} / its" for noun in ("time", "energy")]
+    headings = (*MAIN.values(), *(f"{noun}: {lead} / it" for noun in ("time", "energy")))
     rows = [
         TableRow(
             one.strategy,
             (
                 _ranks(found, one.strategy),
-                *(_mean(one, measure) for measure in MAIN[1:]),
+                *(_mean(one, measure) for measure in MAIN if measure != "ranks"),
                 *(NOTHING if one.strategy == lead else _ratio(found, lead, one.strategy, name) for name in compared),
             ),
         )
@@ -83,7 +89,7 @@ def comparison_table(found: Comparison) -> Table:
     table = Table(title=f"{escape(found.name)}: {escape(goal(found))}", caption=NOTE, box=SIMPLE, padding=(0, 1, 0, 0))
     first, *rest = comparison_sections(found)
     for number, heading in enumerate(first.headings):
-        table.add_column(escape(heading), justify="right" if number else "left")
+        table.add_column(escape(heading), justify="right" if number else "left", no_wrap=number == 0 and not rest)
     _add(table, first.rows)
     for section in rest:
         table.add_section()
@@ -200,7 +206,7 @@ def missing_word(measure: str, *several: StrategyResult | None) -> str:
 
 def _ranks(found: Comparison, strategy: str) -> str:
     meshes = sorted({(run.ranks, run.dp) for run in found.runs if run.strategy == strategy})
-    return ", ".join(f"{ranks} × {dp} copies" if dp > 1 else f"{ranks}" for ranks, dp in meshes) or UNAVAILABLE  # noqa: RUF001
+    return ", ".join(f"{ranks} × {dp}" if dp > 1 else f"{ranks}" for ranks, dp in meshes) or UNAVAILABLE  # noqa: RUF001
 
 
 def _ratios(found: Comparison, names: tuple[str, ...]) -> Iterable[Section]:

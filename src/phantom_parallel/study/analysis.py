@@ -194,6 +194,8 @@ def remarks_on(
         yield from _how_shared(settings, strategies)
     for lead, to in dict.fromkeys((one.strategy, one.to) for one in ratios if is_lead(one.strategy)):
         worse = [one for one in ratios if (one.strategy, one.to) == (lead, to) and one.ratio.mean > 1.0]
+        if lead != "phantom":  # other layouts of the same model
+            worse = [one for one in worse if one.measure in ("seconds", "joules")]
         if worse and not is_lead(to):
             yield f"{_upper(lead)} is worse than {to} in {', '.join(map(_worse, worse))}."
     shares = {one.strategy: one.blocked_share.mean for one in strategies if one.blocked_share is not None}
@@ -209,7 +211,7 @@ def remarks_on(
 def _how_shared(settings: CompareSettings, strategies: Sequence[StrategyResult]) -> Iterator[str]:
     yield (
         f"Time and energy to the loss are the steps to the loss times the time and energy of a step, which were "
-        f"measured for every strategy and seed by itself, in turns ({settings.timed_steps} steps each)."
+        f"measured for every strategy and seed by itself, in turns (up to {settings.timed_steps} steps each)."
     )
     groups: dict[str, list[str]] = {}
     for one in strategies:

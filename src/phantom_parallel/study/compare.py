@@ -243,7 +243,7 @@ def time_contenders(losses: Losses, runner: CellRunner, contenders: Sequence[Con
     for seed in range(settings.seeds):
         for one in in_turn(contenders, seed):
             config = settings.config(one, lr=losses.rate(one.name), seed=seed, steps=settings.steps)
-            timings.append(runner.time(one, config, settings.timed_steps))
+            timings.append(runner.time(one, config, settings.timed_steps, limit=settings.timed_seconds))
     return timings
 
 

@@ -15,7 +15,6 @@ MEASURES: dict[str, tuple[str, str]] = {
     "flops": ("FLOPs", "FLOP"),
     "flops_per_step": ("FLOPs per step", "FLOP"),
     "parameters": ("parameters", ""),
-    "ranks": ("ranks", ""),
     "memory_bytes": ("memory per rank", "B"),
     "blocked_share": ("share of time blocked", "%"),
     "reached": ("reached the target", ""),

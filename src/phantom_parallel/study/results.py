@@ -87,7 +87,7 @@ class Timing:
     joules: float | None  # modelled
     measured_joules: float | None  # from the machine's sensors, with an evaluation of one batch
     measured_by: str
-    losses: tuple[float, ...]  # at the same steps for all contenders, which shows whether they compute the same model
+    losses: tuple[float, ...]  # of a few steps, on their rows and held out
     micro_batches: int | None = None  # of a pipeline
 
     @property

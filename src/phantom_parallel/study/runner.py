@@ -6,6 +6,7 @@ them. A cell that needs fewer ranks than there are runs on the first ones while 
 A folder of results has ``settings.json``, ``cells/``, ``results.json`` and the report.
 """
 
+import math
 import re
 import sys
 import time
@@ -204,11 +205,22 @@ class CellRunner:
         """Train on the ranks of ``config``, or read the cell of that name from the folder; the result on all ranks."""
         return self._cell(name, config, Run, lambda context: self._train(config, context, name), _outcome)
 
-    def time(self, one: Contender, config: TrainConfig, steps: int) -> Timing:
-        """Time steps of a contender's training, or read the cell from the folder; the result on all ranks."""
+    def time(self, one: Contender, config: TrainConfig, steps: int, *, limit: float = math.inf) -> Timing:
+        """Time steps of a contender's training, or read the cell from the folder; the result on all ranks.
+
+        Args:
+            one: The contender.
+            config: Its training.
+            steps: Steps to time.
+            limit: Seconds that they may take, see `time_steps`.
+        """
         pieces = "" if one.micro_batches is None else f" micro_batches={one.micro_batches}"
         name = f"time {one.name}{pieces} seed={config.seed}"
-        return self._cell(name, config, Timing, lambda context: self._time(one, config, steps, context, name), _speed)
+
+        def work(context: ParallelContext) -> Timing | None:
+            return self._time(one, config, context, name, steps, limit)
+
+        return self._cell(name, config, Timing, work, _speed)
 
     def _cell(
         self,
@@ -323,7 +335,7 @@ class CellRunner:
         )
 
     def _time(
-        self, one: Contender, config: TrainConfig, steps: int, context: ParallelContext, name: str
+        self, one: Contender, config: TrainConfig, context: ParallelContext, name: str, steps: int, limit: float
     ) -> Timing | None:
         """Time steps on this rank; the result on rank 0."""
 
@@ -331,10 +343,10 @@ class CellRunner:
             share = min(0.999, found.step / (WARM_UP + steps))
             self._display.update(self.done + share, f"step {found.step}", title=name)
 
-        timed = time_steps(config, context, steps, self._stop, report=record)
+        timed = time_steps(config, context, steps, self._stop, limit=limit, report=record)
         if context.rank:
             return None
-        found = timed or TimedSteps(0.0, 0.0, 0.0, None, "unavailable", ())
+        found = timed or TimedSteps(0, 0.0, 0.0, 0.0, None, "unavailable", ())
         return Timing(
             **asdict(found),
             strategy=one.name,
@@ -342,7 +354,6 @@ class CellRunner:
             lr=config.lr,
             ranks=config.ranks,
             dp=config.dp,
-            steps=0 if timed is None else steps,
             joules=None if timed is None else self._joules(config, timed),
             micro_batches=one.micro_batches,
         )

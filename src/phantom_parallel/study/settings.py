@@ -80,6 +80,8 @@ class CompareSettings(NetworkSettings):
     of a step is measured for each of them; otherwise each of them is trained to the loss by itself."""
     timed_steps: int = 12
     """Steps that are timed for every strategy and seed, where curves are shared."""
+    timed_seconds: float = 3.0
+    """Time that these steps may take: of slower steps, fewer are timed, and at least 2."""
     micro_batches: tuple[int, ...] = (2, 4, 8)
     """Numbers of micro-batches to try for pipelines; the one with the shortest step is used."""
     search: SearchSettings = field(default_factory=SearchSettings)
@@ -95,6 +97,8 @@ class CompareSettings(NetworkSettings):
         if not self.strategies or len(set(self.strategies)) != len(self.strategies):
             raise ValueError(f"strategies must be one or more, each once, got {list(self.strategies)}")
         positive(steps=self.steps, seeds=self.seeds, inference_turns=self.inference_turns, timed_steps=self.timed_steps)
+        if not 0 < self.timed_seconds < inf:
+            raise ValueError(f"timed_seconds must be a number above 0, got {self.timed_seconds}")
         for batch in self.inference_batches:
             positive(inference_batch=batch)
         for one in self.contenders:

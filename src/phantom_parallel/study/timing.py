@@ -1,17 +1,21 @@
 """Timing of training steps: a few that warm up, then some that are timed, with the losses that they had."""
 
+import math
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.errors import Interrupted, LossDiverged
+from phantom_parallel.distributed.objects import broadcast_from_rank_zero
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.energy import EnergyMeter
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.loop import Record, Trainer
 
-WARM_UP = 3  # steps before those that are timed: buffers are allocated and connections opened
+WARM_UP = 2  # steps before those that are timed: buffers are allocated and connections opened
+LEAST = 2  # steps that are timed at least
 _NEVER = 10**9
 
 
@@ -19,6 +23,7 @@ _NEVER = 10**9
 class TimedSteps:
     """What timed steps took; sums over all ranks but for ``seconds``, which are rank 0's."""
 
+    steps: int
     seconds: float
     compute_seconds: float
     blocked_seconds: float
@@ -28,11 +33,25 @@ class TimedSteps:
 
 
 def time_steps(
-    config: TrainConfig, context: ParallelContext, steps: int, stop: StopRequest, *, report: Callable[[Record], None]
+    config: TrainConfig,
+    context: ParallelContext,
+    steps: int,
+    stop: StopRequest,
+    *,
+    limit: float = math.inf,
+    report: Callable[[Record], None],
 ) -> TimedSteps | None:
     """Train for a few steps on the ranks of ``context`` and time the last ``steps`` of them, without evaluations.
 
     Ranks meet for nothing but the model between the first and the last timed step. Held out is one batch.
+
+    Args:
+        config: The training.
+        context: Its ranks; every one of them calls this.
+        steps: Steps to time.
+        stop: Whether a signal asked to stop.
+        limit: Seconds that they may take: of slow steps, fewer are timed, and `LEAST` at least.
+        report: Called on rank 0 after the steps that warm up and after those that are timed.
 
     Returns:
         The times, the same on every rank but for ``seconds``; None if the loss was not finite.
@@ -53,6 +72,8 @@ def time_steps(
         try:
             summaries = [trainer.run(stop, report)]
             before = trainer.progress.seconds
+            affordable = _affordable(limit, before, context)
+            steps = min(steps, max(LEAST, affordable))
             trainer.config = replace(quiet, steps=WARM_UP + steps)
             if summaries[-1].status != "interrupted":
                 with meter.window("steps") as window:
@@ -63,6 +84,7 @@ def time_steps(
             raise Interrupted("stopped by a signal")
         last, total = summaries[-1], window.result.total
         return TimedSteps(
+            steps=steps,
             seconds=trainer.progress.seconds - before,
             compute_seconds=last.compute_seconds,
             blocked_seconds=last.blocked_seconds,
@@ -70,3 +92,12 @@ def time_steps(
             measured_by=str(total.provenance),
             losses=tuple(loss for one in summaries for loss in (one.loss, one.eval_loss) if loss is not None),
         )
+
+
+def _affordable(limit: float, warm_up_seconds: float, context: ParallelContext) -> int:
+    """How many steps fit into ``limit`` seconds by rank 0's clock, the same on every rank."""
+    if math.isinf(limit) or warm_up_seconds <= 0:
+        return sys.maxsize
+    count = int(limit * WARM_UP / warm_up_seconds)
+    group = None if context.single_process else context.group
+    return count if context.single_process else broadcast_from_rank_zero(lambda: count, context.device, group)
