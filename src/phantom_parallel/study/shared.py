@@ -16,7 +16,7 @@ from phantom_parallel.study.timing import WARM_UP
 
 # Largest relative difference of losses that is rounding, by the precision of products. Orders of summation differ, and
 # the optimizer divides gradients by their own size, so that rounding of the smallest ones grows with the steps.
-TOLERANCES = {"fp32": 1e-3, "bf16": 2e-2}
+TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}
 
 
 def models_of(contenders: Sequence[Contender], share: bool) -> dict[str, list[Contender]]:
