@@ -14,7 +14,7 @@ import signal
 from types import FrameType
 
 from phantom_parallel.distributed.errors import Interrupted, LossDiverged, PeerFailed, RankDied
-from phantom_parallel.distributed.external import global_rank, is_local_rank_zero
+from phantom_parallel.distributed.external import global_rank, is_on_first_host, reports_error
 
 FAILED, MISTAKE, STOPPED = 1, 2, 130
 _MOST_CHARACTERS = 2_000  # of a message: it may repeat a value of a file
@@ -57,8 +57,8 @@ def print_error(message: str) -> None:
         half = _MOST_CHARACTERS // 2
         left_out = len(message) - 2 * half
         message = f"{message[:half]} [... {left_out:,} characters ...] {message[-half:]}"
-    if is_local_rank_zero():
-        rank = f" on rank {global_rank()}" if global_rank() else ""
+    if reports_error():
+        rank = "" if is_on_first_host() else f" on rank {global_rank()}"
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error{rank}:[/] {escape(message)}")
 
 

@@ -3,15 +3,16 @@
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from datetime import timedelta
+from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import tyro
 
-from phantom_parallel.distributed.external import is_local_rank_zero, slurm_ranks
+from phantom_parallel.distributed.external import is_local_rank_zero, launched_externally, reports_error, slurm_ranks
 from phantom_parallel.families.registry import family_names
 from phantom_parallel.utils.network import Network
 
@@ -115,11 +116,21 @@ class NetworkOptions(TimeoutOption):
 
 def parse(options: type[Any], prog: str, arguments: list[str], defaults: Mapping[str, Any] | None = None) -> Any:
     """Parse a command's options. ``defaults`` replace those of the class; names that it does not have are ignored."""
-    with ExitStack() as stack:
-        if not is_local_rank_zero():  # another rank of this host prints the help or the same error
-            stack.enter_context(redirect_stderr(stack.enter_context(open(os.devnull, "w"))))
-            stack.enter_context(redirect_stdout(sys.stderr))
+    with _printed_once() if launched_externally() else nullcontext():
         return tyro.cli(with_aliases(options, defaults or {}), prog=prog, args=arguments)
+
+
+@contextmanager
+def _printed_once() -> Iterator[None]:
+    """Print the help or an error of the parser once on each host."""
+    text = StringIO()
+    try:
+        with redirect_stdout(text), redirect_stderr(text):
+            yield
+    except SystemExit as leaving:
+        if reports_error() if leaving.code else is_local_rank_zero():
+            print(text.getvalue(), end="", file=sys.stderr if leaving.code else sys.stdout)
+        raise
 
 
 def with_aliases(options: type[Any], defaults: Mapping[str, Any]) -> type[Any]:

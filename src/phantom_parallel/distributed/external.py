@@ -7,6 +7,7 @@ them. Imports nothing heavy, so that a command line can use it before torch is l
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 
 def launched_externally() -> bool:
@@ -27,6 +28,32 @@ def global_rank() -> int:
 def is_local_rank_zero() -> bool:
     """Whether this process is the first rank of its host; True in a process that is not part of a launch."""
     return (os.environ | slurm_ranks(os.environ)).get("LOCAL_RANK", "0") == "0"
+
+
+def reports_error() -> bool:
+    """Whether this process prints an error that ends it, so that ranks which fail together print it once on each host.
+
+    Under ``torchrun`` that is the first one to call this: as soon as one rank has left, torchrun ends the others, which
+    then may not have printed theirs. Elsewhere it is the first rank of the host.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is None:
+        return is_local_rank_zero()
+    try:
+        os.close(
+            os.open(Path(file).parents[1] / "reported", os.O_CREAT | os.O_EXCL)
+        )  # in torchrun's folder of all ranks
+    except FileExistsError:
+        return False
+    except OSError:
+        return is_local_rank_zero()
+    return True
+
+
+def is_on_first_host() -> bool:
+    """Whether rank 0 is on the host of this process; True in a process that is not part of a launch."""
+    environment = os.environ | slurm_ranks(os.environ)
+    return global_rank() < int(environment.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
