@@ -111,15 +111,30 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None = None) -> Tensor:
         batch, t = x.shape[:2]
-        grouped = self.qkv(x).view(batch, t, -1, self.queries_per_kv + 2, self.head_dim)  # (batch, t, kv, g + 2, ...)
-        rotated = rotate(grouped[..., :-1, :], cos, sin)
-        q = rotated[..., :-1, :].flatten(2, 3).transpose(1, 2)  # (batch, local heads, t, head_dim)
-        k, v = rotated[..., -1, :].transpose(1, 2), grouped[..., -1, :].transpose(1, 2)  # (batch, kv, t, head_dim)
-        mask = None
-        if cache is not None:
-            mask = cache.mask(t)
-            k, v = cache.append(self.layer, k, v)
-        causal = mask is None and t > 1
-        mixed = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=self.queries_per_kv > 1)
-        z: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        grouped = self.qkv(x).view(batch, t, -1, self.queries_per_kv + 2, self.head_dim)
+        z: Tensor = self.out(attend(grouped, cos, sin, cache, self.layer).transpose(1, 2).flatten(2))
         return z
+
+
+def attend(grouped: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None, layer: int) -> Tensor:
+    """Causal attention of grouped heads.
+
+    Args:
+        grouped: (batch, t, local kv heads, g + 2, head_dim): of each group the queries, the key and the value.
+        cos, sin: `rotary_tables` of the positions.
+        cache: The cache, if there is one.
+        layer: Index of the layer in the cache.
+
+    Returns:
+        (batch, local heads, t, head_dim).
+    """
+    t, queries_per_kv = grouped.shape[1], grouped.shape[3] - 2
+    rotated = rotate(grouped[..., :-1, :], cos, sin)
+    q = rotated[..., :-1, :].flatten(2, 3).transpose(1, 2)  # (batch, local heads, t, head_dim)
+    k, v = rotated[..., -1, :].transpose(1, 2), grouped[..., -1, :].transpose(1, 2)  # (batch, kv, t, head_dim)
+    mask = None
+    if cache is not None:
+        mask = cache.mask(t)
+        k, v = cache.append(layer, k, v)
+    causal = mask is None and t > 1
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=queries_per_kv > 1)

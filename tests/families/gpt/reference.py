@@ -67,6 +67,9 @@ def logits(params: dict[str, Tensor], config, inputs: Tensor) -> Tensor:
     p, eps = config.blocks, config.norm_eps
     x = params["embedding.weight"][inputs]
     for i in range(config.layers):
+        if config.parallel_block:
+            x = x + parallel(x, params, f"layers.{i}", config)
+            continue
         name = f"layers.{i}.attention"
         heads = attention(norm(x, params[f"{name}.qkv.norm"], eps), weight(params, f"{name}.qkv.linear", p), config)
         x = x + heads @ weight(params, f"{name}.out", p).T
@@ -77,6 +80,20 @@ def logits(params: dict[str, Tensor], config, inputs: Tensor) -> Tensor:
         x = x + hidden @ weight(params, f"{name}.down", p).T
     head = params["embedding.weight"] if config.tie_embeddings else params["head.weight" if p else "head.linear.weight"]
     return norm(x, params["head.norm"], eps) @ head.T
+
+
+def parallel(x: Tensor, params: dict[str, Tensor], name: str, config) -> Tensor:
+    """Attention and SwiGLU of one norm, added. The features of a head of keys and values, then its gate and up."""
+    y = norm(x, params[f"{name}.qkv_gate_up.norm"], config.norm_eps)
+    into = weight(params, f"{name}.qkv_gate_up.linear", config.blocks).chunk(config.kv_heads)
+    back = weight(params, f"{name}.out_down", config.blocks).chunk(config.kv_heads, 1)
+    size, width = config.dim // config.kv_heads, config.hidden // config.kv_heads
+    heads = attention(y, torch.cat([rows[: -2 * width] for rows in into]), config)
+    added = heads @ torch.cat([columns[:, :size] for columns in back], 1).T
+    for rows, columns in zip(into, back, strict=True):
+        gate, up = (y @ rows[-2 * width :].T).chunk(2, -1)
+        added = added + (gate * gate.sigmoid() * up) @ columns[:, size:].T
+    return added
 
 
 def expected(params: dict[str, Tensor], config, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:

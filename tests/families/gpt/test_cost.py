@@ -40,11 +40,17 @@ SHAPES = [
     shape_of("megatron", 4, tie_embeddings=True, recompute=True),
     shape_of("megatron", 4, kv_heads=4, optimizer="momentum"),
     shape_of("megatron", 2, dp=2),
+    shape_of("dense", 1, parallel_block=True),
+    shape_of("phantom", 1, parallel_block=True, kv_heads=8),
+    shape_of("phantom", 2, parallel_block=True, tie_embeddings=True, layers=3),
+    shape_of("phantom", 4, parallel_block=True, recompute=True, word_bytes=8),
+    shape_of("megatron", 2, parallel_block=True, kv_heads=8),
+    shape_of("megatron", 4, parallel_block=True, recompute=True, word_bytes=2),
 ]
 
 
 def name_of(shape: GPTShape) -> str:
-    extra = [name for name in ("tie_embeddings", "recompute") if getattr(shape, name)]
+    extra = [name for name in ("tie_embeddings", "recompute", "parallel_block") if getattr(shape, name)]
     return "-".join([shape.strategy, f"{shape.ranks}x{shape.dp}", f"{8 * shape.word_bytes}bit", *extra])
 
 

@@ -67,6 +67,7 @@ def errors_on_ranks(*args, **kwargs) -> dict[str, float]:
 VARIANTS = {
     "untied": {},
     "tied": {"tie_embeddings": True},
+    "parallel block": {"parallel_block": True},
     "heads alike": {"kv_heads": 8, "rope_base": 500.0},
     "eight blocks": {"kv_heads": 8, "blocks": 8, "ghosts": 2, "tie_embeddings": True},
 }
@@ -91,7 +92,7 @@ def test_phantom_is_the_same_model_on_any_number_of_ranks(ranks, size, variant):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
 def test_megatron_is_the_same_model_on_any_number_of_ranks(ranks, size, tied):
-    for found in ranks(size)(errors_on_ranks, config_of("megatron", tie_embeddings=tied)):
+    for found in ranks(size)(errors_on_ranks, config_of("megatron", tie_embeddings=tied, parallel_block=tied)):
         assert max(found.values()) < 1e-10, found
 
 
@@ -138,6 +139,15 @@ def test_four_exchanges_a_layer_each_way_and_no_other(ranks, size):
             assert sum(found["backward"].values()) == 8 + 1 + tied
 
 
+def test_a_parallel_block_has_half_of_the_exchanges(ranks):
+    for found in ranks(2)(counted, config_of(parallel_block=True), False):
+        assert found["forward"] == {"layers.0": 2, "layers.1": 2, "ends": 2}
+        assert sum(found["backward"].values()) == 4 + 1
+    for found in ranks(2)(counted, config_of("megatron", parallel_block=True), False):
+        assert found["forward"] == {"layers.0": 1, "layers.1": 1, "ends": 2}  # the embedding's sum, and the loss
+        assert sum(found["backward"].values()) == 2 + 1
+
+
 def test_megatron_has_two_exchanges_a_layer_each_way(ranks):
     """A baseline that is not made worse than it is: its ends are the embedding's and the loss's, and the head's."""
     for found in ranks(2)(counted, config_of("megatron"), False):
@@ -177,15 +187,15 @@ def test_a_cache_gives_the_logits_of_all_at_once(strategy, tied):
 @pytest.mark.parametrize("strategy", ["phantom", "megatron"])
 def test_a_cache_on_ranks_holds_this_ranks_heads_only(ranks, strategy):
     _, alone = decoded(config_of(strategy), False)
-    for tied in (False, True):
-        for error, held in ranks(2)(decoded, config_of(strategy, tie_embeddings=tied), True):
+    for variant in ({}, {"tie_embeddings": True}, {"parallel_block": True}):
+        for error, held in ranks(2)(decoded, config_of(strategy, **variant), True):
             assert error < 1e-11
             assert held == alone // 2
 
 
-def decode_exchanges(tied: bool) -> tuple[int, dict[int, int]]:
+def decode_exchanges(tied: bool, parallel: bool = False) -> tuple[int, dict[int, int]]:
     """Collectives of one decoded token, and of inference mode."""
-    model = filled(config_of(tie_embeddings=tied), one_mesh(), torch.float32)
+    model = filled(config_of(tie_embeddings=tied, parallel_block=parallel), one_mesh(), torch.float32)
     cache = model.new_cache(1)
     with torch.inference_mode(), Ledger() as ledger:
         model.logits(torch.tensor([[3, 4, 5]]), cache, last=True)
@@ -197,6 +207,7 @@ def decode_exchanges(tied: bool) -> tuple[int, dict[int, int]]:
 def test_a_decoded_token_takes_four_exchanges_a_layer_and_two_for_its_logits(ranks):
     assert ranks(2)(decode_exchanges, False) == [4 * 2 + 2] * 2
     assert ranks(2)(decode_exchanges, True) == [4 * 2 + 2] * 2
+    assert ranks(2)(decode_exchanges, False, True) == [2 * 2 + 2] * 2
 
 
 def greedy(steps: int = 6) -> list[int]:
@@ -300,6 +311,8 @@ def test_a_model_in_bfloat16_runs_both_ways():
         ({"context": 1.5}, "context must be a positive whole number, got 1.5"),
         ({"kv_heads": 0}, "kv_heads must be a positive whole number, got 0"),
         ({"hidden": -1}, "hidden must be a positive whole number, got -1"),
+        ({"parallel_block": True, "hidden": 60, "kv_heads": 8, "blocks": 4}, "kv_heads=8 must divide hidden=60"),
+        ({"parallel_block": 1}, "parallel_block must be true or false, got 1"),
         ({"tie_embeddings": "yes"}, "tie_embeddings must be true or false, got 'yes'"),
         ({"rope_base": 0.0}, "rope_base must be a positive number, got 0.0"),
         ({"norm_eps": float("nan")}, "norm_eps must be a positive number, got nan"),

@@ -29,6 +29,9 @@ class GPTDimensions:
     """Context length in tokens."""
     tie_embeddings: bool = False
     """Let the head share the embedding's weight."""
+    parallel_block: bool = False
+    """Attention and SwiGLU side by side after one norm, as in GPT-J and PaLM: two exchanges of a layer instead of
+    four. Another function than the default, with the same number of weights but for norms and ghosts."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class GPTConfig:
             width and vocabulary.
         ghosts: As for `PhantomLinear`, for the strategy ``phantom`` only.
         tie_embeddings: Whether the head shares the embedding's weight.
+        parallel_block: Whether attention and SwiGLU work side by side on one norm of the stream, with two exchanges of
+            a layer instead of four; ``kv_heads`` must then divide ``hidden``.
         rope_base: Base of the rotary position embedding.
         norm_eps: Epsilon of the norms.
     """
@@ -66,6 +71,7 @@ class GPTConfig:
     blocks: int | None = None
     ghosts: int | None = None
     tie_embeddings: bool = False
+    parallel_block: bool = False
     rope_base: float = 10000.0
     norm_eps: float = 1e-5
 
@@ -87,6 +93,7 @@ class GPTConfig:
                 raise ValueError("blocks=1 leaves no other block to show ghosts to: use at least 2, or dense")
         self._set_defaults()
         self._check_heads()
+        self._check_parallel_block()
         if self.blocks is not None:
             self._check_division_into_blocks()
 
@@ -108,6 +115,15 @@ class GPTConfig:
             raise ValueError(
                 f"a head of {self.head_dim} features (dim={self.dim} over heads={self.heads}) is odd: "
                 "rotary position embeddings need an even number"
+            )
+
+    def _check_parallel_block(self) -> None:
+        if not isinstance(self.parallel_block, bool):
+            raise ValueError(f"parallel_block must be true or false, got {self.parallel_block!r}")
+        if self.parallel_block and self.hidden % self.kv_heads:
+            near = -(-self.hidden // self.kv_heads) * self.kv_heads
+            raise ValueError(
+                f"with parallel_block, kv_heads={self.kv_heads} must divide hidden={self.hidden}: hidden={near} would"
             )
 
     def _check_division_into_blocks(self) -> None:

@@ -14,6 +14,8 @@ n: features of the stream, m = n / R; q: blocks of a rank, k: ghosts. The one mo
 and backward its share of their gradient. Squares and the loss's numbers are float32 or better: with words of 2 bytes
 they take two each. A tied head of phantom has besides an all-to-all of the embedding's weight, forward and backward.
 
+With attention and SwiGLU in parallel, qkv and gate_up are one map, and out and down are one.
+
 Attention is Q K^T and A V, both of all positions: a causal mask saves nothing in these counts, as in torch's own.
 Backward computes Q K^T again, as fused kernels do. ``prefill`` and ``decode`` are forward passes that fill a cache.
 Parts are named as the modules are.
@@ -43,7 +45,6 @@ from phantom_parallel.utils.layout import BlockLayout, RowLayout, positive
 Mode = Literal["train", "prefill", "decode"]
 MODES: tuple[str, ...] = get_args(Mode)
 INDEX_BYTES = 8  # of a token
-PARTS = 5  # of a layer: qkv, attention, out, gate_up, down
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class GPTShape(Shape):
     dp: int = 1
     word_bytes: int = 4
     tie_embeddings: bool = False
+    parallel_block: bool = False
     optimizer: Optimizer = "adam"
     recompute: bool = False
     rank: int = 0
@@ -114,6 +116,7 @@ class GPTShape(Shape):
             blocks=self.blocks,
             ghosts=self.ghosts,
             tie_embeddings=self.tie_embeddings,
+            parallel_block=self.parallel_block,
         )
         config.check_ranks(self.ranks)
         made = {"config": config, "kv_heads": config.kv_heads, "hidden": config.hidden}
@@ -124,7 +127,7 @@ class GPTShape(Shape):
     @classmethod
     def of(cls, config: GPTConfig, **run: Any) -> "GPTShape":
         """The shape of a model, for example ``GPTShape.of(model.config, sequence=256, batch=8, ranks=4)``."""
-        sizes = ("vocab", "dim", "layers", "heads", "kv_heads", "hidden", "tie_embeddings")
+        sizes = ("vocab", "dim", "layers", "heads", "kv_heads", "hidden", "tie_embeddings", "parallel_block")
         names = ("strategy", "blocks", "ghosts", *sizes)
         return cls(**{name: getattr(config, name) for name in names}, **run)
 
@@ -154,12 +157,18 @@ class GPTShape(Shape):
         return (e for e in super().exchanges if self.mode == "train" or e.phase == "forward")
 
     def same_as(self, index: int) -> int:
-        return index if index in (0, len(self.costs) - 1) else 1 + (index - 1) % PARTS
+        return index if index in (0, len(self.costs) - 1) else 1 + (index - 1) % self._parts_of_layer
+
+    @property
+    def _parts_of_layer(self) -> int:
+        """qkv, attention, out, gate_up, down; in parallel qkv_gate_up, attention, out_down."""
+        return 3 if self.parallel_block else 5
 
     @property
     def repeated(self) -> int:
         """The norms' weights where the stream is whole."""
-        return 0 if self.strategy == "phantom" else (2 * self.layers + 1) * self.dim
+        norms = (1 if self.parallel_block else 2) * self.layers + 1
+        return 0 if self.strategy == "phantom" else norms * self.dim
 
     @property
     def memory(self) -> Memory:
@@ -217,17 +226,21 @@ class GPTShape(Shape):
         yield self._only_forward(self._head())
 
     def _layer(self) -> tuple[LayerCost, ...]:
-        config = self.config
-        qkv = self._into("attention.qkv", (self.heads + 2 * self.kv_heads) * config.head_dim)
-        out = self._back("attention.out", self.dim)
-        gate_up = self._into("mlp.gate_up", 2 * self.hidden)
-        down = self._back("mlp.down", self.hidden)
-        parts = qkv, self._attention(), out, gate_up, self._swiglu(down)
+        heads = (self.heads + 2 * self.kv_heads) * self.config.head_dim
+        parts: tuple[LayerCost, ...]
+        if self.parallel_block:
+            both = self._into("qkv_gate_up", heads + 2 * self.hidden)
+            back = self._back("out_down", self.dim + self.hidden)
+            parts = both, self._attention(), self._swiglu(back)
+        else:
+            qkv, out = self._into("attention.qkv", heads), self._back("attention.out", self.dim)
+            gate_up, down = self._into("mlp.gate_up", 2 * self.hidden), self._back("mlp.down", self.hidden)
+            parts = qkv, self._attention(), out, gate_up, self._swiglu(down)
         if not self.recompute or self.mode != "train":
             return parts
         # What a layer ends with need not be computed again where backward asks for its input only, as a plain product's
         # does; the phantom map's asks for the gathered ghosts as well.
-        ends = PARTS if self.strategy == "phantom" else PARTS - 1
+        ends = len(parts) if self.strategy == "phantom" else len(parts) - 1
         again = [recomputed(part) if index < ends else part for index, part in enumerate(parts)]
         kept = self.rows * self.stream  # what enters the layer
         return tuple(replace(part, kept=0 if index else kept, kept_bytes=0) for index, part in enumerate(again))
@@ -320,6 +333,7 @@ class GPTShape(Shape):
         q, kv = self.rows * heads * head_dim, self.rows * self._kv_here * head_dim
         cached = self.batch * s * self._kv_here * head_dim
         copied = q if group > 1 and self._kv_here > 1 else 0  # queries, out of what was turned with the keys
+        copied += q if self.parallel_block else 0  # the result, which is copied beside the hidden features
         raw = 0 if self.strategy == "phantom" else q + 2 * kv  # values lie in what qkv gave, which phantom keeps anyway
         turning = 7 * (q + kv)
         return LayerCost(

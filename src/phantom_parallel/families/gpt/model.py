@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.families.gpt.config import GPTConfig
-from phantom_parallel.families.gpt.parts import make_parts
+from phantom_parallel.families.gpt.parallel_layer import ParallelLayer
+from phantom_parallel.families.gpt.parts import Parts, make_parts
 from phantom_parallel.nn.attention import Attention, Cache, rotary_tables
 from phantom_parallel.ops import gather_features, vocabulary_cross_entropy
 from phantom_parallel.ops.collectives import rank_group
@@ -48,14 +49,20 @@ class Layer(nn.Module):
         return z
 
 
+def _gain_to_stream(config: GPTConfig) -> float:
+    """Of the maps back to the stream, so that what the layers add to it does not grow with depth."""
+    return (2 * config.layers) ** -0.5
+
+
 class GPT(nn.Module):
     """A decoder-only transformer with one of three strategies.
 
     On a mesh, ``phantom`` holds blocks / ranks blocks of the residual stream, with their heads, on each rank; a layer
     has four collectives forward and four backward, which carry ghosts. ``megatron`` replicates the stream and shards
     the maps with torch's own column and row styles, with two all-reduces of the stream per layer forward and two
-    backward. ``dense`` runs in one process. Tokens, losses and logits are replicated. The same seed gives the same
-    weights on any number of ranks, and the same for ``megatron`` and ``dense``.
+    backward. With ``parallel_block``, a layer has half as many. ``dense`` runs in one process. Tokens, losses and
+    logits are replicated. The same seed gives the same weights on any number of ranks, and the same for ``megatron``
+    and ``dense``.
 
     Args:
         config: The architecture.
@@ -86,10 +93,13 @@ class GPT(nn.Module):
         config.check_ranks(self.group.size)
         check_agreement("a GPT", asdict(config) | {"dtype": str(dtype or torch.get_default_dtype())}, mesh)
         parts = make_parts(config, mesh, device, dtype)
-        to_stream = (2 * config.layers) ** -0.5  # so that what the layers add to the stream does not grow with depth
+        to_stream = _gain_to_stream(config)
         self.embedding = parts.embedding()
         self.layers = nn.ModuleList()
         for index in range(config.layers):
+            if config.parallel_block:
+                self.layers.append(self._parallel_layer(parts, index))
+                continue
             attention = Attention(
                 parts.normed(config.dim, (config.heads + 2 * config.kv_heads) * config.head_dim),
                 parts.linear(config.dim, config.dim, to_stream),
@@ -107,6 +117,18 @@ class GPT(nn.Module):
         self._tables: tuple[Tensor, Tensor] | None = None
         if not self.embedding.weight.is_meta:
             self._rotary()
+
+    def _parallel_layer(self, parts: Parts, index: int) -> ParallelLayer:
+        config = self.config
+        heads = (config.heads + 2 * config.kv_heads) * config.head_dim
+        return ParallelLayer(
+            parts.normed(config.dim, heads + 2 * config.hidden),
+            parts.linear(config.dim + config.hidden, config.dim, 2**0.5 * _gain_to_stream(config)),
+            layer=index,
+            head_dim=config.head_dim,
+            queries_per_kv=config.queries_per_kv,
+            width=config.hidden // config.kv_heads,
+        )
 
     shards_features = False  # tokens, losses and logits are replicated
 

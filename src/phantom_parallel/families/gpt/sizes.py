@@ -28,7 +28,7 @@ class GPTSizes(GPTDimensions, ModelSizes):
 
     @property
     def summary(self) -> str:
-        tied = ", tied" if self.tie_embeddings else ""
+        tied = (", tied" if self.tie_embeddings else "") + (", parallel blocks" if self.parallel_block else "")
         return (
             f"dim {self.dim:,}, {self.layers} layers, {self.heads} heads, context {self.context:,}, "
             f"vocabulary {self.vocab:,}{tied}"
@@ -38,6 +38,8 @@ class GPTSizes(GPTDimensions, ModelSizes):
     def maps(self) -> tuple[tuple[int, int], ...]:
         dense = self.shape(Layout("dense", 1, 1), batch=1)
         qkv = (self.heads + 2 * dense.kv_heads) * dense.config.head_dim
+        if self.parallel_block:
+            return (self.dim, qkv + 2 * dense.hidden), (self.dim + dense.hidden, self.dim)
         return (self.dim, qkv), (self.dim, self.dim), (self.dim, 2 * dense.hidden), (dense.hidden, self.dim)
 
     def shape(self, layout: Layout, *, batch: int, **run: Any) -> GPTShape:
