@@ -35,6 +35,7 @@ from phantom_parallel.distributed.hosts import Hosts
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.families.registry import registered_families
 from phantom_parallel.utils.network import Network
+from phantom_parallel.utils.resources import check_local_ranks
 
 T = TypeVar("T")
 TIMEOUT = timedelta(seconds=60)  # of an exchange: how long a rank waits for another one
@@ -144,6 +145,7 @@ def launch_local(
     _check_main_is_imported()
     defaults = _DEFAULTS.get()
     timeout, network = timeout or defaults.timeout, network or defaults.network
+    check_local_ranks(size)
     payload, preparation = _prepare(work, args)
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())

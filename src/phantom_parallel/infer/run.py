@@ -25,13 +25,12 @@ from phantom_parallel.infer.inputs import Inputs, open_inputs
 from phantom_parallel.infer.measure import Inference, measure, random_rows
 from phantom_parallel.infer.predict import NonFinite, largest_difference, predict, read_rows
 from phantom_parallel.infer.predictor import RowModel, predictor_of, shape_of
-from phantom_parallel.train import memory
 from phantom_parallel.train.run_dir import MODEL
+from phantom_parallel.utils import resources
 from phantom_parallel.utils.layout import positive
 from phantom_parallel.utils.progress import ProgressDisplay
 
 Against = Literal["tensor", "none"]
-PROCESS = 100 << 20  # bytes of memory of a process that has imported torch, at least
 
 
 @dataclass(frozen=True)
@@ -187,7 +186,7 @@ def _check_memory(model: RowModel, config: InferConfig) -> None:
     words = shape.model_parameters + 2 * config.ranks * config.batch * max(predictor.features(model.config))
     if config.against == "tensor" and model.config.strategy != "tensor":
         words += predictor.baseline_words(model.config, config.ranks)
-    needed, free = config.ranks * PROCESS + words * shape.word_bytes, memory.available_bytes()
+    needed, free = config.ranks * resources.PROCESS_BYTES + words * shape.word_bytes, resources.available_bytes()
     if free is not None and needed > free:
         raise ValueError(
             f"ranks={config.ranks} need at least {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free: "

@@ -41,6 +41,7 @@ from phantom_parallel.utils.files import write_json
 from phantom_parallel.utils.network import Network
 from phantom_parallel.utils.parsing import decode_json
 from phantom_parallel.utils.progress import ProgressDisplay
+from phantom_parallel.utils.resources import check_local_ranks
 
 T = TypeVar("T")
 L = TypeVar("L")
@@ -107,6 +108,8 @@ def prepare(settings: Settings, configs: Iterable[TrainConfig], out: Path, resum
     options = RunOptions(out, resume, show, not launched_externally(), command())
     configs = list(configs)
     _check_trainings(configs, settings.profile, options.local)
+    if options.local:
+        check_local_ranks(settings.world_size)
     network, note = networks.resolve(settings, settings.world_size, configs[0].dtype, out, resume)
     if options.local:
         prepare_folder(out, to_dict(settings), resume)

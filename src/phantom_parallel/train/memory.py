@@ -2,13 +2,11 @@
 program.
 """
 
-from pathlib import Path
-
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.optimizer import state_keys
+from phantom_parallel.utils import resources
 
-_PROCESS = 100 << 20  # bytes that a process with torch has for itself, at least
 _WORD = 4
 
 
@@ -21,21 +19,12 @@ def least_bytes(config: TrainConfig) -> int:
     states = sum(key != "step" for key in state_keys(config))
     words = parameters * (2 + states + 1 + states)
     held = config.replicas * words * _WORD + config.dp * task.data_bytes(config)
-    return config.ranks * config.dp * _PROCESS + held
-
-
-def available_bytes() -> int | None:
-    """What Linux would give to new processes; unknown elsewhere."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
+    return config.ranks * config.dp * resources.PROCESS_BYTES + held
 
 
 def check_memory(config: TrainConfig) -> None:
     """An error where the ranks cannot fit into this machine's memory."""
-    needed, free = least_bytes(config), available_bytes()
+    needed, free = least_bytes(config), resources.available_bytes()
     if free is not None and needed > free:
         raise ValueError(
             f"ranks={config.ranks} times dp={config.dp} need at least {needed / 2**30:.1f} GiB of memory, "

@@ -23,6 +23,7 @@ from phantom_parallel.train.loop import Record, Summary, train
 from phantom_parallel.train.memory import check_memory
 from phantom_parallel.utils.lock import FolderLock
 from phantom_parallel.utils.progress import ProgressDisplay
+from phantom_parallel.utils.resources import check_local_ranks
 
 
 def run(config: TrainConfig, out: str | os.PathLike[str], *, resume: bool = False, show: bool = False) -> Summary:
@@ -45,6 +46,7 @@ def run(config: TrainConfig, out: str | os.PathLike[str], *, resume: bool = Fals
         if not joined:
             if not torch.accelerator.is_available():  # accelerators have memories of their own
                 check_memory(config)
+            check_local_ranks(config.ranks * config.dp)
             latest = output.prepare(config, path, resume, lock)
         try:
             return launch(config.ranks * config.dp, _work, config, path, latest, joined, resume, show)

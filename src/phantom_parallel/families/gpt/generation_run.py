@@ -25,8 +25,8 @@ from phantom_parallel.families.gpt.generation_cost import measure_generation
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.families.gpt.prompts import Streamer, encode_prompt, find_tokenizer, read_prompts
 from phantom_parallel.infer.generation import GenerateConfig, GenerateReport, print_text
-from phantom_parallel.infer.run import PROCESS, check_model, power_profile
-from phantom_parallel.train import memory
+from phantom_parallel.infer.run import check_model, power_profile
+from phantom_parallel.utils import resources
 from phantom_parallel.utils.progress import ProgressDisplay
 
 TOKENS = 128  # by default, if they fit into the context
@@ -91,7 +91,7 @@ def _check_memory(model: GPT, length: int, config: GenerateConfig) -> None:
     sizes = model.config
     words += len(models) * 2 * sizes.layers * config.rows * sizes.kv_heads * length * sizes.head_dim
     word = next(model.parameters()).element_size()
-    needed, free = config.ranks * PROCESS + words * word, memory.available_bytes()
+    needed, free = config.ranks * resources.PROCESS_BYTES + words * word, resources.available_bytes()
     if free is not None and needed > free:
         raise ValueError(
             f"ranks={config.ranks} and batch={config.batch} need at least {needed / 2**30:.1f} GiB of memory, "
