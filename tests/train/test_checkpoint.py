@@ -18,6 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from phantom_parallel.checkpoint import shards
+from phantom_parallel.checkpoint.background import BackgroundWriter
 from phantom_parallel.checkpoint.parts import storage_group
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.families.ffn.train_config import FFNTrainConfig
@@ -214,10 +215,10 @@ def test_every_number_is_the_same_on_any_ranks(ranks, tmp_path, strategy, writte
             assert torch.equal(torch.cat(pieces).sort()[0], tensor.flatten().sort()[0])
 
 
-def fails_on_rank_1(folder: str) -> tuple[str, list[int]]:
-    """The second checkpoint cannot be written by rank 1; what is raised, and the steps that were reported."""
-    config = replace(CONFIG, ranks=2, steps=40, checkpoint_every=4, log_every=1, eval_every=100)
-    original, calls, steps = shards.write_tensor_file, [], []
+def fails_on_rank_1(folder: str) -> tuple[str, int]:
+    """The second checkpoint cannot be written by rank 1; what is raised, and the steps that this rank has made."""
+    config = replace(CONFIG, ranks=2, steps=300, checkpoint_every=100, log_every=1000, eval_every=1000)
+    original, step, calls, steps = shards.write_tensor_file, Trainer._step, [], []
 
     def full(path, *args):
         calls.append(path)
@@ -225,34 +226,52 @@ def fails_on_rank_1(folder: str) -> tuple[str, list[int]]:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         return original(path, *args)
 
-    def report(record):
-        steps.append(record.step)
-        if record.step == 9:
-            time.sleep(1.0)  # the writer has failed by now
+    def counted(trainer, index):
+        steps.append(index)
+        if index > 200:
+            time.sleep(0.02)  # two seconds until the next boundary
+        return step(trainer, index)
 
-    shards.write_tensor_file = full
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "write_tensor_file", full)
+        patch.setattr(Trainer, "_step", counted)
         with pytest.raises(OSError, match="cannot be written") as caught:
-            train(
-                config,
-                ParallelContext.create(2, 1, CPU),
-                checkpoints=Path(folder),
-                report=report if dist.get_rank() == 0 else None,
-            )
-    finally:
-        shards.write_tensor_file = original
-    return str(caught.value), steps
+            train(config, ParallelContext.create(2, 1, CPU), checkpoints=Path(folder))
+    return str(caught.value), len(steps)
 
 
-def test_a_full_disk_on_one_rank_ends_all_before_the_next_checkpoint_and_names_the_last_good_one(ranks, tmp_path):
+def test_a_full_disk_on_one_rank_ends_all_before_the_next_step_and_names_the_last_good_one(ranks, tmp_path):
     found = ranks(2)(fails_on_rank_1, str(tmp_path))
     for message, _ in found:
         assert message == (
             f"a checkpoint in {tmp_path} cannot be written: No space left on device on rank 1; "
-            f"the last good checkpoint is {tmp_path / 'step-000004'}"
+            f"the last good checkpoint is {tmp_path / 'step-000100'}"
         )
-    assert found[0][1][-1] < 12
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000004"]
+    assert found[0][1] == found[1][1] < 300  # the next boundary, at which all ranks meet
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000100"]
+
+
+def failing_writer(delays: tuple[float, float]) -> int:
+    """A write that fails later on one rank than on the other; how many steps this rank has made."""
+    writer, steps = BackgroundWriter(dist.group.WORLD), 0
+
+    def fail() -> Path:
+        time.sleep(delays[dist.get_rank()])
+        raise OSError("no space")
+
+    writer.start(fail)
+    while writer.begin_step():
+        steps += 1
+        dist.all_reduce(torch.ones(1))  # a step: no rank may wait here for one that has stopped
+    with pytest.raises(OSError, match="no space"):
+        writer.wait()
+    return steps
+
+
+@pytest.mark.parametrize("delays", [(0.0, 0.3), (0.3, 0.0)])
+def test_ranks_that_fail_at_different_times_stop_before_the_same_step(ranks, delays):
+    first, second = ranks(2)(failing_writer, delays)
+    assert first == second
 
 
 def without_room(folder: str, ranks: int) -> str:

@@ -100,8 +100,8 @@ def train(
     Raises:
         LossDiverged: If the loss or a weight is not finite.
         ValueError: If it is so because of data that are not finite.
-        OSError: On every rank, at the boundary after a checkpoint could not be written, and at once where the disk has
-            no room for the next one.
+        OSError: On every rank, before the next step after a checkpoint could not be written, and at once where the disk
+            has no room for the next one.
     """
     with ExitStack() as stack:
         trainer = Trainer(config, parallel, checkpoints)
@@ -160,6 +160,8 @@ class Trainer:
         record, last_step = None, first
         status: Status = "steps"
         for step in range(first + 1, config.steps + 1):
+            if self._writer is not None and not self._writer.begin_step():
+                self._settle()  # raises
             with self.clock.step(), self._checked(step == first + 1):
                 loss = self._step(step - 1)
             every = (config.log_every, config.eval_every, config.checkpoint_every)
@@ -304,7 +306,7 @@ class Trainer:
         """Write a checkpoint in the background: every rank copies its own part, and writes it while training goes on.
 
         A weight that is not finite is found before, and so is a disk without room. What goes wrong later is raised on
-        all ranks at the next boundary.
+        all ranks before the next step.
         """
         if self.checkpoints is None or self._writer is None:
             return
