@@ -192,11 +192,17 @@ def layer_forward(path: Path) -> str:
 def transformer(path: Path) -> str:
     kinds = ("step", "prefill", "decode")
     rows = (
-        [str(row["ranks"]), *(_quartiles(row[kind]["phantom/megatron"]) for kind in kinds)]
+        [
+            str(row["ranks"]),
+            "parallel" if row.get("parallel_block") else "serial",
+            *(_quartiles(row[kind]["phantom/megatron"]) for kind in kinds),
+        ]
         for row in _read(path)["rows"]
     )
     tokens = _read(path)["settings"]["sequence"]
-    return _lines(("ranks", "training step", f"prefill of {tokens} tokens", "decode, a token"), rows)
+    return _lines(
+        ("ranks", "attention and SwiGLU", "training step", f"prefill of {tokens} tokens", "decode, a token"), rows
+    )
 
 
 def validation(path: Path) -> str:

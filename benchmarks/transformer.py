@@ -7,6 +7,8 @@ Phantom against torch's own Megatron styles on the same ranks, ratios from one i
     decode    further tokens with the cache, one after the other; 4 are a turn, as one is over sooner than a neighbour's
               time slice
 
+The same with attention and SwiGLU in parallel, phantom against Megatron with that option as well.
+
 Byte-level models of 512 features, 4 layers and 8 heads; 256 positions. Each rank has one thread, and keeps the memory
 that it frees, as the ranks of ``phantom train`` do. The untied head and the embedding are part of it all.
 """
@@ -28,8 +30,9 @@ BLOCKS, GHOSTS = 4, 16
 TOKENS = 4  # decoded in a turn
 
 
-def models(mesh: DeviceMesh) -> dict[str, GPT]:
+def models(mesh: DeviceMesh, parallel_block: bool) -> dict[str, GPT]:
     common: dict[str, Any] = {"vocab": VOCAB, "dim": DIM, "layers": LAYERS, "heads": HEADS, "context": 2 * SEQUENCE}
+    common["parallel_block"] = parallel_block
     return {
         "phantom": GPT(GPTConfig(**common, strategy="phantom", blocks=BLOCKS, ghosts=GHOSTS), mesh=mesh),
         "megatron": GPT(GPTConfig(**common, strategy="megatron"), mesh=mesh),
@@ -66,11 +69,12 @@ def decode(model: GPT) -> Callable[[], None]:
     return step
 
 
-def compare(mesh: DeviceMesh, turns: int) -> dict[str, Any]:
+def compare(mesh: DeviceMesh, turns: int, parallel_block: bool) -> dict[str, Any]:
     torch.manual_seed(0)
-    made = models(mesh)
+    made = models(mesh, parallel_block)
     rows: dict[str, Any] = {
         "ranks": mesh.size(),
+        "parallel_block": parallel_block,
         "parameters": {name: _parameters(model) for name, model in made.items()},
     }
     times = {"step": interleave({name: training_step(model) for name, model in made.items()}, turns=turns)}
@@ -104,12 +108,15 @@ def main() -> None:
         | {"blocks": BLOCKS, "ghosts": GHOSTS, "vocab": VOCAB},
         "rows": [],
     }
-    for size in (2, 4):
-        row = measured_on_ranks(size, compare, options.turns, keep_memory=True)
+    for size, parallel in ((2, False), (4, False), (2, True), (4, True)):
+        row = measured_on_ranks(size, compare, options.turns, parallel, keep_memory=True)
         results["rows"].append(row)
         for kind in ("step", "prefill", "decode"):
             parts = ", ".join(f"{name} {value:.1f} ms" for name, value in row[kind]["milliseconds"].items())
-            print(f"{kind}, {size} ranks: of megatron {shown(row[kind]['phantom/megatron'])}; {parts}", flush=True)
+            block = ", parallel block" if parallel else ""
+            print(
+                f"{kind}, {size} ranks{block}: of megatron {shown(row[kind]['phantom/megatron'])}; {parts}", flush=True
+            )
     write(results, options.out)
 
 
