@@ -2,13 +2,18 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from phantom_parallel.nn.attention import Cache, rotary_tables, rotate
 
 
+def rates(head_dim: int, base: float) -> torch.Tensor:
+    return base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+
+
 def test_rotation_is_multiplication_by_a_complex_number():
     x = torch.randn(2, 7, 3, 2, 8, dtype=torch.float64)
-    cos, sin = rotary_tables(7, 8, 100.0, dtype=torch.float64)
+    cos, sin = rotary_tables(7, rates(8, 100.0), dtype=torch.float64)
     pairs = torch.complex(x[..., :4], x[..., 4:])
     for position in range(7):
         for pair in range(4):
@@ -18,7 +23,7 @@ def test_rotation_is_multiplication_by_a_complex_number():
 
 
 def test_scores_depend_on_distance_only():
-    cos, sin = rotary_tables(50, 16, 10000.0, dtype=torch.float64)
+    cos, sin = rotary_tables(50, rates(16, 10000.0), dtype=torch.float64)
     q, k = (torch.randn(1, 1, 1, 1, 16, dtype=torch.float64) for _ in range(2))
 
     def score(at: int, of: int) -> torch.Tensor:
@@ -30,7 +35,7 @@ def test_scores_depend_on_distance_only():
 
 def test_a_rotation_keeps_the_dtype_and_tables_made_for_inference_serve_training():
     with torch.inference_mode():
-        cos, sin = rotary_tables(3, 4, 10.0)
+        cos, sin = rotary_tables(3, rates(4, 10.0))
     x = torch.randn(1, 3, 1, 1, 4, dtype=torch.bfloat16, requires_grad=True)
     turned = rotate(x, cos, sin)
     turned.sum().backward()

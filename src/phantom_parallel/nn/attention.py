@@ -75,15 +75,14 @@ class Cache:
 
 
 def rotary_tables(
-    length: int, head_dim: int, base: float, *, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+    length: int, rates: Tensor, *, device: torch.device | None = None, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of positions 0 to ``length`` - 1, (length, 1, 1, head_dim) each, for `rotate`.
 
-    Features i and i + head_dim/2 are a pair, rotated by the angle position / base^(2i / head_dim).
+    Features i and i + head_dim/2 are a pair, rotated by the angle position * rates[i], computed in float64.
     """
     with torch.inference_mode(False), torch.no_grad():  # usable for training even if made in inference mode
-        rates = base ** (torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / -head_dim)
-        angles = torch.arange(length, device=device, dtype=torch.float64)[:, None, None, None] * rates
+        angles = torch.arange(length, device=device, dtype=torch.float64)[:, None, None, None] * rates.to(device)
         cos, sin = angles.cos(), angles.sin()
         return torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)
 

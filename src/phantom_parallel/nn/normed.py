@@ -13,7 +13,7 @@ from phantom_parallel.ops import normed_phantom_linear
 
 
 class NormedPhantomLinear(nn.Module):
-    """RMSNorm over all features, then a `PhantomLinear` without bias: one collective forward and one backward for both.
+    """RMSNorm over all features, then a `PhantomLinear`: one collective forward and one backward for both.
 
     Input and output are this rank's features, as for `PhantomLinear`. ``norm`` is the norm's weight, sharded as the
     features are. Use it wherever a phantom layer follows a norm: the norm then costs one more word per row.
@@ -21,6 +21,7 @@ class NormedPhantomLinear(nn.Module):
     Args:
         in_features: As for `PhantomLinear`.
         out_features: As for `PhantomLinear`.
+        bias: As for `PhantomLinear`.
         blocks: As for `PhantomLinear`.
         ghosts: As for `PhantomLinear`.
         eps: Added to the mean square.
@@ -36,6 +37,7 @@ class NormedPhantomLinear(nn.Module):
         self,
         in_features: int,
         out_features: int,
+        bias: bool = False,
         *,
         blocks: int,
         ghosts: int,
@@ -48,7 +50,7 @@ class NormedPhantomLinear(nn.Module):
         super().__init__()
         self.eps = eps
         kwargs: dict[str, Any] = {"mesh": mesh, "gain": gain, "device": device, "dtype": dtype}
-        self.linear = PhantomLinear(in_features, out_features, False, blocks=blocks, ghosts=ghosts, **kwargs)
+        self.linear = PhantomLinear(in_features, out_features, bias, blocks=blocks, ghosts=ghosts, **kwargs)
         local = self.linear.local
         width = in_features // self.linear.group.size
         self.norm = shard_parameter(torch.ones(width, device=local.device, dtype=local.dtype), mesh)
@@ -63,7 +65,8 @@ class NormedPhantomLinear(nn.Module):
         linear._check_input(x)
         weights = to_local(linear.local), to_local(linear.compress), to_local(linear.decompress)
         where: dict[str, Any] = {"blocks": linear.blocks, "group": linear.group}
-        return normed_phantom_linear(x, to_local(self.norm), *weights, eps=self.eps, **where)
+        z = normed_phantom_linear(x, to_local(self.norm), *weights, eps=self.eps, **where)
+        return z if linear.bias is None else z + to_local(linear.bias).to(z.dtype)
 
     def extra_repr(self) -> str:
         return f"eps={self.eps}"

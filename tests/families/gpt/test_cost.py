@@ -46,11 +46,16 @@ SHAPES = [
     shape_of("phantom", 4, parallel_block=True, recompute=True, word_bytes=8),
     shape_of("megatron", 2, parallel_block=True, kv_heads=8),
     shape_of("megatron", 4, parallel_block=True, recompute=True, word_bytes=2),
+    shape_of("dense", 1, qkv_bias=True),
+    shape_of("phantom", 1, qkv_bias=True, layer_ghosts=((1, 2, 3, 4), (2, 1, 1, 7))),
+    shape_of("phantom", 2, qkv_bias=True, layers=3, layer_ghosts=((1, 2, 3, 4), (2, 1, 1, 7), (1, 2, 3, 4))),
+    shape_of("megatron", 2, qkv_bias=True, recompute=True),
 ]
 
 
 def name_of(shape: GPTShape) -> str:
-    extra = [name for name in ("tie_embeddings", "recompute", "parallel_block") if getattr(shape, name)]
+    options = ("tie_embeddings", "recompute", "parallel_block", "qkv_bias")
+    extra = [name for name in options if getattr(shape, name)]
     return "-".join([shape.strategy, f"{shape.ranks}x{shape.dp}", f"{8 * shape.word_bytes}bit", *extra])
 
 

@@ -1,14 +1,46 @@
 """The configuration of a GPT: its sizes, which are validated on construction."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import gcd, lcm
 from typing import ClassVar, Literal, get_args
 
 from phantom_parallel.utils.layout import MAX_FEATURES, MAX_LAYERS, check_at_most, nearest_divisors, positive
+from phantom_parallel.utils.numbers import is_finite
 from phantom_parallel.utils.strategies import get_strategy
 
 GPTStrategy = Literal["phantom", "megatron", "dense"]
 STRATEGIES: tuple[GPTStrategy, ...] = get_args(GPTStrategy)
+
+
+MAPS = ("qkv", "out", "gate_up", "down")  # of a layer, in the order of its ghosts
+_LLAMA3 = ("low_freq_factor", "high_freq_factor", "original_context")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Slower rotation of position embeddings, for contexts longer than those of the original training.
+
+    Args:
+        kind: ``linear`` divides all rates by ``factor``; ``llama3`` divides those of long wavelengths only.
+        factor: The divisor.
+        low_freq_factor: For ``llama3``: wavelengths above original_context / low_freq_factor are divided fully.
+        high_freq_factor: For ``llama3``: wavelengths below original_context / high_freq_factor are kept.
+        original_context: For ``llama3``: positions of the original training.
+    """
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_context: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("linear", "llama3"):
+            raise ValueError(f"rope_scaling must be of the kind linear or llama3, got {self.kind!r}")
+        for name in ("factor", *(_LLAMA3 if self.kind == "llama3" else ())):
+            value = getattr(self, name)
+            if not is_finite(value) or value <= 0:
+                raise ValueError(f"{name} of rope_scaling must be a positive number, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +87,10 @@ class GPTConfig:
             a layer instead of four; ``kv_heads`` must then divide ``hidden``.
         rope_base: Base of the rotary position embedding.
         norm_eps: Epsilon of the norms.
+        qkv_bias: Whether the projection to queries, keys and values has a bias.
+        rope_scaling: Scaling of the rotary position embedding.
+        layer_ghosts: For the strategy ``phantom``, ghosts of each layer's maps (qkv, out, gate_up, down) in place of
+            ``ghosts``, which is then only the default of new layers.
     """
 
     family: ClassVar[str] = "gpt"
@@ -74,14 +110,18 @@ class GPTConfig:
     parallel_block: bool = False
     rope_base: float = 10000.0
     norm_eps: float = 1e-5
+    qkv_bias: bool = False
+    rope_scaling: RopeScaling | None = None
+    layer_ghosts: tuple[tuple[int, int, int, int], ...] | None = None
 
     def __post_init__(self) -> None:
         strategy = get_strategy(self.strategy, among=STRATEGIES)
         positive(vocab=self.vocab, dim=self.dim, layers=self.layers, heads=self.heads, context=self.context)
         check_at_most(MAX_FEATURES, vocab=self.vocab, dim=self.dim, context=self.context)
         check_at_most(MAX_LAYERS, layers=self.layers)
-        if not isinstance(self.tie_embeddings, bool):
-            raise ValueError(f"tie_embeddings must be true or false, got {self.tie_embeddings!r}")
+        for name in ("tie_embeddings", "qkv_bias"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
         for name in ("rope_base", "norm_eps"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
@@ -92,10 +132,43 @@ class GPTConfig:
             if self.blocks < 2:
                 raise ValueError("blocks=1 leaves no other block to show ghosts to: use at least 2, or dense")
         self._set_defaults()
+        self._set_rope_scaling()
         self._check_heads()
         self._check_parallel_block()
         if self.blocks is not None:
             self._check_division_into_blocks()
+        self._set_layer_ghosts()
+
+    def _set_rope_scaling(self) -> None:
+        """Make `RopeScaling` of the object that a file has."""
+        given = self.rope_scaling
+        if given is None or isinstance(given, RopeScaling):
+            return
+        try:
+            object.__setattr__(self, "rope_scaling", RopeScaling(**given))
+        except TypeError:
+            names = ", ".join(field.name for field in fields(RopeScaling))
+            raise ValueError(f"rope_scaling must be an object with {names}, got {given!r}") from None
+
+    def _set_layer_ghosts(self) -> None:
+        """Check the ghosts of each layer's maps, and make tuples of the lists that a file has."""
+        given = self.layer_ghosts
+        if given is None:
+            return
+        if self.blocks is None:
+            raise ValueError(f"layer_ghosts belong to the strategy phantom, not to {self.strategy}: leave them out")
+        sound = isinstance(given, list | tuple) and len(given) == self.layers
+        if not sound or not all(isinstance(row, list | tuple) and len(row) == len(MAPS) for row in given):
+            raise ValueError(f"layer_ghosts must have {len(MAPS)} numbers for each of {self.layers} layers")
+        for layer, row in enumerate(given):
+            for name, ghosts, features in zip(MAPS, row, (*[self.dim] * 3, self.hidden), strict=True):
+                positive(**{f"layer_ghosts[{layer}].{name}": ghosts})
+                if ghosts > features // self.blocks:
+                    raise ValueError(
+                        f"layer_ghosts[{layer}].{name}={ghosts} is larger than a block of "
+                        f"{features // self.blocks} features"
+                    )
+        object.__setattr__(self, "layer_ghosts", tuple(tuple(row) for row in given))
 
     def _set_defaults(self) -> None:
         if self.kv_heads is None:
@@ -126,6 +199,9 @@ class GPTConfig:
                 f"with parallel_block, kv_heads={self.kv_heads} must divide hidden={self.hidden}: hidden={near} would"
             )
 
+        if self.parallel_block and (self.qkv_bias or self.layer_ghosts is not None):
+            raise ValueError("parallel_block has neither qkv_bias nor layer_ghosts: leave them out")
+
     def _check_division_into_blocks(self) -> None:
         assert self.blocks is not None
         assert self.ghosts is not None
@@ -147,6 +223,16 @@ class GPTConfig:
     def head_dim(self) -> int:
         """Features of a head."""
         return self.dim // self.heads
+
+    @property
+    def qkv_features(self) -> int:
+        """Features of queries, keys and values together."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def ghosts_of_layers(self) -> tuple[tuple[int | None, ...], ...]:
+        """Ghosts of qkv, out, gate_up and down of each layer; None for a strategy without ghosts."""
+        return self.layer_ghosts or ((self.ghosts,) * len(MAPS),) * self.layers
 
     @property
     def queries_per_kv(self) -> int:

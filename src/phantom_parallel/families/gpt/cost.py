@@ -80,6 +80,8 @@ class GPTShape(Shape):
     word_bytes: int = 4
     tie_embeddings: bool = False
     parallel_block: bool = False
+    qkv_bias: bool = False
+    layer_ghosts: tuple[tuple[int, int, int, int], ...] | None = None
     optimizer: Optimizer = "adam"
     recompute: bool = False
     rank: int = 0
@@ -117,9 +119,12 @@ class GPTShape(Shape):
             ghosts=self.ghosts,
             tie_embeddings=self.tie_embeddings,
             parallel_block=self.parallel_block,
+            qkv_bias=self.qkv_bias,
+            layer_ghosts=self.layer_ghosts,
         )
         config.check_ranks(self.ranks)
-        made = {"config": config, "kv_heads": config.kv_heads, "hidden": config.hidden}
+        names = ("kv_heads", "hidden", "layer_ghosts")
+        made = {"config": config} | {name: getattr(config, name) for name in names}
         for name, value in made.items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "_costs", tuple(self._parts()))
@@ -127,8 +132,8 @@ class GPTShape(Shape):
     @classmethod
     def of(cls, config: GPTConfig, **run: Any) -> "GPTShape":
         """The shape of a model, for example ``GPTShape.of(model.config, sequence=256, batch=8, ranks=4)``."""
-        sizes = ("vocab", "dim", "layers", "heads", "kv_heads", "hidden", "tie_embeddings", "parallel_block")
-        names = ("strategy", "blocks", "ghosts", *sizes)
+        sizes = ("vocab", "dim", "layers", "heads", "kv_heads", "hidden", "tie_embeddings", "parallel_block", "qkv_bias")
+        names = ("strategy", "blocks", "ghosts", "layer_ghosts", *sizes)
         return cls(**{name: getattr(config, name) for name in names}, **run)
 
     def passes(self) -> dict[str, Self]:
@@ -157,7 +162,11 @@ class GPTShape(Shape):
         return (e for e in super().exchanges if self.mode == "train" or e.phase == "forward")
 
     def same_as(self, index: int) -> int:
-        return index if index in (0, len(self.costs) - 1) else 1 + (index - 1) % self._parts_of_layer
+        if index in (0, len(self.costs) - 1):
+            return index
+        layer, part = divmod(index - 1, self._parts_of_layer)
+        ghosts = self.config.ghosts_of_layers
+        return 1 + ghosts.index(ghosts[layer]) * self._parts_of_layer + part
 
     @property
     def _parts_of_layer(self) -> int:
@@ -220,21 +229,28 @@ class GPTShape(Shape):
 
     def _parts(self) -> Iterator[LayerCost]:
         yield self._only_forward(self._embedding())
-        first = [self._only_forward(part) for part in self._layer()]
-        for index in range(self.layers):
-            yield from (replace(part, name=f"layers.{index}.{part.name}") for part in first)
+        made: dict[tuple[int | None, ...], list[LayerCost]] = {}
+        for index, ghosts in enumerate(self.config.ghosts_of_layers):
+            if ghosts not in made:
+                made[ghosts] = [self._only_forward(part) for part in self._layer(*ghosts)]
+            yield from (replace(part, name=f"layers.{index}.{part.name}") for part in made[ghosts])
         yield self._only_forward(self._head())
 
-    def _layer(self) -> tuple[LayerCost, ...]:
-        heads = (self.heads + 2 * self.kv_heads) * self.config.head_dim
+    def _layer(
+        self, to_qkv: int | None, to_out: int | None, to_gate_up: int | None, to_down: int | None
+    ) -> tuple[LayerCost, ...]:
+        """The parts of a layer whose maps have these numbers of ghosts."""
+        features = self.config.qkv_features
         parts: tuple[LayerCost, ...]
         if self.parallel_block:
-            both = self._into("qkv_gate_up", heads + 2 * self.hidden)
-            back = self._back("out_down", self.dim + self.hidden)
+            both = self._into("qkv_gate_up", features + 2 * self.hidden, to_qkv)
+            back = self._back("out_down", self.dim + self.hidden, to_out)
             parts = both, self._attention(), self._swiglu(back)
         else:
-            qkv, out = self._into("attention.qkv", heads), self._back("attention.out", self.dim)
-            gate_up, down = self._into("mlp.gate_up", 2 * self.hidden), self._back("mlp.down", self.hidden)
+            qkv = self._into("attention.qkv", features, to_qkv, bias=self.qkv_bias)
+            out = self._back("attention.out", self.dim, to_out)
+            gate_up = self._into("mlp.gate_up", 2 * self.hidden, to_gate_up)
+            down = self._back("mlp.down", self.hidden, to_down)
             parts = qkv, self._attention(), out, gate_up, self._swiglu(down)
         if not self.recompute or self.mode != "train":
             return parts
@@ -274,7 +290,7 @@ class GPTShape(Shape):
             whole_gradients=(weight * self.ranks,) if self.strategy == "megatron" and not self.tie_embeddings else (),
         )
 
-    def _into(self, name: str, out_features: int) -> LayerCost:
+    def _into(self, name: str, out_features: int, ghosts: int | None, *, bias: bool = False) -> LayerCost:
         """A norm and the map after it: from the stream to features that are cut between heads or pieces."""
         rows, stream = self.rows, self.stream
         statistics = rows * self._precise_bytes  # r of each row
@@ -283,14 +299,14 @@ class GPTShape(Shape):
             whole = column_layer(
                 RowLayout(self.dim, out_features, self.ranks),
                 rows,
-                bias=False,
+                bias=bias,
                 input_grad=True,
                 gather=False,
                 name=name,
             )
             statistics += self._norm_bytes(rows)
             return replace(whole, parameters=(stream, *whole.parameters), kept_bytes=statistics, streamed=streamed)
-        plain = phantom_layer(self._blocks(self.dim, out_features), rows, bias=False, name=name)
+        plain = phantom_layer(self._blocks(self.dim, out_features, ghosts), rows, bias=bias, name=name)
         extra = {"g": self._precise, "h": 1}
         kept = plain.kept + rows * self.ranks * self._precise + rows * out_features // self.ranks
         return replace(
@@ -306,16 +322,16 @@ class GPTShape(Shape):
         """The norm of a whole stream keeps its input and that over its root mean square, in float32 or better."""
         return 2 * rows * self.dim * self._precise_bytes
 
-    def _back(self, name: str, in_features: int) -> LayerCost:
+    def _back(self, name: str, in_features: int, ghosts: int | None) -> LayerCost:
         """A map from such features back to the stream."""
         if self.strategy == "phantom":
-            return phantom_layer(self._blocks(in_features, self.dim), self.rows, bias=False, name=name)
+            return phantom_layer(self._blocks(in_features, self.dim, ghosts), self.rows, bias=False, name=name)
         return row_layer(RowLayout(in_features, self.dim, self.ranks), self.rows, bias=False, name=name)
 
-    def _blocks(self, in_features: int, out_features: int) -> BlockLayout:
+    def _blocks(self, in_features: int, out_features: int, ghosts: int | None) -> BlockLayout:
         assert self.blocks is not None
-        assert self.ghosts is not None
-        return BlockLayout(in_features, out_features, self.blocks, self.ghosts, self.ranks)
+        assert ghosts is not None
+        return BlockLayout(in_features, out_features, self.blocks, ghosts, self.ranks)
 
     def _attention(self) -> LayerCost:
         """Scores of each head of this rank, and the sums of values they weigh; the turning of queries and keys."""
@@ -334,7 +350,8 @@ class GPTShape(Shape):
         cached = self.batch * s * self._kv_here * head_dim
         copied = q if group > 1 and self._kv_here > 1 else 0  # queries, out of what was turned with the keys
         copied += q if self.parallel_block else 0  # the result, which is copied beside the hidden features
-        raw = 0 if self.strategy == "phantom" else q + 2 * kv  # values lie in what qkv gave, which phantom keeps anyway
+        # Values lie in what qkv gave, which phantom keeps anyway, unless a bias was added to it.
+        raw = 0 if self.strategy == "phantom" and not self.qkv_bias else q + 2 * kv
         turning = 7 * (q + kv)
         return LayerCost(
             name="attention",

@@ -1,4 +1,4 @@
-"""Decoder-only transformers: RMSNorm before each part, rotary positions, grouped-query attention, SwiGLU, no biases.
+"""Decoder-only transformers: RMSNorm before each part, rotary positions, grouped-query attention, SwiGLU.
 
 The model is written once. The strategy determines how the linear maps are sharded, and with them the norms, the
 embedding and the head: `make_parts` makes those.
@@ -17,6 +17,7 @@ from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.families.gpt.config import GPTConfig
 from phantom_parallel.families.gpt.parallel_layer import ParallelLayer
 from phantom_parallel.families.gpt.parts import Parts, make_parts
+from phantom_parallel.families.gpt.positions import rotary_rates
 from phantom_parallel.nn.attention import Attention, Cache, rotary_tables
 from phantom_parallel.ops import gather_features, vocabulary_cross_entropy
 from phantom_parallel.ops.collectives import rank_group
@@ -96,20 +97,20 @@ class GPT(nn.Module):
         to_stream = _gain_to_stream(config)
         self.embedding = parts.embedding()
         self.layers = nn.ModuleList()
-        for index in range(config.layers):
+        for index, (qkv, out, gate_up, down) in enumerate(config.ghosts_of_layers):
             if config.parallel_block:
                 self.layers.append(self._parallel_layer(parts, index))
                 continue
             attention = Attention(
-                parts.normed(config.dim, (config.heads + 2 * config.kv_heads) * config.head_dim),
-                parts.linear(config.dim, config.dim, to_stream),
+                parts.normed(config.dim, config.qkv_features, qkv, bias=config.qkv_bias),
+                parts.linear(config.dim, config.dim, out, to_stream),
                 layer=index,
                 head_dim=config.head_dim,
                 queries_per_kv=config.queries_per_kv,
             )
             mlp = SwiGLU(
-                parts.normed(config.dim, 2 * config.hidden),
-                parts.linear(config.hidden, config.dim, to_stream),
+                parts.normed(config.dim, 2 * config.hidden, gate_up),
+                parts.linear(config.hidden, config.dim, down, to_stream),
                 width=config.hidden // config.hidden_groups,
             )
             self.layers.append(Layer(attention, mlp))
@@ -120,10 +121,9 @@ class GPT(nn.Module):
 
     def _parallel_layer(self, parts: Parts, index: int) -> ParallelLayer:
         config = self.config
-        heads = (config.heads + 2 * config.kv_heads) * config.head_dim
         return ParallelLayer(
-            parts.normed(config.dim, heads + 2 * config.hidden),
-            parts.linear(config.dim + config.hidden, config.dim, 2**0.5 * _gain_to_stream(config)),
+            parts.normed(config.dim, config.qkv_features + 2 * config.hidden, config.ghosts),
+            parts.linear(config.dim + config.hidden, config.dim, config.ghosts, 2**0.5 * _gain_to_stream(config)),
             layer=index,
             head_dim=config.head_dim,
             queries_per_kv=config.queries_per_kv,
@@ -200,7 +200,9 @@ class GPT(nn.Module):
         tables = self._tables
         if tables is None or tables[0].device != like.device or tables[0].dtype != dtype:
             where: dict[str, Any] = {"device": like.device, "dtype": dtype}
-            tables = rotary_tables(self.config.context, self.config.head_dim, self.config.rope_base, **where)
+            config = self.config
+            rates = rotary_rates(config.head_dim, config.rope_base, config.rope_scaling)
+            tables = rotary_tables(config.context, rates, **where)
             self._tables = tables
         return tables
 

@@ -45,10 +45,10 @@ class Parts(Protocol):
     def embedding(self) -> FeatureEmbedding | nn.Embedding:
         """From tokens to the residual stream, sharded as the strategy does; a head may share its ``weight``."""
 
-    def normed(self, in_features: int, out_features: int) -> nn.Module:
+    def normed(self, in_features: int, out_features: int, ghosts: int | None, *, bias: bool = False) -> nn.Module:
         """From the stream through a norm to features that are sharded between heads or pieces."""
 
-    def linear(self, in_features: int, out_features: int, gain: float) -> nn.Module:
+    def linear(self, in_features: int, out_features: int, ghosts: int | None, gain: float) -> nn.Module:
         """From such features to the stream."""
 
     def head(self) -> VocabularyHead | ReplicatedStreamHead:
@@ -74,7 +74,6 @@ class _PhantomParts:
     def __init__(self, config: GPTConfig, mesh: DeviceMesh | None, device: Any, dtype: torch.dtype | None) -> None:
         self.config = config
         self.kwargs: dict[str, Any] = {"mesh": mesh, "device": device, "dtype": dtype}
-        self.blocks: dict[str, Any] = {"blocks": config.blocks, "ghosts": config.ghosts}
 
     def embedding(self) -> FeatureEmbedding:
         config = self.config
@@ -82,11 +81,15 @@ class _PhantomParts:
         std = _embedding_std(config)
         return FeatureEmbedding(config.vocab, config.dim, blocks=config.blocks, std=std, **self.kwargs)
 
-    def normed(self, in_features: int, out_features: int) -> nn.Module:
-        return NormedPhantomLinear(in_features, out_features, eps=self.config.norm_eps, **self.blocks, **self.kwargs)
+    def normed(self, in_features: int, out_features: int, ghosts: int | None, *, bias: bool = False) -> nn.Module:
+        cut = self._cut(ghosts)
+        return NormedPhantomLinear(in_features, out_features, bias, eps=self.config.norm_eps, **cut, **self.kwargs)
 
-    def linear(self, in_features: int, out_features: int, gain: float) -> nn.Module:
-        return PhantomLinear(in_features, out_features, False, gain=gain, **self.blocks, **self.kwargs)
+    def linear(self, in_features: int, out_features: int, ghosts: int | None, gain: float) -> nn.Module:
+        return PhantomLinear(in_features, out_features, False, gain=gain, **self._cut(ghosts), **self.kwargs)
+
+    def _cut(self, ghosts: int | None) -> dict[str, Any]:
+        return {"blocks": self.config.blocks, "ghosts": ghosts}
 
     def head(self) -> VocabularyHead:
         config = self.config
@@ -110,11 +113,12 @@ class _ReplicatedStreamParts:
         style = RowwiseParallel(input_layouts=Replicate())
         return self._parallelize(made, style, gain=_embedding_std(self.config) * dim**0.5)
 
-    def normed(self, in_features: int, out_features: int) -> nn.Module:
-        return NormedLinear(self._norm(), self._linear(in_features, out_features, ColwiseParallel()), self._eps)
+    def normed(self, in_features: int, out_features: int, ghosts: int | None, *, bias: bool = False) -> nn.Module:
+        linear = self._linear(in_features, out_features, ColwiseParallel(), bias=bias)
+        return NormedLinear(self._norm(), linear, self._eps)
 
-    def linear(self, in_features: int, out_features: int, gain: float) -> nn.Module:
-        return self._linear(in_features, out_features, RowwiseParallel(), gain)
+    def linear(self, in_features: int, out_features: int, ghosts: int | None, gain: float) -> nn.Module:
+        return self._linear(in_features, out_features, RowwiseParallel(), gain=gain)
 
     def head(self) -> ReplicatedStreamHead:
         config = self.config
@@ -131,8 +135,10 @@ class _ReplicatedStreamParts:
             return nn.Parameter(weight)
         return nn.Parameter(DTensor.from_local(weight, self.mesh, [Replicate()], run_check=False))
 
-    def _linear(self, in_features: int, out_features: int, style: ParallelStyle, gain: float = 1.0) -> nn.Module:
-        made = nn.Linear(in_features, out_features, bias=False, device="meta", dtype=self.dtype)
+    def _linear(
+        self, in_features: int, out_features: int, style: ParallelStyle, *, gain: float = 1.0, bias: bool = False
+    ) -> nn.Module:
+        made = nn.Linear(in_features, out_features, bias=bias, device="meta", dtype=self.dtype)
         return self._parallelize(made, style, gain)
 
     def _parallelize(self, module: M, style: ParallelStyle, gain: float) -> M:
@@ -140,7 +146,15 @@ class _ReplicatedStreamParts:
         if self.device.type != "meta":
             module.to_empty(device=self.device)
             weight, seed = module.weight, broadcast_seed(None, self.mesh)
-            init_rows(weight, None, out_features=weight.shape[0], rank=0, ranks=1, seed=seed, gain=gain)
+            init_rows(
+                weight,
+                getattr(module, "bias", None),
+                out_features=weight.shape[0],
+                rank=0,
+                ranks=1,
+                seed=seed,
+                gain=gain,
+            )
         if self.mesh is not None:
             parallelize_module(module, self.mesh, style, src_data_rank=None)
         return module
