@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from phantom_parallel.nn.attention import Cache, rotary_tables, rotate
 

@@ -8,7 +8,7 @@ takes its own part only.
 import os
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,9 @@ from phantom_parallel.checkpoint.shards import merge_shards, read_metadata, read
 from phantom_parallel.checkpoint.tensor_file import FileDigest, TensorLayout, write_tensor_file
 from phantom_parallel.families.registry import family_names, get_family
 from phantom_parallel.utils.files import atomic_folder, replace_folder, write_json
+from phantom_parallel.utils.strategies import get_strategy
 
-__all__ = ["consolidate_model", "family_of", "load_model", "save_model"]
+__all__ = ["StoredModel", "consolidate_model", "family_of", "load_model", "read_config", "save_model", "write_model"]
 
 FORMAT = "phantom-parallel"
 VERSION = 2
@@ -77,19 +78,14 @@ def save_model(
     def finish(scratch: Path, files: dict[str, FileDigest]) -> None:
         if complete is not None:
             complete(scratch)
-        write_json(scratch / CONFIG, _describe(model, files))
+        write_json(scratch / CONFIG, _describe(getattr(model, "config", None), files))
         replace_folder(scratch, path)
 
     try:
         with shared_scratch(path, group) as scratch:
             if group is None:
                 layouts = [TensorLayout(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
-
-                def write(file: Path, names: list[str]) -> FileDigest:
-                    chosen = [layout for layout in layouts if layout.name in names]
-                    return write_tensor_file(file, chosen, lambda name: parts[name].values, {"format": "pt"})
-
-                finish(scratch, _write_whole(scratch, layouts, max_shard_size, write))
+                finish(scratch, write_tensors(scratch, layouts, lambda name: parts[name].values, max_shard_size))
             elif consolidate:
                 save_shards(
                     parts,
@@ -104,6 +100,76 @@ def save_model(
         raise OSError(f"the model {path} cannot be written: {error.strerror or error}") from None
 
 
+def write_model(
+    config: Any,
+    layouts: Iterable[TensorLayout],
+    load: Callable[[str], Tensor],
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    max_shard_size: int | None = None,
+    complete: Callable[[Path], None] | None = None,
+) -> None:
+    """Write a model that no process holds whole: its tensors are made one at a time. One process calls this.
+
+    Args:
+        config: The model's config, of a family.
+        layouts: Its tensors.
+        load: Returns the tensor of a name; called once for each.
+        path: As for `save_model`.
+        overwrite: As for `save_model`.
+        max_shard_size: As for `save_model`.
+        complete: As for `save_model`.
+    """
+    with atomic_folder(Path(path).absolute(), overwrite=overwrite) as scratch:
+        files = write_tensors(scratch, list(layouts), load, max_shard_size)
+        if complete is not None:
+            complete(scratch)
+        write_json(scratch / CONFIG, _describe(config, files))
+
+
+def write_tensors(
+    folder: Path, layouts: list[TensorLayout], load: Callable[[str], Tensor], limit: int | None = None
+) -> dict[str, FileDigest]:
+    """Write whole tensors to files of at most ``limit`` bytes in a folder, one tensor at a time in memory."""
+
+    def write(file: Path, names: list[str]) -> FileDigest:
+        chosen = set(names)
+        found = [layout for layout in layouts if layout.name in chosen]
+        return write_tensor_file(file, found, load, {"format": "pt"})
+
+    return _write_whole(folder, layouts, limit, write)
+
+
+class StoredModel:
+    """A model on disk, whose tensors are read one at a time. The files are checked when it is opened.
+
+    Attributes:
+        path: The folder.
+        config: The model's config.
+        dtype: Dtype of its tensors.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        found = read_description(self.path / CONFIG, "model", FORMAT, (1, VERSION))
+        self._files = _files_of(found, self.path)
+        self.config = _config(*_family_settings(found, self.path / CONFIG), self.path / CONFIG)
+        self._stored = read_metadata(self.path, self._files)
+        described = _tensors_of(_maker(found, self.path / CONFIG)(device="meta"))
+        _compare(self._stored, described, _place(self.path, self._files), f"the model that {CONFIG} describes")
+        if found["version"] > 1:
+            verify(self.path, self._files, None)
+        self.dtype = next(iter(self._stored.values())).properties.dtype
+
+    def load(self, name: str) -> Tensor:
+        """The whole tensor of that name."""
+        about = self._stored[name]
+        whole = torch.empty(about.size, dtype=about.properties.dtype)
+        read_shards({name: Part.of(whole)}, self.path, self._files)
+        return whole
+
+
 def load_model(
     path: str | os.PathLike[str],
     *,
@@ -111,6 +177,7 @@ def load_model(
     mesh: DeviceMesh | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    strategy: str | None = None,
 ) -> Any:
     """Read a model, on one process or cut over a mesh; every rank of the mesh calls this and reads its own part.
 
@@ -121,6 +188,8 @@ def load_model(
         mesh: Ranks that are to share the model; their number must divide its blocks.
         device: Device of the parameters, by default the mesh's or torch's default device.
         dtype: Dtype of the parameters, by default that of the file.
+        strategy: Another strategy of the same function and weights, such as ``megatron`` for a model saved as
+            ``dense``; by default the one that it was saved with.
 
     Returns:
         The model; ``into`` if it was given.
@@ -132,11 +201,10 @@ def load_model(
     found = read_description(path / CONFIG, "model", FORMAT, (1, VERSION))
     files = _files_of(found, path)
     if into is None:
-        name, settings = _family_settings(found, path / CONFIG)
-        make = _maker(name, settings, path / CONFIG)
+        make = _maker(found, path / CONFIG, strategy)
         described = _tensors_of(make(device="meta"))
-    elif (mesh, device, dtype) != (None, None, None):
-        raise ValueError("mesh, device and dtype are those of the module given as into: leave them out")
+    elif (mesh, device, dtype, strategy) != (None, None, None, None):
+        raise ValueError("mesh, device, dtype and strategy are those of the module given as into: leave them out")
     else:
         described = _tensors_of(into)
     stored = read_metadata(path, files)
@@ -180,6 +248,12 @@ def family_of(path: str | os.PathLike[str]) -> str:
     return _family_settings(read_description(about, "model", FORMAT, (1, VERSION)), about)[0]
 
 
+def read_config(path: str | os.PathLike[str]) -> Any:
+    """Config of the model in the folder ``path``. Its tensors are not looked at."""
+    about = Path(path) / CONFIG
+    return _config(*_family_settings(read_description(about, "model", FORMAT, (1, VERSION)), about), about)
+
+
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
     tensors = model.state_dict()
     for name, value in tensors.items():
@@ -188,9 +262,8 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in tensors.items()}
 
 
-def _describe(model: nn.Module, files: dict[str, FileDigest]) -> dict[str, Any]:
+def _describe(config: Any, files: dict[str, FileDigest]) -> dict[str, Any]:
     about: dict[str, Any] = {"format": FORMAT, "version": VERSION}
-    config: Any = getattr(model, "config", None)
     if getattr(config, "family", None) in family_names():
         about |= {"family": config.family, "config": asdict(config)}
     return about | {"files": files}
@@ -268,10 +341,20 @@ def _family_settings(found: dict[str, Any], path: Path) -> tuple[str, Any]:
     return name, found.get("config") if found["version"] > 1 else found[name]
 
 
-def _maker(name: str, settings: Any, path: Path) -> Callable[..., nn.Module]:
+def _maker(found: dict[str, Any], path: Path, strategy: str | None = None) -> Callable[..., nn.Module]:
     """What builds the model on a mesh, a device and in a dtype."""
-    family = get_family(name)
-    made_of, model = family.model_config(), family.model()
+    name, settings = _family_settings(found, path)
+    config, model = _config(name, settings, path), get_family(name).model()
+    if strategy is not None and strategy != config.strategy:
+        if not get_strategy(strategy).same_model or not get_strategy(config.strategy).same_model:
+            raise ValueError(f"{path}: a model of the strategy {config.strategy} is no model of {strategy}")
+        config = replace(config, strategy=strategy)
+    return lambda **kwargs: model(config, **kwargs)
+
+
+def _config(name: str, settings: Any, path: Path) -> Any:
+    """The config of a model of the family ``name``, from its settings in the file ``path``."""
+    made_of = get_family(name).model_config()
     known = {field.name for field in fields(made_of)}
     if not isinstance(settings, dict):
         raise ValueError(f"{path}: expected an object with {', '.join(sorted(known))}, got {settings!r}")
@@ -280,10 +363,9 @@ def _maker(name: str, settings: Any, path: Path) -> Callable[..., nn.Module]:
     if unknown := settings.keys() - known:
         raise ValueError(f"{path}: unknown settings {', '.join(sorted(unknown))}; known are {', '.join(sorted(known))}")
     try:
-        config = made_of(**settings)
+        return made_of(**settings)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
-    return lambda **kwargs: model(config, **kwargs)
 
 
 def _check_target(path: Path, overwrite: bool, group: Group) -> None:

@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from phantom_parallel.checkpoint.model import family_of
+from phantom_parallel.cli.chat import chat_prompt
 from phantom_parallel.cli.infer import about_energy
-from phantom_parallel.cli.options import JsonOption, NetworkOptions, ProfileOption, RanksOption
+from phantom_parallel.cli.options import Flag, JsonOption, NetworkOptions, ProfileOption, RanksOption
 from phantom_parallel.distributed.external import is_rank_zero
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.infer.generation import Against, GenerateConfig, GenerateReport, PhaseCost, print_text
@@ -53,10 +54,14 @@ class Options(RanksOption, NetworkOptions, ProfileOption, JsonOption):
     turns: int = 5
     """How often each of two models is timed, in turn; a single model is timed once, while it generates the text."""
 
+    chat: Flag = False
+    """The prompt is the user's message, which the model's chat template puts into its place."""
+
     def config(self) -> GenerateConfig:
+        prompts = tuple(chat_prompt(self.model, prompt) for prompt in self.prompt) if self.chat else self.prompt
         return GenerateConfig(
             model=self.model,
-            prompt=self.prompt,
+            prompt=prompts,
             prompt_file=self.prompt_file,
             tokens=self.tokens,
             sampling=Sampling(self.temperature, self.top_k, self.top_p, self.seed),
@@ -65,6 +70,7 @@ class Options(RanksOption, NetworkOptions, ProfileOption, JsonOption):
             against=self.against,
             turns=self.turns,
             profile=self.profile,
+            chat=self.chat,
         )
 
     def run(self) -> None:

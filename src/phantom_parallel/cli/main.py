@@ -21,6 +21,8 @@ COMMANDS: dict[str, str] = {
     "train": "train a model on local ranks or a cluster's, with checkpoints to resume from",
     "infer": "predictions of a trained model, and what a sample costs against tensor parallelism",
     "generate": "text from a trained transformer, and what a token costs for prefill and decode",
+    "import": "a pretrained Llama, Mistral or Qwen2 of Hugging Face as a model, to run on ranks or to convert",
+    "export": "a model as a folder that transformers loads",
     "plan": "compare strategies, ranks and ghosts for a model and a machine",
     "dryrun": "what one rank of many would compute, send and keep, from the real model code without data",
     "hardware": "hardware profiles, each figure with its source",
@@ -28,6 +30,8 @@ COMMANDS: dict[str, str] = {
     "calibrate": "measure this machine and write its hardware profiles",
     "validate": "predicted against measured step times on this machine",
 }
+
+_MODULES = {"import": "import_model", "export": "export_model"}  # where a command cannot be a module's name
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -77,7 +81,7 @@ def _parse(name: str, arguments: list[str]) -> Any:
     """The options of a command, filled from its arguments."""
     from phantom_parallel.cli.options import parse, split_family
 
-    module = importlib.import_module(f"phantom_parallel.cli.{name}")
+    module = importlib.import_module(f"phantom_parallel.cli.{_MODULES.get(name, name)}")
     family, rest = split_family(arguments)
     if hasattr(module, "options_for"):
         options, defaults = module.options_for(family, rest)

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from phantom_parallel.utils.strategies import StrategyName
@@ -35,6 +36,7 @@ class Family(ABC):
     baseline: ClassVar[StrategyName]  # the strategy that phantom is measured against
     inference_command: ClassVar[str] = "infer"  # the command that runs a trained model
     default_preset: ClassVar[str | None] = None  # of phantom compare
+    imports: ClassVar[tuple[str, ...]] = ()  # types of pretrained models that can become models of the family
     shown_settings: ClassVar[tuple[str, ...]] = ()  # fields of the training that identify a model in tables
 
     @abstractmethod
@@ -77,6 +79,32 @@ class Family(ABC):
             ValueError: If models of the family do not generate text.
         """
         raise ValueError(f"a model of the family {self.name} generates no text: use phantom {self.inference_command}")
+
+    def import_model(self, source: Path, out: Path, **options: Any) -> Any:
+        """Write a pretrained model as a model of the family, as ``phantom import`` does.
+
+        Args:
+            source: Folder of a pretrained model of a type in ``imports``, or a GGUF file.
+            out: The new folder.
+            options: ``dtype``, ``context`` and ``overwrite``.
+
+        Returns:
+            The config of the model.
+        """
+        raise ValueError(f"a pretrained model cannot become one of the family {self.name}")
+
+    def export_model(self, model: Path, out: Path, **options: Any) -> str:
+        """Write a model of the family for other libraries, as ``phantom export`` does.
+
+        Args:
+            model: Folder of the model.
+            out: The new folder.
+            options: ``dtype`` and ``overwrite``.
+
+        Returns:
+            Name of the architecture that was written.
+        """
+        raise ValueError(f"a model of the family {self.name} has no form in other libraries")
 
     @abstractmethod
     def sizes(self) -> "type[ModelSizes]":

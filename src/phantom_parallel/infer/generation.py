@@ -91,6 +91,7 @@ class GenerateConfig:
         against: The baseline to measure as well.
         turns: How often each of two models generates; a single model generates once.
         profile: As for `InferConfig`.
+        chat: Whether the prompts were made by a chat template, with its special tokens.
     """
 
     model: Path
@@ -103,6 +104,7 @@ class GenerateConfig:
     against: Against = "none"
     turns: int = 5
     profile: str | None = None
+    chat: bool = False
 
     @property
     def prompts(self) -> tuple[str, ...]:

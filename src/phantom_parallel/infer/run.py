@@ -159,9 +159,9 @@ def power_profile(name: str | None, ranks: int) -> PowerProfile | None:
     return load_power_profile(name, ranks)
 
 
-def check_model(path: Path) -> Any:
-    """Check all files of a model, and return it on the meta device."""
-    return load_model(check_folder(path), device="meta")
+def check_model(path: Path, strategy: str | None = None) -> Any:
+    """Check all files of a model, and return it on the meta device, by another strategy if one is given."""
+    return load_model(check_folder(path), device="meta", strategy=strategy)
 
 
 def check_folder(path: Path) -> Path:

@@ -41,6 +41,7 @@ from phantom_parallel.cost.terms import (
 )
 from phantom_parallel.families.gpt.config import GPTConfig, GPTStrategy
 from phantom_parallel.utils.layout import BlockLayout, RowLayout, positive
+from phantom_parallel.utils.strategies import StrategyName
 
 Mode = Literal["train", "prefill", "decode"]
 MODES: tuple[str, ...] = get_args(Mode)
@@ -132,9 +133,22 @@ class GPTShape(Shape):
     @classmethod
     def of(cls, config: GPTConfig, **run: Any) -> "GPTShape":
         """The shape of a model, for example ``GPTShape.of(model.config, sequence=256, batch=8, ranks=4)``."""
-        sizes = ("vocab", "dim", "layers", "heads", "kv_heads", "hidden", "tie_embeddings", "parallel_block", "qkv_bias")
+        sizes = (
+            "vocab",
+            "dim",
+            "layers",
+            "heads",
+            "kv_heads",
+            "hidden",
+            "tie_embeddings",
+            "parallel_block",
+            "qkv_bias",
+        )
         names = ("strategy", "blocks", "ghosts", "layer_ghosts", *sizes)
         return cls(**{name: getattr(config, name) for name in names}, **run)
+
+    def with_strategy(self, strategy: StrategyName) -> Self:
+        return replace(self, strategy=strategy, blocks=None, ghosts=None, layer_ghosts=None)  # type: ignore[arg-type]
 
     def passes(self) -> dict[str, Self]:
         """A training step, a prefill of as long a prompt, and a token decoded after it."""

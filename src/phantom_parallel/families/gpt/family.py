@@ -1,6 +1,7 @@
 """The family ``gpt``, as the registry has it."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from phantom_parallel.families.base import Family
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from phantom_parallel.cost.terms import Shape
     from phantom_parallel.distributed.context import ParallelContext
     from phantom_parallel.energy import PowerProfile
+    from phantom_parallel.families.gpt.config import GPTConfig
     from phantom_parallel.families.gpt.cost import GPTShape
     from phantom_parallel.families.gpt.train_config import GPTTrainConfig
     from phantom_parallel.infer.generation import GenerateConfig, GenerateReport
@@ -29,6 +31,7 @@ class GPTFamily(Family):
     baseline: ClassVar[StrategyName] = "megatron"
     inference_command: ClassVar[str] = "generate"
     default_preset: ClassVar[str | None] = "gpt"
+    imports: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2")
     shown_settings: ClassVar[tuple[str, ...]] = ("dim", "layers", "heads", "context")
 
     def model_config(self) -> type[Any]:
@@ -60,6 +63,16 @@ class GPTFamily(Family):
         from phantom_parallel.families.gpt.generation_run import run
 
         return run(config, write=write, show=show)
+
+    def import_model(self, source: Path, out: Path, **options: Any) -> "GPTConfig":
+        from phantom_parallel.families.gpt.pretrained import import_model
+
+        return import_model(source, out, **options)
+
+    def export_model(self, model: Path, out: Path, **options: Any) -> str:
+        from phantom_parallel.families.gpt.pretrained import export_model
+
+        return export_model(model, out, **options)
 
     def sizes(self) -> "type[ModelSizes]":
         from phantom_parallel.families.gpt.sizes import GPTSizes

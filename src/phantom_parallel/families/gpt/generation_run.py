@@ -7,12 +7,13 @@ import signal
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from math import prod
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from phantom_parallel.checkpoint.model import load_model
+from phantom_parallel.checkpoint.model import load_model, read_config
 from phantom_parallel.distributed.errors import Interrupted
 from phantom_parallel.distributed.external import launched_externally
 from phantom_parallel.distributed.launch import launch
@@ -25,7 +26,7 @@ from phantom_parallel.families.gpt.generation_cost import measure_generation
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.families.gpt.prompts import Streamer, encode_prompt, find_tokenizer, read_prompts
 from phantom_parallel.infer.generation import GenerateConfig, GenerateReport, print_text
-from phantom_parallel.infer.run import check_model, power_profile
+from phantom_parallel.infer.run import check_folder, check_model, power_profile
 from phantom_parallel.utils import resources
 from phantom_parallel.utils.progress import ProgressDisplay
 
@@ -62,14 +63,14 @@ def run(config: GenerateConfig, *, write: bool = False, show: bool = False) -> G
 def prepare(config: GenerateConfig) -> _Request:
     """Check the options and files, in one process."""
     texts = read_prompts(config.prompts, config.prompt_file)
-    model = check_model(config.model)
+    model = check_model(config.model, strategy_on(config.model, config.ranks))
     assert isinstance(model, GPT)  # the command looks the family up by the model
     model.config.check_ranks(config.ranks)
     if config.against == "megatron":
         baseline_config(model.config).check_ranks(config.ranks)
     config.sampling.check_vocabulary(model.config.vocab)
     tokenizer = find_tokenizer(config.model)
-    prompts = [encode_prompt(text, tokenizer, model.config)[0].tolist() for text in texts]
+    prompts = [encode_prompt(text, tokenizer, model.config, template=config.chat)[0].tolist() for text in texts]
     longest = max(map(len, prompts))
     tokens = max(1, min(TOKENS, model.config.context - longest)) if config.tokens is None else config.tokens
     check_room(model.config, longest, tokens)
@@ -79,9 +80,17 @@ def prepare(config: GenerateConfig) -> _Request:
     return _Request(texts, prompts, tokens, power)
 
 
+def strategy_on(model: Path, ranks: int) -> str | None:
+    """The strategy by which ``ranks`` ranks run the model of a folder; None for its own. A dense model runs on several
+    ranks as megatron, whose weights and function are the same.
+    """
+    strategy = read_config(check_folder(model)).strategy
+    return "megatron" if ranks > 1 and strategy == "dense" else None
+
+
 def baseline_config(config: GPTConfig) -> GPTConfig:
     """Return the config of the tensor-parallel model of the same sizes."""
-    return replace(config, strategy="megatron", blocks=None, ghosts=None)
+    return replace(config, strategy="megatron", blocks=None, ghosts=None, layer_ghosts=None)
 
 
 def _check_memory(model: GPT, length: int, config: GenerateConfig) -> None:
@@ -110,7 +119,7 @@ def _work(
     assert request is not None
     mesh = None if config.ranks == 1 else init_device_mesh(device.type, (config.ranks,), mesh_dim_names=("tp",))
     check_agreement("what to run", {name: str(value) for name, value in asdict(config).items()}, mesh)
-    model = load_model(config.model, mesh=mesh, device=device)
+    model = load_model(config.model, mesh=mesh, device=device, strategy=strategy_on(config.model, config.ranks))
     assert isinstance(model, GPT)
     models = {model.config.strategy: model} | _baseline(model, config, mesh, device)
     rank_zero = mesh is None or mesh.get_local_rank() == 0

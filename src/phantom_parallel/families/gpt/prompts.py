@@ -49,13 +49,14 @@ def read_prompt(text: str | None, path: Path | None) -> bytes:
     return prompt
 
 
-def encode_prompt(text: bytes, tokenizer: Tokenizer, config: GPTConfig) -> Tensor:
-    """Return the (1, length) tokens of a prompt.
+def encode_prompt(text: bytes, tokenizer: Tokenizer, config: GPTConfig, *, template: bool = False) -> Tensor:
+    """Return the (1, length) tokens of a prompt, after the tokens that the tokenizer puts before a text; a text that a
+    chat ``template`` made has those already.
 
     Raises:
         ValueError: If a token is not in the model's vocabulary.
     """
-    tokens = torch.tensor([[int(token) for token in tokenizer.encode(text)]])
+    tokens = torch.tensor([[int(token) for token in tokenizer.encode(text, special_tokens=not template)]])
     if (largest := int(tokens.max())) >= config.vocab:
         raise ValueError(
             f"the prompt has a token {largest}, but the model's vocabulary is {config.vocab}: the {FILE} beside the "

@@ -17,7 +17,8 @@ _PIECE = 1 << 16  # bytes of text that are encoded at once, up to the end of a l
 class Tokenizer(Protocol):
     """Encodes text to tokens and decodes tokens to text."""
 
-    def encode(self, text: bytes) -> NDArray[Any]: ...
+    def encode(self, text: bytes, *, special_tokens: bool = False) -> NDArray[Any]:
+        """Tokens of a text. ``special_tokens``: with those that the tokenizer puts around a whole text, if any."""
 
     def decode(self, tokens: Iterable[int]) -> str: ...
 
@@ -28,7 +29,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Every token is a byte."""
 
-    def encode(self, text: bytes) -> NDArray[Any]:
+    def encode(self, text: bytes, *, special_tokens: bool = False) -> NDArray[Any]:
         return np.frombuffer(text, dtype=np.uint8)
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -72,9 +73,12 @@ class BPETokenizer:
         """Size of the vocabulary."""
         return int(self._tokenizer.get_vocab_size())
 
-    def encode(self, text: bytes) -> NDArray[Any]:
-        parts = [np.asarray(part.ids, dtype=np.uint16) for part in self._tokenizer.encode_batch(_pieces(text))]
-        return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint16)
+    def encode(self, text: bytes, *, special_tokens: bool = False) -> NDArray[Any]:
+        dtype = np.uint16 if self.vocab <= 1 << 16 else np.uint32
+        pieces = [text.decode(errors="replace")] if special_tokens else _pieces(text)
+        encoded = self._tokenizer.encode_batch(pieces, add_special_tokens=special_tokens)
+        parts = [np.asarray(part.ids, dtype=dtype) for part in encoded]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=dtype)
 
     def decode(self, tokens: Iterable[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))

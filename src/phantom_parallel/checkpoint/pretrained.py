@@ -1,0 +1,169 @@
+"""Pretrained models on disk, as Hugging Face's libraries write them: folders of safetensors files, or GGUF files.
+
+Nothing is unpickled and no code of a model runs. Tensors of safetensors files are read one at a time; a GGUF file is
+decoded by ``transformers``, which holds the whole model.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from phantom_parallel.checkpoint.model import CONFIG, INDEX, WEIGHTS
+from phantom_parallel.utils.files import write_text
+
+TOKENIZER = "tokenizer.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+# Files beside the weights that a model keeps: they are copied in and out without changes.
+KEPT_FILES = (TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", "generation_config.json", CHAT_TEMPLATE)
+
+
+class PretrainedModel:
+    """A pretrained model on disk.
+
+    Args:
+        path: A folder with ``config.json`` and safetensors files, a folder with one GGUF file, or a GGUF file.
+
+    Attributes:
+        path: The folder or file.
+        config: The model's settings, as ``config.json`` has them.
+        shapes: Shape of each tensor by name.
+
+    Raises:
+        ValueError: If it is not such a model, or a file is damaged or missing.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._tokenizer: Any = None
+        gguf = _gguf_file(self.path)
+        if gguf is None:
+            self.config = read_json(self.path / CONFIG)
+            self._load: Callable[[str], Tensor] = self._open_safetensors()
+        else:
+            self._load = self._decode_gguf(gguf)
+
+    def load(self, name: str) -> Tensor:
+        """The whole tensor of that name, in the dtype of the file."""
+        return self._load(name)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether there is a tokenizer in a supported format."""
+        return self._tokenizer is not None or (self.path / TOKENIZER).is_file()
+
+    def copy_files(self, folder: Path) -> None:
+        """Write the tokenizer, its settings and the chat template to an existing folder."""
+        if self._tokenizer is not None:
+            write_text(folder / TOKENIZER, self._tokenizer.backend_tokenizer.to_str(pretty=True))
+            settings = {f"{name}_token": getattr(self._tokenizer, f"{name}_token", None) for name in ("bos", "eos")}
+            write_text(folder / TOKENIZER_CONFIG, json.dumps(settings, indent=2) + "\n")
+            if self._tokenizer.chat_template:
+                write_text(folder / CHAT_TEMPLATE, self._tokenizer.chat_template)
+            return
+        copy_kept_files(self.path, folder)
+
+    def _open_safetensors(self) -> Callable[[str], Tensor]:
+        files = _safetensors_files(self.path)
+        where: dict[str, Path] = {}
+        for file in files:
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    for name in opened.keys():  # noqa: SIM118 (it is no dictionary)
+                        where[name] = file
+                        self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{file} is not a readable safetensors file: {error}") from None
+
+        def load(name: str) -> Tensor:
+            with safe_open(where[name], framework="pt") as opened:
+                found: Tensor = opened.get_tensor(name)
+            return found
+
+        return load
+
+    def _decode_gguf(self, file: Path) -> Callable[[str], Tensor]:
+        try:
+            import gguf  # noqa: F401  (transformers needs it, and says so less clearly)
+            import transformers
+        except ImportError:
+            raise ValueError(
+                f"{file} is read by transformers and gguf, which are not installed: "
+                "pip install 'phantom-parallel[pretrained]'"
+            ) from None
+        where: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
+        with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere), redirect_stdout(nowhere):  # progress bars
+            try:
+                model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **where)
+                self._tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, **where)
+            except Exception as error:  # of any class: a damaged file fails anywhere in the libraries
+                raise ValueError(f"{file} is not a GGUF file that transformers can read: {error}") from None
+        self.config = model.config.to_dict()
+        self.config.pop("quantization_config", None)  # of the file; the tensors are decoded
+        tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        return lambda name: tensors[name]
+
+
+def copy_kept_files(source: Path, folder: Path) -> None:
+    """Copy the tokenizer and the files around it from one model's folder to another's. A chat template inside the
+    tokenizer's settings is also written as a file of its own.
+    """
+    for name in KEPT_FILES:
+        if (source / name).is_file():
+            write_text(folder / name, (source / name).read_text())
+    if not (folder / CHAT_TEMPLATE).exists() and (source / TOKENIZER_CONFIG).is_file():
+        template = read_json(source / TOKENIZER_CONFIG).get("chat_template")
+        if isinstance(template, str):
+            write_text(folder / CHAT_TEMPLATE, template)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object of a file; ValueError if there is none."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not readable: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold an object, got {type(found).__name__}")
+    return found
+
+
+def _gguf_file(path: Path) -> Path | None:
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ValueError(f"{path} is a file: give a folder of a pretrained model, or a file NAME.gguf")
+        return path
+    if not path.is_dir():
+        raise ValueError(f"there is no folder {path}")
+    if (path / CONFIG).is_file():
+        return None
+    found = sorted(path.glob("*.gguf"))
+    if len(found) != 1:
+        raise ValueError(f"{path} is no pretrained model: there is neither {CONFIG} nor one GGUF file ({len(found)})")
+    return found[0]
+
+
+def _safetensors_files(folder: Path) -> list[Path]:
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if not (folder / INDEX).is_file():
+        pickled = next(folder.glob("*.bin"), None)
+        hint = f"; {pickled.name} is a pickle, which could run code" if pickled is not None else ""
+        raise ValueError(f"{folder} has neither {WEIGHTS} nor {INDEX}{hint}")
+    names = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(n, str) and Path(n).name == n for n in names.values()):
+        raise ValueError(f'{folder / INDEX}: "weight_map" must give the file of each tensor')
+    files = [folder / name for name in sorted(set(names.values()))]
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{file} is missing, which {INDEX} names")
+    return files

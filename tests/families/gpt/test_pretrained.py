@@ -1,0 +1,154 @@
+"""Pretrained models in and out: the same function as in transformers, and refusals by name."""
+
+import json
+
+import pytest
+import torch
+
+from phantom_parallel import GPT, GPTConfig, load_model, save_model
+from phantom_parallel.cli.main import main
+from phantom_parallel.families.gpt.generation import generate
+from phantom_parallel.families.gpt.pretrained import export_model, import_model
+from tests.families.gpt.pretrained_models import LLAMA3, TEMPLATE, greedy, make_pretrained
+
+transformers = pytest.importorskip("transformers")
+
+KINDS = {
+    "llama": {"kind": "llama"},
+    "llama-tied-llama3": {"kind": "llama", "tie_word_embeddings": True, "rope_parameters": LLAMA3},
+    "llama-linear": {
+        "kind": "llama",
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
+    },
+    "mistral": {"kind": "mistral", "rms_norm_eps": 1e-3, "sliding_window": None},
+    "qwen2": {"kind": "qwen2", "tie_word_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS)
+def test_logits_and_greedy_tokens_equal_those_of_transformers(tmp_path, settings):
+    shard = "40KB" if settings["kind"] == "llama" else "5GB"  # several files with an index
+    reference = make_pretrained(tmp_path / "hf", shard=shard, **settings)
+    import_model(tmp_path / "hf", tmp_path / "model")
+    model = load_model(tmp_path / "model")
+    tokens = torch.randint(300, (3, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = reference(tokens).logits
+    assert expected.std() > 0.3  # large enough to tell functions apart
+    torch.testing.assert_close(model.logits(tokens), expected, atol=1e-4, rtol=0)
+    for row in tokens[:, :5].split(1):
+        assert generate(model, row, tokens=12).tokens[0].tolist() == greedy(reference, row, 12)
+
+
+@pytest.mark.parametrize("kind", ["llama-tied-llama3", "qwen2"])
+def test_a_dense_model_survives_export(tmp_path, kind):
+    reference = make_pretrained(tmp_path / "hf", **KINDS[kind])
+    import_model(tmp_path / "hf", tmp_path / "model")
+    export_model(tmp_path / "model", tmp_path / "out")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    ours, theirs = again.state_dict(), reference.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], atol=0, rtol=0)
+    tokens = torch.arange(30)[None]
+    torch.testing.assert_close(again(tokens).logits, reference(tokens).logits)
+    for file in ("tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "out" / file).read_text() == (tmp_path / "hf" / file).read_text()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_phantom_model_is_exported_as_the_dense_one_that_it_equals(tmp_path, bias):
+    config = GPTConfig(
+        vocab=96, dim=48, layers=2, heads=6, kv_heads=3, hidden=96, context=32, blocks=3, ghosts=2, qkv_bias=bias,
+        layer_ghosts=((1, 2, 3, 4), (2, 5, 1, 7)),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = GPT(config, dtype=torch.float64)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("norm", "bias")):
+            torch.nn.init.normal_(parameter, 1.0, 0.3)
+    save_model(model, tmp_path / "model")
+    export_model(tmp_path / "model", tmp_path / "out")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
+    tokens = torch.arange(20)[None]
+    # transformers computes rotations in float32, whatever the model's dtype.
+    torch.testing.assert_close(loaded(tokens).logits, model.logits(tokens), atol=1e-5, rtol=1e-5)
+
+
+def tokens_on_ranks(path, prompt):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (3,))
+    model = load_model(path, mesh=mesh, strategy="megatron")
+    return model.logits(prompt).detach(), generate(model, prompt, tokens=10).tokens[0].tolist()
+
+
+def test_a_dense_model_runs_on_ranks_as_megatron(tmp_path, ranks):
+    reference = make_pretrained(tmp_path / "hf", "qwen2")
+    import_model(tmp_path / "hf", tmp_path / "model")
+    prompt = torch.arange(7)[None]
+    for logits, tokens in ranks(3)(tokens_on_ranks, tmp_path / "model", prompt):
+        torch.testing.assert_close(logits, reference(prompt).logits, atol=1e-4, rtol=0)
+        assert tokens == greedy(reference, prompt, 10)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2'"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"head_dim": 12}, "head_dim = 12"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"num_hidden_layers": 3}, "no tensor model.layers.2"),
+        ({"num_hidden_layers": 1}, "model.layers.1"),
+        ({"intermediate_size": 48}, "has shape"),
+        ({"num_key_value_heads": "x"}, "kv_heads"),
+        ({"vocab_size": None}, "vocab"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name_before_work(tmp_path, capsys, change, named):
+    make_pretrained(tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    capsys.readouterr()  # what transformers wrote
+    assert main(["import", "--from", str(tmp_path / "hf"), "--out", str(tmp_path / "model")]) == 2
+    message = capsys.readouterr().err
+    assert named in message
+    assert message.count("\n") == 1
+    assert not (tmp_path / "model").exists()
+
+
+def test_pickles_and_missing_files_are_refused(tmp_path, capsys):
+    make_pretrained(tmp_path / "hf")
+    command = ["import", "--from", str(tmp_path / "hf"), "--out", str(tmp_path / "model")]
+    (tmp_path / "hf" / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    assert main(command) == 2
+    assert "tokenizer.json" in capsys.readouterr().err
+    (tmp_path / "hf" / "model.safetensors").rename(tmp_path / "hf" / "pytorch_model.bin")
+    assert main(command) == 2
+    assert "pickle" in capsys.readouterr().err
+    (tmp_path / "hf" / "model.safetensors").write_bytes(b"nonsense")
+    assert main(command) == 2
+    assert "safetensors" in capsys.readouterr().err
+    assert main([*command[:2], str(tmp_path / "none"), *command[3:]]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+
+
+def test_commands_from_a_folder_to_text_and_back(tmp_path, capsys):
+    reference = make_pretrained(tmp_path / "hf")
+    model, out = str(tmp_path / "model"), str(tmp_path / "out")
+    assert main(["import", "--from", str(tmp_path / "hf"), "--out", model, "--context", "48"]) == 0
+    assert load_model(model).config.context == 48
+    capsys.readouterr()
+    assert main(["generate", "--model", model, "--prompt", "ghost", "--chat", "--tokens", "6", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "hf" / "tokenizer.json"))
+    tokenizer.chat_template = TEMPLATE
+    asked = tokenizer.apply_chat_template([{"role": "user", "content": "ghost"}], add_generation_prompt=True)
+    prompt = torch.tensor([asked["input_ids"]])
+    assert found["tokens"] == [greedy(reference, prompt, 6)]
+    assert main(["export", "--model", model, "--out", out]) == 0
+    assert transformers.AutoModelForCausalLM.from_pretrained(out).config.model_type == "llama"
