@@ -1,6 +1,6 @@
 """Hundreds of ranks with real numbers in one process."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -9,6 +9,7 @@ from torch.distributed._local_tensor import LocalIntNode, LocalTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from phantom_parallel.ops import RankGroup
+from phantom_parallel.ops.levels import Group, TwoLevelGroup
 
 
 @contextmanager
@@ -24,3 +25,18 @@ def simulated_ranks(size: int) -> Iterator[tuple[LocalTensorMode, RankGroup]]:
             yield mode, RankGroup(rank, size, dist.group.WORLD.group_name, native=True)
     finally:
         dist.destroy_process_group()
+
+
+def simulated_levels(ranks: RankGroup, blocks: int) -> Group:
+    """The same ranks with two levels, where they are more than the blocks."""
+    inside = ranks.size // blocks
+    if inside <= 1:
+        return ranks
+
+    def level(members: range, index: Callable[[int], int]) -> RankGroup:
+        """A level's group, as rank 0 has it; LocalTensor mode finds those of the other ranks by their distances."""
+        rank = torch.SymInt(LocalIntNode({rank: index(rank) for rank in range(ranks.size)}))
+        return RankGroup(rank, len(members), dist.new_group(list(members)).group_name, native=True)
+
+    across = level(range(0, ranks.size, inside), lambda rank: rank // inside)
+    return TwoLevelGroup(ranks, across, level(range(inside), lambda rank: rank % inside))

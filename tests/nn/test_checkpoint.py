@@ -9,13 +9,11 @@ from torch.distributed.tensor import DTensor
 
 from phantom_parallel import FFN, FFNConfig, parameter_groups
 
-CONFIG = FFNConfig(width=32, depth=2, blocks=8, ghosts=2)
 
-
-def build(seed: int):
+def build(seed: int, blocks: int):
     torch.manual_seed(seed)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    model = FFN(CONFIG, mesh=mesh, dtype=torch.float64)
+    model = FFN(FFNConfig(width=32, depth=2, blocks=blocks, ghosts=4), mesh=mesh, dtype=torch.float64)
     return model, torch.optim.AdamW(parameter_groups(model, 0.01, local=0.5)), mesh
 
 
@@ -33,9 +31,9 @@ def whole(model) -> dict[str, torch.Tensor]:
     }
 
 
-def save(path: str) -> dict[str, torch.Tensor]:
+def save(path: str, blocks: int) -> dict[str, torch.Tensor]:
     """Two steps, a checkpoint, and one step more, whose outcome is what whoever reads it must reach."""
-    model, optimizer, mesh = build(seed=0)
+    model, optimizer, mesh = build(0, blocks)
     step(model, optimizer, mesh)
     step(model, optimizer, mesh)
     state, optim_state = get_state_dict(model, optimizer)
@@ -44,8 +42,8 @@ def save(path: str) -> dict[str, torch.Tensor]:
     return whole(model)
 
 
-def load(path: str) -> dict[str, torch.Tensor]:
-    model, optimizer, mesh = build(seed=9)
+def load(path: str, blocks: int) -> dict[str, torch.Tensor]:
+    model, optimizer, mesh = build(9, blocks)
     state, optim_state = get_state_dict(model, optimizer)
     everything = {"model": state, "optimizer": optim_state}
     dcp.load(everything, checkpoint_id=path)
@@ -54,9 +52,12 @@ def load(path: str) -> dict[str, torch.Tensor]:
     return whole(model)
 
 
-@pytest.mark.parametrize(("saved_on", "loaded_on"), [(1, 4), (2, 8), (4, 1), (4, 2), (8, 4), (2, 2)])
-def test_training_goes_on_from_a_checkpoint_on_another_number_of_ranks(ranks, tmp_path, saved_on, loaded_on):
-    expected = ranks(saved_on)(save, str(tmp_path))[0]
-    for found in ranks(loaded_on)(load, str(tmp_path)):
+@pytest.mark.parametrize(
+    ("blocks", "saved_on", "loaded_on"),
+    [(8, 1, 4), (8, 2, 8), (8, 4, 1), (8, 4, 2), (8, 8, 4), (8, 2, 2), (2, 8, 1), (2, 1, 8), (4, 4, 8), (2, 4, 2)],
+)
+def test_training_goes_on_from_a_checkpoint_on_another_number_of_ranks(ranks, tmp_path, blocks, saved_on, loaded_on):
+    expected = ranks(saved_on)(save, str(tmp_path), blocks)[0]
+    for found in ranks(loaded_on)(load, str(tmp_path), blocks):
         for name, tensor in expected.items():
             torch.testing.assert_close(found[name], tensor, rtol=1e-11, atol=1e-11)

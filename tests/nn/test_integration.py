@@ -23,6 +23,9 @@ from phantom_parallel import (
 from tests.reference import relative_error
 
 CONFIG = FFNConfig(width=32, depth=3, blocks=4, ghosts=2, activation="gelu")
+SHARED = FFNConfig(width=32, depth=3, blocks=2, ghosts=2, activation="gelu")  # on 4 ranks, 2 share each block
+TENSOR = FFNConfig(width=32, depth=3, strategy="tensor", activation="gelu")
+one_and_two_levels = pytest.mark.parametrize("config", [CONFIG, SHARED], ids=["one_level", "two_levels"])
 ROWS = 8
 
 
@@ -65,9 +68,8 @@ def loss_on(model, mesh, x, y) -> torch.Tensor:
     return (model(features(x, mesh)) - features(y, mesh)).square().sum() / y.numel()
 
 
-def compiled(backend: str, strategy: str) -> float:
+def compiled(backend: str, config: FFNConfig) -> float:
     mesh = one_mesh()
-    config = CONFIG if strategy == "phantom" else FFNConfig(width=32, depth=3, strategy="tensor", activation="gelu")
     torch._dynamo.reset()
     model = model_on(mesh, config)
     step = torch.compile(model, fullgraph=True, backend=backend)
@@ -89,9 +91,18 @@ def compiled(backend: str, strategy: str) -> float:
 BACKEND = "inductor" if shutil.which("g++") or shutil.which("clang++") else "aot_eager"
 
 
-@pytest.mark.parametrize("strategy", ["phantom", "tensor"])
-def test_compile_of_the_full_graph(ranks, strategy):
-    assert max(ranks(2)(compiled, BACKEND, strategy)) < 1e-11
+@pytest.mark.parametrize(
+    ("size", "backend", "config"),
+    [
+        (2, BACKEND, CONFIG),
+        (2, BACKEND, TENSOR),
+        (4, "aot_eager", SHARED),
+        pytest.param(4, BACKEND, SHARED, marks=pytest.mark.slow),
+    ],
+    ids=["one_level", "tensor", "two_levels", "two_levels_compiled"],
+)
+def test_compile_of_the_full_graph(ranks, size, backend, config):
+    assert max(ranks(size)(compiled, backend, config)) < 1e-11
 
 
 def compiled_with_features() -> float:
@@ -111,9 +122,9 @@ def test_compile_through_shard_and_gather(ranks):
     assert max(ranks(2)(compiled_with_features)) < 1e-6
 
 
-def checkpointed() -> float:
+def checkpointed(config: FFNConfig) -> float:
     mesh = one_mesh()
-    model = model_on(mesh)
+    model = model_on(mesh, config)
     x, y = data()
     h = features(x, mesh).requires_grad_()
     for index, layer in enumerate(model.layers):
@@ -121,17 +132,19 @@ def checkpointed() -> float:
             lambda t, layer=layer, index=index: layer(model.activate(t) if index else t), h, use_reentrant=False
         )
     ((h - features(y, mesh)).square().sum() / y.numel()).backward()
-    return worst(model, expected_gradients())
+    return worst(model, expected_gradients(config))
 
 
-def test_activation_checkpointing(ranks):
-    assert max(ranks(4)(checkpointed)) < 1e-12
+@one_and_two_levels
+def test_activation_checkpointing(ranks, config):
+    assert max(ranks(4)(checkpointed, config)) < 1e-12
 
 
-def fully_sharded(accumulate: bool) -> float:
+def fully_sharded(accumulate: bool, dims: tuple[str, ...], config: FFNConfig) -> float:
     """Data x tensor: FSDP2 averages over dp what each dp rank computes on its rows."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = model_on(mesh["tp"])
+    mesh = init_device_mesh("cpu", (2,) * (1 + len(dims)), mesh_dim_names=("dp", *dims))
+    model = model_on(mesh[dims], config)
+    tp = model.mesh
     for layer in model.layers:
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
@@ -139,17 +152,25 @@ def fully_sharded(accumulate: bool) -> float:
     x, y = (t.chunk(2)[mesh["dp"].get_local_rank()] for t in data())
     if accumulate:
         model.set_requires_gradient_sync(False)
-        loss_on(model, mesh["tp"], x[:2], y[:2]).mul(0.5).backward()
+        loss_on(model, tp, x[:2], y[:2]).mul(0.5).backward()
         model.set_requires_gradient_sync(True)
-        loss_on(model, mesh["tp"], x[2:], y[2:]).mul(0.5).backward()
+        loss_on(model, tp, x[2:], y[2:]).mul(0.5).backward()
     else:
-        loss_on(model, mesh["tp"], x, y).backward()
-    return worst(model, expected_gradients())
+        loss_on(model, tp, x, y).backward()
+    return worst(model, expected_gradients(config))
 
 
-@pytest.mark.parametrize("accumulate", [False, True], ids=["plain", "accumulated"])
-def test_fsdp2_over_a_data_by_tensor_mesh(ranks, accumulate):
-    assert max(ranks(4)(fully_sharded, accumulate)) < 1e-12
+@pytest.mark.parametrize(
+    ("size", "accumulate", "dims", "config"),
+    [
+        (4, False, ("tp",), CONFIG),
+        (4, True, ("tp",), CONFIG),
+        (8, False, ("blocks", "inside"), SHARED),
+    ],
+    ids=["plain", "accumulated", "two_levels"],
+)
+def test_fsdp2_over_a_data_by_tensor_mesh(ranks, size, accumulate, dims, config):
+    assert max(ranks(size)(fully_sharded, accumulate, dims, config)) < 1e-12
 
 
 def fsdp_mixed_precision() -> tuple[str, str, float]:
@@ -202,12 +223,12 @@ def test_gradient_accumulation(ranks):
     assert max(ranks(4)(accumulated)) < 1e-12
 
 
-def clipped() -> tuple[float, float]:
+def clipped(config: FFNConfig) -> tuple[float, float]:
     mesh = one_mesh()
-    model = model_on(mesh)
+    model = model_on(mesh, config)
     loss_on(model, mesh, *data()).backward()
     norm = clip_grad_norm_(model.parameters(), 0.01)
-    gradients = expected_gradients()
+    gradients = expected_gradients(config)
     expected = clip_by_hand(gradients, 0.01)
     return abs(float(norm.full_tensor()) / expected - 1), worst(model, gradients)
 
@@ -220,17 +241,18 @@ def clip_by_hand(gradients: dict[str, torch.Tensor], limit: float) -> float:
     return norm
 
 
-def test_clip_grad_norm_is_that_of_the_whole_model(ranks):
-    for norm, error in ranks(4)(clipped):
+@one_and_two_levels
+def test_clip_grad_norm_is_that_of_the_whole_model(ranks, config):
+    for norm, error in ranks(4)(clipped, config):
         assert norm < 1e-12
         assert error < 1e-12
 
 
-def trained(optimizer: str, steps: int = 5) -> dict[str, torch.Tensor]:
+def trained(optimizer: str, config: FFNConfig, steps: int = 5) -> dict[str, torch.Tensor]:
     """Weights after some steps; on one process where there is no group of ranks."""
     ranks = torch.distributed.is_initialized()
     mesh = one_mesh() if ranks else None
-    model = model_on(mesh)
+    model = model_on(mesh, config)
     groups = parameter_groups(model, 0.01, compress=0.5)
     if optimizer == "sgd":
         optim = torch.optim.SGD(groups, momentum=0.9)
@@ -248,24 +270,25 @@ def trained(optimizer: str, steps: int = 5) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "fused"])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_training_takes_the_same_steps_on_any_number_of_ranks(ranks, size, optimizer):
-    expected = trained(optimizer)
-    before = dict(model_on().named_parameters())
+@pytest.mark.parametrize(("size", "config"), [(1, CONFIG), (2, CONFIG), (4, CONFIG), (4, SHARED)])
+def test_training_takes_the_same_steps_on_any_number_of_ranks(ranks, size, config, optimizer):
+    expected = trained(optimizer, config)
+    before = dict(model_on(config=config).named_parameters())
     assert all(relative_error(expected[name], before[name].detach() + 1e-300) > 1e-4 for name in expected)
-    for found in ranks(size)(trained, optimizer):
+    for found in ranks(size)(trained, optimizer, config):
         assert max(relative_error(found[name], expected[name]) for name in expected) < 1e-10
 
 
-def frozen() -> list[bool]:
+def frozen(blocks: int) -> list[bool]:
     """Only the decompressors are trained: the others get no gradient, and FSDP and optimizers still work."""
     mesh = one_mesh()
-    model = nn.Sequential(PhantomLinear(16, 16, blocks=4, ghosts=2, mesh=mesh), TensorLinear(16, 16, mesh=mesh))
+    model = nn.Sequential(PhantomLinear(16, 16, blocks=blocks, ghosts=2, mesh=mesh), TensorLinear(16, 16, mesh=mesh))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("decompress" in name)
     model(torch.randn(3, 16 // mesh.size())).sum().backward()
     return [parameter.grad is not None for parameter in model.parameters()]
 
 
-def test_frozen_parameters_get_no_gradient(ranks):
-    assert ranks(2)(frozen) == [[False, False, True, False, False, False]] * 2
+@pytest.mark.parametrize(("size", "blocks"), [(2, 4), (4, 2)], ids=["one_level", "two_levels"])
+def test_frozen_parameters_get_no_gradient(ranks, size, blocks):
+    assert ranks(size)(frozen, blocks) == [[False, False, True, False, False, False]] * size

@@ -151,11 +151,21 @@ def test_initial_variances_are_those_of_the_method():
     assert not layer.bias.any()
 
 
-def weights_on_mesh(kind: str) -> dict[str, torch.Tensor]:
+def mesh_of(blocks: int):
+    """All ranks; where they are more than the blocks, with the two dimensions that a layer would else make itself."""
+    size = torch.distributed.get_world_size()
+    if size <= blocks:
+        return init_device_mesh("cpu", (size,))
+    return init_device_mesh("cpu", (blocks, size // blocks), mesh_dim_names=("blocks", "inside"))
+
+
+def weights_on_mesh(kind: str, blocks: int) -> dict[str, torch.Tensor]:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     torch.manual_seed(3)
     layers = [
-        PhantomLinear(32, 16, blocks=8, ghosts=2, mesh=mesh) if kind == "phantom" else TensorLinear(32, 16, mesh=mesh)
+        PhantomLinear(32, 16, blocks=blocks, ghosts=4, mesh=mesh)
+        if kind == "phantom"
+        else TensorLinear(32, 16, mesh=mesh)
         for _ in range(2)
     ]
     assert all(isinstance(p, DTensor) and p.placements == (Shard(0),) for p in layers[0].parameters())
@@ -166,15 +176,17 @@ def weights_on_mesh(kind: str) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("kind", ["phantom", "tensor"])
-def test_the_same_seed_draws_the_same_weights_on_any_number_of_ranks(ranks, kind):
+@pytest.mark.parametrize(("kind", "blocks"), [("phantom", 8), ("phantom", 2), ("tensor", 0)])
+def test_the_same_seed_draws_the_same_weights_on_any_number_of_ranks(ranks, kind, blocks):
     torch.manual_seed(3)
-    alone = [PhantomLinear(32, 16, blocks=8, ghosts=2) if kind == "phantom" else TensorLinear(32, 16) for _ in range(2)]
+    alone = [
+        PhantomLinear(32, 16, blocks=blocks, ghosts=4) if kind == "phantom" else TensorLinear(32, 16) for _ in range(2)
+    ]
     expected = {
         f"{index} {name}": p.detach() for index, layer in enumerate(alone) for name, p in layer.named_parameters()
     }
     for size in (1, 2, 4, 8):
-        for found in ranks(size)(weights_on_mesh, kind):
+        for found in ranks(size)(weights_on_mesh, kind, blocks):
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -185,8 +197,8 @@ def test_blocks_of_one_layer_are_drawn_differently():
 
 
 def run_layer(reference: Phantom) -> dict[str, torch.Tensor]:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    rank, size = mesh.get_local_rank(), mesh.size()
+    mesh = mesh_of(reference.blocks)
+    rank, size = torch.distributed.get_rank(), mesh.size()
     m_out, m_in = reference.L[0].shape
     p = reference.blocks
     layer = PhantomLinear(p * m_in, p * m_out, blocks=p, ghosts=reference.C[0].shape[0], mesh=mesh, dtype=torch.float64)
@@ -208,9 +220,10 @@ def run_layer(reference: Phantom) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_a_model_with_8_blocks_is_the_same_on_any_number_of_ranks(ranks, size):
-    reference = Phantom.random(8, 3, 4, 2, rows=(2, 3))
+@pytest.mark.parametrize(("size", "blocks"), [(1, 8), (2, 8), (4, 8), (8, 8), (8, 2), (8, 4)])
+def test_a_layer_is_the_same_on_any_number_of_ranks(ranks, size, blocks):
+    inside = max(1, size // blocks)
+    reference = Phantom.random(blocks, 3 * inside, 4 * inside, 2 * inside, rows=(2, 3))
     expected = reference.expected()
     found = ranks(size)(run_layer, reference)
     assert relative_error(torch.cat([one["z"] for one in found], -1), expected["z"]) < 1e-12
@@ -353,9 +366,13 @@ def test_a_mesh_of_several_dimensions_is_refused_with_the_fix(ndim):
             lambda mesh: parallelize_module(nn.Linear(16, 16), mesh, PhantomParallel(blocks=4, ghosts=2)),
         )
         for build in builders:
-            with pytest.raises(ValueError, match=r'one-dimensional mesh, .*: pass one of them, such as mesh\["tp"\]'):
+            with pytest.raises(ValueError, match=r'one-dimensional mesh or .*: pass one of them, such as mesh\["tp"\]'):
                 build(mesh)
             with pytest.raises(ValueError, match=r'name its dimensions, .* and pass mesh\["tp"\]'):
                 build(unnamed)
+        if ndim == 2:
+            levels = init_device_mesh("cpu", (2, 2), mesh_dim_names=("blocks", "inside"))
+            with pytest.raises(ValueError, match="a mesh of 2 blocks with 2 ranks inside each .* got blocks=4"):
+                PhantomLinear(16, 16, blocks=4, ghosts=2, mesh=levels)
     finally:
         torch.distributed.destroy_process_group()

@@ -112,23 +112,26 @@ def dtensors() -> float:
 
 
 @pytest.mark.parametrize("layouts", [sharded, replicated, sequence_parallel, dtensors])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 8])  # on 8 ranks, 2 share each block
 def test_layouts_give_the_same_outputs_and_gradients(ranks, size, layouts):
     assert max(ranks(size)(layouts)) < 1e-10
 
 
-def cut_phantom_layers() -> tuple[bool, bool]:
+def cut_phantom_layers(blocks: int) -> tuple[bool, bool]:
     """Layers that are PhantomLinear already, whole on every rank, and activations that the pattern matches too."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    net = nn.Sequential(PhantomLinear(16, 32, blocks=8, ghosts=1), nn.GELU(), PhantomLinear(32, 16, blocks=8, ghosts=1))
+    net = nn.Sequential(
+        PhantomLinear(16, 32, blocks=blocks, ghosts=2), nn.GELU(), PhantomLinear(32, 16, blocks=blocks, ghosts=2)
+    )
     x = torch.randn(3, 16)
     expected = _features(net(x), mesh)
-    parallelize_module(net, mesh, {"*": PhantomParallel(blocks=8, ghosts=1)})
+    parallelize_module(net, mesh, {"*": PhantomParallel(blocks=blocks, ghosts=2)})
     return torch.allclose(net(_features(x, mesh)), expected, atol=1e-6), isinstance(net[0].local, DTensor)
 
 
-def test_phantom_layers_are_cut_and_activations_left_alone(ranks):
-    assert ranks(4)(cut_phantom_layers) == [(True, True)] * 4
+@pytest.mark.parametrize("blocks", [8, 2])
+def test_phantom_layers_are_cut_and_activations_left_alone(ranks, blocks):
+    assert ranks(4)(cut_phantom_layers, blocks) == [(True, True)] * 4
 
 
 def differently_drawn() -> bool:

@@ -8,12 +8,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel.ops import SINGLE_RANK, RankGroup, phantom_linear
 from phantom_parallel.ops.collectives import rank_group
+from phantom_parallel.ops.levels import Group, TwoLevelGroup, block_group
 from tests.reference import Phantom, relative_error
 
 NAMES = ("local", "compress", "decompress", "bias")
 
 
-def run(reference: Phantom, ranks: RankGroup = SINGLE_RANK, bias: bool = True) -> dict[str, torch.Tensor]:
+def run(reference: Phantom, ranks: Group = SINGLE_RANK, bias: bool = True) -> dict[str, torch.Tensor]:
     """Output and all gradients of this rank's share."""
     share = [t.chunk(ranks.size)[ranks.rank].clone().requires_grad_() for t in reference.packed().values()]
     x = reference.x.chunk(ranks.size, -1)[ranks.rank].clone().requires_grad_()
@@ -23,7 +24,7 @@ def run(reference: Phantom, ranks: RankGroup = SINGLE_RANK, bias: bool = True) -
     return {name: t for name, t in found.items() if t is not None}
 
 
-def compare(reference: Phantom, ranks: RankGroup = SINGLE_RANK) -> dict[str, float]:
+def compare(reference: Phantom, ranks: Group = SINGLE_RANK) -> dict[str, float]:
     expected = reference.expected()
     dims = {"z": -1, "x": -1}
     return {
@@ -32,9 +33,16 @@ def compare(reference: Phantom, ranks: RankGroup = SINGLE_RANK) -> dict[str, flo
     }
 
 
-def on_rank(native: bool, *args, **kwargs) -> dict[str, float]:
-    ranks = rank_group(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
-    return compare(Phantom.random(*args, **kwargs), ranks._replace(native=native or ranks.native))
+def group_of(blocks: int, native: bool) -> Group:
+    """All ranks, with their two levels where they are more than the blocks."""
+    made = block_group(init_device_mesh("cpu", (torch.distributed.get_world_size(),)), blocks)
+    if isinstance(made, RankGroup):
+        return made._replace(native=native or made.native)
+    return TwoLevelGroup(*(level._replace(native=native or level.native) for level in made))
+
+
+def on_rank(native: bool, blocks: int, *args, **kwargs) -> dict[str, float]:
+    return compare(Phantom.random(blocks, *args, **kwargs), group_of(blocks, native))
 
 
 @settings(max_examples=60, deadline=None)
@@ -56,6 +64,17 @@ def test_any_shape_equals_dense_on_one_process(blocks, block_in, block_out, ghos
 @pytest.mark.parametrize(("size", "blocks"), [(1, 4), (1, 8), (2, 4), (2, 8), (4, 4), (4, 8), (8, 8)])
 def test_output_and_gradients_equal_dense_on_real_ranks(ranks, size, blocks, block_in, block_out, native):
     for errors in ranks(size)(on_rank, native, blocks, block_in, block_out, 2, rows=(2, 3)):
+        assert max(errors.values()) < 1e-12, errors
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["all_to_all", "native"])
+@pytest.mark.parametrize(
+    ("size", "blocks", "block_in", "block_out", "ghosts"),
+    [(4, 2, 4, 4, 2), (6, 3, 4, 6, 4), (6, 2, 3, 9, 3), (8, 4, 6, 2, 4), (8, 2, 4, 8, 4)],
+)
+def test_more_ranks_than_blocks_equal_dense_on_real_ranks(ranks, size, blocks, block_in, block_out, ghosts, native):
+    for errors in ranks(size)(on_rank, native, blocks, block_in, block_out, ghosts, rows=(2, 3)):
+        assert set(errors) == {"z", "x", *NAMES}
         assert max(errors.values()) < 1e-12, errors
 
 
@@ -90,16 +109,15 @@ def test_gradcheck_and_gradgradcheck():
     assert torch.autograd.gradgradcheck(function, inputs)
 
 
-def double_backward(native: bool) -> float:
+def double_backward(blocks: int, native: bool) -> float:
     """Gradient of |dLoss/dx|^2 with respect to every weight, through the exchange, against one process."""
-    ranks = rank_group(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
-    ranks = ranks._replace(native=native or ranks.native)
-    reference = Phantom.random(4, 3, 3, 2, rows=(2,))
+    ranks = group_of(blocks, native)
+    reference = Phantom.random(blocks, 4, 6, 2, rows=(2,))
     results = []
     for who in (SINGLE_RANK, ranks):
         share = [t.chunk(who.size)[who.rank].clone().requires_grad_() for t in reference.packed().values()]
         x = reference.x.chunk(who.size, -1)[who.rank].clone().requires_grad_()
-        z = phantom_linear(x, *share, blocks=4, group=who)
+        z = phantom_linear(x, *share, blocks=blocks, group=who)
         (dx,) = torch.autograd.grad((z**2).sum(), x, create_graph=True)
         results.append(torch.autograd.grad((dx**2).sum(), share))
     ours = [t.chunk(ranks.size)[ranks.rank] for t in results[0]]
@@ -107,18 +125,21 @@ def double_backward(native: bool) -> float:
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["all_to_all", "native"])
-def test_double_backward_across_ranks(ranks, native):
-    assert max(ranks(2)(double_backward, native)) < 1e-12
+@pytest.mark.parametrize(("size", "blocks"), [(2, 4), (4, 2)], ids=["one_level", "two_levels"])
+def test_double_backward_across_ranks(ranks, size, blocks, native):
+    assert max(ranks(size)(double_backward, blocks, native)) < 1e-12
 
 
-@pytest.mark.parametrize(("size", "blocks"), [(64, 128), (256, 256)])
+@pytest.mark.parametrize(("size", "blocks"), [(64, 128), (256, 256), (64, 16), (256, 64)])
 def test_hundreds_of_simulated_ranks_equal_dense(size, blocks):
     """Real numbers on every rank in one process: torch's LocalTensor mode over a fake process group."""
-    from tests.simulated import simulated_ranks
+    from tests.simulated import simulated_levels, simulated_ranks
 
-    reference = Phantom.random(blocks, 2, 3, 1, rows=(3,))
+    inside = max(1, size // blocks)
+    reference = Phantom.random(blocks, 2 * inside, 3 * inside, inside, rows=(3,))
     expected = reference.expected()
-    with simulated_ranks(size) as (mode, ranks):
+    with simulated_ranks(size) as (mode, everyone):
+        ranks = simulated_levels(everyone, blocks)
         share = [
             mode.rank_map(lambda r, t=t: t.chunk(size)[r].clone()).requires_grad_() for t in reference.packed().values()
         ]

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Shard
 from phantom_parallel.nn.init import init_columns, init_rows
 from phantom_parallel.nn.sharded import broadcast_seed, shard_parameter, to_local
 from phantom_parallel.ops import gather_normed, vocabulary_rows
-from phantom_parallel.ops.collectives import rank_group
+from phantom_parallel.ops.collectives import flat_mesh, rank_group
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
 
 
@@ -20,7 +20,7 @@ class FeatureEmbedding(nn.Module):
         vocab: Number of tokens.
         dim: Features of the full embedding, independent of the number of ranks.
         blocks: Number of blocks of features. Each block is initialized from its own generator, so that the weight is
-            the same on any number of ranks that divides ``blocks``.
+            the same on any number of ranks that divides ``blocks`` or is a multiple of it.
         std: Standard deviation of the initial weights.
         mesh: As for `PhantomLinear`.
         device: As for `PhantomLinear`.
@@ -42,8 +42,9 @@ class FeatureEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.vocab, self.dim, self.blocks, self.std = vocab, dim, blocks, std
-        self.mesh, self.group = mesh, rank_group(mesh)
-        BlockLayout(dim, dim, blocks, 1, self.group.size)
+        self.mesh = mesh = flat_mesh(mesh)
+        self.group = rank_group(mesh)
+        self.layout = BlockLayout(dim, dim, blocks, max(1, self.group.size // blocks), self.group.size)
         device = device or (None if mesh is None else mesh.device_type)
         weight = torch.empty(vocab, dim // self.group.size, device=device, dtype=dtype)
         if mesh is not None:
@@ -54,9 +55,8 @@ class FeatureEmbedding(nn.Module):
 
     def reset_parameters(self, seed: int | None = None) -> None:
         """Initialize the weight, identically on any number of ranks."""
-        held = self.blocks // self.group.size
-        where = {"first": self.group.rank * held, "held": held}
-        init_columns(to_local(self.weight), **where, seed=broadcast_seed(seed, self.mesh), std=self.std)
+        seed = broadcast_seed(seed, self.mesh)
+        init_columns(to_local(self.weight), layout=self.layout, rank=self.group.rank, seed=seed, std=self.std)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, to_local(self.weight))
@@ -97,7 +97,8 @@ class VocabularyHead(nn.Module):
     ) -> None:
         super().__init__()
         self.vocab, self.dim, self.eps = vocab, dim, eps
-        self.mesh, self.group = mesh, rank_group(mesh)
+        self.mesh = mesh = flat_mesh(mesh)
+        self.group = rank_group(mesh)
         RowLayout(dim, vocab, self.group.size)
         device, size = device or (None if mesh is None else mesh.device_type), self.group.size
         self.norm = shard_parameter(torch.ones(dim // size, device=device, dtype=dtype), mesh)

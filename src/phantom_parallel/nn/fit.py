@@ -18,6 +18,10 @@ class SourceFit(NamedTuple):
     decompress: Tensor  # D_ij in ring order of the receivers, i = j+1, j+2, ..., j+p-1: (p-1, m_out, k)
     squared_error: float
 
+    def cpu(self) -> "SourceFit":
+        """The same in the host's memory, to be sent to other ranks."""
+        return self._replace(compress=self.compress.cpu(), decompress=self.decompress.cpu())
+
 
 def fit_source(weight: Tensor, source: int, *, blocks: int, ghosts: int) -> SourceFit:
     """The best rank-k ghosts of one source block of a dense weight (n_out, n_in)."""

@@ -8,13 +8,15 @@ so that a ghost has its block's mean square, the (p-1) k ghosts together give (p
 the other 1/p. The gain of the activation applies to L and D, and not to C as well: the product D C must have it once.
 
 Each block has its own generator, seeded by the layer's seed and the block's index, so that its weights do not depend on
-the rank that holds it.
+the rank that holds it. Ranks that share a block draw all of it and keep their parts.
 """
 
 from math import gcd
 
 import torch
 from torch import Tensor
+
+from phantom_parallel.utils.layout import BlockLayout
 
 _CHUNKS = 1024  # rows of a dense weight are drawn in up to this many chunks, each with its own generator
 
@@ -31,19 +33,19 @@ def init_phantom(
     decompress: Tensor,
     bias: Tensor | None,
     *,
-    blocks: int,
-    first: int,
-    held: int,
+    layout: BlockLayout,
+    rank: int,
     seed: int,
     gain: float = 1.0,
 ) -> None:
-    """Initialize this rank's weights: ``held`` blocks, starting at block ``first``."""
-    ghosts, block_in = compress.shape[0] // held, compress.shape[1]
-    stds = (gain * (block_in * blocks) ** -0.5, block_in**-0.5, gain * (blocks * ghosts) ** -0.5)
-    for i in range(held):
-        generator = _generator(local.device, seed, first + i)
+    """Initialize this rank's weights: those of its blocks, or its part of those of a block that several ranks share."""
+    p, k, own = layout.blocks, layout.ghosts, layout.blocks_of(rank)
+    stds = gain * layout.in_features**-0.5, layout.block_in**-0.5, gain * (p * k) ** -0.5
+    for i, block in enumerate(own):
+        generator = _generator(local.device, seed, block)
         for weight, std in zip((local, compress, decompress), stds, strict=True):
-            weight.view(held, -1, weight.shape[1])[i].normal_(0.0, std, generator=generator)
+            rows = weight.view(len(own), -1, weight.shape[1])[i]
+            _draw_part(rows, 0, layout.inside, layout.place_of(rank), std, generator)
     if bias is not None:
         bias.zero_()
 
@@ -68,11 +70,23 @@ def init_rows(
 
 
 @torch.no_grad()
-def init_columns(weight: Tensor, *, first: int, held: int, seed: int, std: float) -> None:
-    """Initialize this rank's columns of a dense weight: ``held`` blocks, starting at block ``first``."""
-    for i, columns in enumerate(weight.chunk(held, 1)):
+def init_columns(weight: Tensor, *, layout: BlockLayout, rank: int, seed: int, std: float) -> None:
+    """Initialize this rank's columns of a dense weight: those of its blocks, or its part of a shared block's."""
+    own = layout.blocks_of(rank)
+    for block, columns in zip(own, weight.chunk(len(own), 1), strict=True):
         drawn = torch.empty_like(columns, memory_format=torch.contiguous_format)
-        columns.copy_(drawn.normal_(0.0, std, generator=_generator(weight.device, seed, first + i)))
+        _draw_part(drawn, 1, layout.inside, layout.place_of(rank), std, _generator(weight.device, seed, block))
+        columns.copy_(drawn)
+
+
+def _draw_part(part: Tensor, dim: int, parts: int, place: int, std: float, generator: torch.Generator) -> None:
+    """Draw a block's weight and keep this rank's part of it, one of ``parts`` along ``dim``."""
+    if parts == 1:
+        part.normal_(0.0, std, generator=generator)
+        return
+    shape = [size * (parts if index == dim else 1) for index, size in enumerate(part.shape)]
+    whole = torch.empty(shape, dtype=part.dtype, device=part.device).normal_(0.0, std, generator=generator)
+    part.copy_(whole.chunk(parts, dim)[place])
 
 
 def _generator(device: torch.device, seed: int, piece: int) -> torch.Generator:

@@ -13,7 +13,8 @@ from phantom_parallel.nn.init import init_phantom, init_rows
 from phantom_parallel.nn.sharded import FeatureSharded, broadcast_seed, full_tensor, shard_parameter, to_local
 from phantom_parallel.ops import phantom_linear, tensor_linear
 from phantom_parallel.ops.blocks import check_real
-from phantom_parallel.ops.collectives import rank_group
+from phantom_parallel.ops.collectives import RankGroup, flat_mesh, rank_group
+from phantom_parallel.ops.levels import block_group
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
 
 
@@ -26,8 +27,9 @@ class PhantomLinear(FeatureSharded):
 
     Without a mesh its input and output have all features, like those of ``nn.Linear``. With a mesh each rank holds
     blocks / ranks blocks, and input and output are this rank's features; `shard_features` and `gather_features` convert
-    from and to all features. ``blocks`` belongs to the model and the mesh does not: the layer computes the same
-    function on any number of ranks that divides its blocks.
+    from and to all features. On more ranks than blocks, ranks / blocks neighbours share each block by tensor
+    parallelism, and only ghosts are exchanged between blocks. ``blocks`` belongs to the model and the mesh does not:
+    the layer computes the same function on any number of ranks that divides its blocks or is a multiple of them.
 
     Args:
         in_features: Input features of the full layer, independent of the number of ranks.
@@ -35,7 +37,8 @@ class PhantomLinear(FeatureSharded):
         bias: Whether the layer has a bias.
         blocks: Number of blocks that the features are split into; must divide both feature counts.
         ghosts: Number of values that a block sends to the others.
-        mesh: One-dimensional device mesh to shard the blocks over.
+        mesh: One-dimensional device mesh to shard the blocks over; or, for several ranks in each block, one with the
+            dimensions ``("blocks", "inside")``.
         gain: Gain of the activation before this layer, as from ``nn.init.calculate_gain``.
         device: As for ``nn.Linear``; on the meta device call ``reset_parameters`` after ``to_empty``.
         dtype: As for ``nn.Linear``; a real floating-point dtype.
@@ -86,7 +89,7 @@ class PhantomLinear(FeatureSharded):
         dtype: torch.dtype | None,
     ) -> None:
         self.in_features, self.out_features, self.blocks, self.ghosts = in_features, out_features, blocks, ghosts
-        self.mesh, self.group = mesh, rank_group(mesh)
+        self.mesh, self.group = flat_mesh(mesh), block_group(mesh, blocks)
         self.relative_error: float | None = None  # of the fit, for a layer made from a dense one
         check_real(dtype or torch.get_default_dtype())
         settings = {
@@ -97,16 +100,17 @@ class PhantomLinear(FeatureSharded):
             "blocks": blocks,
         }
         check_agreement(
-            "a PhantomLinear", settings | {"ghosts": ghosts, "dtype": str(dtype or torch.get_default_dtype())}, mesh
+            "a PhantomLinear",
+            settings | {"ghosts": ghosts, "dtype": str(dtype or torch.get_default_dtype())},
+            self.mesh,
         )
         self.layout = BlockLayout(in_features, out_features, blocks, ghosts, self.group.size)
 
     def reset_parameters(self, seed: int | None = None) -> None:
         """Initialize the weights, identically on any number of ranks. The seed is by default drawn by rank 0."""
-        held = self.blocks // self.group.size
         weights = [None if p is None else to_local(p) for p in (self.local, self.compress, self.decompress, self.bias)]
-        first, shared = self.group.rank * held, broadcast_seed(seed, self.mesh)
-        init_phantom(*weights, blocks=self.blocks, first=first, held=held, seed=shared, gain=self.gain)  # type: ignore[arg-type]
+        where: dict[str, Any] = {"layout": self.layout, "rank": self.group.rank, "gain": self.gain}
+        init_phantom(*weights, **where, seed=broadcast_seed(seed, self.mesh))  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
         self._check_input(x)
@@ -154,27 +158,27 @@ class PhantomLinear(FeatureSharded):
         bias = None if linear.bias is None else full_tensor(linear.bias)
         self._set_layout(linear.in_features, linear.out_features, bias is not None, blocks, ghosts, mesh, weight.dtype)
         self.gain = 1.0
-        held, m_in, m_out = blocks // self.group.size, self.layout.block_in, self.layout.block_out
-        own = range(self.group.rank * held, (self.group.rank + 1) * held)
+        layout, rank, m_in, m_out = self.layout, self.group.rank, self.layout.block_in, self.layout.block_out
+        own, place = layout.blocks_of(rank), layout.place_of(rank)
 
-        fits = [fit_source(weight, j, blocks=blocks, ghosts=ghosts) for j in own]
-        # D_ij is computed by the rank of source j and held by the rank of receiver i: all ranks exchange theirs.
-        decompress = torch.stack([fit.decompress for fit in fits])  # (q, p-1, m_out, k): receivers in ring order
-        lost = sum(fit.squared_error for fit in fits)
-        if mesh is not None:
-            gathered = all_gather_objects((decompress.cpu(), lost), mesh)
-            decompress = torch.cat([d for d, _ in gathered]).to(weight.device)  # (p, p-1, m_out, k)
-            lost = sum(lost for _, lost in gathered)
+        # C_j and D_ij are computed by the first rank of source j, and held by the ranks of blocks j and i: all ranks
+        # exchange theirs.
+        found = [fit_source(weight, j, blocks=blocks, ghosts=ghosts) for j in own] if place == 0 else []
+        fits = [fit for fits in all_gather_objects([fit.cpu() for fit in found], self.mesh) for fit in fits]
+        decompress = torch.stack([fit.decompress for fit in fits])  # (p, p-1, m_out, k): receivers in ring order
         steps = torch.arange(1, blocks)  # from receiver i to source j = i + step, whose receiver i = j + (p - step)
         rows = [decompress[(i + steps) % blocks, blocks - 1 - steps].permute(1, 0, 2).reshape(m_out, -1) for i in own]
-
         diagonal = [weight[i * m_out : (i + 1) * m_out, i * m_in : (i + 1) * m_in] for i in own]
-        self.local = shard_parameter(torch.cat(diagonal), mesh)
-        self.compress = shard_parameter(torch.cat([fit.compress for fit in fits]), mesh)
-        self.decompress = shard_parameter(torch.cat(rows), mesh)
-        self.bias = (
-            None if bias is None else shard_parameter(bias.chunk(self.group.size)[self.group.rank].clone(), mesh)
-        )
+
+        def shard(blocks: list[Tensor]) -> nn.Parameter:
+            part = torch.cat(blocks).chunk(layout.inside)[place]
+            return shard_parameter(part.to(weight.device).contiguous(), self.mesh)
+
+        self.local = shard(diagonal)
+        self.compress = shard([fits[i].compress for i in own])
+        self.decompress = shard(rows)
+        self.bias = None if bias is None else shard([bias[i * m_out : (i + 1) * m_out] for i in own])
+        lost = sum(fit.squared_error for fit in fits)
         self.relative_error = (lost / max(float(weight.double().square().sum()), 1e-300)) ** 0.5
 
     def extra_repr(self) -> str:
@@ -207,6 +211,7 @@ class TensorLinear(FeatureSharded):
     """
 
     weight: nn.Parameter
+    group: RankGroup
 
     def __init__(
         self,
@@ -221,7 +226,8 @@ class TensorLinear(FeatureSharded):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.gain = in_features, out_features, gain
-        self.mesh, self.group = mesh, rank_group(mesh)
+        self.mesh = mesh = flat_mesh(mesh)
+        self.group = rank_group(mesh)
         check_real(dtype or torch.get_default_dtype())
         settings = {"layer": "TensorLinear", "in_features": in_features, "out_features": out_features, "bias": bias}
         check_agreement("a TensorLinear", settings | {"dtype": str(dtype or torch.get_default_dtype())}, mesh)

@@ -53,7 +53,7 @@ class NormedPhantomLinear(nn.Module):
         self.linear = PhantomLinear(in_features, out_features, bias, blocks=blocks, ghosts=ghosts, **kwargs)
         local = self.linear.local
         width = in_features // self.linear.group.size
-        self.norm = shard_parameter(torch.ones(width, device=local.device, dtype=local.dtype), mesh)
+        self.norm = shard_parameter(torch.ones(width, device=local.device, dtype=local.dtype), self.linear.mesh)
 
     def reset_parameters(self, seed: int | None = None) -> None:
         """Initialize the map as `PhantomLinear` does, and set the norm's weight to one."""

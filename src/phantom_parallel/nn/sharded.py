@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from phantom_parallel.distributed.objects import all_gather_objects
 from phantom_parallel.nn.init import draw_seed
 from phantom_parallel.ops.blocks import is_creating_graph
-from phantom_parallel.ops.collectives import RankGroup
+from phantom_parallel.ops.levels import Group
 
 
 def shard_parameter(rows: Tensor, mesh: DeviceMesh | None) -> nn.Parameter:
@@ -66,7 +66,7 @@ class FeatureSharded(nn.Module):
     out_features: int
     bias: nn.Parameter | None
     mesh: DeviceMesh | None
-    group: RankGroup
+    group: Group
 
     def _empty(self, rows: int, *columns: int, **kwargs: Any) -> nn.Parameter:
         return shard_parameter(torch.empty(rows // self.group.size, *columns, **kwargs), self.mesh)

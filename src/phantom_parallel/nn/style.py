@@ -13,7 +13,8 @@ from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.nn.conversion import warn_about_conversion
 from phantom_parallel.nn.linear import PhantomLinear
 from phantom_parallel.nn.sharded import full_tensor, shard_parameter
-from phantom_parallel.ops.collectives import rank_group
+from phantom_parallel.ops.collectives import flat_mesh
+from phantom_parallel.ops.levels import block_group
 
 ELEMENTWISE = (
     *(nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh),
@@ -26,8 +27,9 @@ class PhantomParallel(ParallelStyle):
 
     An ``nn.Linear`` becomes the closest phantom layer (``PhantomLinear.from_dense``), or with ``init="fresh"`` a newly
     initialized one, for training from scratch. Elementwise activations that a pattern such as ``"layers.*"`` also
-    matches are left unchanged. A UserWarning is issued if the weight was shared with another module, which the new
-    layer does not share, or if the new layer is larger than the dense one.
+    matches are left unchanged. On more ranks than blocks, neighbours share a block, as in `PhantomLinear`; the mesh may
+    then have the dimensions ``("blocks", "inside")``. A UserWarning is issued if the weight was shared with another
+    module, which the new layer does not share, or if the new layer is larger than the dense one.
 
     Keyword Args:
         blocks: Number of blocks of the phantom layer.
@@ -68,20 +70,22 @@ class PhantomParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if isinstance(module, ELEMENTWISE):
             return module
-        rank_group(device_mesh)  # raises for a mesh of several dimensions
+        block_group(device_mesh, self.blocks)  # raises for a mesh of other dimensions
         if type(module) not in (nn.Linear, PhantomLinear):
             raise NotImplementedError(
                 "PhantomParallel supports nn.Linear, PhantomLinear and elementwise activations, "
                 f"not {type(module).__name__}"
             )
-        self._broadcast_weights(module, device_mesh)
+        mesh = flat_mesh(device_mesh)
+        assert mesh is not None
+        self._broadcast_weights(module, mesh)
         if isinstance(module, PhantomLinear):
             self._shard(module, device_mesh)
         else:
             assert isinstance(module, nn.Linear)
             self._convert(module, device_mesh)
-        module.register_forward_pre_hook(partial(_prepare_input, self.input_layout, device_mesh))
-        module.register_forward_hook(partial(_prepare_output, self.output_layout, self.use_local_output, device_mesh))
+        module.register_forward_pre_hook(partial(_prepare_input, self.input_layout, mesh))
+        module.register_forward_hook(partial(_prepare_output, self.output_layout, self.use_local_output, mesh))
         return module
 
     def _broadcast_weights(self, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -117,14 +121,13 @@ class PhantomParallel(ParallelStyle):
                 )
         if layer.mesh is not None:
             raise ValueError(f"the layer is already sharded over {layer.group.size} ranks")
-        group = rank_group(mesh)
         shape = layer.in_features, layer.out_features, layer.bias is not None
         layer._set_layout(*shape, self.blocks, self.ghosts, mesh, layer.local.dtype)
         for name in ("local", "compress", "decompress", "bias"):
             parameter = getattr(layer, name)
             if parameter is not None:
-                rows = full_tensor(parameter).chunk(group.size)[group.rank].clone()
-                layer.register_parameter(name, shard_parameter(rows, mesh))
+                rows = full_tensor(parameter).chunk(layer.group.size)[layer.group.rank].clone()
+                layer.register_parameter(name, shard_parameter(rows, layer.mesh))
 
     def __repr__(self) -> str:
         return (

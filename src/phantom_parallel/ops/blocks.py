@@ -80,6 +80,15 @@ def apply_function(function: type[Function], *args: Any) -> Tensor:
     return function.forward(_NoGradContext(), *args)
 
 
+def recorded_grads(
+    composed: Any, inputs: tuple[Tensor | None, ...], *args: Any, d: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Gradients of ``composed`` for the output gradient d, themselves differentiable by the inputs and by d."""
+    needed = [t for t in inputs if t is not None and t.requires_grad]
+    found = iter(torch.autograd.grad(composed(*inputs, *args), needed, d, create_graph=True))
+    return tuple([next(found) if t is not None and t.requires_grad else None for t in inputs])
+
+
 def is_creating_graph() -> bool:
     """Whether a backward is itself recorded (``create_graph=True``). A compiled backward never is."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()

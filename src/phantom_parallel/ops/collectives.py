@@ -24,6 +24,9 @@ _all_to_all, _wait = _c10d.all_to_all_single.default, _c10d.wait_tensor.default
 before_collective: Callable[..., None] | None = None  # a debug mode's, called with what is sent and the group's name
 
 
+LEVELS = ("blocks", "inside")  # dimensions of a mesh on which several ranks share each block
+
+
 class RankGroup(NamedTuple):
     """The ranks that share a layer, as one of them sees the group."""
 
@@ -37,26 +40,42 @@ SINGLE_RANK = RankGroup(rank=0, size=1, name="", native=True)
 
 
 def rank_group(mesh: DeviceMesh | RankGroup | None) -> RankGroup:
-    """The group of a one-dimensional mesh; without a mesh, a group of this process only.
+    """The group of all ranks of a mesh that `flat_mesh` takes; without a mesh, a group of this process only.
 
     Raises:
-        ValueError: If the mesh has more than one dimension.
+        ValueError: If features cannot be sharded over the mesh.
     """
-    if mesh is None:
-        return SINGLE_RANK
     if isinstance(mesh, RankGroup):
         return mesh
-    if mesh.ndim != 1:
-        raise ValueError(_wrong_mesh(mesh))
-    group = mesh.get_group()
+    mesh = flat_mesh(mesh)
+    return SINGLE_RANK if mesh is None else process_group(mesh.get_group(), mesh.device_type)
+
+
+def process_group(group: dist.ProcessGroup, device_type: str) -> RankGroup:
+    """A process group as this rank sees it."""
     # gloo's all-gather and reduce-scatter take longer than its all-to-all of the same volume, above all when ranks
     # outnumber cores (benchmarks/exchange.py). NCCL, RCCL and the fake backend use their own.
-    return RankGroup(mesh.get_local_rank(), mesh.size(), group.group_name, _backend(group, mesh.device_type) != "gloo")
+    native = _backend(group, device_type) != "gloo"
+    return RankGroup(dist.get_rank(group), dist.get_world_size(group), group.group_name, native)
+
+
+def flat_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """The one-dimensional mesh that features are sharded over, of a mesh with that dimension or with `LEVELS`.
+
+    Raises:
+        ValueError: If the mesh has other dimensions.
+    """
+    if mesh is None or mesh.ndim == 1:
+        return mesh
+    if mesh.mesh_dim_names == LEVELS:
+        return mesh._flatten()
+    raise ValueError(_wrong_mesh(mesh))
 
 
 def _wrong_mesh(mesh: DeviceMesh) -> str:
     names = mesh.mesh_dim_names
-    found = f"features are sharded over a one-dimensional mesh, got one of shape {tuple(mesh.shape)}"
+    found = f"features are sharded over a one-dimensional mesh or one with the dimensions {LEVELS}, got one of shape "
+    found += str(tuple(mesh.shape))
     if not names:
         return f'{found}: name its dimensions, mesh_dim_names=("dp", "tp"), and pass mesh["tp"]'
     best = "tp" if "tp" in names else names[-1]

@@ -31,6 +31,7 @@ from phantom_parallel.ops.blocks import (
     matmul_blocks,
     matmul_blocks_t,
     merge_blocks,
+    recorded_grads,
     split_blocks,
     weight_grad,
 )
@@ -123,7 +124,7 @@ class _NormedPhantomLinear(Function):
         need_x, need_norm, need_local, need_compress, need_decompress = ctx.needs_input_grad[:5]
         if is_creating_graph():  # the saved results have no graph: a second derivative goes through the composed form
             inputs = (x, norm, local, compress, decompress)
-            return *_recorded_grads(_composed_phantom, inputs, ctx.eps, blocks, group, d=d), None, None, None
+            return *recorded_grads(_composed_phantom, inputs, ctx.eps, blocks, group, d=d), None, None, None
         q = blocks // group.size
         dx = d_norm = d_local = d_compress = d_decompress = None
 
@@ -172,7 +173,7 @@ class _GatherNormed(Function):
         x, norm, r, y = ctx.saved_tensors
         group = ctx.group
         if is_creating_graph():
-            return *_recorded_grads(_composed_gather, (x, norm), ctx.eps, group, y.dtype, d=d), None, None, None
+            return *recorded_grads(_composed_gather, (x, norm), ctx.eps, group, y.dtype, d=d), None, None, None
         slices = _with_partial_t(split_blocks(d, group.size), d, y)  # (R, B, m + 1)
         arrived = finish_reduce_scatter(start_reduce_scatter(slices, group), group)
         return *_norm_grads(arrived[:, :-1], x, x * r, norm, r, arrived[:, -1:], group), None, None, None
@@ -236,10 +237,3 @@ def _inverse_rms(x: Tensor, eps: float, group: RankGroup) -> Tensor:
     squares = x.to(_precise(x)).square().sum(1, keepdim=True)  # (B, 1)
     total = gather_features(squares, group, partial_grad=True).sum(1, keepdim=True)
     return (total / (x.shape[1] * group.size) + eps).rsqrt()
-
-
-def _recorded_grads(composed: Any, inputs: tuple[Tensor, ...], *args: Any, d: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of ``composed`` for the output gradient d, themselves differentiable by the inputs and by d."""
-    needed = [t for t in inputs if t.requires_grad]
-    found = iter(torch.autograd.grad(composed(*inputs, *args), needed, d, create_graph=True))
-    return tuple([next(found) if t.requires_grad else None for t in inputs])  # type: ignore[misc]

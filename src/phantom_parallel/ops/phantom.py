@@ -46,6 +46,8 @@ from phantom_parallel.ops.collectives import (
     start_all_gather,
     start_reduce_scatter,
 )
+from phantom_parallel.ops.levels import Group, TwoLevelGroup
+from phantom_parallel.ops.two_level import TwoLevelLinear
 
 
 def phantom_linear(
@@ -56,12 +58,13 @@ def phantom_linear(
     bias: Tensor | None = None,
     *,
     blocks: int,
-    group: RankGroup = SINGLE_RANK,
+    group: Group = SINGLE_RANK,
 ) -> Tensor:
     """z = L x + D C x + b. Forward: all-gather of the ghosts; backward: reduce-scatter of their gradient.
 
-    ``x`` is (..., q m_in), this rank's features; the result is (..., q m_out). In one process ``torch.func`` transforms
-    and forward-mode derivatives are supported.
+    ``x`` is (..., q m_in), this rank's features; the result is (..., q m_out). With a `TwoLevelGroup` several ranks
+    share a block, as `ops.two_level` has it, and q = 1 / t. In one process ``torch.func`` transforms and forward-mode
+    derivatives are supported.
     """
     check_operands(x, local)
     x, local, compress, decompress, bias = cast_for_autocast(x, local, compress, decompress, bias)
@@ -69,6 +72,8 @@ def phantom_linear(
     if is_transformed() and group.size == 1:
         z = _composed(rows, local, compress, decompress, blocks)
         z = z if bias is None else z + bias
+    elif isinstance(group, TwoLevelGroup):
+        z = apply_function(TwoLevelLinear, rows, local, compress, decompress, bias, group)
     else:
         z = apply_function(_PhantomLinear, rows, local, compress, decompress, bias, blocks, group)
     return z.view(*x.shape[:-1], z.shape[-1])

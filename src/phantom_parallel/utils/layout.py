@@ -42,7 +42,11 @@ def positive(**sizes: object) -> None:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """A phantom layer's features: p blocks with k ghosts each, over R ranks."""
+    """A phantom layer's features: p blocks with k ghosts each, over R ranks.
+
+    A rank holds p / R blocks; or, where there are more ranks than blocks, ``inside`` = R / p ranks share each block,
+    and hold equal parts of its features and ghosts.
+    """
 
     in_features: int
     out_features: int
@@ -64,18 +68,30 @@ class BlockLayout:
                     f"in_features={self.in_features} and out_features={self.out_features} "
                     f"are {nearest_divisors(common, self.blocks)}"
                 )
-        if self.blocks % self.ranks:
-            raise ValueError(
-                f"{self.ranks} ranks do not divide blocks={self.blocks}: "
-                f"run on {nearest_divisors(self.blocks, self.ranks)} ranks, "
-                f"or build the model with a multiple of {self.ranks} blocks"
-            )
+        check_block_ranks(self.blocks, self.ranks)
         if self.ghosts > self.block_in:
             raise ValueError(
                 f"ghosts={self.ghosts} is larger than a block of {self.block_in} input features "
                 f"({self.in_features} over {self.blocks} blocks): "
                 f"at most {self.block_in}, and below {self.break_even:.0f} for a layer smaller than a dense one"
             )
+        sizes = {"input features": self.block_in, "output features": self.block_out, "ghosts": self.ghosts}
+        for name, size in sizes.items():
+            check_inside(self.blocks, self.ranks, name, size)
+
+    @property
+    def inside(self) -> int:
+        """t: ranks that share a block; 1 where a rank holds whole blocks."""
+        return max(1, self.ranks // self.blocks)
+
+    def blocks_of(self, rank: int) -> range:
+        """Blocks of which a rank holds all features; of a shared block, its part."""
+        first = rank * self.blocks // self.ranks
+        return range(first, first + max(1, self.blocks // self.ranks))
+
+    def place_of(self, rank: int) -> int:
+        """s: index of a rank among those that share its block."""
+        return rank % self.inside
 
     @property
     def block_in(self) -> int:
@@ -98,6 +114,32 @@ class BlockLayout:
         """The ghosts at which weights, and with them multiply-adds, are as many as a dense layer's."""
         others = self.blocks - 1
         return others * self.block_in * self.block_out / (self.block_in + others * self.block_out)
+
+
+def check_block_ranks(blocks: int, ranks: int) -> None:
+    """Raise ValueError unless ranks hold equally many blocks, or blocks are shared by equally many ranks."""
+    if ranks < blocks and blocks % ranks:
+        raise ValueError(
+            f"{ranks} ranks do not divide blocks={blocks}: run on {nearest_divisors(blocks, ranks)} ranks, "
+            f"or build the model with a multiple of {ranks} blocks"
+        )
+    if ranks > blocks and ranks % blocks:
+        below = ranks // blocks * blocks
+        raise ValueError(
+            f"{ranks} ranks are not a multiple of blocks={blocks}, to share a block among as many ranks each: "
+            f"run on {below} or {below + blocks} ranks"
+        )
+
+
+def check_inside(blocks: int, ranks: int, name: str, size: int) -> None:
+    """Raise ValueError if the ranks that share a block cannot hold equal parts of the ``size`` ``name`` of it."""
+    inside = ranks // blocks
+    if inside > 1 and size % inside:
+        divisors = nearest_divisors(size, inside).split(" or ")
+        raise ValueError(
+            f"{ranks} ranks are {inside} for each of {blocks} blocks, which do not divide a block's {size} {name}: "
+            f"run on {' or '.join(str(blocks * int(divisor)) for divisor in divisors)} ranks"
+        )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from phantom_parallel.distributed.objects import all_gather_objects, check_agree
 from phantom_parallel.families.ffn.config import Activation
 from phantom_parallel.nn import PhantomLinear, TensorLinear
 from phantom_parallel.nn.init import draw_seed, init_rows
-from phantom_parallel.ops.collectives import rank_group
+from phantom_parallel.ops.collectives import flat_mesh, rank_group
 from phantom_parallel.utils.layout import MAX_LAYERS, BlockLayout, RowLayout, check_at_most, positive
 from phantom_parallel.utils.strategies import StrategyName, get_strategy
 
@@ -102,8 +102,8 @@ class FFN(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        get_strategy(config.strategy).check_ranks(rank_group(mesh).size)
-        self.config, self.mesh = config, mesh
+        self.config, self.mesh = config, flat_mesh(mesh)
+        get_strategy(config.strategy).check_ranks(rank_group(self.mesh).size)
         self.activate, gain = ACTIVATIONS[config.activation]
         self.layers = nn.ModuleList()
         for index in range(config.depth):
@@ -117,8 +117,8 @@ class FFN(nn.Module):
             if config.strategy == "phantom":
                 kwargs |= {"mesh": mesh, "blocks": config.blocks, "ghosts": config.ghosts}
                 self.layers.append(PhantomLinear(config.width, config.width, **kwargs))
-            elif config.strategy == "megatron" and mesh is not None:
-                self.layers.append(_megatron_layer(config, index, mesh, **kwargs))
+            elif config.strategy == "megatron" and self.mesh is not None:
+                self.layers.append(_megatron_layer(config, index, self.mesh, **kwargs))
             else:
                 shared = mesh if config.strategy == "tensor" else None
                 self.layers.append(TensorLinear(config.width, config.width, mesh=shared, **kwargs))

@@ -1,0 +1,107 @@
+"""Two levels of ranks: t ranks share each of p blocks, and R = p t.
+
+Rank r = i t + s has place s in block i. The ranks **inside** a block are neighbours, which a launcher puts on one node:
+they exchange features. The ranks **across** blocks, of one place each, exchange ghosts. What all R ranks must have
+passes the slow links between nodes once for each block, and is then distributed inside:
+
+    all-gather       (B, c) on every rank     ->  across, (p, B, c)  ->  inside, (t, p B, c)
+    reduce-scatter   (t, p B, c)              ->  inside, (p, B, c)  ->  across, (B, c)
+"""
+
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from phantom_parallel.ops.collectives import (
+    RankGroup,
+    finish_all_gather,
+    finish_reduce_scatter,
+    process_group,
+    rank_group,
+    start_all_gather,
+    start_reduce_scatter,
+)
+
+
+class TwoLevelGroup(NamedTuple):
+    """The ranks that share a layer, several for each block, as one of them sees them."""
+
+    everyone: RankGroup  # R ranks: rank r = i t + s
+    across: RankGroup  # the p ranks with this one's place, by their block
+    inside: RankGroup  # the t ranks of this one's block, by their place
+
+    @property
+    def rank(self) -> int:
+        return self.everyone.rank
+
+    @property
+    def size(self) -> int:
+        return self.everyone.size
+
+
+Group = RankGroup | TwoLevelGroup
+_made: dict[tuple[str, int], tuple[dist.ProcessGroup, TwoLevelGroup]] = {}  # by the name of the group and by blocks
+
+
+def block_group(mesh: DeviceMesh | None, blocks: int) -> Group:
+    """The ranks of a mesh that share ``blocks`` blocks; on more ranks than blocks, with their two levels.
+
+    Args:
+        mesh: A one-dimensional mesh, whose two levels are then made, or one with the dimensions (blocks, inside).
+        blocks: Number of blocks. Every rank of the mesh calls this with the same number.
+
+    Raises:
+        ValueError: If the mesh has other dimensions, or another number of blocks.
+    """
+    everyone = rank_group(mesh)
+    if mesh is not None and mesh.ndim == 2 and mesh.size(1) > 1:
+        if mesh.size(0) != blocks:
+            raise ValueError(
+                f"a mesh of {mesh.size(0)} blocks with {mesh.size(1)} ranks inside each is for layers with "
+                f"blocks={mesh.size(0)}, got blocks={blocks}"
+            )
+        return TwoLevelGroup(everyone, *(process_group(mesh.get_group(dim), mesh.device_type) for dim in (0, 1)))
+    if mesh is None or everyone.size <= blocks or everyone.size % blocks:
+        return everyone
+    group = mesh.get_group()
+    made = _made.get((everyone.name, blocks))
+    if made is None or made[0] is not group:  # a name may return after all groups were destroyed
+        made = group, _make_levels(group, everyone, blocks, mesh.device_type)
+        _made[everyone.name, blocks] = made
+    return made[1]
+
+
+def _make_levels(group: dist.ProcessGroup, everyone: RankGroup, blocks: int, device_type: str) -> TwoLevelGroup:
+    ranks, t = dist.get_process_group_ranks(group), everyone.size // blocks
+    block, place = divmod(everyone.rank, t)
+    # Only members take part, in the same order everywhere: first the groups of blocks, which are disjoint.
+    inside, across = (
+        process_group(dist.new_group(members, use_local_synchronization=True), device_type)
+        for members in (ranks[block * t : (block + 1) * t], ranks[place::t])
+    )
+    return TwoLevelGroup(everyone, across, inside)
+
+
+def start_inside(arrived: Tensor, group: TwoLevelGroup) -> Tensor:
+    """Start to send what arrived from across, (p, B, c), to the ranks inside."""
+    return start_all_gather(arrived.reshape(-1, arrived.shape[2]), group.inside)
+
+
+def finish_inside(pending: Tensor, group: TwoLevelGroup) -> Tensor:
+    """Wait for what arrived at all ranks inside, by place and block: (t, p, B, c)."""
+    gathered = finish_all_gather(pending, group.inside)  # (t, p B, c)
+    p, c = group.across.size, gathered.shape[2]
+    return gathered.view(group.inside.size, p, gathered.shape[1] // p, c)
+
+
+def start_sum_inside(slices: Tensor, group: TwoLevelGroup) -> Tensor:
+    """Start to sum slices (t, p, B, c), by place and block, over the ranks inside."""
+    return start_reduce_scatter(slices.reshape(slices.shape[0], -1, slices.shape[3]), group.inside)
+
+
+def finish_sum_inside(pending: Tensor, group: TwoLevelGroup) -> Tensor:
+    """Wait for this place's sums, by block: (p, B, c), to be summed across."""
+    total = finish_reduce_scatter(pending, group.inside)  # (p B, c)
+    return total.view(group.across.size, total.shape[0] // group.across.size, total.shape[1])
