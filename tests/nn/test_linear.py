@@ -372,7 +372,7 @@ def test_a_mesh_of_several_dimensions_is_refused_with_the_fix(ndim):
                 build(unnamed)
         if ndim == 2:
             levels = init_device_mesh("cpu", (2, 2), mesh_dim_names=("blocks", "inside"))
-            with pytest.raises(ValueError, match="a mesh of 2 blocks with 2 ranks inside each .* got blocks=4"):
+            with pytest.raises(ValueError, match=r"a mesh of 2 blocks with 2 ranks inside each .* got blocks=4"):
                 PhantomLinear(16, 16, blocks=4, ghosts=2, mesh=levels)
     finally:
         torch.distributed.destroy_process_group()

@@ -12,9 +12,9 @@ Key = tuple[str | int, ...]
 def differences(shape: Shape, ledger: Ledger, *, native: bool, root: str = "FFN") -> list[str]:
     """Where formulas and ledger differ, each line naming the term; empty where they agree.
 
-    Products are compared by phase, layer and size, those of a fused kernel by their sum, exchanges by phase, op, ranks
-    and bytes. ``native``: whether the ranks exchange by all-gather and reduce-scatter, not by all-to-all. ``root`` is
-    the class of the model.
+    Products are compared by phase, layer and size, those of a fused kernel by their sum; exchanges by phase, op, ranks,
+    their distance and bytes. ``native``: whether the ranks exchange by all-gather and reduce-scatter, and not by
+    all-to-all. ``root`` is the class of the model.
     """
     return [
         *_compare("product", _predicted_products(shape, root), _counted_products(ledger, shape, root)),
@@ -77,14 +77,14 @@ def _predicted_exchanges(shape: Shape, native: bool) -> list[tuple[Key, str]]:
     predicted: list[tuple[Key, str]] = []
     for e in shape.exchanges:
         op = "all_to_all" if not native and e.op != "all_reduce" and not e.by_torch else e.op
-        predicted.append(((e.phase, op, e.ranks, e.moved_bytes(shape.word_bytes)), e.term))
+        predicted.append(((e.phase, op, e.ranks, e.stride, e.moved_bytes(shape.word_bytes)), e.term))
     return predicted
 
 
 def _counted_exchanges(ledger: Ledger) -> Counter[Key]:
     counted: Counter[Key] = Counter()
     for e, count in ledger.collectives.items():
-        counted[(e.phase, e.op, e.ranks, e.moved)] += count
+        counted[(e.phase, e.op, e.ranks, e.stride, e.moved)] += count
     return counted
 
 

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from torch.utils.module_tracker import ModuleTracker
 
+from phantom_parallel.cost.terms import bytes_within
 from phantom_parallel.cost.traffic import collective_of
 
 _aten = torch.ops.aten
@@ -50,7 +51,9 @@ class ProductEntry:
 
 @dataclass(frozen=True)
 class CollectiveEntry:
-    """A collective as it was issued. ``moved`` is the bytes that this rank sends, ``message`` those it hands in."""
+    """A collective as it was issued. ``moved`` is the bytes that this rank sends, ``message`` those it hands in;
+    ``stride`` is the distance of one rank of its group to the next.
+    """
 
     phase: str
     module: str
@@ -58,6 +61,11 @@ class CollectiveEntry:
     ranks: int
     message: int
     moved: int
+    stride: int = 1
+
+    def moved_within(self, near: int) -> int:
+        """Bytes that this rank sends within its own ``near`` consecutive ranks."""
+        return bytes_within(self.moved, self.ranks, self.stride, near)
 
 
 class Ledger(TorchDispatchMode):
@@ -148,9 +156,16 @@ class Ledger(TorchDispatchMode):
         """FLOPs, two a multiply-add, of a phase, of a module and those within it, or of all."""
         return sum(e.flops * count for e, count in self.products.items() if _within(e, phase, module))
 
-    def moved_of(self, phase: str | None = None, module: str | None = None) -> int:
-        """Bytes that this rank sends, of a phase, of a module and those within it, or of all."""
-        return sum(e.moved * count for e, count in self.collectives.items() if _within(e, phase, module))
+    def moved_of(self, phase: str | None = None, module: str | None = None, *, near: int | None = None) -> int:
+        """Bytes that this rank sends, of a phase, of a module and those within it, or of all.
+
+        ``near``: only what it sends within its own ``near`` consecutive ranks, such as those of one block or node.
+        """
+        return sum(
+            (e.moved if near is None else e.moved_within(near)) * count
+            for e, count in self.collectives.items()
+            if _within(e, phase, module)
+        )
 
     @property
     def flops(self) -> int:

@@ -59,6 +59,7 @@ class Product:
 class Exchange:
     """A collective. ``words`` is w of the table above; ``hidden_by`` names the products that run meanwhile.
 
+    ``stride``: the distance of one of its ranks to the next, which tells the links that it uses.
     ``by_torch``: issued by torch's own styles, which use the backend's own op whatever our exchanges are built from.
     """
 
@@ -69,6 +70,7 @@ class Exchange:
     words: int
     hidden_by: tuple[str, ...] = ()
     by_torch: bool = False
+    stride: int = 1
 
     def moved_bytes(self, word_bytes: int) -> int:
         """Bytes that a rank sends; an all-reduce's share that is not whole is rounded up."""
@@ -81,6 +83,18 @@ class Exchange:
         """Bytes that a rank hands in, as the ledger calls a message."""
         pieces = self.ranks if self.op in ("reduce_scatter", "all_to_all") else 1
         return self.words * word_bytes * pieces
+
+
+def bytes_within(moved: int, ranks: int, stride: int, near: int) -> int:
+    """Of the bytes that a rank sends to all of a group, those to ranks among its own ``near`` consecutive ones.
+
+    Args:
+        moved: Bytes that a rank sends, equally many to each other rank.
+        ranks: Ranks of the group.
+        stride: Distance of one rank of the group to the next.
+        near: Number of consecutive ranks that are near to each other, such as the ranks of a block or of a node.
+    """
+    return moved * (min(ranks, max(1, near // stride)) - 1) // (ranks - 1) if ranks > 1 else 0
 
 
 @dataclass(frozen=True)
@@ -108,9 +122,11 @@ class LayerCost:
 
 
 def phantom_layer(
-    layout: BlockLayout, rows: int, *, bias: bool = True, input_grad: bool = True, name: str = ""
+    layout: BlockLayout, rows: int, *, bias: bool = True, input_grad: bool = True, rank: int = 0, name: str = ""
 ) -> LayerCost:
     """The phantom map: ghosts out, ghosts in."""
+    if layout.inside > 1:
+        return _two_level_layer(layout, rows, bias=bias, input_grad=input_grad, rank=rank, name=name)
     p, k, ranks = layout.blocks, layout.ghosts, layout.ranks
     q, m_in, m_out, others = p // ranks, layout.block_in, layout.block_out, (p - 1) * k
     products = [
@@ -132,6 +148,43 @@ def phantom_layer(
     ]
     parameters = [q * m_out * m_in, q * k * m_in, q * m_out * others] + ([q * m_out] if bias else [])
     kept = rows * q * m_in + rows * p * k
+    return LayerCost(name, tuple(parameters), tuple(products), between_ranks(exchanges), kept)
+
+
+def _two_level_layer(
+    layout: BlockLayout, rows: int, *, bias: bool, input_grad: bool, rank: int, name: str
+) -> LayerCost:
+    """The phantom map with t ranks in each block: features exchanged inside, ghosts across blocks and then inside."""
+    p, t, place, others = layout.blocks, layout.inside, layout.place_of(rank), (layout.blocks - 1) * layout.ghosts
+    whole, m_in, m_out, k = layout.block_in, layout.block_in // t, layout.block_out // t, layout.ghosts // t
+    products = [
+        Product("L x, own features", "forward", 1, rows, m_in, m_out),
+        Product("L x, features before", "forward", 1, rows, place * m_in, m_out),
+        Product("L x, features after", "forward", 1, rows, (t - 1 - place) * m_in, m_out),
+        Product("C x", "forward", 1, rows, whole, k),
+        Product("D g", "forward", 1, rows, others, m_out),
+        Product("D^T d", "backward", 1, rows, m_out, others),
+        Product("dD = d^T g", "backward", 1, m_out, rows, others),
+        Product("dL = d^T x", "backward", 1, m_out, rows, whole),
+        Product("dC = h^T x", "backward", 1, k, rows, whole),
+    ]
+    exchanges = [
+        Exchange("x", "forward", "all_gather", t, rows * m_in, ("L x, own features",)),
+        Exchange("g", "forward", "all_gather", p, rows * k, ("L x, features before", "L x, features after"), stride=t),
+        Exchange("g inside", "forward", "all_gather", t, rows * p * k),
+        Exchange("h inside", "backward", "reduce_scatter", t, rows * p * k, ("dD = d^T g",)),
+    ]
+    meanwhile = "L^T d" if input_grad else "dL = d^T x"
+    exchanges.append(Exchange("h", "backward", "reduce_scatter", p, rows * k, (meanwhile,), stride=t))
+    if input_grad:
+        products += [
+            Product("L^T d", "backward", t, rows, m_out, m_in),
+            Product("C^T h", "backward", t, rows, k, m_in),
+        ]
+        exchanges.append(Exchange("dx", "backward", "reduce_scatter", t, rows * m_in, ("dL = d^T x", "dC = h^T x")))
+    parameters = [m_out * whole, k * whole, m_out * others] + ([m_out] if bias else [])
+    kept = rows * (m_in + whole + p * layout.ghosts)
+    products = [product for product in products if product.multiply_adds]
     return LayerCost(name, tuple(parameters), tuple(products), between_ranks(exchanges), kept)
 
 
@@ -289,13 +342,18 @@ class Shape:
         if self.dp > 1:
             for layer in self.costs:
                 for words in layer.gradients:
-                    yield Exchange("gradients", "sync", "all_reduce", self.dp, words)
+                    yield Exchange("gradients", "sync", "all_reduce", self.dp, words, stride=self.ranks)
 
     def multiply_adds(self, phase: Phase | None = None) -> int:
         return sum(product.multiply_adds for product in self.products if phase in (None, product.phase))
 
     def moved_bytes(self, phase: Phase | None = None) -> int:
         return sum(e.moved_bytes(self.word_bytes) for e in self.exchanges if phase in (None, e.phase))
+
+    @property
+    def inside(self) -> int:
+        """Ranks that share a block; 1 where ranks hold whole blocks, or where there are none."""
+        return max(1, self.ranks // self.blocks) if self.blocks else 1
 
     def over_all_ranks(self, per_rank: int) -> int:
         """A count of one rank, summed over all ranks of all copies: they compute, send and keep equally much."""

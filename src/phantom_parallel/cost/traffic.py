@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_group_size_by_name
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._pytree import tree_leaves
 
 # Operations that move nothing, or are the other half of one that was counted.
@@ -35,12 +35,15 @@ _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
 
 
 class Collective(NamedTuple):
-    """An op, over how many ranks, the bytes that this rank hands in and the bytes that it sends."""
+    """An op, over how many ranks, the bytes that this rank hands in and the bytes that it sends; ``stride`` is the
+    distance of one rank of the group to the next.
+    """
 
     op: str
     ranks: int
     message: int
     moved: int
+    stride: int = 1
 
 
 def collective_of(func: Any, args: Any) -> Collective | None:
@@ -51,8 +54,9 @@ def collective_of(func: Any, args: Any) -> Collective | None:
     kind = _KIND_OF.get(name) or _KIND_OF.get(name.removesuffix("_"))
     if kind is None:
         return None
-    ranks, message = _ranks(args), _bytes(_handed_in(func.namespace, name, args))
-    return Collective(kind, ranks, message, _moved(kind, ranks, message))
+    members, message = dist.get_process_group_ranks(_group(args)), _bytes(_handed_in(func.namespace, name, args))
+    ranks, stride = len(members), members[1] - members[0] if len(members) > 1 else 1
+    return Collective(kind, ranks, message, _moved(kind, ranks, message), stride)
 
 
 def _moved(kind: str, ranks: int, message: int) -> int:
@@ -76,13 +80,13 @@ def _bytes(tensors: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tree_leaves(tensors) if isinstance(t, Tensor))
 
 
-def _ranks(args: Iterable[Any]) -> int:
-    """The group's size, from its name or the ProcessGroup among the arguments."""
+def _group(args: Iterable[Any]) -> dist.ProcessGroup:
+    """The group that is named, or is itself, among the arguments."""
     for argument in reversed(list(args)):
         if isinstance(argument, str) and argument not in ("sum", "avg", "max", "min", "product", "premulsum"):
-            return int(_get_group_size_by_name(argument))  # type: ignore[arg-type]
+            return _resolve_process_group(argument)  # type: ignore[arg-type]
         if isinstance(argument, dist.ProcessGroup):
-            return argument.size()
+            return argument
         if type(argument).__name__ == "ScriptObject" and "ProcessGroup" in str(argument._type()):
-            return dist.ProcessGroup.unbox(argument).size()
+            return dist.ProcessGroup.unbox(argument)
     raise ValueError("a collective without a process group")

@@ -102,13 +102,15 @@ class TwoLevelLinear(Function):
             pending = start_reduce_scatter(finish_sum_inside(pending, group), across)  # (p, B, k / t), in flight
         if need_x:
             dxs = slices_by_place(d, local, group)  # L^T d: (t, B, m_in / t), overlapped
+        elif need_local:
+            d_local = torch.mm(d.t(), xs)  # overlapped
         if needs_h:
             h = finish_reduce_scatter(pending, across)  # h_i[s]: (B, k / t)
         if need_x:
             pending = start_reduce_scatter(
                 slices_by_place(h, compress, group, add_to=dxs), inside
             )  # + C^T h, in flight
-        if need_local:
+        if need_local and need_x:
             d_local = torch.mm(d.t(), xs)  # d^T x: (m_out / t, m_in), overlapped
         if need_compress:
             d_compress = torch.mm(h.t(), xs)  # h^T x: (k / t, m_in), overlapped

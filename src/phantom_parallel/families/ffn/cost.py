@@ -81,7 +81,7 @@ class FFNShape(Shape):
             assert self.blocks is not None
             assert self.ghosts is not None
             blocks = BlockLayout(self.width, self.width, self.blocks, self.ghosts, self.ranks)
-            return phantom_layer(blocks, self.batch, bias=self.bias, input_grad=input_grad, name=name)
+            return phantom_layer(blocks, self.batch, bias=self.bias, input_grad=input_grad, rank=self.rank, name=name)
         rows = RowLayout(self.width, self.width, self.ranks)
         if self.strategy == "megatron":
             if index % 2:
