@@ -270,10 +270,15 @@ def test_the_folder_of_a_training_is_taken_for_what_it_is(folder, capfd):
     assert f"did you mean {folder / 'model'}?" in failed(capfd)
 
 
-def test_a_dense_model_runs_on_one_rank(tmp_path, capfd):
-    known("dense").save(tmp_path / "model")
-    assert phantom("--model", tmp_path / "model", "--ranks", "2") == 2
-    assert "the strategy dense runs on one rank, got ranks=2" in failed(capfd)
+@pytest.mark.parametrize("strategy", ["dense", "fsdp", "pipeline"])
+def test_a_dense_model_runs_by_tensor_parallelism_on_several_ranks(tmp_path, capfd, strategy):
+    known(strategy).save(tmp_path / "model")
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["config"]["strategy"] == "dense"
+    np.save(tmp_path / "x.npy", rows(ROWS))
+    given = ("--model", tmp_path / "model", "--inputs", tmp_path / "x.npy", "--out", tmp_path / "out.npy", "--json")
+    assert phantom(*given, "--ranks", "2") == 0
+    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected(), rtol=1e-11, atol=1e-11)
+    assert list(json.loads(capfd.readouterr().out)["measured"]) == ["tensor"]
 
 
 def test_more_ranks_than_memory_allows_are_refused(folder, capfd, monkeypatch):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from phantom_parallel import load_model
 from phantom_parallel.cli import main as program
@@ -50,6 +51,20 @@ def test_two_ranks_train_stop_and_go_on_as_one(tmp_path, capfd):
     assert phantom(tmp_path / "run", *SMALL, "--steps", "30", "--resume") == 0  # on one rank
     assert steps_of(tmp_path / "run") == [10, 20, 30]
     assert "held out" in capfd.readouterr().out
+
+
+def test_a_pipeline_and_fsdp_leave_a_dense_model(tmp_path, capfd):
+    small = ["--width", "16", "--depth", "3", "--teacher-ghosts", "2", "--samples", "256", "--batch", "12"]
+    models = {}
+    for strategy in ("pipeline", "fsdp", "dense"):
+        ranks = [] if strategy == "dense" else ["--tp", "3"]
+        assert phantom(tmp_path / strategy, *small, "--strategy", strategy, *ranks, "--steps", "10", "--json") == 0
+        models[strategy] = load_model(tmp_path / strategy / "model")
+        assert models[strategy].config.strategy == "dense"
+        assert json.loads(capfd.readouterr().out)["parameters"] == 3 * (16 * 16 + 16)
+    for strategy in ("pipeline", "fsdp"):
+        for mine, theirs in zip(models[strategy].parameters(), models["dense"].parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs)
 
 
 def test_layers_without_bias(tmp_path):
@@ -172,12 +187,31 @@ def failed(capfd) -> str:
         (["--data", "nowhere.npz"], "there is no data"),
         (["--batch", "250"], "256 rows are too few for batch=250"),
         (["--resume"], "there is no checkpoint in"),
+        (["--micro-batches", "4"], "micro_batches belongs to the strategy pipeline, not to phantom"),
+        (["--no-reshard-after-forward"], "reshard_after_forward belongs to the strategy fsdp, not to phantom"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2_and_no_folder(tmp_path, capfd, arguments, message):
     assert phantom(tmp_path / "run", *SMALL, *arguments) == 2
     assert message in failed(capfd)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fsdp", "--tp", "3"], "batch=16 is not a multiple of dp=1 times gradient_accumulation_steps=1 times ranks=3"),
+        (["pipeline", "--tp", "4"], "a pipeline of 4 ranks needs a layer for each, got 2: use at most 2 ranks"),
+        (["pipeline", "--tp", "2", "--micro-batches", "1"], "micro_batches=1 is below ranks=2"),
+        (["pipeline", "--tp", "2", "--micro-batches", "0"], "micro_batches must be a positive whole number, got 0"),
+        (["pipeline", "--tp", "2", "--micro-batches", "5"], "batch=16 is not a multiple of dp=1 times"),
+        (["pipeline", "--blocks", "4"], "blocks and ghosts belong to the strategy phantom, not to pipeline"),
+    ],
+)
+def test_strategies_that_cannot_run_so_are_refused_before_ranks_start(tmp_path, capfd, arguments, message):
+    small = ["--width", "16", "--teacher-ghosts", "2", "--samples", "256", "--batch", "16"]
+    assert phantom(tmp_path / "run", *small, "--strategy", *arguments) == 2
+    assert message in failed(capfd)
 
 
 def test_an_output_folder_with_something_in_it_is_kept(tmp_path, capfd):

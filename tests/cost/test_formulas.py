@@ -95,7 +95,10 @@ def test_the_whole_models_parameters():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"strategy": "magic"}, "strategy must be one of phantom, tensor, megatron, dense, got 'magic'"),
+        (
+            {"strategy": "magic"},
+            "strategy must be one of phantom, tensor, megatron, dense, fsdp, pipeline, got 'magic'",
+        ),
         ({"strategy": "dense", "ranks": 2}, "dense runs on one rank, got ranks=2"),
         ({"strategy": "phantom"}, "needs blocks and ghosts"),
         ({"blocks": 2}, "belong to the strategy phantom, not to tensor"),

@@ -130,6 +130,25 @@ def test_tensor_megatron_and_dense_learn_alike(ranks):
     assert curve(copies) == pytest.approx(curve(expected), rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "elsewhere"), [("fsdp", {"reshard_after_forward": False}), ("pipeline", {"micro_batches": 4})]
+)
+def test_fsdp_and_pipelines_learn_as_the_dense_model_and_resume_on_other_ranks(ranks, tmp_path, strategy, elsewhere):
+    variant = {"depth": 4, "max_grad_norm": 0.5, "gradient_accumulation_steps": 2}
+    expected = losses(replace(OTHERS["dense"], **variant))
+    config = replace(OTHERS["dense"], strategy=strategy, ranks=2, dp=2, **variant)
+    found = ranks(4)(losses, config, str(tmp_path))[0]
+    rest = {step: loss for step, loss in found.items() if step > 6}
+    resume = str(tmp_path / "step-000006")
+    assert ranks(4)(losses, config, None, resume)[0] == rest
+    continued = [ranks(2)(losses, replace(config, dp=1, **elsewhere), None, resume)[0]]
+    continued.append(losses(replace(config, ranks=1, dp=1), None, resume))
+    for other in (found, *continued):
+        steps = list(other)
+        assert curve(other) == pytest.approx([expected[step][0] for step in steps], rel=1e-4)
+        assert other[12][1] == pytest.approx(expected[12][1], rel=1e-4)
+
+
 def test_multipliers_of_the_learning_rate_matter():
     assert curve(losses(replace(PHANTOM, lr_compress=0.0))) != curve(losses(PHANTOM))
 
@@ -150,6 +169,27 @@ def test_a_compiled_model_learns_the_same(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     assert curve(losses(replace(PHANTOM, compile=True, steps=3))) == pytest.approx(expected, rel=1e-4)
     assert seen
+
+
+def compiled_losses(config: FFNTrainConfig) -> tuple[dict[int, tuple], int]:
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append(graph)
+        return graph
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+        return losses(config), len(seen)
+
+
+def test_compiled_fsdp_and_pipelines_learn_the_same(ranks):
+    expected = curve(losses(replace(OTHERS["dense"], steps=3)))
+    for strategy in ("fsdp", "pipeline"):
+        config = replace(OTHERS["dense"], strategy=strategy, ranks=2, compile=True, steps=3)
+        found, graphs = ranks(2)(compiled_losses, config)[0]
+        assert curve(found) == pytest.approx(expected, rel=1e-4)
+        assert graphs
 
 
 def test_the_target_ends_it():

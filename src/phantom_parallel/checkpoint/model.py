@@ -52,7 +52,7 @@ def save_model(
     """Write a model to a new folder. Every rank that holds a part of it calls this, of one data-parallel copy.
 
     The folder appears whole or not at all. Ranks write their own parts in parallel, and none holds more than its part
-    and one tensor besides.
+    and one tensor besides. Models by ``fsdp`` and ``pipeline`` are written as the dense model that they are.
 
     Args:
         model: A model of any family, or any module; its parameters may be DTensors. Only a model of a family can be
@@ -71,7 +71,7 @@ def save_model(
     """
     path = Path(path).absolute()
     tensors = _tensors_of(model)
-    group = storage_group(group_of(tensors.values()))
+    group = storage_group(_group_of(model, tensors))
     on_every_rank(lambda: _check_target(path, overwrite, group), group)
     parts = {name: Part.of(tensor) for name, tensor in tensors.items()}
 
@@ -218,7 +218,7 @@ def load_model(
             return model
         model.to_empty(device=where)
     tensors = _tensors_of(model)
-    group = storage_group(group_of(tensors.values()))
+    group = storage_group(_group_of(model, tensors))
     if found["version"] > 1:
         verify(path, files, group)
     parts = {name: Part.of(tensor) for name, tensor in tensors.items()}
@@ -262,9 +262,19 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in tensors.items()}
 
 
+def _group_of(model: nn.Module, tensors: dict[str, Tensor]) -> Group:
+    """The ranks that hold parts of a model. Those of a pipeline hold whole tensors, each of some layers."""
+    mesh = getattr(model, "mesh", None)
+    staged = isinstance(mesh, DeviceMesh) and get_strategy(model.config.strategy).splits_depth  # type: ignore[union-attr]
+    return mesh.get_group() if staged else group_of(tensors.values())  # type: ignore[union-attr]
+
+
 def _describe(config: Any, files: dict[str, FileDigest]) -> dict[str, Any]:
     about: dict[str, Any] = {"format": FORMAT, "version": VERSION}
     if getattr(config, "family", None) in family_names():
+        strategy = get_strategy(config.strategy)
+        if strategy.shards_rows or strategy.splits_depth:
+            config = replace(config, strategy="dense")
         about |= {"family": config.family, "config": asdict(config)}
     return about | {"files": files}
 

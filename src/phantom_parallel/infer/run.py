@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from phantom_parallel.checkpoint.model import CONFIG, family_of, load_model
+from phantom_parallel.checkpoint.model import CONFIG, family_of, load_model, read_config
 from phantom_parallel.cost.calibrate import profile_name
 from phantom_parallel.cost.hardware import load_profile, user_directory
 from phantom_parallel.distributed.external import launched_externally
 from phantom_parallel.distributed.launch import launch
 from phantom_parallel.distributed.objects import broadcast_from_rank_zero, check_agreement
 from phantom_parallel.energy.power_profile import PowerProfile, load_power_profile
+from phantom_parallel.families.registry import get_family
 from phantom_parallel.infer.inputs import Inputs, open_inputs
 from phantom_parallel.infer.measure import Inference, measure, random_rows
 from phantom_parallel.infer.predict import NonFinite, largest_difference, predict, read_rows
@@ -29,6 +30,7 @@ from phantom_parallel.train.run_dir import MODEL
 from phantom_parallel.utils import resources
 from phantom_parallel.utils.layout import positive
 from phantom_parallel.utils.progress import ProgressDisplay
+from phantom_parallel.utils.strategies import get_strategy
 
 Against = Literal["tensor", "none"]
 
@@ -134,7 +136,7 @@ def run(config: InferConfig, *, show: bool = False) -> InferReport:
 
 def prepare(config: InferConfig) -> PowerProfile | None:
     """Check the options and files, in one process. Returns the watts of modelled energy."""
-    model = check_model(config.model)
+    model = check_model(config.model, config.ranks)
     width, _ = predictor_of(model.config).features(model.config)
     model.config.check_ranks(config.ranks)
     if config.inputs is not None:
@@ -159,9 +161,17 @@ def power_profile(name: str | None, ranks: int) -> PowerProfile | None:
     return load_power_profile(name, ranks)
 
 
-def check_model(path: Path, strategy: str | None = None) -> Any:
-    """Check all files of a model, and return it on the meta device, by another strategy if one is given."""
-    return load_model(check_folder(path), device="meta", strategy=strategy)
+def check_model(path: Path, ranks: int) -> Any:
+    """Check all files of a model, and return it on the meta device, as ``ranks`` ranks load it."""
+    return load_model(check_folder(path), device="meta", strategy=strategy_on(path, ranks))
+
+
+def strategy_on(path: Path, ranks: int) -> str | None:
+    """The strategy by which ``ranks`` ranks run the model of a folder; None for its own. A dense model runs on several
+    ranks by its family's baseline, whose weights and function are the same.
+    """
+    config = read_config(check_folder(path))
+    return get_family(config.family).baseline if ranks > 1 and get_strategy(config.strategy).single_rank else None
 
 
 def check_folder(path: Path) -> Path:
@@ -218,7 +228,7 @@ def _work(
         power = broadcast_from_rank_zero(lambda: prepare(config), device)
     mesh = None if config.ranks == 1 else init_device_mesh(device.type, (config.ranks,), mesh_dim_names=("tp",))
     check_agreement("what to run", {name: str(value) for name, value in asdict(config).items()}, mesh)
-    model = load_model(config.model, mesh=mesh, device=device)
+    model = load_model(config.model, mesh=mesh, device=device, strategy=strategy_on(config.model, config.ranks))
     predictor = predictor_of(model.config)
     inputs = None if config.inputs is None else open_inputs(config.inputs, predictor.features(model.config)[0])
     models: dict[str, RowModel] = {model.config.strategy: model}

@@ -76,18 +76,14 @@ def stage(parts: Parts) -> Parts:
     }
 
 
-def non_finite(parts: Parts) -> int | None:
-    """Index of the first of this rank's parts with a value that is not finite; None if there is none."""
-    for index, part in enumerate(parts.values()):
-        if not bool(part.values.isfinite().all()):
-            return index
-    return None
+def non_finite(parts: Parts) -> str | None:
+    """Name of the first of this rank's parts with a value that is not finite; None if there is none."""
+    return next((name for name, part in parts.items() if not bool(part.values.isfinite().all())), None)
 
 
-def missing_bytes(optimizer: PartsOptimizer, config: TrainConfig, folder: Path) -> int:
-    """How many bytes the disk of ``folder`` lacks for the next checkpoint; 0 if there is room."""
-    words = sum(parameter.numel() for parameter in optimizer.parameters.values())
-    needed = 4 * words * (1 + sum(key != "step" for key in state_keys(config))) + _HEADROOM
+def missing_bytes(parameters: int, config: TrainConfig, folder: Path) -> int:
+    """How many bytes the disk of ``folder`` lacks for the next checkpoint of a model with so many parameters."""
+    needed = 4 * parameters * (1 + sum(key != "step" for key in state_keys(config))) + _HEADROOM
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     return max(0, needed - shutil.disk_usage(existing).free)
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, Self, get_args
 
 from phantom_parallel.utils.layout import positive
 from phantom_parallel.utils.numbers import is_finite
-from phantom_parallel.utils.strategies import DEFAULT_GHOSTS, StrategyName, default_blocks, get_strategy
+from phantom_parallel.utils.strategies import DEFAULT_GHOSTS, Strategy, StrategyName, default_blocks, get_strategy
 
 Schedule = Literal["constant", "linear", "cosine"]
 OptimizerName = Literal["sgd", "adamw"]
@@ -36,6 +36,7 @@ class TrainConfig:
     # Fields that may differ when a training is resumed: where and how long it runs, and what it writes.
     may_change: ClassVar[frozenset[str]] = frozenset(
         {"ranks", "dp", "steps", "target_loss", "compile", "log_every", "eval_every", "checkpoint_every", "keep"}
+        | {"micro_batches", "reshard_after_forward"}
     )
 
     strategy: StrategyName = "phantom"
@@ -52,6 +53,12 @@ class TrainConfig:
     """Rows of a step, over all data-parallel copies and micro-batches together."""
     gradient_accumulation_steps: int = 1
     """Micro-batches that each copy's rows of a step are split into."""
+    micro_batches: int | None = None
+    """Micro-batches that each copy's rows pass through the stages in, for pipeline: at least as many as ranks, which is
+    the default. More of them keep ranks idle for less of the time. They split what gradient accumulation leaves."""
+    reshard_after_forward: bool = True
+    """Free a layer's gathered weights after forward and gather them again for backward, for fsdp. Without it, a third
+    less is sent, and every rank holds the whole model from forward to backward."""
     steps: int = 1000
     """Maximum number of steps."""
     target_loss: float | None = None
@@ -104,15 +111,44 @@ class TrainConfig:
                 for name in ("ranks", "dp", "batch", "gradient_accumulation_steps", "steps", *intervals)
             }
         )
-        if get_strategy(self.strategy).has_blocks:
+        strategy = get_strategy(self.strategy)
+        if strategy.has_blocks:
             self._fill("blocks", default_blocks(self.ranks))
             self._fill("ghosts", DEFAULT_GHOSTS)
         self._check_numbers()
-        pieces = self.dp * self.gradient_accumulation_steps
+        self._check_sharding(strategy)
+        self._check_batch(strategy)
+
+    def _check_sharding(self, strategy: Strategy) -> None:
+        if not isinstance(self.reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward must be true or false, got {self.reshard_after_forward!r}")
+        if not self.reshard_after_forward and not self.gathers_weights:
+            raise ValueError(
+                f"reshard_after_forward belongs to the strategy fsdp, not to {self.strategy}: leave it out"
+            )
+        if self.micro_batches is None:
+            return
+        positive(micro_batches=self.micro_batches)
+        if strategy.splits_depth:
+            if self.micro_batches < self.ranks:
+                raise ValueError(
+                    f"micro_batches={self.micro_batches} is below ranks={self.ranks}: the 1F1B schedule needs at least "
+                    "as many micro-batches as stages"
+                )
+        else:
+            raise ValueError(f"micro_batches belongs to the strategy pipeline, not to {self.strategy}: leave it out")
+
+    def _check_batch(self, strategy: Strategy) -> None:
+        factors = {"dp": self.dp, "gradient_accumulation_steps": self.gradient_accumulation_steps}
+        if strategy.shards_rows:
+            factors["ranks"] = self.ranks
+        if strategy.splits_depth:
+            factors["micro_batches"] = self.stage_micro_batches
+        pieces = math.prod(factors.values())
         if self.batch % pieces:
             raise ValueError(
-                f"batch={self.batch} is not a multiple of dp={self.dp} times "
-                f"gradient_accumulation_steps={self.gradient_accumulation_steps}: "
+                f"batch={self.batch} is not a multiple of "
+                f"{' times '.join(f'{name}={value}' for name, value in factors.items())}: "
                 f"use {max(1, self.batch // pieces) * pieces} or {(self.batch // pieces + 1) * pieces}"
             )
 
@@ -147,8 +183,23 @@ class TrainConfig:
 
     @property
     def micro_batch(self) -> int:
-        """Rows of a micro-batch of one copy."""
-        return self.batch // (self.dp * self.gradient_accumulation_steps)
+        """Rows that a rank works on at once: those of a micro-batch of one copy, or its own share of them."""
+        return self.batch // (self.row_shards * self.gradient_accumulation_steps)
+
+    @property
+    def stage_micro_batches(self) -> int:
+        """Micro-batches that pass through the stages of a pipeline."""
+        return self.ranks if self.micro_batches is None else self.micro_batches
+
+    @property
+    def row_shards(self) -> int:
+        """Number of shares that the rows of a step are divided into over all ranks."""
+        return self.dp * (self.ranks if get_strategy(self.strategy).shards_rows else 1)
+
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether weights are sharded and gathered where they are used, as by FSDP2."""
+        return get_strategy(self.strategy).shards_rows
 
     @property
     def replicas(self) -> int:

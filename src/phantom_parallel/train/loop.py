@@ -20,7 +20,7 @@ from phantom_parallel.checkpoint.background import BackgroundWriter
 from phantom_parallel.checkpoint.parts import storage_group
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.errors import LossDiverged
-from phantom_parallel.distributed.objects import raise_on_all_ranks
+from phantom_parallel.distributed.objects import all_gather_objects, raise_on_all_ranks
 from phantom_parallel.distributed.rank_check import check_ranks
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.energy.time_split import TimeSplitRecorder, TimeTotals, timer_for
@@ -126,6 +126,8 @@ class Trainer:
         self.task: Task[Any] = get_family(config.family).task()(config, parallel)
         cut = self.task.sharded_over_copies
         self.optimizer = PartsOptimizer(self.task.model, config, parallel, sharded_over_copies=cut)
+        outline = get_family(config.family).task().outline(config)
+        self.parameters = sum(parameter.numel() for parameter in outline.parameters())  # of the whole model
         self.clock = TimeSplitRecorder(parallel.device.type, timer_for(parallel.device))
         self.progress = Progress(0, 0.0)
         self.last_checkpoint: Path | None = None
@@ -146,7 +148,7 @@ class Trainer:
     def compile(self) -> None:
         """Compile both directions now, on rows of the usual shape, so that no step's time has it in it."""
         self.task.compile()
-        self.task.loss(self.task.rows_of(0)[: self.config.micro_batch]).backward()
+        self.task.forward_backward(self.task.rows_of(0)[: self.config.micro_batch], 1.0, last=True)
         self.task.model.zero_grad()
 
     def close(self, kind: type[BaseException] | None, *exception: object) -> None:
@@ -169,7 +171,7 @@ class Trainer:
                 continue
             now = self.clock.totals()
             ran = now.since(start)
-            share = loss / config.dp if self.task.counts else 0.0 * loss
+            share = loss / config.row_shards if self.task.counts else 0.0 * loss
             blocked = ran.blocked_seconds
             failed = self._writer is not None and self._writer.failed
             total, asked, failures, *spent = self._sum(
@@ -209,26 +211,34 @@ class Trainer:
 
     def _step(self, step: int) -> Tensor:
         """One step; this rank's share of the loss before it, not yet summed."""
-        config = self.config
-        rows = self.task.rows_of(step).chunk(config.dp)[self.parallel.dp_rank]
+        config, rows = self.config, self._rows(step)
         total = torch.zeros((), device=self.parallel.device)
-        for piece in rows.chunk(config.gradient_accumulation_steps):
-            loss = self.task.loss(piece) * (len(piece) / len(rows))
-            loss.backward()
-            total += loss.detach()
+        pieces = rows.chunk(config.gradient_accumulation_steps)
+        for index, piece in enumerate(pieces, 1):
+            total += self.task.forward_backward(piece, len(piece) / len(rows), last=index == len(pieces))
         self.task.average()
         self.optimizer.step(config.lr_factor(step))
         return total
 
+    def _rows(self, step: int) -> Tensor:
+        """This rank's rows of a step."""
+        return self.task.rows_of(step).chunk(self.config.row_shards)[self._row_shard]
+
+    @property
+    def _row_shard(self) -> int:
+        """Which of the shares of rows this rank has."""
+        copy, own = self.parallel.dp_rank, self.config.row_shards // self.config.dp
+        return copy if own == 1 else copy * own + self.parallel.tp_rank
+
     @torch.no_grad()
     def evaluate(self) -> None:
-        """The mean loss of the held-out rows, and their accuracy; each copy takes a part of them, in as many pieces as
-        the others do.
+        """The mean loss of the held-out rows, and their accuracy; each copy, or each rank that has rows of its own,
+        takes a part of them, in as many pieces as the others do.
         """
         held, config = self.task.held_out, self.config
-        pieces = math.ceil(math.ceil(len(held) / config.dp) / config.micro_batch)
+        pieces = math.ceil(math.ceil(len(held) / config.row_shards) / config.micro_batch)
         sums = torch.zeros(2, device=self.parallel.device)
-        for piece in held.tensor_split(config.dp)[self.parallel.dp_rank].tensor_split(pieces):
+        for piece in held.tensor_split(config.row_shards)[self._row_shard].tensor_split(pieces):
             sums += self.task.measure(piece)
         loss, hits = self._sum(sums[0] if self.task.counts else 0.0 * sums[0], float(sums[1]))
         self._eval_loss = loss / len(held)
@@ -277,7 +287,7 @@ class Trainer:
         try:
             # A step may have spoilt the weights after its own loss, so the last boundary's data are checked as well.
             for step in range(max(self._last_boundary - 1, 0), self.progress.step):
-                self.task.check_rows(self.task.rows_of(step).chunk(self.config.dp)[self.parallel.dp_rank])
+                self.task.check_rows(self._rows(step))
         except ValueError as raised:
             error = ValueError(f"{raised}; {self._last_checkpoint()}")
         raise_on_all_ranks(error, self._group)
@@ -311,10 +321,10 @@ class Trainer:
         if self.checkpoints is None or self._writer is None:
             return
         parts = checkpoint.parts_of(self.optimizer)
-        # A finite loss does not vouch for the update after it. Ranks have the same names in the same order.
+        # A finite loss does not vouch for the update after it.
         bad = checkpoint.non_finite(parts)
-        if (first := self._smallest(len(parts) if bad is None else bad)) < len(parts):
-            name = list(parts)[first]
+        if self._smallest(bad is None) == 0:
+            name = next(filter(None, all_gather_objects(bad, self._group)))
             raise self._diverged(f"{name} is not finite after step {self.progress.step}")
         self._settle()  # one at a time
         self._check_room(self.checkpoints)
@@ -331,7 +341,7 @@ class Trainer:
         return int(smallest)
 
     def _check_room(self, folder: Path) -> None:
-        missing = checkpoint.missing_bytes(self.optimizer, self.config, folder) if self.parallel.rank == 0 else 0
+        missing = checkpoint.missing_bytes(self.parameters, self.config, folder) if self.parallel.rank == 0 else 0
         if missing := -self._smallest(-missing):
             path = checkpoint.path_of(folder, self.progress.step)
             raise OSError(
@@ -368,7 +378,7 @@ class Trainer:
             blocked_share=waited / seconds if seconds else 0.0,
             compute_seconds=record.compute_seconds,
             blocked_seconds=record.blocked_seconds,
-            parameters=sum(parameter.numel() for parameter in self.task.model.parameters()),
+            parameters=self.parameters,
             checkpoint=self._final_checkpoint(),
             accuracy=self._accuracy,
         )

@@ -13,13 +13,14 @@ from torch.optim import SGD, AdamW, Optimizer
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.nn.groups import parameter_groups
 from phantom_parallel.train.config import TrainConfig
+from phantom_parallel.utils.strategies import get_strategy
 
 
 class PartsOptimizer:
     """SGD or AdamW over this rank's parts of the parameters.
 
     Args:
-        model: The model.
+        model: The model. A stage of a pipeline names what an earlier stage holds as well in ``repeated_parameters``.
         config: Optimizer, learning rates and clipping.
         parallel: The ranks.
         sharded_over_copies: Whether parameters are sharded over the data-parallel copies as well, as FSDP2 does.
@@ -34,6 +35,8 @@ class PartsOptimizer:
         self, model: nn.Module, config: TrainConfig, parallel: ParallelContext, *, sharded_over_copies: bool = False
     ) -> None:
         self._config, self._parallel, self._sharded_over_copies = config, parallel, sharded_over_copies
+        self._staged = get_strategy(config.strategy).splits_depth
+        self._repeated: frozenset[str] = getattr(model, "repeated_parameters", frozenset())
         self.parameters = dict(model.named_parameters())
         self.parts = {name: _own(parameter) for name, parameter in self.parameters.items()}
         own = {id(parameter): self.parts[name] for name, parameter in self.parameters.items()}
@@ -72,9 +75,9 @@ class PartsOptimizer:
     def _clip(self, max_norm: float) -> None:
         """Scale the gradient so that its norm over the whole model is at most ``max_norm``."""
         parallel = self._parallel
-        total = torch.zeros((), device=parallel.device)
+        total = torch.zeros((), device=parallel.device, dtype=torch.float64)
         for name, part in self.parts.items():
-            if part.grad is not None and _counts(self.parameters[name], parallel):
+            if part.grad is not None and self._counts(name):
                 total += part.grad.square().sum()
         if self._sharded_over_copies:
             dist.all_reduce(total, group=parallel.group)
@@ -84,6 +87,18 @@ class PartsOptimizer:
         for part in self.parts.values():
             if part.grad is not None:
                 part.grad.mul_(scale)
+
+    def _counts(self, name: str) -> bool:
+        """Return whether this rank's part counts in a sum over ranks: of replicated parts, only the first one does."""
+        parameter = self.parameters[name]
+        if self._staged:
+            return name not in self._repeated
+        if not isinstance(parameter, DTensor):
+            return self._parallel.tp_rank == 0
+        coordinate = parameter.device_mesh.get_coordinate()
+        assert coordinate is not None
+        placed = zip(coordinate, parameter.placements, strict=True)
+        return all(index == 0 or not placement.is_replicate() for index, placement in placed)
 
 
 def state_keys(config: TrainConfig) -> tuple[str, ...]:
@@ -113,13 +128,3 @@ def _own_gradient(parameter: Tensor) -> Tensor | None:
     if gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
     return gradient.to_local().contiguous()
-
-
-def _counts(parameter: Tensor, parallel: ParallelContext) -> bool:
-    """Return whether this rank's part counts in a sum over ranks: of replicated parts, only the first one does."""
-    if not isinstance(parameter, DTensor):
-        return parallel.tp_rank == 0
-    coordinate = parameter.device_mesh.get_coordinate()
-    assert coordinate is not None
-    placed = zip(coordinate, parameter.placements, strict=True)
-    return all(index == 0 or not placement.is_replicate() for index, placement in placed)

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.data_parallel import average_gradients
+from phantom_parallel.distributed.fully_sharded import reduce_gradients
+from phantom_parallel.distributed.pipeline import Pipeline
 from phantom_parallel.train.config import TrainConfig
 
 C = TypeVar("C", bound=TrainConfig)
@@ -29,6 +31,7 @@ class Task(ABC, Generic[C]):
         counts: Whether this rank's share is part of the sum.
         held_out: The rows that are evaluated.
         digest: `data_digest` of the data that were opened.
+        pipeline: What runs the stages of a model, one on each rank; None where every rank runs all layers.
     """
 
     classifies: ClassVar[bool] = False
@@ -39,6 +42,7 @@ class Task(ABC, Generic[C]):
     counts: bool
     held_out: Tensor
     digest: str | None = None
+    pipeline: Pipeline | None = None
 
     @abstractmethod
     def __init__(self, config: C, parallel: ParallelContext) -> None: ...
@@ -80,6 +84,29 @@ class Task(ABC, Generic[C]):
     @abstractmethod
     def loss(self, rows: Tensor) -> Tensor:
         """Return this rank's share of the mean loss of these rows."""
+
+    def load(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the inputs and targets of these rows on this rank's device; needed where there is a ``pipeline``."""
+        raise NotImplementedError
+
+    def forward_backward(self, rows: Tensor, weight: float, *, last: bool) -> Tensor:
+        """Accumulate the gradients of ``weight`` times the mean loss of these rows.
+
+        Args:
+            rows: Rows of this rank, or of all stages of a pipeline.
+            weight: Their share of the rows of a step.
+            last: Whether these are the last rows of the step. Fully sharded gradients are accumulated whole before, and
+                reduced over ranks only then.
+
+        Returns:
+            ``weight`` times this rank's share of the loss.
+        """
+        if self.pipeline is not None:
+            return self.pipeline.forward_backward(*self.load(rows), weight)
+        reduce_gradients(self.model, last)
+        loss = self.loss(rows) * weight
+        loss.backward()
+        return loss.detach()
 
     @abstractmethod
     def measure(self, rows: Tensor) -> Tensor:

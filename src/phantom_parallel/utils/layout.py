@@ -40,6 +40,21 @@ def positive(**sizes: object) -> None:
         check_at_most(_LIMITS.get(name, MAX_COUNT), **{name: value})
 
 
+def stage_layers(layers: int, stages: int, stage: int = 0) -> range:
+    """The layers of one stage of a pipeline. Stages have equally many, the first ones one more if they do not divide.
+
+    Raises:
+        ValueError: If there are fewer layers than stages.
+    """
+    if layers < stages:
+        raise ValueError(
+            f"a pipeline of {stages} ranks needs a layer for each, got {layers}: use at most {layers} ranks"
+        )
+    each, more = divmod(layers, stages)
+    first = stage * each + min(stage, more)
+    return range(first, first + each + (stage < more))
+
+
 @dataclass(frozen=True)
 class BlockLayout:
     """A phantom layer's features: p blocks with k ghosts each, over R ranks.

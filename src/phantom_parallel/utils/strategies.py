@@ -39,6 +39,11 @@ class Strategy:
         """Whether the model computes the dense model's function: losses are the same up to rounding."""
         return not self.has_blocks
 
+    @property
+    def splits_layers(self) -> bool:
+        """Whether the ranks of a model share the work of every layer."""
+        return not (self.single_rank or self.shards_rows or self.splits_depth)
+
     def check_ranks(self, ranks: int) -> None:
         """Raise ValueError if a model cannot be shared by ``ranks`` ranks."""
         positive(ranks=ranks)

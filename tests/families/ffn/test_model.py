@@ -61,7 +61,10 @@ def test_dense_and_tensor_start_from_the_same_weights():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"strategy": "magic"}, "strategy must be one of phantom, tensor, megatron, dense, got 'magic'"),
+        (
+            {"strategy": "magic"},
+            "strategy must be one of phantom, tensor, megatron, dense, fsdp, pipeline, got 'magic'",
+        ),
         ({"activation": "swish"}, "activation must be one of relu, gelu"),
         ({"depth": 0}, "depth must be a positive whole number, got 0"),
         ({"width": 0}, "width must be a positive whole number, got 0"),

@@ -232,7 +232,7 @@ def test_an_attention_kernel_by_hand():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"strategy": "tensor"}, "strategy must be one of phantom, megatron, dense, got 'tensor'"),
+        ({"strategy": "tensor"}, "strategy must be one of phantom, megatron, dense, fsdp, pipeline, got 'tensor'"),
         ({"strategy": "dense", "ranks": 2, "blocks": None, "ghosts": None}, "dense runs on one rank"),
         ({"ranks": 3}, "3 ranks do not divide blocks=4"),
         ({"sequence": 0}, "sequence must be a positive whole number, got 0"),

@@ -306,7 +306,7 @@ def test_a_model_in_bfloat16_runs_both_ways():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"strategy": "magic"}, "strategy must be one of phantom, megatron, dense, got 'magic'"),
+        ({"strategy": "magic"}, "strategy must be one of phantom, megatron, dense, fsdp, pipeline, got 'magic'"),
         ({"layers": 0}, "layers must be a positive whole number, got 0"),
         ({"context": 1.5}, "context must be a positive whole number, got 1.5"),
         ({"kv_heads": 0}, "kv_heads must be a positive whole number, got 0"),

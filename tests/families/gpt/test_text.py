@@ -179,7 +179,7 @@ def test_a_damaged_tokenizer_is_an_error_that_names_it(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"strategy": "tensor"}, "strategy must be one of phantom, megatron, dense, got 'tensor'"),
+        ({"strategy": "tensor"}, "strategy must be one of phantom, megatron, dense, fsdp, pipeline, got 'tensor'"),
         ({"tokenizer": "words"}, "tokenizer must be one of bytes, bpe, got 'words'"),
         ({"vocab": 100}, "vocab=100 must be from 256, since every byte is a token, to 65536"),
         ({"vocab": 258}, "blocks=4 does not divide vocab=258: vocab=260 would be whole blocks"),

@@ -1,7 +1,7 @@
 """Feed-forward networks, the paper's models: linear layers of equal width with an activation between them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, get_args
 
 import torch
@@ -11,15 +11,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from phantom_parallel.distributed.objects import all_gather_objects, check_agreement
+from phantom_parallel.distributed.fully_sharded import shard_fully
+from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.families.ffn.config import Activation
 from phantom_parallel.nn import PhantomLinear, TensorLinear
-from phantom_parallel.nn.init import draw_seed, init_rows
+from phantom_parallel.nn.init import init_rows
+from phantom_parallel.nn.sharded import broadcast_seed
 from phantom_parallel.ops.collectives import flat_mesh, rank_group
-from phantom_parallel.utils.layout import MAX_LAYERS, BlockLayout, RowLayout, check_at_most, positive
+from phantom_parallel.utils.layout import MAX_LAYERS, BlockLayout, RowLayout, check_at_most, positive, stage_layers
 from phantom_parallel.utils.strategies import StrategyName, get_strategy
 
-STRATEGIES: tuple[StrategyName, ...] = ("phantom", "tensor", "megatron", "dense")
+STRATEGIES: tuple[StrategyName, ...] = ("phantom", "tensor", "megatron", "dense", "fsdp", "pipeline")
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -77,11 +79,14 @@ class FFNConfig:
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ValueError if ``ranks`` ranks cannot share this model."""
-        get_strategy(self.strategy).check_ranks(ranks)
+        strategy = get_strategy(self.strategy)
+        strategy.check_ranks(ranks)
         if self.blocks is not None and self.ghosts is not None:
             BlockLayout(self.width, self.width, self.blocks, self.ghosts, ranks)
-        else:
+        elif strategy.splits_layers:
             RowLayout(self.width, self.width, ranks)
+        elif strategy.splits_depth:
+            stage_layers(self.depth, ranks)
 
 
 class FFN(nn.Module):
@@ -89,8 +94,17 @@ class FFN(nn.Module):
 
     On a mesh, inputs and outputs of the strategies ``phantom`` and ``tensor`` are this rank's features;
     `shard_features` and `gather_features` convert from and to all features. ``megatron`` applies torch's own column and
-    row styles to pairs of layers, with all features in and out, and ``dense`` runs in one process. The same seed gives
-    the same weights on any number of ranks, and the same for ``tensor``, ``megatron`` and ``dense``.
+    row styles to pairs of layers, with all features in and out, and ``dense`` runs in one process. ``fsdp`` shards the
+    weights of the dense model by torch's ``fully_shard``, and each rank works on rows of its own. ``pipeline`` has some
+    consecutive layers on each rank, and its forward pass is that of these layers; the others are ``nn.Identity``. The
+    same seed gives the same weights on any number of ranks, and the same for all strategies but ``phantom``.
+
+    Args:
+        config: The architecture.
+        mesh: One-dimensional device mesh of the ranks that share the model.
+        device: Of the parameters; on the meta device call ``reset_parameters`` of the layers after ``to_empty``.
+        dtype: Of the parameters.
+        reshard_after_forward: For ``fsdp``, whether to free the gathered weights of a layer after its forward pass.
     """
 
     def __init__(
@@ -100,11 +114,19 @@ class FFN(nn.Module):
         mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        reshard_after_forward: bool = True,
     ) -> None:
         super().__init__()
-        self.config, self.mesh = config, flat_mesh(mesh)
-        get_strategy(config.strategy).check_ranks(rank_group(self.mesh).size)
+        flat = flat_mesh(mesh)
+        strategy, ranks = get_strategy(config.strategy), rank_group(flat)
+        strategy.check_ranks(ranks.size)
+        self.config, self.mesh = config, flat
         self.activate, gain = ACTIVATIONS[config.activation]
+        self.stage = (
+            stage_layers(config.depth, ranks.size, ranks.rank) if strategy.splits_depth else range(config.depth)
+        )
+        if not strategy.shards_features:  # the layers of the others check for themselves
+            check_agreement("an FFN", asdict(config) | {"dtype": str(dtype or torch.get_default_dtype())}, flat)
         self.layers = nn.ModuleList()
         for index in range(config.depth):
             # A layer's gain compensates for the activation before it, which the first layer does not have.
@@ -117,11 +139,16 @@ class FFN(nn.Module):
             if config.strategy == "phantom":
                 kwargs |= {"mesh": mesh, "blocks": config.blocks, "ghosts": config.ghosts}
                 self.layers.append(PhantomLinear(config.width, config.width, **kwargs))
-            elif config.strategy == "megatron" and self.mesh is not None:
-                self.layers.append(_megatron_layer(config, index, self.mesh, **kwargs))
+            elif config.strategy == "megatron" and flat is not None:
+                self.layers.append(_megatron_layer(config, index, flat, **kwargs))
+            elif flat is None or strategy.splits_layers:
+                self.layers.append(TensorLinear(config.width, config.width, mesh=mesh, **kwargs))
             else:
-                shared = mesh if config.strategy == "tensor" else None
-                self.layers.append(TensorLinear(config.width, config.width, mesh=shared, **kwargs))
+                held = index in self.stage
+                linear = _linear(config.width, flat, held=held, **kwargs)
+                self.layers.append(linear if held else nn.Identity())
+        if strategy.shards_rows and flat is not None:
+            shard_fully(self, self.layers, flat, reshard_after_forward=reshard_after_forward)
 
     @property
     def shards_features(self) -> bool:
@@ -129,22 +156,27 @@ class FFN(nn.Module):
         return self.mesh is not None and get_strategy(self.config.strategy).shards_features
 
     def forward(self, x: Tensor) -> Tensor:
-        for index, layer in enumerate(self.layers):
-            x = layer(self.activate(x) if index else x)
+        for index in self.stage:
+            x = self.layers[index](self.activate(x) if index else x)
         return x
+
+
+def _linear(width: int, mesh: DeviceMesh, *, gain: float, device: Any, held: bool = True, **kwargs: Any) -> nn.Linear:
+    """torch's own layer with the same weights on every rank; on a rank that does not hold it, on the meta device."""
+    linear = nn.Linear(width, width, device="meta", **kwargs)  # draws nothing from torch's generator
+    device = torch.device(device or mesh.device_type)
+    if device.type != "meta":
+        seed = broadcast_seed(None, mesh)
+        if held:
+            linear.to_empty(device=device)
+            init_rows(linear.weight, linear.bias, out_features=width, rank=0, ranks=1, seed=seed, gain=gain)
+    return linear
 
 
 def _megatron_layer(config: FFNConfig, index: int, mesh: DeviceMesh, **kwargs: Any) -> nn.Linear:
     """A layer of a column and row pair, by torch's own styles; an unpaired last layer gathers its output."""
-    settings = {"layer": "megatron", "width": config.width, "bias": config.bias, "dtype": str(kwargs["dtype"])}
-    check_agreement("a Megatron layer", settings, mesh)
     RowLayout(config.width, config.width, mesh.size())
-    gain, device = kwargs.pop("gain"), kwargs.pop("device") or mesh.device_type
-    linear = nn.Linear(config.width, config.width, device="meta", **kwargs)  # draws nothing from torch's generator
-    if torch.device(device).type != "meta":
-        linear.to_empty(device=device)
-        seed = all_gather_objects(draw_seed(), mesh)[0]
-        init_rows(linear.weight, linear.bias, out_features=config.width, rank=0, ranks=1, seed=seed, gain=gain)
+    linear = _linear(config.width, mesh, **kwargs)
     last = index == config.depth - 1
     style = RowwiseParallel() if index % 2 else ColwiseParallel(output_layouts=Replicate() if last else None)
     parallelize_module(linear, mesh, style, src_data_rank=None)  # every rank has initialized the same weight

@@ -6,13 +6,17 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from phantom_parallel.distributed.context import ParallelContext
+from phantom_parallel.distributed.fully_sharded import compile_layers
+from phantom_parallel.distributed.pipeline import Pipeline
 from phantom_parallel.families.ffn.data import Batches, check_data, open_data
 from phantom_parallel.families.ffn.digits import scores
 from phantom_parallel.families.ffn.model import FFN
 from phantom_parallel.families.ffn.train_config import DIGITS, TEACHERS, FFNTrainConfig
 from phantom_parallel.train.task import Task
+from phantom_parallel.utils.strategies import get_strategy
 
 _WORD = 4  # bytes
 
@@ -26,10 +30,22 @@ class FFNTask(Task[FFNTrainConfig]):
 
     def __init__(self, config: FFNTrainConfig, parallel: ParallelContext) -> None:
         self.config, self.parallel = config, parallel
-        self.model = FFN(config.ffn(), mesh=parallel.tp, device=parallel.device)
+        strategy, reshard = get_strategy(config.strategy), config.reshard_after_forward
+        self.model = FFN(config.ffn(), mesh=parallel.tp, device=parallel.device, reshard_after_forward=reshard)
         self._forward: Callable[[Tensor], Tensor] = self.model
         sharded = self.model.shards_features
-        self.counts = sharded or parallel.tp_rank == 0
+        self.counts = sharded or strategy.shards_rows or parallel.tp_rank == 0
+        if strategy.splits_depth and parallel.tp is not None:
+            dtype = torch.bfloat16 if config.dtype == "bf16" else None  # of what layers return
+            self.pipeline = Pipeline(
+                self.model,
+                self._run_stage,
+                parallel.tp,
+                stream=lambda rows: torch.empty(rows, config.width, device="meta", dtype=dtype),
+                micro_batches=config.stage_micro_batches,
+                device=parallel.device,
+            )
+            self.counts = self.pipeline.is_last
         self._data = open_data(config, *((parallel.tp_rank, config.ranks) if sharded else (0, 1)), parallel)
         self._batches = Batches(self._data.training_rows, config.batch, config.seed)
         self.held_out = torch.arange(self._data.training_rows, self._data.rows)
@@ -44,7 +60,7 @@ class FFNTask(Task[FFNTrainConfig]):
 
     @staticmethod
     def data_bytes(config: FFNTrainConfig) -> int:
-        copies = config.ranks if config.strategy == "megatron" else 1  # whose ranks hold all features
+        copies = 1 if get_strategy(config.strategy).shards_features else config.ranks  # which hold all features
         return 2 * copies * config.samples * config.width * _WORD if config.data in TEACHERS else 0
 
     @property
@@ -61,26 +77,48 @@ class FFNTask(Task[FFNTrainConfig]):
         out, y = self._predict(self._forward, rows)
         return (out - y).square().sum() / (len(rows) * self.config.width)
 
+    def load(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = (values.to(self.parallel.device) for values in self._data.take(rows))
+        return x, y
+
     def measure(self, rows: Tensor) -> Tensor:
-        out, y = self._predict(self.model, rows)
+        if self.pipeline is not None:
+            x, y = self.load(rows)
+            out = self.pipeline.forward(x)
+            if out is None:
+                return torch.zeros(2, device=self.parallel.device)
+        else:
+            out, y = self._predict(self.model, rows)
         squares = (out - y).square().sum() / self.config.width
         return torch.stack([squares, self._hits(out, y) if self.classifies else torch.zeros_like(squares)])
 
     def compile(self) -> None:
-        self._forward = cast(Callable[[Tensor], Tensor], torch.compile(self.model))
+        if isinstance(self.model, FSDPModule):
+            compile_layers(self.model.layers)
+        else:
+            self._forward = cast(Callable[[Tensor], Tensor], torch.compile(self.model))
 
     def _predict(self, forward: Callable[[Tensor], Tensor], rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the model's outputs and the targets of these rows, with this rank's features."""
-        x, y = (values.to(self.parallel.device) for values in self._data.take(rows))
+        x, y = self.load(rows)
         with self.autocast():
             out = forward(x)
         return out.float(), y
 
+    def _run_stage(self, x: Tensor, targets: Tensor | None) -> Tensor:
+        """Run this rank's stage of a pipeline; with targets, return the mean loss."""
+        with self.autocast():
+            out = self._forward(x)
+        if targets is None:
+            return out.float() if self.counts else out
+        return (out.float() - targets).square().sum() / targets.numel()
+
     def _hits(self, out: Tensor, y: Tensor) -> Tensor:
-        """Return the number of rows that are classified correctly; 0 on all but the first rank of a model."""
+        """Return the number of rows that are classified correctly; 0 on all but one of the ranks that share rows."""
         both = torch.stack([scores(values, self._data.features, self.config.width) for values in (out, y)])
         if self.model.shards_features:
             assert self.parallel.tp is not None
             dist.all_reduce(both, group=self.parallel.tp.get_group())
         predicted, expected = both.argmax(-1)
-        return (predicted == expected).sum().to(out) * (self.parallel.tp_rank == 0)
+        first = self.parallel.tp_rank == 0
+        return (predicted == expected).sum().to(out) * (first if self.model.shards_features else self.counts)

@@ -48,10 +48,9 @@ class FFNTrainConfig(TrainConfig, FFNSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ffn = self.ffn()  # checks the model
         teacher = ("samples", "teacher_blocks", "teacher_ghosts", "teacher_depth")
         positive(**{name: getattr(self, name) for name in teacher})
-        ffn.check_ranks(self.ranks)
+        self.ffn().check_ranks(self.ranks)
         if self.data == "planted":
             try:
                 BlockLayout(self.width, self.width, self.teacher_blocks, self.teacher_ghosts)

@@ -4,11 +4,18 @@ from dataclasses import dataclass, fields
 from math import gcd, lcm
 from typing import ClassVar, Literal, get_args
 
-from phantom_parallel.utils.layout import MAX_FEATURES, MAX_LAYERS, check_at_most, nearest_divisors, positive
+from phantom_parallel.utils.layout import (
+    MAX_FEATURES,
+    MAX_LAYERS,
+    check_at_most,
+    nearest_divisors,
+    positive,
+    stage_layers,
+)
 from phantom_parallel.utils.numbers import is_finite
 from phantom_parallel.utils.strategies import get_strategy
 
-GPTStrategy = Literal["phantom", "megatron", "dense"]
+GPTStrategy = Literal["phantom", "megatron", "dense", "fsdp", "pipeline"]
 STRATEGIES: tuple[GPTStrategy, ...] = get_args(GPTStrategy)
 
 
@@ -248,8 +255,11 @@ class GPTConfig:
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ValueError if ``ranks`` ranks cannot share this model."""
-        get_strategy(self.strategy).check_ranks(ranks)
-        if self.strategy == "dense":
+        strategy = get_strategy(self.strategy)
+        strategy.check_ranks(ranks)
+        if strategy.splits_depth:
+            stage_layers(self.layers, ranks)
+        if not strategy.splits_layers:
             return
         if self.blocks is not None:
             if self.blocks % ranks:

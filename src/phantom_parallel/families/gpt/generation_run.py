@@ -7,13 +7,12 @@ import signal
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from math import prod
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from phantom_parallel.checkpoint.model import load_model, read_config
+from phantom_parallel.checkpoint.model import load_model
 from phantom_parallel.distributed.errors import Interrupted
 from phantom_parallel.distributed.external import launched_externally
 from phantom_parallel.distributed.launch import launch
@@ -26,7 +25,7 @@ from phantom_parallel.families.gpt.generation_cost import measure_generation
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.families.gpt.prompts import Streamer, encode_prompt, find_tokenizer, read_prompts
 from phantom_parallel.infer.generation import GenerateConfig, GenerateReport, print_text
-from phantom_parallel.infer.run import check_folder, check_model, power_profile
+from phantom_parallel.infer.run import check_model, power_profile, strategy_on
 from phantom_parallel.utils import resources
 from phantom_parallel.utils.progress import ProgressDisplay
 
@@ -63,7 +62,7 @@ def run(config: GenerateConfig, *, write: bool = False, show: bool = False) -> G
 def prepare(config: GenerateConfig) -> _Request:
     """Check the options and files, in one process."""
     texts = read_prompts(config.prompts, config.prompt_file)
-    model = check_model(config.model, strategy_on(config.model, config.ranks))
+    model = check_model(config.model, config.ranks)
     assert isinstance(model, GPT)  # the command looks the family up by the model
     model.config.check_ranks(config.ranks)
     if config.against == "megatron":
@@ -78,14 +77,6 @@ def prepare(config: GenerateConfig) -> _Request:
     if not torch.accelerator.is_available():  # accelerators have memories of their own
         _check_memory(model, longest + tokens, config)
     return _Request(texts, prompts, tokens, power)
-
-
-def strategy_on(model: Path, ranks: int) -> str | None:
-    """The strategy by which ``ranks`` ranks run the model of a folder; None for its own. A dense model runs on several
-    ranks as megatron, whose weights and function are the same.
-    """
-    strategy = read_config(check_folder(model)).strategy
-    return "megatron" if ranks > 1 and strategy == "dense" else None
 
 
 def baseline_config(config: GPTConfig) -> GPTConfig:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+from phantom_parallel.distributed.fully_sharded import shard_fully
 from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.families.gpt.config import GPTConfig
 from phantom_parallel.families.gpt.parallel_layer import ParallelLayer
@@ -20,8 +21,9 @@ from phantom_parallel.families.gpt.parts import Parts, make_parts
 from phantom_parallel.families.gpt.positions import rotary_rates
 from phantom_parallel.nn.attention import Attention, Cache, rotary_tables
 from phantom_parallel.ops import gather_features, vocabulary_cross_entropy
-from phantom_parallel.ops.collectives import rank_group
-from phantom_parallel.utils.layout import positive
+from phantom_parallel.ops.collectives import SINGLE_RANK, rank_group
+from phantom_parallel.utils.layout import positive, stage_layers
+from phantom_parallel.utils.strategies import get_strategy
 
 
 class SwiGLU(nn.Module):
@@ -55,15 +57,25 @@ def _gain_to_stream(config: GPTConfig) -> float:
     return (2 * config.layers) ** -0.5
 
 
+def _or_identity(module: Any, held: bool) -> Any:
+    """The module, or nothing in its place where this rank does not hold it."""
+    return module if held else nn.Identity()
+
+
 class GPT(nn.Module):
-    """A decoder-only transformer with one of three strategies.
+    """A decoder-only transformer with one of several strategies.
 
     On a mesh, ``phantom`` holds blocks / ranks blocks of the residual stream, with their heads, on each rank; a layer
     has four collectives forward and four backward, which carry ghosts. ``megatron`` replicates the stream and shards
     the maps with torch's own column and row styles, with two all-reduces of the stream per layer forward and two
     backward. With ``parallel_block``, a layer has half as many. ``dense`` runs in one process. Tokens, losses and
-    logits are replicated. The same seed gives the same weights on any number of ranks, and the same for ``megatron``
-    and ``dense``.
+    logits are replicated.
+
+    ``fsdp`` shards the weights of the dense model by torch's ``fully_shard``, and each rank works on sequences of its
+    own. ``pipeline`` has some consecutive layers on each rank, the embedding on the first and the head on the last;
+    the forward pass is that of this rank's stage, and what it does not hold is ``nn.Identity``. The first and the last
+    stage both hold a weight that embedding and head share, and must sum its gradients. The same seed gives the same
+    weights on any number of ranks, and the same for all strategies but ``phantom``.
 
     Args:
         config: The architecture.
@@ -72,6 +84,7 @@ class GPT(nn.Module):
         dtype: Of the parameters.
         activation_checkpointing: Save only the inputs of the layers and recompute the rest in backward, collectives
             included. Also an attribute.
+        reshard_after_forward: For ``fsdp``, whether to free the gathered weights of a layer after its forward pass.
 
     Example::
 
@@ -87,19 +100,25 @@ class GPT(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         activation_checkpointing: bool = False,
+        reshard_after_forward: bool = True,
     ) -> None:
         super().__init__()
         self.config, self.mesh, self.activation_checkpointing = config, mesh, activation_checkpointing
-        self.group = rank_group(mesh)
-        config.check_ranks(self.group.size)
+        strategy, ranks = get_strategy(config.strategy), rank_group(mesh)
+        self.group = ranks if strategy.splits_layers else SINGLE_RANK  # which share the work of a layer
+        config.check_ranks(ranks.size)
         check_agreement("a GPT", asdict(config) | {"dtype": str(dtype or torch.get_default_dtype())}, mesh)
+        whole = range(config.layers)
+        self.stage = stage_layers(config.layers, ranks.size, ranks.rank) if strategy.splits_depth else whole
         parts = make_parts(config, mesh, device, dtype)
         to_stream = _gain_to_stream(config)
-        self.embedding = parts.embedding()
+        parts.held = self.is_first_stage or (config.tie_embeddings and self.is_last_stage)
+        self.embedding = _or_identity(parts.embedding(), parts.held)
         self.layers = nn.ModuleList()
         for index, (qkv, out, gate_up, down) in enumerate(config.ghosts_of_layers):
+            parts.held = index in self.stage
             if config.parallel_block:
-                self.layers.append(self._parallel_layer(parts, index))
+                self.layers.append(_or_identity(self._parallel_layer(parts, index), parts.held))
                 continue
             attention = Attention(
                 parts.normed(config.dim, config.qkv_features, qkv, bias=config.qkv_bias),
@@ -113,11 +132,14 @@ class GPT(nn.Module):
                 parts.linear(config.hidden, config.dim, down, to_stream),
                 width=config.hidden // config.hidden_groups,
             )
-            self.layers.append(Layer(attention, mlp))
-        self.head = parts.head()
+            self.layers.append(_or_identity(Layer(attention, mlp), parts.held))
+        parts.held = self.is_last_stage
+        self.head = _or_identity(parts.head(), parts.held)
         self._tables: tuple[Tensor, Tensor] | None = None
-        if not self.embedding.weight.is_meta:
+        if not self._like.is_meta:
             self._rotary()
+        if strategy.shards_rows and mesh is not None:
+            shard_fully(self, self.layers, mesh, reshard_after_forward=reshard_after_forward)
 
     def _parallel_layer(self, parts: Parts, index: int) -> ParallelLayer:
         config = self.config
@@ -131,6 +153,27 @@ class GPT(nn.Module):
         )
 
     shards_features = False  # tokens, losses and logits are replicated
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank has the embedding: tokens come in, and not the stream of the stage before."""
+        return self.stage.start == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank has the head: a loss or logits go out, and not the stream."""
+        return self.stage.stop == self.config.layers
+
+    @property
+    def repeated_parameters(self) -> frozenset[str]:
+        """Names of parameters of this stage that an earlier one holds as well: a shared embedding."""
+        tied = self.config.tie_embeddings and self.is_last_stage and not self.is_first_stage
+        return frozenset({"embedding.weight"}) if tied else frozenset()
+
+    @property
+    def _like(self) -> Tensor:
+        """A parameter of the model's device and dtype."""
+        return next(self.parameters())
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The mean cross-entropy of the targets over all positions of (batch, t) tokens.
@@ -154,11 +197,15 @@ class GPT(nn.Module):
         this rank's heads only.
         """
         config = self.config
+        if self.mesh is not None and not get_strategy(config.strategy).splits_layers:
+            raise ValueError(
+                f"the strategy {config.strategy} has no cache on several ranks: load the model as megatron"
+            )
         length = config.context if length is None else length
         positive(batch=batch, length=length)
         if length > config.context:
             raise ValueError(f"a cache of {length} positions is longer than the model's context of {config.context}")
-        like = self.embedding.weight
+        like = self._like
         shape = config.layers, batch, config.kv_heads // self.group.size, length, config.head_dim
         kwargs: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
         with torch.no_grad():
@@ -167,19 +214,24 @@ class GPT(nn.Module):
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, *, cache: Cache | None = None, last: bool = False
     ) -> Tensor:
-        """The loss if targets are given, otherwise logits. `loss` and `logits` call this, so that hooks run."""
+        """The loss if targets are given, otherwise logits. `loss` and `logits` call this, so that hooks run.
+
+        A stage of a pipeline takes the stream of the stage before in place of tokens, and all but the last return it.
+        """
         before = 0 if cache is None else cache.position
         self._check(tokens, targets, before)
         if cache is not None:
             cache.check_room(*tokens.shape)
         where = slice(tokens.shape[1]) if cache is None else cache.positions(tokens.shape[1])
         cos, sin = (table[where] for table in self._rotary())
-        x = self.embedding(tokens)
-        for layer in self.layers:
+        x = self.embedding(tokens) if self.is_first_stage else tokens
+        for layer in (self.layers[index] for index in self.stage):
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(x, cos, sin, cache)
+        if not self.is_last_stage:
+            return x
         rows = self._tied_rows() if cache is None else cache.head
         if cache is not None:
             cache.position += tokens.shape[1]
@@ -195,7 +247,7 @@ class GPT(nn.Module):
 
     def _rotary(self) -> tuple[Tensor, Tensor]:
         """The cached tables, made at first use and again after the model's device or dtype has changed."""
-        like = self.embedding.weight
+        like = self._like
         dtype = torch.promote_types(like.dtype, torch.float32)
         tables = self._tables
         if tables is None or tables[0].device != like.device or tables[0].dtype != dtype:
@@ -207,17 +259,17 @@ class GPT(nn.Module):
         return tables
 
     def _check(self, tokens: Tensor, targets: Tensor | None, before: int) -> None:
-        if tokens.dim() != 2:
+        if self.is_first_stage and tokens.dim() != 2:
             raise ValueError(f"tokens must be (batch, positions), got shape {tuple(tokens.shape)}")
         if before + tokens.shape[1] > self.config.context:
             raise ValueError(
                 f"{before + tokens.shape[1]} positions are more than the model's context of {self.config.context}"
             )
-        if targets is not None and targets.shape != tokens.shape:
+        if targets is not None and targets.shape != tokens.shape[:2]:
             raise ValueError(f"targets of shape {tuple(targets.shape)} for tokens of shape {tuple(tokens.shape)}")
         if torch.compiler.is_compiling() or tokens.device.type != "cpu":
             return  # on other devices, reading the values would synchronize
-        for name, given in (("tokens", tokens), ("targets", targets)):
+        for name, given in (("tokens", tokens if self.is_first_stage else None), ("targets", targets)):
             if given is not None and given.numel():
                 low, high = (int(value) for value in given.aminmax())
                 if low < 0 or high >= self.config.vocab:

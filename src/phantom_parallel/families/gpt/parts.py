@@ -40,7 +40,13 @@ class ReplicatedStreamHead(NormedLinear):
 
 
 class Parts(Protocol):
-    """Factory of a model's parts. The calls must follow the order of the model, since each draws a seed."""
+    """Factory of a model's parts. The calls must follow the order of the model, since each draws a seed.
+
+    Attributes:
+        held: Whether this rank holds the next parts. If not, they are made on the meta device, after the same draws.
+    """
+
+    held: bool
 
     def embedding(self) -> FeatureEmbedding | nn.Embedding:
         """From tokens to the residual stream, sharded as the strategy does; a head may share its ``weight``."""
@@ -72,7 +78,7 @@ def _embedding_std(config: GPTConfig) -> float:
 
 class _PhantomParts:
     def __init__(self, config: GPTConfig, mesh: DeviceMesh | None, device: Any, dtype: torch.dtype | None) -> None:
-        self.config = config
+        self.config, self.held = config, True
         self.kwargs: dict[str, Any] = {"mesh": mesh, "device": device, "dtype": dtype}
 
     def embedding(self) -> FeatureEmbedding:
@@ -99,10 +105,10 @@ class _PhantomParts:
 
 
 class _ReplicatedStreamParts:
-    """For ``dense``, and for ``megatron``, which applies torch's own styles to the same modules."""
+    """For strategies that have the whole stream; ``megatron`` applies torch's own styles to the same modules."""
 
     def __init__(self, config: GPTConfig, mesh: DeviceMesh | None, device: Any, dtype: torch.dtype | None) -> None:
-        self.config = config
+        self.config, self.held, self.ranks = config, True, mesh
         self.mesh = mesh if config.strategy == "megatron" else None
         self.device = torch.device(device or (torch.get_default_device() if mesh is None else mesh.device_type))
         self.dtype = dtype
@@ -130,7 +136,7 @@ class _ReplicatedStreamParts:
         return self.config.norm_eps
 
     def _norm(self) -> nn.Parameter:
-        weight = torch.ones(self.config.dim, device=self.device, dtype=self.dtype)
+        weight = torch.ones(self.config.dim, device=self.device if self.held else "meta", dtype=self.dtype)
         if self.mesh is None:
             return nn.Parameter(weight)
         return nn.Parameter(DTensor.from_local(weight, self.mesh, [Replicate()], run_check=False))
@@ -144,17 +150,10 @@ class _ReplicatedStreamParts:
     def _parallelize(self, module: M, style: ParallelStyle, gain: float) -> M:
         """Initialize the full weight, the same on every rank, and apply the style to the module."""
         if self.device.type != "meta":
-            module.to_empty(device=self.device)
-            weight, seed = module.weight, broadcast_seed(None, self.mesh)
-            init_rows(
-                weight,
-                getattr(module, "bias", None),
-                out_features=weight.shape[0],
-                rank=0,
-                ranks=1,
-                seed=seed,
-                gain=gain,
-            )
+            seed = broadcast_seed(None, self.ranks)
+            if self.held:
+                weight, bias = module.to_empty(device=self.device).weight, getattr(module, "bias", None)
+                init_rows(weight, bias, out_features=weight.shape[0], rank=0, ranks=1, seed=seed, gain=gain)
         if self.mesh is not None:
             parallelize_module(module, self.mesh, style, src_data_rank=None)
         return module

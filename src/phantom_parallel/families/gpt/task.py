@@ -5,16 +5,20 @@ from pathlib import Path
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 from phantom_parallel.distributed.context import ParallelContext
+from phantom_parallel.distributed.fully_sharded import compile_layers, shard_fully
 from phantom_parallel.distributed.objects import check_agreement
+from phantom_parallel.distributed.pipeline import Pipeline, ends
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.families.gpt.text import check_text, open_text, text_digest, windows
 from phantom_parallel.families.gpt.tokens import load_tokenizer
 from phantom_parallel.families.gpt.train_config import GPTTrainConfig
 from phantom_parallel.train.task import Task
+from phantom_parallel.utils.strategies import get_strategy
 
 
 class GPTTask(Task[GPTTrainConfig]):
@@ -26,7 +30,8 @@ class GPTTask(Task[GPTTrainConfig]):
 
     def __init__(self, config: GPTTrainConfig, parallel: ParallelContext) -> None:
         self.config, self.parallel = config, parallel
-        self.counts = parallel.tp_rank == 0
+        strategy = get_strategy(config.strategy)
+        self.counts = strategy.shards_rows or parallel.tp_rank == 0
         self._text = open_text(config)
         for mesh in (parallel.tp, parallel.dp):
             check_agreement("the text to train on", {"digest": self._text.digest}, mesh)
@@ -37,12 +42,24 @@ class GPTTask(Task[GPTTrainConfig]):
             mesh=parallel.tp,
             device=parallel.device,
             activation_checkpointing=config.activation_checkpointing,
+            reshard_after_forward=config.reshard_after_forward,
         )
         if config.fsdp:
-            for layer in self.model.layers:
-                fully_shard(layer, mesh=parallel.dp)
-            fully_shard(self.model, mesh=parallel.dp)
-        self._loss: Callable[[Tensor, Tensor], Tensor] = self.model
+            assert parallel.dp is not None
+            shard_fully(self.model, self.model.layers, parallel.dp, reshard_after_forward=config.reshard_after_forward)
+        self._forward: Callable[..., Tensor] = self.model
+        self._ends: dist.ProcessGroup | None = None
+        if strategy.splits_depth and parallel.tp is not None:
+            self.pipeline = Pipeline(
+                self.model,
+                self._run_stage,
+                parallel.tp,
+                stream=lambda rows: torch.empty(rows, config.context, config.dim, device="meta"),
+                micro_batches=config.stage_micro_batches,
+                device=parallel.device,
+            )
+            self.counts = self.pipeline.is_last
+            self._ends = ends(parallel.tp) if config.tie_embeddings else None
 
     @staticmethod
     def check(config: GPTTrainConfig) -> None:
@@ -72,19 +89,39 @@ class GPTTask(Task[GPTTrainConfig]):
         return self._text.starts(step, self.config)
 
     def loss(self, rows: Tensor) -> Tensor:
-        tokens, targets = self._to_device(windows(self._text.training, rows, self.config.context))
         with self.autocast():
-            return self._loss(tokens, targets).float()
+            return self._forward(*self.load(rows)).float()
+
+    def load(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return self._to_device(windows(self._text.training, rows, self.config.context))
+
+    def average(self) -> None:
+        if self._ends is not None:  # the first and the last stage hold the shared embedding, each with its own gradient
+            dist.all_reduce(self.model.embedding.weight.grad, group=self._ends)
+        super().average()
 
     def measure(self, rows: Tensor) -> Tensor:
         evaluated = rows if len(rows) else self.held_out[:1]  # with FSDP every copy takes part in the exchanges
         tokens, targets = self._to_device(windows(self._text.held_out, evaluated, self.config.context))
-        with self.autocast():
-            total = self.model.loss(tokens, targets).float() * len(rows)
+        if self.pipeline is not None:
+            loss = self.pipeline.forward(tokens, targets)
+            total = torch.zeros((), device=self.parallel.device) if loss is None else loss * len(rows)
+        else:
+            with self.autocast():
+                total = self.model.loss(tokens, targets).float() * len(rows)
         return torch.stack([total, torch.zeros_like(total)])
 
     def compile(self) -> None:
-        self._loss = cast(Callable[[Tensor, Tensor], Tensor], torch.compile(self.model))
+        if isinstance(self.model, FSDPModule):
+            compile_layers(self.model.layers)
+        else:
+            self._forward = cast(Callable[..., Tensor], torch.compile(self.model))
 
-    def _to_device(self, pair: tuple[Tensor, Tensor]) -> list[Tensor]:
-        return [part.to(self.parallel.device) for part in pair]
+    def _run_stage(self, x: Tensor, targets: Tensor | None) -> Tensor:
+        """Run this rank's stage of a pipeline: the stream for the next one, or the mean loss."""
+        with self.autocast():
+            return self._forward(x, targets).float()
+
+    def _to_device(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        tokens, targets = (part.to(self.parallel.device) for part in pair)
+        return tokens, targets

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal, get_args
 from phantom_parallel.families.gpt.config import GPTConfig, GPTDimensions, GPTStrategy
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.utils.layout import positive
+from phantom_parallel.utils.strategies import get_strategy
 
 TokenizerName = Literal["bytes", "bpe"]
 PYTHON = "python"
@@ -79,10 +80,20 @@ class GPTTrainConfig(TrainConfig, GPTSettings):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
         self.gpt().check_ranks(self.ranks)
+        strategy = get_strategy(self.strategy)
+        if self.fsdp and (strategy.shards_rows or strategy.splits_depth):
+            raise ValueError(
+                f"fsdp cuts the weights of copies by phantom, megatron or dense, got strategy={self.strategy!r}: "
+                "leave it out, or use the strategy fsdp on more ranks"
+            )
         if self.fsdp and self.dp == 1:
             raise ValueError(
                 "fsdp cuts the weights over data-parallel copies, got dp=1: use at least 2, or leave it out"
             )
+
+    @property
+    def gathers_weights(self) -> bool:
+        return self.fsdp or super().gathers_weights
 
     @property
     def replicas(self) -> int:

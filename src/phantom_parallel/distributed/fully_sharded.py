@@ -1,0 +1,96 @@
+"""FSDP2: every rank holds a part of each weight, gathers a layer's weights to use them, and works on rows of its own.
+
+    forward    all-gather a group's parameters   (R-1)/R of their size to send
+    backward   all-gather them again, if they were freed after forward; reduce-scatter their gradients
+
+A group is a layer, or what is left of the model around the layers. A group that backward needs first is not freed after
+forward: the last layer, and the rest of the model. ``reshard_after_forward=False`` frees none, which saves the second
+all-gather and keeps the whole model on every rank from forward to backward.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from phantom_parallel.ops.collectives import rank_group
+
+
+def shard_fully(
+    model: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, *, reshard_after_forward: bool = True
+) -> None:
+    """Shard the parameters of a model over ``mesh`` in place, by torch's ``fully_shard``.
+
+    The next layer's weights are gathered while a layer computes. With gloo both collectives are built from all-to-all,
+    as those of all strategies are: its own ones take longer.
+
+    Args:
+        model: The model, with the same weights on every rank.
+        layers: Its layers, in the order in which they run; each is a group of parameters, and the rest is one more.
+        mesh: One-dimensional mesh of the ranks.
+        reshard_after_forward: Whether to free the gathered weights of a layer after its forward pass.
+    """
+    last = len(layers) - 1
+    groups: list[Any] = [
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward and index < last)
+        for index, layer in enumerate(layers)
+    ]
+    root: Any = fully_shard(model, mesh=mesh)
+    groups.insert(0, root)
+    for group, following in pairwise(groups):
+        group.set_modules_to_forward_prefetch([following])
+    if mesh.device_type == "cpu":  # which has no streams that would overlap a collective with the layer before
+        root._set_unshard_async_op(True)
+    if not rank_group(mesh).native:
+        for group in groups:
+            group.set_custom_all_gather(_AllGather())
+            group.set_custom_reduce_scatter(_ReduceScatter())
+            group.set_force_sum_reduction_for_comms(True)
+
+
+def reduce_gradients(model: nn.Module, reduce: bool) -> None:
+    """Set whether the next backward pass of a fully sharded model reduces gradients, or accumulates whole ones."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(reduce)
+
+
+def compile_layers(layers: Iterable[nn.Module]) -> None:
+    """Compile the forward pass of each layer in place. Of a fully sharded model as a whole nothing would be compiled,
+    since hooks around it and its layers gather and free their weights.
+    """
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward)
+
+
+class _Buffers:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Buffers):
+    """An all-gather built from all-to-all."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        copies = input_tensor.repeat(group.size())
+        return dist.all_to_all_single(output_tensor, copies, group=group, async_op=async_op)
+
+
+class _ReduceScatter(_Buffers):
+    """A reduce-scatter built from all-to-all: the sum is this rank's own."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        if op != dist.ReduceOp.SUM or async_op:
+            raise AssertionError(f"expected a synchronous sum, got {op}, async_op={async_op}")
+        arrived = torch.empty_like(input_tensor)
+        dist.all_to_all_single(arrived, input_tensor, group=group)
+        torch.sum(arrived.view(group.size(), -1), 0, out=output_tensor)
+        return None

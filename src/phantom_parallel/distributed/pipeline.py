@@ -1,0 +1,158 @@
+"""Pipelines: every rank holds some consecutive layers of a model, and micro-batches pass through the ranks in turn.
+
+The schedule is torch's ``Schedule1F1B``. A stage runs as many forward passes ahead as there are stages from it to the
+last, then one backward and one forward pass in turn, so that it keeps the activations of that many micro-batches and no
+more. Each rank sends the last layer's outputs to the next one and their gradients to the one before, once for each
+micro-batch. With M micro-batches and P stages of equal time, a rank is idle for (P-1) / (M+P-1) of a step.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from phantom_parallel.utils.layout import nearest_divisors, positive
+
+Run = Callable[[Tensor, Tensor | None], Tensor]
+
+
+def check_micro_batches(micro_batches: int, rows: int, stages: int) -> None:
+    """Raise ValueError if a pipeline cannot pass ``rows`` rows on in so many micro-batches."""
+    positive(micro_batches=micro_batches)
+    if micro_batches < stages:
+        raise ValueError(
+            f"micro_batches={micro_batches} is fewer than the {stages} stages of 1F1B: use at least {stages}"
+        )
+    if rows % micro_batches:
+        near = nearest_divisors(rows, micro_batches)
+        raise ValueError(f"micro_batches={micro_batches} does not divide the {rows} rows of a model: use {near}")
+
+
+class Pipeline:
+    """The stages of a model, one on each rank of a mesh.
+
+    Args:
+        model: This rank's stage.
+        run: ``run(x, targets)`` computes it. On the first stage x is the model's input, on the others what the stage
+            before returned. On the last stage there are targets, and ``run`` returns the mean loss over the rows.
+        mesh: One-dimensional mesh of the ranks, in the order of the stages.
+        stream: ``stream(rows)`` makes a tensor on the meta device of the shape and dtype that stages hand on.
+        micro_batches: Micro-batches that the rows of `forward_backward` are split into.
+        device: This rank's device.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        run: Run,
+        mesh: DeviceMesh,
+        *,
+        stream: Callable[[int], Tensor],
+        micro_batches: int,
+        device: torch.device,
+    ) -> None:
+        self.model, self.run, self.device = model, run, device
+        self.stage, self.stages, self.group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
+        self.micro_batches = micro_batches
+        self._stream, self._scale = stream, 1.0
+        self._schedules: dict[int, _Schedule] = {}
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.stages - 1
+
+    def forward_backward(self, x: Tensor, targets: Tensor, weight: float = 1.0) -> Tensor:
+        """Compute and accumulate the gradients of ``weight`` times the mean loss of some rows.
+
+        Every stage calls this with the same rows; the first uses x, and the last the targets.
+
+        Returns:
+            ``weight`` times the mean loss on the last stage, 0 on the others.
+        """
+        schedule = self.schedule(len(x))
+        self._scale = weight / self.micro_batches
+        losses: list[Tensor] = []
+        arguments = [x] if self.is_first else []
+        more: dict[str, Any] = {"targets": targets} if self.is_last else {}
+        schedule.step(*arguments, target=more.get("targets"), losses=losses, return_outputs=False, **more)
+        return torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=self.device)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor | None:
+        """What ``run`` returns of some rows on the last stage, None on the others; every stage calls this."""
+        if not self.is_first:
+            x = torch.empty_like(self._stream(len(x)), device=self.device)
+            dist.recv(x, group=self.group, group_src=self.stage - 1)
+        out = self.run(x, targets if self.is_last else None)
+        if self.is_last:
+            return out
+        dist.send(out.contiguous(), group=self.group, group_dst=self.stage + 1)
+        return None
+
+    def schedule(self, rows: int) -> "_Schedule":
+        """The schedule for so many rows, with its buffers."""
+        if rows not in self._schedules:
+            check_micro_batches(self.micro_batches, rows, self.stages)
+            between = self._stream(rows // self.micro_batches).requires_grad_()
+            stage = _Stage(
+                self.model,
+                self.stage,
+                self.stages,
+                self.device,
+                input_args=between,
+                output_args=between,
+                group=self.group,
+            )
+            stage.run = self.run
+            self._schedules[rows] = _Schedule(stage, self.micro_batches, lambda loss, _: loss * self._scale)
+        return self._schedules[rows]
+
+
+class _Stage(PipelineStage):
+    """A stage that runs by a function, and whose shapes all stages know: there is nothing to agree on before."""
+
+    run: Callable[..., Tensor]
+
+    def forward_maybe_with_nosync(self, *args: Tensor, **kwargs: Any) -> Tensor:
+        out = self.run(*args, kwargs.get("targets"))
+        # Backward then starts after the model's own output, where hooks on modules are not called.
+        return out if self.is_last else out.view_as(out)
+
+    def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
+        return torch.ones(1, dtype=torch.int32)
+
+    def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
+        return torch.ones(1, dtype=torch.int32)
+
+
+class _Schedule(Schedule1F1B):
+    """1F1B whose gradients are the sum over micro-batches, since the loss is scaled before."""
+
+    def __init__(self, stage: _Stage, micro_batches: int, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(stage, micro_batches, loss_fn=loss, scale_grads=False)
+        stage.has_backward = True
+        self._initialize_stage((), {})
+
+    def buffers(self) -> list[Tensor]:
+        """What the stage receives into, of all micro-batches: activations, and gradients."""
+        stage = self._stage
+        received = (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
+        return [info.buffer for infos in received for info in infos if info.buffer is not None]
+
+
+def ends(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The group of the first and the last rank of ``mesh``, on these two ranks; None on the others."""
+    ranks = dist.get_process_group_ranks(mesh.get_group())
+    if mesh.get_local_rank() not in (0, mesh.size() - 1):
+        return None
+    return (
+        mesh.get_group() if len(ranks) == 2 else dist.new_group([ranks[0], ranks[-1]], use_local_synchronization=True)
+    )
