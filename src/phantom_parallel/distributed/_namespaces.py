@@ -28,9 +28,14 @@ CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 INTERFACE = "eth0"
 ADDRESS = "10.78.{}.{}"  # of a host, inside the namespaces only
 _ROOT = 0x10000  # handle of the queue that limits the rate; a queue that delays is its child
-_BURST_SECONDS = 1e-4  # what may pass at once after a pause, as time of the link; at least one packet
+# What may pass at once after a pause, as time of the link; at least one packet. Timers are late by a tenth of a
+# millisecond or more, and what a link has not sent by then beyond the burst is lost for its rate.
+_BURST_SECONDS = 5e-4
 _QUEUE_BYTES = 1 << 26  # before a packet is dropped: networks of clusters do not drop, they make senders wait
 _MARGIN = 100  # bytes of a frame around its packet, and for rounding: a frame larger than the burst is dropped
+# Connections keep their windows between steps, and queue no more than a few packets before the link: an answer that waits
+# behind a megabyte of the other direction would slow both down, which cards of clusters avoid.
+_TCP = {"tcp_slow_start_after_idle": 0, "tcp_limit_output_bytes": 1 << 16}
 _FAST = 5e8  # bits a second; from here on, packets of 9,000 bytes, as clusters have them
 
 
@@ -167,6 +172,8 @@ def _configure_host(index: int, network: dict[str, Any]) -> None:
     """In a host's namespace: its address, and the limits of its link and of its loopback interface."""
     from pyroute2 import IPRoute
 
+    for name, value in _TCP.items():
+        Path(f"/proc/sys/net/ipv4/{name}").write_text(str(value))
     with IPRoute() as ip:
         loopback, link = ip.link_lookup(ifname="lo")[0], ip.link_lookup(ifname=INTERFACE)[0]
         ip.link("set", index=loopback, state="up", **({"mtu": 9000} if network["inside"] else {}))
