@@ -33,8 +33,8 @@ _ROOT = 0x10000  # handle of the queue that limits the rate; a queue that delays
 _BURST_SECONDS = 5e-4
 _QUEUE_BYTES = 1 << 26  # before a packet is dropped: networks of clusters do not drop, they make senders wait
 _MARGIN = 100  # bytes of a frame around its packet, and for rounding: a frame larger than the burst is dropped
-# Connections keep their windows between steps, and queue no more than a few packets before the link: an answer that waits
-# behind a megabyte of the other direction would slow both down, which cards of clusters avoid.
+# Connections keep their windows between steps, and queue no more than a few packets before the link: an answer that
+# waits behind a megabyte of the other direction would slow both down, which cards of clusters avoid.
 _TCP = {"tcp_slow_start_after_idle": 0, "tcp_limit_output_bytes": 1 << 16}
 _FAST = 5e8  # bits a second; from here on, packets of 9,000 bytes, as clusters have them
 
