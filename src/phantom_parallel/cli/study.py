@@ -11,7 +11,8 @@ from phantom_parallel.cli.output import output_folder, write_and_print
 from phantom_parallel.cli.setting_options import SettingOptions, with_settings
 from phantom_parallel.families.registry import DEFAULT_FAMILY
 from phantom_parallel.report.tables import study_table
-from phantom_parallel.study.settings import StudySettings, names_of, read_study
+from phantom_parallel.study.regimes import run_regime
+from phantom_parallel.study.settings import RegimeSettings, StudySettings, names_of, read_study
 from phantom_parallel.study.sweep import run_study
 
 _FLAGS = ("--resume", "--json", "--help", "-h")
@@ -21,18 +22,19 @@ _FLAGS = ("--resume", "--json", "--help", "-h")
 class StudyOptions(SettingOptions):
     """Run a study: cells that differ in a few settings, each trained or timed.
 
-    ghosts: loss and cost against the number of ghosts. scaling: a fixed width on 1 to 8 ranks, and modelled on more.
-    smaller: phantom models on fewer ranks that reach the loss of a tensor-parallel model on more. batch: energy per
-    sample against batch size and ranks. width: the width from which phantom is faster. wider: transformers, and a
-    wider one at equal energy. Options replace the values of the study for the cells that do not vary them, and
-    phantom study ghosts --help shows those of ghosts. Ctrl-C keeps the cells that are finished, and --resume continues
-    from there.
+    links: time to the loss of every strategy against the rate of the links between hosts. batches: the same against
+    the batch size, on one link. ghosts: loss and cost against the number of ghosts. scaling: a fixed width on 1 to 8
+    ranks, and modelled on more. smaller: phantom models on fewer ranks that reach the loss of a tensor-parallel model
+    on more. batch: energy per sample against batch size and ranks. width: the width from which phantom is faster.
+    wider: transformers, and a wider one at equal energy. Options replace the values of the study for the cells that do
+    not vary them, and phantom study ghosts --help shows those of ghosts. Ctrl-C keeps the cells that are finished, and
+    --resume continues from there.
     """
 
     noun: ClassVar[str] = "study"
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
-    """ghosts, scaling, smaller, batch, width, wider, or a TOML file."""
+    """links, batches, ghosts, scaling, smaller, batch, width, wider, or a TOML file."""
 
     def run(self) -> None:
         """Run the study, and write and print its results on rank 0."""
@@ -41,7 +43,10 @@ class StudyOptions(SettingOptions):
             raise ValueError(f"give the name of the study first: phantom study {self.name} ...")
         settings = read_study(self.name, self.changes())
         out = output_folder(self.out, self.resume, "study", settings.name)
-        found = run_study(settings, out.absolute(), resume=self.resume, show=True)
+        if isinstance(settings, RegimeSettings):
+            found = run_regime(settings, out.absolute(), resume=self.resume, show=True)
+        else:
+            found = run_study(settings, out.absolute(), resume=self.resume, show=True)
         if found is not None:
             write_and_print(found, out, study_table(found), found.findings, json=self.json)
 
@@ -51,7 +56,7 @@ def options_for(family: str | None, arguments: list[str]) -> tuple[type[SettingO
     name = _name_of(arguments)
     settings = None if name is None else read_study(name, family=family)
     known = settings.family if settings else family or DEFAULT_FAMILY
-    return with_settings(StudyOptions, StudySettings, known, name, settings), {}
+    return with_settings(StudyOptions, StudySettings if settings is None else type(settings), known, name, settings), {}
 
 
 def _name_of(arguments: list[str]) -> str | None:

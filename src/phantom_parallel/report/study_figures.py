@@ -25,6 +25,7 @@ from phantom_parallel.report.plots import (
     plot_style,
     strategy_style,
 )
+from phantom_parallel.report.regime_figures import is_regime, regime_figures
 from phantom_parallel.report.tables import CellGroup, group_cells, number, varying
 from phantom_parallel.report.units import format_measure, plain
 from phantom_parallel.study.measures import measure_label
@@ -47,6 +48,8 @@ _FADE = (1.0, 0.75, 0.55, 0.4)
 
 def study_figures(found: Study) -> list[CaptionedFigure]:
     """The figures that the results have data for."""
+    if is_regime(found):
+        return regime_figures(found)
     settings = group_cells(found.cells)
     with plot_style():
         if found.name == "smaller":

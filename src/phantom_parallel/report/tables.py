@@ -315,8 +315,12 @@ def fixed_settings(cells: Iterable[Cell]) -> dict[str, Any]:
     return {name: value for name, value in shared.items() if name not in changing and value is not None}
 
 
-# Columns of a terminal's table, of studies of the loss and of the speed.
-BRIEF = ("loss", "reached", "steps", "seconds", "joules"), ("step_seconds", "joules_per_sample", "blocked_share")
+# Columns of a terminal's table, of studies of the loss, of regimes, and of the speed.
+BRIEF = {
+    "loss": ("loss", "reached", "steps", "seconds", "joules"),
+    "reached": ("reached", "steps", "step_seconds", "seconds", "joules"),
+    "step_seconds": ("step_seconds", "joules_per_sample", "blocked_share"),
+}
 
 
 def study_section(found: Study, *, brief: bool = False) -> Section:
@@ -327,7 +331,7 @@ def study_section(found: Study, *, brief: bool = False) -> Section:
     known = dict.fromkeys((*MEASURES, *(name for one in settings for name in one.values)))
     measures = [name for name in known if any(one.values.get(name) is not None for one in settings)]
     if brief:
-        chosen = BRIEF[0] if "loss" in measures else BRIEF[1]
+        chosen = next((columns for measure, columns in BRIEF.items() if measure in measures), ())
         measures = [name for name in measures if name in chosen]
     headings = (*names, *(_heading(measure) for measure in measures), "run")
     return Section(headings, tuple(_study_row(one, names, measures) for one in settings))

@@ -108,7 +108,7 @@ def summarise(
         wire=one.wire,
         micro_batches=one.micro_batches,
         model=model,
-        error=None if shared is None else _differs(one.name, shared),
+        error=None if shared is None else difference_in_words(one.name, shared),
     )
     figures: dict[str, Any] = {}
     for name in TO_THE_LOSS:
@@ -128,7 +128,8 @@ def description(one: Contender, config: TrainConfig) -> str:
     return ", ".join(words)
 
 
-def _differs(name: str, shared: SharedModel) -> str:
+def difference_in_words(name: str, shared: SharedModel) -> str:
+    """Why a contender does not compute the model that it should share."""
     others = " and ".join(other for other in shared.strategies if other != name)
     difference = shared.differences[name]
     found = "they are not finite" if difference is None else f"they differ by {difference:.2g}"

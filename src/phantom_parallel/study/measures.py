@@ -17,6 +17,7 @@ MEASURES: dict[str, tuple[str, str]] = {
     "parameters": ("parameters", ""),
     "memory_bytes": ("memory per rank", "B"),
     "blocked_share": ("share of time blocked", "%"),
+    "link_rate": ("link rate", "bit/s"),
     "reached": ("reached the target", ""),
     "latency": ("inference latency", "s"),
     "inference_joules": ("inference energy per sample", "J"),

@@ -37,8 +37,8 @@ class NetworkSettings:
         network_of(self.hosts, known, ranks, delay=self.link_delay, loss=self.link_loss)
 
 
-def resolve(settings: NetworkSettings, ranks: int, dtype: str, out: Path, resume: bool) -> tuple[Network | None, str]:
-    """The network of a launch of ``ranks`` ranks, which is kept in the folder ``out`` once it exists.
+def resolve(settings: NetworkSettings, ranks: int, dtype: str, out: Path) -> tuple[Network | None, str]:
+    """The network of a launch of ``ranks`` ranks: the one that the folder ``out`` has of that name, or a new one.
 
     Returns:
         The network, None for loopback; and a sentence if it is not the one of the settings.
@@ -48,7 +48,7 @@ def resolve(settings: NetworkSettings, ranks: int, dtype: str, out: Path, resume
     """
     if settings.hosts is None:
         return None, ""
-    kept = _read(out / FILE) if resume else {}
+    kept = _read(out / FILE)
     key = f"{settings.hosts} x {settings.link}"
     if key in kept:
         return Network.from_dict(kept[key]), ""

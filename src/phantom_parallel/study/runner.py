@@ -110,7 +110,7 @@ def prepare(settings: Settings, configs: Iterable[TrainConfig], out: Path, resum
     _check_trainings(configs, settings.profile, options.local)
     if options.local:
         check_local_ranks(settings.world_size)
-    network, note = networks.resolve(settings, settings.world_size, configs[0].dtype, out, resume)
+    network, note = networks.resolve(settings, settings.world_size, configs[0].dtype, out)
     if options.local:
         prepare_folder(out, to_dict(settings), resume)
     if network is not None:
@@ -120,12 +120,10 @@ def prepare(settings: Settings, configs: Iterable[TrainConfig], out: Path, resum
     return replace(options, network=network, note=note)
 
 
-def launch_ranks(
-    work: Callable[..., L], settings: Settings, options: RunOptions, *arguments: Any, network: Network | None = None
-) -> L:
+def launch_ranks(work: Callable[..., L], settings: Settings, options: RunOptions, *arguments: Any) -> L:
     """Call ``work(device, settings, options, *arguments)`` on ranks; returns what it returned on rank 0."""
-    size = settings.world_size
-    return launch(size, work, settings, options, *arguments, timeout=IDLE_TIMEOUT, network=network or options.network)
+    given = (settings, options, *arguments)
+    return launch(settings.world_size, work, *given, timeout=IDLE_TIMEOUT, network=options.network)
 
 
 def finish(found: R, options: RunOptions) -> R | None:

@@ -14,6 +14,7 @@ from phantom_parallel.study.contenders import Contender, get_contender, world_si
 from phantom_parallel.study.networks import NetworkSettings
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.utils.layout import positive
+from phantom_parallel.utils.network import NO_LINK
 from phantom_parallel.utils.parsing import check_keys, convert, decode_toml
 from phantom_parallel.utils.strategies import get_strategy
 
@@ -201,8 +202,55 @@ class StudySettings(NetworkSettings):
         return max(world_size(self.training | cell) for cell in self.cells)
 
 
+@dataclass(frozen=True)
+class RegimeSettings(CompareSettings):
+    """A study of contenders at equal loss on several links and with several batch sizes.
+
+    Losses are found once for each batch size, and the time of a step for each link.
+    """
+
+    question: str = ""
+    measure: Literal["regime"] = "regime"
+    links: tuple[str, ...] = ()
+    """Links between the hosts to measure on, as --link has them, or loopback for ranks without hosts; by default the
+    one of --link."""
+    batches: tuple[int, ...] = ()
+    """Batch sizes; by default that of --batch."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for values in (self.links, self.batches):
+            if len(set(values)) != len(values):
+                raise ValueError(f"links and batches must be different from each other, got {list(values)}")
+        for batch in self.all_batches:
+            for link in self.all_links:
+                self.at(batch=batch, link=link)
+
+    @property
+    def all_links(self) -> tuple[str, ...]:
+        return self.links or (self.link or NO_LINK if self.hosts is not None else LOOPBACK,)
+
+    @property
+    def all_batches(self) -> tuple[int, ...]:
+        return self.batches or (self.config(self.contenders[0], lr=1.0, seed=0, steps=1).batch,)
+
+    def at(self, *, batch: int | None = None, link: str | None = None) -> CompareSettings:
+        """The comparison with a batch size, and on a link."""
+        given = {one.name: getattr(self, one.name) for one in fields(CompareSettings)}
+        if batch is not None:
+            given["training"] = self.training | {"batch": batch}
+        if link == LOOPBACK:
+            given |= {"hosts": None, "link": None}
+        elif link is not None:
+            if self.hosts is None:
+                raise ValueError(f"the link {link} is one of emulated hosts: give their number with --hosts")
+            given["link"] = link
+        return CompareSettings(**given)
+
+
+LOOPBACK = "loopback"
 Settings = CompareSettings | StudySettings
-S = TypeVar("S", CompareSettings, StudySettings)
+S = TypeVar("S", CompareSettings, StudySettings, RegimeSettings)
 
 
 def training_config(
@@ -244,8 +292,13 @@ def read_compare(
     return _read(CompareSettings, "presets", name_or_path, changes or {}, family)
 
 
-def read_study(name_or_path: str, changes: Mapping[str, Any] | None = None, family: str | None = None) -> StudySettings:
+def read_study(
+    name_or_path: str, changes: Mapping[str, Any] | None = None, family: str | None = None
+) -> StudySettings | RegimeSettings:
     """Read a study of the package or a TOML file; see `read_compare`."""
+    _, data = _load("studies", name_or_path)
+    if data.get("measure") == "regime":
+        return _read(RegimeSettings, "studies", name_or_path, changes or {}, family)
     return _read(StudySettings, "studies", name_or_path, changes or {}, family)
 
 

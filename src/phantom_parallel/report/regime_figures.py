@@ -1,0 +1,93 @@
+"""The figures of a study of regimes: time and energy to the loss against the link or the batch size."""
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import NullLocator
+
+from phantom_parallel.report.captions import upper
+from phantom_parallel.report.plots import (
+    CaptionedFigure,
+    add_grid_and_legend,
+    label_axis,
+    line_style,
+    log_axis,
+    new_figure,
+    plot_style,
+    strategy_style,
+)
+from phantom_parallel.report.units import format_measure
+from phantom_parallel.study.measures import ratio_label
+from phantom_parallel.study.results import Cell, Study
+from phantom_parallel.study.winners import medians
+
+_MEASURES = ("seconds", "joules", "step_seconds")
+_AXES = {"link": "link between hosts", "batch": "batch size"}
+
+
+def is_regime(found: Study) -> bool:
+    """Whether the cells are those of a study of links and batch sizes."""
+    return found.settings.get("measure") == "regime"
+
+
+def regime_figures(found: Study) -> list[CaptionedFigure]:
+    """For each setting that varies, a figure of each measure; one for each value of the other if both vary."""
+    drawn = []
+    with plot_style():
+        for varied, other in (("link", "batch"), ("batch", "link")):
+            places = list(dict.fromkeys(cell.settings[varied] for cell in found.cells))
+            fixed = list(dict.fromkeys(cell.settings[other] for cell in found.cells))
+            for value in fixed if len(places) > 1 else ():
+                cells = [cell for cell in found.cells if cell.settings[other] == value]
+                at = "" if len(fixed) == 1 else f", {other} {value}"
+                drawn += [
+                    _figure(cells, varied, [str(place) for place in places], measure, at) for measure in _MEASURES
+                ]
+    return [drawing for drawing in drawn if drawing is not None]
+
+
+def _figure(cells: Sequence[Cell], varied: str, places: Sequence[str], measure: str, at: str) -> CaptionedFigure | None:
+    """A line for each strategy over places that are equally far apart, with logarithmic heights."""
+    table = medians(cells, varied, measure)
+    names = list(dict.fromkeys(str(cell.settings["strategy"]) for cell in cells))
+    lines = {
+        name: [(index, table[place][name]) for index, place in enumerate(places) if name in table.get(place, {})]
+        for name in names
+    }
+    lines = {name: points for name, points in lines.items() if points}
+    if not lines:
+        return None
+    words = ratio_label(measure) + (", modelled" if measure == "joules" else "")
+    title = f"{upper(ratio_label(measure))} against the {varied}{at}"
+    figure, axes = new_figure(title, 3.7 + 0.2 * -(-len(lines) // 3))
+    for name, points in lines.items():
+        _draw(axes, name, points)
+    heights = [height for points in lines.values() for _, height in points]
+    axes.set_xticks(range(len(places)), list(places))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.margins(0.06, 0.1)
+    log_axis(axes, "y", heights)
+    label_axis(axes, "y", measure, heights, words)
+    axes.set_xlabel(_AXES[varied])
+    add_grid_and_legend(figure, axes)
+    name = f"{varied}-{measure.replace('_', '-')}{at.replace(', ', '-').replace(' ', '-')}"
+    return CaptionedFigure(name, title, _caption(lines, varied, places, measure), figure)
+
+
+def _draw(axes: Axes, name: str, points: Sequence[tuple[int, float]]) -> None:
+    colour, marker = strategy_style(name)
+    xs, ys = zip(*points, strict=True)
+    axes.plot(xs, ys, color=colour, marker=marker, markersize=6, linewidth=1.6, linestyle=line_style(name), label=name)
+
+
+def _caption(lines: dict[str, list[tuple[int, float]]], varied: str, places: Sequence[str], measure: str) -> str:
+    """At each place, who needs least and by how much it is ahead of the next."""
+    sentences = []
+    for index, place in enumerate(places):
+        values = {name: dict(points)[index] for name, points in lines.items() if index in dict(points)}
+        ordered = sorted(values, key=lambda name: values[name])
+        if ordered:
+            text = f"{upper(varied)} {place}: {ordered[0]} {format_measure(values[ordered[0]], measure)}"
+            second = f", next {ordered[1]} {format_measure(values[ordered[1]], measure)}" if ordered[1:] else ""
+            sentences.append(f"{text}{second}.")
+    return " ".join(["Medians over seeds.", *sentences])
