@@ -30,6 +30,7 @@ from statistics import fmean
 from typing import Any
 
 from phantom_parallel.report import tables
+from phantom_parallel.report.study_tables import study_sections
 from phantom_parallel.report.units import format_ratio, quantity
 from phantom_parallel.study.analysis import ratio_interval
 from phantom_parallel.study.results import Comparison, CurvePoint, Interval, Run, load
@@ -67,7 +68,7 @@ def results_used(text: str) -> set[str]:
 
 def _table(name: str, folder: Path) -> str:
     path = _file(name)
-    text = TABLES[name](path) if name in TABLES else tables.markdown(load(path)).strip()
+    text = TABLES[name](path) if name in TABLES else tables.markdown(_sections(path)).strip()
     return f"<!-- table: {name} -->\n{text}\n\n{_origin(path, folder)}\n<!-- end table -->"
 
 
@@ -93,6 +94,11 @@ def _read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
+def _sections(path: Path) -> Sequence[tables.Section]:
+    found = load(path)
+    return tables.comparison_sections(found) if isinstance(found, Comparison) else study_sections(found)
+
+
 @cache
 def _comparison(path: Path) -> Comparison:
     found = load(path)
@@ -108,7 +114,7 @@ def _lines(headings: Sequence[str], rows: Iterator[Sequence[str]], align: str = 
 
 def brief_comparison(path: Path) -> str:
     """The project's own table without the rows in `DETAILS`."""
-    lines = tables.markdown(_comparison(path)).strip().splitlines()
+    lines = tables.markdown(tables.comparison_sections(_comparison(path))).strip().splitlines()
     starts = tuple(f"| {label}" for label in DETAILS)
     for start in starts:
         if not any(line.startswith(start) for line in lines):

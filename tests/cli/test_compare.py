@@ -125,7 +125,10 @@ def test_a_study_is_run_and_resumed(tmp_path, capsys):
         (("compare", "--learning-rates", 0.2, 0.1, "--out", "OUT"), "ascending numbers above 0, got [0.2, 0.1]"),
         (("compare", "--resume"), "--resume needs --out"),
         (("compare", "--resume", "--out", "OUT"), "nothing to resume"),
-        (("study", "speed"), "there is no 'speed': choose from batch, ghosts, scaling, smaller, wider, width"),
+        (
+            ("study", "speed"),
+            "there is no 'speed': choose from batch, batches, ghosts, links, scaling",
+        ),
         (("compare", "--depth", 10**9, "--out", "OUT"), "depth must be at most 10000, got 1000000000"),
         (("compare", "ffn", "--preset", "gpt", "--out", "OUT"), "gpt is about models of the family gpt, not ffn"),
         (("compare", "gpt", "--preset", "quick", "--out", "OUT"), "quick is about models of the family ffn, not gpt"),

@@ -6,9 +6,10 @@ import pytest
 from phantom_parallel.report import captions
 from phantom_parallel.report import compare_figures as drawings
 from phantom_parallel.report import study_figures as sweeps
-from phantom_parallel.report.tables import group_cells
+from phantom_parallel.report.plots import line_style, strategy_style
+from phantom_parallel.report.study_tables import group_cells
 from phantom_parallel.study.results import Ratio, Trial
-from tests.study.sample import make_cell, make_comparison, make_run, make_study, one_ratio
+from tests.study.sample import make_cell, make_comparison, make_regime, make_run, make_study, one_ratio
 
 
 def captions_of(drawn):
@@ -222,3 +223,36 @@ def test_names_with_mathematics_in_them_are_text():
     cells = [make_cell("$x", {"loss": loss}, width=width) for width, loss in ((1, 0.5), (2, math.nan), (3, 0.2))]
     (drawing,) = sweeps.study_figures(make_study("mine", cells=tuple(cells)))
     assert re.search(r">\$x<", drawing.svg)
+
+
+def test_many_strategies_have_a_row_each_in_the_figure_of_ratios():
+    found = make_comparison(("phantom", "phantom-copies", "tensor", "megatron", "copies", "tensor+int8"))
+    drawn = {drawing.name: drawing for drawing in drawings.comparison_figures(found)}
+    axes = drawn["ratios"].figure.axes[0]
+    assert axes.get_yticklabels()[0].get_text() == "to phantom-copies"
+    assert len(axes.get_yticks()) == 5
+    assert drawn["ratios"].figure.get_figheight() < 8
+    assert "Phantom takes" in drawn["loss-time"].caption
+    assert "copies's" not in drawn["loss-time"].caption  # shares of the baselines alone
+
+
+def test_a_strategy_keeps_its_colour_whatever_it_exchanges():
+    assert strategy_style("tensor+int8") == strategy_style("tensor@2x2") == strategy_style("tensor")
+    assert line_style("tensor+int8") != line_style("tensor")
+    assert strategy_style("phantom-copies") != strategy_style("phantom")
+    assert strategy_style("dense model") == strategy_style("copies")
+
+
+def test_time_to_the_loss_is_drawn_against_links_and_batches():
+    both = {drawing.name for drawing in sweeps.study_figures(make_regime())}
+    assert {"link-seconds-batch-64", "batch-seconds-link-100mbit", "batch-step-seconds-link-100mbit"} <= both
+    links = sweeps.study_figures(make_regime((("loopback", 64), ("100mbit", 64))))
+    assert [drawing.name for drawing in links] == ["link-seconds", "link-joules", "link-step-seconds"]
+    axes = links[0].figure.axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["loopback", "100mbit"]
+    phantom = next(line for line in axes.lines if line.get_label() == "phantom")
+    assert list(phantom.get_ydata()) == [2.0, 3.0]
+    assert links[0].caption == (
+        "Medians over seeds. Link loopback: tensor 1 s, next phantom 2 s. Link 100mbit: phantom 3 s, next "
+        "phantom-copies 6 s."
+    )

@@ -9,8 +9,9 @@ import pytest
 
 from phantom_parallel.report import html as report
 from phantom_parallel.study.results import Comparison, Study
+from phantom_parallel.utils.network import Network, ScaledLink
 from phantom_parallel.utils.parsing import decode_json
-from tests.study.sample import make_comparison, make_study
+from tests.study.sample import make_comparison, make_regime, make_study
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SCRIPT = "<script>alert(1)</script>"
@@ -161,3 +162,29 @@ def test_no_page_is_wider_than_its_window(pages, tmp_path, width):
     widths = [int(one) for one in re.search(r"<title>(.*?)</title>", shown).group(1).split()]
     assert len(widths) == len(pages)
     assert max(widths) <= width
+
+
+def rendered(found: Comparison | Study) -> str:
+    return report.render(found, [], [])
+
+
+def test_a_page_of_many_strategies_on_a_network_names_both():
+    network = Network(
+        hosts=4,
+        link="like:frontier-mi250x",
+        rate=1e8,
+        scaled=ScaledLink("frontier-mi250x", "fp32", 4e10, 2880.0),
+    )
+    names = ("phantom", "phantom-copies", "tensor", "megatron", "copies")
+    text = rendered(make_comparison(names, network=network, findings=("Least time to the loss: phantom 1 s.",)))
+    assert "4 emulated hosts" in text
+    assert "100 Mbit/s" in text
+    assert "2,880, as frontier-mi250x between nodes" in text
+    assert "Least time to the loss: phantom 1 s." in text
+    assert "All figures" in text
+
+
+def test_a_page_of_links_has_a_column_for_each_and_all_cells():
+    text = rendered(make_regime())
+    assert "100mbit, batch 512" in text
+    assert "All figures" in text

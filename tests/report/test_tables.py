@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from phantom_parallel.report import tables
+from phantom_parallel.report import study_tables, tables
 from phantom_parallel.report.csv_files import csv_files
 from phantom_parallel.report.units import format_ratio, quantity, scale
 from phantom_parallel.study.results import Cell, Interval, Ratio
-from tests.study.sample import make_comparison, make_study, one_ratio
+from tests.study.sample import make_comparison, make_regime, make_study, one_ratio
 
 
 def rows(found):
@@ -121,7 +121,7 @@ def test_measured_energy_names_its_sensors():
 
 def test_terminal_and_markdown_have_the_same_rows():
     found = make_comparison(("phantom", "tensor", "megatron", "dense"), missed=("tensor",))
-    text, markdown = printed(tables.comparison_table(found)), tables.markdown(found)
+    text, markdown = printed(tables.comparison_table(found)), tables.markdown(tables.comparison_sections(found))
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown.splitlines()]
     assert len({len(line) for line in lines}) == 1
     for section in tables.comparison_sections(found):
@@ -137,7 +137,7 @@ def test_markup_in_names_is_text():
 
 
 def test_cells_of_several_seeds_are_one_row_with_the_median():
-    section = tables.study_section(make_study("ghosts"))
+    section = study_tables.study_section(make_study("ghosts"))
     by_name = [dict(zip(section.headings, (row.label, *row.cells), strict=True)) for row in section.rows]
     assert len(by_name) == 7
     sixteen = next(row for row in by_name if row["ghosts"] == "16")
@@ -146,7 +146,7 @@ def test_cells_of_several_seeds_are_one_row_with_the_median():
     assert by_name[-1]["strategy"] == "tensor"
     assert by_name[-1]["ghosts"] == tables.NOTHING
     assert "width" not in section.headings
-    assert tables.fixed_settings(make_study("ghosts").cells)["width"] == 512
+    assert study_tables.fixed_settings(make_study("ghosts").cells)["width"] == 512
 
 
 def test_a_value_that_half_of_the_seeds_lack_is_missed():
@@ -154,17 +154,17 @@ def test_a_value_that_half_of_the_seeds_lack_is_missed():
         Cell(f"{seed}", {"strategy": "phantom", "seed": seed}, {"seconds": value, "reached": float(value is not None)})
         for seed, value in enumerate((4.0, None, None))
     ]
-    (one,) = tables.group_cells(cells)
+    (one,) = study_tables.group_cells(cells)
     assert one.values == {"seconds": None, "reached": 1.0}
     cells[1] = replace(cells[1], values={"seconds": 9.0, "reached": 1.0})
-    (one,) = tables.group_cells(cells)
+    (one,) = study_tables.group_cells(cells)
     assert one.values == {"seconds": 9.0, "reached": 2.0}
     never = [replace(cell, values={"seconds": None, "steps": 5.0, "reached": 0.0}) for cell in cells]
     assert rows_of_study(never)[0]["reached the target"] == "0 of 3"
 
 
 def rows_of_study(cells):
-    section = tables.study_section(make_study("ghosts", cells=tuple(cells)))
+    section = study_tables.study_section(make_study("ghosts", cells=tuple(cells)))
     return [dict(zip(section.headings, (row.label, *row.cells), strict=True)) for row in section.rows]
 
 
@@ -177,8 +177,8 @@ def test_modelled_cells_say_so():
 
 def test_a_study_prints():
     for name in ("ghosts", "scaling", "smaller", "batch", "width", "mine"):
-        assert "phantom" in printed(tables.study_table(make_study(name)))
-    printed(tables.study_table(make_study("ghosts", cells=())))
+        assert "phantom" in printed(study_tables.study_table(make_study(name)))
+    printed(study_tables.study_table(make_study("ghosts", cells=())))
 
 
 def read(text):
@@ -218,11 +218,55 @@ def test_csv_of_a_study_has_a_row_for_each_cell():
 def test_a_terminal_gets_the_main_measures_of_a_study_and_the_report_all():
     found = make_study("smaller")
     found = replace(found, cells=tuple(replace(one, values=one.values | {"memory_bytes": 8.0}) for one in found.cells))
-    few, every = tables.study_section(found, brief=True), tables.study_section(found)
+    few, every = study_tables.study_section(found, brief=True), study_tables.study_section(found)
     assert set(few.headings) < set(every.headings)
     assert {"held-out loss", "reached the target"} <= set(few.headings)
     assert "memory per rank" in every.headings
     assert "memory per rank" not in few.headings
     assert len(few.rows) == len(every.rows)
-    timed = tables.study_section(make_study("scaling"), brief=True).headings
+    timed = study_tables.study_section(make_study("scaling"), brief=True).headings
     assert "step time" in timed
+
+
+MANY = ("phantom", "phantom-copies", "tensor", "megatron", "copies", "tensor+int8")
+
+
+def test_many_strategies_have_a_row_each_and_all_figures_in_the_details():
+    found = make_comparison(MANY, missed=("copies",))
+    (section,) = tables.comparison_sections(found)
+    assert [row.label for row in section.rows] == list(MANY)
+    columns = {row.label: dict(zip(section.headings[1:], row.cells, strict=True)) for row in section.rows}
+    assert columns["phantom"]["time: phantom / it"] == tables.NOTHING
+    assert columns["copies"]["time to the loss"] == columns["copies"]["time: phantom / it"] == "missed"
+    assert columns["copies"]["ranks \N{MULTIPLICATION SIGN} copies"] == "1 \N{MULTIPLICATION SIGN} 4"
+    mean = next(one.seconds.mean for one in found.strategies if one.strategy == "tensor")
+    assert columns["tensor"]["time to the loss"] == quantity(mean, "s")
+    ratio = next(one.ratio for one in found.ratios if (one.to, one.measure) == ("tensor", "joules"))
+    assert columns["tensor"]["energy: phantom / it"] == tables.format_interval(ratio)
+    detailed = tables.detailed_sections(found)
+    assert detailed[0].headings == ("", *MANY)
+    assert "phantom-copies" in printed(tables.comparison_table(found), width=80)
+
+
+def test_a_strategy_with_an_error_says_so_and_has_not_missed():
+    found = make_comparison(missed=("tensor",))
+    phantom, tensor, megatron = found.strategies
+    found = replace(found, strategies=(phantom, replace(tensor, error="its losses differ"), megatron))
+    table = rows(found)
+    assert table["time to the loss"][1] == table["ratio: time to the loss"][1] == "error"
+    assert table["step time"][1] != "error"
+    assert read(csv_files(found)["strategies.csv"])[1]["seconds_mean"] == "error"
+
+
+def test_links_and_batches_are_columns():
+    time, energy, _ = study_tables.study_sections(make_regime())
+    headings = ("strategy: time to the loss", "loopback, batch 64", "100mbit, batch 64", "100mbit, batch 512")
+    assert time.headings == headings
+    cells = {row.label: row.cells for row in time.rows}
+    assert cells["phantom"] == ("2 s", "3 s", "8 s")
+    assert cells["fsdp"] == ("5 s", "9 s", "missed")
+    assert energy.rows[0].cells == ("20 J", "30 J", "80 J")
+    one_link = study_tables.study_sections(make_regime((("100mbit", 64), ("100mbit", 512))))
+    assert one_link[0].headings[1:] == ("batch 64", "batch 512")
+    text = printed(study_tables.study_table(make_regime()))
+    assert "energy to the loss, modelled" in text

@@ -27,7 +27,11 @@ NATURE = {
     "tensor": (0.031, 110, 0.55, 2_100_000, 4_194_304, 810_000_000),
     "megatron": (0.022, 110, 0.40, 2_100_000, 2_097_152, 810_000_000),
     "dense": (0.040, 110, 0.0, 2_100_000, 0, 810_000_000),
+    "copies": (0.080, 110, 0.7, 2_100_000, 12_600_000, 810_000_000),
+    "phantom-copies": (0.020, 120, 0.5, 620_000, 3_700_000, 240_000_000),
+    "tensor+int8": (0.021, 130, 0.35, 2_100_000, 1_048_576, 810_000_000),
 }
+ALONE = ("dense", "copies", "phantom-copies")  # whose ranks have a whole model each
 RANKS = 4
 
 
@@ -43,8 +47,8 @@ def make_run(strategy: str, seed: int, *, slower: float = 1.0, missed: bool = Fa
         strategy=strategy,
         seed=seed,
         lr=0.004 if strategy == "phantom" else 0.002,
-        ranks=1 if strategy == "dense" else RANKS,
-        dp=RANKS if strategy == "dense" else 1,
+        ranks=1 if strategy in ALONE else RANKS,
+        dp=RANKS if strategy in ALONE else 1,
         status="steps" if missed else "target",
         steps=steps,
         loss=curve[-1].loss,
@@ -292,3 +296,33 @@ def _width() -> list[Cell]:
         for strategy, base in (("phantom", 8.0), ("tensor", 21.0))
         for width in (256, 512, 1024, 2048)
     ]
+
+
+# Seconds to the loss by link and batch, of which tests know who is first.
+REGIME: dict[tuple[str, int], dict[str, float | None]] = {
+    ("loopback", 64): {"phantom": 2.0, "phantom-copies": 3.0, "tensor": 1.0, "copies": 4.0, "fsdp": 5.0},
+    ("100mbit", 64): {"phantom": 3.0, "phantom-copies": 6.0, "tensor": 12.0, "copies": 24.0, "fsdp": 9.0},
+    ("100mbit", 512): {"phantom": 8.0, "phantom-copies": 6.0, "tensor": 40.0, "copies": 20.0, "fsdp": None},
+}
+
+
+def make_regime(places: tuple[tuple[str, int], ...] = tuple(REGIME), **changes: Any) -> Study:
+    """Three seeds, of which the second has the figures of `REGIME` and the others a little less and more."""
+    cells = [
+        Cell(
+            f"{name} link={link} batch={batch}",
+            {"strategy": name, "link": link, "batch": batch, "width": 64, "ranks": 4, "dp": 1, "lr": 0.1, "seed": seed},
+            {
+                "reached": float(seconds is not None),
+                "seconds": None if seconds is None else seconds * (0.9 + 0.1 * seed),
+                "joules": None if seconds is None else 10 * seconds,
+                "step_seconds": 0.1,
+                "steps": None if seconds is None else 10 * seconds,
+            },
+        )
+        for link, batch in places
+        for seed in range(3)
+        for name, seconds in REGIME[link, batch].items()
+    ]
+    settings = {"name": "links", "measure": "regime", "strategies": ["phantom"]}
+    return make_study("links", **{"cells": tuple(cells), "settings": settings} | changes)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from phantom_parallel.study.settings import StudySettings, names_of, read_compare, read_study, to_dict
+from phantom_parallel.study.settings import RegimeSettings, StudySettings, names_of, read_compare, read_study, to_dict
 from phantom_parallel.utils.parsing import convert
 
 
@@ -24,7 +24,7 @@ def test_studies_are_readable(name):
 
 def test_what_ships():
     assert names_of("presets") == ["digits", "gpt", "paper", "quick", "standard"]
-    assert names_of("studies") == ["batch", "ghosts", "scaling", "smaller", "wider", "width"]
+    assert names_of("studies") == ["batch", "batches", "ghosts", "links", "scaling", "smaller", "wider", "width"]
     assert read_compare("paper").world_size == 256
     assert read_study("scaling").world_size == 8
 
@@ -107,7 +107,7 @@ def test_an_unknown_name_lists_the_known_ones():
         ValueError, match="there is no 'fast': choose from digits, gpt, paper, quick, standard, or give a TOML file"
     ):
         read_compare("fast")
-    with pytest.raises(ValueError, match="choose from batch, ghosts, scaling, smaller, wider, width"):
+    with pytest.raises(ValueError, match="choose from batch, batches, ghosts, links, scaling, smaller, wider, width"):
         read_study("speed")
 
 
@@ -152,6 +152,68 @@ def test_a_wrong_study_is_refused_with_the_reason(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ValueError, match=re.escape(message)):
         read_study(str(path))
+
+
+REGIME = """
+measure = "regime"
+question = "?"
+strategies = ["phantom", "copies"]
+hosts = 2
+links = ["loopback", "100mbit"]
+batches = [16, 32]
+[training]
+width = 16
+ghosts = 2
+ranks = 2
+samples = 256
+"""
+
+
+def test_a_regime_has_comparisons_at_each_link_and_batch(tmp_path):
+    path = tmp_path / "own.toml"
+    path.write_text(REGIME)
+    found = read_study(str(path), {"seeds": 2})
+    assert isinstance(found, RegimeSettings)
+    slow, fast = found.at(batch=32, link="100mbit"), found.at(link="loopback")
+    assert (slow.hosts, slow.link, slow.training["batch"], slow.seeds) == (2, "100mbit", 32, 2)
+    assert (fast.hosts, fast.link) == (None, None)
+    assert (found.all_links, found.all_batches) == (("loopback", "100mbit"), (16, 32))
+    assert convert(json.loads(json.dumps(to_dict(found))), RegimeSettings, "json") == found
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("\nhosts = 2", ""), "the link 100mbit is one of emulated hosts: give their number with --hosts"),
+        (('"100mbit"', '"fast"'), "link must be a rate such as 100mbit"),
+        (('"100mbit"', '"loopback"'), "links and batches must be different from each other"),
+        (("[16, 32]", "[16, 15]"), "batch=15 is not a multiple of dp=2"),
+        (("\nhosts = 2", "\nhosts = 3"), "2 ranks cannot be spread evenly over 3 hosts"),
+        (("\nhosts = 2", "\nhosts = 2\ntimeout = 0.5"), "timeout must be from 1 to 1,000,000 seconds, got 0.5"),
+        (('"100mbit"', '"like:abacus"'), "abacus"),
+    ],
+)
+def test_a_wrong_regime_is_refused_with_the_reason(tmp_path, change, message):
+    path = tmp_path / "own.toml"
+    path.write_text(REGIME.replace(*change))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_study(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('link = "100mbit"', "--link 100mbit is for links of emulated hosts: give their number with --hosts"),
+        ("hosts = 3\n[training]\nranks = 4", "4 ranks cannot be spread evenly over 3 hosts"),
+        ('hosts = 4\nlink = "like:abacus"\n[training]\nranks = 4', "abacus"),
+        ("timed_seconds = 0", "timed_seconds must be a number above 0, got 0"),
+    ],
+)
+def test_a_wrong_network_is_refused_before_anything_is_measured(tmp_path, text, message):
+    path = tmp_path / "own.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_compare(str(path))
 
 
 def test_a_preset_of_the_other_kind_is_refused():

@@ -10,7 +10,7 @@ import tyro
 from phantom_parallel.cli.output import output_folder, write_and_print
 from phantom_parallel.cli.setting_options import SettingOptions, with_settings
 from phantom_parallel.families.registry import DEFAULT_FAMILY
-from phantom_parallel.report.tables import study_table
+from phantom_parallel.report.study_tables import study_table
 from phantom_parallel.study.regimes import run_regime
 from phantom_parallel.study.settings import RegimeSettings, StudySettings, names_of, read_study
 from phantom_parallel.study.sweep import run_study

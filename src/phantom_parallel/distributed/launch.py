@@ -42,6 +42,7 @@ TIMEOUT = timedelta(seconds=60)  # of an exchange: how long a rank waits for ano
 Report = Callable[[Any], None]
 # glibc would return the pages of gradients to the system after every step and fault them in again, depending on sizes.
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
+MACHINE_RANKS = "PHANTOM_MACHINE_RANKS"  # ranks that this launcher started on this machine, on all its emulated hosts
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -226,6 +227,7 @@ def _environment(rank: int, size: int, keep_freed_memory: bool, hosts: Hosts | N
         "LOCAL_RANK": str(rank % local),
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(local),
+        MACHINE_RANKS: str(size),  # emulated hosts share one machine's cores
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": interface,
         "TP_SOCKET_IFNAME": interface,

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from phantom_parallel.cost.hardware import Profile, load_profile
-from phantom_parallel.distributed.launch import threads_for
+from phantom_parallel.distributed.launch import MACHINE_RANKS, threads_for
 
 ASSUMED_CORE = "assumed-core"
 # Watts of one CPU core of a machine that nobody has measured. Ratios between strategies depend on the share that a
@@ -119,7 +119,8 @@ def cores_per_rank(ranks: int) -> float:
     rank uses no more cores than it has threads. Cores are those that the operating system lists, that is, hardware
     threads.
     """
-    local_ranks = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    local = os.environ.get(MACHINE_RANKS) or os.environ.get("LOCAL_WORLD_SIZE") or ranks
+    local_ranks = min(ranks, int(local))
     # Ranks that are not running yet will be launched by this process, which gives each its share of the threads.
     running = ranks == 1 or dist.is_initialized()
     threads = torch.get_num_threads() if running else threads_for(local_ranks)

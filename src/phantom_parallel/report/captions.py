@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from phantom_parallel.report.tables import FEW, CellGroup, format_interval, ratio_of, result_of
+from phantom_parallel.report.study_tables import CellGroup
+from phantom_parallel.report.tables import FEW, format_interval, ratio_of, result_of
 from phantom_parallel.report.units import format_measure, format_ratio, plain, quantity
 from phantom_parallel.study.analysis import BASELINES
 from phantom_parallel.study.measures import ratio_label

@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from phantom_parallel.report import captions, tables
+from phantom_parallel.report import captions, study_tables, tables
 from phantom_parallel.report.compare_figures import comparison_figures
 from phantom_parallel.report.csv_files import csv_files
 from phantom_parallel.report.plots import GRID, INK, LOOKS, MUTED, SECOND_PHANTOM, SURFACE, CaptionedFigure
@@ -17,6 +17,7 @@ from phantom_parallel.report.units import plain, quantity
 from phantom_parallel.study.contenders import LAYOUTS
 from phantom_parallel.study.results import Comparison, Study
 from phantom_parallel.utils.files import write_bytes, write_text
+from phantom_parallel.utils.network import Network, format_rate
 from phantom_parallel.utils.strategies import STRATEGIES
 
 # Colours of the figures and their names in the page, which has another set for dark screens.
@@ -60,9 +61,15 @@ def render(found: Comparison | Study, drawn: list[CaptionedFigure], files: list[
         }
         title = f"{found.name}: phantom parallelism compared at equal loss"
     else:
-        sections = (tables.study_section(found),)
+        every = (study_tables.study_section(found),)
+        regime = study_tables.is_regime(found)
+        sections = study_tables.study_sections(found) if regime else every
         sources = dict.fromkeys(cell.source for cell in found.cells if cell.modelled and cell.source)
-        words = {"fixed": flat(tables.fixed_settings(found.cells)), "sources": "; ".join(sources)}
+        words = {
+            "fixed": flat(study_tables.fixed_settings(found.cells)),
+            "sources": "; ".join(sources),
+            "details": every if regime else (),
+        }
         title = f"{found.name}: a study of phantom parallelism"
     return environment.get_template(f"{found.kind}.html.j2").render(
         found=found,
@@ -70,7 +77,7 @@ def render(found: Comparison | Study, drawn: list[CaptionedFigure], files: list[
         sections=sections,
         figures=[(drawing, inline(drawing)) for drawing in drawn],
         files=files,
-        settings=flat(found.settings),
+        settings=[*flat(found.settings), *network_settings(found.network)],
         environment=flat(found.environment),
         wall=quantity(found.wall_seconds, "s"),
         plain=plain,
@@ -98,6 +105,17 @@ def _explanation(name: str) -> str | None:
     base = re.split("[@+]", name)[0]
     strategy = STRATEGIES.get(LAYOUTS.get(base, base))
     return None if strategy is None else strategy.explanation
+
+
+def network_settings(network: Network | None) -> list[tuple[str, str]]:
+    """The network that ranks exchanged over, for the settings of the page."""
+    if network is None:
+        return []
+    found = [("network", network.describe()), ("network.emulated", "yes")]
+    found += [] if network.rate is None else [("network.rate", format_rate(network.rate))]
+    if network.scaled is not None:
+        found += [("network.FLOPs a byte", f"{network.scaled.ratio:,.0f}, as {network.scaled.profile} between nodes")]
+    return found
 
 
 def flat(nested: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

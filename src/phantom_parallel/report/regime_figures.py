@@ -25,11 +25,6 @@ _MEASURES = ("seconds", "joules", "step_seconds")
 _AXES = {"link": "link between hosts", "batch": "batch size"}
 
 
-def is_regime(found: Study) -> bool:
-    """Whether the cells are those of a study of links and batch sizes."""
-    return found.settings.get("measure") == "regime"
-
-
 def regime_figures(found: Study) -> list[CaptionedFigure]:
     """For each setting that varies, a figure of each measure; one for each value of the other if both vary."""
     drawn = []

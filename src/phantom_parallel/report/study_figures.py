@@ -25,8 +25,8 @@ from phantom_parallel.report.plots import (
     plot_style,
     strategy_style,
 )
-from phantom_parallel.report.regime_figures import is_regime, regime_figures
-from phantom_parallel.report.tables import CellGroup, group_cells, number, varying
+from phantom_parallel.report.regime_figures import regime_figures
+from phantom_parallel.report.study_tables import CellGroup, group_cells, is_regime, number, varying
 from phantom_parallel.report.units import format_measure, plain
 from phantom_parallel.study.measures import measure_label
 from phantom_parallel.study.results import Study

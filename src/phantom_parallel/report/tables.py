@@ -1,10 +1,7 @@
-"""Tables of comparisons and studies: the same rows for the terminal, the page and Markdown."""
+"""Tables of comparisons: the same rows for the terminal, the page and Markdown."""
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
-from typing import Any
 
 from rich.box import SIMPLE
 from rich.markup import escape
@@ -12,15 +9,14 @@ from rich.table import Table
 
 from phantom_parallel.report.units import format_measure, format_ratio, plain, quantity
 from phantom_parallel.study.analysis import LEADS
-from phantom_parallel.study.measures import MEASURES, TO_THE_LOSS, measure_label, ratio_label
-from phantom_parallel.study.results import Cell, Comparison, Interval, Run, SettingValue, StrategyResult, Study
+from phantom_parallel.study.measures import TO_THE_LOSS, ratio_label
+from phantom_parallel.study.results import Comparison, Interval, Run, StrategyResult
 
 MISSED, UNAVAILABLE, ERROR, NOTHING = "missed", "unavailable", "error", "–"  # noqa: RUF001
 NOTE = (
     "Means over the seeds that reached the loss. Time is that of the training steps, without launch and evaluations. "
     "Ratios: geometric means over seeds, with 95 % confidence intervals."
 )
-MODELLED = frozenset({"joules", "joules_per_sample"})  # in studies, whose seconds may be measured
 # Ratios that have a row in the table even if they are unavailable.
 RATIOS = ("seconds", "joules", "flops", "bytes", "step_seconds")
 FEW = 4  # strategies that have a column each; of more, each has a row
@@ -33,8 +29,6 @@ MAIN = {
     "seconds": "time to the loss",
     "joules": "energy, modelled",
 }
-# Order of a cell's settings in tables: these first, then those of its model, then the others.
-_FIRST, _LAST = ("strategy", "ghosts", "ranks"), ("batch", "blocks", "dp", "data", "lr")
 
 
 @dataclass(frozen=True)
@@ -88,37 +82,19 @@ def comparison_table(found: Comparison) -> Table:
     """The table of a comparison for the terminal."""
     table = Table(title=f"{escape(found.name)}: {escape(goal(found))}", caption=NOTE, box=SIMPLE, padding=(0, 1, 0, 0))
     first, *rest = comparison_sections(found)
-    for number, heading in enumerate(first.headings):
-        table.add_column(escape(heading), justify="right" if number else "left", no_wrap=number == 0 and not rest)
-    _add(table, first.rows)
-    for section in rest:
-        table.add_section()
-        table.add_row(*(escape(heading) for heading in section.headings), style="bold")
-        _add(table, section.rows)
+    fill(table, first, rest)
     return table
 
 
-def markdown(found: Comparison | Study) -> str:
-    """The table in Markdown; for a study, the columns of the terminal's table."""
-    first, *rest = comparison_sections(found) if isinstance(found, Comparison) else (study_section(found, brief=True),)
+def markdown(sections: Sequence[Section]) -> str:
+    """A table in Markdown."""
+    first, *rest = sections
     lines = [_line(first.headings), _line(["---", *["---:"] * (len(first.headings) - 1)])]
     lines += [_line((row.label, *row.cells)) for row in first.rows]
     for section in rest:
         lines.append(_line([f"**{_pipes(text)}**" if text else "" for text in section.headings], escaped=True))
         lines += [_line((row.label, *row.cells)) for row in section.rows]
     return "\n".join(lines) + "\n"
-
-
-def study_table(found: Study) -> Table:
-    """The table of a study for the terminal, with the main measures; the report and the CSV file have all."""
-    section = study_section(found, brief=True)
-    title = f"{escape(found.name)}: {escape(found.question)}"
-    fixed = ", ".join(f"{name} {value}" for name, value in fixed_settings(found.cells).items())
-    table = Table(title=title, caption=escape(fixed), box=SIMPLE, padding=(0, 1, 0, 0))
-    for number, heading in enumerate(section.headings):
-        table.add_column(escape(heading), justify="right" if number else "left")
-    _add(table, section.rows)
-    return table
 
 
 def goal(found: Comparison) -> str:
@@ -242,131 +218,16 @@ def _ratio(found: Comparison, strategy: str, to: str, measure: str) -> str:
     return missing_word(measure, result_of(found, strategy), result_of(found, to))
 
 
-@dataclass(frozen=True)
-class CellGroup:
-    """Cells that differ only in their seeds, with the medians of their values. A value that half of the seeds or more
-    do not have is None.
-    """
-
-    settings: Mapping[str, SettingValue]
-    values: Mapping[str, float | None]
-    modelled: bool
-    source: str
-    seeds: int
-    status: str
-
-    @property
-    def strategy(self) -> str:
-        return str(self.settings.get("strategy", "?"))
-
-    @property
-    def ranks(self) -> int:
-        """Ranks that share the model; 1 where it is not known."""
-        found = number(self.settings.get("ranks"))
-        return 1 if found is None else int(found)
-
-
-def number(value: SettingValue) -> float | None:
-    """A setting that is a number; None for others."""
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def group_cells(cells: Iterable[Cell]) -> list[CellGroup]:
-    """Groups in the order of their first cells. Learning rates come from a search, and distinguish no groups."""
-    together: dict[Any, list[Cell]] = {}
-    for cell in cells:
-        rest = {name: value for name, value in cell.settings.items() if name not in ("seed", "lr")}
-        together.setdefault((repr(sorted(rest.items())), cell.modelled, cell.source), []).append(cell)
-    return [_together(alike) for alike in together.values()]
-
-
-def _together(alike: list[Cell]) -> CellGroup:
-    first = alike[0]
-    names = dict.fromkeys(name for cell in alike for name in cell.values)
-    values = {name: _median([cell.values.get(name) for cell in alike]) for name in names}
-    reached = [cell.values["reached"] for cell in alike if cell.values.get("reached") is not None]
-    if reached:
-        values["reached"] = float(sum(value or 0 for value in reached))  # how many
-    settings = {name: value for name, value in first.settings.items() if name != "seed"}
-    if len({cell.settings.get("lr") for cell in alike}) > 1:
-        settings["lr"] = None
-    unfinished = [cell.status for cell in alike if cell.status not in ("done", "target", "steps")]
-    return CellGroup(settings, values, first.modelled, first.source, len(alike), ", ".join(dict.fromkeys(unfinished)))
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    found = median(math.inf if value is None or math.isnan(value) else value for value in values)
-    return found if math.isfinite(found) else None
-
-
-def varying(found: Iterable[CellGroup]) -> list[str]:
-    """Settings that differ between groups, in the order of the table."""
-    found = list(found)
-    known = dict.fromkeys(name for one in found for name in one.settings)
-    own = [name for name in known if name not in _FIRST + _LAST]
-    return [name for name in (*_FIRST, *own, *_LAST) if len({repr(one.settings.get(name)) for one in found}) > 1]
-
-
-def fixed_settings(cells: Iterable[Cell]) -> dict[str, Any]:
-    """Settings that all cells have in common."""
-    found = group_cells(cells)
-    changing = varying(found)
-    shared = found[0].settings if found else {}
-    return {name: value for name, value in shared.items() if name not in changing and value is not None}
-
-
-# Columns of a terminal's table, of studies of the loss, of regimes, and of the speed.
-BRIEF = {
-    "loss": ("loss", "reached", "steps", "seconds", "joules"),
-    "reached": ("reached", "steps", "step_seconds", "seconds", "joules"),
-    "step_seconds": ("step_seconds", "joules_per_sample", "blocked_share"),
-}
-
-
-def study_section(found: Study, *, brief: bool = False) -> Section:
-    """A row for each group: the settings that distinguish it, then all measures, or the main ones if ``brief``."""
-    settings = group_cells(found.cells)
-    names = varying(settings) or ["strategy"]
-    names = ["strategy", *(name for name in names if name != "strategy")]
-    known = dict.fromkeys((*MEASURES, *(name for one in settings for name in one.values)))
-    measures = [name for name in known if any(one.values.get(name) is not None for one in settings)]
-    if brief:
-        chosen = next((columns for measure, columns in BRIEF.items() if measure in measures), ())
-        measures = [name for name in measures if name in chosen]
-    headings = (*names, *(_heading(measure) for measure in measures), "run")
-    return Section(headings, tuple(_study_row(one, names, measures) for one in settings))
-
-
-def _heading(measure: str) -> str:
-    return f"{measure_label(measure)}, modelled" if measure in MODELLED else measure_label(measure)
-
-
-def _study_row(one: CellGroup, names: Sequence[str], measures: Sequence[str]) -> TableRow:
-    first, *rest = (_setting(one.settings.get(name)) for name in names)
-    origin = "modelled" if one.modelled else f"here, {one.seeds} seeds" if one.seeds > 1 else "here"
-    return TableRow(
-        first,
-        (
-            *rest,
-            *(_study_value(one, measure) for measure in measures),
-            f"{origin}, {one.status}" if one.status else origin,
-        ),
-    )
-
-
-def _setting(value: SettingValue) -> str:
-    if value is None:
-        return NOTHING
-    known = number(value)
-    return str(value) if known is None else plain(known)
-
-
-def _study_value(one: CellGroup, measure: str) -> str:
-    value = one.values.get(measure)
-    if measure == "reached" and value is not None:
-        return f"{value:.0f} of {one.seeds}" if one.seeds > 1 else ("yes" if value else "no")
-    missed = measure in TO_THE_LOSS and one.values.get("reached") == 0
-    return format_measure(value, measure, MISSED if missed else UNAVAILABLE)
+def fill(table: Table, first: Section, rest: Sequence[Section]) -> None:
+    """Add sections to a table for the terminal. Names of strategies in its first column are not broken."""
+    for number, heading in enumerate(first.headings):
+        names = number == 0 and heading.startswith("strategy")
+        table.add_column(escape(heading), justify="right" if number else "left", no_wrap=names)
+    _add(table, first.rows)
+    for section in rest:
+        table.add_section()
+        table.add_row(*(escape(heading) for heading in section.headings), style="bold")
+        _add(table, section.rows)
 
 
 def _add(table: Table, rows: Iterable[TableRow]) -> None:

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 
 from phantom_parallel._version import __version__
+from phantom_parallel.distributed.launch import MACHINE_RANKS
 from phantom_parallel.utils.network import Network
 
 
 def environment(device: torch.device, network: Network | None = None) -> dict[str, Any]:
     """Versions, processor, device and process group of this rank, and the network if it is emulated."""
     processes = dist.get_world_size() if dist.is_initialized() else 1
-    on_machine = processes if network is not None else int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    on_machine = os.environ.get(MACHINE_RANKS) or os.environ.get("LOCAL_WORLD_SIZE") or processes
     return {
         "phantom_parallel": __version__,
         "torch": torch.__version__,
@@ -27,7 +28,7 @@ def environment(device: torch.device, network: Network | None = None) -> dict[st
         "device": device.type if device.type == "cpu" else torch.get_device_module(device).get_device_name(device),
         "backend": _backend(device),
         "processes": processes,
-        "processes_per_host": on_machine,  # emulated hosts share one machine
+        "processes_per_host": int(on_machine),  # emulated hosts count as one
         "threads_per_rank": torch.get_num_threads(),
     } | ({} if network is None else {"network": network.describe()})
 
