@@ -33,6 +33,11 @@ def other(strategy: str, ranks: int, **settings) -> FFNShape:
     return FFNShape(strategy, 32, settings.pop("depth", 3), ranks=ranks, batch=6, **settings)
 
 
+def name_of(shape: FFNShape) -> str:
+    widths = "-".join(map(str, shape.model_features))
+    return f"{shape.strategy}-{shape.ranks}x{shape.dp}-{shape.blocks}-{shape.activation}-{widths}"
+
+
 SHAPES = [
     phantom(1, 4),
     phantom(2, 2),
@@ -54,17 +59,25 @@ SHAPES = [
     other("megatron", 2, depth=2, activation="gelu"),
     other("megatron", 4, depth=4, bias=False, input_grad=True),
     other("megatron", 2, dp=2),
+    phantom(2, 4, in_features=16, out_features=8),
+    phantom(4, 4, in_features=64, activation="gelu", bias=False),
+    phantom(4, 2, in_features=16, out_features=8),
+    other("tensor", 4, in_features=8, out_features=12),
+    other("tensor", 2, dp=2, depth=1, in_features=16, out_features=6),
+    other("megatron", 2, in_features=8, out_features=6, activation="gelu"),
+    other("megatron", 4, depth=2, in_features=16, out_features=4, input_grad=True),
+    other("dense", 1, in_features=5, out_features=3),
 ]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.strategy}-{s.ranks}x{s.dp}-{s.blocks}-{s.activation}")
+@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
 def test_formulas_equal_the_ledger_on_real_ranks(ranks, shape):
     for wrong, kept, seen in ranks(shape.ranks * shape.dp)(count, shape):
         assert wrong == []
         assert kept == seen.memory.activations
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.strategy}-{s.ranks}x{s.dp}-{s.blocks}-{s.activation}")
+@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
 def test_a_dry_run_counts_what_real_ranks_do(shape):
     for rank in range(shape.ranks):
         assert cached_dry_run(replace(shape, rank=rank)).differences == []
@@ -131,7 +144,7 @@ def test_dry_runs_of_hundreds_of_ranks(shape):
     assert found.memory == shape.memory
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.strategy}-{s.ranks}x{s.dp}-{s.blocks}-{s.activation}")
+@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
 def test_totals_are_the_sum_over_ranks(shape):
     """Ranks have equal work, whichever is asked."""
     runs = [cached_dry_run(replace(shape, rank=rank)) for rank in range(shape.ranks)]

@@ -27,7 +27,7 @@ class Options(RanksOption, NetworkOptions, ProfileOption, JsonOption):
     model: Path
     """Folder of a model, such as OUT/model of phantom train."""
     inputs: Path | None = None
-    """Rows to predict from: a file .npy, or .npz or .safetensors with an array x, (rows, width). Without it,
+    """Rows to predict from: a file .npy, or .npz or .safetensors with an array x, (rows, features). Without it,
     random rows are measured."""
     out: Path | None = None
     """Write the predictions to this .npy file, in the order of the rows. Without it they are discarded."""

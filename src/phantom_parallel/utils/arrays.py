@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -99,8 +100,12 @@ def _open_npz(path: Path, name: str) -> StoredArray:
     shape, by_columns, dtype = _read_header(member, entry.file_size)
     start, row_bytes = member.tell(), math.prod(shape[1:]) * dtype.itemsize
     if by_columns:
-        whole = np.frombuffer(_read_bytes(member, shape[0] * row_bytes), dtype).reshape(shape, order="F")
-        return StoredArray(shape, lambda rows, features: _to_tensor(whole[rows, features]))
+
+        @cache  # rows are not together: all are read, when the first are needed
+        def whole() -> NDArray[Any]:
+            return np.frombuffer(_read_bytes(member, shape[0] * row_bytes), dtype).reshape(shape, order="F")
+
+        return StoredArray(shape, lambda rows, features: _to_tensor(whole()[rows, features]))
 
     def read(rows: slice, features: slice) -> Tensor:
         first = start + rows.start * row_bytes

@@ -238,7 +238,7 @@ def test_a_check_reads_the_held_out_rows_of_a_mapped_file_once_and_no_others(tmp
         Counted.taken = taken
         return replace(stored, mapped=mapped)
 
-    monkeypatch.setattr("phantom_parallel.families.ffn.data.open_array", opened)
+    monkeypatch.setattr("phantom_parallel.families.ffn.arrays.open_array", opened)
     check_data(config(data=written(tmp_path, "npy")))
     assert sorted(taken) == sorted([*range(56, 64)] * 2)  # of x and y
 
@@ -254,8 +254,13 @@ def test_an_npz_is_read_in_chunks_and_only_own_features_are_kept(tmp_path, monke
 def test_data_that_are_not_there_or_do_not_fit_are_errors(tmp_path):
     with pytest.raises(ValueError, match=r"there is no data nowhere\.npz: give planted, random, digits, or"):
         open_data(config(data="nowhere.npz"))
-    with pytest.raises(ValueError, match=r"shape \(rows, 32\), the model's width, got \(64, 16\)"):
-        open_data(config(data=written(tmp_path, "npz"), width=32))
+    with pytest.raises(
+        ValueError, match=r"x \(rows, 32\) and y \(rows, 16\), the model's features, got \(64, 16\) and"
+    ):
+        open_data(config(data=written(tmp_path, "npz"), in_features=32))
+    np.savez(tmp_path / "rows.npz", x=arrays()[0], y=arrays()[1][1:])
+    with pytest.raises(ValueError, match=r"y with as many rows, got \(64, 16\) and \(63, 16\)"):
+        open_data(config(data=str(tmp_path / "rows.npz")))
     (tmp_path / "data.csv").write_text("1,2")
     with pytest.raises(ValueError, match=r"expected a folder with x.npy and y.npy, or a file .npz or .safetensors"):
         open_data(config(data=str(tmp_path / "data.csv")))

@@ -15,6 +15,7 @@ from phantom_parallel.cost.terms import (
     row_layer,
     tensor_layer,
 )
+from phantom_parallel.families.ffn.config import LayerFeatures
 from phantom_parallel.utils.layout import BlockLayout, RowLayout, nearest_divisors, positive
 from phantom_parallel.utils.strategies import StrategyName, get_strategy
 
@@ -23,7 +24,7 @@ KEEPS_INPUT = ("gelu", "silu")
 
 
 @dataclass(frozen=True)
-class FFNShape(Shape):
+class FFNShape(LayerFeatures, Shape):
     """A feed-forward network and how it is run: ``ranks`` share it, and ``dp`` copies train on ``batch`` rows each.
 
     Blocks and ghosts belong to the strategy phantom.
@@ -46,6 +47,8 @@ class FFNShape(Shape):
     optimizer: Optimizer = "adam"
     input_grad: bool = False
     rank: int = 0
+    in_features: int | None = None
+    out_features: int | None = None
     layers: tuple[LayerCost, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -80,9 +83,9 @@ class FFNShape(Shape):
         if self.strategy == "phantom":
             assert self.blocks is not None
             assert self.ghosts is not None
-            blocks = BlockLayout(self.width, self.width, self.blocks, self.ghosts, self.ranks)
+            blocks = BlockLayout(*self.features_of(index), self.blocks, self.ghosts, self.ranks)
             return phantom_layer(blocks, self.batch, bias=self.bias, input_grad=input_grad, rank=self.rank, name=name)
-        rows = RowLayout(self.width, self.width, self.ranks)
+        rows = RowLayout(*self.features_of(index), self.ranks)
         if self.strategy == "megatron":
             if index % 2:
                 return row_layer(rows, self.batch, bias=self.bias, name=name)
@@ -100,7 +103,8 @@ class FFNShape(Shape):
     @property
     def repeated(self) -> int:
         """The row layers' bias of the strategy megatron."""
-        return (self.depth // 2) * self.width if self.strategy == "megatron" and self.bias else 0
+        rows = range(1, self.depth, 2) if self.strategy == "megatron" and self.bias else ()
+        return sum(self.features_of(index)[1] for index in rows)
 
     @property
     def memory(self) -> Memory:

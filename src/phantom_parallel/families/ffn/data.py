@@ -14,10 +14,11 @@ from torch import Tensor
 
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.objects import raise_on_all_ranks
+from phantom_parallel.families.ffn.arrays import open_arrays
 from phantom_parallel.families.ffn.digits import digits
 from phantom_parallel.families.ffn.teacher import teach
 from phantom_parallel.families.ffn.train_config import DATA_SETS, DIGITS, TEACHERS, FFNTrainConfig
-from phantom_parallel.utils.arrays import StoredArray, open_array, readable
+from phantom_parallel.utils.arrays import StoredArray, readable
 from phantom_parallel.utils.seeds import generator
 
 _HELD_OUT = 8  # one row in 8 is held out
@@ -31,13 +32,13 @@ class Data:
     Args:
         x: Inputs, (rows, features): a tensor, or a memory-mapped array of which only the requested rows are read.
         y: Targets, likewise.
-        features: This rank's features.
+        features: This rank's features of an input and of a target.
         source: Path of the data, for errors.
     """
 
     x: Any
     y: Any
-    features: slice
+    features: tuple[slice, slice]
     source: str = ""
 
     @property
@@ -108,18 +109,19 @@ def open_data(config: FFNTrainConfig, rank: int = 0, ranks: int = 1, parallel: P
         ValueError: If the data are missing, damaged, of another shape or too few, or if a held-out row is not finite.
             Rows to train on are read when they are needed, and checked by `Data.check_finite` after a bad loss.
     """
-    share = config.width // ranks
-    features, parallel = slice(rank * share, (rank + 1) * share), parallel or ParallelContext()
+    shares = [features // ranks for features in config.model_features]
+    of_inputs, of_targets = (slice(rank * share, (rank + 1) * share) for share in shares)
+    features, parallel = (of_inputs, of_targets), parallel or ParallelContext()
     if config.data in TEACHERS:
         _check_rows(config.samples, config)
         return Data(*teach(config, features, parallel), features)
     if config.data == DIGITS:
-        data = Data(*digits(config.width, features), features)
+        data = Data(*digits(config.model_features[0], features), features)
         _check_rows(data.rows, config)
         return data
     error, group = None, None if parallel.single_process else parallel.group or dist.group.WORLD
     try:
-        data = _read(Path(config.data), config.width, features)
+        data = _read(Path(config.data), config.model_features, features)
         _check_rows(data.rows, config)
         data.check_finite(torch.arange(data.training_rows, data.rows))
     except ValueError as raised:
@@ -145,22 +147,21 @@ def _check_rows(rows: int, config: FFNTrainConfig) -> None:
         )
 
 
-def _read(path: Path, width: int, features: slice) -> Data:
-    """Read a folder with x.npy and y.npy, which are memory-mapped, or a file .npz or .safetensors with x and y."""
+def _read(path: Path, expected: tuple[int, int], features: tuple[slice, slice]) -> Data:
+    """Read a user's arrays, whose inputs and targets have the ``expected`` numbers of features."""
     if not path.exists():
         raise ValueError(f"there is no data {path}: give {', '.join(DATA_SETS)}, or a folder or file of arrays x and y")
     with readable(path, "data"):
-        if path.is_dir():
-            x, y = (open_array(path / f"{name}.npy", name) for name in "xy")
-        elif path.suffix in (".npz", ".safetensors"):
-            x, y = (open_array(path, name) for name in "xy")
-        else:
-            raise ValueError("expected a folder with x.npy and y.npy, or a file .npz or .safetensors")
-        if len(x.shape) != 2 or x.shape != y.shape or x.shape[1] != width:
+        x, y = open_arrays(path)
+        if any(len(one.shape) != 2 for one in (x, y)) or x.shape[0] != y.shape[0]:
+            raise ValueError(f"expected x (rows, features) and y with as many rows, got {x.shape} and {y.shape}")
+        if (x.shape[1], y.shape[1]) != expected:
             raise ValueError(
-                f"expected x and y of shape (rows, {width}), the model's width, got {x.shape} and {y.shape}"
+                f"expected x (rows, {expected[0]}) and y (rows, {expected[1]}), the model's features, "
+                f"got {x.shape} and {y.shape}"
             )
-        return Data(_read_features(x, features), _read_features(y, features), features, str(path))
+        of_inputs, of_targets = features
+        return Data(_read_features(x, of_inputs), _read_features(y, of_targets), features, str(path))
 
 
 def _read_features(array: StoredArray, features: slice) -> Any:

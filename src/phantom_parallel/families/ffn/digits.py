@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits, 1797 images of 8 x 8 pixels, as data for a model of equal width in all layers.
+"""scikit-learn's handwritten digits, 1797 images of 8 x 8 pixels, as data for a model of any width.
 
 Every feature of an input is a fixed random mixture of all pixels, so that every block receives the whole image. Feature
 j of a target is 1 if the image is of class j mod 10, otherwise 0. The score of a class is the mean over its features.
@@ -15,8 +15,8 @@ from phantom_parallel.utils.seeds import generator
 CLASSES = 10
 
 
-def digits(width: int, features: slice) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets of all rows, shuffled in a fixed order, with these features.
+def digits(in_features: int, features: tuple[slice, slice]) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets of all rows, shuffled in a fixed order, each with these features.
 
     Raises:
         ValueError: If scikit-learn is not installed.
@@ -31,10 +31,10 @@ def digits(width: int, features: slice) -> tuple[Tensor, Tensor]:
     order = torch.randperm(len(labels), generator=generator(0, 0, purpose=4))
     pixels = torch.from_numpy(images)[order]  # float64, as the product must be: see `teacher`
     pixels = (pixels - pixels.mean()) / pixels.std()
-    mixture = torch.randn(PIXELS, width, generator=generator(0, 0, purpose=5), dtype=torch.float64)
+    mixture = torch.randn(PIXELS, in_features, generator=generator(0, 0, purpose=5), dtype=torch.float64)
     x = pixels @ (mixture / PIXELS**0.5)
-    y = torch.from_numpy(labels)[order].unsqueeze(1) == class_of(features)
-    return x[:, features].float().contiguous(), y.float()
+    y = torch.from_numpy(labels)[order].unsqueeze(1) == class_of(features[1])
+    return x[:, features[0]].float().contiguous(), y.float()
 
 
 def class_of(features: slice) -> Tensor:

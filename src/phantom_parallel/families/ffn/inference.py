@@ -1,5 +1,6 @@
 """Inference of feed-forward networks: their sizes, and the tensor-parallel model that computes the same function."""
 
+import math
 from dataclasses import replace
 
 import torch
@@ -17,7 +18,7 @@ class FFNPredictor(Predictor):
     """The part of ``phantom infer`` that depends on FFNs."""
 
     def features(self, config: FFNConfig) -> tuple[int, int]:
-        return config.width, config.width
+        return config.model_features
 
     def shape(self, config: FFNConfig, *, ranks: int, batch: int, word_bytes: int) -> FFNShape:
         return FFNShape(
@@ -31,13 +32,16 @@ class FFNPredictor(Predictor):
             word_bytes=word_bytes,
             bias=config.bias,
             activation=config.activation,
+            in_features=config.in_features,
+            out_features=config.out_features,
         )
 
     def baseline(self, model: FFN) -> FFN:
         return as_tensor(model)
 
     def baseline_words(self, config: FFNConfig, ranks: int) -> int:
-        return (config.depth + ranks) * config.width**2  # its weights, and one dense layer on each rank
+        sizes = [math.prod(config.features_of(index)) for index in range(config.depth)]
+        return sum(sizes) + ranks * max(sizes)  # its weights, and one dense layer on each rank
 
 
 @torch.no_grad()

@@ -1,4 +1,6 @@
-"""Feed-forward networks, the paper's models: linear layers of equal width with an activation between them."""
+"""Feed-forward networks, the paper's models: linear layers of equal width with an activation between them. The first
+may take, and the last return, another number of features.
+"""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -13,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from phantom_parallel.distributed.fully_sharded import shard_fully
 from phantom_parallel.distributed.objects import check_agreement
-from phantom_parallel.families.ffn.config import Activation
+from phantom_parallel.families.ffn.config import Activation, LayerFeatures
 from phantom_parallel.nn import PhantomLinear, TensorLinear
 from phantom_parallel.nn.init import init_rows
 from phantom_parallel.nn.sharded import broadcast_seed
@@ -39,17 +41,19 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
 
 
 @dataclass(frozen=True)
-class FFNConfig:
+class FFNConfig(LayerFeatures):
     """The architecture of an FFN, independent of the number of ranks.
 
     Args:
-        width: Features of every layer.
+        width: Features between layers, and of inputs and outputs unless these are set.
         depth: Number of layers.
         strategy: How the model is sharded.
         blocks: As for `PhantomLinear`, for the strategy ``phantom`` only.
         ghosts: As for `PhantomLinear`, for the strategy ``phantom`` only.
         activation: The function after each layer but the last.
         bias: Whether the layers have a bias.
+        in_features: Features of an input, ``width`` by default.
+        out_features: Features of an output, ``width`` by default.
     """
 
     family: ClassVar[str] = "ffn"
@@ -61,6 +65,8 @@ class FFNConfig:
     ghosts: int | None = None
     activation: Activation = "relu"
     bias: bool = True
+    in_features: int | None = None
+    out_features: int | None = None
 
     def __post_init__(self) -> None:
         strategy = get_strategy(self.strategy, among=STRATEGIES)
@@ -72,25 +78,26 @@ class FFNConfig:
         if not isinstance(self.bias, bool):
             raise ValueError(f"bias must be true or false, got {self.bias!r}")
         strategy.check_blocks(self.blocks, self.ghosts)
-        if self.blocks is None or self.ghosts is None:
-            RowLayout(self.width, self.width)
-        else:
-            BlockLayout(self.width, self.width, self.blocks, self.ghosts)
+        self._check_layers()
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ValueError if ``ranks`` ranks cannot share this model."""
         strategy = get_strategy(self.strategy)
         strategy.check_ranks(ranks)
-        if self.blocks is not None and self.ghosts is not None:
-            BlockLayout(self.width, self.width, self.blocks, self.ghosts, ranks)
-        elif strategy.splits_layers:
-            RowLayout(self.width, self.width, ranks)
-        elif strategy.splits_depth:
+        if strategy.splits_depth:
             stage_layers(self.depth, ranks)
+        self._check_layers(ranks if strategy.has_blocks or strategy.splits_layers else 1)
+
+    def _check_layers(self, ranks: int = 1) -> None:
+        for index in self.distinct_layers:
+            if self.blocks is not None and self.ghosts is not None:
+                BlockLayout(*self.features_of(index), self.blocks, self.ghosts, ranks)
+            else:
+                RowLayout(*self.features_of(index), ranks)
 
 
 class FFN(nn.Module):
-    """``depth`` layers of ``width`` features with an activation after each but the last.
+    """``depth`` layers of ``width`` features between them, with an activation after each but the last.
 
     On a mesh, inputs and outputs of the strategies ``phantom`` and ``tensor`` are this rank's features;
     `shard_features` and `gather_features` convert from and to all features. ``megatron`` applies torch's own column and
@@ -138,14 +145,14 @@ class FFN(nn.Module):
             }
             if config.strategy == "phantom":
                 kwargs |= {"mesh": mesh, "blocks": config.blocks, "ghosts": config.ghosts}
-                self.layers.append(PhantomLinear(config.width, config.width, **kwargs))
+                self.layers.append(PhantomLinear(*config.features_of(index), **kwargs))
             elif config.strategy == "megatron" and flat is not None:
                 self.layers.append(_megatron_layer(config, index, flat, **kwargs))
             elif flat is None or strategy.splits_layers:
-                self.layers.append(TensorLinear(config.width, config.width, mesh=mesh, **kwargs))
+                self.layers.append(TensorLinear(*config.features_of(index), mesh=mesh, **kwargs))
             else:
                 held = index in self.stage
-                linear = _linear(config.width, flat, held=held, **kwargs)
+                linear = _linear(*config.features_of(index), flat, held=held, **kwargs)
                 self.layers.append(linear if held else nn.Identity())
         if strategy.shards_rows and flat is not None:
             shard_fully(self, self.layers, flat, reshard_after_forward=reshard_after_forward)
@@ -161,22 +168,25 @@ class FFN(nn.Module):
         return x
 
 
-def _linear(width: int, mesh: DeviceMesh, *, gain: float, device: Any, held: bool = True, **kwargs: Any) -> nn.Linear:
+def _linear(
+    n_in: int, n_out: int, mesh: DeviceMesh, *, gain: float, device: Any, held: bool = True, **kwargs: Any
+) -> nn.Linear:
     """torch's own layer with the same weights on every rank; on a rank that does not hold it, on the meta device."""
-    linear = nn.Linear(width, width, device="meta", **kwargs)  # draws nothing from torch's generator
+    linear = nn.Linear(n_in, n_out, device="meta", **kwargs)  # draws nothing from torch's generator
     device = torch.device(device or mesh.device_type)
     if device.type != "meta":
         seed = broadcast_seed(None, mesh)
         if held:
             linear.to_empty(device=device)
-            init_rows(linear.weight, linear.bias, out_features=width, rank=0, ranks=1, seed=seed, gain=gain)
+            init_rows(linear.weight, linear.bias, out_features=n_out, rank=0, ranks=1, seed=seed, gain=gain)
     return linear
 
 
 def _megatron_layer(config: FFNConfig, index: int, mesh: DeviceMesh, **kwargs: Any) -> nn.Linear:
     """A layer of a column and row pair, by torch's own styles; an unpaired last layer gathers its output."""
-    RowLayout(config.width, config.width, mesh.size())
-    linear = _linear(config.width, mesh, **kwargs)
+    n_in, n_out = config.features_of(index)
+    RowLayout(n_in, n_out, mesh.size())
+    linear = _linear(n_in, n_out, mesh, **kwargs)
     last = index == config.depth - 1
     style = RowwiseParallel() if index % 2 else ColwiseParallel(output_layouts=Replicate() if last else None)
     parallelize_module(linear, mesh, style, src_data_rank=None)  # every rank has initialized the same weight

@@ -21,11 +21,12 @@ class FFNSizes(FFNDimensions, ModelSizes):
 
     @property
     def summary(self) -> str:
-        return f"width {self.width:,}, depth {self.depth}"
+        ends = "" if self.model_features == (self.width, self.width) else ", {:,} in, {:,} out"
+        return f"width {self.width:,}, depth {self.depth}{ends.format(*self.model_features)}"
 
     @property
     def maps(self) -> tuple[tuple[int, int], ...]:
-        return ((self.width, self.width),)
+        return tuple(dict.fromkeys(self.features_of(index) for index in self.distinct_layers))
 
     def shape(self, layout: Layout, *, batch: int, **run: Any) -> FFNShape:
         return FFNShape(**asdict(self), **layout._asdict(), batch=batch, **run)
@@ -33,7 +34,19 @@ class FFNSizes(FFNDimensions, ModelSizes):
 
 def shape_of(config: "FFNTrainConfig") -> FFNShape:
     """The shape of one step of a training."""
-    names = ("strategy", "width", "depth", "ranks", "blocks", "ghosts", "dp", "bias", "activation")
+    names = (
+        "strategy",
+        "width",
+        "depth",
+        "ranks",
+        "blocks",
+        "ghosts",
+        "dp",
+        "bias",
+        "activation",
+        "in_features",
+        "out_features",
+    )
     return FFNShape(
         **{name: getattr(config, name) for name in names},
         batch=config.batch // config.dp,

@@ -61,7 +61,7 @@ class FFNTask(Task[FFNTrainConfig]):
     @staticmethod
     def data_bytes(config: FFNTrainConfig) -> int:
         copies = 1 if get_strategy(config.strategy).shards_features else config.ranks  # which hold all features
-        return 2 * copies * config.samples * config.width * _WORD if config.data in TEACHERS else 0
+        return copies * config.samples * sum(config.model_features) * _WORD if config.data in TEACHERS else 0
 
     @property
     def classifies(self) -> bool:  # type: ignore[override]
@@ -75,7 +75,7 @@ class FFNTask(Task[FFNTrainConfig]):
 
     def loss(self, rows: Tensor) -> Tensor:
         out, y = self._predict(self._forward, rows)
-        return (out - y).square().sum() / (len(rows) * self.config.width)
+        return (out - y).square().sum() / (len(rows) * self.config.model_features[1])
 
     def load(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         x, y = (values.to(self.parallel.device) for values in self._data.take(rows))
@@ -89,7 +89,7 @@ class FFNTask(Task[FFNTrainConfig]):
                 return torch.zeros(2, device=self.parallel.device)
         else:
             out, y = self._predict(self.model, rows)
-        squares = (out - y).square().sum() / self.config.width
+        squares = (out - y).square().sum() / self.config.model_features[1]
         return torch.stack([squares, self._hits(out, y) if self.classifies else torch.zeros_like(squares)])
 
     def compile(self) -> None:
@@ -115,7 +115,8 @@ class FFNTask(Task[FFNTrainConfig]):
 
     def _hits(self, out: Tensor, y: Tensor) -> Tensor:
         """Return the number of rows that are classified correctly; 0 on all but one of the ranks that share rows."""
-        both = torch.stack([scores(values, self._data.features, self.config.width) for values in (out, y)])
+        features, all_features = self._data.features[1], self.config.model_features[1]
+        both = torch.stack([scores(values, features, all_features) for values in (out, y)])
         if self.model.shards_features:
             assert self.parallel.tp is not None
             dist.all_reduce(both, group=self.parallel.tp.get_group())

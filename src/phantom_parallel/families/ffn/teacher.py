@@ -22,10 +22,17 @@ _KEPT = 2  # data sets that stay in memory, since comparisons train several mode
 _cache: OrderedDict[Hashable, tuple[Tensor, Tensor]] = OrderedDict()
 
 
-def teach(config: FFNTrainConfig, features: slice, parallel: ParallelContext) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets of all rows, with these features. Every rank of ``parallel`` calls this."""
+def teach(config: FFNTrainConfig, features: tuple[slice, slice], parallel: ParallelContext) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets of all rows, each with these features. Every rank of ``parallel`` calls this."""
     teacher = (config.data, config.teacher_blocks, config.teacher_ghosts, config.teacher_depth)
-    key = (*teacher, config.width, config.samples, config.seed, features.start, features.stop)
+    key = (
+        *teacher,
+        config.width,
+        *config.model_features,
+        config.samples,
+        config.seed,
+        *((one.start, one.stop) for one in features),
+    )
     if _cached_on_all_ranks(key, parallel):
         _cache.move_to_end(key)
     else:
@@ -45,19 +52,22 @@ def _cached_on_all_ranks(key: Hashable, parallel: ParallelContext) -> bool:
 
 
 @torch.no_grad()
-def _generate(config: FFNTrainConfig, features: slice, parallel: ParallelContext) -> tuple[Tensor, Tensor]:
+def _generate(
+    config: FFNTrainConfig, features: tuple[slice, slice], parallel: ParallelContext
+) -> tuple[Tensor, Tensor]:
     teacher = _teacher(config)
     size, rank = (
         (1, 0) if parallel.single_process else (dist.get_world_size(parallel.group), dist.get_rank(parallel.group))
     )
     chunks = -(-config.samples // _CHUNK)
-    x = torch.cat([_inputs(config, chunk)[:, features] for chunk in range(chunks)])
+    of_inputs, of_targets = features
+    x = torch.cat([_inputs(config, chunk)[:, of_inputs] for chunk in range(chunks)])
     ys: list[Tensor] = []
     for first in range(0, chunks, size):
-        y = torch.zeros(_CHUNK, config.width)
+        y = torch.zeros(_CHUNK, config.model_features[1])
         if first + rank < chunks:
             y = teacher(_inputs(config, first + rank).double()).float()
-        ys += [y[:, features]] if parallel.single_process else _exchange(y, features, parallel, size)
+        ys += [y[:, of_targets]] if parallel.single_process else _exchange(y, of_targets, parallel, size)
     return x[: config.samples].clone(), torch.cat(ys)[: config.samples].clone()
 
 
@@ -72,7 +82,7 @@ def _exchange(y: Tensor, features: slice, parallel: ParallelContext, size: int) 
 
 
 def _inputs(config: FFNTrainConfig, chunk: int) -> Tensor:
-    return torch.randn(_CHUNK, config.width, generator=generator(config.seed, chunk, purpose=1))
+    return torch.randn(_CHUNK, config.model_features[0], generator=generator(config.seed, chunk, purpose=1))
 
 
 def _teacher(config: FFNTrainConfig) -> FFN:
@@ -83,6 +93,8 @@ def _teacher(config: FFNTrainConfig) -> FFN:
         strategy="phantom" if planted else "dense",
         blocks=config.teacher_blocks if planted else None,
         ghosts=config.teacher_ghosts if planted else None,
+        in_features=config.in_features,
+        out_features=config.out_features,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.seed, 0, purpose=0))

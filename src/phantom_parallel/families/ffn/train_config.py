@@ -1,11 +1,14 @@
 """Settings of an FFN's training. The texts under the fields are the help of ``phantom train``."""
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import ClassVar
 
+from phantom_parallel.families.ffn.arrays import open_arrays
 from phantom_parallel.families.ffn.config import FFNDimensions
 from phantom_parallel.families.ffn.model import FFNConfig
 from phantom_parallel.train.config import TrainConfig
+from phantom_parallel.utils.arrays import readable
 from phantom_parallel.utils.layout import BlockLayout, positive
 
 TEACHERS = ("planted", "random")
@@ -35,8 +38,8 @@ class FFNTrainConfig(TrainConfig, FFNSettings):
 
     data: str = "planted"
     """A teacher network with the structure of a phantom model (planted) or none (random); handwritten digits (digits,
-    which needs scikit-learn); or a folder with x.npy and y.npy, or a file .npz or .safetensors with x and y, both
-    (rows, width)."""
+    which needs scikit-learn); or a folder with x.npy and y.npy, or a file .npz or .safetensors with x and y,
+    (rows, features) each."""
     samples: int = 4096
     """Rows that a teacher generates; one in 8 is held out."""
     teacher_blocks: int = 4
@@ -48,16 +51,35 @@ class FFNTrainConfig(TrainConfig, FFNSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._follow_data()
         teacher = ("samples", "teacher_blocks", "teacher_ghosts", "teacher_depth")
         positive(**{name: getattr(self, name) for name in teacher})
         self.ffn().check_ranks(self.ranks)
         if self.data == "planted":
             try:
-                BlockLayout(self.width, self.width, self.teacher_blocks, self.teacher_ghosts)
+                for index in self.distinct_layers:
+                    BlockLayout(*self.features_of(index), self.teacher_blocks, self.teacher_ghosts)
             except ValueError as error:
                 raise ValueError(f"the planted teacher (teacher_blocks, teacher_ghosts): {error}") from None
-        if self.data == DIGITS and self.width < PIXELS:
-            raise ValueError(f"digits have {PIXELS} pixels, got width={self.width}: use at least {PIXELS}")
+        if self.data == DIGITS and self.model_features[0] < PIXELS:
+            name = "width" if self.in_features is None else "in_features"
+            raise ValueError(f"digits have {PIXELS} pixels, got {name}={self.model_features[0]}: use at least {PIXELS}")
+
+    def _follow_data(self) -> None:
+        """Set the model's inputs and outputs to those of a user's arrays where they are left out and not ``width``.
+
+        What is wrong with the arrays is reported when they are opened to be read.
+        """
+        if self.data in DATA_SETS or not (self.in_features is None or self.out_features is None):
+            return
+        try:
+            with readable(Path(self.data), "data"):
+                shapes = [one.shape for one in open_arrays(Path(self.data))]
+        except ValueError:
+            return
+        for name, shape in zip(("in_features", "out_features"), shapes, strict=True):
+            if len(shape) == 2 and shape[1] not in (0, self.width):
+                self._fill(name, shape[1])
 
     def ffn(self) -> FFNConfig:
         """Return the config of the model."""

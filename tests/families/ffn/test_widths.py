@@ -1,0 +1,170 @@
+"""Models with other numbers of features in and out than between layers, by every strategy."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from phantom_parallel import FFN, FFNConfig, load_model, save_model
+from phantom_parallel.cli import main as program
+from phantom_parallel.distributed.context import ParallelContext
+from phantom_parallel.families.ffn.data import Batches, open_data
+from phantom_parallel.families.ffn.sizes import FFNSizes
+from phantom_parallel.families.ffn.train_config import FFNTrainConfig
+from phantom_parallel.train import train
+
+CPU = torch.device("cpu")
+IN, WIDTH, OUT, ROWS = 8, 16, 4, 64
+
+
+@pytest.fixture
+def data(tmp_path) -> str:
+    """Targets are a fixed map of inputs, so that there is something to learn."""
+    random = np.random.default_rng(0)
+    x = random.standard_normal((ROWS, IN))
+    np.savez(tmp_path / "data.npz", x=x, y=x @ random.standard_normal((IN, OUT)))
+    return str(tmp_path / "data.npz")
+
+
+def config(data: str, strategy: str = "phantom", **settings) -> FFNTrainConfig:
+    blocks = {"blocks": 4, "ghosts": 2} if strategy == "phantom" else {}
+    usual = {"width": WIDTH, "depth": 2, "batch": 16, "steps": 8, "log_every": 1, "lr": 0.02}
+    return FFNTrainConfig(data=data, strategy=strategy, **usual | blocks | settings)
+
+
+def curve(one: FFNTrainConfig, folder: str | None = None, resume: str | None = None) -> list[float]:
+    losses = []
+    train(
+        one,
+        ParallelContext.create(one.ranks, one.dp, CPU),
+        checkpoints=None if folder is None else Path(folder),
+        resume=None if resume is None else Path(resume),
+        report=lambda record: losses.append(record.loss),
+    )
+    return losses
+
+
+def test_the_models_widths_are_those_of_the_data_unless_they_are_set(data):
+    assert config(data).model_features == (IN, OUT)
+    assert config("planted", teacher_ghosts=2).model_features == (WIDTH, WIDTH)
+    assert config("planted", teacher_ghosts=2, in_features=8, out_features=32).model_features == (8, 32)
+    found = config(data, width=IN)  # the inputs have the width: nothing is set for them
+    assert (found.in_features, found.out_features) == (None, OUT)
+
+
+@pytest.mark.parametrize("strategy", ["phantom", "tensor", "megatron", "dense", "fsdp", "pipeline"])
+def test_losses_are_those_of_a_plain_loop_and_the_same_on_any_ranks(ranks, data, strategy):
+    one = config(data, strategy)
+    torch.manual_seed(one.seed)
+    dense = [layer.to_dense() for layer in FFN(one.ffn()).layers]
+    plain = nn.Sequential(dense[0], nn.ReLU(), dense[1])
+    assert [tuple(layer.weight.shape) for layer in dense] == [(WIDTH, IN), (OUT, WIDTH)]
+    rows, optimizer, expected = open_data(one), torch.optim.AdamW(plain.parameters(), one.lr, weight_decay=0), []
+    batches = Batches(rows.training_rows, one.batch, one.seed)
+    for step in range(one.steps):
+        x, y = rows.take(batches.rows_of(step))
+        loss = nn.functional.mse_loss(plain(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    found = curve(one)
+    compared = 1 if strategy == "phantom" else one.steps  # its factors are not updated as their product would be
+    assert found[:compared] == pytest.approx(expected[:compared], rel=1e-4)
+    for count, copies in ((2, 1), (2, 2)) if strategy != "dense" else ((1, 2),):
+        everywhere = ranks(count * copies)(curve, replace(one, ranks=count, dp=copies))
+        assert everywhere[0] == pytest.approx(found, rel=1e-4)
+
+
+@pytest.mark.parametrize("teacher", ["planted", "random"])
+def test_teachers_have_the_widths_of_the_model(ranks, teacher):
+    one = config(teacher, teacher_ghosts=2, samples=ROWS, in_features=IN, out_features=OUT)
+    whole = open_data(one)
+    assert (whole.x.shape, whole.y.shape) == ((ROWS, IN), (ROWS, OUT))
+    parts = [open_data(one, rank, 2) for rank in range(2)]
+    assert torch.equal(torch.cat([part.x for part in parts], 1), whole.x)
+    assert torch.equal(torch.cat([part.y for part in parts], 1), whole.y)
+    assert curve(one) == pytest.approx(ranks(2)(curve, replace(one, ranks=2))[0], rel=1e-4)
+
+
+def test_digits_may_have_a_target_for_each_class():
+    pytest.importorskip("sklearn")
+    rows = open_data(config("digits", "tensor", in_features=64, out_features=10))
+    assert (rows.x.shape[1], rows.y.shape[1]) == (64, 10)
+    assert rows.y.sum(1).eq(1).all()
+
+
+def test_a_resumed_training_is_the_same(data, tmp_path):
+    one = config(data, checkpoint_every=4)
+    expected = curve(one, str(tmp_path))
+    assert curve(one, resume=str(tmp_path / "step-000004")) == expected[4:]
+
+
+def saved(folder: str) -> bool:
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    model = FFN(FFNConfig(WIDTH, 3, blocks=4, ghosts=2, in_features=IN, out_features=OUT), mesh=mesh)
+    save_model(model, folder)
+    again = load_model(folder, mesh=mesh)
+    return all(
+        torch.equal(a.to_local(), b.to_local()) for a, b in zip(model.parameters(), again.parameters(), strict=True)
+    )
+
+
+def test_a_model_is_saved_and_read_on_other_ranks(ranks, tmp_path):
+    assert all(ranks(2)(saved, str(tmp_path / "model")))
+    model = load_model(tmp_path / "model")
+    assert model(torch.ones(3, IN)).shape == (3, OUT)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"blocks": 8, "ghosts": 1},
+            "blocks=8 does not divide out_features=4: the nearest that divide in_features=16 and out_features=4",
+        ),
+        ({"ghosts": 3}, "ghosts=3 is larger than a block of 2 input features"),
+        ({"strategy": "tensor", "ranks": 8}, "8 ranks do not divide out_features=4: run on 4 ranks"),
+        ({"in_features": 0}, "in_features must be a positive whole number, got 0"),
+    ],
+)
+def test_blocks_and_ranks_must_divide_both(data, settings, message):
+    with pytest.raises(ValueError, match=message):
+        config(data, **settings)
+
+
+def test_sizes_of_plans_have_every_kind_of_layer():
+    sizes = FFNSizes(width=WIDTH, depth=4, in_features=IN, out_features=OUT)
+    assert sizes.maps == ((IN, WIDTH), (WIDTH, WIDTH), (WIDTH, OUT))
+    assert sizes.summary == "width 16, depth 4, 8 in, 4 out"
+    assert FFNSizes(width=WIDTH, depth=4).maps == ((WIDTH, WIDTH),)
+
+
+def phantom(*arguments: str | Path) -> int:
+    return program.main([str(argument) for argument in arguments])
+
+
+def test_the_commands_follow_the_data(data, tmp_path, capfd):
+    run, out = tmp_path / "run", tmp_path / "y.npy"
+    small = ("--width", WIDTH, "--ghosts", 2, "--batch", 16)
+    assert phantom("train", "--out", run, "--data", data, *small, "--ranks", 2, "--steps", 4) == 0
+    assert phantom("train", "--out", run, "--resume", "--steps", 6, "--ranks", 1) == 0
+    assert phantom("infer", "--model", run / "model", "--inputs", data, "--out", out, "--turns", 2) == 0
+    x = torch.from_numpy(np.load(data)["x"]).float()
+    with torch.no_grad():
+        assert np.allclose(np.load(out), load_model(run / "model")(x), atol=1e-5)
+    capfd.readouterr()
+    widths = ("--in-features", 64, "--out-features", 8)
+    assert phantom("dryrun", "--width", 32, "--depth", 3, "--ranks", 4, "--ghosts", 2, *widths, "--json") == 0
+    counted = json.loads(capfd.readouterr().out)
+    assert counted["formulas_agree"]
+    assert counted["settings"]["in_features"] == 64
+    assert (
+        phantom("plan", "--width", 1024, "--depth", 3, "--devices", 4, "--batch", 64, *widths, "--hardware", "dgx-a100")
+        == 0
+    )
+    assert "64 in, 8 out" in capfd.readouterr().out
