@@ -68,7 +68,15 @@ def test_predictions_and_what_they_cost(folder, capfd, ranks):
     report = json.loads(captured.out)
     assert set(report) == {
         *("model", "ranks", "device", "batch", "rows", "rows_per_second", "out", "compared_rows", "largest_difference"),
-        *("largest_prediction", "profile", "profile_source", "measured", "non_finite_outputs", "non_finite_rows"),
+        *(
+            "largest_prediction",
+            "profile",
+            "profile_source",
+            "measured",
+            "non_finite_outputs",
+            "non_finite_rows",
+            "network",
+        ),
     }
     assert (report["non_finite_outputs"], report["non_finite_rows"]) == (0, 0)
     assert (report["rows"], report["ranks"], report["batch"], report["out"]) == (ROWS, ranks, 4, str(out))
