@@ -26,6 +26,16 @@ def test_json_has_the_counts(capsys):
     assert found["all_ranks"]["flops"] == 4 * 2 * 2 * 64 * 64 * 16
 
 
+@pytest.mark.parametrize(("wire", "row"), [("full", 4 * 16), ("bf16", 2 * 16), ("int8", 16 + 4)])
+def test_bytes_are_those_of_the_wire_format(capsys, wire, row):
+    small = ["dryrun", "--strategy", "tensor", "--width", "64", "--depth", "2", "--ranks", "4", "--json"]
+    assert main([*small, "--wire", wire]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["formulas_agree"]
+    assert found["settings"]["wire"] == wire
+    assert found["sent_bytes"] == {"forward": 2 * 3 * 64 * row, "backward": 3 * 64 * row, "sync": 0}
+
+
 def test_the_batch_is_that_of_all_copies(capsys):
     small = ["dryrun", "--strategy", "tensor", "--width", "64", "--depth", "1", "--ranks", "2", "--json"]
     found = []

@@ -65,7 +65,18 @@ def test_text_and_what_it_cost_as_json(folder, capfd, ranks):
     assert "measuring: turn 2/2" in captured.err
     report = json.loads(captured.out)
     assert set(report) == {
-        *("model", "ranks", "device", "prompt", "prompt_tokens", "prompts", "prompt_lengths", "texts", "tokens"),
+        *(
+            "model",
+            "ranks",
+            "device",
+            "wire",
+            "prompt",
+            "prompt_tokens",
+            "prompts",
+            "prompt_lengths",
+            "texts",
+            "tokens",
+        ),
         *("sampling", "profile"),
         *("profile_source", "measured", "network"),
     }
@@ -78,6 +89,20 @@ def test_text_and_what_it_cost_as_json(folder, capfd, ranks):
         for phase in ("prefill", "decode"):
             assert (one[phase]["bytes_per_token"] > 0) == (ranks > 1)
             assert one[phase]["seconds_p95"] >= one[phase]["seconds"]
+
+
+def test_text_with_bf16_on_the_wire(folder, capfd):
+    arguments = ["--model", folder / "model", "--prompt", PROMPT, "--tokens", "4", "--ranks", "2", "--against"]
+    moved = {}
+    for wire in ("full", "bf16"):
+        assert phantom(*arguments, "megatron", "--turns", "1", "--wire", wire, "--json") == 0
+        report = json.loads(capfd.readouterr().out)
+        assert report["wire"] == wire
+        moved[wire] = {name: one["decode"]["bytes_per_token"] for name, one in report["measured"].items()}
+    word = torch.get_default_dtype().itemsize
+    assert moved["bf16"]["megatron"] == moved["full"]["megatron"] * 2 / word
+    squares = (2 * SIZES["layers"] + 1) * 2 * word  # one float of each norm from each of two ranks: never rounded
+    assert moved["bf16"]["phantom"] == (moved["full"]["phantom"] - squares) * 2 / word + squares
 
 
 def test_text_on_stdout_and_figures_on_stderr(folder, capfd):

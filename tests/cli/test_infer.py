@@ -67,16 +67,9 @@ def test_predictions_and_what_they_cost(folder, capfd, ranks):
     assert "measuring: turn 2/2" in captured.err
     report = json.loads(captured.out)
     assert set(report) == {
-        *("model", "ranks", "device", "batch", "rows", "rows_per_second", "out", "compared_rows", "largest_difference"),
-        *(
-            "largest_prediction",
-            "profile",
-            "profile_source",
-            "measured",
-            "non_finite_outputs",
-            "non_finite_rows",
-            "network",
-        ),
+        *("model", "ranks", "device", "wire", "batch", "rows", "rows_per_second", "out", "compared_rows"),
+        *("largest_difference", "largest_prediction", "profile", "profile_source", "measured", "network"),
+        *("non_finite_outputs", "non_finite_rows"),
     }
     assert (report["non_finite_outputs"], report["non_finite_rows"]) == (0, 0)
     assert (report["rows"], report["ranks"], report["batch"], report["out"]) == (ROWS, ranks, 4, str(out))
@@ -92,6 +85,18 @@ def test_predictions_and_what_they_cost(folder, capfd, ranks):
     assert found["tensor"]["flops_per_sample"] == 2 * DEPTH * WIDTH**2
     assert found["tensor"]["parameters"] == DEPTH * (WIDTH**2 + WIDTH)
     assert sorted(path.name for path in out.parent.iterdir()) == ["out.npy"]
+
+
+def test_predictions_with_int8_on_the_wire(folder, capfd):
+    out = folder / "out.npy"
+    assert phantom("--model", folder / "model", "--inputs", folder / "x.npy", "--out", out, "--ranks", "2", "--wire",
+                   "int8", "--json") == 0  # fmt: skip
+    errors = np.abs(np.load(out) - expected()).max() / np.abs(expected()).max()
+    assert 0 < errors < 0.02
+    report = json.loads(capfd.readouterr().out)
+    assert report["wire"] == "int8"
+    assert report["measured"]["phantom"]["bytes_per_sample"] == DEPTH * 2 * (BLOCKS // 2 * GHOSTS + 4)
+    assert report["measured"]["tensor"]["bytes_per_sample"] == DEPTH * 2 * (WIDTH // 2 + 4)
 
 
 def test_the_table_on_random_rows(folder, capfd):

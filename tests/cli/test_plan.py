@@ -66,6 +66,18 @@ def test_the_tables_fit_a_terminal_and_mark_energy_as_modelled(capsys: pytest.Ca
         assert strategy in shown
 
 
+def test_a_short_format_on_the_wire_shortens_exchanges(capsys: pytest.CaptureFixture[str]) -> None:
+    exposed = {}
+    for wire in ("full", "int8"):
+        found = json.loads(run(capsys, strategy=("tensor", "megatron"), batch=8192, wire=wire, json=True))
+        assert found["request"]["wire"] == wire
+        rows = [row for row in found["candidates"] if (row["ranks"], row["dp"]) == (8, 1)]
+        exposed[wire] = {row["strategy"]: row["exposed_communication_seconds"] for row in rows}
+    for strategy in ("tensor", "megatron"):
+        assert exposed["int8"][strategy] < exposed["full"][strategy]
+    assert "int8 on the wire" in run(capsys, wire="int8")
+
+
 def test_the_table_says_that_loss_was_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert "loss not compared" in run(capsys)
     known = run(capsys, min_ghosts=16)

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +65,25 @@ def test_a_pipeline_and_fsdp_leave_a_dense_model(tmp_path, capfd):
     for strategy in ("pipeline", "fsdp"):
         for mine, theirs in zip(models[strategy].parameters(), models["dense"].parameters(), strict=True):
             torch.testing.assert_close(mine, theirs)
+
+
+def test_a_format_on_the_wire_belongs_to_a_training(tmp_path, capfd):
+    arguments = [*SMALL, "--ranks", "2", "--wire", "int8"]
+    assert phantom(tmp_path / "run", *arguments, "--steps", "10", "--json") == 0
+    assert json.loads(capfd.readouterr().out)["step"] == 10
+    settings = tmp_path / "run" / "config.json"
+    assert json.loads(settings.read_text())["wire"] == "int8"
+    assert phantom(tmp_path / "run", *SMALL, "--wire", "full", "--steps", "20", "--resume") == 2
+    assert "was trained with wire='int8', not 'full': resume with the same" in capfd.readouterr().err
+
+
+def test_a_training_of_an_earlier_release_had_the_default(tmp_path):
+    config = FFNTrainConfig(width=16, blocks=4, ghosts=2, teacher_ghosts=2)
+    earlier = config.to_dict()
+    del earlier["wire"]
+    config.check_resumes(earlier, "it")
+    with pytest.raises(ValueError, match="it was trained with wire='full', not 'int8'"):
+        replace(config, wire="int8").check_resumes(earlier, "it")
 
 
 def test_layers_without_bias(tmp_path):

@@ -35,7 +35,7 @@ def other(strategy: str, ranks: int, **settings) -> FFNShape:
 
 def name_of(shape: FFNShape) -> str:
     widths = "-".join(map(str, shape.model_features))
-    return f"{shape.strategy}-{shape.ranks}x{shape.dp}-{shape.blocks}-{shape.activation}-{widths}"
+    return f"{shape.strategy}-{shape.ranks}x{shape.dp}-{shape.blocks}-{shape.activation}-{widths}-{shape.wire}"
 
 
 SHAPES = [
@@ -67,6 +67,13 @@ SHAPES = [
     other("megatron", 2, in_features=8, out_features=6, activation="gelu"),
     other("megatron", 4, depth=2, in_features=16, out_features=4, input_grad=True),
     other("dense", 1, in_features=5, out_features=3),
+    phantom(2, 4, wire="bf16", input_grad=True),
+    phantom(4, 8, wire="int8"),
+    phantom(4, 2, wire="int8", input_grad=True),
+    other("tensor", 4, wire="int8", input_grad=True),
+    other("tensor", 2, wire="bf16", word_bytes=8),
+    other("megatron", 4, wire="int8", input_grad=True),
+    other("megatron", 2, wire="bf16", depth=2, word_bytes=2),
 ]
 
 

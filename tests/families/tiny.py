@@ -54,10 +54,12 @@ def layout_of(config: Any, ranks: int) -> BlockLayout | RowLayout:
 
 
 class Tiny(nn.Module):
-    def __init__(self, config: TinyConfig, *, mesh: Any = None, device: Any = None, dtype: Any = None) -> None:
+    def __init__(
+        self, config: TinyConfig, *, mesh: Any = None, device: Any = None, dtype: Any = None, wire: Any = "full"
+    ) -> None:
         super().__init__()
-        self.config, self.mesh = config, mesh
-        where = {"mesh": mesh, "device": device, "dtype": dtype}
+        self.config, self.mesh, self.wire = config, mesh, wire
+        where = {"mesh": mesh, "device": device, "dtype": dtype, "wire": wire}
         size = config.features
         if config.strategy == "phantom":
             self.map: nn.Module = PhantomLinear(size, size, blocks=config.blocks, ghosts=config.ghosts, **where)
@@ -95,7 +97,7 @@ class TinyTrainConfig(TrainConfig):
 class TinyTask(Task[TinyTrainConfig]):
     def __init__(self, config: TinyTrainConfig, parallel: Any) -> None:
         self.config, self.parallel = config, parallel
-        self.model = Tiny(config.tiny(), mesh=parallel.tp, device=parallel.device)
+        self.model = Tiny(config.tiny(), mesh=parallel.tp, device=parallel.device, wire=config.wire)
         self.counts = True
         self.held_out = torch.arange(ROWS, ROWS + HELD_OUT)
         whole = torch.randn(ROWS + HELD_OUT, config.features, generator=generator(config.seed, 0, purpose=9))
@@ -138,6 +140,7 @@ class TinyShape(Shape):
     ghosts: int | None = None
     dp: int = 1
     word_bytes: int = 4
+    wire: str = "full"
     optimizer: str = "adam"
     rank: int = 0
 
@@ -146,7 +149,7 @@ class TinyShape(Shape):
 
     @property
     def costs(self) -> tuple[LayerCost, ...]:
-        layout, given = layout_of(self, self.ranks), {"input_grad": False, "name": "map"}
+        layout, given = layout_of(self, self.ranks), {"input_grad": False, "wire": self.wire, "name": "map"}
         if isinstance(layout, BlockLayout):
             return (phantom_layer(layout, self.batch, **given),)
         return (tensor_layer(layout, self.batch, rank=self.rank, **given),)
@@ -189,12 +192,12 @@ class TinyPredictor(Predictor):
     def features(self, config: TinyConfig) -> tuple[int, int]:
         return config.features, config.features
 
-    def shape(self, config: TinyConfig, *, ranks: int, batch: int, word_bytes: int) -> TinyShape:
+    def shape(self, config: TinyConfig, *, ranks: int, batch: int, word_bytes: int, wire: Any) -> TinyShape:
         given = (config.strategy, config.features, ranks, batch, config.blocks, config.ghosts)
-        return TinyShape(*given, word_bytes=word_bytes)
+        return TinyShape(*given, word_bytes=word_bytes, wire=wire)
 
     def baseline(self, model: Tiny) -> Tiny:
-        return Tiny(TinyConfig(model.config.features, "tensor"), mesh=model.mesh)
+        return Tiny(TinyConfig(model.config.features, "tensor"), mesh=model.mesh, wire=model.wire)
 
     def baseline_words(self, config: TinyConfig, ranks: int) -> int:
         return config.features**2
@@ -222,7 +225,7 @@ class TinyFamily(Family):
     def shape(self, config: TinyTrainConfig) -> TinyShape:
         given = (config.strategy, config.features, config.ranks, config.batch // config.dp, config.blocks)
         optimizer = optimizer_of(config.optimizer, config.momentum)
-        return TinyShape(*given, config.ghosts, config.dp, optimizer=optimizer)
+        return TinyShape(*given, config.ghosts, config.dp, wire=config.wire, optimizer=optimizer)
 
     def predictor(self) -> TinyPredictor:
         return TinyPredictor()
@@ -233,7 +236,7 @@ class TinyFamily(Family):
     def build_step(self, shape: TinyShape, mesh: Any, *, device: str = "cpu") -> TrainingStep:
         dtype = DTYPES[shape.word_bytes]
         config = TinyConfig(shape.features, shape.strategy, shape.blocks, shape.ghosts)
-        model = Tiny(config, mesh=mesh, device=device, dtype=dtype)
+        model = Tiny(config, mesh=mesh, device=device, dtype=dtype, wire=shape.wire)
         x = torch.randn(shape.batch, shape.features // shape.ranks, device=device, dtype=dtype)
         return TrainingStep(model, lambda: model(x).sum())
 

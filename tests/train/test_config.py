@@ -32,6 +32,7 @@ PHANTOM = {"width": 16, "depth": 2, "blocks": 4, "ghosts": 2, "teacher_ghosts": 
         ({"momentum": 0.9}, "momentum belongs to the optimizer sgd"),
         ({"optimizer": "sgd", "momentum": 1.0}, "momentum must be below 1"),
         ({"dtype": "fp8"}, "dtype must be one of fp32, bf16"),
+        ({"wire": "fp8"}, "wire must be one of full, bf16, int8, got 'fp8'"),
         ({"warmup": 1000}, "must be below steps=1000"),
         ({"seed": -1}, "seed must be an integer of 0 or more"),
         ({"teacher_blocks": 5}, "the planted teacher .*blocks=5 does not divide"),

@@ -62,3 +62,15 @@ def test_blocks_and_ghosts_belong_to_phantom(name):
 def test_defaults_of_blocks_and_ghosts():
     assert [default_blocks(ranks) for ranks in (1, 4, 6, 16)] == [4, 4, 6, 16]
     assert DEFAULT_GHOSTS == 16
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_formats_on_the_wire_belong_to_strategies_that_cut_features(name):
+    STRATEGIES[name].check_wire("full")
+    if name in ("fsdp", "pipeline"):
+        with pytest.raises(ValueError, match=f"wire='int8' is a format of strategies .*, and {name} exchanges"):
+            STRATEGIES[name].check_wire("int8")
+    else:
+        STRATEGIES[name].check_wire("int8")
+    with pytest.raises(ValueError, match="wire must be one of full, bf16, int8, got 'fp8'"):
+        STRATEGIES[name].check_wire("fp8")

@@ -32,6 +32,7 @@ from phantom_parallel.checkpoint.tensor_file import FileDigest, TensorLayout, wr
 from phantom_parallel.families.registry import family_names, get_family
 from phantom_parallel.utils.files import atomic_folder, replace_folder, write_json
 from phantom_parallel.utils.strategies import get_strategy
+from phantom_parallel.utils.wire import WireFormat
 
 __all__ = ["StoredModel", "consolidate_model", "family_of", "load_model", "read_config", "save_model", "write_model"]
 
@@ -178,6 +179,7 @@ def load_model(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     strategy: str | None = None,
+    wire: WireFormat = "full",
 ) -> Any:
     """Read a model, on one process or cut over a mesh; every rank of the mesh calls this and reads its own part.
 
@@ -190,6 +192,7 @@ def load_model(
         dtype: Dtype of the parameters, by default that of the file.
         strategy: Another strategy of the same function and weights, such as ``megatron`` for a model saved as
             ``dense``; by default the one that it was saved with.
+        wire: Format in which features travel between the ranks of the mesh, as for `PhantomLinear`.
 
     Returns:
         The model; ``into`` if it was given.
@@ -203,8 +206,8 @@ def load_model(
     if into is None:
         make = _maker(found, path / CONFIG, strategy)
         described = _tensors_of(make(device="meta"))
-    elif (mesh, device, dtype, strategy) != (None, None, None, None):
-        raise ValueError("mesh, device, dtype and strategy are those of the module given as into: leave them out")
+    elif (mesh, device, dtype, strategy, wire) != (None, None, None, None, "full"):
+        raise ValueError("mesh, device, dtype, strategy and wire are those of the module given as into: leave them out")
     else:
         described = _tensors_of(into)
     stored = read_metadata(path, files)
@@ -212,7 +215,8 @@ def load_model(
     _compare(stored, described, _place(path, files), whose)
     model = into
     if model is None:
-        model = make(mesh=mesh, device="meta", dtype=dtype or stored[next(iter(described))].properties.dtype)
+        dtype = dtype or stored[next(iter(described))].properties.dtype
+        model = make(mesh=mesh, device="meta", dtype=dtype, wire=wire)
         where = torch.device(device or (mesh.device_type if mesh is not None else torch.get_default_device()))
         if where.type == "meta":
             return model

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from phantom_parallel.cli.models import ModelOptions, with_sizes
-from phantom_parallel.cli.options import Flag, JsonOption
+from phantom_parallel.cli.options import Flag, JsonOption, WireOption
 from phantom_parallel.cost.communication import Messages, as_csv, as_rows, profile, table
 from phantom_parallel.cost.dryrun import DryRun, dry_run
 from phantom_parallel.cost.hardware import WORD_BYTES
@@ -18,10 +18,11 @@ from phantom_parallel.cost.terms import Optimizer, Shape
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
 from phantom_parallel.utils.files import json_text, write_json, write_text
 from phantom_parallel.utils.strategies import StrategyName
+from phantom_parallel.utils.wire import in_words
 
 
 @dataclass(frozen=True, kw_only=True)
-class DryRunOptions(ModelOptions, JsonOption):
+class DryRunOptions(ModelOptions, WireOption, JsonOption):
     """Run one step of one rank without data, and count what it computes, sends and keeps.
 
     The real model code runs on tensors that have shapes only, in a process group whose other ranks do not exist. The
@@ -56,9 +57,8 @@ class DryRunOptions(ModelOptions, JsonOption):
     def _shape(self, layout: Layout) -> Shape:
         """The shape of a training step in this layout."""
         words = WORD_BYTES[self.dtype]
-        return self.model.step_shape(
-            layout, batch=self.batch, word_bytes=words, optimizer=self.optimizer, rank=self.rank
-        )
+        run: dict[str, Any] = {"word_bytes": words, "wire": self.wire, "optimizer": self.optimizer, "rank": self.rank}
+        return self.model.step_shape(layout, batch=self.batch, **run)
 
     def run(self) -> None:
         layout = Layout(self.strategy, self.ranks, self.dp, self.blocks, self.ghosts)
@@ -98,7 +98,7 @@ class DryRunOptions(ModelOptions, JsonOption):
             console.print(f"wrote {path}", markup=False, soft_wrap=True)
 
     def _title(self, layout: Layout) -> str:
-        return f"{layout}, rank {self.rank}\n{self.model.summary}, batch {self.batch:,}"
+        return f"{layout}, rank {self.rank}\n{self.model.summary}, batch {self.batch:,}{in_words(self.wire)}"
 
 
 def options_for(family: str | None, arguments: list[str]) -> tuple[type[DryRunOptions], dict[str, Any]]:

@@ -11,17 +11,18 @@ from rich.table import Table
 from phantom_parallel.checkpoint.model import family_of
 from phantom_parallel.cli.chat import chat_prompt
 from phantom_parallel.cli.infer import about_energy
-from phantom_parallel.cli.options import Flag, JsonOption, NetworkOptions, ProfileOption, RanksOption
+from phantom_parallel.cli.options import Flag, JsonOption, NetworkOptions, ProfileOption, RanksOption, WireOption
 from phantom_parallel.distributed.external import is_rank_zero
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.infer.generation import Against, GenerateConfig, GenerateReport, PhaseCost, print_text
 from phantom_parallel.infer.run import check_folder
 from phantom_parallel.infer.sampling import Sampling
 from phantom_parallel.utils.files import json_text
+from phantom_parallel.utils.wire import in_words
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(RanksOption, NetworkOptions, ProfileOption, JsonOption):
+class Options(RanksOption, WireOption, NetworkOptions, ProfileOption, JsonOption):
     """Generate text from a prompt with a trained transformer, on any number of ranks that divides its blocks, and
     measure time, bytes and energy per token, separately for prefill and decode.
 
@@ -68,6 +69,7 @@ class Options(RanksOption, NetworkOptions, ProfileOption, JsonOption):
             ranks=self.rank_count(),
             batch=self.batch,
             against=self.against,
+            wire=self.wire,
             turns=self.turns,
             profile=self.profile,
             chat=self.chat,
@@ -112,7 +114,7 @@ def _show(report: GenerateReport) -> None:
     batch = f", batch {costs[0].batch}" if costs[0].batch > 1 else ""
     lengths = f"{min(report.prompt_lengths)} to " if len(set(report.prompt_lengths)) > 1 else ""
     prompts = f"{lengths}{max(report.prompt_lengths)}"
-    title = f"{ranks} ({report.device}), {prompts} + {costs[0].tokens} tokens{batch}"
+    title = f"{ranks} ({report.device}), {prompts} + {costs[0].tokens} tokens{batch}{in_words(report.wire)}"
     table = Table("", *report.measured, title=title)
     for column in table.columns[1:]:
         column.justify = "right"

@@ -8,15 +8,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from phantom_parallel.cli.options import Flag, JsonOption, NetworkOptions, ProfileOption, RanksOption
+from phantom_parallel.cli.options import Flag, JsonOption, NetworkOptions, ProfileOption, RanksOption, WireOption
 from phantom_parallel.distributed.external import is_rank_zero
 from phantom_parallel.infer.measure import Inference
 from phantom_parallel.infer.run import Against, InferConfig, InferReport, run
 from phantom_parallel.utils.files import json_text
+from phantom_parallel.utils.wire import in_words
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(RanksOption, NetworkOptions, ProfileOption, JsonOption):
+class Options(RanksOption, WireOption, NetworkOptions, ProfileOption, JsonOption):
     """Run a trained model on any number of ranks that divides its blocks, and measure latency, throughput, bytes and
     energy per sample.
 
@@ -49,6 +50,7 @@ class Options(RanksOption, NetworkOptions, ProfileOption, JsonOption):
             out=self.out,
             overwrite=self.overwrite,
             against=self.against,
+            wire=self.wire,
             profile=self.profile,
             turns=self.turns,
         )
@@ -94,7 +96,8 @@ def _show(report: InferReport) -> None:
             f"{report.rows:,} rows are not finite"
         )
     ranks = "1 rank" if report.ranks == 1 else f"{report.ranks} ranks"
-    table = Table("", *report.measured, title=f"{ranks} ({report.device}), batch {report.batch}")
+    title = f"{ranks} ({report.device}), batch {report.batch}{in_words(report.wire)}"
+    table = Table("", *report.measured, title=title)
     for column in table.columns[1:]:
         column.justify = "right"
     for name, line in LINES.items():

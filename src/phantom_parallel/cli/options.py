@@ -15,6 +15,7 @@ import tyro
 from phantom_parallel.distributed.external import is_local_rank_zero, launched_externally, reports_error, slurm_ranks
 from phantom_parallel.families.registry import family_names
 from phantom_parallel.utils.network import Network
+from phantom_parallel.utils.wire import WireFormat
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
@@ -45,6 +46,15 @@ class ProfileOption:
     profile: str | None = None
     """Hardware profile whose watts the energy is modelled with if there are no sensors; by default this machine's as
     phantom calibrate --watts wrote it, otherwise watts that are assumed of a CPU core. See phantom hardware."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WireOption:
+    """The option ``--wire`` of commands that run or count a model on ranks."""
+
+    wire: WireFormat = "full"
+    """Format in which activations, ghosts and their gradients travel between the ranks that share a model: as they are
+    (full), bf16, or int8 with one scale per row. Products and sums keep their precision."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from phantom_parallel.cli.models import ModelOptions, with_sizes
-from phantom_parallel.cli.options import JsonOption
+from phantom_parallel.cli.options import JsonOption, WireOption
 from phantom_parallel.cost.hardware import load_profile
 from phantom_parallel.cost.planner import (
     GIB,
@@ -28,6 +28,7 @@ from phantom_parallel.cost.planner import (
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
 from phantom_parallel.utils.files import json_text, write_json, write_text
 from phantom_parallel.utils.strategies import StrategyName
+from phantom_parallel.utils.wire import in_words
 
 ROWS = 40
 ANOTHER_MODEL = (
@@ -37,7 +38,7 @@ ANOTHER_MODEL = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(ModelOptions, JsonOption):
+class PlanOptions(ModelOptions, WireOption, JsonOption):
     """Compare strategies, ranks and ghosts for a model, a batch and a machine, by a model of time and energy.
 
     Every time and energy is modelled, none measured: docs/planning.md states the assumptions, and phantom hardware
@@ -76,6 +77,7 @@ class PlanOptions(ModelOptions, JsonOption):
             devices=self.devices,
             profile=load_profile(self.hardware),
             dtype=self.dtype,
+            wire=self.wire,
             goal=self.goal,
             strategies=self.strategy,
             blocks=self.blocks,
@@ -138,6 +140,7 @@ def as_data(answer: Plan, curves: dict[str, list[Candidate]]) -> dict[str, Any]:
             "devices": request.devices,
             "hardware": request.profile.name,
             "dtype": request.dtype,
+            "wire": request.wire,
             "goal": request.goal,
             "min_ghosts": request.min_ghosts,
             "memory_limit_bytes": request.memory_limit,
@@ -187,7 +190,7 @@ def _tables(answer: Plan) -> list[Table | str]:
         shown.setdefault((s.strategy, s.ranks, s.blocks, s.ghosts), candidate)  # of the copies, the best
     rows = list(shown.values())
     title = (
-        f"{request.model.summary}, batch {request.batch:,}, {request.dtype}, "
+        f"{request.model.summary}, batch {request.batch:,}, {request.dtype}{in_words(request.wire)}, "
         f"up to {request.devices:,} devices of {request.profile.name}: best for {goal} first"
     )
     parts: list[Table | str] = [_table(title, rows[:ROWS])]

@@ -182,8 +182,8 @@ def _exchange_pair(words: int, ranks: RankGroup) -> Callable[[], Any]:
     x = torch.randn(64, words // 64)
 
     def run() -> Tensor:
-        gathered = finish_all_gather(start_all_gather(x, ranks), ranks)
-        return finish_reduce_scatter(start_reduce_scatter(gathered, ranks), ranks)
+        gathered = finish_all_gather(start_all_gather(x, ranks), ranks).values
+        return finish_reduce_scatter(start_reduce_scatter(gathered, ranks), ranks).values
 
     return run
 

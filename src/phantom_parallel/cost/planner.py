@@ -17,6 +17,7 @@ from phantom_parallel.cost.terms import Optimizer, Shape
 from phantom_parallel.cost.timing import Clock, StepTime
 from phantom_parallel.utils.layout import positive
 from phantom_parallel.utils.strategies import StrategyName, get_strategy
+from phantom_parallel.utils.wire import WireFormat, check_wire
 
 Goal = Literal["time", "energy", "devices"]
 
@@ -37,6 +38,7 @@ class PlanRequest:
         devices: The most devices to use.
         profile: The machine.
         dtype: The type of every number.
+        wire: The format in which features travel between the ranks that share a model.
         goal: What the best plan has the least of.
         strategies: By default all that the model's family has.
         blocks: By default as many as ranks.
@@ -52,6 +54,7 @@ class PlanRequest:
     devices: int
     profile: Profile
     dtype: str = "fp32"
+    wire: WireFormat = "full"
     goal: Goal = "time"
     strategies: tuple[StrategyName, ...] = ()
     blocks: tuple[int, ...] = ()
@@ -69,6 +72,7 @@ class PlanRequest:
             positive(**{name: value})
         if self.goal not in get_args(Goal):
             raise ValueError(f"goal must be one of {', '.join(get_args(Goal))}, got {self.goal!r}")
+        check_wire(self.wire)
         if not self.strategies:
             object.__setattr__(self, "strategies", self.model.strategies)
         for strategy in self.strategies:
@@ -290,7 +294,9 @@ def _shape(request: PlanRequest, layout: Layout) -> Shape:
     if request.min_ghosts and layout.ghosts is not None and layout.ghosts < request.min_ghosts:
         raise ValueError(f"ghosts={layout.ghosts} is below min_ghosts={request.min_ghosts}")
     word_bytes = WORD_BYTES[request.dtype]
-    return request.model.step_shape(layout, batch=request.batch, word_bytes=word_bytes, optimizer=request.optimizer)
+    return request.model.step_shape(
+        layout, batch=request.batch, word_bytes=word_bytes, wire=request.wire, optimizer=request.optimizer
+    )
 
 
 def _loss(request: PlanRequest, layout: Layout) -> str:

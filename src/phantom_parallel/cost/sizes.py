@@ -7,6 +7,7 @@ from phantom_parallel.cost.terms import Optimizer, Shape
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.utils.layout import nearest_divisors, positive
 from phantom_parallel.utils.strategies import DEFAULT_GHOSTS, StrategyName, default_blocks, get_strategy
+from phantom_parallel.utils.wire import WireFormat
 
 
 class Layout(NamedTuple):
@@ -63,18 +64,26 @@ class ModelSizes(ABC):
         Args:
             layout: How the model is laid out, with blocks and ghosts where the strategy has them.
             batch: Rows of one data-parallel copy.
-            **run: Further arguments of the shape: ``word_bytes``, ``optimizer``, ``rank``.
+            **run: Further arguments of the shape: ``word_bytes``, ``wire``, ``optimizer``, ``rank``.
 
         Raises:
             ValueError: If the model cannot be laid out like this.
         """
 
     def step_shape(
-        self, layout: Layout, *, batch: int, word_bytes: int = 4, optimizer: Optimizer = "adam", rank: int = 0
+        self,
+        layout: Layout,
+        *,
+        batch: int,
+        word_bytes: int = 4,
+        wire: WireFormat = "full",
+        optimizer: Optimizer = "adam",
+        rank: int = 0,
     ) -> Shape:
         """The shape of a step on ``batch`` rows over all data-parallel copies; raises ValueError as `shape` does."""
         rows = rows_per_copy(batch, layout.dp)
-        return self.shape(layout.filled(), batch=rows, word_bytes=word_bytes, optimizer=optimizer, rank=rank)
+        run = {"word_bytes": word_bytes, "wire": wire, "optimizer": optimizer, "rank": rank}
+        return self.shape(layout.filled(), batch=rows, **run)
 
     def break_even_ghosts(self, blocks: int) -> float:
         """The ghosts at which phantom layers have as many weights as dense ones."""

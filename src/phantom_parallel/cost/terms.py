@@ -10,8 +10,10 @@ Bytes of an exchange are those that a rank must send (and receive), whatever the
     all-reduce       2 (R-1)/R w    w: the whole, summed on every rank
     all-to-all       (R-1) w        w: what one rank sends to each other
 
-An all-gather or reduce-scatter built from all-to-all moves the same. Elementwise work is not counted, as in torch's own
-counter. The layers that models consist of are here; a model family has its own shape in ``families/<family>/cost.py``.
+An all-gather or reduce-scatter built from all-to-all moves the same. In a short wire format a reduce-scatter is an
+all-to-all, an all-reduce is one of those and an all-gather, and int8 has a scale for each row (`ops.wire`). Elementwise
+work is not counted, as in torch's own counter. The layers that models consist of are here; a model family has its own
+shape in ``families/<family>/cost.py``.
 """
 
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ from typing import ClassVar, Literal, Self
 
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
 from phantom_parallel.utils.strategies import StrategyName
+from phantom_parallel.utils.wire import SCALE_BYTES, WIRE_WORD_BYTES, WireFormat
 
 Phase = Literal["forward", "backward", "sync"]
 Optimizer = Literal["sgd", "momentum", "adam"]
@@ -61,6 +64,8 @@ class Exchange:
 
     ``stride``: the distance of one of its ranks to the next, which tells the links that it uses.
     ``by_torch``: issued by torch's own styles, which use the backend's own op whatever our exchanges are built from.
+    ``wire_word_bytes``: of a word on the wire, if not those of the products. ``extra_bytes`` come on top of the words:
+    scales and sums that are never rounded.
     """
 
     term: str
@@ -71,10 +76,21 @@ class Exchange:
     hidden_by: tuple[str, ...] = ()
     by_torch: bool = False
     stride: int = 1
+    wire_word_bytes: int | None = None
+    extra_bytes: int = 0
+
+    def contribution(self, word_bytes: int) -> int:
+        """w in bytes."""
+        return self.words * (self.wire_word_bytes or word_bytes) + self.extra_bytes
+
+    @property
+    def codec_words(self) -> int:
+        """Words that encoding and decoding read and write, about: an estimate, for times only."""
+        return 0 if self.wire_word_bytes is None else 3 * self.ranks * self.words
 
     def moved_bytes(self, word_bytes: int) -> int:
         """Bytes that a rank sends; an all-reduce's share that is not whole is rounded up."""
-        handed_in = self.words * word_bytes
+        handed_in = self.contribution(word_bytes)
         if self.op == "all_reduce":
             return -(-2 * (self.ranks - 1) * handed_in // self.ranks)
         return (self.ranks - 1) * handed_in
@@ -82,7 +98,7 @@ class Exchange:
     def message_bytes(self, word_bytes: int) -> int:
         """Bytes that a rank hands in, as the ledger calls a message."""
         pieces = self.ranks if self.op in ("reduce_scatter", "all_to_all") else 1
-        return self.words * word_bytes * pieces
+        return self.contribution(word_bytes) * pieces
 
 
 def bytes_within(moved: int, ranks: int, stride: int, near: int) -> int:
@@ -121,12 +137,43 @@ class LayerCost:
         return self.whole_gradients or self.parameters
 
 
+def on_wire(exchange: Exchange, rows: int, wire: WireFormat) -> Exchange:
+    """An exchange of so many rows in a wire format."""
+    if wire == "full":
+        return exchange
+    return replace(
+        exchange,
+        op="all_to_all" if exchange.op == "reduce_scatter" else exchange.op,
+        wire_word_bytes=WIRE_WORD_BYTES[wire],
+        extra_bytes=exchange.extra_bytes + rows * SCALE_BYTES[wire],
+    )
+
+
+def summed_on_wire(
+    term: str, phase: Phase, ranks: int, rows: int, features: int, wire: WireFormat, hidden_by: tuple[str, ...] = ()
+) -> list[Exchange]:
+    """The all-reduce of so many rows of features; in a short wire format a reduce-scatter and an all-gather."""
+    if wire == "full":
+        return [Exchange(term, phase, "all_reduce", ranks, rows * features)]
+    words = rows * features // ranks
+    summed = Exchange(f"{term}, summed", phase, "reduce_scatter", ranks, words, hidden_by)
+    gathered = Exchange(f"{term}, gathered", phase, "all_gather", ranks, words)
+    return [on_wire(summed, rows, wire), on_wire(gathered, rows, wire)]
+
+
 def phantom_layer(
-    layout: BlockLayout, rows: int, *, bias: bool = True, input_grad: bool = True, rank: int = 0, name: str = ""
+    layout: BlockLayout,
+    rows: int,
+    *,
+    bias: bool = True,
+    input_grad: bool = True,
+    rank: int = 0,
+    wire: WireFormat = "full",
+    name: str = "",
 ) -> LayerCost:
     """The phantom map: ghosts out, ghosts in."""
     if layout.inside > 1:
-        return _two_level_layer(layout, rows, bias=bias, input_grad=input_grad, rank=rank, name=name)
+        return _two_level_layer(layout, rows, bias=bias, input_grad=input_grad, rank=rank, wire=wire, name=name)
     p, k, ranks = layout.blocks, layout.ghosts, layout.ranks
     q, m_in, m_out, others = p // ranks, layout.block_in, layout.block_out, (p - 1) * k
     products = [
@@ -148,11 +195,12 @@ def phantom_layer(
     ]
     parameters = [q * m_out * m_in, q * k * m_in, q * m_out * others] + ([q * m_out] if bias else [])
     kept = rows * q * m_in + rows * p * k
+    exchanges = [on_wire(exchange, rows, wire) for exchange in exchanges]
     return LayerCost(name, tuple(parameters), tuple(products), between_ranks(exchanges), kept)
 
 
 def _two_level_layer(
-    layout: BlockLayout, rows: int, *, bias: bool, input_grad: bool, rank: int, name: str
+    layout: BlockLayout, rows: int, *, bias: bool, input_grad: bool, rank: int, wire: WireFormat, name: str
 ) -> LayerCost:
     """The phantom map with t ranks in each block: features exchanged inside, ghosts across blocks and then inside."""
     p, t, place, others = layout.blocks, layout.inside, layout.place_of(rank), (layout.blocks - 1) * layout.ghosts
@@ -185,11 +233,19 @@ def _two_level_layer(
     parameters = [m_out * whole, k * whole, m_out * others] + ([m_out] if bias else [])
     kept = rows * (m_in + whole + p * layout.ghosts)
     products = [product for product in products if product.multiply_adds]
+    exchanges = [on_wire(e, rows * (p if "inside" in e.term else 1), wire) for e in exchanges]
     return LayerCost(name, tuple(parameters), tuple(products), between_ranks(exchanges), kept)
 
 
 def tensor_layer(
-    layout: RowLayout, rows: int, *, bias: bool = True, input_grad: bool = True, rank: int = 0, name: str = ""
+    layout: RowLayout,
+    rows: int,
+    *,
+    bias: bool = True,
+    input_grad: bool = True,
+    rank: int = 0,
+    wire: WireFormat = "full",
+    name: str = "",
 ) -> LayerCost:
     """The paper's baseline, features cut in and out; on one rank it is the dense layer."""
     ranks, n_in, m_out = layout.ranks, layout.in_features, layout.out_features // layout.ranks
@@ -204,6 +260,7 @@ def tensor_layer(
     if input_grad:
         products.append(Product("W^T d", "backward", ranks, rows, m_out, m_in))
         exchanges.append(Exchange("dx", "backward", "reduce_scatter", ranks, rows * m_in, ("dW = d^T x",)))
+    exchanges = [on_wire(exchange, rows, wire) for exchange in exchanges]
     parameters = [m_out * n_in] + ([m_out] if bias else [])
     return LayerCost(
         name, tuple(parameters), tuple(p for p in products if p.multiply_adds), between_ranks(exchanges), rows * n_in
@@ -211,7 +268,14 @@ def tensor_layer(
 
 
 def column_layer(
-    layout: RowLayout, rows: int, *, bias: bool, input_grad: bool, gather: bool, name: str = ""
+    layout: RowLayout,
+    rows: int,
+    *,
+    bias: bool,
+    input_grad: bool,
+    gather: bool,
+    wire: WireFormat = "full",
+    name: str = "",
 ) -> LayerCost:
     """First of a Megatron pair: whole features in, cut ones out; ``gather`` makes them whole, for a layer left over."""
     ranks, n_in, m_out = layout.ranks, layout.in_features, layout.out_features // layout.ranks
@@ -219,15 +283,16 @@ def column_layer(
         Product("W x", "forward", 1, rows, n_in, m_out),
         Product("dW = d^T x", "backward", 1, m_out, rows, n_in),
     ]
-    exchanges = [Exchange("z", "forward", "all_gather", ranks, rows * m_out, by_torch=True)] if gather else []
+    whole = Exchange("z", "forward", "all_gather", ranks, rows * m_out, by_torch=wire == "full")
+    exchanges = [on_wire(whole, rows, wire)] if gather else []
     if input_grad:
         products.append(Product("W^T d", "backward", 1, rows, m_out, n_in))
-        exchanges.append(Exchange("dx", "backward", "all_reduce", ranks, rows * n_in))
+        exchanges += summed_on_wire("dx", "backward", ranks, rows, n_in, wire, ("dW = d^T x",))
     parameters = [m_out * n_in] + ([m_out] if bias else [])
     return LayerCost(name, tuple(parameters), tuple(products), between_ranks(exchanges), rows * n_in)
 
 
-def row_layer(layout: RowLayout, rows: int, *, bias: bool, name: str = "") -> LayerCost:
+def row_layer(layout: RowLayout, rows: int, *, bias: bool, wire: WireFormat = "full", name: str = "") -> LayerCost:
     """Second of a Megatron pair: cut features in, whole ones out by an all-reduce. The bias is whole on every rank."""
     ranks, m_in, n_out = layout.ranks, layout.in_features // layout.ranks, layout.out_features
     products = [
@@ -235,7 +300,7 @@ def row_layer(layout: RowLayout, rows: int, *, bias: bool, name: str = "") -> La
         Product("W^T d", "backward", 1, rows, n_out, m_in),
         Product("dW = d^T x", "backward", 1, n_out, rows, m_in),
     ]
-    exchanges = [Exchange("z", "forward", "all_reduce", ranks, rows * n_out)]
+    exchanges = summed_on_wire("z", "forward", ranks, rows, n_out, wire)
     parameters = [n_out * m_in] + ([n_out] if bias else [])
     return LayerCost(name, tuple(parameters), tuple(products), between_ranks(exchanges), rows * m_in)
 
@@ -287,6 +352,7 @@ class Shape:
     ghosts: int | None
     dp: int
     word_bytes: int
+    wire: WireFormat
     optimizer: Optimizer
     rank: int
 

@@ -159,7 +159,9 @@ class Clock:
         for exchange in layer.exchanges:
             if exchange.phase != phase:
                 continue
-            taken = self.collective(exchange.op, exchange.ranks, exchange.words * self.word_bytes, exchange.stride)
+            compute += self.elementwise(exchange.codec_words)
+            contribution = exchange.contribution(self.word_bytes)
+            taken = self.collective(exchange.op, exchange.ranks, contribution, exchange.stride)
             covered = min(self._overlap * taken, sum(seconds.pop(term, 0.0) for term in exchange.hidden_by))
             hidden += covered  # pop: a product hides one exchange, not two
             exposed += taken - covered

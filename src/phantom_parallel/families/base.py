@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 class Family(ABC):
     """A kind of model. Methods import what they need when they are called, so that planning does not load torch.
 
-    A model of the family is an ``nn.Module`` made by ``model()(config, mesh=..., device=..., dtype=...)`` with the
-    attributes ``config`` and ``mesh``; its config is a frozen dataclass with the class attribute ``family``, the fields
-    ``strategy``, ``blocks`` and ``ghosts``, and a method ``check_ranks(ranks)``.
+    A model of the family is an ``nn.Module`` made by ``model()(config, mesh=..., device=..., dtype=..., wire=...)``,
+    with the attributes ``config``, ``mesh`` and ``wire``. Its config is a frozen dataclass with the class attribute
+    ``family``, the fields ``strategy``, ``blocks`` and ``ghosts``, and a method ``check_ranks(ranks)``.
     """
 
     name: ClassVar[str]

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from phantom_parallel.infer.sampling import Sampling
 from phantom_parallel.utils.layout import positive
+from phantom_parallel.utils.wire import WireFormat, check_wire
 
 Against = Literal["megatron", "none"]
 
@@ -89,6 +90,7 @@ class GenerateConfig:
         ranks: Number of ranks that share the model.
         batch: Number of texts to generate from each prompt at once.
         against: The baseline to measure as well.
+        wire: Format in which features travel between ranks, of both models.
         turns: How often each of two models generates; a single model generates once.
         profile: As for `InferConfig`.
         chat: Whether the prompts were made by a chat template, with its special tokens.
@@ -102,6 +104,7 @@ class GenerateConfig:
     ranks: int = 1
     batch: int = 1
     against: Against = "none"
+    wire: WireFormat = "full"
     turns: int = 5
     profile: str | None = None
     chat: bool = False
@@ -120,6 +123,7 @@ class GenerateConfig:
 
     def __post_init__(self) -> None:
         positive(ranks=self.ranks, batch=self.batch, turns=self.turns)
+        check_wire(self.wire)
         if self.tokens is not None:
             positive(tokens=self.tokens)
         for name in ("model", "prompt_file"):
@@ -137,6 +141,7 @@ class GenerateReport:
         model: Folder of the model.
         ranks: Number of ranks.
         device: Type of their devices.
+        wire: Format in which features travelled between them.
         prompt: The first prompt.
         prompt_tokens: Number of its tokens.
         prompts: All prompts; each has as many rows as the batch, one after the other.
@@ -152,6 +157,7 @@ class GenerateReport:
     model: str
     ranks: int
     device: str
+    wire: WireFormat
     prompt: str
     prompt_tokens: int
     prompts: list[str]

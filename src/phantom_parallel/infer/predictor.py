@@ -10,6 +10,7 @@ from phantom_parallel.cost.terms import Shape
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.nn.sharded import to_local
 from phantom_parallel.ops.collectives import rank_group
+from phantom_parallel.utils.wire import WireFormat
 
 
 class RowModel(Protocol):
@@ -17,6 +18,7 @@ class RowModel(Protocol):
 
     config: Any
     mesh: DeviceMesh | None
+    wire: WireFormat
 
     @property
     def shards_features(self) -> bool: ...
@@ -32,7 +34,7 @@ class Predictor(ABC):
         """Return the number of features of a row of inputs, and of outputs."""
 
     @abstractmethod
-    def shape(self, config: Any, *, ranks: int, batch: int, word_bytes: int) -> Shape:
+    def shape(self, config: Any, *, ranks: int, batch: int, word_bytes: int, wire: WireFormat) -> Shape:
         """Return the cost formulas of a model on ``ranks`` ranks for ``batch`` rows."""
 
     @abstractmethod
@@ -53,7 +55,8 @@ def shape_of(model: RowModel, batch: int) -> Shape:
     """Return the cost formulas of a forward pass of ``batch`` rows."""
     word = next(model.parameters()).element_size()
     ranks = rank_group(model.mesh).size
-    return predictor_of(model.config).shape(model.config, ranks=ranks, batch=batch, word_bytes=word)
+    run: dict[str, Any] = {"ranks": ranks, "batch": batch, "word_bytes": word, "wire": model.wire}
+    return predictor_of(model.config).shape(model.config, **run)
 
 
 def own_features(model: RowModel) -> slice:

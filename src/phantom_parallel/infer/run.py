@@ -31,6 +31,7 @@ from phantom_parallel.utils import resources
 from phantom_parallel.utils.layout import positive
 from phantom_parallel.utils.progress import ProgressDisplay
 from phantom_parallel.utils.strategies import get_strategy
+from phantom_parallel.utils.wire import WireFormat, check_wire
 
 Against = Literal["tensor", "none"]
 
@@ -47,6 +48,7 @@ class InferConfig:
         out: The .npy file of predictions.
         overwrite: Whether to replace ``out`` if it exists.
         against: The baseline to measure as well.
+        wire: Format in which features travel between ranks, of both models.
         profile: Hardware profile whose watts the energy is modelled with; by default this machine's as calibrated,
             otherwise watts that are assumed of a CPU core.
         turns: How often each model is timed.
@@ -60,12 +62,14 @@ class InferConfig:
     out: Path | None = None
     overwrite: bool = False
     against: Against = "tensor"
+    wire: WireFormat = "full"
     profile: str | None = None
     turns: int = 20
     seed: int = 0
 
     def __post_init__(self) -> None:
         positive(ranks=self.ranks, batch=self.batch, turns=self.turns)
+        check_wire(self.wire)
         for name in ("model", "inputs", "out"):
             if (path := getattr(self, name)) is not None:
                 object.__setattr__(self, name, Path(path).absolute())
@@ -83,6 +87,7 @@ class InferReport:
         model: Folder of the model.
         ranks: Number of ranks.
         device: Type of their devices.
+        wire: Format in which features travelled between them.
         batch: Rows of a forward pass.
         rows: Number of rows that were predicted.
         rows_per_second: Rate of predicting them, including reading and writing.
@@ -100,6 +105,7 @@ class InferReport:
     model: str
     ranks: int
     device: str
+    wire: WireFormat
     batch: int
     rows: int
     rows_per_second: float | None
@@ -228,7 +234,8 @@ def _work(
         power = broadcast_from_rank_zero(lambda: prepare(config), device)
     mesh = None if config.ranks == 1 else init_device_mesh(device.type, (config.ranks,), mesh_dim_names=("tp",))
     check_agreement("what to run", {name: str(value) for name, value in asdict(config).items()}, mesh)
-    model = load_model(config.model, mesh=mesh, device=device, strategy=strategy_on(config.model, config.ranks))
+    strategy = strategy_on(config.model, config.ranks)
+    model = load_model(config.model, mesh=mesh, device=device, strategy=strategy, wire=config.wire)
     predictor = predictor_of(model.config)
     inputs = None if config.inputs is None else open_inputs(config.inputs, predictor.features(model.config)[0])
     models: dict[str, RowModel] = {model.config.strategy: model}
@@ -257,6 +264,7 @@ def _work(
         model=os.fspath(config.model),
         ranks=config.ranks,
         device=device.type,
+        wire=config.wire,
         batch=config.batch,
         rows=0 if inputs is None else inputs.rows,
         rows_per_second=None if inputs is None else inputs.rows / seconds,

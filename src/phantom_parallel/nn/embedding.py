@@ -11,6 +11,7 @@ from phantom_parallel.nn.sharded import broadcast_seed, shard_parameter, to_loca
 from phantom_parallel.ops import gather_normed, vocabulary_rows
 from phantom_parallel.ops.collectives import flat_mesh, rank_group
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
+from phantom_parallel.utils.wire import WireFormat
 
 
 class FeatureEmbedding(nn.Module):
@@ -78,6 +79,7 @@ class VocabularyHead(nn.Module):
         tie_embeddings: Whether the head shares the weight of an embedding.
         eps: Added to the mean square.
         mesh: As for `PhantomLinear`.
+        wire: As for `PhantomLinear`; rows of a tied weight are never rounded.
         device: As for `PhantomLinear`.
         dtype: As for `PhantomLinear`.
     """
@@ -92,13 +94,14 @@ class VocabularyHead(nn.Module):
         tie_embeddings: bool = False,
         eps: float = 1e-5,
         mesh: DeviceMesh | None = None,
+        wire: WireFormat = "full",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.vocab, self.dim, self.eps = vocab, dim, eps
         self.mesh = mesh = flat_mesh(mesh)
-        self.group = rank_group(mesh)
+        self.group = rank_group(mesh, wire)
         RowLayout(dim, vocab, self.group.size)
         device, size = device or (None if mesh is None else mesh.device_type), self.group.size
         self.norm = shard_parameter(torch.ones(dim // size, device=device, dtype=dtype), mesh)

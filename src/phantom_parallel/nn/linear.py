@@ -16,6 +16,7 @@ from phantom_parallel.ops.blocks import check_real
 from phantom_parallel.ops.collectives import RankGroup, flat_mesh, rank_group
 from phantom_parallel.ops.levels import block_group
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
+from phantom_parallel.utils.wire import WireFormat
 
 
 class PhantomLinear(FeatureSharded):
@@ -40,6 +41,8 @@ class PhantomLinear(FeatureSharded):
         mesh: One-dimensional device mesh to shard the blocks over; or, for several ranks in each block, one with the
             dimensions ``("blocks", "inside")``.
         gain: Gain of the activation before this layer, as from ``nn.init.calculate_gain``.
+        wire: Format in which ghosts and their gradients travel between ranks: ``"full"``, the dtype of the products,
+            ``"bf16"``, or ``"int8"`` with one scale per row. Products and sums stay in their dtype.
         device: As for ``nn.Linear``; on the meta device call ``reset_parameters`` after ``to_empty``.
         dtype: As for ``nn.Linear``; a real floating-point dtype.
 
@@ -63,11 +66,12 @@ class PhantomLinear(FeatureSharded):
         ghosts: int,
         mesh: DeviceMesh | None = None,
         gain: float = 1.0,
+        wire: WireFormat = "full",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self._set_layout(in_features, out_features, bias, blocks, ghosts, mesh, dtype)
+        self._set_layout(in_features, out_features, bias, blocks, ghosts, mesh, wire, dtype)
         self.gain = gain
         kwargs: dict[str, Any] = {"device": device or (None if mesh is None else mesh.device_type), "dtype": dtype}
         layout = self.layout
@@ -86,10 +90,11 @@ class PhantomLinear(FeatureSharded):
         blocks: int,
         ghosts: int,
         mesh: DeviceMesh | None,
+        wire: WireFormat,
         dtype: torch.dtype | None,
     ) -> None:
         self.in_features, self.out_features, self.blocks, self.ghosts = in_features, out_features, blocks, ghosts
-        self.mesh, self.group = flat_mesh(mesh), block_group(mesh, blocks)
+        self.mesh, self.group = flat_mesh(mesh), block_group(mesh, blocks, wire)
         self.relative_error: float | None = None  # of the fit, for a layer made from a dense one
         check_real(dtype or torch.get_default_dtype())
         settings = {
@@ -98,12 +103,11 @@ class PhantomLinear(FeatureSharded):
             "out_features": out_features,
             "bias": bias,
             "blocks": blocks,
+            "ghosts": ghosts,
+            "wire": wire,
+            "dtype": str(dtype or torch.get_default_dtype()),
         }
-        check_agreement(
-            "a PhantomLinear",
-            settings | {"ghosts": ghosts, "dtype": str(dtype or torch.get_default_dtype())},
-            self.mesh,
-        )
+        check_agreement("a PhantomLinear", settings, self.mesh)
         self.layout = BlockLayout(in_features, out_features, blocks, ghosts, self.group.size)
 
     def reset_parameters(self, seed: int | None = None) -> None:
@@ -139,7 +143,15 @@ class PhantomLinear(FeatureSharded):
         return dense
 
     @classmethod
-    def from_dense(cls, linear: nn.Linear, *, blocks: int, ghosts: int, mesh: DeviceMesh | None = None) -> Self:
+    def from_dense(
+        cls,
+        linear: nn.Linear,
+        *,
+        blocks: int,
+        ghosts: int,
+        mesh: DeviceMesh | None = None,
+        wire: WireFormat = "full",
+    ) -> Self:
         """The phantom layer closest to ``linear`` in the Frobenius norm, with ``relative_error`` |W - W'| / |W|.
 
         On a mesh every rank passes the full layer and fits the blocks whose compressors it will hold. A UserWarning is
@@ -148,15 +160,16 @@ class PhantomLinear(FeatureSharded):
         """
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer._fit(linear, blocks, ghosts, mesh)
+        layer._fit(linear, blocks, ghosts, mesh, wire)
         warn_about_conversion(linear, layer.layout)
         return layer
 
     @torch.no_grad()
-    def _fit(self, linear: nn.Linear, blocks: int, ghosts: int, mesh: DeviceMesh | None) -> None:
+    def _fit(self, linear: nn.Linear, blocks: int, ghosts: int, mesh: DeviceMesh | None, wire: WireFormat) -> None:
         weight = full_tensor(linear.weight)
         bias = None if linear.bias is None else full_tensor(linear.bias)
-        self._set_layout(linear.in_features, linear.out_features, bias is not None, blocks, ghosts, mesh, weight.dtype)
+        shape = linear.in_features, linear.out_features, bias is not None
+        self._set_layout(*shape, blocks, ghosts, mesh, wire, weight.dtype)
         self.gain = 1.0
         layout, rank, m_in, m_out = self.layout, self.group.rank, self.layout.block_in, self.layout.block_out
         own, place = layout.blocks_of(rank), layout.place_of(rank)
@@ -206,6 +219,7 @@ class TensorLinear(FeatureSharded):
         bias: Whether the layer has a bias.
         mesh: One-dimensional device mesh to shard the features over.
         gain: Gain of the activation before this layer; the initial variance is gain^2 / in_features.
+        wire: Format in which features and their gradients travel between ranks, as for `PhantomLinear`.
         device: As for `PhantomLinear`.
         dtype: As for `PhantomLinear`.
     """
@@ -221,16 +235,18 @@ class TensorLinear(FeatureSharded):
         *,
         mesh: DeviceMesh | None = None,
         gain: float = 1.0,
+        wire: WireFormat = "full",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.gain = in_features, out_features, gain
         self.mesh = mesh = flat_mesh(mesh)
-        self.group = rank_group(mesh)
+        self.group = rank_group(mesh, wire)
         check_real(dtype or torch.get_default_dtype())
         settings = {"layer": "TensorLinear", "in_features": in_features, "out_features": out_features, "bias": bias}
-        check_agreement("a TensorLinear", settings | {"dtype": str(dtype or torch.get_default_dtype())}, mesh)
+        settings |= {"wire": wire, "dtype": str(dtype or torch.get_default_dtype())}
+        check_agreement("a TensorLinear", settings, mesh)
         RowLayout(in_features, out_features, self.group.size)
         kwargs: dict[str, Any] = {"device": device or (None if mesh is None else mesh.device_type), "dtype": dtype}
         self.weight = self._empty(out_features, in_features, **kwargs)

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from phantom_parallel.nn.linear import PhantomLinear
 from phantom_parallel.nn.sharded import shard_parameter, to_local
 from phantom_parallel.ops import normed_phantom_linear
+from phantom_parallel.utils.wire import WireFormat
 
 
 class NormedPhantomLinear(nn.Module):
@@ -27,6 +28,7 @@ class NormedPhantomLinear(nn.Module):
         eps: Added to the mean square.
         mesh: As for `PhantomLinear`.
         gain: As for `PhantomLinear`.
+        wire: As for `PhantomLinear`; the norm's sums are never rounded.
         device: As for `PhantomLinear`.
         dtype: As for `PhantomLinear`.
     """
@@ -44,12 +46,13 @@ class NormedPhantomLinear(nn.Module):
         eps: float = 1e-5,
         mesh: DeviceMesh | None = None,
         gain: float = 1.0,
+        wire: WireFormat = "full",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.eps = eps
-        kwargs: dict[str, Any] = {"mesh": mesh, "gain": gain, "device": device, "dtype": dtype}
+        kwargs: dict[str, Any] = {"mesh": mesh, "gain": gain, "wire": wire, "device": device, "dtype": dtype}
         self.linear = PhantomLinear(in_features, out_features, bias, blocks=blocks, ghosts=ghosts, **kwargs)
         local = self.linear.local
         width = in_features // self.linear.group.size

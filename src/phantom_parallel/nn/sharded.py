@@ -93,4 +93,7 @@ class FeatureSharded(nn.Module):
         return dense.to_empty(device=like.device)
 
     def _rank_repr(self) -> str:
-        return "" if self.mesh is None else f", rank {self.group.rank} of {self.group.size}"
+        if self.mesh is None:
+            return ""
+        wire = "" if self.group.wire == "full" else f", wire={self.group.wire}"
+        return f", rank {self.group.rank} of {self.group.size}{wire}"

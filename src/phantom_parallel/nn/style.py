@@ -15,6 +15,7 @@ from phantom_parallel.nn.linear import PhantomLinear
 from phantom_parallel.nn.sharded import full_tensor, shard_parameter
 from phantom_parallel.ops.collectives import flat_mesh
 from phantom_parallel.ops.levels import block_group
+from phantom_parallel.utils.wire import WireFormat, check_wire
 
 ELEMENTWISE = (
     *(nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh),
@@ -35,6 +36,7 @@ class PhantomParallel(ParallelStyle):
         blocks: Number of blocks of the phantom layer.
         ghosts: Number of ghosts of each block.
         init: ``"fit"`` (default) or ``"fresh"``.
+        wire: Format in which ghosts travel between ranks, as for `PhantomLinear`.
         input_layouts: Placement of a plain input tensor: ``Shard(-1)`` (by features, the default), ``Replicate()`` or
             another shard. A DTensor input has its own placement.
         output_layouts: Placement of the output, ``Shard(-1)`` by default.
@@ -55,6 +57,7 @@ class PhantomParallel(ParallelStyle):
         blocks: int,
         ghosts: int,
         init: Literal["fit", "fresh"] = "fit",
+        wire: WireFormat = "full",
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
@@ -62,7 +65,7 @@ class PhantomParallel(ParallelStyle):
         super().__init__()
         if init not in ("fit", "fresh"):
             raise ValueError(f'init must be "fit" or "fresh", got {init!r}')
-        self.blocks, self.ghosts, self.init = blocks, ghosts, init
+        self.blocks, self.ghosts, self.init, self.wire = blocks, ghosts, init, check_wire(wire)
         self.input_layout: Placement = input_layouts or Shard(-1)
         self.output_layout: Placement = output_layouts or Shard(-1)
         self.use_local_output = use_local_output
@@ -99,13 +102,13 @@ class PhantomParallel(ParallelStyle):
                 dist.broadcast(parameter.data, group=mesh.get_group(), group_src=self.src_data_rank)
 
     def _convert(self, linear: nn.Linear, mesh: DeviceMesh) -> None:
+        layout: dict[str, Any] = {"blocks": self.blocks, "ghosts": self.ghosts, "mesh": mesh, "wire": self.wire}
         if self.init == "fresh" or linear.weight.is_meta:
-            kwargs: dict[str, Any] = {"device": linear.weight.device, "dtype": linear.weight.dtype}
-            shape = linear.in_features, linear.out_features, linear.bias is not None
-            made = PhantomLinear(*shape, blocks=self.blocks, ghosts=self.ghosts, mesh=mesh, **kwargs)
+            kwargs = layout | {"device": linear.weight.device, "dtype": linear.weight.dtype}
+            made = PhantomLinear(linear.in_features, linear.out_features, linear.bias is not None, **kwargs)
             warn_about_conversion(linear, made.layout)
         else:
-            made = PhantomLinear.from_dense(linear, blocks=self.blocks, ghosts=self.ghosts, mesh=mesh)
+            made = PhantomLinear.from_dense(linear, **layout)
         # parallelize_module discards the module that a style returns for a child, so the module itself must change: it
         # takes the class, settings and parameters of the new one, and keeps its identity and hooks.
         linear.__class__ = PhantomLinear  # type: ignore[assignment]
@@ -122,7 +125,7 @@ class PhantomParallel(ParallelStyle):
         if layer.mesh is not None:
             raise ValueError(f"the layer is already sharded over {layer.group.size} ranks")
         shape = layer.in_features, layer.out_features, layer.bias is not None
-        layer._set_layout(*shape, self.blocks, self.ghosts, mesh, layer.local.dtype)
+        layer._set_layout(*shape, self.blocks, self.ghosts, mesh, self.wire, layer.local.dtype)
         for name in ("local", "compress", "decompress", "bias"):
             parameter = getattr(layer, name)
             if parameter is not None:
@@ -131,7 +134,7 @@ class PhantomParallel(ParallelStyle):
 
     def __repr__(self) -> str:
         return (
-            f"PhantomParallel(blocks={self.blocks}, ghosts={self.ghosts}, init={self.init!r}, "
+            f"PhantomParallel(blocks={self.blocks}, ghosts={self.ghosts}, init={self.init!r}, wire={self.wire!r}, "
             f"input_layouts={self.input_layout}, output_layouts={self.output_layout}, "
             f"use_local_output={self.use_local_output})"
         )

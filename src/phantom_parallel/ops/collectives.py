@@ -8,6 +8,11 @@ A *start* returns immediately with a tensor whose contents are in flight; a *fin
 loses track of a wait on a view of it, and the products would then read data that has not arrived. Both are functional
 collectives of torch, so they run in eager mode, trace under ``torch.compile`` and are visible to every dispatch mode.
 A group of one rank sends nothing.
+
+Gathered and scattered rows travel in the group's wire format (`ops.wire`). In a short format a reduce-scatter is an
+all-to-all whose slices are decoded and then summed here, so that no sum is ever rounded to the format. A rank's own
+rows are rounded like all others: what is gathered is the same on every rank. **exact** columns (B, e) travel in the
+same message at full precision: an all-gather returns those of all ranks, a reduce-scatter their sum over ranks.
 """
 
 from collections.abc import Callable
@@ -17,6 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from phantom_parallel.ops.blocks import is_creating_graph
+from phantom_parallel.ops.wire import decode, decode_exact, encode
+from phantom_parallel.utils.wire import WireFormat, check_wire
 
 _c10d = torch.ops._c10d_functional
 _all_gather, _reduce_scatter = _c10d.all_gather_into_tensor.default, _c10d.reduce_scatter_tensor.default
@@ -34,29 +43,47 @@ class RankGroup(NamedTuple):
     size: int
     name: str  # of the process group: a string can be copied, pickled and compiled, a ProcessGroup cannot
     native: bool  # whether to use the backend's all-gather and reduce-scatter, or build both from all-to-all
+    wire: WireFormat = "full"  # the format that features travel in
 
 
 SINGLE_RANK = RankGroup(rank=0, size=1, name="", native=True)
 
 
-def rank_group(mesh: DeviceMesh | RankGroup | None) -> RankGroup:
+class Pending(NamedTuple):
+    """A message in flight, and what it is decoded to: x with its exact columns, of which this rank's are here."""
+
+    message: Tensor
+    columns: int
+    dtype: torch.dtype
+    exact: Tensor | None
+
+
+class Arrived(NamedTuple):
+    """What a collective of features returns; ``exact`` is None if none was sent."""
+
+    values: Tensor
+    exact: Any = None
+
+
+def rank_group(mesh: DeviceMesh | RankGroup | None, wire: WireFormat = "full") -> RankGroup:
     """The group of all ranks of a mesh that `flat_mesh` takes; without a mesh, a group of this process only.
 
     Raises:
-        ValueError: If features cannot be sharded over the mesh.
+        ValueError: If features cannot be sharded over the mesh, or if there is no such wire format.
     """
+    check_wire(wire)
     if isinstance(mesh, RankGroup):
         return mesh
     mesh = flat_mesh(mesh)
-    return SINGLE_RANK if mesh is None else process_group(mesh.get_group(), mesh.device_type)
+    return SINGLE_RANK if mesh is None else process_group(mesh.get_group(), mesh.device_type, wire)
 
 
-def process_group(group: dist.ProcessGroup, device_type: str) -> RankGroup:
+def process_group(group: dist.ProcessGroup, device_type: str, wire: WireFormat = "full") -> RankGroup:
     """A process group as this rank sees it."""
     # gloo's all-gather and reduce-scatter take longer than its all-to-all of the same volume, above all when ranks
     # outnumber cores (benchmarks/exchange.py). NCCL, RCCL and the fake backend use their own.
     native = _backend(group, device_type) != "gloo"
-    return RankGroup(dist.get_rank(group), dist.get_world_size(group), group.group_name, native)
+    return RankGroup(dist.get_rank(group), dist.get_world_size(group), group.group_name, native, wire)
 
 
 def flat_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
@@ -70,6 +97,14 @@ def flat_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
     if mesh.mesh_dim_names == LEVELS:
         return mesh._flatten()
     raise ValueError(_wrong_mesh(mesh))
+
+
+def refuse_second_derivative(group: RankGroup) -> None:
+    """Raise RuntimeError in a backward that is itself recorded, if what it recomputes would be rounded for the wire."""
+    if group.size > 1 and group.wire != "full" and is_creating_graph():
+        raise RuntimeError(
+            f"second derivatives are not supported with features that travel as {group.wire}: use wire='full'"
+        )
 
 
 def _wrong_mesh(mesh: DeviceMesh) -> str:
@@ -100,40 +135,66 @@ def _call(op: Any, *args: Any) -> Tensor:
         return op(*args)
 
 
-def start_all_gather(x: Tensor, group: RankGroup) -> Tensor:
-    """Start to send x (B, c) to every rank."""
+def start_all_gather(x: Tensor, group: RankGroup, exact: Tensor | None = None) -> Pending:
+    """Start to send x (B, c) and its exact columns (B, e) to every rank."""
     if group.size == 1:
-        return x
+        return Pending(x, x.shape[1], x.dtype, exact)
+    message = encode(x, group.wire, exact)
     if group.native:
-        return _call(_all_gather, x.contiguous(), group.size, group.name)
-    copies = x.expand(group.size, *x.shape).reshape(group.size * x.shape[0], x.shape[1])  # (R B, c): one per rank
-    return start_all_to_all(copies, group)
+        sent = _call(_all_gather, message.contiguous(), group.size, group.name)
+    else:
+        sent = start_all_to_all(
+            message.expand(group.size, *message.shape).reshape(group.size * message.shape[0], message.shape[1]), group
+        )
+    return Pending(sent, x.shape[1], x.dtype, exact)
 
 
-def finish_all_gather(pending: Tensor, group: RankGroup) -> Tensor:
-    """Wait for the tensors of all ranks: (R, B, c)."""
-    arrived = pending if group.size == 1 else _call(_wait, pending)
-    return arrived.view(group.size, arrived.shape[0] // group.size, arrived.shape[1])
-
-
-def start_reduce_scatter(x: Tensor, group: RankGroup) -> Tensor:
-    """Start to sum slice r of x (R, B, c) on rank r."""
+def finish_all_gather(pending: Pending, group: RankGroup) -> Arrived:
+    """Wait for the tensors of all ranks: (R, B, c), and the exact columns (R, B, e)."""
+    message, columns, dtype, exact = pending
     if group.size == 1:
-        return x
-    rows = x.reshape(x.shape[0] * x.shape[1], x.shape[2])  # (R B, c)
-    if group.native:
-        return _call(_reduce_scatter, rows, "sum", group.size, group.name)
-    return start_all_to_all(rows, group)
-
-
-def finish_reduce_scatter(pending: Tensor, group: RankGroup) -> Tensor:
-    """Wait for this rank's sum: (B, c)."""
-    if group.size == 1:
-        return pending.squeeze(0)
-    arrived: Tensor = _call(_wait, pending)
-    return (
-        arrived if group.native else arrived.view(group.size, arrived.shape[0] // group.size, arrived.shape[1]).sum(0)
+        return Arrived(message.unsqueeze(0), None if exact is None else exact.unsqueeze(0))
+    arrived = _by_rank(_call(_wait, message), group)
+    return Arrived(
+        decode(arrived, group.wire, columns, dtype),
+        None if exact is None else decode_exact(arrived, group.wire, columns, exact.dtype),
     )
+
+
+def start_reduce_scatter(x: Tensor, group: RankGroup, exact: Tensor | None = None) -> Pending:
+    """Start to sum slice r of x (R, B, c) on rank r, and exact columns (B, e) on every rank.
+
+    At full precision the exact columns are rounded to the dtype of x, with which they are summed.
+    """
+    columns, dtype = x.shape[2], x.dtype
+    if group.size == 1:
+        return Pending(x, columns, dtype, exact)
+    if exact is not None:
+        exact = (exact.to(dtype) if group.wire == "full" else exact).expand(group.size, *exact.shape)  # (R, B, e)
+    message = encode(x, group.wire, exact)
+    rows = message.reshape(message.shape[0] * message.shape[1], message.shape[2])  # (R B, c + e)
+    if group.native and group.wire == "full":
+        return Pending(_call(_reduce_scatter, rows, "sum", group.size, group.name), columns, dtype, exact)
+    return Pending(start_all_to_all(rows, group), columns, dtype, exact)
+
+
+def finish_reduce_scatter(pending: Pending, group: RankGroup) -> Arrived:
+    """Wait for this rank's sum: (B, c), and the sum of the exact columns (B, e)."""
+    message, columns, dtype, exact = pending
+    if group.size == 1:
+        return Arrived(message.squeeze(0), exact)
+    arrived = _call(_wait, message)
+    if group.wire != "full":
+        slices = _by_rank(arrived, group)
+        values = decode(slices, group.wire, columns, dtype).sum(0)
+        return Arrived(values, None if exact is None else decode_exact(slices, group.wire, columns, exact.dtype).sum(0))
+    total = arrived if group.native else _by_rank(arrived, group).sum(0)  # (B, c + e)
+    return Arrived(total[:, :columns], None if exact is None else total[:, columns:])
+
+
+def _by_rank(rows: Tensor, group: RankGroup) -> Tensor:
+    """(R B, c) -> (R, B, c)."""
+    return rows.view(group.size, rows.shape[0] // group.size, rows.shape[1])
 
 
 def start_all_to_all(rows: Tensor, group: RankGroup) -> Tensor:

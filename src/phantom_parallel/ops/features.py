@@ -28,14 +28,14 @@ def take_features(x: Tensor, group: RankGroup) -> Tensor:
 
 def all_gather_features(x: Tensor, group: RankGroup) -> Tensor:
     """(..., m) on every rank -> (..., R m)."""
-    gathered = finish_all_gather(start_all_gather(x.reshape(-1, x.shape[-1]), group), group)
+    gathered = finish_all_gather(start_all_gather(x.reshape(-1, x.shape[-1]), group), group).values
     return merge_blocks(gathered).view(*x.shape[:-1], group.size * x.shape[-1])
 
 
 def reduce_scatter_features(x: Tensor, group: RankGroup) -> Tensor:
     """(..., R m) on every rank -> (..., m), this rank's slice of the sum."""
     slices = split_blocks(x.reshape(-1, x.shape[-1]), group.size)
-    own = finish_reduce_scatter(start_reduce_scatter(slices, group), group)
+    own = finish_reduce_scatter(start_reduce_scatter(slices, group), group).values
     return own.view(*x.shape[:-1], x.shape[-1] // group.size)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from phantom_parallel.ops.collectives import (
+    Pending,
     RankGroup,
     finish_all_gather,
     finish_reduce_scatter,
@@ -23,6 +24,7 @@ from phantom_parallel.ops.collectives import (
     start_all_gather,
     start_reduce_scatter,
 )
+from phantom_parallel.utils.wire import WireFormat
 
 
 class TwoLevelGroup(NamedTuple):
@@ -40,29 +42,37 @@ class TwoLevelGroup(NamedTuple):
     def size(self) -> int:
         return self.everyone.size
 
+    @property
+    def wire(self) -> WireFormat:
+        return self.everyone.wire
+
+    def with_wire(self, wire: WireFormat) -> "TwoLevelGroup":
+        return TwoLevelGroup(*(group._replace(wire=wire) for group in self))
+
 
 Group = RankGroup | TwoLevelGroup
 _made: dict[tuple[str, int], tuple[dist.ProcessGroup, TwoLevelGroup]] = {}  # by the name of the group and by blocks
 
 
-def block_group(mesh: DeviceMesh | None, blocks: int) -> Group:
+def block_group(mesh: DeviceMesh | None, blocks: int, wire: WireFormat = "full") -> Group:
     """The ranks of a mesh that share ``blocks`` blocks; on more ranks than blocks, with their two levels.
 
     Args:
         mesh: A one-dimensional mesh, whose two levels are then made, or one with the dimensions (blocks, inside).
         blocks: Number of blocks. Every rank of the mesh calls this with the same number.
+        wire: Format in which features travel, on both levels.
 
     Raises:
         ValueError: If the mesh has other dimensions, or another number of blocks.
     """
-    everyone = rank_group(mesh)
+    everyone = rank_group(mesh, wire)
     if mesh is not None and mesh.ndim == 2 and mesh.size(1) > 1:
         if mesh.size(0) != blocks:
             raise ValueError(
                 f"a mesh of {mesh.size(0)} blocks with {mesh.size(1)} ranks inside each is for layers with "
                 f"blocks={mesh.size(0)}, got blocks={blocks}"
             )
-        return TwoLevelGroup(everyone, *(process_group(mesh.get_group(dim), mesh.device_type) for dim in (0, 1)))
+        return TwoLevelGroup(everyone, *(process_group(mesh.get_group(dim), mesh.device_type, wire) for dim in (0, 1)))
     if mesh is None or everyone.size <= blocks or everyone.size % blocks:
         return everyone
     group = mesh.get_group()
@@ -70,7 +80,7 @@ def block_group(mesh: DeviceMesh | None, blocks: int) -> Group:
     if made is None or made[0] is not group:  # a name may return after all groups were destroyed
         made = group, _make_levels(group, everyone, blocks, mesh.device_type)
         _made[everyone.name, blocks] = made
-    return made[1]
+    return made[1].with_wire(wire)
 
 
 def _make_levels(group: dist.ProcessGroup, everyone: RankGroup, blocks: int, device_type: str) -> TwoLevelGroup:
@@ -84,24 +94,24 @@ def _make_levels(group: dist.ProcessGroup, everyone: RankGroup, blocks: int, dev
     return TwoLevelGroup(everyone, across, inside)
 
 
-def start_inside(arrived: Tensor, group: TwoLevelGroup) -> Tensor:
+def start_inside(arrived: Tensor, group: TwoLevelGroup) -> Pending:
     """Start to send what arrived from across, (p, B, c), to the ranks inside."""
     return start_all_gather(arrived.reshape(-1, arrived.shape[2]), group.inside)
 
 
-def finish_inside(pending: Tensor, group: TwoLevelGroup) -> Tensor:
+def finish_inside(pending: Pending, group: TwoLevelGroup) -> Tensor:
     """Wait for what arrived at all ranks inside, by place and block: (t, p, B, c)."""
-    gathered = finish_all_gather(pending, group.inside)  # (t, p B, c)
+    gathered = finish_all_gather(pending, group.inside).values  # (t, p B, c)
     p, c = group.across.size, gathered.shape[2]
     return gathered.view(group.inside.size, p, gathered.shape[1] // p, c)
 
 
-def start_sum_inside(slices: Tensor, group: TwoLevelGroup) -> Tensor:
+def start_sum_inside(slices: Tensor, group: TwoLevelGroup) -> Pending:
     """Start to sum slices (t, p, B, c), by place and block, over the ranks inside."""
     return start_reduce_scatter(slices.reshape(slices.shape[0], -1, slices.shape[3]), group.inside)
 
 
-def finish_sum_inside(pending: Tensor, group: TwoLevelGroup) -> Tensor:
+def finish_sum_inside(pending: Pending, group: TwoLevelGroup) -> Tensor:
     """Wait for this place's sums, by block: (p, B, c), to be summed across."""
-    total = finish_reduce_scatter(pending, group.inside)  # (p B, c)
+    total = finish_reduce_scatter(pending, group.inside).values  # (p B, c)
     return total.view(group.across.size, total.shape[0] // group.across.size, total.shape[1])

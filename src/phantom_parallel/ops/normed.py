@@ -12,8 +12,8 @@ dLoss/dy and u = w x,
     dw  = sum r x du                           over rows
     dx  = r (w du - r x t / n)
 
-The squares are float32 or better, independent of the dtype of the products: in an exchange of shorter words a square
-takes two columns, bit for bit. t is rounded to the dtype of the gradients that it is sent with.
+Both sums are exact columns of their exchange (`ops.collectives`): the squares are float32 or better, independent of the
+dtype of the products and of the wire format, and t too except where it is summed with gradients of shorter words.
 """
 
 from typing import Any
@@ -40,6 +40,7 @@ from phantom_parallel.ops.collectives import (
     RankGroup,
     finish_all_gather,
     finish_reduce_scatter,
+    refuse_second_derivative,
     start_all_gather,
     start_reduce_scatter,
 )
@@ -107,11 +108,11 @@ class _NormedPhantomLinear(Function):
         q, features = blocks // group.size, x.shape[1] * group.size
         us = split_blocks((x * norm).to(local.dtype), q)  # w x: (q, B, m_in)
         ghosts = merge_blocks(matmul_blocks(us, compress))  # g: (B, q k)
-        pending = start_all_gather(_with_squares(ghosts, x), group)  # in flight
+        pending = start_all_gather(ghosts, group, _squares(x))  # in flight
         ys = matmul_blocks(us, local)  # L u: (q, B, m_out), overlapped
-        gathered, squares = _without_squares(finish_all_gather(pending, group), ghosts.shape[1])  # (R, B, q k), (B, 1)
+        gathered, squares = finish_all_gather(pending, group)  # (R, B, q k), (R, B, 1)
         ys = matmul_blocks(ghosts_of_others(gathered, blocks, group), decompress, add_to=ys)  # + D g
-        r = (squares / features + eps).rsqrt()  # (B, 1)
+        r = (squares.sum(0) / features + eps).rsqrt()  # (B, 1)
         y = merge_blocks(ys).mul_(r)  # (B, q m_out)
         ctx.save_for_backward(x, norm, local, compress, decompress, gathered, r, y)
         ctx.eps, ctx.blocks, ctx.group = eps, blocks, group
@@ -122,6 +123,7 @@ class _NormedPhantomLinear(Function):
         x, norm, local, compress, decompress, gathered, r, y = ctx.saved_tensors
         blocks, group = ctx.blocks, ctx.group
         need_x, need_norm, need_local, need_compress, need_decompress = ctx.needs_input_grad[:5]
+        refuse_second_derivative(group)
         if is_creating_graph():  # the saved results have no graph: a second derivative goes through the composed form
             inputs = (x, norm, local, compress, decompress)
             return *recorded_grads(_composed_phantom, inputs, ctx.eps, blocks, group, d=d), None, None, None
@@ -132,7 +134,7 @@ class _NormedPhantomLinear(Function):
         needs_h = need_x or need_norm or need_compress
         if needs_h:
             h = sum_by_source(matmul_blocks_t(ds, decompress), blocks, group)  # partial h: (R, B, q k)
-            pending = start_reduce_scatter(_with_partial_t(h, d, y), group)  # in flight
+            pending = start_reduce_scatter(h, group, _partial_t(d, y))  # in flight
         xr = x * r  # (B, q m_in)
         us = split_blocks((xr * norm).to(local.dtype), q)  # r w x: (q, B, m_in), so that d needs no r
         if need_local:
@@ -144,8 +146,8 @@ class _NormedPhantomLinear(Function):
         if need_x or need_norm:
             dus = matmul_blocks_t(ds, local)  # L^T d: (q, B, m_in)
         if needs_h:
-            arrived = finish_reduce_scatter(pending, group)  # (B, q k + 1)
-            hs, t = split_blocks(arrived[:, :-1], q), arrived[:, -1:]  # h: (q, B, k), t: (B, 1)
+            own, t = finish_reduce_scatter(pending, group)  # (B, q k), (B, 1)
+            hs = split_blocks(own, q)  # h: (q, B, k)
             if need_compress:
                 d_compress = weight_grad(hs, us)  # (q k, m_in)
             if need_x or need_norm:
@@ -160,9 +162,9 @@ class _GatherNormed(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, norm: Tensor, eps: float, group: RankGroup, dtype: torch.dtype) -> Tensor:
         width = x.shape[1]
-        pending = start_all_gather(_with_squares((x * norm).to(dtype), x), group)  # (B, m) and squares
-        gathered, squares = _without_squares(finish_all_gather(pending, group), width)  # (R, B, m), (B, 1)
-        r = (squares / (width * group.size) + eps).rsqrt()
+        pending = start_all_gather((x * norm).to(dtype), group, _squares(x))  # (B, m) and squares
+        gathered, squares = finish_all_gather(pending, group)  # (R, B, m), (R, B, 1)
+        r = (squares.sum(0) / (width * group.size) + eps).rsqrt()
         y = (merge_blocks(gathered) * r).to(dtype)  # (B, R m)
         ctx.save_for_backward(x, norm, r, y)
         ctx.eps, ctx.group = eps, group
@@ -172,30 +174,22 @@ class _GatherNormed(Function):
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         x, norm, r, y = ctx.saved_tensors
         group = ctx.group
+        refuse_second_derivative(group)
         if is_creating_graph():
             return *recorded_grads(_composed_gather, (x, norm), ctx.eps, group, y.dtype, d=d), None, None, None
-        slices = _with_partial_t(split_blocks(d, group.size), d, y)  # (R, B, m + 1)
-        arrived = finish_reduce_scatter(start_reduce_scatter(slices, group), group)
-        return *_norm_grads(arrived[:, :-1], x, x * r, norm, r, arrived[:, -1:], group), None, None, None
+        slices = split_blocks(d, group.size)  # (R, B, m)
+        du, t = finish_reduce_scatter(start_reduce_scatter(slices, group, _partial_t(d, y)), group)
+        return *_norm_grads(du, x, x * r, norm, r, t, group), None, None, None
 
 
-def _with_squares(sent: Tensor, x: Tensor) -> Tensor:
-    """sent (B, c), with the squares of this rank's x (B, m) in as many further columns as their bits fill."""
-    squares = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=_precise(x)).square()
-    return torch.cat([sent, squares.view(sent.dtype)], 1)
+def _squares(x: Tensor) -> Tensor:
+    """This rank's part of the sum of squares of a row of x (B, m): (B, 1)."""
+    return torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=_precise(x)).square()
 
 
-def _without_squares(gathered: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """The gathered columns (R, B, columns) and the squares summed over ranks, (B, 1)."""
-    squares = gathered[:, :, columns:].contiguous()
-    precise = torch.float64 if squares.shape[2] * squares.element_size() == 8 else torch.float32
-    return gathered[:, :, :columns], squares.view(precise).sum(0)
-
-
-def _with_partial_t(slices: Tensor, d: Tensor, y: Tensor) -> Tensor:
-    """slices (R, B, c), with this rank's part of t for every rank in a last column."""
-    t = (d * y).sum(1, keepdim=True, dtype=_precise(d)).to(slices.dtype)  # (B, 1)
-    return torch.cat([slices, t.expand(slices.shape[0], *t.shape)], 2)
+def _partial_t(d: Tensor, y: Tensor) -> Tensor:
+    """This rank's part of t: (B, 1)."""
+    return (d * y).sum(1, keepdim=True, dtype=_precise(d))
 
 
 def _norm_grads(

@@ -23,6 +23,7 @@ overlapping windows of one matrix.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
@@ -43,6 +44,7 @@ from phantom_parallel.ops.collectives import (
     RankGroup,
     finish_all_gather,
     finish_reduce_scatter,
+    refuse_second_derivative,
     start_all_gather,
     start_reduce_scatter,
 )
@@ -108,7 +110,7 @@ class _PhantomLinear(Function):
         xs = split_blocks(x, q)  # (q, B, m_in)
         pending = start_all_gather(merge_blocks(matmul_blocks(xs, compress)), group)  # g: (B, q k), in flight
         zs = matmul_blocks(xs, local)  # L x: (q, B, m_out), overlapped
-        gathered = finish_all_gather(pending, group)  # g of all: (R, B, q k)
+        gathered = finish_all_gather(pending, group).values  # g of all: (R, B, q k)
         zs = matmul_blocks(ghosts_of_others(gathered, blocks, group), decompress, add_to=zs)  # + D g
         z = merge_blocks(zs)  # (B, q m_out)
 
@@ -127,6 +129,7 @@ class _PhantomLinear(Function):
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         x, gathered, local, compress, decompress = ctx.saved_tensors
         blocks, group = ctx.blocks, ctx.group
+        refuse_second_derivative(group)
         need_x, need_local, need_compress, need_decompress, need_bias = ctx.needs_input_grad[:5]
         q = blocks // group.size
         dxs = d_local = d_compress = d_decompress = d_bias = None
@@ -144,14 +147,15 @@ class _PhantomLinear(Function):
                     raise RuntimeError(
                         "a second derivative by x and decompress needs local or compress to require grad"
                     )
-                gathered = finish_all_gather(start_all_gather(merge_blocks(matmul_blocks(xs, compress)), group), group)
+                again = start_all_gather(merge_blocks(matmul_blocks(xs, compress)), group)
+                gathered = finish_all_gather(again, group).values
             d_decompress = weight_grad(ds, ghosts_of_others(gathered, blocks, group))  # d^T g: (q m_out, (p-1) k)
         if need_bias:
             d_bias = d.sum(0)  # (q m_out)
         if need_x:
             dxs = matmul_blocks_t(ds, local)  # L^T d: (q, B, m_in)
         if need_x or need_compress:
-            hs = split_blocks(finish_reduce_scatter(pending, group), q)  # h: (q, B, k)
+            hs = split_blocks(finish_reduce_scatter(pending, group).values, q)  # h: (q, B, k)
             if need_compress:
                 d_compress = weight_grad(hs, xs)  # h^T x: (q k, m_in)
             if need_x:
@@ -174,9 +178,12 @@ def ghosts_of_others(gathered: Tensor, blocks: int, group: RankGroup) -> Tensor:
 def sum_by_source(h: Tensor, blocks: int, group: RankGroup) -> Tensor:
     """The conjugate of ``ghosts_of_others``: (q, B, (p-1) k) by receiver, summed by source, to (R, B, q k) by owner."""
     q, rows, ghosts = h.shape[0], h.shape[1], h.shape[2] // (blocks - 1)
-    ring = h.new_zeros(rows, (blocks + q - 1) * ghosts)
-    for i in range(q):
-        ring[:, i * ghosts : (i + blocks - 1) * ghosts] += h[i]
+    if torch.compiler.is_compiling():  # updates of slices of slices take Inductor minutes
+        ring = torch.stack([F.pad(h[i], (i * ghosts, (q - i) * ghosts)) for i in range(q)]).sum(0)
+    else:
+        ring = h.new_zeros(rows, (blocks + q - 1) * ghosts)
+        for i in range(q):
+            ring[:, i * ghosts : (i + blocks - 1) * ghosts] += h[i]
     ring[:, : (q - 1) * ghosts] += ring[:, blocks * ghosts :]  # the part that wrapped around
     natural = torch.roll(ring[:, : blocks * ghosts], (group.rank * q + 1) * ghosts, 1)  # (B, p k)
     return split_blocks(natural, group.size)

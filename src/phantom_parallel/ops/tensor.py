@@ -32,6 +32,7 @@ from phantom_parallel.ops.collectives import (
     RankGroup,
     finish_all_gather,
     finish_reduce_scatter,
+    refuse_second_derivative,
     start_all_gather,
     start_reduce_scatter,
 )
@@ -61,10 +62,12 @@ class _TensorLinear(Function):
         end = own + x.shape[1]
         pending = start_all_gather(x, group)  # (R, B, m_in), in flight
         z = torch.mm(x, weight[:, own:end].t())  # (B, m_out), overlapped
-        gathered = x if group.size == 1 else merge_blocks(finish_all_gather(pending, group))  # (B, n_in)
+        gathered = x if group.size == 1 else merge_blocks(finish_all_gather(pending, group).values)  # (B, n_in)
         if group.size > 1:
             z = add_product(z, gathered[:, :own], weight[:, :own].t())
             z = add_product(z, gathered[:, end:], weight[:, end:].t())
+            if group.wire != "full":
+                gathered[:, own:end] = x  # the product used it as it is
 
         x_grad, weight_grad, _ = ctx.needs_input_grad[:3]
         ctx.save_for_backward(gathered if weight_grad else None, weight if x_grad else None)
@@ -75,6 +78,7 @@ class _TensorLinear(Function):
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         gathered, weight = ctx.saved_tensors
         group = ctx.group
+        refuse_second_derivative(group)
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         dx = d_weight = d_bias = None
 
@@ -91,5 +95,5 @@ class _TensorLinear(Function):
         if need_bias:
             d_bias = d.sum(0)  # (m_out)
         if need_x:
-            dx = finish_reduce_scatter(pending, group)  # (B, m_in)
+            dx = finish_reduce_scatter(pending, group).values  # (B, m_in)
         return dx, d_weight, d_bias, None

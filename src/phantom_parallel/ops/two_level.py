@@ -31,6 +31,7 @@ from phantom_parallel.ops.blocks import add_product, is_creating_graph, merge_bl
 from phantom_parallel.ops.collectives import (
     finish_all_gather,
     finish_reduce_scatter,
+    refuse_second_derivative,
     start_all_gather,
     start_reduce_scatter,
 )
@@ -62,10 +63,12 @@ class TwoLevelLinear(Function):
         across, inside = group.across, group.inside
         pending = start_all_gather(x, inside)  # x_i[s]: (B, m_in / t), in flight
         z = own_product(x, local, group)  # overlapped
-        xs = merge_blocks(finish_all_gather(pending, inside))  # x_i: (B, m_in)
+        xs = merge_blocks(finish_all_gather(pending, inside).values)  # x_i: (B, m_in)
+        if group.wire != "full":
+            xs.narrow(1, inside.rank * x.shape[1], x.shape[1]).copy_(x)  # as its product used it
         pending = start_all_gather(torch.mm(xs, compress.t()), across)  # g_i[s]: (B, k / t), in flight
         z = add_other_products(z, xs, local, group)  # L x: (B, m_out / t), overlapped
-        pending = start_inside(finish_all_gather(pending, across), group)  # g_j[s]: (p, B, k / t), in flight
+        pending = start_inside(finish_all_gather(pending, across).values, group)  # g_j[s]: (p, B, k / t), in flight
         ghosts = others_in_ring(finish_inside(pending, group), group)  # (B, (p-1) k)
         z = add_product(z, ghosts, decompress.t())  # + D g
 
@@ -88,6 +91,7 @@ class TwoLevelLinear(Function):
         group: TwoLevelGroup = ctx.group
         across, inside = group.across, group.inside
         need_x, need_local, need_compress, need_decompress, need_bias = ctx.needs_input_grad[:5]
+        refuse_second_derivative(group.everyone)
         if is_creating_graph():  # the saved results have no graph: a second derivative goes through the composed form
             return *recorded_grads(composed_linear, (x, local, compress, decompress, bias), group, d=d), None
         dx = d_local = d_compress = d_decompress = d_bias = None
@@ -105,7 +109,7 @@ class TwoLevelLinear(Function):
         elif need_local:
             d_local = torch.mm(d.t(), xs)  # overlapped
         if needs_h:
-            h = finish_reduce_scatter(pending, across)  # h_i[s]: (B, k / t)
+            h = finish_reduce_scatter(pending, across).values  # h_i[s]: (B, k / t)
         if need_x:
             pending = start_reduce_scatter(
                 slices_by_place(h, compress, group, add_to=dxs), inside
@@ -117,7 +121,7 @@ class TwoLevelLinear(Function):
         if need_bias:
             d_bias = d.sum(0)  # (m_out / t)
         if need_x:
-            dx = finish_reduce_scatter(pending, inside)  # (B, m_in / t)
+            dx = finish_reduce_scatter(pending, inside).values  # (B, m_in / t)
         return dx, d_local, d_compress, d_decompress, d_bias, None
 
 

@@ -62,7 +62,8 @@ class _CrossEntropy(Function):
         weights = (logits - top).exp_()  # (B, V / R)
         target = torch.where(here, logits.gather(1, index), 0.0)
         sent = torch.cat([top, weights.sum(1, keepdim=True), target], 1)  # (B, 3)
-        tops, sums, found = finish_all_gather(start_all_gather(sent, group), group).unbind(2)  # (R, B) each
+        exact = group._replace(wire="full")  # the exponents of what follows: never rounded
+        tops, sums, found = finish_all_gather(start_all_gather(sent, exact), exact).values.unbind(2)  # (R, B) each
         highest = tops.amax(0)
         total = (sums * (tops - highest).exp()).sum(0)  # (B)
         scale = (top.squeeze(1) - highest).exp() / total  # of this rank's weights to probabilities

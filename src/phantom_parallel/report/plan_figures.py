@@ -11,6 +11,7 @@ from phantom_parallel.cost.planner import Candidate, Plan, PlanRequest
 from phantom_parallel.report.plots import LOOKS as LOOKS
 from phantom_parallel.report.plots import SECOND_PHANTOM as SECOND_PHANTOM
 from phantom_parallel.utils.files import atomic_file
+from phantom_parallel.utils.wire import in_words
 
 
 def draw_scaling(request: PlanRequest, curves: Mapping[str, Sequence[Candidate]], folder: Path) -> list[Path]:
@@ -86,7 +87,8 @@ def _frontier(axes: Axes, front: Sequence[Candidate], label: str, style: str) ->
 
 
 def _subject(request: PlanRequest) -> str:
-    return f"{request.model.summary}, batch {request.batch:,}, {request.dtype} on {request.profile.name}"
+    wire = in_words(request.wire)
+    return f"{request.model.summary}, batch {request.batch:,}, {request.dtype} on {request.profile.name}{wire}"
 
 
 def save(figure: Figure, stem: Path) -> list[Path]:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, Self, get_args
 from phantom_parallel.utils.layout import positive
 from phantom_parallel.utils.numbers import is_finite
 from phantom_parallel.utils.strategies import DEFAULT_GHOSTS, Strategy, StrategyName, default_blocks, get_strategy
+from phantom_parallel.utils.wire import WireFormat
 
 Schedule = Literal["constant", "linear", "cosine"]
 OptimizerName = Literal["sgd", "adamw"]
@@ -85,6 +86,9 @@ class TrainConfig:
     """Multiplier of the learning rate of D (the decompressors), for phantom."""
     dtype: Precision = "fp32"
     """fp32, or bf16 mixed precision: autocast with weights in fp32."""
+    wire: WireFormat = "full"
+    """Format in which activations, ghosts and their gradients travel between the ranks that share a model: as they are
+    (full), bf16, or int8 with one scale per row. Products and sums keep their precision."""
     compile: bool = False
     """Compile the model with torch.compile."""
     seed: int = 0
@@ -101,7 +105,12 @@ class TrainConfig:
     """Data set."""
 
     def __post_init__(self) -> None:
-        for name, kind in (("schedule", Schedule), ("optimizer", OptimizerName), ("dtype", Precision)):
+        for name, kind in (
+            ("schedule", Schedule),
+            ("optimizer", OptimizerName),
+            ("dtype", Precision),
+            ("wire", WireFormat),
+        ):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")
         intervals = ("log_every", "eval_every", "checkpoint_every", "keep")
@@ -112,6 +121,7 @@ class TrainConfig:
             }
         )
         strategy = get_strategy(self.strategy)
+        strategy.check_wire(self.wire)
         if strategy.has_blocks:
             self._fill("blocks", default_blocks(self.ranks))
             self._fill("ghosts", DEFAULT_GHOSTS)
@@ -250,6 +260,6 @@ class TrainConfig:
         for field in fields(self):
             if field.name in self.may_change:
                 continue
-            before, now = earlier.get(field.name), getattr(self, field.name)
+            before, now = earlier.get(field.name, field.default), getattr(self, field.name)
             if before != now:
                 raise ValueError(f"{where} was trained with {field.name}={before!r}, not {now!r}: resume with the same")

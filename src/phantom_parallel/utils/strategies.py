@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from phantom_parallel.utils.layout import positive
+from phantom_parallel.utils.wire import WireFormat, check_wire
 
 StrategyName = Literal["phantom", "tensor", "megatron", "dense", "fsdp", "pipeline"]
 DEFAULT_GHOSTS = 16
@@ -49,6 +50,16 @@ class Strategy:
         positive(ranks=ranks)
         if self.single_rank and ranks > 1:
             raise ValueError(f"the strategy {self.name} runs on one rank, got ranks={ranks}: use another one, or dp")
+
+    def check_wire(self, wire: WireFormat) -> None:
+        """Raise ValueError if values cannot travel between the ranks of a model in this format."""
+        check_wire(wire)
+        if wire != "full" and (self.shards_rows or self.splits_depth):
+            exchanged = "weights" if self.shards_rows else "activations of stages"
+            raise ValueError(
+                f"wire={wire!r} is a format of strategies that cut features over ranks, and {self.name} exchanges "
+                f"{exchanged}: leave it out"
+            )
 
     def check_blocks(self, blocks: int | None, ghosts: int | None) -> None:
         """Raise ValueError if blocks and ghosts are missing where they are needed, or given where they are not."""

@@ -50,13 +50,18 @@ SHAPES = [
     shape_of("phantom", 1, qkv_bias=True, layer_ghosts=((1, 2, 3, 4), (2, 1, 1, 7))),
     shape_of("phantom", 2, qkv_bias=True, layers=3, layer_ghosts=((1, 2, 3, 4), (2, 1, 1, 7), (1, 2, 3, 4))),
     shape_of("megatron", 2, qkv_bias=True, recompute=True),
+    shape_of("phantom", 4, wire="int8"),
+    shape_of("phantom", 2, wire="int8", tie_embeddings=True, recompute=True, word_bytes=2),
+    shape_of("phantom", 2, wire="bf16", word_bytes=8),
+    shape_of("megatron", 4, wire="int8"),
+    shape_of("megatron", 2, wire="bf16", tie_embeddings=True, recompute=True),
 ]
 
 
 def name_of(shape: GPTShape) -> str:
     options = ("tie_embeddings", "recompute", "parallel_block", "qkv_bias")
     extra = [name for name in options if getattr(shape, name)]
-    return "-".join([shape.strategy, f"{shape.ranks}x{shape.dp}", f"{8 * shape.word_bytes}bit", *extra])
+    return "-".join([shape.strategy, f"{shape.ranks}x{shape.dp}", f"{8 * shape.word_bytes}bit", shape.wire, *extra])
 
 
 def count(shape: GPTShape) -> list[str]:

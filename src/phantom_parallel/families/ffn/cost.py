@@ -1,7 +1,7 @@
 """Cost terms of feed-forward networks: what one rank of an `FFN` computes, sends and keeps in a training step."""
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from phantom_parallel.cost.terms import (
     OPTIMIZER_STATES,
@@ -18,6 +18,7 @@ from phantom_parallel.cost.terms import (
 from phantom_parallel.families.ffn.config import LayerFeatures
 from phantom_parallel.utils.layout import BlockLayout, RowLayout, nearest_divisors, positive
 from phantom_parallel.utils.strategies import StrategyName, get_strategy
+from phantom_parallel.utils.wire import WireFormat
 
 # Activations whose derivative needs the input; that of relu and tanh needs the output only.
 KEEPS_INPUT = ("gelu", "silu")
@@ -42,6 +43,7 @@ class FFNShape(LayerFeatures, Shape):
     ghosts: int | None = None
     dp: int = 1
     word_bytes: int = 4
+    wire: WireFormat = "full"
     bias: bool = True
     activation: str = "relu"
     optimizer: Optimizer = "adam"
@@ -59,6 +61,7 @@ class FFNShape(LayerFeatures, Shape):
         if not 0 <= self.rank < self.ranks:
             raise ValueError(f"rank must be from 0 to {self.ranks - 1}, got {self.rank}")
         strategy.check_ranks(self.ranks)
+        strategy.check_wire(self.wire)
         strategy.check_blocks(self.blocks, self.ghosts)
         if not strategy.has_blocks and self.width % self.ranks:
             raise ValueError(
@@ -79,19 +82,20 @@ class FFNShape(LayerFeatures, Shape):
         return replace(self._map(index), streamed=(2 * words, 3 * words))
 
     def _map(self, index: int) -> LayerCost:
-        name, input_grad = f"layers.{index}", self.input_grad or index > 0
+        input_grad = self.input_grad or index > 0
+        given: dict[str, Any] = {"bias": self.bias, "wire": self.wire, "name": f"layers.{index}"}
         if self.strategy == "phantom":
             assert self.blocks is not None
             assert self.ghosts is not None
             blocks = BlockLayout(*self.features_of(index), self.blocks, self.ghosts, self.ranks)
-            return phantom_layer(blocks, self.batch, bias=self.bias, input_grad=input_grad, rank=self.rank, name=name)
+            return phantom_layer(blocks, self.batch, input_grad=input_grad, rank=self.rank, **given)
         rows = RowLayout(*self.features_of(index), self.ranks)
         if self.strategy == "megatron":
             if index % 2:
-                return row_layer(rows, self.batch, bias=self.bias, name=name)
+                return row_layer(rows, self.batch, **given)
             left_over = index == self.depth - 1
-            return column_layer(rows, self.batch, bias=self.bias, input_grad=input_grad, gather=left_over, name=name)
-        return tensor_layer(rows, self.batch, bias=self.bias, input_grad=input_grad, rank=self.rank, name=name)
+            return column_layer(rows, self.batch, input_grad=input_grad, gather=left_over, **given)
+        return tensor_layer(rows, self.batch, input_grad=input_grad, rank=self.rank, **given)
 
     @property
     def costs(self) -> tuple[LayerCost, ...]:

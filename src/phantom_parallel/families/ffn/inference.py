@@ -12,6 +12,7 @@ from phantom_parallel.families.ffn.model import FFN, FFNConfig
 from phantom_parallel.infer.predictor import Predictor
 from phantom_parallel.nn import PhantomLinear, TensorLinear
 from phantom_parallel.nn.sharded import full_tensor, to_local
+from phantom_parallel.utils.wire import WireFormat
 
 
 class FFNPredictor(Predictor):
@@ -20,7 +21,7 @@ class FFNPredictor(Predictor):
     def features(self, config: FFNConfig) -> tuple[int, int]:
         return config.model_features
 
-    def shape(self, config: FFNConfig, *, ranks: int, batch: int, word_bytes: int) -> FFNShape:
+    def shape(self, config: FFNConfig, *, ranks: int, batch: int, word_bytes: int, wire: WireFormat) -> FFNShape:
         return FFNShape(
             config.strategy,
             config.width,
@@ -30,6 +31,7 @@ class FFNPredictor(Predictor):
             blocks=config.blocks,
             ghosts=config.ghosts,
             word_bytes=word_bytes,
+            wire=wire,
             bias=config.bias,
             activation=config.activation,
             in_features=config.in_features,
@@ -52,7 +54,7 @@ def as_tensor(model: FFN) -> FFN:
     """
     parameter = next(model.parameters())
     config = replace(model.config, strategy="tensor", blocks=None, ghosts=None)
-    baseline = FFN(config, mesh=model.mesh, device="meta", dtype=parameter.dtype)
+    baseline = FFN(config, mesh=model.mesh, device="meta", dtype=parameter.dtype, wire=model.wire)
     baseline.to_empty(device=to_local(parameter).device)
     for sharded, layer in zip(baseline.layers, model.layers, strict=True):
         assert isinstance(sharded, TensorLinear)

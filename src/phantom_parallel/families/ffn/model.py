@@ -10,18 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 
 from phantom_parallel.distributed.fully_sharded import shard_fully
 from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.families.ffn.config import Activation, LayerFeatures
 from phantom_parallel.nn import PhantomLinear, TensorLinear
 from phantom_parallel.nn.init import init_rows
+from phantom_parallel.nn.megatron import column_style, row_style
 from phantom_parallel.nn.sharded import broadcast_seed
 from phantom_parallel.ops.collectives import flat_mesh, rank_group
 from phantom_parallel.utils.layout import MAX_LAYERS, BlockLayout, RowLayout, check_at_most, positive, stage_layers
 from phantom_parallel.utils.strategies import StrategyName, get_strategy
+from phantom_parallel.utils.wire import WireFormat
 
 STRATEGIES: tuple[StrategyName, ...] = ("phantom", "tensor", "megatron", "dense", "fsdp", "pipeline")
 
@@ -111,6 +112,8 @@ class FFN(nn.Module):
         mesh: One-dimensional device mesh of the ranks that share the model.
         device: Of the parameters; on the meta device call ``reset_parameters`` of the layers after ``to_empty``.
         dtype: Of the parameters.
+        wire: Format in which features and their gradients travel between the ranks of the mesh, as for
+            `PhantomLinear`.
         reshard_after_forward: For ``fsdp``, whether to free the gathered weights of a layer after its forward pass.
     """
 
@@ -121,19 +124,22 @@ class FFN(nn.Module):
         mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        wire: WireFormat = "full",
         reshard_after_forward: bool = True,
     ) -> None:
         super().__init__()
         flat = flat_mesh(mesh)
         strategy, ranks = get_strategy(config.strategy), rank_group(flat)
         strategy.check_ranks(ranks.size)
-        self.config, self.mesh = config, flat
+        strategy.check_wire(wire)
+        self.config, self.mesh, self.wire = config, flat, wire
         self.activate, gain = ACTIVATIONS[config.activation]
         self.stage = (
             stage_layers(config.depth, ranks.size, ranks.rank) if strategy.splits_depth else range(config.depth)
         )
         if not strategy.shards_features:  # the layers of the others check for themselves
-            check_agreement("an FFN", asdict(config) | {"dtype": str(dtype or torch.get_default_dtype())}, flat)
+            settings = {"wire": wire, "dtype": str(dtype or torch.get_default_dtype())}
+            check_agreement("an FFN", asdict(config) | settings, flat)
         self.layers = nn.ModuleList()
         for index in range(config.depth):
             # A layer's gain compensates for the activation before it, which the first layer does not have.
@@ -142,6 +148,7 @@ class FFN(nn.Module):
                 "gain": gain if index else 1.0,
                 "device": device,
                 "dtype": dtype,
+                "wire": wire,
             }
             if config.strategy == "phantom":
                 kwargs |= {"mesh": mesh, "blocks": config.blocks, "ghosts": config.ghosts}
@@ -184,10 +191,10 @@ def _linear(
 
 def _megatron_layer(config: FFNConfig, index: int, mesh: DeviceMesh, **kwargs: Any) -> nn.Linear:
     """A layer of a column and row pair, by torch's own styles; an unpaired last layer gathers its output."""
-    n_in, n_out = config.features_of(index)
+    wire, (n_in, n_out) = kwargs.pop("wire"), config.features_of(index)
     RowLayout(n_in, n_out, mesh.size())
     linear = _linear(n_in, n_out, mesh, **kwargs)
     last = index == config.depth - 1
-    style = RowwiseParallel() if index % 2 else ColwiseParallel(output_layouts=Replicate() if last else None)
+    style = row_style(wire) if index % 2 else column_style(wire, gather=last)
     parallelize_module(linear, mesh, style, src_data_rank=None)  # every rank has initialized the same weight
     return linear

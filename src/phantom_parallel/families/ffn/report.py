@@ -16,7 +16,7 @@ def measure_inference(
 ) -> dict[str, dict[str, Any]]:
     """Forward passes of a batch of rows, by each strategy."""
     models = {
-        name: FFN(cast(FFNTrainConfig, config).ffn(), mesh=context.tp, device=context.device)
+        name: FFN(cast(FFNTrainConfig, config).ffn(), mesh=context.tp, device=context.device, wire=config.wire)
         for name, config in configs.items()
     }
     return {name: one.to_dict() for name, one in measure(models, batch, turns=turns, profile=power).items()}

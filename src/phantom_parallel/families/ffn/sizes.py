@@ -34,19 +34,8 @@ class FFNSizes(FFNDimensions, ModelSizes):
 
 def shape_of(config: "FFNTrainConfig") -> FFNShape:
     """The shape of one step of a training."""
-    names = (
-        "strategy",
-        "width",
-        "depth",
-        "ranks",
-        "blocks",
-        "ghosts",
-        "dp",
-        "bias",
-        "activation",
-        "in_features",
-        "out_features",
-    )
+    layout = ("strategy", "ranks", "blocks", "ghosts", "dp", "wire")
+    names = (*layout, "width", "depth", "bias", "activation", "in_features", "out_features")
     return FFNShape(
         **{name: getattr(config, name) for name in names},
         batch=config.batch // config.dp,

@@ -1,7 +1,7 @@
 """Training of an FFN on rows of arrays, with the mean squared error as the loss."""
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,8 @@ class FFNTask(Task[FFNTrainConfig]):
     def __init__(self, config: FFNTrainConfig, parallel: ParallelContext) -> None:
         self.config, self.parallel = config, parallel
         strategy, reshard = get_strategy(config.strategy), config.reshard_after_forward
-        self.model = FFN(config.ffn(), mesh=parallel.tp, device=parallel.device, reshard_after_forward=reshard)
+        where: dict[str, Any] = {"mesh": parallel.tp, "device": parallel.device, "wire": config.wire}
+        self.model = FFN(config.ffn(), **where, reshard_after_forward=reshard)
         self._forward: Callable[[Tensor], Tensor] = self.model
         sharded = self.model.shards_features
         self.counts = sharded or strategy.shards_rows or parallel.tp_rank == 0

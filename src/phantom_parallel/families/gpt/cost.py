@@ -35,13 +35,16 @@ from phantom_parallel.cost.terms import (
     Shape,
     between_ranks,
     column_layer,
+    on_wire,
     phantom_layer,
     recomputed,
     row_layer,
+    summed_on_wire,
 )
 from phantom_parallel.families.gpt.config import GPTConfig, GPTStrategy
 from phantom_parallel.utils.layout import BlockLayout, RowLayout, positive
-from phantom_parallel.utils.strategies import StrategyName
+from phantom_parallel.utils.strategies import StrategyName, get_strategy
+from phantom_parallel.utils.wire import WireFormat
 
 Mode = Literal["train", "prefill", "decode"]
 MODES: tuple[str, ...] = get_args(Mode)
@@ -56,6 +59,7 @@ class GPTShape(Shape):
         sequence: positions of a sequence that a pass works on.
         batch: sequences of one copy.
         word_bytes: of parameters and activations: 8, 4 or 2.
+        wire: format in which features travel between ranks.
         recompute: whether layers are computed again in backward instead of being kept.
         rank: which one; all have equal work.
         mode: a training step, or a forward pass that fills a cache: `prefill` and `decode` make those.
@@ -79,6 +83,7 @@ class GPTShape(Shape):
     ghosts: int | None = None
     dp: int = 1
     word_bytes: int = 4
+    wire: WireFormat = "full"
     tie_embeddings: bool = False
     parallel_block: bool = False
     qkv_bias: bool = False
@@ -97,6 +102,7 @@ class GPTShape(Shape):
             raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZER_STATES)}, got {self.optimizer!r}")
         if self.word_bytes not in (8, 4, 2):
             raise ValueError(f"word_bytes must be 8, 4 or 2, got {self.word_bytes!r}")
+        get_strategy(self.strategy).check_wire(self.wire)
         if not 0 <= self.rank < self.ranks:
             raise ValueError(f"rank must be from 0 to {self.ranks - 1}, got {self.rank}")
         if self.mode not in MODES:
@@ -290,18 +296,20 @@ class GPTShape(Shape):
         """
         exchanges = []
         if self.strategy == "megatron":
-            exchanges.append(Exchange("x", "forward", "all_reduce", self.ranks, self.rows * self.dim))
+            exchanges += summed_on_wire("x", "forward", self.ranks, self.rows, self.dim, self.wire)
         weight = self.vocab * self.dim // self.ranks
         words = self.rows * self.stream
+        by_rows = self.strategy == "megatron" and self.ranks > 1
+        by_torch, masks = by_rows and self.wire == "full", by_rows and self.wire != "full"
         return LayerCost(
             name="embedding",
             parameters=(weight,),
             products=(),
             exchanges=between_ranks(exchanges),
             kept=0,
-            kept_bytes=self.rows * INDEX_BYTES,
+            kept_bytes=self.rows * (INDEX_BYTES + (1 if masks else 0)),
             streamed=(2 * words, 2 * words),
-            whole_gradients=(weight * self.ranks,) if self.strategy == "megatron" and not self.tie_embeddings else (),
+            whole_gradients=(weight * self.ranks,) if by_torch and not self.tie_embeddings else (),
         )
 
     def _into(self, name: str, out_features: int, ghosts: int | None, *, bias: bool = False) -> LayerCost:
@@ -316,21 +324,28 @@ class GPTShape(Shape):
                 bias=bias,
                 input_grad=True,
                 gather=False,
+                wire=self.wire,
                 name=name,
             )
             statistics += self._norm_bytes(rows)
             return replace(whole, parameters=(stream, *whole.parameters), kept_bytes=statistics, streamed=streamed)
-        plain = phantom_layer(self._blocks(self.dim, out_features, ghosts), rows, bias=bias, name=name)
-        extra = {"g": self._precise, "h": 1}
-        kept = plain.kept + rows * self.ranks * self._precise + rows * out_features // self.ranks
+        blocks = self._blocks(self.dim, out_features, ghosts)
+        plain = phantom_layer(blocks, rows, bias=bias, wire=self.wire, name=name)
+        if self.ranks > 1 and self.wire == "full":
+            statistics += rows * self.ranks * self._precise_bytes  # squares, in the message that the ghosts are kept in
         return replace(
             plain,
             parameters=(stream, *plain.parameters),
-            exchanges=tuple(replace(e, words=e.words + rows * extra[e.term]) for e in plain.exchanges),
-            kept=kept,
+            exchanges=tuple(self._with_sums(exchange, rows) for exchange in plain.exchanges),
+            kept=plain.kept + rows * out_features // self.ranks,
             kept_bytes=statistics,
             streamed=streamed,
         )
+
+    def _with_sums(self, exchange: Exchange, rows: int) -> Exchange:
+        """An exchange that also carries one of the norm's sums for each row. A reduce-scatter adds up words."""
+        each = self.word_bytes if exchange.op == "reduce_scatter" else self._precise_bytes
+        return replace(exchange, extra_bytes=exchange.extra_bytes + rows * each)
 
     def _norm_bytes(self, rows: int) -> int:
         """The norm of a whole stream keeps its input and that over its root mean square, in float32 or better."""
@@ -339,8 +354,9 @@ class GPTShape(Shape):
     def _back(self, name: str, in_features: int, ghosts: int | None) -> LayerCost:
         """A map from such features back to the stream."""
         if self.strategy == "phantom":
-            return phantom_layer(self._blocks(in_features, self.dim, ghosts), self.rows, bias=False, name=name)
-        return row_layer(RowLayout(in_features, self.dim, self.ranks), self.rows, bias=False, name=name)
+            blocks = self._blocks(in_features, self.dim, ghosts)
+            return phantom_layer(blocks, self.rows, bias=False, wire=self.wire, name=name)
+        return row_layer(RowLayout(in_features, self.dim, self.ranks), self.rows, bias=False, wire=self.wire, name=name)
 
     def _blocks(self, in_features: int, out_features: int, ghosts: int | None) -> BlockLayout:
         assert self.blocks is not None
@@ -401,14 +417,15 @@ class GPTShape(Shape):
             exchanges.append(Exchange("W", "forward", "all_to_all", ranks, piece))
             exchanges.append(Exchange("dW", "backward", "all_to_all", ranks, piece))
         if phantom:
-            exchanges.append(Exchange("y", "forward", "all_gather", ranks, rows * (self.stream + self._precise)))
-            exchanges.append(Exchange("dy", "backward", "reduce_scatter", ranks, rows * (self.stream + 1)))
+            gathered = Exchange("y", "forward", "all_gather", ranks, rows * self.stream)
+            scattered = Exchange("dy", "backward", "reduce_scatter", ranks, rows * self.stream)
+            exchanges += [self._with_sums(on_wire(e, rows, self.wire), rows) for e in (gathered, scattered)]
         else:
-            exchanges.append(Exchange("dy", "backward", "all_reduce", ranks, rows * self.dim))
+            exchanges += summed_on_wire("dy", "backward", ranks, rows, self.dim, self.wire, ("dW = d^T y",))
         if self.mode == "train":
             exchanges.append(Exchange("loss", "forward", "all_gather", ranks, rows * 3 * self._precise))
         else:
-            exchanges.append(Exchange("logits", "forward", "all_gather", ranks, rows * here))
+            exchanges.append(on_wire(Exchange("logits", "forward", "all_gather", ranks, rows * here), rows, self.wire))
         kept = (
             rows * self.dim + (rows * self.stream if phantom else 0) + (here * self.dim if self._exchanges_rows else 0)
         )

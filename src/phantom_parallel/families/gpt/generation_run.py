@@ -7,7 +7,7 @@ import signal
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -110,7 +110,8 @@ def _work(
     assert request is not None
     mesh = None if config.ranks == 1 else init_device_mesh(device.type, (config.ranks,), mesh_dim_names=("tp",))
     check_agreement("what to run", {name: str(value) for name, value in asdict(config).items()}, mesh)
-    model = load_model(config.model, mesh=mesh, device=device, strategy=strategy_on(config.model, config.ranks))
+    strategy = strategy_on(config.model, config.ranks)
+    model = load_model(config.model, mesh=mesh, device=device, strategy=strategy, wire=config.wire)
     assert isinstance(model, GPT)
     models = {model.config.strategy: model} | _baseline(model, config, mesh, device)
     rank_zero = mesh is None or mesh.get_local_rank() == 0
@@ -149,6 +150,7 @@ def _work(
         model=os.fspath(config.model),
         ranks=config.ranks,
         device=device.type,
+        wire=config.wire,
         prompt=request.texts[0].decode(errors="replace"),
         prompt_tokens=len(request.prompts[0]),
         prompts=[text.decode(errors="replace") for text in request.texts],
@@ -167,4 +169,5 @@ def _baseline(model: GPT, config: GenerateConfig, mesh: DeviceMesh | None, devic
     if config.against == "none" or model.config.strategy == config.against:
         return {}
     dtype = next(model.parameters()).dtype
-    return {config.against: GPT(baseline_config(model.config), mesh=mesh, device=device, dtype=dtype)}
+    where: dict[str, Any] = {"mesh": mesh, "device": device, "dtype": dtype, "wire": config.wire}
+    return {config.against: GPT(baseline_config(model.config), **where)}

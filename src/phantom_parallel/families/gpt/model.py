@@ -24,6 +24,7 @@ from phantom_parallel.ops import gather_features, vocabulary_cross_entropy
 from phantom_parallel.ops.collectives import SINGLE_RANK, rank_group
 from phantom_parallel.utils.layout import positive, stage_layers
 from phantom_parallel.utils.strategies import get_strategy
+from phantom_parallel.utils.wire import WireFormat
 
 
 class SwiGLU(nn.Module):
@@ -68,8 +69,9 @@ class GPT(nn.Module):
     On a mesh, ``phantom`` holds blocks / ranks blocks of the residual stream, with their heads, on each rank; a layer
     has four collectives forward and four backward, which carry ghosts. ``megatron`` replicates the stream and shards
     the maps with torch's own column and row styles, with two all-reduces of the stream per layer forward and two
-    backward. With ``parallel_block``, a layer has half as many. ``dense`` runs in one process. Tokens, losses and
-    logits are replicated.
+    backward; with another ``wire`` than "full" the products are the same and the exchanges are this library's. With
+    ``parallel_block``, a layer has half as many. ``dense`` runs in one process. Tokens, losses and logits are
+    replicated.
 
     ``fsdp`` shards the weights of the dense model by torch's ``fully_shard``, and each rank works on sequences of its
     own. ``pipeline`` has some consecutive layers on each rank, the embedding on the first and the head on the last;
@@ -82,6 +84,8 @@ class GPT(nn.Module):
         mesh: One-dimensional device mesh to shard the model over.
         device: Of the parameters; on the meta device call ``reset_parameters`` of the layers after ``to_empty``.
         dtype: Of the parameters.
+        wire: Format in which features and their gradients travel between the ranks of the mesh, as for `PhantomLinear`.
+            Sums of norms and of the loss, and rows of a tied head, are never rounded.
         activation_checkpointing: Save only the inputs of the layers and recompute the rest in backward, collectives
             included. Also an attribute.
         reshard_after_forward: For ``fsdp``, whether to free the gathered weights of a layer after its forward pass.
@@ -99,18 +103,21 @@ class GPT(nn.Module):
         mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        wire: WireFormat = "full",
         activation_checkpointing: bool = False,
         reshard_after_forward: bool = True,
     ) -> None:
         super().__init__()
-        self.config, self.mesh, self.activation_checkpointing = config, mesh, activation_checkpointing
-        strategy, ranks = get_strategy(config.strategy), rank_group(mesh)
+        self.config, self.mesh, self.wire, self.activation_checkpointing = config, mesh, wire, activation_checkpointing
+        strategy, ranks = get_strategy(config.strategy), rank_group(mesh, wire)
         self.group = ranks if strategy.splits_layers else SINGLE_RANK  # which share the work of a layer
         config.check_ranks(ranks.size)
-        check_agreement("a GPT", asdict(config) | {"dtype": str(dtype or torch.get_default_dtype())}, mesh)
+        strategy.check_wire(wire)
+        settings = {"wire": wire, "dtype": str(dtype or torch.get_default_dtype())}
+        check_agreement("a GPT", asdict(config) | settings, mesh)
         whole = range(config.layers)
         self.stage = stage_layers(config.layers, ranks.size, ranks.rank) if strategy.splits_depth else whole
-        parts = make_parts(config, mesh, device, dtype)
+        parts = make_parts(config, mesh, device, dtype, wire)
         to_stream = _gain_to_stream(config)
         parts.held = self.is_first_stage or (config.tie_embeddings and self.is_last_stage)
         self.embedding = _or_identity(parts.embedding(), parts.held)

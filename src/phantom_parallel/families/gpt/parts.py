@@ -7,14 +7,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from phantom_parallel.families.gpt.config import GPTConfig
 from phantom_parallel.nn.embedding import FeatureEmbedding, VocabularyHead
 from phantom_parallel.nn.init import init_rows
 from phantom_parallel.nn.linear import PhantomLinear
+from phantom_parallel.nn.megatron import column_style, row_style
 from phantom_parallel.nn.normed import NormedLinear, NormedPhantomLinear, rms_norm
-from phantom_parallel.nn.sharded import broadcast_seed
+from phantom_parallel.nn.sharded import broadcast_seed, to_local
+from phantom_parallel.ops.collectives import RankGroup, rank_group
+from phantom_parallel.ops.megatron import column_linear
+from phantom_parallel.utils.wire import WireFormat
 
 M = TypeVar("M", nn.Linear, nn.Embedding)
 
@@ -23,6 +27,10 @@ class ReplicatedStreamHead(NormedLinear):
     """The head of a replicated residual stream. A tied head takes the embedding's weight, which torch's styles have
     sharded by rows as they would shard the head's own.
     """
+
+    def __init__(self, norm: nn.Parameter, linear: nn.Module, eps: float, group: RankGroup) -> None:
+        super().__init__(norm, linear, eps)
+        self.group = group
 
     def tied_rows(self, weight: Tensor) -> Tensor:
         return weight
@@ -33,6 +41,8 @@ class ReplicatedStreamHead(NormedLinear):
         x = rms_norm(x, self.norm, self.eps)
         if not isinstance(rows, DTensor):
             return F.linear(x, rows)
+        if self.group.wire != "full":
+            return column_linear(x, to_local(rows), group=self.group)
         replicated = DTensor.from_local(x, rows.device_mesh, [Replicate()], run_check=False)
         logits = F.linear(replicated, rows)
         assert isinstance(logits, DTensor)
@@ -64,11 +74,15 @@ class Parts(Protocol):
 
 
 def make_parts(
-    config: GPTConfig, mesh: DeviceMesh | None, device: torch.device | str | None, dtype: torch.dtype | None
+    config: GPTConfig,
+    mesh: DeviceMesh | None,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    wire: WireFormat,
 ) -> Parts:
     """The parts for the strategy of a configuration."""
     parts = _PhantomParts if config.strategy == "phantom" else _ReplicatedStreamParts
-    return parts(config, mesh, device, dtype)
+    return parts(config, mesh, device, dtype, wire)
 
 
 def _embedding_std(config: GPTConfig) -> float:
@@ -77,9 +91,12 @@ def _embedding_std(config: GPTConfig) -> float:
 
 
 class _PhantomParts:
-    def __init__(self, config: GPTConfig, mesh: DeviceMesh | None, device: Any, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, config: GPTConfig, mesh: DeviceMesh | None, device: Any, dtype: torch.dtype | None, wire: WireFormat
+    ) -> None:
         self.config, self.held = config, True
         self.kwargs: dict[str, Any] = {"mesh": mesh, "device": device, "dtype": dtype}
+        self.wired = self.kwargs | {"wire": wire}
 
     def embedding(self) -> FeatureEmbedding:
         config = self.config
@@ -89,10 +106,10 @@ class _PhantomParts:
 
     def normed(self, in_features: int, out_features: int, ghosts: int | None, *, bias: bool = False) -> nn.Module:
         cut = self._cut(ghosts)
-        return NormedPhantomLinear(in_features, out_features, bias, eps=self.config.norm_eps, **cut, **self.kwargs)
+        return NormedPhantomLinear(in_features, out_features, bias, eps=self.config.norm_eps, **cut, **self.wired)
 
     def linear(self, in_features: int, out_features: int, ghosts: int | None, gain: float) -> nn.Module:
-        return PhantomLinear(in_features, out_features, False, gain=gain, **self._cut(ghosts), **self.kwargs)
+        return PhantomLinear(in_features, out_features, False, gain=gain, **self._cut(ghosts), **self.wired)
 
     def _cut(self, ghosts: int | None) -> dict[str, Any]:
         return {"blocks": self.config.blocks, "ghosts": ghosts}
@@ -100,15 +117,17 @@ class _PhantomParts:
     def head(self) -> VocabularyHead:
         config = self.config
         return VocabularyHead(
-            config.vocab, config.dim, tie_embeddings=config.tie_embeddings, eps=config.norm_eps, **self.kwargs
+            config.vocab, config.dim, tie_embeddings=config.tie_embeddings, eps=config.norm_eps, **self.wired
         )
 
 
 class _ReplicatedStreamParts:
-    """For strategies that have the whole stream; ``megatron`` applies torch's own styles to the same modules."""
+    """For strategies that have the whole stream; ``megatron`` applies torch's styles to the same modules."""
 
-    def __init__(self, config: GPTConfig, mesh: DeviceMesh | None, device: Any, dtype: torch.dtype | None) -> None:
-        self.config, self.held, self.ranks = config, True, mesh
+    def __init__(
+        self, config: GPTConfig, mesh: DeviceMesh | None, device: Any, dtype: torch.dtype | None, wire: WireFormat
+    ) -> None:
+        self.config, self.held, self.ranks, self.wire = config, True, mesh, wire
         self.mesh = mesh if config.strategy == "megatron" else None
         self.device = torch.device(device or (torch.get_default_device() if mesh is None else mesh.device_type))
         self.dtype = dtype
@@ -116,20 +135,21 @@ class _ReplicatedStreamParts:
     def embedding(self) -> nn.Embedding:
         vocab, dim = self.config.vocab, self.config.dim
         made = nn.Embedding(vocab, dim, device="meta", dtype=self.dtype)
-        style = RowwiseParallel(input_layouts=Replicate())
+        style = row_style(self.wire, embedding=True)
         return self._parallelize(made, style, gain=_embedding_std(self.config) * dim**0.5)
 
     def normed(self, in_features: int, out_features: int, ghosts: int | None, *, bias: bool = False) -> nn.Module:
-        linear = self._linear(in_features, out_features, ColwiseParallel(), bias=bias)
+        linear = self._linear(in_features, out_features, column_style(self.wire), bias=bias)
         return NormedLinear(self._norm(), linear, self._eps)
 
     def linear(self, in_features: int, out_features: int, ghosts: int | None, gain: float) -> nn.Module:
-        return self._linear(in_features, out_features, RowwiseParallel(), gain=gain)
+        return self._linear(in_features, out_features, row_style(self.wire), gain=gain)
 
     def head(self) -> ReplicatedStreamHead:
         config = self.config
-        linear = nn.Identity() if config.tie_embeddings else self._linear(config.dim, config.vocab, ColwiseParallel())
-        return ReplicatedStreamHead(self._norm(), linear, self._eps)
+        style = column_style(self.wire)
+        linear = nn.Identity() if config.tie_embeddings else self._linear(config.dim, config.vocab, style)
+        return ReplicatedStreamHead(self._norm(), linear, self._eps, rank_group(self.mesh, self.wire))
 
     @property
     def _eps(self) -> float:

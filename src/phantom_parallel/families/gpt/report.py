@@ -20,7 +20,8 @@ def measure_inference(
 ) -> dict[str, dict[str, Any]]:
     """Decoding by each strategy behind a prompt of half the context; a sample is one token of one sequence."""
     trainings = {name: cast(GPTTrainConfig, config) for name, config in configs.items()}
-    models = {name: GPT(one.gpt(), mesh=context.tp, device=context.device) for name, one in trainings.items()}
+    where: dict[str, Any] = {"mesh": context.tp, "device": context.device}
+    models = {name: GPT(one.gpt(), **where, wire=one.wire) for name, one in trainings.items()}
     half = min(one.context for one in trainings.values()) // 2
     prompt = torch.zeros(batch, half, dtype=torch.int64, device=context.device)
     costs = measure_generation(models, prompt, tokens=min(half, TOKENS), turns=max(2, turns // TOKENS), profile=power)

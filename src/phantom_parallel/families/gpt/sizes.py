@@ -56,6 +56,7 @@ def shape_of(config: "GPTTrainConfig") -> GPTShape:
         ranks=config.ranks,
         batch=config.batch // config.dp,
         dp=config.dp,
+        wire=config.wire,
         optimizer=optimizer_of(config.optimizer, config.momentum),
         recompute=config.activation_checkpointing,
     )

@@ -16,7 +16,12 @@ from phantom_parallel.nn.attention import Cache
 def build_step(shape: GPTShape, mesh: DeviceMesh | None, *, device: str) -> TrainingStep | InferencePass:
     """The model on this rank, and the pass of the shape's mode on random tokens."""
     model = GPT(
-        shape.config, mesh=mesh, device=device, dtype=DTYPES[shape.word_bytes], activation_checkpointing=shape.recompute
+        shape.config,
+        mesh=mesh,
+        device=device,
+        dtype=DTYPES[shape.word_bytes],
+        wire=shape.wire,
+        activation_checkpointing=shape.recompute,
     )
     tokens = torch.randint(shape.vocab, (shape.batch, shape.sequence), device=device)
     if shape.mode != "train":

@@ -41,6 +41,7 @@ class GPTTask(Task[GPTTrainConfig]):
             config.gpt(),
             mesh=parallel.tp,
             device=parallel.device,
+            wire=config.wire,
             activation_checkpointing=config.activation_checkpointing,
             reshard_after_forward=config.reshard_after_forward,
         )

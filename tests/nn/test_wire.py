@@ -1,0 +1,142 @@
+"""Models whose features travel in short formats, on real local ranks."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import parallelize_module
+
+from phantom_parallel import FFN, GPT, FFNConfig, GPTConfig, PhantomLinear, PhantomParallel, TensorLinear
+from phantom_parallel.nn import RanksDisagree
+from tests.nn.test_integration import BACKEND
+from tests.reference import relative_error
+
+CUT = {"blocks": 4, "ghosts": 2}
+GPT_SIZES = {"vocab": 32, "dim": 32, "layers": 1, "heads": 4, "context": 8}
+
+
+def one_mesh():
+    return init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def build(family: str, strategy: str, mesh, wire: str, **settings) -> FFN | GPT:
+    torch.manual_seed(0)
+    cut = CUT if strategy == "phantom" else {}
+    if family == "ffn":
+        sizes = {"width": 32, "depth": 3} | settings
+        return FFN(FFNConfig(**sizes, strategy=strategy, **cut), mesh=mesh, wire=wire)
+    return GPT(GPTConfig(**GPT_SIZES, strategy=strategy, **cut, **settings), mesh=mesh, wire=wire)
+
+
+def loss_of(model: FFN | GPT, call) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    if isinstance(model, GPT):
+        tokens = torch.randint(32, (3, 9), generator=generator)
+        return call(tokens[:, :-1], tokens[:, 1:])
+    x = torch.randn(6, 32, generator=generator)
+    if model.shards_features:
+        x = x.chunk(model.mesh.size(), -1)[model.mesh.get_local_rank()]
+    return call(x.contiguous()).square().sum() / 6
+
+
+def gradients(model: nn.Module, loss: torch.Tensor) -> torch.Tensor:
+    """All gradients of the whole model, as one vector."""
+    model.zero_grad()
+    loss.backward()
+    found = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+    return torch.cat([gradient.flatten() for gradient in found])
+
+
+CASES = [
+    ("ffn", "phantom", {}),
+    ("ffn", "tensor", {}),
+    ("ffn", "megatron", {}),
+    ("gpt", "phantom", {}),
+    ("gpt", "megatron", {"tie_embeddings": True}),
+]
+
+
+def near_full(wire: str) -> list[tuple[float, float, float]]:
+    """For each model, the loss, and the relative distances of loss and gradients from those at full precision."""
+    mesh, found = one_mesh(), []
+    for family, strategy, settings in CASES:
+        results = []
+        for one in ("full", wire):
+            model = build(family, strategy, mesh, one, **settings)
+            loss = loss_of(model, model)
+            results.append((loss.detach(), gradients(model, loss)))
+        (exact, whole), (loss, rounded) = results
+        found.append((float(loss), relative_error(loss, exact), relative_error(rounded, whole)))
+    return found
+
+
+@pytest.mark.parametrize(("wire", "bound"), [("bf16", 0.02), ("int8", 0.06)])
+def test_losses_and_gradients_are_near_those_at_full_precision(ranks, wire, bound):
+    by_rank = ranks(2)(near_full, wire)
+    for case, *each in zip(CASES, *by_rank, strict=True):
+        for loss, distance, of_gradients in each:
+            assert distance < bound / 2, case
+            assert 0 < of_gradients < bound, case
+            if case[1] == "megatron" or case[0] == "gpt":
+                assert loss == each[0][0]  # replicated: the same bits on every rank
+
+
+def compiled(wire: str, backend: str, cases) -> float:
+    errors = []
+    for family, strategy, settings in cases:
+        torch._dynamo.reset()
+        model = build(family, strategy, one_mesh(), wire, **settings)
+        expected = gradients(model, loss_of(model, model))
+        step = torch.compile(model, fullgraph=True, backend=backend)
+        for _ in range(3):
+            errors.append(relative_error(gradients(model, loss_of(model, step)), expected))
+    return max(errors)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+def test_compile_of_the_full_graph(ranks, case):
+    assert max(ranks(2)(compiled, "int8", "aot_eager", [case])) < 1e-5
+
+
+def test_compile_with_the_usual_backend(ranks):
+    case = ("ffn", "phantom", {"depth": 1})
+    assert max(ranks(2)(compiled, "int8", BACKEND, [case])) < 1e-2  # sums in another order, and then rounded
+
+
+def disagreeing() -> list[str]:
+    mesh, texts = one_mesh(), []
+    wire = ("full", "int8")[mesh.get_local_rank()]
+    for make in (
+        lambda: PhantomLinear(16, 16, **CUT, mesh=mesh, wire=wire),
+        lambda: TensorLinear(16, 16, mesh=mesh, wire=wire),
+        lambda: build("ffn", "megatron", mesh, wire),
+        lambda: build("gpt", "phantom", mesh, wire),
+        lambda: build("gpt", "megatron", mesh, wire),
+        lambda: parallelize_module(nn.Linear(16, 16), mesh, PhantomParallel(**CUT, wire=wire)),
+    ):
+        with pytest.raises(RanksDisagree) as caught:
+            make()
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_ranks_with_different_formats_are_refused(ranks):
+    for texts in ranks(2)(disagreeing):
+        assert all("wire='full'" in text or "wire='int8'" in text for text in texts), texts
+
+
+def styled() -> tuple[bool, str]:
+    mesh = one_mesh()
+    linear = nn.Linear(32, 32)
+    dense = PhantomLinear.from_dense(linear, **CUT).to_dense()
+    style = PhantomParallel(**CUT, wire="int8", input_layouts=Replicate(), output_layouts=Replicate())
+    parallelize_module(linear, mesh, style)
+    x = torch.randn(5, 32)
+    return 0 < relative_error(linear(x).detach(), dense(x).detach()) < 0.02, repr(linear)
+
+
+def test_the_style_passes_its_format_on(ranks):
+    for near, text in ranks(2)(styled):
+        assert near
+        assert "wire=int8" in text
