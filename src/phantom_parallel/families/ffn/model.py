@@ -148,15 +148,15 @@ class FFN(nn.Module):
                 "gain": gain if index else 1.0,
                 "device": device,
                 "dtype": dtype,
-                "wire": wire,
             }
+            wired = kwargs | {"mesh": mesh, "wire": wire}
             if config.strategy == "phantom":
-                kwargs |= {"mesh": mesh, "blocks": config.blocks, "ghosts": config.ghosts}
+                kwargs = wired | {"blocks": config.blocks, "ghosts": config.ghosts}
                 self.layers.append(PhantomLinear(*config.features_of(index), **kwargs))
             elif config.strategy == "megatron" and flat is not None:
-                self.layers.append(_megatron_layer(config, index, flat, **kwargs))
+                self.layers.append(_megatron_layer(config, index, flat, wire, **kwargs))
             elif flat is None or strategy.splits_layers:
-                self.layers.append(TensorLinear(*config.features_of(index), mesh=mesh, **kwargs))
+                self.layers.append(TensorLinear(*config.features_of(index), **wired))
             else:
                 held = index in self.stage
                 linear = _linear(*config.features_of(index), flat, held=held, **kwargs)
@@ -189,9 +189,9 @@ def _linear(
     return linear
 
 
-def _megatron_layer(config: FFNConfig, index: int, mesh: DeviceMesh, **kwargs: Any) -> nn.Linear:
+def _megatron_layer(config: FFNConfig, index: int, mesh: DeviceMesh, wire: WireFormat, **kwargs: Any) -> nn.Linear:
     """A layer of a column and row pair, by torch's own styles; an unpaired last layer gathers its output."""
-    wire, (n_in, n_out) = kwargs.pop("wire"), config.features_of(index)
+    n_in, n_out = config.features_of(index)
     RowLayout(n_in, n_out, mesh.size())
     linear = _linear(n_in, n_out, mesh, **kwargs)
     last = index == config.depth - 1
