@@ -214,17 +214,17 @@ class RankCheck:
         kind = sent.device.type
         autocast = str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else "off"
         signature = {"shape": str(tuple(sent.shape)), "dtype": str(sent.dtype), "autocast": autocast}
-        return {"call": f"called {call}"} | signature if call else signature | self._caller(sys._getframe(2))
+        return {"call": f"called {call}"} | signature if call else signature | self._caller(sent, sys._getframe(2))
 
-    def _caller(self, frame: FrameType | None) -> Signature:
-        """What made a collective, from the functions that run: the operator, its layer, the shape that it handed in
-        (which gloo's collectives repeat for every rank), and its inputs that need gradients.
+    def _caller(self, sent: Tensor, frame: FrameType | None) -> Signature:
+        """What made a collective, from the functions that run: the operator, its layer, the tensor that it handed in
+        (which may be sent in another dtype, or repeated for every rank), and its inputs that need gradients.
         """
-        collective, shape = "", ""
+        collective, given = "", sent
         while frame is not None and frame.f_code.co_filename == collectives.__file__:
             collective = frame.f_code.co_name.removeprefix("start_")
-            given = frame.f_locals[frame.f_code.co_varnames[0]]
-            shape = str(tuple(given.shape)) if isinstance(given, Tensor) else ""
+            first = frame.f_locals[frame.f_code.co_varnames[0]]
+            given = first if isinstance(first, Tensor) else given
             frame = frame.f_back
         operator, layer = "" if frame is None else frame.f_code.co_qualname, self._modules[-1] if self._modules else ""
         needs = str(torch.is_grad_enabled())
@@ -240,7 +240,9 @@ class RankCheck:
                 break
             frame = frame.f_back
         where = f" in {layer}" if layer else ""
-        return {"call": f"called {collective} of {operator}{where}", "shape": shape, "gradients of": needs}
+        call, dtype = f"called {collective} of {operator}{where}", str(given.dtype)
+        dtype += "" if sent.dtype == given.dtype else f" sent as {sent.dtype}"
+        return {"call": call, "shape": str(tuple(given.shape)), "dtype": dtype, "gradients of": needs}
 
     def _enter_module(self, module: nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling():
