@@ -10,6 +10,7 @@ from phantom_parallel.distributed.objects import all_gather_objects, check_agree
 from phantom_parallel.nn.conversion import warn_about_conversion
 from phantom_parallel.nn.fit import fit_source
 from phantom_parallel.nn.init import init_phantom, init_rows
+from phantom_parallel.nn.output_fit import damped, fit_outputs
 from phantom_parallel.nn.sharded import FeatureSharded, broadcast_seed, full_tensor, shard_parameter, to_local
 from phantom_parallel.ops import phantom_linear, tensor_linear
 from phantom_parallel.ops.blocks import check_real
@@ -151,8 +152,13 @@ class PhantomLinear(FeatureSharded):
         ghosts: int,
         mesh: DeviceMesh | None = None,
         wire: WireFormat = "full",
+        covariance: Tensor | None = None,
     ) -> Self:
-        """The phantom layer closest to ``linear`` in the Frobenius norm, with ``relative_error`` |W - W'| / |W|.
+        """The phantom layer closest to ``linear``, with its ``relative_error``.
+
+        With the ``covariance`` E[x x^T] (in_features, in_features) of real inputs, the *outputs* are closest on such
+        inputs, and the error is the root of E |W x - W' x|^2 / E |W x|^2. Without it, the *weights* are closest in the
+        Frobenius norm, and the error is |W - W'| / |W|; of a trained model little is left then.
 
         On a mesh every rank passes the full layer and fits the blocks whose compressors it will hold. A UserWarning is
         issued if the weight was shared with another module, which the new layer does not share, or if the new layer is
@@ -160,7 +166,10 @@ class PhantomLinear(FeatureSharded):
         """
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer._fit(linear, blocks, ghosts, mesh, wire)
+        if covariance is None:
+            layer._fit(linear, blocks, ghosts, mesh, wire)
+        else:
+            layer._fit_outputs(linear, blocks, ghosts, mesh, wire, covariance)
         warn_about_conversion(linear, layer.layout)
         return layer
 
@@ -193,6 +202,61 @@ class PhantomLinear(FeatureSharded):
         self.bias = None if bias is None else shard([bias[i * m_out : (i + 1) * m_out] for i in own])
         lost = sum(fit.squared_error for fit in fits)
         self.relative_error = (lost / max(float(weight.double().square().sum()), 1e-300)) ** 0.5
+
+    @torch.no_grad()
+    def _fit_outputs(
+        self,
+        linear: nn.Linear,
+        blocks: int,
+        ghosts: int,
+        mesh: DeviceMesh | None,
+        wire: WireFormat,
+        covariance: Tensor,
+    ) -> None:
+        weight = full_tensor(linear.weight)
+        bias = None if linear.bias is None else full_tensor(linear.bias)
+        shape = linear.in_features, linear.out_features, bias is not None
+        self._set_layout(*shape, blocks, ghosts, mesh, wire, weight.dtype)
+        self.gain = 1.0
+        if covariance.shape != (self.in_features, self.in_features) or not covariance.isfinite().all():
+            raise ValueError(
+                f"the covariance must be finite and ({self.in_features}, {self.in_features}), got "
+                f"{tuple(covariance.shape)}"
+            )
+        s = damped(covariance.to(weight.device))
+        fit = fit_outputs(s, weight, blocks=blocks, ghosts=ghosts)
+        fit = all_gather_objects(fit, self.mesh)[0]  # the same on every rank, whatever the rounding of each
+        size, rank = self.group.size, self.group.rank
+
+        def own(whole: Tensor) -> nn.Parameter:
+            return shard_parameter(whole.to(weight.dtype).chunk(size)[rank].clone(), self.mesh)
+
+        self.local, self.compress, self.decompress = own(fit.local), own(fit.compress), own(fit.decompress)
+        self.bias = None if bias is None else own(bias)
+        power = float((weight.double() @ s * weight.double()).sum())
+        self.relative_error = (max(fit.squared_error, 0.0) / max(power, 1e-300)) ** 0.5
+
+    @classmethod
+    def from_weights(
+        cls,
+        local: Tensor,
+        compress: Tensor,
+        decompress: Tensor,
+        bias: Tensor | None,
+        *,
+        blocks: int,
+        relative_error: float | None = None,
+    ) -> Self:
+        """A layer of one process that holds these weights, shaped as its parameters are."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        ghosts, features = compress.shape[0] // blocks, (blocks * local.shape[1], local.shape[0])
+        layer._set_layout(*features, bias is not None, blocks, ghosts, None, "full", local.dtype)
+        layer.gain = 1.0
+        layer.local, layer.compress, layer.decompress = map(nn.Parameter, (local, compress, decompress))
+        layer.bias = None if bias is None else nn.Parameter(bias)
+        layer.relative_error = relative_error
+        return layer
 
     def extra_repr(self) -> str:
         share = self.layout.weights / (self.in_features * self.out_features)
