@@ -22,6 +22,7 @@ COMMANDS: dict[str, str] = {
     "infer": "predictions of a trained model, and what a sample costs against tensor parallelism",
     "generate": "text from a trained transformer, and what a token costs for prefill and decode",
     "import": "a pretrained Llama, Mistral or Qwen2 of Hugging Face as a model, to run on ranks or to convert",
+    "convert": "a trained dense model as a phantom model, fitted to its outputs on calibration data",
     "export": "a model as a folder that transformers loads",
     "plan": "compare strategies, ranks and ghosts for a model and a machine",
     "dryrun": "what one rank of many would compute, send and keep, from the real model code without data",

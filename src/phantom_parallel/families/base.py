@@ -22,6 +22,55 @@ if TYPE_CHECKING:
     from phantom_parallel.train.task import Task
 
 
+class Converter(ABC):
+    """The family's part of ``phantom convert``: dense models in, phantom models out. Runs in one process."""
+
+    maps: ClassVar[tuple[str, ...]] = ("*",)  # patterns of the maps that a phantom model cuts into blocks
+    own_ghosts: ClassVar[bool] = False  # whether each map may have its own number of ghosts
+
+    @abstractmethod
+    def load_dense(self, path: Path) -> "nn.Module":
+        """Load a dense model as modules whose linear maps are ``nn.Linear``."""
+
+    @abstractmethod
+    def check(self, config: Any, blocks: int, ghosts: int) -> None:
+        """Raise ValueError if a model of this config cannot be cut into so many blocks and ghosts."""
+
+    @abstractmethod
+    def batches(self, path: Path, config: Any, data: Path, rows: int, length: int) -> tuple[list[Any], list[Any]]:
+        """Read calibration data.
+
+        Args:
+            path: Folder of the model.
+            config: Its config.
+            data: The data.
+            rows: Rows of calibration data to use.
+            length: Rows of a sequence.
+
+        Returns:
+            Batches to calibrate on, and held-out batches for `loss`; each is an input of the model.
+        """
+
+    @abstractmethod
+    def loss(self, model: "nn.Module", dense: "nn.Module | None", batch: Any) -> float:
+        """The loss of a model on one batch; ``dense`` is the dense model, for families whose loss is the distance to
+        its outputs.
+        """
+
+    @abstractmethod
+    def phantom(self, model: "nn.Module", blocks: int, ghosts: Mapping[str, int]) -> "nn.Module":
+        """The phantom model of the family that computes what a converted dense model does.
+
+        Args:
+            model: The dense model, whose maps are `PhantomLinear` now.
+            blocks: Their blocks.
+            ghosts: Ghosts of each map by name.
+        """
+
+    def complete(self, source: Path, folder: Path) -> None:  # noqa: B027 (most families have no such files)
+        """Copy files that belong to a model besides its weights."""
+
+
 class Family(ABC):
     """A kind of model. Methods import what they need when they are called, so that planning does not load torch.
 
@@ -105,6 +154,14 @@ class Family(ABC):
             Name of the architecture that was written.
         """
         raise ValueError(f"a model of the family {self.name} has no form in other libraries")
+
+    def converter(self) -> Converter:
+        """The family's part of ``phantom convert``.
+
+        Raises:
+            ValueError: If dense models of the family cannot be converted.
+        """
+        raise ValueError(f"models of the family {self.name} cannot be converted")
 
     @abstractmethod
     def sizes(self) -> "type[ModelSizes]":

@@ -10,8 +10,8 @@ With S = E[x x^T] and p blocks, in this order:
 
 where r_i is what is left of y_i without source j. The last two alternate while the error falls. Every step needs S
 alone. Covariances of real activations are singular to working precision: S is damped once, relative to its mean
-diagonal, so that all steps are about the same, regular S, and a layer with as many ghosts as a block has features is the
-dense layer again.
+diagonal, so that all steps are about the same, regular S, and a layer with as many ghosts as a block has features is
+the dense layer again.
 """
 
 from typing import NamedTuple

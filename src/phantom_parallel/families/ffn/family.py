@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from phantom_parallel.families.base import Family
+from phantom_parallel.families.base import Converter, Family
 from phantom_parallel.utils.strategies import StrategyName
 
 if TYPE_CHECKING:
@@ -59,6 +59,11 @@ class FFNFamily(Family):
         from phantom_parallel.families.ffn.inference import FFNPredictor
 
         return FFNPredictor()
+
+    def converter(self) -> Converter:
+        from phantom_parallel.families.ffn.conversion import FFNConverter
+
+        return FFNConverter()
 
     def sizes(self) -> "type[ModelSizes]":
         from phantom_parallel.families.ffn.sizes import FFNSizes

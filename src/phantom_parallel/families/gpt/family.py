@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from phantom_parallel.families.base import Family
+from phantom_parallel.families.base import Converter, Family
 from phantom_parallel.utils.strategies import StrategyName
 
 if TYPE_CHECKING:
@@ -73,6 +73,11 @@ class GPTFamily(Family):
         from phantom_parallel.families.gpt.pretrained import export_model
 
         return export_model(model, out, **options)
+
+    def converter(self) -> Converter:
+        from phantom_parallel.families.gpt.conversion import GPTConverter
+
+        return GPTConverter()
 
     def sizes(self) -> "type[ModelSizes]":
         from phantom_parallel.families.gpt.sizes import GPTSizes

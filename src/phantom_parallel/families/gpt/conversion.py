@@ -1,0 +1,99 @@
+"""Conversion of dense transformers to phantom ones: calibration text, and the order of the phantom model's weights."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from phantom_parallel.checkpoint.model import load_model, read_config
+from phantom_parallel.checkpoint.pretrained import KEPT_FILES, copy_kept_files
+from phantom_parallel.families.base import Converter
+from phantom_parallel.families.gpt.config import MAPS, GPTConfig
+from phantom_parallel.families.gpt.model import GPT
+from phantom_parallel.families.gpt.prompts import find_tokenizer
+
+_HELD_OUT = 16  # sequences, at most
+_AT_ONCE = 8  # sequences of a batch
+_MODULES = ("attention.qkv.linear", "attention.out", "mlp.gate_up.linear", "mlp.down")  # in the order of MAPS
+
+
+class GPTConverter(Converter):
+    """Every map of a layer gets its own ghosts; embedding and head stay."""
+
+    maps: ClassVar[tuple[str, ...]] = tuple(f"layers.*.{name}" for name in _MODULES)
+    own_ghosts: ClassVar[bool] = True
+
+    def load_dense(self, path: Path) -> GPT:
+        config = read_config(path)
+        if config.strategy == "phantom":
+            raise ValueError(f"{path} is a phantom model already: give a dense one")
+        model: GPT = load_model(path, strategy="dense")
+        return model
+
+    def check(self, config: GPTConfig, blocks: int, ghosts: int) -> None:
+        if config.parallel_block:
+            raise ValueError("models with parallel_block cannot be converted")
+        replace(config, strategy="phantom", blocks=blocks, ghosts=ghosts)
+
+    def batches(
+        self, path: Path, config: GPTConfig, data: Path, rows: int, length: int
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        length = min(length, config.context)
+        tokens = read_tokens(path, data, config)
+        windows = len(tokens) // length
+        held_out = min(_HELD_OUT, windows // 5)
+        wanted = -(-rows // length)
+        if held_out < 1 or windows - held_out < wanted:
+            raise ValueError(
+                f"{data} has {len(tokens)} tokens, too few for {wanted} sequences of {length} and a fifth as many held "
+                "out: give more text, or use fewer --rows"
+            )
+        order = list(range(windows))
+        random.Random(0).shuffle(order)
+        cut = tokens[: windows * length].view(windows, length)
+        return [list(cut[part].split(_AT_ONCE)) for part in (order[held_out : held_out + wanted], order[:held_out])]  # type: ignore[return-value]
+
+    @torch.no_grad()
+    def loss(self, model: nn.Module, dense: nn.Module | None, batch: Tensor) -> float:
+        """Nats a token."""
+        return float(cast(GPT, model).loss(batch[:, :-1], batch[:, 1:]))
+
+    @torch.no_grad()
+    def phantom(self, model: nn.Module, blocks: int, ghosts: Mapping[str, int]) -> GPT:
+        dense = cast(GPT, model)
+        rows = [[ghosts[f"layers.{index}.{name}"] for name in _MODULES] for index in range(dense.config.layers)]
+        assert len(MAPS) == len(_MODULES)
+        default = min(max(map(max, rows)), min(dense.config.dim, dense.config.hidden) // blocks)
+        each: Any = tuple(map(tuple, rows))
+        config = replace(dense.config, strategy="phantom", blocks=blocks, ghosts=default, layer_ghosts=each)
+        made = GPT(config, device="meta", dtype=dense.embedding.weight.dtype)
+        tensors = {name.replace("head.linear.", "head."): t.detach() for name, t in dense.state_dict().items()}
+        for name, tensor in tensors.items():
+            if name.endswith(("mlp.gate_up.linear.local", "mlp.gate_up.linear.decompress")):
+                # A block's gates and ups alternate in pieces of the dense model; in the phantom model, one piece each.
+                pieces = tensor.view(blocks, dense.config.hidden_groups // blocks, 2, -1, tensor.shape[1])
+                tensors[name] = pieces.transpose(1, 2).reshape(tensor.shape)
+        made.load_state_dict(tensors, assign=True)
+        return made
+
+    def complete(self, source: Path, folder: Path) -> None:
+        copy_kept_files(source if any((source / name).is_file() for name in KEPT_FILES) else source.parent, folder)
+
+
+def read_tokens(model: Path, data: Path, config: GPTConfig) -> Tensor:
+    """The tokens of a text file, or of the files of a folder in the order of their names, by the model's tokenizer."""
+    if not data.exists():
+        raise ValueError(f"there is no text {data}: give a file, or a folder of files")
+    files = sorted(path for path in data.rglob("*") if path.is_file()) if data.is_dir() else [data]
+    try:
+        text = b"\n".join(path.read_bytes() for path in files)
+    except OSError as error:
+        raise ValueError(f"{data} is not readable as text: {error}") from None
+    tokens = torch.from_numpy(find_tokenizer(model).encode(text).astype("int64"))
+    if len(tokens) and int(tokens.max()) >= config.vocab:
+        raise ValueError(f"{data} has a token {int(tokens.max())}, but the model's vocabulary is {config.vocab}")
+    return tokens

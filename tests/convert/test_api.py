@@ -1,0 +1,214 @@
+"""Conversion of any module: its promises on small models, and refusals before the work."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import phantom_parallel
+from phantom_parallel import PhantomLinear, convert
+from phantom_parallel.convert.budget import GhostCurve, ghosts_for_budget
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # products this small are slower on several
+    yield
+    torch.set_num_threads(before)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 36), nn.GELU(), nn.Linear(36, 24), nn.Tanh(), nn.Linear(24, 12)).double()
+
+
+def rows(count: int = 400) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    mixing = torch.randn(24, 24, generator=generator, dtype=torch.float64) * (1 + torch.arange(24)) ** -1.0
+    return torch.randn(count, 24, generator=generator, dtype=torch.float64) @ mixing.T + 0.5
+
+
+def difference(model: nn.Module, dense: nn.Module, x: torch.Tensor) -> float:
+    return float((model(x) - dense(x)).detach().square().mean().sqrt() / dense(x).detach().std())
+
+
+def test_the_error_falls_with_ghosts_to_none_at_full_rank():
+    dense, x, errors = network(), rows(), []
+    for ghosts in (1, 3, 6):
+        model = copy.deepcopy(dense)
+        report = convert(model, [x], blocks=3, ghosts=ghosts)
+        errors.append(difference(model, dense, x))
+        assert [len(group.maps) for group in report.groups] == [1, 1, 1]
+        assert isinstance(model[2], PhantomLinear)
+        assert report.multiply_adds == sum(m.layout.weights for m in model if isinstance(m, PhantomLinear))
+    assert errors == sorted(errors, reverse=True)
+    model = copy.deepcopy(dense)
+    convert(model, [x], blocks=3, ghosts={"0": 8, "2": 12, "4": 8})
+    assert difference(model, dense, rows(50)) < 1e-6
+    assert errors[-1] > 1e-3
+
+
+def test_sequential_conversion_beats_layers_converted_each_on_its_own():
+    dense, x = network(), rows()
+    together, apart = copy.deepcopy(dense), copy.deepcopy(dense)
+    convert(together, [x[:200], x[200:]], blocks=3, ghosts=2)
+    inputs = x
+    for index, layer in enumerate(dense):
+        if isinstance(layer, nn.Linear):
+            covariance = inputs.T @ inputs / len(inputs)
+            apart[index] = PhantomLinear.from_dense(layer, blocks=3, ghosts=2, covariance=covariance.detach())
+        inputs = layer(inputs)
+    assert difference(together, dense, x) < difference(apart, dense, x)
+
+
+class Block(nn.Module):
+    """A residual block with two maps on one input, as gate and up are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(24)
+        self.gate, self.up, self.down_proj = nn.Linear(24, 48), nn.Linear(24, 48), nn.Linear(48, 24, bias=False)
+
+    def forward(self, x, scale=1.0):
+        y = self.norm(x)
+        return x + self.down_proj(torch.sigmoid(self.gate(y)) * self.up(y)) * scale
+
+
+class Residual(nn.Module):
+    def __init__(self, depth: int = 3, scale: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.scale = nn.ModuleList(Block() for _ in range(depth)), scale
+        self.head = nn.Linear(24, 7)
+        self.double()
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, scale=self.scale)
+        return self.head(x)
+
+
+def test_maps_that_share_an_input_share_ghosts_and_the_stream_is_corrected():
+    dense, x = Residual(), rows()
+    model = copy.deepcopy(dense)
+    report = convert(model, [x[:200], x[200:]], blocks=4, ghosts=2)
+    assert [group.maps for group in report.groups[:2]] == [("blocks.0.gate", "blocks.0.up"), ("blocks.0.down_proj",)]
+    assert [group.corrected for group in report.groups] == [False, True] * 3
+    gate, up = model.blocks[0].gate, model.blocks[0].up
+    torch.testing.assert_close(gate.compress, up.compress, atol=0, rtol=0)
+    assert isinstance(model.head, nn.Linear)  # excluded by default
+    # Where the writer is scaled afterwards, its output is not what is added: nothing is corrected, and nothing breaks.
+    scaled = Residual(scale=0.5)
+    assert not any(group.corrected for group in convert(scaled, [x], blocks=4, ghosts=2).groups)
+
+
+def test_a_budget_gives_each_map_its_own_ghosts_and_is_kept():
+    dense, x = Residual(), rows()
+    report = convert(copy.deepcopy(dense), [x], blocks=4, budget=0.6)
+    assert 0.5 < report.kept <= 0.6
+    assert len(set(report.ghosts.values())) > 1
+    assert report.ghosts["blocks.0.gate"] == report.ghosts["blocks.0.up"]
+
+
+def test_ghosts_go_where_the_error_falls_most():
+    steep, flat = GhostCurve(64, 64, 2.0 ** -torch.arange(16.0)), GhostCurve(64, 64, torch.full((16,), 1e-6))
+    found = ghosts_for_budget({"steep": steep, "flat": flat}, 4, 0.5, multiple=1)
+    assert found["steep"] > found["flat"]
+    used = steep.cost(4, found["steep"]) + flat.cost(4, found["flat"])
+    assert used <= 0.5 * 2 * 64 * 64
+    with pytest.raises(ValueError, match="blocks=2 and the fewest ghosts keep"):
+        ghosts_for_budget({"steep": steep}, 2, 0.3)
+
+
+def test_an_interrupted_conversion_continues_to_the_same_model(tmp_path):
+    dense, x = Residual(), rows()
+    whole = copy.deepcopy(dense)
+    expected = convert(whole, [x], blocks=4, budget=0.6)
+
+    class Stopped(Exception):
+        pass
+
+    def stop(what, done, total):
+        if what.startswith("converting") and done == 2:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        convert(copy.deepcopy(dense), [x], blocks=4, budget=0.6, folder=tmp_path, progress=stop)
+    seen = []
+    model = copy.deepcopy(dense)
+    report = convert(model, [x], blocks=4, budget=0.6, folder=tmp_path, progress=lambda *a: seen.append(a[0]))
+    assert not any("measuring" in what for what in seen)
+    assert report.ghosts == expected.ghosts
+    torch.testing.assert_close(model(x), whole(x), atol=1e-9, rtol=1e-9)
+    (tmp_path / "stage-0001.safetensors").write_bytes(b"damaged")
+    again = copy.deepcopy(dense)
+    convert(again, [x], blocks=4, budget=0.6, folder=tmp_path)
+    torch.testing.assert_close(again(x), whole(x), atol=1e-9, rtol=1e-9)
+
+
+def test_a_converted_module_survives_save_and_load(tmp_path):
+    model, x = network(), rows()
+    convert(model, [x], blocks=3, ghosts=2)
+    phantom_parallel.save_model(model, tmp_path / "model")
+    other = network()
+    convert(other, [rows(300)], blocks=3, ghosts=2)
+    phantom_parallel.load_model(tmp_path / "model", into=other)
+    torch.testing.assert_close(other(x), model(x))
+
+
+def test_bad_input_is_refused_before_the_model_changes():
+    x = rows()
+    cases = [
+        ({"blocks": 5, "ghosts": 1}, x, "0: blocks=5 does not divide"),
+        ({"blocks": 3, "ghosts": 9}, x, "ghosts=9 is larger"),
+        ({"blocks": 3}, x, "either ghosts or a budget"),
+        ({"blocks": 3, "budget": 1.5}, x, "between 0 and 1"),
+        ({"blocks": 3, "ghosts": {"0": 2}}, x, "no number for 2"),
+        ({"blocks": 3, "ghosts": 2, "include": ("none*",)}, x, "no linear map"),
+        ({"blocks": 3, "ghosts": 2}, x[:20], "20 rows, too few"),
+        ({"blocks": 3, "ghosts": 2}, x.log(), "not finite"),
+    ]
+    for settings, data, message in cases:
+        model = network()
+        with pytest.raises(ValueError, match=message):
+            convert(model, [data], **settings)
+        assert all(not isinstance(module, PhantomLinear) for module in model)
+    model = network()
+    model[2].weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="2 has weights that are not finite"):
+        convert(model, [x], blocks=3, ghosts=2)
+    tied = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24)).double()
+    tied[1].weight = tied[0].weight
+    with pytest.raises(ValueError, match="shares its weight"):
+        convert(tied, [x], blocks=3, ghosts=2)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_models_of_transformers_convert(kind):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=60, n_embd=24, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0
+        )
+    else:
+        config = transformers.LlamaConfig(
+            vocab_size=60, hidden_size=24, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+        )
+    dense = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for parameter in dense.parameters():
+        parameter.data.mul_(3.0)
+    tokens = torch.randint(60, (6, 50))
+    full = {name: m.weight.shape[0 if kind == "gpt2" else 1] // 4 for name, m in dense.named_modules()
+            if type(m).__name__ in ("Conv1D", "Linear") and name != "lm_head"}  # fmt: skip
+    errors = []
+    for ghosts in (1, 3, full):
+        model = copy.deepcopy(dense)
+        report = convert(model, [tokens[:3], {"input_ids": tokens[3:]}], blocks=4, ghosts=ghosts)
+        assert [group.corrected for group in report.groups] == [False, True] * 4
+        difference = model(tokens).logits - dense(tokens).logits
+        errors.append(float(difference.detach().norm() / dense(tokens).logits.detach().norm()))
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 1e-4

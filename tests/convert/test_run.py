@@ -1,0 +1,152 @@
+"""``phantom convert`` on models of the families: the same function on ranks, a report, and clear errors."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from phantom_parallel import FFN, GPT, FFNConfig, GPTConfig, gather_features, load_model, save_model, shard_features
+from phantom_parallel.cli.main import main
+
+TEXT = "Every block keeps its features and sends a few ghosts to the others. " * 300
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def trained_gpt(folder, **settings):
+    """A small dense GPT after a few steps on the text, so that its activations have a structure."""
+    sizes = {"vocab": 256, "dim": 32, "layers": 2, "heads": 8, "hidden": 32, "context": 64, "qkv_bias": True}
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**(sizes | {"strategy": "dense"} | settings)))
+    tokens = torch.tensor(list(TEXT.encode()[: 16 * 65])).view(16, 65)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for _ in range(30):
+        model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    save_model(model, folder)
+    return model
+
+
+def command(model, text, out, *extra):
+    return ["convert", "--model", str(model), "--calibration", str(text), "--out", str(out), "--blocks", "4",
+            "--rows", "1024", "--length", "64", "--json", *extra]  # fmt: skip
+
+
+def logits_on_ranks(path, tokens, size):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (size,))
+    return load_model(path, mesh=mesh).logits(tokens).detach()
+
+
+def test_a_gpt_converts_and_computes_the_same_on_ranks(tmp_path, capsys, ranks):
+    dense = trained_gpt(tmp_path / "dense", tie_embeddings=True)
+    (tmp_path / "text.txt").write_text(TEXT)
+    found = []
+    for ghosts in (1, 4, 8):  # 8 are all features of a block
+        arguments = command(tmp_path / "dense", tmp_path / "text.txt", tmp_path / f"p{ghosts}", "--ghosts", str(ghosts))
+        assert main(arguments) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    losses = [one["loss"] for one in found]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] == pytest.approx(found[0]["dense_loss"], abs=1e-4)
+    assert losses[0] > losses[-1] + 0.05
+    model = load_model(tmp_path / "p4")
+    assert model.config.strategy == "phantom"
+    assert model.config.layer_ghosts == ((4, 4, 4, 4),) * 2
+    stored = json.loads((tmp_path / "p4" / "conversion.json").read_text())
+    assert stored["loss"] == pytest.approx(losses[1])
+    assert len(stored["groups"]) == 8
+    assert all(0 <= group["relative_error"] < 1 for group in stored["groups"])
+    tokens = torch.tensor([list(TEXT.encode()[:20])])
+    expected = model.logits(tokens)
+    for size in (2, 4):
+        for logits in ranks(size)(logits_on_ranks, tmp_path / "p4", tokens, size):
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    assert main(["generate", "--model", str(tmp_path / "p8"), "--prompt", "Every", "--tokens", "3"]) == 0
+    capsys.readouterr()
+    torch.testing.assert_close(load_model(tmp_path / "p8").logits(tokens), dense.logits(tokens), atol=1e-3, rtol=0)
+
+
+def test_budgets_give_a_curve_and_a_bound_on_the_loss(tmp_path, capsys):
+    trained_gpt(tmp_path / "dense")
+    (tmp_path / "text.txt").write_text(TEXT)
+    model, text = tmp_path / "dense", tmp_path / "text.txt"
+    figure = ["--figure", str(tmp_path / "curve")]
+    assert main(command(model, text, tmp_path / "p", "--budget", "0.6", "--curve", "0.5", "0.8", *figure)) == 0
+    found = json.loads(capsys.readouterr().out)
+    shares, losses = [p["kept"] for p in found["curve"]], [p["loss"] for p in found["curve"]]
+    assert len(shares) == 3
+    assert all(share <= bound for share, bound in zip(shares, (0.5, 0.6, 0.8), strict=True))
+    assert losses == sorted(losses, reverse=True)
+    assert len({group["ghosts"] for group in found["groups"]}) > 1
+    assert (tmp_path / "curve.png").is_file()
+    assert main(command(model, text, tmp_path / "q", "--max-loss", "0.2")) == 0
+    bounded = json.loads(capsys.readouterr().out)
+    assert bounded["loss"] <= bounded["dense_loss"] + 0.2
+    assert bounded["kept"] < 1
+    assert not list(tmp_path.glob(".*converting"))
+
+
+def outputs_on_ranks(path, x, size):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (size,))
+    model = load_model(path, mesh=mesh)
+    return gather_features(model(shard_features(x, mesh)), mesh).detach()
+
+
+def test_a_feed_forward_network_converts_by_the_same_command(tmp_path, capsys, ranks):
+    torch.manual_seed(0)
+    dense = FFN(FFNConfig(width=32, depth=3, strategy="tensor"))
+    save_model(dense, tmp_path / "dense")
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=(600, 8)) @ rng.normal(size=(8, 32)) + 0.1 * rng.normal(size=(600, 32))).astype(np.float32)
+    np.save(tmp_path / "x.npy", x)
+    losses = []
+    for ghosts in (1, 4, 8):
+        out = tmp_path / f"p{ghosts}"
+        assert main(command(tmp_path / "dense", tmp_path / "x.npy", out, "--ghosts", str(ghosts))) == 0
+        losses.append(json.loads(capsys.readouterr().out)["loss"])
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 1e-8
+    rows = torch.from_numpy(x[:5])
+    torch.testing.assert_close(load_model(tmp_path / "p8")(rows), dense(rows), atol=1e-4, rtol=1e-4)
+    expected = load_model(tmp_path / "p4")(rows)
+    for found in ranks(2)(outputs_on_ranks, tmp_path / "p4", rows, 2):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert main(command(tmp_path / "dense", tmp_path / "x.npy", tmp_path / "b", "--budget", "0.5")) == 2
+    assert "the same ghosts" in capsys.readouterr().err
+
+
+def test_mistakes_are_named_before_the_work(tmp_path, capsys):
+    torch.manual_seed(0)
+    config = {"vocab": 256, "dim": 32, "layers": 1, "heads": 4, "hidden": 64, "context": 64}
+    save_model(GPT(GPTConfig(**config, strategy="dense")), tmp_path / "dense")
+    save_model(GPT(GPTConfig(**config, blocks=4, ghosts=2)), tmp_path / "phantom")
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "short.txt").write_text(TEXT[:200])
+    model, text, out = tmp_path / "dense", tmp_path / "text.txt", tmp_path / "p"
+    cases = [
+        (command(model, text, out), "give one of ghosts, budget and max_loss"),
+        (command(model, text, out, "--ghosts", "9"), "ghosts=9 is larger"),
+        ([*command(model, text, out, "--ghosts", "2"), "--blocks", "3"], "blocks=3 does not divide"),
+        (command(model, tmp_path / "short.txt", out, "--ghosts", "2"), "too few"),
+        (command(model, tmp_path / "none.txt", out, "--ghosts", "2"), "there is no text"),
+        (command(tmp_path / "phantom", text, out, "--ghosts", "2"), "phantom model already"),
+        (command(tmp_path / "none", text, out, "--ghosts", "2"), "not a model folder"),
+        (command(model, text, model, "--ghosts", "2"), "exists"),
+        (command(model, text, out, "--budget", "0.1"), "fewest ghosts keep"),
+    ]
+    for arguments, message in cases:
+        assert main(arguments) == 2, arguments
+        assert message in capsys.readouterr().err
+    assert not out.exists()
