@@ -179,6 +179,7 @@ class _Conversion:
             chosen = self._divide(budget) if budget is not None else _by_name(self.maps, ghosts)
             state.set_ghosts(chosen)
         dense, converted = self.calls, self.calls
+        self.progress("converting: stage", state.finished, len(self.stages))
         groups: list[GroupReport] = []
         for index, stage in enumerate(self.stages):
             stage_maps = self._maps_of(stage)
@@ -215,6 +216,7 @@ class _Conversion:
         curves: dict[str, GhostCurve] = {}
         group_of: dict[str, str] = {}
         calls = self.calls
+        self.progress("measuring: stage", 0, len(self.stages))
         for index, stage in enumerate(self.stages):
             found, names, outputs = ghost_curves(stage, calls, self._maps_of(stage), self.blocks)
             curves |= found
@@ -257,6 +259,11 @@ class _State:
     @property
     def ghosts(self) -> dict[str, int] | None:
         return self._about["ghosts"]
+
+    @property
+    def finished(self) -> int:
+        """Number of finished stages."""
+        return len(self._about["stages"])
 
     def set_ghosts(self, ghosts: dict[str, int]) -> None:
         self._about["ghosts"] = ghosts

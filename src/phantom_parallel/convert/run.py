@@ -213,7 +213,7 @@ class _Work:
         def show(what: str, done: int, total: int) -> None:
             if what not in begun:
                 begun.add(what)
-                self.display.stage(what, total, done - 1)
+                self.display.stage(what, total, done)
             self.display.update(done)
 
         return show
