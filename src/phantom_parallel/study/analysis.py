@@ -106,7 +106,7 @@ def summarise(
         ranks=one.ranks,
         dp=one.dp,
         wire=one.wire,
-        micro_batches=one.micro_batches,
+        variant=one.variant,
         model=model,
         error=None if shared is None else difference_in_words(one.name, shared),
     )
@@ -124,7 +124,7 @@ def description(one: Contender, config: TrainConfig) -> str:
     words += [f"{config.blocks} blocks, {config.ghosts} ghosts"] if one.has_blocks else []
     words += [f"{one.dp} copies on {one.ranks} rank{'s' if one.ranks > 1 else ''} each"] if one.dp > 1 else []
     words += [f"{one.wire} on the wire"] if one.wire != EXACT_WIRE else []
-    words += [f"{one.micro_batches} micro-batches"] if one.micro_batches is not None else []
+    words += [one.variant] if one.variant else []
     return ", ".join(words)
 
 

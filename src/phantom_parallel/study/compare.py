@@ -1,7 +1,7 @@
 """Comparisons: every contender is trained to the same loss, each with the learning rate that the same search found.
 
-layouts    a few steps of every contender: the fastest of those that compute the same model trains it, if these share
-           curves, and pipelines get the number of micro-batches that makes the shortest step
+variants   a few steps of every contender: the fastest of those that compute the same model trains it, if these share
+           curves; pipelines get the number of micro-batches, and fsdp keeps weights or not, as makes the shortest step
 search     every model tries the same learning rates on a seed of the search's own
 target     a given loss, or the loss that every model reached in the search
 runs       seed by seed, one contender after the other in rotating order, so that whatever slows the machine slows all
@@ -54,15 +54,15 @@ def compare(settings: CompareSettings, out: Path, *, resume: bool = False, show:
 
 
 def configs_of(settings: CompareSettings) -> list[TrainConfig]:
-    """A training of every contender in every layout, to be checked before any rank starts."""
-    layouts = [layout for one in settings.contenders for layout in settings.layouts(one)]
-    return [settings.config(one, lr=1e-3, seed=0, steps=settings.steps) for one in layouts]
+    """A training of every contender in every variant, to be checked before any rank starts."""
+    variants = [variant for one in settings.contenders for variant in settings.variants(one)]
+    return [settings.config(one, lr=1e-3, seed=0, steps=settings.steps) for one in variants]
 
 
 def losses_on_rank(device: torch.device, settings: CompareSettings, options: RunOptions) -> "Losses":
     """Run one rank's part of what no network changes; every rank returns the same."""
     with cell_runner(device, settings, options, cells_of_losses(settings)) as runner:
-        return find_losses(settings, runner, choose_layouts(settings, runner, settings.contenders))
+        return find_losses(settings, runner, choose_variants(settings, runner, settings.contenders))
 
 
 def compare_on_rank(
@@ -79,11 +79,11 @@ def compare_on_rank(
     total = cells_of_times(settings) + (0 if losses else cells_of_losses(settings))
     with cell_runner(device, settings, options, total) as runner:
         if losses is None:
-            layouts = choose_layouts(settings, runner, settings.contenders)
-            losses = find_losses(settings, runner, layouts, later=cells_of_times(settings))
-            chosen = layouts.chosen
+            variants = choose_variants(settings, runner, settings.contenders)
+            losses = find_losses(settings, runner, variants, later=cells_of_times(settings))
+            chosen = variants.chosen
         else:
-            chosen = choose_micro_batches(settings, runner)
+            chosen = choose_on_network(settings, runner)
         timings = time_contenders(losses, runner, chosen) if settings.share_curves else []
         inference = _measure_inference(settings, runner)
     reused = runner.reused + (losses.reused if options.before else 0)
@@ -92,11 +92,11 @@ def compare_on_rank(
 
 
 @dataclass(frozen=True)
-class Layouts:
+class Variants:
     """What a few steps of every contender have shown.
 
     Args:
-        chosen: The contenders; pipelines with the number of micro-batches that makes the shortest step.
+        chosen: The contenders, each in the variant with the shortest step.
         timings: Of those that were timed.
     """
 
@@ -154,44 +154,47 @@ def cells_of_times(settings: CompareSettings) -> int:
     return len(settings.contenders) * settings.seeds if settings.share_curves else 0
 
 
-def choose_layouts(settings: CompareSettings, runner: CellRunner, contenders: Sequence[Contender]) -> Layouts:
-    """Time a few steps of every contender that shares a model with others, and of every pipeline in each layout."""
+def choose_variants(settings: CompareSettings, runner: CellRunner, contenders: Sequence[Contender]) -> Variants:
+    """Time a few steps of every contender that shares a model with others or has several variants."""
     shared = {one.name for group in models_of(contenders, settings.share_curves).values() if group[1:] for one in group}
     timings: dict[Contender, Timing] = {}
     for one in contenders:
-        for layout in settings.layouts(one) if one.pipelined or one.name in shared else ():
+        variants = settings.variants(one)
+        for variant in variants if len(variants) > 1 or one.name in shared else ():
             steps = max(1, settings.timed_steps // 2)
             lr = settings.search.learning_rates[0]
-            config = settings.config(layout, lr=lr, seed=settings.search.seed, steps=settings.steps)
-            timings[layout] = runner.time(layout, config, steps)
-    return Layouts(tuple(fastest(settings.layouts(one), timings) for one in contenders), timings)
+            config = settings.config(variant, lr=lr, seed=settings.search.seed, steps=settings.steps)
+            timings[variant] = runner.time(variant, config, steps)
+    return Variants(tuple(fastest(settings.variants(one), timings) for one in contenders), timings)
 
 
-def choose_micro_batches(settings: CompareSettings, runner: CellRunner) -> tuple[Contender, ...]:
-    """The contenders, pipelines with the number of micro-batches that makes the shortest step on this network."""
-    found = choose_layouts(settings, runner, [one for one in settings.contenders if one.pipelined])
-    pipelines = {one.name: one for one in found.chosen}
-    return tuple(pipelines.get(one.name, one) for one in settings.contenders)
+def choose_on_network(settings: CompareSettings, runner: CellRunner) -> tuple[Contender, ...]:
+    """The contenders, each in the variant with the shortest step on this network."""
+    found: dict[str, Contender] = {}
+    for one in settings.contenders:
+        if len(settings.variants(one)) > 1:
+            (found[one.name],) = choose_variants(settings, runner, [one]).chosen
+    return tuple(found.get(one.name, one) for one in settings.contenders)
 
 
-def find_losses(settings: CompareSettings, runner: CellRunner, layouts: Layouts, *, later: int = 0) -> Losses:
+def find_losses(settings: CompareSettings, runner: CellRunner, variants: Variants, *, later: int = 0) -> Losses:
     """Search for learning rates and train every model to the target, each by the fastest contender that computes it.
 
     Args:
         settings: Those of the comparison.
         runner: Runs the cells.
-        layouts: What a few steps have shown.
+        variants: What a few steps have shown.
         later: Cells of the same launch that follow.
     """
-    models = models_of(layouts.chosen, settings.share_curves)
+    models = models_of(variants.chosen, settings.share_curves)
     tolerance = TOLERANCES[settings.training.get("dtype", "fp32")]
     shared = [
-        check_same_model(model, [layouts.timings[one] for one in group], tolerance)
+        check_same_model(model, [variants.timings[one] for one in group], tolerance)
         for model, group in models.items()
         if len(group) > 1
     ]
     trainers = {model: group[0] for model, group in models.items()}
-    named = {one.name: one for one in layouts.chosen}
+    named = {one.name: one for one in variants.chosen}
     trainers |= {one.model: named[one.trained_by] for one in shared}
     others = runner.done + settings.seeds * len(models)
     candidates: dict[str, Candidate] = {

@@ -32,6 +32,7 @@ class Contender:
         dp: Copies of the model.
         wire: Format of exchanged values.
         micro_batches: Micro-batches of a pipeline; None until they are chosen, and for other strategies.
+        frees_weights: Whether fsdp frees gathered weights after the forward pass; None for other strategies.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Contender:
     dp: int
     wire: str = EXACT_WIRE
     micro_batches: int | None = None
+    frees_weights: bool | None = None
 
     @property
     def function(self) -> str:
@@ -54,8 +56,15 @@ class Contender:
 
     @property
     def pipelined(self) -> bool:
-        """Whether micro-batches have to be chosen."""
+        """Whether the ranks that share a model are stages of a pipeline."""
         return get_strategy(self.strategy).splits_depth and self.ranks > 1
+
+    @property
+    def variant(self) -> str:
+        """What was chosen by the shortest step, in words; empty if nothing was."""
+        if self.micro_batches is not None:
+            return f"{self.micro_batches} micro-batches"
+        return "weights kept after the forward pass" if self.frees_weights is False else ""
 
     @property
     def cuts_layers(self) -> bool:
@@ -71,7 +80,9 @@ class Contender:
         if self.wire != EXACT_WIRE:
             found["wire"] = self.wire
         if self.micro_batches is not None:
-            found["gradient_accumulation_steps"] = self.micro_batches
+            found["micro_batches"] = self.micro_batches
+        if self.frees_weights is not None:
+            found["reshard_after_forward"] = self.frees_weights
         return found
 
 
@@ -111,7 +122,8 @@ def get_contender(name: str, among: Sequence[StrategyName], training: Mapping[st
         positive(ranks=ranks, dp=dp)
         if base in LAYOUTS or ranks * dp != total:
             raise ValueError(f"{name!r} must have ranks times copies = {total}, and a strategy: phantom@1x{total}")
-    return Contender(name, get_strategy(strategy).name, ranks, dp, wire)
+    rules = get_strategy(strategy)
+    return Contender(name, rules.name, ranks, dp, wire, frees_weights=True if rules.shards_rows and ranks > 1 else None)
 
 
 def by_function(contenders: Iterable[Contender]) -> dict[str, list[Contender]]:

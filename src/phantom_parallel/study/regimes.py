@@ -19,7 +19,7 @@ from phantom_parallel.study.compare import (
     Losses,
     cells_of_losses,
     cells_of_times,
-    choose_micro_batches,
+    choose_on_network,
     configs_of,
     losses_on_rank,
     runs_of,
@@ -38,7 +38,7 @@ class Times:
     """Timed steps on one network.
 
     Args:
-        contenders: Pipelines with the number of micro-batches that is best there.
+        contenders: Each in the variant that is best there.
         timings: Of each contender and seed.
         summary: Fields that all results share.
         cells: Cells that are finished, with those of earlier launches.
@@ -89,7 +89,7 @@ def run_regime(settings: RegimeSettings, out: Path, *, resume: bool = False, sho
 def times_on_rank(device: torch.device, settings: CompareSettings, options: RunOptions, losses: Losses) -> Times:
     """Run one rank's part of the timed steps on one network; every rank returns the same."""
     with cell_runner(device, settings, options, cells_of_times(settings)) as runner:
-        contenders = choose_micro_batches(settings, runner)
+        contenders = choose_on_network(settings, runner)
         timings = time_contenders(losses, runner, contenders)
     return Times(contenders, tuple(timings), runner.summary(), runner.done, runner.reused)
 
@@ -104,8 +104,8 @@ def cells_of(
         config = settings.config(one, lr=run.lr, seed=run.seed, steps=settings.steps)
         shown = {name: getattr(config, name) for name in get_family(settings.family).shown_settings}
         identity = {"strategy": one.name, **shown, "ranks": one.ranks, "dp": one.dp, "batch": config.batch}
-        if one.micro_batches is not None:
-            identity["micro_batches"] = one.micro_batches
+        if one.variant:
+            identity["variant"] = one.variant
         to_the_loss = run.reached
         values: dict[str, float | None] = {
             "target": losses.settings.target_loss,

@@ -88,7 +88,7 @@ class Timing:
     measured_joules: float | None  # from the machine's sensors, with an evaluation of one batch
     measured_by: str
     losses: tuple[float, ...]  # of a few steps, on their rows and held out
-    micro_batches: int | None = None  # of a pipeline
+    variant: str = ""  # what was chosen by the shortest step: micro-batches of a pipeline
 
     @property
     def step_seconds(self) -> float | None:
@@ -202,7 +202,7 @@ class StrategyResult:
     ranks: int | None = None  # that share a model
     dp: int | None = None  # copies of the model
     wire: str = "fp32"  # format of exchanged values
-    micro_batches: int | None = None  # of a pipeline
+    variant: str = ""  # what was chosen by the shortest step: micro-batches of a pipeline
     model: str | None = None  # of those that share curves
     error: str | None = None  # why there are no figures to the loss, if something is wrong with the strategy
 

@@ -215,8 +215,7 @@ class CellRunner:
             steps: Steps to time.
             limit: Seconds that they may take, see `time_steps`.
         """
-        pieces = "" if one.micro_batches is None else f" micro_batches={one.micro_batches}"
-        name = f"time {one.name}{pieces} seed={config.seed}"
+        name = " ".join(filter(None, ("time", one.name, one.variant, f"seed={config.seed}")))
 
         def work(context: ParallelContext) -> Timing | None:
             return self._time(one, config, context, name, steps, limit)
@@ -356,7 +355,7 @@ class CellRunner:
             ranks=config.ranks,
             dp=config.dp,
             joules=None if timed is None else self._joules(config, timed),
-            micro_batches=one.micro_batches,
+            variant=one.variant,
         )
 
     def _joules(self, config: TrainConfig, spent: Record | TimedSteps) -> float:

@@ -48,6 +48,9 @@ class SearchSettings:
     """Seed of the trials in the search for a learning rate."""
     extend: int = 2
     """How many times the learning rates may be extended beyond an end of the list."""
+    micro_batches: tuple[int, ...] = ()
+    """Numbers of micro-batches to try for pipelines, of which the one with the shortest step is used; by default 1, 2
+    and 4 times their ranks."""
 
     def __post_init__(self) -> None:
         positive(steps=self.steps)
@@ -57,6 +60,8 @@ class SearchSettings:
         for name in ("seed", "extend"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        for number in self.micro_batches:
+            positive(micro_batches=number)
 
 
 @dataclass(frozen=True)
@@ -83,8 +88,6 @@ class CompareSettings(NetworkSettings):
     """Steps that are timed for every strategy and seed, where curves are shared."""
     timed_seconds: float = 3.0
     """Time that these steps may take: of slower steps, fewer are timed, and at least 2."""
-    micro_batches: tuple[int, ...] = (2, 4, 8)
-    """Numbers of micro-batches to try for pipelines; the one with the shortest step is used."""
     search: SearchSettings = field(default_factory=SearchSettings)
     inference_batches: tuple[int, ...] = (1, 64)
     """Batch sizes that inference is measured with."""
@@ -103,27 +106,28 @@ class CompareSettings(NetworkSettings):
         for batch in self.inference_batches:
             positive(inference_batch=batch)
         for one in self.contenders:
-            for layout in self.layouts(one):
-                self.config(layout, lr=self.search.learning_rates[0], seed=0, steps=max(self.steps, self.search.steps))
+            for variant in self.variants(one):
+                self.config(variant, lr=self.search.learning_rates[0], seed=0, steps=max(self.steps, self.search.steps))
         self.check_network(self.world_size)
 
     @property
     def contenders(self) -> tuple[Contender, ...]:
-        """What is compared. Pipelines have no micro-batches yet."""
+        """What is compared, before variants are chosen."""
         among = get_family(self.family).strategies
         return tuple(get_contender(name, among, self.training) for name in self.strategies)
 
-    def layouts(self, one: Contender) -> tuple[Contender, ...]:
-        """A pipeline with each number of micro-batches; any other contender as it is."""
+    def variants(self, one: Contender) -> tuple[Contender, ...]:
+        """What a contender may be tuned to, of which the one with the shortest step is used: a pipeline's number of
+        micro-batches, and whether fsdp frees gathered weights after the forward pass.
+        """
+        if one.frees_weights is not None:
+            return tuple(replace(one, frees_weights=frees) for frees in (True, False))
         if not one.pipelined:
             return (one,)
-        if not self.micro_batches:
-            raise ValueError(f"micro_batches must be one or more numbers for {one.name}, got none")
-        for number in self.micro_batches:
-            positive(micro_batches=number)
-        rows = int(self.training.get("batch", 0))  # of all copies
-        fitting = [number for number in self.micro_batches if rows % (one.dp * number) == 0]
-        return tuple(replace(one, micro_batches=number) for number in fitting or self.micro_batches)
+        numbers = self.search.micro_batches or tuple(times * one.ranks for times in (1, 2, 4))
+        rows = int(self.training.get("batch", 0)) // one.dp
+        fitting = [number for number in numbers if number >= one.ranks and rows % number == 0]
+        return tuple(replace(one, micro_batches=number) for number in fitting or numbers)
 
     def config(self, one: Contender, *, lr: float, seed: int, steps: int) -> TrainConfig:
         """The training of one contender."""
@@ -258,7 +262,10 @@ def training_config(
 ) -> TrainConfig:
     """The training of one strategy, from settings that may have fields of other strategies too."""
     strategy = get_strategy(settings.get("strategy"), get_family(family).strategies)
-    kept = {name: value for name, value in settings.items() if strategy.has_blocks or name not in PHANTOM_ONLY}
+    others: tuple[str, ...] = () if strategy.has_blocks else PHANTOM_ONLY
+    others += () if strategy.splits_depth else ("micro_batches",)
+    others += () if strategy.shards_rows else ("reshard_after_forward",)
+    kept = {name: value for name, value in settings.items() if name not in others}
     every = settings.get("eval_every", 10)
     set_here = {"lr": lr, "seed": seed, "steps": steps, "target_loss": target_loss, "eval_every": every}
     return convert(
