@@ -14,13 +14,13 @@ FFN = get_family("ffn").strategies
 @pytest.mark.parametrize(
     ("name", "strategy", "layout", "wire"),
     [
-        ("phantom", "phantom", (4, 1), "fp32"),
-        ("copies", "dense", (1, 4), "fp32"),
-        ("dense", "dense", (1, 4), "fp32"),
-        ("phantom-copies", "phantom", (1, 4), "fp32"),
+        ("phantom", "phantom", (4, 1), "full"),
+        ("copies", "dense", (1, 4), "full"),
+        ("dense", "dense", (1, 4), "full"),
+        ("phantom-copies", "phantom", (1, 4), "full"),
         ("tensor+int8", "tensor", (4, 1), "int8"),
         ("phantom@2x2+bf16", "phantom", (2, 2), "bf16"),
-        ("megatron@1x4", "megatron", (1, 4), "fp32"),
+        ("megatron@1x4", "megatron", (1, 4), "full"),
     ],
 )
 def test_a_name_is_a_strategy_a_layout_and_a_wire(name, strategy, layout, wire):
@@ -35,7 +35,8 @@ def test_a_name_is_a_strategy_a_layout_and_a_wire(name, strategy, layout, wire):
         ("", "strategies must be of"),
         ("tensor+int8+int8", "strategies must be of"),
         ("tensor@2x", "strategies must be of"),
-        ("tensor+int4", "must be one of fp32, bf16, int8, got 'int4' in 'tensor+int4'"),
+        ("tensor+int4", "wire must be one of full, bf16, int8, got 'int4'"),
+        ("copies+int8", "'copies+int8': ranks of dense exchange no features"),
         ("tensor@3x2", "'tensor@3x2' must have ranks times copies = 4"),
         ("tensor@0x4", "ranks must be a positive whole number, got 0"),
         ("copies@2x2", "must have ranks times copies = 4, and a strategy"),
@@ -60,6 +61,14 @@ def test_contenders_with_the_same_losses_are_together():
         "tensor+int8": ["tensor+int8"],
         "phantom+int8": ["phantom+int8"],
     }
+
+
+def test_the_wire_of_the_training_is_that_of_contenders_that_send_features():
+    training = {"ranks": 4, "wire": "bf16"}
+    found = {
+        name: get_contender(name, FFN, training).wire for name in ("tensor", "copies", "tensor+full", "phantom+int8")
+    }
+    assert found == {"tensor": "bf16", "copies": "full", "tensor+full": "full", "phantom+int8": "int8"}
 
 
 def test_every_layout_trains_the_same_model_on_the_same_batch():

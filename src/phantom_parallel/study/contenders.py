@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from phantom_parallel.utils.layout import positive
-from phantom_parallel.utils.strategies import StrategyName, default_blocks, get_strategy
+from phantom_parallel.utils.strategies import Strategy, StrategyName, default_blocks, get_strategy
+from phantom_parallel.utils.wire import WireFormat, check_wire
 
 COPIES, PHANTOM_COPIES = "copies", "phantom-copies"
 LAYOUTS: dict[str, StrategyName] = {COPIES: "dense", PHANTOM_COPIES: "phantom"}  # strategy of each model
-EXACT_WIRE = "fp32"
-WIRES = (EXACT_WIRE, "bf16", "int8")
+EXACT_WIRE: WireFormat = "full"
 DENSE = "dense model"  # the function that strategies without blocks compute
 _NAME = re.compile(r"(?P<base>[^@+]+)(@(?P<ranks>\d{1,7})x(?P<dp>\d{1,7}))?(\+(?P<wire>[^@+]+))?")
 
@@ -39,7 +39,7 @@ class Contender:
     strategy: StrategyName
     ranks: int
     dp: int
-    wire: str = EXACT_WIRE
+    wire: WireFormat = EXACT_WIRE
     micro_batches: int | None = None
     frees_weights: bool | None = None
 
@@ -77,8 +77,7 @@ class Contender:
         found: dict[str, Any] = {"strategy": self.strategy, "ranks": self.ranks, "dp": self.dp}
         if self.has_blocks and shared.get("blocks") is None:
             found["blocks"] = default_blocks(world_size(shared))  # the same model, however it is laid out
-        if self.wire != EXACT_WIRE:
-            found["wire"] = self.wire
+        found["wire"] = self.wire
         if self.micro_batches is not None:
             found["micro_batches"] = self.micro_batches
         if self.frees_weights is not None:
@@ -110,9 +109,6 @@ def get_contender(name: str, among: Sequence[StrategyName], training: Mapping[st
             f"strategies must be of {', '.join(known)}, also with a layout as in phantom@2x2 (ranks x copies) "
             f"and a format of exchanged values as in tensor+int8, got {name!r}"
         )
-    wire = found["wire"] or EXACT_WIRE
-    if wire not in WIRES:
-        raise ValueError(f"the format of exchanged values must be one of {', '.join(WIRES)}, got {wire!r} in {name!r}")
     total = world_size(training)
     strategy = LAYOUTS.get(base, base)
     single = base in LAYOUTS or get_strategy(strategy).single_rank
@@ -123,7 +119,23 @@ def get_contender(name: str, among: Sequence[StrategyName], training: Mapping[st
         if base in LAYOUTS or ranks * dp != total:
             raise ValueError(f"{name!r} must have ranks times copies = {total}, and a strategy: phantom@1x{total}")
     rules = get_strategy(strategy)
-    return Contender(name, rules.name, ranks, dp, wire, frees_weights=True if rules.shards_rows and ranks > 1 else None)
+    frees = True if rules.shards_rows and ranks > 1 else None
+    return Contender(
+        name, rules.name, ranks, dp, _wire(name, found["wire"], rules, ranks, training), frees_weights=frees
+    )
+
+
+def _wire(name: str, given: str | None, rules: Strategy, ranks: int, training: Mapping[str, Any]) -> WireFormat:
+    """The format in which features travel: that of the name, else that of the training if there are such exchanges."""
+    sends_features = ranks > 1 and not (rules.shards_rows or rules.splits_depth)
+    if given is None:
+        return check_wire(training.get("wire", EXACT_WIRE)) if sends_features else EXACT_WIRE
+    wire = check_wire(given)
+    if wire != EXACT_WIRE and not sends_features:
+        raise ValueError(
+            f"{name!r}: ranks of {rules.name} exchange no features, so that there are none to send as {wire}"
+        )
+    return wire
 
 
 def by_function(contenders: Iterable[Contender]) -> dict[str, list[Contender]]:

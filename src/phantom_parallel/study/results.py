@@ -201,7 +201,7 @@ class StrategyResult:
     inference: tuple[InferenceResult, ...] = ()  # one for each batch size
     ranks: int | None = None  # that share a model
     dp: int | None = None  # copies of the model
-    wire: str = "fp32"  # format of exchanged values
+    wire: str = "full"  # format in which features travel
     variant: str = ""  # what was chosen by the shortest step: micro-batches of a pipeline
     model: str | None = None  # of those that share curves
     error: str | None = None  # why there are no figures to the loss, if something is wrong with the strategy
