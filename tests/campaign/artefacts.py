@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from phantom_parallel.cli import main as program
 from phantom_parallel.study import results
-from tests.study.sample import make_comparison, make_study
+from tests.study.sample import make_comparison, make_regime, make_study
 
 WIDTH = 8
 FFN = ["--width", "8", "--blocks", "2", "--ghosts", "2", "--batch", "8", "--lr", "0.01"]
@@ -98,6 +98,16 @@ class Artefacts:
         return self.root / "gpt"
 
     @property
+    def dense(self) -> Path:
+        """The model of a dense FFN, to convert."""
+        return self.root / "dense" / "model"
+
+    @property
+    def pretrained(self) -> Path:
+        """A transformer as a folder of Hugging Face's."""
+        return self.root / "pretrained"
+
+    @property
     def comparison(self) -> Path:
         """A folder of phantom compare."""
         return self.root / "comparison"
@@ -136,9 +146,13 @@ def make(root: Path) -> Artefacts:
     results.save(make_comparison(), made.results / "comparison.json")
     for name in ("ghosts", "scaling", "smaller", "batch", "wider"):
         results.save(make_study(name), made.results / f"{name}.json")
+    results.save(make_regime(), made.results / "links.json")
     _phantom("train", "--out", made.ffn, *FFN, *TEACHER, *EVERY, "--steps", "4")
     text, tokens = ["--data", made.data / "text.txt"], ["--tokenizer", "bpe", "--vocab", "300"]
     _phantom("train", "gpt", "--out", made.gpt, *GPT, *text, *tokens, *EVERY, "--eval-windows", "2", "--steps", "4")
+    _phantom("export", "--model", made.gpt / "model", "--out", made.pretrained)
+    dense = ["--strategy", "dense", "--width", WIDTH, "--batch", 8, *TEACHER, *EVERY, "--steps", 4]
+    _phantom("train", "--out", made.dense.parent, *dense)
     _phantom("compare", "--preset", made.tables / "preset.toml", "--out", made.comparison)
     _phantom("study", made.tables / "study.toml", "--out", made.study)
     return made

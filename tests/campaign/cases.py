@@ -43,6 +43,7 @@ class Case:
     written: tuple[Path, ...] = ()
 
 
+SHAPE = ("--blocks", 2, "--ghosts", 2)  # of what is converted
 Maker = Callable[[Artefacts, Path, Random], Case]
 
 
@@ -92,6 +93,24 @@ def _gpt_model(artefacts: Artefacts, folder: Path, random: Random) -> Case:
     text, model, tensors = _damaged_folder(artefacts.gpt / "model", folder, random)
     arguments = ["generate", "--model", model, "--prompt", "def", "--tokens", 2, "--json"]
     return _case("transformer", text, *arguments, must_refuse=tensors)
+
+
+def _pretrained(artefacts: Artefacts, folder: Path, random: Random) -> Case:
+    """A damaged folder of Hugging Face's. Its tensors have no digests: other bytes of them are other weights."""
+    text, source, _ = _damaged_folder(artefacts.pretrained, folder, random)
+    return _case("pretrained", text, "import", "--from", source, "--out", folder / "imported", "--json")
+
+
+def _conversion(artefacts: Artefacts, folder: Path, random: Random) -> Case:
+    """A damaged dense model, or damaged calibration data."""
+    model, data, tensors = artefacts.dense, artefacts.data / "x.npy", False
+    if random.random() < 0.5:
+        text, model, tensors = _damaged_folder(model, folder, random)
+    else:
+        text, arrays = _damaged_arrays(artefacts, folder, random)
+        data = arrays / "x.npy" if arrays.is_dir() else arrays
+    arguments = ["convert", "--model", model, "--calibration", data, "--out", folder / "converted", "--json"]
+    return _case("conversion", text, *arguments, *SHAPE, must_refuse=tensors)
 
 
 def _checkpoint(artefacts: Artefacts, folder: Path, random: Random) -> Case:
@@ -287,6 +306,9 @@ def _bases(artefacts: Artefacts, folder: Path) -> dict[str, list[str]]:
         "train gpt": [*out, *GPT, "--data", artefacts.data / "text.txt", "--steps", 2],
         "infer": ["--model", artefacts.ffn / "model", "--turns", 1, "--json"],
         "generate": ["--model", artefacts.gpt / "model", "--prompt", "def", "--tokens", 2, "--json"],
+        "import": [*out, "--from", artefacts.pretrained],
+        "export": [*out, "--model", artefacts.gpt / "model"],
+        "convert": [*out, "--model", artefacts.dense, "--calibration", artefacts.data / "x.npy", *SHAPE],
         "compare": [*out, "--preset", table / "preset.toml"],
         "compare gpt": [*out],
         "study": [table / "study.toml", *out],
@@ -318,6 +340,8 @@ def _options_of(name: str) -> list[str]:
 GROUPS: dict[str, tuple[float, Maker]] = {
     "FFN model": (10, _ffn_model),
     "transformer": (10, _gpt_model),
+    "pretrained": (5, _pretrained),
+    "conversion": (4, _conversion),
     "checkpoint": (8, _checkpoint),
     "run folder": (6, _run_folder),
     "training data": (10, _training_data),
