@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 TIMEOUT = 120.0  # seconds: far above what any test needs, so that it only ends a hang
+CALLS = 40  # of a pool before it is replaced
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -30,7 +31,7 @@ class Pool:
     """
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.size, self.calls = size, 0
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._workers = []
@@ -45,6 +46,7 @@ class Pool:
             self._workers.append(worker)
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        self.calls += 1
         try:
             for pipe in self._pipes:
                 pipe.send((function, args, kwargs))
@@ -78,6 +80,11 @@ class Pool:
     @property
     def closed(self) -> bool:
         return not self._workers
+
+    @property
+    def worn(self) -> bool:
+        """Whether tests have left many process groups: a thread of each wakes up a hundred times a second."""
+        return self.calls >= CALLS
 
     def close(self) -> None:
         for worker in self._workers:
