@@ -59,17 +59,17 @@ def training_step(model: nn.Module, features: int) -> Callable[[], None]:
 
     def step() -> None:
         z = model(x)
-        _read(z)
+        read(z)
         z.backward(d)
         optimizer.step()
         optimizer.zero_grad()
-        _read(x.grad)
+        read(x.grad)
         x.grad = None
 
     return step
 
 
-def _read(result: Tensor | None) -> None:
+def read(result: Tensor | None) -> None:
     """Torch's own pair leaves the wait for its exchange to whoever reads the result."""
     if isinstance(result, AsyncCollectiveTensor):
         result.wait()

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from phantom_parallel.distributed.launch import launch_local
+from phantom_parallel.utils.network import Network
 
 TIMEOUT = timedelta(minutes=5)  # of an exchange: ranks may be many on few cores
 
@@ -32,11 +33,19 @@ class Timing:
     def median(self) -> float:
         return statistics.median(self.seconds)
 
+    @property
+    def milliseconds(self) -> dict[str, float]:
+        """Median and quartiles."""
+        return _quartiles([1e3 * seconds for seconds in self.seconds])
+
     def ratio_to(self, other: "Timing") -> dict[str, float]:
         """Median and quartiles of the ratios turn by turn."""
-        ratios = sorted(a / b for a, b in zip(self.seconds, other.seconds, strict=True))
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        return {"median": middle, "low": low, "high": high}
+        return _quartiles([a / b for a, b in zip(self.seconds, other.seconds, strict=True)])
+
+
+def _quartiles(values: list[float]) -> dict[str, float]:
+    low, middle, high = statistics.quantiles(values, n=4)
+    return {"median": middle, "low": low, "high": high}
 
 
 def interleave(contestants: Mapping[str, Callable[[], object]], *, turns: int, warmup: int = 3) -> dict[str, Timing]:
@@ -61,10 +70,19 @@ def _together() -> None:
         dist.barrier()
 
 
-def measured_on_ranks(size: int, function: Callable[..., Any], *args: Any, keep_memory: bool = False) -> Any:
-    """What ``function(mesh, *args)`` returns on rank 0 of local ranks with one thread each."""
+def measured_on_ranks(
+    size: int, function: Callable[..., Any], *args: Any, keep_memory: bool = False, network: Network | None = None
+) -> Any:
+    """What ``function(mesh, *args)`` returns on rank 0 of local ranks with one thread each, on hosts if any."""
     return launch_local(
-        size, _with_one_thread, function, args, device_type="cpu", keep_freed_memory=keep_memory, timeout=TIMEOUT
+        size,
+        _with_one_thread,
+        function,
+        args,
+        device_type="cpu",
+        keep_freed_memory=keep_memory,
+        timeout=TIMEOUT,
+        network=network,
     )
 
 

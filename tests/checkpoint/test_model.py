@@ -25,6 +25,7 @@ from phantom_parallel.checkpoint.model import consolidate_model, family_of
 from phantom_parallel.nn.sharded import full_tensor
 
 PHANTOM = FFNConfig(width=16, depth=2, blocks=8, ghosts=2)
+SHARED = FFNConfig(width=16, depth=2, blocks=2, ghosts=4)  # on more ranks, several share each block
 MEGATRON = FFNConfig(width=16, depth=3, strategy="megatron")
 TENSOR = FFNConfig(width=16, depth=2, strategy="tensor", bias=False, activation="tanh")
 
@@ -79,8 +80,13 @@ def output(model, mesh) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("config", [PHANTOM, TENSOR, MEGATRON], ids=["phantom", "tensor", "megatron"])
-@pytest.mark.parametrize(("written_on", "read_on"), [(4, 2), (1, 8), (2, 1)])
+@pytest.mark.parametrize(
+    ("config", "written_on", "read_on"),
+    [
+        *((config, *sizes) for config in (PHANTOM, TENSOR, MEGATRON) for sizes in ((4, 2), (1, 8), (2, 1))),
+        *((SHARED, *sizes) for sizes in ((4, 1), (1, 8), (8, 2), (2, 4))),
+    ],
+)
 def test_models_move_between_numbers_of_ranks(ranks, tmp_path, written_on, read_on, config):
     expected = ranks(written_on)(write, str(tmp_path / "model"), config)[0]
     for found in ranks(read_on)(read, str(tmp_path / "model")):

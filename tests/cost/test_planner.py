@@ -45,7 +45,10 @@ def test_every_strategy_rank_ghost_and_copy_is_considered() -> None:
     for ranks, dp in pairs:
         if ranks > 1:
             wanted |= {Layout("tensor", ranks, dp), Layout("megatron", ranks, dp)}
-            wanted |= {Layout("phantom", ranks, dp, ranks, ghosts) for ghosts in (2, 4)}
+            for inside in (1, 2, 4):  # a node has 4 devices
+                if ranks >= 2 * inside:
+                    choices = [ghosts for ghosts in (2, 4) if ghosts % inside == 0]
+                    wanted |= {Layout("phantom", ranks, dp, ranks // inside, ghosts) for ghosts in choices}
     assert found == wanted
     assert not answer.dropped
 
@@ -167,11 +170,29 @@ def test_without_watts_there_are_plans_but_no_frontier() -> None:
 def test_scaling_uses_exactly_so_many_devices_and_the_best_of_them() -> None:
     wanted = request(width=2048, batch=64, ghosts=(1, 2), devices=8)
     curves = scaling(wanted)
-    assert set(curves) == {"dense", "tensor", "megatron", "phantom, 1 ghosts", "phantom, 2 ghosts"}
+    phantoms = {"phantom, 1 ghosts", "phantom, 2 ghosts", "phantom, 2 ghosts, two-level"}
+    assert set(curves) == {"dense", "tensor", "megatron"} | phantoms
+    assert all(c.layout.inside == 1 for c in curves["phantom, 2 ghosts"])
+    assert all(c.layout.inside == 2 for c in curves["phantom, 2 ghosts, two-level"])
     assert [c.devices for c in curves["tensor"]] == [2**power for power in range(1, 11)]
     assert [c.devices for c in curves["dense"]] == [2, 4, 8, 16, 32, 64]  # the batch divides no further
     eight = [c for c in plan(wanted).candidates if c.devices == 8 and c.layout.strategy == "megatron"]
     assert curves["megatron"][2].seconds == min(c.seconds for c in eight)
+
+
+def test_several_ranks_in_a_block_keep_a_wide_model_scaling_where_a_block_on_each_does_not() -> None:
+    """Width 65,536 with 64 ghosts: flat, a step is slowest on the most devices, since each rank decompresses the ghosts
+    of all others. Two levels keep it below 2 ms on 256, with blocks that two nodes share.
+    """
+    frontier = load_profile("frontier-mi250x")
+    wide = PlanRequest(FFNSizes(width=65536, depth=2), 1024, 256, frontier, ghosts=(64,), dp=(1,))
+    curves = scaling(wide, (64, 256, 1024))
+    flat, shared = curves["phantom, 64 ghosts"], curves["phantom, 64 ghosts, two-level"]
+    assert [round(1e3 * c.seconds, 1) for c in flat] == [3.1, 7.8, 27.7]
+    assert [c.layout.inside for c in shared] == [2, 16, 16]
+    assert shared[1].seconds < 2e-3 < shared[0].seconds < flat[0].seconds
+    assert shared[1].joules < 0.3 * flat[1].joules
+    assert shared[2].seconds < 0.1 * flat[2].seconds
 
 
 def test_scaling_stops_at_the_machine() -> None:

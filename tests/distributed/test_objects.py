@@ -23,6 +23,7 @@ def build(odd: dict) -> str:
     [
         ({"ghosts": 3}, "rank 1 has ghosts=3, the others 2"),
         ({"blocks": 8}, "rank 1 has blocks=8, the others 4"),
+        ({"blocks": 2}, "rank 1 has blocks=2, the others 4"),  # on which ranks would share blocks
         ({"in_features": 32}, "rank 1 has in_features=32, the others 16"),
         ({"dtype": torch.float64}, "rank 1 has dtype='torch.float64', the others 'torch.float32'"),
         ({"ghosts": 999}, "rank 1 has ghosts=999, the others 2"),

@@ -6,9 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from phantom_parallel.ops import SINGLE_RANK, RankGroup, gather_normed, normed_phantom_linear
+from phantom_parallel.ops import SINGLE_RANK, gather_normed, normed_phantom_linear
 from phantom_parallel.ops.collectives import rank_group
+from phantom_parallel.ops.levels import Group
+from tests.ops.test_phantom import group_of
 from tests.reference import Phantom, relative_error
+from tests.simulated import simulated_levels, simulated_ranks
 
 EPS = 0.03  # large enough to show where it is left out
 
@@ -35,7 +38,7 @@ def expected_of(reference: Phantom) -> dict[str, torch.Tensor]:
     return found | {"x": dx, "norm": d_weight}
 
 
-def compare(reference: Phantom, ranks: RankGroup = SINGLE_RANK) -> dict[str, float]:
+def compare(reference: Phantom, ranks: Group = SINGLE_RANK) -> dict[str, float]:
     def share(t: torch.Tensor, dim: int = 0) -> torch.Tensor:
         return t.chunk(ranks.size, dim)[ranks.rank]
 
@@ -51,9 +54,8 @@ def compare(reference: Phantom, ranks: RankGroup = SINGLE_RANK) -> dict[str, flo
     return {n: relative_error(found[n], share(expected[n], -1 if n in ("x", "z") else 0)) for n in expected}
 
 
-def on_rank(native: bool, *args, **kwargs) -> dict[str, float]:
-    ranks = rank_group(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
-    return compare(Phantom.random(*args, **kwargs), ranks._replace(native=native or ranks.native))
+def on_rank(native: bool, blocks: int, *args, **kwargs) -> dict[str, float]:
+    return compare(Phantom.random(blocks, *args, **kwargs), group_of(blocks, native))
 
 
 @settings(max_examples=40, deadline=None)
@@ -70,16 +72,38 @@ def test_any_shape_equals_dense_on_one_process(blocks, block_in, block_out, ghos
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["all_to_all", "native"])
-@pytest.mark.parametrize(("size", "blocks"), [(2, 4), (4, 4), (4, 8)])
+@pytest.mark.parametrize(("size", "blocks"), [(2, 4), (4, 4), (4, 8), (4, 2), (6, 3), (8, 2)])
 def test_output_and_gradients_equal_dense_on_real_ranks(ranks, size, blocks, native):
-    for errors in ranks(size)(on_rank, native, blocks, 3, 7, 2, rows=(2, 3)):
+    inside = max(1, size // blocks)
+    for errors in ranks(size)(on_rank, native, blocks, 3 * inside, 7 * inside, 2 * inside, rows=(2, 3)):
         assert max(errors.values()) < 1e-11, errors
 
 
-def gathered(native: bool) -> dict[str, float]:
+@pytest.mark.parametrize(("size", "blocks"), [(64, 16), (256, 64)])
+def test_hundreds_of_simulated_ranks_equal_dense(size, blocks):
+    inside = size // blocks
+    reference = Phantom.random(blocks, 2 * inside, 3 * inside, inside, rows=(3,))
+    expected = expected_of(reference)
+    packed = reference.packed()
+    whole = {"x": reference.x, "norm": norm_weight(reference)}
+    whole |= {name: packed[name] for name in ("local", "compress", "decompress")}
+    with simulated_ranks(size) as (mode, everyone):
+
+        def share(t: torch.Tensor, dim: int) -> torch.Tensor:
+            return mode.rank_map(lambda r: t.chunk(size, dim)[r].clone())
+
+        inputs = {name: share(t, -1 if name == "x" else 0).requires_grad_() for name, t in whole.items()}
+        y = normed_phantom_linear(*inputs.values(), eps=EPS, blocks=blocks, group=simulated_levels(everyone, blocks))
+        y.backward(share(reference.d, -1))
+        found = {"z": y.detach()} | {name: t.grad for name, t in inputs.items()}
+        parts = {name: [t._local_tensors[r] for r in range(size)] for name, t in found.items()}
+    for name, pieces in parts.items():
+        assert relative_error(torch.cat(pieces, -1 if name in "zx" else 0), expected[name]) < 1e-12, name
+
+
+def gathered(native: bool, blocks: int) -> dict[str, float]:
     """Each rank multiplies the gathered features by its own rows, as a head does."""
-    ranks = rank_group(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
-    ranks = ranks._replace(native=native or ranks.native)
+    ranks = group_of(blocks, native)
     generator = torch.Generator().manual_seed(2)
     x, weight, head, d = (
         torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -103,9 +127,9 @@ def gathered(native: bool) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["all_to_all", "native"])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_gathered_features_and_their_gradients_equal_dense(ranks, size, native):
-    for errors in ranks(size)(gathered, native):
+@pytest.mark.parametrize(("size", "blocks"), [(1, 4), (2, 4), (4, 4), (4, 2)])
+def test_gathered_features_and_their_gradients_equal_dense(ranks, size, blocks, native):
+    for errors in ranks(size)(gathered, native, blocks):
         assert max(errors.values()) < 1e-12, errors
 
 
@@ -165,7 +189,7 @@ def second_derivatives(function, inputs, d) -> list[torch.Tensor]:
     return list(torch.autograd.grad(sum((g**2).sum() for g in first), [*inputs, d]))
 
 
-def leaves(reference: Phantom, group: RankGroup = SINGLE_RANK) -> tuple[list[torch.Tensor], torch.Tensor]:
+def leaves(reference: Phantom, group: Group = SINGLE_RANK) -> tuple[list[torch.Tensor], torch.Tensor]:
     rows = [norm_weight(reference), *list(reference.packed().values())[:3]]
     own = [reference.x.chunk(group.size, -1)[group.rank], *[t.chunk(group.size)[group.rank] for t in rows]]
     d = reference.d.chunk(group.size, -1)[group.rank]
@@ -194,15 +218,14 @@ def test_second_derivatives_skip_frozen_inputs():
         assert relative_error(one, other) < 1e-11
 
 
-def second_derivatives_across_ranks(native: bool) -> float:
-    group = rank_group(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
-    group = group._replace(native=native or group.native)
-    reference = Phantom.random(4, 3, 2, 1, rows=(2,))
+def second_derivatives_across_ranks(blocks: int, native: bool) -> float:
+    group = group_of(blocks, native)
+    reference = Phantom.random(blocks, 4, 2, 2, rows=(2,))
     errors = []
     inputs, d = leaves(reference)
-    expected = second_derivatives(lambda *t: composed(*t, blocks=4), inputs, d)
+    expected = second_derivatives(lambda *t: composed(*t, blocks=blocks), inputs, d)
     own, own_d = leaves(reference, group)
-    found = second_derivatives(lambda *t: normed_phantom_linear(*t, eps=EPS, blocks=4, group=group), own, own_d)
+    found = second_derivatives(lambda *t: normed_phantom_linear(*t, eps=EPS, blocks=blocks, group=group), own, own_d)
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
         dim = -1 if index in (0, 5) else 0
         errors.append(relative_error(one, other.chunk(group.size, dim)[group.rank]))
@@ -210,8 +233,9 @@ def second_derivatives_across_ranks(native: bool) -> float:
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["all_to_all", "native"])
-def test_second_derivatives_across_ranks(ranks, native):
-    assert max(ranks(2)(second_derivatives_across_ranks, native)) < 1e-11
+@pytest.mark.parametrize(("size", "blocks"), [(2, 4), (4, 2)], ids=["one_level", "two_levels"])
+def test_second_derivatives_across_ranks(ranks, size, blocks, native):
+    assert max(ranks(size)(second_derivatives_across_ranks, blocks, native)) < 1e-11
 
 
 def test_second_derivatives_of_gathered_features():

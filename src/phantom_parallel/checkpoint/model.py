@@ -374,6 +374,8 @@ def _config(name: str, settings: Any, path: Path) -> Any:
         raise ValueError(f"{path}: expected an object with {', '.join(sorted(known))}, got {settings!r}")
     renamed = getattr(made_of, "renamed", {})
     settings = {renamed.get(name, name): value for name, value in settings.items()}
+    if hasattr(made_of, "older_defaults"):
+        settings = made_of.older_defaults(settings) | settings
     if unknown := settings.keys() - known:
         raise ValueError(f"{path}: unknown settings {', '.join(sorted(unknown))}; known are {', '.join(sorted(known))}")
     try:

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -54,7 +54,7 @@ class PlanOptions(ModelOptions, WireOption, JsonOption):
     strategy: tuple[StrategyName, ...] = ()
     """The strategies to compare."""
     blocks: tuple[int, ...] = ()
-    """Blocks of a phantom model; as many as ranks if left out."""
+    """Blocks of a phantom model; if left out, as many as ranks, and fewer that ranks of a node share."""
     ghosts: tuple[int, ...] = ()
     """Ghosts of a phantom model; if left out, powers of two that make it smaller than the dense one."""
     min_ghosts: int | None = None
@@ -87,13 +87,13 @@ class PlanOptions(ModelOptions, WireOption, JsonOption):
             memory_bytes=None if self.memory_gib is None else self.memory_gib * GIB,
         )
         answer = plan(request)
-        curves = scaling(request) if self.out or self.json else {}
+        curves = scaling(request)
         written = _write(answer, curves, self.out) if self.out else []
         if self.json:
             print(json_text(as_data(answer, curves)))
             return
         console = Console(highlight=False)
-        for part in _tables(answer):
+        for part in (*_tables(answer), *_scaling_tables(request, curves)):
             console.print(part, "", markup=False)
         for path in written:
             console.print(f"wrote {path}", markup=False, soft_wrap=True)
@@ -117,6 +117,7 @@ def as_row(candidate: Candidate) -> dict[str, Any]:
         "devices": candidate.devices,
         "blocks": layout.blocks,
         "ghosts": layout.ghosts,
+        "ranks_per_block": layout.inside if layout.blocks else None,
         "step_seconds": candidate.seconds,
         "compute_seconds": step.compute,
         "exposed_communication_seconds": step.exposed,
@@ -214,6 +215,27 @@ def _tables(answer: Plan) -> list[Table | str]:
     return parts
 
 
+def _scaling_tables(request: PlanRequest, curves: dict[str, list[Candidate]]) -> Iterator[Table]:
+    """Step time, and modelled energy a sample, of each strategy's best layout on so many devices."""
+    yield _scaling_table(f"Scaling: ms a step, best for {request.goal}", curves, lambda c: 1e3 * c.seconds)
+    if request.profile.has_power:
+        yield _scaling_table("Scaling: J/sample of the same layouts, modelled", curves, lambda c: c.joules_per_sample)
+
+
+def _scaling_table(
+    title: str, curves: dict[str, list[Candidate]], number: Callable[[Candidate], float | None]
+) -> Table:
+    table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
+    table.add_column("devices", justify="right")
+    found = {name: {candidate.devices: number(candidate) for candidate in curve} for name, curve in curves.items()}
+    for name in found:
+        table.add_column(name.replace(", ", ",\n"), justify="right")
+    for count in sorted({count for curve in found.values() for count in curve}):
+        numbers = [curve.get(count) for curve in found.values()]
+        table.add_row(f"{count:,}", *("-" if value is None else f"{value:,.3g}" for value in numbers))
+    return table
+
+
 def _summary(candidate: Candidate) -> str:
     energy = "" if candidate.joules is None else f", {candidate.joules:,.4g} J a step (modelled)"
     return f"{candidate.layout}: {1e3 * candidate.seconds:,.4g} ms a step{energy}; loss: {candidate.loss}"
@@ -224,7 +246,10 @@ def _unknown_loss(candidates: Sequence[Candidate]) -> bool:
 
 
 def _table(title: str, candidates: Sequence[Candidate]) -> Table:
-    caption = "+ another model: loss not compared" if _unknown_loss(candidates) else None
+    notes = ["+ another model: loss not compared"] if _unknown_loss(candidates) else []
+    if any(candidate.layout.inside > 1 for candidate in candidates):
+        notes.append("4x2: 4 blocks, each shared by 2 ranks")
+    caption = "; ".join(notes) or None
     table = Table(title=title, caption=caption, box=SIMPLE, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
     table.add_column("strategy", no_wrap=True)
     columns = ["ranks", "dp", "blocks", "ghosts", "step\nms", "exposed\nms"]
@@ -234,7 +259,8 @@ def _table(title: str, candidates: Sequence[Candidate]) -> Table:
     for c in candidates:
         s = c.layout
         joules = ["-", "-"] if c.joules is None else [f"{c.joules:,.4g}", f"{c.joules_per_sample:,.3g}"]
-        counts = [str(count) if count else "-" for count in (s.ranks, s.dp, s.blocks, s.ghosts)]
+        blocks = f"{s.blocks}x{s.inside}" if s.inside > 1 else s.blocks
+        counts = [str(count) if count else "-" for count in (s.ranks, s.dp, blocks, s.ghosts)]
         times = [f"{1e3 * seconds:,.{digits}g}" for seconds, digits in ((c.seconds, 4), (c.step.exposed, 3))]
         name = s.strategy + "+" * (c.loss == NOT_COMPARED)
         table.add_row(name, *counts, *times, *joules, f"{c.memory_bytes / GIB:.2f}")

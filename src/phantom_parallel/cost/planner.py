@@ -22,10 +22,11 @@ from phantom_parallel.utils.wire import WireFormat, check_wire
 Goal = Literal["time", "energy", "devices"]
 
 GHOST_SWEEP = (4, 8, 16, 32, 64)
-SCALING_COUNTS = tuple(2**power for power in range(1, 11))
+SCALING_COUNTS = tuple(2**power for power in range(1, 13))
 HEADROOM = 0.1  # of a device's memory, for temporary buffers and the allocator, when the user sets no limit
 GIB = 2**30
 NOT_COMPARED = "not compared"
+TWO_LEVEL = ", two-level"  # in names of curves
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class PlanRequest:
         wire: The format in which features travel between the ranks that share a model.
         goal: What the best plan has the least of.
         strategies: By default all that the model's family has.
-        blocks: By default as many as ranks.
+        blocks: By default as many as ranks, and fewer that the ranks of a node, a part of one or two nodes share.
         ghosts: By default powers of two that make phantom smaller than the dense model.
         min_ghosts: The fewest ghosts that are known to keep the loss.
         dp: Data-parallel copies; by default whatever divides the batch.
@@ -221,7 +222,8 @@ def plan(request: PlanRequest) -> Plan:
 def scaling(request: PlanRequest, counts: tuple[int, ...] = SCALING_COUNTS) -> dict[str, list[Candidate]]:
     """For each strategy, the best on exactly so many devices at the same batch. Counts at which none fits are left out.
 
-    Phantom has one curve for the fewest and one for the most ghosts requested.
+    Phantom has curves for the fewest and for the most ghosts requested, each with a block or more on a rank, and on two
+    levels, with several ranks in a block.
     """
     most = request.profile.max_devices.value
     choices = [ghosts for ghosts in request.ghost_choices if ghosts >= (request.min_ghosts or 1)]
@@ -234,6 +236,7 @@ def scaling(request: PlanRequest, counts: tuple[int, ...] = SCALING_COUNTS) -> d
         for candidate in _evaluate(at_count, layouts)[0]:
             ghosts = candidate.layout.ghosts
             name = candidate.layout.strategy + (f", {ghosts} ghosts" if ghosts else "")
+            name += TWO_LEVEL if candidate.layout.inside > 1 else ""
             if name not in best or rank_by(request.goal, candidate) < rank_by(request.goal, best[name]):
                 best[name] = candidate
         for name, candidate in best.items():
@@ -262,11 +265,21 @@ def _layouts(request: PlanRequest, counts: list[int]) -> Iterator[Layout]:
 
 def _block_layouts(request: PlanRequest, strategy: StrategyName, ranks: int, copies: int) -> Iterator[Layout]:
     sweeps_ghosts = not request.ghosts and not request.min_ghosts
-    for blocks in request.blocks or ((ranks,) if ranks > 1 else ()):
+    for blocks in request.blocks or _block_choices(request, ranks):
         for ghosts in request.ghost_choices:
+            if not request.blocks and ghosts % (ranks // blocks):
+                continue  # these blocks were not requested, and their ranks cannot share the ghosts
             if sweeps_ghosts and ghosts >= request.model.break_even_ghosts(blocks):
                 continue  # these ghosts were not requested, and the dense model is cheaper
             yield Layout(strategy, ranks, copies, blocks, ghosts)
+
+
+def _block_choices(request: PlanRequest, ranks: int) -> Iterator[int]:
+    """As many blocks as ranks; and fewer, each shared by the ranks of a node, of a part of one or of two nodes."""
+    node = int(request.profile.devices_per_node.value)
+    for inside in range(1, 2 * node + 1):
+        if ranks % inside == 0 and ranks >= 2 * inside and (node % inside == 0 or inside % node == 0):
+            yield ranks // inside
 
 
 def _evaluate(request: PlanRequest, layouts: Iterable[Layout]) -> tuple[list[Candidate], list[Dropped]]:

@@ -26,8 +26,14 @@ class Layout(NamedTuple):
         blocks = default_blocks(self.ranks) if self.blocks is None else self.blocks
         return self._replace(blocks=blocks, ghosts=DEFAULT_GHOSTS if self.ghosts is None else self.ghosts)
 
+    @property
+    def inside(self) -> int:
+        """Ranks that share a block; 1 where ranks hold whole blocks, or where there are none."""
+        return max(1, self.ranks // self.blocks) if self.blocks else 1
+
     def __str__(self) -> str:
-        blocks = f", {self.blocks} blocks, {self.ghosts} ghosts" if self.blocks else ""
+        shared = f" of {self.inside} ranks" if self.inside > 1 else ""
+        blocks = f", {self.blocks} blocks{shared}, {self.ghosts} ghosts" if self.blocks else ""
         return f"{self.strategy} on {self.ranks} ranks{blocks}" + (f", dp {self.dp}" if self.dp > 1 else "")
 
 

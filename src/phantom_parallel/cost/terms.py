@@ -305,6 +305,22 @@ def row_layer(layout: RowLayout, rows: int, *, bias: bool, wire: WireFormat = "f
     return LayerCost(name, tuple(parameters), tuple(products), between_ranks(exchanges), rows * m_in)
 
 
+def over_blocks(exchange: Exchange, blocks: int | None) -> list[Exchange]:
+    """An all-gather or reduce-scatter over all ranks, on more ranks than blocks the two that it consists of."""
+    inside = exchange.ranks // blocks if blocks else 1
+    if blocks is None or inside <= 1:
+        return [exchange]
+    across = replace(exchange, ranks=blocks, stride=inside)
+    within = replace(
+        exchange,
+        term=f"{exchange.term} inside",
+        ranks=inside,
+        words=exchange.words * blocks,
+        extra_bytes=exchange.extra_bytes * blocks,
+    )
+    return [across, within] if exchange.op == "all_gather" else [within, across]
+
+
 def between_ranks(exchanges: list[Exchange]) -> tuple[Exchange, ...]:
     """Exchanges of one rank alone are left out: nothing is sent."""
     return tuple(exchange for exchange in exchanges if exchange.ranks > 1)

@@ -10,6 +10,7 @@ from phantom_parallel.nn.init import init_columns, init_rows
 from phantom_parallel.nn.sharded import broadcast_seed, shard_parameter, to_local
 from phantom_parallel.ops import gather_normed, vocabulary_rows
 from phantom_parallel.ops.collectives import flat_mesh, rank_group
+from phantom_parallel.ops.levels import Group, block_group
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
 from phantom_parallel.utils.wire import WireFormat
 
@@ -76,6 +77,8 @@ class VocabularyHead(nn.Module):
     Args:
         vocab: Number of tokens.
         dim: Features of the full residual stream, independent of the number of ranks.
+        blocks: Number of blocks of the stream's features. On more ranks than blocks, features are gathered across
+            blocks and then inside of them.
         tie_embeddings: Whether the head shares the weight of an embedding.
         eps: Added to the mean square.
         mesh: As for `PhantomLinear`.
@@ -91,6 +94,7 @@ class VocabularyHead(nn.Module):
         vocab: int,
         dim: int,
         *,
+        blocks: int | None = None,
         tie_embeddings: bool = False,
         eps: float = 1e-5,
         mesh: DeviceMesh | None = None,
@@ -100,8 +104,8 @@ class VocabularyHead(nn.Module):
     ) -> None:
         super().__init__()
         self.vocab, self.dim, self.eps = vocab, dim, eps
+        self.group: Group = rank_group(mesh, wire) if blocks is None else block_group(mesh, blocks, wire)
         self.mesh = mesh = flat_mesh(mesh)
-        self.group = rank_group(mesh, wire)
         RowLayout(dim, vocab, self.group.size)
         device, size = device or (None if mesh is None else mesh.device_type), self.group.size
         self.norm = shard_parameter(torch.ones(dim // size, device=device, dtype=dtype), mesh)

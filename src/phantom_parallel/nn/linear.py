@@ -95,7 +95,7 @@ class PhantomLinear(FeatureSharded):
         dtype: torch.dtype | None,
     ) -> None:
         self.in_features, self.out_features, self.blocks, self.ghosts = in_features, out_features, blocks, ghosts
-        self.mesh, self.group = flat_mesh(mesh), block_group(mesh, blocks, wire)
+        self.mesh = flat_mesh(mesh)
         self.relative_error: float | None = None  # of the fit, for a layer made from a dense one
         check_real(dtype or torch.get_default_dtype())
         settings = {
@@ -109,7 +109,8 @@ class PhantomLinear(FeatureSharded):
             "dtype": str(dtype or torch.get_default_dtype()),
         }
         check_agreement("a PhantomLinear", settings, self.mesh)
-        self.layout = BlockLayout(in_features, out_features, blocks, ghosts, self.group.size)
+        self.layout = BlockLayout(in_features, out_features, blocks, ghosts, rank_group(self.mesh).size)
+        self.group = block_group(mesh, blocks, wire)  # once ranks agree on the blocks
 
     def reset_parameters(self, seed: int | None = None) -> None:
         """Initialize the weights, identically on any number of ranks. The seed is by default drawn by rank 0."""

@@ -14,7 +14,6 @@ from phantom_parallel.nn.conversion import warn_about_conversion
 from phantom_parallel.nn.linear import PhantomLinear
 from phantom_parallel.nn.sharded import full_tensor, shard_parameter
 from phantom_parallel.ops.collectives import flat_mesh
-from phantom_parallel.ops.levels import block_group
 from phantom_parallel.utils.wire import WireFormat, check_wire
 
 ELEMENTWISE = (
@@ -73,13 +72,12 @@ class PhantomParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if isinstance(module, ELEMENTWISE):
             return module
-        block_group(device_mesh, self.blocks)  # raises for a mesh of other dimensions
+        mesh = flat_mesh(device_mesh)  # raises for a mesh of other dimensions
         if type(module) not in (nn.Linear, PhantomLinear):
             raise NotImplementedError(
                 "PhantomParallel supports nn.Linear, PhantomLinear and elementwise activations, "
                 f"not {type(module).__name__}"
             )
-        mesh = flat_mesh(device_mesh)
         assert mesh is not None
         self._broadcast_weights(module, mesh)
         if isinstance(module, PhantomLinear):

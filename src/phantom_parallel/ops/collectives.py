@@ -45,6 +45,9 @@ class RankGroup(NamedTuple):
     native: bool  # whether to use the backend's all-gather and reduce-scatter, or build both from all-to-all
     wire: WireFormat = "full"  # the format that features travel in
 
+    def with_wire(self, wire: WireFormat) -> "RankGroup":
+        return self._replace(wire=wire)
+
 
 SINGLE_RANK = RankGroup(rank=0, size=1, name="", native=True)
 

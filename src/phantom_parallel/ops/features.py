@@ -10,38 +10,36 @@ from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 
 from phantom_parallel.ops.blocks import apply_function, merge_blocks, split_blocks
-from phantom_parallel.ops.collectives import (
-    RankGroup,
-    finish_all_gather,
-    finish_reduce_scatter,
-    rank_group,
-    start_all_gather,
-    start_reduce_scatter,
-)
+from phantom_parallel.ops.collectives import rank_group
+from phantom_parallel.ops.levels import Group, TwoLevelGroup, all_gather, reduce_scatter
 
 
-def take_features(x: Tensor, group: RankGroup) -> Tensor:
+def take_features(x: Tensor, group: Group) -> Tensor:
     """This rank's slice of the last dimension."""
     width = x.shape[-1] // group.size
     return x[..., group.rank * width : (group.rank + 1) * width]
 
 
-def all_gather_features(x: Tensor, group: RankGroup) -> Tensor:
+def all_gather_features(x: Tensor, group: Group) -> Tensor:
     """(..., m) on every rank -> (..., R m)."""
-    gathered = finish_all_gather(start_all_gather(x.reshape(-1, x.shape[-1]), group), group).values
+    gathered = all_gather(x.reshape(-1, x.shape[-1]), group).values
     return merge_blocks(gathered).view(*x.shape[:-1], group.size * x.shape[-1])
 
 
-def reduce_scatter_features(x: Tensor, group: RankGroup) -> Tensor:
+def reduce_scatter_features(x: Tensor, group: Group) -> Tensor:
     """(..., R m) on every rank -> (..., m), this rank's slice of the sum."""
     slices = split_blocks(x.reshape(-1, x.shape[-1]), group.size)
-    own = finish_reduce_scatter(start_reduce_scatter(slices, group), group).values
+    own = reduce_scatter(slices, group).values
     return own.view(*x.shape[:-1], x.shape[-1] // group.size)
+
+
+def _group_of(mesh: DeviceMesh | Group | None) -> Group:
+    return mesh if isinstance(mesh, TwoLevelGroup) else rank_group(mesh)
 
 
 class _Shard(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return take_features(x, group).contiguous()
 
@@ -52,7 +50,7 @@ class _Shard(Function):
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: RankGroup, partial_grad: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, partial_grad: bool) -> Tensor:
         ctx.group, ctx.partial_grad = group, partial_grad
         return all_gather_features(x, group)
 
@@ -62,11 +60,11 @@ class _Gather(Function):
         return back(d, ctx.group), None, None
 
 
-def shard_features(x: Tensor, mesh: DeviceMesh | RankGroup | None) -> Tensor:
+def shard_features(x: Tensor, mesh: DeviceMesh | Group | None) -> Tensor:
     """Forward: keep this rank's features of a replicated x; backward: all-gather, so that every rank has the complete
     gradient of x.
     """
-    group = rank_group(mesh)
+    group = _group_of(mesh)
     if x.dim() == 0:
         raise ValueError("the input must have at least one dimension, the features; got a 0-D tensor")
     if x.shape[-1] % group.size:
@@ -76,12 +74,12 @@ def shard_features(x: Tensor, mesh: DeviceMesh | RankGroup | None) -> Tensor:
     return x if group.size == 1 else apply_function(_Shard, x, group)
 
 
-def gather_features(x: Tensor, mesh: DeviceMesh | RankGroup | None, *, partial_grad: bool = False) -> Tensor:
+def gather_features(x: Tensor, mesh: DeviceMesh | Group | None, *, partial_grad: bool = False) -> Tensor:
     """Forward: all-gather of features; backward: this rank's slice of the gradient.
 
     This is correct where every rank computes the same from the result, such as the same loss. Where each rank computes
     its own part (a vocabulary-parallel head), every rank has a partial gradient: ``partial_grad=True`` makes the
     backward a reduce-scatter.
     """
-    group = rank_group(mesh)
+    group = _group_of(mesh)
     return x if group.size == 1 else apply_function(_Gather, x, group, partial_grad)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from phantom_parallel.ops.collectives import (
+    Arrived,
     Pending,
     RankGroup,
     finish_all_gather,
@@ -51,6 +52,13 @@ class TwoLevelGroup(NamedTuple):
 
 
 Group = RankGroup | TwoLevelGroup
+
+
+def everyone(group: Group) -> RankGroup:
+    """All ranks, as one level."""
+    return group.everyone if isinstance(group, TwoLevelGroup) else group
+
+
 _made: dict[tuple[str, int], tuple[dist.ProcessGroup, TwoLevelGroup]] = {}  # by the name of the group and by blocks
 
 
@@ -115,3 +123,30 @@ def finish_sum_inside(pending: Pending, group: TwoLevelGroup) -> Tensor:
     """Wait for this place's sums, by block: (p, B, c), to be summed across."""
     total = finish_reduce_scatter(pending, group.inside).values  # (p B, c)
     return total.view(group.across.size, total.shape[0] // group.across.size, total.shape[1])
+
+
+def all_gather(x: Tensor, group: Group, exact: Tensor | None = None) -> Arrived:
+    """x (B, c) and exact columns (B, e) of all ranks, in their order: (R, B, c) and (R, B, e)."""
+    if isinstance(group, RankGroup):
+        return finish_all_gather(start_all_gather(x, group, exact), group)
+    values, sums = finish_all_gather(start_all_gather(x, group.across, exact), group.across)  # (p, B, c)
+    again = start_all_gather(values.flatten(0, 1), group.inside, None if sums is None else sums.flatten(0, 1))
+    values, sums = finish_all_gather(again, group.inside)  # (t, p B, c)
+    return Arrived(_by_rank(values, group), None if sums is None else _by_rank(sums, group))
+
+
+def reduce_scatter(x: Tensor, group: Group, exact: Tensor | None = None) -> Arrived:
+    """This rank's slice of x (R, B, c) and the exact columns (B, e), summed over ranks: (B, c) and (B, e)."""
+    if isinstance(group, RankGroup):
+        return finish_reduce_scatter(start_reduce_scatter(x, group, exact), group)
+    p, t = group.across.size, group.inside.size
+    slices = x.unflatten(0, (p, t)).transpose(0, 1).flatten(1, 2)  # (t, p B, c)
+    pending = start_reduce_scatter(slices, group.inside, None if exact is None else exact.repeat(p, 1))
+    values, sums = finish_reduce_scatter(pending, group.inside)  # (p B, c), (p B, e)
+    sums = None if sums is None else sums[: x.shape[1]]  # the same for each block
+    return finish_reduce_scatter(start_reduce_scatter(values.unflatten(0, (p, -1)), group.across, sums), group.across)
+
+
+def _by_rank(arrived: Tensor, group: TwoLevelGroup) -> Tensor:
+    """(t, p B, c), by place and block -> (R, B, c), by rank."""
+    return arrived.unflatten(1, (group.across.size, -1)).transpose(0, 1).flatten(0, 1)

@@ -45,7 +45,10 @@ from phantom_parallel.ops.collectives import (
     start_reduce_scatter,
 )
 from phantom_parallel.ops.features import gather_features
+from phantom_parallel.ops.levels import Group, TwoLevelGroup, all_gather, everyone, reduce_scatter
 from phantom_parallel.ops.phantom import ghosts_of_others, phantom_linear, sum_by_source
+from phantom_parallel.ops.rms import inverse_rms, norm_grads, partial_t, squares_of
+from phantom_parallel.ops.two_level_normed import TwoLevelNormedLinear
 
 
 def normed_phantom_linear(
@@ -57,24 +60,26 @@ def normed_phantom_linear(
     *,
     eps: float,
     blocks: int,
-    group: RankGroup = SINGLE_RANK,
+    group: Group = SINGLE_RANK,
 ) -> Tensor:
     """RMSNorm, then the phantom map L + D C. Forward: all-gather of ghosts and squares; backward: reduce-scatter.
 
     ``x`` is (..., q m_in), this rank's features, and ``norm`` (q m_in) their weights; the result is (..., q m_out), in
-    the dtype of the map's weights.
+    the dtype of the map's weights. With a `TwoLevelGroup` several ranks share a block, as in `phantom_linear`.
     """
     check_operands(x, local)
     local, compress, decompress = cast_for_autocast(local, compress, decompress)
     rows = x.reshape(-1, x.shape[-1])
     if is_transformed() and group.size == 1:
         y = _composed_phantom(rows, norm, local, compress, decompress, eps, blocks, group)
+    elif isinstance(group, TwoLevelGroup):
+        y = apply_function(TwoLevelNormedLinear, rows, norm, local, compress, decompress, eps, group)
     else:
         y = apply_function(_NormedPhantomLinear, rows, norm, local, compress, decompress, eps, blocks, group)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def gather_normed(x: Tensor, norm: Tensor, *, eps: float, group: RankGroup = SINGLE_RANK) -> Tensor:
+def gather_normed(x: Tensor, norm: Tensor, *, eps: float, group: Group = SINGLE_RANK) -> Tensor:
     """RMSNorm and gather of all features. Forward: all-gather of features and squares; backward: reduce-scatter.
 
     ``x`` is (..., m), this rank's features; the result is (..., R m). Each rank's gradient of it is partial: it is the
@@ -108,7 +113,7 @@ class _NormedPhantomLinear(Function):
         q, features = blocks // group.size, x.shape[1] * group.size
         us = split_blocks((x * norm).to(local.dtype), q)  # w x: (q, B, m_in)
         ghosts = merge_blocks(matmul_blocks(us, compress))  # g: (B, q k)
-        pending = start_all_gather(ghosts, group, _squares(x))  # in flight
+        pending = start_all_gather(ghosts, group, squares_of(x))  # in flight
         ys = matmul_blocks(us, local)  # L u: (q, B, m_out), overlapped
         gathered, squares = finish_all_gather(pending, group)  # (R, B, q k), (R, B, 1)
         ys = matmul_blocks(ghosts_of_others(gathered, blocks, group), decompress, add_to=ys)  # + D g
@@ -134,7 +139,7 @@ class _NormedPhantomLinear(Function):
         needs_h = need_x or need_norm or need_compress
         if needs_h:
             h = sum_by_source(matmul_blocks_t(ds, decompress), blocks, group)  # partial h: (R, B, q k)
-            pending = start_reduce_scatter(h, group, _partial_t(d, y))  # in flight
+            pending = start_reduce_scatter(h, group, partial_t(d, y))  # in flight
         xr = x * r  # (B, q m_in)
         us = split_blocks((xr * norm).to(local.dtype), q)  # r w x: (q, B, m_in), so that d needs no r
         if need_local:
@@ -152,7 +157,7 @@ class _NormedPhantomLinear(Function):
                 d_compress = weight_grad(hs, us)  # (q k, m_in)
             if need_x or need_norm:
                 du = merge_blocks(matmul_blocks_t(hs, compress, add_to=dus))  # + C^T h
-                dx, d_norm = _norm_grads(du, x, xr, norm, r, t, group)
+                dx, d_norm = norm_grads(du, x, xr, norm, r, t, group)
         return dx, d_norm, d_local, d_compress, d_decompress, None, None, None
 
 
@@ -160,10 +165,9 @@ class _GatherNormed(Function):
     """r arrives together with the features and is applied to them immediately. Saved: x, r and the result."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, norm: Tensor, eps: float, group: RankGroup, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, x: Tensor, norm: Tensor, eps: float, group: Group, dtype: torch.dtype) -> Tensor:
         width = x.shape[1]
-        pending = start_all_gather((x * norm).to(dtype), group, _squares(x))  # (B, m) and squares
-        gathered, squares = finish_all_gather(pending, group)  # (R, B, m), (R, B, 1)
+        gathered, squares = all_gather((x * norm).to(dtype), group, squares_of(x))  # (R, B, m), (R, B, 1)
         r = (squares.sum(0) / (width * group.size) + eps).rsqrt()
         y = (merge_blocks(gathered) * r).to(dtype)  # (B, R m)
         ctx.save_for_backward(x, norm, r, y)
@@ -173,36 +177,12 @@ class _GatherNormed(Function):
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         x, norm, r, y = ctx.saved_tensors
-        group = ctx.group
-        refuse_second_derivative(group)
+        group: Group = ctx.group
+        refuse_second_derivative(everyone(group))
         if is_creating_graph():
             return *recorded_grads(_composed_gather, (x, norm), ctx.eps, group, y.dtype, d=d), None, None, None
-        slices = split_blocks(d, group.size)  # (R, B, m)
-        du, t = finish_reduce_scatter(start_reduce_scatter(slices, group, _partial_t(d, y)), group)
-        return *_norm_grads(du, x, x * r, norm, r, t, group), None, None, None
-
-
-def _squares(x: Tensor) -> Tensor:
-    """This rank's part of the sum of squares of a row of x (B, m): (B, 1)."""
-    return torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=_precise(x)).square()
-
-
-def _partial_t(d: Tensor, y: Tensor) -> Tensor:
-    """This rank's part of t: (B, 1)."""
-    return (d * y).sum(1, keepdim=True, dtype=_precise(d))
-
-
-def _norm_grads(
-    du: Tensor, x: Tensor, xr: Tensor, norm: Tensor, r: Tensor, t: Tensor, group: RankGroup
-) -> tuple[Tensor, Tensor]:
-    """dx and dw, from du without its factor r."""
-    share = t / -(xr.shape[1] * group.size)  # (B, 1)
-    dx = torch.addcmul(du * norm, xr, share.to(xr.dtype)) * r
-    return dx.to(x.dtype), (du * xr).sum(0).to(norm.dtype)
-
-
-def _precise(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+        du, t = reduce_scatter(split_blocks(d, group.size), group, partial_t(d, y))  # (B, m), (B, 1)
+        return *norm_grads(du, x, x * r, norm, r, t, group), None, None, None
 
 
 def _composed_phantom(
@@ -213,21 +193,15 @@ def _composed_phantom(
     decompress: Tensor,
     eps: float,
     blocks: int,
-    group: RankGroup,
+    group: Group,
 ) -> Tensor:
     """`normed_phantom_linear` from differentiable parts, with one more exchange."""
     u = (x * norm).to(local.dtype)  # (B, q m_in)
     y = phantom_linear(u, local, compress, decompress, blocks=blocks, group=group)  # (B, q m_out)
-    return (y * _inverse_rms(x, eps, group)).to(y.dtype)
+    return (y * inverse_rms(x, eps, group)).to(y.dtype)
 
 
-def _composed_gather(x: Tensor, norm: Tensor, eps: float, group: RankGroup, dtype: torch.dtype) -> Tensor:
+def _composed_gather(x: Tensor, norm: Tensor, eps: float, group: Group, dtype: torch.dtype) -> Tensor:
     """`gather_normed` from differentiable parts, with one more exchange."""
     gathered = gather_features((x * norm).to(dtype), group, partial_grad=True)  # (B, R m)
-    return (gathered * _inverse_rms(x, eps, group)).to(dtype)
-
-
-def _inverse_rms(x: Tensor, eps: float, group: RankGroup) -> Tensor:
-    squares = x.to(_precise(x)).square().sum(1, keepdim=True)  # (B, 1)
-    total = gather_features(squares, group, partial_grad=True).sum(1, keepdim=True)
-    return (total / (x.shape[1] * group.size) + eps).rsqrt()
+    return (gathered * inverse_rms(x, eps, group)).to(dtype)

@@ -63,9 +63,7 @@ class TwoLevelLinear(Function):
         across, inside = group.across, group.inside
         pending = start_all_gather(x, inside)  # x_i[s]: (B, m_in / t), in flight
         z = own_product(x, local, group)  # overlapped
-        xs = merge_blocks(finish_all_gather(pending, inside).values)  # x_i: (B, m_in)
-        if group.wire != "full":
-            xs.narrow(1, inside.rank * x.shape[1], x.shape[1]).copy_(x)  # as its product used it
+        xs = with_own(merge_blocks(finish_all_gather(pending, inside).values), x, group)  # x_i: (B, m_in)
         pending = start_all_gather(torch.mm(xs, compress.t()), across)  # g_i[s]: (B, k / t), in flight
         z = add_other_products(z, xs, local, group)  # L x: (B, m_out / t), overlapped
         pending = start_inside(finish_all_gather(pending, across).values, group)  # g_j[s]: (p, B, k / t), in flight
@@ -129,6 +127,13 @@ def own_product(x: Tensor, local: Tensor, group: TwoLevelGroup) -> Tensor:
     """The part of L_i[s] x_i that this rank's own features x (B, m_in / t) give: (B, m_out / t)."""
     width = x.shape[1]
     return torch.mm(x, local.narrow(1, group.inside.rank * width, width).t())
+
+
+def with_own(xs: Tensor, x: Tensor, group: TwoLevelGroup) -> Tensor:
+    """The features of the block xs (B, m_in), with this rank's own as its product used them, and not rounded."""
+    if group.wire != "full":
+        xs.narrow(1, group.inside.rank * x.shape[1], x.shape[1]).copy_(x)
+    return xs
 
 
 def add_other_products(z: Tensor, xs: Tensor, local: Tensor, group: TwoLevelGroup) -> Tensor:

@@ -15,14 +15,13 @@ from phantom_parallel.ops.blocks import apply_function, merge_blocks, split_bloc
 from phantom_parallel.ops.collectives import (
     SINGLE_RANK,
     RankGroup,
-    finish_all_gather,
     finish_all_to_all,
-    start_all_gather,
     start_all_to_all,
 )
+from phantom_parallel.ops.levels import Group, all_gather, everyone
 
 
-def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, *, group: RankGroup = SINGLE_RANK) -> Tensor:
+def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, *, group: Group = SINGLE_RANK) -> Tensor:
     """The mean cross-entropy over rows, the same on every rank. Forward: one all-gather of 3 numbers per row; backward:
     none, since each rank has the gradient of its own logits.
 
@@ -39,7 +38,7 @@ def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, *, group: RankGrou
     return loss
 
 
-def vocabulary_rows(weight: Tensor, *, group: RankGroup = SINGLE_RANK) -> Tensor:
+def vocabulary_rows(weight: Tensor, *, group: Group = SINGLE_RANK) -> Tensor:
     """(V, n / R), sharded by features, to (V / R, n), sharded by rows. Forward and backward: one all-to-all.
 
     It moves (R-1)/R^2 V n words per rank, independent of the number of inputs to the head. A reduce-scatter of partial
@@ -47,13 +46,13 @@ def vocabulary_rows(weight: Tensor, *, group: RankGroup = SINGLE_RANK) -> Tensor
     """
     if group.size == 1:
         return weight
-    rows: Tensor = apply_function(_VocabularyRows, weight, group)
+    rows: Tensor = apply_function(_VocabularyRows, weight, everyone(group))  # no two ranks need the same rows
     return rows
 
 
 class _CrossEntropy(Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: RankGroup) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Group) -> Tensor:
         width = logits.shape[1]
         index = targets - group.rank * width
         here = ((index >= 0) & (index < width)).unsqueeze(1)  # (B, 1)
@@ -62,8 +61,8 @@ class _CrossEntropy(Function):
         weights = (logits - top).exp_()  # (B, V / R)
         target = torch.where(here, logits.gather(1, index), 0.0)
         sent = torch.cat([top, weights.sum(1, keepdim=True), target], 1)  # (B, 3)
-        exact = group._replace(wire="full")  # the exponents of what follows: never rounded
-        tops, sums, found = finish_all_gather(start_all_gather(sent, exact), exact).values.unbind(2)  # (R, B) each
+        exact = group.with_wire("full")  # the exponents of what follows: never rounded
+        tops, sums, found = all_gather(sent, exact).values.unbind(2)  # (R, B) each
         highest = tops.amax(0)
         total = (sums * (tops - highest).exp()).sum(0)  # (B)
         scale = (top.squeeze(1) - highest).exp() / total  # of this rank's weights to probabilities

@@ -7,7 +7,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from phantom_parallel.cost.planner import Candidate, Plan, PlanRequest
+from phantom_parallel.cost.planner import TWO_LEVEL, Candidate, Plan, PlanRequest
 from phantom_parallel.report.plots import LOOKS as LOOKS
 from phantom_parallel.report.plots import SECOND_PHANTOM as SECOND_PHANTOM
 from phantom_parallel.utils.files import atomic_file
@@ -63,12 +63,13 @@ def draw_tradeoff(plan: Plan, folder: Path) -> list[Path]:
 
 
 def _curves(axes: Axes, curves: Mapping[str, Sequence[Candidate]], values: list[list[float]], label: str) -> None:
-    phantoms = [name for name in curves if name.startswith("phantom")]
+    phantoms = [name for name in curves if name.startswith("phantom") and not name.endswith(TWO_LEVEL)]
     for (name, curve), heights in zip(curves.items(), values, strict=True):
         colour, marker = LOOKS[curve[0].layout.strategy]
-        if name in phantoms[1:]:
+        if name.removesuffix(TWO_LEVEL) in phantoms[1:]:
             colour, marker = SECOND_PHANTOM
-        axes.plot([c.devices for c in curve], heights, color=colour, marker=marker, markersize=4.5, label=name)
+        line = {"color": colour, "marker": marker, "linestyle": "dashed" if name.endswith(TWO_LEVEL) else "solid"}
+        axes.plot([c.devices for c in curve], heights, markersize=4.5, label=name, **line)  # type: ignore[arg-type]
     counts = sorted({c.devices for curve in curves.values() for c in curve})
     axes.set(xscale="log", yscale="log", xlabel="devices", ylabel=label)
     axes.set_xticks(counts, [str(count) for count in counts])

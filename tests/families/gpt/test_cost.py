@@ -33,6 +33,11 @@ SHAPES = [
     shape_of("phantom", 4, tie_embeddings=True, recompute=True),
     shape_of("phantom", 4, hidden=64, optimizer="sgd"),
     shape_of("phantom", 2, dp=2, tie_embeddings=True),
+    shape_of("phantom", 4, blocks=2),
+    shape_of("phantom", 4, blocks=2, tie_embeddings=True, recompute=True, word_bytes=2),
+    shape_of("phantom", 4, blocks=2, parallel_block=True, word_bytes=8),
+    shape_of("phantom", 4, blocks=2, qkv_bias=True, layer_ghosts=((2, 4, 6, 8), (4, 2, 2, 8)), dp=2),
+    shape_of("phantom", 8, blocks=2, ghosts=4, kv_heads=8, layers=1),
     shape_of("megatron", 1, kv_heads=8),
     shape_of("megatron", 2, layers=3),
     shape_of("megatron", 2, tie_embeddings=True, kv_heads=8, word_bytes=8),
@@ -53,6 +58,8 @@ SHAPES = [
     shape_of("phantom", 4, wire="int8"),
     shape_of("phantom", 2, wire="int8", tie_embeddings=True, recompute=True, word_bytes=2),
     shape_of("phantom", 2, wire="bf16", word_bytes=8),
+    shape_of("phantom", 4, blocks=2, wire="int8", tie_embeddings=True),
+    shape_of("phantom", 4, blocks=2, wire="bf16", word_bytes=8),
     shape_of("megatron", 4, wire="int8"),
     shape_of("megatron", 2, wire="bf16", tie_embeddings=True, recompute=True),
 ]
@@ -101,6 +108,7 @@ def test_a_dry_run_counts_what_real_ranks_do(shape):
         GPTShape(
             "phantom", 32768, 4096, 2, 64, sequence=1024, ranks=64, batch=2, blocks=64, ghosts=16, tie_embeddings=True
         ),
+        GPTShape("phantom", 32768, 8192, 2, 256, 256, 22016, 512, 256, 8, blocks=32, ghosts=16, rank=255),
         GPTShape("megatron", 32768, 4096, 2, 64, sequence=1024, ranks=64, batch=2),
         GPTShape("phantom", 32768, 8192, 2, 256, sequence=2048, ranks=256, batch=8, blocks=256, ghosts=16, dp=2),
     ],

@@ -37,15 +37,21 @@ def test_compile_of_the_full_graph():
     assert compiled(config_of(layers=1), False) < 1e-11
 
 
-def test_compile_of_the_full_graph_on_ranks(ranks):
-    assert max(ranks(2)(compiled, config_of(layers=1, tie_embeddings=True), True)) < 1e-10
+@pytest.mark.parametrize(
+    ("size", "cut"),
+    [(2, {}), pytest.param(4, {"blocks": 2, "ghosts": 4}, marks=pytest.mark.slow)],
+    ids=["one_level", "two_levels"],
+)
+def test_compile_of_the_full_graph_on_ranks(ranks, size, cut):
+    assert max(ranks(size)(compiled, config_of(layers=1, tie_embeddings=True, **cut), True)) < 1e-10
 
 
-def fully_sharded(tied: bool, recompute: bool, strategy: str) -> float:
+def fully_sharded(tied: bool, recompute: bool, strategy: str, **cut: int) -> float:
     """Data x tensor: FSDP2 averages over dp what each dp rank computes on its rows, in two pieces."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    config = config_of(strategy, tie_embeddings=tied)
-    model = filled(config, mesh["tp"], activation_checkpointing=recompute)
+    inside = ("blocks", "inside") if cut else ("tp",)
+    mesh = init_device_mesh("cpu", (2,) * (1 + len(inside)), mesh_dim_names=("dp", *inside))
+    config = config_of(strategy, tie_embeddings=tied, **cut)
+    model = filled(config, mesh[inside], activation_checkpointing=recompute)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
@@ -66,6 +72,10 @@ def test_fsdp2_over_a_data_by_tensor_mesh(ranks, tied, recompute, strategy):
     assert max(ranks(4)(fully_sharded, tied, recompute, strategy)) < 1e-10
 
 
+def test_fsdp2_over_a_mesh_of_copies_blocks_and_ranks_inside(ranks):
+    assert max(ranks(8)(fully_sharded, True, False, "phantom", blocks=2, ghosts=4)) < 1e-10
+
+
 def accumulated() -> float:
     model = filled(config_of(tie_embeddings=True), one_mesh())
     for inputs, targets in zip(*(t.chunk(2) for t in gpt_reference.tokens(24)), strict=True):
@@ -77,9 +87,9 @@ def test_gradient_accumulation(ranks):
     assert max(ranks(4)(accumulated)) < 1e-10
 
 
-def trained(strategy: str, steps: int = 4) -> tuple[dict[str, torch.Tensor], list[float]]:
+def trained(strategy: str, cut: dict[str, int], steps: int = 4) -> tuple[dict[str, torch.Tensor], list[float]]:
     mesh = one_mesh() if torch.distributed.is_initialized() else None
-    model = filled(config_of(strategy), mesh)
+    model = filled(config_of(strategy, **cut), mesh)
     optimizer = torch.optim.AdamW(parameter_groups(model, 0.01, compress=0.5))
     losses = []
     for _ in range(steps):
@@ -92,12 +102,14 @@ def trained(strategy: str, steps: int = 4) -> tuple[dict[str, torch.Tensor], lis
     return {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}, losses
 
 
-@pytest.mark.parametrize("strategy", ["phantom", "megatron"])
-def test_training_takes_the_same_steps_on_any_number_of_ranks(ranks, strategy):
-    expected, losses = trained(strategy)
+@pytest.mark.parametrize(
+    ("strategy", "cut"), [("phantom", {}), ("phantom", {"blocks": 2, "ghosts": 4}), ("megatron", {})]
+)
+def test_training_takes_the_same_steps_on_any_number_of_ranks(ranks, strategy, cut):
+    expected, losses = trained(strategy, cut)
     assert losses[-1] < losses[0] - 0.05
     for size in (2, 4):
-        for found, same in ranks(size)(trained, strategy):
+        for found, same in ranks(size)(trained, strategy, cut):
             assert same == pytest.approx(losses, rel=1e-10)
             assert max(relative_error(found[name], expected[name]) for name in expected) < 1e-8
 
@@ -118,9 +130,11 @@ def logits_of(model: GPT) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("strategy", ["phantom", "megatron"])
-def test_a_model_saved_on_four_ranks_is_the_same_on_one_and_two(ranks, tmp_path, strategy, tied):
-    config, path = config_of(strategy, tie_embeddings=tied), str(tmp_path / "model")
+@pytest.mark.parametrize(
+    ("strategy", "cut"), [("phantom", {}), ("phantom", {"blocks": 2, "ghosts": 4}), ("megatron", {})]
+)
+def test_a_model_saved_on_four_ranks_is_the_same_on_one_and_two(ranks, tmp_path, strategy, cut, tied):
+    config, path = config_of(strategy, tie_embeddings=tied, **cut), str(tmp_path / "model")
     expected = ranks(4)(write, path, config)[0]
     again = load_model(path)
     assert again.config == config
@@ -128,6 +142,17 @@ def test_a_model_saved_on_four_ranks_is_the_same_on_one_and_two(ranks, tmp_path,
     for size in (1, 2):
         for found in ranks(size)(read, path):
             assert relative_error(found, expected) < 1e-11
+
+
+def test_files_of_earlier_releases_have_as_many_pieces_of_the_hidden_width_as_blocks(tmp_path):
+    model = GPT(config_of(kv_heads=8, hidden_groups=4))
+    save_model(model, tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    description = json.loads(path.read_text())
+    assert description["config"].pop("hidden_groups") == 4
+    path.write_text(json.dumps(description))
+    assert load_model(tmp_path / "model").config == model.config
+    assert config_of(kv_heads=8).hidden_groups == 8
 
 
 def test_a_dense_model_comes_back_as_it_was(tmp_path):

@@ -70,20 +70,24 @@ VARIANTS = {
     "parallel block": {"parallel_block": True},
     "heads alike": {"kv_heads": 8, "rope_base": 500.0},
     "eight blocks": {"kv_heads": 8, "blocks": 8, "ghosts": 2, "tie_embeddings": True},
+    "two blocks": {"kv_heads": 8, "blocks": 2, "ghosts": 8},  # which ranks share, on four and eight
+    "two blocks, tied": {"blocks": 2, "ghosts": 4, "tie_embeddings": True},
+    "two parallel blocks": {"blocks": 2, "ghosts": 4, "parallel_block": True},
 }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("strategy", ["phantom", "megatron", "dense"])
 def test_loss_logits_and_all_gradients_equal_plain_maths(strategy, variant):
-    if strategy != "phantom" and variant == "eight blocks":
+    if strategy != "phantom" and "blocks" in VARIANTS[variant]:
         pytest.skip("only phantom has blocks")
     found = errors(config_of(strategy, **VARIANTS[variant]))
     assert max(found.values()) < 1e-11, found
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("size", "variant"), [*((size, variant) for size in (1, 2, 4) for variant in VARIANTS), (8, "two blocks")]
+)
 def test_phantom_is_the_same_model_on_any_number_of_ranks(ranks, size, variant):
     for found in ranks(size)(errors_on_ranks, config_of(**VARIANTS[variant])):
         assert max(found.values()) < 1e-10, found
@@ -187,10 +191,13 @@ def test_a_cache_gives_the_logits_of_all_at_once(strategy, tied):
 @pytest.mark.parametrize("strategy", ["phantom", "megatron"])
 def test_a_cache_on_ranks_holds_this_ranks_heads_only(ranks, strategy):
     _, alone = decoded(config_of(strategy), False)
-    for variant in ({}, {"tie_embeddings": True}, {"parallel_block": True}):
-        for error, held in ranks(2)(decoded, config_of(strategy, **variant), True):
+    variants = [(2, {}), (2, {"tie_embeddings": True}), (2, {"parallel_block": True})]
+    if strategy == "phantom":
+        variants += [(4, VARIANTS["two blocks, tied"]), (4, VARIANTS["two parallel blocks"])]
+    for size, variant in variants:
+        for error, held in ranks(size)(decoded, config_of(strategy, **variant), True):
             assert error < 1e-11
-            assert held == alone // 2
+            assert held == alone // size
 
 
 def decode_exchanges(tied: bool, parallel: bool = False) -> tuple[int, dict[int, int]]:
@@ -210,10 +217,10 @@ def test_a_decoded_token_takes_four_exchanges_a_layer_and_two_for_its_logits(ran
     assert ranks(2)(decode_exchanges, False, True) == [2 * 2 + 2] * 2
 
 
-def greedy(steps: int = 6) -> list[int]:
+def greedy(blocks: int, steps: int = 6) -> list[int]:
     mesh = one_mesh()
     torch.manual_seed(0)
-    model = GPT(config_of(), mesh=mesh)
+    model = GPT(config_of(blocks=blocks, ghosts=4), mesh=mesh)
     cache = model.new_cache(1)
     token, found = torch.tensor([[1, 2, 3]]), []
     with torch.inference_mode():
@@ -223,10 +230,11 @@ def greedy(steps: int = 6) -> list[int]:
     return found
 
 
-def test_greedy_tokens_are_the_same_on_any_number_of_ranks(ranks):
-    expected = ranks(1)(greedy)[0]
-    assert ranks(2)(greedy) == [expected] * 2
-    assert ranks(4)(greedy) == [expected] * 4
+@pytest.mark.parametrize("blocks", [4, 2])
+def test_greedy_tokens_are_the_same_on_any_number_of_ranks(ranks, blocks):
+    expected = ranks(1)(greedy, blocks)[0]
+    assert ranks(2)(greedy, blocks) == [expected] * 2
+    assert ranks(4)(greedy, blocks) == [expected] * 4
 
 
 def weights(config: GPTConfig) -> dict[str, torch.Tensor]:
@@ -236,18 +244,18 @@ def weights(config: GPTConfig) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("strategy", ["phantom", "megatron"])
-def test_the_same_seed_draws_the_same_weights_on_any_number_of_ranks(ranks, strategy, tied):
-    expected = weights(config_of(strategy, tie_embeddings=tied))
+@pytest.mark.parametrize(
+    ("strategy", "cut"), [("phantom", {}), ("phantom", {"blocks": 2, "ghosts": 4}), ("megatron", {})]
+)
+def test_the_same_seed_draws_the_same_weights_on_any_number_of_ranks(ranks, strategy, cut, tied):
+    config = config_of(strategy, tie_embeddings=tied, **cut)
+    expected = weights(config)
     if strategy == "megatron":
         for name, value in weights(config_of("dense", tie_embeddings=tied)).items():
             assert torch.equal(value, expected[name])
-    for found in (
-        *ranks(2)(weights, config_of(strategy, tie_embeddings=tied)),
-        ranks(4)(weights, config_of(strategy))[0],
-    ):
-        if found.keys() == expected.keys():
-            assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for found in (*ranks(2)(weights, config), ranks(4)(weights, config)[0]):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert ("head.weight" in expected or "head.linear.weight" in expected) is not tied
 
 
@@ -325,6 +333,8 @@ def test_a_model_in_bfloat16_runs_both_ways():
         ({"kv_heads": 2}, "blocks=4 does not divide kv_heads=2: kv_heads=4 would be whole blocks"),
         ({"vocab": 25}, "blocks=4 does not divide vocab=25: vocab=28 would be whole blocks"),
         ({"hidden": 42}, "blocks=4 does not divide hidden=42"),
+        ({"hidden_groups": 3}, "hidden_groups=3 does not divide hidden=40: 2 or 4 would"),
+        ({"hidden_groups": 2}, "blocks=4 does not divide hidden_groups=2"),
         ({"ghosts": 9}, "ghosts=9 is larger than a block of 8 features"),
         ({"layers": 10**9}, "layers must be at most 10000, got 1000000000"),
         ({"vocab": 10**9}, "vocab must be at most 16777216, got 1000000000"),
@@ -342,6 +352,7 @@ def test_settings_that_do_not_fit_are_named(settings, message):
 def test_what_is_left_out_is_filled_in():
     config = GPTConfig(vocab=256, dim=512, layers=4, heads=8, blocks=4, ghosts=16)
     assert (config.kv_heads, config.hidden, config.head_dim, config.queries_per_kv) == (8, 1408, 64, 1)
+    assert config.hidden_groups == 8
     assert GPTConfig(vocab=6, dim=12, layers=1, heads=6, blocks=3, ghosts=1).hidden % 3 == 0
 
 
@@ -372,7 +383,13 @@ def refused(config: GPTConfig) -> str:
 
 
 def test_ranks_that_do_not_fit_are_named(ranks):
-    assert "4 ranks do not divide blocks=2: run on 2 ranks" in ranks(4)(refused, config_of(blocks=2))[0]
+    four = ranks(4)
+    assert (
+        "4 ranks are 2 for each of 2 blocks, which do not divide a block's 3 ghosts: run on 2 or 6 ranks"
+        in four(refused, config_of(blocks=2))[0]
+    )
+    assert "4 ranks do not divide kv_heads=2" in four(refused, config_of(blocks=2, ghosts=2, kv_heads=2))[0]
+    assert "4 ranks do not divide hidden_groups=2" in four(refused, config_of(blocks=2, ghosts=2, hidden_groups=2))[0]
     assert "4 ranks do not divide kv_heads=2" in ranks(4)(refused, config_of("megatron", kv_heads=2))[0]
     assert "4 ranks do not divide vocab=22" in ranks(4)(refused, config_of("megatron", vocab=22))[0]
     assert "dense runs on one rank, got ranks=2" in ranks(2)(refused, config_of("dense"))[0]

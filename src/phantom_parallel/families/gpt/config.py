@@ -1,13 +1,16 @@
 """The configuration of a GPT: its sizes, which are validated on construction."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import gcd, lcm
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from phantom_parallel.utils.layout import (
     MAX_FEATURES,
     MAX_LAYERS,
     check_at_most,
+    check_block_ranks,
+    check_inside,
     nearest_divisors,
     positive,
     stage_layers,
@@ -98,6 +101,8 @@ class GPTConfig:
         rope_scaling: Scaling of the rotary position embedding.
         layer_ghosts: For the strategy ``phantom``, ghosts of each layer's maps (qkv, out, gate_up, down) in place of
             ``ghosts``, which is then only the default of new layers.
+        hidden_groups: Number of pieces of the hidden width, each with its gate beside its up projection. A rank holds
+            whole pieces. By default the greatest common divisor of ``hidden`` and ``kv_heads``.
     """
 
     family: ClassVar[str] = "gpt"
@@ -120,6 +125,7 @@ class GPTConfig:
     qkv_bias: bool = False
     rope_scaling: RopeScaling | None = None
     layer_ghosts: tuple[tuple[int, int, int, int], ...] | None = None
+    hidden_groups: int = None  # type: ignore[assignment]  # a number once made
 
     def __post_init__(self) -> None:
         strategy = get_strategy(self.strategy, among=STRATEGIES)
@@ -183,7 +189,12 @@ class GPTConfig:
         if self.hidden is None:
             step = lcm(64, self.blocks or 1)
             object.__setattr__(self, "hidden", -(-8 * self.dim // (3 * step)) * step)
-        positive(kv_heads=self.kv_heads, hidden=self.hidden)
+        if self.hidden_groups is None:
+            object.__setattr__(self, "hidden_groups", gcd(self.hidden, self.kv_heads))
+        positive(kv_heads=self.kv_heads, hidden=self.hidden, hidden_groups=self.hidden_groups)
+        if self.hidden % self.hidden_groups:
+            near = nearest_divisors(self.hidden, self.hidden_groups)
+            raise ValueError(f"hidden_groups={self.hidden_groups} does not divide hidden={self.hidden}: {near} would")
         check_at_most(MAX_FEATURES, hidden=self.hidden)
 
     def _check_heads(self) -> None:
@@ -212,7 +223,7 @@ class GPTConfig:
     def _check_division_into_blocks(self) -> None:
         assert self.blocks is not None
         assert self.ghosts is not None
-        for name in ("dim", "heads", "kv_heads", "hidden", "vocab"):
+        for name in ("dim", "heads", "kv_heads", "hidden", "vocab", "hidden_groups"):
             value = getattr(self, name)
             if value % self.blocks:
                 raise ValueError(
@@ -246,12 +257,10 @@ class GPTConfig:
         """Query heads that share one head of keys and values."""
         return self.heads // self.kv_heads
 
-    @property
-    def hidden_groups(self) -> int:
-        """Number of pieces of the hidden width, each with its gate beside its up projection; a rank holds complete
-        pieces.
-        """
-        return self.blocks or gcd(self.hidden, self.kv_heads)
+    @staticmethod
+    def older_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings that files of earlier releases do not have: the pieces of a phantom model were its blocks."""
+        return {"hidden_groups": settings.get("blocks")}
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ValueError if ``ranks`` ranks cannot share this model."""
@@ -262,15 +271,15 @@ class GPTConfig:
         if not strategy.splits_layers:
             return
         if self.blocks is not None:
-            if self.blocks % ranks:
-                raise ValueError(
-                    f"{ranks} ranks do not divide blocks={self.blocks}: "
-                    f"run on {nearest_divisors(self.blocks, ranks)} ranks"
-                )
-        else:
-            for name in ("kv_heads", "hidden", "vocab"):
+            check_block_ranks(self.blocks, ranks)
+            for ghosts in {ghosts for row in self.ghosts_of_layers for ghosts in row if ghosts is not None}:
+                check_inside(self.blocks, ranks, "ghosts", ghosts)
+        if self.blocks is None or ranks > self.blocks:
+            names = ["kv_heads", "hidden", "vocab"] + (["dim"] if self.blocks else [])
+            names += [] if self.parallel_block else ["hidden_groups"]
+            for name in names:
                 if getattr(self, name) % ranks:
-                    fit = gcd(gcd(self.kv_heads, self.hidden), self.vocab)
+                    fit = gcd(*(getattr(self, name) for name in names))
                     raise ValueError(
                         f"{ranks} ranks do not divide {name}={getattr(self, name)}: run on a number of ranks that "
                         f"divides {fit}"

@@ -72,11 +72,6 @@ class GPTConverter(Converter):
         config = replace(dense.config, strategy="phantom", blocks=blocks, ghosts=default, layer_ghosts=each)
         made = GPT(config, device="meta", dtype=dense.embedding.weight.dtype)
         tensors = {name.replace("head.linear.", "head."): t.detach() for name, t in dense.state_dict().items()}
-        for name, tensor in tensors.items():
-            if name.endswith(("mlp.gate_up.linear.local", "mlp.gate_up.linear.decompress")):
-                # A block's gates and ups alternate in pieces of the dense model; in the phantom model, one piece each.
-                pieces = tensor.view(blocks, dense.config.hidden_groups // blocks, 2, -1, tensor.shape[1])
-                tensors[name] = pieces.transpose(1, 2).reshape(tensor.shape)
         made.load_state_dict(tensors, assign=True)
         return made
 

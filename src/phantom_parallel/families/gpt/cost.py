@@ -19,6 +19,9 @@ With attention and SwiGLU in parallel, qkv and gate_up are one map, and out and 
 Attention is Q K^T and A V, both of all positions: a causal mask saves nothing in these counts, as in torch's own.
 Backward computes Q K^T again, as fused kernels do. ``prefill`` and ``decode`` are forward passes that fill a cache.
 Parts are named as the modules are.
+
+On R = p t ranks, t for each of p blocks, the maps have the exchanges of two levels (`cost.terms`), and an all-gather or
+reduce-scatter of all ranks is one across blocks and one inside of them.
 """
 
 from collections.abc import Iterator
@@ -36,6 +39,7 @@ from phantom_parallel.cost.terms import (
     between_ranks,
     column_layer,
     on_wire,
+    over_blocks,
     phantom_layer,
     recomputed,
     row_layer,
@@ -330,13 +334,14 @@ class GPTShape(Shape):
             statistics += self._norm_bytes(rows)
             return replace(whole, parameters=(stream, *whole.parameters), kept_bytes=statistics, streamed=streamed)
         blocks = self._blocks(self.dim, out_features, ghosts)
-        plain = phantom_layer(blocks, rows, bias=bias, wire=self.wire, name=name)
-        if self.ranks > 1 and self.wire == "full":
+        plain = phantom_layer(blocks, rows, bias=bias, rank=self.rank, wire=self.wire, name=name)
+        if self.ranks > 1 and self.inside == 1 and self.wire == "full":
             statistics += rows * self.ranks * self._precise_bytes  # squares, in the message that the ghosts are kept in
+        carried = ("x", "g", "h", "dx")
         return replace(
             plain,
             parameters=(stream, *plain.parameters),
-            exchanges=tuple(self._with_sums(exchange, rows) for exchange in plain.exchanges),
+            exchanges=tuple(self._with_sums(e, rows) if e.term in carried else e for e in plain.exchanges),
             kept=plain.kept + rows * out_features // self.ranks,
             kept_bytes=statistics,
             streamed=streamed,
@@ -355,7 +360,7 @@ class GPTShape(Shape):
         """A map from such features back to the stream."""
         if self.strategy == "phantom":
             blocks = self._blocks(in_features, self.dim, ghosts)
-            return phantom_layer(blocks, self.rows, bias=False, wire=self.wire, name=name)
+            return phantom_layer(blocks, self.rows, bias=False, rank=self.rank, wire=self.wire, name=name)
         return row_layer(RowLayout(in_features, self.dim, self.ranks), self.rows, bias=False, wire=self.wire, name=name)
 
     def _blocks(self, in_features: int, out_features: int, ghosts: int | None) -> BlockLayout:
@@ -419,13 +424,15 @@ class GPTShape(Shape):
         if phantom:
             gathered = Exchange("y", "forward", "all_gather", ranks, rows * self.stream)
             scattered = Exchange("dy", "backward", "reduce_scatter", ranks, rows * self.stream)
-            exchanges += [self._with_sums(on_wire(e, rows, self.wire), rows) for e in (gathered, scattered)]
+            whole = [self._with_sums(on_wire(e, rows, self.wire), rows) for e in (gathered, scattered)]
+            exchanges += [part for e in whole for part in over_blocks(e, self.blocks)]
         else:
             exchanges += summed_on_wire("dy", "backward", ranks, rows, self.dim, self.wire, ("dW = d^T y",))
         if self.mode == "train":
-            exchanges.append(Exchange("loss", "forward", "all_gather", ranks, rows * 3 * self._precise))
+            last = Exchange("loss", "forward", "all_gather", ranks, rows * 3 * self._precise)
         else:
-            exchanges.append(on_wire(Exchange("logits", "forward", "all_gather", ranks, rows * here), rows, self.wire))
+            last = on_wire(Exchange("logits", "forward", "all_gather", ranks, rows * here), rows, self.wire)
+        exchanges += over_blocks(last, self.blocks)
         kept = (
             rows * self.dim + (rows * self.stream if phantom else 0) + (here * self.dim if self._exchanges_rows else 0)
         )

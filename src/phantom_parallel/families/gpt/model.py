@@ -21,7 +21,8 @@ from phantom_parallel.families.gpt.parts import Parts, make_parts
 from phantom_parallel.families.gpt.positions import rotary_rates
 from phantom_parallel.nn.attention import Attention, Cache, rotary_tables
 from phantom_parallel.ops import gather_features, vocabulary_cross_entropy
-from phantom_parallel.ops.collectives import SINGLE_RANK, rank_group
+from phantom_parallel.ops.collectives import SINGLE_RANK, flat_mesh, rank_group
+from phantom_parallel.ops.levels import Group, block_group
 from phantom_parallel.utils.layout import positive, stage_layers
 from phantom_parallel.utils.strategies import get_strategy
 from phantom_parallel.utils.wire import WireFormat
@@ -108,13 +109,16 @@ class GPT(nn.Module):
         reshard_after_forward: bool = True,
     ) -> None:
         super().__init__()
-        self.config, self.mesh, self.wire, self.activation_checkpointing = config, mesh, wire, activation_checkpointing
-        strategy, ranks = get_strategy(config.strategy), rank_group(mesh, wire)
-        self.group = ranks if strategy.splits_layers else SINGLE_RANK  # which share the work of a layer
+        self.config, self.mesh, self.wire = config, flat_mesh(mesh), wire
+        self.activation_checkpointing = activation_checkpointing
+        strategy, ranks = get_strategy(config.strategy), rank_group(self.mesh, wire)
         config.check_ranks(ranks.size)
         strategy.check_wire(wire)
         settings = {"wire": wire, "dtype": str(dtype or torch.get_default_dtype())}
-        check_agreement("a GPT", asdict(config) | settings, mesh)
+        check_agreement("a GPT", asdict(config) | settings, self.mesh)
+        self.group: Group = ranks if strategy.splits_layers else SINGLE_RANK  # which share the work of a layer
+        if config.blocks is not None:
+            self.group = block_group(mesh, config.blocks, wire)
         whole = range(config.layers)
         self.stage = stage_layers(config.layers, ranks.size, ranks.rank) if strategy.splits_depth else whole
         parts = make_parts(config, mesh, device, dtype, wire)

@@ -16,7 +16,7 @@ from phantom_parallel.nn.linear import PhantomLinear
 from phantom_parallel.nn.megatron import column_style, row_style
 from phantom_parallel.nn.normed import NormedLinear, NormedPhantomLinear, rms_norm
 from phantom_parallel.nn.sharded import broadcast_seed, to_local
-from phantom_parallel.ops.collectives import RankGroup, rank_group
+from phantom_parallel.ops.collectives import RankGroup, flat_mesh, rank_group
 from phantom_parallel.ops.megatron import column_linear
 from phantom_parallel.utils.wire import WireFormat
 
@@ -116,8 +116,9 @@ class _PhantomParts:
 
     def head(self) -> VocabularyHead:
         config = self.config
+        tied, eps = config.tie_embeddings, config.norm_eps
         return VocabularyHead(
-            config.vocab, config.dim, tie_embeddings=config.tie_embeddings, eps=config.norm_eps, **self.wired
+            config.vocab, config.dim, blocks=config.blocks, tie_embeddings=tied, eps=eps, **self.wired
         )
 
 
@@ -127,6 +128,7 @@ class _ReplicatedStreamParts:
     def __init__(
         self, config: GPTConfig, mesh: DeviceMesh | None, device: Any, dtype: torch.dtype | None, wire: WireFormat
     ) -> None:
+        mesh = flat_mesh(mesh)
         self.config, self.held, self.ranks, self.wire = config, True, mesh, wire
         self.mesh = mesh if config.strategy == "megatron" else None
         self.device = torch.device(device or (torch.get_default_device() if mesh is None else mesh.device_type))

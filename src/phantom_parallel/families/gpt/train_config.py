@@ -1,7 +1,7 @@
 """Settings of a GPT's training. The texts under the fields are the help of ``phantom train gpt``."""
 
 from dataclasses import dataclass, fields
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from phantom_parallel.families.gpt.config import GPTConfig, GPTDimensions, GPTStrategy
 from phantom_parallel.train.config import TrainConfig
@@ -63,6 +63,9 @@ class GPTTrainConfig(TrainConfig, GPTSettings):
     """Number of windows to evaluate, from the tenth of the text that is held out."""
     activation_checkpointing: bool = False
     """Keep only the input of each layer, and compute the rest again in backward."""
+    hidden_groups: int | None = None
+    """Pieces of the hidden width, of which ranks hold whole ones; by default the greatest common divisor of hidden and
+    kv_heads."""
     fsdp: bool = False
     """Shard weights, gradients and optimizer states over the data-parallel copies (FSDP2), in place of replicas."""
 
@@ -98,6 +101,12 @@ class GPTTrainConfig(TrainConfig, GPTSettings):
     @property
     def replicas(self) -> int:
         return 1 if self.fsdp else self.dp
+
+    def check_resumes(self, earlier: dict[str, Any], where: str) -> None:
+        if "hidden_groups" not in earlier and self.blocks is not None:  # earlier releases: a phantom model's blocks
+            same = self.gpt().hidden_groups == self.blocks
+            earlier = {**earlier, "hidden_groups": self.hidden_groups if same else self.blocks}
+        super().check_resumes(earlier, where)
 
     def gpt(self) -> GPTConfig:
         """Return the config of the model."""
