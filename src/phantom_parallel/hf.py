@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import nn
 
-from phantom_parallel.convert.api import ConversionReport
-from phantom_parallel.convert.api import convert as convert_maps
-from phantom_parallel.convert.maps import replace_module
+from phantom_parallel.conversion.api import ConversionReport
+from phantom_parallel.conversion.api import convert as convert_maps
+from phantom_parallel.conversion.maps import replace_module
 from phantom_parallel.nn.linear import PhantomLinear
 
 try:

@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 from phantom_parallel.checkpoint.model import family_of, read_config, save_model
-from phantom_parallel.convert.api import ConversionReport, convert
-from phantom_parallel.convert.budget import BudgetTooSmall
-from phantom_parallel.convert.sequential import GroupReport
+from phantom_parallel.conversion.api import ConversionReport, convert
+from phantom_parallel.conversion.budget import BudgetTooSmall
+from phantom_parallel.conversion.sequential import GroupReport
 from phantom_parallel.families.base import Converter
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.infer.run import check_folder

@@ -150,3 +150,19 @@ def test_mistakes_are_named_before_the_work(tmp_path, capsys):
         assert main(arguments) == 2, arguments
         assert message in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_the_benchmark_compares_three_ways_at_the_same_cost(tmp_path, capsys):
+    from benchmarks import pretrained
+
+    trained_gpt(tmp_path / "dense")
+    (tmp_path / "text.txt").write_text(TEXT)
+    out = tmp_path / "found.json"
+    sizes = ["--blocks", "4", "--rows", "1024", "--length", "64", "--budgets", "0.6"]
+    pretrained.main(
+        ["--model", str(tmp_path / "dense"), "--text", str(tmp_path / "text.txt"), "--out", str(out), *sizes]
+    )
+    found = json.loads(out.read_text())
+    assert [point["method"] for point in found["points"]] == ["phantom", "low rank", "dropped layers"]
+    assert all(point["kept"] <= 0.6 and point["loss"] > found["dense_loss"] for point in found["points"])
+    assert out.with_suffix(".png").is_file()

@@ -11,10 +11,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import nn
 
-from phantom_parallel.convert.budget import GhostCurve, ghosts_for_budget
-from phantom_parallel.convert.maps import EXCLUDED, LinearMap, check_division, find_maps, replace_module
-from phantom_parallel.convert.sequential import GroupReport, convert_stage, ghost_curves, next_calls, rows_of
-from phantom_parallel.convert.stages import Stage, find_stages, run_stage
+from phantom_parallel.conversion.budget import GhostCurve, ghosts_for_budget
+from phantom_parallel.conversion.maps import EXCLUDED, LinearMap, check_division, find_maps, replace_module
+from phantom_parallel.conversion.sequential import GroupReport, convert_stage, ghost_curves, next_calls, rows_of
+from phantom_parallel.conversion.stages import Stage, find_stages, run_stage
 from phantom_parallel.nn.linear import PhantomLinear
 from phantom_parallel.nn.output_fit import STEPS
 from phantom_parallel.utils.files import write_bytes, write_json
