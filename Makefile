@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 .PHONY: help venv compare test test-all campaign lint docs bench clean
 
 help:
-	@echo "make compare  train phantom and tensor parallel models to the same loss, and show what it cost"
+	@echo "make compare  train on real data to the same loss on emulated hosts, by phantom, tensor parallel, FSDP2 and others; show what it cost"
 	@echo "make venv     make $(VENV) with everything pinned in constraints.txt"
 	@echo "make test     lint, then the tests but those of the second tier"
 	@echo "make test-all lint, then all tests"
@@ -26,7 +26,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 compare: venv
-	$(BIN)/phantom compare --out out/compare-$$(date -u +%Y%m%d-%H%M%S)
+	out=out/compare-$$(date -u +%Y%m%d-%H%M%S); \
+	$(BIN)/phantom compare --preset digits-hosts --hosts-optional --out $$out && \
+	$(BIN)/phantom compare --preset planted --out $$out-planted
 
 # Two processes at once, a file of tests at a time: tests with ranks wait more than they compute.
 test: lint

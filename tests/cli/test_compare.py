@@ -116,7 +116,7 @@ def test_a_study_is_run_and_resumed(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("compare", "--preset", "fast"), "there is no 'fast': choose from digits, gpt, paper, quick, standard"),
+        (("compare", "--preset", "fast"), "there is no 'fast': choose from digits, digits-hosts, gpt"),
         (("compare", "--ranks", 3, "--out", "OUT"), "3 ranks do not divide blocks=4: run on 2 or 4 ranks"),
         (("compare", "--ghosts", 0, "--out", "OUT"), "ghosts must be a positive whole number, got 0"),
         (("compare", "--blocks", 7, "--out", "OUT"), "blocks=7 does not divide in_features=1024"),

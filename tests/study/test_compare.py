@@ -283,3 +283,15 @@ extend = 0
         assert one.inference[0].latency_seconds > 0
     assert phantom.parameters < megatron.parameters
     assert not any("suits phantom" in remark for remark in found.remarks)  # no teacher here
+
+
+def test_where_hosts_are_impossible_a_comparison_on_loopback_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("phantom_parallel.study.networks.why_unavailable", lambda: "namespaces are forbidden")
+    settings = small(ranks=1, seeds=1, steps=5, search_steps=5, strategies=("tensor",), hosts=1, link="100mbit")
+    with pytest.raises(OSError, match="namespaces are forbidden"):
+        compare(settings, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    found = compare(replace(settings, hosts_optional=True), tmp_path / "out", show=True)
+    assert found.network is None
+    assert found.remarks[0].startswith("Ranks exchange over loopback, since hosts cannot be emulated here")
+    assert capsys.readouterr().err.startswith("Ranks exchange over loopback")

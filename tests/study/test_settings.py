@@ -23,7 +23,17 @@ def test_studies_are_readable(name):
 
 
 def test_what_ships():
-    assert names_of("presets") == ["digits", "gpt", "paper", "quick", "standard"]
+    assert names_of("presets") == [
+        "digits",
+        "digits-hosts",
+        "gpt",
+        "gpt-hosts",
+        "mnist-hosts",
+        "paper",
+        "planted",
+        "quick",
+        "standard",
+    ]
     assert names_of("studies") == ["batch", "batches", "ghosts", "links", "scaling", "smaller", "wider", "width"]
     assert read_compare("paper").world_size == 256
     assert read_study("scaling").world_size == 8
@@ -104,7 +114,7 @@ def test_a_wrong_preset_is_refused_with_the_reason(tmp_path, text, message):
 
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(
-        ValueError, match="there is no 'fast': choose from digits, gpt, paper, quick, standard, or give a TOML file"
+        ValueError, match="there is no 'fast': choose from digits, digits-hosts, gpt, gpt-hosts, mnist-hosts"
     ):
         read_compare("fast")
     with pytest.raises(ValueError, match="choose from batch, batches, ghosts, links, scaling, smaller, wider, width"):

@@ -15,10 +15,11 @@ from phantom_parallel.study.settings import CompareSettings, read_compare
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions(SettingOptions):
-    """Train phantom and tensor-parallel models to the same held-out loss, and show time, bytes, FLOPs and joules.
+    """Train phantom models and others to the same held-out loss, and show time, bytes, FLOPs and joules.
 
     Every strategy gets the same search for a learning rate; then all are trained to the same target over several seeds,
-    in turns. Options replace the values of the preset, which --help shows: phantom compare --preset digits --help. The
+    in turns. Strategies that compute the same model share the losses, and the time of a step is measured for each of
+    them. Options replace the values of the preset, which --help shows: phantom compare --preset digits --help. The
     ranks are started on this machine, or by torchrun or srun. Ctrl-C keeps the trainings that are finished, and
     --resume continues from there.
     """
@@ -26,8 +27,8 @@ class CompareOptions(SettingOptions):
     noun: ClassVar[str] = "preset"
 
     preset: str = ""
-    """A preset of the package, or a TOML file. Presets: quick (under 3 minutes on 2 cores), digits, standard,
-    and paper (for a cluster); of transformers: gpt."""
+    """A preset of the package, or a TOML file. On emulated hosts: digits-hosts (2 minutes on 2 cores), mnist-hosts and
+    gpt-hosts. On loopback: quick, planted, digits, standard and gpt. For a cluster: paper."""
 
     def run(self) -> None:
         """Run the comparison, and write and print its results on rank 0."""

@@ -10,6 +10,7 @@ runs       seed by seed, one contender after the other in rotating order, so tha
 inference  forward passes of all strategies in turns, on the same ranks
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -154,8 +155,18 @@ def cells_of_times(settings: CompareSettings) -> int:
     return len(settings.contenders) * settings.seeds if settings.share_curves else 0
 
 
-def choose_variants(settings: CompareSettings, runner: CellRunner, contenders: Sequence[Contender]) -> Variants:
-    """Time a few steps of every contender that shares a model with others or has several variants."""
+def choose_variants(
+    settings: CompareSettings, runner: CellRunner, contenders: Sequence[Contender], *, limit: float = math.inf
+) -> Variants:
+    """Time a few steps of every contender that shares a model with others or has several variants.
+
+    Args:
+        settings: Those of the comparison.
+        runner: Runs the cells.
+        contenders: Those to look at.
+        limit: Seconds that the steps of a variant may take. Without one all have the same steps, so that their losses
+            can be compared.
+    """
     shared = {one.name for group in models_of(contenders, settings.share_curves).values() if group[1:] for one in group}
     timings: dict[Contender, Timing] = {}
     for one in contenders:
@@ -164,7 +175,7 @@ def choose_variants(settings: CompareSettings, runner: CellRunner, contenders: S
             steps = max(1, settings.timed_steps // 2)
             lr = settings.search.learning_rates[0]
             config = settings.config(variant, lr=lr, seed=settings.search.seed, steps=settings.steps)
-            timings[variant] = runner.time(variant, config, steps)
+            timings[variant] = runner.time(variant, config, steps, limit=limit)
     return Variants(tuple(fastest(settings.variants(one), timings) for one in contenders), timings)
 
 
@@ -173,7 +184,7 @@ def choose_on_network(settings: CompareSettings, runner: CellRunner) -> tuple[Co
     found: dict[str, Contender] = {}
     for one in settings.contenders:
         if len(settings.variants(one)) > 1:
-            (found[one.name],) = choose_variants(settings, runner, [one]).chosen
+            (found[one.name],) = choose_variants(settings, runner, [one], limit=settings.timed_seconds).chosen
     return tuple(found.get(one.name, one) for one in settings.contenders)
 
 
