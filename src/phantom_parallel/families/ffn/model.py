@@ -159,7 +159,6 @@ class FFN(nn.Module):
                 self.layers.append(TensorLinear(*config.features_of(index), **wired))
             else:
                 held = index in self.stage
-                del kwargs["wire"]  # torch's own exchanges
                 linear = _linear(*config.features_of(index), flat, held=held, **kwargs)
                 self.layers.append(linear if held else nn.Identity())
         if strategy.shards_rows and flat is not None:
