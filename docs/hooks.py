@@ -150,7 +150,7 @@ def commands() -> str:
     for name in ["", *cli.COMMANDS]:
         words = [name] if name else []
         lines += [f"## phantom {name}".strip(), "", "```text", _help([*words, "--help"]), "```", ""]
-        module = import_module(f"{COMMANDS}.{name}") if name else None
+        module = import_module(f"{COMMANDS}.{cli.MODULES.get(name, name)}") if name else None
         others = family_names()[1:] if hasattr(module, "options_for") else ()
         for variant in others:
             lines += [f"## phantom {name} {variant}", "", "```text", _help([name, variant, "--help"]), "```", ""]

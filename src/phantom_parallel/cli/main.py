@@ -32,7 +32,7 @@ COMMANDS: dict[str, str] = {
     "validate": "predicted against measured step times on this machine",
 }
 
-_MODULES = {"import": "import_model", "export": "export_model"}  # where a command cannot be a module's name
+MODULES = {"import": "import_model", "export": "export_model"}  # where a command cannot be a module's name
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -82,7 +82,7 @@ def _parse(name: str, arguments: list[str]) -> Any:
     """The options of a command, filled from its arguments."""
     from phantom_parallel.cli.options import parse, split_family
 
-    module = importlib.import_module(f"phantom_parallel.cli.{_MODULES.get(name, name)}")
+    module = importlib.import_module(f"phantom_parallel.cli.{MODULES.get(name, name)}")
     family, rest = split_family(arguments)
     if hasattr(module, "options_for"):
         options, defaults = module.options_for(family, rest)
