@@ -189,9 +189,10 @@ class GPTConfig:
         if self.hidden is None:
             step = lcm(64, self.blocks or 1)
             object.__setattr__(self, "hidden", -(-8 * self.dim // (3 * step)) * step)
+        positive(kv_heads=self.kv_heads, hidden=self.hidden)
         if self.hidden_groups is None:
             object.__setattr__(self, "hidden_groups", gcd(self.hidden, self.kv_heads))
-        positive(kv_heads=self.kv_heads, hidden=self.hidden, hidden_groups=self.hidden_groups)
+        positive(hidden_groups=self.hidden_groups)
         if self.hidden % self.hidden_groups:
             near = nearest_divisors(self.hidden, self.hidden_groups)
             raise ValueError(f"hidden_groups={self.hidden_groups} does not divide hidden={self.hidden}: {near} would")
