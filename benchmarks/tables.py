@@ -237,6 +237,19 @@ def checkpoint(path: Path) -> str:
     return _lines((*headings, "`save_model`", "`load_model`"), map(row, _read(path)["rows"]))
 
 
+def two_level(path: Path) -> str:
+    """Steps on emulated hosts: times, bytes that a rank sends, and the two-level phantom's time of each."""
+
+    def row(found: dict[str, Any], name: str) -> list[str]:
+        rank, ratio = found["of a rank"][name], found["two-level phantom of"].get(name)
+        sent = (quantity(rank[f"bytes {where}"], "B") for where in ("inside", "between"))
+        times = f"{_quartiles(found['milliseconds'][name], 1)} ms"
+        return [f"{found['width']:,}", name, times, "" if ratio is None else _quartiles(ratio), *sent]
+
+    headings = ("width", "strategy", "step", "two-level phantom, of it", "sent inside hosts", "sent between hosts")
+    return _lines(headings, (row(found, name) for found in _read(path)["step"] for name in found["milliseconds"]))
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "checkpoint": checkpoint,
     "compare-quick-brief": brief_comparison,
@@ -244,12 +257,13 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "layers-step": layer_steps,
     "layers-forward": layer_forward,
     "transformer": transformer,
+    "two-level": two_level,
     "validation": validation,
 }
 
 
-def _quartiles(found: dict[str, float]) -> str:
-    return f"{found['median']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
+def _quartiles(found: dict[str, float], digits: int = 2) -> str:
+    return f"{found['median']:.{digits}f} ({found['low']:.{digits}f} to {found['high']:.{digits}f})"
 
 
 def value(spec: str) -> str:

@@ -36,6 +36,27 @@ def test_bytes_are_those_of_the_wire_format(capsys, wire, row):
     assert found["sent_bytes"] == {"forward": 2 * 3 * 64 * row, "backward": 3 * 64 * row, "sync": 0}
 
 
+def test_bytes_inside_blocks_and_between_them_are_told_apart(capsys):
+    """1,024 ranks, 8 in each of 128 blocks: a rank holds 64 of its block's 512 features and 8 of its 64 ghosts."""
+    shared = "dryrun --strategy phantom --width 65536 --depth 2 --blocks 128 --ranks 1024 --ghosts 64".split()
+    assert main([*shared, "--rank", "9", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["formulas_agree"]
+    row = 64 * 4  # bytes of a word of each row
+    features, ghosts, between = 7 * 64 * row, 7 * 128 * 8 * row, 127 * 8 * row
+    assert found["sent_bytes_inside_blocks"] == {
+        "forward": 2 * (features + ghosts),
+        "backward": features + 2 * ghosts,  # the first layer's input needs no gradient
+        "sync": 0,
+    }
+    for phase in ("forward", "backward"):
+        assert found["sent_bytes"][phase] - found["sent_bytes_inside_blocks"][phase] == 2 * between
+    assert main(["dryrun", "--width", "64", "--depth", "1", "--blocks", "4", "--ranks", "8", "--ghosts", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert "phantom on 8 ranks, 4 blocks of 2 ranks, 4 ghosts, rank 0" in shown
+    assert "inside blocks of 2 ranks" in shown
+
+
 def test_the_batch_is_that_of_all_copies(capsys):
     small = ["dryrun", "--strategy", "tensor", "--width", "64", "--depth", "1", "--ranks", "2", "--json"]
     found = []

@@ -18,14 +18,15 @@ from tests.families.gpt.test_cost import name_of, shape_of
 SHAPES = [
     shape_of("phantom", 4),
     shape_of("phantom", 2, tie_embeddings=True, recompute=True, word_bytes=2),
+    shape_of("phantom", 4, blocks=2),
     shape_of("megatron", 4),
     shape_of("megatron", 2, tie_embeddings=True, dp=2),
 ]
 
 
-def counts(rows: list[Messages], phase: str | None = None) -> dict[tuple[str, str, int, int], tuple[int, int]]:
+def counts(rows: list[Messages], phase: str | None = None) -> dict[tuple[str, str, int, int, int], tuple[int, int]]:
     """Without what is carried, which a ledger does not know."""
-    return {(phase or r.phase, r.operation, r.ranks, r.message_bytes): (r.count, r.sent_bytes) for r in rows}
+    return {(phase or r.phase, r.operation, r.ranks, r.stride, r.message_bytes): (r.count, r.sent_bytes) for r in rows}
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=name_of)

@@ -143,7 +143,11 @@ def _show(found: DryRun, title: str) -> None:
     for phase in phases:
         add(f"{phase}, GFLOP", found.ledger.flops_of(phase), 1e9, 3)
     for phase in (*phases, *(("sync",) if trains and shape.dp > 1 else ())):
-        add(f"{phase}, bytes sent", found.ledger.moved_of(phase))
+        sent, near = found.ledger.moved_of(phase), found.ledger.moved_of(phase, near=shape.inside)
+        add(f"{phase}, bytes sent", sent)
+        if shape.inside > 1 and phase != "sync":
+            add(f"  inside blocks of {shape.inside} ranks", near)
+            add("  between blocks", sent - near)
     counts.add_section()
     kinds = ("parameters", "gradients", "optimizer", "activations", "total")
     for kind in kinds if trains else ("parameters", "activations", "total"):

@@ -26,6 +26,7 @@ class Messages:
 
     ``message_bytes`` is what the rank hands in each time, ``sent_bytes`` what it must send for all of them (see
     `cost.terms`). ``carries`` names the terms of the equations, and the parts they belong to, where they are known.
+    ``stride`` is the distance of one rank of the group to the next.
     """
 
     phase: str
@@ -35,6 +36,7 @@ class Messages:
     message_bytes: int
     sent_bytes: int
     carries: str = ""
+    stride: int = 1
 
 
 def profile(shape: Shape) -> list[Messages]:
@@ -45,25 +47,25 @@ def profile(shape: Shape) -> list[Messages]:
 
 def profile_of(ledger: Ledger) -> list[Messages]:
     """The messages that a ledger counted, under its phases, as set by ``with ledger.phase("decode")``."""
-    counted: dict[tuple[str, str, int, int], tuple[int, int]] = {}
+    counted: dict[tuple[str, str, int, int, int], tuple[int, int]] = {}
     for e, times in ledger.collectives.items():
-        key = e.phase, e.op, e.ranks, e.message
+        key = e.phase, e.op, e.ranks, e.stride, e.message
         count, sent = counted.get(key, (0, 0))
         counted[key] = count + times, sent + times * e.moved
     return _sorted(
-        Messages(phase, op, ranks, count, message, sent)
-        for (phase, op, ranks, message), (count, sent) in counted.items()
+        Messages(phase, op, ranks, count, message, sent, stride=stride)
+        for (phase, op, ranks, stride, message), (count, sent) in counted.items()
     )
 
 
 def _grouped(shape: Shape, phase: str | None = None) -> list[Messages]:
-    groups: dict[tuple[str, str, int, int], list[tuple[str, str, int]]] = {}
-    for part, exchange in _of_parts(shape):
-        key = phase or exchange.phase, exchange.op, exchange.ranks, exchange.message_bytes(shape.word_bytes)
-        groups.setdefault(key, []).append((exchange.term, part, exchange.moved_bytes(shape.word_bytes)))
+    groups: dict[tuple[str, str, int, int, int], list[tuple[str, str, int]]] = {}
+    for part, e in _of_parts(shape):
+        key = phase or e.phase, e.op, e.ranks, e.stride, e.message_bytes(shape.word_bytes)
+        groups.setdefault(key, []).append((e.term, part, e.moved_bytes(shape.word_bytes)))
     return _sorted(
-        Messages(phase, op, ranks, len(each), message, sum(sent for _, _, sent in each), _carries(each))
-        for (phase, op, ranks, message), each in groups.items()
+        Messages(phase, op, ranks, len(each), message, sum(sent for _, _, sent in each), _carries(each), stride)
+        for (phase, op, ranks, stride, message), each in groups.items()
     )
 
 

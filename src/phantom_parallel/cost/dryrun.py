@@ -44,6 +44,9 @@ class DryRun:
             "settings": settings,
             "flops": {phase: self.ledger.flops_of(phase) for phase in ("forward", "backward")},
             "sent_bytes": {phase: self.ledger.moved_of(phase) for phase in ("forward", "backward", "sync")},
+            "sent_bytes_inside_blocks": {
+                phase: self.ledger.moved_of(phase, near=self.shape.inside) for phase in ("forward", "backward", "sync")
+            },
             "memory_bytes": asdict(self.memory) | {"total": self.memory.total},
             "all_ranks": {
                 "flops": self.shape.over_all_ranks(self.ledger.flops),

@@ -429,8 +429,12 @@ class Shape:
     def multiply_adds(self, phase: Phase | None = None) -> int:
         return sum(product.multiply_adds for product in self.products if phase in (None, product.phase))
 
-    def moved_bytes(self, phase: Phase | None = None) -> int:
-        return sum(e.moved_bytes(self.word_bytes) for e in self.exchanges if phase in (None, e.phase))
+    def moved_bytes(self, phase: Phase | None = None, *, near: int | None = None) -> int:
+        """Bytes that this rank sends; with ``near``, only those within its own ``near`` consecutive ranks."""
+        exchanges = [e for e in self.exchanges if phase in (None, e.phase)]
+        if near is None:
+            return sum(e.moved_bytes(self.word_bytes) for e in exchanges)
+        return sum(bytes_within(e.moved_bytes(self.word_bytes), e.ranks, e.stride, near) for e in exchanges)
 
     @property
     def inside(self) -> int:
