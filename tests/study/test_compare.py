@@ -16,7 +16,7 @@ from phantom_parallel.study import results
 from phantom_parallel.study.analysis import ratios_of, remarks_on
 from phantom_parallel.study.compare import choose_target, compare, compare_on_rank
 from phantom_parallel.study.results import Comparison, Trial
-from phantom_parallel.study.runner import RunOptions
+from phantom_parallel.study.session import RunOptions
 from phantom_parallel.study.settings import CompareSettings, read_compare
 from tests.study.sample import make_comparison
 
@@ -216,14 +216,14 @@ def test_where_phantom_is_worse_the_remarks_say_so(pair):
     ],
 )
 def test_mistakes_are_found_before_any_rank_starts(tmp_path, monkeypatch, changes, message):
-    monkeypatch.setattr("phantom_parallel.study.runner.launch", partial(pytest.fail, "ranks were started"))
+    monkeypatch.setattr("phantom_parallel.study.session.launch", partial(pytest.fail, "ranks were started"))
     with pytest.raises((ValueError, OSError), match=message):
         compare(small(**changes), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_an_occupied_folder_and_other_settings_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("phantom_parallel.study.runner.launch", lambda *args, **kwargs: make_comparison())
+    monkeypatch.setattr("phantom_parallel.study.session.launch", lambda *args, **kwargs: make_comparison())
     out = tmp_path / "out"
     with pytest.raises(ValueError, match="nothing to resume"):
         compare(small(), out, resume=True)

@@ -10,7 +10,8 @@ import torch
 from phantom_parallel.distributed.errors import Interrupted, LossDiverged
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.families.ffn.train_config import FFNTrainConfig
-from phantom_parallel.study.runner import CellRunner, RunOptions
+from phantom_parallel.study.runner import CellRunner
+from phantom_parallel.study.session import RunOptions
 from phantom_parallel.study.settings import read_compare
 from phantom_parallel.train import Record
 from phantom_parallel.utils.progress import ProgressDisplay

@@ -12,7 +12,7 @@ from phantom_parallel.study import results
 from phantom_parallel.study.compare import compare_on_rank
 from phantom_parallel.study.contenders import get_contender
 from phantom_parallel.study.results import Comparison, CurvePoint, Run, Timing
-from phantom_parallel.study.runner import RunOptions
+from phantom_parallel.study.session import RunOptions
 from phantom_parallel.study.settings import CompareSettings, read_compare
 from phantom_parallel.study.shared import check_same_model, shared_run
 from tests.study.sample import make_run

@@ -10,7 +10,7 @@ from phantom_parallel.cost.hardware import load_profile
 from phantom_parallel.cost.timing import step_time
 from phantom_parallel.families.ffn.cost import FFNShape
 from phantom_parallel.study.results import Cell, CurvePoint, Study
-from phantom_parallel.study.runner import RunOptions
+from phantom_parallel.study.session import RunOptions
 from phantom_parallel.study.settings import StudySettings, read_study
 from phantom_parallel.study.sweep import findings, run_study, steady_rate, study_on_rank
 

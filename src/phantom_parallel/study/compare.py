@@ -23,8 +23,9 @@ from phantom_parallel.families.registry import get_family
 from phantom_parallel.study.analysis import caveats, ratios_of, remarks_on, summarise
 from phantom_parallel.study.contenders import EXACT_WIRE, Contender
 from phantom_parallel.study.results import Comparison, InferenceResult, Run, SharedModel, Timing, Trial
-from phantom_parallel.study.runner import CellRunner, RunOptions, cell_runner, finish, launch_ranks, prepare
+from phantom_parallel.study.runner import CellRunner, cell_runner
 from phantom_parallel.study.search import Candidate, search
+from phantom_parallel.study.session import RunOptions, finish, launch_ranks, prepare
 from phantom_parallel.study.settings import CompareSettings
 from phantom_parallel.study.shared import TOLERANCES, check_same_model, fastest, models_of, shared_run
 from phantom_parallel.study.winners import findings_of

@@ -27,7 +27,8 @@ from phantom_parallel.study.compare import (
 )
 from phantom_parallel.study.contenders import Contender
 from phantom_parallel.study.results import Cell, Study, Timing
-from phantom_parallel.study.runner import RunOptions, cell_runner, finish, launch_ranks, prepare
+from phantom_parallel.study.runner import cell_runner
+from phantom_parallel.study.session import RunOptions, finish, launch_ranks, prepare
 from phantom_parallel.study.settings import CompareSettings, RegimeSettings, to_dict
 from phantom_parallel.study.winners import regime_findings
 from phantom_parallel.utils.network import Network

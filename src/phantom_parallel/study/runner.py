@@ -2,18 +2,14 @@
 
 Every rank calls the same methods in the same order and gets the same results, so that what is run next may depend on
 them. A cell that needs fewer ranks than there are runs on the first ones while the others wait.
-
-A folder of results has ``settings.json``, ``cells/``, ``results.json`` and the report.
 """
 
 import math
 import re
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime, timedelta
+from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,144 +19,26 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.errors import Interrupted, LossDiverged
-from phantom_parallel.distributed.external import is_rank_zero, launched_externally
-from phantom_parallel.distributed.launch import launch, threads_for
+from phantom_parallel.distributed.external import is_rank_zero
+from phantom_parallel.distributed.launch import threads_for
 from phantom_parallel.distributed.objects import broadcast_from_rank_zero
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.energy import EnergyMeter, PowerProfile, load_power_profile
-from phantom_parallel.families.registry import get_family
-from phantom_parallel.study import networks
 from phantom_parallel.study.contenders import Contender
-from phantom_parallel.study.environment import command, environment
-from phantom_parallel.study.results import Comparison, CurvePoint, Power, Run, RunStatus, Study, Timing
+from phantom_parallel.study.environment import environment
+from phantom_parallel.study.results import CurvePoint, Power, Run, RunStatus, Timing
+from phantom_parallel.study.session import RunOptions, prepare_folder
 from phantom_parallel.study.settings import Settings, to_dict
 from phantom_parallel.study.timing import WARM_UP, TimedSteps, time_steps
 from phantom_parallel.train import Record, TrainConfig, train
-from phantom_parallel.train.memory import check_memory
 from phantom_parallel.utils.files import write_json
-from phantom_parallel.utils.network import Network
 from phantom_parallel.utils.parsing import decode_json
 from phantom_parallel.utils.progress import ProgressDisplay
-from phantom_parallel.utils.resources import check_local_ranks
 
 T = TypeVar("T")
-L = TypeVar("L")
-R = TypeVar("R", Comparison, Study)
 C = TypeVar("C", Run, Timing)
-SETTINGS, CELLS = "settings.json", "cells"
-IDLE_TIMEOUT = timedelta(hours=12)  # of the collectives in which ranks wait while a cell runs on the others
+CELLS = "cells"  # folder of finished cells
 _ENDED = {"target": "reached the target", "steps": "all steps done", "diverged": "diverged", "differs": "differs"}
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """Options of one launch of `compare` or `run_study`.
-
-    Args:
-        out: Folder of the results.
-        resume: Whether finished cells in ``out`` are kept.
-        show: Whether to show progress on stderr.
-        local: Whether the ranks are started by this package, and not by torchrun or srun.
-        command: Command line, for the report.
-        started: Date and time of the call.
-        clock: The same by a clock that is not set.
-        network: Emulated hosts that the ranks run on; None for others.
-        note: What the reader must know of the network, if anything.
-        label: Ends the names of cells, where one call launches ranks several times.
-        before: Cells of earlier launches of the call.
-        after: About how many cells its later launches have.
-    """
-
-    out: Path
-    resume: bool = False
-    show: bool = False
-    local: bool = True
-    command: str = ""
-    started: datetime = field(default_factory=lambda: datetime.now(UTC))
-    clock: float = field(default_factory=time.monotonic)
-    network: Network | None = None
-    note: str = ""
-    label: str = ""
-    before: int = 0
-    after: int = 0
-
-
-def run_on_ranks(
-    work: Callable[[torch.device, Any, RunOptions], R],
-    settings: Settings,
-    configs: Iterable[TrainConfig],
-    out: Path,
-    resume: bool,
-    show: bool,
-) -> R | None:
-    """Check every training, prepare the folder, and call ``work(device, settings, options)`` on local ranks, or as one
-    rank of those that torchrun or srun started.
-
-    Returns:
-        What rank 0 found; None on the other ranks of an external launcher.
-    """
-    options = prepare(settings, configs, out, resume, show)
-    return finish(launch_ranks(work, settings, options), options)
-
-
-def prepare(settings: Settings, configs: Iterable[TrainConfig], out: Path, resume: bool, show: bool) -> RunOptions:
-    """Check every training, prepare the folder and choose the network, before any rank is launched."""
-    options = RunOptions(out, resume, show, not launched_externally(), command())
-    configs = list(configs)
-    _check_trainings(configs, settings.profile, options.local)
-    if options.local:
-        check_local_ranks(settings.world_size)
-    network, note = networks.resolve(settings, settings.world_size, configs[0].dtype, out)
-    if options.local:
-        prepare_folder(out, to_dict(settings), resume)
-    if network is not None:
-        networks.keep(network, out)
-    if note and show and is_rank_zero():
-        print(note, file=sys.stderr)
-    return replace(options, network=network, note=note)
-
-
-def launch_ranks(work: Callable[..., L], settings: Settings, options: RunOptions, *arguments: Any) -> L:
-    """Call ``work(device, settings, options, *arguments)`` on ranks; returns what it returned on rank 0."""
-    given = (settings, options, *arguments)
-    return launch(settings.world_size, work, *given, timeout=IDLE_TIMEOUT, network=options.network)
-
-
-def finish(found: R, options: RunOptions) -> R | None:
-    """The results with the wall clock of the call; None on ranks other than 0 of an external launcher."""
-    if not options.local and not is_rank_zero():
-        return None
-    return replace(found, wall_seconds=time.monotonic() - options.clock)
-
-
-def _check_trainings(configs: Iterable[TrainConfig], profile: str | None, local: bool) -> None:
-    """Raise ValueError or OSError for mistakes in the data, the memory or the watts of any training."""
-    load_power_profile(profile)
-    for config in configs:
-        get_family(config.family).task().check(config)
-        if local and not torch.accelerator.is_available():
-            check_memory(config)
-
-
-def prepare_folder(out: Path, settings: dict[str, Any], resume: bool) -> None:
-    """Create the folder, or check that ``settings`` are those that it was created with. One process calls this."""
-    if resume:
-        _check_same_settings(out / SETTINGS, settings)
-    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileExistsError(f"{out} exists and is not an empty folder: choose another, or resume")
-    write_json(out / SETTINGS, settings)
-
-
-def _check_same_settings(path: Path, settings: dict[str, Any]) -> None:
-    if not path.exists():
-        raise ValueError(f"there is nothing to resume in {path.parent}: run without resume")
-    before = decode_json(path.read_bytes(), dict[str, Any], str(path))
-    if "task" in before:  # name of the key in version 1
-        before["family"] = before.pop("task")
-    differ = [name for name in settings if before.get(name) != settings[name]]
-    if differ:
-        changes = ", ".join(f"{name} was {before.get(name)!r}, not {settings[name]!r}" for name in differ)
-        raise ValueError(f"{path.parent} was started with other settings: {changes}")
 
 
 @contextmanager

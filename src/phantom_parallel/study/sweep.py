@@ -14,8 +14,9 @@ from phantom_parallel.cost.timing import step_time
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.study.analysis import caveats, counts
 from phantom_parallel.study.results import Cell, CurvePoint, Run, Study
-from phantom_parallel.study.runner import CellRunner, RunOptions, cell_runner, run_on_ranks
+from phantom_parallel.study.runner import CellRunner, cell_runner
 from phantom_parallel.study.search import search
+from phantom_parallel.study.session import RunOptions, run_on_ranks
 from phantom_parallel.study.settings import StudySettings
 from phantom_parallel.train.config import TrainConfig
 
