@@ -38,7 +38,8 @@ def test_bytes_are_those_of_the_wire_format(capsys, wire, row):
 
 def test_bytes_inside_blocks_and_between_them_are_told_apart(capsys):
     """1,024 ranks, 8 in each of 128 blocks: a rank holds 64 of its block's 512 features and 8 of its 64 ghosts."""
-    shared = "dryrun --strategy phantom --width 65536 --depth 2 --blocks 128 --ranks 1024 --ghosts 64".split()
+    shared = ["dryrun", "--strategy", "phantom", "--width", "65536", "--depth", "2"]
+    shared += ["--blocks", "128", "--ranks", "1024", "--ghosts", "64"]
     assert main([*shared, "--rank", "9", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["formulas_agree"]
