@@ -167,6 +167,23 @@ def test_a_parameter_that_one_copy_has_frozen_is_named(ranks):
         )
 
 
+def backward_alone(odd: int) -> str:
+    net, x = Net(mesh_of_all()), torch.ones(8, 4)
+    y = net(x)
+    backward = y.sum().backward if dist.get_rank() != odd else list
+    with pytest.raises(RanksDisagree) as caught, check_ranks():
+        backward()
+    return str(caught.value)
+
+
+def test_a_block_may_have_the_backward_pass_alone_where_layers_have_no_names(ranks):
+    for message in ranks(RANKS)(backward_alone, 1):
+        assert message == (
+            "ranks disagree at collective 1: rank 1 left the checked block; "
+            "the others called reduce_scatter of PhantomLinear.backward"
+        )
+
+
 @pytest.mark.slow
 def test_compiled_code_is_not_checked(ranks):
     for difference, calls in ranks(2)(compiled):

@@ -34,9 +34,8 @@ from phantom_parallel.ops import collectives
 VARIABLE = "PHANTOM_DEBUG"
 _OPS = str(Path(collectives.__file__).parent)
 _LONGEST_PAUSE = 0.02  # seconds between looks at the store
-_entered: Counter[str] = (
-    Counter()
-)  # checked blocks of each group, so that keys of one block are not taken for another's
+# Checked blocks of each group, so that keys of one block are not taken for those of another.
+_entered: Counter[str] = Counter()
 _for_the_process = ExitStack()  # what the environment has switched on
 Signature = dict[str, str]
 
@@ -234,9 +233,10 @@ class RankCheck:
                 context, operator = frame.f_locals["ctx"], code.co_qualname.lstrip("_")
                 if code.co_name == "forward":
                     context.layer, context.names = layer, code.co_varnames[1 : code.co_argcount]
-                layer = context.layer
-                inputs = zip(context.names, context.needs_input_grad, strict=False)
-                needs = ", ".join(name for name, need in inputs if need) or "none"
+                layer = getattr(context, "layer", "")  # unknown if the forward pass was not checked
+                names = getattr(context, "names", range(len(context.needs_input_grad)))
+                inputs = zip(names, context.needs_input_grad, strict=False)
+                needs = ", ".join(str(name) for name, need in inputs if need) or "none"
                 break
             frame = frame.f_back
         where = f" in {layer}" if layer else ""
