@@ -13,7 +13,6 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 TIMEOUT = 120.0  # seconds: far above what any test needs, so that it only ends a hang
-CALLS = 40  # of a pool before it is replaced
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -31,7 +30,7 @@ class Pool:
     """
 
     def __init__(self, size: int) -> None:
-        self.size, self.calls = size, 0
+        self.size = size
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._workers = []
@@ -46,7 +45,6 @@ class Pool:
             self._workers.append(worker)
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        self.calls += 1
         try:
             for pipe in self._pipes:
                 pipe.send((function, args, kwargs))
@@ -81,11 +79,6 @@ class Pool:
     def closed(self) -> bool:
         return not self._workers
 
-    @property
-    def worn(self) -> bool:
-        """Whether tests have left many process groups: a thread of each wakes up a hundred times a second."""
-        return self.calls >= CALLS
-
     def close(self) -> None:
         for worker in self._workers:
             worker.kill()
@@ -96,12 +89,10 @@ class Pool:
 
 def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT)
-    )
+    _init_group(rank, size, f"{store}-0")
+    calls = 0
     while True:
         try:
             function, args, kwargs = pipe.recv()
@@ -109,6 +100,37 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
             return
         try:
             torch.manual_seed(0)
-            pipe.send((True, function(*args, **kwargs)))
+            result = function(*args, **kwargs)
+            pipe.send((True, result))
+            calls += 1
+            _replace_groups(rank, size, f"{store}-{calls}")
         except BaseException:  # DCP's CheckpointException is one; the test must see it
             pipe.send((False, traceback.format_exc()))
+
+
+def _init_group(rank: int, size: int, store: str) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT)
+    )
+
+
+def _replace_groups(rank: int, size: int, store: str) -> None:
+    """Destroy all process groups if a function has made some: a thread of each wakes up a hundred times a second.
+
+    The new default group has a store of its own, as names of groups repeat.
+    """
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _world
+
+    from phantom_parallel.checkpoint import parts
+    from phantom_parallel.ops import levels
+
+    if len(_world.pg_map) == 1:
+        return
+    dist.barrier()  # others may still be in an exchange of one of them
+    dist.destroy_process_group()
+    levels._made.clear()
+    parts._storage_groups.clear()
+    _init_group(rank, size, store)
