@@ -25,7 +25,7 @@ HOW: dict[str, tuple[str, signal.Signals, tuple[int, ...]]] = {
     "rank killed": ("rank", signal.SIGKILL, (1,)),
     "all killed": ("all", signal.SIGKILL, (-9,)),
     "SIGINT": ("launcher", signal.SIGINT, (130, -2)),
-    "SIGTERM": ("launcher", signal.SIGTERM, (130, 143, -15)),
+    "SIGTERM": ("launcher", signal.SIGTERM, (143, -15)),
     "SIGINT twice": ("twice", signal.SIGINT, (130, -2)),
 }
 WEIGHTS = (4, 3, 2, 2, 2, 1)

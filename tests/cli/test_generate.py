@@ -246,4 +246,4 @@ def test_stopped_in_the_middle_of_a_text(tmp_path, number):
     finally:
         process.kill()
     assert stderr.decode().strip().splitlines() == [f"error: stopped by {number.name}"]
-    assert process.returncode == 130
+    assert process.returncode == 128 + number

@@ -345,5 +345,5 @@ def test_sigterm_leaves_no_file_behind(folder):
     finally:
         process.kill()
     assert "stopped" in stderr
-    assert process.returncode == 130
+    assert process.returncode == 143
     assert sorted(path.name for path in folder.iterdir()) == before

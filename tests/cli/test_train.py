@@ -311,7 +311,7 @@ def test_sigterm_saves_and_leaves_and_nothing_is_lost(tmp_path):
     process = started(tmp_path / "run", *LONG, "--ranks", "2")
     process.send_signal(signal.SIGTERM)
     assert "as asked; the last checkpoint is" in ended(process)
-    assert process.returncode == 130
+    assert process.returncode == 143
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "interrupted"
     assert Path(summary["checkpoint"]).name == f"step-{summary['step']:06d}"

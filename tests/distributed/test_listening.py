@@ -95,6 +95,6 @@ def test_a_command_listens_on_loopback_only(folder, command):
     finally:
         running.kill()
     assert seen <= LOOPBACK
-    assert running.returncode == 130, error
+    assert running.returncode == 143, error
     assert "Traceback" not in error
     assert processes_with(MARK, mark) == []

@@ -18,7 +18,7 @@ class Options(JsonOption):
     The data are text for a transformer and a file of rows (.npy) for a feed-forward network; a fifth of them is held
     out, and the losses of both models on it are shown. The report, with the error of every map, is conversion.json in
     --out. An interrupted conversion continues after its last finished layer if the same command is run again. Runs in
-    one process. Exit codes: 0 done, 2 a mistake in the options or files, 130 stopped by a signal.
+    one process. Exit codes: 0 done, 2 a mistake in the options or files, 130 stopped by SIGINT, 143 by SIGTERM.
     """
 
     model: Path

@@ -3,8 +3,8 @@
 0       finished
 1       a rank died, or the loss diverged
 2       a mistake in the options or files
-130     stopped by SIGINT, or by SIGTERM where ranks stop at a boundary of their work
-143     stopped by SIGTERM elsewhere
+130     stopped by SIGINT
+143     stopped by SIGTERM
 
 Imports nothing heavy: `exit_on_signals` is to work before anything else is loaded.
 """
@@ -15,8 +15,9 @@ from types import FrameType
 
 from phantom_parallel.distributed.errors import Interrupted, LossDiverged, PeerFailed, RankDied
 from phantom_parallel.distributed.external import global_rank, is_on_first_host, reports_error
+from phantom_parallel.distributed.signals import recorded
 
-FAILED, MISTAKE, STOPPED = 1, 2, 130
+FAILED, MISTAKE = 1, 2
 _MOST_CHARACTERS = 2_000  # of a message: it may repeat a value of a file
 _received: list[int] = []  # numbers of signals
 
@@ -42,7 +43,8 @@ def exit_code(error: BaseException) -> int | None:
     if _received:  # whatever became of it on its way here
         return 128 + _received[0]
     if isinstance(error, Interrupted | KeyboardInterrupt):
-        return STOPPED
+        stopped = isinstance(error, Interrupted) and recorded
+        return 128 + (recorded[-1] if stopped else signal.SIGINT)
     if isinstance(error, RankDied | PeerFailed | LossDiverged):
         return FAILED
     return MISTAKE if isinstance(error, ValueError | OSError) else None

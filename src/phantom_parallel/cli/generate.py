@@ -28,7 +28,7 @@ class Options(RanksOption, WireOption, NetworkOptions, ProfileOption, JsonOption
 
     The text is written to stdout as it is generated, the figures to stderr. With --json, all is printed to stdout as
     JSON at the end. Local workers are launched by the command itself; under torchrun or srun this process joins as one
-    rank. Exit codes: 0 done, 1 a rank died, 2 a mistake in the options or files, 130 stopped by a signal.
+    rank. Exit codes: 0 done, 1 a rank died, 2 a mistake in the options or files, 130 stopped by SIGINT, 143 by SIGTERM.
     """
 
     model: Path

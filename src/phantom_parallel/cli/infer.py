@@ -22,7 +22,7 @@ class Options(RanksOption, WireOption, NetworkOptions, ProfileOption, JsonOption
     energy per sample.
 
     Local workers are launched by the command itself; under torchrun or srun this process joins as one rank. Exit codes:
-    0 done, 1 a rank died, 2 a mistake in the options or files, 130 stopped by a signal.
+    0 done, 1 a rank died, 2 a mistake in the options or files, 130 stopped by SIGINT, 143 by SIGTERM.
     """
 
     model: Path

@@ -20,7 +20,7 @@ _HELP = """Train {title} until a number of steps or a target loss. Other familie
 Local workers are launched by the command itself; under torchrun (RANK and WORLD_SIZE in the environment) or srun this
 process joins as one rank. Ctrl-C and SIGTERM save a checkpoint and end the training; --resume continues it, with every
 setting that is not given taken from --out. Exit codes: 0 done, 1 a rank died or the loss diverged, 2 a mistake in the
-options or files, 130 stopped by a signal.
+options or files, 130 stopped by SIGINT, 143 by SIGTERM.
 """
 
 

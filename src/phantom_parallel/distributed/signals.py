@@ -6,6 +6,7 @@ from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+recorded: list[signal.Signals] = []  # by every context of this process, for its exit code
 
 
 class StopRequest:
@@ -34,3 +35,4 @@ class StopRequest:
 
     def _record(self, number: int, frame: FrameType | None) -> None:
         self.received.append(signal.Signals(number))
+        recorded.append(signal.Signals(number))
