@@ -58,6 +58,18 @@ def test_bytes_inside_blocks_and_between_them_are_told_apart(capsys):
     assert "inside blocks of 2 ranks" in shown
 
 
+@pytest.mark.parametrize("arguments", [["--strategy", "fsdp"], ["--strategy", "pipeline", "--micro-batches", "8"]])
+@pytest.mark.parametrize("family", [["--width", "64"], ["gpt", "--vocab", "64", "--dim", "64", "--heads", "4"]])
+def test_fsdp_and_pipelines_agree_with_their_formulas(capsys, arguments, family):
+    depth = ["--depth", "4"] if family[0] != "gpt" else ["--layers", "4", "--context", "16"]
+    options = [*family, *depth, *arguments, "--ranks", "4", "--dp", "2", "--batch", "16", "--rank", "3"]
+    assert main(["dryrun", *options]) == 0
+    assert "Formulas and code agree in every term" in capsys.readouterr().out
+    assert main(["dryrun", *options, "--communication"]) == 0
+    shown = capsys.readouterr().out
+    assert "send" in shown if "pipeline" in arguments else "all_gather" in shown
+
+
 def test_the_batch_is_that_of_all_copies(capsys):
     small = ["dryrun", "--strategy", "tensor", "--width", "64", "--depth", "1", "--ranks", "2", "--json"]
     found = []
@@ -171,6 +183,12 @@ def test_bad_input_of_a_transformer_is_one_line_and_exit_code_2(capsys, argument
     error = capsys.readouterr().err
     assert message in " ".join(error.split())
     assert "Traceback" not in error
+
+
+def test_inference_by_training_strategies_is_refused(capsys):
+    options = ["dryrun", "gpt", "--vocab", "64", "--dim", "64", "--heads", "4", "--layers", "4", "--context", "16"]
+    assert main([*options, "--strategy", "fsdp", "--ranks", "4", "--mode", "decode"]) == 2
+    assert "the strategy fsdp is for training: decode runs on ranks by megatron" in capsys.readouterr().err
 
 
 def test_unknown_commands_and_options(capsys):

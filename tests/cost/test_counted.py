@@ -22,7 +22,8 @@ def count(shape: FFNShape) -> tuple[list[str], int, FFNShape]:
     shape = replace(shape, rank=mesh["tp"].get_local_rank())
     step = build_step(shape, mesh["tp"] if shape.ranks > 1 else None)
     ledger, memory = count_step(step, copies=mesh["dp"])
-    return differences(shape, ledger, native=False), memory.activations, shape
+    wrong = differences(shape, ledger, native=False, root=type(step.model).__name__)
+    return wrong, memory.activations, shape
 
 
 def phantom(ranks: int, blocks: int, **settings) -> FFNShape:
@@ -30,7 +31,7 @@ def phantom(ranks: int, blocks: int, **settings) -> FFNShape:
 
 
 def other(strategy: str, ranks: int, **settings) -> FFNShape:
-    return FFNShape(strategy, 32, settings.pop("depth", 3), ranks=ranks, batch=6, **settings)
+    return FFNShape(strategy, ranks=ranks, **{"width": 32, "depth": 3, "batch": 6} | settings)
 
 
 def name_of(shape: FFNShape) -> str:
@@ -74,6 +75,16 @@ SHAPES = [
     other("tensor", 2, wire="bf16", word_bytes=8),
     other("megatron", 4, wire="int8", input_grad=True),
     other("megatron", 2, wire="bf16", depth=2, word_bytes=2),
+    other("fsdp", 1, activation="gelu"),
+    other("fsdp", 2, dp=2, activation="gelu"),
+    other("fsdp", 4, width=30, batch=8),  # ranks divide neither weights nor biases
+    other("fsdp", 4, width=3, batch=4, dp=2),  # one rank holds nothing
+    other("fsdp", 2, reshard_after_forward=False, word_bytes=2, bias=False, input_grad=True),
+    other("pipeline", 1),
+    other("pipeline", 2, dp=2, activation="gelu", micro_batches=3),
+    other("pipeline", 4, depth=5, batch=12, micro_batches=12, activation="silu"),
+    other("pipeline", 4, depth=4, batch=8, activation="identity", word_bytes=2, bias=False),
+    other("pipeline", 2, input_grad=True, word_bytes=8, activation="tanh"),
 ]
 
 
@@ -127,6 +138,20 @@ def test_the_depth_of_a_tree_can_be_limited():
     assert len(two) == 3
 
 
+def test_a_wrong_formula_of_whole_layers_is_named_by_its_term():
+    sharded, staged = other("fsdp", 2), other("pipeline", 2, rank=1)
+    kept = replace(sharded, reshard_after_forward=False)
+    wrong = differences(kept, cached_dry_run(sharded).ledger, native=True, root="FSDPFFN")
+    assert len(wrong) == 1
+    assert "'backward', 'all_gather'" in wrong[0]
+    assert "counted 2, in no formula" in wrong[0]
+    wrong = differences(other("fsdp", 2, width=34), cached_dry_run(sharded).ledger, native=True, root="FSDPFFN")
+    assert any("exchange weights and" in line and "predicted 3, counted 0" in line for line in wrong)
+    wrong = differences(replace(staged, micro_batches=3), cached_dry_run(staged).ledger, native=True)
+    assert any("exchange its gradient" in line and "predicted 3, counted 0" in line for line in wrong)
+    assert any("own features of layers.2" in line for line in wrong)
+
+
 def test_a_wrong_formula_is_named_by_its_term():
     ledger = cached_dry_run(phantom(2, 4)).ledger
     wrong = differences(replace(phantom(2, 4), ghosts=3), ledger, native=True)
@@ -144,6 +169,8 @@ def test_a_wrong_formula_is_named_by_its_term():
         FFNShape("megatron", 262_144, 2, ranks=256),
         FFNShape("phantom", 262_144, 2, ranks=4096, blocks=4096, ghosts=4, rank=4095),
         FFNShape("phantom", 262_144, 2, ranks=64, blocks=128, ghosts=4, dp=4),
+        FFNShape("fsdp", 262_144, 2, ranks=256, batch=1024, rank=255, dp=2),
+        FFNShape("pipeline", 65_536, 128, ranks=64, batch=1024, rank=63, micro_batches=128),
     ],
     ids=lambda s: f"{s.strategy}-{s.ranks}",
 )
@@ -157,11 +184,10 @@ def test_dry_runs_of_hundreds_of_ranks(shape):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=name_of)
 def test_totals_are_the_sum_over_ranks(shape):
-    """Ranks have equal work, whichever is asked."""
     runs = [cached_dry_run(replace(shape, rank=rank)) for rank in range(shape.ranks)]
-    assert shape.dp * sum(run.ledger.flops for run in runs) == 2 * shape.over_all_ranks(shape.multiply_adds())
-    assert shape.dp * sum(run.ledger.moved_bytes for run in runs) == shape.over_all_ranks(shape.moved_bytes())
-    assert shape.dp * sum(run.memory.total for run in runs) == shape.over_all_ranks(shape.memory.total)
+    assert shape.dp * sum(run.ledger.flops for run in runs) == shape.over_all_ranks(lambda one: 2 * one.multiply_adds())
+    assert shape.dp * sum(run.ledger.moved_bytes for run in runs) == shape.over_all_ranks(lambda one: one.moved_bytes())
+    assert shape.dp * sum(run.memory.total for run in runs) == shape.over_all_ranks(lambda one: one.memory.total)
 
 
 def test_a_dry_run_leaves_no_process_group_behind():

@@ -49,8 +49,41 @@ def test_every_strategy_rank_ghost_and_copy_is_considered() -> None:
                 if ranks >= 2 * inside:
                     choices = [ghosts for ghosts in (2, 4) if ghosts % inside == 0]
                     wanted |= {Layout("phantom", ranks, dp, ranks // inside, ghosts) for ghosts in choices}
+            wanted |= {Layout("fsdp", ranks, dp, reshard_after_forward=kept) for kept in (True, False)}
+            counts = [ranks * 2**power for power in range(5) if ranks * 2**power <= 16 // dp]
+            wanted |= {Layout("pipeline", ranks, dp, micro_batches=count) for count in counts if ranks <= 4}
+        elif dp > 1:  # copies have the model that as many ranks would share
+            wanted |= {Layout("phantom", 1, dp, dp, ghosts) for ghosts in (2, 4)}
     assert found == wanted
-    assert not answer.dropped
+    assert {entry.reason for entry in answer.dropped} == {
+        "a pipeline of 8 ranks needs a layer for each, got 4: use at most 4 ranks"
+    }
+
+
+def test_copies_of_dense_and_phantom_fsdp_and_pipelines_are_ranked_on_the_same_devices() -> None:
+    answer = plan(request(ghosts=(2,), batch=64))
+    all_devices = [c for c in answer.candidates if c.devices == 8]
+    assert {(c.layout.strategy, c.layout.ranks == 1) for c in all_devices} == {
+        ("phantom", False),
+        ("phantom", True),
+        ("tensor", False),
+        ("megatron", False),
+        ("dense", True),
+        ("fsdp", False),
+        ("pipeline", False),
+    }
+    assert all(c.same_model == (c.layout.strategy != "phantom") for c in all_devices)
+    copies = {c.layout.strategy: c for c in all_devices if c.layout.ranks == 1}
+    shape = FFNShape("dense", 64, 4, batch=8, dp=8)
+    assert copies["dense"].seconds == step_time(shape, toy()).total
+    assert copies["phantom"].step.phases["sync"].exposed < copies["dense"].step.phases["sync"].exposed
+
+
+def test_a_pipeline_needs_the_memory_of_its_largest_stage() -> None:
+    answer = plan(request(strategies=("pipeline",), micro_batches=(4,), dp=(1,), devices=4))
+    (found,) = [c for c in answer.candidates if c.layout.ranks == 4]
+    stages = [FFNShape("pipeline", 64, 4, ranks=4, batch=16, micro_batches=4, rank=rank) for rank in range(4)]
+    assert found.memory_bytes == max(stage.memory.total for stage in stages)
 
 
 def test_a_candidate_is_what_the_formulas_and_the_clock_say() -> None:
@@ -171,7 +204,7 @@ def test_scaling_uses_exactly_so_many_devices_and_the_best_of_them() -> None:
     wanted = request(width=2048, batch=64, ghosts=(1, 2), devices=8)
     curves = scaling(wanted)
     phantoms = {"phantom, 1 ghosts", "phantom, 2 ghosts", "phantom, 2 ghosts, two-level"}
-    assert set(curves) == {"dense", "tensor", "megatron"} | phantoms
+    assert set(curves) == {"dense", "tensor", "megatron", "fsdp", "pipeline"} | phantoms
     assert all(c.layout.inside == 1 for c in curves["phantom, 2 ghosts"])
     assert all(c.layout.inside == 2 for c in curves["phantom, 2 ghosts, two-level"])
     assert [c.devices for c in curves["tensor"]] == [2**power for power in range(1, 11)]
@@ -234,7 +267,10 @@ def test_a_model_too_large_for_anything_is_said_to_be() -> None:
         ({"dp": (16,)}, "dp=16 needs more than 8 devices"),
         ({"devices": 2048}, "2048 devices are more than the 1024 of profile 'toy': use at most 1024"),
         ({"goal": "fame"}, "goal must be one of time, energy, devices, got 'fame'"),
-        ({"strategies": ("dense", "fast")}, "strategy must be one of phantom, tensor, megatron, dense, got 'fast'"),
+        (
+            {"strategies": ("dense", "fast")},
+            "strategy must be one of phantom, tensor, megatron, dense, fsdp, pipeline, got 'fast'",
+        ),
         ({"dtype": "fp8"}, "dtype 'fp8' has no peak in profile 'toy': it has fp32, bf16"),
         ({"memory_bytes": -1.0}, r"the memory limit must be positive, got -1\.0"),
         ({"min_ghosts": 8, "ghosts": (2, 4)}, "every one of ghosts=.* is below min_ghosts=8"),

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from phantom_parallel import FFN, GPT, FFNConfig, GPTConfig
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.fully_sharded import reduce_gradients
-from phantom_parallel.distributed.pipeline import Pipeline, check_micro_batches, ends
+from phantom_parallel.distributed.pipeline import Pipeline, ends
 from phantom_parallel.families.ffn.train_config import FFNTrainConfig
 from phantom_parallel.nn.sharded import full_tensor
 from phantom_parallel.train.optimizer import PartsOptimizer
@@ -132,11 +132,3 @@ def test_stages_hold_their_own_layers_and_a_shared_embedding_at_both_ends(ranks)
     ]
     assert ["embedding.weight" in held for held in names] == [True, False, False, True]
     assert ["head.norm" in held for held in names] == [False, False, False, True]
-
-
-def test_rows_that_micro_batches_do_not_divide_are_refused():
-    check_micro_batches(4, 8, 4)
-    with pytest.raises(ValueError, match="micro_batches=3 is fewer than the 4 stages of 1F1B: use at least 4"):
-        check_micro_batches(3, 9, 4)
-    with pytest.raises(ValueError, match="micro_batches=5 does not divide the 8 rows of a model: use 4 or 8"):
-        check_micro_batches(5, 8, 4)

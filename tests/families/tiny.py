@@ -185,7 +185,8 @@ class TinySizes(ModelSizes):
         return ((self.features, self.features),)
 
     def shape(self, layout: Any, *, batch: int, **run: Any) -> TinyShape:
-        return TinyShape(features=self.features, **layout._asdict(), batch=batch, **run)
+        cut = (layout.strategy, self.features, layout.ranks, batch, layout.blocks, layout.ghosts, layout.dp)
+        return TinyShape(*cut, **run)
 
 
 class TinyPredictor(Predictor):

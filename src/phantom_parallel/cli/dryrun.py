@@ -1,7 +1,8 @@
 """``phantom dryrun``: what one rank of many would compute, send and keep, from the real model code without data."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from phantom_parallel.cost.communication import Messages, as_csv, as_rows, profi
 from phantom_parallel.cost.dryrun import DryRun, dry_run
 from phantom_parallel.cost.hardware import WORD_BYTES
 from phantom_parallel.cost.sizes import Layout
-from phantom_parallel.cost.terms import Optimizer, Shape
+from phantom_parallel.cost.terms import Optimizer, Phase, Shape
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
 from phantom_parallel.utils.files import json_text, write_json, write_text
 from phantom_parallel.utils.strategies import StrategyName
@@ -41,6 +42,10 @@ class DryRunOptions(ModelOptions, WireOption, JsonOption):
     """The rank that is run."""
     dp: int = 1
     """Data-parallel copies."""
+    micro_batches: int | None = None
+    """Micro-batches that pass through the stages, for pipeline; by default as many as ranks."""
+    reshard_after_forward: bool = True
+    """Free a layer's gathered weights after forward and gather them again for backward, for fsdp."""
     batch: int = 64
     """Rows (sequences) of one step, over all data-parallel copies."""
     dtype: Literal["fp64", "fp32", "bf16"] = "fp32"
@@ -61,13 +66,24 @@ class DryRunOptions(ModelOptions, WireOption, JsonOption):
         return self.model.step_shape(layout, batch=self.batch, **run)
 
     def run(self) -> None:
-        layout = Layout(self.strategy, self.ranks, self.dp, self.blocks, self.ghosts)
+        layout = Layout(
+            self.strategy,
+            self.ranks,
+            self.dp,
+            self.blocks,
+            self.ghosts,
+            self.micro_batches,
+            self.reshard_after_forward,
+        )
         if self.communication:
             self._communication(layout.filled())
         elif self.out is not None:
             raise ValueError(f"--out {self.out} is where --communication writes to: pass that option too")
         else:
-            found = dry_run(self._shape(layout).passes()[self.mode])
+            passes = self._shape(layout).passes()
+            if self.mode not in passes:
+                raise ValueError(f"the strategy {self.strategy} is for training: {self.mode} runs on ranks by megatron")
+            found = dry_run(passes[self.mode])
             if self.json:
                 print(json_text(found.to_dict()))
             else:
@@ -129,30 +145,51 @@ def _require_agreement(found: DryRun) -> None:
         )
 
 
+def _flops(phase: Phase, shape: Shape) -> int:
+    return 2 * shape.multiply_adds(phase)
+
+
+def _sent(phase: Phase, shape: Shape) -> int:
+    return shape.moved_bytes(phase)
+
+
+def _sent_inside(phase: Phase, shape: Shape) -> int:
+    return shape.moved_bytes(phase, near=shape.inside)
+
+
+def _sent_between(phase: Phase, shape: Shape) -> int:
+    return _sent(phase, shape) - _sent_inside(phase, shape)
+
+
+def _memory(kind: str, shape: Shape) -> int:
+    return int(getattr(shape.memory, kind))
+
+
 def _show(found: DryRun, title: str) -> None:
     console, shape = Console(), found.shape
     trains = shape.mode == "train"
-    phases = ("forward", "backward") if trains else ("forward",)
+    phases: tuple[Phase, ...] = ("forward", "backward") if trains else ("forward",)
     counts = Table(shape.step_name, "this rank", "all ranks", title=title, title_justify="left")
     for column in counts.columns[1:]:
         column.justify = "right"
 
-    def add(name: str, count: int, unit: float = 1, digits: int = 0) -> None:
-        counts.add_row(name, f"{count / unit:,.{digits}f}", f"{shape.over_all_ranks(count) / unit:,.{digits}f}")
+    def add(name: str, count: int, formula: Callable[[Shape], int], unit: float = 1, digits: int = 0) -> None:
+        counts.add_row(name, f"{count / unit:,.{digits}f}", f"{shape.over_all_ranks(formula) / unit:,.{digits}f}")
 
     for phase in phases:
-        add(f"{phase}, GFLOP", found.ledger.flops_of(phase), 1e9, 3)
-    for phase in (*phases, *(("sync",) if trains and shape.dp > 1 else ())):
+        add(f"{phase}, GFLOP", found.ledger.flops_of(phase), partial(_flops, phase), 1e9, 3)
+    synchronizes = trains and found.ledger.moved_of("sync") > 0
+    for phase in (*phases, "sync") if synchronizes else phases:
         sent, near = found.ledger.moved_of(phase), found.ledger.moved_of(phase, near=shape.inside)
-        add(f"{phase}, bytes sent", sent)
+        add(f"{phase}, bytes sent", sent, partial(_sent, phase))
         if shape.inside > 1 and phase != "sync":
-            add(f"  inside blocks of {shape.inside} ranks", near)
-            add("  between blocks", sent - near)
+            add(f"  inside blocks of {shape.inside} ranks", near, partial(_sent_inside, phase))
+            add("  between blocks", sent - near, partial(_sent_between, phase))
     counts.add_section()
     kinds = ("parameters", "gradients", "optimizer", "activations", "total")
     for kind in kinds if trains else ("parameters", "activations", "total"):
         name = "cache" if not trains and kind == "activations" else kind
-        add(f"memory, {name}, MiB", getattr(found.memory, kind), 2**20, 1)
+        add(f"memory, {name}, MiB", getattr(found.memory, kind), partial(_memory, kind), 2**20, 1)
     counts.add_section()
     counts.add_row("parameters", f"{shape.parameters:,}", f"{shape.model_parameters:,} (of the model)")
     console.print(counts)

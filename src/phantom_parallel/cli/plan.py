@@ -54,13 +54,16 @@ class PlanOptions(ModelOptions, WireOption, JsonOption):
     strategy: tuple[StrategyName, ...] = ()
     """The strategies to compare."""
     blocks: tuple[int, ...] = ()
-    """Blocks of a phantom model; if left out, as many as ranks, and fewer that ranks of a node share."""
+    """Blocks of a phantom model; if left out, as many as ranks, and fewer that ranks of a node share; on one rank, as
+    many as copies."""
     ghosts: tuple[int, ...] = ()
     """Ghosts of a phantom model; if left out, powers of two that make it smaller than the dense one."""
     min_ghosts: int | None = None
     """The fewest ghosts that are known to keep the loss."""
     dp: tuple[int, ...] = ()
     """Data-parallel copies; whatever divides the batch if left out."""
+    micro_batches: tuple[int, ...] = ()
+    """Micro-batches of a pipeline; if left out, its ranks times powers of two, as far as they divide the rows."""
     memory_gib: float | None = None
     """Memory of a device that may be used; the profile's less 10 % if left out."""
     goal: Goal = "time"
@@ -84,6 +87,7 @@ class PlanOptions(ModelOptions, WireOption, JsonOption):
             ghosts=self.ghosts,
             min_ghosts=self.min_ghosts,
             dp=self.dp,
+            micro_batches=self.micro_batches,
             memory_bytes=None if self.memory_gib is None else self.memory_gib * GIB,
         )
         answer = plan(request)
@@ -118,10 +122,13 @@ def as_row(candidate: Candidate) -> dict[str, Any]:
         "blocks": layout.blocks,
         "ghosts": layout.ghosts,
         "ranks_per_block": layout.inside if layout.blocks else None,
+        "micro_batches": layout.micro_batches,
+        "reshard_after_forward": layout.reshard_after_forward if layout.strategy == "fsdp" else None,
         "step_seconds": candidate.seconds,
         "compute_seconds": step.compute,
         "exposed_communication_seconds": step.exposed,
         "hidden_communication_seconds": step.hidden,
+        "idle_seconds": step.idle,
         "modelled_joules_per_step": candidate.joules,
         "modelled_joules_per_sample": candidate.joules_per_sample,
         "memory_bytes_per_device": candidate.memory_bytes,
@@ -185,10 +192,11 @@ def _csv(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def _tables(answer: Plan) -> list[Table | str]:
     request, goal = answer.request, answer.request.goal
-    shown: dict[tuple[str, int, int | None, int | None], Candidate] = {}
+    shown: dict[tuple[object, ...], Candidate] = {}
     for candidate in sorted(answer.candidates, key=lambda candidate: rank_by(goal, candidate)):
         s = candidate.layout
-        shown.setdefault((s.strategy, s.ranks, s.blocks, s.ghosts), candidate)  # of the copies, the best
+        key = (s.strategy, s.ranks, s.blocks, s.ghosts, s.reshard_after_forward)
+        shown.setdefault(key, candidate)  # of the copies and micro-batches, the best
     rows = list(shown.values())
     title = (
         f"{request.model.summary}, batch {request.batch:,}, {request.dtype}{in_words(request.wire)}, "
@@ -246,13 +254,20 @@ def _unknown_loss(candidates: Sequence[Candidate]) -> bool:
 
 
 def _table(title: str, candidates: Sequence[Candidate]) -> Table:
-    notes = ["+ another model: loss not compared"] if _unknown_loss(candidates) else []
-    if any(candidate.layout.inside > 1 for candidate in candidates):
-        notes.append("4x2: 4 blocks, each shared by 2 ranks")
-    caption = "; ".join(notes) or None
-    table = Table(title=title, caption=caption, box=SIMPLE, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
+    notes = {
+        "+ another model: loss not compared": _unknown_loss(candidates),
+        "4x2: 4 blocks, each shared by 2 ranks": any(c.layout.inside > 1 for c in candidates),
+        "pipeline/8: 8 micro-batches": any(c.layout.micro_batches for c in candidates),
+        "fsdp, kept: whole weights are kept from forward to backward": any(
+            not c.layout.reshard_after_forward for c in candidates
+        ),
+    }
+    caption = "; ".join(note for note, applies in notes.items() if applies)
+    table = Table(
+        title=title, caption=caption or None, box=SIMPLE, padding=(0, 0, 0, 0), show_edge=False, pad_edge=False
+    )
     table.add_column("strategy", no_wrap=True)
-    columns = ["ranks", "dp", "blocks", "ghosts", "step\nms", "exposed\nms"]
+    columns = ["ranks", "dp", "blocks", "ghosts", "step\nms", "wait\nms"]
     columns += ["J/step\nmodelled", "J/sample\nmodelled", "memory\nGiB"]
     for name in columns:
         table.add_column(name, justify="right")
@@ -261,7 +276,10 @@ def _table(title: str, candidates: Sequence[Candidate]) -> Table:
         joules = ["-", "-"] if c.joules is None else [f"{c.joules:,.4g}", f"{c.joules_per_sample:,.3g}"]
         blocks = f"{s.blocks}x{s.inside}" if s.inside > 1 else s.blocks
         counts = [str(count) if count else "-" for count in (s.ranks, s.dp, blocks, s.ghosts)]
-        times = [f"{1e3 * seconds:,.{digits}g}" for seconds, digits in ((c.seconds, 4), (c.step.exposed, 3))]
+        spans = ((c.seconds, 4), (c.step.exposed + c.step.idle, 3))
+        times = [f"{1e3 * seconds:,.{digits}g}" for seconds, digits in spans]
         name = s.strategy + "+" * (c.loss == NOT_COMPARED)
+        name += "" if s.micro_batches is None else f"/{s.micro_batches}"
+        name += "" if s.reshard_after_forward else ", kept"
         table.add_row(name, *counts, *times, *joules, f"{c.memory_bytes / GIB:.2f}")
     return table

@@ -76,7 +76,8 @@ def _product_key(phase: str, module: str, batch: int, rows: int, inner: int, col
 def _predicted_exchanges(shape: Shape, native: bool) -> list[tuple[Key, str]]:
     predicted: list[tuple[Key, str]] = []
     for e in shape.exchanges:
-        op = "all_to_all" if not native and e.op != "all_reduce" and not e.by_torch else e.op
+        built = not native and e.op in ("all_gather", "reduce_scatter") and not e.by_torch
+        op = "all_to_all" if built else e.op
         predicted.append(((e.phase, op, e.ranks, e.stride, e.moved_bytes(shape.word_bytes)), e.term))
     return predicted
 

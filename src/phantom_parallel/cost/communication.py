@@ -70,11 +70,11 @@ def _grouped(shape: Shape, phase: str | None = None) -> list[Messages]:
 
 
 def _of_parts(shape: Shape) -> Iterator[tuple[str, Exchange]]:
-    """Exchanges with the part that they belong to, named the same in every layer; gradients belong to none."""
+    """Exchanges with the part that they belong to, named the same in every layer; those of the model to none."""
     for part in shape.costs:
         for exchange in part.exchanges:
             yield _kind(part), exchange
-    yield from (("", exchange) for exchange in shape.exchanges if exchange.phase == "sync")
+    yield from (("", exchange) for exchange in (*shape.model_exchanges, *shape.copies_exchanges))
 
 
 def _carries(each: list[tuple[str, str, int]]) -> str:

@@ -5,7 +5,7 @@ the formulas.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -14,15 +14,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from phantom_parallel.cost.check import differences
+from phantom_parallel.cost.kept import kept_by
 from phantom_parallel.cost.ledger import Ledger
-from phantom_parallel.cost.steps import InferencePass, TrainingStep, build_step
+from phantom_parallel.cost.steps import FAKE, InferencePass, TrainingStep, build_step
 from phantom_parallel.cost.terms import Memory, Shape
 from phantom_parallel.distributed.data_parallel import average_gradients
+from phantom_parallel.utils.strategies import get_strategy
 
 _aten = torch.ops.aten
 
@@ -49,9 +53,9 @@ class DryRun:
             },
             "memory_bytes": asdict(self.memory) | {"total": self.memory.total},
             "all_ranks": {
-                "flops": self.shape.over_all_ranks(self.ledger.flops),
-                "sent_bytes": self.shape.over_all_ranks(self.ledger.moved_bytes),
-                "memory_bytes": self.shape.over_all_ranks(self.memory.total),
+                "flops": self.shape.over_all_ranks(lambda shape: 2 * shape.multiply_adds()),
+                "sent_bytes": self.shape.over_all_ranks(lambda shape: shape.moved_bytes()),
+                "memory_bytes": self.shape.over_all_ranks(lambda shape: shape.memory.total),
             },
             "parameters": self.shape.parameters,
             "model_parameters": self.shape.model_parameters,
@@ -63,10 +67,19 @@ class DryRun:
 
 
 def dry_run(shape: Shape) -> DryRun:
-    """Run one step of rank ``shape.rank`` on meta tensors, in the shape's mode, and compare it with the formulas."""
+    """Run one step of rank ``shape.rank`` without data, in the shape's mode, and compare it with the formulas.
+
+    Tensors are on the meta device. FSDP2 and pipelines have fake tensors of the CPU, since they allocate and send by
+    the device.
+    """
     started = time.perf_counter()
-    with fake_ranks(shape) as (copies, mesh), FusedAttention():
-        step = build_step(shape, mesh, device="meta")
+    with ExitStack() as stack:
+        copies, mesh = stack.enter_context(fake_ranks(shape))
+        stack.enter_context(FusedAttention())
+        fake = mesh is not None and not get_strategy(shape.strategy).splits_layers
+        if fake:
+            stack.enter_context(FakeTensorMode())
+        step = build_step(shape, mesh, device=FAKE if fake else "meta")
         for module in step.recomputed if isinstance(step, TrainingStep) else ():
             module.forward = _with_fused_attention(module.forward)  # autograd does not keep the mode for backward
         ledger, memory = count_step(step, shape.optimizer, copies)
@@ -92,10 +105,9 @@ def count_step(
             held = step.forward()
         return ledger, Memory(parameters, gradients=0, optimizer=0, activations=sum(map(_bytes, held)))
     with Ledger() as ledger:
-        weights = (*model.parameters(), *step.constants)
-        loss, kept = kept_for_backward(step.loss, weights, entering=step.recomputed)
-        loss.backward()
+        kept = kept_by(step)
         with ledger.phase("sync"):
+            step.finish()
             average_gradients(model, copies)
     return ledger, Memory(
         parameters=parameters,
@@ -128,36 +140,6 @@ def fake_ranks(shape: Shape) -> Iterator[tuple[DeviceMesh | None, DeviceMesh | N
         yield (mesh["dp"] if shape.dp > 1 else None), (mesh["tp"] if shape.ranks > 1 else None)
     finally:
         dist.destroy_process_group()
-
-
-def kept_for_backward(
-    function: Callable[[], Tensor], weights: Iterable[Tensor], *, entering: Iterable[nn.Module] = ()
-) -> tuple[Tensor, int]:
-    """The function's result, and the bytes of activations that autograd keeps for it: each storage once, no weights.
-
-    Args:
-        function: The forward pass.
-        weights: Tensors that are no activations.
-        entering: Modules that are recomputed in backward, whose first argument is kept without autograd's hooks.
-    """
-    held = {_storage(weight)._cdata for weight in weights}
-    kept: dict[int, Any] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = _storage(tensor)
-        if storage._cdata not in held:
-            kept[storage._cdata] = storage  # held, so that no other takes its place
-        return tensor
-
-    def enters(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        pack(arguments[0])
-
-    with ExitStack() as hooks:
-        for module in entering:
-            hooks.callback(module.register_forward_pre_hook(enters).remove)
-        hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
-        result = function()
-    return result, sum(storage.nbytes() for storage in kept.values())
 
 
 class FusedAttention(TorchFunctionMode):
@@ -193,24 +175,30 @@ class _Attention(torch.autograd.Function):
         return *backward(d, *ctx.saved_tensors, 0.0, ctx.causal), None
 
 
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
-
-
 def _bytes(tensor: Tensor) -> int:
     part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return part.numel() * part.element_size()
 
 
+def _shards(model: nn.Module) -> list[Tensor]:
+    """A rank's parts of fully sharded parameters with their gradients, as plain tensors."""
+    found = []
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        part: Tensor = parameter.to_local().detach().requires_grad_()
+        part.grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else None
+        found.append(part)
+    return found
+
+
 def _optimizer_bytes(model: nn.Module, optimizer: str) -> int:
     """State of the size of parameters after one step of the real optimizer; step counters are left out."""
     made: torch.optim.Optimizer
+    parameters = _shards(model) if isinstance(model, FSDPModule) else list(model.parameters())
     if optimizer == "adam":
-        made = torch.optim.AdamW(model.parameters(), foreach=False)
+        made = torch.optim.AdamW(parameters, foreach=False)
     else:
-        made = torch.optim.SGD(
-            model.parameters(), lr=0.1, momentum=0.9 if optimizer == "momentum" else 0.0, foreach=False
-        )
+        made = torch.optim.SGD(parameters, lr=0.1, momentum=0.9 if optimizer == "momentum" else 0.0, foreach=False)
     made.step()
     states = [value for state in made.state.values() for name, value in state.items() if name != "step"]
     return sum(_bytes(value) for value in states if isinstance(value, Tensor))

@@ -16,14 +16,16 @@ from typing import Any, Self
 
 import torch
 from rich.table import Table
+from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.module_tracker import ModuleTracker
 
 from phantom_parallel.cost.terms import bytes_within
-from phantom_parallel.cost.traffic import collective_of
+from phantom_parallel.cost.traffic import collective_of, sends_back
 
 _aten = torch.ops.aten
 # Operations that torch's own counter passes over, and those it knows that do the same work.
@@ -76,8 +78,9 @@ class Ledger(TorchDispatchMode):
 
     Compiled code runs kernels of its own, which are not seen: count the model uncompiled, its work is the same.
 
-    Phases are ``forward`` and ``backward``, or within ``ledger.phase("decode")`` the user's own. Modules are named as
-    in ``named_modules``, after the class of the outermost one.
+    Phases are ``forward`` and ``backward``, or within ``ledger.phase("decode")`` the user's own. What is sent to a
+    lower rank is backward, since pipelines send gradients so. Modules are named as in ``named_modules``, after the
+    class of the outermost one.
 
     Example::
 
@@ -93,9 +96,11 @@ class Ledger(TorchDispatchMode):
         self.products: Counter[ProductEntry] = Counter()
         self.collectives: Counter[CollectiveEntry] = Counter()
         self._named: list[str] = []
+        self._fake_mode: Any = None  # in which the ledger is entered: its tensors are the program's own
         self._tracker = ModuleTracker()
 
     def __enter__(self) -> Self:
+        self._fake_mode = active_fake_mode()
         self._tracker.__enter__()
         super().__enter__()
         return self
@@ -117,6 +122,8 @@ class Ledger(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor then breaks it up into what this rank does, and that comes back here
         kwargs = kwargs or {}
+        if func.namespace == "prim":  # a fake tensor's device
+            return func(*args, **kwargs)
         if _is_composite(func):  # in inference mode these arrive whole, otherwise in their parts
             super().__enter__()
             try:
@@ -124,14 +131,20 @@ class Ledger(TorchDispatchMode):
             finally:
                 super().__exit__(None, None, None)
         result = func(*args, **kwargs)
-        if any(issubclass(kind, FakeTensor) for kind in types):
-            return result  # DTensor asking for the shape of a whole result; dry runs use meta tensors
+        if any(issubclass(kind, FakeTensor) for kind in types) and not self._is_own(args):
+            return result  # DTensor asking for the shape of a whole result
         packet = _SAME_AS.get(func._overloadpacket, func._overloadpacket)
         if packet in flop_registry:
             self._book_product(packet, args, kwargs, result)
         elif func.namespace in ("_c10d_functional", "c10d", "_dtensor"):
             self._book_collective(func, args)
         return result
+
+    def _is_own(self, args: Any) -> bool:
+        """Whether fake tensors are those of a program that runs without data, as in a dry run."""
+        if self._fake_mode is None:
+            return False
+        return all(leaf.fake_mode is self._fake_mode for leaf in tree_leaves(args) if isinstance(leaf, FakeTensor))
 
     def _book_product(self, packet: Any, args: Any, kwargs: Any, result: Any) -> None:
         flops = flop_registry[packet](*args, **kwargs, out_val=result)
@@ -142,12 +155,13 @@ class Ledger(TorchDispatchMode):
     def _book_collective(self, func: Any, args: Any) -> None:
         found = collective_of(func, args)
         if found is not None:
-            self.collectives[CollectiveEntry(self._phase(), self._module(), *found)] += 1
+            backward = found.op == "send" and sends_back(args)
+            self.collectives[CollectiveEntry(self._phase(backward), self._module(), *found)] += 1
 
-    def _phase(self) -> str:
+    def _phase(self, backward: bool = False) -> str:
         if self._named:
             return self._named[-1]
-        return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
+        return "backward" if backward or torch._C._current_graph_task_id() != -1 else "forward"
 
     def _module(self) -> str:
         return max((name for name in self._tracker.parents if name != "Global"), key=len, default="")

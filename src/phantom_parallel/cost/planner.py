@@ -3,8 +3,9 @@
 Every layout that the request allows is counted by `cost.terms` and timed by `cost.timing`; what does not fit is
 dropped with the reason. A step trains on the same ``batch`` rows however many copies share them, so steps compare.
 
-Dense, tensor and megatron compute the same model. A phantom model is another one, and with few ghosts a smaller one:
+All strategies but phantom compute the same model. A phantom model is another one, and with few ghosts a smaller one:
 whether it reaches the same loss is not in these numbers. ``min_ghosts`` is the fewest that are known to keep the loss.
+Blocks are not ranks: copies of a phantom model with all its blocks on one device are layouts like any other.
 """
 
 from collections.abc import Iterable, Iterator
@@ -42,10 +43,12 @@ class PlanRequest:
         wire: The format in which features travel between the ranks that share a model.
         goal: What the best plan has the least of.
         strategies: By default all that the model's family has.
-        blocks: By default as many as ranks, and fewer that the ranks of a node, a part of one or two nodes share.
+        blocks: By default as many as ranks, and fewer that the ranks of a node, a part of one or two nodes share; or on
+            one rank as many as copies.
         ghosts: By default powers of two that make phantom smaller than the dense model.
         min_ghosts: The fewest ghosts that are known to keep the loss.
         dp: Data-parallel copies; by default whatever divides the batch.
+        micro_batches: Of a pipeline; by default powers of two times its ranks that divide the rows of a copy.
         memory_bytes: Memory of a device that may be used; by default the device's less 10 %.
         optimizer: By its state.
     """
@@ -62,12 +65,15 @@ class PlanRequest:
     ghosts: tuple[int, ...] = ()
     min_ghosts: int | None = None
     dp: tuple[int, ...] = ()
+    micro_batches: tuple[int, ...] = ()
     memory_bytes: float | None = None
     optimizer: Optimizer = "adam"
 
     def __post_init__(self) -> None:
         sizes = [("batch", self.batch), ("devices", self.devices)]
-        sizes += [(name, value) for name in ("blocks", "ghosts", "dp") for value in getattr(self, name)]
+        sizes += [
+            (name, value) for name in ("blocks", "ghosts", "dp", "micro_batches") for value in getattr(self, name)
+        ]
         sizes += [("min_ghosts", self.min_ghosts)] if self.min_ghosts is not None else []
         for name, value in sizes:
             positive(**{name: value})
@@ -150,7 +156,7 @@ class Candidate:
 
     @property
     def same_model(self) -> bool:
-        return self.layout.strategy != "phantom"
+        return get_strategy(self.layout.strategy).same_model
 
 
 class Dropped(NamedTuple):
@@ -260,22 +266,48 @@ def _layouts(request: PlanRequest, counts: list[int]) -> Iterator[Layout]:
                 if strategy.has_blocks:
                     yield from _block_layouts(request, name, ranks, copies)
                 elif strategy.single_rank == (ranks == 1):
-                    yield Layout(name, ranks, copies)
+                    yield from _other_layouts(request, Layout(name, ranks, copies))
+
+
+def _other_layouts(request: PlanRequest, layout: Layout) -> Iterator[Layout]:
+    strategy = get_strategy(layout.strategy)
+    if strategy.shards_rows:
+        yield from (layout, layout._replace(reshard_after_forward=False))
+    elif strategy.splits_depth:
+        yield from (layout._replace(micro_batches=count) for count in _micro_batches(request, layout))
+    else:
+        yield layout
+
+
+def _micro_batches(request: PlanRequest, layout: Layout) -> Iterator[int]:
+    """Micro-batches to consider: those of the request, or each twice as many as the one before."""
+    if request.micro_batches or request.batch % layout.dp:
+        yield from request.micro_batches or (layout.ranks,)
+        return
+    rows, count = request.batch // layout.dp, layout.ranks
+    yield count  # left out with the reason if it does not divide the rows
+    while 2 * count <= rows and rows % (2 * count) == 0:
+        count *= 2
+        yield count
 
 
 def _block_layouts(request: PlanRequest, strategy: StrategyName, ranks: int, copies: int) -> Iterator[Layout]:
     sweeps_ghosts = not request.ghosts and not request.min_ghosts
-    for blocks in request.blocks or _block_choices(request, ranks):
+    for blocks in request.blocks or _block_choices(request, ranks, copies):
         for ghosts in request.ghost_choices:
-            if not request.blocks and ghosts % (ranks // blocks):
+            if not request.blocks and ghosts % max(1, ranks // blocks):
                 continue  # these blocks were not requested, and their ranks cannot share the ghosts
             if sweeps_ghosts and ghosts >= request.model.break_even_ghosts(blocks):
                 continue  # these ghosts were not requested, and the dense model is cheaper
             yield Layout(strategy, ranks, copies, blocks, ghosts)
 
 
-def _block_choices(request: PlanRequest, ranks: int) -> Iterator[int]:
-    """As many blocks as ranks; and fewer, each shared by the ranks of a node, of a part of one or of two nodes."""
+def _block_choices(request: PlanRequest, ranks: int, copies: int) -> Iterator[int]:
+    """As many blocks as ranks; and fewer, each shared by the ranks of a node, of a part of one or of two nodes. On one
+    rank, copies have the model that as many ranks would share.
+    """
+    if ranks == 1 and copies > 1:
+        yield copies
     node = int(request.profile.devices_per_node.value)
     for inside in range(1, 2 * node + 1):
         if ranks % inside == 0 and ranks >= 2 * inside and (node % inside == 0 or inside % node == 0):
@@ -291,7 +323,7 @@ def _evaluate(request: PlanRequest, layouts: Iterable[Layout]) -> tuple[list[Can
         except ValueError as error:
             dropped.append(Dropped(layout, str(error)))
             continue
-        needs = shape.memory.total
+        needs = max(stage.memory.total for stage, _ in shape.stages())
         if needs > request.memory_limit:
             reason = f"needs {needs / GIB:.3g} GiB a device, more than {request.memory_limit / GIB:.3g}"
             dropped.append(Dropped(layout, reason, needs))
@@ -313,7 +345,7 @@ def _shape(request: PlanRequest, layout: Layout) -> Shape:
 
 
 def _loss(request: PlanRequest, layout: Layout) -> str:
-    if layout.strategy != "phantom":
+    if get_strategy(layout.strategy).same_model:
         return "the dense model's"
     return "kept, by your minimum" if request.min_ghosts else NOT_COMPARED
 
@@ -360,6 +392,7 @@ def _less_batch(request: PlanRequest, layout: Layout) -> Iterator[int]:
 
 def _fits(request: PlanRequest, layout: Layout) -> bool:
     try:
-        return _shape(request, layout).memory.total <= request.memory_limit
+        needs = max(stage.memory.total for stage, _ in _shape(request, layout).stages())
+        return needs <= request.memory_limit
     except ValueError:
         return False

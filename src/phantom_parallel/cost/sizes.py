@@ -11,17 +11,25 @@ from phantom_parallel.utils.wire import WireFormat
 
 
 class Layout(NamedTuple):
-    """How a model is laid out over devices: ``ranks`` share it by a strategy, and ``dp`` copies of that train it."""
+    """How a model is laid out over devices: ``ranks`` share it by a strategy, and ``dp`` copies of that train it.
+
+    Blocks and ghosts belong to phantom, micro-batches to pipeline, and ``reshard_after_forward`` to fsdp.
+    """
 
     strategy: StrategyName
     ranks: int
     dp: int
     blocks: int | None = None
     ghosts: int | None = None
+    micro_batches: int | None = None
+    reshard_after_forward: bool = True
 
     def filled(self) -> "Layout":
-        """The same layout with the default blocks and ghosts where the strategy has them and they are left out."""
-        if not get_strategy(self.strategy).has_blocks:
+        """The same layout with the defaults of the strategy for what is left out."""
+        strategy = get_strategy(self.strategy)
+        if strategy.splits_depth and self.micro_batches is None:
+            return self._replace(micro_batches=self.ranks)
+        if not strategy.has_blocks:
             return self
         blocks = default_blocks(self.ranks) if self.blocks is None else self.blocks
         return self._replace(blocks=blocks, ghosts=DEFAULT_GHOSTS if self.ghosts is None else self.ghosts)
@@ -33,8 +41,10 @@ class Layout(NamedTuple):
 
     def __str__(self) -> str:
         shared = f" of {self.inside} ranks" if self.inside > 1 else ""
-        blocks = f", {self.blocks} blocks{shared}, {self.ghosts} ghosts" if self.blocks else ""
-        return f"{self.strategy} on {self.ranks} ranks{blocks}" + (f", dp {self.dp}" if self.dp > 1 else "")
+        more = f", {self.blocks} blocks{shared}, {self.ghosts} ghosts" if self.blocks else ""
+        more += f", {self.micro_batches} micro-batches" if self.micro_batches else ""
+        more += "" if self.reshard_after_forward else ", weights kept"
+        return f"{self.strategy} on {self.ranks} ranks{more}" + (f", dp {self.dp}" if self.dp > 1 else "")
 
 
 class ModelSizes(ABC):

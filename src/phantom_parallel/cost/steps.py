@@ -6,10 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from phantom_parallel.cost.terms import Shape
+from phantom_parallel.distributed.pipeline import Pipeline
 from phantom_parallel.families.registry import get_family
 
+FAKE = "fake"  # a device: the CPU, with tensors that have no data
 DTYPES = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16}  # by the bytes of a word
 
 
@@ -22,12 +25,25 @@ class TrainingStep:
         loss: Runs the forward pass and returns a scalar.
         constants: Tensors that the model holds besides its parameters, and that are no activations.
         recomputed: Modules whose forward pass is repeated in backward: only their first argument is kept.
+        pipeline: What runs the stages on ``rows`` rows, if the model is one; ``loss`` then runs backward as well.
+        rows: Rows that a pipeline runs on.
+        finish: Called after backward, for gradients that ranks of a model sum.
     """
 
     model: nn.Module
     loss: Callable[[], Tensor]
     constants: tuple[Tensor, ...] = ()
     recomputed: tuple[nn.Module, ...] = ()
+    pipeline: Pipeline | None = None
+    rows: int = 0
+    finish: Callable[[], None] = lambda: None
+
+    def backward(self) -> None:
+        """Run the forward and the backward pass."""
+        loss = self.loss()
+        if self.pipeline is None:
+            loss.backward()
+        self.finish()
 
 
 @dataclass(frozen=True)
@@ -39,8 +55,24 @@ class InferencePass:
 
 
 def build_step(shape: Shape, mesh: DeviceMesh | None, *, device: str = "cpu") -> TrainingStep | InferencePass:
-    """Build the model of a shape on this rank of ``mesh``, with random data."""
+    """Build the model of a shape on this rank of ``mesh``, with random data.
+
+    Args:
+        shape: What to build.
+        mesh: The ranks that share the model; None for one.
+        device: A device, or ``FAKE`` within a ``FakeTensorMode``, for models that do not run on the meta device.
+    """
     return get_family(shape.family).build_step(shape, mesh, device=device)
+
+
+def on_device(model: nn.Module, device: str) -> nn.Module:
+    """Give a model on the meta device memory on ``device``, uninitialized; none within a ``FakeTensorMode``."""
+    if isinstance(model, FSDPModule):
+        return model.to_empty(device=device)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            module.register_parameter(name, nn.Parameter(torch.empty_like(parameter, device=device)))
+    return model
 
 
 def timed_step(shape: Shape, mesh: DeviceMesh) -> Callable[[], None]:
@@ -51,7 +83,7 @@ def timed_step(shape: Shape, mesh: DeviceMesh) -> Callable[[], None]:
     optimizer = torch.optim.SGD(step.model.parameters(), lr=1e-6)
 
     def run() -> None:
-        step.loss().backward()
+        step.backward()
         optimizer.step()
         optimizer.zero_grad()
 

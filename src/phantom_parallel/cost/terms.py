@@ -9,6 +9,7 @@ Bytes of an exchange are those that a rank must send (and receive), whatever the
     reduce-scatter   (R-1) w        w: what one rank ends up with
     all-reduce       2 (R-1)/R w    w: the whole, summed on every rank
     all-to-all       (R-1) w        w: what one rank sends to each other
+    send             w              w: what one rank sends to another
 
 An all-gather or reduce-scatter built from all-to-all moves the same. In a short wire format a reduce-scatter is an
 all-to-all, an all-reduce is one of those and an all-gather, and int8 has a scale for each row (`ops.wire`). Elementwise
@@ -16,17 +17,17 @@ work is not counted, as in torch's own counter. The layers that models consist o
 shape in ``families/<family>/cost.py``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
-from phantom_parallel.utils.strategies import StrategyName
+from phantom_parallel.utils.strategies import StrategyName, get_strategy
 from phantom_parallel.utils.wire import SCALE_BYTES, WIRE_WORD_BYTES, WireFormat
 
 Phase = Literal["forward", "backward", "sync"]
 Optimizer = Literal["sgd", "momentum", "adam"]
-Op = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+Op = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 
 OPTIMIZER_STATES: dict[str, int] = {"sgd": 0, "momentum": 1, "adam": 2}
 
@@ -93,7 +94,7 @@ class Exchange:
         handed_in = self.contribution(word_bytes)
         if self.op == "all_reduce":
             return -(-2 * (self.ranks - 1) * handed_in // self.ranks)
-        return (self.ranks - 1) * handed_in
+        return handed_in if self.op == "send" else (self.ranks - 1) * handed_in
 
     def message_bytes(self, word_bytes: int) -> int:
         """Bytes that a rank hands in, as the ledger calls a message."""
@@ -130,6 +131,8 @@ class LayerCost:
     streamed: tuple[int, int] = (0, 0)
     fused: bool = False
     whole_gradients: tuple[int, ...] = ()  # of each parameter, where they are not of the parameters' own sizes
+    leading: tuple[int, ...] = ()  # first dimension of each parameter, where the rank holds them whole
+    calls: int = 1  # how often it runs in a step
 
     @property
     def gradients(self) -> tuple[int, ...]:
@@ -262,9 +265,9 @@ def tensor_layer(
         exchanges.append(Exchange("dx", "backward", "reduce_scatter", ranks, rows * m_in, ("dW = d^T x",)))
     exchanges = [on_wire(exchange, rows, wire) for exchange in exchanges]
     parameters = [m_out * n_in] + ([m_out] if bias else [])
-    return LayerCost(
-        name, tuple(parameters), tuple(p for p in products if p.multiply_adds), between_ranks(exchanges), rows * n_in
-    )
+    products = [product for product in products if product.multiply_adds]
+    leading = (m_out,) * len(parameters)
+    return LayerCost(name, tuple(parameters), tuple(products), between_ranks(exchanges), rows * n_in, leading=leading)
 
 
 def column_layer(
@@ -289,7 +292,8 @@ def column_layer(
         products.append(Product("W^T d", "backward", 1, rows, m_out, n_in))
         exchanges += summed_on_wire("dx", "backward", ranks, rows, n_in, wire, ("dW = d^T x",))
     parameters = [m_out * n_in] + ([m_out] if bias else [])
-    return LayerCost(name, tuple(parameters), tuple(products), between_ranks(exchanges), rows * n_in)
+    leading = (m_out,) * len(parameters)
+    return LayerCost(name, tuple(parameters), tuple(products), between_ranks(exchanges), rows * n_in, leading=leading)
 
 
 def row_layer(layout: RowLayout, rows: int, *, bias: bool, wire: WireFormat = "full", name: str = "") -> LayerCost:
@@ -302,7 +306,8 @@ def row_layer(layout: RowLayout, rows: int, *, bias: bool, wire: WireFormat = "f
     ]
     exchanges = summed_on_wire("z", "forward", ranks, rows, n_out, wire)
     parameters = [n_out * m_in] + ([n_out] if bias else [])
-    return LayerCost(name, tuple(parameters), tuple(products), between_ranks(exchanges), rows * m_in)
+    leading = (n_out,) * len(parameters)
+    return LayerCost(name, tuple(parameters), tuple(products), between_ranks(exchanges), rows * m_in, leading=leading)
 
 
 def over_blocks(exchange: Exchange, blocks: int | None) -> list[Exchange]:
@@ -371,6 +376,8 @@ class Shape:
     wire: WireFormat
     optimizer: Optimizer
     rank: int
+    micro_batches: int | None = None
+    reshard_after_forward: bool = True
 
     @property
     def costs(self) -> tuple[LayerCost, ...]:
@@ -399,9 +406,14 @@ class Shape:
             activations=sum(self.word_bytes * part.kept + part.kept_bytes for part in self.costs),
         )
 
-    def with_strategy(self, strategy: StrategyName) -> Self:
-        """The same sizes by a strategy that has no blocks."""
-        return replace(self, strategy=strategy, blocks=None, ghosts=None)  # type: ignore[type-var]
+    def with_strategy(self, strategy: StrategyName, **changes: Any) -> Self:
+        """The same sizes by a strategy that has no blocks, with other fields if they are given."""
+        return replace(self, strategy=strategy, blocks=None, ghosts=None, **changes)  # type: ignore[type-var]
+
+    def dense(self, **changes: Any) -> Self:
+        """The dense model of the same sizes on one rank, with other fields if they are given."""
+        settings = {"ranks": 1, "rank": 0, "micro_batches": None, "reshard_after_forward": True}
+        return self.with_strategy("dense", **settings | changes)
 
     def passes(self) -> dict[str, Self]:
         """The shapes of everything that the model runs, by mode: a training step, and passes of inference if any."""
@@ -418,13 +430,27 @@ class Shape:
 
     @property
     def exchanges(self) -> Iterator[Exchange]:
-        """Those of the layers, and over data-parallel copies one all-reduce of each parameter's gradient."""
-        for layer in self.costs:
-            yield from layer.exchanges
-        if self.dp > 1:
-            for layer in self.costs:
-                for words in layer.gradients:
-                    yield Exchange("gradients", "sync", "all_reduce", self.dp, words, stride=self.ranks)
+        """Those of the parts, and those of the model as a whole."""
+        for part in self.costs:
+            yield from part.exchanges
+        yield from self.model_exchanges
+        yield from self.copies_exchanges
+
+    @property
+    def model_exchanges(self) -> tuple[Exchange, ...]:
+        """Those of weights that are gathered, or of a stream between stages, which belong to no part."""
+        return ()
+
+    @property
+    def copies_exchanges(self) -> Iterator[Exchange]:
+        """One all-reduce of each parameter's gradient over data-parallel copies; none in inference."""
+        for part in self.costs if self.dp > 1 and self.mode == "train" else ():
+            for words in filter(None, part.gradients):
+                yield Exchange("gradients", "sync", "all_reduce", self.dp, words, stride=self.ranks)
+
+    def stages(self) -> list[tuple[Self, int]]:
+        """Ranks of a copy that differ in work, each with how many are like it."""
+        return [(self, self.ranks)]
 
     def multiply_adds(self, phase: Phase | None = None) -> int:
         return sum(product.multiply_adds for product in self.products if phase in (None, product.phase))
@@ -441,9 +467,12 @@ class Shape:
         """Ranks that share a block; 1 where ranks hold whole blocks, or where there are none."""
         return max(1, self.ranks // self.blocks) if self.blocks else 1
 
-    def over_all_ranks(self, per_rank: int) -> int:
-        """A count of one rank, summed over all ranks of all copies: they compute, send and keep equally much."""
-        return per_rank * self.ranks * self.dp
+    def over_all_ranks(self, count: Callable[[Self], int]) -> int:
+        """The sum of a count over all ranks of all copies. Ranks that share each layer's work have equally much."""
+        if get_strategy(self.strategy).splits_layers:
+            return count(self) * self.ranks * self.dp
+        ranks: list[Self] = [replace(self, rank=rank) for rank in range(self.ranks)]  # type: ignore[type-var]
+        return sum(count(rank) for rank in ranks) * self.dp
 
     @property
     def parameters(self) -> int:
@@ -453,6 +482,8 @@ class Shape:
     @property
     def model_parameters(self) -> int:
         """Parameters of the whole model, each counted once."""
+        if self.ranks > 1 and not get_strategy(self.strategy).splits_layers:
+            return self.dense().parameters
         return (self.parameters - self.repeated) * self.ranks + self.repeated
 
 

@@ -4,8 +4,11 @@
     ring         all-gather, reduce-scatter  (R-1) (a + w/B)      all-reduce  2 (R-1) (a + w/(R B))
     tree         all-gather, reduce-scatter  2 h a + (2R-1) w/B   all-reduce  2 h a + 2 w/B       h = ceil(log2 R)
     all-to-all   in pairs  (R-1) (a + w/B)           through others  h (a + R/2 w/B)
+    send         a + w/B
     exchange     c + the cheaper way; past one node, inside nodes and between them in turn
     hidden       min(f t_exchange, time of the products named in ``hidden_by`` of the same layer and phase)
+    fsdp         hidden = min(f (t_gathers - the first one), time of all products), and so backward with the scatters
+    pipeline     T = sum t_s + (M-1) max t_s + 2 (M+P-1) (P-1)/P t_send     t_s: both passes of a micro-batch, stage s
     energy       E = P_compute t_compute + P_communication t_exposed + P_idle t_idle, for each rank
 
 P, e: peak and efficiency of the dtype, of s bytes a word; M, F: memory and write bandwidth; o, c: overheads; a, B: a
@@ -132,8 +135,9 @@ class Clock:
             return 0.0
         local = min(ranks, max(1, self._node // stride))  # of the exchange's ranks, those on one node
         nodes = -(-ranks // local)
-        if nodes == 1:
-            return self._collective_overhead + _tier(op, ranks, contribution, *self._inside)
+        if nodes == 1 or op == "send":  # the slowest link of a pipeline sets its pace
+            tier = self._inside if nodes == 1 else self._between
+            return self._collective_overhead + _tier(op, ranks, contribution, *tier)
         if op == "all_reduce":  # reduce-scatter inside, all-reduce the shares between, all-gather inside
             share = contribution / local
             inside = 2 * _tier("all_gather", local, share, *self._inside)
@@ -154,7 +158,7 @@ class Clock:
                 taken = product.flops / self._flops if layer.fused else self.product(product)
                 seconds[product.term] = seconds.get(product.term, 0.0) + taken
         kernel = self._product_overhead if layer.fused and seconds else 0.0
-        compute = self._layer_overhead + kernel + sum(seconds.values())
+        compute = layer.calls * (self._layer_overhead + kernel) + sum(seconds.values())
         exposed = hidden = 0.0
         for exchange in layer.exchanges:
             if exchange.phase != phase:
@@ -182,6 +186,17 @@ class Clock:
             raise ValueError(f"idle_seconds must not be negative, got {idle_seconds}")
         devices = shape.ranks * shape.dp
         self.profile.require_devices(devices)
+        if shape.micro_batches is not None and shape.ranks > 1:
+            return self._pipeline(shape, phases, idle_seconds)
+        layers, sums = self._rank(shape, phases)
+        compute = sum(span.compute for span in sums.values())
+        exposed = sum(span.exposed for span in sums.values())
+        return StepTime(layers, sums, idle_seconds, devices, self._energy(compute, exposed, idle_seconds))
+
+    def _rank(
+        self, shape: Shape, phases: tuple[str, ...]
+    ) -> tuple[tuple[Mapping[str, PhaseTime], ...], dict[str, PhaseTime]]:
+        """The phases of each part on one rank, and their sums, with exchanges that belong to no part."""
         timed: dict[int, dict[str, PhaseTime]] = {}
         layers = []
         for index in range(len(shape.costs)):
@@ -193,9 +208,47 @@ class Clock:
             phase: PhaseTime(*(sum(values) for values in zip(*(layer[phase] for layer in layers), strict=True)))
             for phase in phases
         }
-        compute = sum(span.compute for span in sums.values())
-        exposed = sum(span.exposed for span in sums.values())
-        return StepTime(tuple(layers), sums, idle_seconds, devices, self._energy(compute, exposed, idle_seconds))
+        for phase in phases:
+            sums[phase] = self._with_model_exchanges(shape, phase, sums[phase])
+        return tuple(layers), sums
+
+    def _with_model_exchanges(self, shape: Shape, phase: str, span: PhaseTime) -> PhaseTime:
+        """Weights are gathered while the layer before computes, and gradients reduced while the next one does: all but
+        the first or last. A pipeline's sends are not here.
+        """
+        times = [
+            self.collective(e.op, e.ranks, e.words * self.word_bytes, e.stride)
+            for e in shape.model_exchanges
+            if e.phase == phase and e.op != "send"
+        ]
+        if not times:
+            return span
+        covered = 0.0 if phase == "sync" else min(self._overlap * (sum(times) - times[0]), span.compute)
+        return span._replace(exposed=span.exposed + sum(times) - covered, hidden=span.hidden + covered)
+
+    def _pipeline(self, shape: Shape, phases: tuple[str, ...], idle_seconds: float) -> StepTime:
+        """A step of 1F1B. Times are means over stages; a stage is idle while it waits for others to compute."""
+        count, stages = shape.micro_batches or 1, shape.ranks
+        kinds = [(self._rank(stage, phases), weight / stages) for stage, weight in shape.stages()]
+        passes = [phase for phase in phases if phase in STREAMED]
+        cycles = [(sum(spans[phase].compute for phase in passes) / count, share) for (_, spans), share in kinds]
+        rest = [phase for phase in phases if phase not in STREAMED]
+        mean = {
+            phase: PhaseTime(
+                *(sum(share * spans[phase][i] for (_, spans), share in kinds) for i in range(len(PhaseTime._fields)))
+            )
+            for phase in phases
+        }
+        words = max(e.words for stage, _ in shape.stages() for e in stage.model_exchanges if e.op == "send")
+        sent = (count + stages - 1) * (stages - 1) / stages * self.collective("send", stages, words * self.word_bytes)
+        for phase in passes:
+            mean[phase] = mean[phase]._replace(exposed=sent)
+        total = stages * sum(share * cycle for cycle, share in cycles) + (count - 1) * max(cycle for cycle, _ in cycles)
+        total += len(passes) * sent + max(sum(spans[phase].total for phase in rest) for (_, spans), _ in kinds)
+        compute, exposed = sum(span.compute for span in mean.values()), sum(span.exposed for span in mean.values())
+        idle = max(0.0, total - compute - exposed) + idle_seconds
+        energy = self._energy(compute, exposed, idle)
+        return StepTime(kinds[0][0][0], mean, idle, stages * shape.dp, energy)
 
     def _phase(self, shape: Shape, index: int, phase: str) -> PhaseTime:
         layer = shape.costs[index]
@@ -233,6 +286,8 @@ def _tier(op: Op, ranks: int, contribution: float, latency: float, seconds_per_b
         return 0.0
     wire = contribution * seconds_per_byte
     height = (ranks - 1).bit_length()  # ceil(log2 R)
+    if op == "send":
+        return latency + wire
     if op == "all_reduce":
         return min(2 * (ranks - 1) * (latency + wire / ranks), 2 * height * latency + 2 * wire)
     if op == "all_to_all":

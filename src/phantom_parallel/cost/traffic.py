@@ -59,6 +59,11 @@ def collective_of(func: Any, args: Any) -> Collective | None:
     return Collective(kind, ranks, message, _moved(kind, ranks, message), stride)
 
 
+def sends_back(args: Any) -> bool:
+    """Whether ``c10d.send(*args)`` sends to a lower rank: the stages of a pipeline send gradients so."""
+    return bool(args[2] < dist.get_rank(_group(args)))
+
+
 def _moved(kind: str, ranks: int, message: int) -> int:
     if kind == "all_gather":
         return (ranks - 1) * message

@@ -19,8 +19,7 @@ def average_gradients(model: nn.Module, mesh: DeviceMesh | None) -> None:
         return
     gradients, sums = [], []
     for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            gradient = _part(parameter.grad)
+        if parameter.grad is not None and (gradient := _part(parameter.grad)).numel():
             check_gradient(name, gradient, ranks.name)
             gradients.append(gradient)
             sums.append(_c10d.all_reduce(gradient, "sum", ranks.name))

@@ -14,22 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining._utils import InferenceMode
 
-from phantom_parallel.utils.layout import nearest_divisors, positive
+from phantom_parallel.utils.layout import check_micro_batches
 
 Run = Callable[[Tensor, Tensor | None], Tensor]
-
-
-def check_micro_batches(micro_batches: int, rows: int, stages: int) -> None:
-    """Raise ValueError if a pipeline cannot pass ``rows`` rows on in so many micro-batches."""
-    positive(micro_batches=micro_batches)
-    if micro_batches < stages:
-        raise ValueError(
-            f"micro_batches={micro_batches} is fewer than the {stages} stages of 1F1B: use at least {stages}"
-        )
-    if rows % micro_batches:
-        near = nearest_divisors(rows, micro_batches)
-        raise ValueError(f"micro_batches={micro_batches} does not divide the {rows} rows of a model: use {near}")
 
 
 class Pipeline:
@@ -43,7 +32,12 @@ class Pipeline:
         stream: ``stream(rows)`` makes a tensor on the meta device of the shape and dtype that stages hand on.
         micro_batches: Micro-batches that the rows of `forward_backward` are split into.
         device: This rank's device.
+
+    Attributes:
+        on_output: Called with every output that waits for its gradient, to observe how many there are.
     """
+
+    on_output: Callable[[Tensor], None] | None = None
 
     def __init__(
         self,
@@ -77,7 +71,7 @@ class Pipeline:
         Returns:
             ``weight`` times the mean loss on the last stage, 0 on the others.
         """
-        schedule = self.schedule(len(x))
+        schedule = self._schedule(len(x))
         self._scale = weight / self.micro_batches
         losses: list[Tensor] = []
         arguments = [x] if self.is_first else []
@@ -97,8 +91,11 @@ class Pipeline:
         dist.send(out.contiguous(), group=self.group, group_dst=self.stage + 1)
         return None
 
-    def schedule(self, rows: int) -> "_Schedule":
-        """The schedule for so many rows, with its buffers."""
+    def buffers(self, rows: int) -> list[Tensor]:
+        """What this stage receives into, of all micro-batches of so many rows: activations, and gradients."""
+        return self._schedule(rows).buffers()
+
+    def _schedule(self, rows: int) -> "_Schedule":
         if rows not in self._schedules:
             check_micro_batches(self.micro_batches, rows, self.stages)
             between = self._stream(rows // self.micro_batches).requires_grad_()
@@ -111,38 +108,42 @@ class Pipeline:
                 output_args=between,
                 group=self.group,
             )
-            stage.run = self.run
+            stage.pipeline = self
             self._schedules[rows] = _Schedule(stage, self.micro_batches, lambda loss, _: loss * self._scale)
         return self._schedules[rows]
 
 
 class _Stage(PipelineStage):
-    """A stage that runs by a function, and whose shapes all stages know: there is nothing to agree on before."""
+    """A stage that runs by a function."""
 
-    run: Callable[..., Tensor]
+    pipeline: Pipeline
 
     def forward_maybe_with_nosync(self, *args: Tensor, **kwargs: Any) -> Tensor:
-        out = self.run(*args, kwargs.get("targets"))
-        # Backward then starts after the model's own output, where hooks on modules are not called.
-        return out if self.is_last else out.view_as(out)
-
-    def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
-        return torch.ones(1, dtype=torch.int32)
-
-    def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
-        return torch.ones(1, dtype=torch.int32)
+        out = self.pipeline.run(args[0], kwargs.get("targets"))
+        if self.is_last:
+            return out
+        out = out.view_as(out)  # so that backward enters the model through its output, where hooks on modules are
+        if self.pipeline.on_output is not None:
+            self.pipeline.on_output(out)
+        return out
 
 
 class _Schedule(Schedule1F1B):
-    """1F1B whose gradients are the sum over micro-batches, since the loss is scaled before."""
+    """1F1B whose gradients are the sum over micro-batches, since the loss is scaled before. Every stage knows the
+    shapes, so that stages have nothing to agree on before the first step.
+    """
 
     def __init__(self, stage: _Stage, micro_batches: int, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__(stage, micro_batches, loss_fn=loss, scale_grads=False)
         stage.has_backward = True
-        self._initialize_stage((), {})
+        stage._inference_mode = InferenceMode.STATIC
+        stage._prepare_forward_infra(micro_batches, (), has_backward=True)
+        stage._prepare_backward_infra(micro_batches)
+
+    def _initialize_stage(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing is left to do."""
 
     def buffers(self) -> list[Tensor]:
-        """What the stage receives into, of all micro-batches: activations, and gradients."""
         stage = self._stage
         received = (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
         return [info.buffer for infos in received for info in infos if info.buffer is not None]

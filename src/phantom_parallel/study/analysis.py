@@ -61,8 +61,8 @@ def counts(config: TrainConfig) -> dict[str, int]:
     shape = get_family(config.family).shape(config)
     return {
         "parameters": shape.model_parameters,
-        "flops_per_step": shape.over_all_ranks(2 * shape.multiply_adds()),
-        "bytes_per_step": shape.over_all_ranks(shape.moved_bytes()),
+        "flops_per_step": shape.over_all_ranks(lambda shape: 2 * shape.multiply_adds()),
+        "bytes_per_step": shape.over_all_ranks(lambda shape: shape.moved_bytes()),
         "memory_bytes": shape.memory.total,
     }
 

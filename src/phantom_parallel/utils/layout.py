@@ -55,6 +55,18 @@ def stage_layers(layers: int, stages: int, stage: int = 0) -> range:
     return range(first, first + each + (stage < more))
 
 
+def check_micro_batches(micro_batches: int, rows: int, stages: int) -> None:
+    """Raise ValueError if a pipeline cannot pass ``rows`` rows on in so many micro-batches."""
+    positive(micro_batches=micro_batches)
+    if micro_batches < stages:
+        raise ValueError(
+            f"micro_batches={micro_batches} is below the {stages} stages of the pipeline: 1F1B needs at least {stages}"
+        )
+    if rows % micro_batches:
+        near = nearest_divisors(rows, micro_batches)
+        raise ValueError(f"micro_batches={micro_batches} does not divide the {rows} rows of a copy: use {near}")
+
+
 @dataclass(frozen=True)
 class BlockLayout:
     """A phantom layer's features: p blocks with k ghosts each, over R ranks.

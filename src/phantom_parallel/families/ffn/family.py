@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class FFNFamily(Family):
     name: ClassVar[str] = "ffn"
     title: ClassVar[str] = "feed-forward networks"
-    strategies: ClassVar[tuple[StrategyName, ...]] = ("phantom", "tensor", "megatron", "dense")
+    strategies: ClassVar[tuple[StrategyName, ...]] = ("phantom", "tensor", "megatron", "dense", "fsdp", "pipeline")
     baseline: ClassVar[StrategyName] = "tensor"
     default_preset: ClassVar[str | None] = "quick"
     shown_settings: ClassVar[tuple[str, ...]] = ("width", "depth")

@@ -34,10 +34,10 @@ class FFNSizes(FFNDimensions, ModelSizes):
 
 def shape_of(config: "FFNTrainConfig") -> FFNShape:
     """The shape of one step of a training."""
-    layout = ("strategy", "ranks", "blocks", "ghosts", "dp", "wire")
-    names = (*layout, "width", "depth", "bias", "activation", "in_features", "out_features")
+    model = ("width", "depth", "bias", "activation", "in_features", "out_features")
+    layout = ("strategy", "ranks", "blocks", "ghosts", "dp", "wire", "micro_batches", "reshard_after_forward")
     return FFNShape(
-        **{name: getattr(config, name) for name in names},
+        **{name: getattr(config, name) for name in (*model, *layout)},
         batch=config.batch // config.dp,
         optimizer=optimizer_of(config.optimizer, config.momentum),
     )

@@ -26,6 +26,7 @@ reduce-scatter of all ranks is one across blocks and one inside of them.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Self, get_args
 
 from phantom_parallel.cost.terms import (
@@ -45,14 +46,15 @@ from phantom_parallel.cost.terms import (
     row_layer,
     summed_on_wire,
 )
+from phantom_parallel.cost.whole_layers import Stage, check_rows
 from phantom_parallel.families.gpt.config import GPTConfig, GPTStrategy
+from phantom_parallel.families.gpt.whole_layers_cost import INDEX_BYTES, fsdp_costs, pipeline_costs
 from phantom_parallel.utils.layout import BlockLayout, RowLayout, positive
 from phantom_parallel.utils.strategies import StrategyName, get_strategy
 from phantom_parallel.utils.wire import WireFormat
 
 Mode = Literal["train", "prefill", "decode"]
 MODES: tuple[str, ...] = get_args(Mode)
-INDEX_BYTES = 8  # of a token
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,11 @@ class GPTShape(Shape):
     rank: int = 0
     mode: Mode = "train"
     past: int = 0
+    micro_batches: int | None = None
+    reshard_after_forward: bool = True
     config: GPTConfig = field(init=False, repr=False, compare=False)
     _costs: tuple[LayerCost, ...] = field(init=False, repr=False, compare=False)
+    _between: tuple[Exchange, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         positive(**{name: getattr(self, name) for name in ("sequence", "ranks", "batch", "dp")})
@@ -138,7 +143,26 @@ class GPTShape(Shape):
         made = {"config": config} | {name: getattr(config, name) for name in names}
         for name, value in made.items():
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "_costs", tuple(self._parts()))
+        check_rows(self)
+        parts, between = self._work_out()
+        object.__setattr__(self, "_costs", parts)
+        object.__setattr__(self, "_between", between)
+
+    def _work_out(self) -> tuple[tuple[LayerCost, ...], tuple[Exchange, ...]]:
+        """The parts, and the exchanges that belong to none of them."""
+        strategy = get_strategy(self.strategy)
+        if self.ranks == 1 or strategy.splits_layers:
+            return tuple(self._parts()), ()
+        if self.mode != "train":
+            raise ValueError(f"the strategy {self.strategy} is for training: {self.mode} runs on ranks by megatron")
+        return fsdp_costs(self) if self.stage is None else pipeline_costs(self, self.stage)
+
+    @cached_property
+    def stage(self) -> Stage | None:
+        """The stage of the rank, of a pipeline on several ranks."""
+        if self.ranks == 1 or self.micro_batches is None:
+            return None
+        return Stage(self.layers, self.ranks, self.rank, self.micro_batches)
 
     @classmethod
     def of(cls, config: GPTConfig, **run: Any) -> "GPTShape":
@@ -157,12 +181,16 @@ class GPTShape(Shape):
         names = ("strategy", "blocks", "ghosts", "layer_ghosts", *sizes)
         return cls(**{name: getattr(config, name) for name in names}, **run)
 
-    def with_strategy(self, strategy: StrategyName) -> Self:
-        return replace(self, strategy=strategy, blocks=None, ghosts=None, layer_ghosts=None)  # type: ignore[arg-type]
+    def with_strategy(self, strategy: StrategyName, **changes: Any) -> Self:
+        return super().with_strategy(strategy, **{"layer_ghosts": None} | changes)
 
     def passes(self) -> dict[str, Self]:
-        """A training step, a prefill of as long a prompt, and a token decoded after it."""
-        return {"train": self, "prefill": self.prefill(), "decode": self.decode()} if self.mode == "train" else {}
+        """A training step, a prefill of as long a prompt, and a token decoded after it. FSDP2 and pipelines train."""
+        if self.mode != "train":
+            return {}
+        if self.ranks > 1 and not get_strategy(self.strategy).splits_layers:
+            return {"train": self}
+        return {"train": self, "prefill": self.prefill(), "decode": self.decode()}
 
     @property
     def step_name(self) -> str:
@@ -181,19 +209,24 @@ class GPTShape(Shape):
         return self._costs
 
     @property
-    def exchanges(self) -> Iterator[Exchange]:
-        """In inference, there are none of gradients."""
-        return (e for e in super().exchanges if self.mode == "train" or e.phase == "forward")
+    def model_exchanges(self) -> tuple[Exchange, ...]:
+        return self._between
+
+    def stages(self) -> list[tuple[Self, int]]:
+        kinds = {0: self.ranks} if self.stage is None else self.stage.kinds()
+        return [(replace(self, rank=rank), count) for rank, count in kinds.items()]
 
     def same_as(self, index: int) -> int:
+        if self.stage is not None:
+            return index
         if index in (0, len(self.costs) - 1):
             return index
-        layer, part = divmod(index - 1, self._parts_of_layer)
+        layer, part = divmod(index - 1, self.parts_of_layer)
         ghosts = self.config.ghosts_of_layers
-        return 1 + ghosts.index(ghosts[layer]) * self._parts_of_layer + part
+        return 1 + ghosts.index(ghosts[layer]) * self.parts_of_layer + part
 
     @property
-    def _parts_of_layer(self) -> int:
+    def parts_of_layer(self) -> int:
         """qkv, attention, out, gate_up, down; in parallel qkv_gate_up, attention, out_down."""
         return 3 if self.parallel_block else 5
 
@@ -207,7 +240,9 @@ class GPTShape(Shape):
     def memory(self) -> Memory:
         """In inference, activations are the cache, with the rows of a tied head where an exchange made them."""
         if self.mode == "train":
-            return super().memory
+            kept, stage = super().memory, self.stage
+            between = 0 if stage is None else stage.kept(self.rows // stage.micro_batches * self.dim)
+            return replace(kept, activations=kept.activations + self.word_bytes * between)
         return Memory(self.word_bytes * self.parameters, 0, 0, self.word_bytes * self._cache_words())
 
     @property
@@ -313,6 +348,7 @@ class GPTShape(Shape):
             kept=0,
             kept_bytes=self.rows * (INDEX_BYTES + (1 if masks else 0)),
             streamed=(2 * words, 2 * words),
+            leading=(self.vocab,),
             whole_gradients=(weight * self.ranks,) if by_torch and not self.tie_embeddings else (),
         )
 
@@ -332,7 +368,8 @@ class GPTShape(Shape):
                 name=name,
             )
             statistics += self._norm_bytes(rows)
-            return replace(whole, parameters=(stream, *whole.parameters), kept_bytes=statistics, streamed=streamed)
+            parameters, leading = (stream, *whole.parameters), (stream, *whole.leading)
+            return replace(whole, parameters=parameters, leading=leading, kept_bytes=statistics, streamed=streamed)
         blocks = self._blocks(self.dim, out_features, ghosts)
         plain = phantom_layer(blocks, rows, bias=bias, rank=self.rank, wire=self.wire, name=name)
         if self.ranks > 1 and self.inside == 1 and self.wire == "full":
@@ -444,6 +481,7 @@ class GPTShape(Shape):
             kept=kept,
             kept_bytes=self._loss_bytes() + (0 if phantom else self._norm_bytes(rows)),
             streamed=(rows * (2 * self.dim + 3 * here), rows * (3 * self.dim + 3 * here)),
+            leading=(self.stream, here)[: len(parameters)],
         )
 
     def _loss_bytes(self) -> int:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class GPTFamily(Family):
     name: ClassVar[str] = "gpt"
     title: ClassVar[str] = "decoder-only transformers"
-    strategies: ClassVar[tuple[StrategyName, ...]] = ("phantom", "megatron", "dense")
+    strategies: ClassVar[tuple[StrategyName, ...]] = ("phantom", "megatron", "dense", "fsdp", "pipeline")
     baseline: ClassVar[StrategyName] = "megatron"
     inference_command: ClassVar[str] = "generate"
     default_preset: ClassVar[str | None] = "gpt"

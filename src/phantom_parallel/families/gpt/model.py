@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
@@ -278,7 +279,7 @@ class GPT(nn.Module):
             )
         if targets is not None and targets.shape != tokens.shape[:2]:
             raise ValueError(f"targets of shape {tuple(targets.shape)} for tokens of shape {tuple(tokens.shape)}")
-        if torch.compiler.is_compiling() or tokens.device.type != "cpu":
+        if torch.compiler.is_compiling() or tokens.device.type != "cpu" or isinstance(tokens, FakeTensor):
             return  # on other devices, reading the values would synchronize
         for name, given in (("tokens", tokens if self.is_first_stage else None), ("targets", targets)):
             if given is not None and given.numel():

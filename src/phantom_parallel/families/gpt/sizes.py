@@ -59,6 +59,8 @@ def shape_of(config: "GPTTrainConfig") -> GPTShape:
         wire=config.wire,
         optimizer=optimizer_of(config.optimizer, config.momentum),
         recompute=config.activation_checkpointing,
+        micro_batches=config.micro_batches,
+        reshard_after_forward=config.reshard_after_forward or config.fsdp,
     )
 
 

@@ -3,11 +3,13 @@
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from phantom_parallel.cost.steps import DTYPES, InferencePass, TrainingStep
+from phantom_parallel.cost.steps import DTYPES, FAKE, InferencePass, TrainingStep, on_device
+from phantom_parallel.distributed.pipeline import Pipeline, ends
 from phantom_parallel.families.gpt.cost import GPTShape
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.nn.attention import Cache
@@ -15,20 +17,42 @@ from phantom_parallel.nn.attention import Cache
 
 def build_step(shape: GPTShape, mesh: DeviceMesh | None, *, device: str) -> TrainingStep | InferencePass:
     """The model on this rank, and the pass of the shape's mode on random tokens."""
+    where, made_on = ("cpu", "meta") if device == FAKE else (device, device)
     model = GPT(
         shape.config,
         mesh=mesh,
-        device=device,
+        device=made_on,
         dtype=DTYPES[shape.word_bytes],
         wire=shape.wire,
         activation_checkpointing=shape.recompute,
+        reshard_after_forward=shape.reshard_after_forward,
     )
-    tokens = torch.randint(shape.vocab, (shape.batch, shape.sequence), device=device)
+    if device == FAKE:
+        on_device(model, where)
+    rows = shape.batch // shape.ranks if shape.strategy == "fsdp" else shape.batch
+    tokens = torch.randint(shape.vocab, (rows, shape.sequence), device=where)
     if shape.mode != "train":
         return _inference(model, tokens, shape.past)
     targets = tokens.clone()
-    recomputed = tuple(model.layers) if shape.recompute else ()
-    return TrainingStep(model, lambda: model.loss(tokens, targets), model._rotary(), recomputed)
+    recomputed = tuple(model.layers[index] for index in model.stage) if shape.recompute else ()
+    if shape.stage is None or mesh is None:
+        return TrainingStep(model, lambda: model.loss(tokens, targets), model._rotary(), recomputed)
+    pipeline = Pipeline(
+        model,
+        model,
+        mesh,
+        stream=lambda rows: torch.empty(rows, shape.sequence, shape.dim, device="meta", dtype=DTYPES[shape.word_bytes]),
+        micro_batches=shape.stage.micro_batches,
+        device=torch.device(where),
+    )
+    shared = ends(mesh) if shape.tie_embeddings else None
+
+    def finish() -> None:
+        if shared is not None:
+            dist.all_reduce(model.embedding.weight.grad, group=shared)
+
+    run = lambda: pipeline.forward_backward(tokens, targets)  # noqa: E731
+    return TrainingStep(model, run, model._rotary(), recomputed, pipeline, shape.batch, finish)
 
 
 def _inference(model: GPT, tokens: Tensor, past: int) -> InferencePass:

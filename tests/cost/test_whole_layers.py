@@ -1,0 +1,155 @@
+"""The terms and times of FSDP2 and of pipelines, against arithmetic by hand and against a simulation of 1F1B."""
+
+from dataclasses import replace
+
+import pytest
+
+from phantom_parallel.cost.terms import Exchange
+from phantom_parallel.cost.timing import Clock, step_time
+from phantom_parallel.cost.whole_layers import Stage
+from phantom_parallel.families.ffn.cost import FFNShape
+from tests.cost.test_hardware import toy
+
+
+def exchanges(shape: FFNShape, phase: str) -> list[tuple[str, int]]:
+    return sorted((e.op, e.words) for e in shape.model_exchanges if e.phase == phase)
+
+
+def test_fsdp_gathers_each_layer_twice_but_the_last_and_scatters_its_gradients():
+    shape = FFNShape("fsdp", 8, 3, ranks=4, batch=8)
+    words = 8 * 8 // 4 + 8 // 4
+    assert exchanges(shape, "forward") == [("all_gather", words)] * 3
+    assert exchanges(shape, "backward") == [("all_gather", words)] * 2 + [("reduce_scatter", words)] * 3
+    kept = replace(shape, reshard_after_forward=False)
+    assert exchanges(kept, "backward") == [("reduce_scatter", words)] * 3
+    assert shape.moved_bytes() == 4 * 3 * 8 * words
+    assert kept.moved_bytes() == 4 * 3 * 6 * words
+    # as copies, which all-reduce gradients of as many words, once the weights are kept
+    assert kept.moved_bytes() == FFNShape("dense", 8, 3, dp=4, batch=2).moved_bytes()
+    assert kept.memory.activations - shape.memory.activations == 4 * 2 * 4 * words
+
+
+def test_what_ranks_do_not_divide_is_padded_on_the_wire_and_not_in_memory():
+    shapes = [FFNShape("fsdp", 5, 1, ranks=4, batch=4, rank=rank) for rank in range(4)]
+    assert [shape.layers[0].parameters for shape in shapes] == [(10, 2), (10, 2), (5, 1), (0, 0)]
+    assert {shape.between[0].words for shape in shapes} == {12}
+    assert sum(shape.parameters for shape in shapes) == shapes[0].model_parameters == 30
+
+
+def test_a_stage_sends_each_micro_batch_once_in_each_direction():
+    ends = [FFNShape("pipeline", 8, 5, ranks=3, batch=12, micro_batches=6, rank=rank) for rank in range(3)]
+    assert [[layer.name for layer in shape.layers] for shape in ends] == [
+        ["layers.0", "layers.1"],
+        ["layers.2", "layers.3"],
+        ["layers.4"],
+    ]
+    assert [exchanges(shape, "forward") for shape in ends] == [[("send", 16)] * 6, [("send", 16)] * 6, []]
+    assert [exchanges(shape, "backward") for shape in ends] == [[], [("send", 16)] * 6, [("send", 16)] * 6]
+    assert Exchange("x", "forward", "send", 3, 16).moved_bytes(4) == 64
+    dense = FFNShape("dense", 8, 5, batch=12)
+    assert sum(shape.multiply_adds() for shape in ends) == dense.multiply_adds()
+
+
+@pytest.mark.parametrize("layers", range(2, 13))
+def test_kinds_of_stages_are_all_that_there_are(layers):
+    for stages in range(2, layers + 1):
+        all_of_them = [Stage(layers, stages, index, stages) for index in range(stages)]
+        assert [layer for stage in all_of_them for layer in stage.own] == list(range(layers))
+        kinds = all_of_them[0].kinds()
+        assert sum(kinds.values()) == stages
+        inner = [len(stage.own) for stage in all_of_them[1:-1]]
+        counted = [len(all_of_them[i].own) for i, n in kinds.items() if i not in (0, stages - 1) for _ in range(n)]
+        assert sorted(inner) == sorted(counted)
+
+
+def simulate(times: list[tuple[float, float]], hop: float, micro_batches: int) -> float:
+    """1F1B: each stage runs its passes in order, each as soon as what it needs has arrived."""
+    stages, orders = len(times), []
+    for stage in range(stages):
+        warm_up = min(micro_batches, stages - stage)
+        order = [("F", m) for m in range(warm_up)]
+        for m in range(micro_batches):
+            order += [("B", m)] + ([("F", warm_up + m)] if warm_up + m < micro_batches else [])
+        orders.append(order)
+    ended: dict[tuple[str, int, int], float] = {}
+    free = [0.0] * stages
+    while any(orders):
+        for stage, order in enumerate(orders):
+            while order:
+                kind, m = order[0]
+                before = stage - 1 if kind == "F" else stage + 1
+                if 0 <= before < stages:
+                    if (kind, before, m) not in ended:
+                        break
+                    ready = ended[kind, before, m] + hop
+                else:
+                    ready = 0.0 if kind == "F" else ended["F", stage, m]
+                free[stage] = max(free[stage], ready) + times[stage][kind == "B"]
+                ended[kind, stage, m] = free[stage]
+                order.pop(0)
+    return max(free)
+
+
+@pytest.mark.parametrize("micro_batches", [4, 8, 32])
+@pytest.mark.parametrize("depth", [8, 9, 11])
+@pytest.mark.parametrize("overhead", [0, 7, 200])
+def test_the_time_of_a_pipeline_is_that_of_a_simulated_one(micro_batches, depth, overhead):
+    profile = toy(collective_overhead_seconds=overhead)
+    clock, rows = Clock(profile), 64 // micro_batches
+    shape = FFNShape("pipeline", 32, depth, ranks=4, batch=64, micro_batches=micro_batches, optimizer="sgd")
+    one = clock.step(FFNShape("dense", 32, depth, batch=rows)).layers
+    times = [
+        tuple(
+            sum(one[layer][phase].compute for layer in Stage(depth, 4, s, 4).own) for phase in ("forward", "backward")
+        )
+        for s in range(4)
+    ]
+    found = clock.step(shape)
+    update = clock.elementwise(3 * shape.parameters)  # of the first stage, which has most
+    expected = simulate(times, clock.collective("send", 4, rows * 32 * 4), micro_batches)
+    assert 0.99 < (found.total - update) / expected < (1.1 if depth % 4 == 0 or micro_batches > 4 else 1.15)
+    assert found.idle > 0
+    assert found.energy.joules == pytest.approx(
+        4 * (10 * found.compute + 4 * found.exposed + 1 * found.idle)
+    )  # of all stages
+
+
+def test_more_micro_batches_leave_less_of_a_pipeline_idle():
+    profile = toy(product_overhead_seconds=0, collective_overhead_seconds=0)
+    shapes = [FFNShape("pipeline", 64, 8, ranks=8, batch=64, micro_batches=m, optimizer="sgd") for m in (8, 16, 64)]
+    shares = [(found := step_time(shape, profile)).idle / found.total for shape in shapes]
+    assert shares == sorted(shares, reverse=True)
+
+
+def test_stages_on_other_nodes_send_over_the_slower_link():
+    clock = Clock(toy())
+    assert clock.collective("send", 4, 16.0) == 7 + 2 + 16 / 8
+    assert clock.collective("send", 8, 16.0) == 7 + 5 + 16 / 2
+
+
+def test_fsdp_hides_exchanges_behind_products_but_for_the_first():
+    shape = FFNShape("fsdp", 32, 4, ranks=4, batch=16, optimizer="sgd")
+    dense = step_time(FFNShape("dense", 32, 4, batch=4, optimizer="sgd"), toy())
+    bare, hidden = step_time(shape, toy(overlap=0)), step_time(shape, toy(overlap=1))
+    gather = Clock(toy()).collective("all_gather", 4, 4 * (32 * 32 + 32) / 4)
+    assert bare.phases["forward"].exposed == pytest.approx(4 * gather)
+    assert bare.phases["backward"].exposed == pytest.approx((3 + 4) * gather)
+    assert bare.phases["forward"].compute == dense.phases["forward"].compute
+    assert hidden.phases["forward"].exposed == pytest.approx(max(gather, 4 * gather - dense.phases["forward"].compute))
+    assert hidden.total < bare.total
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"strategy": "fsdp", "ranks": 3}, "3 ranks do not divide the 64 rows of a copy: run on 2 or 4 ranks"),
+        ({"strategy": "pipeline", "ranks": 3}, "a pipeline of 3 ranks needs a layer for each, got 2: use at most 2"),
+        ({"strategy": "pipeline", "ranks": 2, "micro_batches": 1}, "micro_batches=1 is below the 2 stages"),
+        ({"strategy": "pipeline", "ranks": 2, "micro_batches": 5}, "micro_batches=5 does not divide the 64 rows"),
+        ({"strategy": "tensor", "micro_batches": 4}, "micro_batches belongs to the strategy pipeline, not to tensor"),
+        ({"strategy": "tensor", "reshard_after_forward": False}, "belongs to the strategy fsdp, not to tensor"),
+    ],
+)
+def test_shapes_that_cannot_be_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        FFNShape(**({"width": 64, "depth": 2} | settings))

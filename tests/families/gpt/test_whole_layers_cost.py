@@ -1,0 +1,85 @@
+"""Predicted = counted for transformers by FSDP2 and by pipelines, on real ranks and in dry runs, no tolerance."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from phantom_parallel.cost.check import differences
+from phantom_parallel.cost.dryrun import count_step, dry_run, memory_differences
+from phantom_parallel.cost.steps import build_step
+from phantom_parallel.families.gpt.cost import GPTShape
+from tests.families.gpt.test_cost import name_of, shape_of
+
+
+def whole(strategy: str, ranks: int, **settings) -> GPTShape:
+    return shape_of(strategy, ranks, **{"layers": 4, "batch": 8, "vocab": 50, "hidden": 90} | settings)
+
+
+SHAPES = [
+    whole("fsdp", 2),
+    whole("fsdp", 4, tie_embeddings=True, word_bytes=2, optimizer="momentum"),
+    whole("fsdp", 2, dp=2, recompute=True, reshard_after_forward=False),
+    whole("fsdp", 4, parallel_block=True, kv_heads=8, hidden=96),
+    whole("pipeline", 2, qkv_bias=True),
+    whole("pipeline", 4, tie_embeddings=True, micro_batches=8),
+    whole("pipeline", 2, dp=2, recompute=True, tie_embeddings=True, word_bytes=8),
+    whole("pipeline", 4, layers=5, parallel_block=True, hidden=96, word_bytes=2, optimizer="sgd"),
+]
+
+
+def count(shape: GPTShape) -> list[str]:
+    """Where the formulas differ from what this rank did."""
+    mesh = init_device_mesh("cpu", (shape.dp, shape.ranks), mesh_dim_names=("dp", "tp"))
+    shape = replace(shape, rank=mesh["tp"].get_local_rank())
+    step = build_step(shape, mesh["tp"])
+    ledger, memory = count_step(step, shape.optimizer, mesh["dp"])
+    wrong = differences(shape, ledger, native=False, root=type(step.model).__name__)
+    return wrong + memory_differences(shape, memory)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
+def test_formulas_equal_the_ledger_on_real_ranks(ranks, shape):
+    for wrong in ranks(shape.ranks * shape.dp)(count, shape):
+        assert wrong == []
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
+def test_a_dry_run_counts_every_rank_and_their_sums(shape):
+    runs = [dry_run(replace(shape, rank=rank)) for rank in range(shape.ranks)]
+    for found in runs:
+        assert found.differences == []
+        assert found.memory == found.shape.memory
+    total = shape.dp * sum(found.ledger.moved_bytes for found in runs)
+    assert runs[0].to_dict()["all_ranks"]["sent_bytes"] == total
+    assert shape.over_all_ranks(lambda one: 2 * one.multiply_adds()) == shape.dp * sum(run.ledger.flops for run in runs)
+
+
+def test_dry_runs_of_hundreds_of_ranks():
+    sizes = {"vocab": 32768, "dim": 4096, "heads": 32, "sequence": 1024}
+    assert dry_run(GPTShape("fsdp", layers=2, ranks=256, batch=256, rank=255, **sizes)).differences == []
+    assert dry_run(GPTShape("pipeline", layers=64, ranks=64, batch=128, rank=62, **sizes)).differences == []
+
+
+def test_the_model_has_as_many_parameters_however_it_is_divided():
+    dense = shape_of("dense", 1, layers=4, tie_embeddings=True).model_parameters
+    for strategy in ("fsdp", "pipeline"):
+        shape = shape_of(strategy, 4, layers=4, batch=4, tie_embeddings=True)
+        assert shape.model_parameters == dense
+        held = shape.over_all_ranks(lambda one: one.parameters)
+        assert held == dense + (48 * 64 if strategy == "pipeline" else 0)  # both ends hold the embedding
+
+
+def test_they_train_only():
+    for strategy in ("fsdp", "pipeline"):
+        shape = whole(strategy, 2)
+        assert list(shape.passes()) == ["train"]
+        with pytest.raises(ValueError, match=f"the strategy {strategy} is for training: prefill runs on ranks by meg"):
+            shape.prefill()
+        assert list(whole(strategy, 1).passes()) == ["train", "prefill", "decode"]
+
+
+def test_a_dry_run_leaves_no_process_group_behind():
+    dry_run(whole("pipeline", 2))
+    assert not torch.distributed.is_initialized()
