@@ -65,7 +65,7 @@ def test_the_tables_fit_a_terminal_and_mark_energy_as_modelled(capsys: pytest.Ca
         assert word in shown
     for strategy in get_family("ffn").strategies:
         assert strategy in shown
-    assert "pipeline/8: 8 micro-batches" in shown
+    assert "pipeline/8: 8 micro-batches" in run(capsys, strategy=("pipeline",))
 
 
 def test_a_short_format_on_the_wire_shortens_exchanges(capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,11 +98,12 @@ def test_formulas_equal_the_ledger_on_real_ranks(ranks, shape):
 @pytest.mark.parametrize("shape", SHAPES, ids=name_of)
 def test_a_dry_run_counts_what_real_ranks_do(shape):
     for rank in range(shape.ranks):
-        found = cached_dry_run(replace(shape, rank=rank))
+        here = replace(shape, rank=rank)
+        found = cached_dry_run(here)
         assert found.differences == []
         for near in (1, 2, 4):
-            assert found.ledger.moved_of(near=near) == shape.moved_bytes(near=near)
-        assert found.ledger.moved_of(near=shape.ranks * shape.dp) == shape.moved_bytes()
+            assert found.ledger.moved_of(near=near) == here.moved_bytes(near=near)
+        assert found.ledger.moved_of(near=shape.ranks * shape.dp) == here.moved_bytes()
 
 
 @pytest.mark.parametrize("shape", [phantom(2, 8), phantom(2, 4, dp=2), other("tensor", 4, depth=12)], ids=str)

@@ -224,10 +224,18 @@ def _tables(answer: Plan) -> list[Table | str]:
 
 
 def _scaling_tables(request: PlanRequest, curves: dict[str, list[Candidate]]) -> Iterator[Table]:
-    """Step time, and modelled energy a sample, of each strategy's best layout on so many devices."""
-    yield _scaling_table(f"Scaling: ms a step, best for {request.goal}", curves, lambda c: 1e3 * c.seconds)
-    if request.profile.has_power:
-        yield _scaling_table("Scaling: J/sample of the same layouts, modelled", curves, lambda c: c.joules_per_sample)
+    """Step time, and modelled energy a sample, of each strategy's best layout on so many devices. Phantom models have
+    tables of their own, since both do not fit next to each other.
+    """
+    phantom = {name for name in curves if any(candidate.layout.blocks for candidate in curves[name])}
+    for names, of in ((phantom, "phantom models"), (curves.keys() - phantom, "the dense model")):
+        some = {name: curve for name, curve in curves.items() if name in names}
+        if not some:
+            continue
+        best = f"Scaling of {of}: ms a step, best for {request.goal}"
+        yield _scaling_table(best, some, lambda c: 1e3 * c.seconds)
+        if request.profile.has_power:
+            yield _scaling_table("J/sample of the same layouts, modelled", some, lambda c: c.joules_per_sample)
 
 
 def _scaling_table(

@@ -17,8 +17,14 @@ def build_step(shape: FFNShape, mesh: DeviceMesh | None, *, device: str) -> Trai
     config = FFNConfig(**{field.name: getattr(shape, field.name) for field in fields(FFNConfig)})
     dtype, where = DTYPES[shape.word_bytes], "cpu" if device == FAKE else device
     made_on = "meta" if device == FAKE else device
-    kept = {"wire": shape.wire, "reshard_after_forward": shape.reshard_after_forward}
-    model = FFN(config, mesh=mesh, device=made_on, dtype=dtype, **kept)
+    model = FFN(
+        config,
+        mesh=mesh,
+        device=made_on,
+        dtype=dtype,
+        wire=shape.wire,
+        reshard_after_forward=shape.reshard_after_forward,
+    )
     if device == FAKE:
         on_device(model, where)
     features = shape.model_features[0] // (shape.ranks if model.shards_features else 1)
