@@ -121,15 +121,17 @@ def _replace_groups(rank: int, size: int, store: str) -> None:
 
     The new default group has a store of its own, as names of groups repeat.
     """
+    import torch
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _world
 
     from phantom_parallel.checkpoint import parts
     from phantom_parallel.ops import levels
 
-    if len(_world.pg_map) == 1:
+    groups = torch.tensor(len(_world.pg_map))
+    dist.all_reduce(groups, dist.ReduceOp.MAX)  # a rank that is not of a group does not count it
+    if groups == 1:
         return
-    dist.barrier()  # others may still be in an exchange of one of them
     dist.destroy_process_group()
     levels._made.clear()
     parts._storage_groups.clear()
