@@ -56,14 +56,14 @@ def _half_width(values: Sequence[float]) -> float:
 
 def counts(config: TrainConfig) -> dict[str, int]:
     """Counts by the cost formulas: parameters of the model, FLOPs and bytes sent per step over all ranks, and bytes of
-    memory of one rank.
+    memory of the rank that needs most.
     """
     shape = get_family(config.family).shape(config)
     return {
         "parameters": shape.model_parameters,
         "flops_per_step": shape.over_all_ranks(lambda shape: 2 * shape.multiply_adds()),
         "bytes_per_step": shape.over_all_ranks(lambda shape: shape.moved_bytes()),
-        "memory_bytes": shape.memory.total,
+        "memory_bytes": max(stage.memory.total for stage, _ in shape.stages()),
     }
 
 
