@@ -21,6 +21,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON file of the counts and every bad case")
     given = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let background commands ignore it
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # folders are removed
     began, tally = time.monotonic(), Tally()
     if given.inputs:
         tally.join(inputs.run(given.inputs, given.seed, first=given.first, only=given.only, progress=True))

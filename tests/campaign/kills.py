@@ -5,10 +5,12 @@ losses of every step, and the model's bytes.
 """
 
 import json
+import shutil
 import signal
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -29,6 +31,7 @@ HOW: dict[str, tuple[str, signal.Signals, tuple[int, ...]]] = {
     "SIGINT twice": ("twice", signal.SIGINT, (130, -2)),
 }
 WEIGHTS = (4, 3, 2, 2, 2, 1)
+AT_ONCE = 2  # trainings: they wait and import more than they compute
 
 
 @dataclass(frozen=True)
@@ -43,50 +46,58 @@ class Reference:
 def run(count: int, seed: int, *, frozen: int | None = None, progress: bool = False) -> Tally:
     """Kill trainings ``count`` times, and freeze a rank ``frozen`` times, by default once for every 20 kills."""
     tally, began, done = Tally(), time.monotonic(), 0
-    with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
-        references: dict[int, Reference] = {}
-        training = 0
-        while done < count:
-            random = Random(f"{seed} kill {training}")
-            ranks = random.choice((1, 2, 2, 2))
-            again = f"python -m tests.campaign --seed {seed} --inputs 0 --kills {count}  # training {training}"
-            where = Path(folder) / f"training-{training}"
-            where.mkdir()
-            if ranks not in references:
-                references[ranks] = _reference(Path(folder), ranks)
-            for group, found in _training(where, ranks, references[ranks], random, min(3, count - done)):
-                tally.add(group, [Bad(group, kind, case, detail, again) for kind, case, detail in found])
-                done += group != "resumed"
+    frozen = max(1, count // 20) if frozen is None else frozen
+    command = f"python -m tests.campaign --seed {seed} --inputs 0 --kills {count}"
+    with tempfile.TemporaryDirectory(prefix="campaign-") as folder, ThreadPoolExecutor(AT_ONCE) as pool:
+        root, trainings = Path(folder), _trainings(count, seed)
+        references = {ranks: _reference(root, ranks, pool) for ranks in {one[1] for one in trainings}}
+        under_way = {
+            pool.submit(_training, root / f"training-{number}", ranks, references[ranks], random, kills): (
+                f"{command}  # training {number}"
+            )
+            for number, (random, ranks, kills) in enumerate(trainings)
+        } | {
+            pool.submit(_frozen, root, Random(f"{seed} freeze {number}")): f"{command}  # frozen rank {number}"
+            for number in range(frozen)
+        }
+        for future in as_completed(under_way):
+            for group, found in future.result():
+                tally.add(group, [Bad(group, *one, under_way[future]) for one in found])
+                done += group in HOW
             if progress:
                 seconds = time.monotonic() - began
                 print(f"kills: {done} of {count}, {len(tally.bad)} bad, {seconds:.0f} s", flush=True)
-            training += 1
-        for number in range(max(1, count // 20) if frozen is None else frozen):
-            again = f"python -m tests.campaign --seed {seed} --inputs 0 --kills {count}  # frozen rank {number}"
-            found = [*_frozen(Path(folder), Random(f"{seed} freeze {number}"))]
-            tally.add("frozen rank", [Bad("frozen rank", *one, again) for one in found])
     return tally
 
 
+def _trainings(count: int, seed: int) -> list[tuple[Random, int, int]]:
+    """Trainings that are killed ``count`` times together: what each draws from, its ranks, and its kills."""
+    drawn: list[tuple[Random, int, int]] = []
+    while (left := count - sum(kills for _, _, kills in drawn)) > 0:
+        random = Random(f"{seed} kill {len(drawn)}")
+        drawn.append((random, random.choice((1, 2, 2, 2)), min(left, random.randint(1, 3))))
+    return drawn
+
+
 Problem = tuple[str, str, str]  # kind, case, detail
+Outcome = list[tuple[str, list[Problem]]]  # of each attempt of a group
 
 
-def _training(
-    folder: Path, ranks: int, reference: Reference, random: Random, most: int
-) -> Iterator[tuple[str, list[Problem]]]:
-    """One training that is killed up to ``most`` times and then finished."""
-    out, resume = folder / "run", False
-    for _ in range(random.randint(1, most)):
+def _training(folder: Path, ranks: int, reference: Reference, random: Random, kills: int) -> Outcome:
+    """One training that is killed ``kills`` times and then finished."""
+    folder.mkdir()
+    out, resume, outcome = folder / "run", False, Outcome()
+    for _ in range(kills):
         how = random.choices(list(HOW), WEIGHTS)[0]
         if ranks == 1 and how == "rank killed":
             how = "launcher killed"
         after = random.uniform(0.0, 1.1) * reference.seconds
         command = _start(folder, out, ranks, resume)
-        found = [*_killed(command, how, ranks, after)]
-        yield how, found
+        outcome.append((how, [*_killed(command, how, ranks, after)]))
         resume = (out / "config.json").is_file()
-    found = [*_finished(folder, out, ranks, reference)]
-    yield "resumed", found
+    outcome.append(("resumed", [*_finished(folder, out, ranks, reference)]))
+    shutil.rmtree(folder)
+    return outcome
 
 
 def _start(folder: Path, out: Path, ranks: int, resume: bool) -> Command:
@@ -163,13 +174,18 @@ def _finished(folder: Path, out: Path, ranks: int, reference: Reference) -> Iter
         yield "wrong numbers" if found.model else "lost", case, f"the model differs in {names}"
 
 
-def _reference(folder: Path, ranks: int) -> Reference:
-    out, began = folder / f"reference-{ranks}", time.monotonic()
-    command = _start(folder, out, ranks, resume=False)
-    code, seconds = command.wait(), time.monotonic() - began
-    if code != 0:
-        raise RuntimeError(f"the training without a kill ended with {code}: {command.stderr}")
-    return _read(out, seconds)
+def _reference(folder: Path, ranks: int, pool: ThreadPoolExecutor) -> Reference:
+    """The slowest of as many trainings as there are at once later, so that kills come until the end of one."""
+
+    def finished(number: int) -> Reference:
+        out, began = folder / f"reference-{ranks}-{number}", time.monotonic()
+        command = _start(folder, out, ranks, resume=False)
+        code, seconds = command.wait(), time.monotonic() - began
+        if code != 0:
+            raise RuntimeError(f"the training without a kill ended with {code}: {command.stderr}")
+        return _read(out, seconds)
+
+    return max(pool.map(finished, range(AT_ONCE)), key=lambda reference: reference.seconds)
 
 
 def _read(out: Path, seconds: float) -> Reference:
@@ -189,7 +205,11 @@ FREEZE = (
 )
 
 
-def _frozen(folder: Path, random: Random) -> Iterator[Problem]:
+def _frozen(folder: Path, random: Random) -> Outcome:
+    return [("frozen rank", [*_freeze(folder, random)])]
+
+
+def _freeze(folder: Path, random: Random) -> Iterator[Problem]:
     """Stop one rank: the error must name it, and nothing may stay behind."""
     out, rank = Path(tempfile.mkdtemp(dir=folder)) / "run", random.randrange(2)
     case = f"rank {rank} frozen"

@@ -5,6 +5,8 @@ import inspect
 import textwrap
 from itertools import pairwise
 
+_known: dict[type, dict[str, str]] = {}  # reading sources takes most of the time in which a command reads its options
+
 
 def field_docs(kind: type) -> dict[str, str]:
     """The string under each field of a class and of its bases, by the field's name.
@@ -18,6 +20,12 @@ def field_docs(kind: type) -> dict[str, str]:
 
         field_docs(Config)  # {"width": "Features of every layer."}
     """
+    if kind not in _known:
+        _known[kind] = _read_field_docs(kind)
+    return _known[kind]
+
+
+def _read_field_docs(kind: type) -> dict[str, str]:
     docs: dict[str, str] = {}
     for one in reversed(kind.__mro__):
         try:
