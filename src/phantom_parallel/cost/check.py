@@ -26,7 +26,7 @@ def differences(shape: Shape, ledger: Ledger, *, native: bool, root: str = "FFN"
 def _predicted_products(shape: Shape, root: str) -> list[tuple[Key, str]]:
     return [
         (
-            _product_key(p.phase, f"{root}.{layer.name}", p.batch, p.rows, p.inner, p.columns),
+            _product_key(p.phase, _named(f"{root}.{layer.name}", shape), p.batch, p.rows, p.inner, p.columns),
             f"{p.term} of {layer.name}",
         )
         for layer in shape.costs
@@ -40,8 +40,14 @@ def _counted_products(ledger: Ledger, shape: Shape, root: str) -> Counter[Key]:
     parts = {f"{root}.{layer.name}" for layer in shape.costs}
     for e, count in ledger.products.items():
         if e.batch:
-            counted[_product_key(e.phase, _part_of(e.module, parts), e.batch, e.rows, e.inner, e.columns)] += count
+            module = _named(_part_of(e.module, parts), shape)
+            counted[_product_key(e.phase, module, e.batch, e.rows, e.inner, e.columns)] += count
     return counted
+
+
+def _named(module: str, shape: Shape) -> str:
+    """The module, or nothing where parts of a batch take turns: their work runs outside of modules."""
+    return module if shape.interleave == 1 else "the model"
 
 
 def _part_of(module: str, parts: set[str]) -> str:
@@ -56,11 +62,11 @@ def _compare_fused(shape: Shape, ledger: Ledger, root: str) -> list[str]:
     predicted = Counter[Key]()
     for layer in shape.costs:
         for p in layer.products if layer.fused else ():
-            predicted[(p.phase, f"{root}.{layer.name}")] += p.flops
+            predicted[(p.phase, _named(f"{root}.{layer.name}", shape))] += p.flops
     counted = Counter[Key]()
     for e, count in ledger.products.items():
         if not e.batch:
-            counted[(e.phase, e.module)] += count * e.flops
+            counted[(e.phase, _named(e.module, shape))] += count * e.flops
     return [
         f"products of {module} {phase}: predicted {predicted[phase, module]} FLOPs, counted {counted[phase, module]}"
         for phase, module in predicted | counted

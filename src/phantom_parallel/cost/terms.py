@@ -64,6 +64,7 @@ class Exchange:
     """A collective. ``words`` is w of the table above; ``hidden_by`` names the products that run meanwhile.
 
     ``stride``: the distance of one of its ranks to the next, which tells the links that it uses.
+    ``background``: it travels while other parts of the model compute.
     ``by_torch``: issued by torch's own styles, which use the backend's own op whatever our exchanges are built from.
     ``wire_word_bytes``: of a word on the wire, if not those of the products. ``extra_bytes`` come on top of the words:
     scales and sums that are never rounded.
@@ -77,6 +78,7 @@ class Exchange:
     hidden_by: tuple[str, ...] = ()
     by_torch: bool = False
     stride: int = 1
+    background: bool = False
     wire_word_bytes: int | None = None
     extra_bytes: int = 0
 
@@ -331,6 +333,25 @@ def between_ranks(exchanges: list[Exchange]) -> tuple[Exchange, ...]:
     return tuple(exchange for exchange in exchanges if exchange.ranks > 1)
 
 
+def in_turns(cost: LayerCost, parts: int, once: tuple[str, ...] = ()) -> LayerCost:
+    """The cost of so many equal parts of a batch, of which ``cost`` is one.
+
+    While exchanges of one part travel, others compute. The exchanges ``once`` serve all parts.
+    """
+    exchanges = []
+    for e in cost.exchanges:
+        terms = tuple(product.term for product in cost.products if product.phase == e.phase)
+        exchanges += [e] if e.term in once else [replace(e, hidden_by=terms)] * parts
+    return replace(
+        cost,
+        products=cost.products * parts,
+        exchanges=tuple(exchanges),
+        kept=cost.kept * parts,
+        kept_bytes=cost.kept_bytes * parts,
+        streamed=(cost.streamed[0] * parts, cost.streamed[1] * parts),
+    )
+
+
 def recomputed(cost: LayerCost) -> LayerCost:
     """The cost of a part whose forward is computed a second time in backward."""
 
@@ -365,6 +386,7 @@ class Shape:
     family: ClassVar[str]
     listed: ClassVar[tuple[str, ...]]  # fields that tables show, besides the layout's
     mode: str = "train"  # or a pass of inference
+    interleave: int = 1  # parts of a batch that take turns
 
     strategy: StrategyName
     ranks: int

@@ -18,6 +18,7 @@ assumptions. Every energy is modelled.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal, NamedTuple
 
 from phantom_parallel.cost.hardware import WORD_BYTES, Profile
@@ -166,7 +167,8 @@ class Clock:
             compute += self.elementwise(exchange.codec_words)
             contribution = exchange.contribution(self.word_bytes)
             taken = self.collective(exchange.op, exchange.ranks, contribution, exchange.stride)
-            covered = min(self._overlap * taken, sum(seconds.pop(term, 0.0) for term in exchange.hidden_by))
+            meanwhile = inf if exchange.background else sum(seconds.pop(term, 0.0) for term in exchange.hidden_by)
+            covered = min(self._overlap * taken, meanwhile)
             hidden += covered  # pop: a product hides one exchange, not two
             exposed += taken - covered
         return PhaseTime(compute, exposed, hidden)

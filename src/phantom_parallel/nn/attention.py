@@ -109,10 +109,13 @@ class Attention(nn.Module):
         self.layer, self.head_dim, self.queries_per_kv = layer, head_dim, queries_per_kv
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None = None) -> Tensor:
-        batch, t = x.shape[:2]
-        grouped = self.qkv(x).view(batch, t, -1, self.queries_per_kv + 2, self.head_dim)
-        z: Tensor = self.out(attend(grouped, cos, sin, cache, self.layer).transpose(1, 2).flatten(2))
+        z: Tensor = self.out(self.mix(self.qkv(x), cos, sin, cache))
         return z
+
+    def mix(self, projected: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None = None) -> Tensor:
+        """What lies between the two projections: (batch, t, features) each."""
+        grouped = projected.unflatten(-1, (-1, self.queries_per_kv + 2, self.head_dim))
+        return attend(grouped, cos, sin, cache, self.layer).transpose(1, 2).flatten(2)
 
 
 def attend(grouped: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None, layer: int) -> Tensor:

@@ -1,5 +1,7 @@
 """The embedding and the head of a language model whose residual stream is sharded by features."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,10 +11,13 @@ from torch.distributed.tensor import DTensor, Shard
 from phantom_parallel.nn.init import init_columns, init_rows
 from phantom_parallel.nn.sharded import broadcast_seed, shard_parameter, to_local
 from phantom_parallel.ops import gather_normed, vocabulary_rows
-from phantom_parallel.ops.collectives import flat_mesh, rank_group
-from phantom_parallel.ops.levels import Group, block_group
+from phantom_parallel.ops.blocks import cast_for_autocast
+from phantom_parallel.ops.collectives import RankGroup, flat_mesh, rank_group
+from phantom_parallel.ops.head import WeightInFlight, row_logits, vocabulary_logits
+from phantom_parallel.ops.interleaved import Begun, begin_rows, end_rows
+from phantom_parallel.ops.levels import Group, block_group, one_level
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
-from phantom_parallel.utils.wire import WireFormat
+from phantom_parallel.utils.wire import WireFormat, head_splits_rows
 
 
 class FeatureEmbedding(nn.Module):
@@ -70,7 +75,8 @@ class FeatureEmbedding(nn.Module):
 class VocabularyHead(nn.Module):
     """RMSNorm and the map to logits, sharded by vocabulary: this rank's features in, this rank's logits out.
 
-    Forward all-gathers the features together with the norm's squares; backward reduce-scatters their gradient. A head
+    Forward all-gathers the features together with the norm's squares; backward reduce-scatters their gradient. Where
+    that moves fewer bytes, logits for a loss can be computed by rows instead: see `send_weight`. A head
     with ``tie_embeddings`` has no weight of its own: ``forward`` takes its rows, which ``tied_rows`` makes from the
     embedding's weight. The loss of such logits is ``phantom_parallel.ops.vocabulary_cross_entropy``.
 
@@ -122,15 +128,47 @@ class VocabularyHead(nn.Module):
             where = {"out_features": self.vocab, "rank": self.group.rank, "ranks": self.group.size}
             init_rows(to_local(self.weight), None, **where, seed=broadcast_seed(seed, self.mesh))
 
-    def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
-        """``rows`` (vocab / ranks, dim) is the weight of a head with ``tie_embeddings``."""
+    def forward(self, x: Tensor, rows: Tensor | WeightInFlight | None = None) -> Tensor:
+        """``rows`` (vocab / ranks, dim) is the weight of a head with ``tie_embeddings``. If it is what `send_weight`
+        returned, the result is all logits of this rank's rows of x, (rows of x / ranks, vocab).
+        """
+        norm = to_local(self.norm)
+        if isinstance(rows, WeightInFlight):
+            return row_logits(x, norm, rows.whole(), eps=self.eps, group=one_level(self.group))
         if rows is None:
             if self.weight is None:
                 raise ValueError(
                     "a head with tie_embeddings=True needs its rows: head(x, head.tied_rows(embedding.weight))"
                 )
             rows = to_local(self.weight)
-        return F.linear(gather_normed(x, to_local(self.norm), eps=self.eps, group=self.group), rows)
+        if self.group.size == 1:
+            return F.linear(gather_normed(x, norm, eps=self.eps), rows)
+        return vocabulary_logits(x, norm, rows, eps=self.eps, group=self.group)
+
+    def begin(self, x: Tensor) -> Begun:
+        """Start ``forward`` with a weight in flight: features travel until `end`."""
+        return begin_rows(x, to_local(self.norm), group=one_level(self.group))
+
+    def end(self, begun: Begun, whole: Tensor) -> Tensor:
+        """All logits of this rank's rows of what `begin` has begun, with the whole weight."""
+        return end_rows(begun, whole, eps=self.eps, group=one_level(self.group))
+
+    def send_weight(self, rows: int, tied: Tensor | None = None, parts: int = 1) -> WeightInFlight | None:
+        """Start to send the weight to all ranks, for a loss of so many rows, if that then moves fewer bytes; otherwise
+        None. ``forward`` takes it, and ``phantom_parallel.ops.row_cross_entropy`` is the loss of what that returns.
+
+        ``tied`` is the embedding's weight, for a head with ``tie_embeddings``; ``parts`` the number of equal parts of
+        the rows that ``forward`` is called with.
+        """
+        weight, dim = (self.weight, 0) if tied is None else (tied, 1)
+        if weight is None or not isinstance(self.group, RankGroup):
+            return None
+        (word,) = cast_for_autocast(to_local(self.norm.detach()))
+        sizes = rows, self.dim, self.vocab, self.group.size
+        given: dict[str, Any] = {"wire": self.group.wire, "word_bytes": word.element_size()}
+        if not head_splits_rows(*sizes, **given, weight_bytes=weight.element_size(), parts=parts):
+            return None
+        return WeightInFlight(to_local(weight), dim, self.group)
 
     def tied_rows(self, weight: Tensor) -> Tensor:
         """This rank's rows of an embedding that is sharded by features: one all-to-all forward and one backward."""

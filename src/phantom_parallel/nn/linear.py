@@ -15,7 +15,8 @@ from phantom_parallel.nn.sharded import FeatureSharded, broadcast_seed, full_ten
 from phantom_parallel.ops import phantom_linear, tensor_linear
 from phantom_parallel.ops.blocks import check_real
 from phantom_parallel.ops.collectives import RankGroup, flat_mesh, rank_group
-from phantom_parallel.ops.levels import block_group
+from phantom_parallel.ops.interleaved import Begun, begin_phantom, end_phantom
+from phantom_parallel.ops.levels import block_group, one_level
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
 from phantom_parallel.utils.wire import WireFormat
 
@@ -123,6 +124,18 @@ class PhantomLinear(FeatureSharded):
         bias = None if self.bias is None else to_local(self.bias)
         weights = to_local(self.local), to_local(self.compress), to_local(self.decompress)
         return phantom_linear(x, *weights, bias, blocks=self.blocks, group=self.group)
+
+    def begin(self, x: Tensor) -> Begun:
+        """Start ``forward``: its ghosts travel until `end`. On one level of ranks only, and uncompiled."""
+        self._check_input(x)
+        group = one_level(self.group)
+        return begin_phantom(x, None, to_local(self.local), to_local(self.compress), blocks=self.blocks, group=group)
+
+    def end(self, begun: Begun) -> Tensor:
+        """The result of what `begin` has begun."""
+        bias = None if self.bias is None else to_local(self.bias)
+        where: dict[str, Any] = {"eps": None, "blocks": self.blocks, "group": one_level(self.group)}
+        return end_phantom(begun, to_local(self.decompress), bias, **where)
 
     @torch.no_grad()
     def to_dense(self) -> nn.Linear:

@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from phantom_parallel.nn.linear import PhantomLinear
 from phantom_parallel.nn.sharded import shard_parameter, to_local
 from phantom_parallel.ops import normed_phantom_linear
+from phantom_parallel.ops.interleaved import Begun, begin_phantom, end_phantom
+from phantom_parallel.ops.levels import one_level
 from phantom_parallel.utils.wire import WireFormat
 
 
@@ -69,6 +71,20 @@ class NormedPhantomLinear(nn.Module):
         weights = to_local(linear.local), to_local(linear.compress), to_local(linear.decompress)
         where: dict[str, Any] = {"blocks": linear.blocks, "group": linear.group}
         z = normed_phantom_linear(x, to_local(self.norm), *weights, eps=self.eps, **where)
+        return z if linear.bias is None else z + to_local(linear.bias).to(z.dtype)
+
+    def begin(self, x: Tensor) -> Begun:
+        """As `PhantomLinear.begin`."""
+        linear = self.linear
+        linear._check_input(x)
+        weights = to_local(self.norm), to_local(linear.local), to_local(linear.compress)
+        return begin_phantom(x, *weights, blocks=linear.blocks, group=one_level(linear.group))
+
+    def end(self, begun: Begun) -> Tensor:
+        """As `PhantomLinear.end`."""
+        linear = self.linear
+        where: dict[str, Any] = {"eps": self.eps, "blocks": linear.blocks, "group": one_level(linear.group)}
+        z = end_phantom(begun, to_local(linear.decompress), **where)
         return z if linear.bias is None else z + to_local(linear.bias).to(z.dtype)
 
     def extra_repr(self) -> str:

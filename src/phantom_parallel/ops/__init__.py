@@ -8,7 +8,7 @@ from phantom_parallel.ops.features import gather_features, shard_features
 from phantom_parallel.ops.normed import gather_normed, normed_phantom_linear
 from phantom_parallel.ops.phantom import phantom_linear
 from phantom_parallel.ops.tensor import tensor_linear
-from phantom_parallel.ops.vocabulary import vocabulary_cross_entropy, vocabulary_rows
+from phantom_parallel.ops.vocabulary import row_cross_entropy, vocabulary_cross_entropy, vocabulary_rows
 
 __all__ = [
     "SINGLE_RANK",
@@ -17,6 +17,7 @@ __all__ = [
     "gather_normed",
     "normed_phantom_linear",
     "phantom_linear",
+    "row_cross_entropy",
     "shard_features",
     "tensor_linear",
     "vocabulary_cross_entropy",

@@ -3,6 +3,7 @@
     all-gather       (B, c) on every rank     ->  (R, B, c), the same on every rank
     reduce-scatter   (R, B, c) on every rank  ->  (B, c), rank r's slice r summed over ranks
     all-to-all       (R B, c) on every rank   ->  (R B, c), slice r from rank r: gloo's other two are built from it
+    exchange         (R B, c) on every rank   ->  (R, B, c), the same for features
 
 A *start* returns immediately with a tensor whose contents are in flight; a *finish* waits on that very tensor. Inductor
 loses track of a wait on a view of it, and the products would then read data that has not arrived. Both are functional
@@ -198,6 +199,17 @@ def finish_reduce_scatter(pending: Pending, group: RankGroup) -> Arrived:
 def _by_rank(rows: Tensor, group: RankGroup) -> Tensor:
     """(R B, c) -> (R, B, c)."""
     return rows.view(group.size, rows.shape[0] // group.size, rows.shape[1])
+
+
+def start_exchange(x: Tensor, group: RankGroup, exact: Tensor | None = None) -> Pending:
+    """Start to send slice r of x (R B, c) and of its exact columns (R B, e) to rank r."""
+    message = x if group.size == 1 else start_all_to_all(encode(x, group.wire, exact), group)
+    return Pending(message, x.shape[1], x.dtype, exact)
+
+
+def finish_exchange(pending: Pending, group: RankGroup) -> Arrived:
+    """Wait for every rank's slice: (R, B, c), and its exact columns (R, B, e)."""
+    return finish_all_gather(pending, group)  # which waits for the same
 
 
 def start_all_to_all(rows: Tensor, group: RankGroup) -> Tensor:

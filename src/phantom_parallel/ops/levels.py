@@ -59,6 +59,17 @@ def everyone(group: Group) -> RankGroup:
     return group.everyone if isinstance(group, TwoLevelGroup) else group
 
 
+def one_level(group: Group) -> RankGroup:
+    """The ranks of a group that has one level.
+
+    Raises:
+        ValueError: If several ranks share a block.
+    """
+    if isinstance(group, TwoLevelGroup):
+        raise ValueError("maps on more ranks than blocks cannot be interleaved: use as many ranks as blocks, or fewer")
+    return group
+
+
 _made: dict[tuple[str, int], tuple[dist.ProcessGroup, TwoLevelGroup]] = {}  # by the name of the group and by blocks
 
 

@@ -89,7 +89,7 @@ def gather_normed(x: Tensor, norm: Tensor, *, eps: float, group: Group = SINGLE_
     dtype = cast_for_autocast(x)[0].dtype
     rows = x.reshape(-1, x.shape[-1])
     if is_transformed() and group.size == 1:
-        y = _composed_gather(rows, norm, eps, group, dtype)
+        y = composed_gather(rows, norm, eps, group, dtype)
     else:
         y = apply_function(_GatherNormed, rows, norm, eps, group, dtype)
     return y.view(*x.shape[:-1], y.shape[-1])
@@ -180,7 +180,7 @@ class _GatherNormed(Function):
         group: Group = ctx.group
         refuse_second_derivative(everyone(group))
         if is_creating_graph():
-            return *recorded_grads(_composed_gather, (x, norm), ctx.eps, group, y.dtype, d=d), None, None, None
+            return *recorded_grads(composed_gather, (x, norm), ctx.eps, group, y.dtype, d=d), None, None, None
         du, t = reduce_scatter(split_blocks(d, group.size), group, partial_t(d, y))  # (B, m), (B, 1)
         return *norm_grads(du, x, x * r, norm, r, t, group), None, None, None
 
@@ -201,7 +201,7 @@ def _composed_phantom(
     return (y * inverse_rms(x, eps, group)).to(y.dtype)
 
 
-def _composed_gather(x: Tensor, norm: Tensor, eps: float, group: Group, dtype: torch.dtype) -> Tensor:
+def composed_gather(x: Tensor, norm: Tensor, eps: float, group: Group, dtype: torch.dtype) -> Tensor:
     """`gather_normed` from differentiable parts, with one more exchange."""
     gathered = gather_features((x * norm).to(dtype), group, partial_grad=True)  # (B, R m)
     return (gathered * inverse_rms(x, eps, group)).to(dtype)

@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from phantom_parallel.ops.blocks import apply_function, merge_blocks, split_blocks
+from phantom_parallel.ops.blocks import apply_function, is_creating_graph, merge_blocks, split_blocks
 from phantom_parallel.ops.collectives import (
     SINGLE_RANK,
     RankGroup,
     finish_all_to_all,
     start_all_to_all,
 )
+from phantom_parallel.ops.features import gather_features
 from phantom_parallel.ops.levels import Group, all_gather, everyone
 
 
@@ -36,6 +37,17 @@ def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, *, group: Group = 
         return F.cross_entropy(rows, flat)
     loss: Tensor = apply_function(_CrossEntropy, rows, flat, group)
     return loss
+
+
+def row_cross_entropy(logits: Tensor, targets: Tensor, *, group: RankGroup) -> Tensor:
+    """The same loss from all logits (T / R, V) of this rank's rows; ``targets`` (...) are those of all T rows. Forward:
+    one all-gather of a single number; backward: none.
+    """
+    flat = targets.reshape(-1)
+    own = flat.narrow(0, group.rank * logits.shape[0], logits.shape[0])
+    precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    part = F.cross_entropy(precise, own, reduction="sum") / flat.shape[0]
+    return gather_features(part.view(1, 1), group._replace(wire="full")).sum()
 
 
 def vocabulary_rows(weight: Tensor, *, group: Group = SINGLE_RANK) -> Tensor:
@@ -72,6 +84,8 @@ class _CrossEntropy(Function):
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
         weights, scale, index, here = ctx.saved_tensors
+        if is_creating_graph():  # the saved results have no graph
+            raise RuntimeError("vocabulary_cross_entropy cannot be differentiated twice across ranks: run on one")
         each = d / weights.shape[0]
         grad = weights * (scale * each).unsqueeze(1)  # the probabilities
         return grad.scatter_add_(1, index, -each * here.to(grad.dtype)), None, None  # less one at the target

@@ -265,6 +265,7 @@ def training_config(
     others: tuple[str, ...] = () if strategy.has_blocks else PHANTOM_ONLY
     others += () if strategy.splits_depth else ("micro_batches",)
     others += () if strategy.shards_rows else ("reshard_after_forward",)
+    others += () if strategy.splits_layers else ("interleave",)
     kept = {name: value for name, value in settings.items() if name not in others}
     every = settings.get("eval_every", 10)
     set_here = {"lr": lr, "seed": seed, "steps": steps, "target_loss": target_loss, "eval_every": every}

@@ -22,6 +22,8 @@ def shape_of(strategy: str, ranks: int, **settings) -> GPTShape:
     return GPTShape(strategy, ranks=ranks, **(sizes | cut | settings))
 
 
+MANY_ROWS = {"vocab": 8, "sequence": 8, "batch": 12}  # the head then takes rows
+
 SHAPES = [
     shape_of("dense", 1),
     shape_of("dense", 1, tie_embeddings=True, recompute=True, word_bytes=2),
@@ -55,6 +57,16 @@ SHAPES = [
     shape_of("phantom", 1, qkv_bias=True, layer_ghosts=((1, 2, 3, 4), (2, 1, 1, 7))),
     shape_of("phantom", 2, qkv_bias=True, layers=3, layer_ghosts=((1, 2, 3, 4), (2, 1, 1, 7), (1, 2, 3, 4))),
     shape_of("megatron", 2, qkv_bias=True, recompute=True),
+    shape_of("phantom", 2, **MANY_ROWS),
+    shape_of("phantom", 4, **MANY_ROWS, tie_embeddings=True, word_bytes=8),
+    shape_of("phantom", 2, **MANY_ROWS, dp=2, word_bytes=2, recompute=True),
+    shape_of("phantom", 4, **MANY_ROWS, wire="bf16"),
+    shape_of("phantom", 2, **MANY_ROWS, wire="int8", tie_embeddings=True),
+    shape_of("phantom", 2, batch=4, interleave=2),
+    shape_of("phantom", 4, batch=6, interleave=3, tie_embeddings=True, word_bytes=2),
+    shape_of("phantom", 2, **MANY_ROWS, interleave=2, parallel_block=True),
+    shape_of("phantom", 4, **MANY_ROWS, interleave=2, tie_embeddings=True, wire="bf16"),
+    shape_of("megatron", 2, batch=4, interleave=2),
     shape_of("phantom", 4, wire="int8"),
     shape_of("phantom", 2, wire="int8", tie_embeddings=True, recompute=True, word_bytes=2),
     shape_of("phantom", 2, wire="bf16", word_bytes=8),
@@ -67,7 +79,7 @@ SHAPES = [
 
 def name_of(shape: GPTShape) -> str:
     options = ("tie_embeddings", "recompute", "parallel_block", "qkv_bias")
-    extra = [name for name in options if getattr(shape, name)]
+    extra = [name for name in options if getattr(shape, name)] + ["interleaved"] * (shape.interleave > 1)
     return "-".join([shape.strategy, f"{shape.ranks}x{shape.dp}", f"{8 * shape.word_bytes}bit", shape.wire, *extra])
 
 
@@ -156,6 +168,19 @@ def test_four_exchanges_of_ghosts_a_layer_by_hand():
         assert len(of_layer) == 4
     whole = [shape_of("megatron", 4, layers=layers).moved_bytes("forward") for layers in (1, 2)]
     assert whole[1] - whole[0] == 2 * (2 * 3 * 15 * 64 * 4 // 4)  # two all-reduces of the stream
+
+
+def test_a_head_takes_rows_where_that_sends_less():
+    """Of 96 rows and 64 features on 4 ranks, 24 rows' features to each other rank, the weight and its gradient."""
+    shape = shape_of("phantom", 4, **MANY_ROWS)
+    assert sum(e.moved_bytes(4) for e in shape.costs[-1].exchanges) == 3 * (2 * 24 * (16 + 1) + 2 * 8 * 16 + 1) * 4
+    larger = shape_of("phantom", 4, **MANY_ROWS | {"vocab": 96})
+    assert sum(e.moved_bytes(4) for e in larger.costs[-1].exchanges) == 3 * 96 * (2 * (16 + 1) + 3) * 4
+    for vocab in range(8, 128, 8):
+        one = shape_of("phantom", 4, **MANY_ROWS | {"vocab": vocab})
+        sent = sum(e.moved_bytes(4) for e in one.costs[-1].exchanges)
+        assert sent <= 12 + min(3 * 96 * 37 * 4, 3 * (2 * 24 * 17 + 2 * vocab * 16) * 4)
+    assert not [e for e in shape.prefill().costs[-1].exchanges if e.op == "all_to_all"]
 
 
 def test_decode_is_a_row_for_each_sequence():

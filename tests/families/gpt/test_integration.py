@@ -38,38 +38,48 @@ def test_compile_of_the_full_graph():
 
 
 @pytest.mark.parametrize(
-    ("size", "cut"),
-    [(2, {}), pytest.param(4, {"blocks": 2, "ghosts": 4}, marks=pytest.mark.slow)],
-    ids=["one_level", "two_levels"],
+    ("size", "changes"),
+    [
+        (2, {"tie_embeddings": True}),
+        (2, {"vocab": 8}),
+        pytest.param(4, {"tie_embeddings": True, "blocks": 2, "ghosts": 4}, marks=pytest.mark.slow),
+    ],
+    ids=["tied", "more rows than tokens", "two levels"],
 )
-def test_compile_of_the_full_graph_on_ranks(ranks, size, cut):
-    assert max(ranks(size)(compiled, config_of(layers=1, tie_embeddings=True, **cut), True)) < 1e-10
+def test_compile_of_the_full_graph_on_ranks(ranks, size, changes):
+    assert max(ranks(size)(compiled, config_of(layers=1, **changes), True)) < 1e-10
 
 
-def fully_sharded(tied: bool, recompute: bool, strategy: str, **cut: int) -> float:
+def fully_sharded(tied: bool, recompute: bool, strategy: str, vocab: int = 24, **cut: int) -> float:
     """Data x tensor: FSDP2 averages over dp what each dp rank computes on its rows, in two pieces."""
     inside = ("blocks", "inside") if cut else ("tp",)
     mesh = init_device_mesh("cpu", (2,) * (1 + len(inside)), mesh_dim_names=("dp", *inside))
-    config = config_of(strategy, tie_embeddings=tied, **cut)
+    config, batch = config_of(strategy, tie_embeddings=tied, vocab=vocab, **cut), 2 if vocab == 24 else 4
     model = filled(config, mesh[inside], activation_checkpointing=recompute)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     assert all(parameter.device_mesh.ndim == 2 for parameter in model.parameters())
-    inputs, targets = (t.chunk(2)[mesh["dp"].get_local_rank()] for t in gpt_reference.tokens(config.vocab))
+    inputs, targets = (t.chunk(2)[mesh["dp"].get_local_rank()] for t in gpt_reference.tokens(vocab, batch))
     loss = model.loss(inputs, targets)
     loss.backward()
     torch.distributed.all_reduce(loss.detach_(), group=mesh["dp"].get_group())
-    expected = reference(config)
+    expected = reference(config, batch)
     return max(worst(model, expected), relative_error(loss / 2, expected["loss"]))
 
 
 @pytest.mark.parametrize(
-    ("tied", "recompute", "strategy"),
-    [(False, False, "phantom"), (True, True, "phantom"), (False, False, "megatron")],
+    ("tied", "recompute", "strategy", "vocab"),
+    [
+        (False, False, "phantom", 24),
+        (True, True, "phantom", 24),
+        (False, False, "megatron", 24),
+        (False, False, "phantom", 4),
+        (True, True, "phantom", 4),
+    ],
 )
-def test_fsdp2_over_a_data_by_tensor_mesh(ranks, tied, recompute, strategy):
-    assert max(ranks(4)(fully_sharded, tied, recompute, strategy)) < 1e-10
+def test_fsdp2_over_a_data_by_tensor_mesh(ranks, tied, recompute, strategy, vocab):
+    assert max(ranks(4)(fully_sharded, tied, recompute, strategy, vocab)) < 1e-10
 
 
 def test_fsdp2_over_a_mesh_of_copies_blocks_and_ranks_inside(ranks):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from phantom_parallel import GPT, GPTConfig, Ledger, RanksDisagree
 from tests.families.gpt import reference as gpt_reference
@@ -44,18 +45,18 @@ def gradients(model: GPT) -> dict[str, torch.Tensor]:
     return {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
 
 
-def reference(config: GPTConfig) -> dict[str, torch.Tensor]:
+def reference(config: GPTConfig, batch: int = 2) -> dict[str, torch.Tensor]:
     drawn = gpt_reference.draw(GPT(config, device="meta"))
-    return gpt_reference.expected(drawn, config, *gpt_reference.tokens(config.vocab))
+    return gpt_reference.expected(drawn, config, *gpt_reference.tokens(config.vocab, batch))
 
 
-def errors(config: GPTConfig, mesh=None, **kwargs) -> dict[str, float]:
+def errors(config: GPTConfig, mesh=None, batch: int = 2, **kwargs) -> dict[str, float]:
     model = filled(config, mesh, **kwargs)
-    inputs, targets = gpt_reference.tokens(config.vocab)
+    inputs, targets = gpt_reference.tokens(config.vocab, batch)
     loss = model.loss(inputs, targets)
     loss.backward()
     found = {"loss": loss.detach(), "logits": model.logits(inputs), **gradients(model)}
-    expected = reference(config)
+    expected = reference(config, batch)
     assert found.keys() == expected.keys()
     return {name: relative_error(found[name], expected[name]) for name in expected}
 
@@ -69,6 +70,8 @@ VARIANTS = {
     "tied": {"tie_embeddings": True},
     "parallel block": {"parallel_block": True},
     "heads alike": {"kv_heads": 8, "rope_base": 500.0},
+    "more rows than tokens": {"vocab": 8},
+    "more rows than tokens, tied": {"vocab": 8, "tie_embeddings": True},
     "eight blocks": {"kv_heads": 8, "blocks": 8, "ghosts": 2, "tie_embeddings": True},
     "two blocks": {"kv_heads": 8, "blocks": 2, "ghosts": 8},  # which ranks share, on four and eight
     "two blocks, tied": {"blocks": 2, "ghosts": 4, "tie_embeddings": True},
@@ -91,6 +94,54 @@ def test_loss_logits_and_all_gradients_equal_plain_maths(strategy, variant):
 def test_phantom_is_the_same_model_on_any_number_of_ranks(ranks, size, variant):
     for found in ranks(size)(errors_on_ranks, config_of(**VARIANTS[variant])):
         assert max(found.values()) < 1e-10, found
+
+
+@pytest.mark.parametrize("changes", [{}, {"vocab": 8, "tie_embeddings": True}, {"parallel_block": True, "vocab": 8}])
+@pytest.mark.parametrize(("strategy", "size"), [("phantom", 1), ("phantom", 2), ("phantom", 4), ("megatron", 2)])
+def test_parts_of_a_batch_that_take_turns_are_the_same_model(ranks, strategy, size, changes):
+    config = config_of(strategy, **changes)
+    for found in ranks(size)(errors_on_ranks, config, batch=4, interleave=2):
+        assert max(found.values()) < 1e-10, found
+
+
+def test_what_cannot_take_turns_is_refused():
+    with pytest.raises(ValueError, match="interleave=2 cannot be combined with activation_checkpointing"):
+        GPT(config_of(), interleave=2, activation_checkpointing=True)
+    with pytest.raises(ValueError, match="interleave must be a positive whole number, got 0"):
+        GPT(config_of(), interleave=0)
+
+
+def sent(vocab: int) -> list[str]:
+    """The operations of a step, in order."""
+    model = filled(config_of(vocab=vocab), one_mesh())
+    assert (model.head.send_weight(18) is None) == (vocab > 8)
+    inputs, targets = gpt_reference.tokens(vocab)
+    names: list[str] = []
+
+    class Starts(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "_c10d_functional" or "mm" in func.overloadpacket.__name__:
+                names.append(f"{func.overloadpacket.__name__} {tuple(args[0].shape)}")
+            return func(*args, **(kwargs or {}))
+
+    with Starts():
+        model.loss(inputs, targets).backward()
+    return names
+
+
+def test_a_head_by_rows_sends_its_weight_before_all_else_and_its_gradient_while_the_layers_go_back(ranks):
+    for names in ranks(2)(sent, 8):
+        weight = "(8, 32)"  # (2 ranks, 4 rows each)
+        assert names[0] == f"all_to_all_single {weight}"
+        gathered = names.index(f"wait_tensor {weight}")
+        assert sum("mm" in name for name in names[:gathered]) > 12  # all products of the layers
+        back = [index for index, name in enumerate(names) if name == f"all_to_all_single {weight}"][1]
+        assert names[-1] == f"wait_tensor {weight}"
+        assert sum("mm" in name for name in names[back:]) > 24
+        features = "(18, 17)"  # of all rows and this rank, and one sum
+        dy = [index for index, name in enumerate(names) if name == f"all_to_all_single {features}"][1]
+        assert "mm" in names[dy + 1]  # dW
+        assert names.index(f"wait_tensor {features}", dy) == dy + 2
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -16,7 +16,7 @@ from phantom_parallel.utils.layout import (
     stage_layers,
 )
 from phantom_parallel.utils.numbers import is_finite
-from phantom_parallel.utils.strategies import get_strategy
+from phantom_parallel.utils.strategies import Strategy, get_strategy
 
 GPTStrategy = Literal["phantom", "megatron", "dense", "fsdp", "pipeline"]
 STRATEGIES: tuple[GPTStrategy, ...] = get_args(GPTStrategy)
@@ -285,3 +285,20 @@ class GPTConfig:
                         f"{ranks} ranks do not divide {name}={getattr(self, name)}: run on a number of ranks that "
                         f"divides {fit}"
                     )
+
+
+def check_interleave(
+    interleave: int, strategy: Strategy, ranks: int, blocks: int | None, activation_checkpointing: bool
+) -> None:
+    """Raise ValueError if parts of a batch cannot take turns."""
+    positive(interleave=interleave)
+    if interleave == 1:
+        return
+    if strategy.shards_rows or strategy.splits_depth:
+        raise ValueError(
+            f"interleave={interleave} is for strategies that cut layers over ranks, not for {strategy.name}"
+        )
+    if activation_checkpointing:
+        raise ValueError(f"interleave={interleave} cannot be combined with activation_checkpointing: leave one out")
+    if blocks is not None and ranks > blocks:
+        raise ValueError(f"interleave={interleave} needs at most as many ranks as blocks={blocks}, got ranks={ranks}")

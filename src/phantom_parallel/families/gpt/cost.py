@@ -7,12 +7,12 @@ T rows (sequences times positions) go through each part, in words a row and rank
     qkv, gate_up  all-gather  qk + 1   reduce-scatter  qk + 1    -                      backward  all-reduce  n
     attention     -                                              -
     out, down     all-gather  qk       reduce-scatter  qk        all-reduce  n          -
-    head          all-gather  m + 1    reduce-scatter  m + 1     -                      backward  all-reduce  n
-    loss          all-gather  3                                  all-gather  3
+    head          see `head_cost`                                -                      backward  all-reduce  n
+    loss          see `head_cost`                                all-gather  3
 
 n: features of the stream, m = n / R; q: blocks of a rank, k: ghosts. The one more word is the norm's squares forward,
 and backward its share of their gradient. Squares and the loss's numbers are float32 or better: with words of 2 bytes
-they take two each. A tied head of phantom has besides an all-to-all of the embedding's weight, forward and backward.
+they take two each.
 
 With attention and SwiGLU in parallel, qkv and gate_up are one map, and out and down are one.
 
@@ -39,16 +39,16 @@ from phantom_parallel.cost.terms import (
     Shape,
     between_ranks,
     column_layer,
-    on_wire,
-    over_blocks,
+    in_turns,
     phantom_layer,
     recomputed,
     row_layer,
     summed_on_wire,
 )
 from phantom_parallel.cost.whole_layers import Stage, check_rows
-from phantom_parallel.families.gpt.config import GPTConfig, GPTStrategy
-from phantom_parallel.families.gpt.whole_layers_cost import INDEX_BYTES, fsdp_costs, pipeline_costs
+from phantom_parallel.families.gpt.config import GPTConfig, GPTStrategy, check_interleave
+from phantom_parallel.families.gpt.head_cost import INDEX_BYTES, head_cost, head_in_turns
+from phantom_parallel.families.gpt.whole_layers_cost import fsdp_costs, pipeline_costs
 from phantom_parallel.utils.layout import BlockLayout, RowLayout, positive
 from phantom_parallel.utils.strategies import StrategyName, get_strategy
 from phantom_parallel.utils.wire import WireFormat
@@ -67,6 +67,7 @@ class GPTShape(Shape):
         word_bytes: of parameters and activations: 8, 4 or 2.
         wire: format in which features travel between ranks.
         recompute: whether layers are computed again in backward instead of being kept.
+        interleave: parts of the sequences that take turns in a training step.
         rank: which one; all have equal work.
         mode: a training step, or a forward pass that fills a cache: `prefill` and `decode` make those.
         past: positions that the cache holds already.
@@ -96,6 +97,7 @@ class GPTShape(Shape):
     layer_ghosts: tuple[tuple[int, int, int, int], ...] | None = None
     optimizer: Optimizer = "adam"
     recompute: bool = False
+    interleave: int = 1
     rank: int = 0
     mode: Mode = "train"
     past: int = 0
@@ -139,6 +141,9 @@ class GPTShape(Shape):
             layer_ghosts=self.layer_ghosts,
         )
         config.check_ranks(self.ranks)
+        check_interleave(self.interleave, get_strategy(self.strategy), self.ranks, self.blocks, self.recompute)
+        if self.mode == "train" and self.batch % self.interleave:
+            raise ValueError(f"interleave={self.interleave} does not divide the {self.batch} sequences of a copy")
         names = ("kv_heads", "hidden", "layer_ghosts")
         made = {"config": config} | {name: getattr(config, name) for name in names}
         for name, value in made.items():
@@ -268,32 +273,37 @@ class GPTShape(Shape):
         return self.hidden // self.ranks
 
     @property
-    def _precise(self) -> int:
+    def precise_words(self) -> int:
         """Words that a float32 takes; a float64 where all are."""
         return max(1, 4 // self.word_bytes)
 
     @property
-    def _precise_bytes(self) -> int:
+    def precise_bytes(self) -> int:
         return max(4, self.word_bytes)
 
     def _cache_words(self) -> int:
         config = self.config
         kept = 2 * self.layers * self.batch * self._kv_here * (self.past + self.sequence) * config.head_dim
-        return kept + (self.vocab // self.ranks * self.dim if self._exchanges_rows else 0)
+        return kept + (self.vocab // self.ranks * self.dim if self.exchanges_rows else 0)
 
     @property
-    def _exchanges_rows(self) -> bool:
+    def exchanges_rows(self) -> bool:
         """Whether a tied head's rows are another cut of the embedding than the embedding's own."""
         return self.tie_embeddings and self.strategy == "phantom" and self.ranks > 1
 
     def _parts(self) -> Iterator[LayerCost]:
+        if self.interleave > 1 and self.mode == "train":
+            part = replace(self, batch=self.batch // self.interleave, interleave=1)
+            yield from (in_turns(cost, self.interleave) for cost in part.costs[:-1])
+            yield head_in_turns(self, part)
+            return
         yield self._only_forward(self._embedding())
         made: dict[tuple[int | None, ...], list[LayerCost]] = {}
         for index, ghosts in enumerate(self.config.ghosts_of_layers):
             if ghosts not in made:
                 made[ghosts] = [self._only_forward(part) for part in self._layer(*ghosts)]
             yield from (replace(part, name=f"layers.{index}.{part.name}") for part in made[ghosts])
-        yield self._only_forward(self._head())
+        yield self._only_forward(head_cost(self))
 
     def _layer(
         self, to_qkv: int | None, to_out: int | None, to_gate_up: int | None, to_down: int | None
@@ -355,7 +365,7 @@ class GPTShape(Shape):
     def _into(self, name: str, out_features: int, ghosts: int | None, *, bias: bool = False) -> LayerCost:
         """A norm and the map after it: from the stream to features that are cut between heads or pieces."""
         rows, stream = self.rows, self.stream
-        statistics = rows * self._precise_bytes  # r of each row
+        statistics = rows * self.precise_bytes  # r of each row
         streamed = (5 * rows * stream, 6 * rows * stream)  # the norm, and the sum into the stream
         if self.strategy != "phantom":
             whole = column_layer(
@@ -367,31 +377,31 @@ class GPTShape(Shape):
                 wire=self.wire,
                 name=name,
             )
-            statistics += self._norm_bytes(rows)
+            statistics += self.norm_bytes(rows)
             parameters, leading = (stream, *whole.parameters), (stream, *whole.leading)
             return replace(whole, parameters=parameters, leading=leading, kept_bytes=statistics, streamed=streamed)
         blocks = self._blocks(self.dim, out_features, ghosts)
         plain = phantom_layer(blocks, rows, bias=bias, rank=self.rank, wire=self.wire, name=name)
         if self.ranks > 1 and self.inside == 1 and self.wire == "full":
-            statistics += rows * self.ranks * self._precise_bytes  # squares, in the message that the ghosts are kept in
+            statistics += rows * self.ranks * self.precise_bytes  # squares, in the message that the ghosts are kept in
         carried = ("x", "g", "h", "dx")
         return replace(
             plain,
             parameters=(stream, *plain.parameters),
-            exchanges=tuple(self._with_sums(e, rows) if e.term in carried else e for e in plain.exchanges),
+            exchanges=tuple(self.with_sums(e, rows) if e.term in carried else e for e in plain.exchanges),
             kept=plain.kept + rows * out_features // self.ranks,
             kept_bytes=statistics,
             streamed=streamed,
         )
 
-    def _with_sums(self, exchange: Exchange, rows: int) -> Exchange:
+    def with_sums(self, exchange: Exchange, rows: int) -> Exchange:
         """An exchange that also carries one of the norm's sums for each row. A reduce-scatter adds up words."""
-        each = self.word_bytes if exchange.op == "reduce_scatter" else self._precise_bytes
+        each = self.word_bytes if exchange.op == "reduce_scatter" else self.precise_bytes
         return replace(exchange, extra_bytes=exchange.extra_bytes + rows * each)
 
-    def _norm_bytes(self, rows: int) -> int:
+    def norm_bytes(self, rows: int) -> int:
         """The norm of a whole stream keeps its input and that over its root mean square, in float32 or better."""
-        return 2 * rows * self.dim * self._precise_bytes
+        return 2 * rows * self.dim * self.precise_bytes
 
     def _back(self, name: str, in_features: int, ghosts: int | None) -> LayerCost:
         """A map from such features back to the stream."""
@@ -431,7 +441,7 @@ class GPTShape(Shape):
             products=products,
             exchanges=(),
             kept=q + kv + copied + raw,  # the result is the next map's input
-            kept_bytes=self.rows * heads * self._precise_bytes,
+            kept_bytes=self.rows * heads * self.precise_bytes,
             streamed=(2 * q + 2 * cached + turning, 4 * q + 4 * cached + turning),
             fused=True,
         )
@@ -441,53 +451,3 @@ class GPTShape(Shape):
         words = self.rows * self._hidden_here
         raw = 0 if self.strategy == "phantom" else 2 * words  # gate and up, which phantom keeps anyway
         return replace(down, kept=down.kept + words + raw, streamed=(5 * words, 8 * words))
-
-    def _head(self) -> LayerCost:
-        """The norm and the map to this rank's part of the vocabulary, then the loss or the last position's logits."""
-        rows = self.rows if self.mode == "train" else self.batch
-        here, ranks = self.vocab // self.ranks, self.ranks
-        phantom = self.strategy == "phantom"
-        parameters = [self.stream] + ([] if self.tie_embeddings else [here * self.dim])
-        products = (
-            Product("W y", "forward", 1, rows, self.dim, here),
-            Product("dW = d^T y", "backward", 1, here, rows, self.dim),
-            Product("W^T d", "backward", 1, rows, here, self.dim),
-        )
-        exchanges = []
-        if self._exchanges_rows and self.mode != "decode":
-            piece = here * self.dim // ranks
-            exchanges.append(Exchange("W", "forward", "all_to_all", ranks, piece))
-            exchanges.append(Exchange("dW", "backward", "all_to_all", ranks, piece))
-        if phantom:
-            gathered = Exchange("y", "forward", "all_gather", ranks, rows * self.stream)
-            scattered = Exchange("dy", "backward", "reduce_scatter", ranks, rows * self.stream)
-            whole = [self._with_sums(on_wire(e, rows, self.wire), rows) for e in (gathered, scattered)]
-            exchanges += [part for e in whole for part in over_blocks(e, self.blocks)]
-        else:
-            exchanges += summed_on_wire("dy", "backward", ranks, rows, self.dim, self.wire, ("dW = d^T y",))
-        if self.mode == "train":
-            last = Exchange("loss", "forward", "all_gather", ranks, rows * 3 * self._precise)
-        else:
-            last = on_wire(Exchange("logits", "forward", "all_gather", ranks, rows * here), rows, self.wire)
-        exchanges += over_blocks(last, self.blocks)
-        kept = (
-            rows * self.dim + (rows * self.stream if phantom else 0) + (here * self.dim if self._exchanges_rows else 0)
-        )
-        return LayerCost(
-            name="head",
-            parameters=tuple(parameters),
-            products=products,
-            exchanges=between_ranks(exchanges),
-            kept=kept,
-            kept_bytes=self._loss_bytes() + (0 if phantom else self._norm_bytes(rows)),
-            streamed=(rows * (2 * self.dim + 3 * here), rows * (3 * self.dim + 3 * here)),
-            leading=(self.stream, here)[: len(parameters)],
-        )
-
-    def _loss_bytes(self) -> int:
-        """Weights of the logits, and of each row the norm's r, the target, and on ranks what scales the weights and
-        whether the target is here.
-        """
-        precise = self._precise_bytes
-        row = self.vocab // self.ranks * precise + precise + INDEX_BYTES
-        return self.rows * (row + (precise + 1 if self.ranks > 1 else 0)) + (0 if self.ranks > 1 else precise)

@@ -16,14 +16,16 @@ from torch.utils.checkpoint import checkpoint
 
 from phantom_parallel.distributed.fully_sharded import shard_fully
 from phantom_parallel.distributed.objects import check_agreement
-from phantom_parallel.families.gpt.config import GPTConfig
+from phantom_parallel.families.gpt.config import GPTConfig, check_interleave
 from phantom_parallel.families.gpt.parallel_layer import ParallelLayer
 from phantom_parallel.families.gpt.parts import Parts, make_parts
 from phantom_parallel.families.gpt.positions import rotary_rates
+from phantom_parallel.families.gpt.turns import Part, apply_map, take_turns
 from phantom_parallel.nn.attention import Attention, Cache, rotary_tables
-from phantom_parallel.ops import gather_features, vocabulary_cross_entropy
+from phantom_parallel.ops import gather_features, row_cross_entropy, vocabulary_cross_entropy
 from phantom_parallel.ops.collectives import SINGLE_RANK, flat_mesh, rank_group
-from phantom_parallel.ops.levels import Group, block_group
+from phantom_parallel.ops.head import WeightInFlight
+from phantom_parallel.ops.levels import Group, block_group, everyone
 from phantom_parallel.utils.layout import positive, stage_layers
 from phantom_parallel.utils.strategies import get_strategy
 from phantom_parallel.utils.wire import WireFormat
@@ -37,9 +39,13 @@ class SwiGLU(nn.Module):
         self.gate_up, self.down, self.width = gate_up, down, width
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).unflatten(-1, (-1, 2, self.width)).unbind(-2)
-        z: Tensor = self.down((F.silu(gate) * up).flatten(-2))
+        z: Tensor = self.down(self.gated(self.gate_up(x)))
         return z
+
+    def gated(self, projected: Tensor) -> Tensor:
+        """What lies between the two maps."""
+        gate, up = projected.unflatten(-1, (-1, 2, self.width)).unbind(-2)
+        return (F.silu(gate) * up).flatten(-2)
 
 
 class Layer(nn.Module):
@@ -53,6 +59,16 @@ class Layer(nn.Module):
         x = x + self.attention(x, cos, sin, cache)
         z: Tensor = x + self.mlp(x)
         return z
+
+    def in_turns(self, x: Tensor, cos: Tensor, sin: Tensor) -> Part:
+        """The same with turns for other parts of the batch."""
+        attention, mlp = self.attention, self.mlp
+        projected = yield from apply_map(attention.qkv, x)
+        mixed = yield from apply_map(attention.out, attention.mix(projected, cos, sin))
+        x = x + mixed
+        projected = yield from apply_map(mlp.gate_up, x)
+        z = yield from apply_map(mlp.down, mlp.gated(projected))
+        return x + z
 
 
 def _gain_to_stream(config: GPTConfig) -> float:
@@ -91,6 +107,8 @@ class GPT(nn.Module):
         activation_checkpointing: Save only the inputs of the layers and recompute the rest in backward, collectives
             included. Also an attribute.
         reshard_after_forward: For ``fsdp``, whether to free the gathered weights of a layer after its forward pass.
+        interleave: Parts of a batch that take turns in a loss, so that exchanges of one overlap with products of the
+            others. A batch that it does not divide, and a compiled one, is one part. Also an attribute.
 
     Example::
 
@@ -108,14 +126,16 @@ class GPT(nn.Module):
         wire: WireFormat = "full",
         activation_checkpointing: bool = False,
         reshard_after_forward: bool = True,
+        interleave: int = 1,
     ) -> None:
         super().__init__()
         self.config, self.mesh, self.wire = config, flat_mesh(mesh), wire
-        self.activation_checkpointing = activation_checkpointing
+        self.activation_checkpointing, self.interleave = activation_checkpointing, interleave
         strategy, ranks = get_strategy(config.strategy), rank_group(self.mesh, wire)
         config.check_ranks(ranks.size)
         strategy.check_wire(wire)
-        settings = {"wire": wire, "dtype": str(dtype or torch.get_default_dtype())}
+        check_interleave(interleave, strategy, ranks.size, config.blocks, activation_checkpointing)
+        settings = {"wire": wire, "interleave": interleave, "dtype": str(dtype or torch.get_default_dtype())}
         check_agreement("a GPT", asdict(config) | settings, self.mesh)
         self.group: Group = ranks if strategy.splits_layers else SINGLE_RANK  # which share the work of a layer
         if config.blocks is not None:
@@ -236,6 +256,11 @@ class GPT(nn.Module):
             cache.check_room(*tokens.shape)
         where = slice(tokens.shape[1]) if cache is None else cache.positions(tokens.shape[1])
         cos, sin = (table[where] for table in self._rotary())
+        # Sent before anything else: it is as large as an exchange of the layers, and needed last.
+        parts = self._parts_of(tokens, targets)
+        weight = None if targets is None or not self.is_last_stage else self._send_head(targets.numel(), parts)
+        if targets is not None and parts > 1:
+            return self._loss_in_turns(tokens, targets, cos, sin, weight, parts)
         x = self.embedding(tokens) if self.is_first_stage else tokens
         for layer in (self.layers[index] for index in self.stage):
             if self.activation_checkpointing and torch.is_grad_enabled():
@@ -244,15 +269,41 @@ class GPT(nn.Module):
                 x = layer(x, cos, sin, cache)
         if not self.is_last_stage:
             return x
+        if weight is not None and targets is not None:
+            return row_cross_entropy(self.head(x, weight), targets, group=everyone(self.group))  # of (batch t / R, V)
         rows = self._tied_rows() if cache is None else cache.head
         if cache is not None:
             cache.position += tokens.shape[1]
-        logits = self.head(
-            x[:, -1:] if last else x, *(() if rows is None else (rows,))
-        )  # this rank's: (batch, t, V / R)
+        logits = self.head(x[:, -1:] if last else x, rows)  # this rank's: (batch, t, V / R)
         if targets is None:
             return gather_features(logits, self.group)
         return vocabulary_cross_entropy(logits, targets, group=self.group)
+
+    def _parts_of(self, tokens: Tensor, targets: Tensor | None) -> int:
+        """The number of parts of a batch that take turns."""
+        divides = tokens.shape[0] % self.interleave == 0
+        return self.interleave if targets is not None and divides and not torch.compiler.is_compiling() else 1
+
+    def _loss_in_turns(
+        self, tokens: Tensor, targets: Tensor, cos: Tensor, sin: Tensor, weight: WeightInFlight | None, parts: int
+    ) -> Tensor:
+        rows = self._tied_rows() if weight is None else None
+
+        def part(tokens: Tensor, targets: Tensor) -> Part:
+            x = self.embedding(tokens)
+            for layer in self.layers:
+                x = yield from layer.in_turns(x, cos, sin)  # type: ignore[operator]
+            if weight is None:
+                return vocabulary_cross_entropy(self.head(x, rows), targets, group=self.group)
+            begun = self.head.begin(x)
+            yield
+            return row_cross_entropy(self.head.end(begun, weight.whole()), targets, group=everyone(self.group))
+
+        chunks = zip(tokens.chunk(parts), targets.chunk(parts), strict=True)
+        return torch.stack(take_turns([part(*chunk) for chunk in chunks])).mean()
+
+    def _send_head(self, rows: int, parts: int) -> WeightInFlight | None:
+        return self.head.send_weight(rows, self.embedding.weight if self.config.tie_embeddings else None, parts)
 
     def _tied_rows(self) -> Tensor | None:
         return self.head.tied_rows(self.embedding.weight) if self.config.tie_embeddings else None

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phantom_parallel.families.gpt.turns import Part, apply_map
 from phantom_parallel.nn.attention import Cache, attend
 
 
@@ -47,10 +48,19 @@ class ParallelLayer(nn.Module):
         self.piece = self.attention_width + 2 * width
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None = None) -> Tensor:
-        each = self.qkv_gate_up(x).unflatten(-1, (-1, self.piece))  # (batch, t, local kv heads, features)
+        z: Tensor = x + self.out_down(self._mix(self.qkv_gate_up(x), cos, sin, cache))
+        return z
+
+    def in_turns(self, x: Tensor, cos: Tensor, sin: Tensor) -> Part:
+        """The same with turns for other parts of the batch."""
+        projected = yield from apply_map(self.qkv_gate_up, x)
+        z = yield from apply_map(self.out_down, self._mix(projected, cos, sin, None))
+        return x + z
+
+    def _mix(self, projected: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None) -> Tensor:
+        each = projected.unflatten(-1, (-1, self.piece))  # (batch, t, local kv heads, features)
         grouped = each[..., : self.attention_width].unflatten(-1, (-1, self.head_dim))
         gate, up = each[..., self.attention_width :].chunk(2, -1)
         mixed = self.attention(grouped, cos, sin, cache).transpose(1, 2)  # (batch, t, local heads, head_dim)
         heads = mixed.unflatten(2, (-1, self.queries_per_kv)).flatten(3)
-        z: Tensor = x + self.out_down(torch.cat([heads, F.silu(gate) * up], -1).flatten(2))
-        return z
+        return torch.cat([heads, F.silu(gate) * up], -1).flatten(2)

@@ -35,6 +35,9 @@ class ReplicatedStreamHead(NormedLinear):
     def tied_rows(self, weight: Tensor) -> Tensor:
         return weight
 
+    def send_weight(self, rows: int, tied: Tensor | None = None, parts: int = 1) -> None:
+        """Nothing: ranks that have the whole stream compute the logits of their part of the vocabulary without it."""
+
     def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         if rows is None:
             return super().forward(x)

@@ -8,6 +8,7 @@ from phantom_parallel.cost.sizes import Layout, ModelSizes
 from phantom_parallel.cost.terms import Shape, optimizer_of
 from phantom_parallel.families.gpt.config import GPTDimensions
 from phantom_parallel.families.gpt.cost import MODES, GPTShape
+from phantom_parallel.utils.strategies import get_strategy
 
 if TYPE_CHECKING:
     from phantom_parallel.families.gpt.train_config import GPTTrainConfig
@@ -25,6 +26,9 @@ class GPTSizes(GPTDimensions, ModelSizes):
     """Tokens of the vocabulary."""
     activation_checkpointing: bool = False
     """Keep only the input of each layer, and recompute its activations in backward."""
+    interleave: int = 1
+    """Parts of a copy's sequences that take turns in a training step, so that exchanges of one overlap with products of
+    the others."""
 
     @property
     def summary(self) -> str:
@@ -45,6 +49,8 @@ class GPTSizes(GPTDimensions, ModelSizes):
     def shape(self, layout: Layout, *, batch: int, **run: Any) -> GPTShape:
         sizes = asdict(self)
         run |= {"sequence": sizes.pop("context"), "recompute": sizes.pop("activation_checkpointing")}
+        if not get_strategy(layout.strategy).splits_layers:
+            sizes["interleave"] = 1  # nothing to overlap
         return GPTShape(**sizes, **layout._asdict(), batch=batch, **run)
 
 
@@ -61,6 +67,7 @@ def shape_of(config: "GPTTrainConfig") -> GPTShape:
         recompute=config.activation_checkpointing,
         micro_batches=config.micro_batches,
         reshard_after_forward=config.reshard_after_forward or config.fsdp,
+        interleave=config.interleave,
     )
 
 

@@ -26,6 +26,7 @@ def build_step(shape: GPTShape, mesh: DeviceMesh | None, *, device: str) -> Trai
         wire=shape.wire,
         activation_checkpointing=shape.recompute,
         reshard_after_forward=shape.reshard_after_forward,
+        interleave=shape.interleave,
     )
     if device == FAKE:
         on_device(model, where)

@@ -44,6 +44,7 @@ class GPTTask(Task[GPTTrainConfig]):
             wire=config.wire,
             activation_checkpointing=config.activation_checkpointing,
             reshard_after_forward=config.reshard_after_forward,
+            interleave=config.interleave,
         )
         if config.fsdp:
             assert parallel.dp is not None

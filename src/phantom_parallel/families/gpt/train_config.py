@@ -3,9 +3,9 @@
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, get_args
 
-from phantom_parallel.families.gpt.config import GPTConfig, GPTDimensions, GPTStrategy
+from phantom_parallel.families.gpt.config import GPTConfig, GPTDimensions, GPTStrategy, check_interleave
 from phantom_parallel.train.config import TrainConfig
-from phantom_parallel.utils.layout import positive
+from phantom_parallel.utils.layout import nearest_divisors, positive
 from phantom_parallel.utils.strategies import get_strategy
 
 TokenizerName = Literal["bytes", "bpe"]
@@ -39,7 +39,7 @@ class GPTTrainConfig(TrainConfig, GPTSettings):
         "recompute": "activation_checkpointing",
         "tied": "tie_embeddings",
     }
-    may_change: ClassVar[frozenset[str]] = TrainConfig.may_change | {"activation_checkpointing", "fsdp"}
+    may_change: ClassVar[frozenset[str]] = TrainConfig.may_change | {"activation_checkpointing", "fsdp", "interleave"}
 
     strategy: GPTStrategy = "phantom"
     """How the model is cut over ranks."""
@@ -66,6 +66,9 @@ class GPTTrainConfig(TrainConfig, GPTSettings):
     hidden_groups: int | None = None
     """Pieces of the hidden width, of which ranks hold whole ones; by default the greatest common divisor of hidden and
     kv_heads."""
+    interleave: int = 1
+    """Parts of a micro-batch that take turns, so that exchanges of one overlap with products of the others: 2 on slow
+    links."""
     fsdp: bool = False
     """Shard weights, gradients and optimizer states over the data-parallel copies (FSDP2), in place of replicas."""
 
@@ -89,6 +92,14 @@ class GPTTrainConfig(TrainConfig, GPTSettings):
                 f"fsdp cuts the weights of copies by phantom, megatron or dense, got strategy={self.strategy!r}: "
                 "leave it out, or use the strategy fsdp on more ranks"
             )
+        check_interleave(self.interleave, strategy, self.ranks, self.blocks, self.activation_checkpointing)
+        if self.micro_batch % self.interleave:
+            raise ValueError(
+                f"interleave={self.interleave} does not divide the {self.micro_batch} windows of a micro-batch: "
+                f"use {nearest_divisors(self.micro_batch, self.interleave)}"
+            )
+        if self.interleave > 1 and (self.fsdp or self.compile):
+            raise ValueError(f"interleave={self.interleave} cannot be combined with fsdp or compile: leave one out")
         if self.fsdp and self.dp == 1:
             raise ValueError(
                 "fsdp cuts the weights over data-parallel copies, got dp=1: use at least 2, or leave it out"

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from phantom_parallel.cost.terms import Exchange, LayerCost
 from phantom_parallel.cost.whole_layers import Group, Stage, fully_sharded
+from phantom_parallel.families.gpt.head_cost import INDEX_BYTES
 
 if TYPE_CHECKING:
     from phantom_parallel.families.gpt.cost import GPTShape
 
 Costs = tuple[tuple[LayerCost, ...], tuple[Exchange, ...]]
-INDEX_BYTES = 8  # of a token
 
 
 def fsdp_costs(shape: "GPTShape") -> Costs:
