@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 from phantom_parallel import Ledger, PhantomLinear, RanksDisagree, TensorLinear
 from phantom_parallel.distributed import rank_check
@@ -16,6 +17,7 @@ from phantom_parallel.distributed.data_parallel import average_gradients
 from phantom_parallel.distributed.errors import PeerFailed
 from phantom_parallel.distributed.launch import launch
 from phantom_parallel.distributed.rank_check import check_ranks
+from phantom_parallel.nn.megatron import column_style, row_style
 from phantom_parallel.ops import collectives, gather_features
 from tests.distributed import workers
 
@@ -181,6 +183,25 @@ def test_a_block_may_have_the_backward_pass_alone_where_layers_have_no_names(ran
         assert message == (
             "ranks disagree at collective 1: rank 1 left the checked block; "
             "the others called reduce_scatter of PhantomLinear.backward"
+        )
+
+
+def frozen_pair(odd: int) -> str:
+    """Megatron's pair in bf16, whose first layer exchanges in the backward pass alone."""
+    mesh = mesh_of_all()
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    plan = {"1": column_style("bf16"), "2": row_style("bf16")}
+    parallelize_module(net, mesh, plan)[1].requires_grad_(dist.get_rank() != odd)
+    with pytest.raises(RanksDisagree) as caught, check_ranks():
+        net(torch.ones(8, 4)).sum().backward()
+    return str(caught.value)
+
+
+def test_a_layer_that_exchanges_in_the_backward_pass_alone_is_named(ranks):
+    for message in ranks(2)(frozen_pair, 1):
+        assert message == (
+            "ranks disagree in reduce_scatter of ColumnLinear.backward in Sequential.1 (collective 3): "
+            "rank 1 has gradients of='x', the others 'x, weight, bias'"
         )
 
 

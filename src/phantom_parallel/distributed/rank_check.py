@@ -34,6 +34,7 @@ from phantom_parallel.ops import collectives
 VARIABLE = "PHANTOM_DEBUG"
 _OPS = str(Path(collectives.__file__).parent)
 _LONGEST_PAUSE = 0.02  # seconds between looks at the store
+_VIEWS = 3  # how many steps of a graph are between a layer's output and its operator at most
 # Checked blocks of each group, so that keys of one block are not taken for those of another.
 _entered: Counter[str] = Counter()
 _for_the_process = ExitStack()  # what the environment has switched on
@@ -232,11 +233,10 @@ class RankCheck:
             if code.co_varnames[:1] == ("ctx",):  # forward or backward of an autograd.Function
                 context, operator = frame.f_locals["ctx"], code.co_qualname.lstrip("_")
                 if code.co_name == "forward":
-                    context.layer, context.names = layer, code.co_varnames[1 : code.co_argcount]
+                    context.layer = layer
                 layer = getattr(context, "layer", "")  # unknown if the forward pass was not checked
-                names = getattr(context, "names", range(len(context.needs_input_grad)))
-                inputs = zip(names, context.needs_input_grad, strict=False)
-                needs = ", ".join(str(name) for name, need in inputs if need) or "none"
+                inputs = zip(_input_names(context), context.needs_input_grad, strict=False)
+                needs = ", ".join(name for name, need in inputs if need) or "none"
                 break
             frame = frame.f_back
         where = f" in {layer}" if layer else ""
@@ -254,8 +254,15 @@ class RankCheck:
         self._modules.append(self._module_names[module])
 
     def _exit_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and self._modules:
-            self._modules.pop()
+        if torch.compiler.is_compiling() or not self._modules:
+            return
+        layer = self._modules.pop()
+        node: Any = output.grad_fn if isinstance(output, Tensor) else None
+        for _ in range(_VIEWS):  # an operator whose forward pass has no collective has not been named by one
+            if node is not None and hasattr(type(node), "_forward_cls"):
+                node.layer = getattr(node, "layer", layer)
+                return
+            node = node.next_functions[0][0] if node is not None and node.next_functions else None
 
     def _write(self, key: str, value: Signature) -> None:
         if self._store is None:  # a connection of its own: a store may serve one request at a time
@@ -265,6 +272,13 @@ class RankCheck:
     def _read(self, key: str) -> Signature:
         found: Signature = json.loads(self._store.get(key))
         return found
+
+
+def _input_names(context: Any) -> Sequence[str]:
+    """Names of the inputs of an `autograd.Function`, from its context."""
+    code = type(context)._forward_cls.forward.__code__
+    names: Sequence[str] = code.co_varnames[1 : code.co_argcount]
+    return names
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
