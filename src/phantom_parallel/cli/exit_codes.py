@@ -4,6 +4,7 @@
 1       a rank died, or the loss diverged
 2       a mistake in the options or files
 130     stopped by SIGINT
+141     the reader of the output has closed it
 143     stopped by SIGTERM
 
 Imports nothing heavy: `exit_on_signals` is to work before anything else is loaded.
@@ -11,13 +12,14 @@ Imports nothing heavy: `exit_on_signals` is to work before anything else is load
 
 import os
 import signal
+import sys
 from types import FrameType
 
 from phantom_parallel.distributed.errors import Interrupted, LossDiverged, PeerFailed, RankDied
 from phantom_parallel.distributed.external import global_rank, is_on_first_host, reports_error
 from phantom_parallel.distributed.signals import recorded
 
-FAILED, MISTAKE = 1, 2
+FAILED, MISTAKE, OUTPUT_CLOSED = 1, 2, 128 + 13
 _MOST_CHARACTERS = 2_000  # of a message: it may repeat a value of a file
 _received: list[int] = []  # numbers of signals
 
@@ -62,6 +64,13 @@ def print_error(message: str) -> None:
     if reports_error():
         rank = "" if is_on_first_host() else f" on rank {global_rank()}"
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error{rank}:[/] {escape(message)}")
+
+
+def stop_output() -> int:
+    """Send what is still to be printed to nowhere, and return the exit code of a command whose reader has left."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    return OUTPUT_CLOSED
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

@@ -43,7 +43,11 @@ def main(arguments: list[str] | None = None) -> int:
     if arguments is None:
         exit_codes.exit_on_signals()
     try:
-        return _main(sys.argv[1:] if arguments is None else arguments, handle_signals=arguments is None)
+        code = _main(sys.argv[1:] if arguments is None else arguments, handle_signals=arguments is None)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader of the output has closed it, as `| head` does
+        return exit_codes.stop_output()
     finally:
         if arguments is None:
             exit_codes.exit_on_signals()  # until the interpreter has ended
@@ -67,7 +71,7 @@ def _main(arguments: list[str], handle_signals: bool) -> int:
         if handle_signals:
             exit_codes.raise_on_signals()
         command.run()
-    except SystemExit:
+    except (SystemExit, BrokenPipeError):
         raise
     except BaseException as error:
         code = exit_codes.exit_code(error)
