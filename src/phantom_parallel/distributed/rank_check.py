@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -233,9 +233,11 @@ class RankCheck:
             if code.co_varnames[:1] == ("ctx",):  # forward or backward of an autograd.Function
                 context, operator = frame.f_locals["ctx"], code.co_qualname.lstrip("_")
                 if code.co_name == "forward":
-                    context.layer = layer
+                    context.layer, context.names = layer, _input_names(code)
                 layer = getattr(context, "layer", "")  # unknown if the forward pass was not checked
-                inputs = zip(_input_names(context), context.needs_input_grad, strict=False)
+                if not hasattr(context, "names"):  # the forward pass has no collective, or was not checked
+                    context.names = _input_names(type(context)._forward_cls.forward.__code__)
+                inputs = zip(context.names, context.needs_input_grad, strict=False)
                 needs = ", ".join(name for name, need in inputs if need) or "none"
                 break
             frame = frame.f_back
@@ -274,11 +276,9 @@ class RankCheck:
         return found
 
 
-def _input_names(context: Any) -> Sequence[str]:
-    """Names of the inputs of an `autograd.Function`, from its context."""
-    code = type(context)._forward_cls.forward.__code__
-    names: Sequence[str] = code.co_varnames[1 : code.co_argcount]
-    return names
+def _input_names(code: CodeType) -> Sequence[str]:
+    """Names of the inputs of an `autograd.Function`, from the code of its forward pass."""
+    return code.co_varnames[1 : code.co_argcount]
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
