@@ -6,7 +6,7 @@ import pytest
 from phantom_parallel.report import captions
 from phantom_parallel.report import compare_figures as drawings
 from phantom_parallel.report import study_figures as sweeps
-from phantom_parallel.report.plots import line_style, strategy_style
+from phantom_parallel.report.plots import add_grid_and_legend, line_style, new_figure, strategy_style
 from phantom_parallel.report.study_tables import group_cells
 from phantom_parallel.study.results import Ratio, Trial
 from tests.study.sample import make_cell, make_comparison, make_regime, make_run, make_study, one_ratio
@@ -256,3 +256,16 @@ def test_time_to_the_loss_is_drawn_against_links_and_batches():
         "Medians over seeds. Link loopback: tensor 1 s, next phantom 2 s. Link 100mbit: phantom 3 s, next "
         "phantom-copies 6 s."
     )
+
+
+def test_a_legend_of_long_names_has_fewer_columns_and_is_not_cut():
+    for length in (3, 20, 30):
+        figure, axes = new_figure("Names")
+        for name in range(5):
+            axes.plot([0, 1], label=f"{name} {'m' * length}")
+        add_grid_and_legend(figure, axes, columns=4)
+        (legend,) = figure.legends
+        figure.canvas.draw()
+        box = legend.get_window_extent()
+        assert box.x0 >= 0
+        assert box.x1 <= figure.bbox.width

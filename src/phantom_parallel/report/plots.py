@@ -160,4 +160,8 @@ def add_grid_and_legend(figure: Figure, axes: Axes, *, grid: str = "both", colum
     axes.grid(visible=True, which="major", axis=grid, alpha=0.8, linewidth=0.6)  # type: ignore[arg-type]
     handles, names = axes.get_legend_handles_labels()
     if handles:
-        figure.legend(handles, names, loc="outside lower center", ncols=min(columns, len(names)), handlelength=2.6)
+        for number in range(min(columns, len(names)), 0, -1):  # as many columns as the figure is wide enough for
+            legend = figure.legend(handles, names, loc="outside lower center", ncols=number, handlelength=2.6)
+            if number == 1 or legend.get_window_extent().width <= figure.bbox.width:
+                break
+            legend.remove()
