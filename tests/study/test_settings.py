@@ -2,11 +2,16 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
+from phantom_parallel.study.analysis import counts
+from phantom_parallel.study.contenders import DENSE, by_function
 from phantom_parallel.study.settings import RegimeSettings, StudySettings, names_of, read_compare, read_study, to_dict
 from phantom_parallel.utils.parsing import convert
+
+HOSTS = ("digits-hosts", "mnist-hosts", "gpt-hosts")
 
 
 @pytest.mark.parametrize("name", names_of("presets"))
@@ -37,6 +42,22 @@ def test_what_ships():
     assert names_of("studies") == ["batch", "batches", "ghosts", "links", "scaling", "smaller", "wider", "width"]
     assert read_compare("paper").world_size == 256
     assert read_study("scaling").world_size == 8
+
+
+@pytest.mark.parametrize(
+    "found", [*map(read_compare, HOSTS), read_study("links"), read_study("batches")], ids=lambda one: one.name
+)
+def test_on_hosts_fsdp_and_pipelines_share_the_dense_models_curve_in_every_variant(found):
+    group = by_function(found.contenders)[DENSE]
+    assert {"megatron", "dense", "fsdp", "pipeline"} <= {one.strategy for one in group}
+    for batch in getattr(found, "batches", ()) or (found.training["batch"],):
+        here = replace(found, training=found.training | {"batch": batch})
+        for one in group:
+            for variant in here.variants(one):
+                counted = counts(here.config(variant, lr=1e-3, seed=0, steps=here.steps))
+                assert min(counted.values()) > 0
+    (pipeline,) = (one for one in group if one.strategy == "pipeline")
+    assert len(found.variants(pipeline)) > 1
 
 
 def test_the_same_settings_for_all_but_what_is_phantoms_own():
