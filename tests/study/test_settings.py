@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from phantom_parallel.study.analysis import counts
+from phantom_parallel.study.compare import least_sent
 from phantom_parallel.study.contenders import DENSE, by_function
 from phantom_parallel.study.settings import RegimeSettings, StudySettings, names_of, read_compare, read_study, to_dict
 from phantom_parallel.utils.parsing import convert
@@ -56,8 +57,10 @@ def test_on_hosts_fsdp_and_pipelines_share_the_dense_models_curve_in_every_varia
             for variant in here.variants(one):
                 counted = counts(here.config(variant, lr=1e-3, seed=0, steps=here.steps))
                 assert min(counted.values()) > 0
-    (pipeline,) = (one for one in group if one.strategy == "pipeline")
-    assert len(found.variants(pipeline)) > 1
+        (pipeline,) = (one for one in group if one.strategy == "pipeline")
+        (fsdp,) = (one for one in group if one.strategy == "fsdp")
+        assert len(least_sent(here, here.variants(pipeline))) == len(here.variants(pipeline)) > 1
+        assert least_sent(here, here.variants(fsdp)) == [replace(fsdp, frees_weights=False)]
 
 
 def test_the_same_settings_for_all_but_what_is_phantoms_own():

@@ -27,7 +27,7 @@ class CompareOptions(SettingOptions):
     noun: ClassVar[str] = "preset"
 
     preset: str = ""
-    """A preset of the package, or a TOML file. On emulated hosts: digits-hosts (2 minutes on 2 cores), mnist-hosts and
+    """A preset of the package, or a TOML file. On emulated hosts: digits-hosts (a few minutes on 2 cores), mnist-hosts and
     gpt-hosts. On loopback: quick, planted, digits, standard and gpt. For a cluster: paper."""
 
     def run(self) -> None:

@@ -1,7 +1,8 @@
 """Comparisons: every contender is trained to the same loss, each with the learning rate that the same search found.
 
 variants   a few steps of every contender: the fastest of those that compute the same model trains it, if these share
-           curves; pipelines get the number of micro-batches, and fsdp keeps weights or not, as makes the shortest step
+           curves; pipelines get the number of micro-batches, and fsdp keeps weights or not, as makes the shortest step.
+           On a network, variants that send more than others are not timed
 search     every model tries the same learning rates on a seed of the search's own
 target     a given loss, or the loss that every model reached in the search
 runs       seed by seed, one contender after the other in rotating order, so that whatever slows the machine slows all
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 from phantom_parallel.families.registry import get_family
-from phantom_parallel.study.analysis import caveats, ratios_of, remarks_on, summarise
+from phantom_parallel.study.analysis import caveats, counts, ratios_of, remarks_on, summarise
 from phantom_parallel.study.contenders import EXACT_WIRE, Contender
 from phantom_parallel.study.results import Comparison, InferenceResult, Run, SharedModel, Timing, Trial
 from phantom_parallel.study.runner import CellRunner, cell_runner
@@ -156,37 +157,45 @@ def cells_of_times(settings: CompareSettings) -> int:
     return len(settings.contenders) * settings.seeds if settings.share_curves else 0
 
 
-def choose_variants(
-    settings: CompareSettings, runner: CellRunner, contenders: Sequence[Contender], *, limit: float = math.inf
-) -> Variants:
-    """Time a few steps of every contender that shares a model with others or has several variants.
-
-    Args:
-        settings: Those of the comparison.
-        runner: Runs the cells.
-        contenders: Those to look at.
-        limit: Seconds that the steps of a variant may take. Without one all have the same steps, so that their losses
-            can be compared.
+def choose_variants(settings: CompareSettings, runner: CellRunner, contenders: Sequence[Contender]) -> Variants:
+    """Time a few steps of every contender that shares a model with others or has several variants. All have the same
+    steps, so that their losses can be compared.
     """
     shared = {one.name for group in models_of(contenders, settings.share_curves).values() if group[1:] for one in group}
     timings: dict[Contender, Timing] = {}
     for one in contenders:
         variants = settings.variants(one)
         for variant in variants if len(variants) > 1 or one.name in shared else ():
-            steps = max(1, settings.timed_steps // 2)
-            lr = settings.search.learning_rates[0]
-            config = settings.config(variant, lr=lr, seed=settings.search.seed, steps=settings.steps)
-            timings[variant] = runner.time(variant, config, steps, limit=limit)
+            timings[variant] = _try(settings, runner, variant)
     return Variants(tuple(fastest(settings.variants(one), timings) for one in contenders), timings)
+
+
+def _try(settings: CompareSettings, runner: CellRunner, variant: Contender, *, limit: float = math.inf) -> Timing:
+    """A few timed steps of one variant, in at most ``limit`` seconds or with the fewest that are timed."""
+    lr, seed = settings.search.learning_rates[0], settings.search.seed
+    config = settings.config(variant, lr=lr, seed=seed, steps=settings.steps)
+    return runner.time(variant, config, max(1, settings.timed_steps // 2), limit=limit)
 
 
 def choose_on_network(settings: CompareSettings, runner: CellRunner) -> tuple[Contender, ...]:
     """The contenders, each in the variant with the shortest step on this network."""
     found: dict[str, Contender] = {}
     for one in settings.contenders:
-        if len(settings.variants(one)) > 1:
-            (found[one.name],) = choose_variants(settings, runner, [one], limit=settings.timed_seconds).chosen
-    return tuple(found.get(one.name, one) for one in settings.contenders)
+        least = least_sent(settings, settings.variants(one))
+        timed = least if len(least) > 1 else ()
+        timings = {variant: _try(settings, runner, variant, limit=settings.timed_seconds) for variant in timed}
+        found[one.name] = fastest(least, timings)
+    return tuple(found[one.name] for one in settings.contenders)
+
+
+def least_sent(settings: CompareSettings, variants: Sequence[Contender]) -> list[Contender]:
+    """The variants that send least by the formulas, on ranks that a network connects. Variants of fsdp compute the same
+    and differ in what they send, those of a pipeline send equally much.
+    """
+    if len(variants) == 1:
+        return list(variants)
+    sent = [counts(settings.config(one, lr=1e-3, seed=0, steps=settings.steps))["bytes_per_step"] for one in variants]
+    return [one for one, count in zip(variants, sent, strict=True) if count == min(sent)]
 
 
 def find_losses(settings: CompareSettings, runner: CellRunner, variants: Variants, *, later: int = 0) -> Losses:
