@@ -27,8 +27,8 @@ class CompareOptions(SettingOptions):
     noun: ClassVar[str] = "preset"
 
     preset: str = ""
-    """A preset of the package, or a TOML file. On emulated hosts: digits-hosts (a few minutes on 2 cores), mnist-hosts and
-    gpt-hosts. On loopback: quick, planted, digits, standard and gpt. For a cluster: paper."""
+    """A preset of the package, or a TOML file. On emulated hosts: digits-hosts (a few minutes on 2 cores), mnist-hosts
+    and gpt-hosts. On loopback: quick, planted, digits, standard and gpt. For a cluster: paper."""
 
     def run(self) -> None:
         """Run the comparison, and write and print its results on rank 0."""
