@@ -1,13 +1,21 @@
-"""Quality of a converted transformer against its cost: ``python -m benchmarks.pretrained --model M --text TEXT``.
+"""A pretrained model converted, healed and run: ``python -m benchmarks.pretrained --model M [--parts curve,heal]``.
 
-The held-out loss of a pretrained model (``phantom import``) at several budgets of multiply-adds of its linear maps, by
-three ways: phantom layers, activation-aware low rank of the whole matrix (as SVD-LLM does it: the truncated SVD of
-W S^1/2), and dropped layers (those whose output is most like their input). All of them get the same calibration text.
+    exact   logits and greedy tokens of an imported model beside transformers' own, on 20 prompts (needs --source)
+    curve   held-out loss at several budgets of multiply-adds of the linear maps, by three ways: phantom layers,
+            activation-aware low rank of whole matrices (as SVD-LLM does it: the truncated SVD of W S^1/2), and dropped
+            layers (those that turn the stream least)
+    heal    the phantom model of one budget after some minutes of ``phantom heal``
+    speed   prefill and decode of that model against Megatron, on 1 rank, on as many as blocks, and on emulated hosts
+
+All losses are of the same held-out text, which neither calibration nor healing sees. Each part writes a file of its
+own, pretrained-PART.json, whose finished points are not measured again; converted models stay in --work.
 """
 
 import argparse
 import copy
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,44 +26,112 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phantom_parallel import convert
+from benchmarks.pretrained_exact import exact
+from benchmarks.timing import about, write
+from phantom_parallel import convert, heal, load_model, save_model
 from phantom_parallel.conversion.maps import find_maps, replace_module
 from phantom_parallel.conversion.stages import find_stages, run_stage
-from phantom_parallel.families.gpt.conversion import GPTConverter
+from phantom_parallel.families.gpt.conversion import GPTConverter, read_tokens
 from phantom_parallel.families.gpt.model import GPT
+from phantom_parallel.families.gpt.text import split_text
 from phantom_parallel.nn.output_fit import damped
 from phantom_parallel.report.conversion_figures import draw_curve
-from phantom_parallel.utils.files import json_text, write_text
+from phantom_parallel.utils.files import write_bytes
 
-Method = Callable[[GPT, list[Tensor], float, int], float]
-
-
-def phantom(model: GPT, batches: list[Tensor], budget: float, blocks: int) -> float:
-    """Convert in place. Returns the share of multiply-adds that is kept."""
-    return convert(model, batches, blocks=blocks, budget=budget, include=GPTConverter.maps, exclude=()).kept
+PARTS = ("exact", "curve", "heal", "speed")
+_HELD_OUT = 40  # windows
 
 
-@torch.no_grad()
-def low_rank(model: GPT, batches: list[Tensor], budget: float, blocks: int) -> float:
-    """Replace every map by two of rank r, each calibrated on the inputs that the maps before it give."""
-    maps = find_maps(model, GPTConverter.maps, ())
-    stages = find_stages(model, [one.name for one in maps], batches)
-    calls, kept = list(stages[0].calls), 0
-    for stage in stages:
-        for one in (one for one in maps if one.name.startswith(f"{stage.name}.")):
-            name = one.name.removeprefix(f"{stage.name}.")
-            module = stage.module.get_submodule(name)
-            s = torch.zeros(one.weight.shape[1], one.weight.shape[1], dtype=torch.float64)
-            for call in calls:
-                seen, _, _ = run_stage(stage.module, call, inputs_of={name: module}, outputs_of={}, until=name)
-                x = seen[name].flatten(0, -2).double()
-                s += x.T @ x
-            rank = max(1, int(budget * one.weight.numel() / sum(one.weight.shape)))
-            replace_module(model, one.name, _factors(one.weight, one.bias, damped(s), rank))
-            kept += rank * sum(one.weight.shape)
-        outputs = [run_stage(stage.module, call, inputs_of={}, outputs_of={})[2] for call in calls]
-        calls = [((output, *call[0][1:]), call[1]) for output, call in zip(outputs, calls, strict=True)]
-    return kept / sum(one.multiply_adds for one in maps)
+class Bench:
+    """The model, its texts, and the folder of converted models."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.converter = options, GPTConverter()
+        self.work: Path = options.work
+        self.work.mkdir(parents=True, exist_ok=True)
+        self.training, held_out = self.work / "training.txt", self.work / "held-out.txt"
+        parts = split_text(prose() if options.text is None else options.text.read_bytes())
+        for path, part in zip((self.training, held_out), parts, strict=True):
+            write_bytes(path, part)
+        self.dense = self.converter.load_dense(options.model).eval()
+        length, config = options.length, self.dense.config
+        tokens = read_tokens(options.model, held_out, config)
+        windows = min(_HELD_OUT, len(tokens) // (length + 1))
+        self.held_out = tokens[: windows * (length + 1)].view(windows, length + 1)
+        self.batches, _ = self.converter.batches(options.model, config, self.training, options.rows, length)
+
+    @torch.no_grad()
+    def loss(self, model: GPT) -> float:
+        """Nats a token of the held-out text."""
+        return fmean(float(model.loss(rows[None, :-1], rows[None, 1:])) for rows in self.held_out)
+
+    def converted(self, budget: float) -> Path:
+        """Folder of the phantom model of a budget, converted if it is not there yet."""
+        path = self.work / f"phantom-{budget:g}"
+        if not path.exists():
+            model = copy.deepcopy(self.dense)
+            self._convert(model, budget, path)
+        return path
+
+    def _convert(self, model: GPT, budget: float, path: Path) -> float:
+        blocks, stages = self.options.blocks, self.work / f"converting-{budget:g}"
+        report = convert(
+            model,
+            self.batches,
+            blocks=blocks,
+            budget=budget,
+            include=GPTConverter.maps,
+            exclude=(),
+            folder=stages,
+            progress=lambda what, done, total: print(f"{what} {done}/{total}", file=sys.stderr, flush=True),
+        )
+        made = self.converter.phantom(model, blocks, report.ghosts)
+        source = self.options.model
+        save_model(made, path, overwrite=True, complete=lambda folder: self.converter.complete(source, folder))
+        return report.kept
+
+    def phantom(self, model: GPT, budget: float) -> float:
+        """Convert in place, and keep the model. Returns the share of multiply-adds that is left."""
+        return self._convert(model, budget, self.work / f"phantom-{budget:g}")
+
+    @torch.no_grad()
+    def low_rank(self, model: GPT, budget: float) -> float:
+        """Replace every map by two of rank r, each calibrated on the inputs that the maps before it give."""
+        maps = find_maps(model, GPTConverter.maps, ())
+        stages = find_stages(model, [one.name for one in maps], self.batches)
+        calls, kept = list(stages[0].calls), 0
+        for stage in stages:
+            for one in (one for one in maps if one.name.startswith(f"{stage.name}.")):
+                name = one.name.removeprefix(f"{stage.name}.")
+                module = stage.module.get_submodule(name)
+                s = torch.zeros(one.weight.shape[1], one.weight.shape[1], dtype=torch.float64)
+                for call in calls:
+                    seen, _, _ = run_stage(stage.module, call, inputs_of={name: module}, outputs_of={}, until=name)
+                    x = seen[name].flatten(0, -2).double()
+                    s += x.T @ x
+                rank = max(1, int(budget * one.weight.numel() / sum(one.weight.shape)))
+                replace_module(model, one.name, _factors(one.weight, one.bias, damped(s), rank))
+                kept += rank * sum(one.weight.shape)
+            outputs = [run_stage(stage.module, call, inputs_of={}, outputs_of={})[2] for call in calls]
+            calls = [((output, *call[0][1:]), call[1]) for output, call in zip(outputs, calls, strict=True)]
+        return kept / sum(one.multiply_adds for one in maps)
+
+    @torch.no_grad()
+    def drop_layers(self, model: GPT, budget: float) -> float:
+        """Remove the layers that turn the stream least."""
+        names = [one.name for one in find_maps(model, GPTConverter.maps, ())]
+        stages = find_stages(model, names, self.batches[:1])
+        calls, alike = list(stages[0].calls), []
+        for stage in stages:
+            output = run_stage(stage.module, calls[0], inputs_of={}, outputs_of={})[2]
+            assert output is not None
+            alike.append(float(nn.functional.cosine_similarity(calls[0][0][0], output, dim=-1).mean()))
+            calls = [((output, *calls[0][0][1:]), calls[0][1])]
+        left = max(1, int(budget * len(stages)))
+        kept = sorted(sorted(range(len(stages)), key=alike.__getitem__)[:left])
+        model.layers = nn.ModuleList([model.layers[index] for index in kept])
+        model.config, model.stage = replace(model.config, layers=left), range(left)
+        return left / len(stages)
 
 
 def _factors(weight: Tensor, bias: Tensor | None, s: Tensor, rank: int) -> nn.Sequential:
@@ -71,62 +147,135 @@ def _factors(weight: Tensor, bias: Tensor | None, s: Tensor, rank: int) -> nn.Se
     return nn.Sequential(down, up)
 
 
-@torch.no_grad()
-def drop_layers(model: GPT, batches: list[Tensor], budget: float, blocks: int) -> float:
-    """Remove the layers that turn the stream least."""
-    names = [one.name for one in find_maps(model, GPTConverter.maps, ())]
-    stages = find_stages(model, names, batches)
-    calls, alike = list(stages[0].calls[:1]), []
-    for stage in stages:
-        output = run_stage(stage.module, calls[0], inputs_of={}, outputs_of={})[2]
-        assert output is not None
-        alike.append(float(nn.functional.cosine_similarity(calls[0][0][0], output, dim=-1).mean()))
-        calls = [((output, *calls[0][0][1:]), calls[0][1])]
-    left = max(1, int(budget * len(stages)))
-    kept = sorted(sorted(range(len(stages)), key=alike.__getitem__)[:left])
-    model.layers = nn.ModuleList([model.layers[index] for index in kept])
-    model.config, model.stage = replace(model.config, layers=left), range(left)
-    return left / len(stages)
+def prose() -> bytes:
+    """English technical prose that every Python has: the topics of its help."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics)).encode()
 
 
-METHODS: dict[str, Method] = {"phantom": phantom, "low rank": low_rank, "dropped layers": drop_layers}
-
-
-def measure(model: Path, text: Path, budgets: list[float], blocks: int, rows: int, length: int) -> dict[str, Any]:
-    """Losses of all methods at all budgets."""
-    converter = GPTConverter()
-    dense = converter.load_dense(model).eval()
-    batches, held_out = converter.batches(model, dense.config, text, rows, length)
-
-    def loss(of: GPT) -> float:
-        return fmean(converter.loss(of, None, batch) for batch in held_out)
-
-    found: dict[str, Any] = {"dense_loss": loss(dense), "blocks": blocks, "rows": rows, "points": []}
-    for name, method in METHODS.items():
-        for budget in budgets:
-            changed, started = copy.deepcopy(dense), time.perf_counter()
-            kept = method(changed, batches, budget, blocks)
+def curve(bench: Bench, found: dict[str, Any], save: Callable[[], None]) -> None:
+    methods: dict[str, Callable[[GPT, float], float]] = {
+        "dropped layers": bench.drop_layers,
+        "phantom": bench.phantom,
+        "low rank": bench.low_rank,
+    }
+    found.setdefault("dense_loss", bench.loss(bench.dense))
+    points = found.setdefault("points", [])
+    for budget in bench.options.budgets:
+        for name, method in methods.items():
+            if any(point["method"] == name and point["budget"] == budget for point in points):
+                continue
+            changed, started = copy.deepcopy(bench.dense), time.perf_counter()
+            kept = method(changed, budget)
             seconds = time.perf_counter() - started
-            point = {"method": name, "budget": budget, "kept": kept, "loss": loss(changed), "seconds": seconds}
-            found["points"].append(point)
+            point = {"method": name, "budget": budget, "kept": kept, "loss": bench.loss(changed), "seconds": seconds}
+            points.append(point)
             print(json.dumps(point), flush=True)
-    return found
+            save()
+    curves = {name: [(p["kept"], p["loss"]) for p in points if p["method"] == name] for name in methods}
+    draw_curve(curves, found["dense_loss"], bench.work / "curve", "held-out loss, nats a token")
+
+
+def heal_part(bench: Bench, found: dict[str, Any], save: Callable[[], None]) -> None:
+    options, path = bench.options, bench.converted(bench.options.heal_budget)
+    found.setdefault("dense_loss", bench.loss(bench.dense))
+    if "loss" in found:
+        return
+    found["loss_before"] = bench.loss(load_model(path))
+    settings = {"batch": options.heal_batch, "context": options.length, "lr": options.lr, "log_every": 5}
+    quiet = {"eval_every": 10**6, "checkpoint_every": 10**6}
+    data = (path, options.model, bench.training)
+    if "step_seconds" not in found:  # of a few steps, from which the number of steps follows
+        trial = bench.work / f"trial-{time.time_ns()}"
+        short = heal(*data, trial, steps=3, layer_steps=0, eval_windows=1, **settings, **quiet)
+        found["step_seconds"] = short.seconds / 3
+        save()
+    steps = max(10, int(60 * options.heal_minutes / found["step_seconds"]))
+    found["steps"] = found.get("steps", steps)
+    save()
+    out = bench.work / f"healed-{options.heal_budget:g}"
+    each = max(1, found["steps"] // 5)
+    chosen = settings | {"steps": found["steps"], "warmup": min(10, found["steps"] // 10), "eval_every": each}
+    layer_steps = int(options.layer_share * found["steps"])
+    more = {"layer_steps": layer_steps, "checkpoint_every": each, "eval_windows": 8}
+    summary = heal(*data, out, resume=out.exists(), show=True, **chosen, **more)
+    found |= {
+        "settings": chosen | more | {"budget": options.heal_budget},
+        "seconds": summary.seconds,
+        "tokens": found["steps"] * options.heal_batch * options.length,
+        "loss": bench.loss(load_model(out / "model")),
+    }
+    print(json.dumps({name: found[name] for name in ("dense_loss", "loss_before", "loss", "seconds")}), flush=True)
+    save()
+
+
+def speed(bench: Bench, found: dict[str, Any], save: Callable[[], None]) -> None:
+    options, path = bench.options, bench.converted(bench.options.heal_budget)
+    prompt = bench.work / "prompt.txt"
+    write_bytes(prompt, prose()[: 4 * options.prompt])
+    hosts = ["--hosts", str(options.blocks), "--link", options.link]
+    places: dict[str, list[str]] = {
+        "1 rank": ["--ranks", "1"],
+        f"{options.blocks} ranks": ["--ranks", str(options.blocks)],
+        f"{options.blocks} hosts": ["--ranks", str(options.blocks), *hosts],
+    }
+    rows = found.setdefault("rows", {})
+    for place, where in places.items():
+        if place in rows:
+            continue
+        command = [sys.executable, "-m", "phantom_parallel.cli.main", "generate", "--model", str(path), "--json"]
+        command += ["--prompt-file", str(prompt), "--tokens", str(options.tokens), "--against", "megatron"]
+        done = subprocess.run([*command, "--turns", str(options.turns), *where], capture_output=True, text=True)
+        if done.returncode:
+            print(f"{place}: {done.stderr.strip()}", file=sys.stderr, flush=True)
+            continue
+        report = json.loads(done.stdout)
+        rows[place] = {name: report[name] for name in ("measured", "prompt_tokens", "network", "profile")}
+        save()
+        for name, cost in rows[place]["measured"].items():
+            times = [f"{phase} {1e3 * cost[phase]['seconds']:.1f} ms a pass" for phase in ("prefill", "decode")]
+            print(f"{place}, {name}: {', '.join(times)}", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder of phantom import")
-    parser.add_argument("--text", type=Path, required=True, help="calibration and held-out text")
-    parser.add_argument("--budgets", type=float, nargs="+", default=[0.5, 0.67, 0.83])
+    parser.add_argument("--source", type=Path, help="folder or GGUF file that it was imported from, for exact")
+    parser.add_argument("--parts", default="curve,heal,speed", help=f"of {', '.join(PARTS)} (default: %(default)s)")
+    parser.add_argument("--text", type=Path, help="calibration and held-out text; by default topics of Python's help")
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.67, 0.83, 0.5])
     parser.add_argument("--blocks", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=16384)
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--out", type=Path, default=Path("pretrained.json"))
+    parser.add_argument("--rows", type=int, default=16384, help="tokens of calibration text")
+    parser.add_argument("--length", type=int, default=256, help="tokens of a window")
+    parser.add_argument("--heal-budget", type=float, default=0.67)
+    parser.add_argument("--heal-minutes", type=float, default=20.0, help="minutes of steps, without evaluations")
+    parser.add_argument("--heal-batch", type=int, default=4, help="windows of a step")
+    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--layer-share", type=float, default=0.1, help="share of the steps that are layer by layer")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt, about")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens to generate")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--link", default="like:frontier-mi250x", help="links between the emulated hosts")
+    parser.add_argument("--work", type=Path, default=Path("out/pretrained"), help="folder for converted models")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the result files")
     options = parser.parse_args(arguments)
-    found = measure(options.model, options.text, options.budgets, options.blocks, options.rows, options.length)
-    write_text(options.out, json_text(found) + "\n")
-    curves = {name: [(p["kept"], p["loss"]) for p in found["points"] if p["method"] == name] for name in METHODS}
-    draw_curve(curves, found["dense_loss"], options.out.with_suffix(""), "held-out loss, nats a token")
+    chosen = options.parts.split(",")
+    if unknown := sorted(set(chosen) - set(PARTS)):
+        parser.error(f"--parts must be of {', '.join(PARTS)}, got {unknown[0]!r}")
+    if "exact" in chosen and options.source is None:
+        parser.error("the part exact needs --source")
+    bench = None if chosen == ["exact"] else Bench(options)
+    functions: dict[str, Callable[..., None]] = {"curve": curve, "heal": heal_part, "speed": speed}
+    for part in chosen:
+        out = options.out / f"pretrained-{part}.json"
+        command = f"python -m benchmarks.pretrained --parts {part}"
+        settings = {"blocks": options.blocks, "rows": options.rows, "length": options.length}
+        found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else about(command) | {"settings": settings}
+        if part == "exact":
+            write(found | exact(options.model, options.source), out)
+        else:
+            functions[part](bench, found, lambda found=found, out=out: write(found, out))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ COMMANDS: dict[str, str] = {
     "generate": "text from a trained transformer, and what a token costs for prefill and decode",
     "import": "a pretrained Llama, Mistral or Qwen2 of Hugging Face as a model, to run on ranks or to convert",
     "convert": "a trained dense model as a phantom model, fitted to its outputs on calibration data",
+    "heal": "a converted model learns from the dense model that it was made from, on ranks",
     "export": "a model as a folder that transformers loads",
     "plan": "compare strategies, ranks and ghosts for a model and a machine",
     "dryrun": "what one rank of many would compute, send and keep, from the real model code without data",

@@ -163,6 +163,14 @@ class Family(ABC):
         """
         raise ValueError(f"models of the family {self.name} cannot be converted")
 
+    def heal_config(self) -> "type[TrainConfig]":
+        """Class of the settings of ``phantom heal``, of the kind ``HEAL``.
+
+        Raises:
+            ValueError: If models of the family cannot be healed.
+        """
+        raise ValueError(f"models of the family {self.name} cannot be healed")
+
     @abstractmethod
     def sizes(self) -> "type[ModelSizes]":
         """Class of the sizes of a model to plan or to dry-run. Does not import torch."""

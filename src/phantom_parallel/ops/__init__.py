@@ -4,6 +4,7 @@ Functions take plain tensors, which hold this rank's shard, and the group of ran
 """
 
 from phantom_parallel.ops.collectives import SINGLE_RANK, RankGroup
+from phantom_parallel.ops.distillation import vocabulary_kl_divergence
 from phantom_parallel.ops.features import gather_features, shard_features
 from phantom_parallel.ops.normed import gather_normed, normed_phantom_linear
 from phantom_parallel.ops.phantom import phantom_linear
@@ -21,5 +22,6 @@ __all__ = [
     "shard_features",
     "tensor_linear",
     "vocabulary_cross_entropy",
+    "vocabulary_kl_divergence",
     "vocabulary_rows",
 ]

@@ -17,7 +17,6 @@ import torch
 from phantom_parallel.distributed.external import is_rank_zero, launched_externally
 from phantom_parallel.distributed.launch import launch
 from phantom_parallel.energy import load_power_profile
-from phantom_parallel.families.registry import get_family
 from phantom_parallel.study import networks
 from phantom_parallel.study.environment import command
 from phantom_parallel.study.results import Comparison, Study
@@ -120,7 +119,7 @@ def _check_trainings(configs: Iterable[TrainConfig], profile: str | None, local:
     """Raise ValueError or OSError for mistakes in the data, the memory or the watts of any training."""
     load_power_profile(profile)
     for config in configs:
-        get_family(config.family).task().check(config)
+        config.task().check(config)
         if local and not torch.accelerator.is_available():
             check_memory(config)
 

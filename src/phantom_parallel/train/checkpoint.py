@@ -17,7 +17,6 @@ from phantom_parallel.checkpoint.description import described_files, read_descri
 from phantom_parallel.checkpoint.parts import Group, Part, Parts, on_every_rank, rank_in, shared_scratch
 from phantom_parallel.checkpoint.shards import read_metadata, read_shards, save_shards, verify
 from phantom_parallel.checkpoint.tensor_file import FileDigest
-from phantom_parallel.families.registry import get_family
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.optimizer import PartsOptimizer, state_keys
 from phantom_parallel.utils.files import remove_folder, replace_folder, write_json
@@ -94,7 +93,7 @@ def write(parts: Parts, config: TrainConfig, progress: Progress, folder: Path, g
     Every rank of ``group`` calls this with its own parts. What went wrong on one rank is raised on all.
     """
     path = path_of(folder, progress.step)
-    about = {"format": FORMAT, "version": VERSION, "task": config.family, **asdict(progress)}
+    about = {"format": FORMAT, "version": VERSION, "task": config.kind, **asdict(progress)}
     with shared_scratch(path, group) as scratch:
 
         def finish(files: dict[str, FileDigest]) -> None:
@@ -150,6 +149,8 @@ def _empty_state(part: Tensor, key: str, fused: bool) -> Tensor:
 def _expected(model: nn.Module, config: TrainConfig) -> dict[str, list[int]]:
     shapes: dict[str, list[int]] = {}
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         shapes[f"model.{name}"] = list(parameter.shape)
         for key in state_keys(config):
             shapes[_of(name, key)] = [] if key == "step" else list(parameter.shape)
@@ -160,7 +161,7 @@ def _check(path: Path, config: TrainConfig) -> tuple[Progress, dict[str, FileDig
     found = read_description(path / ABOUT, "checkpoint", FORMAT, (1, VERSION))
     progress = _progress(found, path, config)
     files = {_STATE_V1: {}} if found["version"] == 1 else described_files(found, path / ABOUT)
-    _check_tensors(path, files, _expected(get_family(config.family).task().outline(config), config))
+    _check_tensors(path, files, _expected(config.task().outline(config), config))
     return progress, files
 
 
@@ -184,10 +185,10 @@ def _progress(found: dict[str, Any], path: Path, config: TrainConfig) -> Progres
     if not (isinstance(step, int) and isinstance(seconds, int | float) and isinstance(earlier, dict)) or step < 1:
         raise ValueError(f"{path / ABOUT} is not a Phantom Parallel checkpoint: expected a step, seconds and a config")
     task, data, summary = found.get("task", "ffn"), found.get("data"), found.get("summary")
-    if task != config.family:
-        raise ValueError(f"{path} is of a training of the kind {task!r}, not {config.family!r}: resume it as that")
+    if task != config.kind:
+        raise ValueError(f"{path} is of a training of the kind {task!r}, not {config.kind!r}: resume it as that")
     config.check_resumes(earlier, str(path))
-    if data != get_family(config.family).task().data_digest(config):
+    if data != config.task().data_digest(config):
         raise ValueError(f"{path} was trained on data that have changed since: resume with the same")
     ended = isinstance(summary, dict) and _still_ends(summary, step, config)
     if step >= config.steps and not ended:

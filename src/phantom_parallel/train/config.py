@@ -8,16 +8,21 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
+from phantom_parallel.families.registry import get_family
 from phantom_parallel.utils.layout import positive
 from phantom_parallel.utils.numbers import is_finite
 from phantom_parallel.utils.strategies import DEFAULT_GHOSTS, Strategy, StrategyName, default_blocks, get_strategy
 from phantom_parallel.utils.wire import WireFormat
 
+if TYPE_CHECKING:
+    from phantom_parallel.train.task import Task
+
 Schedule = Literal["constant", "linear", "cosine"]
 OptimizerName = Literal["sgd", "adamw"]
 Precision = Literal["fp32", "bf16"]
+HEAL = "heal"  # the kind of trainings that continue from a converted model, with a teacher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +195,15 @@ class TrainConfig:
             raise ValueError(
                 f"lr_local, lr_compress and lr_decompress belong to the strategy phantom, not to {self.strategy}"
             )
+
+    @property
+    def kind(self) -> str:
+        """What is trained, in files: the family for a training from initial weights."""
+        return self.family
+
+    def task(self) -> "type[Task[Any]]":
+        """Class of what is trained: the model, its data and its loss."""
+        return get_family(self.family).task()
 
     @property
     def micro_batch(self) -> int:

@@ -24,7 +24,6 @@ from phantom_parallel.distributed.objects import all_gather_objects, raise_on_al
 from phantom_parallel.distributed.rank_check import check_ranks
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.energy.time_split import TimeSplitRecorder, TimeTotals, timer_for
-from phantom_parallel.families.registry import get_family
 from phantom_parallel.train import checkpoint
 from phantom_parallel.train.checkpoint import Progress
 from phantom_parallel.train.config import TrainConfig
@@ -52,6 +51,7 @@ class Record:
     compute_seconds: float
     blocked_seconds: float
     accuracy: float | None = None  # of the held-out rows, where they have classes
+    teacher_loss: float | None = None  # held-out loss of the model that is learned from, where there is one
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,8 @@ class Summary:
     parameters: int
     checkpoint: str | None
     accuracy: float | None = None  # the latest, where rows have classes
+    teacher_loss: float | None = None  # held-out loss of the model that is learned from, where there is one
+    initial_loss: float | None = None  # held-out loss before the first step, where it was measured
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -123,10 +125,10 @@ class Trainer:
     def __init__(self, config: TrainConfig, parallel: ParallelContext, checkpoints: Path | None) -> None:
         self.config, self.parallel, self.checkpoints = config, parallel, checkpoints
         torch.manual_seed(config.seed)
-        self.task: Task[Any] = get_family(config.family).task()(config, parallel)
+        self.task: Task[Any] = config.task()(config, parallel)
         cut = self.task.sharded_over_copies
         self.optimizer = PartsOptimizer(self.task.model, config, parallel, sharded_over_copies=cut)
-        outline = get_family(config.family).task().outline(config)
+        outline = config.task().outline(config)
         self.parameters = sum(parameter.numel() for parameter in outline.parameters())  # of the whole model
         self.clock = TimeSplitRecorder(parallel.device.type, timer_for(parallel.device))
         self.progress = Progress(0, 0.0)
@@ -269,6 +271,7 @@ class Trainer:
             compute_seconds=compute,
             blocked_seconds=blocked,
             accuracy=self._accuracy if evaluates else None,
+            teacher_loss=self.task.teacher_loss,
         )
 
     def _check_finite(self, loss: float, step: int, what: str = "loss") -> None:
@@ -381,4 +384,6 @@ class Trainer:
             parameters=self.parameters,
             checkpoint=self._final_checkpoint(),
             accuracy=self._accuracy,
+            teacher_loss=self.task.teacher_loss,
+            initial_loss=self.task.initial_loss,
         )

@@ -2,7 +2,6 @@
 program.
 """
 
-from phantom_parallel.families.registry import get_family
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.optimizer import state_keys
 from phantom_parallel.utils import resources
@@ -14,7 +13,7 @@ def least_bytes(config: TrainConfig) -> int:
     """What all ranks together need at the least: weights, gradients, optimizer states, data, and the copies of weights
     and states that a checkpoint is written from.
     """
-    task = get_family(config.family).task()
+    task = config.task()
     parameters = sum(parameter.numel() for parameter in task.outline(config).parameters())
     states = sum(key != "step" for key in state_keys(config))
     words = parameters * (2 + states + 1 + states)

@@ -26,7 +26,7 @@ class PartsOptimizer:
         sharded_over_copies: Whether parameters are sharded over the data-parallel copies as well, as FSDP2 does.
 
     Attributes:
-        parameters: The parameters, by name.
+        parameters: The parameters that are trained, by name.
         parts: This rank's part of each, which shares the parameter's storage.
         fused: Whether updates are fused.
     """
@@ -37,7 +37,7 @@ class PartsOptimizer:
         self._config, self._parallel, self._sharded_over_copies = config, parallel, sharded_over_copies
         self._staged = get_strategy(config.strategy).splits_depth
         self._repeated: frozenset[str] = getattr(model, "repeated_parameters", frozenset())
-        self.parameters = dict(model.named_parameters())
+        self.parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self.parts = {name: _own(parameter) for name, parameter in self.parameters.items()}
         own = {id(parameter): self.parts[name] for name, parameter in self.parameters.items()}
         groups = parameter_groups(

@@ -15,7 +15,6 @@ from phantom_parallel.distributed.errors import Interrupted, RankDied
 from phantom_parallel.distributed.external import launched_externally
 from phantom_parallel.distributed.launch import launch
 from phantom_parallel.distributed.objects import broadcast_from_rank_zero, raise_on_all_ranks
-from phantom_parallel.families.registry import get_family
 from phantom_parallel.train import checkpoint
 from phantom_parallel.train import run_dir as output
 from phantom_parallel.train.config import TrainConfig
@@ -86,6 +85,8 @@ def _train(config: TrainConfig, out: Path, latest: Path | None, parallel: Parall
 
 def _progress_note(record: Record, config: TrainConfig) -> str:
     held_out = "" if record.eval_loss is None else f"  held out {record.eval_loss:.4g}"
+    if held_out and record.teacher_loss is not None:
+        held_out += f" (teacher {record.teacher_loss:.4g})"
     rate = f"{record.samples_per_second:,.0f} {config.row}s/s"
     return f"loss {record.loss:.4g}{held_out}  {rate}  {record.blocked_share:.0%} in exchanges"
 
@@ -94,7 +95,7 @@ def _write_model(model: nn.Module, config: TrainConfig, out: Path, parallel: Par
     """Write the model: one data-parallel copy of it, unless it is cut over the copies."""
     error: OSError | None = None
     if parallel.dp_rank == 0 or config.replicas == 1:
-        complete = partial(get_family(config.family).task().complete, out)
+        complete = partial(config.task().complete, out)
         try:
             save_model(model, out / output.MODEL, overwrite=True, complete=complete)
         except OSError as raised:

@@ -8,7 +8,7 @@ from typing import Any
 
 from phantom_parallel.families.registry import family_names, get_family
 from phantom_parallel.train import checkpoint
-from phantom_parallel.train.config import TrainConfig
+from phantom_parallel.train.config import HEAL, TrainConfig
 from phantom_parallel.train.loop import Record, Summary
 from phantom_parallel.utils.files import remove_scratch, write_json, write_text
 from phantom_parallel.utils.lock import FolderLock
@@ -30,7 +30,7 @@ def prepare(config: TrainConfig, out: Path, resume: bool, lock: FolderLock) -> P
         ValueError: If the data, the folder or the checkpoint in it do not fit.
         OSError: If the folder cannot be made, is not empty and ``resume`` is False, or another training is in it.
     """
-    task = get_family(config.family).task()
+    task = config.task()
     task.check(config)
     _check_folder(config, out, resume)
     out.mkdir(parents=True, exist_ok=True)
@@ -49,16 +49,18 @@ def prepare(config: TrainConfig, out: Path, resume: bool, lock: FolderLock) -> P
                 "resume with more steps or another target loss"
             )
     task.prepare(config, out)
-    write_json(out / CONFIG, {"family": config.family} | config.to_dict())
+    kind = {} if config.kind == config.family else {"kind": config.kind}
+    write_json(out / CONFIG, {"family": config.family} | kind | config.to_dict())
     if resume:
         _drop_after(out / METRICS, step)
     return latest
 
 
-def read_config(out: Path, family: str | None = None) -> tuple[str | None, dict[str, Any]]:
+def read_config(out: Path, family: str | None = None, *, heals: bool = False) -> tuple[str | None, dict[str, Any]]:
     """The family and the settings of the training in the folder ``out``, by their present names.
 
-    Nothing where there is no training. Raises ValueError if the folder's is of another family than ``family``.
+    Nothing where there is no training. Raises ValueError if the folder's is of another family than ``family``, or is
+    of ``phantom heal`` and ``heals`` is False, or the other way round.
     """
     path = out / CONFIG
     if not path.is_file():
@@ -67,16 +69,19 @@ def read_config(out: Path, family: str | None = None) -> tuple[str | None, dict[
         found = json.loads(path.read_text())
         if not isinstance(found, dict):
             raise ValueError(f"expected an object, got {type(found).__name__}")
+        healed = found.pop("kind", None) == HEAL
         known = found.pop("family", None) or next(
             name
             for name in family_names()
             if found.keys() <= _names(name)  # earlier releases did not write it
         )
-        config = get_family(known).train_config()
+        config = get_family(known).heal_config() if healed else get_family(known).train_config()
         settings = config.current_names(found)
         convert(settings, config, "")  # of the right types and values
     except (OSError, ValueError, StopIteration, RecursionError) as error:
         raise ValueError(f"{path} is not readable as the settings of a training: {error}") from None
+    if healed != heals:
+        raise ValueError(f"{out} is a folder of phantom {'heal' if healed else 'train'}: resume it by that command")
     if family not in (None, known):
         raise ValueError(f"{out} holds a training of the family {known}, not {family}: phantom train {known} --resume")
     return known, settings
@@ -134,7 +139,9 @@ def _check_folder(config: TrainConfig, out: Path, resume: bool) -> None:
     elif last_checkpoint(out) is None:
         if not ours:
             raise ValueError(f"there is no checkpoint in {out / CHECKPOINTS} to resume from: train without resume")
-        config.check_resumes(read_config(out, config.family)[1], str(out))  # nothing was saved yet: it starts again
+        config.check_resumes(
+            read_config(out, config.family, heals=config.kind == HEAL)[1], str(out)
+        )  # nothing was saved yet: it starts again
 
 
 def _is_complete(out: Path, step: int) -> bool:

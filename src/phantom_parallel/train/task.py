@@ -31,6 +31,8 @@ class Task(ABC, Generic[C]):
         counts: Whether this rank's share is part of the sum.
         held_out: The rows that are evaluated.
         digest: `data_digest` of the data that were opened.
+        teacher_loss: Held-out loss of the model that is learned from, where there is one.
+        initial_loss: Held-out loss before the first step, where the model is not an initial one.
         pipeline: What runs the stages of a model, one on each rank; None where every rank runs all layers.
     """
 
@@ -42,6 +44,8 @@ class Task(ABC, Generic[C]):
     counts: bool
     held_out: Tensor
     digest: str | None = None
+    teacher_loss: float | None = None
+    initial_loss: float | None = None
     pipeline: Pipeline | None = None
 
     @abstractmethod

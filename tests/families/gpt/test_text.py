@@ -51,7 +51,7 @@ def test_bytes_are_all_there_and_a_tenth_in_whole_lines_is_held_out(tmp_path):
 @pytest.mark.parametrize("length", [1, 19, 1000, 2_000_003])
 def test_text_without_lines_is_split_all_the_same(length):
     text = bytes(32 + index % 200 for index in range(length))
-    training, held_out = text_module._split(text)
+    training, held_out = text_module.split_text(text)
     assert len(training) + len(held_out) == length
     assert length < 1000 or len(held_out) == pytest.approx(length / 10, rel=0.05)
     assert text.startswith(training[: length // 25])
@@ -117,14 +117,14 @@ def test_tokens_are_kept_on_disk_and_mapped(tmp_path, cache, monkeypatch):
         assert np.array_equal(open_text(one).training, first.training)
     file = folder / "training.npy"  # damaged: made anew
     file.write_bytes(file.read_bytes()[:-50])
-    assert bytes(open_text(one).training) == text_module._split(LINES.encode())[0]
+    assert bytes(open_text(one).training) == text_module.split_text(LINES.encode())[0]
 
 
 def test_without_a_place_on_disk_tokens_are_in_memory(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(written(tmp_path)))  # a file
     with pytest.warns(UserWarning, match="tokens cannot be cached"):
         text = open_text(config(written(tmp_path)))
-    assert (bytes(text.training), bytes(text.held_out)) == text_module._split(LINES.encode())
+    assert (bytes(text.training), bytes(text.held_out)) == text_module.split_text(LINES.encode())
 
 
 def test_a_byte_pair_encoding_gives_back_the_text_and_is_shorter(tmp_path):
@@ -135,7 +135,7 @@ def test_a_byte_pair_encoding_gives_back_the_text_and_is_shorter(tmp_path):
     assert isinstance(tokenizer, BPETokenizer)
     assert tokenizer.vocab == 300
     parts = tuple(tokenizer.decode(tokens).encode() for tokens in (text.training, text.held_out))
-    assert parts == text_module._split(LINES.encode())
+    assert parts == text_module.split_text(LINES.encode())
     assert len(text.training) < 0.6 * len(LINES)
     assert int(text.training.max()) < 300
     assert tokenizer.decode(tokenizer.encode("nie gesehen: ∑ 語".encode())) == "nie gesehen: ∑ 語"

@@ -54,6 +54,11 @@ class GPTFamily(Family):
 
         return GPTTask
 
+    def heal_config(self) -> "type[TrainConfig]":
+        from phantom_parallel.families.gpt.heal_config import HealConfig
+
+        return HealConfig
+
     def shape(self, config: "TrainConfig") -> "Shape":
         from phantom_parallel.families.gpt.sizes import shape_of
 

@@ -305,6 +305,19 @@ class GPT(nn.Module):
     def _send_head(self, rows: int, parts: int) -> WeightInFlight | None:
         return self.head.send_weight(rows, self.embedding.weight if self.config.tie_embeddings else None, parts)
 
+    def embed(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The stream before the first layer, this rank's features of it, and the rotary tables of its positions: the
+        arguments of a layer.
+        """
+        self._check(tokens, None, 0)
+        cos, sin = (table[: tokens.shape[1]] for table in self._rotary())
+        return self.embedding(tokens), cos, sin
+
+    def local_logits(self, x: Tensor) -> Tensor:
+        """This rank's logits (batch, t, V / R) of the stream after the last layer."""
+        logits: Tensor = self.head(x, self._tied_rows())
+        return logits
+
     def _tied_rows(self) -> Tensor | None:
         return self.head.tied_rows(self.embedding.weight) if self.config.tie_embeddings else None
 

@@ -12,10 +12,15 @@ from phantom_parallel.families.gpt.tokens import FILE, Tokenizer, load_tokenizer
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # to which the first bytes of a character decode
 
 
+def tokenizer_file(model: Path) -> Path | None:
+    """The file of the tokenizer in a model's folder, or in the training's folder around it."""
+    return next((folder / FILE for folder in (model, model.parent) if (folder / FILE).exists()), None)
+
+
 def find_tokenizer(model: Path) -> Tokenizer:
     """Load the tokenizer of a model's folder, or of the training's folder around it; bytes if there is none."""
-    folders = (model, model.parent)
-    return load_tokenizer(next((folder for folder in folders if (folder / FILE).exists()), model))
+    file = tokenizer_file(model)
+    return load_tokenizer(model if file is None else file.parent)
 
 
 def read_prompts(texts: Sequence[str], path: Path | None) -> list[bytes]:

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phantom_parallel.families.gpt.tokens import BPETokenizer, ByteTokenizer, Tokenizer, check_library, load_tokenizer
-from phantom_parallel.families.gpt.train_config import PYTHON, GPTTrainConfig
+from phantom_parallel.families.gpt.train_config import PYTHON
 from phantom_parallel.utils.arrays import open_array, readable
 from phantom_parallel.utils.files import atomic_folder
 from phantom_parallel.utils.seeds import generator
@@ -33,6 +33,29 @@ _FORMAT = b"1"  # version of the cached files
 _EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3"})
 
 
+class TextSettings(Protocol):
+    """The fields of a training's settings that its text and its windows depend on."""
+
+    @property
+    def data(self) -> str: ...
+    @property
+    def pattern(self) -> str: ...
+    @property
+    def max_bytes(self) -> int: ...
+    @property
+    def tokenizer(self) -> str: ...
+    @property
+    def vocab(self) -> int | None: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def eval_windows(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class Text:
     """Tokens to train on and held-out tokens, as arrays that may be memory-mapped."""
@@ -42,12 +65,12 @@ class Text:
     tokenizer: Tokenizer
     digest: str
 
-    def starts(self, step: int, config: GPTTrainConfig) -> Tensor:
+    def starts(self, step: int, config: TextSettings) -> Tensor:
         """Return the (batch,) starts of the windows of a step, drawn from the seed and the step."""
         last = len(self.training) - config.context - 1
         return torch.randint(last + 1, (config.batch,), generator=generator(config.seed, step, purpose=3))
 
-    def held_out_starts(self, config: GPTTrainConfig) -> Tensor:
+    def held_out_starts(self, config: TextSettings) -> Tensor:
         """Return the starts of windows that are spread over the held-out tokens and do not overlap."""
         last = len(self.held_out) - config.context - 1
         windows = min(config.eval_windows, 1 + last // config.context)
@@ -61,8 +84,12 @@ def windows(tokens: NDArray[Any], starts: Tensor, context: int) -> tuple[Tensor,
     return rows[:, :-1], rows[:, 1:]
 
 
-def open_text(config: GPTTrainConfig) -> Text:
+def open_text(config: TextSettings, tokenizer: Tokenizer | None = None) -> Text:
     """Open the text of a training, with its tokens from the cache if they are there.
+
+    Args:
+        config: The text, and the name of its tokenizer.
+        tokenizer: The tokenizer of that name, if it exists already.
 
     Raises:
         ValueError: If the text is missing, unreadable or too short.
@@ -71,24 +98,24 @@ def open_text(config: GPTTrainConfig) -> Text:
     digest = _digest(raw, config)
     text = _load_cached(_cache() / digest, digest)
     if text is None:
-        text = _save_cached(_encode(raw, config, digest), _cache() / digest)
+        text = _save_cached(_encode(raw, config, digest, tokenizer), _cache() / digest)
     _check_length(text, config)
     return text
 
 
-def text_digest(config: GPTTrainConfig) -> str:
+def text_digest(config: TextSettings) -> str:
     """Return a digest of the text and of the settings that its tokens depend on."""
     return _digest(_read(config), config)
 
 
-def check_text(config: GPTTrainConfig) -> None:
+def check_text(config: TextSettings) -> None:
     """Raise ValueError if `open_text` would; its tokens are cached for the ranks."""
     if config.tokenizer == "bpe":
         check_library()
     open_text(config)
 
 
-def _files(config: GPTTrainConfig) -> Iterator[Path]:
+def _files(config: TextSettings) -> Iterator[Path]:
     if config.data == PYTHON:
         home = Path(sysconfig.get_paths()["stdlib"])
         files = [path for path in home.rglob("*.py") if not _EXCLUDED & set(path.relative_to(home).parts)]
@@ -104,7 +131,7 @@ def _files(config: GPTTrainConfig) -> Iterator[Path]:
     return iter(sorted(files, key=lambda file: file.relative_to(path).as_posix()))
 
 
-def _read(config: GPTTrainConfig) -> bytes:
+def _read(config: TextSettings) -> bytes:
     """Concatenate the files, up to ``max_bytes``."""
     parts, room = [], config.max_bytes
     for path in _files(config):
@@ -120,23 +147,25 @@ def _read(config: GPTTrainConfig) -> bytes:
     return b"\n".join(parts)
 
 
-def _digest(text: bytes, config: GPTTrainConfig) -> str:
+def _digest(text: bytes, config: TextSettings) -> str:
     digest = hashlib.sha256(text)
     digest.update(b"\0".join([_FORMAT, config.tokenizer.encode(), str(config.vocab).encode()]))
     return digest.hexdigest()[:32]
 
 
-def _encode(text: bytes, config: GPTTrainConfig, digest: str) -> Text:
-    training, held_out = _split(text)
-    if config.tokenizer == "bytes":
-        tokenizer: Tokenizer = ByteTokenizer()
+def _encode(text: bytes, config: TextSettings, digest: str, tokenizer: Tokenizer | None) -> Text:
+    training, held_out = split_text(text)
+    if tokenizer is not None:
+        pass
+    elif config.tokenizer == "bytes":
+        tokenizer = ByteTokenizer()
     else:
         assert config.vocab is not None
         tokenizer = BPETokenizer.train(training, config.vocab)  # without the held-out text
     return Text(tokenizer.encode(training), tokenizer.encode(held_out), tokenizer, digest)
 
 
-def _split(text: bytes) -> tuple[bytes, bytes]:
+def split_text(text: bytes) -> tuple[bytes, bytes]:
     """Return the text to train on and the held-out text."""
     size = max(1, min(_PIECE, len(text) // (2 * _HELD_OUT)))  # a short text has 20 pieces, so that two are held out
     pieces, first = [], 0
@@ -149,7 +178,7 @@ def _split(text: bytes) -> tuple[bytes, bytes]:
     return b"".join(pieces), b"".join(held_out)
 
 
-def _check_length(text: Text, config: GPTTrainConfig) -> None:
+def _check_length(text: Text, config: TextSettings) -> None:
     for name, tokens in (("to train on", text.training), ("held out", text.held_out)):
         if len(tokens) <= config.context:
             raise ValueError(

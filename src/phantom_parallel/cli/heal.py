@@ -1,0 +1,81 @@
+"""``phantom heal``: a converted model learns from the dense model that it was made from."""
+
+from dataclasses import dataclass, field, fields, make_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from phantom_parallel.cli.options import folder_of, value_of
+from phantom_parallel.cli.train import TrainOptions
+from phantom_parallel.conversion.heal import heal_config
+from phantom_parallel.distributed.external import is_rank_zero
+from phantom_parallel.families.registry import get_family
+from phantom_parallel.train import Summary, TrainConfig, run
+from phantom_parallel.train.run_dir import read_config
+from phantom_parallel.utils.files import json_text
+
+DEFAULT_FAMILY = "gpt"  # whose options the help shows
+# Settings that the model determines, or that healing does not support.
+_HIDDEN = ("strategy", "blocks", "ghosts", "micro_batches", "reshard_after_forward", "compile", "momentum", "optimizer")
+_HELP = """Heal a converted model: train it with the dense model that it was made from as its teacher.
+
+At first each layer learns by itself: on the converted model's stream, it is to give the teacher's stream after the
+same layer. Then all layers together learn the teacher's predictions, by the Kullback-Leibler divergence. The teacher
+runs on the same ranks. Held-out losses, of the model and of its teacher, are the cross-entropy in nats a token. The
+healed model is written to the folder model in --out. Ranks, signals, --resume and exit codes are as for phantom train.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealOptions(TrainOptions):
+    """Options of ``phantom heal``; the others are the fields of its config."""
+
+    def run(self) -> None:
+        config = self.config()
+        with self.launching(config.ranks * config.dp, config.dtype) as network:
+            summary = run(config, self.out, resume=self.resume, show=True)
+        if not is_rank_zero():
+            return
+        if self.json:
+            print(json_text(summary.to_dict() | {"network": None if network is None else network.to_dict()}))
+        else:
+            _show(summary, config, self.out)
+
+
+def options_for(family: str | None, arguments: list[str]) -> tuple[type[Any], dict[str, Any]]:
+    """The options for the model's family. With ``--resume``, defaults are those of the folder."""
+    out, model, defaults = folder_of(arguments), value_of("--model", arguments), dict[str, Any]()
+    if "--resume" in arguments and out is not None:
+        family, defaults = read_config(out, family, heals=True)
+    if family is None and model is not None:
+        config_class = heal_config(Path(model))
+    else:
+        config_class = get_family(family or DEFAULT_FAMILY).heal_config()
+    hints = get_type_hints(config_class, include_extras=True)
+    known = {one.name: one.default for one in fields(config_class)}
+    hidden = [(name, tyro.conf.Suppress[hints[name]], field(default=known[name], kw_only=True)) for name in _HIDDEN]
+    space = {
+        "__doc__": _HELP,
+        "__module__": __name__,
+        "config_class": config_class,
+        "__post_init__": TrainOptions.__post_init__,
+    }
+    options: type[Any] = make_dataclass(
+        "Options", hidden, bases=(config_class, HealOptions), namespace=space, frozen=True, kw_only=True
+    )
+    return options, {name: value for name, value in defaults.items() if name not in _HIDDEN}
+
+
+def _show(summary: Summary, config: TrainConfig, out: Path) -> None:
+    table = Table(show_header=False)
+    table.add_row("ended", f"done, step {summary.step:,}")
+    table.add_row("held-out loss", f"{summary.eval_loss:.4f} nats a token")
+    table.add_row("before healing", f"{summary.initial_loss:.4f}")
+    table.add_row("of the teacher", f"{summary.teacher_loss:.4f}")
+    table.add_row("time", f"{summary.seconds:.2f} s in steps, {summary.blocked_share:.0%} of it blocked in exchanges")
+    table.add_row("rate", f"{summary.samples_per_second:,.3g} {config.row}s/s")
+    table.add_row("model", str(out / "model"))
+    Console(soft_wrap=True).print(table)
