@@ -183,12 +183,17 @@ def heal_part(bench: Bench, found: dict[str, Any], save: Callable[[], None]) -> 
     if "loss" in found:
         return
     found["loss_before"] = bench.loss(load_model(path))
-    settings = {"batch": options.heal_batch, "context": options.length, "lr": options.lr, "log_every": 5}
-    quiet = {"eval_every": 10**6, "checkpoint_every": 10**6}
-    data = (path, options.model, bench.training)
+    settings: dict[str, Any] = {
+        "batch": options.heal_batch,
+        "context": options.length,
+        "lr": options.lr,
+        "log_every": 5,
+    }
+    quiet: dict[str, Any] = {"eval_every": 10**6, "checkpoint_every": 10**6}
+    model, teacher, data = path, options.model, bench.training
     if "step_seconds" not in found:  # of a few steps, from which the number of steps follows
         trial = bench.work / f"trial-{time.time_ns()}"
-        short = heal(*data, trial, steps=3, layer_steps=0, eval_windows=1, **settings, **quiet)
+        short = heal(model, teacher, data, trial, steps=3, layer_steps=0, eval_windows=1, **settings, **quiet)
         found["step_seconds"] = short.seconds / 3
         save()
     steps = max(10, int(60 * options.heal_minutes / found["step_seconds"]))
@@ -198,8 +203,8 @@ def heal_part(bench: Bench, found: dict[str, Any], save: Callable[[], None]) -> 
     each = max(1, found["steps"] // 5)
     chosen = settings | {"steps": found["steps"], "warmup": min(10, found["steps"] // 10), "eval_every": each}
     layer_steps = int(options.layer_share * found["steps"])
-    more = {"layer_steps": layer_steps, "checkpoint_every": each, "eval_windows": 8}
-    summary = heal(*data, out, resume=out.exists(), show=True, **chosen, **more)
+    more: dict[str, Any] = {"layer_steps": layer_steps, "checkpoint_every": each, "eval_windows": 8}
+    summary = heal(model, teacher, data, out, resume=out.exists(), show=True, **chosen, **more)
     found |= {
         "settings": chosen | more | {"budget": options.heal_budget},
         "seconds": summary.seconds,

@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
+from phantom_parallel.checkpoint.model import CONFIG
 from phantom_parallel.cli.options import folder_of, value_of
 from phantom_parallel.cli.train import TrainOptions
 from phantom_parallel.conversion.heal import heal_config
@@ -50,13 +51,15 @@ def options_for(family: str | None, arguments: list[str]) -> tuple[type[Any], di
     out, model, defaults = folder_of(arguments), value_of("--model", arguments), dict[str, Any]()
     if "--resume" in arguments and out is not None:
         family, defaults = read_config(out, family, heals=True)
-    if family is None and model is not None:
+    if family is None and model is not None and (Path(model) / CONFIG).is_file():
         config_class = heal_config(Path(model))
     else:
         config_class = get_family(family or DEFAULT_FAMILY).heal_config()
     hints = get_type_hints(config_class, include_extras=True)
     known = {one.name: one.default for one in fields(config_class)}
-    hidden = [(name, tyro.conf.Suppress[hints[name]], field(default=known[name], kw_only=True)) for name in _HIDDEN]
+    hidden = [
+        (name, Annotated[hints[name], tyro.conf.Suppress], field(default=known[name], kw_only=True)) for name in _HIDDEN
+    ]
     space = {
         "__doc__": _HELP,
         "__module__": __name__,

@@ -37,7 +37,7 @@ def heal(
     Raises:
         ValueError, OSError: For wrong settings or files, before any rank starts.
     """
-    paths = {"model": str(model), "teacher": str(teacher), "data": str(data)}
+    paths: dict[str, Any] = {"model": str(model), "teacher": str(teacher), "data": str(data)}
     return run(heal_config(Path(model))(**paths, **settings), out, resume=resume, show=show)
 
 

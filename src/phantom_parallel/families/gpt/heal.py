@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -155,7 +155,7 @@ def _open(config: HealConfig) -> Text:
             f"{config.data} has a token {largest}, but the model's vocabulary is {config.vocab}: the tokenizer.json "
             f"beside {config.model} belongs to another model, or is missing"
         )
-    return cast(Text, text)
+    return text
 
 
 def _digest(config: HealConfig, text: str) -> str:
