@@ -250,12 +250,58 @@ def two_level(path: Path) -> str:
     return _lines(headings, (row(found, name) for found in _read(path)["step"] for name in found["milliseconds"]))
 
 
+def pretrained_curve(path: Path) -> str:
+    """Held-out loss of a pretrained model by the ways to fewer multiply-adds."""
+    data = _read(path)
+    methods = list(dict.fromkeys(point["method"] for point in data["points"]))
+
+    def row(budget: float) -> list[str]:
+        found = {point["method"]: point for point in data["points"] if point["budget"] == budget}
+        cells = (f"{found[name]['loss']:.2f} at {found[name]['kept']:.0%}" if name in found else "" for name in methods)
+        return [f"{budget:.0%}", *cells]
+
+    budgets = sorted({point["budget"] for point in data["points"]}, reverse=True)
+    everything = ["100%", *([f"{data['dense_loss']:.2f}"] * len(methods))]
+    return _lines(("multiply-adds kept", *methods), iter([everything, *map(row, budgets)]))
+
+
+def pretrained_heal(path: Path) -> str:
+    """Held-out loss of a converted model before and after healing."""
+    data = _read(path)
+    cells = [
+        f"{data['settings']['budget']:.0%}",
+        *(f"{data[name]:.2f}" for name in ("dense_loss", "loss_before", "loss")),
+    ]
+    cells += [f"{data['seconds'] / 60:.0f}", f"{data['tokens']:,}"]
+    headings = ("multiply-adds kept", "dense", "converted", "healed", "minutes", "tokens")
+    return _lines(headings, iter([cells]))
+
+
+def pretrained_speed(path: Path) -> str:
+    """Prefill and decode of a converted model against Megatron."""
+
+    def rows() -> Iterator[list[str]]:
+        for place, found in _read(path)["rows"].items():
+            for name, cost in found["measured"].items():
+                for phase in ("prefill", "decode"):
+                    each = cost[phase]
+                    joules = each["joules_per_token"]
+                    cells = [f"{1e3 * each['seconds']:.0f} ms", f"{each['bytes_per_token']:,.0f}"]
+                    yield [place, name, phase, *cells, "" if joules is None else f"{joules:.3g}"]
+
+    headings = ("where", "strategy", "phase", "time", "bytes a token", "modelled joules a token")
+    return _lines(headings, rows())
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "checkpoint": checkpoint,
     "compare-quick-brief": brief_comparison,
     "compare-quick-targets": looser_targets,
     "layers-step": layer_steps,
     "layers-forward": layer_forward,
+    "pretrained-curve": pretrained_curve,
+    "pretrained-heal": pretrained_heal,
+    "pretrained-speed": pretrained_speed,
     "transformer": transformer,
     "two-level": two_level,
     "validation": validation,
