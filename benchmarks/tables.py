@@ -293,7 +293,16 @@ def pretrained_speed(path: Path) -> str:
     return _lines(headings, rows())
 
 
+def campaign(path: Path) -> str:
+    """Attempts to break the commands: how many of each group were tried, clean and bad."""
+    found = _read(path)
+    groups = [*found["groups"].items(), ("**all**", found)]
+    rows = ([name, f"{one['tried']:,}", f"{one['tried'] - one['bad']:,}", f"{one['bad']:,}"] for name, one in groups)
+    return _lines(("attempts", "tried", "clean", "bad"), rows)
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
+    "campaign": campaign,
     "checkpoint": checkpoint,
     "compare-quick-brief": brief_comparison,
     "compare-quick-targets": looser_targets,

@@ -4,6 +4,7 @@ import argparse
 import signal
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 from tests.campaign import disk, inputs, kills
@@ -33,7 +34,9 @@ def main() -> int:
     seconds = time.monotonic() - began
     print(f"\n{tally.table()}\n\n{seconds:.0f} s, seed {given.seed}")
     if given.out:
-        tally.write(given.out, seed=given.seed, seconds=round(seconds))
+        command = " ".join(["python -m tests.campaign", *sys.argv[1:]])
+        made = datetime.now(UTC).isoformat(timespec="seconds")
+        tally.write(given.out, command=command, made=made, seed=given.seed, seconds=round(seconds))
     return 1 if tally.bad else 0
 
 

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from benchmarks import tables
 from tests.campaign import disk, inputs, kills
 from tests.campaign.tally import Bad, Tally
 
@@ -32,11 +33,16 @@ def test_a_full_disk_stops_a_training_that_continues_later():
     assert_clean(disk.run(1, SEED), 1)
 
 
-def test_a_bad_case_is_counted_and_shown():
+def test_a_bad_case_is_counted_and_shown(tmp_path):
     tally = Tally()
     tally.add("results")
     tally.add("results", [Bad("results", "hang", "case", "detail", "again")])
     assert [line.split() for line in tally.table().splitlines()[1:]] == [
         ["results", "2", "1", "1", "1", "hang"],
         ["total", "2", "1", "1", "1", "hang"],
+    ]
+    tally.write(tmp_path / "campaign.json", seed=0)
+    assert tables.campaign(tmp_path / "campaign.json").splitlines()[-2:] == [
+        "| results | 2 | 1 | 1 |",
+        "| **all** | 2 | 1 | 1 |",
     ]
