@@ -292,23 +292,24 @@ def _options(artefacts: Artefacts, folder: Path, random: Random) -> Case:
         words.append(random.choice(("--unknown", "--", "-x", "", "extra", "--resume", "--overwrite", "--json=1")))
     if random.random() < 0.1 and base:
         del base[random.randrange(len(base))]
-    runs = name.split()[0] not in ("train", "compare", "study", "calibrate", "validate")
+    runs = name.split()[0] not in ("train", "heal", "compare", "study", "calibrate", "validate")
     return _case("options", name, *name.split(), *base, *words, runs=runs)
 
 
 def _bases(artefacts: Artefacts, folder: Path) -> dict[str, list[str]]:
     """A valid call of every command, by its name and family."""
     out = ["--out", folder / "out"]
-    table = artefacts.tables
+    table, text = artefacts.tables, ["--data", artefacts.data / "text.txt"]
     sizes = ["--vocab", 256, "--dim", 64, "--layers", 2, "--heads", 4, "--context", 32, "--batch", 8]
     bases: dict[str, list[object]] = {
         "train": [*out, *FFN, *TEACHER, "--steps", 2],
-        "train gpt": [*out, *GPT, "--data", artefacts.data / "text.txt", "--steps", 2],
+        "train gpt": [*out, *GPT, *text, "--steps", 2],
         "infer": ["--model", artefacts.ffn / "model", "--turns", 1, "--json"],
         "generate": ["--model", artefacts.gpt / "model", "--prompt", "def", "--tokens", 2, "--json"],
         "import": [*out, "--from", artefacts.pretrained],
         "export": [*out, "--model", artefacts.gpt / "model"],
         "convert": [*out, "--model", artefacts.dense, "--calibration", artefacts.data / "x.npy", *SHAPE],
+        "heal": [*out, "--model", artefacts.gpt / "model", "--teacher", artefacts.gpt / "model", *text, "--steps", 1],
         "compare": [*out, "--preset", table / "preset.toml"],
         "compare gpt": [*out],
         "study": [table / "study.toml", *out],

@@ -386,4 +386,4 @@ def _config(name: str, settings: Any, path: Path) -> Any:
 
 def _check_target(path: Path, overwrite: bool, group: Group) -> None:
     if rank_in(group) == 0 and path.exists() and not overwrite:
-        raise FileExistsError(f"{path} exists: choose another folder or pass overwrite=True")
+        raise FileExistsError(f"{path} exists: choose another folder, or overwrite it (--overwrite, overwrite=True)")

@@ -46,7 +46,7 @@ def atomic_folder(path: str | os.PathLike[str], *, overwrite: bool = False) -> I
     """
     path = Path(path)
     if path.exists() and not overwrite:
-        raise FileExistsError(f"{path} exists: choose another folder or pass overwrite=True")
+        raise FileExistsError(f"{path} exists: choose another folder, or overwrite it (--overwrite, overwrite=True)")
     scratch = scratch_folder(path)
     try:
         yield scratch
