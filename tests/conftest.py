@@ -28,6 +28,8 @@ def ranks(_pools: dict[int, Pool]) -> Callable[[int], Pool]:
     """``ranks(4)`` is a pool of 4 local ranks, the same one for many tests unless something fails in it."""
 
     def pool_of(size: int) -> Pool:
+        if size in _pools and _pools[size].worn:
+            _pools[size].close()
         if size not in _pools or _pools[size].closed:
             _pools[size] = Pool(size)
         return _pools[size]

@@ -3,6 +3,7 @@
 Workers come from a fork server that has imported torch already, so that a pool of eight starts in about a second.
 """
 
+import gc
 import multiprocessing as mp
 import os
 import tempfile
@@ -12,6 +13,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+CALLS = 15  # of a pool before it is replaced: caches of DTensor keep the threads of some destroyed groups
 TIMEOUT = 120.0  # seconds: far above what any test needs, so that it only ends a hang
 
 _context = mp.get_context("forkserver")
@@ -30,7 +32,7 @@ class Pool:
     """
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.size, self.calls = size, 0
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._workers = []
@@ -45,6 +47,7 @@ class Pool:
             self._workers.append(worker)
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        self.calls += 1
         try:
             for pipe in self._pipes:
                 pipe.send((function, args, kwargs))
@@ -78,6 +81,11 @@ class Pool:
     @property
     def closed(self) -> bool:
         return not self._workers
+
+    @property
+    def worn(self) -> bool:
+        """Whether it is time for a new pool."""
+        return self.calls >= CALLS
 
     def close(self) -> None:
         for worker in self._workers:
@@ -128,6 +136,7 @@ def _replace_groups(rank: int, size: int, store: str) -> None:
     from phantom_parallel.checkpoint import parts
     from phantom_parallel.ops import levels
 
+    gc.collect()
     groups = torch.tensor(len(_world.pg_map))
     dist.all_reduce(groups, dist.ReduceOp.MAX)  # a rank that is not of a group does not count it
     if groups == 1:
