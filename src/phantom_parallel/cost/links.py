@@ -9,6 +9,7 @@ costs a rank as many FLOPs as it costs a device of the profile.
 
 import time
 from dataclasses import replace
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from phantom_parallel.utils.network import (
 )
 
 SIZE = 1024  # of the square matrices whose product is timed
-SECONDS = 0.5
+SECONDS, WINDOWS = 0.1, 15  # the median of short windows: other load on the machine comes and goes
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -97,10 +98,13 @@ def _measure_flops(device: torch.device, dtype: str) -> float:
     out = torch.empty_like(a)
     torch.mm(a, b, out=out)
     dist.barrier()
-    started, count = time.perf_counter(), 0
-    while time.perf_counter() - started < SECONDS or count < 2:
-        torch.mm(a, b, out=out)
-        count += 1
-    rate = torch.tensor(2 * SIZE**3 * count / (time.perf_counter() - started), dtype=torch.float64)
+    rates = []
+    for _ in range(WINDOWS):
+        started, count = time.perf_counter(), 0
+        while time.perf_counter() - started < SECONDS or count < 2:
+            torch.mm(a, b, out=out)
+            count += 1
+        rates.append(2 * SIZE**3 * count / (time.perf_counter() - started))
+    rate = torch.tensor(median(rates), dtype=torch.float64)
     dist.all_reduce(rate)
     return float(rate) / dist.get_world_size()

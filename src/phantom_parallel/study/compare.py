@@ -190,9 +190,9 @@ def choose_on_network(settings: CompareSettings, runner: CellRunner) -> tuple[Co
 
 def least_sent(settings: CompareSettings, variants: Sequence[Contender]) -> list[Contender]:
     """The variants that send least by the formulas, on ranks that a network connects. Variants of fsdp compute the same
-    and differ in what they send, those of a pipeline send equally much.
+    and differ in what they send; those of others differ in when they send it.
     """
-    if len(variants) == 1:
+    if variants[0].frees_weights is None:
         return list(variants)
     sent = [counts(settings.config(one, lr=1e-3, seed=0, steps=settings.steps))["bytes_per_step"] for one in variants]
     return [one for one, count in zip(variants, sent, strict=True) if count == min(sent)]

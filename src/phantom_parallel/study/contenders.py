@@ -33,6 +33,7 @@ class Contender:
         wire: Format of exchanged values.
         micro_batches: Micro-batches of a pipeline; None until they are chosen, and for other strategies.
         frees_weights: Whether fsdp frees gathered weights after the forward pass; None for other strategies.
+        interleave: Parts of a batch that take turns; None if the training has it, and for other strategies.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Contender:
     wire: WireFormat = EXACT_WIRE
     micro_batches: int | None = None
     frees_weights: bool | None = None
+    interleave: int | None = None
 
     @property
     def function(self) -> str:
@@ -64,6 +66,8 @@ class Contender:
         """What was chosen by the shortest step, in words; empty if nothing was."""
         if self.micro_batches is not None:
             return f"{self.micro_batches} micro-batches"
+        if self.interleave is not None:
+            return f"{self.interleave} parts in turns" if self.interleave > 1 else ""
         return "weights kept after the forward pass" if self.frees_weights is False else ""
 
     @property
@@ -80,6 +84,8 @@ class Contender:
         found["wire"] = self.wire
         if self.micro_batches is not None:
             found["micro_batches"] = self.micro_batches
+        if self.interleave is not None:
+            found["interleave"] = self.interleave
         if self.frees_weights is not None:
             found["reshard_after_forward"] = self.frees_weights
         return found

@@ -51,6 +51,9 @@ class SearchSettings:
     micro_batches: tuple[int, ...] = ()
     """Numbers of micro-batches to try for pipelines, of which the one with the shortest step is used; by default 1, 2
     and 4 times their ranks."""
+    interleave: tuple[int, ...] = ()
+    """Numbers of parts of a batch that take turns, for strategies that cut layers over ranks; the one with the shortest
+    step is used. If empty, that of the training."""
 
     def __post_init__(self) -> None:
         positive(steps=self.steps)
@@ -62,6 +65,8 @@ class SearchSettings:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
         for number in self.micro_batches:
             positive(micro_batches=number)
+        for number in self.interleave:
+            positive(interleave=number)
 
 
 @dataclass(frozen=True)
@@ -118,10 +123,13 @@ class CompareSettings(NetworkSettings):
 
     def variants(self, one: Contender) -> tuple[Contender, ...]:
         """What a contender may be tuned to, of which the one with the shortest step is used: a pipeline's number of
-        micro-batches, and whether fsdp frees gathered weights after the forward pass.
+        micro-batches, whether fsdp frees gathered weights after the forward pass, and how many parts of a batch take
+        turns where ranks share layers.
         """
         if one.frees_weights is not None:
             return tuple(replace(one, frees_weights=frees) for frees in (True, False))
+        if one.ranks > 1 and get_strategy(one.strategy).splits_layers and self.search.interleave:
+            return tuple(replace(one, interleave=parts) for parts in self.search.interleave)
         if not one.pipelined:
             return (one,)
         numbers = self.search.micro_batches or tuple(times * one.ranks for times in (1, 2, 4))
