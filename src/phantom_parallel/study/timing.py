@@ -59,7 +59,7 @@ def time_steps(
     Raises:
         Interrupted: If a signal asked to stop.
     """
-    quiet = replace(config, steps=WARM_UP, target_loss=None, log_every=_NEVER, eval_every=_NEVER)
+    quiet = replace(config, steps=WARM_UP, warmup=0, target_loss=None, log_every=_NEVER, eval_every=_NEVER)
     with ExitStack() as stack:
         trainer = Trainer(quiet, context, None)
         stack.push(trainer.close)
