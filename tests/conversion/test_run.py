@@ -157,12 +157,11 @@ def test_the_benchmark_compares_three_ways_at_the_same_cost(tmp_path, capsys):
 
     trained_gpt(tmp_path / "dense")
     (tmp_path / "text.txt").write_text(TEXT)
-    out = tmp_path / "found.json"
     sizes = ["--blocks", "4", "--rows", "1024", "--length", "64", "--budgets", "0.6"]
-    pretrained.main(
-        ["--model", str(tmp_path / "dense"), "--text", str(tmp_path / "text.txt"), "--out", str(out), *sizes]
-    )
-    found = json.loads(out.read_text())
-    assert [point["method"] for point in found["points"]] == ["phantom", "low rank", "dropped layers"]
+    folders = ["--work", str(tmp_path / "work"), "--out", str(tmp_path)]
+    model, text = str(tmp_path / "dense"), str(tmp_path / "text.txt")
+    pretrained.main(["--model", model, "--text", text, "--parts", "curve", *folders, *sizes])
+    found = json.loads((tmp_path / "pretrained-curve.json").read_text())
+    assert sorted(point["method"] for point in found["points"]) == ["dropped layers", "low rank", "phantom"]
     assert all(point["kept"] <= 0.6 and point["loss"] > found["dense_loss"] for point in found["points"])
-    assert out.with_suffix(".png").is_file()
+    assert (tmp_path / "work" / "curve.png").is_file()
