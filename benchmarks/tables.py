@@ -250,6 +250,41 @@ def two_level(path: Path) -> str:
     return _lines(headings, (row(found, name) for found in _read(path)["step"] for name in found["milliseconds"]))
 
 
+def plan_scaling(path: Path) -> str:
+    """Modelled steps and energy on more and more devices, in the columns that `phantom plan` has."""
+    scaling = _read(path)["scaling"]
+    found = {name: {one["devices"]: one for one in rows} for name, rows in scaling.items()}
+
+    def cell(one: dict[str, Any] | None) -> str:
+        if one is None:
+            return ""
+        inside = one["ranks_per_block"] or 1
+        layout = f", {one['blocks']} x {inside}" if inside > 1 else ""
+        each = quantity(one["modelled_joules_per_sample"], "J")
+        return f"{quantity(one['step_seconds'], 's')}, {each}{layout}"
+
+    devices = sorted({number for rows in found.values() for number in rows})
+    headings = ("devices", *(f"{name}: step, energy a sample" for name in found))
+    return _lines(
+        headings, ([f"{number:,}", *(cell(rows.get(number)) for rows in found.values())] for number in devices)
+    )
+
+
+def step_stack(path: Path) -> str:
+    """A step as a stack of products, exchanges and the rest, and phantom's time beside its FLOPs."""
+
+    def row(found: dict[str, Any], name: str) -> list[str]:
+        one, ratio = found["strategies"][name], found["phantom of"].get(name)
+        parts = (f"{one['stack'][part]:.1f}" for part in ("products", "exchanges", "rest"))
+        shares = ("", "") if ratio is None else (f"{ratio['flops']:.2f}", _quartiles(ratio["time"]))
+        step = _quartiles(one["milliseconds"], 1)
+        return [found["family"], f"{found['width']:,}", name, step, *parts, *shares]
+
+    headings = ("model", "width", "strategy", "step, ms", "products", "exchanges", "rest")
+    rows = (row(found, name) for found in _read(path)["step"] for name in found["strategies"])
+    return _lines((*headings, "phantom's FLOPs, of it", "phantom's time, of it"), rows)
+
+
 def pretrained_curve(path: Path) -> str:
     """Held-out loss of a pretrained model by the ways to fewer multiply-adds."""
     data = _read(path)
@@ -308,9 +343,11 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "compare-quick-targets": looser_targets,
     "layers-step": layer_steps,
     "layers-forward": layer_forward,
+    "plan-scaling": plan_scaling,
     "pretrained-curve": pretrained_curve,
     "pretrained-heal": pretrained_heal,
     "pretrained-speed": pretrained_speed,
+    "step-stack": step_stack,
     "transformer": transformer,
     "two-level": two_level,
     "validation": validation,
