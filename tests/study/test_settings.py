@@ -63,6 +63,17 @@ def test_on_hosts_fsdp_and_pipelines_share_the_dense_models_curve_in_every_varia
         assert least_sent(here, here.variants(fsdp)) == [replace(fsdp, frees_weights=False)]
 
 
+def test_all_strategies_that_cut_layers_try_the_same_parts_in_turns():
+    found = read_compare("gpt-hosts")
+    tried = {one.name: [variant.interleave for variant in found.variants(one)] for one in found.contenders}
+    cutting = ("phantom", "megatron", "phantom+int8", "megatron+int8")
+    assert {name: tried[name] for name in cutting} == {name: [1, 2] for name in cutting}
+    assert tried["copies"] == tried["phantom-copies"] == [None]
+    (_, turns) = found.variants(found.contenders[0])
+    assert found.config(turns, lr=1e-3, seed=0, steps=found.steps).interleave == 2
+    assert turns.variant == "2 parts in turns"
+
+
 def test_the_same_settings_for_all_but_what_is_phantoms_own():
     found = read_compare("quick", {"lr_local": 0.5})
     phantom, tensor = (found.config(one, lr=0.1, seed=1, steps=10) for one in found.contenders[:2])

@@ -154,7 +154,11 @@ def cells_of_losses(settings: CompareSettings) -> int:
 
 def cells_of_times(settings: CompareSettings) -> int:
     """About how many cells the times of steps take."""
-    return len(settings.contenders) * settings.seeds if settings.share_curves else 0
+    if not settings.share_curves:
+        return 0
+    tried = (len(least_sent(settings, settings.variants(one))) for one in settings.contenders)
+    on_network = sum(number for number in tried if number > 1) if settings.hosts else 0
+    return len(settings.contenders) * settings.seeds + on_network
 
 
 def choose_variants(settings: CompareSettings, runner: CellRunner, contenders: Sequence[Contender]) -> Variants:
