@@ -4,11 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phantom_parallel.cost.layer_terms import phantom_layer, tensor_layer
 from phantom_parallel.cost.terms import (
     Exchange,
     decompression_dominates,
-    phantom_layer,
-    tensor_layer,
 )
 from phantom_parallel.families.ffn.cost import FFNShape
 from phantom_parallel.utils.layout import BlockLayout, RowLayout

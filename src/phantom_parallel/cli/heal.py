@@ -12,11 +12,10 @@ from phantom_parallel.checkpoint.model import CONFIG
 from phantom_parallel.cli.options import folder_of, value_of
 from phantom_parallel.cli.train import TrainOptions
 from phantom_parallel.conversion.heal import heal_config
-from phantom_parallel.distributed.external import is_rank_zero
 from phantom_parallel.families.registry import get_family
-from phantom_parallel.train import Summary, TrainConfig, run
+from phantom_parallel.train import Summary, TrainConfig
 from phantom_parallel.train.run_dir import read_config
-from phantom_parallel.utils.files import json_text
+from phantom_parallel.utils.network import Network
 
 DEFAULT_FAMILY = "gpt"  # whose options the help shows
 # Settings that the model determines, or that healing does not support.
@@ -34,16 +33,8 @@ healed model is written to the folder model in --out. Ranks, signals, --resume a
 class HealOptions(TrainOptions):
     """Options of ``phantom heal``; the others are the fields of its config."""
 
-    def run(self) -> None:
-        config = self.config()
-        with self.launching(config.ranks * config.dp, config.dtype) as network:
-            summary = run(config, self.out, resume=self.resume, show=True)
-        if not is_rank_zero():
-            return
-        if self.json:
-            print(json_text(summary.to_dict() | {"network": None if network is None else network.to_dict()}))
-        else:
-            _show(summary, config, self.out)
+    def show(self, summary: Summary, config: TrainConfig, network: Network | None) -> None:
+        _show(summary, config, self.out)
 
 
 def options_for(family: str | None, arguments: list[str]) -> tuple[type[Any], dict[str, Any]]:

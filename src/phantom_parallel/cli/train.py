@@ -50,7 +50,11 @@ class TrainOptions(NetworkOptions, JsonOption):
         if self.json:
             print(json_text(summary.to_dict() | {"network": None if network is None else network.to_dict()}))
         else:
-            _show(summary, config, self.out, network)
+            self.show(summary, config, network)
+
+    def show(self, summary: Summary, config: TrainConfig, network: Network | None) -> None:
+        """Print the results for people."""
+        _show(summary, config, self.out, network)
 
 
 def options_for(family: str | None, arguments: list[str]) -> tuple[type[Any], dict[str, Any]]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
+from phantom_parallel.cost.layer_terms import column_layer, phantom_layer, row_layer, tensor_layer
 from phantom_parallel.cost.terms import (
     OPTIMIZER_STATES,
     Exchange,
@@ -11,11 +12,7 @@ from phantom_parallel.cost.terms import (
     Memory,
     Optimizer,
     Shape,
-    column_layer,
-    phantom_layer,
     representative,
-    row_layer,
-    tensor_layer,
 )
 from phantom_parallel.cost.whole_layers import Group, Stage, check_rows, fully_sharded
 from phantom_parallel.families.ffn.config import LayerFeatures

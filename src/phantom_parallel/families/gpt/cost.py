@@ -29,6 +29,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Self, get_args
 
+from phantom_parallel.cost.layer_terms import column_layer, phantom_layer, row_layer
 from phantom_parallel.cost.terms import (
     OPTIMIZER_STATES,
     Exchange,
@@ -38,11 +39,8 @@ from phantom_parallel.cost.terms import (
     Product,
     Shape,
     between_ranks,
-    column_layer,
     in_turns,
-    phantom_layer,
     recomputed,
-    row_layer,
     summed_on_wire,
 )
 from phantom_parallel.cost.whole_layers import Stage, check_rows
