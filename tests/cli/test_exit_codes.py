@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from phantom_parallel.cli import exit_codes
 from phantom_parallel.cli import main as program
 from phantom_parallel.cli.exit_codes import exit_code, print_error
 from phantom_parallel.distributed.errors import Interrupted, LossDiverged, RankDied
@@ -28,8 +29,14 @@ DEADLINE = 60.0  # seconds: far above what is needed, so that it only ends a han
         (TypeError("a bug"), None),
     ],
 )
-def test_errors_have_exit_codes_and_bugs_have_none(error, code):
+def test_errors_have_exit_codes_and_bugs_have_none(error, code, monkeypatch):
+    monkeypatch.setattr(exit_codes, "recorded", [])  # other tests of this process may have sent signals to it
     assert exit_code(error) == code
+
+
+def test_an_interruption_has_the_code_of_the_last_signal(monkeypatch):
+    monkeypatch.setattr(exit_codes, "recorded", [signal.SIGINT, signal.SIGTERM])
+    assert exit_code(Interrupted("stopped")) == 143
 
 
 def test_a_message_that_repeats_a_long_value_is_shortened(capfd):
