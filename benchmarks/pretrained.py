@@ -243,6 +243,17 @@ def speed(bench: Bench, found: dict[str, Any], save: Callable[[], None]) -> None
             print(f"{place}, {name}: {', '.join(times)}", flush=True)
 
 
+def _not_default(parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:
+    """Options that were given, without paths, which are others' elsewhere."""
+    given = ""
+    for action in parser._actions:
+        value = getattr(options, action.dest, action.default)
+        if action.dest != "parts" and value != action.default and not isinstance(value, Path):
+            values = value if isinstance(value, list) else [value]
+            given += f" {action.option_strings[-1]} {' '.join(map(str, values))}"
+    return given
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder of phantom import")
@@ -274,7 +285,7 @@ def main(arguments: list[str] | None = None) -> None:
     functions: dict[str, Callable[..., None]] = {"curve": curve, "heal": heal_part, "speed": speed}
     for part in chosen:
         out = options.out / f"pretrained-{part}.json"
-        command = f"python -m benchmarks.pretrained --parts {part}"
+        command = f"python -m benchmarks.pretrained --parts {part}{_not_default(parser, options)}"
         settings = {"blocks": options.blocks, "rows": options.rows, "length": options.length}
         found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else about(command) | {"settings": settings}
         if part == "exact":

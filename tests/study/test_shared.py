@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from phantom_parallel.families.ffn.task import FFNTask
+from phantom_parallel.report.captions import learning_rates
 from phantom_parallel.study import results
 from phantom_parallel.study.compare import compare_on_rank
 from phantom_parallel.study.contenders import get_contender
@@ -176,3 +177,17 @@ def test_a_shared_run_by_hand():
     assert found.step_seconds == 0.25
     nothing: Run = shared_run(run, replace(timing("copies", ()), steps=0), copies)
     assert (nothing.status, nothing.steps, nothing.step_seconds, nothing.loss) == ("diverged", 0, None, None)
+
+
+def test_formats_on_the_wire_take_the_rate_of_full_precision_if_asked(ranks, tmp_path):
+    names = ("phantom", "tensor", "phantom+int8", "tensor+int8")
+    settings = small(strategies=names, search_wires=False, seeds=1, inference_batches=())
+    found = ranks(2)(on_a_rank, settings, str(tmp_path / "out"))[0]
+    assert {one.strategy for one in found.trials} == {"phantom", "tensor"}
+    chosen = {one.strategy: one.lr for one in found.trials if one.chosen}
+    rates = {run.strategy: run.lr for run in found.runs}
+    assert rates == {name: chosen[name.split("+")[0]] for name in names}
+    assert "have the rate of full precision" in learning_rates(found)
+    apart = small(strategies=("phantom", "tensor+int8"), search_wires=False, seeds=1, steps=2, inference_batches=())
+    alone = ranks(2)(on_a_rank, replace(apart, target_loss=None), str(tmp_path / "alone"))[0]
+    assert {one.strategy for one in alone.trials} == {"phantom", "tensor+int8"}  # there is no other to take it from

@@ -117,6 +117,8 @@ def learning_rates(found: Comparison) -> str:
         if len(tried) > 1 and chosen.lr in (min(one.lr for one in tried), max(one.lr for one in tried)):
             edges.append(strategy)
     text = f"Learning rates chosen by the same search (ringed): {', '.join(texts)}."
+    if not found.settings.get("search", {}).get("wires", True):
+        text += " Formats on the wire have the rate of full precision."
     if edges:
         text += f" For {' and '.join(edges)} it is at an end of the rates tried: a better one may lie beyond."
     return text

@@ -3,7 +3,8 @@
 variants   a few steps of every contender: the fastest of those that compute the same model trains it, if these share
            curves; pipelines get the number of micro-batches, and fsdp keeps weights or not, as makes the shortest step.
            On a network, variants that send more than others are not timed
-search     every model tries the same learning rates on a seed of the search's own
+search     every model tries the same learning rates on a seed of the search's own; formats on the wire may take the
+           rate of full precision instead
 target     a given loss, or the loss that every model reached in the search
 runs       seed by seed, one contender after the other in rotating order, so that whatever slows the machine slows all
            of them; ratios are of runs of the same seed. Where curves are shared, a run is a training of the model by
@@ -116,6 +117,7 @@ class Losses:
         origin: Origin of the target, in words.
         shared: Models of several contenders.
         trials: The search for a learning rate, by model.
+        rates: The learning rate of each model.
         runs: A training for each model and seed, named by the contender that was trained.
         models: Name of the model of each contender.
         cells: How many cells there were.
@@ -126,6 +128,7 @@ class Losses:
     origin: str
     shared: tuple[SharedModel, ...]
     trials: tuple[Trial, ...]
+    rates: Mapping[str, float]
     runs: tuple[Run, ...]
     models: Mapping[str, str]
     cells: int = 0
@@ -133,7 +136,7 @@ class Losses:
 
     def rate(self, name: str) -> float:
         """The learning rate of a contender."""
-        return next(one.lr for one in self.trials if one.chosen and one.strategy == self.models[name])
+        return self.rates[self.models[name]]
 
     def run(self, name: str, seed: int) -> Run:
         """The training of a contender's model with a seed."""
@@ -149,7 +152,8 @@ def cells_of_losses(settings: CompareSettings) -> int:
     """About how many cells the losses take."""
     models = models_of(settings.contenders, settings.share_curves)
     timed = sum(len(group) for group in models.values() if len(group) > 1)
-    return timed + len(models) * (len(settings.search.learning_rates) + settings.seeds)
+    searched = len(models) - len(_same_rate(settings, settings.contenders))
+    return timed + searched * len(settings.search.learning_rates) + len(models) * settings.seeds
 
 
 def cells_of_times(settings: CompareSettings) -> int:
@@ -222,14 +226,18 @@ def find_losses(settings: CompareSettings, runner: CellRunner, variants: Variant
     named = {one.name: one for one in variants.chosen}
     trainers |= {one.model: named[one.trained_by] for one in shared}
     others = runner.done + settings.seeds * len(models)
+    same = _same_rate(settings, variants.chosen)
     candidates: dict[str, Candidate] = {
-        model: partial(settings.config, one, seed=settings.search.seed) for model, one in trainers.items()
+        model: partial(settings.config, one, seed=settings.search.seed)
+        for model, one in trainers.items()
+        if model not in same
     }
     found = search(candidates, settings.search, runner, lambda trials: runner.expect(trials + others + later))
     trials = [trial for one in found.values() for trial in one]
     target, origin = choose_target(settings, trials)
     settings = replace(settings, target_loss=target)
     rates = {one.strategy: one.lr for one in trials if one.chosen}
+    rates |= {model: rates[other] for model, other in same.items()}
     runs = []
     for seed in range(settings.seeds):
         for model in in_turn(list(trainers), seed):
@@ -239,7 +247,25 @@ def find_losses(settings: CompareSettings, runner: CellRunner, variants: Variant
             runs.append(replace(run, strategy=one.name))
     of = {one.name: model for model, group in models.items() for one in group}
     counts = runner.done, runner.reused
-    return Losses(settings, origin, tuple(shared), tuple(trials), tuple(runs), of, *counts)
+    return Losses(settings, origin, tuple(shared), tuple(trials), rates, tuple(runs), of, *counts)
+
+
+def _same_rate(settings: CompareSettings, contenders: Sequence[Contender]) -> dict[str, str]:
+    """Models that take the learning rate of another: those in a short format, if formats have no search of their own,
+    of a contender that is there at full precision too.
+    """
+    if settings.search.wires:
+        return {}
+    models = models_of(contenders, settings.share_curves)
+    exact = {
+        (one.strategy, one.ranks, one.dp): model
+        for model, group in models.items()
+        for one in group
+        if one.wire == EXACT_WIRE
+    }
+    short = {model: group[0] for model, group in models.items() if group[0].wire != EXACT_WIRE}
+    layouts = {model: (one.strategy, one.ranks, one.dp) for model, one in short.items()}
+    return {model: exact[layout] for model, layout in layouts.items() if layout in exact}
 
 
 def in_turn(names: Sequence[Any], turn: int) -> list[Any]:

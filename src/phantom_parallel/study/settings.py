@@ -54,6 +54,9 @@ class SearchSettings:
     interleave: tuple[int, ...] = ()
     """Numbers of parts of a batch that take turns, for strategies that cut layers over ranks; the one with the shortest
     step is used. If empty, that of the training."""
+    wires: bool = True
+    """Whether formats on the wire have a search of their own. If not, they take the learning rate that was found for
+    the same strategy at full precision, where that is compared too."""
 
     def __post_init__(self) -> None:
         positive(steps=self.steps)

@@ -14,7 +14,9 @@ from phantom_parallel.energy import EnergyMeter
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.loop import Record, Trainer
 
-WARM_UP = 2  # steps before those that are timed: buffers are allocated and connections opened
+WARM_UP = (
+    2  # steps before those that are timed, or one if time is limited: buffers are allocated and connections opened
+)
 LEAST = 2  # steps that are timed at least
 _NEVER = 10**9
 
@@ -59,7 +61,8 @@ def time_steps(
     Raises:
         Interrupted: If a signal asked to stop.
     """
-    quiet = replace(config, steps=WARM_UP, warmup=0, target_loss=None, log_every=_NEVER, eval_every=_NEVER)
+    warm_up = WARM_UP if math.isinf(limit) else 1
+    quiet = replace(config, steps=warm_up, warmup=0, target_loss=None, log_every=_NEVER, eval_every=_NEVER)
     with ExitStack() as stack:
         trainer = Trainer(quiet, context, None)
         stack.push(trainer.close)
@@ -72,9 +75,9 @@ def time_steps(
         try:
             summaries = [trainer.run(stop, report)]
             before = trainer.progress.seconds
-            affordable = _affordable(limit, before, context)
+            affordable = _affordable(limit, before / warm_up, context)
             steps = min(steps, max(LEAST, affordable))
-            trainer.config = replace(quiet, steps=WARM_UP + steps)
+            trainer.config = replace(quiet, steps=warm_up + steps)
             if summaries[-1].status != "interrupted":
                 with meter.window("steps") as window:
                     summaries.append(trainer.run(stop, report))
@@ -94,10 +97,10 @@ def time_steps(
         )
 
 
-def _affordable(limit: float, warm_up_seconds: float, context: ParallelContext) -> int:
+def _affordable(limit: float, step_seconds: float, context: ParallelContext) -> int:
     """How many steps fit into ``limit`` seconds by rank 0's clock, the same on every rank."""
-    if math.isinf(limit) or warm_up_seconds <= 0:
+    if math.isinf(limit) or step_seconds <= 0:
         return sys.maxsize
-    count = int(limit * WARM_UP / warm_up_seconds)
+    count = int(limit / step_seconds)
     group = None if context.single_process else context.group
     return count if context.single_process else broadcast_from_rank_zero(lambda: count, context.device, group)

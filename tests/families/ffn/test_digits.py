@@ -1,6 +1,5 @@
 """Handwritten digits: every rank its features, and classes that a model learns to tell apart."""
 
-import sys
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 
@@ -10,11 +9,11 @@ import torch
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.families.ffn.data import check_data, open_data
 from phantom_parallel.families.ffn.digits import _inputs as images
-from phantom_parallel.families.ffn.digits import scores
+from phantom_parallel.families.ffn.digits import _load, scores
 from phantom_parallel.families.ffn.train_config import FFNTrainConfig
 from phantom_parallel.train import train
 
-pytest.importorskip("sklearn")
+sklearn = pytest.importorskip("sklearn.datasets")
 
 CONFIG = FFNTrainConfig(
     width=160, depth=2, blocks=4, ghosts=16, data="digits", batch=64, steps=300, lr=0.005, schedule="cosine"
@@ -33,6 +32,13 @@ def test_ranks_have_the_features_of_the_whole():
     assert torch.equal(torch.cat([part.x for part in parts], 1), whole.x)
     assert torch.equal(torch.cat([part.y for part in parts], 1), whole.y)
     assert whole.x.square().mean() == pytest.approx(1.0, rel=0.2)
+
+
+def test_images_are_those_that_scikit_learn_returns():
+    pixels, labels = sklearn.load_digits(return_X_y=True)
+    found, classes = _load("digits")
+    assert (found == pixels).all()
+    assert (classes == labels).all()
 
 
 def test_targets_are_the_classes_again_and_again():
@@ -90,7 +96,10 @@ def test_other_data_have_no_accuracy():
 
 
 def test_without_scikit_learn_the_error_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    def missing(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("phantom_parallel.families.ffn.digits.distribution", missing)
     images.cache_clear()
     with pytest.raises(ValueError, match=r"pip install 'phantom-parallel\[digits\]'"):
         check_data(CONFIG)

