@@ -198,13 +198,6 @@ def _read(out: Path, seconds: float) -> Reference:
     return Reference(seconds, losses, model)
 
 
-FREEZE = (
-    "import sys; from datetime import timedelta; from functools import partial;"
-    "from phantom_parallel.train import run; run.launch = partial(run.launch, timeout=timedelta(seconds=6));"
-    "from phantom_parallel.cli.main import main; sys.exit(main())"
-)
-
-
 def _frozen(folder: Path, random: Random) -> Outcome:
     return [("frozen rank", [*_freeze(folder, random)])]
 
@@ -213,8 +206,8 @@ def _freeze(folder: Path, random: Random) -> Iterator[Problem]:
     """Stop one rank: the error must name it, and nothing may stay behind."""
     out, rank = Path(tempfile.mkdtemp(dir=folder)) / "run", random.randrange(2)
     case = f"rank {rank} frozen"
-    settings = [*SETTINGS, "--steps", "1000000", "--ranks", 2]
-    command = start(folder, "train", "--out", out, *settings, program=("-c", FREEZE))
+    settings = [*SETTINGS, "--steps", "1000000", "--ranks", 2, "--timeout", 6]
+    command = start(folder, "train", "--out", out, *settings)
     until = time.monotonic() + 300
     while not [*out.glob("checkpoints/step-*")] and time.monotonic() < until and command.process.poll() is None:
         time.sleep(0.05)

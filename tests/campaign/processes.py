@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,16 +73,13 @@ class Command:
         return not ours and not HEAVY.search(maps)
 
 
-def start(
-    folder: Path, *arguments: object, limit: Callable[[], None] | None = None, program: Sequence[str] | None = None
-) -> Command:
+def start(folder: Path, *arguments: object, limit: Callable[[], None] | None = None) -> Command:
     """Start ``phantom`` with these arguments.
 
     Args:
         folder: Where its output is written.
         arguments: The command and its options.
         limit: Called in the new process before it runs.
-        program: What to run instead of the command line's module.
     """
     mark = uuid.uuid4().hex
     source = str(Path(phantom_parallel.__file__).parents[1])
@@ -94,7 +91,7 @@ def start(
         "OMP_NUM_THREADS": "1",
     }
     out, err = folder / f"{mark[:8]}.out", folder / f"{mark[:8]}.err"
-    command = [sys.executable, *(program or ("-m", "phantom_parallel.cli.main")), *map(str, arguments)]
+    command = [sys.executable, "-m", "phantom_parallel.cli.main", *map(str, arguments)]
     with open(out, "wb") as stdout, open(err, "wb") as stderr:
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, preexec_fn=limit
