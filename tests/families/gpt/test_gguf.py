@@ -1,0 +1,95 @@
+"""GGUF files: written as llama.cpp's converter writes them, and imported with the function that transformers has."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from phantom_parallel import load_model
+from phantom_parallel.cli.main import main
+from phantom_parallel.families.gpt.generation import generate
+from tests.families.gpt.pretrained_models import greedy, make_pretrained
+
+gguf = pytest.importorskip("gguf")
+pytest.importorskip("transformers")
+
+NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+OUTER = {"model.embed_tokens.weight": "token_embd", "model.norm.weight": "output_norm", "lm_head.weight": "output"}
+
+
+def to_llama_cpp(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rotated pairs side by side, as llama.cpp has them, instead of in two halves of a head."""
+    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(reference, tokenizer: dict, path) -> None:
+    config = reference.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    writer.add_vocab_size(config.vocab_size)
+    vocab = tokenizer["model"]["vocab"]
+    pieces = [piece for piece, _ in sorted(vocab.items(), key=lambda one: one[1])]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(pieces)
+    merges = [" ".join(merge) if isinstance(merge, list) else merge for merge in tokenizer["model"]["merges"]]
+    writer.add_token_merges(merges or ["a b"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    for name, tensor in reference.state_dict().items():
+        weight = tensor.numpy()
+        if name in OUTER:
+            writer.add_tensor(f"{OUTER[name]}.weight", weight)
+            continue
+        _, _, layer, rest = name.split(".", 3)
+        rest = rest.removesuffix(".weight")
+        if rest in ("self_attn.q_proj", "self_attn.k_proj"):
+            heads = config.num_attention_heads if "q_proj" in rest else config.num_key_value_heads
+            weight = to_llama_cpp(weight, heads)
+        writer.add_tensor(f"blk.{layer}.{NAMES[rest]}.weight", np.ascontiguousarray(weight))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_is_imported_with_the_same_function(tmp_path, capsys):
+    reference = make_pretrained(tmp_path / "hf", "llama")
+    tokenizer = json.loads((tmp_path / "hf" / "tokenizer.json").read_text())
+    (tmp_path / "gguf").mkdir()
+    write_gguf(reference, tokenizer, tmp_path / "gguf" / "tiny.gguf")
+    for number, source in enumerate((tmp_path / "gguf" / "tiny.gguf", tmp_path / "gguf")):
+        out = tmp_path / f"model{number}"
+        assert main(["import", "--from", str(source), "--out", str(out)]) == 0, capsys.readouterr().err
+        model = load_model(out)
+        tokens = torch.randint(300, (2, 30), generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            torch.testing.assert_close(model.logits(tokens), reference(tokens).logits, atol=1e-4, rtol=0)
+        assert generate(model, tokens[:1, :5], tokens=12).tokens[0].tolist() == greedy(reference, tokens[:1, :5], 12)
+        assert (out / "tokenizer.json").is_file()
+
+
+def test_a_damaged_gguf_file_is_refused(tmp_path, capsys):
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(40))
+    assert main(["import", "--from", str(tmp_path / "bad.gguf"), "--out", str(tmp_path / "model")]) == 2
+    assert "bad.gguf is not a GGUF file" in capsys.readouterr().err
+    assert not (tmp_path / "model").exists()
