@@ -158,11 +158,15 @@ def config_of(settings: dict[str, Any], source: Path) -> GPTConfig:
         raise ValueError(f"{source}: config.json has no {error.args[0]}") from None
     except TypeError as error:
         raise ValueError(f"{source}: config.json has a value of a wrong type: {error}") from None
+    except ArithmeticError as error:  # no heads, or numbers that are infinite
+        raise ValueError(f"{source}: config.json has a size that cannot be: {error}") from None
 
 
 def _rope_of(settings: dict[str, Any], refuse: Callable[[str, str], None]) -> tuple[float, RopeScaling | None]:
     """Base and scaling of the rotary position embedding, in the form of any release of ``transformers``."""
     rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise TypeError(f"rope_parameters must be an object, got {rope!r}")
     base = float(rope.get("rope_theta") or settings.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
