@@ -35,7 +35,7 @@ test: lint
 	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile
 
 test-all: test
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow --numprocesses 2 --dist loadfile
 
 campaign: venv
 	$(BIN)/python -m tests.campaign --out out/campaign.json

@@ -60,6 +60,7 @@ def test_calibration_writes_a_profile(calibrated):
     assert written["this-machine-2"]["peak.fp32"] == profile.peak["fp32"].value > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "baseline"), [("ffn", "tensor"), ("gpt", "megatron")])
 def test_validation_uses_the_profile_of_calibration(capsys, monkeypatch, tmp_path, calibrated, family, baseline):
     """The whole way with short measurements: the figures are whatever they are, the files are right."""

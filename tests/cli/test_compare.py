@@ -156,6 +156,7 @@ def test_an_unknown_strategy_and_an_occupied_folder(tmp_path, preset, capsys):
     assert (tmp_path / "out" / "mine").read_text() == "precious"
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_finished_cells(tmp_path, preset):
     out = tmp_path / "out"
     preset.write_text(SMALL.replace("steps = 60", "steps = 60000").replace("target_loss = 0.6", "target_loss = 1e-9"))

@@ -91,6 +91,7 @@ def test_text_and_what_it_cost_as_json(folder, capfd, ranks):
             assert one[phase]["seconds_p95"] >= one[phase]["seconds"]
 
 
+@pytest.mark.slow
 def test_text_with_bf16_on_the_wire(folder, capfd):
     arguments = ["--model", folder / "model", "--prompt", PROMPT, "--tokens", "4", "--ranks", "2", "--against"]
     moved = {}
@@ -226,6 +227,7 @@ def test_a_process_that_was_started_joins(folder, capfd, monkeypatch):
     assert "1 processes were started, 2 are needed" in failed(capfd)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_stopped_in_the_middle_of_a_text(tmp_path, number):
     save_model(model_of(context=200_000), tmp_path / "model")

@@ -283,6 +283,7 @@ def test_the_folder_of_a_training_is_taken_for_what_it_is(folder, capfd):
     assert f"did you mean {folder / 'model'}?" in failed(capfd)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["dense", "fsdp", "pipeline"])
 def test_a_dense_model_runs_by_tensor_parallelism_on_several_ranks(tmp_path, capfd, strategy):
     known(strategy).save(tmp_path / "model")
@@ -322,6 +323,7 @@ def test_a_process_that_was_started_joins(folder, capfd, monkeypatch):
     assert "1 processes were started, 2 are needed" in failed(capfd)
 
 
+@pytest.mark.slow
 def test_sigterm_leaves_no_file_behind(folder):
     many = np.lib.format.open_memmap(folder / "many.npy", "w+", np.float32, (1_000_000, WIDTH))
     del many  # a file with holes: nothing is written

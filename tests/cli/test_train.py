@@ -35,6 +35,7 @@ def steps_of(out: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_two_ranks_train_stop_and_go_on_as_one(tmp_path, capfd):
     assert phantom(tmp_path / "run", *SMALL, "--ranks", "2", "--steps", "20", "--json") == 0
     captured = capfd.readouterr()
@@ -53,6 +54,7 @@ def test_two_ranks_train_stop_and_go_on_as_one(tmp_path, capfd):
     assert "held out" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_pipeline_and_fsdp_leave_a_dense_model(tmp_path, capfd):
     small = ["--width", "16", "--depth", "3", "--teacher-ghosts", "2", "--samples", "256", "--batch", "12"]
     models = {}
@@ -67,6 +69,7 @@ def test_a_pipeline_and_fsdp_leave_a_dense_model(tmp_path, capfd):
             torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.slow
 def test_a_format_on_the_wire_belongs_to_a_training(tmp_path, capfd):
     arguments = [*SMALL, "--ranks", "2", "--wire", "int8"]
     assert phantom(tmp_path / "run", *arguments, "--steps", "10", "--json") == 0
@@ -101,6 +104,7 @@ def test_digits_are_told_with_their_accuracy(tmp_path, capfd):
 GPT = ["--dim", "32", "--layers", "1", "--heads", "4", "--context", "16", "--ghosts", "2", "--max-bytes", "20000"]
 
 
+@pytest.mark.slow
 def test_a_transformer_trains_on_two_ranks_and_goes_on_as_one(tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 

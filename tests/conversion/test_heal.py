@@ -75,6 +75,7 @@ def test_embedding_and_head_stay_unless_they_are_trained(folder, once):
     assert not torch.equal(load_model(folder / "all" / "model").embedding.weight, before["embedding.weight"])
 
 
+@pytest.mark.slow
 def test_ranks_and_resuming_change_nothing(folder, once):
     summary, metrics = once
     healed(folder, "twice", steps=7, ranks=2)

@@ -91,6 +91,7 @@ def compiled(backend: str, config: FFNConfig) -> float:
 BACKEND = "inductor" if shutil.which("g++") or shutil.which("clang++") else "aot_eager"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "backend", "config"),
     [

@@ -94,11 +94,13 @@ def compiled(wire: str, backend: str, cases) -> float:
     return max(errors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}")
 def test_compile_of_the_full_graph(ranks, case):
     assert max(ranks(2)(compiled, "int8", "aot_eager", [case])) < 1e-5
 
 
+@pytest.mark.slow
 def test_compile_with_the_usual_backend(ranks):
     case = ("ffn", "phantom", {"depth": 1})
     assert max(ranks(2)(compiled, "int8", BACKEND, [case])) < 1e-2  # sums in another order, and then rounded

@@ -242,6 +242,7 @@ def test_an_occupied_folder_and_other_settings_are_refused(tmp_path, monkeypatch
         compare(small(), out, resume=True)
 
 
+@pytest.mark.slow
 def test_transformers_are_compared_on_a_users_text(ranks, tmp_path):
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
     (tmp_path / "own.toml").write_text(

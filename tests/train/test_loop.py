@@ -183,6 +183,7 @@ def compiled_losses(config: FFNTrainConfig) -> tuple[dict[int, tuple], int]:
         return losses(config), len(seen)
 
 
+@pytest.mark.slow
 def test_compiled_fsdp_and_pipelines_learn_the_same(ranks):
     expected = curve(losses(replace(OTHERS["dense"], steps=3)))
     for strategy in ("fsdp", "pipeline"):

@@ -119,6 +119,7 @@ ELSEWHERE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tied", "variants"), [(False, ELSEWHERE), (True, ELSEWHERE[2:3])], ids=["own head", "tied"])
 @pytest.mark.parametrize("strategy", ["phantom", "megatron"])
 def test_losses_are_the_same_on_any_ranks_copies_and_with_fsdp(ranks, phantom, strategy, tied, variants):

@@ -56,6 +56,7 @@ def test_a_dry_run_counts_every_rank_and_their_sums(shape):
     assert shape.over_all_ranks(lambda one: 2 * one.multiply_adds()) == shape.dp * sum(run.ledger.flops for run in runs)
 
 
+@pytest.mark.slow
 def test_dry_runs_of_hundreds_of_ranks():
     sizes = {"vocab": 32768, "dim": 4096, "heads": 32, "sequence": 1024}
     assert dry_run(GPTShape("fsdp", layers=2, ranks=256, batch=256, rank=255, **sizes)).differences == []
