@@ -137,10 +137,15 @@ def test_a_resumed_comparison_runs_only_what_is_missing(ranks, pair, folder):
         (lambda text: json.dumps(json.loads(text) | {"seconds": math.nan}), "JSON is malformed"),
         (lambda text: json.dumps(json.loads(text) | {"status": "lost"}), "must be one of target, steps, diverged"),
         (lambda text: json.dumps({"strategy": "phantom"}), "seed is missing"),
+        (lambda text: json.dumps(json.loads(text) | {"seed": 10**9}), "seed is 1000000000, expected 1000"),
+        (
+            lambda text: json.dumps(json.loads(text) | {"strategy": "tensor"}),
+            "strategy is 'tensor', expected 'phantom'",
+        ),
     ],
 )
 def test_a_broken_cell_is_named(pair, folder, change, message):
-    path = next(path for path in (folder / "cells").iterdir() if "search-phantom" in path.name)
+    path = folder / "cells" / "search-phantom-lr=0.02.json"  # the first that is read
     path.write_text(change(path.read_text()))
     with pytest.raises(ValueError, match=f"{path.name} is not readable as a finished cell: .*{message}.*; remove it"):
         on_a_rank(small(ranks=1), str(folder), resume=True)

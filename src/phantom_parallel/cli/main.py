@@ -16,7 +16,7 @@ from phantom_parallel.cli import exit_codes
 # What each command is for; the order is that of the help.
 COMMANDS: dict[str, str] = {
     "compare": "train every strategy to the same loss, and show what it cost: the main job",
-    "study": "the paper's experiments and related ones: ghosts, scaling, smaller, batch, width, wider",
+    "study": "the paper's experiments and related ones: ghosts, scaling, links, batches, ...",
     "report": "make a report again from the results of compare or study",
     "train": "train a model on local ranks or a cluster's, with checkpoints to resume from",
     "infer": "predictions of a trained model, and what a sample costs against tensor parallelism",
@@ -87,6 +87,8 @@ def _parse(name: str, arguments: list[str]) -> Any:
     """The options of a command, filled from its arguments."""
     from phantom_parallel.cli.options import parse, split_family
 
+    if "--" in arguments:
+        raise ValueError(f"'--' is not an option: every value has a name, see phantom {name} --help")
     module = importlib.import_module(f"phantom_parallel.cli.{MODULES.get(name, name)}")
     family, rest = split_family(arguments)
     if hasattr(module, "options_for"):

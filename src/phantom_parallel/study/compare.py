@@ -23,7 +23,7 @@ import torch
 
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.study.analysis import caveats, counts, ratios_of, remarks_on, summarise
-from phantom_parallel.study.contenders import EXACT_WIRE, Contender
+from phantom_parallel.study.contenders import EXACT_WIRE, Contender, ranks_of
 from phantom_parallel.study.results import Comparison, InferenceResult, Run, SharedModel, Timing, Trial
 from phantom_parallel.study.runner import CellRunner, cell_runner
 from phantom_parallel.study.search import Candidate, search
@@ -366,7 +366,7 @@ def _measure_inference(settings: CompareSettings, runner: CellRunner) -> dict[st
     Left out are strategies whose ranks work on rows or layers of their own.
     """
     found: dict[str, list[InferenceResult]] = {}
-    ranks = int(settings.training.get("ranks", 1))
+    ranks, _ = ranks_of(settings.training)
     among = [one for one in settings.contenders if (one.ranks, one.wire) == (ranks, EXACT_WIRE) and one.cuts_layers]
     configs = {one.name: settings.config(one, lr=1.0, seed=0, steps=settings.steps) for one in among}
     first = next(iter(configs.values()), None)

@@ -93,7 +93,19 @@ class Contender:
 
 def world_size(training: Mapping[str, Any]) -> int:
     """Ranks of a training, over all copies."""
-    return int(training.get("ranks", 1)) * int(training.get("dp", 1))
+    ranks, dp = ranks_of(training)
+    return ranks * dp
+
+
+def ranks_of(training: Mapping[str, Any]) -> tuple[int, int]:
+    """Ranks that share a model of a training, and copies.
+
+    Raises:
+        ValueError: If one of them is not a positive whole number.
+    """
+    ranks, dp = training.get("ranks", 1), training.get("dp", 1)
+    positive(ranks=ranks, dp=dp)
+    return ranks, dp
 
 
 def get_contender(name: str, among: Sequence[StrategyName], training: Mapping[str, Any]) -> Contender:
@@ -118,7 +130,7 @@ def get_contender(name: str, among: Sequence[StrategyName], training: Mapping[st
     total = world_size(training)
     strategy = LAYOUTS.get(base, base)
     single = base in LAYOUTS or get_strategy(strategy).single_rank
-    ranks, dp = (1, total) if single else (int(training.get("ranks", 1)), int(training.get("dp", 1)))
+    ranks, dp = (1, total) if single else ranks_of(training)
     if found["ranks"] is not None:
         ranks, dp = int(found["ranks"]), int(found["dp"])
         positive(ranks=ranks, dp=dp)

@@ -6,7 +6,7 @@ them. A cell that needs fewer ranks than there are runs on the first ones while 
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -82,7 +82,9 @@ class CellRunner:
 
     def train(self, name: str, config: TrainConfig) -> Run:
         """Train on the ranks of ``config``, or read the cell of that name from the folder; the result on all ranks."""
-        return self._cell(name, config, Run, lambda context: self._train(config, context, name), _outcome)
+        return self._cell(
+            name, config.strategy, config, Run, lambda context: self._train(config, context, name), _outcome
+        )
 
     def time(self, one: Contender, config: TrainConfig, steps: int, *, limit: float = math.inf) -> Timing:
         """Time steps of a contender's training, or read the cell from the folder; the result on all ranks.
@@ -98,11 +100,12 @@ class CellRunner:
         def work(context: ParallelContext) -> Timing | None:
             return self._time(one, config, context, name, steps, limit)
 
-        return self._cell(name, config, Timing, work, _speed)
+        return self._cell(name, one.name, config, Timing, work, _speed)
 
     def _cell(
         self,
         name: str,
+        strategy: str,
         config: TrainConfig,
         kind: type[C],
         work: Callable[[ParallelContext], C | None],
@@ -110,7 +113,10 @@ class CellRunner:
     ) -> C:
         name += self._options.label
         path = self._options.out / CELLS / f"{re.sub(r'[^A-Za-z0-9_.=-]', '-', name)}.json"
-        cell = self.broadcast(lambda: _read_cell(path, kind)) if self._options.resume else None
+        cell = None
+        if self._options.resume:
+            expected = {"strategy": strategy, "seed": config.seed, "ranks": config.ranks, "dp": config.dp}
+            cell = self.broadcast(lambda: _read_cell(path, kind, expected))
         if cell is None:
             if self.broadcast(lambda: self._stop.requested):
                 raise Interrupted("stopped by a signal")
@@ -241,11 +247,16 @@ class CellRunner:
         return self.power(config.ranks * config.dp).joules(spent.compute_seconds, spent.blocked_seconds)
 
 
-def _read_cell(path: Path, kind: type[C]) -> C | None:
+def _read_cell(path: Path, kind: type[C], expected: Mapping[str, Any]) -> C | None:
+    """The cell of a file, if there is one; ValueError if it is not one with the values of ``expected``."""
     if not path.exists():
         return None
     try:
-        return decode_json(path.read_bytes(), kind, "cell")
+        cell = decode_json(path.read_bytes(), kind, "cell")
+        for name, value in expected.items():
+            if getattr(cell, name) != value:
+                raise ValueError(f"{name} is {getattr(cell, name)!r}, expected {value!r}")
+        return cell
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not readable as a finished cell: {error}; remove it to run it again") from None
 
