@@ -351,6 +351,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "transformer": transformer,
     "two-level": two_level,
     "validation": validation,
+    "validation-hosts": validation,
 }
 
 
@@ -365,7 +366,7 @@ def value(spec: str) -> str:
     if not path.exists():
         raise ValueError(f"value {spec!r}: there is no {path.relative_to(ROOT)}")
     try:
-        return _error(_read(path), words) if name == "validation" else _ratio(_comparison(path), words)
+        return _error(_read(path), words) if name.startswith("validation") else _ratio(_comparison(path), words)
     except (KeyError, IndexError, ValueError) as error:
         raise ValueError(f"value {spec!r} is not in {path.relative_to(ROOT)}: {error}") from error
 
