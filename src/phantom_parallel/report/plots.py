@@ -1,6 +1,7 @@
 """What all figures share: size, colours and markers of the strategies, axes with units, and the files of a figure."""
 
 import io
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -120,8 +121,14 @@ def line_style(strategy: str) -> str | tuple[int, tuple[float, ...]]:
 
 
 def label_axis(axes: Axes, which: str, measure: str, values: Iterable[float], words: str = "") -> None:
-    """Label an axis with a measure and its unit, and format the ticks in that unit; data stay in base units."""
-    factor, unit = scale(values, measure_unit(measure))
+    """Label an axis with a measure and its unit, and format the ticks in that unit; data stay in base units.
+
+    The unit suits the largest value, or the middle where small values would be tiny fractions of it.
+    """
+    found = [abs(value) for value in values if value]
+    if found and max(found) > 20 * min(found):
+        found = [math.sqrt(max(found) * min(found))]
+    factor, unit = scale(found, measure_unit(measure))
     words = words or measure_label(measure)
     axis = axes.xaxis if which == "x" else axes.yaxis
     axis.set_label_text(f"{words}, {unit}" if unit and unit != words else words)

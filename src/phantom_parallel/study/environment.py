@@ -34,8 +34,9 @@ def environment(device: torch.device, network: Network | None = None) -> dict[st
 
 
 def command() -> str:
-    """The command line of this process."""
-    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    """The command line of this process; ``python -m phantom_parallel.cli.main`` is ``phantom``."""
+    name = Path(sys.argv[0]).name
+    return " ".join(["phantom" if name == "main.py" else name, *sys.argv[1:]])
 
 
 def _backend(device: torch.device) -> str:
