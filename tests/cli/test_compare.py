@@ -215,12 +215,13 @@ def test_every_training_field_and_setting_of_the_search_is_an_option(tmp_path, p
     """Those of the file are kept where an option is left out, and replaced where it is given."""
     out = tmp_path / "out"
     options = ("--weight-decay", 0.5, "--search-steps", 5, "--steps", 5, "--seeds", 1, "--strategies", "tensor")
-    assert phantom("compare", "--preset", preset, *options, "--no-bias", "--out", out, "--json") == 0
+    switches = ("--no-bias", "--no-search-wires")
+    assert phantom("compare", "--preset", preset, *options, *switches, "--out", out, "--json") == 0
     settings = json.loads(capsys.readouterr().out)["settings"]
     assert settings["training"]["weight_decay"] == 0.5
     assert settings["training"]["bias"] is False
     assert settings["training"]["width"] == 16
-    unset = {"micro_batches": [], "interleave": []}
+    unset = {"micro_batches": [], "interleave": [], "wires": False}
     assert settings["search"] == {"learning_rates": [0.02, 0.04], "steps": 5, "seed": 1000, "extend": 0} | unset
     assert settings["strategies"] == ["tensor"]
 
