@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from phantom_parallel import heal, load_model
 from phantom_parallel.cli.main import main
@@ -58,6 +59,15 @@ def test_the_divergence_falls_and_the_model_comes_closer_to_its_teacher(folder, 
     assert losses[-1] < losses[4]  # divergence, after the steps of single layers
     assert summary["teacher_loss"] < summary["eval_loss"] < summary["initial_loss"]
     assert divergence(folder, folder / "once" / "model") < 0.9 * divergence(folder, folder / "phantom")
+
+
+def test_the_optimizer_starts_anew_with_the_divergence(folder, once):
+    """The errors of layers and the divergence have gradients of different sizes, which Adam would take for one."""
+    states = {}
+    for path in (folder / "once" / "checkpoints" / "step-000014").glob("*.safetensors"):
+        states |= load_file(path)
+    steps = {float(value) for name, value in states.items() if name.endswith("step")}
+    assert steps == {SETTINGS["steps"] - SETTINGS["layer_steps"]}
 
 
 def test_layers_that_learn_by_themselves_lower_their_errors_and_the_loss(folder):

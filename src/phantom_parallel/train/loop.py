@@ -219,6 +219,8 @@ class Trainer:
         for index, piece in enumerate(pieces, 1):
             total += self.task.forward_backward(piece, len(piece) / len(rows), last=index == len(pieces))
         self.task.average()
+        if self.task.new_objective(step):
+            self.optimizer.forget()
         self.optimizer.step(config.lr_factor(step))
         return total
 

@@ -59,6 +59,10 @@ class PartsOptimizer:
         """Return the states of the part ``name``; loading a checkpoint fills them in place."""
         return self._optimizer.state[self.parts[name]]
 
+    def forget(self) -> None:
+        """Forget all earlier gradients, as a new optimizer."""
+        self._optimizer.state.clear()
+
     @torch.no_grad()
     def step(self, factor: float) -> None:
         """Update the parameters at ``factor`` times the learning rates, and clear their gradients."""

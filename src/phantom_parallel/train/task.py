@@ -85,6 +85,12 @@ class Task(ABC, Generic[C]):
         step.
         """
 
+    def new_objective(self, step: int) -> bool:
+        """Return whether the loss of this step is another than that of the step before. The optimizer then forgets
+        earlier gradients: their size says nothing about the new ones.
+        """
+        return False
+
     @abstractmethod
     def loss(self, rows: Tensor) -> Tensor:
         """Return this rank's share of the mean loss of these rows."""

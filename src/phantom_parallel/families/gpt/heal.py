@@ -81,6 +81,9 @@ class HealTask(GPTTask):
         self._step = step
         return self._text.starts(step, self.config)
 
+    def new_objective(self, step: int) -> bool:
+        return 0 < step == self.config.layer_steps
+
     def loss(self, rows: Tensor) -> Tensor:
         tokens, _ = self._to_device(windows(self._text.training, rows, self.config.context))
         assert self.config.layer_steps is not None
