@@ -79,3 +79,13 @@ def test_non_finite_numbers_are_not_written(tmp_path):
     with pytest.raises(ValueError, match="JSON"):
         results.save(replace(make_comparison(), wall_seconds=float("nan")), tmp_path / "results.json")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("name", "setting"), [("ghosts", "strategy"), ("ghosts", "batch"), ("links", "link")])
+def test_a_cell_without_a_setting_that_tables_need_is_refused(tmp_path, name, setting):
+    study = make_study("ghosts") if name == "ghosts" else results.load(SAVED / "study-links.json")
+    data = results.to_json(study)
+    del data["cells"][1]["settings"][setting]
+    (tmp_path / "x.json").write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=rf"cell 1 \(.*\) has no setting '{setting}'"):
+        results.load(tmp_path / "x.json")

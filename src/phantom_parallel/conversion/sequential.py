@@ -235,6 +235,11 @@ def _measure(
                 lost = lost + known.writers[name][batch] - value
             rest = rest + rows_of(lost)
         moments.add(own, rest, y)
+    if not (moments.s.isfinite().all() and moments.cross.isfinite().all()):
+        raise ValueError(
+            f"inputs of {group[0].name} are not finite or too large on the calibration data: their covariance is not "
+            "finite; use data of the kind that the model was trained on"
+        )
     return moments.finish()
 
 

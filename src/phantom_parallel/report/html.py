@@ -62,13 +62,12 @@ def render(found: Comparison | Study, drawn: list[CaptionedFigure], files: list[
         title = f"{found.name}: phantom parallelism compared at equal loss"
     else:
         every = (study_tables.study_section(found),)
-        regime = study_tables.is_regime(found)
-        sections = study_tables.study_sections(found) if regime else every
+        sections = study_tables.study_sections(found) if found.is_regime else every
         sources = dict.fromkeys(cell.source for cell in found.cells if cell.modelled and cell.source)
         words = {
             "fixed": flat(study_tables.fixed_settings(found.cells)),
             "sources": "; ".join(sources),
-            "details": every if regime else (),
+            "details": every if found.is_regime else (),
         }
         title = f"{found.name}: a study of phantom parallelism"
     return environment.get_template(f"{found.kind}.html.j2").render(

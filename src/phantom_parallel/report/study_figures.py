@@ -26,7 +26,7 @@ from phantom_parallel.report.plots import (
     strategy_style,
 )
 from phantom_parallel.report.regime_figures import regime_figures
-from phantom_parallel.report.study_tables import CellGroup, group_cells, is_regime, number, varying
+from phantom_parallel.report.study_tables import CellGroup, group_cells, number, varying
 from phantom_parallel.report.units import format_measure, plain
 from phantom_parallel.study.measures import measure_label
 from phantom_parallel.study.results import Study
@@ -48,7 +48,7 @@ _FADE = (1.0, 0.75, 0.55, 0.4)
 
 def study_figures(found: Study) -> list[CaptionedFigure]:
     """The figures that the results have data for."""
-    if is_regime(found):
+    if found.is_regime:
         return regime_figures(found)
     settings = group_cells(found.cells)
     with plot_style():

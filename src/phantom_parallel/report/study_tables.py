@@ -15,7 +15,6 @@ from phantom_parallel.report.units import format_measure, plain
 from phantom_parallel.study.measures import MEASURES, TO_THE_LOSS, measure_label, ratio_label
 from phantom_parallel.study.results import Cell, SettingValue, Study
 
-REGIME = "regime"  # measure of studies of links and batch sizes
 MODELLED = frozenset({"joules", "joules_per_sample"})  # in studies, whose seconds may be measured
 # Order of a cell's settings in tables: these first, then those of its model, then the others.
 _FIRST, _LAST = ("strategy", "ghosts", "ranks"), ("batch", "blocks", "dp", "data", "lr")
@@ -126,14 +125,9 @@ def study_section(found: Study, *, brief: bool = False) -> Section:
     return Section(headings, tuple(_study_row(one, names, measures) for one in settings))
 
 
-def is_regime(found: Study) -> bool:
-    """Whether the cells are those of a study of links and batch sizes."""
-    return found.settings.get("measure") == REGIME
-
-
 def study_sections(found: Study) -> tuple[Section, ...]:
     """The main figures of a study: a row for each group, or of links and batch sizes a column for each of them."""
-    if not is_regime(found) or not found.cells:
+    if not found.is_regime or not found.cells:
         return (study_section(found, brief=True),)
     places = list(dict.fromkeys((str(one.settings["link"]), str(one.settings["batch"])) for one in found.cells))
     links, batches = ({place[index] for place in places} for index in (0, 1))

@@ -278,6 +278,11 @@ class Study:
 
     kind = "study"
 
+    @property
+    def is_regime(self) -> bool:
+        """Whether it is a study of links and batch sizes."""
+        return self.settings.get("measure") == "regime"
+
 
 def to_json(found: Comparison | Study) -> dict[str, Any]:
     """The results as plain data."""
@@ -311,6 +316,17 @@ def load(path: Path) -> Comparison | Study:
                 f"format {header.format!r} version {header.version} kind {header.kind!r}; expected {FORMAT!r} "
                 f"version {VERSION} and one of the kinds {', '.join(kinds)}"
             )
-        return decode_json(text, kinds[header.kind], header.kind)
+        found = decode_json(text, kinds[header.kind], header.kind)
+        if isinstance(found, Study):
+            _check_cells(found)
+        return found
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not a result of phantom compare or phantom study: {error}") from None
+
+
+def _check_cells(found: Study) -> None:
+    """Raise ValueError if a cell lacks a setting that tables and figures are ordered by."""
+    for index, cell in enumerate(found.cells):
+        for name in ("strategy", "ranks", "batch", *(("link",) if found.is_regime else ())):
+            if cell.settings.get(name) is None:
+                raise ValueError(f"cell {index} ({cell.name!r}) has no setting {name!r}")
