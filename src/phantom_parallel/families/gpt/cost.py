@@ -29,25 +29,21 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Self, get_args
 
-from phantom_parallel.cost.layer_terms import column_layer, phantom_layer, row_layer
 from phantom_parallel.cost.terms import (
     OPTIMIZER_STATES,
     Exchange,
     LayerCost,
     Memory,
     Optimizer,
-    Product,
     Shape,
-    between_ranks,
     in_turns,
-    recomputed,
-    summed_on_wire,
 )
 from phantom_parallel.cost.whole_layers import Stage, check_rows
 from phantom_parallel.families.gpt.config import GPTConfig, GPTStrategy, check_interleave
-from phantom_parallel.families.gpt.head_cost import INDEX_BYTES, head_cost, head_in_turns
+from phantom_parallel.families.gpt.head_cost import head_cost, head_in_turns
+from phantom_parallel.families.gpt.layer_cost import embedding_cost, layer_costs
 from phantom_parallel.families.gpt.whole_layers_cost import fsdp_costs, pipeline_costs
-from phantom_parallel.utils.layout import BlockLayout, RowLayout, positive
+from phantom_parallel.utils.layout import positive
 from phantom_parallel.utils.strategies import StrategyName, get_strategy
 from phantom_parallel.utils.wire import WireFormat
 
@@ -259,15 +255,15 @@ class GPTShape(Shape):
         return self.dim // self.ranks if self.strategy == "phantom" else self.dim
 
     @property
-    def _heads_here(self) -> int:
+    def heads_here(self) -> int:
         return self.heads // self.ranks
 
     @property
-    def _kv_here(self) -> int:
+    def kv_here(self) -> int:
         return self.kv_heads // self.ranks
 
     @property
-    def _hidden_here(self) -> int:
+    def hidden_here(self) -> int:
         return self.hidden // self.ranks
 
     @property
@@ -281,7 +277,7 @@ class GPTShape(Shape):
 
     def _cache_words(self) -> int:
         config = self.config
-        kept = 2 * self.layers * self.batch * self._kv_here * (self.past + self.sequence) * config.head_dim
+        kept = 2 * self.layers * self.batch * self.kv_here * (self.past + self.sequence) * config.head_dim
         return kept + (self.vocab // self.ranks * self.dim if self.exchanges_rows else 0)
 
     @property
@@ -295,38 +291,13 @@ class GPTShape(Shape):
             yield from (in_turns(cost, self.interleave) for cost in part.costs[:-1])
             yield head_in_turns(self, part)
             return
-        yield self._only_forward(self._embedding())
+        yield self._only_forward(embedding_cost(self))
         made: dict[tuple[int | None, ...], list[LayerCost]] = {}
         for index, ghosts in enumerate(self.config.ghosts_of_layers):
             if ghosts not in made:
-                made[ghosts] = [self._only_forward(part) for part in self._layer(*ghosts)]
+                made[ghosts] = [self._only_forward(part) for part in layer_costs(self, *ghosts)]
             yield from (replace(part, name=f"layers.{index}.{part.name}") for part in made[ghosts])
         yield self._only_forward(head_cost(self))
-
-    def _layer(
-        self, to_qkv: int | None, to_out: int | None, to_gate_up: int | None, to_down: int | None
-    ) -> tuple[LayerCost, ...]:
-        """The parts of a layer whose maps have these numbers of ghosts."""
-        features = self.config.qkv_features
-        parts: tuple[LayerCost, ...]
-        if self.parallel_block:
-            both = self._into("qkv_gate_up", features + 2 * self.hidden, to_qkv)
-            back = self._back("out_down", self.dim + self.hidden, to_out)
-            parts = both, self._attention(), self._swiglu(back)
-        else:
-            qkv = self._into("attention.qkv", features, to_qkv, bias=self.qkv_bias)
-            out = self._back("attention.out", self.dim, to_out)
-            gate_up = self._into("mlp.gate_up", 2 * self.hidden, to_gate_up)
-            down = self._back("mlp.down", self.hidden, to_down)
-            parts = qkv, self._attention(), out, gate_up, self._swiglu(down)
-        if not self.recompute or self.mode != "train":
-            return parts
-        # What a layer ends with need not be computed again where backward asks for its input only, as a plain product's
-        # does; the phantom map's asks for the gathered ghosts as well.
-        ends = len(parts) if self.strategy == "phantom" else len(parts) - 1
-        again = [recomputed(part) if index < ends else part for index, part in enumerate(parts)]
-        kept = self.rows * self.stream  # what enters the layer
-        return tuple(replace(part, kept=0 if index else kept, kept_bytes=0) for index, part in enumerate(again))
 
     def _only_forward(self, cost: LayerCost) -> LayerCost:
         """All of it for training; for inference nothing is kept and there is no backward."""
@@ -337,61 +308,6 @@ class GPTShape(Shape):
         streamed = cost.streamed[0], 0
         return replace(cost, products=products, exchanges=exchanges, kept=0, kept_bytes=0, streamed=streamed)
 
-    def _embedding(self) -> LayerCost:
-        """No product: rows of the weight are looked up. Cut by rows, each rank has those of some tokens only, and torch
-        gives the gradient of all rows to each, unless a tied head adds its own.
-        """
-        exchanges = []
-        if self.strategy == "megatron":
-            exchanges += summed_on_wire("x", "forward", self.ranks, self.rows, self.dim, self.wire)
-        weight = self.vocab * self.dim // self.ranks
-        words = self.rows * self.stream
-        by_rows = self.strategy == "megatron" and self.ranks > 1
-        by_torch, masks = by_rows and self.wire == "full", by_rows and self.wire != "full"
-        return LayerCost(
-            name="embedding",
-            parameters=(weight,),
-            products=(),
-            exchanges=between_ranks(exchanges),
-            kept=0,
-            kept_bytes=self.rows * (INDEX_BYTES + (1 if masks else 0)),
-            streamed=(2 * words, 2 * words),
-            leading=(self.vocab,),
-            whole_gradients=(weight * self.ranks,) if by_torch and not self.tie_embeddings else (),
-        )
-
-    def _into(self, name: str, out_features: int, ghosts: int | None, *, bias: bool = False) -> LayerCost:
-        """A norm and the map after it: from the stream to features that are cut between heads or pieces."""
-        rows, stream = self.rows, self.stream
-        statistics = rows * self.precise_bytes  # r of each row
-        streamed = (5 * rows * stream, 6 * rows * stream)  # the norm, and the sum into the stream
-        if self.strategy != "phantom":
-            whole = column_layer(
-                RowLayout(self.dim, out_features, self.ranks),
-                rows,
-                bias=bias,
-                input_grad=True,
-                gather=False,
-                wire=self.wire,
-                name=name,
-            )
-            statistics += self.norm_bytes(rows)
-            parameters, leading = (stream, *whole.parameters), (stream, *whole.leading)
-            return replace(whole, parameters=parameters, leading=leading, kept_bytes=statistics, streamed=streamed)
-        blocks = self._blocks(self.dim, out_features, ghosts)
-        plain = phantom_layer(blocks, rows, bias=bias, rank=self.rank, wire=self.wire, name=name)
-        if self.ranks > 1 and self.inside == 1 and self.wire == "full":
-            statistics += rows * self.ranks * self.precise_bytes  # squares, in the message that the ghosts are kept in
-        carried = ("x", "g", "h", "dx")
-        return replace(
-            plain,
-            parameters=(stream, *plain.parameters),
-            exchanges=tuple(self.with_sums(e, rows) if e.term in carried else e for e in plain.exchanges),
-            kept=plain.kept + rows * out_features // self.ranks,
-            kept_bytes=statistics,
-            streamed=streamed,
-        )
-
     def with_sums(self, exchange: Exchange, rows: int) -> Exchange:
         """An exchange that also carries one of the norm's sums for each row. A reduce-scatter adds up words."""
         each = self.word_bytes if exchange.op == "reduce_scatter" else self.precise_bytes
@@ -400,52 +316,3 @@ class GPTShape(Shape):
     def norm_bytes(self, rows: int) -> int:
         """The norm of a whole stream keeps its input and that over its root mean square, in float32 or better."""
         return 2 * rows * self.dim * self.precise_bytes
-
-    def _back(self, name: str, in_features: int, ghosts: int | None) -> LayerCost:
-        """A map from such features back to the stream."""
-        if self.strategy == "phantom":
-            blocks = self._blocks(in_features, self.dim, ghosts)
-            return phantom_layer(blocks, self.rows, bias=False, rank=self.rank, wire=self.wire, name=name)
-        return row_layer(RowLayout(in_features, self.dim, self.ranks), self.rows, bias=False, wire=self.wire, name=name)
-
-    def _blocks(self, in_features: int, out_features: int, ghosts: int | None) -> BlockLayout:
-        assert self.blocks is not None
-        assert ghosts is not None
-        return BlockLayout(in_features, out_features, self.blocks, ghosts, self.ranks)
-
-    def _attention(self) -> LayerCost:
-        """Scores of each head of this rank, and the sums of values they weigh; the turning of queries and keys."""
-        heads, head_dim, group = self._heads_here, self.config.head_dim, self.config.queries_per_kv
-        each, t, s = self.batch * heads, self.sequence, self.past + self.sequence
-        products = (
-            Product("Q K^T", "forward", each, t, head_dim, s),
-            Product("A V", "forward", each, t, s, head_dim),
-            Product("Q K^T again", "backward", each, t, head_dim, s),
-            Product("dA = d V^T", "backward", each, t, head_dim, s),
-            Product("dV = A^T d", "backward", each, s, t, head_dim),
-            Product("dQ = dS K", "backward", each, t, s, head_dim),
-            Product("dK = dS^T Q", "backward", each, s, t, head_dim),
-        )
-        q, kv = self.rows * heads * head_dim, self.rows * self._kv_here * head_dim
-        cached = self.batch * s * self._kv_here * head_dim
-        copied = q if group > 1 and self._kv_here > 1 else 0  # queries, out of what was turned with the keys
-        copied += q if self.parallel_block else 0  # the result, which is copied beside the hidden features
-        # Values lie in what qkv gave, which phantom keeps anyway, unless a bias was added to it.
-        raw = 0 if self.strategy == "phantom" and not self.qkv_bias else q + 2 * kv
-        turning = 7 * (q + kv)
-        return LayerCost(
-            name="attention",
-            parameters=(),
-            products=products,
-            exchanges=(),
-            kept=q + kv + copied + raw,  # the result is the next map's input
-            kept_bytes=self.rows * heads * self.precise_bytes,
-            streamed=(2 * q + 2 * cached + turning, 4 * q + 4 * cached + turning),
-            fused=True,
-        )
-
-    def _swiglu(self, down: LayerCost) -> LayerCost:
-        """The map back, with silu(gate) up before it."""
-        words = self.rows * self._hidden_here
-        raw = 0 if self.strategy == "phantom" else 2 * words  # gate and up, which phantom keeps anyway
-        return replace(down, kept=down.kept + words + raw, streamed=(5 * words, 8 * words))
