@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from phantom_parallel.ops.blocks import is_creating_graph
+from phantom_parallel.ops.polling import is_short, poll, send_short
 from phantom_parallel.ops.wire import decode, decode_exact, encode
 from phantom_parallel.utils.wire import WireFormat, check_wire
 
@@ -60,6 +61,7 @@ class Pending(NamedTuple):
     columns: int
     dtype: torch.dtype
     exact: Tensor | None
+    work: dist.Work | None = None  # of a short message, to poll
 
 
 class Arrived(NamedTuple):
@@ -145,19 +147,23 @@ def start_all_gather(x: Tensor, group: RankGroup, exact: Tensor | None = None) -
         return Pending(x, x.shape[1], x.dtype, exact)
     message = encode(x, group.wire, exact)
     if group.native:
-        sent = _call(_all_gather, message.contiguous(), group.size, group.name)
-    else:
-        sent = start_all_to_all(
-            message.expand(group.size, *message.shape).reshape(group.size * message.shape[0], message.shape[1]), group
-        )
-    return Pending(sent, x.shape[1], x.dtype, exact)
+        return Pending(_call(_all_gather, message.contiguous(), group.size, group.name), x.shape[1], x.dtype, exact)
+    rows = message.expand(group.size, *message.shape).reshape(group.size * message.shape[0], message.shape[1])
+    if is_short(rows, group.size):
+        if before_collective is not None:
+            before_collective(rows, group.name)
+        sent, work = send_short(rows, _equal_splits(rows, group), group.name)
+        return Pending(sent, x.shape[1], x.dtype, exact, work)
+    return Pending(start_all_to_all(rows, group), x.shape[1], x.dtype, exact)
 
 
 def finish_all_gather(pending: Pending, group: RankGroup) -> Arrived:
     """Wait for the tensors of all ranks: (R, B, c), and the exact columns (R, B, e)."""
-    message, columns, dtype, exact = pending
+    message, columns, dtype, exact, work = pending
     if group.size == 1:
         return Arrived(message.unsqueeze(0), None if exact is None else exact.unsqueeze(0))
+    if work is not None:
+        poll(work)
     arrived = _by_rank(_call(_wait, message), group)
     return Arrived(
         decode(arrived, group.wire, columns, dtype),
@@ -184,7 +190,7 @@ def start_reduce_scatter(x: Tensor, group: RankGroup, exact: Tensor | None = Non
 
 def finish_reduce_scatter(pending: Pending, group: RankGroup) -> Arrived:
     """Wait for this rank's sum: (B, c), and the sum of the exact columns (B, e)."""
-    message, columns, dtype, exact = pending
+    message, columns, dtype, exact, _ = pending
     if group.size == 1:
         return Arrived(message.squeeze(0), exact)
     arrived = _call(_wait, message)
@@ -214,8 +220,12 @@ def finish_exchange(pending: Pending, group: RankGroup) -> Arrived:
 
 def start_all_to_all(rows: Tensor, group: RankGroup) -> Tensor:
     """Start to send slice r of rows (R B, c) to rank r; slice r of the result comes from rank r."""
-    splits = [rows.shape[0] // group.size] * group.size
+    splits = _equal_splits(rows, group)
     return _call(_all_to_all, rows, splits, splits, group.name)
+
+
+def _equal_splits(rows: Tensor, group: RankGroup) -> list[int]:
+    return [rows.shape[0] // group.size] * group.size
 
 
 def finish_all_to_all(pending: Tensor) -> Tensor:
