@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from phantom_parallel import GPT, GPTConfig, RanksDisagree
 from phantom_parallel.families.gpt.generation import generate
 from tests.families.gpt import reference as gpt_reference
-from tests.families.gpt.test_model import config_of, filled, one_mesh
+from tests.families.gpt.sample import config_of, one_mesh
+from tests.families.gpt.test_model import filled
 
 CONTEXT, TOKENS = 32, 10
 

@@ -11,7 +11,8 @@ from torch.nn.utils import clip_grad_norm_
 
 from phantom_parallel import GPT, GPTConfig, load_model, parameter_groups, save_model
 from tests.families.gpt import reference as gpt_reference
-from tests.families.gpt.test_model import config_of, filled, gradients, one_mesh, reference, whole
+from tests.families.gpt.sample import config_of, one_mesh
+from tests.families.gpt.test_model import filled, gradients, reference, whole
 from tests.reference import relative_error
 
 

@@ -4,24 +4,13 @@ import math
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phantom_parallel import GPT, GPTConfig, Ledger, RanksDisagree
+from phantom_parallel import GPT, GPTConfig, Ledger
 from tests.families.gpt import reference as gpt_reference
+from tests.families.gpt.sample import config_of, one_mesh
 from tests.reference import relative_error
-
-SIZES = {"vocab": 24, "dim": 32, "layers": 2, "heads": 8, "kv_heads": 4, "hidden": 40, "context": 16}
-
-
-def config_of(strategy: str = "phantom", **changes) -> GPTConfig:
-    cut = {"blocks": 4, "ghosts": 3} if strategy == "phantom" else {}
-    return GPTConfig(**(SIZES | cut | {"strategy": strategy} | changes))
-
-
-def one_mesh():
-    return init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
 
 
 def filled(config: GPTConfig, mesh=None, dtype=torch.float64, **kwargs) -> GPT:
@@ -360,99 +349,3 @@ def test_a_model_in_bfloat16_runs_both_ways():
     assert loss.dtype == torch.float32
     assert float(loss.detach()) == pytest.approx(float(reference(config_of())["loss"]), rel=0.03)
     assert all(p.grad.dtype == torch.bfloat16 for p in model.parameters())
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"strategy": "magic"}, "strategy must be one of phantom, megatron, dense, fsdp, pipeline, got 'magic'"),
-        ({"layers": 0}, "layers must be a positive whole number, got 0"),
-        ({"context": 1.5}, "context must be a positive whole number, got 1.5"),
-        ({"kv_heads": 0}, "kv_heads must be a positive whole number, got 0"),
-        ({"hidden": -1}, "hidden must be a positive whole number, got -1"),
-        ({"parallel_block": True, "hidden": 60, "kv_heads": 8, "blocks": 4}, "kv_heads=8 must divide hidden=60"),
-        ({"parallel_block": 1}, "parallel_block must be true or false, got 1"),
-        ({"tie_embeddings": "yes"}, "tie_embeddings must be true or false, got 'yes'"),
-        ({"rope_base": 0.0}, "rope_base must be a positive number, got 0.0"),
-        ({"norm_eps": float("nan")}, "norm_eps must be a positive number, got nan"),
-        ({"heads": 7}, "heads=7 does not divide dim=32: 4 or 8 would"),
-        ({"kv_heads": 3}, "kv_heads=3 does not divide heads=8: 2 or 4 would"),
-        ({"heads": 32, "kv_heads": 4}, "a head of 1 features .* even number"),
-        ({"blocks": None}, "needs blocks and ghosts, got blocks=None"),
-        ({"strategy": "dense"}, "belong to the strategy phantom, not to dense"),
-        ({"blocks": 1}, "blocks=1 leaves no other block"),
-        ({"kv_heads": 2}, "blocks=4 does not divide kv_heads=2: kv_heads=4 would be whole blocks"),
-        ({"vocab": 25}, "blocks=4 does not divide vocab=25: vocab=28 would be whole blocks"),
-        ({"hidden": 42}, "blocks=4 does not divide hidden=42"),
-        ({"hidden_groups": 3}, "hidden_groups=3 does not divide hidden=40: 2 or 4 would"),
-        ({"hidden_groups": 2}, "blocks=4 does not divide hidden_groups=2"),
-        ({"ghosts": 9}, "ghosts=9 is larger than a block of 8 features"),
-        ({"layers": 10**9}, "layers must be at most 10000, got 1000000000"),
-        ({"vocab": 10**9}, "vocab must be at most 16777216, got 1000000000"),
-        ({"dim": 10**18 + 9}, "dim must be at most 16777216"),
-        ({"hidden": 10**9}, "hidden must be at most 16777216"),
-        ({"context": 10**9}, "context must be at most 16777216"),
-        ({"heads": 10**12}, "heads=1000000000000 does not divide dim=32: 32 would"),
-    ],
-)
-def test_settings_that_do_not_fit_are_named(settings, message):
-    with pytest.raises(ValueError, match=message):
-        GPTConfig(**(SIZES | {"blocks": 4, "ghosts": 2} | settings))
-
-
-def test_what_is_left_out_is_filled_in():
-    config = GPTConfig(vocab=256, dim=512, layers=4, heads=8, blocks=4, ghosts=16)
-    assert (config.kv_heads, config.hidden, config.head_dim, config.queries_per_kv) == (8, 1408, 64, 1)
-    assert config.hidden_groups == 8
-    assert GPTConfig(vocab=6, dim=12, layers=1, heads=6, blocks=3, ghosts=1).hidden % 3 == 0
-
-
-@pytest.mark.parametrize(
-    ("run", "message"),
-    [
-        (lambda m, t: m.loss(t[0], t[0]), r"tokens must be \(batch, positions\), got shape \(9,\)"),
-        (lambda m, t: m.loss(t, t[:, 1:]), r"targets of shape \(2, 8\) for tokens of shape \(2, 9\)"),
-        (lambda m, t: m.logits(t.repeat(1, 2)), "18 positions are more than the model's context of 16"),
-        (lambda m, t: m.logits(t + 20), "tokens must lie from 0 to 23, got"),
-        (lambda m, t: m.loss(t, t - 100), "targets must lie from 0 to 23, got -"),
-        (lambda m, t: m.new_cache(0), "batch must be a positive whole number, got 0"),
-        (lambda m, t: m.new_cache(1, 17), "17 positions is longer than the model's context of 16"),
-        (lambda m, t: m.logits(t, m.new_cache(3)), "made for a batch of 3, got one of 2"),
-        (lambda m, t: m.logits(t, m.new_cache(2, 5)), "room for 5 positions and holds 0, got 9 more"),
-    ],
-)
-def test_input_that_does_not_fit_is_named(run, message):
-    inputs, _ = gpt_reference.tokens(24)
-    with pytest.raises(ValueError, match=message):
-        run(GPT(config_of()), inputs)
-
-
-def refused(config: GPTConfig) -> str:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
-        GPT(config, mesh=one_mesh())
-    return str(caught.value)
-
-
-def test_ranks_that_do_not_fit_are_named(ranks):
-    four = ranks(4)
-    assert (
-        "4 ranks are 2 for each of 2 blocks, which do not divide a block's 3 ghosts: run on 2 or 6 ranks"
-        in four(refused, config_of(blocks=2))[0]
-    )
-    assert "4 ranks do not divide kv_heads=2" in four(refused, config_of(blocks=2, ghosts=2, kv_heads=2))[0]
-    assert "4 ranks do not divide hidden_groups=2" in four(refused, config_of(blocks=2, ghosts=2, hidden_groups=2))[0]
-    assert "4 ranks do not divide kv_heads=2" in ranks(4)(refused, config_of("megatron", kv_heads=2))[0]
-    assert "4 ranks do not divide vocab=22" in ranks(4)(refused, config_of("megatron", vocab=22))[0]
-    assert "dense runs on one rank, got ranks=2" in ranks(2)(refused, config_of("dense"))[0]
-
-
-def disagreeing() -> str:
-    rank = torch.distributed.get_rank()
-    with pytest.raises(RanksDisagree) as caught:
-        GPT(config_of(ghosts=3 if rank == 1 else 2), mesh=one_mesh())
-    return str(caught.value)
-
-
-def test_ranks_that_disagree_are_named(ranks):
-    for message in ranks(4)(disagreeing):
-        assert "rank 1 has ghosts=3, the others 2" in message

@@ -5,7 +5,7 @@ import torch
 
 from phantom_parallel.families.gpt.prompts import Streamer, encode_prompt, find_tokenizer, read_prompt
 from phantom_parallel.families.gpt.tokens import BPETokenizer, ByteTokenizer
-from tests.families.gpt.test_model import config_of
+from tests.families.gpt.sample import config_of
 
 TEXT = "naïve ✓ 🙂 end"
 
