@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _register_work, _resolve_process_group
 
 SHORT_BYTES = 4096  # to each rank
-POLL_SECONDS = 1e-3  # at most, then the rank sleeps
+POLL_SECONDS = 5e-3  # at most, then the rank sleeps
 _give_way = getattr(os, "sched_yield", lambda: time.sleep(0))  # Windows has none
 
 
