@@ -202,13 +202,13 @@ def transformer(path: Path) -> str:
             str(row["ranks"]),
             "parallel" if row.get("parallel_block") else "serial",
             *(_quartiles(row[kind]["phantom/megatron"]) for kind in kinds),
+            _quartiles(row["decode"]["phantom without polling/megatron"]),
         ]
         for row in _read(path)["rows"]
     )
-    tokens = _read(path)["settings"]["sequence"]
-    return _lines(
-        ("ranks", "attention and SwiGLU", "training step", f"prefill of {tokens} tokens", "decode, a token"), rows
-    )
+    prefill = f"prefill of {_read(path)['settings']['sequence']} tokens"
+    names = "ranks", "attention and SwiGLU", "training step", prefill, "decode, a token", "decode without polling"
+    return _lines(names, rows)
 
 
 def validation(path: Path) -> str:

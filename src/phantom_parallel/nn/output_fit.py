@@ -92,7 +92,27 @@ def fit_outputs(covariance: Tensor, weight: Tensor, *, blocks: int, ghosts: int,
         best = min(best, found, key=lambda one: one.squared_error)
         if done:
             break
-    return best
+    return balanced(best, blocks)
+
+
+def balanced(fit: OutputFit, blocks: int) -> OutputFit:
+    """The same function with each ghost scaled so that its row of C and its columns of D have the same mean square.
+
+    The fit gives ghosts of unit variance: in a pretrained model, C is then 10 to 1,000 times as large as D, and an
+    optimizer that changes all weights by as much, such as Adam, changes D too fast and C hardly.
+    """
+    p, k = blocks, len(fit.compress) // blocks
+    sources = torch.tensor([[(i + step) % p for step in range(1, p)] for i in range(p)], device=fit.compress.device)
+    rows = fit.compress.square().mean(1)  # of each ghost: (p k)
+    pieces = fit.decompress.unflatten(0, (p, -1)).unflatten(2, (p - 1, k))  # (p, m_out, p-1, k), by receiver
+    columns = torch.zeros_like(rows).view(p, k)
+    columns.index_add_(0, sources.flatten(), pieces.square().mean(1).flatten(0, 1))
+    columns = columns.flatten() / (p - 1)
+    used = (rows > 0) & (columns > 0)
+    scale = torch.where(used, columns / rows, 1).pow(0.25)  # (p k)
+    into = scale.view(p, k)[sources].flatten(1)  # of each receiver's columns: (p, (p-1) k)
+    decompress = fit.decompress.unflatten(0, (p, -1)) / into.unsqueeze(1)
+    return fit._replace(compress=fit.compress * scale.unsqueeze(1), decompress=decompress.flatten(0, 1))
 
 
 class _Fit:
