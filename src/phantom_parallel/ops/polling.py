@@ -23,7 +23,13 @@ _give_way = getattr(os, "sched_yield", lambda: time.sleep(0))  # Windows has non
 
 
 def is_short(rows: Tensor, ranks: int) -> bool:
-    """Whether to ask for the slices of these rows, of which each rank gets one."""
+    """Whether to ask for the slices of these rows, of which each rank gets one.
+
+    Where a gradient is recorded, as in a backward that is itself differentiated, it is not: only the functional
+    collective has a derivative.
+    """
+    if (rows.requires_grad and torch.is_grad_enabled()) or torch._C._are_functorch_transforms_active():
+        return False
     if torch.compiler.is_compiling() or type(rows) is not Tensor or rows.device.type != "cpu":
         return False
     return rows.numel() * rows.element_size() <= SHORT_BYTES * ranks and not torch._C._len_torch_dispatch_stack()
