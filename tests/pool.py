@@ -13,7 +13,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-CALLS = 15  # of a pool before it is replaced: caches of DTensor keep the threads of some destroyed groups
+CALLS = 100  # of a pool before it is replaced: caches of DTensor keep the sockets and threads of its groups
 TIMEOUT = 120.0  # seconds: far above what any test needs, so that it only ends a hang
 
 _context = mp.get_context("forkserver")
@@ -99,6 +99,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    _share_device()
     _init_group(rank, size, f"{store}-0")
     calls = 0
     while True:
@@ -125,7 +126,7 @@ def _init_group(rank: int, size: int, store: str) -> None:
 
 
 def _replace_groups(rank: int, size: int, store: str) -> None:
-    """Destroy all process groups if a function has made some: a thread of each wakes up a hundred times a second.
+    """Destroy all process groups if a function has made some, so that a test does not depend on those before it.
 
     The new default group has a store of its own, as names of groups repeat.
     """
@@ -145,3 +146,26 @@ def _replace_groups(rank: int, size: int, store: str) -> None:
     levels._made.clear()
     parts._storage_groups.clear()
     _init_group(rank, size, store)
+
+
+def _share_device() -> None:
+    """Let all process groups of this process share one gloo device.
+
+    Each device has a thread that wakes up a hundred times a second. With one for each group, those of the groups that
+    tests make, and that caches keep, take most of the time of two cores.
+    """
+    from torch.distributed import ProcessGroupGloo, distributed_c10d
+
+    options = ProcessGroupGloo._Options()
+    options._devices = [ProcessGroupGloo.create_default_device()]
+    options._threads = 2  # as torch has by default
+
+    class Shared(type):
+        def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+            options._timeout = timeout
+            return ProcessGroupGloo(store, rank, size, options)
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, ProcessGroupGloo)
+
+    distributed_c10d.ProcessGroupGloo = Shared("ProcessGroupGloo", (), {})  # type: ignore[misc, assignment]
