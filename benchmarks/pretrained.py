@@ -82,6 +82,7 @@ class Bench:
             budget=budget,
             include=GPTConverter.maps,
             exclude=(),
+            loss=self.converter.objective(),
             folder=stages,
             progress=lambda what, done, total: print(f"{what} {done}/{total}", file=sys.stderr, flush=True),
         )
@@ -187,6 +188,7 @@ def heal_part(bench: Bench, found: dict[str, Any], save: Callable[[], None]) -> 
         "batch": options.heal_batch,
         "context": options.length,
         "lr": options.lr,
+        "dtype": options.heal_dtype,
         "log_every": 5,
     }
     quiet: dict[str, Any] = {"eval_every": 10**6, "checkpoint_every": 10**6}
@@ -267,6 +269,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--heal-budget", type=float, default=0.67)
     parser.add_argument("--heal-minutes", type=float, default=20.0, help="minutes of steps, without evaluations")
     parser.add_argument("--heal-batch", type=int, default=4, help="windows of a step")
+    parser.add_argument("--heal-dtype", default="fp32", choices=["fp32", "bf16"], help="of products in healing")
     parser.add_argument("--lr", type=float, default=4e-5)
     parser.add_argument("--layer-share", type=float, default=0.1, help="share of the steps that are layer by layer")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt, about")

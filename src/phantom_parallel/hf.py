@@ -15,11 +15,12 @@ Ranks run models of the Llama architecture through ``phantom import`` and ``phan
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from phantom_parallel.conversion.api import ConversionReport
 from phantom_parallel.conversion.api import convert as convert_maps
 from phantom_parallel.conversion.maps import replace_module
+from phantom_parallel.conversion.stages import first_tensor
 from phantom_parallel.nn.linear import PhantomLinear
 
 try:
@@ -76,10 +77,22 @@ class PhantomQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
 
 
 def convert(model: Any, batches: Sequence[Any], **settings: Any) -> ConversionReport:
-    """`phantom_parallel.convert` for a model of ``transformers``, which then knows how to save its phantom layers."""
+    """`phantom_parallel.convert` for a model of ``transformers``, which then knows how to save its phantom layers.
+
+    For language models (``...ForCausalLM``), errors are weighted by the loss of the next token unless ``loss`` is
+    given.
+    """
+    if type(model).__name__.endswith("ForCausalLM"):
+        settings.setdefault("loss", _next_token_loss)
     report = convert_maps(model, batches, **settings)
     describe(model)
     return report
+
+
+def _next_token_loss(model: Any, batch: Any) -> Tensor:
+    inputs = batch if isinstance(batch, dict) else {"input_ids": first_tensor(batch)}
+    loss: Tensor = model(**inputs | {"labels": inputs["input_ids"]}).loss
+    return loss
 
 
 def describe(model: Any) -> None:

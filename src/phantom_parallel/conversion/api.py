@@ -3,15 +3,17 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
-from torch import nn
+from torch import Tensor, nn
 
 from phantom_parallel.conversion.budget import GhostCurve, ghosts_for_budget
+from phantom_parallel.conversion.importance import Loss, output_importance
 from phantom_parallel.conversion.maps import EXCLUDED, LinearMap, check_division, find_maps, replace_module
 from phantom_parallel.conversion.sequential import GroupReport, convert_stage, ghost_curves, next_calls, rows_of
 from phantom_parallel.conversion.stages import Stage, find_stages, run_stage
@@ -21,6 +23,7 @@ from phantom_parallel.utils.files import write_bytes, write_json
 from phantom_parallel.utils.layout import positive
 
 STATE = "conversion.json"
+_WEIGHING = 8  # batches, at most, of whose gradients the outputs' weights are means
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ def convert(
     budget: float | None = None,
     include: Sequence[str] = ("*",),
     exclude: Sequence[str] = EXCLUDED,
+    loss: Loss | None = None,
     steps: int = STEPS,
     folder: Path | None = None,
     progress: Callable[[str, int, int], None] | None = None,
@@ -82,6 +86,8 @@ def convert(
         budget: the share of the maps' multiply-adds to keep, by which each map gets its own ghosts.
         include: Patterns of the names of maps to convert, as ``fnmatch`` has them.
         exclude: Patterns of the names of maps to leave; by default heads and embeddings.
+        loss: The mean loss of the model on a batch. With it, the error of every output is weighted by how much the loss
+            depends on that output, so that ghosts and a budget go where they lower the loss.
         steps: Alternating steps of each fit, at most.
         folder: Where finished stages are stored, so that an interrupted conversion continues there.
         progress: Called with what is being done, the number of finished stages, and of all.
@@ -104,7 +110,7 @@ def convert(
     training = model.training
     model.eval()
     try:
-        work = _Conversion(model, maps, batches, blocks, steps, folder, progress or (lambda *_: None))
+        work = _Conversion(model, maps, batches, blocks, steps, folder, progress or (lambda *_: None), loss)
         return work.run(ghosts, budget)
     finally:
         model.train(training)
@@ -139,7 +145,9 @@ class _Conversion:
         steps: int,
         folder: Path | None,
         progress: Callable[[str, int, int], None],
+        loss: Loss | None,
     ) -> None:
+        self.loss = loss
         self.model, self.maps, self.batches = model, maps, batches
         self.blocks, self.steps, self.folder, self.progress = blocks, steps, folder, progress
         self.stages = find_stages(model, [one.name for one in maps], batches)
@@ -173,10 +181,12 @@ class _Conversion:
 
     def run(self, ghosts: int | Mapping[str, int] | None, budget: float | None) -> ConversionReport:
         settings = {"blocks": self.blocks, "ghosts": ghosts, "budget": budget, "steps": self.steps, "rows": self.rows}
+        settings["weighted"] = self.loss is not None
         state = _State(self.folder, settings | {"maps": [one.name for one in self.maps], "data": self._digest()})
+        importance = self._importance()
         chosen = state.ghosts
         if chosen is None:
-            chosen = self._divide(budget) if budget is not None else _by_name(self.maps, ghosts)
+            chosen = self._divide(budget, importance) if budget is not None else _by_name(self.maps, ghosts)
             state.set_ghosts(chosen)
         dense, converted = self.calls, self.calls
         self.progress("converting: stage", state.finished, len(self.stages))
@@ -202,6 +212,7 @@ class _Conversion:
                     ghosts=lambda one: chosen[one.name],
                     steps=self.steps,
                     on_group=found.append,
+                    importance=importance,
                 )
                 state.add(index, found, {one.name: self.model.get_submodule(one.name) for one in stage_maps})
             groups += found
@@ -210,7 +221,16 @@ class _Conversion:
             self.progress("converting: stage", index + 1, len(self.stages))
         return ConversionReport(self.blocks, self.rows, tuple(groups))
 
-    def _divide(self, budget: float | None) -> dict[str, int]:
+    def _importance(self) -> dict[str, Tensor] | None:
+        """Weights of the outputs of all maps."""
+        if self.loss is None:
+            return None
+        batches = self.batches[:_WEIGHING]
+        self.progress("weighing outputs: batch", 0, len(batches))
+        report = partial(self.progress, "weighing outputs: batch")
+        return output_importance(self.model, self.maps, batches, self.loss, report)
+
+    def _divide(self, budget: float | None, importance: dict[str, Tensor] | None) -> dict[str, int]:
         """The ghosts of each map for a budget, from the dense model's own inputs."""
         assert budget is not None
         curves: dict[str, GhostCurve] = {}
@@ -218,7 +238,7 @@ class _Conversion:
         calls = self.calls
         self.progress("measuring: stage", 0, len(self.stages))
         for index, stage in enumerate(self.stages):
-            found, names, outputs = ghost_curves(stage, calls, self._maps_of(stage), self.blocks)
+            found, names, outputs = ghost_curves(stage, calls, self._maps_of(stage), self.blocks, importance)
             curves |= found
             group_of |= names
             if index + 1 < len(self.stages):

@@ -199,6 +199,7 @@ class _Work:
             budget=budget,
             include=self.converter.maps,
             exclude=(),
+            loss=self.converter.objective(),
             steps=self.config.steps,
             folder=self.folder / ("ghosts" if budget is None else f"{budget:.6f}"),
             progress=self._progress(),

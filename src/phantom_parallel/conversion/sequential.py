@@ -4,10 +4,14 @@ Each map is fitted on the inputs that the converted maps before it give, x', wit
 target, so that a map corrects what the ones before it lost. Maps that write to the residual stream get the stream's own
 error as well: y = W x + (h - h'), h and h' the dense and the converted stream before the addition. The fit replaces W
 by the regression of y on x', W + E[(y - W x') x'^T] S'^-1.
+
+What reads the stream normalizes it, so an error counts relative to the stream of its position: rows of maps that write
+to it have the weight 1 / |h|^2. Without it, the few positions whose stream is a thousand times as large as that of all
+others, as in most language models, would decide on the ghosts.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -115,21 +119,22 @@ class _Moments:
         self.cross = torch.zeros(n_out, n_in, dtype=torch.float64)  # E[(y - W x') x'^T]
         self.mean_x, self.mean_r = torch.zeros(n_in, dtype=torch.float64), torch.zeros(n_out, dtype=torch.float64)
         self.power = self.left = 0.0  # E |y|^2, E |y - W x'|^2
-        self.rows = 0
+        self.weight = 0.0  # of all rows
 
-    def add(self, x: Tensor, rest: Tensor, y: Tensor) -> None:
-        """Add rows of x', of y - W x' - b, and of the dense outputs."""
-        x, rest = x.double(), rest.double()
+    def add(self, x: Tensor, rest: Tensor, y: Tensor, weights: Tensor | None = None) -> None:
+        """Add rows of x', of y - W x' - b, and of the dense outputs, with weights (rows,), by default 1."""
+        roots = torch.ones(len(x), 1, dtype=torch.float64) if weights is None else weights.double().sqrt().unsqueeze(1)
+        x, rest = roots * x.double(), roots * rest.double()
         self.s += x.T @ x
         self.cross += rest.T @ x
-        self.mean_x += x.sum(0)
-        self.mean_r += rest.sum(0)
-        self.power += float(y.double().square().sum())
+        self.mean_x += (roots * x).sum(0)
+        self.mean_r += (roots * rest).sum(0)
+        self.power += float((roots * y.double()).square().sum())
         self.left += float(rest.square().sum())
-        self.rows += len(x)
+        self.weight += float(roots.square().sum())
 
     def finish(self) -> "_Moments":
-        n = max(1, self.rows)
+        n = self.weight or 1.0
         for sums in (self.s, self.cross, self.mean_x, self.mean_r):
             sums /= n
         self.power, self.left = self.power / n, self.left / n
@@ -138,6 +143,14 @@ class _Moments:
             self.cross -= torch.outer(self.mean_r, self.mean_x)
             self.left -= float(self.mean_r.square().sum())
         return self
+
+
+def _row_weights(known: _DensePass, name: str, batch: int) -> Tensor | None:
+    """Weights of the rows of a map, None if all count alike: 1 / |h|^2 for a map that adds to the stream h."""
+    if not known.corrects or name not in known.writers:
+        return None
+    square = rows_of(known.outputs[batch]).double().square().mean(1)
+    return 1 / square.clamp_min(1e-30)
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -157,6 +170,7 @@ def convert_stage(
     ghosts: Callable[[LinearMap], int],
     steps: int,
     on_group: Callable[[GroupReport], None],
+    importance: Mapping[str, Tensor] | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Convert the maps of one stage in place.
 
@@ -170,6 +184,7 @@ def convert_stage(
         ghosts: The number of ghosts for a group's first map.
         steps: Alternating steps of each fit.
         on_group: Called after each group.
+        importance: Weights of the squared errors of each map's outputs, by name.
 
     Returns:
         The outputs of the dense and of the converted stage, by batch.
@@ -184,7 +199,14 @@ def convert_stage(
         weight = stack_by_blocks([one.weight for one in group], blocks).double()
         s = damped(moments.s)
         shift = solve(s, stack_by_blocks(list(moments.cross.split([len(one.weight) for one in group])), blocks))
-        fit = fit_outputs(s, weight + shift, blocks=blocks, ghosts=ghosts(group[0]), steps=steps)
+        fit = fit_outputs(
+            s,
+            weight + shift,
+            blocks=blocks,
+            ghosts=ghosts(group[0]),
+            steps=steps,
+            importance=_of_group(importance, group, blocks),
+        )
         biases = _biases(group, moments, fit, blocks)
         layers = as_phantom(group, fit, blocks=blocks, biases=biases)
         cross = stack_by_blocks(list(moments.cross.split([len(one.weight) for one in group])), blocks)
@@ -205,6 +227,13 @@ def convert_stage(
         )
     after = [run_stage(stage.module, call, inputs_of={}, outputs_of={})[2] for call in converted]
     return known.outputs, [output for output in after if output is not None]
+
+
+def _of_group(importance: Mapping[str, Tensor] | None, group: Sequence[LinearMap], blocks: int) -> Tensor | None:
+    """Importance of the outputs of maps that are stacked by blocks."""
+    if importance is None:
+        return None
+    return stack_by_blocks([importance[one.name].unsqueeze(1) for one in group], blocks).squeeze(1)
 
 
 def _measure(
@@ -234,7 +263,7 @@ def _measure(
             for name, value in written.items():
                 lost = lost + known.writers[name][batch] - value
             rest = rest + rows_of(lost)
-        moments.add(own, rest, y)
+        moments.add(own, rest, y, _row_weights(known, first, batch))
     if not (moments.s.isfinite().all() and moments.cross.isfinite().all()):
         raise ValueError(
             f"inputs of {group[0].name} are not finite or too large on the calibration data: their covariance is not "
@@ -260,9 +289,15 @@ def _biases(group: Sequence[LinearMap], moments: _Moments, fit: Any, blocks: int
 
 @torch.no_grad()
 def ghost_curves(
-    stage: Stage, calls: Sequence[Call], maps: Sequence[LinearMap], blocks: int
+    stage: Stage,
+    calls: Sequence[Call],
+    maps: Sequence[LinearMap],
+    blocks: int,
+    importance: Mapping[str, Tensor] | None = None,
 ) -> tuple[dict[str, GhostCurve], dict[str, str], list[Tensor]]:
     """What ghosts do for each group of a dense stage; names of groups are those of their first maps.
+
+    Gains are falls of the squared error, weighted by importance if that is given, otherwise relative to the power.
 
     Returns:
         The curves, the group of each map, and the stage's outputs by batch.
@@ -273,12 +308,18 @@ def ghost_curves(
     group_of: dict[str, str] = {}
     for group in known.groups:
         weight = stack_by_blocks([one.weight for one in group], blocks).double()
-        xs = [rows_of(x).double() for x in known.inputs[group[0].name.removeprefix(prefix)]]
-        s = sum((x.T @ x for x in xs), torch.zeros(weight.shape[1], weight.shape[1], dtype=torch.float64))
-        s = damped(s / sum(map(len, xs)))
-        gains = sum(gains for gains, _ in ghost_spectrum(s, weight, blocks=blocks))
+        name = group[0].name.removeprefix(prefix)
+        s, total = torch.zeros(weight.shape[1], weight.shape[1], dtype=torch.float64), 0.0
+        for batch, x in enumerate(known.inputs[name]):
+            rows, each = rows_of(x).double(), _row_weights(known, name, batch)
+            s += rows.T @ (rows if each is None else each.unsqueeze(1) * rows)
+            total += len(rows) if each is None else float(each.sum())
+        s = damped(s / total)
+        weights = _of_group(importance, group, blocks)
+        power = float((weight @ s * weight).sum()) if weights is None else 1.0
+        scaled = weight if weights is None else weights.sqrt().unsqueeze(1) * weight
+        gains = sum(gains for gains, _ in ghost_spectrum(s, scaled, blocks=blocks))
         assert isinstance(gains, Tensor)
-        power = float((weight @ s * weight).sum())
         curves[group[0].name] = GhostCurve(weight.shape[1], weight.shape[0], gains / max(power, 1e-300), len(group))
         group_of |= {one.name: group[0].name for one in group}
     return curves, group_of, known.outputs

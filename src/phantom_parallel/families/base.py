@@ -1,14 +1,14 @@
 """What a model family provides: everything that commands, studies, storage and the planner need of a kind of model."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from phantom_parallel.utils.strategies import StrategyName
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
     from phantom_parallel.cost.sizes import ModelSizes
@@ -56,6 +56,12 @@ class Converter(ABC):
         """The loss of a model on one batch; ``dense`` is the dense model, for families whose loss is the distance to
         its outputs.
         """
+
+    def objective(self) -> "Callable[[nn.Module, Any], Tensor] | None":
+        """The mean loss of a dense model on a batch, with its graph, which weights the errors of outputs by how much it
+        depends on them; None if the family has no loss but the distance to the dense model.
+        """
+        return None
 
     @abstractmethod
     def phantom(self, model: "nn.Module", blocks: int, ghosts: Mapping[str, int]) -> "nn.Module":

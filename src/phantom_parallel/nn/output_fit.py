@@ -79,9 +79,24 @@ def ghost_spectrum(s: Tensor, weight: Tensor, *, blocks: int) -> list[tuple[Tens
     return found
 
 
-def fit_outputs(covariance: Tensor, weight: Tensor, *, blocks: int, ghosts: int, steps: int = STEPS) -> OutputFit:
-    """The phantom weights for a dense weight (n_out, n_in) and the damped covariance (n_in, n_in) of its inputs."""
-    weight, s = weight.double(), covariance.double()
+def fit_outputs(
+    covariance: Tensor,
+    weight: Tensor,
+    *,
+    blocks: int,
+    ghosts: int,
+    steps: int = STEPS,
+    importance: Tensor | None = None,
+) -> OutputFit:
+    """The phantom weights for a dense weight (n_out, n_in) and the damped covariance (n_in, n_in) of its inputs.
+
+    Ghosts are chosen for the squared errors of the outputs times their importance (n_out,), if that is given. L and D
+    are the best for every output alone.
+    """
+    scale = torch.ones(len(weight), 1, dtype=torch.float64, device=weight.device)
+    if importance is not None:
+        scale = (importance.double() / importance.double().mean()).sqrt().unsqueeze(1)
+    weight, s = scale * weight.double(), covariance.double()
     compress = torch.stack([rows[:ghosts] for _, rows in ghost_spectrum(s, weight, blocks=blocks)])  # (p, k, m)
     fit = _Fit(s, weight, blocks, compress)
     best = fit.refit()
@@ -92,7 +107,13 @@ def fit_outputs(covariance: Tensor, weight: Tensor, *, blocks: int, ghosts: int,
         best = min(best, found, key=lambda one: one.squared_error)
         if done:
             break
-    return balanced(best, blocks)
+    return balanced(_unscaled(best, scale), blocks)
+
+
+def _unscaled(fit: "_WeightedFit", scale: Tensor) -> OutputFit:
+    """The fit of the outputs themselves, from one of outputs times ``scale`` (n_out, 1)."""
+    error = float((fit.errors / scale.squeeze(1).square()).sum())
+    return OutputFit(fit.local / scale, fit.compress, fit.decompress / scale, error)
 
 
 def balanced(fit: OutputFit, blocks: int) -> OutputFit:
@@ -115,6 +136,19 @@ def balanced(fit: OutputFit, blocks: int) -> OutputFit:
     return fit._replace(compress=fit.compress * scale.unsqueeze(1), decompress=decompress.flatten(0, 1))
 
 
+class _WeightedFit(NamedTuple):
+    """Weights, and the squared error of each output (n_out,)."""
+
+    local: Tensor
+    compress: Tensor
+    decompress: Tensor
+    errors: Tensor
+
+    @property
+    def squared_error(self) -> float:
+        return float(self.errors.sum())
+
+
 class _Fit:
     """The products with S that both steps share."""
 
@@ -122,18 +156,19 @@ class _Fit:
         self.p, self.m = blocks, len(s) // blocks
         self.s = s.view(blocks, self.m, blocks, self.m)
         self.target = (weight @ s).view(blocks, -1, blocks, self.m)  # E[y_i x_j^T]
-        self.power = float((weight @ s * weight).sum())  # E |y|^2
+        self.power = (weight @ s * weight).sum(1)  # E y^2 of each output
         self.compress = compress  # (p, k, m)
         self.local: list[Tensor] = []
         self.decompress: list[dict[int, Tensor]] = []
 
-    def refit(self) -> OutputFit:
+    def refit(self) -> _WeightedFit:
         """L and D together, for the ghosts at hand."""
         p, k = self.p, self.compress.shape[1]
         seen = torch.einsum("jkm,jmin->jkin", self.compress, self.s)  # E[g_j x_i^T]
         among = torch.einsum("jkin,iln->jkil", seen, self.compress)  # E[g_j g_i^T]
         to_ghosts = torch.einsum("iojm,jkm->iojk", self.target, self.compress)  # E[y_i g_j^T]
-        self.local, self.decompress, explained = [], [], 0.0
+        self.local, self.decompress = [], []
+        explained: list[Tensor] = []
         for i in range(p):
             ring = [(i + step) % p for step in range(1, p)]
             known = seen[ring, :, i].reshape(-1, self.m)  # E[g x_i^T]
@@ -141,14 +176,13 @@ class _Fit:
             zz = torch.cat([torch.cat([self.s[i, :, i], known.T], 1), torch.cat([known, ghosts], 1)])
             yz = torch.cat([self.target[i, :, i], to_ghosts[i][:, ring].flatten(1)], 1)
             weights = solve((zz + zz.T) / 2, yz)
-            explained += float((2 * weights * yz).sum() - (weights @ zz * weights).sum())
+            explained.append((2 * weights * yz).sum(1) - (weights @ zz * weights).sum(1))
             self.local.append(weights[:, : self.m])
             pieces = weights[:, self.m :].split(k, 1)
             self.decompress.append(dict(zip(ring, pieces, strict=True)))
         stacked = [torch.cat(list(of_receiver.values()), 1) for of_receiver in self.decompress]
-        return OutputFit(
-            torch.cat(self.local), self.compress.flatten(0, 1).clone(), torch.cat(stacked), self.power - explained
-        )
+        errors = self.power - torch.cat(explained)
+        return _WeightedFit(torch.cat(self.local), self.compress.flatten(0, 1).clone(), torch.cat(stacked), errors)
 
     def improve_ghosts(self) -> None:
         """C of one source after the other, for L and D at hand."""

@@ -1,7 +1,7 @@
 """Conversion of dense transformers to phantom ones: calibration text, and the order of the phantom model's weights."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -60,7 +60,10 @@ class GPTConverter(Converter):
     @torch.no_grad()
     def loss(self, model: nn.Module, dense: nn.Module | None, batch: Tensor) -> float:
         """Nats a token."""
-        return float(cast(GPT, model).loss(batch[:, :-1], batch[:, 1:]))
+        return float(_mean_loss(model, batch))
+
+    def objective(self) -> Callable[[nn.Module, Tensor], Tensor]:
+        return _mean_loss
 
     @torch.no_grad()
     def phantom(self, model: nn.Module, blocks: int, ghosts: Mapping[str, int]) -> GPT:
@@ -77,6 +80,10 @@ class GPTConverter(Converter):
 
     def complete(self, source: Path, folder: Path) -> None:
         copy_kept_files(source if any((source / name).is_file() for name in KEPT_FILES) else source.parent, folder)
+
+
+def _mean_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return cast(GPT, model).loss(batch[:, :-1], batch[:, 1:])
 
 
 def read_tokens(model: Path, data: Path, config: GPTConfig) -> Tensor:

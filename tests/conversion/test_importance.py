@@ -1,0 +1,88 @@
+"""Weights of outputs: against gradients of single rows, and what they do for a conversion."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from phantom_parallel import convert
+from phantom_parallel.conversion.importance import output_importance
+from phantom_parallel.conversion.maps import find_maps
+from phantom_parallel.nn import PhantomLinear
+from phantom_parallel.nn.output_fit import damped, fit_outputs
+
+
+class Gated(nn.Module):
+    """Two maps on one input, neither of which depends on the other, and a third one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.up, self.down = nn.Linear(12, 18), nn.Linear(12, 18), nn.Linear(18, 12)
+        self.double()
+
+    def forward(self, x):
+        return self.down(torch.sigmoid(self.gate(x)) * self.up(x))
+
+
+def rows(count: int = 96) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    mixing = torch.randn(12, 12, generator=generator, dtype=torch.float64) * (1 + torch.arange(12)) ** -1.0
+    return torch.randn(count, 12, generator=generator, dtype=torch.float64) @ mixing.T
+
+
+def first_outputs(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A loss that depends on a third of the outputs: one in each of three blocks of four, and a little on another."""
+    z = model(x).unflatten(-1, (3, 4))
+    return (z[..., 0].exp() + 0.1 * z[..., 1].sin()).sum(-1).mean()
+
+
+def test_weights_are_mean_squares_of_the_gradients_of_single_rows():
+    model, x = Gated(), rows()
+    trained = [parameter.requires_grad for parameter in model.parameters()]
+    found = output_importance(model, find_maps(model, ("*",), ()), [x[:48], x[48:]], first_outputs)
+    expected = {name: torch.zeros(size, dtype=torch.float64) for name, size in (("gate", 18), ("up", 18), ("down", 12))}
+    for row in x:
+        gate, up = model.gate(row).detach().requires_grad_(), model.up(row).detach().requires_grad_()
+        down = model.down(torch.sigmoid(gate) * up)
+        loss = first_outputs(lambda _, down=down: down, row)
+        for name, gradient in zip(expected, torch.autograd.grad(loss, (gate, up, down)), strict=True):
+            expected[name] += gradient.square() / len(x)
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name], values.clamp_min(1e-2 * float(values.mean())))
+    assert [parameter.requires_grad for parameter in model.parameters()] == trained
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_loss_without_a_gradient_is_refused_by_the_name_of_the_map():
+    model = Gated()
+    with pytest.raises(ValueError, match="no finite gradient with respect to gate"):
+        output_importance(model, find_maps(model, ("*",), ()), [rows()], lambda model, x: model.up(x).sum())
+
+
+def test_a_weighted_fit_has_a_smaller_weighted_error_and_tells_the_plain_one():
+    x, weight = rows(400), Gated().up.weight.detach()
+    s = damped(x.T @ x / len(x), 0.0)
+    importance = torch.tensor([100.0, 1.0, 0.01, 1.0, 1.0, 1.0] * 3, dtype=torch.float64)
+    weighted_errors = []
+    for weights in (None, importance):
+        fit = fit_outputs(s, weight, blocks=3, ghosts=1, importance=weights)
+        layer = PhantomLinear.from_weights(fit.local, fit.compress, fit.decompress, None, blocks=3)
+        errors = (layer(x) - x @ weight.T).detach().square().mean(0)
+        assert fit.squared_error == pytest.approx(float(errors.sum()), rel=1e-6)
+        weighted_errors.append(float((errors * importance).sum()))
+    assert weighted_errors[1] < 0.9 * weighted_errors[0]
+
+
+@pytest.mark.parametrize("budget", [{"ghosts": 1}, {"budget": 0.6}], ids=["ghosts", "budget"])
+def test_a_conversion_that_knows_the_loss_keeps_it_better(budget):
+    dense, x = Gated(), rows(400)
+    expected = float(first_outputs(dense, x).detach())
+    differences = []
+    for loss in (None, first_outputs):
+        model = copy.deepcopy(dense)
+        convert(model, [x], blocks=3, loss=loss, **budget)
+        differences.append(abs(float(first_outputs(model, x).detach()) - expected))
+    assert differences[1] < 0.8 * differences[0]
