@@ -270,7 +270,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--heal-minutes", type=float, default=20.0, help="minutes of steps, without evaluations")
     parser.add_argument("--heal-batch", type=int, default=4, help="windows of a step")
     parser.add_argument("--heal-dtype", default="fp32", choices=["fp32", "bf16"], help="of products in healing")
-    parser.add_argument("--lr", type=float, default=4e-5)
+    parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--layer-share", type=float, default=0.1, help="share of the steps that are layer by layer")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt, about")
     parser.add_argument("--tokens", type=int, default=32, help="tokens to generate")

@@ -44,7 +44,7 @@ class HealConfig(TrainConfig):
     """Number of steps."""
     layer_steps: int | None = None
     """Steps at the beginning in which every layer learns by itself; by default a tenth of the steps."""
-    lr: float = 4e-5
+    lr: float = 1e-4
     """Learning rate."""
     schedule: Schedule = "cosine"
     """Learning rate after the warm-up: constant, or decaying to 0 at the last step."""
