@@ -5,9 +5,9 @@ target, so that a map corrects what the ones before it lost. Maps that write to 
 error as well: y = W x + (h - h'), h and h' the dense and the converted stream before the addition. The fit replaces W
 by the regression of y on x', W + E[(y - W x') x'^T] S'^-1.
 
-What reads the stream normalizes it, so an error counts relative to the stream of its position: rows of maps that write
-to it have the weight 1 / |h|^2. Without it, the few positions whose stream is a thousand times as large as that of all
-others, as in most language models, would decide on the ghosts.
+With weights of outputs, an error counts relative to the stream of its position, since what reads the stream normalizes
+it: rows of maps that write to it have the weight 1 / |h|^2. The mean square of a gradient says nothing of the few
+positions whose stream is a thousand times as large as that of all others, as in most language models.
 """
 
 import copy
@@ -195,7 +195,9 @@ def convert_stage(
     for group in known.groups:
         first = group[0].name.removeprefix(prefix)
         correct = known.corrects and len(group) == 1 and first in known.writers
-        moments = _measure(stage, known, converted, group, first, calls, correct=correct)
+        moments = _measure(
+            stage, known, converted, group, first, calls, correct=correct, relative=importance is not None
+        )
         weight = stack_by_blocks([one.weight for one in group], blocks).double()
         s = damped(moments.s)
         shift = solve(s, stack_by_blocks(list(moments.cross.split([len(one.weight) for one in group])), blocks))
@@ -245,8 +247,11 @@ def _measure(
     calls: Sequence[Call],
     *,
     correct: bool,
+    relative: bool,
 ) -> _Moments:
-    """Sums over all rows of the group's inputs in the converted stage, and of what its outputs should be."""
+    """Sums over all rows of the group's inputs in the converted stage, and of what its outputs should be; with
+    ``relative``, errors of maps that write to the stream are relative to it.
+    """
     weight = torch.cat([one.weight for one in group])
     biased = all(one.bias is not None for one in group)
     bias = torch.cat([one.bias for one in group if one.bias is not None]) if biased else None
@@ -263,7 +268,7 @@ def _measure(
             for name, value in written.items():
                 lost = lost + known.writers[name][batch] - value
             rest = rest + rows_of(lost)
-        moments.add(own, rest, y, _row_weights(known, first, batch))
+        moments.add(own, rest, y, _row_weights(known, first, batch) if relative else None)
     if not (moments.s.isfinite().all() and moments.cross.isfinite().all()):
         raise ValueError(
             f"inputs of {group[0].name} are not finite or too large on the calibration data: their covariance is not "
@@ -311,7 +316,8 @@ def ghost_curves(
         name = group[0].name.removeprefix(prefix)
         s, total = torch.zeros(weight.shape[1], weight.shape[1], dtype=torch.float64), 0.0
         for batch, x in enumerate(known.inputs[name]):
-            rows, each = rows_of(x).double(), _row_weights(known, name, batch)
+            rows = rows_of(x).double()
+            each = None if importance is None else _row_weights(known, name, batch)
             s += rows.T @ (rows if each is None else each.unsqueeze(1) * rows)
             total += len(rows) if each is None else float(each.sum())
         s = damped(s / total)
