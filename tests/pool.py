@@ -156,13 +156,12 @@ def _share_device() -> None:
     """
     from torch.distributed import ProcessGroupGloo, distributed_c10d
 
-    options = ProcessGroupGloo._Options()
-    options._devices = [ProcessGroupGloo.create_default_device()]
-    options._threads = 2  # as torch has by default
+    device = ProcessGroupGloo.create_default_device()
 
     class Shared(type):
         def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-            options._timeout = timeout
+            options = ProcessGroupGloo._Options()  # each group writes its name into its own
+            options._devices, options._threads, options._timeout = [device], 2, timeout
             return ProcessGroupGloo(store, rank, size, options)
 
         def __instancecheck__(cls, instance: Any) -> bool:
