@@ -1,6 +1,7 @@
 """Local ranks: what they return and listen on, how their failures are explained, and that none is left behind."""
 
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -115,6 +116,14 @@ def test_a_socket_that_is_open_to_the_network_would_be_seen():
 
 def test_the_meeting_place_is_private(described):
     assert described["modes"] == {0o700}
+
+
+def test_an_object_that_no_rank_of_the_launch_has_sent_is_not_unpickled(tmp_path):
+    with pytest.raises(RankDied, match=r"rank 0 failed.*an object was received that no rank of this launch has sent"):
+        launch(2, workers.send_unsigned, str(tmp_path / "touched"))
+    assert not (tmp_path / "touched").exists()
+    pickle.loads(pickle.dumps(workers.Touch(str(tmp_path / "touched"))))
+    assert (tmp_path / "touched").exists()  # what unpickling would have done
 
 
 def place(device, number: int, report) -> int:

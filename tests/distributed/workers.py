@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import pickle
 import signal
 import socket
 import struct
@@ -70,6 +71,34 @@ def fail_together(device: torch.device) -> None:
     """One rank has an error, and all raise it."""
     error = OSError("disk full") if dist.get_rank() == 1 else None
     raise_on_all_ranks(error, dist.group.WORLD)
+
+
+class Touch:
+    """Makes a file when it is unpickled, as a stranger's object could run anything."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (Path(self.path),)
+
+
+def send_unsigned(device: torch.device, path: str) -> None:
+    """Rank 1 sends an object without the signature of the launch, as a process that took its place would."""
+    if dist.get_rank() == 1:
+        dist.distributed_c10d._pickler = pickle.Pickler
+        dist.distributed_c10d._unpickler = Ignoring
+    all_gather_objects(Touch(path) if dist.get_rank() == 1 else None, dist.group.WORLD)
+
+
+class Ignoring:
+    """Reads nothing of what arrives."""
+
+    def __init__(self, file) -> None:
+        pass
+
+    def load(self) -> None:
+        pass
 
 
 def run_until_stopped(device: torch.device, report) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from phantom_parallel.distributed.errors import Interrupted, LossDiverged, PeerFailed
 
 HEARTBEAT_SECONDS = 0.5
+SILENT_SECONDS = 6 * HEARTBEAT_SECONDS  # without a heartbeat for this long, a rank is not running
 KEEP_TYPE = (ValueError, OSError, Interrupted, LossDiverged)  # errors that the launcher raises as they are
 # gloo and NCCL report a lost or silent peer as a RuntimeError that only its text tells apart.
 _COMMUNICATION = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out|wait timeout", re.I)
@@ -27,6 +28,7 @@ class Assignment(NamedTuple):
         preparation: How multiprocessing prepares a process to unpickle functions of ``__main__``.
         families: Model families registered in the launcher, with their targets.
         directory: Private directory of the launch, which holds the store.
+        key: Secret of the launch, which signs the objects that ranks exchange.
         device_type: The type of device to use; None to select one.
         reports: Whether the function takes ``report``.
     """
@@ -38,6 +40,7 @@ class Assignment(NamedTuple):
     preparation: dict[str, Any]
     families: dict[str, str]
     directory: str
+    key: bytes
     device_type: str | None
     threads: int
     reports: bool
@@ -100,7 +103,7 @@ class Channel:
         pause = threading.Event()
         while True:
             try:
-                self.send("alive", _where(sys._current_frames().get(main)))
+                self.send("alive", place_of_thread(main))
             except OSError:  # the launcher is gone, and this process is about to end
                 return
             pause.wait(HEARTBEAT_SECONDS)
@@ -116,8 +119,9 @@ def _pickled(error: BaseException) -> bytes | None:
     return message
 
 
-def _where(frame: FrameType | None) -> str:
-    """Place in the code that a thread executes: the innermost frame outside of torch."""
+def place_of_thread(thread: int) -> str:
+    """Place in the code that a thread executes, given its identifier: the innermost frame outside of torch."""
+    frame: FrameType | None = sys._current_frames().get(thread)
     while frame is not None and "/torch/" in frame.f_code.co_filename and frame.f_back is not None:
         frame = frame.f_back
     return "" if frame is None else _place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)

@@ -57,8 +57,10 @@ def _work(channel: Channel, assignment: Assignment, work: Any, args: tuple[Any, 
     import torch
     import torch.distributed as dist
 
+    from phantom_parallel.distributed._signed_objects import sign_objects
     from phantom_parallel.distributed.process_group import process_group, select_device
 
+    sign_objects(assignment.key)
     torch.set_num_threads(assignment.threads)
     kind, rank, size = assignment.device_type, assignment.rank, assignment.size
     device = select_device(size) if kind is None else torch.device(kind)

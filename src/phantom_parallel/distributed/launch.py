@@ -8,6 +8,7 @@ that ends, in whatever way, takes its ranks along.
 import multiprocessing
 import os
 import pickle
+import secrets
 import signal
 import socket
 import subprocess
@@ -109,7 +110,8 @@ def launch(
         raise ValueError("emulated hosts are for ranks that this command starts itself: leave out --hosts and --link")
     if (size > 1 or network is not None) and not launched_externally():
         return launch_local(size, work, *args, timeout=timeout, network=network, on_report=on_report)
-    from phantom_parallel.distributed.process_group import process_group, select_device  # a launcher needs no torch
+    from phantom_parallel.distributed._lost_ranks import naming_lost_ranks  # a launcher needs no torch
+    from phantom_parallel.distributed.process_group import process_group, select_device
 
     if launched_externally():
         os.environ.update(slurm_ranks(os.environ))
@@ -118,7 +120,7 @@ def launch(
             raise ValueError(f"{started} processes were started, {size} are needed (ranks times dp)")
         device = select_device(int(os.environ.get("LOCAL_WORLD_SIZE", started)))
         reports = {} if on_report is None else {"report": on_report if os.environ["RANK"] == "0" else _discard}
-        with process_group(timeout):
+        with process_group(timeout), naming_lost_ranks(int(os.environ["RANK"]), size):
             return work(device, *args, **reports)
     return work(select_device(1), *args, **({} if on_report is None else {"report": on_report}))
 
@@ -163,6 +165,7 @@ def launch_local(
             rank = _start(number, environment, directory, host, hosts)
             stack.callback(rank.end)
             ranks.append(rank)
+        key = secrets.token_bytes(32)
         for rank in ranks:
             assignment = Assignment(
                 rank=rank.number,
@@ -172,6 +175,7 @@ def launch_local(
                 preparation=preparation,
                 families=registered_families(),
                 directory=str(directory),
+                key=key,
                 device_type=device_type,
                 threads=threads_for(size),
                 reports=on_report is not None,
