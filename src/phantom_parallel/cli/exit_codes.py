@@ -13,6 +13,7 @@ Imports nothing heavy: `exit_on_signals` is to work before anything else is load
 import os
 import signal
 import sys
+from collections.abc import Collection
 from types import FrameType
 
 from phantom_parallel.distributed.errors import Interrupted, LossDiverged, PeerFailed, RankDied
@@ -52,8 +53,13 @@ def exit_code(error: BaseException) -> int | None:
     return MISTAKE if isinstance(error, ValueError | OSError) else None
 
 
-def print_error(message: str) -> None:
-    """Print an error as one line on stderr, once on each host: the ranks of an external launch fail together."""
+def print_error(message: str, lost: Collection[int] = ()) -> None:
+    """Print an error as one line on stderr, once on each host: the ranks of an external launch fail together.
+
+    Args:
+        message: The error.
+        lost: Ranks that cannot print it.
+    """
     from rich.console import Console
     from rich.markup import escape
 
@@ -61,7 +67,7 @@ def print_error(message: str) -> None:
         half = _MOST_CHARACTERS // 2
         left_out = len(message) - 2 * half
         message = f"{message[:half]} [... {left_out:,} characters ...] {message[-half:]}"
-    if reports_error():
+    if reports_error(lost):
         rank = "" if is_on_first_host() else f" on rank {global_rank()}"
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error{rank}:[/] {escape(message)}")
 

@@ -78,7 +78,7 @@ def _main(arguments: list[str], handle_signals: bool) -> int:
         code = exit_codes.exit_code(error)
         if code is None:
             raise
-        exit_codes.print_error(str(error) or "interrupted")
+        exit_codes.print_error(str(error) or "interrupted", getattr(error, "lost", ()))
         return code
     return 0
 

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from phantom_parallel.distributed._messages import HEARTBEAT_SECONDS, Failure
+from phantom_parallel.distributed._messages import SILENT_SECONDS, Failure
 from phantom_parallel.distributed.errors import Interrupted, RankDied
 from phantom_parallel.distributed.hosts import Hosts
 from phantom_parallel.distributed.signals import StopRequest
@@ -29,7 +29,6 @@ GRACE = 2.0  # seconds in which other ranks may fail as well, after the first on
 STOP_GRACE = 30.0  # seconds in which ranks may end by themselves after a signal
 EXIT_GRACE = 10.0  # seconds for a process to exit after it has sent its result
 FROZEN_SECONDS = 60.0  # a stopped rank ends the launch after this, or after the timeout of exchanges if that is shorter
-SILENT = 6 * HEARTBEAT_SECONDS  # without a heartbeat for this long, a rank is not running
 
 
 @dataclass
@@ -189,7 +188,7 @@ class Supervisor:
     def _look_at_heartbeats(self) -> None:
         """A stopped rank that nobody waits for in an exchange would otherwise not be noticed before the last one."""
         now = time.monotonic()
-        if now - self._looked > SILENT:  # this process was stopped itself, as by Ctrl-Z, or busy with a report
+        if now - self._looked > SILENT_SECONDS:  # this process was stopped itself, as by Ctrl-Z, or busy with a report
             for rank in self.ranks:
                 rank.heard = now
         self._looked = now
@@ -267,8 +266,8 @@ class Supervisor:
 
     def _silent(self, rank: Rank) -> RankDied:
         quiet = time.monotonic() - rank.heard
-        state = f"no sign of life for {quiet:.0f} s" if quiet > SILENT else "it runs, but takes no part"
-        if quiet > SILENT and rank.frozen():
+        state = f"no sign of life for {quiet:.0f} s" if quiet > SILENT_SECONDS else "it runs, but takes no part"
+        if quiet > SILENT_SECONDS and rank.frozen():
             state += ", its process is stopped (SIGSTOP)"
         place = f"; last seen at {rank.place}" if rank.place else ""
         return RankDied(f"{rank} did not answer in time, and the others were stopped: {state}{place}")

@@ -6,7 +6,7 @@ them. Imports nothing heavy, so that a command line can use it before torch is l
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 
@@ -30,15 +30,15 @@ def is_local_rank_zero() -> bool:
     return (os.environ | slurm_ranks(os.environ)).get("LOCAL_RANK", "0") == "0"
 
 
-def reports_error() -> bool:
+def reports_error(lost: Collection[int] = ()) -> bool:
     """Whether this process prints an error that ends it, so that ranks which fail together print it once on each host.
 
     Under ``torchrun`` that is the first one to call this: as soon as one rank has left, torchrun ends the others, which
-    then may not have printed theirs. Elsewhere it is the first rank of the host.
+    then may not have printed theirs. Elsewhere it is the first rank of the host that is not ``lost``.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is None:
-        return is_local_rank_zero()
+        return _is_first_on_host(lost)
     try:
         os.close(
             os.open(Path(file).parents[1] / "reported", os.O_CREAT | os.O_EXCL)
@@ -46,8 +46,15 @@ def reports_error() -> bool:
     except FileExistsError:
         return False
     except OSError:
-        return is_local_rank_zero()
+        return _is_first_on_host(lost)
     return True
+
+
+def _is_first_on_host(lost: Collection[int]) -> bool:
+    environment = os.environ | slurm_ranks(os.environ)
+    local = int(environment.get("LOCAL_RANK", "0"))
+    first = global_rank() - local  # ranks of a host are neighbours
+    return all(rank in lost for rank in range(first, first + local))
 
 
 def is_on_first_host() -> bool:

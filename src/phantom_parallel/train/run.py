@@ -50,7 +50,8 @@ def run(config: TrainConfig, out: str | os.PathLike[str], *, resume: bool = Fals
         try:
             return launch(config.ranks * config.dp, _work, config, path, latest, joined, resume, show)
         except (Interrupted, RankDied) as error:
-            raise type(error)(f"{error}{_survives(path)}") from None
+            error.args = (f"{error}{_survives(path)}",)
+            raise
 
 
 def _work(
