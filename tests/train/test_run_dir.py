@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import sys
 import types
@@ -147,6 +148,15 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again_with_resume(tmp_p
     assert run(CONFIG, tmp_path / "run", resume=True).step == 4
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 4]
+
+
+def test_a_model_whose_checkpoints_are_gone_is_not_replaced_by_a_training_from_step_zero(tmp_path):
+    run(CONFIG, tmp_path)
+    before = {path: path.read_bytes() for path in [tmp_path / "metrics.jsonl", *(tmp_path / "model").iterdir()]}
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.raises(ValueError, match=r"has no checkpoint to resume from: restore the checkpoints, or train into"):
+        run(replace(CONFIG, steps=6), tmp_path, resume=True)
+    assert {path: path.read_bytes() for path in before} == before
 
 
 def test_a_folder_that_is_no_training_is_not_offered_to_be_resumed(tmp_path):

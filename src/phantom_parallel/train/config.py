@@ -161,10 +161,11 @@ class TrainConfig:
             factors["micro_batches"] = self.stage_micro_batches
         pieces = math.prod(factors.values())
         if self.batch % pieces:
+            times = self.batch // pieces
             raise ValueError(
                 f"batch={self.batch} is not a multiple of "
                 f"{' times '.join(f'{name}={value}' for name, value in factors.items())}: "
-                f"use {max(1, self.batch // pieces) * pieces} or {(self.batch // pieces + 1) * pieces}"
+                f"use {f'{times * pieces} or ' if times else ''}{(times + 1) * pieces}"
             )
 
     def _fill(self, name: str, value: object) -> None:

@@ -63,10 +63,13 @@ def _work(
             latest = broadcast_from_rank_zero(lambda: output.prepare(config, out, resume, lock), device)
         if not lock.held:
             lock.join()
-        return _train(config, out, latest, ParallelContext.create(config.ranks, config.dp, device), show)
+        context = ParallelContext.create(config.ranks, config.dp, device)
+        return _train(config, out, latest, context, show, again=resume and latest is None)
 
 
-def _train(config: TrainConfig, out: Path, latest: Path | None, parallel: ParallelContext, show: bool) -> Summary:
+def _train(
+    config: TrainConfig, out: Path, latest: Path | None, parallel: ParallelContext, show: bool, *, again: bool
+) -> Summary:
     log, display = output.Log(out), ProgressDisplay(show=show and parallel.rank == 0)
 
     def report(record: Record) -> None:
@@ -74,6 +77,8 @@ def _train(config: TrainConfig, out: Path, latest: Path | None, parallel: Parall
         display.update(record.step, _progress_note(record, config), line=True)
 
     with log, display:
+        if again:
+            display.print(f"there is no checkpoint in {out / output.CHECKPOINTS} yet: starting at step 0")
         display.stage("step", config.steps, done=0 if latest is None else checkpoint.step_of(latest))
         model, summary = train(config, parallel, checkpoints=out / output.CHECKPOINTS, resume=latest, report=report)
     if summary.status != "interrupted":

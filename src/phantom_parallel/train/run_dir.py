@@ -139,6 +139,11 @@ def _check_folder(config: TrainConfig, out: Path, resume: bool) -> None:
     elif last_checkpoint(out) is None:
         if not ours:
             raise ValueError(f"there is no checkpoint in {out / CHECKPOINTS} to resume from: train without resume")
+        if (out / SUMMARY).exists() or (out / MODEL).exists():  # which starting again would replace
+            raise ValueError(
+                f"{out} has the model or the summary of a training, but {out / CHECKPOINTS} has no checkpoint to "
+                "resume from: restore the checkpoints, or train into another folder"
+            )
         config.check_resumes(
             read_config(out, config.family, heals=config.kind == HEAL)[1], str(out)
         )  # nothing was saved yet: it starts again
