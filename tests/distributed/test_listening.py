@@ -40,10 +40,12 @@ STUDY = (
     + '[[cells]]\nstrategy = ["phantom", "tensor"]\n'
 )
 SMALL = ["--width", "16", "--ghosts", "2", "--teacher-ghosts", "2", "--samples", "256", "--batch", "16"]
+HEAL = ["--steps", "1000000", "--context", "32", "--batch", "4", "--eval-windows", "4"]
 COMMANDS = {
     "train": [*SMALL, "--ranks", "2", "--steps", "1000000", "--out", "run"],
     "infer": ["--model", "ffn", "--ranks", "2", "--turns", "1000000"],
     "generate": ["--model", "gpt", "--prompt", "a", "--ranks", "2", "--against", "megatron", "--turns", "1000000"],
+    "heal": ["--model", "gpt", "--teacher", "dense", "--data", "text.txt", *HEAL, "--ranks", "2", "--out", "healed"],
     "compare": ["--preset", "preset.toml", "--out", "compared"],
     "study": ["study.toml", "--out", "studied"],
     "calibrate": ["--ranks", "2"],
@@ -58,6 +60,8 @@ def folder(tmp_path_factory) -> Path:
     save_model(FFN(FFNConfig(width=16, depth=2, blocks=4, ghosts=2)), folder / "ffn")
     sizes = {"vocab": 256, "dim": 32, "layers": 1, "heads": 4, "hidden": 48, "context": 40}
     save_model(GPT(GPTConfig(**sizes, blocks=4, ghosts=2)), folder / "gpt")
+    save_model(GPT(GPTConfig(**sizes, strategy="dense")), folder / "dense")
+    (folder / "text.txt").write_text("def name(x):\n    return x\n" * 400)
     (folder / "preset.toml").write_text(PRESET)
     (folder / "study.toml").write_text(STUDY)
     (folder / "profiles").mkdir()
