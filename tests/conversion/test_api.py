@@ -148,10 +148,46 @@ def test_an_interrupted_conversion_continues_to_the_same_model(tmp_path):
     assert not any("measuring" in what for what in seen)
     assert report.ghosts == expected.ghosts
     torch.testing.assert_close(model(x), whole(x), atol=1e-9, rtol=1e-9)
-    (tmp_path / "stage-0001.safetensors").write_bytes(b"damaged")
-    again = copy.deepcopy(dense)
-    convert(again, [x], blocks=4, budget=0.6, folder=tmp_path)
-    torch.testing.assert_close(again(x), whole(x), atol=1e-9, rtol=1e-9)
+    stored = tmp_path / "stage-0001.safetensors"
+    data = bytearray(stored.read_bytes())
+    data[-5] ^= 64  # of a weight
+    for damaged in (b"damaged", bytes(data)):
+        stored.write_bytes(damaged)
+        again = copy.deepcopy(dense)
+        convert(again, [x], blocks=4, budget=0.6, folder=tmp_path)
+        torch.testing.assert_close(again(x), whole(x), atol=1e-9, rtol=1e-9)
+
+
+def test_stages_of_another_model_or_of_other_data_are_not_used(tmp_path):
+    dense, x = Residual(), rows()
+    convert(copy.deepcopy(dense), [x[:150], x[150:]], blocks=4, ghosts=2, folder=tmp_path)
+    other = copy.deepcopy(dense)
+    with torch.no_grad():
+        list(other.parameters())[-1].mul_(2)  # of the last layer alone
+    for changed, batches in ((other, [x[:150], x[150:]]), (dense, [x[:150], 2 * x[150:]])):
+        expected, found = copy.deepcopy(changed), copy.deepcopy(changed)
+        convert(expected, batches, blocks=4, ghosts=2)
+        convert(found, batches, blocks=4, ghosts=2, folder=tmp_path)
+        torch.testing.assert_close(found(x), expected(x), atol=1e-9, rtol=1e-9)
+
+
+def test_weights_of_outputs_are_not_computed_again(tmp_path):
+    dense, x = Residual(), rows()
+    models, seen = [], []
+    for _ in range(2):
+        models.append(copy.deepcopy(dense))
+        seen.append([])
+        convert(
+            models[-1],
+            [x],
+            blocks=4,
+            ghosts=2,
+            folder=tmp_path,
+            loss=lambda model, batch: model(batch).square().mean(),
+            progress=lambda what, done, total: seen[-1].append(what),
+        )
+    assert [any("weighing" in what for what in one) for one in seen] == [True, False]
+    torch.testing.assert_close(models[1](x), models[0](x), atol=0, rtol=0)
 
 
 def test_a_converted_module_survives_save_and_load(tmp_path):

@@ -8,6 +8,7 @@ import torch
 
 from phantom_parallel import FFN, GPT, FFNConfig, GPTConfig, gather_features, load_model, save_model, shard_features
 from phantom_parallel.cli.main import main
+from phantom_parallel.utils.lock import FolderLock
 
 TEXT = "Every block keeps its features and sends a few ghosts to the others. " * 300
 
@@ -150,6 +151,20 @@ def test_mistakes_are_named_before_the_work(tmp_path, capsys):
         assert main(arguments) == 2, arguments
         assert message in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_two_conversions_to_one_folder_are_refused(tmp_path, capsys):
+    save_model(FFN(FFNConfig(width=16, depth=2, strategy="dense")), tmp_path / "dense")
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(200, 16)).astype(np.float32))
+    arguments = command(tmp_path / "dense", tmp_path / "x.npy", tmp_path / "p", "--ghosts", "2")
+    unfinished = tmp_path / ".p.converting"
+    unfinished.mkdir()
+    with FolderLock(unfinished) as other:
+        other.acquire()
+        assert main(arguments) == 2
+        assert "is in use by another process" in capsys.readouterr().err
+    assert main(arguments) == 0
+    assert not unfinished.exists()
 
 
 def test_the_benchmark_compares_three_ways_at_the_same_cost(tmp_path, capsys):

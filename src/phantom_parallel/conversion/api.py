@@ -1,15 +1,11 @@
 """``phantom_parallel.convert``: chosen linear maps of any module become phantom layers in place."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from phantom_parallel.conversion.budget import GhostCurve, ghosts_for_budget
@@ -17,12 +13,10 @@ from phantom_parallel.conversion.importance import Loss, output_importance
 from phantom_parallel.conversion.maps import EXCLUDED, LinearMap, check_division, find_maps, replace_module
 from phantom_parallel.conversion.sequential import GroupReport, convert_stage, ghost_curves, next_calls, rows_of
 from phantom_parallel.conversion.stages import Stage, find_stages, run_stage
-from phantom_parallel.nn.linear import PhantomLinear
+from phantom_parallel.conversion.stored_stages import StoredStages, digest_of
 from phantom_parallel.nn.output_fit import STEPS
-from phantom_parallel.utils.files import write_bytes, write_json
 from phantom_parallel.utils.layout import positive
 
-STATE = "conversion.json"
 _WEIGHING = 8  # batches, at most, of whose gradients the outputs' weights are means
 
 
@@ -180,10 +174,14 @@ class _Conversion:
         return [one for one in self.maps if not stage.name or one.name.startswith(f"{stage.name}.")]
 
     def run(self, ghosts: int | Mapping[str, int] | None, budget: float | None) -> ConversionReport:
-        settings = {"blocks": self.blocks, "ghosts": ghosts, "budget": budget, "steps": self.steps, "rows": self.rows}
+        settings: dict[str, Any] = {"blocks": self.blocks, "ghosts": ghosts, "budget": budget}
+        settings |= {"steps": self.steps, "rows": self.rows}
         settings["weighted"] = self.loss is not None
-        state = _State(self.folder, settings | {"maps": [one.name for one in self.maps], "data": self._digest()})
-        importance = self._importance()
+        settings["maps"] = [one.name for one in self.maps]
+        if self.folder is not None:
+            settings["data"] = self._digest()
+        state = StoredStages(self.folder, settings)
+        importance = self._importance(state)
         chosen = state.ghosts
         if chosen is None:
             chosen = self._divide(budget, importance) if budget is not None else _by_name(self.maps, ghosts)
@@ -221,14 +219,18 @@ class _Conversion:
             self.progress("converting: stage", index + 1, len(self.stages))
         return ConversionReport(self.blocks, self.rows, tuple(groups))
 
-    def _importance(self) -> dict[str, Tensor] | None:
+    def _importance(self, state: StoredStages) -> dict[str, Tensor] | None:
         """Weights of the outputs of all maps."""
         if self.loss is None:
             return None
+        if (stored := state.importance) is not None:
+            return stored
         batches = self.batches[:_WEIGHING]
         self.progress("weighing outputs: batch", 0, len(batches))
         report = partial(self.progress, "weighing outputs: batch")
-        return output_importance(self.model, self.maps, batches, self.loss, report)
+        found = output_importance(self.model, self.maps, batches, self.loss, report)
+        state.set_importance(found)
+        return found
 
     def _divide(self, budget: float | None, importance: dict[str, Tensor] | None) -> dict[str, int]:
         """The ghosts of each map for a budget, from the dense model's own inputs."""
@@ -248,87 +250,14 @@ class _Conversion:
         return {name: chosen[group] for name, group in group_of.items()}
 
     def _digest(self) -> str:
-        """Of the first inputs and weights: stored stages belong to this model and these data."""
-        digest = sha256()
-        for tensor in (rows_of(self.calls[0][0][0]) if self.calls[0][0] else self.maps[0].weight, self.maps[0].weight):
-            digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
-        return digest.hexdigest()[:16]
+        """Of all weights and all inputs: stored stages belong to this model and these data."""
+        inputs = (one for call in self.calls for one in (*call[0], *call[1].values()) if isinstance(one, Tensor))
+        return digest_of((*self.model.state_dict().values(), *inputs))
 
 
 def _by_name(maps: Sequence[LinearMap], ghosts: int | Mapping[str, int] | None) -> dict[str, int]:
     assert ghosts is not None
     return {one.name: ghosts if isinstance(ghosts, int) else ghosts[one.name] for one in maps}
-
-
-class _State:
-    """Finished stages in a folder; nothing without one."""
-
-    def __init__(self, folder: Path | None, settings: dict[str, Any]) -> None:
-        self._folder = folder
-        self._about: dict[str, Any] = {"settings": json.loads(json.dumps(settings)), "ghosts": None, "stages": []}
-        if folder is None:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            found = json.loads((folder / STATE).read_text())
-            if found["settings"] == self._about["settings"]:
-                self._about = found
-        except (OSError, ValueError, KeyError, TypeError):
-            pass  # nothing was stored, or a part of it: the conversion starts again
-
-    @property
-    def ghosts(self) -> dict[str, int] | None:
-        return self._about["ghosts"]
-
-    @property
-    def finished(self) -> int:
-        """Number of finished stages."""
-        return len(self._about["stages"])
-
-    def set_ghosts(self, ghosts: dict[str, int]) -> None:
-        self._about["ghosts"] = ghosts
-        self._write()
-
-    def stage(self, index: int) -> tuple[list[GroupReport], dict[str, PhantomLinear]] | None:
-        """The reports and layers of a finished stage."""
-        if self._folder is None or index >= len(self._about["stages"]):
-            return None
-        about = self._about["stages"][index]
-        try:
-            tensors = load((self._folder / f"stage-{index:04d}.safetensors").read_bytes())
-            groups = [GroupReport(**group | {"maps": tuple(group["maps"])}) for group in about["groups"]]
-            layers = {}
-            for group in groups:
-                for name in group.maps:
-                    local, compress, decompress = (
-                        tensors[f"{name}.{part}"] for part in ("local", "compress", "decompress")
-                    )
-                    layers[name] = PhantomLinear.from_weights(
-                        local,
-                        compress,
-                        decompress,
-                        tensors.get(f"{name}.bias"),
-                        blocks=self._about["settings"]["blocks"],
-                        relative_error=group.relative_error,
-                    )
-        except (OSError, KeyError, TypeError, ValueError, SafetensorError):
-            del self._about["stages"][index:]
-            return None
-        return groups, layers
-
-    def add(self, index: int, groups: list[GroupReport], layers: Mapping[str, nn.Module]) -> None:
-        if self._folder is None:
-            return
-        tensors = {
-            f"{name}.{part}": t.contiguous() for name, one in layers.items() for part, t in one.state_dict().items()
-        }
-        write_bytes(self._folder / f"stage-{index:04d}.safetensors", save(tensors))
-        self._about["stages"].append({"groups": [group.to_dict() for group in groups]})
-        self._write()
-
-    def _write(self) -> None:
-        if self._folder is not None:
-            write_json(self._folder / STATE, self._about)
 
 
 __all__ = ["ConversionReport", "convert"]

@@ -20,6 +20,7 @@ from phantom_parallel.infer.run import check_folder
 from phantom_parallel.nn.output_fit import STEPS
 from phantom_parallel.utils.files import write_json
 from phantom_parallel.utils.layout import positive
+from phantom_parallel.utils.lock import FolderLock
 from phantom_parallel.utils.numbers import is_finite
 from phantom_parallel.utils.progress import ProgressDisplay
 
@@ -115,16 +116,20 @@ def run(config: ConvertConfig, *, show: bool = False) -> ConvertReport:
     """Convert a model. An interrupted conversion continues after its last finished stage if it is run again.
 
     Raises:
-        ValueError, OSError: If options or files are wrong, before the work starts.
+        ValueError, OSError: If options or files are wrong, or another conversion to the same folder is at work, before
+            the work starts.
     """
     converter, batches, held_out = prepare(config)
     dense = converter.load_dense(config.model)
-    with ProgressDisplay(show=show) as display:
-        work = _Work(config, converter, dense, batches, held_out, display)
+    unfinished = config.out.parent / f".{config.out.name}.converting"
+    unfinished.mkdir(parents=True, exist_ok=True)
+    with FolderLock(unfinished) as lock, ProgressDisplay(show=show) as display:
+        lock.acquire()
+        work = _Work(config, converter, dense, batches, held_out, display, unfinished)
         for budget in config.curve:
             work.convert(budget)
         report = work.search() if config.max_loss is not None else work.once(config.budget)
-    shutil.rmtree(work.folder, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
     return report
 
 
@@ -152,10 +157,10 @@ class _Work:
         batches: list[Any],
         held_out: list[Any],
         display: ProgressDisplay,
+        folder: Path,
     ) -> None:
         self.config, self.converter, self.dense, self.display = config, converter, dense.eval(), display
-        self.batches, self.held_out = batches, held_out
-        self.folder = config.out.parent / f".{config.out.name}.converting"
+        self.batches, self.held_out, self.folder = batches, held_out, folder
         self.dense_loss = self._loss(dense)
         self.curve: list[Point] = []
 
