@@ -1,17 +1,8 @@
-"""Valid small files of every kind that the commands read, made once by the commands themselves."""
+"""Valid small files of every kind that the commands read: where they are, and what they are made of."""
 
-import contextlib
-import io
+import multiprocessing
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
-import torch
-from safetensors.torch import save_file
-
-from phantom_parallel.cli import main as program
-from phantom_parallel.study import results
-from tests.study.sample import make_comparison, make_regime, make_study
 
 WIDTH = 8
 FFN = ["--width", "8", "--blocks", "2", "--ghosts", "2", "--batch", "8", "--lr", "0.01"]
@@ -103,6 +94,11 @@ class Artefacts:
         return self.root / "dense" / "model"
 
     @property
+    def dense_gpt(self) -> Path:
+        """The model of a dense transformer, to learn from."""
+        return self.root / "dense-gpt" / "model"
+
+    @property
     def pretrained(self) -> Path:
         """A transformer as a folder of Hugging Face's."""
         return self.root / "pretrained"
@@ -124,7 +120,7 @@ class Artefacts:
 
     @property
     def tables(self) -> Path:
-        """TOML files: preset.toml, study.toml, hardware.toml."""
+        """TOML files: preset.toml, two-ranks.toml, study.toml, hardware.toml."""
         return self.root / "tables"
 
     @property
@@ -133,50 +129,19 @@ class Artefacts:
         return self.root / "results"
 
 
-def make(root: Path) -> Artefacts:
-    """Make all of them below ``root``, which must be empty."""
-    made = Artefacts(root)
-    _arrays(made.data)
-    made.tables.mkdir()
-    (made.tables / "preset.toml").write_text(PRESET)
-    (made.tables / "study.toml").write_text(STUDY)
-    shipped = Path(program.__file__).parents[1] / "cost" / "profiles" / "dgx-a100.toml"
-    (made.tables / "hardware.toml").write_bytes(shipped.read_bytes())
-    made.results.mkdir()
-    results.save(make_comparison(), made.results / "comparison.json")
-    for name in ("ghosts", "scaling", "smaller", "batch", "wider"):
-        results.save(make_study(name), made.results / f"{name}.json")
-    results.save(make_regime(), made.results / "links.json")
-    _phantom("train", "--out", made.ffn, *FFN, *TEACHER, *EVERY, "--steps", "4")
-    text, tokens = ["--data", made.data / "text.txt"], ["--tokenizer", "bpe", "--vocab", "300"]
-    _phantom("train", "gpt", "--out", made.gpt, *GPT, *text, *tokens, *EVERY, "--eval-windows", "2", "--steps", "4")
-    _phantom("export", "--model", made.gpt / "model", "--out", made.pretrained)
-    dense = ["--strategy", "dense", "--width", WIDTH, "--batch", 8, *TEACHER, *EVERY, "--steps", 4]
-    _phantom("train", "--out", made.dense.parent, *dense)
-    _phantom("compare", "--preset", made.tables / "preset.toml", "--out", made.comparison)
-    _phantom("study", made.tables / "study.toml", "--out", made.study)
-    return made
+def make_artefacts(root: Path) -> Artefacts:
+    """Make all of them below ``root``, which must be empty, in a process of their own: importing the commands here
+    would slow every later fork and spawn.
+    """
+    process = multiprocessing.get_context("spawn").Process(target=_make, args=(root,))
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise RuntimeError(f"the files for the campaign were not made: exit code {process.exitcode}")
+    return Artefacts(root)
 
 
-def _phantom(*arguments: object) -> None:
-    """Run a command that must succeed."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            code = program.main([str(argument) for argument in arguments])
-        except SystemExit as error:
-            code = error.code
-    if code:
-        raise RuntimeError(f"phantom {' '.join(map(str, arguments))}: exit code {code}\n{err.getvalue()}")
+def _make(root: Path) -> None:
+    from tests.campaign.making import make
 
-
-def _arrays(folder: Path) -> None:
-    folder.mkdir(parents=True)
-    drawn = np.random.default_rng(0)
-    arrays = {name: drawn.standard_normal((64, WIDTH)).astype(np.float32) for name in "xy"}
-    for name, array in arrays.items():
-        np.save(folder / f"{name}.npy", array)
-    np.savez(folder / "both.npz", **arrays)
-    save_file({name: torch.from_numpy(array) for name, array in arrays.items()}, folder / "both.safetensors")
-    words = [f"def name{number}(x):\n    return x + {number}\n" for number in range(400)]
-    (folder / "text.txt").write_text("".join(words))
+    make(root)

@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
-from tests.campaign.kills import TRAINING, Problem
+from tests.campaign.jobs import FFN
+from tests.campaign.kills import Problem
 from tests.campaign.processes import start
 from tests.campaign.tally import Bad, Tally
 
 EVERY = "--log-every 5 --eval-every 50 --checkpoint-every 5 --seed 3"
-SETTINGS = (*TRAINING.split(), "--width", "64", *EVERY.split())
+SETTINGS = (*FFN, "--width", "64", *EVERY.split())
 EXIT_CODE = 2  # as for every other thing that is wrong with files
 ROOM = 4 << 20  # bytes of the small disk
 STEPS = 4_000  # takes longer than it takes to fill the disk

@@ -9,11 +9,11 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
 
+from tests.campaign.artefacts import Artefacts, make_artefacts
 from tests.campaign.tally import Bad, Tally
 
 CPU_SECONDS = 30.0  # that a case may take; beyond the limit of `running`, for what cannot be interrupted there
@@ -35,7 +35,7 @@ def run(count: int, seed: int, *, first: int = 0, only: str | None = None, progr
     numbers = iter(range(first, first + count))
     with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
         root = Path(folder)
-        _in_process(_make_artefacts, root / "artefacts")
+        make_artefacts(root / "artefacts")
         workers = [_Worker(root, seed, only, number) for number in range(min(WORKERS, count))]
         try:
             for group, found in _results(workers, numbers):
@@ -134,7 +134,6 @@ def _results(workers: list[_Worker], numbers: Iterator[int]) -> Iterator[tuple[s
 def _serve(connection: Connection, artefacts: str, seed: int, only: str | None) -> None:
     """One worker: run the cases whose numbers arrive."""
     from tests.campaign import cases, running
-    from tests.campaign.artefacts import Artefacts
 
     running.prepare_process()
     connection.send("ready")
@@ -151,18 +150,3 @@ def _serve(connection: Connection, artefacts: str, seed: int, only: str | None) 
             return
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _make_artefacts(root: Path) -> None:
-    from tests.campaign.artefacts import make
-
-    make(root)
-
-
-def _in_process(function: Callable[..., Any], *args: Any) -> None:
-    """Call a function in a new process: importing the commands here would slow every later fork and spawn."""
-    process = multiprocessing.get_context("spawn").Process(target=function, args=args)
-    process.start()
-    process.join()
-    if process.exitcode:
-        raise RuntimeError(f"{function.__name__} ended with exit code {process.exitcode}")

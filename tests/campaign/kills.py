@@ -1,10 +1,9 @@
-"""Kills at random moments of a training: nothing stays behind, nothing is lost, and what is resumed is equal.
+"""Kills at random moments of commands: nothing stays behind, nothing is lost, and what is resumed is equal.
 
-Every training is killed one to three times, resumed after each, and compared with one that nothing happened to: the
-losses of every step, and the model's bytes.
+Every command is killed one to three times, resumed after each, and compared with one that nothing happened to: a
+training by the losses of every step and the model's bytes, see `jobs`.
 """
 
-import json
 import shutil
 import signal
 import tempfile
@@ -14,13 +13,13 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
+from tests.campaign.artefacts import Artefacts, make_artefacts
+from tests.campaign.jobs import FFN, OPTIONAL, STEPS, Job, draw, training
 from tests.campaign.processes import Command, kill, start
 from tests.campaign.tally import Bad, Tally
 
-TRAINING = "--width 16 --depth 2 --blocks 2 --ghosts 2 --batch 8 --samples 128 --teacher-blocks 2 --teacher-ghosts 2"
-EVERY = "--steps 120 --log-every 1 --eval-every 10 --checkpoint-every 3 --seed 3"
-SETTINGS = (*TRAINING.split(), *EVERY.split())
 # What is sent to whom, and the exit codes that are right then. Signals that end a process give shells 128 + number.
 HOW: dict[str, tuple[str, signal.Signals, tuple[int, ...]]] = {
     "launcher killed": ("launcher", signal.SIGKILL, (-9,)),
@@ -31,31 +30,51 @@ HOW: dict[str, tuple[str, signal.Signals, tuple[int, ...]]] = {
     "SIGINT twice": ("twice", signal.SIGINT, (130, -2)),
 }
 WEIGHTS = (4, 3, 2, 2, 2, 1)
-AT_ONCE = 2  # trainings: they wait and import more than they compute
+AT_ONCE = 2  # commands: they wait and import more than they compute
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A training that nothing happened to."""
+    """A command that nothing happened to: how long it took, and what it left."""
 
     seconds: float
-    losses: dict[int, tuple[float, float | None]]
-    model: dict[str, bytes]
+    left: dict[str, Any]
 
 
-def run(count: int, seed: int, *, frozen: int | None = None, progress: bool = False) -> Tally:
-    """Kill trainings ``count`` times, and freeze a rank ``frozen`` times, by default once for every 20 kills."""
+@dataclass(frozen=True)
+class Attempt:
+    """A command that is killed ``kills`` times."""
+
+    random: Random
+    job: Job
+    kills: int
+
+
+def run(count: int, seed: int, *, frozen: int | None = None, others: bool = True, progress: bool = False) -> Tally:
+    """Kill commands ``count`` times, and freeze a rank ``frozen`` times, by default once for every 20 kills.
+
+    Args:
+        count: Number of kills.
+        seed: Seed of the campaign.
+        frozen: Number of ranks to freeze.
+        others: Whether to kill other commands than trainings of feed-forward networks, too, which need files first.
+        progress: Whether to print a line after each command.
+    """
     tally, began, done = Tally(), time.monotonic(), 0
     frozen = max(1, count // 20) if frozen is None else frozen
     command = f"python -m tests.campaign --seed {seed} --inputs 0 --kills {count}"
     with tempfile.TemporaryDirectory(prefix="campaign-") as folder, ThreadPoolExecutor(AT_ONCE) as pool:
-        root, trainings = Path(folder), _trainings(count, seed)
-        references = {ranks: _reference(root, ranks, pool) for ranks in {one[1] for one in trainings}}
+        root = Path(folder)
+        artefacts = make_artefacts(root / "artefacts") if others else None
+        attempts = _attempts(count, seed, artefacts)
+        references = {
+            job.name: _reference(root, job, pool) for job in {one.job.name: one.job for one in attempts}.values()
+        }
         under_way = {
-            pool.submit(_training, root / f"training-{number}", ranks, references[ranks], random, kills): (
-                f"{command}  # training {number}"
+            pool.submit(_attempt, root / f"attempt-{number}", one, references[one.job.name]): (
+                f"{command}  # attempt {number}"
             )
-            for number, (random, ranks, kills) in enumerate(trainings)
+            for number, one in enumerate(attempts)
         } | {
             pool.submit(_frozen, root, Random(f"{seed} freeze {number}")): f"{command}  # frozen rank {number}"
             for number in range(frozen)
@@ -70,12 +89,13 @@ def run(count: int, seed: int, *, frozen: int | None = None, progress: bool = Fa
     return tally
 
 
-def _trainings(count: int, seed: int) -> list[tuple[Random, int, int]]:
-    """Trainings that are killed ``count`` times together: what each draws from, its ranks, and its kills."""
-    drawn: list[tuple[Random, int, int]] = []
-    while (left := count - sum(kills for _, _, kills in drawn)) > 0:
+def _attempts(count: int, seed: int, artefacts: Artefacts | None) -> list[Attempt]:
+    """Commands that are killed ``count`` times together."""
+    drawn: list[Attempt] = []
+    while (left := count - sum(one.kills for one in drawn)) > 0:
         random = Random(f"{seed} kill {len(drawn)}")
-        drawn.append((random, random.choice((1, 2, 2, 2)), min(left, random.randint(1, 3))))
+        job = training(random.choice((1, 2, 2, 2))) if artefacts is None else draw(random, artefacts)
+        drawn.append(Attempt(random, job, min(left, random.randint(1, 3))))
     return drawn
 
 
@@ -83,31 +103,30 @@ Problem = tuple[str, str, str]  # kind, case, detail
 Outcome = list[tuple[str, list[Problem]]]  # of each attempt of a group
 
 
-def _training(folder: Path, ranks: int, reference: Reference, random: Random, kills: int) -> Outcome:
-    """One training that is killed ``kills`` times and then finished."""
+def _attempt(folder: Path, one: Attempt, reference: Reference) -> Outcome:
+    """One command that is killed, and then finished."""
     folder.mkdir()
-    out, resume, outcome = folder / "run", False, Outcome()
-    for _ in range(kills):
-        how = random.choices(list(HOW), WEIGHTS)[0]
-        if ranks == 1 and how == "rank killed":
+    out, outcome = folder / "run", Outcome()
+    for _ in range(one.kills):
+        how = one.random.choices(list(HOW), WEIGHTS)[0]
+        if one.job.ranks == 1 and how == "rank killed":
             how = "launcher killed"
-        after = random.uniform(0.0, 1.1) * reference.seconds
-        command = _start(folder, out, ranks, resume)
-        outcome.append((how, [*_killed(command, how, ranks, after)]))
-        resume = (out / "config.json").is_file()
-    outcome.append(("resumed", [*_finished(folder, out, ranks, reference)]))
+        after = one.random.uniform(0.0, 1.1) * reference.seconds
+        command = _start(folder, out, one.job)
+        outcome.append((how, [*_killed(command, how, one.job, after)]))
+    outcome.append((f"resumed: {one.job.name}", [*_finished(folder, out, one.job, reference)]))
     shutil.rmtree(folder)
     return outcome
 
 
-def _start(folder: Path, out: Path, ranks: int, resume: bool) -> Command:
-    return start(folder, "train", "--out", out, *SETTINGS, "--ranks", ranks, *(["--resume"] if resume else []))
+def _start(folder: Path, out: Path, job: Job) -> Command:
+    return start(folder, *job.arguments, "--out", out, *(["--resume"] if job.resumes(out) else []))
 
 
-def _killed(command: Command, how: str, ranks: int, after: float) -> Iterator[Problem]:
-    """Kill a training after some seconds; what is wrong with how it ended."""
+def _killed(command: Command, how: str, job: Job, after: float) -> Iterator[Problem]:
+    """Kill a command after some seconds; what is wrong with how it ended."""
     target, number, codes = HOW[how]
-    case = f"{how} after {after:.2f} s on {ranks} ranks"
+    case = f"{job.name}: {how} after {after:.2f} s"
     time.sleep(after)
     started = command.in_interpreter_start()
     alive = command.process.poll() is None
@@ -118,7 +137,7 @@ def _killed(command: Command, how: str, ranks: int, after: float) -> Iterator[Pr
         yield "orphan", case, f"{len(left)} processes are left after 15 s"
     if code is None:
         yield "hang", case, "the launcher did not end"
-    elif alive and hit and code not in (*codes, 0, *((2,) if "is complete" in command.stderr else ())):
+    elif alive and hit and code not in (*codes, 0, *((2,) if job.finished in command.stderr else ())):
         yield "exit code", case, f"{code}, expected {codes}: {command.stderr[-500:]}"
     if "Traceback (most recent call last)" in command.stderr and not started:
         yield "traceback", case, command.stderr[-1500:]
@@ -140,62 +159,45 @@ def _send(command: Command, target: str, number: signal.Signals) -> bool:
     return True
 
 
-def _finished(folder: Path, out: Path, ranks: int, reference: Reference) -> Iterator[Problem]:
-    """Resume a training until it is done, and compare it."""
-    case = f"resumed on {ranks} ranks"
-    command = _start(folder, out, ranks, resume=True)
+def _finished(folder: Path, out: Path, job: Job, reference: Reference) -> Iterator[Problem]:
+    """Resume a command until it is done, and compare what it left."""
+    case = f"{job.name}, resumed"
+    command = _start(folder, out, job)
     code = command.wait()
-    if code == 2 and not [*out.glob("checkpoints/step-*")]:  # killed before anything was there
-        command = _start(folder, out, ranks, resume=False)
-        code = command.wait()
-    complete = code == 2 and "is complete" in command.stderr
-    if code != 0 and not complete:
+    if code != 0 and not (code == 2 and job.finished in command.stderr):
         yield "lost", case, f"exit code {code}: {command.stderr[-800:]}"
         return
     if left := command.left_behind():
         yield "orphan", case, f"{len(left)} processes are left after 15 s"
-    litter = [path.name for path in out.rglob(".writing-*")]
-    if litter:
+    if litter := [path.name for path in folder.rglob(".writing-*")]:
         yield "lost", case, f"unfinished files are left: {litter}"
-    found = _read(out, 0.0)
-    if found.losses.keys() != reference.losses.keys():
-        yield (
-            "lost",
-            case,
-            f"steps that one has logged and the other not: {found.losses.keys() ^ reference.losses.keys()}",
-        )
-    for step in found.losses.keys() & reference.losses.keys():
-        (loss, held_out), (right, right_held_out) = found.losses[step], reference.losses[step]
-        if loss != right or (right_held_out is not None and held_out != right_held_out):  # a signal evaluates once more
-            yield "wrong numbers", case, f"step {step}: {loss}, {held_out} and not {right}, {right_held_out}"
-            break
-    if found.model != reference.model:
-        names = [name for name, data in reference.model.items() if found.model.get(name) != data]
-        yield "wrong numbers" if found.model else "lost", case, f"the model differs in {names}"
+    found, right = job.read(out), reference.left
+    different = [name for name in found if name not in right and not name.startswith(OPTIONAL)]
+    if missing := [name for name in right if name not in found]:
+        yield "lost", case, f"missing: {missing[:10]}"
+    elif different:
+        yield "wrong numbers", case, f"more than there should be: {different[:10]}"
+    elif wrong := [name for name in right if found[name] != right[name]]:
+        shown = "" if isinstance(right[wrong[0]], bytes) else f": {found[wrong[0]]} and not {right[wrong[0]]}"
+        yield "wrong numbers", case, f"{', '.join(wrong[:10])}{shown}"
 
 
-def _reference(folder: Path, ranks: int, pool: ThreadPoolExecutor) -> Reference:
-    """The slowest of as many trainings as there are at once later, so that kills come until the end of one."""
+def _reference(folder: Path, job: Job, pool: ThreadPoolExecutor) -> Reference:
+    """The slowest of as many runs as there are at once later, so that kills come until the end of one."""
 
     def finished(number: int) -> Reference:
-        out, began = folder / f"reference-{ranks}-{number}", time.monotonic()
-        command = _start(folder, out, ranks, resume=False)
+        out, began = folder / f"reference {job.name} {number}", time.monotonic()
+        command = _start(folder, out, job)
         code, seconds = command.wait(), time.monotonic() - began
         if code != 0:
-            raise RuntimeError(f"the training without a kill ended with {code}: {command.stderr}")
-        return _read(out, seconds)
+            raise RuntimeError(f"{job.name} without a kill ended with {code}: {command.stderr}")
+        return Reference(seconds, job.read(out))
 
-    return max(pool.map(finished, range(AT_ONCE)), key=lambda reference: reference.seconds)
-
-
-def _read(out: Path, seconds: float) -> Reference:
-    """What a finished training has left."""
-    losses = {}
-    for line in (out / "metrics.jsonl").read_text().splitlines() if (out / "metrics.jsonl").exists() else ():
-        record = json.loads(line)
-        losses[record["step"]] = (record["loss"], record.get("eval_loss"))
-    model = {path.name: path.read_bytes() for path in sorted((out / "model").glob("*")) if path.is_file()}
-    return Reference(seconds, losses, model)
+    first, *others = sorted(pool.map(finished, range(AT_ONCE)), key=lambda reference: -reference.seconds)
+    for other in others:
+        if other.left != first.left:
+            raise RuntimeError(f"{job.name} is not the same in two runs")
+    return first
 
 
 def _frozen(folder: Path, random: Random) -> Outcome:
@@ -206,7 +208,7 @@ def _freeze(folder: Path, random: Random) -> Iterator[Problem]:
     """Stop one rank: the error must name it, and nothing may stay behind."""
     out, rank = Path(tempfile.mkdtemp(dir=folder)) / "run", random.randrange(2)
     case = f"rank {rank} frozen"
-    settings = [*SETTINGS, "--steps", "1000000", "--ranks", 2, "--timeout", 6]
+    settings = [*FFN, *STEPS, "--steps", "1000000", "--ranks", 2, "--timeout", 6]
     command = start(folder, "train", "--out", out, *settings)
     until = time.monotonic() + 300
     while not [*out.glob("checkpoints/step-*")] and time.monotonic() < until and command.process.poll() is None:

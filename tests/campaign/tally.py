@@ -43,14 +43,14 @@ class Tally:
 
     def table(self) -> str:
         """One line for each group, and one for all."""
-        lines = [f"{'group':<26}{'tried':>8}{'clean':>8}{'bad':>6}  kinds"]
+        lines = [f"{'group':<34}{'tried':>8}{'clean':>8}{'bad':>6}  kinds"]
         for group in [*sorted(self.tried), "total"]:
             mine = [one for one in self.bad if group in (one.group, "total")]
             tried = sum(self.tried.values()) if group == "total" else self.tried[group]
             cases = len({(one.group, one.again) for one in mine})
             kinds = {kind: sum(one.kind == kind for one in mine) for kind in KINDS}
             shown = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
-            lines.append(f"{group:<26}{tried:>8}{tried - cases:>8}{cases:>6}  {shown}")
+            lines.append(f"{group:<34}{tried:>8}{tried - cases:>8}{cases:>6}  {shown}")
         return "\n".join(lines)
 
     def write(self, path: Path, **about: object) -> None:

@@ -26,7 +26,7 @@ def test_malformed_inputs_are_refused_with_a_message_or_give_valid_results():
 
 
 def test_a_training_that_is_killed_leaves_nobody_and_nothing_is_lost():
-    assert_clean(kills.run(2, SEED, frozen=0), 3)
+    assert_clean(kills.run(2, SEED, frozen=0, others=False), 3)
 
 
 def test_a_full_disk_stops_a_training_that_continues_later():
