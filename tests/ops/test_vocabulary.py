@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from phantom_parallel.ops import vocabulary_cross_entropy, vocabulary_rows
+from phantom_parallel.ops import row_cross_entropy, vocabulary_cross_entropy, vocabulary_rows
 from phantom_parallel.ops.collectives import rank_group
 from tests.reference import relative_error
 
@@ -34,6 +34,51 @@ def test_cross_entropy_of_cut_logits_is_that_of_whole_ones(ranks, size, scale, n
     for loss, expected, error in results:
         assert loss == pytest.approx(expected, rel=1e-12)
         assert error < 1e-12
+
+
+def losses_with_ignored_rows() -> list[float]:
+    """Errors of both losses and of their gradients, on targets of which some are -100."""
+    ranks = rank_group(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(8, 12, generator=generator, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(12, (8,), generator=generator)
+    targets[torch.tensor([1, 4, 5])] = -100
+    counted = targets >= 0
+    expected = -logits[counted].log_softmax(-1).gather(-1, targets[counted, None]).mean()
+    (3 * expected).backward()
+    errors = []
+    for loss_of, dim in ((vocabulary_cross_entropy, 1), (row_cross_entropy, 0)):
+        own = logits.detach().chunk(ranks.size, dim)[ranks.rank].clone().requires_grad_()
+        loss = loss_of(own, targets, group=ranks)
+        (3 * loss).backward()
+        errors.append(relative_error(loss, expected))
+        errors.append(relative_error(own.grad, logits.grad.chunk(ranks.size, dim)[ranks.rank]))
+    return errors
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_rows_whose_target_is_ignored_do_not_count(ranks, size):
+    for errors in ranks(size)(losses_with_ignored_rows):
+        assert max(errors) < 1e-12
+
+
+def messages_about(target: int) -> list[str]:
+    ranks = rank_group(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    targets, messages = torch.tensor([1, target, 3, 4]), []
+    for loss_of, shape in (
+        (vocabulary_cross_entropy, (4, 12 // ranks.size)),
+        (row_cross_entropy, (4 // ranks.size, 12)),
+    ):
+        with pytest.raises(IndexError) as caught:
+            loss_of(torch.randn(shape), targets, group=ranks)
+        messages.append(str(caught.value))
+    return messages
+
+
+@pytest.mark.parametrize("target", [12, -1, -99])
+def test_a_target_that_is_no_token_is_refused_on_every_rank(ranks, target):
+    for messages in ranks(2)(messages_about, target):
+        assert all(f"Target {target} is out of bounds" in message for message in messages)
 
 
 def test_low_precision_logits_are_summed_in_float32():

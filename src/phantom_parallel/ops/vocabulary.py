@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.autograd import Function
 
-from phantom_parallel.ops.blocks import apply_function, is_creating_graph, merge_blocks, split_blocks
+from phantom_parallel.ops.blocks import apply_function, is_creating_graph, is_transformed, merge_blocks, split_blocks
 from phantom_parallel.ops.collectives import (
     SINGLE_RANK,
     RankGroup,
@@ -21,20 +22,24 @@ from phantom_parallel.ops.collectives import (
 from phantom_parallel.ops.features import gather_features
 from phantom_parallel.ops.levels import Group, all_gather, everyone
 
+IGNORED = -100  # the target of rows that do not count, as torch has it
+
 
 def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, *, group: Group = SINGLE_RANK) -> Tensor:
     """The mean cross-entropy over rows, the same on every rank. Forward: one all-gather of 3 numbers per row; backward:
     none, since each rank has the gradient of its own logits.
 
-    ``logits`` is (..., V / R), this rank's part of the vocabulary; ``targets`` (...) are indices into all of it. With
-    the largest logit a_r of rank r, and s_r = sum exp(logits - a_r) over its part,
+    ``logits`` is (..., V / R), this rank's part of the vocabulary; ``targets`` (...) are indices into all of it. Rows
+    whose target is -100 do not count, as in ``torch.nn.functional.cross_entropy``. With the largest logit a_r of rank
+    r, and s_r = sum exp(logits - a_r) over its part,
 
         loss = log(sum_r s_r exp(a_r)) - logit of the target
     """
     rows, flat = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
     if group.size == 1:
-        return F.cross_entropy(rows, flat)
+        return F.cross_entropy(rows, flat, ignore_index=IGNORED)
+    _check_targets(flat, group.size * rows.shape[1])
     loss: Tensor = apply_function(_CrossEntropy, rows, flat, group)
     return loss
 
@@ -44,10 +49,25 @@ def row_cross_entropy(logits: Tensor, targets: Tensor, *, group: RankGroup) -> T
     one all-gather of a single number; backward: none.
     """
     flat = targets.reshape(-1)
+    _check_targets(flat, logits.shape[1])
     own = flat.narrow(0, group.rank * logits.shape[0], logits.shape[0])
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    part = F.cross_entropy(precise, own, reduction="sum") / flat.shape[0]
+    part = F.cross_entropy(precise, own, reduction="sum", ignore_index=IGNORED) / (flat != IGNORED).sum()
     return gather_features(part.view(1, 1), group._replace(wire="full")).sum()
+
+
+def _check_targets(targets: Tensor, vocab: int) -> None:
+    """Raise IndexError for a target that is no token, as ``cross_entropy`` does in one process. Ranks would otherwise
+    take it for one of another rank's. On other devices than the CPU, reading the values would synchronize.
+    """
+    unreadable = torch.compiler.is_compiling() or is_transformed() or isinstance(targets, FakeTensor)
+    if unreadable or targets.device.type != "cpu" or not targets.numel():
+        return
+    wrong = targets[((targets < 0) & (targets != IGNORED)) | (targets >= vocab)]
+    if wrong.numel():
+        raise IndexError(
+            f"Target {int(wrong[0])} is out of bounds: targets lie from 0 to {vocab - 1}, or are {IGNORED}"
+        )
 
 
 def vocabulary_rows(weight: Tensor, *, group: Group = SINGLE_RANK) -> Tensor:
@@ -65,7 +85,7 @@ def vocabulary_rows(weight: Tensor, *, group: Group = SINGLE_RANK) -> Tensor:
 class _CrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Group) -> Tensor:
-        width = logits.shape[1]
+        width, counted = logits.shape[1], targets != IGNORED  # (B)
         index = targets - group.rank * width
         here = ((index >= 0) & (index < width)).unsqueeze(1)  # (B, 1)
         index = index.clamp(0, width - 1).unsqueeze(1)
@@ -77,18 +97,21 @@ class _CrossEntropy(Function):
         tops, sums, found = all_gather(sent, exact).values.unbind(2)  # (R, B) each
         highest = tops.amax(0)
         total = (sums * (tops - highest).exp()).sum(0)  # (B)
-        scale = (top.squeeze(1) - highest).exp() / total  # of this rank's weights to probabilities
+        count = counted.sum()
+        # Of this rank's weights to probabilities, over the rows that count.
+        scale = torch.where(counted, (top.squeeze(1) - highest).exp() / total, 0.0) / count
         ctx.save_for_backward(weights, scale, index, here)
-        return (highest + total.log() - found.sum(0)).mean()
+        ctx.count = count
+        return torch.where(counted, highest + total.log() - found.sum(0), 0.0).sum() / count
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
-        weights, scale, index, here = ctx.saved_tensors
+        weights, scale, index, here = ctx.saved_tensors  # of a row that does not count: scale 0, and not here
         if is_creating_graph():  # the saved results have no graph
             raise RuntimeError("vocabulary_cross_entropy cannot be differentiated twice across ranks: run on one")
-        each = d / weights.shape[0]
-        grad = weights * (scale * each).unsqueeze(1)  # the probabilities
-        return grad.scatter_add_(1, index, -each * here.to(grad.dtype)), None, None  # less one at the target
+        grad = weights * (scale * d).unsqueeze(1)  # the probabilities
+        one = here.to(grad.dtype) * (-d / ctx.count)
+        return grad.scatter_add_(1, index, one), None, None  # less one at the target
 
 
 class _VocabularyRows(Function):

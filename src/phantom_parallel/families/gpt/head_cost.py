@@ -70,8 +70,8 @@ def _by_rows(shape: "GPTShape") -> LayerCost:
             Exchange("dW", "backward", "reduce_scatter", ranks, weight, background=True),
         ),
         kept=rows * dim + shape.rows * shape.stream + vocab * dim,
-        # log-probabilities and r of each row, all targets, and the sum of their weights
-        kept_bytes=rows * (vocab + 1) * shape.precise_bytes + shape.rows * INDEX_BYTES + shape.precise_bytes,
+        # log-probabilities and r of each row, all targets, the sum of their weights, and how many count
+        kept_bytes=rows * (vocab + 1) * shape.precise_bytes + (shape.rows + 1) * INDEX_BYTES + shape.precise_bytes,
         streamed=_streamed(rows, dim, vocab),
     )
 
