@@ -1,5 +1,6 @@
 """Phantom parallelism for PyTorch: layers cut over devices that exchange a few ghosts instead of whole activations."""
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,10 @@ def __getattr__(name: str) -> Any:
             globals()[name] = value = getattr(import_module(home), name)
             return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if os.environ.get("PHANTOM_DEBUG"):  # whatever is imported of this package
+    import_module("phantom_parallel.distributed.rank_check")
 
 
 def __dir__() -> list[str]:

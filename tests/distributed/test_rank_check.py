@@ -1,5 +1,8 @@
 """Ranks that differ raise the same error on every rank, which names the rank, the layer and the difference."""
 
+import os
+import subprocess
+import sys
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -10,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from phantom_parallel import Ledger, PhantomLinear, RanksDisagree, TensorLinear
+from phantom_parallel import GPT, GPTConfig, Ledger, PhantomLinear, RanksDisagree, TensorLinear
 from phantom_parallel.distributed import rank_check
 from phantom_parallel.distributed.data_parallel import average_gradients
 from phantom_parallel.distributed.errors import PeerFailed
@@ -164,8 +168,8 @@ def average(odd: int) -> str:
 def test_a_parameter_that_one_copy_has_frozen_is_named(ranks):
     for message in ranks(2)(average, 1):
         assert message == (
-            "ranks disagree at collective 4: rank 1 left the checked block; "
-            "the others called all_reduce of the gradient of 1.bias"
+            "ranks disagree at collective 4: rank 0 called all_reduce of the gradient of 1.bias; "
+            "rank 1 left the checked block"
         )
 
 
@@ -201,8 +205,71 @@ def test_a_layer_that_exchanges_in_the_backward_pass_alone_is_named(ranks):
     for message in ranks(2)(frozen_pair, 1):
         assert message == (
             "ranks disagree in reduce_scatter of ColumnLinear.backward in Sequential.1 (collective 3): "
-            "rank 1 has gradients of='x', the others 'x, weight, bias'"
+            "rank 0 has gradients of='x, weight, bias'; rank 1 has gradients of='x'"
         )
+
+
+def other_order(odd: int) -> str:
+    """Two layers of the same class and shape that belong to no module."""
+    mesh = mesh_of_all()
+    first, second = (PhantomLinear(12, 12, blocks=3, ghosts=2, mesh=mesh) for _ in range(2))
+    net = nn.Sequential(second, first) if dist.get_rank() == odd else nn.Sequential(first, second)
+    with pytest.raises(RanksDisagree) as caught, check_ranks():
+        net[1](net[0](torch.ones(8, 4)))
+    return str(caught.value)
+
+
+def test_layers_of_one_shape_in_another_order_are_told_apart(ranks):
+    for message in ranks(RANKS)(other_order, 1):
+        assert "ranks disagree in all_gather of PhantomLinear.forward in PhantomLinear (collective 1)" in message
+        assert "rank 1 has layer built as number='" in message
+
+
+def other_tokens(odd: int, name: str, interleave: int) -> str:
+    """A transformer on ranks, of which one differs in what all need alike, or in the second layer."""
+    sizes = {"vocab": 12, "dim": 24, "layers": 2, "heads": 3, "hidden": 24, "context": 8}
+    model = GPT(GPTConfig(**sizes, blocks=3, ghosts=2), mesh=mesh_of_all(), interleave=interleave)
+    given = {"tokens": torch.ones(4, 5, dtype=torch.long), "targets": torch.ones(4, 5, dtype=torch.long)}
+    if dist.get_rank() == odd:
+        if name in given:
+            given[name][2, 3] = 7
+        else:
+            model.layers[1].mlp.down.compress.requires_grad_(False)
+    with pytest.raises(RanksDisagree) as caught, check_ranks():
+        model.loss(**given).backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tokens", "targets"])
+def test_tokens_that_ranks_need_alike_are_compared(ranks, name):
+    for message in ranks(RANKS)(other_tokens, 2, name, 1):
+        assert f"ranks disagree in the {name} of the model, which all ranks need alike" in message
+        assert "rank 2 has values=" in message
+
+
+def test_layers_of_parts_that_take_turns_are_named(ranks):
+    for message in ranks(RANKS)(other_tokens, 1, "frozen", 2):
+        assert "Begin.forward in GPT.layers.1.mlp.down" in message
+        assert "rank 1 has gradients of=" in message
+
+
+def test_ranks_of_a_fake_process_group_are_not_compared():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        layer = PhantomLinear(8, 8, blocks=2, ghosts=2, mesh=mesh_of_all())
+        with check_ranks():
+            layer(torch.ones(3, 4)).sum().backward()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["phantom_parallel", "phantom_parallel.ops"])
+def test_the_environment_switches_it_on_whatever_is_imported(package):
+    code = f"import {package}; from phantom_parallel.ops import collectives; print(collectives.before_collective)"
+    environment = os.environ | {rank_check.VARIABLE: "ranks"}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert "RankCheck.compare" in found.stdout
 
 
 @pytest.mark.slow
@@ -226,7 +293,7 @@ def compiled() -> tuple[float, int]:
 
 def test_the_environment_switches_it_on_in_launched_ranks(monkeypatch):
     monkeypatch.setenv(rank_check.VARIABLE, "ranks")
-    with pytest.raises(RanksDisagree, match=r"PhantomLinear.forward in PhantomLinear .collective 2.: rank 1 has shape"):
+    with pytest.raises(RanksDisagree, match=r"in PhantomLinear .collective 2.: rank 0 has shape=.*; rank 1 has shape"):
         launch(2, workers.differ_in_second_batch)
 
 

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,7 +21,7 @@ def kept_by(step: TrainingStep) -> int:
     """
     kept = Kept((*step.model.parameters(), *step.constants))
     with ExitStack() as hooks:
-        for module in step.model.modules():
+        for module in _called(step.model):
             hooks.callback(module.register_forward_pre_hook(kept.uses_weights).remove)
         for module in step.recomputed:
             hooks.callback(module.register_forward_pre_hook(kept.enters).remove)
@@ -37,6 +37,13 @@ def kept_by(step: TrainingStep) -> int:
         total = kept.bytes + kept.gathered_bytes()
         loss.backward()
         return total
+
+
+def _called(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules whose forward pass is run. A hook on one of the others would change how the model runs."""
+    interleaved = getattr(model, "interleave", 1) > 1
+    others = set(model.modules_in_turns()) if interleaved else set()  # type: ignore[operator]
+    return (module for module in model.modules() if module not in others)
 
 
 class Kept:

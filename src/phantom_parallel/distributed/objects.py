@@ -88,19 +88,32 @@ def check_agreement(subject: str, settings: dict[str, Any], mesh: DeviceMesh | N
 
 
 def differences(settings: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> str:
-    """Which of ``ranks`` differ from the majority and in what, given the settings of each; empty if none does."""
+    """Which of ``ranks`` differ from the majority and in what, given the settings of each; empty if none does.
+
+    Without a majority, as of two ranks, nobody can say who is right, and all are named.
+    """
     found = []
     for name in sorted({name for one in settings for name in one}):
         values = [one.get(name) for one in settings]
-        usual = Counter(values).most_common(1)[0][0]
-        found += [
-            f"rank {rank} has {name}={value!r}, the others {usual!r}"
-            for rank, value in zip(ranks, values, strict=True)
-            if value != usual
-        ]
+        if (usual := majority(values)) is not None:
+            found += [
+                f"rank {rank} has {name}={value!r}, the others {usual[0]!r}"
+                for rank, value in zip(ranks, values, strict=True)
+                if value != usual[0]
+            ]
+        else:
+            found += [f"rank {rank} has {name}={value!r}" for rank, value in zip(ranks, values, strict=True)]
     return "; ".join(found)
 
 
+def majority(values: Sequence[T]) -> tuple[T] | None:
+    """The value that more than half have; None if there is no such value."""
+    value, count = Counter(values).most_common(1)[0]
+    return (value,) if 2 * count > len(values) else None
+
+
 def process_group_of(group: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
-    """The process group of a mesh, or the group itself."""
-    return group.get_group() if isinstance(group, DeviceMesh) else group
+    """The process group of all ranks of a mesh, or the group itself."""
+    if isinstance(group, DeviceMesh):
+        return group.get_group() if group.ndim == 1 else group._flatten().get_group()
+    return group

@@ -8,6 +8,7 @@ collectives nor counted by a `Ledger`, and a rank that does not answer can be na
 ``PHANTOM_DEBUG=ranks`` compares every collective of a process; `check_ranks` those of a block.
 """
 
+import hashlib
 import json
 import os
 import sys
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from phantom_parallel.distributed.errors import PeerFailed
-from phantom_parallel.distributed.objects import Group, RanksDisagree, differences, process_group_of
+from phantom_parallel.distributed.objects import Group, RanksDisagree, differences, majority, process_group_of
 from phantom_parallel.ops import collectives
 
 VARIABLE = "PHANTOM_DEBUG"
@@ -39,6 +40,7 @@ _VIEWS = 3  # how many steps of a graph are between a layer's output and its ope
 _entered: Counter[str] = Counter()
 _for_the_process = ExitStack()  # what the environment has switched on
 Signature = dict[str, str]
+_active: "RankCheck | None" = None  # that is installed
 
 
 @contextmanager
@@ -75,6 +77,27 @@ def check_ranks(group: Group = None, timing: Callable[[], AbstractContextManager
         check.leave()
 
 
+@contextmanager
+def running(module: nn.Module) -> Iterator[None]:
+    """Name a module in the comparisons of this block, where it is run by other methods than its forward pass."""
+    if _active is None:
+        yield
+        return
+    _active.modules.append(_active.identity(module))
+    try:
+        yield
+    finally:
+        _active.modules.pop()
+
+
+def check_replicated(name: str, values: Tensor, group_name: str) -> None:
+    """Compare a tensor that all ranks of a group must have alike, such as tokens, if ranks are checked now."""
+    if collectives.before_collective is not None:
+        data = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        about = {"values": hashlib.sha256(data).hexdigest()[:16]}
+        collectives.before_collective(values, group_name, f"the {name} of the model, which all ranks need alike", about)
+
+
 def check_gradient(name: str, gradient: Tensor, group_name: str) -> None:
     """Compare an all-reduce of a parameter's gradient over its ranks, if ranks are checked now."""
     if collectives.before_collective is not None:
@@ -98,7 +121,7 @@ class RankCheck:
     ) -> None:
         self._name, self._group, self._timing = f"phantom-debug/{name}", group, timing
         self._made: Counter[str] = Counter()  # collectives of each group
-        self._modules: list[str] = []  # that run now, the innermost last
+        self.modules: list[tuple[str, int | None]] = []  # that run now, the innermost last
         self._module_names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._store: Any = None
         self._deadline = 0.0  # of the comparison under way
@@ -110,23 +133,32 @@ class RankCheck:
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._exit_module, always_call=True),
         ]
-        collectives.before_collective = self.compare
+        global _active
+        collectives.before_collective, _active = self.compare, self
         try:
             yield
         finally:
-            collectives.before_collective = None
+            collectives.before_collective = _active = None
             for handle in handles:
                 handle.remove()
 
-    def compare(self, sent: Tensor, group_name: str, call: str = "") -> None:
-        """Compare a collective that this rank is about to make over the ranks of the group."""
+    def compare(self, sent: Tensor, group_name: str, call: str = "", about: Signature | None = None) -> None:
+        """Compare a collective that this rank is about to make over the ranks of the group.
+
+        Args:
+            sent: What is sent.
+            group_name: Name of the process group.
+            call: What is called; by default it is found among the functions that run.
+            about: More that ranks must have in common.
+        """
         group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type]
         if dist.get_backend(group) == "fake":
             return
         self._made[group_name] += 1
         number, key = self._made[group_name], f"{self._name}/{group_name}"
         with self._timing():
-            self._agree(f"{key}/{number}", group, self._signature(sent, call), f"collective {number}")
+            signature = self._signature(sent, call) | (about or {})
+            self._agree(f"{key}/{number}", group, signature, f"collective {number}")
             for name in ("verdict", dist.get_rank()):  # of the collective before: all ranks have read it
                 self._store.delete_key(f"{key}/{number - 1}/{name}")
 
@@ -139,15 +171,18 @@ class RankCheck:
                 self._agree(key, self._group, {"call": "left the checked block"}, "the end of the checked block")
             return
         left = {"call": f"raised {type(error).__name__}: {error}"}
-        if isinstance(error, RanksDisagree):
+        if isinstance(error, RanksDisagree | PeerFailed):  # known to others already: it is passed on as it is
             left["verdict"] = str(error)
+        if not isinstance(error, RanksDisagree):
+            left["failed"] = "yes"
         self._write(f"{key}/{rank}", left)
         if rank == dist.get_process_group_ranks(self._group)[0]:
-            failed = {"message": f"rank {rank} {left['call']}", "failed": "yes"}
-            self._write(f"{key}/verdict", {"message": left["verdict"]} if "verdict" in left else failed)
+            self._write(f"{key}/verdict", _passed_on(left, f"rank {rank} {left['call']}"))
 
     def _agree(self, key: str, group: dist.ProcessGroup, signature: Signature, subject: str) -> None:
         """Raise on every rank unless all ranks of the group have the same signature."""
+        if dist.get_backend(group) == "fake":
+            return
         ranks, timeout = dist.get_process_group_ranks(group), timeout_of(group).total_seconds()
         first = ranks[0] == dist.get_rank()
         self._write(f"{key}/{dist.get_rank()}", signature)
@@ -198,15 +233,16 @@ class RankCheck:
         """Empty if all ranks agree; otherwise a message, and whether a rank failed for another reason."""
         for one in found.values():
             if "verdict" in one:
-                return {"message": one["verdict"]}
+                return _passed_on(one, "")
         calls = [one["call"] for one in found.values()]
         if len(set(calls)) == 1:
             different = differences(list(found.values()), list(found))
             what = calls[0].removeprefix("called ")
             return {"message": f"ranks disagree in {what} ({subject}): {different}"} if different else {}
-        usual = Counter(sorted(calls, key=lambda call: not call.startswith("called"))).most_common(1)[0][0]
-        others = [f"rank {rank} {one['call']}" for rank, one in found.items() if one["call"] != usual]
-        message = f"ranks disagree at {subject}: {'; '.join(others)}; the others {usual}"
+        usual = majority(calls)
+        odd = [f"rank {rank} {one['call']}" for rank, one in found.items() if usual is None or one["call"] != usual[0]]
+        odd += [] if usual is None else [f"the others {usual[0]}"]
+        message = f"ranks disagree at {subject}: {'; '.join(odd)}"
         failed = any(call.startswith("raised") for call in calls)
         return {"message": message} | ({"failed": "yes"} if failed else {})
 
@@ -220,21 +256,22 @@ class RankCheck:
         """What made a collective, from the functions that run: the operator, its layer, the tensor that it handed in
         (which may be sent in another dtype, or repeated for every rank), and its inputs that need gradients.
         """
-        collective, given = "", sent
+        collective, given, number = "", sent, None
         while frame is not None and frame.f_code.co_filename == collectives.__file__:
             collective = frame.f_code.co_name.removeprefix("start_")
             first = frame.f_locals[frame.f_code.co_varnames[0]]
             given = first if isinstance(first, Tensor) else given
             frame = frame.f_back
-        operator, layer = "" if frame is None else frame.f_code.co_qualname, self._modules[-1] if self._modules else ""
+        operator = "" if frame is None else frame.f_code.co_qualname
+        layer, number = self.modules[-1] if self.modules else ("", None)
         needs = str(torch.is_grad_enabled())
         while frame is not None and frame.f_code.co_filename.startswith(_OPS):
             code = frame.f_code
             if code.co_varnames[:1] == ("ctx",):  # forward or backward of an autograd.Function
                 context, operator = frame.f_locals["ctx"], code.co_qualname.lstrip("_")
                 if code.co_name == "forward":
-                    context.layer, context.names = layer, _input_names(code)
-                layer = getattr(context, "layer", "")  # unknown if the forward pass was not checked
+                    context.layer, context.names = (layer, number), _input_names(code)
+                layer, number = getattr(context, "layer", ("", None))  # unknown if the forward pass was not checked
                 if not hasattr(context, "names"):  # the forward pass has no collective, or was not checked
                     context.names = _input_names(type(context)._forward_cls.forward.__code__)
                 inputs = zip(context.names, context.needs_input_grad, strict=False)
@@ -244,21 +281,28 @@ class RankCheck:
         where = f" in {layer}" if layer else ""
         call, dtype = f"called {collective} of {operator}{where}", str(given.dtype)
         dtype += "" if sent.dtype == given.dtype else f" sent as {sent.dtype}"
-        return {"call": call, "shape": str(tuple(given.shape)), "dtype": dtype, "gradients of": needs}
+        found = {"call": call, "shape": str(tuple(given.shape)), "dtype": dtype, "gradients of": needs}
+        return found if number is None else found | {"layer built as number": str(number)}
 
     def _enter_module(self, module: nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling():
             return
+        self.modules.append(self.identity(module))
+
+    def identity(self, module: nn.Module) -> tuple[str, int | None]:
+        """The name of a module, which others of its class may share, and the number by which ranks tell layers apart
+        (`nn.sharded.next_layer_number`).
+        """
         if module not in self._module_names:
             root = type(module).__name__
             for name, child in module.named_modules():
                 self._module_names.setdefault(child, f"{root}.{name}" if name else root)
-        self._modules.append(self._module_names[module])
+        return self._module_names[module], getattr(module, "layer_number", None)
 
     def _exit_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or not self._modules:
+        if torch.compiler.is_compiling() or not self.modules:
             return
-        layer = self._modules.pop()
+        layer = self.modules.pop()
         node: Any = output.grad_fn if isinstance(output, Tensor) else None
         for _ in range(_VIEWS):  # an operator whose forward pass has no collective has not been named by one
             if node is not None and hasattr(type(node), "_forward_cls"):
@@ -274,6 +318,12 @@ class RankCheck:
     def _read(self, key: str) -> Signature:
         found: Signature = json.loads(self._store.get(key))
         return found
+
+
+def _passed_on(left: Signature, message: str) -> Signature:
+    """The verdict for all ranks on one that has left with an error."""
+    verdict = {"message": left.get("verdict", message)}
+    return verdict | {"failed": "yes"} if "failed" in left else verdict
 
 
 def _input_names(code: CodeType) -> Sequence[str]:

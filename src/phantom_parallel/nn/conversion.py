@@ -1,4 +1,4 @@
-"""Warnings about conversions of dense layers that change more than a user may expect."""
+"""What a conversion of a dense layer keeps, and warnings where it changes more than a user may expect."""
 
 import gc
 import sys
@@ -30,13 +30,23 @@ def warn_about_conversion(linear: nn.Linear, layout: BlockLayout) -> None:
         )
 
 
+def keep_modes(linear: nn.Linear, layer: nn.Module) -> None:
+    """Let the layer that was made from ``linear`` train, and require gradients, where that did."""
+    layer.train(linear.training)
+    for name, parameter in layer.named_parameters():
+        like = linear.bias if name == "bias" else linear.weight
+        parameter.requires_grad_(like is None or like.requires_grad)
+
+
 def _other_owners(linear: nn.Linear) -> list[str]:
     """Class names of other modules that have the layer's weight as a parameter.
 
     A parameter has no list of its modules, so the garbage collector is searched; but only if the reference count shows
     that there may be others, as this visits all objects of the process.
     """
-    weight = linear._parameters["weight"]
+    weight = linear._parameters.get("weight")
+    if weight is None:  # computed from others, as of a pruned or normed layer
+        return []
     if sys.getrefcount(weight) <= 3:  # the layer's own dictionary, the variable here and the argument
         return []
     holders = {id(found) for found in gc.get_referrers(weight) if type(found) is dict}

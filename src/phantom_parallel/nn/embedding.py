@@ -8,8 +8,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from phantom_parallel.distributed.objects import check_agreement
+from phantom_parallel.distributed.rank_check import running
 from phantom_parallel.nn.init import init_columns, init_rows
-from phantom_parallel.nn.sharded import broadcast_seed, shard_parameter, to_local
+from phantom_parallel.nn.sharded import (
+    broadcast_seed,
+    check_features,
+    check_frozen,
+    next_layer_number,
+    shard_parameter,
+    to_local,
+)
 from phantom_parallel.ops import gather_normed, vocabulary_rows
 from phantom_parallel.ops.blocks import cast_for_autocast
 from phantom_parallel.ops.collectives import RankGroup, flat_mesh, rank_group
@@ -51,6 +60,8 @@ class FeatureEmbedding(nn.Module):
         self.vocab, self.dim, self.blocks, self.std = vocab, dim, blocks, std
         self.mesh = mesh = flat_mesh(mesh)
         self.group = rank_group(mesh)
+        settings = {"vocab": vocab, "dim": dim, "blocks": blocks, "std": std}
+        check_agreement("a FeatureEmbedding", settings | {"dtype": str(dtype or torch.get_default_dtype())}, mesh)
         self.layout = BlockLayout(dim, dim, blocks, max(1, self.group.size // blocks), self.group.size)
         device = device or (None if mesh is None else mesh.device_type)
         weight = torch.empty(vocab, dim // self.group.size, device=device, dtype=dtype)
@@ -66,6 +77,10 @@ class FeatureEmbedding(nn.Module):
         init_columns(to_local(self.weight), layout=self.layout, rank=self.group.rank, seed=seed, std=self.std)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        if tokens.device != self.weight.device:  # of the meta device, torch would return uninitialized memory
+            raise ValueError(
+                f"the tokens are on {tokens.device} and the weight is on {self.weight.device}: move one to the other"
+            )
         return F.embedding(tokens, to_local(self.weight))
 
     def extra_repr(self) -> str:
@@ -110,8 +125,12 @@ class VocabularyHead(nn.Module):
     ) -> None:
         super().__init__()
         self.vocab, self.dim, self.eps = vocab, dim, eps
+        settings: dict[str, Any] = {"vocab": vocab, "dim": dim, "blocks": blocks, "eps": eps}
+        settings |= {"tie_embeddings": tie_embeddings, "wire": wire, "dtype": str(dtype or torch.get_default_dtype())}
+        check_agreement("a VocabularyHead", settings, flat_mesh(mesh))
         self.group: Group = rank_group(mesh, wire) if blocks is None else block_group(mesh, blocks, wire)
         self.mesh = mesh = flat_mesh(mesh)
+        self.layer_number = next_layer_number(mesh)
         RowLayout(dim, vocab, self.group.size)
         device, size = device or (None if mesh is None else mesh.device_type), self.group.size
         self.norm = shard_parameter(torch.ones(dim // size, device=device, dtype=dtype), mesh)
@@ -132,9 +151,11 @@ class VocabularyHead(nn.Module):
         """``rows`` (vocab / ranks, dim) is the weight of a head with ``tie_embeddings``. If it is what `send_weight`
         returned, the result is all logits of this rank's rows of x, (rows of x / ranks, vocab).
         """
+        check_features(self, x, self.dim, self.group)
         norm = to_local(self.norm)
         if isinstance(rows, WeightInFlight):
-            return row_logits(x, norm, rows.whole(), eps=self.eps, group=one_level(self.group))
+            z = row_logits(x, norm, rows.whole(), eps=self.eps, group=one_level(self.group))
+            return check_frozen(z, self.norm, self.weight)
         if rows is None:
             if self.weight is None:
                 raise ValueError(
@@ -143,15 +164,19 @@ class VocabularyHead(nn.Module):
             rows = to_local(self.weight)
         if self.group.size == 1:
             return F.linear(gather_normed(x, norm, eps=self.eps), rows)
-        return vocabulary_logits(x, norm, rows, eps=self.eps, group=self.group)
+        z = vocabulary_logits(x, norm, rows, eps=self.eps, group=self.group)
+        return check_frozen(z, self.norm, self.weight)
 
     def begin(self, x: Tensor) -> Begun:
         """Start ``forward`` with a weight in flight: features travel until `end`."""
-        return begin_rows(x, to_local(self.norm), group=one_level(self.group))
+        check_features(self, x, self.dim, self.group)
+        with running(self):
+            return begin_rows(x, to_local(self.norm), group=one_level(self.group))
 
     def end(self, begun: Begun, whole: Tensor) -> Tensor:
         """All logits of this rank's rows of what `begin` has begun, with the whole weight."""
-        return end_rows(begun, whole, eps=self.eps, group=one_level(self.group))
+        with running(self):
+            return end_rows(begun, whole, eps=self.eps, group=one_level(self.group))
 
     def send_weight(self, rows: int, tied: Tensor | None = None, parts: int = 1) -> WeightInFlight | None:
         """Start to send the weight to all ranks, for a loss of so many rows, if that then moves fewer bytes; otherwise

@@ -7,11 +7,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from phantom_parallel.distributed.objects import all_gather_objects, check_agreement
-from phantom_parallel.nn.conversion import warn_about_conversion
+from phantom_parallel.distributed.rank_check import running
+from phantom_parallel.nn.conversion import keep_modes, warn_about_conversion
 from phantom_parallel.nn.fit import fit_source
 from phantom_parallel.nn.init import init_phantom, init_rows
 from phantom_parallel.nn.output_fit import damped, fit_outputs
-from phantom_parallel.nn.sharded import FeatureSharded, broadcast_seed, full_tensor, shard_parameter, to_local
+from phantom_parallel.nn.sharded import (
+    FeatureSharded,
+    broadcast_seed,
+    check_frozen,
+    full_tensor,
+    next_layer_number,
+    shard_parameter,
+    to_local,
+)
 from phantom_parallel.ops import phantom_linear, tensor_linear
 from phantom_parallel.ops.blocks import check_real
 from phantom_parallel.ops.collectives import RankGroup, flat_mesh, rank_group
@@ -73,8 +82,7 @@ class PhantomLinear(FeatureSharded):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self._set_layout(in_features, out_features, bias, blocks, ghosts, mesh, wire, dtype)
-        self.gain = gain
+        self._set_layout(in_features, out_features, bias, blocks, ghosts, mesh, wire, dtype, gain)
         kwargs: dict[str, Any] = {"device": device or (None if mesh is None else mesh.device_type), "dtype": dtype}
         layout = self.layout
         self.local = self._empty(out_features, layout.block_in, **kwargs)
@@ -94,9 +102,10 @@ class PhantomLinear(FeatureSharded):
         mesh: DeviceMesh | None,
         wire: WireFormat,
         dtype: torch.dtype | None,
+        gain: float = 1.0,
     ) -> None:
         self.in_features, self.out_features, self.blocks, self.ghosts = in_features, out_features, blocks, ghosts
-        self.mesh = flat_mesh(mesh)
+        self.mesh, self.gain = flat_mesh(mesh), gain
         self.relative_error: float | None = None  # of the fit, for a layer made from a dense one
         check_real(dtype or torch.get_default_dtype())
         settings = {
@@ -107,9 +116,11 @@ class PhantomLinear(FeatureSharded):
             "blocks": blocks,
             "ghosts": ghosts,
             "wire": wire,
+            "gain": gain,
             "dtype": str(dtype or torch.get_default_dtype()),
         }
         check_agreement("a PhantomLinear", settings, self.mesh)
+        self.layer_number = next_layer_number(self.mesh)
         self.layout = BlockLayout(in_features, out_features, blocks, ghosts, rank_group(self.mesh).size)
         self.group = block_group(mesh, blocks, wire)  # once ranks agree on the blocks
 
@@ -123,19 +134,23 @@ class PhantomLinear(FeatureSharded):
         self._check_input(x)
         bias = None if self.bias is None else to_local(self.bias)
         weights = to_local(self.local), to_local(self.compress), to_local(self.decompress)
-        return phantom_linear(x, *weights, bias, blocks=self.blocks, group=self.group)
+        z = phantom_linear(x, *weights, bias, blocks=self.blocks, group=self.group)
+        return check_frozen(z, self.local, self.compress, self.decompress)
 
     def begin(self, x: Tensor) -> Begun:
         """Start ``forward``: its ghosts travel until `end`. On one level of ranks only, and uncompiled."""
         self._check_input(x)
-        group = one_level(self.group)
-        return begin_phantom(x, None, to_local(self.local), to_local(self.compress), blocks=self.blocks, group=group)
+        weights, group = (to_local(self.local), to_local(self.compress)), one_level(self.group)
+        with running(self):
+            return begin_phantom(x, None, *weights, blocks=self.blocks, group=group)
 
     def end(self, begun: Begun) -> Tensor:
         """The result of what `begin` has begun."""
         bias = None if self.bias is None else to_local(self.bias)
         where: dict[str, Any] = {"eps": None, "blocks": self.blocks, "group": one_level(self.group)}
-        return end_phantom(begun, to_local(self.decompress), bias, **where)
+        with running(self):
+            z = end_phantom(begun, to_local(self.decompress), bias, **where)
+        return check_frozen(z, self.local, self.compress, self.decompress)
 
     @torch.no_grad()
     def to_dense(self) -> nn.Linear:
@@ -176,8 +191,10 @@ class PhantomLinear(FeatureSharded):
 
         On a mesh every rank passes the full layer and fits the blocks whose compressors it will hold. A UserWarning is
         issued if the weight was shared with another module, which the new layer does not share, or if the new layer is
-        larger than the dense one.
+        larger than the dense one. Parameters require gradients if those of ``linear`` do.
         """
+        if linear.weight.is_meta:
+            raise ValueError("the dense layer is on the meta device: load its weights before it is fitted")
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         if covariance is None:
@@ -185,6 +202,7 @@ class PhantomLinear(FeatureSharded):
         else:
             layer._fit_outputs(linear, blocks, ghosts, mesh, wire, covariance)
         warn_about_conversion(linear, layer.layout)
+        keep_modes(linear, layer)
         return layer
 
     @torch.no_grad()
@@ -193,7 +211,6 @@ class PhantomLinear(FeatureSharded):
         bias = None if linear.bias is None else full_tensor(linear.bias)
         shape = linear.in_features, linear.out_features, bias is not None
         self._set_layout(*shape, blocks, ghosts, mesh, wire, weight.dtype)
-        self.gain = 1.0
         layout, rank, m_in, m_out = self.layout, self.group.rank, self.layout.block_in, self.layout.block_out
         own, place = layout.blocks_of(rank), layout.place_of(rank)
 
@@ -231,7 +248,6 @@ class PhantomLinear(FeatureSharded):
         bias = None if linear.bias is None else full_tensor(linear.bias)
         shape = linear.in_features, linear.out_features, bias is not None
         self._set_layout(*shape, blocks, ghosts, mesh, wire, weight.dtype)
-        self.gain = 1.0
         if covariance.shape != (self.in_features, self.in_features) or not covariance.isfinite().all():
             raise ValueError(
                 f"the covariance must be finite and ({self.in_features}, {self.in_features}), got "
@@ -266,7 +282,6 @@ class PhantomLinear(FeatureSharded):
         nn.Module.__init__(layer)
         ghosts, features = compress.shape[0] // blocks, (blocks * local.shape[1], local.shape[0])
         layer._set_layout(*features, bias is not None, blocks, ghosts, None, "full", local.dtype)
-        layer.gain = 1.0
         layer.local, layer.compress, layer.decompress = map(nn.Parameter, (local, compress, decompress))
         layer.bias = None if bias is None else nn.Parameter(bias)
         layer.relative_error = relative_error
@@ -323,8 +338,9 @@ class TensorLinear(FeatureSharded):
         self.group = rank_group(mesh, wire)
         check_real(dtype or torch.get_default_dtype())
         settings = {"layer": "TensorLinear", "in_features": in_features, "out_features": out_features, "bias": bias}
-        settings |= {"wire": wire, "dtype": str(dtype or torch.get_default_dtype())}
+        settings |= {"wire": wire, "gain": gain, "dtype": str(dtype or torch.get_default_dtype())}
         check_agreement("a TensorLinear", settings, mesh)
+        self.layer_number = next_layer_number(mesh)
         RowLayout(in_features, out_features, self.group.size)
         kwargs: dict[str, Any] = {"device": device or (None if mesh is None else mesh.device_type), "dtype": dtype}
         self.weight = self._empty(out_features, in_features, **kwargs)
@@ -341,7 +357,8 @@ class TensorLinear(FeatureSharded):
     def forward(self, x: Tensor) -> Tensor:
         self._check_input(x)
         bias = None if self.bias is None else to_local(self.bias)
-        return tensor_linear(x, to_local(self.weight), bias, group=self.group)
+        z = tensor_linear(x, to_local(self.weight), bias, group=self.group)
+        return check_frozen(z, self.weight)
 
     @torch.no_grad()
     def to_dense(self) -> nn.Linear:

@@ -7,9 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from phantom_parallel.distributed.objects import check_agreement
+from phantom_parallel.distributed.rank_check import running
 from phantom_parallel.nn.linear import PhantomLinear
-from phantom_parallel.nn.sharded import shard_parameter, to_local
+from phantom_parallel.nn.sharded import check_frozen, shard_parameter, to_local
 from phantom_parallel.ops import normed_phantom_linear
+from phantom_parallel.ops.collectives import flat_mesh
 from phantom_parallel.ops.interleaved import Begun, begin_phantom, end_phantom
 from phantom_parallel.ops.levels import one_level
 from phantom_parallel.utils.wire import WireFormat
@@ -54,6 +57,7 @@ class NormedPhantomLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.eps = eps
+        check_agreement("a NormedPhantomLinear", {"eps": eps}, flat_mesh(mesh))
         kwargs: dict[str, Any] = {"mesh": mesh, "gain": gain, "wire": wire, "device": device, "dtype": dtype}
         self.linear = PhantomLinear(in_features, out_features, bias, blocks=blocks, ghosts=ghosts, **kwargs)
         local = self.linear.local
@@ -71,21 +75,31 @@ class NormedPhantomLinear(nn.Module):
         weights = to_local(linear.local), to_local(linear.compress), to_local(linear.decompress)
         where: dict[str, Any] = {"blocks": linear.blocks, "group": linear.group}
         z = normed_phantom_linear(x, to_local(self.norm), *weights, eps=self.eps, **where)
-        return z if linear.bias is None else z + to_local(linear.bias).to(z.dtype)
+        return self._finish(z)
 
     def begin(self, x: Tensor) -> Begun:
         """As `PhantomLinear.begin`."""
         linear = self.linear
         linear._check_input(x)
         weights = to_local(self.norm), to_local(linear.local), to_local(linear.compress)
-        return begin_phantom(x, *weights, blocks=linear.blocks, group=one_level(linear.group))
+        with running(self):
+            return begin_phantom(x, *weights, blocks=linear.blocks, group=one_level(linear.group))
 
     def end(self, begun: Begun) -> Tensor:
         """As `PhantomLinear.end`."""
         linear = self.linear
         where: dict[str, Any] = {"eps": self.eps, "blocks": linear.blocks, "group": one_level(linear.group)}
-        z = end_phantom(begun, to_local(linear.decompress), **where)
+        with running(self):
+            return self._finish(end_phantom(begun, to_local(linear.decompress), **where))
+
+    def _finish(self, z: Tensor) -> Tensor:
+        linear = self.linear
+        z = check_frozen(z, self.norm, linear.local, linear.compress, linear.decompress)
         return z if linear.bias is None else z + to_local(linear.bias).to(z.dtype)
+
+    @property
+    def layer_number(self) -> int | None:
+        return self.linear.layer_number
 
     def extra_repr(self) -> str:
         return f"eps={self.eps}"

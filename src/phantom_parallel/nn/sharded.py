@@ -1,5 +1,6 @@
 """Parameters sharded by rows over a mesh, and the base class of layers on such parameters."""
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -10,13 +11,16 @@ from torch.distributed.tensor import DTensor, Shard
 
 from phantom_parallel.distributed.objects import all_gather_objects
 from phantom_parallel.nn.init import draw_seed
-from phantom_parallel.ops.blocks import is_creating_graph
+from phantom_parallel.ops.blocks import is_creating_graph, refuse_transforms
 from phantom_parallel.ops.levels import Group
 
+_layers_built: Counter[str] = Counter()  # by name of the process group
 
-def shard_parameter(rows: Tensor, mesh: DeviceMesh | None) -> nn.Parameter:
+
+def shard_parameter(rows: Tensor, mesh: DeviceMesh | None, *, requires_grad: bool = True) -> nn.Parameter:
     """A parameter from this rank's rows: a DTensor with ``Shard(0)``, or without a mesh a plain parameter."""
-    return nn.Parameter(rows if mesh is None else DTensor.from_local(rows, mesh, [Shard(0)], run_check=False))
+    shard = rows if mesh is None else DTensor.from_local(rows, mesh, [Shard(0)], run_check=False)
+    return nn.Parameter(shard, requires_grad)
 
 
 class _ToLocal(Function):
@@ -26,14 +30,43 @@ class _ToLocal(Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
-        ctx.spec = parameter._spec
+        ctx.spec, ctx.parameter, ctx.version = parameter._spec, parameter, parameter._version
         return parameter._local_tensor.view_as(parameter._local_tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
+        _check_version(ctx.parameter, ctx.version)
         if is_creating_graph():
             return DTensor.from_local(grad, ctx.spec.mesh, ctx.spec.placements, run_check=False)
         return DTensor(grad, ctx.spec, requires_grad=False)
+
+
+def _check_version(parameter: Tensor, version: int) -> None:
+    """Raise RuntimeError if a parameter was changed in place since ``version``. Autograd's own check does not see it:
+    operations on a DTensor count its versions, and not those of the shard that is saved for backward. Nor do steps of
+    optimizers with ``foreach=True`` or ``fused=True``, which torch counts for no DTensor.
+    """
+    if parameter._version != version:
+        raise RuntimeError(
+            f"a sharded parameter of shape {tuple(parameter.shape)} that is needed for the gradient was modified by an "
+            f"inplace operation after the forward pass, such as a step of an optimizer: it is at version "
+            f"{parameter._version}, expected version {version}. Call backward before it is modified"
+        )
+
+
+def check_frozen(z: Tensor, *parameters: Tensor | None) -> Tensor:
+    """z, whose backward raises if a sharded parameter without a gradient of its own was modified in the meantime."""
+    if z.requires_grad and not torch.compiler.is_compiling():
+        frozen = [p for p in parameters if isinstance(p, DTensor) and not p.requires_grad and not p.is_inference()]
+        if frozen:
+            versions = [(parameter, parameter._version) for parameter in frozen]
+
+            def check(grad: Tensor) -> None:
+                for parameter, version in versions:
+                    _check_version(parameter, version)
+
+            z.register_hook(check)
+    return z
 
 
 def to_local(parameter: Tensor) -> Tensor:
@@ -42,7 +75,19 @@ def to_local(parameter: Tensor) -> Tensor:
         return parameter
     if torch.compiler.is_compiling():
         return parameter.to_local(grad_placements=parameter.placements)
+    refuse_transforms()
     return _ToLocal.apply(parameter) if torch.is_grad_enabled() else parameter._local_tensor
+
+
+def next_layer_number(mesh: DeviceMesh | None) -> int | None:
+    """Which of the layers on the ranks of a mesh this one is, in the order in which they are built: the same on every
+    rank, so that ranks can tell layers apart. None without a mesh.
+    """
+    if mesh is None:
+        return None
+    name = mesh.get_group().group_name
+    _layers_built[name] += 1
+    return _layers_built[name]
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
@@ -59,6 +104,24 @@ def broadcast_seed(seed: int | None, mesh: DeviceMesh | None) -> int:
     return seed
 
 
+def check_features(layer: nn.Module, x: Tensor, features: int, group: Group) -> None:
+    """Raise ValueError unless the last dimension of x is this rank's share of ``features``."""
+    expected = features // group.size
+    if x.dim() and x.shape[-1] == expected:
+        return
+    share = hint = ""
+    if group.size > 1:
+        share = f", this rank's share of {features} over {group.size} ranks"
+        if x.dim() and x.shape[-1] == features:
+            hint = (
+                ": shard it with shard_features(x, mesh), or in a parallelize_module plan pass "
+                "input_layouts=Replicate()"
+            )
+    raise ValueError(
+        f"{type(layer).__name__} takes {expected} features{share}, got an input of shape {tuple(x.shape)}{hint}"
+    )
+
+
 class FeatureSharded(nn.Module):
     """Base class of linear layers whose input and output features are sharded over a mesh."""
 
@@ -67,25 +130,13 @@ class FeatureSharded(nn.Module):
     bias: nn.Parameter | None
     mesh: DeviceMesh | None
     group: Group
+    layer_number: int | None
 
     def _empty(self, rows: int, *columns: int, **kwargs: Any) -> nn.Parameter:
         return shard_parameter(torch.empty(rows // self.group.size, *columns, **kwargs), self.mesh)
 
     def _check_input(self, x: Tensor) -> None:
-        expected = self.in_features // self.group.size
-        if x.dim() and x.shape[-1] == expected:
-            return
-        share = hint = ""
-        if self.mesh is not None:
-            share = f", this rank's share of {self.in_features} over {self.group.size} ranks"
-            if x.dim() and x.shape[-1] == self.in_features:
-                hint = (
-                    ": shard it with shard_features(x, mesh), or in a parallelize_module plan pass "
-                    "input_layouts=Replicate()"
-                )
-        raise ValueError(
-            f"{type(self).__name__} takes {expected} features{share}, got an input of shape {tuple(x.shape)}{hint}"
-        )
+        check_features(self, x, self.in_features, self.group)
 
     def _empty_dense(self, like: Tensor) -> nn.Linear:
         """An uninitialized ``nn.Linear`` of this layer's size, made without drawing from torch's generator."""

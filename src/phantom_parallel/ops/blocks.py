@@ -70,14 +70,19 @@ def apply_function(function: type[Function], *args: Any) -> Tensor:
     Raises:
         RuntimeError: If a transform is active, for which the caller has no composed form.
     """
+    refuse_transforms()
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return function.apply(*args)
+    return function.forward(_NoGradContext(), *args)
+
+
+def refuse_transforms() -> None:
+    """Raise RuntimeError if a transform is active."""
     if is_transformed():
         raise RuntimeError(
             "torch.func transforms (grad, vmap, jvp, ...) and forward-mode derivatives are supported in one process "
             "only, not on features sharded over ranks: use torch.autograd, or layers without a mesh"
         )
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return function.apply(*args)
-    return function.forward(_NoGradContext(), *args)
 
 
 def recorded_grads(
@@ -113,6 +118,14 @@ def check_operands(x: Tensor, weight: Tensor) -> None:
     check_real(weight.dtype)
     if weight.device != x.device:
         raise ValueError(f"the input is on {x.device} and the weights are on {weight.device}: move one to the other")
+
+
+def check_same_dtype(x: Tensor, weight: Tensor) -> None:
+    """Raise RuntimeError, as ``nn.Linear`` does, if a product has operands of different dtypes."""
+    if x.dtype != weight.dtype:
+        raise RuntimeError(
+            f"the input is {x.dtype} and the weights are {weight.dtype}: cast one to the other, or use torch.autocast"
+        )
 
 
 def check_real(dtype: torch.dtype) -> None:

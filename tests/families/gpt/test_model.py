@@ -1,6 +1,7 @@
 """The transformer against plain float64 maths: on one process and on real ranks, by every strategy."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -98,6 +99,26 @@ def test_what_cannot_take_turns_is_refused():
         GPT(config_of(), interleave=2, activation_checkpointing=True)
     with pytest.raises(ValueError, match="interleave must be a positive whole number, got 0"):
         GPT(config_of(), interleave=0)
+
+
+def hooked(part: str) -> tuple[int, int, float]:
+    """How often a hook runs on layers whose parts of a batch would take turns, its warnings, and the loss's error."""
+    model, seen = filled(config_of(), one_mesh(), interleave=2), []
+    inputs, targets = gpt_reference.tokens(model.config.vocab, 4)
+    layer = model.layers[0]
+    (layer.get_submodule(part) if part else layer).register_forward_hook(lambda *_: seen.append(1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss = model.loss(inputs, targets)
+    warned = sum("interleave=2 has no effect: the layers have hooks" in str(one.message) for one in caught)
+    return len(seen), warned, relative_error(loss, reference(model.config, 4)["loss"])
+
+
+@pytest.mark.parametrize("part", ["", "attention", "mlp.down"])
+def test_hooks_of_layers_run_where_parts_would_take_turns(ranks, part):
+    for ran, warned, error in ranks(2)(hooked, part):
+        assert (ran, warned) == (1, 1)
+        assert error < 1e-12
 
 
 def sent(vocab: int) -> list[str]:

@@ -4,6 +4,8 @@ The model is written once. The strategy determines how the linear maps are shard
 embedding and the head: `make_parts` makes those.
 """
 
+import warnings
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from phantom_parallel.distributed.fully_sharded import shard_fully
 from phantom_parallel.distributed.objects import check_agreement
+from phantom_parallel.distributed.rank_check import check_replicated
 from phantom_parallel.families.gpt.config import GPTConfig, check_interleave
 from phantom_parallel.families.gpt.parallel_layer import ParallelLayer
 from phantom_parallel.families.gpt.parts import Parts, make_parts
@@ -81,6 +84,11 @@ def _or_identity(module: Any, held: bool) -> Any:
     return module if held else nn.Identity()
 
 
+def _has_hooks(module: nn.Module) -> bool:
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    return bool(before or after or module._backward_hooks or module._backward_pre_hooks)
+
+
 class GPT(nn.Module):
     """A decoder-only transformer with one of several strategies.
 
@@ -132,11 +140,12 @@ class GPT(nn.Module):
         self.config, self.mesh, self.wire = config, flat_mesh(mesh), wire
         self.activation_checkpointing, self.interleave = activation_checkpointing, interleave
         strategy, ranks = get_strategy(config.strategy), rank_group(self.mesh, wire)
+        settings = {"wire": wire, "interleave": interleave, "dtype": str(dtype or torch.get_default_dtype())}
+        settings["activation_checkpointing"] = activation_checkpointing
+        check_agreement("a GPT", asdict(config) | settings, self.mesh)  # before what only one rank may refuse
         config.check_ranks(ranks.size)
         strategy.check_wire(wire)
         check_interleave(interleave, strategy, ranks.size, config.blocks, activation_checkpointing)
-        settings = {"wire": wire, "interleave": interleave, "dtype": str(dtype or torch.get_default_dtype())}
-        check_agreement("a GPT", asdict(config) | settings, self.mesh)
         self.group: Group = ranks if strategy.splits_layers else SINGLE_RANK  # which share the work of a layer
         if config.blocks is not None:
             self.group = block_group(mesh, config.blocks, wire)
@@ -280,9 +289,28 @@ class GPT(nn.Module):
         return vocabulary_cross_entropy(logits, targets, group=self.group)
 
     def _parts_of(self, tokens: Tensor, targets: Tensor | None) -> int:
-        """The number of parts of a batch that take turns."""
-        divides = tokens.shape[0] % self.interleave == 0
-        return self.interleave if targets is not None and divides and not torch.compiler.is_compiling() else 1
+        """The number of parts of a batch that take turns. Hooks of layers, FSDP's among them, would not run then."""
+        if (
+            self.interleave == 1
+            or targets is None
+            or tokens.shape[0] % self.interleave
+            or torch.compiler.is_compiling()
+        ):
+            return 1
+        if any(map(_has_hooks, self.modules_in_turns())):
+            warnings.warn(
+                f"interleave={self.interleave} has no effect: the layers have hooks, which run on whole batches only",
+                UserWarning,
+                stacklevel=2,
+            )
+            return 1
+        return self.interleave
+
+    def modules_in_turns(self) -> Iterator[nn.Module]:
+        """Modules whose own forward pass is not run where parts of a batch take turns."""
+        for layer in self.layers:
+            yield layer
+            yield from (one for one in layer.modules() if isinstance(one, Attention | SwiGLU) or hasattr(one, "begin"))
 
     def _loss_in_turns(
         self, tokens: Tensor, targets: Tensor, cos: Tensor, sin: Tensor, weight: WeightInFlight | None, parts: int
@@ -343,7 +371,13 @@ class GPT(nn.Module):
             )
         if targets is not None and targets.shape != tokens.shape[:2]:
             raise ValueError(f"targets of shape {tuple(targets.shape)} for tokens of shape {tuple(tokens.shape)}")
-        if torch.compiler.is_compiling() or tokens.device.type != "cpu" or isinstance(tokens, FakeTensor):
+        if torch.compiler.is_compiling() or isinstance(tokens, FakeTensor):
+            return
+        if self.group.size > 1:
+            for name, given in (("tokens", tokens), ("targets", targets)):
+                if given is not None:
+                    check_replicated(name, given, everyone(self.group).name)
+        if tokens.device.type != "cpu":
             return  # on other devices, reading the values would synchronize
         for name, given in (("tokens", tokens if self.is_first_stage else None), ("targets", targets)):
             if given is not None and given.numel():
