@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.utils import prune
 
 from phantom_parallel import (
     FFN,
@@ -316,6 +318,30 @@ def test_functional_call_and_grad_of_torch_func_equal_autograd():
     assert found.keys() == parameters.keys()
     for name, parameter in layer.named_parameters():
         assert relative_error(found[name], parameter.grad) < 1e-12, name
+
+
+def test_from_dense_keeps_what_is_frozen_and_takes_computed_weights():
+    linear = nn.Linear(12, 24).eval().requires_grad_(False)
+    layer = PhantomLinear.from_dense(linear, blocks=3, ghosts=1)
+    assert not layer.training
+    assert not any(p.requires_grad for p in layer.parameters())
+    pruned = nn.Linear(12, 24)
+    prune.l1_unstructured(pruned, "weight", 0.5)
+    found, expected = PhantomLinear.from_dense(pruned, blocks=3, ghosts=1), nn.Linear(12, 24)
+    expected.load_state_dict({"weight": pruned.weight.detach(), "bias": pruned.bias.detach()})
+    expected = PhantomLinear.from_dense(expected, blocks=3, ghosts=1)
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
+
+
+def test_from_dense_of_a_meta_layer_says_what_is_missing():
+    with pytest.raises(ValueError, match="is on the meta device: load its weights before"):
+        PhantomLinear.from_dense(nn.Linear(12, 24, device="meta"), blocks=3, ghosts=1)
+
+
+@pytest.mark.parametrize("kind", [partial(PhantomLinear, blocks=4, ghosts=2), TensorLinear])
+def test_an_input_of_another_dtype_is_named(kind):
+    with pytest.raises(RuntimeError, match=r"the input is torch.float64 and the weights are torch.float32"):
+        kind(16, 16)(torch.randn(3, 16, dtype=torch.float64))
 
 
 def test_from_dense_warns_where_it_unties_a_shared_weight():

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from phantom_parallel import gather_features, shard_features
 from phantom_parallel.nn import FeatureEmbedding, NormedPhantomLinear, VocabularyHead, parameter_groups
 
 
@@ -16,6 +17,23 @@ def test_the_module_is_a_norm_and_its_dense_map():
     x = torch.randn(2, 3, 16, dtype=torch.float64)
     expected = layer.linear.to_dense()(F.rms_norm(x, (16,), layer.norm, 0.1))
     torch.testing.assert_close(layer(x), expected, rtol=1e-12, atol=1e-12)
+
+
+def mixed(dtype: torch.dtype) -> torch.Tensor:
+    """A float64 layer on an input of a shorter dtype, all features of its output."""
+    size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    mesh = init_device_mesh("cpu", (size,)) if size > 1 else None
+    layer = NormedPhantomLinear(16, 24, blocks=4, ghosts=2, mesh=mesh, dtype=torch.float64)
+    layer.reset_parameters(seed=3)
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return gather_features(layer(shard_features(x, mesh)), mesh).detach()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_shorter_input_of_a_float64_layer_gives_the_same_on_ranks(ranks, dtype):
+    expected = mixed(dtype)
+    for found in ranks(2)(mixed, dtype):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_parameters_are_in_the_groups_of_their_names():

@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.utils import prune
 
 from phantom_parallel import PhantomLinear, PhantomParallel
 from tests.reference import relative_error
@@ -183,6 +184,42 @@ def wrong() -> list[str]:
             parallelize_module(module, mesh, PhantomParallel(blocks=blocks, ghosts=1))
         texts.append(str(caught.value))
     return texts
+
+
+def frozen_after_conversion(init: str) -> list[tuple[bool, list[bool]]]:
+    """Whether layers train, and which of their parameters require gradients, after the style was applied."""
+    mesh = init_device_mesh("cpu", (2,))
+    found = []
+    for layer in (nn.Linear(16, 16), PhantomLinear(16, 16, blocks=4, ghosts=1)):
+        net = nn.Sequential(layer).eval()
+        net[0].requires_grad_(False)
+        net[0].bias.requires_grad_(True)
+        parallelize_module(net, mesh, {"0": PhantomParallel(blocks=4, ghosts=1, init=init)})
+        named = dict(net[0].named_parameters())
+        found.append((net[0].training, [named[n].requires_grad for n in ("local", "compress", "decompress", "bias")]))
+    return found
+
+
+@pytest.mark.parametrize("init", ["fit", "fresh"])
+def test_frozen_layers_stay_frozen(ranks, init):
+    assert ranks(2)(frozen_after_conversion, init) == [[(False, [False, False, False, True])] * 2] * 2
+
+
+def computed_weight() -> str:
+    net = nn.Sequential(nn.Linear(16, 16))
+    prune.l1_unstructured(net[0], "weight", 0.5)
+    plan = {"0": PhantomParallel(blocks=4, ghosts=1)}
+    with pytest.raises(ValueError, match=r"is not a parameter but computed.*prune.remove"):
+        parallelize_module(net, init_device_mesh("cpu", (2,)), plan)
+    prune.remove(net[0], "weight")
+    parallelize_module(net, init_device_mesh("cpu", (2,)), plan)
+    with pytest.raises(TypeError, match="as a positional argument"):
+        net[0](input=torch.ones(2, 8))
+    return type(net[0]).__name__
+
+
+def test_a_weight_that_is_computed_from_others_is_refused_with_the_fix(ranks):
+    assert ranks(2)(computed_weight) == ["PhantomLinear"] * 2
 
 
 def test_modules_that_do_not_fit_are_named(ranks):

@@ -109,6 +109,8 @@ class Attention(nn.Module):
         self.layer, self.head_dim, self.queries_per_kv = layer, head_dim, queries_per_kv
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None = None) -> Tensor:
+        if x.dim() != 3:
+            raise ValueError(f"Attention takes (batch, positions, features), got an input of shape {tuple(x.shape)}")
         z: Tensor = self.out(self.mix(self.qkv(x), cos, sin, cache))
         return z
 

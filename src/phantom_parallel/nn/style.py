@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from phantom_parallel.distributed.objects import check_agreement
-from phantom_parallel.nn.conversion import warn_about_conversion
+from phantom_parallel.nn.conversion import keep_modes, warn_about_conversion
 from phantom_parallel.nn.linear import PhantomLinear
 from phantom_parallel.nn.sharded import full_tensor, shard_parameter
 from phantom_parallel.ops.collectives import flat_mesh
@@ -79,6 +79,11 @@ class PhantomParallel(ParallelStyle):
                 f"not {type(module).__name__}"
             )
         assert mesh is not None
+        if isinstance(module, nn.Linear) and "weight" not in module._parameters:
+            raise ValueError(
+                "the weight of this Linear is not a parameter but computed from others, as by pruning or a weight "
+                "norm: make it a parameter first, with torch.nn.utils.prune.remove or remove_weight_norm"
+            )
         self._broadcast_weights(module, mesh)
         if isinstance(module, PhantomLinear):
             self._shard(module, device_mesh)
@@ -105,6 +110,7 @@ class PhantomParallel(ParallelStyle):
             kwargs = layout | {"device": linear.weight.device, "dtype": linear.weight.dtype}
             made = PhantomLinear(linear.in_features, linear.out_features, linear.bias is not None, **kwargs)
             warn_about_conversion(linear, made.layout)
+            keep_modes(linear, made)
         else:
             made = PhantomLinear.from_dense(linear, **layout)
         # parallelize_module discards the module that a style returns for a child, so the module itself must change: it
@@ -123,12 +129,13 @@ class PhantomParallel(ParallelStyle):
         if layer.mesh is not None:
             raise ValueError(f"the layer is already sharded over {layer.group.size} ranks")
         shape = layer.in_features, layer.out_features, layer.bias is not None
-        layer._set_layout(*shape, self.blocks, self.ghosts, mesh, self.wire, layer.local.dtype)
+        layer._set_layout(*shape, self.blocks, self.ghosts, mesh, self.wire, layer.local.dtype, layer.gain)
         for name in ("local", "compress", "decompress", "bias"):
             parameter = getattr(layer, name)
             if parameter is not None:
                 rows = full_tensor(parameter).chunk(layer.group.size)[layer.group.rank].clone()
-                layer.register_parameter(name, shard_parameter(rows, layer.mesh))
+                shard = shard_parameter(rows, layer.mesh, requires_grad=parameter.requires_grad)
+                layer.register_parameter(name, shard)
 
     def __repr__(self) -> str:
         return (
@@ -141,6 +148,8 @@ class PhantomParallel(ParallelStyle):
 def _prepare_input(
     layout: Placement, mesh: DeviceMesh, module: PhantomLinear, inputs: tuple[Any, ...]
 ) -> tuple[Any, ...]:
+    if not inputs:
+        raise TypeError("a layer that PhantomParallel converted takes its input as a positional argument: layer(x)")
     x, *rest = inputs
     _check_width(layout, mesh, module, x)
     if isinstance(x, DTensor) or layout != Shard(-1):

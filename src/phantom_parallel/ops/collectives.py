@@ -145,6 +145,7 @@ def start_all_gather(x: Tensor, group: RankGroup, exact: Tensor | None = None) -
     """Start to send x (B, c) and its exact columns (B, e) to every rank."""
     if group.size == 1:
         return Pending(x, x.shape[1], x.dtype, exact)
+    exact = _at_least_as_wide(exact, x, group)
     message = encode(x, group.wire, exact)
     if group.native:
         return Pending(_call(_all_gather, message.contiguous(), group.size, group.name), x.shape[1], x.dtype, exact)
@@ -155,6 +156,12 @@ def start_all_gather(x: Tensor, group: RankGroup, exact: Tensor | None = None) -
         sent, work = send_short(rows, _equal_splits(rows, group), group.name)
         return Pending(sent, x.shape[1], x.dtype, exact, work)
     return Pending(start_all_to_all(rows, group), x.shape[1], x.dtype, exact)
+
+
+def _at_least_as_wide(exact: Tensor | None, x: Tensor, group: RankGroup) -> Tensor | None:
+    """Exact columns that fill whole columns of a message in x's own dtype."""
+    narrow = exact is not None and group.wire == "full" and exact.element_size() < x.element_size()
+    return exact.to(x.dtype) if exact is not None and narrow else exact
 
 
 def finish_all_gather(pending: Pending, group: RankGroup) -> Arrived:
@@ -209,8 +216,10 @@ def _by_rank(rows: Tensor, group: RankGroup) -> Tensor:
 
 def start_exchange(x: Tensor, group: RankGroup, exact: Tensor | None = None) -> Pending:
     """Start to send slice r of x (R B, c) and of its exact columns (R B, e) to rank r."""
-    message = x if group.size == 1 else start_all_to_all(encode(x, group.wire, exact), group)
-    return Pending(message, x.shape[1], x.dtype, exact)
+    if group.size == 1:
+        return Pending(x, x.shape[1], x.dtype, exact)
+    exact = _at_least_as_wide(exact, x, group)
+    return Pending(start_all_to_all(encode(x, group.wire, exact), group), x.shape[1], x.dtype, exact)
 
 
 def finish_exchange(pending: Pending, group: RankGroup) -> Arrived:

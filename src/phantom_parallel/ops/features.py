@@ -37,6 +37,11 @@ def _group_of(mesh: DeviceMesh | Group | None) -> Group:
     return mesh if isinstance(mesh, TwoLevelGroup) else rank_group(mesh)
 
 
+def _check_dimensions(x: Tensor) -> None:
+    if x.dim() == 0:
+        raise ValueError("the input must have at least one dimension, the features; got a 0-D tensor")
+
+
 class _Shard(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -65,8 +70,7 @@ def shard_features(x: Tensor, mesh: DeviceMesh | Group | None) -> Tensor:
     gradient of x.
     """
     group = _group_of(mesh)
-    if x.dim() == 0:
-        raise ValueError("the input must have at least one dimension, the features; got a 0-D tensor")
+    _check_dimensions(x)
     if x.shape[-1] % group.size:
         raise ValueError(
             f"{group.size} ranks do not divide the {x.shape[-1]} features of an input of shape {tuple(x.shape)}"
@@ -82,4 +86,5 @@ def gather_features(x: Tensor, mesh: DeviceMesh | Group | None, *, partial_grad:
     backward a reduce-scatter.
     """
     group = _group_of(mesh)
+    _check_dimensions(x)
     return x if group.size == 1 else apply_function(_Gather, x, group, partial_grad)

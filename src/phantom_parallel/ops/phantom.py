@@ -31,6 +31,7 @@ from phantom_parallel.ops.blocks import (
     apply_function,
     cast_for_autocast,
     check_operands,
+    check_same_dtype,
     is_creating_graph,
     is_transformed,
     matmul_blocks,
@@ -70,6 +71,7 @@ def phantom_linear(
     """
     check_operands(x, local)
     x, local, compress, decompress, bias = cast_for_autocast(x, local, compress, decompress, bias)
+    check_same_dtype(x, local)
     rows = x.reshape(-1, x.shape[-1])
     if is_transformed() and group.size == 1:
         z = _composed(rows, local, compress, decompress, blocks)

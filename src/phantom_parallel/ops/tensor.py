@@ -22,6 +22,7 @@ from phantom_parallel.ops.blocks import (
     apply_function,
     cast_for_autocast,
     check_operands,
+    check_same_dtype,
     is_creating_graph,
     is_transformed,
     merge_blocks,
@@ -45,6 +46,7 @@ def tensor_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, grou
     """
     check_operands(x, weight)
     x, weight, bias = cast_for_autocast(x, weight, bias)
+    check_same_dtype(x, weight)
     if is_transformed() and group.size == 1:
         return F.linear(x, weight, bias)
     z: Tensor = apply_function(_TensorLinear, x.reshape(-1, x.shape[-1]), weight, bias, group)

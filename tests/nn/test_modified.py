@@ -1,0 +1,56 @@
+"""Sharded weights that are modified between forward and backward are noticed, as those of one process are."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from phantom_parallel import PhantomLinear, TensorLinear
+from phantom_parallel.nn import NormedPhantomLinear, VocabularyHead
+
+LAYERS = {
+    "phantom": lambda mesh: PhantomLinear(16, 16, blocks=4, ghosts=2, mesh=mesh),
+    "two levels": lambda mesh: PhantomLinear(16, 16, blocks=2, ghosts=2, mesh=mesh),
+    "normed": lambda mesh: NormedPhantomLinear(16, 16, blocks=4, ghosts=2, mesh=mesh),
+    "tensor": lambda mesh: TensorLinear(16, 16, mesh=mesh),
+    "head": lambda mesh: VocabularyHead(16, 16, mesh=mesh),
+}
+
+
+def modify(layer: nn.Module, how: str) -> None:
+    if how == "optimizer":
+        torch.optim.AdamW(layer.parameters()).step()
+    elif how == "load":
+        layer.load_state_dict({name: 2 * value for name, value in layer.state_dict().items()})
+    elif how == "frozen":
+        with torch.no_grad():
+            next(p for p in layer.parameters() if not p.requires_grad).mul_(3.0)
+
+
+def outcome(kind: str, how: str) -> str:
+    """The error of a backward pass after a change of the weights; empty if there is none."""
+    layer = LAYERS[kind](init_device_mesh("cpu", (4,)))
+    x = torch.randn(3, 4, requires_grad=True)
+    if how == "frozen":
+        layer.requires_grad_(False)
+    if how == "optimizer":
+        layer(x).sum().backward()
+    z = layer(x)
+    modify(layer, how)
+    try:
+        z.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("how", ["optimizer", "load", "frozen"])
+def test_backward_refuses_weights_that_were_modified_after_forward(ranks, kind, how):
+    for message in ranks(4)(outcome, kind, how):
+        assert "modified by an inplace operation after the forward pass" in message
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_backward_takes_weights_that_were_not(ranks, kind):
+    assert ranks(4)(outcome, kind, "nothing") == [""] * 4
