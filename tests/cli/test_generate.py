@@ -88,7 +88,8 @@ def test_text_and_what_it_cost_as_json(folder, capfd, ranks):
         assert (one["strategy"], one["ranks"], one["tokens"], one["turns"]) == (name, ranks, 8, 2)
         for phase in ("prefill", "decode"):
             assert (one[phase]["bytes_per_token"] > 0) == (ranks > 1)
-            assert one[phase]["seconds_p95"] >= one[phase]["seconds"]
+            assert one[phase]["seconds"] > 0
+            assert one[phase]["seconds_p95"] is None  # of two prefills and fourteen decoded tokens
 
 
 @pytest.mark.slow
@@ -110,14 +111,19 @@ def test_text_on_stdout_and_figures_on_stderr(folder, capfd):
     assert phantom("--model", folder / "model", "--prompt", PROMPT, "--tokens", "8") == 0
     captured = capfd.readouterr()
     assert captured.out == bytes(expected(8)).decode(errors="replace") + "\n"
-    for line in ("1 rank (cpu), 9 + 8 tokens", "prefill: time to first token", "decode: time per token", "95 %"):
+    for line in ("1 rank (cpu), 9 + 8 tokens", "prefill: time to first token", "decode: time per token"):
         assert line in captured.err
-    prefill, decode = captured.err.split("decode: time per token")
-    assert "95 %" not in prefill  # of one prefill
-    assert "95 %" in decode
+    assert "95 %" not in captured.err  # of one prefill and seven decoded tokens
     assert "bytes exchanged per token" in captured.err
     assert captured.err.strip().splitlines()[-1].startswith("Energy is ")
     assert "measuring" not in captured.err
+
+
+def test_20_decoded_tokens_have_a_95th_percentile(folder, capfd):
+    assert phantom("--model", folder / "model", "--prompt", PROMPT, "--tokens", "21") == 0
+    prefill, decode = capfd.readouterr().err.split("decode: time per token")
+    assert "95 %" not in prefill  # of one prefill
+    assert "95 %" in decode
 
 
 def test_sampled_texts_from_a_file(folder, capfd):

@@ -18,7 +18,7 @@ class PhaseCost:
 
     Args:
         seconds: Median time of a prefill, or of one step of decode.
-        seconds_p95: The 95th percentile; None if there is a single measurement.
+        seconds_p95: The 95th percentile; None if there are fewer than 20 measurements.
         tokens_per_second: Throughput of all rows.
         flops_per_token: FLOPs.
         bytes_per_token: Bytes that ranks send to each other.

@@ -34,6 +34,7 @@ from phantom_parallel.utils.layout import positive
 TURN_SECONDS = 0.02  # approximate length of a turn: shorter forward passes are repeated
 MAX_FORWARDS = 100  # of a turn
 WARM_UP = 3  # forward passes
+LEAST_FOR_P95 = 20  # measurements: of fewer, the 95th percentile is the maximum
 SENSOR_ROUNDS = 2  # windows for each model
 SENSOR_MARGIN = 1.25  # length of a window relative to the shortest that the sensors resolve
 SENSOR_BOUND = 20.0  # seconds: sensors that need longer windows are not used
@@ -49,7 +50,7 @@ class Inference:
         batch: Rows of a forward pass.
         turns: Number of turns.
         latency_seconds: Median time of a forward pass over turns.
-        latency_p95: The 95th percentile; None if there is a single turn.
+        latency_p95: The 95th percentile; None if there are fewer than 20 turns.
         samples_per_second: Throughput.
         flops_per_sample: FLOPs.
         bytes_per_sample: Bytes that ranks send to each other.
@@ -266,8 +267,8 @@ def measure_joules(
 
 
 def p95(seconds: Sequence[float]) -> float | None:
-    """Return the 95th percentile; None for a single measurement, which has no spread."""
-    return sorted(seconds)[math.ceil(0.95 * len(seconds)) - 1] if len(seconds) > 1 else None
+    """Return the 95th percentile; None for fewer than 20 measurements, of which it would be the largest."""
+    return sorted(seconds)[math.ceil(0.95 * len(seconds)) - 1] if len(seconds) >= LEAST_FOR_P95 else None
 
 
 def _inference(
