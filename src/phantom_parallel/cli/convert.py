@@ -39,7 +39,7 @@ class Options(JsonOption):
     curve: tuple[float, ...] = ()
     """Further budgets to convert with, for the figure of loss against multiply-adds; their models are not kept."""
     figure: Path | None = None
-    """Draw that figure to this path, as PNG and SVG."""
+    """Draw that figure to this path, as PNG and SVG, with its numbers as CSV."""
     rows: int = 16384
     """Rows of calibration data to use; tokens, for a transformer."""
     length: int = 256
