@@ -14,6 +14,7 @@ from phantom_parallel.report.study_tables import study_table
 from phantom_parallel.study.regimes import run_regime
 from phantom_parallel.study.settings import RegimeSettings, StudySettings, names_of, read_study
 from phantom_parallel.study.sweep import run_study
+from phantom_parallel.study.unused import check_changes
 
 _FLAGS = ("--resume", "--json", "--help", "-h")
 
@@ -27,21 +28,23 @@ class StudyOptions(SettingOptions):
     ranks, and modelled on more. smaller: phantom models on fewer ranks that reach the loss of a tensor-parallel model
     on more. batch: energy per sample against batch size and ranks. width: the width from which phantom is faster.
     wider: transformers, and a wider one at equal energy. Options replace the values of the study for the cells that do
-    not vary them, and phantom study ghosts --help shows those of ghosts. Ctrl-C keeps the cells that are finished, and
-    --resume continues from there.
+    not vary them, and phantom study ghosts --help shows those of ghosts; an option that would change no cell is
+    refused. Ctrl-C keeps the cells that are finished, and --resume continues from there.
     """
 
     noun: ClassVar[str] = "study"
+    given: ClassVar[tuple[str, ...]] = ()  # settings that are on the command line, whatever their values
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
     """links, batches, ghosts, scaling, smaller, batch, width, wider, or a TOML file."""
 
     def run(self) -> None:
         """Run the study, and write and print its results on rank 0."""
+        before = read_study(self.name)  # ValueError if there is no such study
         if self.name != self.file:  # the defaults are of another file, or of none
-            read_study(self.name)  # ValueError if there is no such study
             raise ValueError(f"give the name of the study first: phantom study {self.name} ...")
         settings = read_study(self.name, self.changes())
+        check_changes(before, settings, self.given, self.name)
         out = output_folder(self.out, self.resume, "study", settings.name)
         if isinstance(settings, RegimeSettings):
             found = run_regime(settings, out.absolute(), resume=self.resume, show=True)
@@ -56,7 +59,13 @@ def options_for(family: str | None, arguments: list[str]) -> tuple[type[SettingO
     name = _name_of(arguments)
     settings = None if name is None else read_study(name, family=family)
     known = settings.family if settings else family or DEFAULT_FAMILY
-    return with_settings(StudyOptions, StudySettings if settings is None else type(settings), known, name, settings), {}
+    kind = StudySettings if settings is None else type(settings)
+    options = with_settings(StudyOptions, kind, known, name, settings)
+    flags = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
+    words = [flag.removeprefix("--").replace("-", "_") for flag in flags]
+    names = [word if word in options.defaults else word.removeprefix("no_") for word in words]
+    options.given = tuple(word for word in dict.fromkeys(names) if word in options.defaults)  # type: ignore[attr-defined]
+    return options, {}
 
 
 def _name_of(arguments: list[str]) -> str | None:

@@ -364,6 +364,12 @@ def _load(folder: Folder, name_or_path: str) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"{path} is not readable as TOML: {error}") from None
 
 
+def study_file(name_or_path: str) -> str:
+    """The TOML file of a study."""
+    packaged = name_or_path in names_of("studies")
+    return str(_packaged("studies") / f"{name_or_path}.toml") if packaged else name_or_path
+
+
 def _packaged(folder: Folder) -> Any:
     return files("phantom_parallel.study") / folder
 
