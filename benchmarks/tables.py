@@ -11,6 +11,7 @@ Values are named by their result file and what to read from it:
 
     compare-NAME STRATEGY/BASELINE MEASURE [mean] [at LOSS]   a ratio, with its confidence interval unless ``mean`` is
                                                               given; ``at LOSS``: to a looser target, from the same runs
+    study-NAME STRATEGY/OTHER MEASURE [mean] at PLACE         the same on a link or with a batch size
     validation phantom|tensor|ratio mean|worst                an error of the time model
     validation settings                                       how many settings were measured
 
@@ -31,9 +32,10 @@ from typing import Any
 
 from phantom_parallel.report import tables
 from phantom_parallel.report.study_tables import study_sections
-from phantom_parallel.report.units import format_ratio, quantity
 from phantom_parallel.study.analysis import ratio_interval
-from phantom_parallel.study.results import Comparison, CurvePoint, Interval, Run, load
+from phantom_parallel.study.results import Comparison, CurvePoint, Interval, Run, Study, load
+from phantom_parallel.study.units import format_interval, format_ratio, quantity
+from phantom_parallel.study.winners import values_at
 from phantom_parallel.utils.files import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -139,7 +141,7 @@ def looser_targets(path: Path) -> str:
     headings = (
         "held-out loss",
         "time, of tensor's",
-        "energy, of tensor's",
+        "modelled energy, of tensor's",
         "steps, of tensor's",
         "time, of megatron's",
     )
@@ -366,7 +368,9 @@ def value(spec: str) -> str:
     if not path.exists():
         raise ValueError(f"value {spec!r}: there is no {path.relative_to(ROOT)}")
     try:
-        return _error(_read(path), words) if name.startswith("validation") else _ratio(_comparison(path), words)
+        if name.startswith("validation"):
+            return _error(_read(path), words)
+        return _ratio_in_study(path, words) if name.startswith("study") else _ratio(_comparison(path), words)
     except (KeyError, IndexError, ValueError) as error:
         raise ValueError(f"value {spec!r} is not in {path.relative_to(ROOT)}: {error}") from error
 
@@ -387,8 +391,25 @@ def _ratio(found: Comparison, words: list[str]) -> str:
     return _shown(answer, how)
 
 
+def _ratio_in_study(path: Path, words: list[str]) -> str:
+    """The ratio of two strategies on a link or with a batch size, over pairs of the same seed."""
+    found = load(path)
+    if not isinstance(found, Study):
+        raise ValueError("not a study")
+    (strategy, to), measure, options = words[0].split("/"), words[1], words[2:]
+    how = options.pop(0) if options[:1] == ["mean"] else ""
+    if options[:1] != ["at"] or len(options) != 2:
+        raise ValueError("a place is missing: at LINK, or at BATCH")
+    varied = "link" if options[1] in {cell.settings["link"] for cell in found.cells} else "batch"
+    values = values_at(found.cells, varied, options[1], measure)
+    mine, theirs = values[strategy], values[to]
+    answer = ratio_interval([(mine[seed], theirs[seed]) for seed in mine])
+    assert answer is not None, "a place has cells"
+    return _shown(answer, how)
+
+
 def _shown(found: Interval, how: str) -> str:
-    return format_ratio(found.mean) if how == "mean" else tables.format_interval(found)
+    return format_ratio(found.mean) if how == "mean" else format_interval(found)
 
 
 def _error(data: dict[str, Any], words: list[str]) -> str:

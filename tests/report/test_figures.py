@@ -1,12 +1,23 @@
+import itertools
 import math
 import re
+from dataclasses import replace
+from statistics import median
 
 import pytest
 
 from phantom_parallel.report import captions
 from phantom_parallel.report import compare_figures as drawings
+from phantom_parallel.report import smaller_figures as smaller
 from phantom_parallel.report import study_figures as sweeps
-from phantom_parallel.report.plots import add_grid_and_legend, line_style, new_figure, strategy_style
+from phantom_parallel.report.plots import (
+    LogTicks,
+    TickFormatter,
+    add_grid_and_legend,
+    line_style,
+    new_figure,
+    strategy_style,
+)
 from phantom_parallel.report.study_tables import group_cells
 from phantom_parallel.study.results import Ratio, Trial
 from tests.study.sample import make_cell, make_comparison, make_regime, make_run, make_study, one_ratio
@@ -75,7 +86,7 @@ def test_a_strategy_that_missed_the_target_is_named():
 
 def test_counts_are_compared():
     caption = captions_of(drawings.comparison_figures(make_comparison()))["bytes"]
-    assert "phantom 65.5 kB, tensor 4.19 MB, megatron 2.1 MB" in caption
+    assert "phantom 65.5 kB, tensor 4,190 kB, megatron 2,100 kB" in caption  # in one unit
     assert "Phantom exchanges 0.016 of tensor's" in caption  # 65,536 / 4,194,304 = 1 / 64
 
 
@@ -91,18 +102,37 @@ def test_the_median_way_down_goes_as_far_as_half_of_the_seeds():
     quick = [(0.0, 1.0), (1.0, 0.5), (2.0, 0.25)]
     slow = [(0.0, 1.0), (2.0, 0.5), (4.0, 0.25)]
     stuck = [(0.0, 1.0), (3.0, 0.5)]
-    assert drawings.median_curve([quick, slow, stuck]) == [(0.0, 1.0), (2.0, 0.5), (4.0, 0.25)]
-    assert drawings.median_curve([quick, stuck])[-1] == (2.0, 0.5)  # between 1 and 3; one in two goes on
-    between = drawings.median_curve([quick, [(0.0, 1.0), (1.0, 0.75)], [(0.0, 1.0), (9.0, 0.75)]])
+    assert drawings.median_curve([quick, slow, stuck], 0.25) == [(0.0, 1.0), (2.0, 0.5), (4.0, 0.25)]
+    assert drawings.median_curve([quick, stuck], 0.25)[-1] == (2.0, 0.5)  # between 1 and 3; one in two goes on
+    between = drawings.median_curve([quick, [(0.0, 1.0), (1.0, 0.75)], [(0.0, 1.0), (9.0, 0.75)]], 0.25)
     assert between[-1] == (1.0, 0.75)  # of 0.5, 1 and 9 seconds
+
+
+def test_the_median_way_down_ends_at_the_median_time_to_the_target():
+    """Runs stop at the first evaluation below the target: how far below says nothing of the others."""
+    seeds = [
+        [(0.0, 1.0), (2.0, 0.4), (3.0, 0.1)],
+        [(0.0, 1.0), (4.0, 0.3), (5.0, 0.19)],
+        [(0.0, 1.0), (7.0, 0.25), (8.0, 0.15)],
+    ]
+    typical = drawings.median_curve(seeds, 0.2)
+    assert typical[-1] == (5.0, 0.2)
+    assert all(before < after for (before, _), (after, _) in itertools.pairwise(typical))
+    found = make_comparison()
+    axes = drawings.comparison_figures(found)[0].figure.axes[0]
+    ends = [line.get_xydata()[0] for line in axes.lines if line.get_markersize() == 8]
+    times = [median(run.seconds for run in found.runs if run.strategy == one.strategy) for one in found.strategies]
+    assert [x for x, _ in ends] == pytest.approx(times)
+    assert [y for _, y in ends] == [found.target_loss] * 3
 
 
 def test_the_search_says_where_it_ended_at_an_edge():
     found = make_comparison()
     assert "0.004 of 4 for phantom" in captions.learning_rates(found)
-    assert "beyond" not in captions.learning_rates(found)
+    assert "an end" not in captions.learning_rates(found)
     fewer = make_comparison(trials=tuple(trial for trial in found.trials if trial.lr <= 0.004))
-    assert "For phantom it is at an end" in captions.learning_rates(fewer)
+    assert "0.004 of 3 for phantom, an end of the rates tried" in captions.learning_rates(fewer)
+    assert captions.learning_rates(fewer).count("an end") == 1
 
 
 def test_a_search_for_the_target_is_drawn_by_its_steps():
@@ -130,7 +160,15 @@ def test_missing_values_leave_figures_out():
     ("name", "figures"),
     [
         ("ghosts", ["ghosts-loss", "ghosts-joules", "ghosts-step-seconds", "ghosts-bytes-per-step"]),
-        ("scaling", ["ranks-step-seconds", "ranks-joules-per-sample"]),
+        (
+            "scaling",
+            [
+                "ranks-step-seconds",
+                "ranks-step-seconds-modelled",
+                "ranks-joules-per-sample",
+                "ranks-joules-per-sample-modelled",
+            ],
+        ),
         ("smaller", ["smaller-joules", "smaller-parameters"]),
         ("batch", ["batch-joules-per-sample", "batch-step-seconds"]),
         ("width", ["width-step-seconds", "width-joules-per-sample"]),
@@ -149,18 +187,28 @@ def test_ghosts_says_from_where_the_loss_is_tensors():
     assert "0.0435 at 64, tensor 0.053" in caption
 
 
-def test_scaling_tells_measured_from_modelled():
-    caption = captions_of(sweeps.study_figures(make_study("scaling")))["ranks-step-seconds"]
-    assert "At ranks 8: phantom 7 ms, tensor 21 ms (0.33 of it)" in caption
-    assert "Modelled. At ranks 256" in caption
-    assert "modelled (frontier-mi250x)" in caption
-    settings = group_cells(make_study("scaling").cells)
-    lines = sweeps.lines_of(settings, "ranks")
-    assert len(lines) == 6  # blocks rise with ranks and split nothing
-    axes = sweeps.study_figures(make_study("scaling"))[0].figure.axes[0]
-    dashed = [line for line in axes.lines if len(line.get_xdata()) and line.get_linestyle() == "--"]
-    assert sorted(min(line.get_xdata()) for line in dashed) == [16, 16, 16]
-    assert all(line.get_markerfacecolor() == "#ffffff" for line in dashed)
+def test_scaling_has_figures_of_their_own_for_measured_and_for_modelled_cells():
+    study = make_study("scaling")
+    cells = [
+        replace(one, settings=one.settings | {"width": 65536} if one.modelled else one.settings) for one in study.cells
+    ]
+    drawn = {drawing.name: drawing for drawing in sweeps.study_figures(replace(study, cells=tuple(cells)))}
+    measured, modelled = drawn["ranks-step-seconds"], drawn["ranks-step-seconds-modelled"]
+    assert "At ranks 8: phantom 7 ms, tensor 21 ms (0.33 of it)" in measured.caption
+    assert measured.caption.startswith("Steps were measured here, for depth 2, width 1,024, batch 64, ghosts 16.")
+    assert modelled.caption.startswith(
+        "Not run: steps are modelled by frontier-mi250x, for depth 2, width 65,536, batch 64, ghosts 16. At ranks 256"
+    )
+    assert modelled.title == "Step time against ranks, modelled steps"
+    energy = drawn["ranks-joules-per-sample"]
+    assert energy.caption.startswith("Steps were measured here, and energy is modelled from their times, for ")
+    assert "modelled energy per sample" in energy.figure.axes[0].get_ylabel()
+    for drawing, ranks, face in ((measured, [1, 2, 4, 8], None), (modelled, [16, 32, 64, 128, 256], "#ffffff")):
+        lines = drawing.figure.axes[0].lines
+        assert len(lines) == 3  # blocks rise with ranks and split nothing
+        assert all(list(line.get_xdata()) == ranks for line in lines)
+        assert all((line.get_linestyle() == "--") == (face is not None) for line in lines)
+        assert all((line.get_markerfacecolor() == "#ffffff") == (face is not None) for line in lines)
 
 
 def test_batch_has_a_line_for_each_strategy_and_ranks():
@@ -168,6 +216,10 @@ def test_batch_has_a_line_for_each_strategy_and_ranks():
     assert [line.label for line in lines] == [
         f"{strategy} (ranks {ranks})" for strategy in ("phantom", "tensor") for ranks in (1, 2, 4)
     ]
+    caption = captions_of(sweeps.study_figures(make_study("batch")))["batch-step-seconds"]
+    for ranks in (1, 2, 4):
+        assert f"At batch 512: phantom (ranks {ranks}) " in caption
+        assert f"Phantom (ranks {ranks}) is nowhere worse." in caption
 
 
 def test_a_sweep_in_which_phantom_is_worse_says_where():
@@ -187,11 +239,14 @@ def test_a_sweep_in_which_phantom_is_worse_says_where():
 
 
 def test_smaller_rings_phantom_models_on_fewer_ranks():
-    best, small = sweeps.reaching(group_cells(make_study("smaller").cells))
+    best, small = smaller.reaching(group_cells(make_study("smaller").cells))
     assert (best.strategy, best.settings["ranks"]) == ("tensor", 4)
     assert [(one.settings["ranks"], one.settings["ghosts"]) for one in small] == [(2, 32), (1, 32)]
     caption = captions_of(sweeps.study_figures(make_study("smaller")))["smaller-joules"]
-    assert "Phantom on 1 rank reaches 0.0481, for 36 J: 0.38 of tensor's; so do 1 more" in caption
+    assert (
+        "Phantom models on fewer ranks that reach it: 1 rank with 32 ghosts, for 36 J, 0.38 of tensor's; 2 ranks with "
+        "32 ghosts, for 33 J, 0.35 of tensor's."
+    ) in caption
     worse = [cell for cell in make_study("smaller").cells if cell.values["loss"] >= 0.05]
     assert all(cell.values["reached"] == 0 for cell in worse if cell.settings["strategy"] == "phantom")
     said = captions_of(sweeps.study_figures(make_study("smaller", cells=tuple(worse))))["smaller-joules"]
@@ -205,8 +260,8 @@ def test_smaller_believes_runs_that_say_whether_they_reached_the_target():
         make_cell("phantom", {"loss": 0.051, "target": 0.05, "reached": 0.0, "joules": None}, ranks=2, seed=1),
         make_cell("phantom", {"loss": 0.0499, "target": 0.05, "reached": 1.0, "joules": 4.0}, ranks=1),
     )
-    best, small = sweeps.reaching(group_cells(cells))
-    assert sweeps.limit_of(best) == 0.05
+    best, small = smaller.reaching(group_cells(cells))
+    assert smaller.limit_of(best) == 0.05
     assert [one.settings["ranks"] for one in small] == [1]
     (drawing,) = sweeps.study_figures(make_study("smaller", cells=cells))
     assert drawing.caption.endswith("1 of 3 models missed the loss and are not drawn.")
@@ -234,6 +289,7 @@ def test_many_strategies_have_a_row_each_in_the_figure_of_ratios():
     assert drawn["ratios"].figure.get_figheight() < 8
     assert "Phantom takes" in drawn["loss-time"].caption
     assert "copies's" not in drawn["loss-time"].caption  # shares of the baselines alone
+    assert "of 10 ratios are there" in drawn["ratios"].caption  # those that are drawn: five strategies, time and energy
 
 
 def test_a_strategy_keeps_its_colour_whatever_it_exchanges():
@@ -253,8 +309,9 @@ def test_time_to_the_loss_is_drawn_against_links_and_batches():
     phantom = next(line for line in axes.lines if line.get_label() == "phantom")
     assert list(phantom.get_ydata()) == [2.0, 3.0]
     assert links[0].caption == (
-        "Medians over seeds. Link loopback: tensor 1 s, next phantom 2 s. Link 100mbit: phantom 3 s, next "
-        "phantom-copies 6 s."
+        "Medians over seeds; in brackets, ratios with 95 % intervals, by seed. Link loopback: tensor is first (0.50 "
+        "[0.50, 0.50] of phantom's, the next). Link 100mbit: phantom is first (0.50 [0.50, 0.50] of phantom-copies's, "
+        "the next)."
     )
 
 
@@ -269,3 +326,79 @@ def test_a_legend_of_long_names_has_fewer_columns_and_is_not_cut():
         box = legend.get_window_extent()
         assert box.x0 >= 0
         assert box.x1 <= figure.bbox.width
+
+
+def test_the_target_is_in_the_legend_where_no_marker_covers_it():
+    drawn = {drawing.name: drawing for drawing in drawings.comparison_figures(make_comparison())}
+    for name in ("loss-time", "loss-energy"):
+        (legend,) = drawn[name].figure.legends
+        assert "target 0.05" in [text.get_text() for text in legend.get_texts()]
+        assert not list(drawn[name].figure.axes[0].texts)
+
+
+def test_energy_in_ratios_and_captions_says_that_it_is_modelled():
+    found = make_comparison(slower=5.0)
+    energy = replace(found.ratios[0], measure="inference_joules, batch 64", ratio=one_ratio(1.2, None, None))
+    drawn = {
+        drawing.name: drawing for drawing in drawings.comparison_figures(replace(found, ratios=(*found.ratios, energy)))
+    }
+    rows = [label.get_text() for label in drawn["ratios"].figure.axes[0].get_yticklabels()]
+    assert "modelled energy to the loss" in rows
+    assert "inference energy per sample, batch 64, modelled" in rows
+    assert "inference energy per sample, batch 64, modelled (tensor)" in drawn["ratios"].caption
+    assert drawn["loss-energy"].title == "Held-out loss against modelled energy"
+
+
+def test_models_with_the_same_trials_do_not_hide_each_other():
+    trials = [
+        Trial(name, lr, status, 60, 0.05, chosen=status == "target")
+        for name in ("phantom", "tensor", "megatron")
+        for lr, status in ((0.001, "target"), (0.002, "steps"))
+    ]
+    axes = drawings.comparison_figures(make_comparison(trials=tuple(trials)))[3].figure.axes[0]
+    rings = [line.get_markersize() for line in axes.lines if line.get_markerfacecolor() == "none"]
+    assert len(rings) == len(set(rings)) == 3
+    crosses = [line.get_ydata()[0] for line in axes.lines if line.get_marker() == "x"]
+    assert len(crosses) == len(set(crosses)) == 3
+    low, high = axes.get_ylim()
+    assert math.log(60 / low) / math.log(high / low) < min(crosses) - 0.03  # points stand below the crosses
+
+
+@pytest.mark.parametrize("ends", [(0.24, 0.2543), (0.2, 1.3), (1e-3, 4.0), (12345.6, 12346.9), (1e-9, 1e9), (3.0, 3.3)])
+@pytest.mark.parametrize("gap", [0.15, 0.09])
+def test_ticks_of_a_logarithmic_axis_are_apart_and_labels_are_their_values(ends, gap):
+    low, high = ends
+    ticks = LogTicks(gap).tick_values(low, high)
+    assert len(ticks) >= 2
+    assert all(low <= tick <= high for tick in ticks)
+    shares = [math.log(tick / low) / math.log(high / low) for tick in ticks]
+    assert min(after - before for before, after in itertools.pairwise(shares)) >= gap - 1e-9
+    labels = [float(label.replace(",", "")) for label in TickFormatter().format_ticks(ticks)]
+    assert len(set(labels)) == len(ticks)
+    assert labels == pytest.approx(list(ticks), rel=1e-6)
+
+
+def test_the_label_of_an_axis_names_a_setting_once():
+    for setting in ("ghosts", "width", "batch"):
+        assert sweeps.axis_label(make_study("ghosts"), setting).lower().count(f"{setting}:") <= 1
+    assert "steps to the loss" in drawings.comparison_figures(
+        make_comparison(trials=(Trial("phantom", 0.001, "target", 80, 0.05, chosen=True),))
+    )[3].figure.axes[0].get_ylabel().split(",")
+
+
+def test_losses_after_different_steps_are_not_compared():
+    """Cells that go on beyond the loss of a reference: their final losses are after more steps than the reference's."""
+    values = {"loss": 0.2, "target": 0.3, "reached": 1.0, "loss_at_equal_steps": 0.31, "loss_at_equal_energy": 0.28}
+    cells = [
+        make_cell("megatron", values | {"loss": 0.3, "loss_at_equal_steps": 0.3, "loss_at_equal_energy": 0.3}, dim=256),
+        make_cell("phantom", values, dim=256),
+        make_cell("phantom", values | {"loss_at_equal_steps": 0.29}, dim=384),
+    ]
+    study = make_study("wider", cells=tuple(cells), settings={"reference": {"strategy": "megatron"}, "measure": "loss"})
+    said = captions_of(sweeps.study_figures(study))
+    assert "dim-loss" not in said
+    assert (
+        said["dim-loss-at-equal-steps"]
+        == "At dim 256: phantom 0.31, megatron 0.3 (1.03 times it). Phantom is worse than megatron at dim 256."
+    )
+    assert said["dim-loss-at-equal-energy"].endswith("Phantom is not worse there.")

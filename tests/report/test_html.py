@@ -2,7 +2,7 @@ import json
 import re
 import shutil
 import subprocess
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 
 import pytest
@@ -11,6 +11,7 @@ from phantom_parallel.report import html as report
 from phantom_parallel.study.results import Comparison, Study
 from phantom_parallel.utils.network import Network, ScaledLink
 from phantom_parallel.utils.parsing import decode_json
+from phantom_parallel.utils.strategies import STRATEGIES
 from tests.study.sample import make_comparison, make_regime, make_study
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -50,7 +51,7 @@ def pages(tmp_path_factory):
 def test_everything_is_written(pages):
     folder = pages["compare"].parent
     names = sorted(path.name for path in folder.iterdir())
-    assert names == ["curve.csv", "figures", "ratios.csv", "report.html", "runs.csv", "strategies.csv"]
+    assert names == ["curve.csv", "figures", "ratios.csv", "report.html", "runs.csv", "strategies.csv", "trials.csv"]
     figures = {path.name for path in (folder / "figures").iterdir()}
     stems = ("loss-time", "loss-energy", "ratios", "learning-rates", "parts", "bytes", "flops")
     assert figures == {f"{stem}.{kind}" for stem in stems for kind in ("svg", "png")}
@@ -188,3 +189,49 @@ def test_a_page_of_links_has_a_column_for_each_and_all_cells():
     text = rendered(make_regime())
     assert "100mbit, batch 512" in text
     assert "All figures" in text
+
+
+def test_copies_are_explained_as_copies():
+    for name, model in (("copies", "dense model"), ("phantom-copies", "phantom model")):
+        text = report.explanation(name)
+        assert f"every rank holds the whole {model}" in text
+        assert "exchange gradients" in text
+        assert "ghosts" not in text
+    assert report.explanation("phantom+int8") == report.explanation("phantom") == STRATEGIES["phantom"].explanation
+    assert report.explanation("pipeline@2x2") == f"{STRATEGIES['pipeline'].explanation}; copies exchange gradients"
+    assert report.explanation("tensor@4x1") == STRATEGIES["tensor"].explanation
+    assert report.explanation("magic") is None
+
+
+def test_the_clock_says_what_it_covers():
+    assert report.wall_clock(make_comparison(wall_of="process")) == (
+        "98 s from the start of the process until this page was written"
+    )
+    assert "without the start of the process and without this report" in rendered(make_comparison())
+
+
+def test_watts_say_of_what_they_are_and_what_they_are_charged_for():
+    core = rendered(make_comparison(power=replace(make_comparison().power, per="core")))
+    assert "computing, per core" in core
+    assert "ranks that share cores share their watts" in core
+    assert "idle, per core" in core  # in inference
+    study = rendered(make_study("scaling"))
+    assert "computing, per rank" in study
+    assert "idle, per" not in study
+    assert "within a step a\nrank computes or is blocked in a collective" in study
+
+
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
+def test_figures_are_legible_on_a_phone(pages, tmp_path):
+    """The smallest text of all figures at 390 pixels, in CSS pixels."""
+    asks = (
+        "const page = document.querySelector('iframe').contentDocument;"
+        "document.title = Math.min(...[...page.querySelectorAll('figure svg')]"
+        ".flatMap(svg => [...svg.querySelectorAll('text')].map(text => parseFloat(getComputedStyle(text).fontSize)"
+        " * svg.getBoundingClientRect().width / svg.viewBox.baseVal.width)))"
+    )
+    asking = tmp_path / "asking.html"
+    frame = f'<iframe width="390" src="{pages["compare"].as_uri()}"></iframe>'
+    asking.write_text(f"{frame}<script>onload = () => {{ {asks} }}</script>")
+    shown = browse(asking, tmp_path, "--allow-file-access-from-files", "--dump-dom", "--window-size=500,900")
+    assert float(re.search(r"<title>(.*?)</title>", shown).group(1)) > 10.5

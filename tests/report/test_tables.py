@@ -1,15 +1,18 @@
 import csv
 import io
+import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
+from benchmarks import tables as pages
 from phantom_parallel.report import study_tables, tables
 from phantom_parallel.report.csv_files import csv_files
-from phantom_parallel.report.units import format_ratio, quantity, scale
 from phantom_parallel.study.results import Cell, Interval, Ratio
+from phantom_parallel.study.units import format_interval, format_measure, format_ratio, quantity, scale
 from tests.study.sample import make_comparison, make_regime, make_study, one_ratio
 
 
@@ -49,6 +52,16 @@ def printed(table, width=160):
 )
 def test_quantities_have_human_units(value, unit, text):
     assert quantity(value, unit) == text
+
+
+def test_values_beside_each_other_have_one_unit():
+    column = [59.8, 66.4, 168.6]
+    assert [quantity(value, "s", column) for value in column] == ["59.8 s", "66.4 s", "169 s"]
+    assert quantity(168.6, "s") == "2.81 min"
+    joules = [1001.0, 1130.0, None]
+    assert [format_measure(value, "joules", among=joules) for value in joules] == ["1 kJ", "1.13 kJ", "unavailable"]
+    assert [quantity(value, "s", [0.0294, 1.42]) for value in (0.0294, 1.42)] == ["29.4 ms", "1,420 ms"]
+    assert quantity(0.0, "J", [0.0, 5.0]) == "0 J"
 
 
 def test_an_axis_takes_the_unit_of_its_largest_value():
@@ -96,14 +109,14 @@ def test_ratios_stand_below_the_strategy_that_they_are_to():
     assert section.headings[1:] == ("", "phantom / tensor", "phantom / megatron")
     table = rows(found)
     assert table["ratio: time to the loss"][1:] == ("0.31 [0.28, 0.35]", "0.90")
-    assert table["ratio: energy to the loss"][1:] == ("unavailable", "unavailable")
+    assert table["ratio: modelled energy to the loss"][1:] == ("unavailable", "unavailable")
 
 
 def test_what_missed_the_target_is_said_to_have_missed_it():
     found = make_comparison(missed=("tensor",))
     table = rows(found)
     assert table["reached the target"] == ("3 of 3", "0 of 3", "3 of 3")
-    for label in ("steps to the loss", "time to the loss", "FLOPs to the loss", "energy to the loss, modelled"):
+    for label in ("steps to the loss", "time to the loss", "FLOPs to the loss", "modelled energy to the loss"):
         assert table[label][1] == "missed"
         assert table[label][0] != "missed"
     assert table["ratio: time to the loss"][1] == "missed"
@@ -188,7 +201,7 @@ def read(text):
 def test_csv_holds_every_number_to_the_last_digit():
     found = make_comparison(missed=("tensor",))
     files = {name: read(text) for name, text in csv_files(found).items()}
-    assert sorted(files) == ["curve.csv", "ratios.csv", "runs.csv", "strategies.csv"]
+    assert sorted(files) == ["curve.csv", "ratios.csv", "runs.csv", "strategies.csv", "trials.csv"]
     for run, row in zip(found.runs, files["runs.csv"], strict=True):
         assert (row["strategy"], int(row["seed"]), float(row["seconds"])) == (run.strategy, run.seed, run.seconds)
         assert float(row["step_seconds"]) == run.step_seconds
@@ -202,7 +215,30 @@ def test_csv_holds_every_number_to_the_last_digit():
     assert float(phantom["seconds_low"]) == found.strategies[0].seconds.low
     assert float(phantom["inference_batch_64_latency_seconds"]) == pytest.approx(0.0042)
     assert tensor["seconds_mean"] == "missed"
-    assert phantom["measured_joules_mean"] == "unavailable"
+    assert phantom["measured_joules_mean"] == tensor["measured_joules_mean"] == "unavailable"  # there are no sensors
+    assert (phantom["error"], phantom["model"], files["runs.csv"][0]["trained_by"]) == ("", "", "")
+    for trial, row in zip(found.trials, files["trials.csv"], strict=True):
+        assert (row["strategy"], float(row["lr"]), row["status"]) == (trial.strategy, trial.lr, trial.status)
+        assert row["loss"] == ("unavailable" if trial.loss is None else repr(trial.loss))
+        assert row["chosen"] == str(trial.chosen)
+
+
+def test_csv_of_a_missed_target_says_so_where_there_are_sensors():
+    found = make_comparison(missed=("tensor",))
+    runs = tuple(replace(run, measured_joules=50.0, measured_by="counter") for run in found.runs)
+    _, tensor, _ = read(csv_files(replace(found, runs=runs))["strategies.csv"])
+    assert tensor["measured_joules_mean"] == "missed"
+
+
+def test_csv_has_no_bounds_that_cannot_be():
+    """Of earlier results, whose symmetric intervals reach below 0 and above 1."""
+    found = make_comparison()
+    wide = Interval(0.5, -0.2, 1.2, 2)
+    one = replace(found.strategies[0], step_seconds=wide, blocked_share=wide)
+    (row,) = read(csv_files(replace(found, strategies=(one,)))["strategies.csv"])
+    assert (row["step_seconds_low"], row["step_seconds_high"]) == ("0.0", "1.2")
+    assert (row["blocked_share_low"], row["blocked_share_high"]) == ("0.0", "1.0")
+    assert float(row["blocked_share_mean"]) == 0.5
 
 
 def test_csv_of_a_study_has_a_row_for_each_cell():
@@ -213,6 +249,7 @@ def test_csv_of_a_study_has_a_row_for_each_cell():
         assert math.isclose(float(row["step_seconds"]), cell.values["step_seconds"], rel_tol=0)
         assert row["modelled"] == str(cell.modelled)
         assert (row["blocked_share"] == "unavailable") == cell.modelled
+        assert (row["setting_ghosts"] == "") == (cell.settings["strategy"] != "phantom")  # they have none
 
 
 def test_a_terminal_gets_the_main_measures_of_a_study_and_the_report_all():
@@ -242,7 +279,7 @@ def test_many_strategies_have_a_row_each_and_all_figures_in_the_details():
     mean = next(one.seconds.mean for one in found.strategies if one.strategy == "tensor")
     assert columns["tensor"]["time to the loss"] == quantity(mean, "s")
     ratio = next(one.ratio for one in found.ratios if (one.to, one.measure) == ("tensor", "joules"))
-    assert columns["tensor"]["energy: phantom / it"] == tables.format_interval(ratio)
+    assert columns["tensor"]["modelled energy: phantom / it"] == format_interval(ratio)
     detailed = tables.detailed_sections(found)
     assert detailed[0].headings == ("", *MANY)
     assert "phantom-copies" in printed(tables.comparison_table(found), width=80)
@@ -269,4 +306,52 @@ def test_links_and_batches_are_columns():
     one_link = study_tables.study_sections(make_regime((("100mbit", 64), ("100mbit", 512))))
     assert one_link[0].headings[1:] == ("batch 64", "batch 512")
     text = printed(study_tables.study_table(make_regime()))
-    assert "energy to the loss, modelled" in text
+    assert "modelled energy to the loss" in text
+
+
+def test_a_study_to_a_loss_has_columns_at_the_end_and_to_the_loss():
+    values = {"loss": 0.2, "end_steps": 300.0, "target": 0.3, "reached": 1.0, "steps": 200.0, "seconds": 2.0}
+    settings = {"strategy": "phantom", "ranks": 2, "batch": 8}
+    study = make_study(
+        "wider", cells=(Cell("a", settings, values),), settings={"measure": "loss", "reference": {"strategy": "tensor"}}
+    )
+    section = study_tables.study_section(study)
+    found = dict(zip(section.headings, (section.rows[0].label, *section.rows[0].cells), strict=True))
+    assert found["held-out loss at the end"] == "0.2"
+    assert found["steps at the end"] == "300"
+    assert found["steps to the loss"] == "200"
+    assert found["time to the loss"] == "2 s"
+    assert "at the end of a training, which may be after different steps" in study_tables.note(study)
+
+
+@pytest.mark.parametrize(
+    ("settings", "note"),
+    [
+        ({"measure": "speed", "rounds": 3}, "Medians over 3 rounds. Modelled: frontier-mi250x."),
+        ({"measure": "speed", "rounds": 1}, "Modelled: frontier-mi250x."),
+    ],
+)
+def test_the_note_of_a_speed_study_is_about_rounds(settings, note):
+    assert study_tables.note(make_study("scaling", settings=settings)) == note
+
+
+def test_the_note_of_a_loss_study_says_that_medians_are_separate():
+    note = study_tables.note(make_regime())
+    assert note == "Medians over 3 seeds, each measure by itself: time is not exactly steps times step time."
+
+
+def test_values_of_a_study_in_the_documentation_are_ratios_by_seed():
+    data = json.loads((pages.RESULTS / "study-links.json").read_text())
+    times = {
+        (cell["settings"]["strategy"], cell["settings"]["seed"]): cell["values"]["seconds"]
+        for cell in data["cells"]
+        if cell["settings"]["link"] == "100mbit"
+    }
+    logs = [math.log(times["phantom", seed] / times["megatron", seed]) for seed in range(3)]
+    mean = math.exp(sum(logs) / 3)
+    shown = pages.value("study-links phantom/megatron seconds at 100mbit")
+    assert shown.split()[0] == f"{mean:.2f}"
+    assert pages.value("study-links phantom/megatron seconds mean at 100mbit") == f"{mean:.2f}"
+    assert re.fullmatch(r"0\.\d\d \[0\.\d\d, 0\.\d\d\]", shown)
+    with pytest.raises(ValueError, match="a place is missing"):
+        pages.value("study-links phantom/megatron seconds")

@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from phantom_parallel.families.ffn.train_config import FFNTrainConfig
-from phantom_parallel.study.analysis import caveats, mean_interval, ratio_interval
+from phantom_parallel.study.analysis import mean_interval, ratio_interval
 
 
 def test_the_interval_of_three_values():
@@ -42,33 +41,10 @@ def test_equal_pairs_have_a_ratio_without_doubt():
     assert (found.low, found.mean, found.high) == pytest.approx((0.25, 0.25, 0.25))
 
 
-PLANTED = FFNTrainConfig(width=64, ghosts=4, data="planted")
-RANDOM = FFNTrainConfig(width=64, ghosts=4, data="random")
-MACHINE = {"device": "cpu", "backend": "gloo", "processes": 4, "processes_per_host": 4, "cores": 2}
-
-
-@pytest.mark.parametrize(
-    ("configs", "seeds", "machine", "reused", "stated", "not_stated"),
-    [
-        ([PLANTED, PLANTED], 1, MACHINE, 0, ("(planted)", "One seed", "Oversubscribed: up to 4 ranks share 2"), ()),
-        (
-            [RANDOM],
-            3,
-            MACHINE | {"cores": 8},
-            0,
-            ("processes on CPU cores",),
-            ("planted", "One seed", "Oversubscribed"),
-        ),
-        ([RANDOM], None, MACHINE | {"processes": 1}, 0, ("modelled, not measured",), ("One seed", "CPU cores")),
-        ([RANDOM], 3, MACHINE | {"device": "H100"}, 5, ("5 trainings were finished by an earlier",), ("CPU cores",)),
-    ],
-)
-def test_caveats_state_what_limits_the_conclusions(configs, seeds, machine, reused, stated, not_stated):
-    found = list(caveats(configs, seeds, machine, "assumed-core", reused))
-    assert len(found) == len(set(found))
-    text = " ".join(found)
-    assert "watts of assumed-core" in text
-    for part in stated:
-        assert part in text
-    for part in not_stated:
-        assert part not in text
+def test_intervals_of_quantities_are_clipped_to_what_they_can_be():
+    # mean 0.4, standard deviation 0.4, t(0.975, 2) = 4.303: 0.4 + 4.303 * 0.4 / sqrt(3) = 1.39
+    found = mean_interval([0.0, 0.4, 0.8])
+    assert (found.low, found.high) == pytest.approx((-0.594, 1.394), abs=1e-3)
+    clipped = found.clipped(0.0, 1.0)
+    assert (clipped.low, clipped.mean, clipped.high, clipped.count) == (0.0, found.mean, 1.0, 3)
+    assert mean_interval([5.0]).clipped(0.0, 1.0) == mean_interval([5.0])

@@ -13,8 +13,9 @@ import torch
 from phantom_parallel import GPT
 from phantom_parallel.families.ffn.cost import FFNShape
 from phantom_parallel.study import results
-from phantom_parallel.study.analysis import ratios_of, remarks_on
+from phantom_parallel.study.analysis import ratios_of
 from phantom_parallel.study.compare import choose_target, compare, compare_on_rank
+from phantom_parallel.study.remarks import worse_than_others
 from phantom_parallel.study.results import Comparison, Trial
 from phantom_parallel.study.session import RunOptions
 from phantom_parallel.study.settings import CompareSettings, read_compare
@@ -184,7 +185,7 @@ def test_a_larger_share_of_blocked_time_is_a_remark(pair):
     strategies = [
         replace(one, blocked_share=replace(one.blocked_share, mean=shares[one.strategy])) for one in found.strategies
     ]
-    remarks = [line for line in remarks_on(small(), strategies, ()) if "blocked" in line]
+    remarks = [line for line in worse_than_others(strategies, ()) if "blocked" in line]
     assert remarks == ["Phantom is blocked in collectives for a larger share of its time than tensor: 40% against 30%."]
 
 
@@ -203,11 +204,11 @@ def test_without_a_target_it_is_the_loss_that_every_strategy_reached():
 def test_where_phantom_is_worse_the_remarks_say_so(pair):
     found = pair[0]
     slow = [replace(run, seconds=run.seconds * 1000) if run.strategy == "phantom" else run for run in found.runs]
-    remarks = list(remarks_on(small(), found.strategies, ratios_of(found.strategies, slow)))
+    remarks = list(worse_than_others(found.strategies, ratios_of(found.strategies, slow)))
     assert any(line.startswith("Phantom is worse than megatron in time to the loss") for line in remarks)
     assert any(line.startswith("Phantom is worse than tensor in ") and "step time" in line for line in remarks)
     fast = [replace(run, seconds=run.seconds / 1000) if run.strategy == "phantom" else run for run in found.runs]
-    remarks = list(remarks_on(small(), found.strategies, ratios_of(found.strategies, fast)))
+    remarks = list(worse_than_others(found.strategies, ratios_of(found.strategies, fast)))
     assert not any("in time to the loss" in line for line in remarks)
 
 

@@ -1,6 +1,6 @@
 """Studies on real ranks, small: cells on some of the ranks, references, timings and modelled cells."""
 
-from dataclasses import replace
+import json
 from pathlib import Path
 
 import pytest
@@ -11,8 +11,10 @@ from phantom_parallel.cost.timing import step_time
 from phantom_parallel.families.ffn.cost import FFNShape
 from phantom_parallel.study.results import Cell, CurvePoint, Study
 from phantom_parallel.study.session import RunOptions
-from phantom_parallel.study.settings import StudySettings, read_study
-from phantom_parallel.study.sweep import findings, run_study, steady_rate, study_on_rank
+from phantom_parallel.study.settings import StudySettings, read_study, to_dict
+from phantom_parallel.study.sweep import loss_within, run_study, steady_rate, study_on_rank
+from phantom_parallel.study.sweep_findings import sweep_findings
+from phantom_parallel.study.units import format_ratio
 
 TRAINING = """
 [training]
@@ -93,7 +95,7 @@ def test_cells_are_trained_to_the_loss_of_a_reference(ranks, tmp_path):
     assert alone.values["loss"] == pytest.approx(both.values["loss"], rel=1e-4)
     assert alone.values["reached"] == both.values["reached"] == 1.0
     assert alone.values["loss"] <= alone.values["target"]
-    assert "on 1 ranks instead of 2" in found.findings[0]
+    assert "on 1 rank instead of 2" in found.findings[0]
     remarks = " ".join(found.remarks)
     assert "planted" in remarks
     assert "One seed" in remarks
@@ -124,7 +126,12 @@ def test_timed_and_modelled_cells(ranks, tmp_path):
     assert "dgx-a100" in tensor.source
     assert len(list((tmp_path / "out" / "cells").iterdir())) == 8  # four cells, two rounds
     ratio = phantom.values["step_seconds"] / tensor.values["step_seconds"]
-    assert any(f"{ratio:.0%} to {ratio:.0%} (modelled steps)" in line for line in found.findings)
+    times = "of" if ratio < 1 else "times"
+    assert f"Phantom takes {format_ratio(ratio)} {times} tensor's step time (modelled steps)." in found.findings
+    remarks = " ".join(found.remarks)
+    assert "losses are not compared" in remarks
+    assert "medians of 2 rounds" in remarks
+    assert (found.power.compute_watts, found.power.per) == (10.0, "core")  # whatever the cells' numbers of ranks
 
 
 def test_a_study_in_one_process_resumes_cell_by_cell(tmp_path):
@@ -153,14 +160,33 @@ def test_findings_about_cells_that_are_trained_to_the_loss_of_the_reference(tmp_
         return Cell(f"{strategy} ranks={ranks}", {"strategy": strategy, "ranks": ranks}, values)
 
     cells = [cell("tensor", 2, 1.0, 8.0, 0.5), cell("phantom", 1, 1.0, 2.0, 0.5), cell("phantom", 2, 0.0, 9.0, 0.6)]
-    settings = settings_of(tmp_path, SMALLER)
-    assert list(findings(settings, cells)) == [
-        "phantom ranks=1 reaches the loss of tensor ranks=2 on 1 ranks instead of 2, with 40% of the parameters "
-        "and 25% of the modelled energy.",
+    settings = to_dict(settings_of(tmp_path, SMALLER))
+    assert list(sweep_findings(settings, cells)) == [
+        "phantom ranks=1 reaches the loss of tensor ranks=2 on 1 rank instead of 2, with 0.40 of its parameters "
+        "and 0.25 of its modelled energy.",
         "The loss of tensor ranks=2 was not reached in every run by phantom ranks=2.",
     ]
-    last = list(findings(replace(settings, stop_at_target=False), cells))[-1]
-    assert last == "With the energy of tensor ranks=2, phantom ranks=2 reaches 0.6, tensor ranks=2 0.5."
+    last = list(sweep_findings(settings | {"stop_at_target": False}, cells))[-1]
+    assert last == (
+        "Within the modelled energy of tensor ranks=2, phantom ranks=2 comes to a held-out loss of 0.6, tensor ranks=2 "
+        "to 0.5."
+    )
+
+
+def test_phantom_and_tensor_are_paired_by_seed():
+    """Each seed of phantom takes half of tensor's time with that seed, though seeds differ by more than that."""
+
+    def cell(strategy: str, width: int, seed: int, seconds: float) -> Cell:
+        settings = {"strategy": strategy, "width": width, "ranks": 2, "batch": 8, "seed": seed}
+        return Cell(f"{strategy} width={width}", settings, {"step_seconds": seconds, "joules_per_sample": None})
+
+    cells = [
+        cell(strategy, width, seed, factor * 10.0**seed)
+        for width, share in ((16, 0.5), (32, 0.25))
+        for seed in range(3)
+        for strategy, factor in (("phantom", share), ("tensor", 1.0))
+    ]
+    assert list(sweep_findings({}, cells)) == ["Phantom takes 0.25 to 0.50 of tensor's step time (measured steps)."]
 
 
 def test_a_study_may_continue_beyond_the_loss_of_the_reference(tmp_path):
@@ -171,3 +197,21 @@ def test_a_study_may_continue_beyond_the_loss_of_the_reference(tmp_path):
     reference, phantom = found.cells
     assert phantom.status == "steps"  # went on to the end
     assert reference.values["loss_at_equal_energy"] == reference.values["loss"]
+    kept = {path.name: json.loads(path.read_text()) for path in (tmp_path / "out" / "cells").iterdir()}
+    (budget,) = (run["joules"] for name, run in kept.items() if name.startswith("tensor") and "search" not in name)
+    (run,) = (run for name, run in kept.items() if name.startswith("phantom") and "search" not in name)
+    within = [point["loss"] for point in run["curve"] if point["joules"] <= budget]
+    assert phantom.values["loss_at_equal_energy"] == (within[-1] if within else None)  # the last, not the lowest
+    assert (reference.values["end_steps"], phantom.values["end_steps"]) == (20, 30)
+    (at_twenty,) = (point["loss"] for point in run["curve"] if point["step"] == 20)
+    assert phantom.values["loss_at_equal_steps"] == at_twenty
+    assert reference.values["loss_at_equal_steps"] == reference.values["loss"]
+    reaching = next((point for point in run["curve"] if point["loss"] <= reference.values["loss"]), None)
+    assert phantom.values["steps"] == (None if reaching is None else reaching["step"])
+    assert phantom.values["loss_at_target"] == (None if reaching is None else reaching["loss"])
+
+
+def test_a_loss_within_a_budget_is_that_of_the_last_evaluation():
+    curve = [CurvePoint(5, 0.3, 1.0, 1.0), CurvePoint(10, 0.4, 2.0, 2.0), CurvePoint(15, 0.1, 3.0, 3.0)]
+    assert loss_within(curve, 2.5) == 0.4
+    assert loss_within(curve, 0.5) is None

@@ -8,11 +8,16 @@ import tyro
 
 from phantom_parallel.report.html import write_report
 from phantom_parallel.study import results
+from phantom_parallel.study.interpretation import interpreted
 
 
 @dataclass(frozen=True)
 class Options:
-    """Write the report, figures and tables again from the results.json of phantom compare or phantom study."""
+    """Write the report, figures and tables again from the results.json of phantom compare or phantom study.
+
+    Findings and caveats are derived again from the figures, the settings and the environment of the results, so that
+    those of an earlier version have the caveats of this one.
+    """
 
     results: Annotated[Path, tyro.conf.Positional]
     """results.json, or the folder that contains it."""
@@ -22,4 +27,4 @@ class Options:
     def run(self) -> None:
         """Write the report, and print its path."""
         path = self.results / results.FILE if self.results.is_dir() else self.results
-        print(write_report(results.load(path), self.out or path.parent))
+        print(write_report(interpreted(results.load(path)), self.out or path.parent))

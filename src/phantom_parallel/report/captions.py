@@ -2,12 +2,20 @@
 
 from collections.abc import Mapping, Sequence
 
-from phantom_parallel.report.study_tables import CellGroup
-from phantom_parallel.report.tables import FEW, format_interval, ratio_of, result_of
-from phantom_parallel.report.units import format_measure, format_ratio, plain, quantity
-from phantom_parallel.study.analysis import BASELINES
-from phantom_parallel.study.measures import ratio_label
-from phantom_parallel.study.results import Comparison, Interval
+from phantom_parallel.report.study_tables import CellGroup, number
+from phantom_parallel.report.tables import FEW, mean_of, ratio_of, result_of
+from phantom_parallel.study.analysis import BASELINES, ratio_words
+from phantom_parallel.study.remarks import rate_is_at_an_end
+from phantom_parallel.study.results import Comparison, Interval, Ratio
+from phantom_parallel.study.units import (
+    counted,
+    format_interval,
+    format_measure,
+    format_ratio,
+    plain,
+    quantity,
+    upper,
+)
 
 # Verb and noun for a share of a measure: "uses 0.4 of tensor's modelled energy".
 _VERBS = {
@@ -20,7 +28,7 @@ _VERBS = {
     "bytes_per_step": ("exchanges", "bytes per step"),
     "flops_per_step": ("does", "FLOPs per step"),
     "steps": ("takes", "steps"),
-    "joules_per_sample": ("uses", "energy per sample"),
+    "joules_per_sample": ("uses", "modelled energy per sample"),
     "memory_bytes": ("needs", "memory"),
 }
 
@@ -44,30 +52,31 @@ def to_the_loss(found: Comparison, measure: str) -> str:
     """What each strategy spends to the target, and the lead's share of it."""
     lead = lead_of([one.strategy for one in found.strategies])
     others = [one.strategy for one in found.strategies if one.strategy != lead]
-    after = [f"{name} {_after(found, name, measure)}" for name in (lead, *others)]
+    spent = [mean_of(one, measure) for one in found.strategies]
+    after = [f"{name} {_after(found, name, measure, spent)}" for name in (lead, *others)]
     shares = [
         share_of(lead, other, measure, ratio)
         for other in (others if len(others) < FEW else [name for name in others if name in BASELINES])
         if (ratio := ratio_of(found, lead, other, measure)) is not None
     ]
-    text = f"To a held-out loss of {plain(found.target_loss)}: {', '.join(after)}."
+    text = f"To a held-out loss of {plain(found.target_loss)}, on average over seeds: {', '.join(after)}."
     return f"{text} {upper('; '.join(shares))}." if shares else text
 
 
-def _after(found: Comparison, strategy: str, measure: str) -> str:
+def _after(found: Comparison, strategy: str, measure: str, among: Sequence[float | None]) -> str:
     result = result_of(found, strategy)
     assert result is not None
     if not result.reached:
         return "unknown (error)" if result.error else "never (missed)"
-    value: Interval | None = getattr(result, measure)
-    text = f"after {format_measure(value.mean if value else None, measure)}"
+    text = f"after {format_measure(mean_of(result, measure), measure, among=among)}"
     return text if result.reached == result.runs else f"{text} ({result.reached} of {result.runs} runs)"
 
 
 def counts(lead: str, measure: str, values: dict[str, float]) -> str:
     """The count of each strategy, and the lead's share of the others'."""
     noun = _VERBS[measure][1]
-    texts = [f"{name} {format_measure(value, measure)}" for name, value in values.items()]
+    among = list(values.values())
+    texts = [f"{name} {format_measure(value, measure, among=among)}" for name, value in values.items()]
     text = f"{upper(noun)}: {', '.join(texts)}."
     shares = [
         share_of(lead, other, measure, Interval(values[lead] / value, None, None, 1))
@@ -80,18 +89,21 @@ def counts(lead: str, measure: str, values: dict[str, float]) -> str:
 def parts_of_time(parts: dict[str, tuple[float, float, float]]) -> str:
     """Seconds of a step on a rank by activity: computing, blocked, idle."""
     texts = []
-    for strategy, (compute, blocked, idle) in parts.items():
-        total = compute + blocked + idle
+    totals = {strategy: sum(times) for strategy, times in parts.items()}
+    among = list(totals.values())
+    for strategy, (_, blocked, _) in parts.items():
+        total = totals[strategy]
         if total > 0:
-            texts.append(
-                f"{strategy} {quantity(total, 's')}, of which {100 * blocked / total:.0f} % blocked in collectives"
-            )
-    return f"A step on a rank: {'; '.join(texts)}. Blocked time is time in which a rank waits for the values of others."
+            share = f"{100 * blocked / total:.0f} % blocked in collectives"
+            texts.append(f"{strategy} {quantity(total, 's', among)}, of which {share}")
+    return (
+        f"A step, mean over ranks: {'; '.join(texts)}. Blocked time is time in which a rank waits for the values of "
+        f"others. The step time of the tables is rank 0's, and differs where ranks take different times."
+    )
 
 
-def all_ratios(found: Comparison, lead: str) -> str:
-    """The number of ratios that favour the lead, and all those that do not."""
-    ratios = [one for one in found.ratios if one.strategy == lead]
+def all_ratios(found: Comparison, lead: str, ratios: Sequence[Ratio]) -> str:
+    """The number of ratios in a figure that favour the lead, and all those that do not."""
     less = [one for one in ratios if one.ratio.mean < 1]
     sure = [one for one in less if one.ratio.high is not None and one.ratio.high < 1]
     text = f"Left of the line at 1 {lead} is cheaper: {len(less)} of {len(ratios)} ratios are there"
@@ -100,27 +112,24 @@ def all_ratios(found: Comparison, lead: str) -> str:
         if sure
         else ", none of them with its whole 95 % interval."
     )
-    worse = [f"{ratio_label(one.measure)} ({one.to})" for one in ratios if one.ratio.mean > 1]
+    worse = [f"{ratio_words(one.measure, found.strategies)} ({one.to})" for one in ratios if one.ratio.mean > 1]
     return f"{text} {upper(lead)} is worse in {', '.join(worse)}." if worse else text
 
 
 def learning_rates(found: Comparison) -> str:
     """The rate that the search chose for each strategy, and whether it is at an end of those tried."""
-    texts, edges = [], []
+    texts = []
     for strategy in dict.fromkeys(trial.strategy for trial in found.trials):
         tried = [trial for trial in found.trials if trial.strategy == strategy]
         chosen = next((trial for trial in tried if trial.chosen), None)
         if chosen is None:
             texts.append(f"none for {strategy}")
             continue
-        texts.append(f"{chosen.lr:.3g} of {len(tried)} for {strategy}")
-        if len(tried) > 1 and chosen.lr in (min(one.lr for one in tried), max(one.lr for one in tried)):
-            edges.append(strategy)
+        end = ", an end of the rates tried" if rate_is_at_an_end(tried) else ""
+        texts.append(f"{chosen.lr:.3g} of {len(tried)} for {strategy}{end}")
     text = f"Learning rates chosen by the same search (ringed): {', '.join(texts)}."
     if not found.settings.get("search", {}).get("wires", True):
         text += " Formats on the wire have the rate of full precision."
-    if edges:
-        text += f" For {' and '.join(edges)} it is at an end of the rates tried: a better one may lie beyond."
     return text
 
 
@@ -157,13 +166,10 @@ Shared = Sequence[tuple[float, float, float]]  # x, the lead's value and the oth
 def against(name: str, lead: str, measure: str, others: Mapping[str, Shared]) -> str:
     """The lead's line of a sweep beside others, with all points at which the lead is worse."""
     x, mine, _ = next(iter(others.values()))[-1]
-    theirs = [
-        f"{other} {format_measure(its, measure)}{_of(mine, its)}"
-        for other, at in others.items()
-        for y, _, its in at
-        if y == x
-    ]
-    text = f"At {name} {plain(x)}: {lead} {format_measure(mine, measure)}, {', '.join(theirs)}."
+    theirs = {other: its for other, at in others.items() for y, _, its in at if y == x}
+    among = [mine, *theirs.values()]
+    texts = [f"{other} {format_measure(its, measure, among=among)}{_of(mine, its)}" for other, its in theirs.items()]
+    text = f"At {name} {plain(x)}: {lead} {format_measure(mine, measure, among=among)}, {', '.join(texts)}."
     worse = [
         f"{other} at {name} {', '.join(plain(x) for x, _, _ in bad)}"
         for other, at in others.items()
@@ -171,11 +177,15 @@ def against(name: str, lead: str, measure: str, others: Mapping[str, Shared]) ->
     ]
     if worse:
         return f"{text} {upper(lead)} is worse than {' and than '.join(worse)}."
-    return f"{text} {upper(lead)} is nowhere worse."
+    where = "nowhere worse" if any(len(at) > 1 for at in others.values()) else "not worse there"
+    return f"{text} {upper(lead)} is {where}."
 
 
 def _of(mine: float, its: float) -> str:
-    return f" ({format_ratio(mine / its)} of it)" if its > 0 else ""
+    """The lead's share of another's value, in brackets."""
+    if its <= 0:
+        return ""
+    return f" ({format_ratio(mine / its)} {'of it' if mine < its else 'times it'})"
 
 
 def against_line(
@@ -183,8 +193,10 @@ def against_line(
 ) -> str:
     """A line of a sweep beside a strategy without that setting, with all points at which the lead is worse."""
     (first, start), (last, end) = points[0], points[-1]
-    text = f"{upper(lead)} has {format_measure(start, measure)} at {name} {plain(first)} and "
-    text += f"{format_measure(end, measure)} at {plain(last)}, {other} {format_measure(limit, measure)}"
+    among = (start, end, limit)
+    text = f"{upper(lead)} has {format_measure(start, measure, among=among)} at {name} {plain(first)} and "
+    text += f"{format_measure(end, measure, among=among)} at {plain(last)}, "
+    text += f"{other} {format_measure(limit, measure, among=among)}"
     good = [x for x, value in points if value <= limit]
     if not good:
         return f"{text}: {lead} is worse at every value of {name}."
@@ -194,31 +206,31 @@ def against_line(
 
 
 def smaller(best: CellGroup | None, small: Sequence[CellGroup], measure: str) -> str:
-    """The models on fewer ranks that reach the loss of the one on the most."""
+    """The models on fewer ranks that reach the loss of the one on the most, each with its own share of the cost."""
     if best is None:
         return "The number beside a point is its ranks. There is no tensor-parallel model to compare with."
     target = best.values.get("target")
     limit = best.values["loss"] if target is None else target
-    text = f"{upper(best.strategy)} on {best.ranks} ranks reaches a loss of {format_measure(limit, 'loss')} "
-    text += f"(dashed line), for {_spent(best, measure)}."
+    among = [one.values.get(measure) for one in (best, *small)]
+    text = f"{upper(best.strategy)} on {counted(best.ranks, 'rank')} reaches a loss of {format_measure(limit, 'loss')} "
+    text += f"(dashed line), for {_spent(best, measure, among)}."
     if not small:
         return f"{text} No phantom model on fewer ranks reached that loss."
-    one = min(small, key=lambda group: (group.ranks, group.values.get(measure) or 0))
-    others = len(small) - 1
-    where = f"{one.ranks} rank{'s' if one.ranks > 1 else ''}"
-    text += f" Phantom on {where} reaches {format_measure(one.values['loss'], 'loss')}, for {_spent(one, measure)}"
+    reached = [_smaller(one, best, measure, among) for one in sorted(small, key=lambda one: one.ranks)]
+    return f"{text} Phantom models on fewer ranks that reach it: {'; '.join(reached)}. Labels: ranks, and ghosts k."
+
+
+def _smaller(one: CellGroup, best: CellGroup, measure: str, among: Sequence[float | None]) -> str:
+    ghosts = number(one.settings.get("ghosts"))
+    name = counted(one.ranks, "rank") + ("" if ghosts is None else f" with {counted(int(ghosts), 'ghost')}")
     mine, its = one.values.get(measure), best.values.get(measure)
+    share = ""
     if mine is not None and its:
-        text += f": {format_ratio(mine / its)} {'of' if mine < its else 'times'} {best.strategy}'s"
-        text += ", so it is worse here" if mine > its else ""
-    return f"{text}; so do {others} more on fewer ranks." if others else f"{text}."
+        share = f", {format_ratio(mine / its)} {'of' if mine < its else 'times'} {best.strategy}'s"
+        share += ", so it is worse here" if mine > its else ""
+    return f"{name}, for {_spent(one, measure, among)}{share}"
 
 
-def _spent(one: CellGroup, measure: str) -> str:
-    value = format_measure(one.values.get(measure), measure)
+def _spent(one: CellGroup, measure: str, among: Sequence[float | None]) -> str:
+    value = format_measure(one.values.get(measure), measure, among=among)
     return f"{value} parameters" if measure == "parameters" else value
-
-
-def upper(text: str) -> str:
-    """The text with a capital first letter."""
-    return f"{text[:1].upper()}{text[1:]}"

@@ -2,21 +2,26 @@
 
 from collections.abc import Mapping, Sequence
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from phantom_parallel.cost.communication import Messages, phases_of
 from phantom_parallel.cost.ledger import up_to
-from phantom_parallel.report.plan_figures import LOOKS
+from phantom_parallel.report.plots import LOOKS, fitted_legend
 
-HATCHES = {"all_gather": "", "reduce_scatter": "///", "all_reduce": "---", "all_to_all": "xxx"}
+MARKERS = {"all_gather": "o", "reduce_scatter": "s", "all_reduce": "^", "all_to_all": "D"}
+OTHER_MARKER = "P"
 
 
 def draw(profiles: Mapping[str, Sequence[Messages]], title: str) -> Figure:
     """A panel for each phase: bytes sent by size of message and operation, the profiles beside each other.
 
-    Sizes are grouped by powers of two. A profile's name begins with its strategy, whose colour it gets.
+    Bytes differ by orders of magnitude: points on a logarithmic axis, and no bars, since the length of a bar on such an
+    axis means nothing. Sizes are grouped by powers of two. A profile's name begins with its strategy, whose colour it
+    gets.
     """
     phases = phases_of(profiles)
     if not phases:
@@ -27,22 +32,22 @@ def draw(profiles: Mapping[str, Sequence[Messages]], title: str) -> Figure:
     figure = Figure(figsize=(5.6 * columns, 1.4 + 2.9 * lines), layout="constrained")
     panels = list(figure.subplots(lines, columns, squeeze=False, sharey=True).flat)
     for panel, phase in zip(panels, phases, strict=False):
-        _bars(panel, {name: [row for row in rows if row.phase == phase] for name, rows in profiles.items()}, colours)
+        _points(panel, {name: [row for row in rows if row.phase == phase] for name, rows in profiles.items()}, colours)
         panel.set_title(phase, fontsize=11)
     for panel in panels[: len(phases)][-columns:]:
         panel.set_xlabel("size of a message, up to (what a rank hands in)", fontsize=9)
     for panel in panels[len(phases) :]:
         panel.set_visible(False)
     low, high = panels[0].get_ylim()
-    panels[0].set_ylim(low / 10, high * 4)
-    figure.supylabel("bytes that a rank sends in the phase", fontsize=10)
+    panels[0].set_ylim(low / 2, high * 4)  # room for the numbers above points
+    figure.supylabel("bytes that a rank sends in the phase, logarithmic; 8x: in 8 messages", fontsize=10)
     figure.suptitle(title, fontsize=11)
     _legend(figure, profiles, colours)
     return figure
 
 
-def _bars(panel: Axes, profiles: Mapping[str, Sequence[Messages]], colours: Mapping[str, str]) -> None:
-    """Bars of one phase: of each size as many as there are profiles and operations, with the number of messages."""
+def _points(panel: Axes, profiles: Mapping[str, Sequence[Messages]], colours: Mapping[str, str]) -> None:
+    """Points of one phase: of each size as many as there are profiles and operations, with the number of messages."""
     groups: dict[int, dict[tuple[str, str], list[Messages]]] = {}
     for name, rows in profiles.items():
         for row in rows:
@@ -53,10 +58,10 @@ def _bars(panel: Axes, profiles: Mapping[str, Sequence[Messages]], colours: Mapp
         for index, ((name, operation), rows) in enumerate(group.items()):
             left = place + (index - (len(group) - 1) / 2) * width
             sent, count = sum(row.sent_bytes for row in rows), sum(row.count for row in rows)
-            hatch = HATCHES.get(operation, "+++")
-            panel.bar(left, sent, 0.9 * width, color=colours[name], hatch=hatch, edgecolor="white", linewidth=0.5)
+            marker = MARKERS.get(operation, OTHER_MARKER)
+            panel.plot(left, sent, color=colours[name], marker=marker, markersize=7, linestyle="none")
             panel.annotate(
-                f"{count:,}x", (left, sent), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=8
+                f"{count:,}x", (left, sent), xytext=(0, 5), textcoords="offset points", ha="center", fontsize=9
             )
     turned = 45 if len(groups) > 7 else 0
     panel.set_xticks(range(len(groups)), [_size(size) for size in sorted(groups)], rotation=turned)
@@ -72,10 +77,8 @@ def _size(size: int) -> str:
 
 def _legend(figure: Figure, profiles: Mapping[str, Sequence[Messages]], colours: Mapping[str, str]) -> None:
     used = {row.operation for rows in profiles.values() for row in rows}
-    handles = [Patch(color=colours[name], label=name) for name in profiles]
-    handles += [
-        Patch(facecolor="grey", edgecolor="white", hatch=hatch, label=operation.replace("_", "-"))
-        for operation, hatch in HATCHES.items()
-        if operation in used
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+    handles: list[Artist] = [Patch(color=colours[name], label=name) for name in profiles]
+    for operation in (*(one for one in MARKERS if one in used), *sorted(used - MARKERS.keys())):
+        marker, label = MARKERS.get(operation, OTHER_MARKER), operation.replace("_", "-")
+        handles.append(Line2D([], [], color="grey", marker=marker, markersize=7, linestyle="none", label=label))
+    fitted_legend(figure, handles, columns=len(handles))

@@ -14,6 +14,7 @@ from phantom_parallel.report.plots import (
     MUTED,
     SURFACE,
     CaptionedFigure,
+    TickFormatter,
     add_grid_and_legend,
     label_axis,
     line_style,
@@ -23,9 +24,10 @@ from phantom_parallel.report.plots import (
     strategy_style,
 )
 from phantom_parallel.report.tables import FEW, ratio_measures
-from phantom_parallel.report.units import digits, format_measure, format_ratio, plain, quantity
-from phantom_parallel.study.measures import ratio_label
-from phantom_parallel.study.results import Comparison, CurvePoint, Interval, Run
+from phantom_parallel.study.analysis import ratio_words
+from phantom_parallel.study.measures import measure_label
+from phantom_parallel.study.results import Comparison, CurvePoint, Interval, Run, Trial
+from phantom_parallel.study.units import format_measure, format_ratio, plain, quantity, upper
 
 
 def comparison_figures(found: Comparison) -> list[CaptionedFigure]:
@@ -43,6 +45,12 @@ def comparison_figures(found: Comparison) -> list[CaptionedFigure]:
     return [drawing for drawing in drawn if drawing is not None]
 
 
+_CURVES = (
+    "Thin: each seed, to its first evaluation at or below the target. Thick: the median over seeds of what each loss "
+    "took, whose end is the median to the target, which half of the seeds or more must reach."
+)
+
+
 def runs_of(found: Comparison, strategy: str) -> list[Run]:
     """The runs of one strategy."""
     return [run for run in found.runs if run.strategy == strategy]
@@ -57,39 +65,30 @@ def _curve(found: Comparison, measure: str) -> CaptionedFigure | None:
     lines = {strategy: seeds for strategy, seeds in lines.items() if seeds}
     if not lines:
         return None
-    words = "time" if measure == "seconds" else "energy, modelled"
-    figure, axes = new_figure(f"Held-out loss against {words.split(',')[0]}")
+    title = f"Held-out loss against {measure_label(measure)}"
+    figure, axes = new_figure(title)
     for strategy, seeds in lines.items():
         colour, marker = strategy_style(strategy)
         for line in seeds:
             axes.plot(*zip(*line, strict=True), color=colour, linewidth=0.8, alpha=0.4)
-        typical = median_curve(seeds)
+        typical = median_curve(seeds, found.target_loss)
         axes.plot(*zip(*typical, strict=True), color=colour, linewidth=2.2, linestyle=line_style(strategy))
         axes.plot(*typical[-1], color=colour, marker=marker, markersize=8, markeredgecolor=SURFACE, zorder=4)
         axes.plot([], [], color=colour, linewidth=2.2, linestyle=line_style(strategy), marker=marker, label=strategy)
-    axes.axhline(found.target_loss, color=INK, linewidth=1, linestyle=(0, (2, 2)))
+    target = f"target {plain(found.target_loss)}"  # in the legend, since markers stand on the line
+    axes.axhline(found.target_loss, color=INK, linewidth=1, linestyle=(0, (2, 2)), label=target)
     spent = [x for seeds in lines.values() for line in seeds for x, _ in line]
     losses = [loss for seeds in lines.values() for line in seeds for _, loss in line] + [found.target_loss]
     axes.set_xlim(0, 1.04 * max(spent))
     log_axis(axes, "y", losses)
     if min(losses) > 0:
         axes.set_ylim(min(losses) * (min(losses) / max(losses)) ** 0.12, max(losses) * 1.15)
-    label_axis(axes, "x", measure, spent, words)
+    label_axis(axes, "x", measure, spent)
     label_axis(axes, "y", "loss", losses)
-    axes.annotate(
-        f"target {plain(found.target_loss)}",
-        (0, found.target_loss),
-        xycoords=("axes fraction", "data"),
-        xytext=(4, -3),
-        textcoords="offset points",
-        ha="left",
-        va="top",
-        fontsize=9,
-    )
     add_grid_and_legend(figure, axes, columns=4)
     name = "loss-time" if measure == "seconds" else "loss-energy"
-    caption = captions.to_the_loss(found, measure) + " Thin: each seed; thick: the median over seeds."
-    return CaptionedFigure(name, f"Held-out loss against {words.split(',')[0]}", caption, figure)
+    caption = f"{captions.to_the_loss(found, measure)} {_CURVES}"
+    return CaptionedFigure(name, title, caption, figure)
 
 
 def loss_curve(curve: Sequence[CurvePoint], measure: str) -> list[tuple[float, float]]:
@@ -98,8 +97,13 @@ def loss_curve(curve: Sequence[CurvePoint], measure: str) -> list[tuple[float, f
     return [(spent, loss) for spent, loss in found if spent is not None and math.isfinite(loss)]
 
 
-def median_curve(seeds: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
-    """For each loss, the median over seeds of what it took to reach it, down to the loss that half of them reached."""
+def median_curve(seeds: Sequence[Sequence[tuple[float, float]]], target: float) -> list[tuple[float, float]]:
+    """For each loss, the median over seeds of what it took to reach it, down to the loss that half of them reached.
+
+    Above the target this is interpolated between evaluations. At the target it is the median of what it took to the
+    first evaluation at or below it, as in tables. Below it there is nothing, since runs stop there: only those would
+    count whose last evaluation happened to be far below.
+    """
     best = [np.minimum.accumulate([loss for _, loss in line]) for line in seeds]
     spent = [np.array([x for x, _ in line]) for line in seeds]
     levels = sorted({float(loss) for line in best for loss in line}, reverse=True)
@@ -114,11 +118,15 @@ def median_curve(seeds: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[f
         above, below = line[after - 1], line[after]
         return float(at[after - 1] + (at[after] - at[after - 1]) * (above - level) / (above - below))
 
+    def evaluated(line: np.ndarray, at: np.ndarray) -> float:
+        return math.inf if line[-1] > target else float(at[int(np.argmax(line <= target))])
+
     typical = [
         (median(first(line, at, level) for line, at in zip(best, spent, strict=True)), level)
         for level in levels
-        if level <= start
+        if target < level <= start
     ]
+    typical.append((median(evaluated(line, at) for line, at in zip(best, spent, strict=True)), target))
     return [(x, level) for x, level in typical if math.isfinite(x)]
 
 
@@ -209,7 +217,7 @@ def _ratios(found: Comparison) -> CaptionedFigure | None:
     measures = [measure for measure in ratio_measures(found, lead) if measure in known]
     others = list(dict.fromkeys(one.to for one in ratios))
     rows, points = (others, measures) if many else (measures, others)
-    title = f"{captions.upper(lead)} as a share of the others"
+    title = f"{upper(lead)} as a share of the others"
     figure, axes = new_figure(title, 1.4 + 0.26 * len(rows) * max(2, len(points)))
     ends = [1.0]
     for one in ratios:
@@ -219,18 +227,18 @@ def _ratios(found: Comparison) -> CaptionedFigure | None:
         ends += _draw_ratio(axes, one.ratio, place, colour, marker)
     for point in points:
         colour, marker = _point_style(point, many)
-        label = ratio_label(point) if many else f"{lead} / {point}"
+        label = ratio_words(point, found.strategies) if many else f"{lead} / {point}"
         axes.plot([], [], color=colour, marker=marker, linewidth=1.6, label=label)
     axes.axvline(1, color=INK, linewidth=1.2)
     axes.set_xlim(min(ends) / 1.25, max(ends) * 1.25)
     log_axis(axes, "x", ends)
-    axes.xaxis.set_major_formatter(lambda value, _: digits(value))
+    axes.xaxis.set_major_formatter(TickFormatter())
     axes.set_xlabel("ratio, 95 % interval")  # short: a longer one is cut beside the labels of the rows
-    names = [f"to {row}" if many else ratio_label(row) for row in rows]
+    names = [f"to {row}" if many else ratio_words(row, found.strategies) for row in rows]
     axes.set_yticks(range(len(rows)), names)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     add_grid_and_legend(figure, axes, grid="x")
-    return CaptionedFigure("ratios", title, captions.all_ratios(found, lead), figure)
+    return CaptionedFigure("ratios", title, captions.all_ratios(found, lead, ratios), figure)
 
 
 def _point_style(point: str, many: bool) -> tuple[str, str]:
@@ -265,51 +273,75 @@ def _search(found: Comparison) -> CaptionedFigure | None:
     by_steps = any(trial.chosen and trial.status == "target" for trial in found.trials)
     measure = "steps" if by_steps else "loss"
     title = "Search for the learning rate"
-    figure, axes = new_figure(title)
-    heights = []
-    for strategy in dict.fromkeys(trial.strategy for trial in found.trials):
-        colour, marker = strategy_style(strategy)
-        line, failed = [], []
-        for trial in sorted((one for one in found.trials if one.strategy == strategy), key=lambda one: one.lr):
-            value = float(trial.steps) if by_steps else trial.loss
-            missing = value is None or not math.isfinite(value) or trial.status == "diverged"
-            if missing or (by_steps and trial.status != "target"):
-                failed.append(trial.lr)
-                continue
-            assert value is not None
-            line.append((trial.lr, value))
-            if trial.chosen:
-                axes.plot(
-                    trial.lr,
-                    value,
-                    marker="o",
-                    markersize=14,
-                    markerfacecolor="none",
-                    color=colour,
-                    markeredgewidth=1.6,
-                )
-        heights += [value for _, value in line]
-        xs, ys = [x for x, _ in line], [y for _, y in line]
-        axes.plot(xs, ys, color=colour, marker=marker, markersize=5.5, linestyle=line_style(strategy), label=strategy)
-        if failed:
-            top = axes.get_xaxis_transform()
-            axes.plot(failed, [0.96] * len(failed), "x", color=colour, transform=top, markersize=7, markeredgewidth=1.6)
+    names = list(dict.fromkeys(trial.strategy for trial in found.trials))
+    figure, axes = new_figure(title, 3.7 + 0.1 * len(names))
+    heights: list[float] = []
+    for index, name in enumerate(names):
+        heights += _draw_trials(axes, [trial for trial in found.trials if trial.strategy == name], index, by_steps)
     rates = [trial.lr for trial in found.trials]
     log_axis(axes, "x", rates)
     if len(set(rates)) <= 7:
         axes.set_xticks(sorted(set(rates)))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
     log_axis(axes, "y", heights)
-    axes.margins(0.1, 0.14)
+    crosses = any(trial_height(trial, by_steps) is None for trial in found.trials)
+    axes.margins(0.1, 0.14 + 0.02 * len(names))  # for the largest ring
+    if crosses:
+        _room_above(axes, heights, len(names))
     label_axis(axes, "y", measure, heights, "steps to the loss" if by_steps else "held-out loss at the end of a trial")
     axes.set_xlabel("learning rate")
     add_grid_and_legend(figure, axes, columns=4)
-    crosses = any(trial.status == "diverged" or (by_steps and trial.status != "target") for trial in found.trials)
     caption = captions.learning_rates(found)
     if crosses:
         reason = "diverged, missed the loss, or could no longer be the best" if by_steps else "diverged"
-        caption += f" Crosses at the top: {reason}."
+        caption += f" Crosses at the top, a row for each: {reason}."
     return CaptionedFigure("learning-rates", title, caption, figure)
+
+
+_CROSSES = 0.055  # height of a row of crosses at the top, as a share of the axes
+
+
+def trial_height(trial: Trial, by_steps: bool) -> float | None:
+    """Where a trial is drawn; None if it has no value."""
+    value = float(trial.steps) if by_steps else trial.loss
+    if value is None or not math.isfinite(value) or trial.status == "diverged":
+        return None
+    return None if by_steps and trial.status != "target" else value
+
+
+def _draw_trials(axes: Axes, trials: Sequence[Trial], index: int, by_steps: bool) -> list[float]:
+    """Draw the trials of one model; returns their heights. Models may have the same points: rings differ in size, and
+    crosses stand in rows of their own.
+    """
+    strategy = trials[0].strategy
+    colour, marker = strategy_style(strategy)
+    placed = [(trial, trial_height(trial, by_steps)) for trial in sorted(trials, key=lambda one: one.lr)]
+    points = [(trial.lr, height) for trial, height in placed if height is not None]
+    style = {"color": colour, "linestyle": line_style(strategy), "marker": marker, "markersize": 5.5}
+    axes.plot([x for x, _ in points], [y for _, y in points], label=strategy, **style)  # type: ignore[arg-type]
+    for trial, height in placed:
+        if trial.chosen and height is not None:
+            size = 11 + 3.5 * index
+            ring = {"color": colour, "markerfacecolor": "none", "markeredgewidth": 1.6, "markersize": size}
+            axes.plot(trial.lr, height, marker="o", **ring)  # type: ignore[arg-type]
+    failed = [trial.lr for trial, height in placed if height is None]
+    if failed:
+        rows = [0.97 - _CROSSES * index] * len(failed)
+        cross = {"color": colour, "transform": axes.get_xaxis_transform(), "markersize": 6, "markeredgewidth": 1.6}
+        axes.plot(failed, rows, "x", **cross)  # type: ignore[arg-type]
+    return [height for _, height in points]
+
+
+def _room_above(axes: Axes, heights: Sequence[float], rows: int) -> None:
+    """Raise the top of the axes, so that no point stands among the rows of crosses."""
+    if not heights:
+        return
+    share = _CROSSES * (rows + 1)
+    low, high = axes.get_ylim()
+    if axes.get_yscale() == "log":
+        axes.set_ylim(low, high * (high / low) ** (share / (1 - share)))
+    else:
+        axes.set_ylim(low, high + (high - low) * share / (1 - share))
 
 
 def _strategy_rows(axes: Axes, strategies: Sequence[str]) -> None:

@@ -13,9 +13,9 @@ from phantom_parallel.report.compare_figures import comparison_figures
 from phantom_parallel.report.csv_files import csv_files
 from phantom_parallel.report.plots import GRID, INK, LOOKS, MUTED, SECOND_PHANTOM, SURFACE, CaptionedFigure
 from phantom_parallel.report.study_figures import study_figures
-from phantom_parallel.report.units import plain, quantity
 from phantom_parallel.study.contenders import LAYOUTS
 from phantom_parallel.study.results import Comparison, Study
+from phantom_parallel.study.units import plain, quantity
 from phantom_parallel.utils.files import write_bytes, write_text
 from phantom_parallel.utils.network import Network, format_rate
 from phantom_parallel.utils.strategies import STRATEGIES
@@ -28,10 +28,20 @@ COLOURS = {INK: "ink", MUTED: "muted", GRID: "grid", SURFACE: "surface", SECOND_
 
 def write_report(found: Comparison | Study, folder: Path) -> Path:
     """Write report.html, figures/ and CSV files into the folder; returns the path of the page."""
+    return write_page(found, write_figures(found, folder), folder)
+
+
+def write_figures(found: Comparison | Study, folder: Path) -> list[CaptionedFigure]:
+    """Write figures/ into the folder, which takes most of the time of a report."""
     drawn = comparison_figures(found) if isinstance(found, Comparison) else study_figures(found)
     for drawing in drawn:
         write_text(folder / "figures" / f"{drawing.name}.svg", drawing.svg)
         write_bytes(folder / "figures" / f"{drawing.name}.png", drawing.png)
+    return drawn
+
+
+def write_page(found: Comparison | Study, drawn: list[CaptionedFigure], folder: Path) -> Path:
+    """Write report.html with these figures, and CSV files, into the folder; returns the path of the page."""
     data = csv_files(found)
     for name, text in data.items():
         write_text(folder / name, text)
@@ -56,18 +66,20 @@ def render(found: Comparison | Study, drawn: list[CaptionedFigure], files: list[
             "note": tables.NOTE,
             "details": details if details != sections else (),
             "headline": captions.headline(found),
-            "about": [(one.description or one.strategy, _explanation(one.strategy)) for one in found.strategies],
+            "about": [(one.description or one.strategy, explanation(one.strategy)) for one in found.strategies],
+            "charges_idle": any(entry.provenance == "modelled" for one in found.strategies for entry in one.inference),
             "sensors": tables.measured_by(found.runs),
         }
         title = f"{found.name}: phantom parallelism compared at equal loss"
     else:
         every = (study_tables.study_section(found),)
         sections = study_tables.study_sections(found) if found.is_regime else every
-        sources = dict.fromkeys(cell.source for cell in found.cells if cell.modelled and cell.source)
         words = {
             "fixed": flat(study_tables.fixed_settings(found.cells)),
-            "sources": "; ".join(sources),
+            "note": study_tables.note(found),
             "details": every if found.is_regime else (),
+            "charges_idle": False,
+            "has_modelled_cells": any(cell.modelled for cell in found.cells),
         }
         title = f"{found.name}: a study of phantom parallelism"
     return environment.get_template(f"{found.kind}.html.j2").render(
@@ -78,7 +90,7 @@ def render(found: Comparison | Study, drawn: list[CaptionedFigure], files: list[
         files=files,
         settings=[*flat(found.settings), *network_settings(found.network)],
         environment=flat(found.environment),
-        wall=quantity(found.wall_seconds, "s"),
+        wall=wall_clock(found),
         plain=plain,
         light={name: colour for colour, name in COLOURS.items()},
         **words,
@@ -99,11 +111,25 @@ def inline(drawing: CaptionedFigure) -> Markup:
     return Markup(text.replace("<svg ", Markup('<svg role="img" aria-label="{}" ').format(drawing.title), 1))
 
 
-def _explanation(name: str) -> str | None:
-    """What a strategy does, whatever its layout and the values that it exchanges."""
-    base = re.split("[@+]", name)[0]
-    strategy = STRATEGIES.get(LAYOUTS.get(base, base))
-    return None if strategy is None else strategy.explanation
+def wall_clock(found: Comparison | Study) -> str:
+    """How long it took, and what that covers."""
+    time = quantity(found.wall_seconds, "s")
+    if found.wall_of == "process":
+        return f"{time} from the start of the process until this page was written"
+    return f"trainings and timings took {time}, without the start of the process and without this report"
+
+
+def explanation(name: str) -> str | None:
+    """What a contender does, whatever the format of the values that it exchanges."""
+    base, *layout = re.split("[@+]", name)
+    if base in LAYOUTS:
+        model = "phantom model with all its blocks" if STRATEGIES[LAYOUTS[base]].has_blocks else "dense model"
+        return f"every rank holds the whole {model} and works on rows of its own, and ranks exchange gradients"
+    strategy = STRATEGIES.get(base)
+    if strategy is None:
+        return None
+    copies = "@" in name and not layout[0].endswith("x1")
+    return f"{strategy.explanation}; copies exchange gradients" if copies else strategy.explanation
 
 
 def network_settings(network: Network | None) -> list[tuple[str, str]]:

@@ -7,9 +7,8 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from phantom_parallel.cost.planner import TWO_LEVEL, Candidate, Plan, PlanRequest
-from phantom_parallel.report.plots import LOOKS as LOOKS
-from phantom_parallel.report.plots import SECOND_PHANTOM as SECOND_PHANTOM
+from phantom_parallel.cost.planner import NOT_COMPARED, TWO_LEVEL, Candidate, Plan, PlanRequest
+from phantom_parallel.report.plots import LOOKS, SECOND_PHANTOM, fitted_legend
 from phantom_parallel.utils.files import atomic_file
 from phantom_parallel.utils.wire import in_words
 
@@ -25,9 +24,10 @@ def draw_scaling(request: PlanRequest, curves: Mapping[str, Sequence[Candidate]]
     if powered:
         joules = [[c.joules or 0.0 for c in curve] for curve in curves.values()]
         _curves(axes[1], curves, joules, "energy of a step on all devices, J (modelled)")
-    figure.suptitle(f"Scaling at a fixed batch\n{_subject(request)}", fontsize=11)
-    names, handles = axes[0].get_legend_handles_labels()[::-1]
-    figure.legend(handles, names, loc="outside lower center", ncols=max(1, len(names)), frameon=False, fontsize=9)
+    of_curves = [candidate for curve in curves.values() for candidate in curve]
+    figure.suptitle(f"Scaling at a fixed batch\n{_subject(request)}{another_model(of_curves)}", fontsize=11)
+    handles, _ = axes[0].get_legend_handles_labels()
+    fitted_legend(figure, handles, columns=len(handles))
     return save(figure, folder / "scaling")
 
 
@@ -38,7 +38,7 @@ def draw_tradeoff(plan: Plan, folder: Path) -> list[Path]:
     for strategy, (colour, marker) in LOOKS.items():
         found = [c for c in plan.candidates if c.layout.strategy == strategy]
         if found:
-            label = "phantom (another model: loss not compared)" if strategy == "phantom" else strategy
+            label = strategy
             if strategy == "phantom" and plan.request.min_ghosts:
                 label = f"phantom, at least {plan.request.min_ghosts} ghosts"
             _scatter(axes, found, colour, marker, label)
@@ -50,15 +50,17 @@ def draw_tradeoff(plan: Plan, folder: Path) -> list[Path]:
         (1e3 * best.seconds, best.joules or 0.0),
         xytext=(0.03, 0.93),
         textcoords="axes fraction",
-        fontsize=8.5,
+        fontsize=9,
         va="top",
         arrowprops={"arrowstyle": "->", "color": "black", "linewidth": 0.8},
     )
     axes.set(xscale="log", yscale="log", xlabel="step time, ms (modelled)")
     axes.set_ylabel("energy of a step on all devices, J (modelled)")
     axes.grid(visible=True, which="major", alpha=0.25)
-    axes.set_title(f"Time and energy of each layout\n{_subject(plan.request)}", fontsize=11)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
+    warning = another_model(plan.candidates)
+    figure.suptitle(f"Time and energy of each layout\n{_subject(plan.request)}{warning}", fontsize=11)
+    handles, _ = axes.get_legend_handles_labels()
+    fitted_legend(figure, handles, columns=4)
     return save(figure, folder / "time-energy")
 
 
@@ -90,6 +92,16 @@ def _frontier(axes: Axes, front: Sequence[Candidate], label: str, style: str) ->
 def _subject(request: PlanRequest) -> str:
     wire = in_words(request.wire)
     return f"{request.model.summary}, batch {request.batch:,}, {request.dtype} on {request.profile.name}{wire}"
+
+
+def another_model(candidates: Sequence[Candidate]) -> str:
+    """A line for the title where phantom models stand beside the dense one, and nothing is known of their loss."""
+    phantom = [one.parameters for one in candidates if one.loss == NOT_COMPARED]
+    dense = [one.parameters for one in candidates if not one.layout.blocks]
+    if not phantom:
+        return ""
+    smaller = ", smaller" if dense and max(phantom) < min(dense) else ""
+    return f"\nphantom is another{smaller} model than the dense one: its loss is not compared here"
 
 
 def save(figure: Figure, stem: Path) -> list[Path]:

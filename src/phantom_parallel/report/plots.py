@@ -1,6 +1,7 @@
 """What all figures share: size, colours and markers of the strategies, axes with units, and the files of a figure."""
 
 import io
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,13 +11,23 @@ from functools import cached_property
 from typing import Any
 
 import matplotlib
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import (
+    FixedLocator,
+    Formatter,
+    FuncFormatter,
+    Locator,
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+    NullLocator,
+)
 
-from phantom_parallel.report.units import digits, scale
 from phantom_parallel.study.contenders import COPIES, DENSE, PHANTOM_COPIES
 from phantom_parallel.study.measures import measure_label, measure_unit
+from phantom_parallel.study.units import digits, scale
 
 # Colour and marker of each strategy, distinct for colour-blind readers (Okabe and Ito) and in print.
 LOOKS = {
@@ -131,8 +142,8 @@ def label_axis(axes: Axes, which: str, measure: str, values: Iterable[float], wo
     factor, unit = scale(found, measure_unit(measure))
     words = words or measure_label(measure)
     axis = axes.xaxis if which == "x" else axes.yaxis
-    axis.set_label_text(f"{words}, {unit}" if unit and unit != words else words)
-    axis.set_major_formatter(FuncFormatter(lambda value, _: digits(value / factor)))
+    axis.set_label_text(f"{words}, {unit}" if unit and unit not in words.split() else words)
+    axis.set_major_formatter(TickFormatter(factor))
 
 
 def log_axis(axes: Axes, which: str, values: Sequence[float]) -> None:
@@ -140,14 +151,63 @@ def log_axis(axes: Axes, which: str, values: Sequence[float]) -> None:
     if not values or min(values) <= 0:
         return
     axis = axes.xaxis if which == "x" else axes.yaxis
-    span = max(values) / min(values)
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
-    if span < 8:
-        axis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 2.5, 5, 10]))
-    else:
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if span < 60 else (1, 3) if span < 1000 else (1,), numticks=9))
+    axis.set_major_locator(LogTicks(0.15 if which == "x" else 0.09))  # labels are wider than high
     axis.set_minor_locator(NullLocator())
     axis.set_minor_formatter(NullFormatter())
+
+
+class LogTicks(Locator):
+    """Ticks at round numbers of a logarithmic axis, as many as are a given share of the axis apart."""
+
+    def __init__(self, gap: float) -> None:
+        self.gap = gap
+
+    def __call__(self) -> Sequence[float]:
+        return self.tick_values(*self.axis.get_view_interval())  # type: ignore[union-attr]
+
+    def tick_values(self, vmin: float, vmax: float) -> Sequence[float]:
+        """The ticks between two ends of an axis, in either order."""
+        low, high = min(vmin, vmax), max(vmin, vmax)
+        if not 0 < low < high:
+            return [high]
+        locators: list[Locator] = [LogLocator(subs=subs, numticks=99) for subs in ((1, 2, 5), (1, 3), (1,))]
+        locators += [LogLocator(subs=(1,), numticks=number) for number in (9, 7, 5, 3)]
+        locators += [MaxNLocator(nbins=number, steps=[1, 2, 2.5, 5, 10]) for number in range(8, 1, -1)]
+        found = [self._apart(locator.tick_values(low, high), low, high) for locator in locators]
+        return max(found, key=len)
+
+    def _apart(self, ticks: Iterable[float], low: float, high: float) -> list[float]:
+        """The ticks within the axis; none of them if two are too close to each other."""
+        inside = sorted(tick for tick in ticks if low <= tick <= high)
+        least = self.gap * math.log(high / low)
+        close = any(math.log(after / before) < least for before, after in itertools.pairwise(inside))
+        return [] if close else inside
+
+
+class TickFormatter(Formatter):
+    """Ticks in a unit, with as many digits as they need: three may not tell those of a narrow range apart."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor = factor
+        self.significant = 3
+
+    def __call__(self, value: float, pos: int | None = None) -> str:
+        return digits(value / self.factor, self.significant)
+
+    def format_ticks(self, values: Sequence[float]) -> list[str]:
+        """The labels of all ticks of an axis."""
+        self.significant = self._needed([float(value) / self.factor for value in values])
+        return super().format_ticks(values)  # type: ignore[arg-type]
+
+    def _needed(self, ticks: Sequence[float]) -> int:
+        """The fewest significant digits, from three on, in which rounding does not move a tick."""
+        gaps = [after - before for before, after in itertools.pairwise(sorted(ticks))]
+        allowed = 1e-3 * min(gaps, default=math.inf)
+        for significant in range(3, 12):
+            if all(abs(float(f"{tick:.{significant}g}") - tick) <= allowed for tick in ticks):
+                break
+        return significant
 
 
 def counted_axis(axes: Axes, values: Iterable[float]) -> None:
@@ -165,10 +225,15 @@ def counted_axis(axes: Axes, values: Iterable[float]) -> None:
 def add_grid_and_legend(figure: Figure, axes: Axes, *, grid: str = "both", columns: int = 3) -> None:
     """Draw the grid, and the legend below the axes."""
     axes.grid(visible=True, which="major", axis=grid, alpha=0.8, linewidth=0.6)  # type: ignore[arg-type]
-    handles, names = axes.get_legend_handles_labels()
-    if handles:
-        for number in range(min(columns, len(names)), 0, -1):  # as many columns as the figure is wide enough for
-            legend = figure.legend(handles, names, loc="outside lower center", ncols=number, handlelength=2.6)
-            if number == 1 or legend.get_window_extent().width <= figure.bbox.width:
-                break
-            legend.remove()
+    handles, _ = axes.get_legend_handles_labels()
+    fitted_legend(figure, handles, columns=columns)
+
+
+def fitted_legend(figure: Figure, handles: Sequence[Artist], *, columns: int) -> None:
+    """Draw a legend below the axes, in as many columns as the figure is wide enough for, up to ``columns``."""
+    for number in range(min(columns, len(handles)), 0, -1):
+        look: Any = {"ncols": number, "handlelength": 2.6, "fontsize": 9, "frameon": False}
+        legend = figure.legend(handles=handles, loc="outside lower center", **look)
+        if number == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            break
+        legend.remove()

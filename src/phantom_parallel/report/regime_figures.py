@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 
-from phantom_parallel.report.captions import upper
 from phantom_parallel.report.plots import (
     CaptionedFigure,
     add_grid_and_legend,
@@ -16,10 +15,10 @@ from phantom_parallel.report.plots import (
     plot_style,
     strategy_style,
 )
-from phantom_parallel.report.units import format_measure
 from phantom_parallel.study.measures import ratio_label
 from phantom_parallel.study.results import Cell, Study
-from phantom_parallel.study.winners import medians
+from phantom_parallel.study.units import upper
+from phantom_parallel.study.winners import medians, rank, values_at
 
 _MEASURES = ("seconds", "joules", "step_seconds")
 _AXES = {"link": "link between hosts", "batch": "batch size"}
@@ -52,7 +51,6 @@ def _figure(cells: Sequence[Cell], varied: str, places: Sequence[str], measure: 
     lines = {name: points for name, points in lines.items() if points}
     if not lines:
         return None
-    words = ratio_label(measure) + (", modelled" if measure == "joules" else "")
     title = f"{upper(ratio_label(measure))} against the {varied}{at}"
     figure, axes = new_figure(title, 3.7 + 0.2 * -(-len(lines) // 3))
     for name, points in lines.items():
@@ -62,11 +60,11 @@ def _figure(cells: Sequence[Cell], varied: str, places: Sequence[str], measure: 
     axes.xaxis.set_minor_locator(NullLocator())
     axes.margins(0.06, 0.1)
     log_axis(axes, "y", heights)
-    label_axis(axes, "y", measure, heights, words)
+    label_axis(axes, "y", measure, heights, ratio_label(measure))
     axes.set_xlabel(_AXES[varied])
     add_grid_and_legend(figure, axes)
     name = f"{varied}-{measure.replace('_', '-')}{at.replace(', ', '-').replace(' ', '-')}"
-    return CaptionedFigure(name, title, _caption(lines, varied, places, measure), figure)
+    return CaptionedFigure(name, title, _caption(cells, varied, places, measure), figure)
 
 
 def _draw(axes: Axes, name: str, points: Sequence[tuple[int, float]]) -> None:
@@ -75,14 +73,8 @@ def _draw(axes: Axes, name: str, points: Sequence[tuple[int, float]]) -> None:
     axes.plot(xs, ys, color=colour, marker=marker, markersize=6, linewidth=1.6, linestyle=line_style(name), label=name)
 
 
-def _caption(lines: dict[str, list[tuple[int, float]]], varied: str, places: Sequence[str], measure: str) -> str:
-    """At each place, who needs least and by how much it is ahead of the next."""
-    sentences = []
-    for index, place in enumerate(places):
-        values = {name: dict(points)[index] for name, points in lines.items() if index in dict(points)}
-        ordered = sorted(values, key=lambda name: values[name])
-        if ordered:
-            text = f"{upper(varied)} {place}: {ordered[0]} {format_measure(values[ordered[0]], measure)}"
-            second = f", next {ordered[1]} {format_measure(values[ordered[1]], measure)}" if ordered[1:] else ""
-            sentences.append(f"{text}{second}.")
-    return " ".join(["Medians over seeds.", *sentences])
+def _caption(cells: Sequence[Cell], varied: str, places: Sequence[str], measure: str) -> str:
+    """At each place, who needs least, if that is more than chance."""
+    rankings = {place: rank(values_at(cells, varied, place, measure)) for place in places}
+    sentences = [f"{upper(varied)} {place}: {ranking}." for place, ranking in rankings.items() if ranking is not None]
+    return " ".join(["Medians over seeds; in brackets, ratios with 95 % intervals, by seed.", *sentences])

@@ -1,11 +1,12 @@
 """The figures of a study: measures against the setting that was varied, one line for each strategy and for whatever
-else distinguishes its cells. Measured points are filled on solid lines, modelled ones hollow on dashed lines.
+else distinguishes its cells. Cells that were run and cells that are modelled have figures of their own: filled points
+on solid lines, and hollow ones on dashed lines.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from matplotlib.axes import Axes
 
@@ -13,8 +14,6 @@ from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
 from phantom_parallel.report import captions
 from phantom_parallel.report.plots import (
     DASHES,
-    INK,
-    MUTED,
     SURFACE,
     CaptionedFigure,
     add_grid_and_legend,
@@ -26,10 +25,10 @@ from phantom_parallel.report.plots import (
     strategy_style,
 )
 from phantom_parallel.report.regime_figures import regime_figures
-from phantom_parallel.report.study_tables import CellGroup, group_cells, number, varying
-from phantom_parallel.report.units import format_measure, plain
-from phantom_parallel.study.measures import measure_label
+from phantom_parallel.report.smaller_figures import smaller_figure
+from phantom_parallel.report.study_tables import CellGroup, available, group_cells, label_of, number, varying
 from phantom_parallel.study.results import Study
+from phantom_parallel.study.units import format_measure, listed, plain, upper
 from phantom_parallel.utils.docs import field_docs
 
 # Setting that each study of the package varies, and its figures: the first available measure of each tuple.
@@ -43,6 +42,8 @@ SWEEPS: dict[str, tuple[str, tuple[tuple[str, ...], ...]]] = {
     "width": ("width", (("step_seconds",), ("joules_per_sample", "joules"))),
 }
 ANY = (("loss",), ("step_seconds", "seconds"), ("joules_per_sample", "joules"), ("bytes_per_step",))
+# Of cells that are trained to the loss of a reference, final losses are after different steps, and not compared.
+WITH_REFERENCE = (("loss_at_equal_steps",), ("loss_at_equal_energy",), *ANY[1:])
 _FADE = (1.0, 0.75, 0.55, 0.4)
 
 
@@ -53,11 +54,14 @@ def study_figures(found: Study) -> list[CaptionedFigure]:
     settings = group_cells(found.cells)
     with plot_style():
         if found.name == "smaller":
-            drawn = [_smaller(settings, ("joules", "seconds")), _smaller(settings, ("parameters",))]
+            drawn = [smaller_figure(settings, measures) for measures in (("joules", "seconds"), ("parameters",))]
         else:
-            varied, figures = SWEEPS.get(found.name, (_most_varied(settings), ANY))
+            default = ANY if found.settings.get("reference") is None else WITH_REFERENCE
+            varied, figures = SWEEPS.get(found.name, (_most_varied(settings), default))
             label = axis_label(found, varied) if varied else ""
-            drawn = [_sweep(settings, varied, label, measures) for measures in figures] if varied else []
+            drawn = (
+                [one for measures in figures for one in _sweeps(settings, varied, label, measures)] if varied else []
+            )
     return [drawing for drawing in drawn if drawing is not None]
 
 
@@ -68,7 +72,17 @@ def axis_label(found: Study, setting: str) -> str:
     except ValueError:  # results of a family that is not installed
         return setting
     doc = re.split("[;,.]", field_docs(family.train_config()).get(setting, ""))[0]
-    return f"{setting}: {doc[:1].lower()}{doc[1:]}" if doc else setting
+    doc = f"{doc[:1].lower()}{doc[1:]}"
+    return doc if doc.startswith(setting) else f"{setting}: {doc}" if doc else setting
+
+
+def _sweeps(
+    settings: Sequence[CellGroup], varied: str, x_label: str, measures: Sequence[str]
+) -> list[CaptionedFigure | None]:
+    """A figure of the cells that were run, and one of those that are modelled, which may be of other sizes."""
+    kinds = [[one for one in settings if one.modelled == modelled] for modelled in (False, True)]
+    both = all(kinds)
+    return [_sweep(kind, varied, x_label, measures, say_sizes=both) for kind in kinds]
 
 
 @dataclass(frozen=True)
@@ -148,54 +162,62 @@ def _most_varied(settings: Sequence[CellGroup]) -> str | None:
     return max(found, key=count) if found else None
 
 
-def _available(settings: Iterable[CellGroup], measures: Sequence[str]) -> str | None:
-    settings = list(settings)
-    return next((one for one in measures if any(setting.values.get(one) is not None for setting in settings)), None)
-
-
-def _words(measure: str) -> str:
-    return f"{measure_label(measure)}, modelled" if measure.startswith("joules") else measure_label(measure)
-
-
-def _sweep(settings: Sequence[CellGroup], varied: str, x_label: str, measures: Sequence[str]) -> CaptionedFigure | None:
-    measure = _available(settings, measures)
+def _sweep(
+    settings: Sequence[CellGroup], varied: str, x_label: str, measures: Sequence[str], *, say_sizes: bool
+) -> CaptionedFigure | None:
+    """The figure of cells that are all run, or all modelled."""
+    measure = available(settings, measures)
     lines = lines_of(settings, varied)
     if measure is None or not any(line.values(measure) for line in lines):
         return None
-    title = f"{captions.upper(measure_label(measure))} against {varied}"
+    modelled = lines[0].modelled
+    title = f"{upper(label_of(settings, measure))} against {varied}{', modelled steps' if modelled else ''}"
     labels = dict.fromkeys(line.label for line in lines)
     figure, axes = new_figure(title, 3.5 + 0.2 * -(-len(labels) // 2))
-    modelled = any(line.modelled for line in lines)
     seen: dict[str, list[str]] = {}
     heights: list[float] = []
     for line in lines:
         mine = seen.setdefault(line.strategy, [])
-        fresh = line.label not in mine
-        mine += [line.label] if fresh else []
-        number = mine.index(line.label)
-        label = line.label if fresh else "_nolegend_"
-        heights += _draw(axes, line, measure, number, label, dashes=not modelled)
-    if modelled:
-        axes.plot([], [], color=MUTED, linestyle="dashed", marker="o", markerfacecolor=SURFACE, label="modelled")
+        mine.append(line.label)
+        heights += _draw(axes, line, measure, len(mine) - 1)
     counted_axis(axes, [x for line in lines for x, _ in line.values(measure)])
     log_axis(axes, "y", heights)
     axes.margins(y=0.12)
-    label_axis(axes, "y", measure, heights, _words(measure))
+    label_axis(axes, "y", measure, heights, label_of(settings, measure))
     axes.set_xlabel(x_label)
     add_grid_and_legend(figure, axes, columns=2 if max(map(len, labels)) > 14 else 3)
-    return CaptionedFigure(
-        f"{varied}-{measure.replace('_', '-')}", title, _sweep_caption(lines, varied, measure), figure
+    name = f"{varied}-{measure.replace('_', '-')}{'-modelled' if modelled else ''}"
+    sentences = [_origin(settings, measure, varied)] if say_sizes else []
+    return CaptionedFigure(name, title, " ".join([*sentences, *_sweep_sentences(lines, varied, measure)]), figure)
+
+
+def _origin(settings: Sequence[CellGroup], measure: str, varied: str) -> str:
+    """Whether cells were run, and the sizes that they share."""
+    values = {
+        name: list(dict.fromkeys(one.settings.get(name) for one in settings if one.settings.get(name) is not None))
+        for name in dict.fromkeys(name for one in settings for name in one.settings)
+        if name not in ("strategy", "lr", "dp", varied)
+    }
+    sizes = ", ".join(
+        f"{name} {plain(known) if (known := number(found[0])) is not None else found[0]}"
+        for name, found in values.items()
+        if len(found) == 1
     )
+    if settings[0].modelled:
+        sources = dict.fromkeys(one.source for one in settings if one.source)
+        return f"Not run: steps are modelled{f' by {listed(sources)}' if sources else ''}, for {sizes}."
+    energy = ", and energy is modelled from their times" if measure.startswith("joules") else ""
+    return f"Steps were measured here{energy}, for {sizes}."
 
 
-def _draw(axes: Axes, line: Line, measure: str, number: int, label: str, *, dashes: bool) -> list[float]:
-    """Draw one line; returns its values."""
+def _draw(axes: Axes, line: Line, measure: str, number: int) -> list[float]:
+    """Draw one line, the ``number``-th of its strategy; returns its values."""
     colour, marker = strategy_style(line.strategy)
     alpha = _FADE[number % len(_FADE)]
     constant = line.constant(measure)
     if constant is not None:
         dash = DASHES[1 + number % 3]
-        axes.axhline(constant, color=colour, linewidth=1.6, alpha=alpha, linestyle=dash, label=label)
+        axes.axhline(constant, color=colour, linewidth=1.6, alpha=alpha, linestyle=dash, label=line.label)
         return [constant]
     points = line.values(measure)
     if not points:
@@ -208,42 +230,28 @@ def _draw(axes: Axes, line: Line, measure: str, number: int, label: str, *, dash
         marker=marker,
         markersize=6,
         linewidth=1.6,
-        linestyle="dashed" if line.modelled else DASHES[number % len(DASHES)] if dashes else "solid",
+        linestyle="dashed" if line.modelled else DASHES[number % len(DASHES)],
         markerfacecolor=SURFACE if line.modelled else colour,
-        label=label,
+        label=line.label,
     )
     return [value for _, value in points]
 
 
-def _sweep_caption(lines: Sequence[Line], varied: str, measure: str) -> str:
+def _sweep_sentences(lines: Sequence[Line], varied: str, measure: str) -> list[str]:
+    """Each line of phantom beside those of the others that differ in nothing else."""
     lead = captions.lead_of([line.strategy for line in lines])
     sentences = []
-    for modelled in (False, True):
+    for mine in (line for line in lines if line.strategy == lead):
         shared: dict[str, captions.Shared] = {}
-        for other in dict.fromkeys(line.strategy for line in lines if line.strategy != lead):
-            of_lead, of_other = (
-                [line for line in lines if line.strategy == strategy and line.modelled == modelled]
-                for strategy in (lead, other)
-            )
-            pair = next(((one, its) for one in of_lead[::-1] for its in of_other[::-1] if one.fits(its)), None)
-            if pair is None:
-                continue
-            mine, its = pair
+        for its in (line for line in lines if line.strategy != lead and mine.fits(line)):
             constant, points, theirs = its.constant(measure), mine.values(measure), dict(its.values(measure))
             if constant is not None and points:
                 sentences.append(captions.against_line(varied, mine.label, its.label, measure, points, constant))
             elif at := [(x, value, theirs[x]) for x, value in points if x in theirs]:
                 shared[its.label] = at
-                lead_label = mine.label
         if shared:
-            sentences.append(("Modelled. " if modelled else "") + captions.against(varied, lead_label, measure, shared))
-    sentences = sentences or [sentence for line in lines if (sentence := _ends(line, varied, measure))]
-    sources = dict.fromkeys(one.source for line in lines if line.modelled for _, one in line.points if one.source)
-    if any(line.modelled for line in lines):
-        sentences.append(
-            f"Hollow points on dashed lines are modelled{_listed(sources)}, filled ones were measured here."
-        )
-    return " ".join(sentences)
+            sentences.append(captions.against(varied, mine.label, measure, shared))
+    return sentences or [sentence for line in lines if (sentence := _ends(line, varied, measure))]
 
 
 def _ends(line: Line, varied: str, measure: str) -> str:
@@ -252,147 +260,6 @@ def _ends(line: Line, varied: str, measure: str) -> str:
         return ""
     (first, low), (last, high) = points[0], points[-1]
     return (
-        f"{captions.upper(line.label)}: {format_measure(low, measure)} at {varied} {plain(first)}, "
+        f"{upper(line.label)}: {format_measure(low, measure)} at {varied} {plain(first)}, "
         f"{format_measure(high, measure)} at {plain(last)}."
     )
-
-
-def _listed(sources: Iterable[str]) -> str:
-    found = [source for source in sources if source]
-    return f" ({'; '.join(found)})" if found else ""
-
-
-def _smaller(settings: Sequence[CellGroup], measures: Sequence[str]) -> CaptionedFigure | None:
-    """Loss of every model against its cost, labelled with its ranks; phantom models that reach the loss of the best
-    other model on more ranks are circled.
-    """
-    shown_settings = [one for one in settings if one.values.get("loss") is not None]
-    measure = _available(shown_settings, measures)
-    if measure is None:
-        return None
-    points = [one for one in shown_settings if one.values.get(measure) is not None]
-    best, small = reaching(shown_settings)
-    title = f"Held-out loss against {measure_label(measure)}"
-    figure, axes = new_figure(title, 4.2)
-    placed: list[tuple[float, float, CellGroup]] = []
-    for strategy in dict.fromkeys(one.strategy for one in points):
-        mine = [one for one in points if one.strategy == strategy]
-        colour, marker = strategy_style(strategy)
-        xy = [(_value(one, measure), _value(one, "loss")) for one in mine]
-        axes.plot(*zip(*xy, strict=True), color=colour, marker=marker, markersize=7, linestyle="none", label=strategy)
-        placed += [(x, y, one) for (x, y), one in zip(xy, mine, strict=True)]
-    ringed = [(x, y) for x, y, one in placed if one in small]
-    if ringed:
-        assert best is not None
-        axes.plot(
-            *zip(*ringed, strict=True),
-            color=INK,
-            marker="o",
-            markersize=15,
-            markerfacecolor="none",
-            markeredgewidth=1.5,
-            linestyle="none",
-            label=f"{best.strategy}'s loss on fewer ranks",
-        )
-    losses = [y for _, y, _ in placed]
-    if best is not None:
-        axes.axhline(limit_of(best), color=strategy_style(best.strategy)[0], linewidth=1.4, linestyle=DASHES[1])
-        losses.append(limit_of(best))
-    log_axis(axes, "x", [x for x, _, _ in placed])
-    log_axis(axes, "y", losses)
-    axes.margins(0.14, 0.16)
-    label_axis(axes, "x", measure, [x for x, _, _ in placed], _words(measure))
-    label_axis(axes, "y", "loss", losses)
-    add_grid_and_legend(figure, axes, columns=2)
-    figure.draw_without_rendering()  # the layout, for where labels fit
-    _labels(axes, [(x, y, _ranks(one)) for x, y, one in placed], None if best is None else limit_of(best))
-    caption = captions.smaller(best, small, measure)
-    if left_out := len(shown_settings) - len(points):
-        caption += f" {left_out} of {len(shown_settings)} models missed the loss and are not drawn."
-    return CaptionedFigure(f"smaller-{measure}", title, caption, figure)
-
-
-def reaching(settings: Sequence[CellGroup]) -> tuple[CellGroup | None, list[CellGroup]]:
-    """The tensor-parallel model on the most ranks, and the phantom models on fewer ranks that reach its loss."""
-    others = [one for one in settings if one.strategy == "tensor"] or [
-        one for one in settings if one.strategy != "phantom"
-    ]
-    if not others:
-        return None, []
-    best = max(others, key=lambda one: (one.ranks, -_value(one, "loss")))
-    phantoms = [one for one in settings if one.strategy == "phantom" and one.ranks < best.ranks]
-    return best, [one for one in phantoms if _reached(one, limit_of(best))]
-
-
-def limit_of(best: CellGroup) -> float:
-    """The loss that the others were trained to, else the final loss of this model."""
-    target = best.values.get("target")
-    return _value(best, "loss") if target is None else target
-
-
-def _reached(one: CellGroup, limit: float) -> bool:
-    """Whether all runs reached the loss, where that was recorded."""
-    reached = one.values.get("reached")
-    return _value(one, "loss") <= limit if reached is None else reached >= one.seeds
-
-
-def _value(one: CellGroup, measure: str) -> float:
-    value = one.values[measure]
-    assert value is not None
-    return value
-
-
-def _ranks(one: CellGroup) -> str:
-    ghosts = one.settings.get("ghosts")
-    text = f"{one.ranks} rank{'s' if one.ranks > 1 else ''}"
-    return f"{text}, k {ghosts}" if ghosts else text
-
-
-Box = tuple[float, float, float, float]
-_SIDES: tuple[tuple[float, float, Literal["left", "center", "right"]], ...] = (
-    (10, 0, "left"),
-    (-10, 0, "right"),
-    (0, 14, "center"),
-    (0, -14, "center"),
-    (9, 11, "left"),
-    (9, -11, "left"),
-    (-9, 11, "right"),
-    (-9, -11, "right"),
-)
-
-
-def _labels(axes: Axes, points: Sequence[tuple[float, float, str]], line: float | None) -> None:
-    """Label each point on the side where the text covers the least of points, labels and the horizontal line."""
-    points_per_pixel = 72 / axes.figure.get_dpi()
-    anchors = axes.transData.transform([(x, y) for x, y, _ in points]) * points_per_pixel
-    box = axes.get_window_extent()
-    inside = (
-        box.x0 * points_per_pixel,
-        box.y0 * points_per_pixel,
-        box.x1 * points_per_pixel,
-        box.y1 * points_per_pixel,
-    )
-    taken: list[Box] = [(x - 6, y - 6, x + 6, y + 6) for x, y in anchors]
-    if line is not None:
-        height = axes.transData.transform((points[0][0], line))[1] * points_per_pixel
-        taken.append((inside[0], height - 2, inside[2], height + 2))
-    for (x, y, text), (right, up) in zip(points, anchors, strict=True):
-        boxes = [_text_box(right + dx, up + dy, side, text) for dx, dy, side in _SIDES]
-        costs = [_overlap(one, one) - _overlap(one, inside) + sum(_overlap(one, its) for its in taken) for one in boxes]
-        best = costs.index(min(costs))
-        taken.append(boxes[best])
-        dx, dy, side = _SIDES[best]
-        axes.annotate(
-            text, (x, y), xytext=(dx, dy), textcoords="offset points", ha=side, va="center", fontsize=9, color=INK
-        )
-
-
-def _text_box(x: float, y: float, side: str, text: str) -> Box:
-    """The approximate box of 9-point text, in points."""
-    wide, high = 5.4 * len(text), 10.0
-    left = x - {"left": 0.0, "center": wide / 2, "right": wide}[side]
-    return left, y - high / 2, left + wide, y + high / 2
-
-
-def _overlap(a: Box, b: Box) -> float:
-    return max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))

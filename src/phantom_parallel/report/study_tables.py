@@ -11,11 +11,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from phantom_parallel.report.tables import MISSED, NOTHING, UNAVAILABLE, Section, TableRow, fill
-from phantom_parallel.report.units import format_measure, plain
 from phantom_parallel.study.measures import MEASURES, TO_THE_LOSS, measure_label, ratio_label
 from phantom_parallel.study.results import Cell, SettingValue, Study
+from phantom_parallel.study.units import counted, format_measure, plain
 
-MODELLED = frozenset({"joules", "joules_per_sample"})  # in studies, whose seconds may be measured
 # Order of a cell's settings in tables: these first, then those of its model, then the others.
 _FIRST, _LAST = ("strategy", "ghosts", "ranks"), ("batch", "blocks", "dp", "data", "lr")
 
@@ -25,7 +24,8 @@ def study_table(found: Study) -> Table:
     first, *rest = study_sections(found)
     title = f"{escape(found.name)}: {escape(found.question)}"
     fixed = ", ".join(f"{name} {value}" for name, value in fixed_settings(found.cells).items())
-    table = Table(title=title, caption=escape(fixed), box=SIMPLE, padding=(0, 1, 0, 0))
+    caption = ". ".join(part for part in (fixed, note(found)) if part)
+    table = Table(title=title, caption=escape(caption), box=SIMPLE, padding=(0, 1, 0, 0))
     fill(table, first, rest)
     return table
 
@@ -95,6 +95,18 @@ def varying(found: Iterable[CellGroup]) -> list[str]:
     return [name for name in (*_FIRST, *own, *_LAST) if len({repr(one.settings.get(name)) for one in found}) > 1]
 
 
+def available(found: Iterable[CellGroup], measures: Sequence[str]) -> str | None:
+    """The first of the measures that a group has; None if there is none."""
+    found = list(found)
+    return next((one for one in measures if any(group.values.get(one) is not None for group in found)), None)
+
+
+def label_of(found: Iterable[CellGroup], measure: str) -> str:
+    """The label of a measure, which says ``to the loss`` where cells were trained to one."""
+    targeted = any(one.values.get("target") is not None for one in found)
+    return ratio_label(measure) if targeted else measure_label(measure)
+
+
 def fixed_settings(cells: Iterable[Cell]) -> dict[str, Any]:
     """Settings that all cells have in common."""
     found = group_cells(cells)
@@ -105,7 +117,7 @@ def fixed_settings(cells: Iterable[Cell]) -> dict[str, Any]:
 
 # Columns of a terminal's table, of studies of the loss, of regimes, and of the speed.
 BRIEF = {
-    "loss": ("loss", "reached", "steps", "seconds", "joules"),
+    "loss": ("loss", "end_steps", "reached", "steps", "seconds", "joules"),
     "reached": ("reached", "steps", "step_seconds", "seconds", "joules"),
     "step_seconds": ("step_seconds", "joules_per_sample", "blocked_share"),
 }
@@ -121,8 +133,13 @@ def study_section(found: Study, *, brief: bool = False) -> Section:
     if brief:
         chosen = next((columns for measure, columns in BRIEF.items() if measure in measures), ())
         measures = [name for name in measures if name in chosen]
-    headings = (*names, *(_heading(measure) for measure in measures), "run")
-    return Section(headings, tuple(_study_row(one, names, measures) for one in settings))
+    headings = (*names, *(_heading(settings, measure) for measure in measures), "run")
+    columns = {measure: [_study_value(one, measure, settings) for one in settings] for measure in measures}
+    rows = [
+        _study_row(one, names, tuple(column[index] for column in columns.values()))
+        for index, one in enumerate(settings)
+    ]
+    return Section(headings, tuple(rows))
 
 
 def study_sections(found: Study) -> tuple[Section, ...]:
@@ -141,33 +158,48 @@ def study_sections(found: Study) -> tuple[Section, ...]:
     ]
     sections = []
     for measure in ("seconds", "joules", "step_seconds"):
-        label = f"{ratio_label(measure)}{', modelled' if measure in MODELLED else ''}"
-        rows = [
-            TableRow(name, tuple(_place(groups.get((name, *place)), measure) for place in places)) for name in names
-        ]
-        sections.append(Section((f"strategy: {label}", *headings), tuple(rows)))
+        rows = [TableRow(name, tuple(_place(groups, name, place, measure) for place in places)) for name in names]
+        sections.append(Section((f"strategy: {ratio_label(measure)}", *headings), tuple(rows)))
     return tuple(sections)
 
 
-def _place(one: CellGroup | None, measure: str) -> str:
-    return NOTHING if one is None else _study_value(one, measure)
+def note(found: Study) -> str:
+    """What the figures of the table are: medians of what, and up to where."""
+    timed = found.settings.get("measure") == "speed"
+    count = found.settings.get("rounds") if timed else max((one.seeds for one in group_cells(found.cells)), default=1)
+    noun = "round" if timed else "seed"
+    sentences = []
+    if count is None or count > 1:
+        apart = "" if timed else ", each measure by itself: time is not exactly steps times step time"
+        sentences.append(f"Medians over {f'{noun}s' if count is None else counted(count, noun)}{apart}.")
+    if found.settings.get("reference") is not None:
+        sentences.append(
+            "The held-out loss is that at the end of a training, which may be after different steps; steps, time and "
+            "energy to the loss are those to the target loss."
+        )
+    sources = dict.fromkeys(cell.source for cell in found.cells if cell.modelled and cell.source)
+    sentences += [f"Modelled: {'; '.join(sources)}."] if sources else []
+    return " ".join(sentences)
 
 
-def _heading(measure: str) -> str:
-    return f"{measure_label(measure)}, modelled" if measure in MODELLED else measure_label(measure)
+def _place(groups: Mapping[tuple[str, str, str], CellGroup], name: str, place: tuple[str, str], measure: str) -> str:
+    """A figure in the column of a link and a batch size."""
+    one = groups.get((name, *place))
+    column = [group for key, group in groups.items() if key[1:] == place]
+    return NOTHING if one is None else _study_value(one, measure, column)
 
 
-def _study_row(one: CellGroup, names: Sequence[str], measures: Sequence[str]) -> TableRow:
+def _heading(settings: Sequence[CellGroup], measure: str) -> str:
+    """The heading of a column; the loss at the end says so where other columns are figures to a target."""
+    label = label_of(settings, measure)
+    at_end = measure == "loss" and any(one.values.get("target") is not None for one in settings)
+    return f"{label} at the end" if at_end else label
+
+
+def _study_row(one: CellGroup, names: Sequence[str], values: Sequence[str]) -> TableRow:
     first, *rest = (_setting(one.settings.get(name)) for name in names)
     origin = "modelled" if one.modelled else f"here, {one.seeds} seeds" if one.seeds > 1 else "here"
-    return TableRow(
-        first,
-        (
-            *rest,
-            *(_study_value(one, measure) for measure in measures),
-            f"{origin}, {one.status}" if one.status else origin,
-        ),
-    )
+    return TableRow(first, (*rest, *values, f"{origin}, {one.status}" if one.status else origin))
 
 
 def _setting(value: SettingValue) -> str:
@@ -177,9 +209,11 @@ def _setting(value: SettingValue) -> str:
     return str(value) if known is None else plain(known)
 
 
-def _study_value(one: CellGroup, measure: str) -> str:
+def _study_value(one: CellGroup, measure: str, column: Sequence[CellGroup]) -> str:
+    """A figure in the unit that suits its column."""
     value = one.values.get(measure)
     if measure == "reached" and value is not None:
         return f"{value:.0f} of {one.seeds}" if one.seeds > 1 else ("yes" if value else "no")
     missed = measure in TO_THE_LOSS and one.values.get("reached") == 0
-    return format_measure(value, measure, MISSED if missed else UNAVAILABLE)
+    among = [other.values.get(measure) for other in column]
+    return format_measure(value, measure, MISSED if missed else UNAVAILABLE, among)

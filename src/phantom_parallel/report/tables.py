@@ -7,15 +7,16 @@ from rich.box import SIMPLE
 from rich.markup import escape
 from rich.table import Table
 
-from phantom_parallel.report.units import format_measure, format_ratio, plain, quantity
-from phantom_parallel.study.analysis import LEADS
-from phantom_parallel.study.measures import TO_THE_LOSS, ratio_label
+from phantom_parallel.study.analysis import LEADS, ratio_words
+from phantom_parallel.study.measures import TO_THE_LOSS
 from phantom_parallel.study.results import Comparison, Interval, Run, StrategyResult
+from phantom_parallel.study.units import format_interval, format_measure, plain
 
 MISSED, UNAVAILABLE, ERROR, NOTHING = "missed", "unavailable", "error", "–"  # noqa: RUF001
 NOTE = (
-    "Means over the seeds that reached the loss. Time is that of the training steps, without launch and evaluations. "
-    "Ratios: geometric means over seeds, with 95 % confidence intervals."
+    "Means over the seeds that reached the loss, each figure by itself: mean time is not exactly mean steps times mean "
+    "step time. Time is that of the training steps, without launch and evaluations. Ratios: geometric means over "
+    "seeds, with 95 % confidence intervals."
 )
 # Ratios that have a row in the table even if they are unavailable.
 RATIOS = ("seconds", "joules", "flops", "bytes", "step_seconds")
@@ -27,7 +28,7 @@ MAIN = {
     "step_seconds": "step time",
     "steps": "steps",
     "seconds": "time to the loss",
-    "joules": "energy, modelled",
+    "joules": "modelled energy",
 }
 
 
@@ -63,13 +64,13 @@ def _main_figures(found: Comparison) -> Section:
     names = [one.strategy for one in found.strategies]
     lead = "phantom" if "phantom" in names else names[0]
     compared = ("seconds", "joules")
-    headings = (*MAIN.values(), *(f"{noun}: {lead} / it" for noun in ("time", "energy")))
+    headings = (*MAIN.values(), *(f"{noun}: {lead} / it" for noun in ("time", "modelled energy")))
     rows = [
         TableRow(
             one.strategy,
             (
                 _ranks(found, one.strategy),
-                *(_mean(one, measure) for measure in MAIN if measure != "ranks"),
+                *(_mean(one, measure, found.strategies) for measure in MAIN if measure != "ranks"),
                 *(NOTHING if one.strategy == lead else _ratio(found, lead, one.strategy, name) for name in compared),
             ),
         )
@@ -113,13 +114,6 @@ def ratio_of(found: Comparison, strategy: str, to: str, measure: str) -> Interva
     return next((one.ratio for one in found.ratios if (one.strategy, one.to, one.measure) == wanted), None)
 
 
-def format_interval(ratio: Interval) -> str:
-    """A ratio with its interval, as ``0.31 [0.28, 0.35]``."""
-    if ratio.low is None or ratio.high is None:
-        return format_ratio(ratio.mean)
-    return f"{format_ratio(ratio.mean)} [{format_ratio(ratio.low)}, {format_ratio(ratio.high)}]"
-
-
 def measured_by(runs: Iterable[Run]) -> str:
     """Provenance of the measured joules; empty if there are none."""
     return ", ".join(sorted({run.measured_by for run in runs if run.measured_joules is not None}))
@@ -130,7 +124,7 @@ def _costs(found: Comparison) -> Iterable[TableRow]:
         return TableRow(label, tuple(cell(one) for one in found.strategies))
 
     def mean(label: str, measure: str) -> TableRow:
-        return row(label, lambda one: _mean(one, measure))
+        return row(label, lambda one: _mean(one, measure, found.strategies))
 
     yield row("parameters", lambda one: f"{one.parameters:,}")
     yield row("ranks", lambda one: _ranks(found, one.strategy))
@@ -142,8 +136,8 @@ def _costs(found: Comparison) -> Iterable[TableRow]:
     yield mean("FLOPs to the loss", "flops")
     yield mean("bytes exchanged to the loss", "bytes")
     yield mean("share of time blocked", "blocked_share")
-    yield row("memory per rank", lambda one: quantity(one.memory_bytes, "B"))
-    yield mean("energy to the loss, modelled", "joules")
+    yield mean("memory per rank", "memory_bytes")
+    yield mean("modelled energy to the loss", "joules")
     sensors = measured_by(found.runs)
     if sensors:
         yield mean(f"energy with evaluations, measured by {sensors}", "measured_joules")
@@ -151,23 +145,32 @@ def _costs(found: Comparison) -> Iterable[TableRow]:
         yield row("energy, measured", lambda _: UNAVAILABLE)
     for batch in sorted({one.batch for result in found.strategies for one in result.inference}):
         entries = [next((one for one in result.inference if one.batch == batch), None) for result in found.strategies]
-        latency = [UNAVAILABLE if one is None else format_measure(one.latency_seconds, "latency") for one in entries]
+        latencies = [None if one is None else one.latency_seconds for one in entries]
         joules = [None if one is None else one.joules_per_sample for one in entries]
         kinds = dict.fromkeys(
             one.provenance for one in entries if one is not None and one.joules_per_sample is not None
         )
         provenance = "".join(f", {kind}" for kind in (" and ".join(kinds).replace("_", " "),) if kind)
-        yield TableRow(f"inference latency, batch {batch}", tuple(latency))
+        yield TableRow(
+            f"inference latency, batch {batch}",
+            tuple(format_measure(one, "latency", among=latencies) for one in latencies),
+        )
         yield TableRow(
             f"inference energy per sample, batch {batch}{provenance}",
-            tuple(format_measure(one, "inference_joules") for one in joules),
+            tuple(format_measure(one, "inference_joules", among=joules) for one in joules),
         )
 
 
-def _mean(one: StrategyResult, measure: str) -> str:
+def _mean(one: StrategyResult, measure: str, among: Sequence[StrategyResult]) -> str:
+    """A mean in the unit that suits all strategies, which stand beside each other."""
+    values = [mean_of(other, measure) for other in among]
+    return format_measure(mean_of(one, measure), measure, missing_word(measure, one), values)
+
+
+def mean_of(one: StrategyResult, measure: str) -> float | None:
+    """The mean of a measure over runs, or a count."""
     found: Interval | int | None = getattr(one, measure)
-    value = found.mean if isinstance(found, Interval) else found
-    return format_measure(value, measure, missing_word(measure, one))
+    return found.mean if isinstance(found, Interval) else found
 
 
 def missing_word(measure: str, *several: StrategyResult | None) -> str:
@@ -198,7 +201,7 @@ def _ratios(found: Comparison, names: tuple[str, ...]) -> Iterable[Section]:
             headings,
             tuple(
                 TableRow(
-                    ratio_label(measure),
+                    ratio_words(measure, found.strategies),
                     tuple(_ratio(found, strategy, name, measure) if name in others else NOTHING for name in names),
                 )
                 for measure in ratio_measures(found, strategy)

@@ -1,8 +1,8 @@
-"""From runs to figures: means over seeds, ratios of runs made side by side, and the caveats that a reader must know."""
+"""From runs to figures: means over seeds, and ratios of runs made side by side."""
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean, stdev
 from typing import Any
@@ -11,7 +11,6 @@ from phantom_parallel.families.registry import get_family
 from phantom_parallel.study.contenders import EXACT_WIRE, PHANTOM_COPIES, Contender
 from phantom_parallel.study.measures import TO_THE_LOSS, ratio_label
 from phantom_parallel.study.results import InferenceResult, Interval, Ratio, Run, SharedModel, StrategyResult
-from phantom_parallel.study.settings import CompareSettings
 from phantom_parallel.train.config import TrainConfig
 
 BASELINES = ("tensor", "megatron")
@@ -40,6 +39,12 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
         return Interval(mean, None, None, 1)
     half = _half_width(values)
     return Interval(mean, mean - half, mean + half, len(values))
+
+
+def _interval_of(values: Sequence[float], most: float = math.inf) -> Interval | None:
+    """The mean of a quantity that is never below 0, nor above ``most``, with its interval clipped to that."""
+    found = mean_interval(values)
+    return None if found is None else found.clipped(0.0, most)
 
 
 def ratio_interval(pairs: Sequence[tuple[float, float]]) -> Interval | None:
@@ -100,8 +105,8 @@ def summarise(
         reached=len(reached),
         **counted,
         **missing,
-        step_seconds=mean_interval([run.step_seconds for run in mine if run.step_seconds is not None]),
-        blocked_share=mean_interval([run.blocked_share for run in mine if run.steps]),
+        step_seconds=_interval_of([run.step_seconds for run in mine if run.step_seconds is not None]),
+        blocked_share=_interval_of([run.blocked_share for run in mine if run.steps], most=1.0),
         inference=tuple(inference),
         ranks=one.ranks,
         dp=one.dp,
@@ -114,7 +119,7 @@ def summarise(
     for name in TO_THE_LOSS:
         values = [_OF_RUN[name](run, result) for run in reached]
         known = [value for value in values if value is not None]
-        figures[name] = mean_interval(known) if len(known) == len(values) else None
+        figures[name] = _interval_of(known) if len(known) == len(values) else None
     return replace(result, **figures)
 
 
@@ -153,6 +158,16 @@ def ratios_of(strategies: Sequence[StrategyResult], runs: Sequence[Run]) -> list
     return ratios
 
 
+def ratio_words(measure: str, strategies: Iterable[StrategyResult]) -> str:
+    """The label of a ratio; that of inference energy says whether it is modelled or how it was measured."""
+    label = ratio_label(measure)
+    name, _, batch = measure.partition(", batch ")
+    if name != "inference_joules":
+        return label
+    kinds = {str(entry.provenance) for one in strategies for entry in one.inference if str(entry.batch) == batch}
+    return ", ".join([label, *sorted(kind.replace("_", " ") for kind in kinds - {"unavailable"})])
+
+
 def is_lead(name: str) -> bool:
     """Whether a contender is one that all others are compared with: phantom models, however they are laid out."""
     return re.split("[@+]", name)[0] in LEADS
@@ -177,99 +192,3 @@ def _pairs(
         yield f"latency, batch {ours.batch}", [(ours.latency_seconds, other.latency_seconds)]
         if ours.joules_per_sample and other.joules_per_sample:
             yield f"inference_joules, batch {ours.batch}", [(ours.joules_per_sample, other.joules_per_sample)]
-
-
-def remarks_on(
-    settings: CompareSettings, strategies: Sequence[StrategyResult], ratios: Sequence[Ratio]
-) -> Iterator[str]:
-    """Errors, missed targets, how curves are shared, and every measure in which phantom is worse."""
-    for one in strategies:
-        if one.error is not None:
-            yield f"Error: {one.strategy} has no figures to the loss, since {one.error}."
-        elif one.reached < one.runs:
-            yield (
-                f"{one.strategy} missed the target loss of {settings.target_loss:.4g} in {one.runs - one.reached} of "
-                f"{one.runs} runs, within {settings.steps} steps."
-            )
-    if any(one.model is not None for one in strategies):
-        yield from _how_shared(settings, strategies)
-    for lead, to in dict.fromkeys((one.strategy, one.to) for one in ratios if is_lead(one.strategy)):
-        worse = [one for one in ratios if (one.strategy, one.to) == (lead, to) and one.ratio.mean > 1.0]
-        if lead != "phantom":  # other layouts of the same model
-            worse = [one for one in worse if one.measure in ("seconds", "joules")]
-        if worse and not is_lead(to):
-            yield f"{_upper(lead)} is worse than {to} in {', '.join(map(_worse, worse))}."
-    shares = {one.strategy: one.blocked_share.mean for one in strategies if one.blocked_share is not None}
-    mine = shares.get("phantom")
-    for name in BASELINES:  # a share has no ratio in the table, and may rise where a step gets shorter
-        if mine is not None and name in shares and mine > shares[name]:
-            yield (
-                f"Phantom is blocked in collectives for a larger share of its time than {name}: {mine:.0%} against "
-                f"{shares[name]:.0%}."
-            )
-
-
-def _how_shared(settings: CompareSettings, strategies: Sequence[StrategyResult]) -> Iterator[str]:
-    yield (
-        f"Time and energy to the loss are the steps to the loss times the time and energy of a step, which were "
-        f"measured for every strategy and seed by itself, in turns (up to {settings.timed_steps} steps each)."
-    )
-    groups: dict[str, list[str]] = {}
-    for one in strategies:
-        if one.model is not None and one.error is None:
-            groups.setdefault(one.model, []).append(one.strategy)
-    for names in (names for names in groups.values() if len(names) > 1):
-        yield (
-            f"{_upper(', '.join(names))} compute the same model, which a few steps of each confirmed: they share the "
-            f"learning rate and the losses."
-        )
-
-
-def _worse(found: Ratio) -> str:
-    low = found.ratio.low
-    unsure = "" if low is None or low > 1.0 else ", though the interval includes 1"
-    return f"{ratio_label(found.measure)} ({found.ratio.mean:.2f} times as much{unsure})"
-
-
-def _upper(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}"
-
-
-def caveats(
-    configs: Sequence[TrainConfig],
-    seeds: int | None,
-    environment: Mapping[str, Any],
-    power: str,
-    reused: int = 0,
-) -> Iterator[str]:
-    """What limits the conclusions of any comparison or study.
-
-    Args:
-        configs: The trainings.
-        seeds: Trainings of each of them; None where steps are only timed.
-        environment: As `environment` returns it.
-        power: Name of the power profile of modelled energy.
-        reused: Cells that were finished by an earlier call.
-    """
-    yield from dict.fromkeys(note for config in configs for note in get_family(config.family).report_notes(config))
-    if seeds == 1:
-        yield "One seed: there are no confidence intervals, and small differences may be chance."
-    yield (
-        f"Energy in joules is modelled, not measured, unless it says otherwise: measured seconds times the watts of "
-        f"{power} (see below)."
-    )
-    if environment.get("network"):
-        yield f"The network is emulated: {environment['network']}."
-    if environment.get("device") == "cpu" and environment.get("processes", 1) > 1:
-        yield (
-            f"Ranks are processes on CPU cores that exchange data by {environment.get('backend')}: on accelerators and "
-            f"networks, products and collectives have other relative costs."
-        )
-        ranks, cores = environment.get("processes_per_host") or 0, environment.get("cores") or 0
-        if ranks > cores > 0:
-            yield (
-                f"Oversubscribed: up to {ranks} ranks share {cores} cores, so that ranks wait for cores as well as for "
-                f"each other, and blocked time includes that. Assumed watts are those of a core, which ranks share."
-            )
-    if reused:
-        yield f"{reused} trainings were finished by an earlier call; the wall clock is that of the last call alone."

@@ -22,15 +22,15 @@ from typing import Any
 import torch
 
 from phantom_parallel.families.registry import get_family
-from phantom_parallel.study.analysis import caveats, counts, ratios_of, remarks_on, summarise
+from phantom_parallel.study.analysis import counts, ratios_of, summarise
 from phantom_parallel.study.contenders import EXACT_WIRE, Contender, ranks_of
+from phantom_parallel.study.interpretation import interpreted
 from phantom_parallel.study.results import Comparison, InferenceResult, Run, SharedModel, Timing, Trial
 from phantom_parallel.study.runner import CellRunner, cell_runner
 from phantom_parallel.study.search import Candidate, search
-from phantom_parallel.study.session import RunOptions, finish, launch_ranks, prepare
+from phantom_parallel.study.session import RunOptions, finish, launch_ranks, notes_on_run, prepare
 from phantom_parallel.study.settings import CompareSettings
 from phantom_parallel.study.shared import TOLERANCES, check_same_model, fastest, models_of, shared_run
-from phantom_parallel.study.winners import findings_of
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.utils.parsing import convert
 
@@ -91,8 +91,7 @@ def compare_on_rank(
         timings = time_contenders(losses, runner, chosen) if settings.share_curves else []
         inference = _measure_inference(settings, runner)
     reused = runner.reused + (losses.reused if options.before else 0)
-    found = comparison(losses, chosen, timings, inference, runner.summary(), reused)
-    return replace(found, remarks=(*([options.note] if options.note else []), *found.remarks))
+    return comparison(losses, chosen, timings, inference, runner.summary(), notes_on_run(options, reused))
 
 
 @dataclass(frozen=True)
@@ -323,9 +322,9 @@ def comparison(
     timings: Sequence[Timing],
     inference: Mapping[str, Sequence[InferenceResult]],
     summary: dict[str, Any],
-    reused: int,
+    notes: Sequence[str],
 ) -> Comparison:
-    """The results of a comparison from what was measured."""
+    """The results of a comparison from what was measured; ``notes`` are what only the run knows."""
     settings, runs = losses.settings, runs_of(losses, contenders, timings)
     configs = {one.name: settings.config(one, lr=1.0, seed=0, steps=settings.steps) for one in contenders}
     strategies = [
@@ -341,11 +340,7 @@ def comparison(
         for one in contenders
     ]
     ratios = ratios_of(strategies, runs)
-    remarks = [
-        *remarks_on(settings, strategies, ratios),
-        *caveats(list(configs.values()), settings.seeds, summary["environment"], summary["power"].name, reused),
-    ]
-    return Comparison(
+    found = Comparison(
         **summary | {"settings": summary["settings"] | {"target_loss": settings.target_loss}},
         target_loss=settings.target_loss or 0.0,
         target_from=losses.origin,
@@ -353,11 +348,11 @@ def comparison(
         runs=tuple(runs),
         strategies=tuple(strategies),
         ratios=tuple(ratios),
-        remarks=tuple(remarks),
+        remarks=tuple(notes),
         shared=losses.shared,
         timings=tuple(timings),
-        findings=tuple(findings_of(strategies, ratios)),
     )
+    return interpreted(found)
 
 
 def _measure_inference(settings: CompareSettings, runner: CellRunner) -> dict[str, list[InferenceResult]]:

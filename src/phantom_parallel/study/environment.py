@@ -3,6 +3,7 @@
 import os
 import platform
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,22 @@ def environment(device: torch.device, network: Network | None = None) -> dict[st
         "processes_per_host": int(on_machine),  # emulated hosts count as one
         "threads_per_rank": torch.get_num_threads(),
     } | ({} if network is None else {"network": network.describe()})
+
+
+_IMPORTED = time.monotonic()
+
+
+def process_seconds() -> float:
+    """Seconds since this process started, so that imports count; since this module was imported, where the system does
+    not say when that was.
+    """
+    since_import = time.monotonic() - _IMPORTED
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()  # behind the name: from the third on
+        started = int(fields[22 - 3]) / os.sysconf("SC_CLK_TCK")  # seconds after the system's start
+        return max(since_import, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+    except (OSError, ValueError, IndexError, AttributeError):
+        return since_import
 
 
 def command() -> str:

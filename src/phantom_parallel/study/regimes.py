@@ -14,7 +14,7 @@ import torch
 from phantom_parallel.distributed.external import launched_externally
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.study import networks
-from phantom_parallel.study.analysis import caveats, counts, difference_in_words
+from phantom_parallel.study.analysis import counts, difference_in_words
 from phantom_parallel.study.compare import (
     Losses,
     cells_of_losses,
@@ -26,11 +26,11 @@ from phantom_parallel.study.compare import (
     time_contenders,
 )
 from phantom_parallel.study.contenders import Contender
+from phantom_parallel.study.interpretation import interpreted
 from phantom_parallel.study.results import Cell, Study, Timing
 from phantom_parallel.study.runner import cell_runner
-from phantom_parallel.study.session import RunOptions, finish, launch_ranks, prepare
+from phantom_parallel.study.session import RunOptions, finish, launch_ranks, notes_on_run, prepare
 from phantom_parallel.study.settings import CompareSettings, RegimeSettings, to_dict
-from phantom_parallel.study.winners import regime_findings
 from phantom_parallel.utils.network import Network
 
 
@@ -64,7 +64,7 @@ def run_regime(settings: RegimeSettings, out: Path, *, resume: bool = False, sho
     options = prepare(settings, configs, out, resume, show)
     left = len(batches) * (cells_of_losses(settings) + len(links) * cells_of_times(settings))
     cells: list[Cell] = []
-    remarks: dict[str, None] = dict.fromkeys([options.note] if options.note else [])
+    remarks: dict[str, None] = {}
     done = reused = 0
     times: Times | None = None
     for batch in batches:
@@ -84,7 +84,8 @@ def run_regime(settings: RegimeSettings, out: Path, *, resume: bool = False, sho
             cells += cells_of(at, losses, times, link, network)
             remarks |= dict.fromkeys(_remarks(losses, link, network, note))
     assert times is not None  # there is at least one link and batch
-    return finish(_study(settings, cells, times.summary, list(remarks), reused), options)
+    notes = [*notes_on_run(options, reused), *remarks]
+    return finish(_study(settings, cells, times.summary, list(dict.fromkeys(notes))), options)
 
 
 def times_on_rank(device: torch.device, settings: CompareSettings, options: RunOptions, losses: Losses) -> Times:
@@ -133,20 +134,12 @@ def _remarks(losses: Losses, link: str, network: Network | None, note: str) -> I
         yield f"Link {link}: {network.describe()}."
 
 
-def _study(
-    settings: RegimeSettings, cells: Sequence[Cell], summary: dict[str, Any], remarks: Sequence[str], reused: int
-) -> Study:
-    configs = configs_of(settings)
+def _study(settings: RegimeSettings, cells: Sequence[Cell], summary: dict[str, Any], notes: Sequence[str]) -> Study:
     environment = {name: value for name, value in summary["environment"].items() if name != "network"}
-    how = (
-        "Time and energy to the loss are the steps to the loss times the time and energy of a step on that link, which "
-        "were measured for every strategy and seed by itself, in turns. Strategies that compute the same model share "
-        "the steps to the loss; that they do was checked on a few steps of each."
-    )
-    return Study(
+    found = Study(
         **summary | {"name": settings.name, "settings": to_dict(settings), "environment": environment, "network": None},
         question=settings.question,
         cells=tuple(cells),
-        findings=tuple(regime_findings(cells, settings.all_links, settings.all_batches)),
-        remarks=(*remarks, how, *caveats(configs, settings.seeds, environment, summary["power"].name, reused)),
+        remarks=tuple(notes),
     )
+    return interpreted(found)

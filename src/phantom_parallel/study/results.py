@@ -4,7 +4,7 @@ Every figure that may be missing is None: a strategy that missed the target has 
 without counters has no measured joules.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -135,12 +135,22 @@ class Trial:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds with its 95 % confidence interval; a single value has no interval."""
+    """A mean over seeds with its 95 % confidence interval; a single value has no interval.
+
+    Intervals of means are Student's, which is symmetric: of few values that differ much it reaches below 0. Those of
+    quantities that cannot be there are `clipped`.
+    """
 
     mean: float
     low: float | None
     high: float | None
     count: int
+
+    def clipped(self, least: float, most: float) -> "Interval":
+        """The interval without what lies below ``least`` or above ``most``, which the quantity cannot be."""
+        if self.low is None or self.high is None:
+            return self
+        return replace(self, low=max(self.low, least), high=min(self.high, most))
 
 
 @dataclass(frozen=True)
@@ -209,13 +219,21 @@ class StrategyResult:
 
 @dataclass(frozen=True)
 class Power:
-    """The watts that modelled joules are computed with."""
+    """The watts that modelled joules are computed with, and of what they are. Ranks that share a core share its watts.
+
+    Earlier results do not say of what: their watts are those of a rank, when the most ranks run.
+    """
 
     name: str
     compute_watts: float
     communication_watts: float
     idle_watts: float
     source: str
+    per: Literal["core", "device", "rank"] = "rank"
+
+
+# What the wall clock covers: the process up to the report, or the call that trained, without imports and the report.
+WallOf = Literal["process", "call"]
 
 
 @dataclass(frozen=True)
@@ -225,7 +243,7 @@ class Comparison:
     name: str
     command: str
     started: str  # ISO date and time, UTC
-    wall_seconds: float  # of the whole command, launch included
+    wall_seconds: float
     settings: dict[str, Any]
     environment: dict[str, Any]
     power: Power
@@ -240,6 +258,7 @@ class Comparison:
     timings: tuple[Timing, ...] = ()  # from which times of a step are, where curves are shared
     findings: tuple[str, ...] = ()  # sentences on which strategy needs least
     network: Network | None = None  # emulated hosts; None for loopback, and where ranks were launched externally
+    wall_of: WallOf = "call"
 
     kind = "compare"
 
@@ -275,6 +294,7 @@ class Study:
     findings: tuple[str, ...] = ()  # sentences derived from the cells
     remarks: tuple[str, ...] = ()
     network: Network | None = None  # emulated hosts of all cells
+    wall_of: WallOf = "call"
 
     kind = "study"
 

@@ -26,7 +26,8 @@ from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.energy import EnergyMeter, PowerProfile, load_power_profile
 from phantom_parallel.study.contenders import Contender
 from phantom_parallel.study.environment import environment
-from phantom_parallel.study.results import CurvePoint, Power, Run, RunStatus, Timing
+from phantom_parallel.study.remarks import power_of
+from phantom_parallel.study.results import CurvePoint, Run, RunStatus, Timing
 from phantom_parallel.study.session import RunOptions, prepare_folder
 from phantom_parallel.study.settings import Settings, to_dict
 from phantom_parallel.study.timing import WARM_UP, TimedSteps, time_steps
@@ -156,7 +157,7 @@ class CellRunner:
             "settings": to_dict(self._settings),
             "environment": environment(self.device, self._options.network),
             "network": self._options.network,
-            "power": Power(**asdict(self.power(self._settings.world_size))),
+            "power": power_of(load_power_profile(self._settings.profile)),
         }
 
     def _create_context(self, ranks: int, dp: int) -> ParallelContext | None:

@@ -109,10 +109,16 @@ def launch_ranks(work: Callable[..., T], settings: Settings, options: RunOptions
 
 
 def finish(found: R, options: RunOptions) -> R | None:
-    """The results with the wall clock of the call; None on ranks other than 0 of an external launcher."""
+    """The results with the time that the call took; None on ranks other than 0 of an external launcher."""
     if not options.local and not is_rank_zero():
         return None
     return replace(found, wall_seconds=time.monotonic() - options.clock)
+
+
+def notes_on_run(options: RunOptions, reused: int) -> list[str]:
+    """What a reader must know that only the run does: about its network, and cells that an earlier call finished."""
+    earlier = f"{reused} trainings were finished by an earlier call; the wall clock is that of the last call alone."
+    return [note for note in (options.note, earlier if reused else "") if note]
 
 
 def _check_trainings(configs: Iterable[TrainConfig], profile: str | None, local: bool) -> None:

@@ -1,6 +1,6 @@
 """Studies: sweeps over a few settings, cell by cell, each kept on disk when it is finished."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,11 +12,12 @@ import torch
 from phantom_parallel.cost.hardware import load_profile
 from phantom_parallel.cost.timing import step_time
 from phantom_parallel.families.registry import get_family
-from phantom_parallel.study.analysis import caveats, counts
+from phantom_parallel.study.analysis import counts
+from phantom_parallel.study.interpretation import interpreted
 from phantom_parallel.study.results import Cell, CurvePoint, Run, Study
 from phantom_parallel.study.runner import CellRunner, cell_runner
 from phantom_parallel.study.search import search
-from phantom_parallel.study.session import RunOptions, run_on_ranks
+from phantom_parallel.study.session import RunOptions, notes_on_run, run_on_ranks
 from phantom_parallel.study.settings import StudySettings
 from phantom_parallel.train.config import TrainConfig
 
@@ -45,22 +46,8 @@ def study_on_rank(device: torch.device, settings: StudySettings, options: RunOpt
     with cell_runner(device, settings, options, len(settings.cells) * each) as runner:
         cells = _time_cells(settings, runner) if timed else _train_cells(settings, runner)
     cells += [_modelled_cell(settings, cell) for cell in settings.modelled]
-    summary = runner.summary()
-    configs = [settings.config(cell, lr=1e-3, seed=0) for cell in settings.cells]
-    seeds = None if timed else settings.seeds
-    remarks = [*caveats(configs, seeds, summary["environment"], summary["power"].name, runner.reused)]
-    if settings.modelled:
-        remarks.append(
-            "Modelled cells come from the cost formulas and a hardware profile: they were not run, and are about that "
-            "hardware, not about the machine of the measured ones."
-        )
-    return Study(
-        **summary,
-        question=settings.question,
-        cells=tuple(cells),
-        findings=tuple(findings(settings, cells)),
-        remarks=tuple(remarks),
-    )
+    notes = notes_on_run(options, runner.reused)
+    return interpreted(Study(**runner.summary(), question=settings.question, cells=tuple(cells), remarks=tuple(notes)))
 
 
 def cell_name(cell: Mapping[str, Any]) -> str:
@@ -74,7 +61,7 @@ def _train_cells(settings: StudySettings, runner: CellRunner) -> list[Cell]:
     leading = [name for name, cell in named.items() if settings.is_reference(cell)]
     done: list[Cell] = []
     target: float | None = None
-    budget: float | None = None
+    budgets: dict[int, float] = {}
     for group in (leading, [name for name in named if name not in leading]):
         runs = _train_group(settings, runner, {name: named[name] for name in group}, target)
         if settings.reference is not None and group is leading:
@@ -82,9 +69,18 @@ def _train_cells(settings: StudySettings, runner: CellRunner) -> list[Cell]:
             if not reached:
                 raise ValueError(f"the cells of the reference {settings.reference} reached no finite loss")
             target = max(reached)  # which every run of the reference has reached
-            budget = median(run.joules for _, run in runs if run.joules is not None)
-        done += [_trained_cell(settings, named[name], run, target, budget) for name, run in runs]
+            budgets = _budgets(run for _, run in runs)
+        done += [_trained_cell(settings, named[name], run, target, budgets.get(run.seed)) for name, run in runs]
     return done
+
+
+def _budgets(runs: Iterable[Run]) -> dict[int, float]:
+    """The energy of the reference with each seed, which runs of that seed are compared at."""
+    spent: dict[int, list[float]] = {}
+    for run in runs:
+        if run.joules is not None:
+            spent.setdefault(run.seed, []).append(run.joules)
+    return {seed: median(joules) for seed, joules in spent.items()}
 
 
 def _train_group(
@@ -110,15 +106,20 @@ def _train_group(
 def _trained_cell(
     settings: StudySettings, cell: Mapping[str, Any], run: Run, target: float | None, budget: float | None
 ) -> Cell:
-    """A training as a cell: to the target if there is one, else to its end. ``budget``: joules of the reference."""
+    """A training as a cell. The loss is that at its end. Steps, time and energy are those to the target if there is
+    one, else to the end; ``end_steps`` are those of the loss where the two differ. ``budget``: joules of the reference.
+    """
     config = settings.config(cell, lr=run.lr, seed=run.seed)
     end = next((point for point in run.curve if target is not None and point.loss <= target), None)
     reached = None if target is None else float(end is not None)
     last = end or (run.curve[-1] if run.curve and target is None else None)
-    within = [point.loss for point in run.curve if point.joules is not None and point.joules <= (budget or 0.0)]
+    at_equal_steps = (point.loss for point in run.curve if point.step == settings.steps)
     values: dict[str, float | None] = {
         "loss": run.loss,
-        "loss_at_equal_energy": min(within, default=None),
+        "end_steps": None if target is None else run.steps,
+        "loss_at_equal_steps": None if target is None else next(at_equal_steps, None),
+        "loss_at_target": None if end is None else end.loss,
+        "loss_at_equal_energy": None if budget is None else loss_within(run.curve, budget),
         "target": target,
         "reached": reached,
         "steps": None if last is None else last.step,
@@ -130,6 +131,14 @@ def _trained_cell(
         **counts(config),
     }
     return Cell(cell_name(cell), _identity(config) | {"lr": run.lr, "seed": run.seed}, values, status=run.status)
+
+
+def loss_within(curve: Sequence[CurvePoint], joules: float) -> float | None:
+    """The loss at the last evaluation within a budget of energy. It is not the lowest until then, since the loss of the
+    reference is not either.
+    """
+    within = [point.loss for point in curve if point.joules is not None and point.joules <= joules]
+    return within[-1] if within else None
 
 
 def _time_cells(settings: StudySettings, runner: CellRunner) -> list[Cell]:
@@ -188,63 +197,3 @@ def _identity(config: TrainConfig) -> dict[str, Any]:
     """The settings that identify a cell in tables."""
     names = ("strategy", *get_family(config.family).shown_settings, "blocks", "ghosts", "ranks", "dp", "batch")
     return {name: getattr(config, name) for name in names}
-
-
-def findings(settings: StudySettings, cells: Sequence[Cell]) -> Iterator[str]:
-    """Sentences that follow from the cells."""
-    yield from _against_tensor(cells) if settings.reference is None else _against_reference(settings, cells)
-
-
-def _against_reference(settings: StudySettings, cells: Sequence[Cell]) -> Iterator[str]:
-    """Which phantom models reach the loss of the reference in all of their runs, their size and their energy."""
-    reference = [cell for cell in cells if settings.is_reference(cell.settings)]
-    name = reference[0].name
-    groups: dict[str, list[Cell]] = {}
-    for cell in cells:
-        if cell.settings["strategy"] == "phantom":
-            groups.setdefault(cell.name, []).append(cell)
-    reaching = {one: runs for one, runs in groups.items() if all(run.values["reached"] for run in runs)}
-    for one, runs in reaching.items():
-        ranks, more = runs[0].settings["ranks"], reference[0].settings["ranks"]
-        where = f"on {ranks} ranks instead of {more}" if ranks != more else f"on the same {ranks} ranks"
-        share = (runs[0].values["parameters"] or 0) / (reference[0].values["parameters"] or 1)
-        spent = _median_ratio(runs, reference, "joules")
-        energy = "" if spent is None else f" and {spent:.0%} of the modelled energy"
-        yield f"{one} reaches the loss of {name} {where}, with {share:.0%} of the parameters{energy}."
-    missed = [one for one in groups if one not in reaching]
-    if missed:
-        yield f"The loss of {name} was not reached in every run by {', '.join(missed)}."
-    for one, runs in groups.items() if not settings.stop_at_target else ():
-        losses = [loss for run in runs if (loss := run.values["loss_at_equal_energy"]) is not None]
-        theirs = [loss for run in reference if (loss := run.values["loss"]) is not None]
-        if losses and theirs:
-            yield f"With the energy of {name}, {one} reaches {median(losses):.4g}, {name} {median(theirs):.4g}."
-
-
-def _against_tensor(cells: Sequence[Cell]) -> Iterator[str]:
-    """The range of the ratio of phantom's cells to tensor's, of pairs that differ in nothing else."""
-    measured = [cell for cell in cells if not cell.modelled]
-    modelled = [cell for cell in cells if cell.modelled]
-    for kind, chosen in (("measured", measured), ("modelled", modelled)):
-        for measure, words in (("step_seconds", "step time"), ("joules_per_sample", "modelled energy per sample")):
-            ratios = []
-            for cell in chosen:
-                other = next((one for one in chosen if _pair(cell, one)), None)
-                if other is not None:
-                    mine, theirs = cell.values.get(measure), other.values.get(measure)
-                    if mine is not None and theirs:
-                        ratios.append(mine / theirs)
-            if ratios:
-                yield f"Of tensor's {words}, phantom takes {min(ratios):.0%} to {max(ratios):.0%} ({kind} steps)."
-
-
-def _pair(phantom: Cell, tensor: Cell) -> bool:
-    if (phantom.settings["strategy"], tensor.settings["strategy"]) != ("phantom", "tensor"):
-        return False
-    same = phantom.settings.keys() - {"strategy", "blocks", "ghosts", "lr", "seed"}
-    return all(phantom.settings[name] == tensor.settings.get(name) for name in same)
-
-
-def _median_ratio(some: Sequence[Cell], others: Sequence[Cell], measure: str) -> float | None:
-    first, second = ([v for cell in part if (v := cell.values[measure]) is not None] for part in (some, others))
-    return median(first) / median(second) if first and second else None
