@@ -1,0 +1,46 @@
+"""The figures of a plan: legends that are whole, and a warning where phantom stands beside the dense model."""
+
+import pytest
+
+from phantom_parallel.cost.hardware import load_profile
+from phantom_parallel.cost.planner import PlanRequest, plan, scaling
+from phantom_parallel.families.ffn.sizes import FFNSizes
+from phantom_parallel.report import plan_figures
+
+WARNING = "phantom is another, smaller model than the dense one: its loss is not compared here"
+
+
+@pytest.fixture
+def drawn(monkeypatch, tmp_path):
+    """Draw both figures of a plan, and return them as matplotlib has them."""
+    figures = []
+    monkeypatch.setattr(plan_figures, "save", lambda figure, stem: figures.append(figure) or [])
+
+    def draw(**changes):
+        request = PlanRequest(
+            model=FFNSizes(width=16384, depth=8), batch=256, devices=64, profile=load_profile("dgx-a100"), **changes
+        )
+        plan_figures.draw_scaling(request, scaling(request), tmp_path)
+        plan_figures.draw_tradeoff(plan(request), tmp_path)
+        return figures
+
+    return draw
+
+
+def test_legends_are_within_the_figure(drawn):
+    for figure in drawn():
+        figure.canvas.draw()
+        (legend,) = figure.legends
+        box = legend.get_window_extent()
+        assert box.x0 >= 0
+        assert box.x1 <= figure.bbox.width
+        assert len(legend.get_texts()) > 5
+
+
+def test_the_title_says_that_phantom_is_another_model_unless_its_ghosts_are_known_to_suffice(drawn):
+    for figure in drawn():
+        assert WARNING in figure.get_suptitle()
+    for figure in drawn(min_ghosts=16)[2:]:
+        assert "another" not in figure.get_suptitle()
+    for figure in drawn(strategies=("tensor", "megatron"))[4:]:
+        assert "another" not in figure.get_suptitle()
