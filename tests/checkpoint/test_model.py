@@ -110,7 +110,7 @@ def test_a_failed_write_leaves_the_old_model_and_nothing_else(tmp_path, monkeypa
     def fail(*args, **kwargs):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("phantom_parallel.checkpoint.model.write_tensor_file", fail)
+    monkeypatch.setattr("phantom_parallel.checkpoint.whole_files.write_tensor_file", fail)
     with pytest.raises(OSError, match="no space left"):
         save_model(FFN(PHANTOM), tmp_path / "model", overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -18,19 +18,23 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 
 from phantom_parallel.checkpoint.description import described_files, read_description
+from phantom_parallel.checkpoint.module_state import load_copies, parts_to_save, tensors_of
 from phantom_parallel.checkpoint.parts import (
     Group,
     Part,
     group_of,
+    meet,
     on_every_rank,
     rank_in,
     shared_scratch,
     storage_group,
 )
-from phantom_parallel.checkpoint.shards import merge_shards, read_metadata, read_shards, save_shards, verify
-from phantom_parallel.checkpoint.tensor_file import FileDigest, TensorLayout, write_tensor_file
+from phantom_parallel.checkpoint.shards import read_metadata, read_shards, save_shards, verify
+from phantom_parallel.checkpoint.tensor_file import FileDigest, TensorLayout
+from phantom_parallel.checkpoint.whole_files import INDEX, WEIGHTS, merge_files, write_tensors
+from phantom_parallel.distributed.objects import process_group_of
 from phantom_parallel.families.registry import family_names, get_family
-from phantom_parallel.utils.files import atomic_folder, replace_folder, write_json
+from phantom_parallel.utils.files import atomic_folder, check_replaceable, replace_folder, write_json
 from phantom_parallel.utils.strategies import get_strategy
 from phantom_parallel.utils.wire import WireFormat
 
@@ -38,7 +42,7 @@ __all__ = ["StoredModel", "consolidate_model", "family_of", "load_model", "read_
 
 FORMAT = "phantom-parallel"
 VERSION = 2
-WEIGHTS, CONFIG, INDEX = "model.safetensors", "config.json", "model.safetensors.index.json"
+CONFIG = "config.json"
 
 
 def save_model(
@@ -67,14 +71,16 @@ def save_model(
         complete: Called on rank 0 with the folder before it gets its name, to add files.
 
     Raises:
-        FileExistsError: If ``path`` exists and ``overwrite`` is False.
+        FileExistsError: If ``path`` exists and ``overwrite`` is False, or if it is not the folder of a model.
         OSError: On every rank, if the model cannot be written.
+        ValueError: If a tensor cannot be saved, such as one that is no DTensor and differs between ranks.
+        RuntimeError: If another rank that holds a part of the model does not call this.
     """
-    path = Path(path).absolute()
-    tensors = _tensors_of(model)
-    group = storage_group(_group_of(model, tensors))
+    path = _target(path)
+    tensors = tensors_of(model)
+    group = _storage_group(_group_of(model, tensors), "save_model")
     on_every_rank(lambda: _check_target(path, overwrite, group), group)
-    parts = {name: Part.of(tensor) for name, tensor in tensors.items()}
+    parts = parts_to_save(tensors, group)
 
     def finish(scratch: Path, files: dict[str, FileDigest]) -> None:
         if complete is not None:
@@ -93,7 +99,7 @@ def save_model(
                     scratch,
                     group,
                     prefix="shard",
-                    finish=lambda files: finish(scratch, _merge(scratch, files, scratch, max_shard_size)),
+                    finish=lambda files: finish(scratch, merge_files(scratch, files, scratch, max_shard_size)),
                 )
             else:
                 save_shards(parts, scratch, group, prefix="shard", finish=lambda files: finish(scratch, files))
@@ -122,24 +128,13 @@ def write_model(
         max_shard_size: As for `save_model`.
         complete: As for `save_model`.
     """
-    with atomic_folder(Path(path).absolute(), overwrite=overwrite) as scratch:
+    path = _target(path)
+    _check_target(path, overwrite, None)
+    with atomic_folder(path, overwrite=overwrite) as scratch:
         files = write_tensors(scratch, list(layouts), load, max_shard_size)
         if complete is not None:
             complete(scratch)
         write_json(scratch / CONFIG, _describe(config, files))
-
-
-def write_tensors(
-    folder: Path, layouts: list[TensorLayout], load: Callable[[str], Tensor], limit: int | None = None
-) -> dict[str, FileDigest]:
-    """Write whole tensors to files of at most ``limit`` bytes in a folder, one tensor at a time in memory."""
-
-    def write(file: Path, names: list[str]) -> FileDigest:
-        chosen = set(names)
-        found = [layout for layout in layouts if layout.name in chosen]
-        return write_tensor_file(file, found, load, {"format": "pt"})
-
-    return _write_whole(folder, layouts, limit, write)
 
 
 class StoredModel:
@@ -157,7 +152,7 @@ class StoredModel:
         self._files = _files_of(found, self.path)
         self.config = _config(*_family_settings(found, self.path / CONFIG), self.path / CONFIG)
         self._stored = read_metadata(self.path, self._files)
-        described = _tensors_of(_maker(found, self.path / CONFIG)(device="meta"))
+        described = tensors_of(_maker(found, self.path / CONFIG)(device="meta"))
         _compare(self._stored, described, _place(self.path, self._files), f"the model that {CONFIG} describes")
         if found["version"] > 1:
             verify(self.path, self._files, None)
@@ -198,36 +193,61 @@ def load_model(
         The model; ``into`` if it was given.
 
     Raises:
-        ValueError: If the folder is not a complete model, does not fit, or has changed since it was written.
+        ValueError: On every rank, if the folder is not a complete model, does not fit, or has changed since it was
+            written.
+        RuntimeError: If another rank that is to hold a part of the model does not call this.
     """
     path = Path(path)
-    found = read_description(path / CONFIG, "model", FORMAT, (1, VERSION))
-    files = _files_of(found, path)
     if into is None:
-        make = _maker(found, path / CONFIG, strategy)
-        described = _tensors_of(make(device="meta"))
-    elif (mesh, device, dtype, strategy, wire) != (None, None, None, None, "full"):
-        raise ValueError("mesh, device, dtype, strategy and wire are those of the module given as into: leave them out")
-    else:
-        described = _tensors_of(into)
-    stored = read_metadata(path, files)
-    whose = f"the model that {CONFIG} describes" if into is None else "the module to fill"
-    _compare(stored, described, _place(path, files), whose)
-    model = into
-    if model is None:
-        dtype = dtype or stored[next(iter(described))].properties.dtype
-        model = make(mesh=mesh, device="meta", dtype=dtype, wire=wire)
+        group = _storage_group(None if mesh is None else process_group_of(mesh), "load_model")
+        found = on_every_rank(lambda: _Stored(path, None, strategy), group)
         where = torch.device(device or (mesh.device_type if mesh is not None else torch.get_default_device()))
+        model = found.make(mesh=mesh, device="meta", dtype=dtype or found.dtype, wire=wire)
         if where.type == "meta":
             return model
         model.to_empty(device=where)
-    tensors = _tensors_of(model)
-    group = storage_group(_group_of(model, tensors))
-    if found["version"] > 1:
-        verify(path, files, group)
+    else:
+        if (mesh, device, dtype, strategy, wire) != (None, None, None, None, "full"):
+            raise ValueError(
+                "mesh, device, dtype, strategy and wire are those of the module given as into: leave them out"
+            )
+        model = into
+        group = _storage_group(_group_of(model, tensors_of(model)), "load_model")
+        found = on_every_rank(lambda: _Stored(path, model), group)
+    tensors = tensors_of(model)
+    if found.digests:
+        verify(path, found.files, group)
     parts = {name: Part.of(tensor) for name, tensor in tensors.items()}
-    on_every_rank(lambda: read_shards(parts, path, files), group)
+    on_every_rank(lambda: read_shards(parts, path, found.files), group)
+    on_every_rank(lambda: load_copies(model, tensors), group)
     return model
+
+
+class _Stored:
+    """What is to be read from a folder, once its description and the shapes of its tensors were found to fit.
+
+    Args:
+        path: The folder.
+        into: The module to fill; None for a model of a family.
+        strategy: As for `load_model`.
+    """
+
+    def __init__(self, path: Path, into: nn.Module | None, strategy: str | None = None) -> None:
+        about = read_description(path / CONFIG, "model", FORMAT, (1, VERSION))
+        self.files, self.digests = _files_of(about, path), about["version"] > 1
+        if into is None:
+            self.make = _maker(about, path / CONFIG, strategy)
+            into, whose = self.make(device="meta"), f"the model that {CONFIG} describes"
+        else:
+            whose = "the module to fill"
+            if on_meta := [name for name, tensor in into.state_dict().items() if tensor.is_meta]:
+                raise ValueError(
+                    f"{on_meta[0]} of {whose} is on the meta device: give it memory first, with to_empty(device=...)"
+                )
+        described = tensors_of(into)
+        stored = read_metadata(path, self.files)
+        _compare(stored, described, _place(path, self.files), whose)
+        self.dtype = next((stored[name].properties.dtype for name in described), None)
 
 
 def consolidate_model(path: str | os.PathLike[str], *, max_shard_size: int | None = None) -> None:
@@ -243,7 +263,7 @@ def consolidate_model(path: str | os.PathLike[str], *, max_shard_size: int | Non
         for file in path.iterdir():
             if file.is_file() and file.name not in {*files, CONFIG, INDEX}:
                 shutil.copy2(file, scratch)
-        write_json(scratch / CONFIG, found | {"files": _merge(path, files, scratch, max_shard_size, keep=True)})
+        write_json(scratch / CONFIG, found | {"files": merge_files(path, files, scratch, max_shard_size, keep=True)})
 
 
 def family_of(path: str | os.PathLike[str]) -> str:
@@ -258,12 +278,10 @@ def read_config(path: str | os.PathLike[str]) -> Any:
     return _config(*_family_settings(read_description(about, "model", FORMAT, (1, VERSION)), about), about)
 
 
-def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    tensors = model.state_dict()
-    for name, value in tensors.items():
-        if not isinstance(value, Tensor):
-            raise ValueError(f"{name} is a {type(value).__name__}: only tensors can be saved")
-    return {name: value.detach() for name, value in tensors.items()}
+def _storage_group(group: Group, function: str) -> Group:
+    """The group of ranks that write or read together, once all of them are there."""
+    meet(group, f"every rank that holds a part of the model calls {function}")
+    return storage_group(group)
 
 
 def _group_of(model: nn.Module, tensors: dict[str, Tensor]) -> Group:
@@ -281,43 +299,6 @@ def _describe(config: Any, files: dict[str, FileDigest]) -> dict[str, Any]:
             config = replace(config, strategy="dense")
         about |= {"family": config.family, "config": asdict(config)}
     return about | {"files": files}
-
-
-def _merge(
-    shards: Path, files: dict[str, FileDigest], target: Path, limit: int | None, *, keep: bool = False
-) -> dict[str, FileDigest]:
-    """Make files of whole tensors in ``target`` from ``shards``, which are removed unless ``keep``."""
-    stored = read_metadata(shards, files)
-    layouts = [TensorLayout(name, tuple(about.size), about.properties.dtype) for name, about in stored.items()]
-    made = _write_whole(target, layouts, limit, lambda file, names: merge_shards(shards, files, file, names))
-    if not keep:
-        for name in files:
-            (shards / name).unlink()
-    return made
-
-
-def _write_whole(
-    folder: Path,
-    layouts: list[TensorLayout],
-    limit: int | None,
-    write: Callable[[Path, list[str]], FileDigest],
-) -> dict[str, FileDigest]:
-    """Distribute whole tensors over files of at most ``limit`` bytes, in their order, and write each file."""
-    plan: list[list[str]] = [[]]
-    filled = 0
-    for layout in layouts:
-        if plan[-1] and limit is not None and filled + layout.bytes > limit:
-            plan.append([])
-            filled = 0
-        plan[-1].append(layout.name)
-        filled += layout.bytes
-    if len(plan) == 1:
-        return {WEIGHTS: write(folder / WEIGHTS, plan[0])}
-    files = {f"model-{index:05d}-of-{len(plan):05d}.safetensors": names for index, names in enumerate(plan, 1)}
-    total = sum(layout.bytes for layout in layouts)
-    weight_map = {name: file for file, names in files.items() for name in names}
-    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    return {file: write(folder / file, names) for file, names in files.items()}
 
 
 def _files_of(found: dict[str, Any], path: Path) -> dict[str, FileDigest]:
@@ -384,6 +365,12 @@ def _config(name: str, settings: Any, path: Path) -> Any:
         raise ValueError(f"{path}: {error}") from None
 
 
+def _target(path: str | os.PathLike[str]) -> Path:
+    """The folder to write to. A link is followed, so that it still leads to the model."""
+    path = Path(path).absolute()
+    return path.resolve() if path.is_symlink() else path
+
+
 def _check_target(path: Path, overwrite: bool, group: Group) -> None:
-    if rank_in(group) == 0 and path.exists() and not overwrite:
-        raise FileExistsError(f"{path} exists: choose another folder, or overwrite it (--overwrite, overwrite=True)")
+    if rank_in(group) == 0:
+        check_replaceable(path, overwrite, CONFIG)

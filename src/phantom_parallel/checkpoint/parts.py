@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from phantom_parallel.distributed.objects import broadcast_from_rank_zero, raise_on_all_ranks
+from phantom_parallel.distributed.rank_check import timeout_of
 from phantom_parallel.utils.files import remove_folder, scratch_folder
 
 T = TypeVar("T")
@@ -63,11 +64,35 @@ def group_of(tensors: Iterable[Tensor]) -> Group:
     """The process group of all ranks that hold parts of ``tensors``; None if this process holds them whole."""
     meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
     mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
-    if mesh is None or mesh.size() == 1:
+    if mesh is None:
+        return None
+    ranks = set(mesh.mesh.flatten().tolist())
+    if any(
+        not ranks.issuperset(other.mesh.flatten().tolist()) for other in meshes
+    ):  # such as mesh["tp"] and mesh["dp"]
+        mesh = mesh._get_root_mesh()
+    if mesh.size() == 1:
         return None
     if mesh.ndim == 1:
         return mesh.get_group()
     return dist.group.WORLD if mesh.size() == dist.get_world_size() else mesh._flatten().get_group()
+
+
+def meet(group: Group, rule: str) -> None:
+    """Wait for all ranks of ``group``, as long as its exchanges may take.
+
+    Raises:
+        RuntimeError: If a rank does not come. The message has ``rule`` and, of gloo, the ranks.
+    """
+    if size_of(group) == 1 or dist.get_backend(group) == "fake":
+        return
+    try:
+        if dist.get_backend(group) == "gloo":
+            dist.monitored_barrier(group, timeout_of(cast(dist.ProcessGroup, group)), wait_all_ranks=True)
+        else:
+            dist.barrier(group)
+    except RuntimeError as error:
+        raise RuntimeError(f"{rule}, and not all have: {' '.join(str(error).split())}") from None
 
 
 def storage_group(group: Group) -> Group:

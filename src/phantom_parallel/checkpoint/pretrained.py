@@ -15,7 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from phantom_parallel.checkpoint.model import CONFIG, INDEX, WEIGHTS
+from phantom_parallel.checkpoint.model import CONFIG
+from phantom_parallel.checkpoint.whole_files import INDEX, WEIGHTS
 from phantom_parallel.utils.files import write_text
 
 TOKENIZER = "tokenizer.json"

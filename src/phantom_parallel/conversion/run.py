@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from phantom_parallel.checkpoint.model import family_of, read_config, save_model
+from phantom_parallel.checkpoint.model import CONFIG, family_of, read_config, save_model
 from phantom_parallel.conversion.api import ConversionReport, convert
 from phantom_parallel.conversion.budget import BudgetTooSmall
 from phantom_parallel.conversion.sequential import GroupReport
@@ -18,7 +18,7 @@ from phantom_parallel.families.base import Converter
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.infer.run import check_folder
 from phantom_parallel.nn.output_fit import STEPS
-from phantom_parallel.utils.files import write_json
+from phantom_parallel.utils.files import check_replaceable, write_json
 from phantom_parallel.utils.layout import positive
 from phantom_parallel.utils.lock import FolderLock
 from phantom_parallel.utils.numbers import is_finite
@@ -140,8 +140,7 @@ def prepare(config: ConvertConfig) -> tuple[Converter, list[Any], list[Any]]:
     converter = family.converter()
     if (config.ghosts is None or config.curve) and not converter.own_ghosts:
         raise ValueError(f"all maps of the family {family.name} have the same ghosts: give ghosts, not a budget")
-    if config.out.exists() and not config.overwrite:
-        raise FileExistsError(f"{config.out} exists: choose another folder or pass --overwrite")
+    check_replaceable(config.out, config.overwrite, CONFIG)
     converter.check(settings, config.blocks, config.ghosts or 1)
     return converter, *converter.batches(config.model, settings, config.calibration, config.rows, config.length)
 

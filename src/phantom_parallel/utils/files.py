@@ -55,6 +55,20 @@ def atomic_folder(path: str | os.PathLike[str], *, overwrite: bool = False) -> I
         remove_folder(scratch)
 
 
+def check_replaceable(path: Path, overwrite: bool, marker: str) -> None:
+    """Raise FileExistsError if something is at ``path`` that a new folder may not replace: anything at all without
+    ``overwrite``, and with it anything but an empty folder or one that has the file ``marker``, as the new one will.
+    """
+    if not path.exists():
+        return
+    if not overwrite:
+        raise FileExistsError(f"{path} exists: choose another folder, or overwrite it (--overwrite, overwrite=True)")
+    if not path.is_dir() or (any(path.iterdir()) and not (path / marker).is_file()):
+        raise FileExistsError(
+            f"{path} is not the folder of a model, so it is not overwritten: choose another, or remove it yourself"
+        )
+
+
 def scratch_folder(path: Path) -> Path:
     """Make a new folder beside ``path``, for several processes to fill before one calls `replace_folder`."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -23,14 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phantom_parallel.checkpoint.model import StoredModel, write_model, write_tensors
+from phantom_parallel.checkpoint.model import CONFIG, StoredModel, write_model
 from phantom_parallel.checkpoint.pretrained import TOKENIZER, PretrainedModel, copy_kept_files
 from phantom_parallel.checkpoint.tensor_file import TensorLayout
+from phantom_parallel.checkpoint.whole_files import write_tensors
 from phantom_parallel.families.gpt.config import GPTConfig, RopeScaling
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.families.gpt.tokens import BPETokenizer
 from phantom_parallel.nn.linear import PhantomLinear
-from phantom_parallel.utils.files import atomic_folder, write_json
+from phantom_parallel.utils.files import atomic_folder, check_replaceable, write_json
 
 MODEL_TYPES = ("llama", "mistral", "qwen2")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -58,8 +59,7 @@ def import_model(
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    if out.exists() and not overwrite:
-        raise FileExistsError(f"{out} exists: choose another folder or pass --overwrite")
+    check_replaceable(out, overwrite, CONFIG)
     found = PretrainedModel(source)
     config = config_of(found.config, source)
     if context is not None:
@@ -101,6 +101,7 @@ def export_model(model: Path, out: Path, *, dtype: str | None = None, overwrite:
     Returns:
         Name of the architecture.
     """
+    check_replaceable(out, overwrite, CONFIG)
     stored = StoredModel(model)
     config: GPTConfig = stored.config
     written = stored.dtype if dtype is None else DTYPES[dtype]
@@ -109,7 +110,7 @@ def export_model(model: Path, out: Path, *, dtype: str | None = None, overwrite:
         write_tensors(scratch, layouts, lambda name: _to_pretrained(name, stored.load, config).to(written).contiguous())
         copy_kept_files(model if (model / TOKENIZER).is_file() else model.parent, scratch)
         about = _settings_of(config, _NAMES[written])
-        write_json(scratch / "config.json", about)
+        write_json(scratch / CONFIG, about)
     return str(about["architectures"][0])
 
 

@@ -1,0 +1,210 @@
+"""Modules of a user's own: what is saved once must be the same on all ranks, and what was read must be loaded."""
+
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial
+
+from phantom_parallel import PhantomLinear, load_model, save_model, shard_features
+from phantom_parallel.distributed.errors import RankDied
+from phantom_parallel.distributed.launch import launch
+from phantom_parallel.nn.sharded import full_tensor
+
+
+def block() -> tuple[nn.Module, torch.Tensor]:
+    """A phantom layer and a plain one, on this rank's features."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(1)
+    module = nn.Sequential(PhantomLinear(16, 16, blocks=4, ghosts=2, mesh=mesh), nn.GELU(), nn.Linear(8, 8))
+    return module, shard_features(torch.randn(5, 16), mesh)
+
+
+def save_after(change: float, path: str) -> tuple[str, float]:
+    """The error or the warning of saving a block whose plain layer rank 1 has changed, and how it comes back."""
+    module, x = block()
+    with torch.no_grad():
+        module[2].weight += change * dist.get_rank() * module[2].weight.abs().max()
+    expected = module(x)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            save_model(module, path)
+        except ValueError as error:
+            return str(error), 0.0
+    again, _ = block()
+    load_model(path, into=again)
+    messages = [str(one.message) for one in caught if "rounding" in str(one.message)]
+    return "".join(messages), float((again(x) - expected).abs().max())
+
+
+def test_a_plain_tensor_that_ranks_have_trained_apart_is_not_saved_as_one_of_them(ranks, tmp_path):
+    for message, _ in ranks(2)(save_after, 0.1, str(tmp_path / "model")):
+        assert message.startswith("2.weight is no DTensor, and differs between ranks 0 and 1 by up to")
+    assert not (tmp_path / "model").exists()
+
+
+def test_plain_tensors_that_have_drifted_by_rounding_are_saved_with_a_warning(ranks, tmp_path):
+    for message, difference in ranks(2)(save_after, 1e-6, str(tmp_path / "model")):
+        assert "as by rounding: it is saved as rank 0 has it" in message
+        assert difference < 1e-5
+
+
+def test_plain_tensors_that_are_the_same_are_saved_and_come_back(ranks, tmp_path):
+    assert ranks(2)(save_after, 0.0, str(tmp_path / "model")) == [("", 0.0)] * 2
+
+
+def save_on_rank_zero(device: torch.device, path: str) -> None:
+    module, _ = block()
+    if dist.get_rank() == 0:
+        save_model(module, path)
+    time.sleep(600)
+
+
+def test_a_rank_that_does_not_call_save_model_is_named_within_the_timeout(tmp_path):
+    with pytest.raises(RankDied, match=r"rank 1 did not answer in time.* in save_on_rank_zero"):
+        launch(2, save_on_rank_zero, str(tmp_path / "model"), timeout=timedelta(seconds=3))
+
+
+def message_without_others(path: str) -> str:
+    module, _ = block()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "monitored_barrier", Mock(side_effect=RuntimeError("Ranks 1 failed to pass")))
+        with pytest.raises(RuntimeError) as caught:
+            save_model(module, path)
+    return str(caught.value)
+
+
+def test_the_error_says_who_must_call_save_model(ranks, tmp_path):
+    for message in ranks(2)(message_without_others, str(tmp_path / "model")):
+        assert message == (
+            "every rank that holds a part of the model calls save_model, and not all have: Ranks 1 failed to pass"
+        )
+
+
+def unreadable_on_one_rank(path: str) -> str:
+    module, _ = block()
+    save_model(module, path)
+    own = Path(path) if dist.get_rank() else Path(path).parent / "elsewhere"  # such as a disk of the node
+    with pytest.raises(ValueError, match="elsewhere") as caught:
+        load_model(own, into=module)
+    return str(caught.value)
+
+
+def test_a_folder_that_one_rank_does_not_see_is_an_error_on_all(ranks, tmp_path):
+    messages = ranks(2)(unreadable_on_one_rank, str(tmp_path / "model"))
+    assert messages[0] == messages[1]
+
+
+def two_meshes(path: str) -> float:
+    """Layers that are sharded over one dimension of a mesh, and others over the other one."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def build(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        module = nn.Sequential(PhantomLinear(16, 16, blocks=4, ghosts=2, mesh=mesh["tp"]), nn.Linear(8, 8))
+        fully_shard(module[1], mesh=mesh["dp"])
+        return module
+
+    module, again = build(0), build(1)
+    expected = [full_tensor(parameter) for parameter in module.parameters()]
+    save_model(module, path)
+    load_model(path, into=again)
+    return max(
+        float((full_tensor(found) - right).abs().max())
+        for found, right in zip(again.parameters(), expected, strict=True)
+    )
+
+
+def test_modules_on_two_dimensions_of_a_mesh_come_back(ranks, tmp_path):
+    assert ranks(4)(two_meshes, str(tmp_path / "model")) == [0.0] * 4
+
+
+class Extra(nn.Module):
+    """A tensor that is no parameter and no buffer."""
+
+    def __init__(self, value: float, *, takes: bool = True) -> None:
+        super().__init__()
+        self.layer, self.number, self.takes = nn.Linear(2, 2), torch.full((3,), value), takes
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.number.clone()
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.number = state if self.takes else self.number
+
+
+def test_what_state_dict_copies_is_loaded_too(tmp_path):
+    save_model(Extra(7.0), tmp_path / "model")
+    assert load_model(tmp_path / "model", into=Extra(0.0)).number.tolist() == [7.0] * 3
+    with pytest.raises(ValueError, match="_extra_state cannot be loaded"):
+        load_model(tmp_path / "model", into=Extra(0.0, takes=False))
+
+
+def test_a_module_whose_state_dict_is_cast_comes_back(tmp_path):
+    def cast(module, state, prefix, metadata):
+        for name in list(state):
+            state[name] = state[name].float()
+
+    modules = [nn.Linear(3, 3, dtype=torch.bfloat16) for _ in range(2)]
+    for module in modules:
+        module.register_state_dict_post_hook(cast)
+    save_model(modules[0], tmp_path / "model")
+    load_model(tmp_path / "model", into=modules[1])
+    assert torch.equal(modules[0].weight, modules[1].weight)
+
+
+def test_a_module_without_memory_is_not_filled(tmp_path):
+    save_model(nn.Linear(3, 3), tmp_path / "model")
+    with pytest.raises(ValueError, match=r"weight of the module to fill is on the meta device.*to_empty"):
+        load_model(tmp_path / "model", into=nn.Linear(3, 3, device="meta"))
+
+
+def test_a_name_that_safetensors_reserves_is_refused(tmp_path):
+    module = nn.Module()
+    module.register_parameter("__metadata__", nn.Parameter(torch.ones(2)))
+    with pytest.raises(ValueError, match="which safetensors uses itself: rename it"):
+        save_model(module, tmp_path / "model")
+
+
+def partial_sums(path: str) -> str:
+    module = nn.Module()
+    mesh = init_device_mesh("cpu", (2,))
+    module.register_buffer("sums", DTensor.from_local(torch.ones(2), mesh, [Partial()]))
+    with pytest.raises(ValueError, match="sums is a DTensor of partial sums") as caught:
+        save_model(module, path)
+    return str(caught.value)
+
+
+def test_partial_sums_are_refused(ranks, tmp_path):
+    assert all("redistribute it before" in one for one in ranks(2)(partial_sums, str(tmp_path / "model")))
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_only_folders_of_models_are_overwritten(tmp_path, kind):
+    path = tmp_path / "mine"
+    if kind == "file":
+        path.write_text("mine")
+    else:
+        path.mkdir()
+        (path / "thesis.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="is not the folder of a model, so it is not overwritten"):
+        save_model(nn.Linear(2, 2), path, overwrite=True)
+    assert [one.name for one in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_link_to_a_model_still_leads_to_it(tmp_path):
+    save_model(nn.Linear(2, 2), tmp_path / "model")
+    (tmp_path / "latest").symlink_to("model")
+    module = nn.Linear(2, 2)
+    save_model(module, tmp_path / "latest", overwrite=True)
+    assert (tmp_path / "latest").is_symlink()
+    assert torch.equal(load_model(tmp_path / "model", into=nn.Linear(2, 2)).weight, module.weight)
