@@ -101,6 +101,12 @@ def test_what_cannot_take_turns_is_refused():
         GPT(config_of(), interleave=0)
 
 
+@pytest.mark.parametrize("strategy", ["phantom", "dense"])
+def test_tokens_on_another_device_are_refused(strategy):
+    with pytest.raises(ValueError, match="the input is on meta and the model on cpu"):
+        GPT(config_of(strategy)).logits(torch.zeros(1, 4, dtype=torch.long, device="meta"))
+
+
 def hooked(part: str) -> tuple[int, int, float]:
     """How often a hook runs on layers whose parts of a batch would take turns, its warnings, and the loss's error."""
     model, seen = filled(config_of(), one_mesh(), interleave=2), []

@@ -365,6 +365,8 @@ class GPT(nn.Module):
     def _check(self, tokens: Tensor, targets: Tensor | None, before: int) -> None:
         if self.is_first_stage and tokens.dim() != 2:
             raise ValueError(f"tokens must be (batch, positions), got shape {tuple(tokens.shape)}")
+        if tokens.device != self._like.device:  # tokens on the meta device would give uninitialized memory
+            raise ValueError(f"the input is on {tokens.device} and the model on {self._like.device}: move one of them")
         if before + tokens.shape[1] > self.config.context:
             raise ValueError(
                 f"{before + tokens.shape[1]} positions are more than the model's context of {self.config.context}"
