@@ -295,7 +295,8 @@ def test_a_strategy_with_an_error_says_so_and_has_not_missed():
     assert read(csv_files(found)["strategies.csv"])[1]["seconds_mean"] == "error"
 
 
-def test_links_and_batches_are_columns():
+def test_links_and_batches_are_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
     time, energy, _ = study_tables.study_sections(make_regime())
     headings = ("strategy: time to the loss", "loopback, batch 64", "100mbit, batch 64", "100mbit, batch 512")
     assert time.headings == headings
@@ -355,3 +356,23 @@ def test_values_of_a_study_in_the_documentation_are_ratios_by_seed():
     assert re.fullmatch(r"0\.\d\d \[0\.\d\d, 0\.\d\d\]", shown)
     with pytest.raises(ValueError, match="a place is missing"):
         pages.value("study-links phantom/megatron seconds")
+
+
+@pytest.mark.parametrize("name", ["ghosts", "scaling", "smaller", "batch", "width"])
+def test_a_terminal_of_80_characters_shows_every_digit_and_whole_words(name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = printed(study_tables.study_table(make_study(name)), width=80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    words = set(text.split())
+    section = study_tables.study_section(make_study(name), brief=True)
+    for wanted in (*section.headings, *(cell for row in section.rows for cell in (row.label, *row.cells))):
+        assert set(wanted.split()) <= words, wanted
+
+
+def test_a_terminal_leaves_out_columns_of_settings_with_one_value_and_names_it_below(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    study = make_study("ghosts")
+    assert "blocks" in study_tables.study_section(study).headings  # that tensor does not have
+    assert "blocks" not in study_tables.study_section(study, brief=True).headings
+    assert "blocks 4" in " ".join(printed(study_tables.study_table(study), width=80).split())

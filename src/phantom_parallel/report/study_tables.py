@@ -23,7 +23,10 @@ def study_table(found: Study) -> Table:
     """The table of a study for the terminal, with the main measures; the report and the CSV file have all."""
     first, *rest = study_sections(found)
     title = f"{escape(found.name)}: {escape(found.question)}"
-    fixed = ", ".join(f"{name} {value}" for name, value in fixed_settings(found.cells).items())
+    shared = fixed_settings(found.cells)
+    groups = group_cells(found.cells)
+    some = {name: values[0] for name in varying(groups) if len(values := _known(groups, name)) == 1}
+    fixed = ", ".join(f"{name} {value}" for name, value in (shared | some).items())
     caption = ". ".join(part for part in (fixed, note(found)) if part)
     table = Table(title=title, caption=escape(caption), box=SIMPLE, padding=(0, 1, 0, 0))
     fill(table, first, rest)
@@ -117,7 +120,7 @@ def fixed_settings(cells: Iterable[Cell]) -> dict[str, Any]:
 
 # Columns of a terminal's table, of studies of the loss, of regimes, and of the speed.
 BRIEF = {
-    "loss": ("loss", "end_steps", "reached", "steps", "seconds", "joules"),
+    "loss": ("loss", "reached", "steps", "seconds", "joules"),
     "reached": ("reached", "steps", "step_seconds", "seconds", "joules"),
     "step_seconds": ("step_seconds", "joules_per_sample", "blocked_share"),
 }
@@ -126,7 +129,9 @@ BRIEF = {
 def study_section(found: Study, *, brief: bool = False) -> Section:
     """A row for each group: the settings that distinguish it, then all measures, or the main ones if ``brief``."""
     settings = group_cells(found.cells)
-    names = varying(settings) or ["strategy"]
+    names = varying(settings)
+    if brief:  # without those that differ only in that some strategies do not have them
+        names = [name for name in names if len(_known(settings, name)) > 1]
     names = ["strategy", *(name for name in names if name != "strategy")]
     known = dict.fromkeys((*MEASURES, *(name for one in settings for name in one.values)))
     measures = [name for name in known if any(one.values.get(name) is not None for one in settings)]
@@ -140,6 +145,11 @@ def study_section(found: Study, *, brief: bool = False) -> Section:
         for index, one in enumerate(settings)
     ]
     return Section(headings, tuple(rows))
+
+
+def _known(found: Iterable[CellGroup], name: str) -> list[SettingValue]:
+    """The values of a setting, without None."""
+    return list(dict.fromkeys(value for one in found if (value := one.settings.get(name)) is not None))
 
 
 def study_sections(found: Study) -> tuple[Section, ...]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.box import SIMPLE
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -223,14 +224,56 @@ def _ratio(found: Comparison, strategy: str, to: str, measure: str) -> str:
 
 def fill(table: Table, first: Section, rest: Sequence[Section]) -> None:
     """Add sections to a table for the terminal. Names of strategies in its first column are not broken."""
+    fitted = _column_widths((first, *rest), Console().width)
+    if fitted is not None:
+        table.padding = (0, fitted[1], 0, 0)
     for number, heading in enumerate(first.headings):
-        names = number == 0 and heading.startswith("strategy")
-        table.add_column(escape(heading), justify="right" if number else "left", no_wrap=names)
+        table.add_column(
+            escape(heading),
+            justify="right" if number else "left",
+            no_wrap=number == 0 and heading.startswith("strategy"),
+            width=fitted[0][number] if fitted else None,
+            overflow="fold",  # no digit is left out
+        )
     _add(table, first.rows)
     for section in rest:
         table.add_section()
         table.add_row(*(escape(heading) for heading in section.headings), style="bold")
         _add(table, section.rows)
+
+
+def _column_widths(sections: Sequence[Section], console: int) -> tuple[list[int], int] | None:
+    """Widths at which lines are broken between words only, and the padding of columns; None where that needs nothing,
+    or is not possible. Values keep their units beside them if there is room for that.
+    """
+    rows = [line for one in sections for line in (one.headings, *((row.label, *row.cells) for row in one.rows))]
+    columns = list(zip(*rows, strict=True))
+    most = [max(map(len, column)) for column in columns]
+    for whole_values in (True, False):
+        least = [max(_unbroken(text, whole_values) for text in column) for column in columns]
+        least[0] = max(least[0], *(len(row.label) for one in sections for row in one.rows), 0)  # names stay whole
+        for padding in (1, 0):
+            room = console - (padding + 1) * len(columns) - 2  # without what separates columns
+            if sum(most) <= room:
+                return None
+            if sum(least) <= room:
+                return _widened(least, most, room), padding
+    return None
+
+
+def _unbroken(text: str, whole_values: bool) -> int:
+    """The width that a text needs at least."""
+    is_value = text[:1].isdigit() and "[" not in text
+    return len(text) if whole_values and is_value else max(map(len, text.split() or [""]))
+
+
+def _widened(least: Sequence[int], most: Sequence[int], room: int) -> list[int]:
+    """Widths that use all of the room, for the columns that would be broken most often."""
+    widths = list(least)
+    while sum(widths) < room:
+        column = max(range(len(widths)), key=lambda index: most[index] / max(1, widths[index]))
+        widths[column] += 1
+    return widths
 
 
 def _add(table: Table, rows: Iterable[TableRow]) -> None:
