@@ -10,7 +10,7 @@ help:
 	@echo "make venv     make $(VENV) with everything pinned in constraints.txt"
 	@echo "make test     lint, then the tests but those of the second tier"
 	@echo "make test-all lint, then all tests"
-	@echo "make campaign 100 kills and 10,000 malformed inputs: counts of tried, clean and bad, also in out/campaign.json"
+	@echo "make campaign 100 kills, 10,000 malformed inputs, 300 ranks that differ: counts of tried, clean and bad, also in out/campaign.json"
 	@echo "make lint     ruff, mypy and the direction of imports"
 	@echo "make docs     build the documentation to site/"
 	@echo "make bench    measure the layers: ratios from one interleaved run, also in out/bench.json"

@@ -1,4 +1,5 @@
-"""A campaign against the commands: malformed inputs, kills at random moments, signals, frozen ranks and full disks.
+"""A campaign against the commands: malformed inputs, kills at random moments, signals, frozen ranks, full disks, and
+ranks that differ.
 
 ``make campaign`` runs all of it and prints what was tried, clean and bad; ``make test-all`` runs a bounded share.
 """

@@ -16,6 +16,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100, help="processes to kill or stop at random moments")
     parser.add_argument("--inputs", type=int, default=10_000, help="malformed inputs to try")
     parser.add_argument("--disks", type=int, default=None, help="full disks to try; by default one for every 10 kills")
+    parser.add_argument("--differences", type=int, help="ranks that differ; by default 3 for every kill")
     parser.add_argument("--seed", type=int, default=0, help="the same seed makes the same cases")
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--only", help="a group of malformed inputs, to try no other")
@@ -31,6 +32,11 @@ def main() -> int:
     disks = given.kills // 10 if given.disks is None else given.disks
     if disks:
         tally.join(disk.run(disks, given.seed, progress=True))
+    differences = 3 * given.kills if given.differences is None else given.differences
+    if differences:
+        from tests.campaign import disagreement  # imports torch, which would slow every fork before
+
+        tally.join(disagreement.run(differences, given.seed, first=given.first, progress=True))
     seconds = time.monotonic() - began
     print(f"\n{tally.table()}\n\n{seconds:.0f} s, seed {given.seed}")
     if given.out:

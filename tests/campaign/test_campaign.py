@@ -6,7 +6,7 @@ import time
 import pytest
 
 from benchmarks import tables
-from tests.campaign import disk, inputs, kills
+from tests.campaign import disagreement, disk, inputs, kills
 from tests.campaign.tally import Bad, Tally
 
 pytestmark = [
@@ -27,6 +27,10 @@ def test_malformed_inputs_are_refused_with_a_message_or_give_valid_results():
 
 def test_a_training_that_is_killed_leaves_nobody_and_nothing_is_lost():
     assert_clean(kills.run(2, SEED, frozen=0, others=False), 3)
+
+
+def test_ranks_that_differ_are_named_by_every_rank():
+    assert_clean(disagreement.run(25, SEED), 25)
 
 
 def test_a_full_disk_stops_a_training_that_continues_later():
