@@ -61,7 +61,8 @@ def test_bytes_by_hand_and_power_times_time_is_energy(ranks, size):
         assert one.decode.bytes_per_token * BATCH == pytest.approx(moved(size, 1))
         for phase in (one.prefill, one.decode):
             assert phase.provenance == "modelled"
-            assert 0 < phase.seconds <= phase.seconds_p95
+            assert phase.seconds > 0
+            assert phase.seconds_p95 is None  # of fewer than 20 measurements
             assert 0 < phase.blocked_share < 1
         # At equal watts all seconds count alike: of all ranks, until the slowest has its token.
         assert one.prefill.joules_per_token == pytest.approx(size * 7.0 / one.prefill.tokens_per_second)
@@ -80,7 +81,7 @@ def test_one_process_counts_and_no_watts():
     assert found["dense"].parameters == 2 * (layer + 2 * 32) + 2 * 32 * 24 + 32
     for one in found.values():
         assert one.prefill.seconds_p95 is None  # of a single prefill
-        assert one.decode.seconds_p95 >= one.decode.seconds
+        assert one.decode.seconds_p95 is None  # of fewer than 20 tokens
         for phase in (one.prefill, one.decode):
             assert (phase.bytes_per_token, phase.blocked_share) == (0, 0)
             assert (phase.joules_per_token, phase.provenance) == (None, "unavailable")
