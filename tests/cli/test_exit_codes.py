@@ -60,6 +60,8 @@ def handles(pid: int, number: int) -> bool:
     [
         (signal.SIGINT, 0.2),
         (signal.SIGTERM, 1.0),
+        pytest.param(signal.SIGHUP, 0.2, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, 4.0, marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, 0.0, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, 0.0, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, 0.2, marks=pytest.mark.slow),

@@ -1,5 +1,6 @@
 """Files and folders appear whole or not at all, with the permissions of the umask."""
 
+import errno
 import json
 import math
 import os
@@ -180,3 +181,13 @@ def test_json_files_and_text_are_valid_json(tmp_path):
     assert contents(tmp_path) == {}
     write_json(tmp_path / "a.json", {"a": 1})
     assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1}
+
+
+@pytest.mark.parametrize("open_new", [atomic_file, atomic_folder])
+def test_the_error_of_a_full_disk_has_the_path(tmp_path, open_new):
+    def write() -> None:
+        with open_new(tmp_path / "model"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'model'}'"):
+        write()

@@ -1,5 +1,7 @@
 """Progress on stderr: lines without a terminal, a bar on one, and nothing if it is not to be shown."""
 
+import errno
+
 import pytest
 
 from phantom_parallel.utils import progress
@@ -106,3 +108,28 @@ def test_skipped_units_and_a_new_total_change_the_time_left(clock, capsys):
         display.set_total(5)
         display.update(3.5, line=True)
     assert lines(capsys) == ["second cell 3/10 0:00:14 left", "second cell 3/5 0:00:02 left"]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("number", [errno.EPIPE, errno.EIO, errno.ENOSPC])  # its reader, terminal or disk is gone
+def test_the_work_goes_on_if_progress_cannot_be_written(number, terminal, monkeypatch):
+    class Gone:
+        encoding, tried = "utf-8", 0
+
+        def write(self, text: str) -> int:
+            Gone.tried += 1
+            raise OSError(number, "gone")
+
+        def flush(self) -> None:
+            raise OSError(number, "gone")
+
+        def isatty(self) -> bool:
+            return terminal
+
+    monkeypatch.setattr("sys.stderr", Gone())
+    with ProgressDisplay() as display:
+        display.stage("step", 2)
+        display.update(1, line=True)
+        display.print("a line")
+        display.update(2)
+    assert Gone.tried

@@ -3,6 +3,7 @@
 0       finished
 1       a rank died, or the loss diverged
 2       a mistake in the options or files
+129     stopped by SIGHUP: its terminal was closed
 130     stopped by SIGINT
 141     the reader of the output has closed it
 143     stopped by SIGTERM
@@ -15,10 +16,11 @@ import signal
 import sys
 from collections.abc import Collection
 from types import FrameType
+from typing import TextIO, cast
 
 from phantom_parallel.distributed.errors import Interrupted, LossDiverged, PeerFailed, RankDied
 from phantom_parallel.distributed.external import global_rank, is_on_first_host, reports_error
-from phantom_parallel.distributed.signals import recorded
+from phantom_parallel.distributed.signals import recorded, stop_signals
 
 FAILED, MISTAKE, OUTPUT_CLOSED = 1, 2, 128 + 13
 _MOST_CHARACTERS = 2_000  # of a message: it may repeat a value of a file
@@ -30,14 +32,14 @@ class Signalled(BaseException):
 
 
 def exit_on_signals() -> None:
-    """Exit at once on SIGINT and SIGTERM: during imports, an exception could surface as any other."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    """Exit at once on a signal to stop: during imports, an exception could surface as any other."""
+    for number in stop_signals():
         signal.signal(number, _exit)
 
 
 def raise_on_signals() -> None:
-    """Raise `Signalled` on SIGINT and SIGTERM, so that files are closed and ranks are stopped."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    """Raise `Signalled` on a signal to stop, so that files are closed and ranks are stopped."""
+    for number in stop_signals():
         signal.signal(number, _raise)
 
 
@@ -63,13 +65,16 @@ def print_error(message: str, lost: Collection[int] = ()) -> None:
     from rich.console import Console
     from rich.markup import escape
 
+    from phantom_parallel.utils.streams import LenientStderr
+
     if len(message) > _MOST_CHARACTERS:
         half = _MOST_CHARACTERS // 2
         left_out = len(message) - 2 * half
         message = f"{message[:half]} [... {left_out:,} characters ...] {message[-half:]}"
     if reports_error(lost):
         rank = "" if is_on_first_host() else f" on rank {global_rank()}"
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error{rank}:[/] {escape(message)}")
+        console = Console(file=cast(TextIO, LenientStderr()), highlight=False, soft_wrap=True)  # keeps the exit code
+        console.print(f"[bold red]error{rank}:[/] {escape(message)}")
 
 
 def stop_output() -> int:
@@ -85,4 +90,6 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 def _raise(number: int, frame: FrameType | None) -> None:
     _received.append(number)
+    if number == signal.SIGHUP and len(_received) > 1:  # a terminal and its shell may both send it
+        return
     raise Signalled(f"stopped by {signal.Signals(number).name}")

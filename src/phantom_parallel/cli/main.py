@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 from phantom_parallel.cli import exit_codes
+from phantom_parallel.utils.streams import open_missing_streams
 
 # What each command is for; the order is that of the help.
 COMMANDS: dict[str, str] = {
@@ -43,35 +44,24 @@ def main(arguments: list[str] | None = None) -> int:
     """
     if arguments is None:
         exit_codes.exit_on_signals()
+        open_missing_streams()
     try:
-        code = _main(sys.argv[1:] if arguments is None else arguments, handle_signals=arguments is None)
-        sys.stdout.flush()
-        return code
+        return _main(sys.argv[1:] if arguments is None else arguments, handle_signals=arguments is None)
     except BrokenPipeError:  # the reader of the output has closed it, as `| head` does
         return exit_codes.stop_output()
+    except SystemExit as leaving:
+        if isinstance(leaving.__context__, BrokenPipeError):  # which rich turns into exit code 1
+            return exit_codes.stop_output()
+        raise
     finally:
         if arguments is None:
             exit_codes.exit_on_signals()  # until the interpreter has ended
 
 
 def _main(arguments: list[str], handle_signals: bool) -> int:
-    name = arguments[0] if arguments else "--help"
-    if name in ("-h", "--help"):
-        _help()
-        return 0
-    if name == "--version":
-        from phantom_parallel import __version__
-
-        print(f"phantom {__version__}")
-        return 0
-    if name not in COMMANDS:
-        exit_codes.print_error(f"there is no command {name!r}: choose from {', '.join(COMMANDS)}")
-        return exit_codes.MISTAKE
     try:
-        command = _parse(name, arguments[1:])
-        if handle_signals:
-            exit_codes.raise_on_signals()
-        command.run()
+        _run(arguments, handle_signals)
+        sys.stdout.flush()
     except (SystemExit, BrokenPipeError):
         raise
     except BaseException as error:
@@ -81,6 +71,23 @@ def _main(arguments: list[str], handle_signals: bool) -> int:
         exit_codes.print_error(str(error) or "interrupted", getattr(error, "lost", ()))
         return code
     return 0
+
+
+def _run(arguments: list[str], handle_signals: bool) -> None:
+    name = arguments[0] if arguments else "--help"
+    if name in ("-h", "--help"):
+        _help()
+    elif name == "--version":
+        from phantom_parallel import __version__
+
+        print(f"phantom {__version__}")
+    elif name not in COMMANDS:
+        raise ValueError(f"there is no command {name!r}: choose from {', '.join(COMMANDS)}")
+    else:
+        command = _parse(name, arguments[1:])
+        if handle_signals:
+            exit_codes.raise_on_signals()
+        command.run()
 
 
 def _parse(name: str, arguments: list[str]) -> Any:

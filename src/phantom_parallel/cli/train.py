@@ -18,9 +18,9 @@ from phantom_parallel.utils.network import Network
 _HELP = """Train {title} until a number of steps or a target loss. Other families: {others}.
 
 Local workers are launched by the command itself; under torchrun (RANK and WORLD_SIZE in the environment) or srun this
-process joins as one rank. Ctrl-C and SIGTERM save a checkpoint and end the training; --resume continues it, with every
-setting that is not given taken from --out. Exit codes: 0 done, 1 a rank died or the loss diverged, 2 a mistake in the
-options or files, 130 stopped by SIGINT, 143 by SIGTERM.
+process joins as one rank. Ctrl-C, SIGTERM and a closed terminal save a checkpoint and end the training; --resume
+continues it, with every setting that is not given taken from --out. Exit codes: 0 done, 1 a rank died or the loss
+diverged, 2 a mistake in the options or files, 129 stopped by SIGHUP, 130 by SIGINT, 143 by SIGTERM.
 """
 
 

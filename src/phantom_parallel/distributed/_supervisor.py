@@ -212,7 +212,7 @@ class Supervisor:
         now, first = time.monotonic(), self._first_failure()
         if first is not None and not any(rank.running for rank in self.ranks):
             return True
-        if self._stopping is not None and (len(self.stop.received) > 1 or now > self._stopping + STOP_GRACE):
+        if self._stopping is not None and (self.stop.insistent or now > self._stopping + STOP_GRACE):
             return True
         grace = STOP_GRACE if all(rank.stopped_itself for rank in self.ranks if rank.failed is not None) else GRACE
         return first is not None and now > first + grace

@@ -1,17 +1,24 @@
-"""SIGINT and SIGTERM as a request that a loop grants at its next boundary."""
+"""SIGINT, SIGTERM and SIGHUP as a request that a loop grants at its next boundary."""
 
 import signal
 import threading
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 recorded: list[signal.Signals] = []  # by every context of this process, for its exit code
 
 
+def stop_signals() -> list[signal.Signals]:
+    """The signals that ask this process to stop. SIGHUP, the end of its terminal, does unless ``nohup`` or the like has
+    it ignored.
+    """
+    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
+
+
 class StopRequest:
-    """Context in which SIGINT and SIGTERM are only recorded. Off the main thread, which alone may handle signals,
-    nothing changes.
+    """Context in which `stop_signals` are only recorded. Off the main thread, which alone may handle signals, nothing
+    changes.
     """
 
     def __init__(self) -> None:
@@ -23,9 +30,14 @@ class StopRequest:
         """Whether a signal has come."""
         return bool(self.received)
 
+    @property
+    def insistent(self) -> bool:
+        """Whether a second signal has come. SIGHUP does not count: a terminal and its shell may both send it."""
+        return len([number for number in self.received[1:] if number != signal.SIGHUP]) > 0
+
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
+            for number in stop_signals():
                 self._before[number] = signal.signal(number, self._record)
         return self
 

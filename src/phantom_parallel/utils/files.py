@@ -1,6 +1,7 @@
 """Files and folders that appear whole or not at all, with the permissions of the umask."""
 
 import ctypes
+import errno
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from typing import Any, BinaryIO
 # Prefix of unfinished files: hidden from readers, and distinct from a user's own files when `remove_scratch` runs.
 _SCRATCH = ".writing-"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
@@ -26,7 +28,7 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = _scratch_beside(path)
     try:
-        with open(scratch, "xb") as file:
+        with _naming(path), open(scratch, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -49,8 +51,9 @@ def atomic_folder(path: str | os.PathLike[str], *, overwrite: bool = False) -> I
         raise FileExistsError(f"{path} exists: choose another folder, or overwrite it (--overwrite, overwrite=True)")
     scratch = scratch_folder(path)
     try:
-        yield scratch
-        replace_folder(scratch, path)
+        with _naming(path):
+            yield scratch
+            replace_folder(scratch, path)
     finally:
         remove_folder(scratch)
 
@@ -162,6 +165,17 @@ def sync_folder(folder: Path) -> None:
         pass  # some file systems cannot sync a folder; the files themselves are synced
     finally:
         os.close(handle)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Add ``path`` to the error of a disk without room for what is written there, which does not have it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_ROOM and not error.filename:
+            error.filename = str(path)
+        raise
 
 
 def _exchange(first: Path, second: Path) -> bool:

@@ -3,15 +3,19 @@
 import time
 from datetime import timedelta
 from types import TracebackType
+from typing import TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+
+from phantom_parallel.utils.streams import LenientStderr
 
 _LINE_SECONDS = 5.0  # between lines without a terminal
 
 
 class ProgressDisplay:
-    """One bar with a title and a note. Does nothing unless ``show``, as on all ranks but the first.
+    """One bar with a title and a note. Does nothing unless ``show``, as on all ranks but the first. The work goes on if
+    nobody can read it any more.
 
     Example::
 
@@ -23,7 +27,7 @@ class ProgressDisplay:
     """
 
     def __init__(self, *, show: bool = True) -> None:
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._console = Console(file=cast(TextIO, LenientStderr()), highlight=False, soft_wrap=True)
         self._show, self._terminal = show, self._console.is_terminal
         columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}")
         self._bar = Progress(*columns, console=self._console)
