@@ -58,8 +58,15 @@ def test_what_only_the_run_knows_is_kept(found):
     assert interpreted(again) == again
 
 
-def test_settings_that_cannot_be_read_are_a_remark_and_no_error():
-    found = make_comparison(settings={"family": "of somebody else", "strategies": ["phantom"]})
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"family": "of somebody else", "strategies": ["phantom"]}, "of somebody else"),
+        ({"training": [{"width": 8}]}, "settings of a training must be an object, got list"),
+    ],
+)
+def test_settings_that_cannot_be_read_are_a_remark_and_no_error(settings, named):
+    found = make_comparison(settings=settings)
     (line,) = (line for line in interpreted(found).remarks if "cannot be read" in line)
-    assert "of somebody else" in line
+    assert named in line
     assert "caveats on the data may be missing" in line

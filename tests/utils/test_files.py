@@ -17,7 +17,10 @@ from phantom_parallel.utils import files
 from phantom_parallel.utils.files import (
     atomic_file,
     atomic_folder,
+    check_regular,
     json_text,
+    read_bytes,
+    read_text,
     remove_scratch,
     write_bytes,
     write_json,
@@ -191,3 +194,22 @@ def test_the_error_of_a_full_disk_has_the_path(tmp_path, open_new):
 
     with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'model'}'"):
         write()
+
+
+def test_only_files_of_their_own_contents_are_read(tmp_path):
+    (tmp_path / "file").write_bytes("é".encode())
+    assert (read_bytes(tmp_path / "file"), read_text(tmp_path / "file")) == (b"\xc3\xa9", "é")
+    os.mkfifo(tmp_path / "pipe")  # reading it would wait for a writer
+    (tmp_path / "zero").symlink_to("/dev/zero")  # reading it would not end
+    for name in ("pipe", "zero"):
+        with pytest.raises(OSError, match=f"not a regular file, but a pipe, socket or device: '.*{name}'"):
+            read_text(tmp_path / name)
+    with pytest.raises(IsADirectoryError, match=str(tmp_path)):
+        read_bytes(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        read_bytes(tmp_path / "nowhere")
+    with open(tmp_path / "sparse", "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(OSError, match="1,099,511,627,776 bytes are too many, at most 268,435,456 are read"):
+        read_text(tmp_path / "sparse")
+    check_regular(tmp_path / "sparse")  # files of tensors and rows may be of any size

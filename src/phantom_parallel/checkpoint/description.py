@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from phantom_parallel.checkpoint.tensor_file import FileDigest, is_digest
+from phantom_parallel.utils.files import read_text
 
 
 def read_description(path: Path, what: str, kind: str, versions: Collection[int]) -> dict[str, Any]:
@@ -21,7 +22,7 @@ def read_description(path: Path, what: str, kind: str, versions: Collection[int]
         ValueError: If the file is not readable, or is of another kind or version.
     """
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a readable {what} description: {error}") from None
     if not isinstance(found, dict) or found.get("format") != kind:

@@ -5,6 +5,7 @@ were written.
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from phantom_parallel.conversion.sequential import GroupReport
 from phantom_parallel.nn.linear import PhantomLinear
-from phantom_parallel.utils.files import write_bytes, write_json
+from phantom_parallel.utils.files import read_bytes, read_text, write_bytes, write_json
 
 STATE = "conversion.json"
 _IMPORTANCE = "importance.safetensors"
@@ -46,7 +47,7 @@ class StoredStages:
             return
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            found = json.loads((folder / STATE).read_text())
+            found = json.loads(read_text(folder / STATE))
             if found["settings"] == self._about["settings"]:
                 self._about |= {name: found[name] for name in ("ghosts", "stages")}
                 self._about["importance"] = found.get("importance")
@@ -120,7 +121,7 @@ class StoredStages:
         if self._folder is None or digest is None:
             return None
         try:
-            data = (self._folder / name).read_bytes()
+            data = read_bytes(self._folder / name, math.inf)
         except OSError:
             return None
         return load(data) if sha256(data).hexdigest() == digest else None

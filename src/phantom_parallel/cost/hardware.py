@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from phantom_parallel.utils.files import write_text
+from phantom_parallel.utils.files import read_text, write_text
 from phantom_parallel.utils.numbers import is_finite
 
 SHIPPED = Path(__file__).parent / "profiles"
@@ -204,7 +204,7 @@ def _choose(wrong: str, known: Mapping[str, Any] | tuple[str, ...]) -> str:
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     """A file's fields over those of its base. A base is never one of ``seen``: a file may so extend its namesake."""
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = tomllib.loads(read_text(path))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a TOML file: {error}") from None
     _check_names(path, data)

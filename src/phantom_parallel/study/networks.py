@@ -7,7 +7,7 @@ from typing import Any
 from phantom_parallel.cost.hardware import load_profile
 from phantom_parallel.cost.links import network_of
 from phantom_parallel.distributed.hosts import why_unavailable
-from phantom_parallel.utils.files import write_json
+from phantom_parallel.utils.files import read_bytes, write_json
 from phantom_parallel.utils.network import NO_LINK, LinkName, Network
 from phantom_parallel.utils.parsing import decode_json
 
@@ -69,4 +69,4 @@ def keep(network: Network, out: Path) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return decode_json(path.read_bytes(), dict[str, Any], str(path)) if path.exists() else {}
+    return decode_json(read_bytes(path), dict[str, Any], str(path)) if path.exists() else {}

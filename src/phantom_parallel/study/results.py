@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from phantom_parallel.utils.files import write_json
+from phantom_parallel.utils.files import read_bytes, write_json
 from phantom_parallel.utils.network import Network
 from phantom_parallel.utils.parsing import decode_json
 
@@ -329,7 +329,7 @@ def load(path: Path) -> Comparison | Study:
     """
     kinds: dict[str, type[Comparison] | type[Study]] = {one.kind: one for one in (Comparison, Study)}
     try:
-        text = path.read_bytes()
+        text = read_bytes(path)
         header = decode_json(text, _Header, "the header")
         if (header.format, header.version) != (FORMAT, VERSION) or header.kind not in kinds:
             raise ValueError(

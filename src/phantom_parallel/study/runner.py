@@ -32,7 +32,7 @@ from phantom_parallel.study.session import RunOptions, prepare_folder
 from phantom_parallel.study.settings import Settings, to_dict
 from phantom_parallel.study.timing import WARM_UP, TimedSteps, time_steps
 from phantom_parallel.train import Record, TrainConfig, train
-from phantom_parallel.utils.files import write_json
+from phantom_parallel.utils.files import read_bytes, write_json
 from phantom_parallel.utils.parsing import decode_json
 from phantom_parallel.utils.progress import ProgressDisplay
 
@@ -253,7 +253,7 @@ def _read_cell(path: Path, kind: type[C], expected: Mapping[str, Any]) -> C | No
     if not path.exists():
         return None
     try:
-        cell = decode_json(path.read_bytes(), kind, "cell")
+        cell = decode_json(read_bytes(path), kind, "cell")
         for name, value in expected.items():
             if getattr(cell, name) != value:
                 raise ValueError(f"{name} is {getattr(cell, name)!r}, expected {value!r}")

@@ -23,7 +23,7 @@ from phantom_parallel.study.results import Comparison, Study
 from phantom_parallel.study.settings import Settings, to_dict
 from phantom_parallel.train import TrainConfig
 from phantom_parallel.train.memory import check_memory
-from phantom_parallel.utils.files import write_json
+from phantom_parallel.utils.files import read_bytes, write_json
 from phantom_parallel.utils.network import Network
 from phantom_parallel.utils.parsing import decode_json
 from phantom_parallel.utils.resources import check_local_ranks
@@ -142,7 +142,7 @@ def prepare_folder(out: Path, settings: dict[str, Any], resume: bool) -> None:
 def _check_same_settings(path: Path, settings: dict[str, Any]) -> None:
     if not path.exists():
         raise ValueError(f"there is nothing to resume in {path.parent}: run without resume")
-    before = decode_json(path.read_bytes(), dict[str, Any], str(path))
+    before = decode_json(read_bytes(path), dict[str, Any], str(path))
     if "task" in before:  # name of the key in version 1
         before["family"] = before.pop("task")
     differ = [name for name in settings if before.get(name) != settings[name]]

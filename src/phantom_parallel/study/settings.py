@@ -13,6 +13,7 @@ from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
 from phantom_parallel.study.contenders import Contender, get_contender, world_size
 from phantom_parallel.study.networks import NetworkSettings
 from phantom_parallel.train.config import TrainConfig
+from phantom_parallel.utils.files import read_text
 from phantom_parallel.utils.layout import positive
 from phantom_parallel.utils.network import NO_LINK
 from phantom_parallel.utils.parsing import check_keys, convert, decode_toml
@@ -359,7 +360,7 @@ def _load(folder: Folder, name_or_path: str) -> tuple[str, dict[str, Any]]:
     if not path.exists():
         raise ValueError(f"there is no {name_or_path!r}: choose from {', '.join(known)}, or give a TOML file")
     try:
-        return path.stem, decode_toml(path.read_text(), str(path))
+        return path.stem, decode_toml(read_text(path), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not readable as TOML: {error}") from None
 

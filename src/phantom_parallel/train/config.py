@@ -266,7 +266,13 @@ class TrainConfig:
 
     @classmethod
     def current_names(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The same settings with the names that fields have now."""
+        """The same settings with the names that fields have now.
+
+        Raises:
+            ValueError: If they are no settings.
+        """
+        if not isinstance(settings, Mapping):
+            raise ValueError(f"settings of a training must be an object, got {type(settings).__name__}")
         return {cls.renamed.get(name, name): value for name, value in settings.items()}
 
     def check_resumes(self, earlier: dict[str, Any], where: str) -> None:

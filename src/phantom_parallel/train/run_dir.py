@@ -1,6 +1,7 @@
 """The folder of a training: ``config.json``, ``metrics.jsonl``, ``checkpoints/``, ``summary.json`` and ``model/``."""
 
 import json
+import math
 from dataclasses import asdict, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +11,7 @@ from phantom_parallel.families.registry import family_names, get_family
 from phantom_parallel.train import checkpoint
 from phantom_parallel.train.config import HEAL, TrainConfig
 from phantom_parallel.train.loop import Record, Summary
-from phantom_parallel.utils.files import remove_scratch, write_json, write_text
+from phantom_parallel.utils.files import read_bytes, read_text, remove_scratch, write_bytes, write_json
 from phantom_parallel.utils.lock import FolderLock
 from phantom_parallel.utils.parsing import convert
 
@@ -66,7 +67,7 @@ def read_config(out: Path, family: str | None = None, *, heals: bool = False) ->
     if not path.is_file():
         return family, {}
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(read_text(path))
         if not isinstance(found, dict):
             raise ValueError(f"expected an object, got {type(found).__name__}")
         healed = found.pop("kind", None) == HEAL
@@ -152,7 +153,7 @@ def _check_folder(config: TrainConfig, out: Path, resume: bool) -> None:
 def _is_complete(out: Path, step: int) -> bool:
     """Whether the model and the summary of a training that ended at ``step`` are there."""
     try:
-        summary = json.loads((out / SUMMARY).read_text())
+        summary = json.loads(read_text(out / SUMMARY))
     except (OSError, ValueError, RecursionError):
         return False
     same = isinstance(summary, dict) and summary.get("step") == step and summary.get("status") != "interrupted"
@@ -162,11 +163,11 @@ def _is_complete(out: Path, step: int) -> bool:
 def _drop_after(path: Path, step: int) -> None:
     """Drop what was logged after the checkpoint, since it will be logged again, and a line cut short by a crash."""
     kept = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in read_bytes(path, math.inf).splitlines() if path.exists() else []:
         try:
             if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
+                kept.append(line + b"\n")
         except (ValueError, KeyError, TypeError):
             continue
     if path.exists():
-        write_text(path, "".join(kept))
+        write_bytes(path, b"".join(kept))

@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from phantom_parallel.utils.files import check_regular
+
 FORMATS = (".npy", ".npz", ".safetensors")
 _CHUNK_BYTES = 16 << 20  # of rows that `chunks` returns together
 # The largest ratio of uncompressed to compressed bytes, for the methods that NumPy writes.
@@ -66,6 +68,7 @@ def open_array(path: Path, name: str) -> StoredArray:
         ValueError: If there is no such array, or it does not hold real numbers of at most 64 bits. Damaged files cause
             other errors as well, now or when rows are read: use `readable` around both.
     """
+    check_regular(path)
     if path.suffix == ".npy":
         return _open_npy(path)
     return _open_npz(path, name) if path.suffix == ".npz" else _open_safetensors(path, name)

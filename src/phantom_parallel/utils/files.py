@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 # Prefix of unfinished files: hidden from readers, and distinct from a user's own files when `remove_scratch` runs.
 _SCRATCH = ".writing-"
+_MOST_BYTES = 1 << 28  # of a file that is read as a whole: a description, not tensors or rows
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -113,6 +114,31 @@ def replace_folder(new: Path, path: Path) -> None:
     else:
         os.rename(new, path)
     sync_folder(path.parent)
+
+
+def check_regular(path: str | os.PathLike[str], most_bytes: float = math.inf) -> None:
+    """Raise OSError unless ``path`` is a file with contents of its own, of at most ``most_bytes``: a pipe may wait for
+    a writer, and a device such as /dev/zero may not end.
+    """
+    path = Path(path)
+    size = path.stat().st_size
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file, but a pipe, socket or device", str(path))
+    if size > most_bytes:
+        raise OSError(errno.EFBIG, f"{size:,} bytes are too many, at most {most_bytes:,} are read", str(path))
+
+
+def read_bytes(path: str | os.PathLike[str], most_bytes: float = _MOST_BYTES) -> bytes:
+    """Read a whole file, as far as `check_regular` accepts it."""
+    check_regular(path, most_bytes)
+    return Path(path).read_bytes()
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """Read a whole text file in UTF-8, as far as `check_regular` accepts it."""
+    return read_bytes(path).decode()
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:

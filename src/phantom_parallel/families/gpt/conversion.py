@@ -1,5 +1,6 @@
 """Conversion of dense transformers to phantom ones: calibration text, and the order of the phantom model's weights."""
 
+import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,6 +16,7 @@ from phantom_parallel.families.base import Converter
 from phantom_parallel.families.gpt.config import MAPS, GPTConfig
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.families.gpt.prompts import find_tokenizer
+from phantom_parallel.utils.files import read_bytes
 
 _HELD_OUT = 16  # sequences, at most
 _AT_ONCE = 8  # sequences of a batch
@@ -92,7 +94,7 @@ def read_tokens(model: Path, data: Path, config: GPTConfig) -> Tensor:
         raise ValueError(f"there is no text {data}: give a file, or a folder of files")
     files = sorted(path for path in data.rglob("*") if path.is_file()) if data.is_dir() else [data]
     try:
-        text = b"\n".join(path.read_bytes() for path in files)
+        text = b"\n".join(read_bytes(path, math.inf) for path in files)
     except OSError as error:
         raise ValueError(f"{data} is not readable as text: {error}") from None
     tokens = torch.from_numpy(find_tokenizer(model).encode(text).astype("int64"))

@@ -20,6 +20,7 @@ from phantom_parallel.families.gpt.prompts import find_tokenizer
 from phantom_parallel.families.gpt.task import GPTTask
 from phantom_parallel.families.gpt.text import Text, open_text, text_digest, windows
 from phantom_parallel.ops import vocabulary_kl_divergence
+from phantom_parallel.utils.files import read_bytes
 
 
 class HealTask(GPTTask):
@@ -165,5 +166,5 @@ def _digest(config: HealConfig, text: str) -> str:
     """Of the text and of both models, whose descriptions have digests of their weights."""
     digest = sha256(text.encode())
     for folder in (config.model, config.teacher):
-        digest.update((Path(folder) / "config.json").read_bytes())
+        digest.update(read_bytes(Path(folder) / "config.json"))
     return digest.hexdigest()[:32]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from phantom_parallel.checkpoint.model import family_of, read_config
 from phantom_parallel.families.gpt.config import GPTConfig
 from phantom_parallel.train.config import HEAL, Schedule, TrainConfig
+from phantom_parallel.utils.files import read_bytes
 from phantom_parallel.utils.layout import positive
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ class HealConfig(TrainConfig):
         from phantom_parallel.families.gpt.prompts import tokenizer_file
 
         file = tokenizer_file(Path(self.model))
-        return "bytes" if file is None else sha256(file.read_bytes()).hexdigest()
+        return "bytes" if file is None else sha256(read_bytes(file)).hexdigest()
 
     def with_absolute_data(self) -> Self:
         changed = super().with_absolute_data()
