@@ -17,13 +17,14 @@ from torch import Tensor
 
 from phantom_parallel.checkpoint.model import CONFIG
 from phantom_parallel.checkpoint.whole_files import INDEX, WEIGHTS
-from phantom_parallel.utils.files import write_text
+from phantom_parallel.utils.files import read_bytes, read_text, write_bytes, write_text
 
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 # Files beside the weights that a model keeps: they are copied in and out without changes.
 KEPT_FILES = (TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", "generation_config.json", CHAT_TEMPLATE)
+_FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes of safetensors
 
 
 class PretrainedModel:
@@ -35,7 +36,7 @@ class PretrainedModel:
     Attributes:
         path: The folder or file.
         config: The model's settings, as ``config.json`` has them.
-        shapes: Shape of each tensor by name.
+        shapes: Shape of each tensor by name. All are of floating point, and in one file each.
 
     Raises:
         ValueError: If it is not such a model, or a file is damaged or missing.
@@ -73,16 +74,25 @@ class PretrainedModel:
         copy_kept_files(self.path, folder)
 
     def _open_safetensors(self) -> Callable[[str], Tensor]:
-        files = _safetensors_files(self.path)
+        files, index = _safetensors_files(self.path)
         where: dict[str, Path] = {}
         for file in files:
             try:
                 with safe_open(file, framework="pt") as opened:
-                    for name in opened.keys():  # noqa: SIM118 (it is no dictionary)
-                        where[name] = file
-                        self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+                    found = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no dictionary)
+                    kinds = {name: one.get_dtype() for name, one in found.items()}
+                    self.shapes |= {name: tuple(one.get_shape()) for name, one in found.items()}
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{file} is not a readable safetensors file: {error}") from None
+            for name, kind in kinds.items():
+                if kind not in _FLOATS:
+                    raise ValueError(f"{file}: {name} is of the dtype {kind}: only {', '.join(_FLOATS)} are supported")
+                if name in where:
+                    raise ValueError(f"{name} is in {where[name]} and in {file}: one of them must go")
+                where[name] = file
+        for name, file in index.items():
+            if where.get(name) != file:
+                raise ValueError(f"{self.path / INDEX} has the tensor {name} in {file.name}, which does not hold it")
 
         def load(name: str) -> Tensor:
             with safe_open(where[name], framework="pt") as opened:
@@ -93,7 +103,7 @@ class PretrainedModel:
 
     def _decode_gguf(self, file: Path) -> Callable[[str], Tensor]:
         try:
-            import gguf  # noqa: F401  (transformers needs it, and says so less clearly)
+            import gguf
             import transformers
         except ImportError:
             raise ValueError(
@@ -103,6 +113,7 @@ class PretrainedModel:
         where: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
         with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere), redirect_stdout(nowhere):  # progress bars
             try:
+                _check_layers(gguf.GGUFReader(file))
                 model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **where)
                 self._tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, **where)
             except Exception as error:  # of any class: a damaged file fails anywhere in the libraries
@@ -114,13 +125,21 @@ class PretrainedModel:
         return lambda name: tensors[name]
 
 
+def _check_layers(file: Any) -> None:
+    """Raise ValueError if a GGUF file declares more layers than it can have, which would all be built."""
+    architecture = file.fields["general.architecture"].contents()
+    layers = file.fields[f"{architecture}.block_count"].contents()
+    if layers > len(file.tensors):
+        raise ValueError(f"it declares {layers} layers, and has {len(file.tensors)} tensors")
+
+
 def copy_kept_files(source: Path, folder: Path) -> None:
     """Copy the tokenizer and the files around it from one model's folder to another's. A chat template inside the
     tokenizer's settings is also written as a file of its own.
     """
     for name in KEPT_FILES:
         if (source / name).is_file():
-            write_text(folder / name, (source / name).read_text())
+            write_bytes(folder / name, read_bytes(source / name))
     if not (folder / CHAT_TEMPLATE).exists() and (source / TOKENIZER_CONFIG).is_file():
         template = read_json(source / TOKENIZER_CONFIG).get("chat_template")
         if isinstance(template, str):
@@ -130,7 +149,7 @@ def copy_kept_files(source: Path, folder: Path) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object of a file; ValueError if there is none."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not readable: {error}") from None
     if not isinstance(found, dict):
@@ -147,15 +166,16 @@ def _gguf_file(path: Path) -> Path | None:
         raise ValueError(f"there is no folder {path}")
     if (path / CONFIG).is_file():
         return None
-    found = sorted(path.glob("*.gguf"))
+    found = sorted(file for file in path.glob("*.gguf") if file.is_file())
     if len(found) != 1:
         raise ValueError(f"{path} is no pretrained model: there is neither {CONFIG} nor one GGUF file ({len(found)})")
     return found[0]
 
 
-def _safetensors_files(folder: Path) -> list[Path]:
+def _safetensors_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
+    """The files of a model's tensors, and the file of each tensor if there is an index of them."""
     if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
+        return [folder / WEIGHTS], {}
     if not (folder / INDEX).is_file():
         pickled = next(folder.glob("*.bin"), None)
         hint = f"; {pickled.name} is a pickle, which could run code" if pickled is not None else ""
@@ -167,4 +187,4 @@ def _safetensors_files(folder: Path) -> list[Path]:
     for file in files:
         if not file.is_file():
             raise ValueError(f"{file} is missing, which {INDEX} names")
-    return files
+    return files, {name: folder / file for name, file in names.items()}

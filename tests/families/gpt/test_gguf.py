@@ -88,6 +88,15 @@ def test_a_gguf_file_is_imported_with_the_same_function(tmp_path, capsys):
         assert (out / "tokenizer.json").is_file()
 
 
+def test_a_gguf_file_with_more_layers_than_tensors_is_refused_before_they_are_built(tmp_path, capsys):
+    reference = make_pretrained(tmp_path / "hf", "llama")
+    reference.config.num_hidden_layers = 10**9
+    tokenizer = json.loads((tmp_path / "hf" / "tokenizer.json").read_text())
+    write_gguf(reference, tokenizer, tmp_path / "deep.gguf")
+    assert main(["import", "--from", str(tmp_path / "deep.gguf"), "--out", str(tmp_path / "model")]) == 2
+    assert "it declares 1000000000 layers, and has 21 tensors" in capsys.readouterr().err
+
+
 def test_a_damaged_gguf_file_is_refused(tmp_path, capsys):
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(40))
     assert main(["import", "--from", str(tmp_path / "bad.gguf"), "--out", str(tmp_path / "model")]) == 2

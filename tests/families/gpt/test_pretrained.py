@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from phantom_parallel import GPT, GPTConfig, load_model, save_model
 from phantom_parallel.cli.main import main
@@ -103,8 +104,15 @@ def test_a_dense_model_runs_on_ranks_as_megatron(tmp_path, ranks):
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
         ({"rope_parameters": 3}, "rope_parameters must be an object, got 3"),
         ({"rope_parameters": {"rope_theta": 10**400}}, "a size that cannot be"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_base must be a positive number, got 0"),
+        ({"rope_parameters": {"rope_theta": "10000"}}, "rope_base must be a positive number, got '10000'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_parameters together with another rope_scaling"),
         ({"num_attention_heads": 0}, "a size that cannot be"),
-        ({"max_position_embeddings": float("inf")}, "a size that cannot be"),
+        ({"num_attention_heads": "6"}, "num_attention_heads = '6'"),
+        ({"hidden_size": 48.9}, "hidden_size = 48.9"),
+        ({"max_position_embeddings": float("inf")}, "max_position_embeddings = inf"),
+        ({"tie_word_embeddings": "false"}, "must be true or false, got 'false'"),
+        ({"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"num_hidden_layers": 3}, "no tensor model.layers.2"),
         ({"num_hidden_layers": 1}, "model.layers.1"),
@@ -121,8 +129,39 @@ def test_what_is_not_supported_is_refused_by_name_before_work(tmp_path, capsys, 
     assert main(["import", "--from", str(tmp_path / "hf"), "--out", str(tmp_path / "model")]) == 2
     message = capsys.readouterr().err
     assert named in message
+    assert str(tmp_path / "hf") in message
     assert message.count("\n") == 1
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn, torch.complex64])
+def test_tensors_that_are_not_of_floating_point_are_refused(tmp_path, dtype):
+    make_pretrained(tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    save_file(tensors | {name: tensors[name].to(dtype)}, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(ValueError, match=f"{name} is of the dtype .*: only F64, F32, F16, BF16"):
+        import_model(tmp_path / "hf", tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("holders", "named"),
+    [
+        (["second"], "has the tensor model.norm.weight in first.safetensors, which does not hold it"),
+        (["first", "second"], "model.norm.weight is in .*first.safetensors and in .*second.safetensors"),
+    ],
+)
+def test_a_tensor_that_is_not_where_the_index_has_it_or_in_two_files_is_refused(tmp_path, holders, named):
+    make_pretrained(tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    norm = {"model.norm.weight": tensors.pop("model.norm.weight")}
+    save_file(tensors | (norm if "first" in holders else {}), tmp_path / "hf" / "first.safetensors")
+    save_file(norm, tmp_path / "hf" / "second.safetensors")
+    where = dict.fromkeys([*tensors, *norm], "first.safetensors") | {"other": "second.safetensors"}
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    with pytest.raises(ValueError, match=named):
+        import_model(tmp_path / "hf", tmp_path / "model")
 
 
 def test_pickles_and_missing_files_are_refused(tmp_path, capsys):
@@ -154,5 +193,9 @@ def test_commands_from_a_folder_to_text_and_back(tmp_path, capsys):
     asked = tokenizer.apply_chat_template([{"role": "user", "content": "ghost"}], add_generation_prompt=True)
     prompt = torch.tensor([asked["input_ids"]])
     assert found["tokens"] == [greedy(reference, prompt, 6)]
+    for template in ("{{ 1 / 0 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"):
+        (tmp_path / "model" / "chat_template.jinja").write_text(template)
+        assert main(["generate", "--model", model, "--prompt", "ghost", "--chat"]) == 2
+        assert "model/chat_template.jinja cannot be used: " in capsys.readouterr().err
     assert main(["export", "--model", model, "--out", out]) == 0
     assert transformers.AutoModelForCausalLM.from_pretrained(out).config.model_type == "llama"

@@ -137,7 +137,7 @@ class GPTConfig:
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
         for name in ("rope_base", "norm_eps"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+            if not is_finite(value) or value <= 0:
                 raise ValueError(f"{name} must be a positive number, got {value!r}")
         strategy.check_blocks(self.blocks, self.ghosts)
         if self.blocks is not None:

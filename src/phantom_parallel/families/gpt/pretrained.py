@@ -36,6 +36,8 @@ from phantom_parallel.utils.files import atomic_folder, check_replaceable, write
 MODEL_TYPES = ("llama", "mistral", "qwen2")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_SIZES = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings", "sliding_window")
 _IGNORED = "rotary_emb.inv_freq"  # a buffer of old files, which the config determines
 
 
@@ -69,6 +71,8 @@ def import_model(
     _check_tensors(found, config)
     if not found.has_tokenizer:
         raise ValueError(f"{source} has no {TOKENIZER}, which is the tokenizer's only supported format")
+    if (source / TOKENIZER).is_file():
+        _check_tokenizer(source / TOKENIZER, config, source)
     with torch.device("meta"):
         outline = GPT(config).state_dict()
     layouts = [TensorLayout(name, tuple(tensor.shape), DTYPES[dtype]) for name, tensor in outline.items()]
@@ -81,8 +85,7 @@ def import_model(
 
     def complete(folder: Path) -> None:
         found.copy_files(folder)
-        if (vocab := BPETokenizer.load(folder / TOKENIZER).vocab) > config.vocab:
-            raise ValueError(f"{source}: the tokenizer has {vocab} tokens, the model only {config.vocab}")
+        _check_tokenizer(folder / TOKENIZER, config, source)  # that of a GGUF file is written first
 
     write_model(config, layouts, load, out, overwrite=overwrite, complete=complete)
     return config
@@ -134,11 +137,14 @@ def config_of(settings: dict[str, Any], source: Path) -> GPTConfig:
             refuse(f"{name} = {settings[name]!r}", repr(supported))
     if kind != "qwen2" and settings.get("attention_bias"):
         refuse("attention_bias = true", "false, or the model_type qwen2, which has no bias after attention")
+    for name in _SIZES:
+        if not isinstance(settings.get(name), int | None):
+            refuse(f"{name} = {settings[name]!r}", "a whole number")
     try:
-        dim, heads = int(settings["hidden_size"]), int(settings["num_attention_heads"])
-        head_dim = settings.get("head_dim") or dim // heads
-        if head_dim * heads != dim:
-            refuse(f"head_dim = {head_dim}", f"hidden_size / num_attention_heads = {dim / heads:g}")
+        dim, heads = settings["hidden_size"], settings["num_attention_heads"]
+        head_dim = settings.get("head_dim")
+        if head_dim is not None and head_dim * heads != dim:
+            refuse(f"head_dim = {head_dim!r}", f"hidden_size / num_attention_heads = {dim / heads:g}")
         base, scaling = _rope_of(settings, refuse)
         return GPTConfig(
             vocab=settings["vocab_size"],
@@ -149,7 +155,7 @@ def config_of(settings: dict[str, Any], source: Path) -> GPTConfig:
             hidden=settings["intermediate_size"],
             context=_context_of(settings),
             strategy="dense",
-            tie_embeddings=bool(settings.get("tie_word_embeddings", False)),
+            tie_embeddings=settings.get("tie_word_embeddings") or False,
             rope_base=base,
             norm_eps=settings.get("rms_norm_eps", 1e-6),
             qkv_bias=kind == "qwen2",
@@ -157,6 +163,9 @@ def config_of(settings: dict[str, Any], source: Path) -> GPTConfig:
         )
     except KeyError as error:
         raise ValueError(f"{source}: config.json has no {error.args[0]}") from None
+    except ValueError as error:
+        named = str(error).startswith(f"{source}: ")
+        raise ValueError(str(error) if named else f"{source}: {error}") from None
     except TypeError as error:
         raise ValueError(f"{source}: config.json has a value of a wrong type: {error}") from None
     except ArithmeticError as error:  # no heads, or numbers that are infinite
@@ -165,28 +174,32 @@ def config_of(settings: dict[str, Any], source: Path) -> GPTConfig:
 
 def _rope_of(settings: dict[str, Any], refuse: Callable[[str, str], None]) -> tuple[float, RopeScaling | None]:
     """Base and scaling of the rotary position embedding, in the form of any release of ``transformers``."""
-    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise TypeError(f"rope_parameters must be an object, got {rope!r}")
-    base = float(rope.get("rope_theta") or settings.get("rope_theta") or 10000.0)
+    given = [settings[name] for name in ("rope_parameters", "rope_scaling") if settings.get(name)]
+    if any(not isinstance(one, dict) for one in given):
+        raise TypeError(f"rope_parameters must be an object, got {given[0]!r}")
+    if len(given) == 2 and given[0] != given[1]:
+        refuse("rope_parameters together with another rope_scaling", "one of them")
+    rope = given[0] if given else {}
+    base = next((one["rope_theta"] for one in (rope, settings) if one.get("rope_theta") is not None), 10000.0)
+    base = float(base) if isinstance(base, int) else base
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return base, None
     if kind == "linear":
-        return base, RopeScaling("linear", float(rope["factor"]))
+        return base, RopeScaling("linear", rope["factor"])
     if kind != "llama3":
         refuse(f"rope scaling of the type {kind!r}", "default, linear and llama3")
-    factor, low, high = (float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
-    return base, RopeScaling("llama3", factor, low, high, int(rope["original_max_position_embeddings"]))
+    factor, low, high = (rope[name] for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    return base, RopeScaling("llama3", factor, low, high, rope["original_max_position_embeddings"])
 
 
 def _context_of(settings: dict[str, Any]) -> int:
     """Positions, at most as many as a sliding window has: within the window, attention is the full one."""
-    context = int(settings["max_position_embeddings"])
+    context: int = settings["max_position_embeddings"]
     window = settings.get("sliding_window")
     if settings.get("model_type") == "qwen2" and not settings.get("use_sliding_window", False):
         window = None
-    return context if window is None else min(context, int(window))
+    return context if window is None else min(context, window)
 
 
 def _settings_of(config: GPTConfig, dtype: str) -> dict[str, Any]:
@@ -223,7 +236,7 @@ def _settings_of(config: GPTConfig, dtype: str) -> dict[str, Any]:
 def _pretrained_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors of the pretrained model that equals a config's."""
     n, hidden, kv = config.dim, config.hidden, config.kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab, n)}
+    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (config.vocab, n)}
     rows = {"q": n, "k": kv, "v": kv}
     for index in range(config.layers):
         layer = f"model.layers.{index}."
@@ -237,8 +250,13 @@ def _pretrained_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
         shapes[f"{layer}input_layernorm.weight"] = shapes[f"{layer}post_attention_layernorm.weight"] = (n,)
     shapes["model.norm.weight"] = (n,)
     if not config.tie_embeddings:
-        shapes["lm_head.weight"] = (config.vocab, n)
+        shapes[_HEAD] = (config.vocab, n)
     return shapes
+
+
+def _check_tokenizer(path: Path, config: GPTConfig, source: Path) -> None:
+    if (vocab := BPETokenizer.load(path).vocab) > config.vocab:
+        raise ValueError(f"{source}: the tokenizer has {vocab} tokens, the model only {config.vocab}")
 
 
 def _check_tensors(found: PretrainedModel, config: GPTConfig) -> None:
@@ -251,15 +269,21 @@ def _check_tensors(found: PretrainedModel, config: GPTConfig) -> None:
                 f"{found.path}: {name} has shape {list(found.shapes[name])}, the config gives {list(shape)}"
             )
     extra = [name for name in found.shapes if name not in expected and not name.endswith(_IGNORED)]
-    extra = [name for name in extra if not (config.tie_embeddings and name == "lm_head.weight")]
+    if config.tie_embeddings and _HEAD in extra:  # a copy of the embedding, in files of earlier releases
+        extra.remove(_HEAD)
+        if not torch.equal(found.load(_HEAD), found.load(_EMBEDDING)):
+            raise ValueError(
+                f"{found.path}: {_HEAD} differs from {_EMBEDDING}, which tie_word_embeddings = true makes one: "
+                f"set it to false to keep both, or remove {_HEAD}"
+            )
     if extra:
         raise ValueError(f"{found.path} has tensors that are not supported: {', '.join(extra[:3])}")
 
 
 _PLAIN = {
-    "embedding.weight": "model.embed_tokens.weight",
+    "embedding.weight": _EMBEDDING,
     "head.norm": "model.norm.weight",
-    "head.linear.weight": "lm_head.weight",
+    "head.linear.weight": _HEAD,
 }
 _PLAIN_OF_LAYER = {
     "attention.qkv.norm": "input_layernorm.weight",
@@ -289,7 +313,7 @@ def _from_pretrained(name: str, load: Callable[[str], Tensor], config: GPTConfig
 
 def _to_pretrained(name: str, load: Callable[[str], Tensor], config: GPTConfig) -> Tensor:
     """The tensor ``name`` of the pretrained model, made of those of a model of any strategy."""
-    if name == "lm_head.weight" and config.strategy == "phantom":
+    if name == _HEAD and config.strategy == "phantom":
         return load("head.weight")
     for own, other in _PLAIN.items():
         if name == other:
