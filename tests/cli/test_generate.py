@@ -195,6 +195,7 @@ def failed(capfd) -> str:
         (["--prompt", "a", "--profile", "dgx-a1000"], "there is no profile 'dgx-a1000': did you mean 'dgx-a100'?"),
         (["--prompt", ""], "the prompt is empty"),
         ([], "give either a prompt or a file with the prompt"),
+        (["--prompt-file", "a.txt", "--chat"], "chat is for --prompt: the text of a.txt is used without changes"),
         (["--prompt-file", "nowhere.txt"], "nowhere.txt: No such file or directory"),
         (["--prompt-file", "{folder}/model/model.safetensors"], "model.safetensors is not text in UTF-8"),
         (["--prompt", "a", "--model", "{folder}"], "is not a model folder: there is no config.json in it"),

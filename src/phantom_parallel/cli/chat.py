@@ -7,6 +7,7 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from phantom_parallel.checkpoint.pretrained import CHAT_TEMPLATE, TOKENIZER_CONFIG, read_json
+from phantom_parallel.utils.files import read_text
 
 
 def chat_prompt(model: Path, message: str) -> str:
@@ -24,11 +25,12 @@ def chat_prompt(model: Path, message: str) -> str:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.globals["raise_exception"] = _refuse
     try:
-        template = environment.from_string((model / CHAT_TEMPLATE).read_text())
+        template = environment.from_string(read_text(model / CHAT_TEMPLATE))
         messages = [{"role": "user", "content": message}]
         return template.render(messages=messages, add_generation_prompt=True, **tokens)
-    except (TemplateError, TypeError, UnicodeDecodeError) as error:
-        raise ValueError(f"the chat template {model / CHAT_TEMPLATE} cannot be used: {error}") from None
+    except Exception as error:  # of any class: a template computes, and may divide by 0 or call itself without end
+        reason = str(error) or type(error).__name__
+        raise ValueError(f"the chat template {model / CHAT_TEMPLATE} cannot be used: {reason}") from None
 
 
 def _text(token: Any) -> str:

@@ -56,9 +56,11 @@ class Options(RanksOption, WireOption, NetworkOptions, ProfileOption, JsonOption
     """How often each of two models is timed, in turn; a single model is timed once, while it generates the text."""
 
     chat: Flag = False
-    """The prompt is the user's message, which the model's chat template puts into its place."""
+    """The prompt is the user's message, which the model's chat template puts into its place; not for --prompt-file."""
 
     def config(self) -> GenerateConfig:
+        if self.chat and self.prompt_file is not None:
+            raise ValueError(f"chat is for --prompt: the text of {self.prompt_file} is used without changes")
         prompts = tuple(chat_prompt(self.model, prompt) for prompt in self.prompt) if self.chat else self.prompt
         return GenerateConfig(
             model=self.model,

@@ -1,5 +1,8 @@
 """Prompts and streamed text: characters come whole, and what is streamed is the text."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -59,6 +62,58 @@ def test_byte_pairs(tmp_path):
         encode_prompt(TEXT.encode(), found, config_of())
 
 
+def tokenizer_json(**changes) -> dict:
+    """A tokenizer of words, with changes of its parts."""
+    return {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}} | changes
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"truncation": {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0}},
+        {
+            "padding": {
+                "strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 1,
+                "pad_type_id": 0, "pad_token": "b",
+            }
+        },
+    ],
+)  # fmt: skip
+def test_a_tokenizer_of_a_file_neither_cuts_nor_pads(tmp_path, changes):
+    pytest.importorskip("tokenizers")
+    words = {"pre_tokenizer": {"type": "WhitespaceSplit"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(**words | changes)))
+    assert find_tokenizer(tmp_path).encode(b"a b b").tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}}, "the prompt '  ' has no tokens"),
+        (
+            {"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 70_000}, "unk_token": "b"}},
+            "the prompt has a token 70000, but the model's vocabulary is 24",
+        ),
+        ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "c"}}, "tokenizer.json fails on a text: "),
+        (
+            {
+                "pre_tokenizer": {
+                    "type": "Split", "pattern": {"Regex": "( +)+$"}, "behavior": "Isolated", "invert": False,
+                }
+            },
+            "tokenizer.json fails on a text: ",
+        ),
+    ],
+    ids=["no tokens", "large number", "unknown word", "panic"],
+)  # fmt: skip
+def test_tokenizers_that_load_and_fail_later(tmp_path, changes, message):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(**changes)))
+    prompt = b" " * 40 + b"x" if "pre_tokenizer" in changes else b"  "
+    with pytest.raises(ValueError, match=message):
+        encode_prompt(prompt, find_tokenizer(tmp_path), config_of())
+
+
 def test_prompts(tmp_path):
     path = tmp_path / "prompt.txt"
     path.write_text(TEXT + "\n", encoding="utf-8")
@@ -90,3 +145,5 @@ def test_prompt_files_that_cannot_be_read(tmp_path):
         read_prompt(None, tmp_path / "nowhere.txt")
     with pytest.raises(ValueError, match=r"cannot be read from .*: Is a directory"):
         read_prompt(None, tmp_path)
+    with pytest.raises(ValueError, match="/dev/zero is too long for a prompt: more than 67,108,864 bytes"):
+        read_prompt(None, Path("/dev/zero"))

@@ -9,6 +9,7 @@ from torch import Tensor
 from phantom_parallel.families.gpt.config import GPTConfig
 from phantom_parallel.families.gpt.tokens import FILE, Tokenizer, load_tokenizer
 
+_MOST_BYTES = 1 << 26  # of a prompt; no context is as long
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # to which the first bytes of a character decode
 
 
@@ -40,7 +41,10 @@ def read_prompt(text: str | None, path: Path | None) -> bytes:
         raise ValueError("give either a prompt or a file with the prompt")
     if path is not None:
         try:
-            prompt = path.read_bytes()
+            with open(path, "rb") as file:  # or a pipe, such as /dev/stdin
+                prompt = file.read(_MOST_BYTES + 1)
+            if len(prompt) > _MOST_BYTES:
+                raise ValueError(f"{path} is too long for a prompt: more than {_MOST_BYTES:,} bytes")
             prompt.decode()
         except OSError as error:
             raise ValueError(f"the prompt cannot be read from {path}: {error.strerror}") from None
@@ -59,9 +63,13 @@ def encode_prompt(text: bytes, tokenizer: Tokenizer, config: GPTConfig, *, templ
     chat ``template`` made has those already.
 
     Raises:
-        ValueError: If a token is not in the model's vocabulary.
+        ValueError: If there is no token, or one that is not in the model's vocabulary.
     """
     tokens = torch.tensor([[int(token) for token in tokenizer.encode(text, special_tokens=not template)]])
+    if not tokens.numel():
+        raise ValueError(
+            f"the prompt {text[:100].decode(errors='replace')!r} has no tokens: the tokenizer leaves it out"
+        )
     if (largest := int(tokens.max())) >= config.vocab:
         raise ValueError(
             f"the prompt has a token {largest}, but the model's vocabulary is {config.vocab}: the {FILE} beside the "

@@ -1,6 +1,8 @@
 """Tokenizers: bytes, or a byte-pair encoding by the ``tokenizers`` library. Both decode to the text they encoded."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -8,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from phantom_parallel.utils.files import write_text
+from phantom_parallel.utils.files import read_text, write_text
 
 FILE = "tokenizer.json"
 _PIECE = 1 << 16  # bytes of text that are encoded at once, up to the end of a line
@@ -41,10 +43,17 @@ class ByteTokenizer:
 
 
 class BPETokenizer:
-    """A byte-level byte-pair encoding, which encodes every text. Wraps a ``tokenizers.Tokenizer``."""
+    """A byte-level byte-pair encoding, which encodes every text. Wraps a ``tokenizers.Tokenizer``.
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    Args:
+        tokenizer: The tokenizer. Texts are encoded whole: it neither cuts nor pads them any more.
+        source: Where it comes from, for errors.
+    """
+
+    def __init__(self, tokenizer: Any, source: str = "the tokenizer") -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer, self._source = tokenizer, source
 
     @classmethod
     def train(cls, text: bytes, vocab: int) -> "BPETokenizer":
@@ -64,24 +73,36 @@ class BPETokenizer:
         """Load a ``tokenizer.json``; ValueError if it is damaged."""
         library = _library()
         try:
-            return cls(library.Tokenizer.from_file(str(path)))
+            return cls(library.Tokenizer.from_str(read_text(path)), str(path))
         except Exception as error:  # the library raises no other class
             raise ValueError(f"{path} is not a readable tokenizer: {error}") from None
 
-    @property
+    @cached_property
     def vocab(self) -> int:
-        """Size of the vocabulary."""
-        return int(self._tokenizer.get_vocab_size())
+        """Size of the vocabulary, which a token's number is below."""
+        return 1 + max(self._tokenizer.get_vocab().values(), default=-1)
 
     def encode(self, text: bytes, *, special_tokens: bool = False) -> NDArray[Any]:
         dtype = np.uint16 if self.vocab <= 1 << 16 else np.uint32
         pieces = [text.decode(errors="replace")] if special_tokens else _pieces(text)
-        encoded = self._tokenizer.encode_batch(pieces, add_special_tokens=special_tokens)
-        parts = [np.asarray(part.ids, dtype=dtype) for part in encoded]
+        with self._usable():
+            encoded = self._tokenizer.encode_batch(pieces, add_special_tokens=special_tokens)
+            parts = [np.asarray(part.ids, dtype=dtype) for part in encoded]
         return np.concatenate(parts) if parts else np.empty(0, dtype=dtype)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+        with self._usable():
+            return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+    @contextmanager
+    def _usable(self) -> Iterator[None]:
+        """Turn an error of the library on a text into a ValueError. Files of others may load and fail later."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # of Rust
+                raise ValueError(f"{self._source} fails on a text: {error}") from None
+            raise
 
     def save(self, folder: Path) -> None:
         write_text(folder / FILE, self._tokenizer.to_str(pretty=True))
