@@ -1,4 +1,6 @@
-"""Sharded weights that are modified between forward and backward are noticed, as those of one process are."""
+"""Sharded weights that are modified between forward and backward are noticed, as those of one process are. Outputs may
+be modified, as by an activation in place.
+"""
 
 import pytest
 import torch
@@ -54,3 +56,19 @@ def test_backward_refuses_weights_that_were_modified_after_forward(ranks, kind, 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_backward_takes_weights_that_were_not(ranks, kind):
     assert ranks(4)(outcome, kind, "nothing") == [""] * 4
+
+
+def difference_in_place(kind: str) -> float:
+    """Of the input's gradient, between an activation in place and one that is not."""
+    layer, x = LAYERS[kind](init_device_mesh("cpu", (4,))), torch.randn(3, 4)
+    grads = []
+    for inplace in (True, False):
+        given = x.clone().requires_grad_()
+        torch.nn.functional.relu(layer(given), inplace=inplace).sum().backward()
+        grads.append(given.grad)
+    return float((grads[0] - grads[1]).abs().max())
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LAYERS if kind != "normed"])  # which saves its output
+def test_outputs_may_be_modified(ranks, kind):
+    assert ranks(4)(difference_in_place, kind) == [0.0] * 4

@@ -53,3 +53,19 @@ def test_features_that_ranks_do_not_divide_are_an_error(ranks):
 def test_without_a_mesh_nothing_happens():
     x = torch.ones(2, 3)
     assert gather_features(shard_features(x, None), None) is x
+
+
+def modified(rows: int) -> tuple[bool, bool]:
+    """Whether x is as it was, and its gradient right, after results were modified in place."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    x = torch.ones(rows, 4)
+    with torch.no_grad():
+        shard_features(x, mesh).mul_(3)
+    own = x.clone().requires_grad_()
+    gather_features(shard_features(own, mesh).mul_(3), mesh).mul_(5).sum().backward()
+    return torch.equal(x, torch.ones(rows, 4)), torch.equal(own.grad, torch.full((rows, 4), 15.0))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_results_may_be_modified(ranks, rows):
+    assert ranks(2)(modified, rows) == [(True, True)] * 2

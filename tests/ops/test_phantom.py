@@ -105,7 +105,7 @@ def test_gradcheck_and_gradgradcheck():
     def function(*tensors):
         return phantom_linear(*tensors, blocks=3)
 
-    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradcheck(function, inputs, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(function, inputs)
 
 
@@ -291,6 +291,7 @@ def transforms_across_ranks() -> list[str]:
         lambda: torch.func.grad(lambda x: function(x).sum())(x),
         lambda: torch.vmap(function)(x),
         lambda: torch.func.jvp(function, (x,), (x,)),
+        lambda: torch.autograd.functional.jacobian(function, x, vectorize=True),
     )
     texts = []
     for call in calls:

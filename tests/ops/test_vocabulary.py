@@ -62,6 +62,35 @@ def test_rows_whose_target_is_ignored_do_not_count(ranks, size):
         assert max(errors) < 1e-12
 
 
+def against_torch(case: str) -> list[tuple[bool, bool]]:
+    """Whether both losses and their gradients are those of torch, where a rank has no token left, or no row counts."""
+    ranks = rank_group(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    generator = torch.Generator().manual_seed(0)
+    logits, targets = torch.randn(4, 12, generator=generator, dtype=torch.float64), torch.tensor([0, 3, 1, 2])
+    if case == "masked":
+        logits[:, 12 // ranks.size :] = -torch.inf
+        targets %= 12 // ranks.size
+    if case == "ignored":
+        targets[:] = -100
+    whole = logits.clone().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(whole, targets)
+    expected.backward()
+    equal = []
+    for loss_of, dim in ((vocabulary_cross_entropy, 1), (row_cross_entropy, 0)):
+        own = logits.chunk(ranks.size, dim)[ranks.rank].clone().requires_grad_()
+        loss = loss_of(own, targets, group=ranks)
+        loss.backward()
+        share = whole.grad.chunk(ranks.size, dim)[ranks.rank]
+        equal.append((torch.allclose(loss, expected, equal_nan=True), torch.allclose(own.grad, share)))
+    return equal
+
+
+@pytest.mark.parametrize("case", ["masked", "ignored"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_masked_tokens_and_rows_of_which_none_counts_are_as_in_torch(ranks, size, case):
+    assert ranks(size)(against_torch, case) == [[(True, True)] * 2] * size
+
+
 def messages_about(target: int) -> list[str]:
     ranks = rank_group(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
     targets, messages = torch.tensor([1, target, 3, 4]), []

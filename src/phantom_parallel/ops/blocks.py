@@ -21,6 +21,11 @@ def merge_blocks(xs: Tensor) -> Tensor:
     return xs.squeeze(0) if xs.shape[0] == 1 else xs.transpose(0, 1).reshape(xs.shape[1], xs.shape[0] * xs.shape[2])
 
 
+def merge_result(xs: Tensor) -> Tensor:
+    """`merge_blocks` for the result of an ``autograd.Function``: no view, which autograd would not let users modify."""
+    return merge_blocks(xs).detach() if xs.shape[0] == 1 else merge_blocks(xs)
+
+
 def matmul_blocks(xs: Tensor, weight: Tensor, add_to: Tensor | None = None) -> Tensor:
     """y_i = W_i x_i: (q, B, a) with W (q b, a) -> (q, B, b)."""
     return _bmm(xs, _by_block(weight, xs.shape[0]).transpose(1, 2), add_to)
@@ -50,7 +55,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """total + a b for one product or a batch of them; in place where total is not needed again."""
     product = torch.addmm if total.dim() == 2 else torch.baddbmm
     # A compiler reuses memory by itself, a recorded graph needs the old total, and a transform has rules for neither.
-    if torch.compiler.is_compiling() or is_creating_graph() or is_transformed():
+    if torch.compiler.is_compiling() or is_creating_graph() or is_transformed() or is_batched(a):
         return product(total, a, b)
     return product(total, a, b, out=total)  # not the in-place method: torch's FlopCounterMode does not count that one
 
@@ -108,6 +113,11 @@ def is_transformed() -> bool:
     if torch.compiler.is_compiling():
         return False
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def is_batched(d: Tensor) -> bool:
+    """Whether a gradient is a batch of gradients, as of ``torch.autograd.grad`` with ``is_grads_batched=True``."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.is_legacy_batchedtensor(d)
 
 
 def check_operands(x: Tensor, weight: Tensor) -> None:

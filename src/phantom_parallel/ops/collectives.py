@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from phantom_parallel.ops.blocks import is_creating_graph
+from phantom_parallel.ops.blocks import is_batched, is_creating_graph
 from phantom_parallel.ops.polling import is_short, poll, send_short
 from phantom_parallel.ops.wire import decode, decode_exact, encode
 from phantom_parallel.utils.wire import WireFormat, check_wire
@@ -105,9 +105,18 @@ def flat_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
     raise ValueError(_wrong_mesh(mesh))
 
 
-def refuse_second_derivative(group: RankGroup) -> None:
-    """Raise RuntimeError in a backward that is itself recorded, if what it recomputes would be rounded for the wire."""
-    if group.size > 1 and group.wire != "full" and is_creating_graph():
+def check_output_grad(d: Tensor, group: RankGroup) -> None:
+    """Raise RuntimeError if a backward cannot be run for the output gradient d: one of a batch, or one that is itself
+    recorded where what is recomputed would be rounded for the wire.
+    """
+    if group.size == 1:
+        return
+    if is_batched(d):
+        raise RuntimeError(
+            "batched gradients (is_grads_batched=True, vectorize=True) are supported in one process only, not on "
+            "features sharded over ranks: compute one after the other"
+        )
+    if group.wire != "full" and is_creating_graph():
         raise RuntimeError(
             f"second derivatives are not supported with features that travel as {group.wire}: use wire='full'"
         )

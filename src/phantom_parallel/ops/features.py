@@ -5,6 +5,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
@@ -46,7 +47,7 @@ class _Shard(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return take_features(x, group).contiguous()
+        return take_features(x, group).clone(memory_format=torch.contiguous_format)  # of a single row too
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
@@ -57,7 +58,7 @@ class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, partial_grad: bool) -> Tensor:
         ctx.group, ctx.partial_grad = group, partial_grad
-        return all_gather_features(x, group)
+        return all_gather_features(x, group).detach()  # no view, which autograd would not let users modify
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:

@@ -33,10 +33,10 @@ from phantom_parallel.ops.collectives import (
     Arrived,
     Pending,
     RankGroup,
+    check_output_grad,
     finish_all_gather,
     finish_exchange,
     finish_reduce_scatter,
-    refuse_second_derivative,
     start_all_gather,
     start_exchange,
     start_reduce_scatter,
@@ -87,7 +87,7 @@ class _VocabularyLogits(Function):
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         x, norm, weight, r, y = ctx.saved_tensors
         group: Group = ctx.group
-        refuse_second_derivative(everyone(group))
+        check_output_grad(d, everyone(group))
         if is_creating_graph():
             inputs = x, norm, weight
             return *recorded_grads(_composed_vocabulary, inputs, ctx.eps, group, y.dtype, d=d), None, None, None
@@ -119,7 +119,7 @@ class _RowLogits(Function):
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         x, norm, weight, r, y = ctx.saved_tensors
         group = ctx.group
-        refuse_second_derivative(group)
+        check_output_grad(d, group)
         if is_creating_graph():
             inputs = x, norm, weight
             return *recorded_grads(_composed_rows, inputs, ctx.eps, group, y.dtype, d=d), None, None, None

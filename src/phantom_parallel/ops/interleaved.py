@@ -24,6 +24,7 @@ from phantom_parallel.ops.blocks import (
     matmul_blocks,
     matmul_blocks_t,
     merge_blocks,
+    merge_result,
     split_blocks,
     weight_grad,
 )
@@ -147,7 +148,7 @@ class _End(Function):
         pending, zs, _ = begun.take()
         gathered, squares = finish_all_gather(pending, group)  # (R, B, q k), (R, B, 1)
         zs = matmul_blocks(ghosts_of_others(gathered, blocks, group), decompress, add_to=zs)  # + D g
-        z, r = merge_blocks(zs), None  # (B, q m_out)
+        z, r = merge_result(zs), None  # (B, q m_out)
         if eps is not None:
             r = (squares.sum(0) / begun.features + eps).rsqrt()  # (B, 1)
             z = z.mul_(r)

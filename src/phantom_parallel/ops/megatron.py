@@ -20,8 +20,8 @@ from torch.autograd import Function
 from phantom_parallel.ops.blocks import apply_function, cast_for_autocast, check_operands, split_blocks
 from phantom_parallel.ops.collectives import (
     RankGroup,
+    check_output_grad,
     finish_reduce_scatter,
-    refuse_second_derivative,
     start_reduce_scatter,
 )
 from phantom_parallel.ops.features import all_gather_features, reduce_scatter_features
@@ -69,7 +69,7 @@ class _ColumnLinear(Function):
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         group = ctx.group
-        refuse_second_derivative(group)
+        check_output_grad(d, group)
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         dx = None
         if need_x:
@@ -85,7 +85,7 @@ class _ColumnLinear(Function):
 class _SumOverRanks(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
-        return all_gather_features(reduce_scatter_features(x, group), group)
+        return all_gather_features(reduce_scatter_features(x, group), group).detach()
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:

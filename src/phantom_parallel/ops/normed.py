@@ -31,6 +31,7 @@ from phantom_parallel.ops.blocks import (
     matmul_blocks,
     matmul_blocks_t,
     merge_blocks,
+    merge_result,
     recorded_grads,
     split_blocks,
     weight_grad,
@@ -38,9 +39,9 @@ from phantom_parallel.ops.blocks import (
 from phantom_parallel.ops.collectives import (
     SINGLE_RANK,
     RankGroup,
+    check_output_grad,
     finish_all_gather,
     finish_reduce_scatter,
-    refuse_second_derivative,
     start_all_gather,
     start_reduce_scatter,
 )
@@ -118,7 +119,7 @@ class _NormedPhantomLinear(Function):
         gathered, squares = finish_all_gather(pending, group)  # (R, B, q k), (R, B, 1)
         ys = matmul_blocks(ghosts_of_others(gathered, blocks, group), decompress, add_to=ys)  # + D g
         r = (squares.sum(0) / features + eps).rsqrt()  # (B, 1)
-        y = merge_blocks(ys).mul_(r)  # (B, q m_out)
+        y = merge_result(ys).mul_(r)  # (B, q m_out)
         ctx.save_for_backward(x, norm, local, compress, decompress, gathered, r, y)
         ctx.eps, ctx.blocks, ctx.group = eps, blocks, group
         return y
@@ -128,7 +129,7 @@ class _NormedPhantomLinear(Function):
         x, norm, local, compress, decompress, gathered, r, y = ctx.saved_tensors
         blocks, group = ctx.blocks, ctx.group
         need_x, need_norm, need_local, need_compress, need_decompress = ctx.needs_input_grad[:5]
-        refuse_second_derivative(group)
+        check_output_grad(d, group)
         if is_creating_graph():  # the saved results have no graph: a second derivative goes through the composed form
             inputs = (x, norm, local, compress, decompress)
             return *recorded_grads(_composed_phantom, inputs, ctx.eps, blocks, group, d=d), None, None, None
@@ -178,7 +179,7 @@ class _GatherNormed(Function):
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         x, norm, r, y = ctx.saved_tensors
         group: Group = ctx.group
-        refuse_second_derivative(everyone(group))
+        check_output_grad(d, everyone(group))
         if is_creating_graph():
             return *recorded_grads(composed_gather, (x, norm), ctx.eps, group, y.dtype, d=d), None, None, None
         du, t = reduce_scatter(split_blocks(d, group.size), group, partial_t(d, y))  # (B, m), (B, 1)

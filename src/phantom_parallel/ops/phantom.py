@@ -37,15 +37,16 @@ from phantom_parallel.ops.blocks import (
     matmul_blocks,
     matmul_blocks_t,
     merge_blocks,
+    merge_result,
     split_blocks,
     weight_grad,
 )
 from phantom_parallel.ops.collectives import (
     SINGLE_RANK,
     RankGroup,
+    check_output_grad,
     finish_all_gather,
     finish_reduce_scatter,
-    refuse_second_derivative,
     start_all_gather,
     start_reduce_scatter,
 )
@@ -114,7 +115,7 @@ class _PhantomLinear(Function):
         zs = matmul_blocks(xs, local)  # L x: (q, B, m_out), overlapped
         gathered = finish_all_gather(pending, group).values  # g of all: (R, B, q k)
         zs = matmul_blocks(ghosts_of_others(gathered, blocks, group), decompress, add_to=zs)  # + D g
-        z = merge_blocks(zs)  # (B, q m_out)
+        z = merge_result(zs)  # (B, q m_out)
 
         need_x, need_local, need_compress, need_decompress = ctx.needs_input_grad[:4]
         ctx.save_for_backward(
@@ -131,7 +132,7 @@ class _PhantomLinear(Function):
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         x, gathered, local, compress, decompress = ctx.saved_tensors
         blocks, group = ctx.blocks, ctx.group
-        refuse_second_derivative(group)
+        check_output_grad(d, group)
         need_x, need_local, need_compress, need_decompress, need_bias = ctx.needs_input_grad[:5]
         q = blocks // group.size
         dxs = d_local = d_compress = d_decompress = d_bias = None

@@ -31,9 +31,9 @@ from phantom_parallel.ops.blocks import (
 from phantom_parallel.ops.collectives import (
     SINGLE_RANK,
     RankGroup,
+    check_output_grad,
     finish_all_gather,
     finish_reduce_scatter,
-    refuse_second_derivative,
     start_all_gather,
     start_reduce_scatter,
 )
@@ -80,7 +80,7 @@ class _TensorLinear(Function):
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         gathered, weight = ctx.saved_tensors
         group = ctx.group
-        refuse_second_derivative(group)
+        check_output_grad(d, group)
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         dx = d_weight = d_bias = None
 

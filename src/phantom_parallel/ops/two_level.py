@@ -29,9 +29,9 @@ from torch.autograd import Function
 
 from phantom_parallel.ops.blocks import add_product, is_creating_graph, merge_blocks, recorded_grads, split_blocks
 from phantom_parallel.ops.collectives import (
+    check_output_grad,
     finish_all_gather,
     finish_reduce_scatter,
-    refuse_second_derivative,
     start_all_gather,
     start_reduce_scatter,
 )
@@ -89,7 +89,7 @@ class TwoLevelLinear(Function):
         group: TwoLevelGroup = ctx.group
         across, inside = group.across, group.inside
         need_x, need_local, need_compress, need_decompress, need_bias = ctx.needs_input_grad[:5]
-        refuse_second_derivative(group.everyone)
+        check_output_grad(d, group.everyone)
         if is_creating_graph():  # the saved results have no graph: a second derivative goes through the composed form
             return *recorded_grads(composed_linear, (x, local, compress, decompress, bias), group, d=d), None
         dx = d_local = d_compress = d_decompress = d_bias = None

@@ -12,9 +12,9 @@ from torch.autograd import Function
 
 from phantom_parallel.ops.blocks import add_product, is_creating_graph, merge_blocks, recorded_grads
 from phantom_parallel.ops.collectives import (
+    check_output_grad,
     finish_all_gather,
     finish_reduce_scatter,
-    refuse_second_derivative,
     start_all_gather,
     start_reduce_scatter,
 )
@@ -74,7 +74,7 @@ class TwoLevelNormedLinear(Function):
         group: TwoLevelGroup = ctx.group
         across, inside = group.across, group.inside
         need_x, need_norm, need_local, need_compress, need_decompress = ctx.needs_input_grad[:5]
-        refuse_second_derivative(group.everyone)
+        check_output_grad(d, group.everyone)
         if is_creating_graph():  # the saved results have no graph: a second derivative goes through the composed form
             inputs = (x, norm, local, compress, decompress)
             return *recorded_grads(_composed, inputs, ctx.eps, group, d=d), None, None

@@ -89,7 +89,8 @@ class _CrossEntropy(Function):
         index = targets - group.rank * width
         here = ((index >= 0) & (index < width)).unsqueeze(1)  # (B, 1)
         index = index.clamp(0, width - 1).unsqueeze(1)
-        top = logits.amax(1, keepdim=True)  # (B, 1)
+        # Finite where this rank's part is -inf throughout, as of tokens that are masked out.
+        top = logits.amax(1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)  # (B, 1)
         weights = (logits - top).exp_()  # (B, V / R)
         target = torch.where(here, logits.gather(1, index), 0.0)
         sent = torch.cat([top, weights.sum(1, keepdim=True), target], 1)  # (B, 3)
@@ -99,7 +100,7 @@ class _CrossEntropy(Function):
         total = (sums * (tops - highest).exp()).sum(0)  # (B)
         count = counted.sum()
         # Of this rank's weights to probabilities, over the rows that count.
-        scale = torch.where(counted, (top.squeeze(1) - highest).exp() / total, 0.0) / count
+        scale = torch.where(counted, (top.squeeze(1) - highest).exp() / (total * count), 0.0)
         ctx.save_for_backward(weights, scale, index, here)
         ctx.count = count
         return torch.where(counted, highest + total.log() - found.sum(0), 0.0).sum() / count
@@ -110,7 +111,7 @@ class _CrossEntropy(Function):
         if is_creating_graph():  # the saved results have no graph
             raise RuntimeError("vocabulary_cross_entropy cannot be differentiated twice across ranks: run on one")
         grad = weights * (scale * d).unsqueeze(1)  # the probabilities
-        one = here.to(grad.dtype) * (-d / ctx.count)
+        one = torch.where(here, -d / ctx.count, 0.0)  # where no row counts, that is infinite
         return grad.scatter_add_(1, index, one), None, None  # less one at the target
 
 
