@@ -84,6 +84,42 @@ def test_a_strategy_that_missed_the_target_is_named():
     assert captions.headline(found)[0].startswith("Tensor reached the loss in 0 of 3 runs")
 
 
+def test_the_figure_of_ratios_says_how_many_have_an_interval_and_whether_they_are_at_equal_loss():
+    caption = captions_of(drawings.comparison_figures(make_comparison()))["ratios"]
+    assert "12 of 12 ratios are there. 10 have a 95 % interval, of which 10 lie wholly there." in caption
+    assert "equal loss" not in caption
+    caption = captions_of(drawings.comparison_figures(make_comparison(seeds=1)))["ratios"]
+    assert "12 of 12 ratios are there. None has an interval." in caption
+    caption = captions_of(drawings.comparison_figures(make_comparison(missed=("phantom",))))["ratios"]
+    assert caption.endswith("Phantom never reached the loss: none of these ratios is at equal loss.")
+    caption = captions_of(drawings.comparison_figures(make_comparison(missed=("tensor",))))["ratios"]
+    assert caption.endswith("Without ratios at equal loss, which was never reached: tensor.")
+
+
+def test_there_is_no_average_of_one_seed():
+    assert "on average over seeds" in captions.to_the_loss(make_comparison(), "seconds")
+    assert "average" not in captions.to_the_loss(make_comparison(seeds=1), "seconds")
+
+
+def test_equal_values_are_the_same_and_no_chance():
+    for ratio in (one_ratio(1.0, 1.0, 1.0), one_ratio(1.0, None, None)):
+        text = captions.share_of("phantom", "copies", "flops_per_step", ratio)
+        assert text == "phantom does the same FLOPs per step as copies"
+
+
+def test_the_headline_of_strategies_without_phantom_says_who_needs_least():
+    findings = ("Least time to the loss: megatron is first.",)
+    assert captions.headline(make_comparison(("tensor", "megatron"), ratios=(), findings=findings)) == list(findings)
+    (alone,) = captions.headline(make_comparison(("tensor",), ratios=()))
+    assert alone.startswith("To a held-out loss of 0.05, on average over seeds: tensor after 3.7")
+
+
+def test_the_headline_has_measured_energy_where_there_is_some():
+    ratios = tuple(Ratio("phantom", "tensor", name, one_ratio(0.5, 0.4, 0.6)) for name in ("joules", "measured_joules"))
+    (said,) = captions.headline(make_comparison(ratios=ratios))
+    assert "0.50 [0.40, 0.60] of tensor's modelled energy; phantom uses 0.50 [0.40, 0.60] of tensor's measured" in said
+
+
 def test_counts_are_compared():
     caption = captions_of(drawings.comparison_figures(make_comparison()))["bytes"]
     assert "phantom 65.5 kB, tensor 4,190 kB, megatron 2,100 kB" in caption  # in one unit

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from phantom_parallel.report import html as report
-from phantom_parallel.study.results import Comparison, Study
+from phantom_parallel.study.results import Comparison, SharedModel, Study
 from phantom_parallel.utils.network import Network, ScaledLink
 from phantom_parallel.utils.parsing import decode_json
 from phantom_parallel.utils.strategies import STRATEGIES
@@ -78,7 +78,7 @@ def test_a_page_says_all_that_was_found(pages):
         "Phantom is worse in memory.",
         "what every strategy came down to in the search",
         "assumed of one core of a server CPU",
-        "has no\nenergy sensor",
+        "No energy sensor could be\nread where this ran",
         "training.width",
         "phantom / megatron",
         "a CPU with 2 cores",
@@ -219,6 +219,28 @@ def test_watts_say_of_what_they_are_and_what_they_are_charged_for():
     assert "computing, per rank" in study
     assert "idle, per" not in study
     assert "within a step a\nrank computes or is blocked in a collective" in study
+
+
+def test_a_page_says_no_more_of_searches_intervals_and_sensors_than_there_were():
+    text = rendered(make_comparison())
+    assert "Here phantom, tensor and megatron were trained" in text
+    assert "the same search found for it, until" in text
+    assert "In brackets: the 95 % confidence interval over seeds." in text
+    text = rendered(make_comparison(("phantom", "tensor"), seeds=1))
+    assert "In brackets" not in text
+    assert "There are no confidence intervals." in text
+    assert "Here phantom was trained" in rendered(make_comparison(("phantom",)))
+    found = make_comparison(("phantom", "tensor+int8"), settings={"search": {"wires": False}})
+    exact, int8 = found.strategies
+    text = rendered(replace(found, strategies=(exact, replace(int8, wire="int8"))))
+    assert "found for it (at full precision, also for other formats on the wire), until" in text
+    measured = tuple(replace(run, measured_joules=50.0, measured_by="counter") for run in found.runs)
+    assert "Measured by counter, over a whole training with its evaluations." in rendered(replace(found, runs=measured))
+    shared = SharedModel("dense model", ("tensor",), "tensor", 3, 1e-4, {"tensor": 0.0})
+    text = rendered(replace(found, runs=measured, shared=(shared,)))
+    assert "the same search found for its model" in text
+    assert "Measured by counter, over the steps that were timed" in text
+    assert "whole training" not in text
 
 
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")

@@ -285,6 +285,19 @@ def test_many_strategies_have_a_row_each_and_all_figures_in_the_details():
     assert "phantom-copies" in printed(tables.comparison_table(found), width=80)
 
 
+def test_measured_energy_of_many_strategies_has_a_column():
+    found = make_comparison(MANY)
+    runs = tuple(replace(run, measured_joules=50.0, measured_by="counter") for run in found.runs)
+    strategies = tuple(replace(one, measured_joules=Interval(50.0, 49.0, 51.0, 3)) for one in found.strategies)
+    ratio = Ratio("phantom", "tensor", "measured_joules", Interval(0.5, 0.4, 0.6, 3))
+    (section,) = tables.comparison_sections(replace(found, runs=runs, strategies=strategies, ratios=(ratio,)))
+    columns = {row.label: dict(zip(section.headings[1:], row.cells, strict=True)) for row in section.rows}
+    assert columns["tensor"]["measured energy"] == "50 J"
+    assert columns["tensor"]["measured energy: phantom / it"] == "0.50 [0.40, 0.60]"
+    (section,) = tables.comparison_sections(found)
+    assert not any("measured" in heading for heading in section.headings)
+
+
 def test_a_strategy_with_an_error_says_so_and_has_not_missed():
     found = make_comparison(missed=("tensor",))
     phantom, tensor, megatron = found.strategies

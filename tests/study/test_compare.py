@@ -166,7 +166,7 @@ def test_missing_the_target_is_reported_and_nothing_made_up(tmp_path):
         "latency, batch 4",
         "inference_joules, batch 4",
     }
-    assert any("phantom missed the target loss of 1e-06 in 1 of 1 runs" in remark for remark in found.remarks)
+    assert any("Phantom missed the target loss of 1e-06 in 1 of 1 runs" in remark for remark in found.remarks)
 
 
 def test_a_diverging_rate_is_a_trial_like_any_other(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from phantom_parallel.energy import load_power_profile
 from phantom_parallel.study.remarks import caveats, comparison_remarks, power_of, study_remarks
-from phantom_parallel.study.results import Power, Trial
+from phantom_parallel.study.results import Interval, Power, Ratio, Trial
 from tests.study.sample import make_cell, make_comparison, make_regime, make_study
 
 MACHINE = {"device": "cpu", "backend": "gloo", "processes": 4, "processes_per_host": 4, "cores": 2}
@@ -56,6 +56,31 @@ def test_assumed_watts_are_those_of_a_core_however_many_ranks_share_it():
 
 def remarks_of(found):
     return list(comparison_remarks(found, ()))
+
+
+def test_a_missed_target_says_how_and_what_figures_are_without():
+    found = make_comparison(missed=("tensor",))
+    assert "Tensor missed the target loss of 0.05 in 3 of 3 runs." in remarks_of(found)
+    runs = tuple(replace(run, status="diverged") if run.strategy == "tensor" else run for run in found.runs)
+    assert "Tensor missed the target loss of 0.05 in 3 of 3 runs; in 3 of them the loss was not finite." in remarks_of(
+        replace(found, runs=runs)
+    )
+    phantom, tensor, megatron = found.strategies
+    some = replace(found, strategies=(phantom, replace(tensor, reached=2), megatron), runs=())
+    assert (
+        "Tensor missed the target loss of 0.05 in 1 of 3 runs. Its figures to the loss and their ratios are without "
+        "these." in remarks_of(some)
+    )
+
+
+def test_strategies_that_phantom_is_as_much_worse_than_are_one_remark():
+    ratios = tuple(Ratio("phantom", to, "steps", Interval(1.25, 1.1, 1.4, 3)) for to in ("tensor", "copies", "fsdp"))
+    ratios += (Ratio("phantom", "megatron", "steps", Interval(1.5, 1.1, 1.9, 3)),)
+    worse = [remark for remark in remarks_of(make_comparison(ratios=ratios)) if " is worse than " in remark]
+    assert worse == [
+        "Phantom is worse than tensor, copies and fsdp in steps to the loss (1.25 times as much).",
+        "Phantom is worse than megatron in steps to the loss (1.50 times as much).",
+    ]
 
 
 def test_a_rate_at_an_end_of_those_tried_is_a_remark():

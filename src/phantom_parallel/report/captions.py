@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from phantom_parallel.report.study_tables import CellGroup, number
 from phantom_parallel.report.tables import FEW, mean_of, ratio_of, result_of
 from phantom_parallel.study.analysis import BASELINES, ratio_words
+from phantom_parallel.study.contenders import EXACT_WIRE
 from phantom_parallel.study.remarks import rate_is_at_an_end
 from phantom_parallel.study.results import Comparison, Interval, Ratio
 from phantom_parallel.study.units import (
@@ -12,6 +13,7 @@ from phantom_parallel.study.units import (
     format_interval,
     format_measure,
     format_ratio,
+    listed,
     plain,
     quantity,
     upper,
@@ -41,6 +43,8 @@ def lead_of(strategies: Sequence[str]) -> str:
 def share_of(lead: str, other: str, measure: str, ratio: Interval) -> str:
     """One clause, as ``phantom takes 0.31 [0.28, 0.35] of tensor's time``, which states where that is no gain."""
     verb, noun = _VERBS.get(measure, ("has", measure.replace("_", " ")))
+    if ratio.mean == 1 and ratio.low in (1, None) and ratio.high in (1, None):
+        return f"{lead} {verb} the same {noun} as {other}"
     times = "times" if ratio.mean >= 1 else "of"
     text = f"{lead} {verb} {format_interval(ratio)} {times} {other}'s {noun}"
     if ratio.low is not None and ratio.high is not None and ratio.low <= 1 <= ratio.high:
@@ -59,7 +63,8 @@ def to_the_loss(found: Comparison, measure: str) -> str:
         for other in (others if len(others) < FEW else [name for name in others if name in BASELINES])
         if (ratio := ratio_of(found, lead, other, measure)) is not None
     ]
-    text = f"To a held-out loss of {plain(found.target_loss)}, on average over seeds: {', '.join(after)}."
+    average = ", on average over seeds" if max((one.runs for one in found.strategies), default=1) > 1 else ""
+    text = f"To a held-out loss of {plain(found.target_loss)}{average}: {', '.join(after)}."
     return f"{text} {upper('; '.join(shares))}." if shares else text
 
 
@@ -105,15 +110,22 @@ def parts_of_time(parts: dict[str, tuple[float, float, float]]) -> str:
 def all_ratios(found: Comparison, lead: str, ratios: Sequence[Ratio]) -> str:
     """The number of ratios in a figure that favour the lead, and all those that do not."""
     less = [one for one in ratios if one.ratio.mean < 1]
-    sure = [one for one in less if one.ratio.high is not None and one.ratio.high < 1]
-    text = f"Left of the line at 1 {lead} is cheaper: {len(less)} of {len(ratios)} ratios are there"
+    known = [one.ratio for one in ratios if one.ratio.low is not None and one.ratio.high is not None]
+    sure = [ratio for ratio in known if ratio.high is not None and ratio.high < 1]
+    text = f"Left of the line at 1 {lead} is cheaper: {len(less)} of {len(ratios)} ratios are there. "
     text += (
-        f", {len(sure)} of them with their whole 95 % interval."
-        if sure
-        else ", none of them with its whole 95 % interval."
+        f"{len(known)} have a 95 % interval, of which {len(sure)} lie wholly there."
+        if known
+        else "None has an interval."
     )
     worse = [f"{ratio_words(one.measure, found.strategies)} ({one.to})" for one in ratios if one.ratio.mean > 1]
-    return f"{text} {upper(lead)} is worse in {', '.join(worse)}." if worse else text
+    text += f" {upper(lead)} is worse in {', '.join(worse)}." if worse else ""
+    missed = [one.strategy for one in found.strategies if not one.reached]
+    if lead in missed:
+        text += f" {upper(lead)} never reached the loss: none of these ratios is at equal loss."
+    elif missed:
+        text += f" Without ratios at equal loss, which was never reached: {listed(missed)}."
+    return text
 
 
 def learning_rates(found: Comparison) -> str:
@@ -128,36 +140,48 @@ def learning_rates(found: Comparison) -> str:
         end = ", an end of the rates tried" if rate_is_at_an_end(tried) else ""
         texts.append(f"{chosen.lr:.3g} of {len(tried)} for {strategy}{end}")
     text = f"Learning rates chosen by the same search (ringed): {', '.join(texts)}."
-    if not found.settings.get("search", {}).get("wires", True):
+    if not wires_are_searched(found):
         text += " Formats on the wire have the rate of full precision."
     return text
 
 
+def wires_are_searched(found: Comparison) -> bool:
+    """Whether every format on the wire that was compared had a search of its own."""
+    exact = all(one.wire == EXACT_WIRE for one in found.strategies)
+    search = found.settings.get("search")
+    return exact or not isinstance(search, Mapping) or bool(search.get("wires", True))
+
+
 def headline(found: Comparison) -> list[str]:
-    """The main results in sentences, for the top of the page."""
+    """The main results in sentences, for the top of the page: problems first, then who needs least if there are many
+    strategies or no ratios of the lead, then the ratios.
+    """
     lead = lead_of([one.strategy for one in found.strategies])
-    sentences = [f"Error: {one.strategy}: {one.error}." for one in found.strategies if one.error]
-    sentences += [
-        f"{upper(one.strategy)} reached the loss in {one.reached} of {one.runs} runs"
-        + (", so it cannot be compared at equal loss." if not one.reached else ".")
+    problems = [f"Error: {one.strategy}: {one.error}." for one in found.strategies if one.error]
+    problems += [
+        f"{upper(one.strategy)} reached the loss in {one.reached} of {one.runs} runs, "
+        + ("and is compared in these alone." if one.reached else "so it cannot be compared at equal loss.")
         for one in found.strategies
         if one.reached < one.runs and not one.error
     ]
     many = len(found.strategies) > FEW
-    if many:
-        sentences += found.findings
+    sentences = []
     for other in found.strategies:
         if other.strategy == lead or (many and other.strategy not in BASELINES):
             continue
         known = {
             measure: ratio
-            for measure in ("seconds", "joules", "bytes")
+            for measure in ("seconds", "joules", "measured_joules", "bytes")
             if (ratio := ratio_of(found, lead, other.strategy, measure)) is not None
         }
         clauses = [share_of(lead, other.strategy, measure, ratio) for measure, ratio in known.items()]
         if clauses:
             sentences.append(f"{upper('; '.join(clauses))}.")
-    return sentences
+    if many or not sentences:
+        sentences = [*found.findings, *sentences]
+    if not problems and not sentences and found.strategies:
+        sentences = [to_the_loss(found, "seconds")]
+    return problems + sentences
 
 
 Shared = Sequence[tuple[float, float, float]]  # x, the lead's value and the other's, where both lines have one

@@ -15,7 +15,7 @@ from phantom_parallel.report.plots import GRID, INK, LOOKS, MUTED, SECOND_PHANTO
 from phantom_parallel.report.study_figures import study_figures
 from phantom_parallel.study.contenders import LAYOUTS
 from phantom_parallel.study.results import Comparison, Study
-from phantom_parallel.study.units import plain, quantity
+from phantom_parallel.study.units import listed, plain, quantity
 from phantom_parallel.utils.files import write_bytes, write_text
 from phantom_parallel.utils.network import Network, format_rate
 from phantom_parallel.utils.strategies import STRATEGIES
@@ -66,6 +66,9 @@ def render(found: Comparison | Study, drawn: list[CaptionedFigure], files: list[
             "note": tables.NOTE,
             "details": details if details != sections else (),
             "headline": captions.headline(found),
+            "names": listed(one.strategy for one in found.strategies),
+            "wires_searched": captions.wires_are_searched(found),
+            "has_intervals": any(one.ratio.low is not None for one in found.ratios),
             "about": [(one.description or one.strategy, explanation(one.strategy)) for one in found.strategies],
             "charges_idle": any(entry.provenance == "modelled" for one in found.strategies for entry in one.inference),
             "sensors": tables.measured_by(found.runs),

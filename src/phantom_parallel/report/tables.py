@@ -64,14 +64,16 @@ def _main_figures(found: Comparison) -> Section:
     """A row for each strategy, with the ratios of phantom to it."""
     names = [one.strategy for one in found.strategies]
     lead = "phantom" if "phantom" in names else names[0]
-    compared = ("seconds", "joules")
-    headings = (*MAIN.values(), *(f"{noun}: {lead} / it" for noun in ("time", "modelled energy")))
+    columns, compared = dict(MAIN), {"seconds": "time", "joules": "modelled energy"}
+    if measured_by(found.runs):
+        columns["measured_joules"] = compared["measured_joules"] = "measured energy"
+    headings = (*columns.values(), *(f"{noun}: {lead} / it" for noun in compared.values()))
     rows = [
         TableRow(
             one.strategy,
             (
                 _ranks(found, one.strategy),
-                *(_mean(one, measure, found.strategies) for measure in MAIN if measure != "ranks"),
+                *(_mean(one, measure, found.strategies) for measure in columns if measure != "ranks"),
                 *(NOTHING if one.strategy == lead else _ratio(found, lead, one.strategy, name) for name in compared),
             ),
         )

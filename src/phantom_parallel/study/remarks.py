@@ -68,9 +68,16 @@ def _missed(found: Comparison) -> Iterator[str]:
             yield f"Error: {one.strategy} has no figures to the loss, since {one.error}."
         elif one.reached < one.runs:
             limit = "" if within is None else f", within {within} steps"
+            text = (
+                f"{upper(one.strategy)} missed the target loss of {found.target_loss:.4g} in {one.runs - one.reached} "
+                f"of {one.runs} runs{limit}"
+            )
+            diverged = sum(run.strategy == one.strategy and run.status == "diverged" for run in found.runs)
+            text += f"; in {diverged} of them the loss was not finite" if diverged else ""
             yield (
-                f"{one.strategy} missed the target loss of {found.target_loss:.4g} in {one.runs - one.reached} of "
-                f"{one.runs} runs{limit}."
+                f"{text}."
+                if not one.reached
+                else f"{text}. Its figures to the loss and their ratios are without these."
             )
 
 
@@ -152,13 +159,18 @@ def _how_shared(found: Comparison) -> Iterator[str]:
 
 
 def worse_than_others(strategies: Sequence[StrategyResult], ratios: Sequence[Ratio]) -> Iterator[str]:
-    """Every measure in which phantom is worse, and where it is blocked for a larger share of its time."""
+    """Every measure in which phantom is worse, and where it is blocked for a larger share of its time. Others that it is
+    as much worse than are in one remark.
+    """
+    found: dict[tuple[str, str], list[str]] = {}
     for lead, to in dict.fromkeys((one.strategy, one.to) for one in ratios if is_lead(one.strategy)):
         worse = [one for one in ratios if (one.strategy, one.to) == (lead, to) and one.ratio.mean > 1.0]
         if lead != "phantom":  # other layouts of the same model
             worse = [one for one in worse if one.measure in ("seconds", "joules")]
         if worse and not is_lead(to):
-            yield f"{upper(lead)} is worse than {to} in {', '.join(_worse(one, strategies) for one in worse)}."
+            found.setdefault((lead, ", ".join(_worse(one, strategies) for one in worse)), []).append(to)
+    for (lead, where), others in found.items():
+        yield f"{upper(lead)} is worse than {listed(others)} in {where}."
     shares = {one.strategy: one.blocked_share.mean for one in strategies if one.blocked_share is not None}
     mine = shares.get("phantom")
     for name in BASELINES:  # a share has no ratio in the table, and may rise where a step gets shorter
