@@ -14,6 +14,7 @@ from phantom_parallel.report.plots import (
     LogTicks,
     TickFormatter,
     add_grid_and_legend,
+    distinct_looks,
     line_style,
     new_figure,
     strategy_style,
@@ -333,6 +334,81 @@ def test_a_strategy_keeps_its_colour_whatever_it_exchanges():
     assert line_style("tensor+int8") != line_style("tensor")
     assert strategy_style("phantom-copies") != strategy_style("phantom")
     assert strategy_style("dense model") == strategy_style("copies")
+
+
+def test_layouts_of_one_strategy_are_told_apart():
+    names = (
+        "tensor",
+        "tensor@4x1",
+        "tensor@2x2",
+        "tensor@1x4",
+        "tensor+int8",
+        "phantom",
+        "phantom@2x2",
+        "dense",
+        "copies",
+    )
+    looks = distinct_looks(names)
+    assert len(set(looks.values())) == len(names)
+    assert {looks[name].colour for name in names[:5]} == {strategy_style("tensor")[0]}
+    assert (looks["tensor"].colour, looks["tensor"].marker) == strategy_style("tensor")
+
+
+def test_curves_that_end_far_apart_have_a_logarithmic_axis_which_says_so():
+    def axis_of(factor):
+        found = make_comparison(("phantom", "tensor"))
+        runs = tuple(_slower(run, factor if run.strategy == "tensor" else 1) for run in found.runs)
+        axes = drawings.comparison_figures(replace(found, runs=runs))[0].figure.axes[0]
+        return axes.get_xscale(), axes.get_xlabel(), axes.get_xlim()
+
+    scale, label, (low, _) = axis_of(2)  # from 1.2 to 7 seconds
+    assert (scale, label, low) == ("linear", "time, s", 0)
+    scale, label, (low, _) = axis_of(40)
+    assert scale == "log"
+    assert "logarithmic" in label
+    assert low > 0
+
+
+def _slower(run, factor):
+    curve = tuple(replace(point, seconds=factor * point.seconds) for point in run.curve)
+    return replace(run, seconds=factor * run.seconds, curve=curve)
+
+
+def test_numbers_beside_points_and_bars_have_the_unit_of_the_axis():
+    for drawing in drawings.comparison_figures(make_comparison(("phantom", "tensor", "megatron", "copies"))):
+        if drawing.name in ("parts", "bytes", "flops"):
+            axes = drawing.figure.axes[0]
+            units = {text.get_text().split()[-1] for text in axes.texts}
+            assert units == {axes.get_xlabel().split()[-1]}, drawing.name
+
+
+def test_crosses_of_many_searches_leave_the_axis_to_the_points():
+    names = [f"tensor@1x{number}" for number in range(1, 13)]
+    trials = tuple(Trial(name, lr, "steps", 100, 0.2, chosen=lr == 0.002) for name in names for lr in (0.001, 0.002))
+    trials += tuple(Trial(name, 0.004, "diverged", 40, None) for name in names)
+    (axes,) = next(
+        drawing.figure.axes
+        for drawing in drawings.comparison_figures(
+            make_comparison(trials=(*trials, Trial("x", 0.001, "steps", 1, 0.1)))
+        )
+        if drawing.name == "learning-rates"
+    )
+    assert axes.get_ylim()[1] < 1  # of losses of 0.1 and 0.2
+    rows = sorted({line.get_ydata()[0] for line in axes.lines if line.get_marker() == "x"})
+    assert len(rows) == len(names)
+    highest = axes.transAxes.inverted().transform(axes.transData.transform((0.001, 0.2)))[1]
+    assert highest < rows[0]
+
+
+def test_ticks_of_the_figure_of_ratios_do_not_touch():
+    ratios = [Ratio("phantom", "tensor", name, one_ratio(0.5, 0.02, 1.5)) for name in ("seconds", "memory_bytes")]
+    ratios += [Ratio("phantom", "tensor", "inference_joules, batch 64", one_ratio(0.6, None, None))]
+    found = make_comparison(ratios=tuple(ratios))
+    figure = next(drawing.figure for drawing in drawings.comparison_figures(found) if drawing.name == "ratios")
+    figure.draw_without_rendering()
+    boxes = [label.get_window_extent() for label in figure.axes[0].get_xticklabels()]
+    assert len(boxes) > 1
+    assert all(before.x1 + 4 < after.x0 for before, after in itertools.pairwise(boxes))
 
 
 def test_time_to_the_loss_is_drawn_against_links_and_batches():

@@ -14,10 +14,11 @@ from phantom_parallel.report.plots import (
     MUTED,
     SURFACE,
     CaptionedFigure,
+    LineLook,
     TickFormatter,
     add_grid_and_legend,
+    distinct_looks,
     label_axis,
-    line_style,
     log_axis,
     new_figure,
     plot_style,
@@ -66,29 +67,42 @@ def _curve(found: Comparison, measure: str) -> CaptionedFigure | None:
     if not lines:
         return None
     title = f"Held-out loss against {measure_label(measure)}"
-    figure, axes = new_figure(title)
+    figure, axes = new_figure(title, 3.3 + 0.2 * -(-(1 + len(lines)) // 2))
+    looks = distinct_looks(lines)
     for strategy, seeds in lines.items():
-        colour, marker = strategy_style(strategy)
+        colour, marker, dashes = looks[strategy].colour, looks[strategy].marker, looks[strategy].dashes
         for line in seeds:
             axes.plot(*zip(*line, strict=True), color=colour, linewidth=0.8, alpha=0.4)
         typical = median_curve(seeds, found.target_loss)
-        axes.plot(*zip(*typical, strict=True), color=colour, linewidth=2.2, linestyle=line_style(strategy))
+        axes.plot(*zip(*typical, strict=True), color=colour, linewidth=2.2, linestyle=dashes)
         axes.plot(*typical[-1], color=colour, marker=marker, markersize=8, markeredgecolor=SURFACE, zorder=4)
-        axes.plot([], [], color=colour, linewidth=2.2, linestyle=line_style(strategy), marker=marker, label=strategy)
+        axes.plot([], [], color=colour, linewidth=2.2, linestyle=dashes, marker=marker, label=strategy)
     target = f"target {plain(found.target_loss)}"  # in the legend, since markers stand on the line
     axes.axhline(found.target_loss, color=INK, linewidth=1, linestyle=(0, (2, 2)), label=target)
     spent = [x for seeds in lines.values() for line in seeds for x, _ in line]
     losses = [loss for seeds in lines.values() for line in seeds for _, loss in line] + [found.target_loss]
-    axes.set_xlim(0, 1.04 * max(spent))
+    logarithmic = _is_wide([seeds[0][-1][0] for seeds in lines.values()])
+    if logarithmic:
+        spent = [x for x in spent if x > 0]
+        axes.set_xlim(min(spent) / 1.1, 1.1 * max(spent))
+        log_axis(axes, "x", spent)
+    else:
+        axes.set_xlim(0, 1.04 * max(spent))
     log_axis(axes, "y", losses)
     if min(losses) > 0:
         axes.set_ylim(min(losses) * (min(losses) / max(losses)) ** 0.12, max(losses) * 1.15)
-    label_axis(axes, "x", measure, spent)
+    words = f"{measure_label(measure)}, logarithmic" if logarithmic else ""
+    label_axis(axes, "x", measure, spent if logarithmic else [max(spent)], words)
     label_axis(axes, "y", "loss", losses)
     add_grid_and_legend(figure, axes, columns=4)
     name = "loss-time" if measure == "seconds" else "loss-energy"
     caption = f"{captions.to_the_loss(found, measure)} {_CURVES}"
     return CaptionedFigure(name, title, caption, figure)
+
+
+def _is_wide(ends: Sequence[float]) -> bool:
+    """Whether curves end so far apart that a linear axis would press the shorter ones together at its start."""
+    return len(ends) > 1 and min(ends) > 0 and max(ends) > 20 * min(ends)
 
 
 def loss_curve(curve: Sequence[CurvePoint], measure: str) -> list[tuple[float, float]]:
@@ -155,7 +169,7 @@ def _parts(found: Comparison) -> CaptionedFigure | None:
         axes.barh(row, compute, color=colour, edgecolor=colour, height=0.62)
         axes.barh(row, blocked, left=compute, facecolor="none", edgecolor=colour, hatch="////", height=0.62)
         axes.barh(row, idle, left=compute + blocked, facecolor="none", edgecolor=colour, height=0.62)
-        _beside(axes, compute + blocked + idle, row, quantity(compute + blocked + idle, "s"))
+        _beside(axes, compute + blocked + idle, row, quantity(compute + blocked + idle, "s", totals))
     axes.set_xlim(0, 1.22 * max(totals))
     _strategy_rows(axes, list(parts))
     label_axis(axes, "x", "step_seconds", totals, "step time, mean over ranks")
@@ -187,7 +201,7 @@ def _counts(found: Comparison, measure: str) -> CaptionedFigure | None:
             axes.plot(value, row, color=colour, marker=marker, markersize=8, linestyle="none")
         elif value > 0:
             axes.barh(row, value, color=colour, height=0.62)
-        text = format_measure(value, measure) if value > 0 else "none"
+        text = format_measure(value, measure, among=positive) if value > 0 else "none"
         _beside(axes, max(value, low), row, text, points=8 if of_bytes else 5)
     if of_bytes:
         room = max(high / low, 2.0)
@@ -200,6 +214,10 @@ def _counts(found: Comparison, measure: str) -> CaptionedFigure | None:
     axes.grid(visible=True, axis="x", alpha=0.8, linewidth=0.6)
     caption = captions.counts(captions.lead_of(list(values)), measure, values)
     return CaptionedFigure("bytes" if of_bytes else "flops", title, caption, figure)
+
+
+# Points of time and energy, in the figure of ratios of many strategies.
+_POINTS = {"seconds": LineLook(INK, "o", "solid"), "joules": LineLook(MUTED, "s", "solid")}
 
 
 def _ratios(found: Comparison) -> CaptionedFigure | None:
@@ -219,19 +237,19 @@ def _ratios(found: Comparison) -> CaptionedFigure | None:
     rows, points = (others, measures) if many else (measures, others)
     title = f"{upper(lead)} as a share of the others"
     figure, axes = new_figure(title, 1.4 + 0.26 * len(rows) * max(2, len(points)))
+    looks = _POINTS if many else distinct_looks(points)
     ends = [1.0]
     for one in ratios:
         row, point = (one.to, one.measure) if many else (one.measure, one.to)
-        colour, marker = _point_style(point, many)
+        colour, marker = looks[point].colour, looks[point].marker
         place = rows.index(row) + 0.44 * ((points.index(point) + 0.5) / len(points) - 0.5) * 1.3
         ends += _draw_ratio(axes, one.ratio, place, colour, marker)
     for point in points:
-        colour, marker = _point_style(point, many)
         label = ratio_words(point, found.strategies) if many else f"{lead} / {point}"
-        axes.plot([], [], color=colour, marker=marker, linewidth=1.6, label=label)
+        axes.plot([], [], color=looks[point].colour, marker=looks[point].marker, linewidth=1.6, label=label)
     axes.axvline(1, color=INK, linewidth=1.2)
     axes.set_xlim(min(ends) / 1.25, max(ends) * 1.25)
-    log_axis(axes, "x", ends)
+    log_axis(axes, "x", ends, gap=0.15 if many else 0.25)  # labels of measures leave a short axis
     axes.xaxis.set_major_formatter(TickFormatter())
     axes.set_xlabel("ratio, 95 % interval")  # short: a longer one is cut beside the labels of the rows
     names = [f"to {row}" if many else ratio_words(row, found.strategies) for row in rows]
@@ -239,13 +257,6 @@ def _ratios(found: Comparison) -> CaptionedFigure | None:
     axes.set_ylim(len(rows) - 0.5, -0.5)
     add_grid_and_legend(figure, axes, grid="x")
     return CaptionedFigure("ratios", title, captions.all_ratios(found, lead, ratios), figure)
-
-
-def _point_style(point: str, many: bool) -> tuple[str, str]:
-    """Colour and marker of a point: of a measure if there are many strategies, else of the baseline."""
-    if not many:
-        return strategy_style(point)
-    return (INK, "o") if point == "seconds" else (MUTED, "s")
 
 
 def _draw_ratio(axes: Axes, ratio: Interval, row: float, colour: str, marker: str) -> tuple[float, float]:
@@ -276,8 +287,12 @@ def _search(found: Comparison) -> CaptionedFigure | None:
     names = list(dict.fromkeys(trial.strategy for trial in found.trials))
     figure, axes = new_figure(title, 3.7 + 0.1 * len(names))
     heights: list[float] = []
+    looks = distinct_looks(names)
+    row = min(_CROSSES, _MOST_CROSSES / len(names))
     for index, name in enumerate(names):
-        heights += _draw_trials(axes, [trial for trial in found.trials if trial.strategy == name], index, by_steps)
+        trials = [trial for trial in found.trials if trial.strategy == name]
+        ring = 11 + min(3.5, 18 / len(names)) * index
+        heights += _draw_trials(axes, trials, looks[name], by_steps, ring=ring, top=0.97 - row * index)
     rates = [trial.lr for trial in found.trials]
     log_axis(axes, "x", rates)
     if len(set(rates)) <= 7:
@@ -285,9 +300,9 @@ def _search(found: Comparison) -> CaptionedFigure | None:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
     log_axis(axes, "y", heights)
     crosses = any(trial_height(trial, by_steps) is None for trial in found.trials)
-    axes.margins(0.1, 0.14 + 0.02 * len(names))  # for the largest ring
+    axes.margins(0.1, min(0.3, 0.14 + 0.02 * len(names)))  # for the largest ring
     if crosses:
-        _room_above(axes, heights, len(names))
+        _room_above(axes, heights, row * (len(names) + 1))
     label_axis(axes, "y", measure, heights, "steps to the loss" if by_steps else "held-out loss at the end of a trial")
     axes.set_xlabel("learning rate")
     add_grid_and_legend(figure, axes, columns=4)
@@ -298,7 +313,7 @@ def _search(found: Comparison) -> CaptionedFigure | None:
     return CaptionedFigure("learning-rates", title, caption, figure)
 
 
-_CROSSES = 0.055  # height of a row of crosses at the top, as a share of the axes
+_CROSSES, _MOST_CROSSES = 0.055, 0.35  # height of a row of crosses at the top, and of all rows, as shares of the axes
 
 
 def trial_height(trial: Trial, by_steps: bool) -> float | None:
@@ -309,34 +324,33 @@ def trial_height(trial: Trial, by_steps: bool) -> float | None:
     return None if by_steps and trial.status != "target" else value
 
 
-def _draw_trials(axes: Axes, trials: Sequence[Trial], index: int, by_steps: bool) -> list[float]:
+def _draw_trials(
+    axes: Axes, trials: Sequence[Trial], look: LineLook, by_steps: bool, *, ring: float, top: float
+) -> list[float]:
     """Draw the trials of one model; returns their heights. Models may have the same points: rings differ in size, and
-    crosses stand in rows of their own.
+    crosses stand in rows of their own, at the height ``top`` as a share of the axes.
     """
-    strategy = trials[0].strategy
-    colour, marker = strategy_style(strategy)
+    colour = look.colour
     placed = [(trial, trial_height(trial, by_steps)) for trial in sorted(trials, key=lambda one: one.lr)]
     points = [(trial.lr, height) for trial, height in placed if height is not None]
-    style = {"color": colour, "linestyle": line_style(strategy), "marker": marker, "markersize": 5.5}
-    axes.plot([x for x, _ in points], [y for _, y in points], label=strategy, **style)  # type: ignore[arg-type]
+    style = {"color": colour, "linestyle": look.dashes, "marker": look.marker, "markersize": 5.5}
+    axes.plot([x for x, _ in points], [y for _, y in points], label=trials[0].strategy, **style)  # type: ignore[arg-type]
     for trial, height in placed:
         if trial.chosen and height is not None:
-            size = 11 + 3.5 * index
-            ring = {"color": colour, "markerfacecolor": "none", "markeredgewidth": 1.6, "markersize": size}
-            axes.plot(trial.lr, height, marker="o", **ring)  # type: ignore[arg-type]
+            circle = {"color": colour, "markerfacecolor": "none", "markeredgewidth": 1.6, "markersize": ring}
+            axes.plot(trial.lr, height, marker="o", **circle)  # type: ignore[arg-type]
     failed = [trial.lr for trial, height in placed if height is None]
     if failed:
-        rows = [0.97 - _CROSSES * index] * len(failed)
+        rows = [top] * len(failed)
         cross = {"color": colour, "transform": axes.get_xaxis_transform(), "markersize": 6, "markeredgewidth": 1.6}
         axes.plot(failed, rows, "x", **cross)  # type: ignore[arg-type]
     return [height for _, height in points]
 
 
-def _room_above(axes: Axes, heights: Sequence[float], rows: int) -> None:
-    """Raise the top of the axes, so that no point stands among the rows of crosses."""
+def _room_above(axes: Axes, heights: Sequence[float], share: float) -> None:
+    """Raise the top of the axes, so that no point stands in this share of them, among the rows of crosses."""
     if not heights:
         return
-    share = _CROSSES * (rows + 1)
     low, high = axes.get_ylim()
     if axes.get_yscale() == "log":
         axes.set_ylim(low, high * (high / low) ** (share / (1 - share)))

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -43,6 +43,7 @@ _LAYOUTS = {COPIES: LOOKS["dense"], DENSE: LOOKS["dense"], PHANTOM_COPIES: SECON
 INK, MUTED, GRID, SURFACE = "#1b1f24", "#59636e", "#d1d9e0", "#ffffff"
 DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = ("solid", (0, (5, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
 _STYLES = {"dense": DASHES[2], "tensor": DASHES[1], "megatron": DASHES[3]}  # phantom, and any other, is solid
+_MORE_MARKERS = "<>ph*8Hd"  # of further layouts of one strategy
 _WIRES = {"bf16": (0, (3, 1, 1, 1, 1, 1)), "int8": (0, (1, 2.5))}
 WIDTH = 5.2  # inches: two beside each other on a page, one on a phone
 
@@ -131,6 +132,30 @@ def line_style(strategy: str) -> str | tuple[int, tuple[float, ...]]:
     return _WIRES.get(wire) or _STYLES.get(base, "solid")
 
 
+@dataclass(frozen=True)
+class LineLook:
+    """How the line of a strategy looks."""
+
+    colour: str
+    marker: str
+    dashes: str | tuple[int, tuple[float, ...]]
+
+
+def distinct_looks(strategies: Iterable[str]) -> dict[str, LineLook]:
+    """The looks of lines in one figure. Layouts of one strategy, as ``tensor@4x1`` and ``tensor@2x2``, have its colour:
+    markers and dashes tell them apart.
+    """
+    found: dict[str, LineLook] = {}
+    for name in dict.fromkeys(strategies):
+        look = LineLook(*strategy_style(name), line_style(name))
+        alike = sum(one.colour == look.colour for one in found.values())
+        if look in found.values():
+            number = alike % len(_MORE_MARKERS)
+            look = replace(look, marker=_MORE_MARKERS[number], dashes=DASHES[number % len(DASHES)])
+        found[name] = look
+    return found
+
+
 def label_axis(axes: Axes, which: str, measure: str, values: Iterable[float], words: str = "") -> None:
     """Label an axis with a measure and its unit, and format the ticks in that unit; data stay in base units.
 
@@ -146,13 +171,20 @@ def label_axis(axes: Axes, which: str, measure: str, values: Iterable[float], wo
     axis.set_major_formatter(TickFormatter(factor))
 
 
-def log_axis(axes: Axes, which: str, values: Sequence[float]) -> None:
-    """Make an axis logarithmic, with ticks for less than a decade too. It stays linear if a value is not above 0."""
+def log_axis(axes: Axes, which: str, values: Sequence[float], *, gap: float | None = None) -> None:
+    """Make an axis logarithmic, with ticks for less than a decade too. It stays linear if a value is not above 0.
+
+    Args:
+        axes: The axes.
+        which: ``"x"`` or ``"y"``.
+        values: What is drawn along it.
+        gap: The least distance of ticks, as a share of the axis; by default for an axis as long as the figure allows.
+    """
     if not values or min(values) <= 0:
         return
     axis = axes.xaxis if which == "x" else axes.yaxis
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
-    axis.set_major_locator(LogTicks(0.15 if which == "x" else 0.09))  # labels are wider than high
+    axis.set_major_locator(LogTicks(gap or (0.15 if which == "x" else 0.09)))  # labels are wider than high
     axis.set_minor_locator(NullLocator())
     axis.set_minor_formatter(NullFormatter())
 

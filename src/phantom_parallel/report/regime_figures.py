@@ -7,13 +7,13 @@ from matplotlib.ticker import NullLocator
 
 from phantom_parallel.report.plots import (
     CaptionedFigure,
+    LineLook,
     add_grid_and_legend,
+    distinct_looks,
     label_axis,
-    line_style,
     log_axis,
     new_figure,
     plot_style,
-    strategy_style,
 )
 from phantom_parallel.study.measures import ratio_label
 from phantom_parallel.study.results import Cell, Study
@@ -53,8 +53,8 @@ def _figure(cells: Sequence[Cell], varied: str, places: Sequence[str], measure: 
         return None
     title = f"{upper(ratio_label(measure))} against the {varied}{at}"
     figure, axes = new_figure(title, 3.7 + 0.2 * -(-len(lines) // 3))
-    for name, points in lines.items():
-        _draw(axes, name, points)
+    for name, look in distinct_looks(lines).items():
+        _draw(axes, name, look, lines[name])
     heights = [height for points in lines.values() for _, height in points]
     axes.set_xticks(range(len(places)), list(places))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -67,10 +67,10 @@ def _figure(cells: Sequence[Cell], varied: str, places: Sequence[str], measure: 
     return CaptionedFigure(name, title, _caption(cells, varied, places, measure), figure)
 
 
-def _draw(axes: Axes, name: str, points: Sequence[tuple[int, float]]) -> None:
-    colour, marker = strategy_style(name)
+def _draw(axes: Axes, name: str, look: LineLook, points: Sequence[tuple[int, float]]) -> None:
     xs, ys = zip(*points, strict=True)
-    axes.plot(xs, ys, color=colour, marker=marker, markersize=6, linewidth=1.6, linestyle=line_style(name), label=name)
+    style = {"color": look.colour, "marker": look.marker, "linestyle": look.dashes}
+    axes.plot(xs, ys, markersize=6, linewidth=1.6, label=name, **style)  # type: ignore[arg-type]
 
 
 def _caption(cells: Sequence[Cell], varied: str, places: Sequence[str], measure: str) -> str:

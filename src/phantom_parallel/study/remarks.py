@@ -159,8 +159,8 @@ def _how_shared(found: Comparison) -> Iterator[str]:
 
 
 def worse_than_others(strategies: Sequence[StrategyResult], ratios: Sequence[Ratio]) -> Iterator[str]:
-    """Every measure in which phantom is worse, and where it is blocked for a larger share of its time. Others that it is
-    as much worse than are in one remark.
+    """Every measure in which phantom is worse, and where it is blocked for a larger share of its time. Others
+    that it is as much worse than are in one remark.
     """
     found: dict[tuple[str, str], list[str]] = {}
     for lead, to in dict.fromkeys((one.strategy, one.to) for one in ratios if is_lead(one.strategy)):
