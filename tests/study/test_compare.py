@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -226,6 +227,28 @@ def test_mistakes_are_found_before_any_rank_starts(tmp_path, monkeypatch, change
     with pytest.raises((ValueError, OSError), match=message):
         compare(small(**changes), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_second_call_in_the_same_folder_is_refused_and_litter_is_removed(tmp_path, monkeypatch):
+    out, seen = tmp_path / "out", []
+
+    def work(*args, **kwargs):
+        for resume in (False, True):
+            with pytest.raises((FileExistsError, BlockingIOError)) as refused:
+                compare(small(), out, resume=resume)
+            seen.append(str(refused.value))
+        return make_comparison()
+
+    monkeypatch.setattr("phantom_parallel.study.session.launch", work)
+    compare(small(), out)
+    (out / "cells").mkdir()
+    for folder in (out, out / "cells"):  # of a call that was killed
+        (folder / ".writing-a.json-00000000").write_text("half")
+    compare(small(), out, resume=True)
+    assert [*out.rglob(".writing-*")] == []
+    assert "not an empty folder: choose another, or resume" in seen[0]
+    assert "in use by another process" in seen[1]
+    assert f"pid {os.getpid()}" in seen[1]
 
 
 def test_an_occupied_folder_and_other_settings_are_refused(tmp_path, monkeypatch):

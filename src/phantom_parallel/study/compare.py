@@ -32,6 +32,7 @@ from phantom_parallel.study.session import RunOptions, finish, launch_ranks, not
 from phantom_parallel.study.settings import CompareSettings
 from phantom_parallel.study.shared import TOLERANCES, check_same_model, fastest, models_of, shared_run
 from phantom_parallel.train.config import TrainConfig
+from phantom_parallel.utils.lock import FolderLock
 from phantom_parallel.utils.parsing import convert
 
 
@@ -47,14 +48,15 @@ def compare(settings: CompareSettings, out: Path, *, resume: bool = False, show:
     Returns:
         The results; None on ranks other than 0 of an external launcher.
     """
-    options = prepare(settings, configs_of(settings), out, resume, show)
-    if options.network is None or not settings.share_curves:
-        return finish(launch_ranks(compare_on_rank, settings, options), options)
-    # No network changes the losses, and loopback is the fastest.
-    earlier = replace(options, network=None, after=cells_of_times(settings))
-    losses = launch_ranks(losses_on_rank, settings, earlier)
-    later = replace(options, label=f" link={settings.link}", before=losses.cells)
-    return finish(launch_ranks(compare_on_rank, settings, later, losses), options)
+    with FolderLock(out) as lock:
+        options = prepare(settings, configs_of(settings), out, resume, show, lock)
+        if options.network is None or not settings.share_curves:
+            return finish(launch_ranks(compare_on_rank, settings, options), options)
+        # No network changes the losses, and loopback is the fastest.
+        earlier = replace(options, network=None, after=cells_of_times(settings))
+        losses = launch_ranks(losses_on_rank, settings, earlier)
+        later = replace(options, label=f" link={settings.link}", before=losses.cells)
+        return finish(launch_ranks(compare_on_rank, settings, later, losses), options)
 
 
 def configs_of(settings: CompareSettings) -> list[TrainConfig]:

@@ -31,6 +31,7 @@ from phantom_parallel.study.results import Cell, Study, Timing
 from phantom_parallel.study.runner import cell_runner
 from phantom_parallel.study.session import RunOptions, finish, launch_ranks, notes_on_run, prepare
 from phantom_parallel.study.settings import CompareSettings, RegimeSettings, to_dict
+from phantom_parallel.utils.lock import FolderLock
 from phantom_parallel.utils.network import Network
 
 
@@ -61,31 +62,32 @@ def run_regime(settings: RegimeSettings, out: Path, *, resume: bool = False, sho
         raise ValueError("a study of links and batch sizes needs shared curves: leave out --no-share-curves")
     batches, links = settings.all_batches, settings.all_links
     configs = [config for batch in batches for config in configs_of(settings.at(batch=batch))]
-    options = prepare(settings, configs, out, resume, show)
-    left = len(batches) * (cells_of_losses(settings) + len(links) * cells_of_times(settings))
-    cells: list[Cell] = []
-    remarks: dict[str, None] = {}
-    done = reused = 0
-    times: Times | None = None
-    for batch in batches:
-        left -= cells_of_losses(settings)
-        here = replace(options, network=None, label=f" batch={batch}", before=done, after=left)
-        losses = launch_ranks(losses_on_rank, settings.at(batch=batch), here)
-        done, reused = losses.cells, reused + losses.reused
-        for link in links:
-            left -= cells_of_times(settings)
-            at = settings.at(batch=batch, link=link)
-            network, note = networks.resolve(at, at.world_size, configs[0].dtype, out)
-            if network is not None:
-                networks.keep(network, out)
-            here = replace(options, network=network, label=f" batch={batch} link={link}", before=done, after=left)
-            times = launch_ranks(times_on_rank, at, here, losses)
-            done, reused = times.cells, reused + times.reused
-            cells += cells_of(at, losses, times, link, network)
-            remarks |= dict.fromkeys(_remarks(losses, link, network, note))
-    assert times is not None  # there is at least one link and batch
-    notes = [*notes_on_run(options, reused), *remarks]
-    return finish(_study(settings, cells, times.summary, list(dict.fromkeys(notes))), options)
+    with FolderLock(out) as lock:
+        options = prepare(settings, configs, out, resume, show, lock)
+        left = len(batches) * (cells_of_losses(settings) + len(links) * cells_of_times(settings))
+        cells: list[Cell] = []
+        remarks: dict[str, None] = {}
+        done = reused = 0
+        times: Times | None = None
+        for batch in batches:
+            left -= cells_of_losses(settings)
+            here = replace(options, network=None, label=f" batch={batch}", before=done, after=left)
+            losses = launch_ranks(losses_on_rank, settings.at(batch=batch), here)
+            done, reused = losses.cells, reused + losses.reused
+            for link in links:
+                left -= cells_of_times(settings)
+                at = settings.at(batch=batch, link=link)
+                network, note = networks.resolve(at, at.world_size, configs[0].dtype, out)
+                if network is not None:
+                    networks.keep(network, out)
+                here = replace(options, network=network, label=f" batch={batch} link={link}", before=done, after=left)
+                times = launch_ranks(times_on_rank, at, here, losses)
+                done, reused = times.cells, reused + times.reused
+                cells += cells_of(at, losses, times, link, network)
+                remarks |= dict.fromkeys(_remarks(losses, link, network, note))
+        assert times is not None  # there is at least one link and batch
+        notes = [*notes_on_run(options, reused), *remarks]
+        return finish(_study(settings, cells, times.summary, list(dict.fromkeys(notes))), options)
 
 
 def times_on_rank(device: torch.device, settings: CompareSettings, options: RunOptions, losses: Losses) -> Times:

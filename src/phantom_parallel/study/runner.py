@@ -28,27 +28,28 @@ from phantom_parallel.study.contenders import Contender
 from phantom_parallel.study.environment import environment
 from phantom_parallel.study.remarks import power_of
 from phantom_parallel.study.results import CurvePoint, Run, RunStatus, Timing
-from phantom_parallel.study.session import RunOptions, prepare_folder
+from phantom_parallel.study.session import CELLS, RunOptions, prepare_folder
 from phantom_parallel.study.settings import Settings, to_dict
 from phantom_parallel.study.timing import WARM_UP, TimedSteps, time_steps
 from phantom_parallel.train import Record, TrainConfig, train
 from phantom_parallel.utils.files import read_bytes, write_json
+from phantom_parallel.utils.lock import FolderLock
 from phantom_parallel.utils.parsing import decode_json
 from phantom_parallel.utils.progress import ProgressDisplay
 
 T = TypeVar("T")
 C = TypeVar("C", Run, Timing)
-CELLS = "cells"  # folder of finished cells
 _ENDED = {"target": "reached the target", "steps": "all steps done", "diverged": "diverged", "differs": "differs"}
 
 
 @contextmanager
 def cell_runner(device: torch.device, settings: Settings, options: RunOptions, total: int) -> Iterator["CellRunner"]:
     """The runner of one rank, for about ``total`` cells. Signals to stop are obeyed after the current step."""
-    with StopRequest() as stop, ProgressDisplay(show=options.show and is_rank_zero()) as display:
+    display = ProgressDisplay(show=options.show and is_rank_zero())
+    with StopRequest() as stop, FolderLock(options.out) as lock, display:
         runner = CellRunner(device, settings, options, display, stop)
         if not options.local:
-            runner.broadcast(lambda: prepare_folder(options.out, to_dict(settings), options.resume))
+            runner.broadcast(lambda: prepare_folder(options.out, to_dict(settings), options.resume, lock))
         runner.expect(options.before + total)
         yield runner
 

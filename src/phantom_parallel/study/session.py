@@ -23,14 +23,15 @@ from phantom_parallel.study.results import Comparison, Study
 from phantom_parallel.study.settings import Settings, to_dict
 from phantom_parallel.train import TrainConfig
 from phantom_parallel.train.memory import check_memory
-from phantom_parallel.utils.files import read_bytes, write_json
+from phantom_parallel.utils.files import read_bytes, remove_scratch, write_json
+from phantom_parallel.utils.lock import FolderLock
 from phantom_parallel.utils.network import Network
 from phantom_parallel.utils.parsing import decode_json
 from phantom_parallel.utils.resources import check_local_ranks
 
 T = TypeVar("T")
 R = TypeVar("R", Comparison, Study)
-SETTINGS = "settings.json"
+SETTINGS, CELLS, FIGURES = "settings.json", "cells", "figures"
 IDLE_TIMEOUT = timedelta(hours=12)  # of the collectives in which ranks wait while a cell runs on the others
 
 
@@ -81,12 +82,15 @@ def run_on_ranks(
     Returns:
         What rank 0 found; None on the other ranks of an external launcher.
     """
-    options = prepare(settings, configs, out, resume, show)
-    return finish(launch_ranks(work, settings, options), options)
+    with FolderLock(out) as lock:
+        options = prepare(settings, configs, out, resume, show, lock)
+        return finish(launch_ranks(work, settings, options), options)
 
 
-def prepare(settings: Settings, configs: Iterable[TrainConfig], out: Path, resume: bool, show: bool) -> RunOptions:
-    """Check every training, prepare the folder and choose the network, before any rank is launched."""
+def prepare(
+    settings: Settings, configs: Iterable[TrainConfig], out: Path, resume: bool, show: bool, lock: FolderLock
+) -> RunOptions:
+    """Check every training, prepare and lock the folder and choose the network, before any rank is launched."""
     options = RunOptions(out, resume, show, not launched_externally(), command())
     configs = list(configs)
     _check_trainings(configs, settings.profile, options.local)
@@ -94,7 +98,7 @@ def prepare(settings: Settings, configs: Iterable[TrainConfig], out: Path, resum
         check_local_ranks(settings.world_size)
     network, note = networks.resolve(settings, settings.world_size, configs[0].dtype, out)
     if options.local:
-        prepare_folder(out, to_dict(settings), resume)
+        prepare_folder(out, to_dict(settings), resume, lock)
     if network is not None:
         networks.keep(network, out)
     if note and show and is_rank_zero():
@@ -130,13 +134,29 @@ def _check_trainings(configs: Iterable[TrainConfig], profile: str | None, local:
             check_memory(config)
 
 
-def prepare_folder(out: Path, settings: dict[str, Any], resume: bool) -> None:
-    """Create the folder, or check that ``settings`` are those that it was created with. One process calls this."""
+def prepare_folder(out: Path, settings: dict[str, Any], resume: bool, lock: FolderLock) -> None:
+    """Create the folder, or check that ``settings`` are those that it was created with, and lock it. One process calls
+    this.
+
+    Raises:
+        ValueError: If the settings are others, or there are none.
+        OSError: If the folder is not empty and ``resume`` is False, or another call is at work in it.
+    """
+    _check_folder(out, settings, resume)
+    out.mkdir(parents=True, exist_ok=True)
+    lock.acquire()
+    _check_folder(out, settings, resume)  # again, now that nobody else writes
+    for folder in (out, out / CELLS, out / FIGURES):
+        remove_scratch(folder)
+    write_json(out / SETTINGS, settings)
+
+
+def _check_folder(out: Path, settings: dict[str, Any], resume: bool) -> None:
     if resume:
         _check_same_settings(out / SETTINGS, settings)
-    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileExistsError(f"{out} exists and is not an empty folder: choose another, or resume")
-    write_json(out / SETTINGS, settings)
+    elif out.exists() and (not out.is_dir() or any(path.name != FolderLock.NAME for path in out.iterdir())):
+        hint = "choose another, or resume" if (out / SETTINGS).is_file() else "choose another"
+        raise FileExistsError(f"{out} exists and is not an empty folder: {hint}")
 
 
 def _check_same_settings(path: Path, settings: dict[str, Any]) -> None:
