@@ -122,7 +122,7 @@ def test_a_study_is_run_and_resumed(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("compare", "--preset", "fast"), "there is no 'fast': choose from digits, digits-hosts, gpt"),
+        (("compare", "--preset", "fast"), "there is no 'fast': there are digits, digits-hosts, gpt"),
         (("compare", "--ranks", 3, "--out", "OUT"), "3 ranks do not divide blocks=4: run on 2 or 4 ranks"),
         (("compare", "--ghosts", 0, "--out", "OUT"), "ghosts must be a positive whole number, got 0"),
         (("compare", "--blocks", 7, "--out", "OUT"), "blocks=7 does not divide in_features=1024"),
@@ -133,7 +133,7 @@ def test_a_study_is_run_and_resumed(tmp_path, capsys):
         (("compare", "--resume", "--out", "OUT"), "nothing to resume"),
         (
             ("study", "speed"),
-            "there is no 'speed': choose from batch, batches, ghosts, links, scaling",
+            "there is no 'speed': there are batch, batches, ghosts, links, scaling",
         ),
         (("compare", "--depth", 10**9, "--out", "OUT"), "depth must be at most 10000, got 1000000000"),
         (("compare", "ffn", "--preset", "gpt", "--out", "OUT"), "gpt is about models of the family gpt, not ffn"),

@@ -192,8 +192,6 @@ def test_inference_by_training_strategies_is_refused(capsys):
 
 
 def test_unknown_commands_and_options(capsys):
-    assert main(["fly"]) == 2
-    assert "there is no command 'fly'" in capsys.readouterr().err
     assert main(["validate", "--ranks", "--", "--"]) == 2
     assert "'--' is not an option" in capsys.readouterr().err
     with pytest.raises(SystemExit) as caught:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from phantom_parallel.cli.main import main
+
 
 @pytest.mark.parametrize("command", [["--help"], ["plan", "--help"], ["meter"]])
 def test_a_reader_that_leaves_early_is_no_error(command):
@@ -46,3 +48,42 @@ def test_output_to_a_full_disk_is_one_line():
             text=True,
         )
     assert (ended.returncode, ended.stderr) == (2, "error: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fly"], "there is no command 'fly': there are compare, study,"),
+        (["trian"], "there is no command 'trian': did you mean 'train'? There are compare, study,"),
+        (["help", "trian"], "there is no command 'trian': did you mean 'train'?"),
+        (["train", "gtp", "--out", "x"], "there is no model family 'gtp': did you mean 'gpt'? There are ffn, gpt"),
+        (["train", "gpt", "ffn", "--out", "x"], "unexpected 'ffn' after gpt: see phantom train gpt --help"),
+        (["compare", "--preset", "quik"], "there is no 'quik': did you mean 'quick'? There are"),
+        (["study", "goasts"], "there is no 'goasts': did you mean 'ghosts'? There are batch, batches, ghosts,"),
+    ],
+)
+def test_a_mistyped_name_is_an_error_with_the_nearest_one(capsys, arguments, message):
+    assert main(arguments) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_help_is_also_a_command(capsys):
+    assert main(["help"]) == 0
+    assert "phantom COMMAND --help" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as caught:
+        main(["help", "hardware"])
+    assert caught.value.code == 0
+    assert "usage: phantom hardware" in capsys.readouterr().out
+
+
+def test_help_texts_are_wrapped_by_the_terminal_only(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")  # so wide that a line which ends early was broken by its source
+    for command in (["train"], ["train", "gpt"], ["infer"], ["plan"], ["compare"]):
+        with pytest.raises(SystemExit):
+            main([*command, "--help"])
+        _, options = capsys.readouterr().out.split("\n options ", 1)
+        lines = [line.strip() for line in options.splitlines()[2:] if line.strip()]
+        assert len(lines) > 10
+        assert [line for line in lines if line[0].islower() and not line.startswith(("fp32", "like:"))] == []

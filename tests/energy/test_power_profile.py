@@ -55,6 +55,19 @@ def test_a_meter_takes_a_profile_by_name():
     assert "hardware profile 'dgx-a100'" in row.watts_source
 
 
+def test_a_meter_takes_a_profile_by_path(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('base = "dgx-a100"\n')
+    meter = EnergyMeter(sources=[], clock=FakeClock(), device="cpu", profile=path)
+    assert (meter.profile.name, meter.profile.compute_watts) == ("mine", 340.0)
+
+
+@pytest.mark.parametrize("wrong", [5, {"compute_watts": 5.0}])
+def test_a_meter_refuses_what_is_no_profile_before_anything_is_measured(wrong):
+    with pytest.raises(ValueError, match="profile must be a PowerProfile, or the name or path of a hardware profile"):
+        EnergyMeter(sources=[], profile=wrong)
+
+
 def test_an_unknown_name_lists_the_profiles():
     with pytest.raises(ValueError, match="did you mean 'dgx-a100'"):
         EnergyMeter(sources=[], profile="dgx-a10")

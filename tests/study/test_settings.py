@@ -149,10 +149,10 @@ def test_a_wrong_preset_is_refused_with_the_reason(tmp_path, text, message):
 
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(
-        ValueError, match="there is no 'fast': choose from digits, digits-hosts, gpt, gpt-hosts, mnist-hosts"
+        ValueError, match="there is no 'fast': there are digits, digits-hosts, gpt, gpt-hosts, mnist-hosts"
     ):
         read_compare("fast")
-    with pytest.raises(ValueError, match="choose from batch, batches, ghosts, links, scaling, smaller, wider, width"):
+    with pytest.raises(ValueError, match="there are batch, batches, ghosts, links, scaling, smaller, wider, width"):
         read_study("speed")
 
 

@@ -35,6 +35,7 @@ COMMANDS: dict[str, str] = {
 }
 
 MODULES = {"import": "import_model", "export": "export_model"}  # where a command cannot be a module's name
+NAMED = ("study",)  # commands whose first word may be the name of something else than a family
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -74,6 +75,8 @@ def _main(arguments: list[str], handle_signals: bool) -> int:
 
 
 def _run(arguments: list[str], handle_signals: bool) -> None:
+    if arguments[:1] == ["help"]:  # as of git and pip
+        arguments = [*arguments[1:], "--help"]
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
         _help()
@@ -82,7 +85,9 @@ def _run(arguments: list[str], handle_signals: bool) -> None:
 
         print(f"phantom {__version__}")
     elif name not in COMMANDS:
-        raise ValueError(f"there is no command {name!r}: choose from {', '.join(COMMANDS)}")
+        from phantom_parallel.utils.names import choose_from
+
+        raise ValueError(f"there is no command {name!r}: {choose_from(name, COMMANDS)}")
     else:
         command = _parse(name, arguments[1:])
         if handle_signals:
@@ -92,13 +97,15 @@ def _run(arguments: list[str], handle_signals: bool) -> None:
 
 def _parse(name: str, arguments: list[str]) -> Any:
     """The options of a command, filled from its arguments."""
-    from phantom_parallel.cli.options import parse, split_family
+    from phantom_parallel.cli.options import check_first_word, parse, split_family
 
     if "--" in arguments:
         raise ValueError(f"'--' is not an option: every value has a name, see phantom {name} --help")
     module = importlib.import_module(f"phantom_parallel.cli.{MODULES.get(name, name)}")
     family, rest = split_family(arguments)
     if hasattr(module, "options_for"):
+        if name not in NAMED:
+            check_first_word(rest, name, family)
         options, defaults = module.options_for(family, rest)
         return parse(options, " ".join(["phantom", name, *([family] if family else [])]), rest, defaults)
     return parse(module.Options, f"phantom {name}", arguments)

@@ -4,16 +4,18 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from datetime import timedelta
 from io import StringIO
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import tyro
 
 from phantom_parallel.distributed.external import is_local_rank_zero, launched_externally, reports_error, slurm_ranks
 from phantom_parallel.families.registry import family_names
+from phantom_parallel.utils.docs import field_docs
+from phantom_parallel.utils.names import choose_from
 from phantom_parallel.utils.network import Network
 from phantom_parallel.utils.wire import WireFormat
 
@@ -127,7 +129,7 @@ class NetworkOptions(TimeoutOption):
 def parse(options: type[Any], prog: str, arguments: list[str], defaults: Mapping[str, Any] | None = None) -> Any:
     """Parse a command's options. ``defaults`` replace those of the class; names that it does not have are ignored."""
     with _printed_once() if launched_externally() else nullcontext():
-        return tyro.cli(with_aliases(options, defaults or {}), prog=prog, args=arguments)
+        return tyro.cli(_described(options, defaults or {}), prog=prog, args=arguments)
 
 
 @contextmanager
@@ -143,20 +145,24 @@ def _printed_once() -> Iterator[None]:
         raise
 
 
-def with_aliases(options: type[Any], defaults: Mapping[str, Any]) -> type[Any]:
-    """Return a class of the same options, with their aliases and with ``defaults``."""
+def _described(options: type[Any], defaults: Mapping[str, Any]) -> type[Any]:
+    """A class of the same options, with their help texts, their aliases and with ``defaults``.
+
+    The parser would find the help texts too, but keeps the line breaks of the source.
+    """
     assert is_dataclass(options)
-    hints = get_type_hints(options, include_extras=True)
+    hints, docs = get_type_hints(options, include_extras=True), field_docs(options)
     changed: list[tuple[str, Any, Any]] = []
     for option in fields(options):
-        if option.name in ALIASES or option.name in defaults:
-            kind = hints[option.name]
-            if option.name in ALIASES:
-                kind = Annotated[kind, tyro.conf.arg(aliases=ALIASES[option.name])]
-            value = defaults.get(option.name, option.default)
-            changed.append((option.name, kind, field(default=value, kw_only=True)))
-    if not changed:
-        return options
+        kind, default = hints[option.name], {"default": defaults.get(option.name, option.default)}
+        if option.default_factory is not MISSING and option.name not in defaults:
+            default = {"default_factory": option.default_factory}
+        if option.name in docs:  # innermost, so that a text which the option has already replaces it
+            first, *others = get_args(kind) if get_origin(kind) is Annotated else (kind,)
+            kind = Annotated[first, tyro.conf.arg(help=docs[option.name]), *others]
+        if option.name in ALIASES:
+            kind = Annotated[kind, tyro.conf.arg(aliases=ALIASES[option.name])]
+        changed.append((option.name, kind, field(**default, kw_only=True)))
     derived = make_dataclass(options.__name__, changed, bases=(options,), frozen=True, kw_only=True)
     derived.__doc__ = options.__doc__
     return derived
@@ -167,6 +173,15 @@ def split_family(arguments: list[str]) -> tuple[str | None, list[str]]:
     if arguments and arguments[0] in family_names():
         return arguments[0], arguments[1:]
     return None, arguments
+
+
+def check_first_word(arguments: list[str], command: str, family: str | None) -> None:
+    """Raise a ValueError if ``arguments``, without a family's name, begin with a word that is no option."""
+    if not arguments or arguments[0].startswith("-"):
+        return
+    if family is None:
+        raise ValueError(f"there is no model family {arguments[0]!r}: {choose_from(arguments[0], family_names())}")
+    raise ValueError(f"unexpected {arguments[0]!r} after {family}: see phantom {command} {family} --help")
 
 
 def value_of(option: str, arguments: list[str]) -> str | None:

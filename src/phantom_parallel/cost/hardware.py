@@ -6,7 +6,6 @@ another with ``base = "dgx-a100"`` and override single figures. What the figures
 ``docs/planning.md``.
 """
 
-import difflib
 import json
 import os
 import tomllib
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from phantom_parallel.utils.files import read_text, write_text
+from phantom_parallel.utils.names import choose_from
 from phantom_parallel.utils.numbers import is_finite
 
 SHIPPED = Path(__file__).parent / "profiles"
@@ -193,12 +193,9 @@ def _find(name: str, exclude: tuple[Path, ...]) -> Path:
             return path
     known = list_profiles()
     hint = " (phantom calibrate writes it)" if name.startswith("this") else ""
-    raise ValueError(f"there is no profile {name!r}{hint}: {_choose(name, known)}, or give the path of a .toml file")
-
-
-def _choose(wrong: str, known: Mapping[str, Any] | tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(wrong, list(known), n=1)
-    return f"did you mean {near[0]!r}? There are {', '.join(known)}" if near else f"there are {', '.join(known)}"
+    raise ValueError(
+        f"there is no profile {name!r}{hint}: {choose_from(name, known)}, or give the path of a .toml file"
+    )
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
@@ -231,7 +228,7 @@ def _check_names(path: Path, data: Mapping[str, Any]) -> None:
     known = (*TEXTS, "base", "power", *FIGURES, *BY_DTYPE, *TIERS, *WATTS)
     for key, value in data.items():
         if key not in known:
-            raise ValueError(f"{path}: unknown field {key!r} = {value!r}: {_choose(key, known)}")
+            raise ValueError(f"{path}: unknown field {key!r} = {value!r}: {choose_from(key, known)}")
         inner = tuple(WORD_BYTES) if key in BY_DTYPE else tuple(TIER) if key in TIERS else None
         if inner is None:
             continue
@@ -239,7 +236,7 @@ def _check_names(path: Path, data: Mapping[str, Any]) -> None:
             raise ValueError(f"{path}: {key} must be a table of {', '.join(inner)}, got {value!r}")
         for name in value:
             if name not in inner:
-                raise ValueError(f"{path}: unknown field '{key}.{name}' = {value[name]!r}: {_choose(name, inner)}")
+                raise ValueError(f"{path}: unknown field '{key}.{name}' = {value[name]!r}: {choose_from(name, inner)}")
 
 
 def _with_source(value: Any, path: Path) -> Any:

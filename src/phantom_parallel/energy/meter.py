@@ -4,6 +4,7 @@ begin of a window   synchronize the device, barrier, read, barrier
 end of a window     synchronize the device, barrier, read, gather the measurements of all ranks
 """
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -84,8 +85,8 @@ class EnergyMeter:
         group: the ranks that measure together. Every rank of it must create the meter and open and close the same
             windows; each rank gets the whole result. Default: None, this process alone.
         scope: of the headline figure, ``"device"`` or ``"node"``. Results contain both where there are sensors.
-        profile: power profile of this rank for the modelled figure, or the name of one, such as ``"dgx-a100"``
-            (see :func:`load_power_profile`). Implies ``time_split``. Default: None, nothing is modelled.
+        profile: power profile of this rank for the modelled figure, or the name or path of one, such as
+            ``"dgx-a100"`` (see :func:`load_power_profile`). Implies ``time_split``. Default: None, nothing is modelled.
         time_split: whether to measure compute, exposed communication and idle seconds.
         sample_seconds: record a timeline of power with a sample this often. Default: None, no timeline.
         device: the device of this rank, which is synchronized at the ends of windows. Default: the current accelerator
@@ -110,7 +111,7 @@ class EnergyMeter:
         group: dist.ProcessGroup | None = None,
         *,
         scope: Scope | str = Scope.DEVICE,
-        profile: PowerProfile | str | None = None,
+        profile: PowerProfile | str | os.PathLike[str] | None = None,
         time_split: bool = False,
         sample_seconds: float | None = None,
         device: torch.device | str | None = None,
@@ -125,8 +126,13 @@ class EnergyMeter:
             raise ValueError(f"sample_seconds must be above 0, got {sample_seconds}")
         self._group = group
         self._rank = 0 if group is None else dist.get_rank(group)
-        if isinstance(profile, str):
-            profile = load_power_profile(profile, ranks=1 if group is None else dist.get_world_size(group))
+        if isinstance(profile, str | os.PathLike):
+            profile = load_power_profile(os.fspath(profile), ranks=1 if group is None else dist.get_world_size(group))
+        if not isinstance(profile, PowerProfile | None):
+            raise ValueError(
+                f"profile must be a PowerProfile, or the name or path of a hardware profile such as 'dgx-a100', got "
+                f"{profile!r}"
+            )
         self.scope, self.profile = Scope(scope), profile
         self.device = _device(device)
         self.host = host or current_host()

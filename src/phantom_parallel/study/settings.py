@@ -15,6 +15,7 @@ from phantom_parallel.study.networks import NetworkSettings
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.utils.files import read_text
 from phantom_parallel.utils.layout import positive
+from phantom_parallel.utils.names import choose_from
 from phantom_parallel.utils.network import NO_LINK
 from phantom_parallel.utils.parsing import check_keys, convert, decode_toml
 from phantom_parallel.utils.strategies import get_strategy
@@ -358,7 +359,7 @@ def _load(folder: Folder, name_or_path: str) -> tuple[str, dict[str, Any]]:
         return name_or_path, decode_toml((_packaged(folder) / f"{name_or_path}.toml").read_text(), name_or_path)
     path = Path(name_or_path)
     if not path.exists():
-        raise ValueError(f"there is no {name_or_path!r}: choose from {', '.join(known)}, or give a TOML file")
+        raise ValueError(f"there is no {name_or_path!r}: {choose_from(name_or_path, known)}, or give a TOML file")
     try:
         return path.stem, decode_toml(read_text(path), str(path))
     except (OSError, UnicodeDecodeError) as error:
