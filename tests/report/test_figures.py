@@ -401,7 +401,7 @@ def test_crosses_of_many_searches_leave_the_axis_to_the_points():
 
 
 def test_ticks_of_the_figure_of_ratios_do_not_touch():
-    ratios = [Ratio("phantom", "tensor", name, one_ratio(0.5, 0.02, 1.5)) for name in ("seconds", "memory_bytes")]
+    ratios = [Ratio("phantom", "tensor", name, one_ratio(0.5, 0.03, 1.01)) for name in ("seconds", "memory_bytes")]
     ratios += [Ratio("phantom", "tensor", "inference_joules, batch 64", one_ratio(0.6, None, None))]
     found = make_comparison(ratios=tuple(ratios))
     figure = next(drawing.figure for drawing in drawings.comparison_figures(found) if drawing.name == "ratios")

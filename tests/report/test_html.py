@@ -229,6 +229,8 @@ def test_a_page_says_no_more_of_searches_intervals_and_sensors_than_there_were()
     text = rendered(make_comparison(("phantom", "tensor"), seeds=1))
     assert "In brackets" not in text
     assert "There are no confidence intervals." in text
+    assert "Figures of one seed, without confidence intervals." in text
+    assert "Means over" not in text
     assert "Here phantom was trained" in rendered(make_comparison(("phantom",)))
     found = make_comparison(("phantom", "tensor+int8"), settings={"search": {"wires": False}})
     exact, int8 = found.strategies

@@ -6,7 +6,7 @@ import pytest
 
 from phantom_parallel.energy import load_power_profile
 from phantom_parallel.study.remarks import caveats, comparison_remarks, power_of, study_remarks
-from phantom_parallel.study.results import Interval, Power, Ratio, Trial
+from phantom_parallel.study.results import CurvePoint, Interval, Power, Ratio, Trial
 from tests.study.sample import make_cell, make_comparison, make_regime, make_study
 
 MACHINE = {"device": "cpu", "backend": "gloo", "processes": 4, "processes_per_host": 4, "cores": 2}
@@ -27,7 +27,7 @@ def test_caveats_state_what_limits_the_conclusions(seeds, machine, stated, not_s
     found = list(caveats(machine, CORE, seeds))
     assert len(found) == len(set(found))
     text = " ".join(found)
-    assert "watts of assumed-core" in text
+    assert "watts of assumed-core (10 W computing, 5 W blocked, per core)" in text
     for part in stated:
         assert part in text
     for part in not_stated:
@@ -71,6 +71,20 @@ def test_a_missed_target_says_how_and_what_figures_are_without():
         "Tensor missed the target loss of 0.05 in 1 of 3 runs. Its figures to the loss and their ratios are without "
         "these." in remarks_of(some)
     )
+
+
+def test_steps_that_are_rounded_up_to_an_evaluation_say_by_how_much():
+    found = make_comparison(("phantom",))
+    assert not any("evaluated every" in remark for remark in remarks_of(_evaluated(found, (100, 103))))
+    (remark,) = (one for one in remarks_of(_evaluated(found, (20, 25))) if "evaluated every" in one)
+    assert remark.startswith("The loss is evaluated every 5 steps: ")
+    assert remark.endswith("by up to 20% of the steps of the shortest training.")
+    assert any("by up to 100% of" in remark for remark in remarks_of(_evaluated(found, (5,))))
+
+
+def _evaluated(found, steps):
+    curve = tuple(CurvePoint(step, 0.04, 1.0, 1.0) for step in steps)
+    return replace(found, runs=tuple(replace(run, steps=steps[-1], curve=curve) for run in found.runs))
 
 
 def test_strategies_that_phantom_is_as_much_worse_than_are_one_remark():

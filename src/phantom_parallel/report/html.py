@@ -63,7 +63,7 @@ def render(found: Comparison | Study, drawn: list[CaptionedFigure], files: list[
         sections: tuple[tables.Section, ...] = tables.comparison_sections(found)
         details = tables.detailed_sections(found)
         words: dict[str, Any] = {
-            "note": tables.NOTE,
+            "note": tables.note(found),
             "details": details if details != sections else (),
             "headline": captions.headline(found),
             "names": listed(one.strategy for one in found.strategies),

@@ -14,11 +14,6 @@ from phantom_parallel.study.results import Comparison, Interval, Run, StrategyRe
 from phantom_parallel.study.units import format_interval, format_measure, plain
 
 MISSED, UNAVAILABLE, ERROR, NOTHING = "missed", "unavailable", "error", "–"  # noqa: RUF001
-NOTE = (
-    "Means over the seeds that reached the loss, each figure by itself: mean time is not exactly mean steps times mean "
-    "step time. Time is that of the training steps, without launch and evaluations. Ratios: geometric means over "
-    "seeds, with 95 % confidence intervals."
-)
 # Ratios that have a row in the table even if they are unavailable.
 RATIOS = ("seconds", "joules", "flops", "bytes", "step_seconds")
 FEW = 4  # strategies that have a column each; of more, each has a row
@@ -82,9 +77,22 @@ def _main_figures(found: Comparison) -> Section:
     return Section(("strategy", *headings), tuple(rows))
 
 
+def note(found: Comparison) -> str:
+    """What the figures of the table are."""
+    time = "Time is that of the training steps, without launch and evaluations."
+    if max((one.runs for one in found.strategies), default=0) <= 1:
+        return f"Figures of one seed, without confidence intervals. {time}"
+    return (
+        f"Means over the seeds that reached the loss, each figure by itself: mean time is not exactly mean steps times "
+        f"mean step time. {time} Ratios: geometric means over seeds, with 95 % confidence intervals."
+    )
+
+
 def comparison_table(found: Comparison) -> Table:
     """The table of a comparison for the terminal."""
-    table = Table(title=f"{escape(found.name)}: {escape(goal(found))}", caption=NOTE, box=SIMPLE, padding=(0, 1, 0, 0))
+    table = Table(
+        title=f"{escape(found.name)}: {escape(goal(found))}", caption=note(found), box=SIMPLE, padding=(0, 1, 0, 0)
+    )
     first, *rest = comparison_sections(found)
     fill(table, first, rest)
     return table

@@ -25,6 +25,7 @@ _DERIVED = re.compile(
     r"|.* missed the target loss of "
     r"|.* compute the same model, which a few steps of each confirmed"
     r"|.* is blocked in collectives for a larger share of its time"
+    r"|The loss is evaluated every "
     r"|Time and energy to the loss are the steps to the loss times"
     r"|The data (are a teacher's|come from a teacher network) that has phantom's own structure"
     r"|The learning rate of .* is at an end of the rates"

@@ -18,11 +18,13 @@ from phantom_parallel.study.results import Cell, Comparison, Power, Ratio, Strat
 from phantom_parallel.study.units import counted, format_ratio, listed, plain, upper
 
 FEW_SEEDS = 3  # whose intervals are so wide that a reader must be told
+ROUGH = 0.05  # share of the steps by which they may be rounded up, from which a reader must be told
 
 
 def comparison_remarks(found: Comparison, notes: Iterable[str]) -> Iterator[str]:
     """All remarks on a comparison; ``notes`` are those of the family on its data."""
     yield from _missed(found)
+    yield from _rounded_steps(found)
     yield from _rates_at_an_end(found)
     if any(one.model is not None for one in found.strategies):
         yield from _how_shared(found)
@@ -79,6 +81,18 @@ def _missed(found: Comparison) -> Iterator[str]:
                 if not one.reached
                 else f"{text}. Its figures to the loss and their ratios are without these."
             )
+
+
+def _rounded_steps(found: Comparison) -> Iterator[str]:
+    """By how much steps to the loss may be rounded up, as it is seen at evaluations only."""
+    last = [run.curve[-2:] for run in found.runs if run.reached and run.curve and run.steps]
+    gaps = [(points[-1].step - (points[0].step if len(points) > 1 else 0), points[-1].step) for points in last]
+    gap, share = max((gap for gap, _ in gaps), default=0), max((gap / steps for gap, steps in gaps), default=0.0)
+    if share >= ROUGH:
+        yield (
+            f"The loss is evaluated every {counted(gap, 'step')}: steps, time and energy to the loss are rounded up to "
+            f"the next evaluation, by up to {share:.0%} of the steps of the shortest training."
+        )
 
 
 def _rates_at_an_end(found: Comparison) -> Iterator[str]:
@@ -239,7 +253,8 @@ def caveats(environment: Mapping[str, Any], power: Power, seeds: int) -> Iterato
         yield f"{seeds} seeds: intervals of so few are wide, and a ratio whose interval includes 1 may be chance."
     yield (
         f"Energy in joules is modelled, not measured, unless it says otherwise: measured seconds times the watts of "
-        f"{power.name} (see below)."
+        f"{power.name} ({plain(power.compute_watts)} W computing, {plain(power.communication_watts)} W blocked, per "
+        f"{power.per})."
     )
     if environment.get("network"):
         yield f"The network is emulated: {environment['network']}."
