@@ -23,8 +23,8 @@ class LlamaAttention(nn.Module):
         self.q_norm = nn.RMSNorm(self.head_dim) if head_norms else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim) if head_norms else nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
         q = self.q_norm(q.unflatten(-1, (-1, self.head_dim))).flatten(-2)
         k = self.k_norm(k.unflatten(-1, (-1, self.head_dim))).flatten(-2)
         return self.o_proj(attend(q, k, v, self.head_dim, causal=True))
@@ -48,7 +48,7 @@ class LlamaLayer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(dim), nn.RMSNorm(dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x))
+        x = x + self.self_attn(hidden_states=self.input_layernorm(x))
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput, parallelize_module
 
 from phantom_parallel import Ledger, PhantomLinear, PhantomParallel
 from phantom_parallel.nn import FeatureEmbedding, NormedPhantomLinear, VocabularyHead
@@ -20,7 +20,22 @@ from tests.reference import relative_error
 BLOCKS = 4
 
 
-def llama_plan(prefix: str, ghosts: int) -> dict[str, PhantomParallel]:
+def cut_once_plan(prefix: str, ghosts: int) -> dict[str, ParallelStyle]:
+    """The stream is cut before a module, and not before each of its projections."""
+    inside, to = PhantomParallel(blocks=BLOCKS, ghosts=ghosts), Shard(2)
+    named = {"hidden_states": Replicate()}, {"hidden_states": to}
+    return llama_plan(prefix, ghosts) | {
+        f"{prefix}.self_attn": PrepareModuleInput(
+            input_kwarg_layouts=named[0], desired_input_kwarg_layouts=named[1], use_local_output=True
+        ),
+        f"{prefix}.self_attn.[qkv]_proj": inside,
+        f"{prefix}.mlp": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=to, use_local_output=True),
+        f"{prefix}.mlp.gate_proj": inside,
+        f"{prefix}.mlp.up_proj": inside,
+    }
+
+
+def llama_plan(prefix: str, ghosts: int) -> dict[str, ParallelStyle]:
     entering = PhantomParallel(blocks=BLOCKS, ghosts=ghosts, input_layouts=Replicate())
     leaving = PhantomParallel(blocks=BLOCKS, ghosts=ghosts, output_layouts=Replicate())
     return {
@@ -47,6 +62,7 @@ def build(name: str) -> nn.Module:
     torch.manual_seed(0)
     kinds = {
         "llama": lambda: Llama(hidden=32),
+        "llama, cut once": lambda: Llama(hidden=32),
         "qwen2": lambda: Llama(hidden=32, bias=True),
         "qwen3": lambda: Llama(hidden=32, head_norms=True),
         "bert": lambda: Bert(hidden=32),
@@ -64,7 +80,8 @@ def parallelized(name: str, ghosts: int) -> nn.Module:
             layer.attention.self.num_attention_heads //= mesh.size()
             layer.attention.self.all_head_size //= mesh.size()
     else:
-        parallelize_module(model, mesh, llama_plan("model.layers.*", ghosts))
+        plan = cut_once_plan if name == "llama, cut once" else llama_plan
+        parallelize_module(model, mesh, plan("model.layers.*", ghosts))
     if name == "qwen3":  # each rank has the gradient of its own heads
         for layer in model.model.layers:
             for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
@@ -96,7 +113,7 @@ def errors_of_plan(name: str) -> dict[str, float]:
     return errors
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "bert"])
+@pytest.mark.parametrize("name", ["llama", "llama, cut once", "qwen2", "qwen3", "bert"])
 def test_a_plan_gives_the_outputs_and_gradients_of_the_model(ranks, name):
     for errors in ranks(2)(errors_of_plan, name):
         wrong = {path: error for path, error in errors.items() if not error < 1e-9}
@@ -175,21 +192,22 @@ def test_a_tied_head_without_its_rows_says_how_to_get_them():
         head(torch.randn(2, 32))
 
 
-def replicated_stream_bytes() -> int:
-    model = parallelized("llama", ghosts=2)
+def replicated_stream_bytes(name: str) -> int:
+    model = parallelized(name, ghosts=2)
     with Ledger() as ledger:
         model(tokens()).square().sum().backward()
     return ledger.moved_bytes
 
 
-def test_a_plan_with_a_replicated_stream_exchanges_seven_streams_a_layer_and_the_ghosts(ranks):
-    """Forward, the two layers that leave gather it; backward, the five that enter. Megatron's four all-reduces are
-    eight times as much as a gather.
+@pytest.mark.parametrize(("name", "gathers"), [("llama", 7), ("llama, cut once", 4)])
+def test_a_plan_with_a_replicated_stream_exchanges_the_stream_and_the_ghosts(ranks, name, gathers):
+    """Forward, the two layers that leave gather it; backward, the five that enter, or the two modules that cut it once.
+    Megatron's four all-reduces are eight times as much as a gather.
     """
     rows, dim, layers, size, word = 10, 32, 2, 2, 8
     stream = (size - 1) * rows * dim // size * word
     ghosts = 2 * 7 * (size - 1) * rows * (BLOCKS // size) * 2 * word  # each way
-    assert set(ranks(2)(replicated_stream_bytes)) == {layers * (7 * stream + ghosts)}
+    assert set(ranks(2)(replicated_stream_bytes, name)) == {layers * (gathers * stream + ghosts)}
 
 
 def untied() -> list[str]:
