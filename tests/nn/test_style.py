@@ -176,10 +176,23 @@ def test_fresh_layers_are_drawn_as_for_training_from_scratch(ranks):
         assert still_meta
 
 
+class Conv1D(nn.Module):
+    """As transformers has it."""
+
+
 def wrong() -> list[str]:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     texts = []
-    for module, blocks in ((nn.LayerNorm(8), 4), (PhantomLinear(8, 8, blocks=2, ghosts=1), 4), (nn.Linear(9, 9), 4)):
+    sharded = PhantomLinear(8, 8, blocks=4, ghosts=1, mesh=mesh)
+    inside = nn.Sequential(nn.LayerNorm(8), nn.Sequential(nn.Linear(8, 8)))
+    for module, blocks in (
+        (nn.LayerNorm(8), 4),
+        (PhantomLinear(8, 8, blocks=2, ghosts=1), 4),
+        (nn.Linear(9, 9), 4),
+        (sharded, 4),
+        (inside, 4),
+        (Conv1D(), 4),
+    ):
         with pytest.raises((NotImplementedError, ValueError)) as caught:
             parallelize_module(module, mesh, PhantomParallel(blocks=blocks, ghosts=1))
         texts.append(str(caught.value))
@@ -223,10 +236,13 @@ def test_a_weight_that_is_computed_from_others_is_refused_with_the_fix(ranks):
 
 
 def test_modules_that_do_not_fit_are_named(ranks):
-    for norm, layer, uneven in ranks(2)(wrong):
+    for norm, layer, uneven, sharded, inside, conv in ranks(2)(wrong):
         assert "supports nn.Linear, PhantomLinear and elementwise activations, not LayerNorm" in norm
         assert "the layer has blocks=2, the style blocks=4" in layer
         assert "blocks=4 does not divide in_features=9" in uneven
+        assert "already sharded over 2 ranks: let one pattern of one plan match it" in sharded
+        assert "not Sequential: name its layers in the plan, such as '1.0'" in inside
+        assert "not Conv1D: replace it by an nn.Linear with the transposed weight first" in conv
 
 
 def test_the_style_describes_itself_and_checks_its_arguments():

@@ -76,7 +76,7 @@ class PhantomParallel(ParallelStyle):
         if type(module) not in (nn.Linear, PhantomLinear):
             raise NotImplementedError(
                 "PhantomParallel supports nn.Linear, PhantomLinear and elementwise activations, "
-                f"not {type(module).__name__}"
+                f"not {type(module).__name__}{_hint(module)}"
             )
         assert mesh is not None
         if isinstance(module, nn.Linear) and "weight" not in module._parameters:
@@ -127,7 +127,9 @@ class PhantomParallel(ParallelStyle):
                     "pass the layer's blocks and ghosts"
                 )
         if layer.mesh is not None:
-            raise ValueError(f"the layer is already sharded over {layer.group.size} ranks")
+            raise ValueError(
+                f"the layer is already sharded over {layer.group.size} ranks: let one pattern of one plan match it"
+            )
         shape = layer.in_features, layer.out_features, layer.bias is not None
         layer._set_layout(*shape, self.blocks, self.ghosts, mesh, self.wire, layer.local.dtype, layer.gain)
         for name in ("local", "compress", "decompress", "bias"):
@@ -143,6 +145,16 @@ class PhantomParallel(ParallelStyle):
             f"input_layouts={self.input_layout}, output_layouts={self.output_layout}, "
             f"use_local_output={self.use_local_output})"
         )
+
+
+def _hint(module: nn.Module) -> str:
+    """What to do about a module that cannot be converted itself."""
+    names = [name for name, one in module.named_modules() if type(one) in (nn.Linear, PhantomLinear)]
+    if names:
+        return f": name its layers in the plan, such as {names[0]!r}"
+    if type(module).__name__ == "Conv1D":  # of transformers
+        return ": replace it by an nn.Linear with the transposed weight first"
+    return ""
 
 
 def _prepare_input(
