@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from phantom_parallel.distributed.errors import Interrupted, LossDiverged
+from phantom_parallel.distributed.objects import RanksDisagree
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.families.ffn.train_config import FFNTrainConfig
-from phantom_parallel.study.runner import CellRunner
+from phantom_parallel.study.runner import CellRunner, cell_runner
 from phantom_parallel.study.session import RunOptions
 from phantom_parallel.study.settings import read_compare
 from phantom_parallel.train import Record
@@ -111,3 +112,20 @@ def test_progress_names_the_cell_its_outcome_and_the_count(monkeypatch, tmp_path
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("tensor seed=7 1/3 reached the target, 20 steps, loss 0.3, 4 s")
     assert line.endswith("left")
+
+
+def disagreeing(folder: str) -> str:
+    """Ranks of an external launch whose command lines differ."""
+    settings = read_compare("quick", {"ranks": 2, "seeds": 2 + torch.distributed.get_rank()})
+    with (
+        pytest.raises(RanksDisagree) as raised,
+        cell_runner(torch.device("cpu"), settings, RunOptions(Path(folder) / "out", local=False), 1),
+    ):
+        pass
+    return str(raised.value)
+
+
+def test_ranks_with_other_settings_are_refused_before_the_folder_is_made(ranks, tmp_path):
+    for message in ranks(2)(disagreeing, str(tmp_path)):
+        assert message == "ranks disagree on the settings: rank 0 has seeds=2; rank 1 has seeds=3"
+    assert not (tmp_path / "out").exists()

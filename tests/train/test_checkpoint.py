@@ -169,7 +169,10 @@ def test_a_changed_byte_is_noticed(saved):
     data = bytearray((saved / STATE).read_bytes())
     data[-100] ^= 1
     (saved / STATE).write_bytes(data)
-    with pytest.raises(ValueError, match=f"{STATE} has changed since it was written"):
+    with pytest.raises(ValueError, match=f"{STATE} has changed since it was written .* or train into another folder"):
+        train(CONFIG, ParallelContext(), resume=saved)
+    (saved.parent / "step-000001").mkdir()
+    with pytest.raises(ValueError, match=f"or remove {saved} to continue from step-000001"):
         train(CONFIG, ParallelContext(), resume=saved)
 
 

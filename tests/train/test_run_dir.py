@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from phantom_parallel.distributed.objects import RanksDisagree
 from phantom_parallel.families.ffn.train_config import FFNTrainConfig
 from phantom_parallel.train import Record, run
 from phantom_parallel.train import run_dir as output
@@ -207,3 +208,18 @@ def test_settings_of_a_wrong_type_or_value_are_an_error_that_names_file_and_fiel
     (tmp_path / "config.json").write_text(json.dumps({"family": "ffn"} | FFNTrainConfig().to_dict() | {name: value}))
     with pytest.raises(ValueError, match=rf"config\.json is not readable as the settings of a training: {name}"):
         output.read_config(tmp_path)
+
+
+def disagreeing(folder: str) -> str:
+    """Ranks of an external launch whose command lines differ."""
+    rank = torch.distributed.get_rank()
+    config = replace(CONFIG, ranks=2, steps=4 + rank)
+    with pytest.raises(RanksDisagree) as raised:
+        sys.modules[run.__module__]._work(torch.device("cpu"), config, Path(folder) / "run", None, True, False, False)
+    return str(raised.value)
+
+
+def test_ranks_with_other_settings_are_refused_before_the_folder_is_made(ranks, tmp_path):
+    for message in ranks(2)(disagreeing, str(tmp_path)):
+        assert message == "ranks disagree on the settings of the training: rank 0 has steps=4; rank 1 has steps=5"
+    assert not (tmp_path / "run").exists()

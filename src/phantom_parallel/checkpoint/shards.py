@@ -97,8 +97,14 @@ def read_shards(parts: Parts, folder: Path, files: Iterable[str]) -> None:
         reader.fill(parts, reader.read_metadata())
 
 
-def verify(folder: Path, files: dict[str, FileDigest], group: Group) -> None:
+def verify(folder: Path, files: dict[str, FileDigest], group: Group, otherwise: str = "use another folder") -> None:
     """Compare the bytes of some files with their digests, each rank its share; every rank of ``group`` calls this.
+
+    Args:
+        folder: Where the files are.
+        files: Their digests by name.
+        group: The ranks that compare.
+        otherwise: What to do without a copy of a file that has changed.
 
     Raises:
         ValueError: On every rank, if a file has changed.
@@ -106,7 +112,7 @@ def verify(folder: Path, files: dict[str, FileDigest], group: Group) -> None:
 
     def check() -> None:
         if (wrong := wrong_bytes(folder, files, rank_in(group), size_of(group))) is not None:
-            raise ValueError(f"{wrong}: restore the file from a copy, or use another folder")
+            raise ValueError(f"{wrong}: restore the file from a copy, or {otherwise}")
 
     on_every_rank(check, group)
 

@@ -74,16 +74,16 @@ def raise_on_all_ranks(error: Exception | None, group: Group) -> None:
             raise found
 
 
-def check_agreement(subject: str, settings: dict[str, Any], mesh: DeviceMesh | None) -> None:
-    """Compare ``settings`` over the mesh, before a difference becomes a hang or a wrong result.
+def check_agreement(subject: str, settings: dict[str, Any], group: Group) -> None:
+    """Compare ``settings`` over the ranks of ``group``, before a difference becomes a hang or a wrong result.
 
     Raises:
         RanksDisagree: On every rank, naming the ranks that differ from the majority.
     """
-    if mesh is None or mesh.size() == 1:
+    if group is None or group.size() == 1:
         return
-    gathered = all_gather_objects(settings, mesh)
-    if found := differences(gathered, dist.get_process_group_ranks(mesh.get_group())):
+    gathered = all_gather_objects(settings, group)
+    if found := differences(gathered, dist.get_process_group_ranks(process_group_of(group))):
         raise RanksDisagree(f"ranks disagree on {subject}: {found}")
 
 
@@ -108,8 +108,8 @@ def differences(settings: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> 
 
 def majority(values: Sequence[T]) -> tuple[T] | None:
     """The value that more than half have; None if there is no such value."""
-    value, count = Counter(values).most_common(1)[0]
-    return (value,) if 2 * count > len(values) else None
+    usual, count = Counter(map(repr, values)).most_common(1)[0]  # a value may be a list
+    return (next(value for value in values if repr(value) == usual),) if 2 * count > len(values) else None
 
 
 def process_group_of(group: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:

@@ -21,7 +21,7 @@ from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.errors import Interrupted, LossDiverged
 from phantom_parallel.distributed.external import is_rank_zero
 from phantom_parallel.distributed.launch import threads_for
-from phantom_parallel.distributed.objects import broadcast_from_rank_zero
+from phantom_parallel.distributed.objects import broadcast_from_rank_zero, check_agreement
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.energy import EnergyMeter, PowerProfile, load_power_profile
 from phantom_parallel.study.contenders import Contender
@@ -49,6 +49,8 @@ def cell_runner(device: torch.device, settings: Settings, options: RunOptions, t
     with StopRequest() as stop, FolderLock(options.out) as lock, display:
         runner = CellRunner(device, settings, options, display, stop)
         if not options.local:
+            given = to_dict(settings) | {"resume": options.resume}
+            check_agreement("the settings", given, dist.group.WORLD)
             runner.broadcast(lambda: prepare_folder(options.out, to_dict(settings), options.resume, lock))
         runner.expect(options.before + total)
         yield runner

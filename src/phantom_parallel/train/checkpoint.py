@@ -124,7 +124,9 @@ def load(path: Path, optimizer: PartsOptimizer, config: TrainConfig, group: Grou
     """
     progress, files = on_every_rank(lambda: _check(path, config), group)
     if all(files.values()):  # version 1 has no digests
-        verify(path, files, group)
+        earlier = [one for one in found_in(path.parent) if step_of(one) < progress.step]
+        otherwise = f"remove {path} to continue from {earlier[-1].name}" if earlier else "train into another folder"
+        verify(path, files, group, otherwise)
     for name, part in optimizer.parts.items():
         for key in optimizer.keys:
             optimizer.state(name)[key] = _empty_state(part, key, optimizer.fused)

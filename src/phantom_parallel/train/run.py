@@ -14,7 +14,7 @@ from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.errors import Interrupted, RankDied
 from phantom_parallel.distributed.external import launched_externally
 from phantom_parallel.distributed.launch import launch
-from phantom_parallel.distributed.objects import broadcast_from_rank_zero, raise_on_all_ranks
+from phantom_parallel.distributed.objects import broadcast_from_rank_zero, check_agreement, raise_on_all_ranks
 from phantom_parallel.train import checkpoint
 from phantom_parallel.train import run_dir as output
 from phantom_parallel.train.config import TrainConfig
@@ -60,6 +60,7 @@ def _work(
     """One rank's part."""
     with FolderLock(out) as lock:
         if joined:
+            check_agreement("the settings of the training", config.to_dict(), dist.group.WORLD)
             latest = broadcast_from_rank_zero(lambda: output.prepare(config, out, resume, lock), device)
         if not lock.held:
             lock.join()
