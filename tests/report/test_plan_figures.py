@@ -37,6 +37,20 @@ def test_legends_are_within_the_figure(drawn):
         assert len(legend.get_texts()) > 5
 
 
+def test_values_can_be_read_off_every_axis(drawn):
+    for figure in drawn():
+        figure.canvas.draw()
+        for axes in figure.axes:
+            for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+                assert axis.get_scale() == "log"
+                places = axis.get_majorticklocs()
+                labels = [label.get_text() for label in axis.get_majorticklabels()]
+                shown = {at: text for at, text in zip(places, labels, strict=True) if low <= at <= high}
+                assert len(shown) >= 3
+                for at, text in shown.items():
+                    assert float(text.replace(",", "")) == pytest.approx(at)
+
+
 def test_the_title_says_that_phantom_is_another_model_unless_its_ghosts_are_known_to_suffice(drawn):
     for figure in drawn():
         assert WARNING in figure.get_suptitle()

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from phantom_parallel.cost.planner import NOT_COMPARED, TWO_LEVEL, Candidate, Plan, PlanRequest
-from phantom_parallel.report.plots import LOOKS, SECOND_PHANTOM, fitted_legend
+from phantom_parallel.report.plots import LOOKS, SECOND_PHANTOM, TickFormatter, fitted_legend, log_axis
 from phantom_parallel.utils.files import atomic_file
 from phantom_parallel.utils.wire import in_words
 
@@ -54,7 +54,9 @@ def draw_tradeoff(plan: Plan, folder: Path) -> list[Path]:
         va="top",
         arrowprops={"arrowstyle": "->", "color": "black", "linewidth": 0.8},
     )
-    axes.set(xscale="log", yscale="log", xlabel="step time, ms (modelled)")
+    _log_axis(axes, "x", [1e3 * c.seconds for c in plan.candidates])
+    _log_axis(axes, "y", [c.joules or 0.0 for c in plan.candidates])
+    axes.set_xlabel("step time, ms (modelled)")
     axes.set_ylabel("energy of a step on all devices, J (modelled)")
     axes.grid(visible=True, which="major", alpha=0.25)
     warning = another_model(plan.candidates)
@@ -73,10 +75,17 @@ def _curves(axes: Axes, curves: Mapping[str, Sequence[Candidate]], values: list[
         line = {"color": colour, "marker": marker, "linestyle": "dashed" if name.endswith(TWO_LEVEL) else "solid"}
         axes.plot([c.devices for c in curve], heights, markersize=4.5, label=name, **line)  # type: ignore[arg-type]
     counts = sorted({c.devices for curve in curves.values() for c in curve})
-    axes.set(xscale="log", yscale="log", xlabel="devices", ylabel=label)
+    axes.set(xscale="log", xlabel="devices", ylabel=label)
+    _log_axis(axes, "y", [height for heights in values for height in heights])
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.minorticks_off()
     axes.grid(visible=True, which="major", alpha=0.25)
+
+
+def _log_axis(axes: Axes, which: str, values: Sequence[float]) -> None:
+    """Make an axis logarithmic, with ticks between the decades: there may be only one decade in a figure."""
+    log_axis(axes, which, values)
+    (axes.xaxis if which == "x" else axes.yaxis).set_major_formatter(TickFormatter())
 
 
 def _scatter(axes: Axes, found: list[Candidate], colour: str, marker: str, label: str) -> None:
