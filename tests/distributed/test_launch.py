@@ -229,6 +229,12 @@ def test_an_error_in_the_report_ends_the_ranks():
         launch(2, workers.ignore_signals, on_report=refuse)
 
 
+@pytest.mark.slow
+def test_a_full_disk_of_the_temporary_folder_is_named():
+    with pytest.raises(OSError, match=r"the temporary folder .*phantom-ranks-.*, is full: set TMPDIR to another"):
+        launch(2, workers.full_store)
+
+
 def test_work_that_ranks_cannot_import_is_refused_before_any_starts():
     with pytest.raises(ValueError, match="a function at the top level of a module"):
         launch(2, lambda device: None)

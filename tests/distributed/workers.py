@@ -183,3 +183,7 @@ def differ_in_second_batch(device: torch.device) -> None:
     layer = PhantomLinear(8, 8, blocks=2, ghosts=2, mesh=init_device_mesh(device.type, (2,)))
     layer(torch.ones(4, 4))
     layer(torch.ones(4 - dist.get_rank(), 4))
+
+
+def full_store(device):
+    raise dist.DistStoreError("No space left on device")

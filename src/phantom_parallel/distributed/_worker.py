@@ -1,5 +1,6 @@
 """A rank's part of a launch: receives its assignment, joins the process group, works, and sends what came of it."""
 
+import errno
 import faulthandler
 import multiprocessing
 import multiprocessing.spawn
@@ -69,8 +70,16 @@ def _work(channel: Channel, assignment: Assignment, work: Any, args: tuple[Any, 
         options["report"] = (lambda value: channel.send("report", value)) if rank == 0 else _discard
     store = dist.FileStore(os.path.join(assignment.directory, "store"), size)  # type: ignore[attr-defined]
     backend = "gloo" if kind == "cpu" else None
-    with process_group(assignment.timeout, backend=backend, store=store, rank=rank, world_size=size):
-        return work(device, *args, **options)
+    try:
+        with process_group(assignment.timeout, backend=backend, store=store, rank=rank, world_size=size):
+            return work(device, *args, **options)
+    except dist.DistStoreError as error:
+        if os.strerror(errno.ENOSPC) not in str(error):
+            raise
+        raise OSError(
+            f"the disk of the temporary folder {assignment.directory}, through which ranks meet, is full: "
+            "set TMPDIR to another"
+        ) from None
 
 
 def _discard(value: Any) -> None:
