@@ -31,6 +31,7 @@ class Case:
         may_diverge: Whether a loss that diverges is a right outcome.
         prints_json: Whether stdout must be JSON.
         written: Files that must show no NaN.
+        same_function: A pretrained model and the folder that it is imported to, which must compute the same if it is.
     """
 
     group: str
@@ -41,6 +42,7 @@ class Case:
     may_diverge: bool = False
     prints_json: bool = False
     written: tuple[Path, ...] = ()
+    same_function: tuple[Path, Path] | None = None
 
 
 SHAPE = ("--blocks", 2, "--ghosts", 2)  # of what is converted
@@ -76,10 +78,8 @@ def _damaged_folder(source: Path, folder: Path, random: Random, below: str = "")
     copy = mutations.copy_of(source, folder / "damaged")
     files = sorted(path for path in (copy / below).rglob("*") if path.is_file() and "tensorboard" not in path.parts)
     path = random.choice(files)
-    before = path.read_bytes()
     text = mutations.damage_file(path, random)
-    changed = not path.is_file() or path.read_bytes() != before
-    return text, copy, changed and path.suffix == ".safetensors"
+    return text, copy, _differs(path, source / path.relative_to(copy))
 
 
 def _ffn_model(artefacts: Artefacts, folder: Path, random: Random) -> Case:
@@ -91,19 +91,48 @@ def _ffn_model(artefacts: Artefacts, folder: Path, random: Random) -> Case:
 
 def _gpt_model(artefacts: Artefacts, folder: Path, random: Random) -> Case:
     text, model, tensors = _damaged_folder(artefacts.gpt / "model", folder, random)
-    arguments = ["generate", "--model", model, "--prompt", "def", "--tokens", 2, "--json"]
+    if random.random() < 0.2:
+        return _case("transformer", text, "export", "--model", model, "--out", folder / "out", must_refuse=tensors)
+    chat = ["--chat"] if "jinja" in text or random.random() < 0.2 else []
+    arguments = ["generate", "--model", model, "--prompt", "def", *chat, "--tokens", 2, "--json"]
     return _case("transformer", text, *arguments, must_refuse=tensors)
 
 
+def _healing(artefacts: Artefacts, folder: Path, random: Random) -> Case:
+    """A damaged model or a damaged teacher; no rank is started, so that changed tensors are not read yet."""
+    models = {"--model": artefacts.gpt / "model", "--teacher": artefacts.dense_gpt}
+    damaged = random.choice(list(models))
+    text, models[damaged], _ = _damaged_folder(models[damaged], folder, random)
+    given = [word for pair in models.items() for word in pair]
+    data = ["--data", artefacts.data / "text.txt", "--context", 8, "--eval-windows", 2]
+    return _case("healing", text, "heal", "--out", folder / "out", *given, *data, "--steps", 1, runs=False)
+
+
 def _pretrained(artefacts: Artefacts, folder: Path, random: Random) -> Case:
-    """A damaged folder of Hugging Face's. Its tensors have no digests: other bytes of them are other weights."""
-    text, source, _ = _damaged_folder(artefacts.pretrained, folder, random)
-    return _case("pretrained", text, "import", "--from", source, "--out", folder / "imported", "--json")
+    """A damaged folder of Hugging Face's, or one with settings of another kind of model. Tensors have no digests: other
+    bytes of them are other weights.
+    """
+    if random.random() < 0.5:
+        text, source, _ = _damaged_folder(artefacts.pretrained, folder, random)
+        return _case("pretrained", text, "import", "--from", source, "--out", folder / "imported", "--json")
+    source = mutations.copy_of(artefacts.pretrained, folder / "other")
+    text = mutations.change_pretrained(source / "config.json", random)
+    arguments = ["import", "--from", source, "--out", folder / "imported", "--json"]
+    return _case("pretrained", text, *arguments, same_function=(source, folder / "imported"))
 
 
 def _conversion(artefacts: Artefacts, folder: Path, random: Random) -> Case:
     """A damaged dense model, or damaged calibration data."""
     model, data, tensors = artefacts.dense, artefacts.data / "x.npy", False
+    if random.random() < 0.2:  # a transformer: the model, or its text
+        text, model, data, tensors = "", artefacts.dense_gpt, folder / "text.txt", False
+        shutil.copy(artefacts.data / "text.txt", data)
+        if random.random() < 0.5:
+            text, model, tensors = _damaged_folder(model, folder, random)
+        else:
+            text = mutations.damage_file(data, random)
+        arguments = ["convert", "--model", model, "--calibration", data, "--out", folder / "converted", "--json"]
+        return _case("conversion", text, *arguments, *SHAPE, "--rows", 64, "--steps", 1, must_refuse=tensors)
     if random.random() < 0.5:
         text, model, tensors = _damaged_folder(model, folder, random)
     else:
@@ -125,7 +154,11 @@ def _checkpoint(artefacts: Artefacts, folder: Path, random: Random) -> Case:
 
 
 def _differs(path: Path, original: Path) -> bool:
-    return path.suffix == ".safetensors" and (not path.is_file() or path.read_bytes() != original.read_bytes())
+    """Whether a file of tensors has other bytes than it had."""
+    if path.suffix != ".safetensors":
+        return False
+    before = original.read_bytes()
+    return not path.is_file() or path.stat().st_size != len(before) or path.read_bytes() != before
 
 
 def _run_folder(artefacts: Artefacts, folder: Path, random: Random) -> Case:
@@ -343,6 +376,7 @@ GROUPS: dict[str, tuple[float, Maker]] = {
     "transformer": (10, _gpt_model),
     "pretrained": (5, _pretrained),
     "conversion": (4, _conversion),
+    "healing": (2, _healing),
     "checkpoint": (8, _checkpoint),
     "run folder": (6, _run_folder),
     "training data": (10, _training_data),

@@ -17,7 +17,7 @@ from tests.campaign.artefacts import Artefacts, make_artefacts
 from tests.campaign.tally import Bad, Tally
 
 CPU_SECONDS = 30.0  # that a case may take; beyond the limit of `running`, for what cannot be interrupted there
-WALL_SECONDS = 1200.0  # that a case may take on a busy machine, if it waits
+WALL_SECONDS = 300.0  # that a case may take on a busy machine, if it waits
 WORKERS = 2
 
 

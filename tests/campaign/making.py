@@ -36,6 +36,7 @@ def make(root: Path) -> Artefacts:
     _phantom(
         "train", "gpt", "--out", made.dense_gpt.parent, *dense, *text, *tokens, "--eval-windows", "2", "--steps", "4"
     )
+    (made.gpt / "model" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}:")
     _phantom("export", "--model", made.gpt / "model", "--out", made.pretrained)
     dense = ["--strategy", "dense", "--width", WIDTH, "--batch", 8, *TEACHER, *EVERY, "--steps", 4]
     _phantom("train", "--out", made.dense.parent, *dense)

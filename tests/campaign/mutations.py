@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import struct
 import zipfile
@@ -27,6 +28,27 @@ ODD_VALUES = (
     *("", " ", "x", "1", "../..", "/", "\0", "é☃字", "a" * 5_000, "[red]x[/", "<script>alert(1)</script>"),
     *([], {}, [[]], [None], {"": 1}, [1, "x"], {"value": NAN}),
     *(Raw("[" * DEEP + "]" * DEEP), Raw('{"a":' * DEEP + "1" + "}" * DEEP), Raw("9" * 5_000), Raw("1__0"), Raw("")),
+)
+TEMPLATES = (
+    *(
+        "{{ 1 / 0 }}",
+        "{{ messages[9].content }}",
+        "{{ messages.content.x }}",
+        "{{ 'a' * 10 ** 11 }}",
+        "{{ 10 ** 400 }}",
+    ),
+    *(
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% for i in range(10 ** 30) %}{% endfor %}",
+        "{% if %}",
+        "{{",
+    ),
+    *(
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{% include '/etc/passwd' %}",
+        "{{ raise_exception('no') }}",
+        "",
+    ),
 )
 
 
@@ -87,12 +109,19 @@ _BYTES: dict[str, Callable[[bytes, Random], bytes]] = {
 
 def damage_path(path: Path, random: Random) -> str:
     """Replace a file by something that is no file of data; the name of the damage."""
-    name = random.choice(("missing", "a folder", "a loop of links"))
+    name = random.choice(("missing", "a folder", "a loop of links", "a pipe", "a device", "very long"))
     path.unlink()
     if name == "a folder":
         path.mkdir()
     elif name == "a loop of links":
         path.symlink_to(path.name)
+    elif name == "a pipe":
+        os.mkfifo(path)
+    elif name == "a device":
+        path.symlink_to("/dev/zero")
+    elif name == "very long":
+        with open(path, "wb") as file:
+            file.truncate(1 << 32)
     return name
 
 
@@ -265,12 +294,14 @@ def safetensors_bytes(data: bytes, random: Random) -> tuple[str, bytes]:
 def damage_file(path: Path, random: Random) -> str:
     """Damage one file in the way that suits its kind; what was done."""
     chosen = random.random()
-    if chosen < 0.05:
+    if chosen < 0.07:
         return f"{path.name}: {damage_path(path, random)}"
     data = path.read_bytes()
     if path.suffix == ".json" and chosen < 0.75:
         name, values = damage_values(json.loads(data), random, times=random.choice((1, 1, 1, 3)))
         data = json_text(values).encode("utf-8", "surrogatepass")
+    elif path.suffix == ".jinja" and chosen < 0.75:
+        data = (name := random.choice(TEMPLATES)).encode()
     elif path.suffix == ".safetensors":
         name, data = safetensors_bytes(data, random)
     elif path.suffix == ".npy" and chosen < 0.75:
@@ -279,6 +310,43 @@ def damage_file(path: Path, random: Random) -> str:
         name, data = damage_bytes(data, random)
     path.write_bytes(data)
     return f"{path.name}: {name}"
+
+
+# Settings of pretrained models: other architectures, other forms of the same, and wrong types.
+PRETRAINED: dict[str, tuple[Any, ...]] = {
+    "model_type": ("llama", "mistral", "qwen2", "gemma", "LLAMA", None, []),
+    "hidden_act": ("gelu", "silu", None),
+    "rope_theta": (0, -1, 500.0, "10000", None, 10**400),
+    "rope_parameters": (
+        None,
+        {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+        {"rope_type": "yarn", "factor": 2.0},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "linear", "factor": 0},
+        {"rope_theta": 0},
+        {"rope_type": "default", "rope_theta": 50.0},
+    ),
+    "rope_scaling": ({"type": "linear", "factor": 4.0}, {"type": "dynamic", "factor": 2.0}, None, "linear"),
+    "partial_rotary_factor": (0.5, 1.0),
+    "sliding_window": (4, 0, None, 1.5),
+    "use_sliding_window": (True, False),
+    "attention_bias": (True, False),
+    "mlp_bias": (True, False),
+    "head_dim": (8, 4, 0, "8", 8.0, None),
+    "num_key_value_heads": (1, 2, 0, None, "2"),
+    "tie_word_embeddings": (True, False, "false", None),
+    "rms_norm_eps": (1e-6, 1e-2, 0, "1e-5", -1),
+    "max_position_embeddings": (4, 2**20, 8.7, 10**18),
+    "quantization_config": ({"quant_method": "gptq"}, None),
+}
+
+
+def change_pretrained(path: Path, random: Random) -> str:
+    """Change settings of a pretrained model's config.json; what was changed."""
+    names = random.sample(list(PRETRAINED), random.choice((1, 1, 2, 3)))
+    changes = {name: random.choice(PRETRAINED[name]) for name in names}
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return "; ".join(f"{name} = {_short(value)}" for name, value in changes.items())
 
 
 def copy_of(folder: Path, target: Path) -> Path:

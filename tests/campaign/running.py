@@ -86,6 +86,8 @@ def _outcome(case: Case, code: Any, out: str, err: str) -> Iterator[tuple[str, s
         if case.prints_json:
             yield from _not_json(case, out)
         yield from _not_numbers(case, out)
+        if case.same_function is not None:
+            yield from _other_function(*case.same_function)
     elif code == 1 and case.may_diverge and "loss" in err:
         return
     elif code != 2:
@@ -119,6 +121,26 @@ def _not_numbers(case: Case, out: str) -> Iterator[tuple[str, str]]:
             yield "output", f"{path.name} shows {shown[0]}: ...{text[max(0, shown.start() - 60) : shown.end() + 20]}"
     if not case.prints_json and (shown := OUTPUT.search(out)):
         yield "output", f"prints {shown[0]}: ...{out[max(0, shown.start() - 60) : shown.end() + 20]}"
+
+
+def _other_function(pretrained: Path, imported: Path) -> Iterator[tuple[str, str]]:
+    """A difference between the logits of transformers and those of the imported model."""
+    import torch
+
+    from phantom_parallel import load_model
+
+    ours = load_model(imported)
+    tokens = torch.arange(min(7, ours.config.context))[None]
+    try:
+        import transformers
+
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+            theirs = transformers.AutoModelForCausalLM.from_pretrained(pretrained, dtype=torch.float32)
+            expected = theirs(tokens).logits
+    except Exception:  # it is not installed, or refuses these settings as well: there is no reference
+        return
+    if not torch.allclose(ours.logits(tokens), expected, atol=1e-4):
+        yield "wrong numbers", f"logits differ by {(ours.logits(tokens) - expected).abs().max():.2g}"
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """Conversion of dense transformers to phantom ones: calibration text, and the order of the phantom model's weights."""
 
-import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -94,7 +93,7 @@ def read_tokens(model: Path, data: Path, config: GPTConfig) -> Tensor:
         raise ValueError(f"there is no text {data}: give a file, or a folder of files")
     files = sorted(path for path in data.rglob("*") if path.is_file()) if data.is_dir() else [data]
     try:
-        text = b"\n".join(read_bytes(path, math.inf) for path in files)
+        text = b"\n".join(read_bytes(path) for path in files)
     except OSError as error:
         raise ValueError(f"{data} is not readable as text: {error}") from None
     tokens = torch.from_numpy(find_tokenizer(model).encode(text).astype("int64"))
