@@ -145,6 +145,7 @@ def test_mistakes_are_named_before_the_work(tmp_path, capsys):
         (command(tmp_path / "phantom", text, out, "--ghosts", "2"), "phantom model already"),
         (command(tmp_path / "none", text, out, "--ghosts", "2"), "not a model folder"),
         (command(model, text, model, "--ghosts", "2"), "exists"),
+        (command(model, text, model, "--ghosts", "2", "--overwrite"), "which is read: choose another folder"),
         (command(model, text, out, "--budget", "0.1"), "fewest ghosts keep"),
     ]
     for arguments, message in cases:

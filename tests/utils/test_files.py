@@ -18,6 +18,7 @@ from phantom_parallel.utils.files import (
     atomic_file,
     atomic_folder,
     check_regular,
+    check_replaceable,
     json_text,
     read_bytes,
     read_text,
@@ -213,3 +214,14 @@ def test_only_files_of_their_own_contents_are_read(tmp_path):
     with pytest.raises(OSError, match="1,099,511,627,776 bytes are too many, at most 268,435,456 are read"):
         read_text(tmp_path / "sparse")
     check_regular(tmp_path / "sparse")  # files of tensors and rows may be of any size
+
+
+def test_what_a_folder_is_made_from_is_not_replaced(tmp_path):
+    source = tmp_path / "around" / "model"
+    source.mkdir(parents=True)
+    for folder in (source, source.parent):
+        (folder / "config.json").write_text("{}")
+        check_replaceable(folder, True, "config.json")
+        with pytest.raises(FileExistsError, match=f"{folder} holds .*, which is read: choose another folder"):
+            check_replaceable(folder, True, "config.json", source / ".." / "model")
+    check_replaceable(source, True, "config.json", tmp_path / "another")

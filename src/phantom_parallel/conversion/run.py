@@ -140,7 +140,7 @@ def prepare(config: ConvertConfig) -> tuple[Converter, list[Any], list[Any]]:
     converter = family.converter()
     if (config.ghosts is None or config.curve) and not converter.own_ghosts:
         raise ValueError(f"all maps of the family {family.name} have the same ghosts: give ghosts, not a budget")
-    check_replaceable(config.out, config.overwrite, CONFIG)
+    check_replaceable(config.out, config.overwrite, CONFIG, config.model)
     converter.check(settings, config.blocks, config.ghosts or 1)
     return converter, *converter.batches(config.model, settings, config.calibration, config.rows, config.length)
 

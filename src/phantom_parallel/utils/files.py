@@ -59,14 +59,17 @@ def atomic_folder(path: str | os.PathLike[str], *, overwrite: bool = False) -> I
         remove_folder(scratch)
 
 
-def check_replaceable(path: Path, overwrite: bool, marker: str) -> None:
+def check_replaceable(path: Path, overwrite: bool, marker: str, source: Path | None = None) -> None:
     """Raise FileExistsError if something is at ``path`` that a new folder may not replace: anything at all without
     ``overwrite``, and with it anything but an empty folder or one that has the file ``marker``, as the new one will.
+    What the new folder is made from, ``source``, is never replaced, nor is a folder around it.
     """
     if not path.exists():
         return
     if not overwrite:
         raise FileExistsError(f"{path} exists: choose another folder, or overwrite it (--overwrite, overwrite=True)")
+    if source is not None and path.resolve() in (source.resolve(), *source.resolve().parents):
+        raise FileExistsError(f"{path} holds {source}, which is read: choose another folder")
     if not path.is_dir() or (any(path.iterdir()) and not (path / marker).is_file()):
         raise FileExistsError(
             f"{path} is not the folder of a model, so it is not overwritten: choose another, or remove it yourself"

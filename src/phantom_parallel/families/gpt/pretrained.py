@@ -61,7 +61,7 @@ def import_model(
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    check_replaceable(out, overwrite, CONFIG)
+    check_replaceable(out, overwrite, CONFIG, source)
     found = PretrainedModel(source)
     config = config_of(found.config, source)
     if context is not None:
@@ -104,7 +104,7 @@ def export_model(model: Path, out: Path, *, dtype: str | None = None, overwrite:
     Returns:
         Name of the architecture.
     """
-    check_replaceable(out, overwrite, CONFIG)
+    check_replaceable(out, overwrite, CONFIG, model)
     stored = StoredModel(model)
     config: GPTConfig = stored.config
     written = stored.dtype if dtype is None else DTYPES[dtype]
