@@ -114,6 +114,15 @@ def test_tokenizers_that_load_and_fail_later(tmp_path, changes, message):
         encode_prompt(prompt, find_tokenizer(tmp_path), config_of())
 
 
+@pytest.mark.parametrize("merge", ["a b", ["a", "b"]])
+def test_merges_without_their_prefix_are_refused_before_the_library_aborts(tmp_path, merge):
+    pytest.importorskip("tokenizers")
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [merge], "continuing_subword_prefix": "//"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(model=model)))
+    with pytest.raises(ValueError, match=r"tokenizer.json is not a readable tokenizer: the merge .*_prefix '//'"):
+        find_tokenizer(tmp_path)
+
+
 def test_prompts(tmp_path):
     path = tmp_path / "prompt.txt"
     path.write_text(TEXT + "\n", encoding="utf-8")

@@ -1,5 +1,6 @@
 """Tokenizers: bytes, or a byte-pair encoding by the ``tokenizers`` library. Both decode to the text they encoded."""
 
+import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -73,7 +74,9 @@ class BPETokenizer:
         """Load a ``tokenizer.json``; ValueError if it is damaged."""
         library = _library()
         try:
-            return cls(library.Tokenizer.from_str(read_text(path)), str(path))
+            text = read_text(path)
+            _check_merges(json.loads(text))
+            return cls(library.Tokenizer.from_str(text), str(path))
         except Exception as error:  # the library raises no other class
             raise ValueError(f"{path} is not a readable tokenizer: {error}") from None
 
@@ -106,6 +109,19 @@ class BPETokenizer:
 
     def save(self, folder: Path) -> None:
         write_text(folder / FILE, self._tokenizer.to_str(pretty=True))
+
+
+def _check_merges(found: Any) -> None:
+    """Raise ValueError if a merge has no prefix where the settings have one: the library ends the process then."""
+    model = found.get("model") if isinstance(found, dict) else None
+    prefix = model.get("continuing_subword_prefix") if isinstance(model, dict) else None
+    merges = model.get("merges") if isinstance(model, dict) else None
+    if not isinstance(prefix, str) or not isinstance(merges, list):
+        return
+    for merge in merges:
+        second = merge.partition(" ")[2] if isinstance(merge, str) else merge[-1] if merge else ""
+        if not isinstance(second, str) or not second.startswith(prefix):
+            raise ValueError(f"the merge {merge!r} does not have the continuing_subword_prefix {prefix!r}")
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
