@@ -172,6 +172,28 @@ def test_a_writer_that_is_killed_leaves_the_old_files_and_scratch_that_is_remove
     assert contents(tmp_path) == before
 
 
+def test_the_next_writer_removes_what_a_killed_one_of_the_same_name_has_left(tmp_path):
+    assert subprocess.run([sys.executable, "-c", KILLED, tmp_path], check=False).returncode == -signal.SIGKILL
+    others = {".writing-b.txt-01234567": "of another file", ".writing-a.txt-mine": "a user's own"}
+    for name, text in others.items():
+        (tmp_path / name).write_text(text)
+    assert len([*tmp_path.iterdir()]) == len(others) + 2
+    write_text(tmp_path / "a.txt", "new")
+    with atomic_folder(tmp_path / "folder") as folder:
+        (folder / "new.txt").write_text("new")
+    assert contents(tmp_path) == others | {"a.txt": "new", "folder/new.txt": "new"}
+
+
+def test_a_writer_leaves_the_unfinished_files_of_one_that_runs(tmp_path):
+    with atomic_file(tmp_path / "a.txt") as first, atomic_folder(tmp_path / "folder", overwrite=True) as folder:
+        write_text(tmp_path / "a.txt", "second")
+        with atomic_folder(tmp_path / "folder") as second:
+            (second / "second.txt").write_text("second")
+        first.write(b"first")
+        (folder / "first.txt").write_text("first")
+    assert contents(tmp_path) == {"a.txt": "first", "folder/first.txt": "first"}
+
+
 def test_json_files_and_text_are_valid_json(tmp_path):
     value = {"a": [1.5, math.nan, (math.inf, -math.inf)], "b": {"c": math.nan, "d": None}, "e": "NaN", "f": True}
     assert json.loads(json_text(value)) == {

@@ -1,7 +1,7 @@
 """Parts of tensors that ranks hold, and the process groups in which ranks write and read them together."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from phantom_parallel.distributed.objects import broadcast_from_rank_zero, raise_on_all_ranks
 from phantom_parallel.distributed.rank_check import timeout_of
-from phantom_parallel.utils.files import remove_folder, scratch_folder
+from phantom_parallel.utils.files import scratch_folder
 
 T = TypeVar("T")
 Group = dist.ProcessGroup | None  # None: this process alone
@@ -140,12 +140,8 @@ def shared_scratch(path: Path, group: Group) -> Iterator[Path]:
 
     An error of rank 0, which makes the folder, is raised on every rank.
     """
-    if group is None:
-        scratch = scratch_folder(path)
-    else:
-        scratch = broadcast_from_rank_zero(lambda: scratch_folder(path), _CPU, group)
-    try:
-        yield scratch
-    finally:
-        if rank_in(group) == 0:
-            remove_folder(scratch)
+    with ExitStack() as stack:
+        if group is None:
+            yield stack.enter_context(scratch_folder(path))
+        else:
+            yield broadcast_from_rank_zero(lambda: stack.enter_context(scratch_folder(path)), _CPU, group)

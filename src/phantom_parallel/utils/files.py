@@ -5,12 +5,15 @@ import errno
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from phantom_parallel.utils.lock import flock
 
 # Prefix of unfinished files: hidden from readers, and distinct from a user's own files when `remove_scratch` runs.
 _SCRATCH = ".writing-"
@@ -27,9 +30,10 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = _scratch_beside(path)
+    with _naming(path):
+        scratch, handle = _open_scratch(path)
     try:
-        with _naming(path), open(scratch, "xb") as file:
+        with _naming(path), open(handle, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -50,13 +54,9 @@ def atomic_folder(path: str | os.PathLike[str], *, overwrite: bool = False) -> I
     path = Path(path)
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists: choose another folder, or overwrite it (--overwrite, overwrite=True)")
-    scratch = scratch_folder(path)
-    try:
-        with _naming(path):
-            yield scratch
-            replace_folder(scratch, path)
-    finally:
-        remove_folder(scratch)
+    with scratch_folder(path) as scratch, _naming(path):
+        yield scratch
+        replace_folder(scratch, path)
 
 
 def check_replaceable(path: Path, overwrite: bool, marker: str, source: Path | None = None) -> None:
@@ -76,21 +76,26 @@ def check_replaceable(path: Path, overwrite: bool, marker: str, source: Path | N
         )
 
 
-def scratch_folder(path: Path) -> Path:
-    """Make a new folder beside ``path``, for several processes to fill before one calls `replace_folder`."""
+@contextmanager
+def scratch_folder(path: Path) -> Iterator[Path]:
+    """Yield a new folder beside ``path``, for several processes to fill before one calls `replace_folder`, and remove
+    what is left of it after. Those that killed writers of ``path`` have left are removed first.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = _scratch_beside(path)
-    scratch.mkdir()
-    return scratch
+    scratch, handle = _open_scratch(path, folder=True)
+    try:
+        yield scratch
+    finally:
+        os.close(handle)
+        remove_folder(scratch)
 
 
 def remove_folder(path: Path) -> None:
     """Remove a folder, or as much of it as can be removed, if it exists. Nobody sees a part of it under its name."""
-    scratch = _scratch_beside(path)
-    try:
-        os.rename(path, scratch)
-    except OSError:
-        scratch = path
+    scratch = path
+    if not path.name.startswith(_SCRATCH):
+        with suppress(OSError):
+            scratch = path.rename(_scratch_beside(path))
     shutil.rmtree(scratch, ignore_errors=True)
 
 
@@ -176,10 +181,50 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 def remove_scratch(folder: Path) -> None:
     """Remove unfinished files and folders of writers that were killed. No writer may be active in ``folder``."""
     for path in folder.glob(f"{_SCRATCH}*"):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        _remove(path)
+
+
+def _open_scratch(path: Path, *, folder: bool = False) -> tuple[Path, int]:
+    """Make and open a file or folder beside ``path``, with a lock by which others see that its writer runs. Those of
+    writers of ``path`` that were killed are removed first.
+    """
+    _remove_abandoned(path)
+    while True:
+        scratch = _scratch_beside(path)
+        try:
+            if folder:
+                scratch.mkdir()
+            handle = os.open(scratch, os.O_RDONLY if folder else os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileNotFoundError:
+            if path.parent.is_dir():
+                continue  # another writer has removed it, as it was not locked yet
+            raise
+        if flock(handle, exclusive=False) and scratch.exists():
+            return scratch, handle
+        os.close(handle)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove what writers of ``path`` have left unfinished that do not run any more: a writer holds a lock on it."""
+    unfinished = re.compile(re.escape(f"{_SCRATCH}{path.name}-") + r"[0-9a-f]{8}")
+    for scratch in [one for one in path.parent.iterdir() if unfinished.fullmatch(one.name)]:
+        try:
+            handle = os.open(scratch, os.O_RDONLY)
+        except OSError:
+            continue  # its writer has just finished
+        try:
+            if flock(handle, exclusive=True, without_locks=False):
+                _remove(scratch)
+        finally:
+            os.close(handle)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or folder, or as much of it as can be removed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

@@ -5,7 +5,7 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import IO, ClassVar
+from typing import IO, Any, ClassVar
 
 try:
     import fcntl
@@ -40,7 +40,7 @@ class FolderLock:
         """
         end = time.monotonic() + patience
         file = open(self._folder / self.NAME, "a+")  # noqa: SIM115 (kept open: the lock is the file's)
-        while not _flock(file, exclusive=True):
+        while not flock(file, exclusive=True):
             holder = self._holder()
             if time.monotonic() >= end or _runs(holder):
                 file.close()
@@ -53,14 +53,14 @@ class FolderLock:
         file.write(f"{socket.gethostname()} pid {os.getpid()}")
         file.flush()
         self._file = file
-        if not _flock(file, exclusive=False):  # shared from here on, for others to join
+        if not flock(file, exclusive=False):  # shared from here on, for others to join
             self.release()
             raise BlockingIOError(f"{self._folder} was locked by another process just now: choose another folder")
 
     def join(self) -> None:
         """Keep the folder locked until this process has ended or released it, too."""
         self._file = open(self._folder / self.NAME, "a+")  # noqa: SIM115
-        _flock(self._file, exclusive=False)
+        flock(self._file, exclusive=False)
 
     def release(self) -> None:
         """Unlock the folder as far as this process is concerned."""
@@ -86,17 +86,20 @@ class FolderLock:
             return ""
 
 
-def _flock(file: IO[str], *, exclusive: bool) -> bool:
-    """Lock an open file without waiting; False if others hold it. File systems without locks lock nothing."""
+def flock(file: IO[Any] | int, *, exclusive: bool, without_locks: bool = True) -> bool:
+    """Lock an open file or folder without waiting; False if others hold it. Where there are no locks, nothing is locked
+    and ``without_locks`` is returned.
+    """
     if fcntl is None:
-        return True
+        return without_locks
     try:
         fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EBADF):
             raise
+        return without_locks
     return True
 
 
