@@ -1,4 +1,6 @@
 import os
+import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 import hypothesis
@@ -13,6 +15,20 @@ from tests.pool import Pool
 
 hypothesis.settings.register_profile("no-clock", deadline=None)  # on a busy machine an example may take long
 hypothesis.settings.load_profile("no-clock")
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what ``sampled(n)`` leaves out: all but a fixed one in n of the parameters of a test."""
+    tests = defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        (share,) = cases[0].get_closest_marker("sampled").args
+        cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        for item in cases[-(-len(cases) // share) :]:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

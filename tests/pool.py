@@ -18,7 +18,19 @@ TIMEOUT = 120.0  # seconds: far above what any test needs, so that it only ends 
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint.state_dict", "hypothesis"]
+    [
+        "hypothesis",
+        "pytest",
+        "torch",
+        "torch._dynamo",  # optimizers and checkpointing import it on first use
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
+        "phantom_parallel.cost.dryrun",
+        "phantom_parallel.families.ffn.task",
+        "phantom_parallel.families.gpt.task",
+        "phantom_parallel.train.loop",
+    ]
 )
 
 
@@ -99,6 +111,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported stays: `_replace_groups` collects after most calls, which took most of their time
     _share_device()
     _init_group(rank, size, f"{store}-0")
     calls = 0

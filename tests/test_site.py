@@ -14,6 +14,7 @@ import pytest
 import phantom_parallel
 from phantom_parallel.cli.main import COMMANDS
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -80,6 +80,7 @@ def output(model, mesh) -> torch.Tensor:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("config", "written_on", "read_on"),
     [

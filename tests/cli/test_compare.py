@@ -87,6 +87,7 @@ def test_two_ranks_are_compared_and_the_report_says_it_all(tmp_path, preset, cap
     assert {"runs.csv", "strategies.csv", "ratios.csv", "settings.json", "cells", "figures"} <= names
 
 
+@pytest.mark.slow
 def test_json_goes_to_stdout_alone_and_a_report_is_made_again(tmp_path, preset, capsys):
     out = tmp_path / "out"
     command = ("compare", "--preset", preset, "--strategy", "phantom", "tensor", "--seeds", 1, "--out", out, "--json")

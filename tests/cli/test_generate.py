@@ -57,6 +57,7 @@ def expected(tokens: int) -> list[int]:
     return prompt[0, -tokens:].tolist()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_text_and_what_it_cost_as_json(folder, capfd, ranks):
     assert phantom("--model", folder / "model", "--prompt", PROMPT, "--tokens", "8", "--against", "megatron", "--turns",

@@ -87,6 +87,7 @@ def test_predictions_and_what_they_cost(folder, capfd, ranks):
     assert sorted(path.name for path in out.parent.iterdir()) == ["out.npy"]
 
 
+@pytest.mark.slow
 def test_predictions_with_int8_on_the_wire(folder, capfd):
     out = folder / "out.npy"
     assert phantom("--model", folder / "model", "--inputs", folder / "x.npy", "--out", out, "--ranks", "2", "--wire",
@@ -108,6 +109,7 @@ def test_the_table_on_random_rows(folder, capfd):
     assert "predicting" not in captured.err
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_outputs_that_are_not_finite_are_counted_and_json_stays_valid(folder, capfd, ranks):
     x = rows(ROWS)
@@ -159,6 +161,7 @@ def damage(folder: Path, how: str) -> Path:
     return path
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("how", "ranks"), [("cut", 1), ("longdouble", 1), ("changed", 1), ("changed", 2)])
 def test_damaged_inputs_are_one_line_and_exit_code_2(folder, capfd, how, ranks):
     path = damage(folder, how)

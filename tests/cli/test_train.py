@@ -154,6 +154,7 @@ def arrays(folder: Path, **values: dict) -> list[str]:
     return [*SMALL, "--data", str(folder / "data.npz"), "--steps", "40", "--json"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_data_that_are_not_finite_are_one_line_and_exit_code_2(tmp_path, capfd, ranks):
     assert phantom(tmp_path / "run", *arrays(tmp_path, y={(250, 3): np.nan}), "--ranks", ranks) == 2
@@ -311,6 +312,7 @@ def ended(process: subprocess.Popen) -> str:
     return lines[0]
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_leaves_and_nothing_is_lost(tmp_path):
     process = started(tmp_path / "run", *LONG, "--ranks", "2")
     process.send_signal(signal.SIGTERM)
@@ -347,6 +349,7 @@ def rank_of(parent: int, rank: int) -> int:
     return sorted(children)[rank]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_a_disk_that_takes_no_more_is_one_line_and_the_same_exit_code_on_any_ranks(tmp_path, ranks):
     code = (

@@ -88,6 +88,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("shape", SHAPES, ids=name_of)
 def test_formulas_equal_the_ledger_on_real_ranks(ranks, shape):
     for wrong, kept, seen in ranks(shape.ranks * shape.dp)(count, shape):

@@ -52,6 +52,7 @@ def seen(mark):
     return {"ranks": found, "left": other_namespaces(mark), "new": set(os.listdir("/sys/class/net")) - interfaces}
 
 
+@pytest.mark.slow
 def test_neighbours_share_a_host_and_its_address(seen):
     assert [rank["address"] for rank in seen["ranks"]] == ["10.78.0.1", "10.78.0.1", "10.78.0.2", "10.78.0.2"]
     assert [rank["local_rank"] for rank in seen["ranks"]] == ["0", "1", "0", "1"]

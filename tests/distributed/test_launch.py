@@ -137,6 +137,7 @@ def test_one_rank_is_this_process():
     assert reports == [os.getpid()]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -294,6 +295,7 @@ launch(2, idle)
 """
 
 
+@pytest.mark.sampled(2)
 @linux
 @pytest.mark.parametrize("after", [slow(0.05), 0.3, slow(1.0), slow(2.0), slow("running")])
 def test_no_rank_survives_a_launcher_that_is_killed(tmp_path, temporary, monkeypatch, after):

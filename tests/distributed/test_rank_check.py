@@ -291,6 +291,7 @@ def compiled() -> tuple[float, int]:
     return float((found - expected).abs().max()), len(calls)
 
 
+@pytest.mark.slow
 def test_the_environment_switches_it_on_in_launched_ranks(monkeypatch):
     monkeypatch.setenv(rank_check.VARIABLE, "ranks")
     with pytest.raises(RanksDisagree, match=r"in PhantomLinear .collective 2.: rank 0 has shape=.*; rank 1 has shape"):

@@ -110,6 +110,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("strategy", "settings"), CASES, ids=["fsdp", "fsdp, kept", "pipeline", "pipeline, 8"])
 @pytest.mark.parametrize("family", ["ffn", "gpt", "tied gpt"])
 def test_weights_and_losses_are_the_dense_models(ranks, family, strategy, settings):

@@ -52,6 +52,7 @@ def load(path: str, blocks: int) -> dict[str, torch.Tensor]:
     return whole(model)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("blocks", "saved_on", "loaded_on"),
     [(8, 1, 4), (8, 2, 8), (8, 4, 1), (8, 4, 2), (8, 8, 4), (8, 2, 2), (2, 8, 1), (2, 1, 8), (4, 4, 8), (2, 4, 2)],

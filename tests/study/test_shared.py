@@ -179,6 +179,7 @@ def test_a_shared_run_by_hand():
     assert (nothing.status, nothing.steps, nothing.step_seconds, nothing.loss) == ("diverged", 0, None, None)
 
 
+@pytest.mark.slow
 def test_formats_on_the_wire_take_the_rate_of_full_precision_if_asked(ranks, tmp_path):
     names = ("phantom", "tensor", "phantom+int8", "tensor+int8")
     settings = small(strategies=names, search_wires=False, seeds=1, inference_batches=())

@@ -196,6 +196,7 @@ def saved_on(config: FFNTrainConfig, folder: str) -> None:
     train(config, ParallelContext.create(config.ranks, config.dp, CPU), checkpoints=Path(folder))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", ["phantom", "tensor", "megatron"])
 @pytest.mark.parametrize(("written_on", "read_on"), [((2, 1), (4, 1)), ((4, 1), (1, 1)), ((2, 2), (2, 1))])
 def test_every_number_is_the_same_on_any_ranks(ranks, tmp_path, strategy, written_on, read_on):
@@ -306,6 +307,7 @@ def train_on(config: FFNTrainConfig, folder: str) -> None:
     train(config, parallel, checkpoints=Path(folder), resume=found[-1] if found else None)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_kill_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path, count):
     """Ranks that do little else than save are killed at random moments, then resumed, again and again."""

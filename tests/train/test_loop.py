@@ -72,6 +72,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("strategy", ["phantom", "tensor", "megatron"])
 def test_losses_are_the_same_on_any_ranks_and_copies(ranks, strategy, variant):
@@ -130,6 +131,7 @@ def test_tensor_megatron_and_dense_learn_alike(ranks):
     assert curve(copies) == pytest.approx(curve(expected), rel=1e-4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("strategy", "elsewhere"), [("fsdp", {"reshard_after_forward": False}), ("pipeline", {"micro_batches": 4})]
 )
@@ -200,6 +202,7 @@ def test_the_target_ends_it():
     assert train(replace(PHANTOM, target_loss=1e-9), ParallelContext())[1].status == "steps"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("strategy", ["phantom", "tensor", "megatron"])
 def test_resumed_is_uninterrupted_to_the_bit_and_to_rounding_elsewhere(ranks, tmp_path, strategy, optimizer):

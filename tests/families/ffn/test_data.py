@@ -56,6 +56,7 @@ def shared(one: FFNTrainConfig, cut: bool) -> tuple:
     return parallel.tp_rank, data.x, data.y, sum(evaluated)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("teacher", ["planted", "random"])
 @pytest.mark.parametrize(("count", "copies"), [(2, 1), (2, 2), (4, 1)])
 def test_ranks_share_a_teachers_work_and_get_the_same_data(ranks, teacher, count, copies):

@@ -64,6 +64,7 @@ def test_a_phantom_model_learns_them():
     assert trained(CONFIG)[1] > 0.93
 
 
+@pytest.mark.slow
 def test_any_ranks_and_copies_report_the_same(ranks):
     config = replace(CONFIG, steps=20)
     loss, accuracy = trained(config)

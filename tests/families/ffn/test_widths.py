@@ -56,6 +56,7 @@ def test_the_models_widths_are_those_of_the_data_unless_they_are_set(data):
     assert (found.in_features, found.out_features) == (None, OUT)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", ["phantom", "tensor", "megatron", "dense", "fsdp", "pipeline"])
 def test_losses_are_those_of_a_plain_loop_and_the_same_on_any_ranks(ranks, data, strategy):
     one = config(data, strategy)
@@ -148,6 +149,7 @@ def phantom(*arguments: str | Path) -> int:
     return program.main([str(argument) for argument in arguments])
 
 
+@pytest.mark.slow
 def test_the_commands_follow_the_data(data, tmp_path, capfd):
     run, out = tmp_path / "run", tmp_path / "y.npy"
     small = ("--width", WIDTH, "--ghosts", 2, "--batch", 16)

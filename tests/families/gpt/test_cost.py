@@ -97,6 +97,7 @@ def count(shape: GPTShape) -> list[str]:
     return wrong
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("shape", SHAPES, ids=name_of)
 def test_formulas_equal_the_ledger_on_real_ranks(ranks, shape):
     for wrong in ranks(shape.ranks * shape.dp)(count, shape):

@@ -57,6 +57,7 @@ def test_greedy_tokens_are_those_of_plain_maths(strategy, tied, dtype):
     assert greedy(config, dtype) == expected(config)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("strategy", ["phantom", "megatron"])

@@ -38,6 +38,7 @@ def test_compile_of_the_full_graph():
     assert compiled(config_of(layers=1), False) < 1e-11
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("size", "changes"),
     [
@@ -69,6 +70,7 @@ def fully_sharded(tied: bool, recompute: bool, strategy: str, vocab: int = 24, *
     return max(worst(model, expected), relative_error(loss / 2, expected["loss"]))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("tied", "recompute", "strategy", "vocab"),
     [
@@ -113,6 +115,7 @@ def trained(strategy: str, cut: dict[str, int], steps: int = 4) -> tuple[dict[st
     return {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}, losses
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("strategy", "cut"), [("phantom", {}), ("phantom", {"blocks": 2, "ghosts": 4}), ("megatron", {})]
 )
@@ -140,6 +143,7 @@ def logits_of(model: GPT) -> torch.Tensor:
     return model.logits(gpt_reference.tokens(model.config.vocab)[0])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     ("strategy", "cut"), [("phantom", {}), ("phantom", {"blocks": 2, "ghosts": 4}), ("megatron", {})]

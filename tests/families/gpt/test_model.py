@@ -78,6 +78,7 @@ def test_loss_logits_and_all_gradients_equal_plain_maths(strategy, variant):
     assert max(found.values()) < 1e-11, found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("size", "variant"), [*((size, variant) for size in (1, 2, 4) for variant in VARIANTS), (8, "two blocks")]
 )
@@ -86,6 +87,7 @@ def test_phantom_is_the_same_model_on_any_number_of_ranks(ranks, size, variant):
         assert max(found.values()) < 1e-10, found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("changes", [{}, {"vocab": 8, "tie_embeddings": True}, {"parallel_block": True, "vocab": 8}])
 @pytest.mark.parametrize(("strategy", "size"), [("phantom", 1), ("phantom", 2), ("phantom", 4), ("megatron", 2)])
 def test_parts_of_a_batch_that_take_turns_are_the_same_model(ranks, strategy, size, changes):
@@ -310,6 +312,7 @@ def weights(config: GPTConfig) -> dict[str, torch.Tensor]:
     return {name: whole(p.detach()) for name, p in GPT(config, mesh=mesh).named_parameters()}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     ("strategy", "cut"), [("phantom", {}), ("phantom", {"blocks": 2, "ghosts": 4}), ("megatron", {})]

@@ -84,6 +84,7 @@ def tokens_on_ranks(path, prompt):
     return model.logits(prompt).detach(), generate(model, prompt, tokens=10).tokens[0].tolist()
 
 
+@pytest.mark.slow
 def test_a_dense_model_runs_on_ranks_as_megatron(tmp_path, ranks):
     reference = make_pretrained(tmp_path / "hf", "qwen2")
     import_model(tmp_path / "hf", tmp_path / "model")

@@ -151,6 +151,7 @@ def test_dense_and_megatron_learn_alike_and_phantom_learns(phantom):
     assert reported[60][1] < 0.6 * reported[4][1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", [{"fsdp": True}, {}], ids=["fsdp", "replicas"])
 def test_resumed_is_uninterrupted_to_the_bit_and_to_rounding_elsewhere(ranks, phantom, tmp_path, change):
     config = replace(phantom, ranks=2, dp=2, **change)
