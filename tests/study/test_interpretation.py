@@ -1,12 +1,16 @@
 """Findings and remarks of results on disk, those of earlier versions too."""
 
+import json
+from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from phantom_parallel.study.interpretation import interpreted
-from phantom_parallel.study.results import load
+from phantom_parallel.study.results import load, to_json
 from tests.study.sample import make_comparison, make_regime, make_study
 
 SAVED = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -70,3 +74,42 @@ def test_settings_that_cannot_be_read_are_a_remark_and_no_error(settings, named)
     (line,) = (line for line in interpreted(found).remarks if "cannot be read" in line)
     assert named in line
     assert "caveats on the data may be missing" in line
+
+
+def places(value: Any, holder: Any = None, key: Any = None) -> Iterator[tuple[Any, Any]]:
+    """Every place in plain data, of lists their first one, as what holds it and its key there."""
+    if holder is not None:
+        yield holder, key
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from places(item, value, name)
+    elif isinstance(value, list | tuple) and value:
+        yield from places(value[0], value, 0)
+
+
+ODD = (None, True, 0, -1, 10**30, 1e308, 5e-324, "x", [], [1], {}, {"a": None})
+SEARCH = {"learning_rates": [0.001, 0.002], "steps": 10, "seed": 0, "extend": 1}
+
+
+@pytest.mark.parametrize(
+    "found", [make_comparison(), make_study("ghosts"), make_regime()], ids=["comparison", "study", "regime"]
+)
+def test_results_with_any_odd_value_are_refused_or_interpreted(tmp_path, found):
+    environment = {"device": "cpu", "cores": 2, "processes": 4, "processes_per_host": 4}
+    data = json.loads(json.dumps(to_json(found)))
+    data["environment"] |= environment
+    data["settings"] |= {"search": SEARCH, "training": {"width": 16}, "timed_steps": 5, "rounds": 3, "steps": 10}
+    interpretable, refused, path = 0, [], tmp_path / "results.json"
+    for index in range(len(list(places(data)))):
+        for odd in ODD:
+            changed = deepcopy(data)
+            holder, key = list(places(changed))[index]
+            holder[key] = odd
+            path.write_text(json.dumps(changed))
+            try:
+                interpreted(load(path))
+                interpretable += 1
+            except ValueError as error:
+                refused.append(str(error))
+    assert interpretable > 100
+    assert [message for message in refused if not message.startswith(str(path))] == []

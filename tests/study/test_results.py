@@ -59,6 +59,7 @@ def test_other_files_are_refused(tmp_path, text):
         (("remarks",), "all is well", "remarks: Expected array, got str"),
         (("power",), {}, "power: name is missing"),
         (("target_loss",), float("inf"), "JSON is malformed"),
+        (("environment", "cores"), "two", "cores of the environment must be a positive whole number, got 'two'"),
         (("settings", "steps"), 10**30, "an integer has more than 64 bits"),
         (("settings", "steps"), json.loads("[" * 40 + "]" * 40), "the data are nested too deeply"),
     ],

@@ -49,10 +49,14 @@ def _interval_of(values: Sequence[float], most: float = math.inf) -> Interval | 
 
 def ratio_interval(pairs: Sequence[tuple[float, float]]) -> Interval | None:
     """The geometric mean of first / second with the interval of the logarithms; None without positive pairs."""
-    logs = mean_interval([math.log(first / second) for first, second in pairs if first > 0 and second > 0])
+    logs = mean_interval([math.log(first) - math.log(second) for first, second in pairs if first > 0 and second > 0])
     if logs is None or logs.low is None or logs.high is None:
-        return None if logs is None else replace(logs, mean=math.exp(logs.mean))
-    return Interval(math.exp(logs.mean), math.exp(logs.low), math.exp(logs.high), logs.count)
+        return None if logs is None else replace(logs, mean=_exp(logs.mean))
+    return Interval(_exp(logs.mean), _exp(logs.low), _exp(logs.high), logs.count)
+
+
+def _exp(value: float) -> float:
+    return math.exp(max(-700.0, min(value, 700.0)))  # neither infinite nor 0
 
 
 def _half_width(values: Sequence[float]) -> float:

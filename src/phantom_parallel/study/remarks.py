@@ -15,7 +15,9 @@ from phantom_parallel.energy.power_profile import (
 )
 from phantom_parallel.study.analysis import BASELINES, is_lead, ratio_words
 from phantom_parallel.study.results import Cell, Comparison, Power, Ratio, StrategyResult, Study, Trial
+from phantom_parallel.study.settings import SearchSettings
 from phantom_parallel.study.units import counted, format_ratio, listed, plain, upper
+from phantom_parallel.utils.parsing import convert
 
 FEW_SEEDS = 3  # whose intervals are so wide that a reader must be told
 ROUGH = 0.05  # share of the steps by which they may be rounded up, from which a reader must be told
@@ -132,12 +134,12 @@ def _rates_of_cells(found: Study) -> Iterator[str]:
     """Cells whose learning rate is the lowest or the highest that the search could reach. The search goes beyond an end
     of its list while the best rate is there, as often as ``extend`` says: a rate that far out is the last it tried.
     """
-    search = found.settings.get("search", {})
-    rates = sorted(search.get("learning_rates", ()))
-    if not rates:
+    try:
+        search = convert(found.settings.get("search"), SearchSettings, "search")
+        rates = search.learning_rates
+        beyond = (rates[1] / rates[0]) ** search.extend if len(rates) > 1 else 1.0
+    except (ValueError, OverflowError):  # no settings of a search: the notes on the data say so
         return
-    factor = rates[1] / rates[0] if len(rates) > 1 else 1.0
-    beyond = factor ** search.get("extend", 0)
     low, high = rates[0] / beyond, rates[-1] * beyond
     ends = [cell for cell in found.cells if (lr := _rate(cell)) and not low * 1.0001 < lr < high / 1.0001]
     if ends:
@@ -258,7 +260,7 @@ def caveats(environment: Mapping[str, Any], power: Power, seeds: int) -> Iterato
     )
     if environment.get("network"):
         yield f"The network is emulated: {environment['network']}."
-    if environment.get("device") == "cpu" and environment.get("processes", 1) > 1:
+    if environment.get("device") == "cpu" and (environment.get("processes") or 1) > 1:
         yield (
             f"Ranks are processes on CPU cores that exchange data by {environment.get('backend')}: on accelerators and "
             f"networks, products and collectives have other relative costs."

@@ -4,6 +4,7 @@ Every figure that may be missing is None: a strategy that missed the target has 
 without counters has no measured joules.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -337,11 +338,20 @@ def load(path: Path) -> Comparison | Study:
                 f"version {VERSION} and one of the kinds {', '.join(kinds)}"
             )
         found = decode_json(text, kinds[header.kind], header.kind)
+        _check_environment(found.environment)
         if isinstance(found, Study):
             _check_cells(found)
         return found
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not a result of phantom compare or phantom study: {error}") from None
+
+
+def _check_environment(environment: Mapping[str, Any]) -> None:
+    """Raise ValueError if a number that remarks are derived from is none."""
+    for name in ("cores", "processes", "processes_per_host"):
+        value = environment.get(name)  # None where it was not known
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{name} of the environment must be a positive whole number, got {value!r:.50}")
 
 
 def _check_cells(found: Study) -> None:

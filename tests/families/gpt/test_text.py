@@ -1,5 +1,6 @@
 """Text as tokens: which files, which windows, what is held out, what is kept on disk."""
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from phantom_parallel.families.gpt import text as text_module
+from phantom_parallel.families.gpt import tokens as tokens_module
 from phantom_parallel.families.gpt.text import check_text, open_text, windows
 from phantom_parallel.families.gpt.tokens import BPETokenizer, ByteTokenizer, load_tokenizer
 from phantom_parallel.families.gpt.train_config import GPTTrainConfig
@@ -142,6 +144,14 @@ def test_a_byte_pair_encoding_gives_back_the_text_and_is_shorter(tmp_path):
     tokenizer.save(tmp_path)
     assert np.array_equal(load_tokenizer(tmp_path).encode(LINES.encode()), tokenizer.encode(LINES.encode()))
     assert np.array_equal(open_text(one).training, text.training)  # from disk
+
+
+def test_long_words_are_cut_to_train_an_encoding_and_no_others():
+    words = [b"A" * 5000, b" " * 3000, b"short", "語".encode() * 2000]
+    pieces = list(tokens_module._with_short_words(b"\n".join([*words, LINES.encode()])))
+    assert "".join(pieces).encode() == b"\n".join([*words, LINES.encode()])
+    assert max(len(word) for piece in pieces for word in re.findall(r"\S+|\s+", piece)) < 2 * 1024
+    assert list(tokens_module._with_short_words(LINES.encode())) == tokens_module._pieces(LINES.encode())
 
 
 def test_bytes_decode_whatever_a_model_says():

@@ -1,6 +1,7 @@
 """Tokenizers: bytes, or a byte-pair encoding by the ``tokenizers`` library. Both decode to the text they encoded."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -15,6 +16,7 @@ from phantom_parallel.utils.files import read_text, write_text
 
 FILE = "tokenizer.json"
 _PIECE = 1 << 16  # bytes of text that are encoded at once, up to the end of a line
+_LONG_WORD = re.compile(r"(\S{1024}|\s{1024})")
 
 
 class Tokenizer(Protocol):
@@ -66,7 +68,7 @@ class BPETokenizer:
         trainer = library.trainers.BpeTrainer(
             vocab_size=vocab, initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
         )
-        tokenizer.train_from_iterator(_pieces(text), trainer)
+        tokenizer.train_from_iterator(_with_short_words(text), trainer)
         return cls(tokenizer)
 
     @classmethod
@@ -142,6 +144,14 @@ def _library() -> Any:
             "the tokenizer bpe needs the tokenizers library, which is not installed: "
             "pip install 'phantom-parallel[bpe]', or use bytes"
         ) from None
+
+
+def _with_short_words(text: bytes) -> Iterator[str]:
+    """The text with longer words cut: training takes time that grows with the square of a word's length, and a text
+    without spaces, as of DNA or of zeros, is a single word.
+    """
+    for piece in _pieces(text):
+        yield from filter(None, _LONG_WORD.split(piece))
 
 
 def _pieces(text: bytes) -> list[str]:
