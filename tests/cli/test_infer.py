@@ -13,9 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import save_file
 
 from phantom_parallel.cli import main as program
+from phantom_parallel.cli.infer import print_notes
 from phantom_parallel.cost.hardware import Figure, dump_profile, load_profile
 from tests.infer.models import BLOCKS, DEPTH, GHOSTS, WIDTH, known, rows
 
@@ -54,6 +56,14 @@ def tensor_bytes(ranks: int) -> int:
 def phantom_bytes(ranks: int) -> int:
     """The ghosts of its own blocks instead."""
     return DEPTH * ranks * (ranks - 1) * (BLOCKS // ranks * GHOSTS) * 8
+
+
+@pytest.mark.parametrize(("device", "ranks", "said"), [("cpu", 2, True), ("cpu", 1, False), ("cuda", 2, False)])
+def test_a_table_says_what_its_blocked_time_leaves_out(capsys, device, ranks, said):
+    print_notes(Console(), device, ranks, "Energy is unavailable.")
+    found = capsys.readouterr().out
+    assert ("a rank polls for a short message" in found.replace("\n", " ")) is said
+    assert "Energy is unavailable." in found
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -17,9 +17,9 @@ CORE = Power("assumed-core", 10.0, 5.0, 2.0, "assumed", per="core")
     ("seeds", "machine", "stated", "not_stated"),
     [
         (1, MACHINE, ("One seed", "Oversubscribed: up to 4 ranks share 2 cores"), ("seeds:",)),
-        (3, MACHINE | {"cores": 8}, ("3 seeds: ", "processes on CPU cores"), ("One seed", "Oversubscribed")),
+        (3, MACHINE | {"cores": 8}, ("3 seeds: ", "processes on CPU cores", "polls"), ("One seed", "Oversubscribed")),
         (0, MACHINE | {"processes": 1}, ("modelled, not measured",), ("One seed", "seeds: ", "CPU cores")),
-        (9, MACHINE | {"device": "H100"}, (), ("CPU cores", "seeds: ")),
+        (9, MACHINE | {"device": "H100"}, (), ("CPU cores", "seeds: ", "polls")),
         (9, MACHINE | {"network": "4 emulated hosts"}, ("The network is emulated: 4 emulated hosts.",), ()),
     ],
 )

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from phantom_parallel.checkpoint.model import family_of
 from phantom_parallel.cli.chat import chat_prompt
-from phantom_parallel.cli.infer import about_energy
+from phantom_parallel.cli.infer import about_energy, print_notes
 from phantom_parallel.cli.options import Flag, JsonOption, NetworkOptions, ProfileOption, RanksOption, WireOption
 from phantom_parallel.distributed.external import is_rank_zero
 from phantom_parallel.families.registry import get_family
@@ -124,7 +124,8 @@ def _show(report: GenerateReport) -> None:
     _add_phase(table, "decode: time per token", [cost.decode for cost in costs if cost.decode is not None])
     table.add_row("parameters", *(f"{cost.parameters:,}" for cost in costs))
     console.print(table)
-    console.print(about_energy(costs[0].prefill.provenance, report.profile, report.profile_source))
+    energy = about_energy(costs[0].prefill.provenance, report.profile, report.profile_source)
+    print_notes(console, report.device, report.ranks, energy)
 
 
 def _add_phase(table: Table, name: str, phases: list[PhaseCost]) -> None:

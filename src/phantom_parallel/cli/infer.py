@@ -10,6 +10,7 @@ from rich.table import Table
 
 from phantom_parallel.cli.options import Flag, JsonOption, NetworkOptions, ProfileOption, RanksOption, WireOption
 from phantom_parallel.distributed.external import is_rank_zero
+from phantom_parallel.energy.power_profile import POLLED_TIME
 from phantom_parallel.infer.measure import Inference
 from phantom_parallel.infer.run import Against, InferConfig, InferReport, run
 from phantom_parallel.utils.files import json_text
@@ -111,7 +112,14 @@ def _show(report: InferReport) -> None:
             f"over {report.compared_rows} rows with predictions up to {report.largest_prediction:.3g}."
         )
     provenance = next(iter(report.measured.values())).provenance
-    console.print(about_energy(provenance, report.profile, report.profile_source))
+    print_notes(console, report.device, report.ranks, about_energy(provenance, report.profile, report.profile_source))
+
+
+def print_notes(console: Console, device: str, ranks: int, energy: str) -> None:
+    """Print what the reader of a table of costs must know."""
+    if device == "cpu" and ranks > 1:
+        console.print(POLLED_TIME)
+    console.print(energy)
 
 
 def about_energy(provenance: str, profile: str | None, source: str | None) -> str:

@@ -36,6 +36,7 @@ _DERIVED = re.compile(
     r"|Energy in joules is modelled, not measured"
     r"|The network is emulated: "
     r"|Ranks are processes on CPU cores"
+    r"|Blocked time leaves out that in which a rank polls"
     r"|Oversubscribed: "
     r"|Joules are too high: "
     r"|Assumed watts are those of a core"

@@ -11,6 +11,7 @@ from phantom_parallel.energy.power_profile import (
     CORE_COMMUNICATION_WATTS,
     CORE_COMPUTE_WATTS,
     CORE_IDLE_WATTS,
+    POLLED_TIME,
     PowerProfile,
 )
 from phantom_parallel.study.analysis import BASELINES, is_lead, ratio_words
@@ -265,6 +266,7 @@ def caveats(environment: Mapping[str, Any], power: Power, seeds: int) -> Iterato
             f"Ranks are processes on CPU cores that exchange data by {environment.get('backend')}: on accelerators and "
             f"networks, products and collectives have other relative costs."
         )
+        yield POLLED_TIME
         yield from _on_cores(environment, power)
 
 
