@@ -302,6 +302,10 @@ def test_complex_layers_are_refused_when_they_are_built_converted_or_run():
     with pytest.raises(ValueError, match=message):
         TensorLinear(16, 16, dtype=torch.complex64)
     with pytest.raises(ValueError, match=message):
+        FeatureEmbedding(16, 16, blocks=4, dtype=torch.complex64)
+    with pytest.raises(ValueError, match=message):
+        VocabularyHead(16, 16, dtype=torch.complex64)
+    with pytest.raises(ValueError, match=message):
         PhantomLinear.from_dense(nn.Linear(16, 16, dtype=torch.complex64), blocks=4, ghosts=2)
     layer = PhantomLinear(16, 16, blocks=4, ghosts=2)
     with pytest.raises(ValueError, match=message):
@@ -402,3 +406,21 @@ def test_a_mesh_of_several_dimensions_is_refused_with_the_fix(ndim):
                 PhantomLinear(16, 16, blocks=4, ghosts=2, mesh=levels)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def assigned() -> tuple[str, str]:
+    """The errors of layers whose sharded weights were replaced by full ones."""
+    mesh, messages = init_device_mesh("cpu", (2,)), []
+    for layer in (TensorLinear(8, 12, mesh=mesh), PhantomLinear(8, 12, blocks=2, ghosts=1, mesh=mesh)):
+        full = {name: p.full_tensor() for name, p in layer.state_dict().items()}
+        layer.load_state_dict(full, assign=True)
+        try:
+            layer(torch.randn(3, 4))
+        except (ValueError, RuntimeError) as error:
+            messages.append(str(error))
+    return tuple(messages)
+
+
+def test_full_weights_in_place_of_sharded_ones_are_not_computed_with(ranks):
+    for of_tensor, _ in ranks(2)(assigned):
+        assert "the weight has 12 rows on this rank, and not its share of 12 over 2 ranks" in of_tensor

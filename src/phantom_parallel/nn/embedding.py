@@ -20,7 +20,7 @@ from phantom_parallel.nn.sharded import (
     to_local,
 )
 from phantom_parallel.ops import gather_normed, vocabulary_rows
-from phantom_parallel.ops.blocks import cast_for_autocast
+from phantom_parallel.ops.blocks import cast_for_autocast, check_real
 from phantom_parallel.ops.collectives import RankGroup, flat_mesh, rank_group
 from phantom_parallel.ops.head import WeightInFlight, row_logits, vocabulary_logits
 from phantom_parallel.ops.interleaved import Begun, begin_rows, end_rows
@@ -60,6 +60,7 @@ class FeatureEmbedding(nn.Module):
         self.vocab, self.dim, self.blocks, self.std = vocab, dim, blocks, std
         self.mesh = mesh = flat_mesh(mesh)
         self.group = rank_group(mesh)
+        check_real(dtype or torch.get_default_dtype())
         settings = {"vocab": vocab, "dim": dim, "blocks": blocks, "std": std}
         check_agreement("a FeatureEmbedding", settings | {"dtype": str(dtype or torch.get_default_dtype())}, mesh)
         self.layout = BlockLayout(dim, dim, blocks, max(1, self.group.size // blocks), self.group.size)
@@ -125,6 +126,7 @@ class VocabularyHead(nn.Module):
     ) -> None:
         super().__init__()
         self.vocab, self.dim, self.eps = vocab, dim, eps
+        check_real(dtype or torch.get_default_dtype())
         settings: dict[str, Any] = {"vocab": vocab, "dim": dim, "blocks": blocks, "eps": eps}
         settings |= {"tie_embeddings": tie_embeddings, "wire": wire, "dtype": str(dtype or torch.get_default_dtype())}
         check_agreement("a VocabularyHead", settings, flat_mesh(mesh))

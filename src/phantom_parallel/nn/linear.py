@@ -356,8 +356,13 @@ class TensorLinear(FeatureSharded):
 
     def forward(self, x: Tensor) -> Tensor:
         self._check_input(x)
-        bias = None if self.bias is None else to_local(self.bias)
-        z = tensor_linear(x, to_local(self.weight), bias, group=self.group)
+        bias, weight = None if self.bias is None else to_local(self.bias), to_local(self.weight)
+        if weight.shape[0] * self.group.size != self.out_features:
+            raise ValueError(
+                f"the weight has {weight.shape[0]} rows on this rank, and not its share of {self.out_features} over "
+                f"{self.group.size} ranks: load a state dict of DTensors, or without assign=True"
+            )
+        z = tensor_linear(x, weight, bias, group=self.group)
         return check_frozen(z, self.weight)
 
     @torch.no_grad()
