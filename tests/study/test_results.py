@@ -53,6 +53,7 @@ def test_other_files_are_refused(tmp_path, text):
     [
         (("wall_seconds",), "long", "compare: wall_seconds: Expected float, got str"),
         (("runs", 0, "curve", 0, "loss"), None, "compare: runs[0].curve[0].loss: Expected float, got null"),
+        (("runs", 0, "curve", 1, "step"), 0, "runs[0]: the steps of a curve must ascend, got 0 after"),
         (("runs", 0, "status"), "lost", "runs[0].status: Invalid enum value 'lost'"),
         (("strategies", 0, "seconds"), 3.0, "strategies[0].seconds: Expected object | null, got float"),
         (("strategies", 0, "inference", 0, "batch"), [], "strategies[0].inference[0].batch: Expected int, got array"),

@@ -6,6 +6,7 @@ without counters has no measured joules.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,6 +56,11 @@ class Run:
     curve: tuple[CurvePoint, ...] = ()
     trained_by: str | None = None  # None: by itself
     timed_steps: int | None = None  # None: all steps
+
+    def __post_init__(self) -> None:
+        for before, after in pairwise(self.curve):
+            if after.step <= before.step:
+                raise ValueError(f"the steps of a curve must ascend, got {after.step} after {before.step}")
 
     @property
     def reached(self) -> bool:

@@ -29,6 +29,7 @@ from phantom_parallel.train.checkpoint import Progress
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.optimizer import PartsOptimizer
 from phantom_parallel.train.task import Task
+from phantom_parallel.utils.cache import keep_compiled_code_private
 
 __all__ = ["ParallelContext", "Record", "Summary", "train"]
 
@@ -149,6 +150,7 @@ class Trainer:
 
     def compile(self) -> None:
         """Compile both directions now, on rows of the usual shape, so that no step's time has it in it."""
+        keep_compiled_code_private()
         self.task.compile()
         self.task.forward_backward(self.task.rows_of(0)[: self.config.micro_batch], 1.0, last=True)
         self.task.model.zero_grad()

@@ -6,7 +6,6 @@ ranks of a machine share them.
 """
 
 import hashlib
-import os
 import shutil
 import sysconfig
 import warnings
@@ -23,6 +22,7 @@ from torch import Tensor
 from phantom_parallel.families.gpt.tokens import BPETokenizer, ByteTokenizer, Tokenizer, check_library, load_tokenizer
 from phantom_parallel.families.gpt.train_config import PYTHON
 from phantom_parallel.utils.arrays import open_array, readable
+from phantom_parallel.utils.cache import cache_folder
 from phantom_parallel.utils.files import atomic_folder
 from phantom_parallel.utils.seeds import generator
 
@@ -188,8 +188,7 @@ def _check_length(text: Text, config: TextSettings) -> None:
 
 
 def _cache() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "phantom-parallel" / "text"
+    return cache_folder() / "text"
 
 
 def _load_cached(folder: Path, digest: str) -> Text | None:
