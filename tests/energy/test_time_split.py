@@ -1,7 +1,9 @@
 """The split into compute, exposed communication and idle time, on clocks that advance when they are read."""
 
+import _thread
 import threading
 import time
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
@@ -204,6 +206,31 @@ def test_waits_outside_steps_are_communication_too():
         work.blocked(2.0)
         work.compute(1.0)
     assert seconds_of(window) == (3.0, 2.0, 1.0)
+
+
+def wait_beside_a_step(start: Callable[[Callable[[], None]], None]) -> float:
+    """Seconds that a step of two ticks is blocked while another thread, started by ``start``, waits for a tick."""
+    ticks, done = count(), threading.Event()
+    recorder = TimeSplitRecorder("cpu", HostTimer(lambda: next(ticks)))
+
+    def wait() -> None:
+        torch.ops._c10d_functional.wait_tensor(torch.ones(1))
+        done.set()
+
+    recorder.start()
+    with recorder.step():
+        start(wait)
+        assert done.wait(60)
+    recorder.stop()
+    return recorder.totals().blocked_seconds
+
+
+def test_a_wait_of_another_thread_such_as_a_checkpoints_does_not_block_the_step():
+    assert wait_beside_a_step(lambda wait: threading.Thread(target=wait).start()) == 0
+
+
+def test_a_wait_of_a_thread_that_python_did_not_start_such_as_autograds_blocks_the_step():
+    assert wait_beside_a_step(lambda wait: _thread.start_new_thread(wait, ())) == 1
 
 
 def test_windows_within_a_step_take_their_share_of_it():

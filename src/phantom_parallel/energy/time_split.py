@@ -7,8 +7,12 @@
 
 The three add up to the window. On a CPU, the host times the waits. On an accelerator, events on the compute stream
 before and after each wait measure how long the stream was stalled, which the host cannot see.
+
+Only waits of the training's own threads count: the thread that created the recorder, and autograd's. A thread that
+Python started for something else, such as writing a checkpoint, waits beside the step and does not block it.
 """
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -149,6 +153,7 @@ class TimeSplitRecorder:
         self._pending: deque[tuple[TimeCategory, Any, Any]] = deque()
         self._step_start: Any = None  # the mark at which the open step began
         self._in_meter = False
+        self._thread = threading.get_ident()
         self._observing: ExitStack | None = None
 
     def start(self) -> None:
@@ -187,13 +192,19 @@ class TimeSplitRecorder:
             self._record(category, start, self._timer.mark())
 
     def begin_wait(self) -> Any:
-        return None if self._in_meter else self._timer.mark()
+        return None if self._in_meter or self._in_other_thread() else self._timer.mark()
 
     def end_wait(self, mark: Any) -> None:
         if mark is not None:
             in_step = self._step_start is not None
             category = TimeCategory.WAIT_IN_STEP if in_step else TimeCategory.WAIT_OUTSIDE
             self._record(category, mark, self._timer.mark())
+
+    def _in_other_thread(self) -> bool:
+        if threading.get_ident() == self._thread:
+            return False
+        # Autograd's threads are started by C++: Python represents them by dummies.
+        return not isinstance(threading.current_thread(), threading._DummyThread)
 
     def totals(self) -> TimeTotals:
         """Return the totals so far. Waits for the device."""
