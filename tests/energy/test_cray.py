@@ -3,8 +3,9 @@
 import errno
 
 import pytest
+import torch
 
-from phantom_parallel.energy import EnergyMeter, Scope
+from phantom_parallel.energy import EnergyMeter, Scope, discover
 from phantom_parallel.energy.sensors import probe_cray
 from tests.energy.simulated import FakeClock, PmCounters
 
@@ -131,3 +132,13 @@ def test_the_node_alone_can_be_the_headline(node):
         clock.now += 10.0
         load(node, 100)
     assert window.joules == 1000
+
+
+def test_a_rank_on_the_cpu_does_not_count_the_accelerators(node, tmp_path):
+    def components(device: str) -> set[str]:
+        return {
+            spec.component for spec in discover(torch.device(device), powercap=tmp_path, pm_counters=node.root).specs
+        }
+
+    assert components("cpu") == {"cpu", "memory", "node"}
+    assert components("cuda:0") == {"cpu", "memory", "node", "gpu"}

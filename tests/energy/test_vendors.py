@@ -1,10 +1,12 @@
 """NVIDIA, AMD and Zeus behind stand-ins for the calls that their documentation names."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from phantom_parallel.energy import EnergyMeter, Provenance
+from phantom_parallel.energy import Component, EnergyMeter, Provenance, discover
 from phantom_parallel.energy.sensors import probe_amd, probe_nvidia, probe_zeus
 from tests.energy.simulated import FakeAmdSmi, FakeClock, FakeNvml, FakeZeusMonitor
 
@@ -29,6 +31,28 @@ def test_nvidia_counts_the_energy_counter_in_millijoules():
 def test_nvidia_counts_only_the_gpus_that_torch_sees():
     probe = probe_nvidia(nvml=FakeNvml({"GPU-a": 1, "GPU-b": 1}), visible=lambda: {"GPU-b"})
     assert [spec.id for spec in probe.source.specs] == ["nvidia/GPU-b"]
+
+
+GPUS = [SimpleNamespace(uuid=n, pci_domain_id=0, pci_bus_id=bus, pci_device_id=0) for n, bus in (("a", 5), ("b", 6))]
+
+
+def gpus_of(device: str, monkeypatch, *, rocm: bool) -> list[str]:
+    """Sensors of the GPUs that a rank on ``device`` of a machine with two GPUs counts."""
+    library = FakeAmdSmi({"0000:05:00.0": 1, "0000:06:00.0": 1}, "x") if rocm else FakeNvml({"GPU-a": 1, "GPU-b": 1})
+    monkeypatch.setitem(sys.modules, "amdsmi" if rocm else "pynvml", library)
+    monkeypatch.setattr(torch.version, "hip", "7.0" if rocm else None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: GPUS[getattr(device, "index", device)])
+    specs = EnergyMeter(device=device).discovery.specs if device else discover().specs
+    return [spec.id for spec in specs if spec.component is Component.GPU]
+
+
+@pytest.mark.parametrize(("device", "counted"), [("cuda:0", [0]), ("cuda:1", [1]), ("cpu", []), ("", [0, 1])])
+@pytest.mark.parametrize("rocm", [False, True])
+def test_a_rank_counts_its_own_gpu_alone(device, counted, rocm, monkeypatch):
+    sensors = ["amd/0000:05:00.0", "amd/0000:06:00.0"] if rocm else ["nvidia/GPU-a", "nvidia/GPU-b"]
+    assert gpus_of(device, monkeypatch, rocm=rocm) == [sensors[index] for index in counted]
 
 
 def test_nvidia_integrates_power_only_where_there_is_no_counter_and_says_so():

@@ -91,7 +91,7 @@ class EnergyMeter:
         sample_seconds: record a timeline of power with a sample this often. Default: None, no timeline.
         device: the device of this rank, which is synchronized at the ends of windows. Default: the current accelerator
             of torch, or the CPU.
-        sources: the sensors to use. Default: all that :func:`discover` finds.
+        sources: the sensors to use. Default: those that :func:`discover` finds for ``device``.
         clock: for simulation. Default: the clock of the process.
         host: for simulation. Default: this machine.
         timer: for simulation. Default: the timer of the device.
@@ -136,7 +136,7 @@ class EnergyMeter:
         self.scope, self.profile = Scope(scope), profile
         self.device = _device(device)
         self.host = host or current_host()
-        self.discovery = discover(clock=clock) if sources is None else Discovery(tuple(sources), (), ())
+        self.discovery = discover(self.device, clock=clock) if sources is None else Discovery(tuple(sources), (), ())
         self._clock = clock
         self._recorder: TimeSplitRecorder | None = None
         if time_split or profile is not None:

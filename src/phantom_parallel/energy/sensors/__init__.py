@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from phantom_parallel.energy.sensors.amd import probe_amd
 from phantom_parallel.energy.sensors.base import (
     Clock,
@@ -20,6 +22,7 @@ from phantom_parallel.energy.sensors.base import (
 from phantom_parallel.energy.sensors.cray import PM_COUNTERS, probe_cray
 from phantom_parallel.energy.sensors.nvidia import probe_nvidia
 from phantom_parallel.energy.sensors.rapl import POWERCAP, probe_rapl
+from phantom_parallel.energy.sensors.visible_devices import visible_bdfs, visible_uuids
 from phantom_parallel.energy.sensors.zeus import probe_zeus
 
 __all__ = [
@@ -54,14 +57,25 @@ class Discovery:
 
 
 def discover(
-    *, powercap: Path = POWERCAP, pm_counters: Path = PM_COUNTERS, clock: Clock = time.perf_counter
+    device: torch.device | None = None,
+    *,
+    powercap: Path = POWERCAP,
+    pm_counters: Path = PM_COUNTERS,
+    clock: Clock = time.perf_counter,
 ) -> Discovery:
-    """Find every sensor that this process can read."""
+    """Find the sensors that this process can read: those of the host's CPUs and memory, and of its GPUs.
+
+    Args:
+        device: the device of this rank: other GPUs are left out. Default: None, every GPU that torch sees.
+        powercap: directory of the RAPL zones.
+        pm_counters: directory of Cray's counters.
+        clock: takes the time of readings.
+    """
     results = [
-        probe_nvidia(clock=clock),
-        probe_amd(clock=clock),
+        probe_nvidia(visible=lambda: visible_uuids(device), clock=clock),
+        probe_amd(visible=lambda: visible_bdfs(device), clock=clock),
         probe_rapl(powercap, clock=clock),
-        probe_cray(pm_counters, clock=clock),
+        probe_cray(pm_counters, accelerators=device is None or device.type != "cpu", clock=clock),
     ]
     covered = {spec.component for result in results if result.source for spec in result.source.specs}
     results.append(probe_zeus(covered, clock=clock))

@@ -91,11 +91,21 @@ class CraySource:
 def probe_cray(
     root: Path = PM_COUNTERS,
     *,
+    accelerators: bool = True,
     clock: Clock = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
     read: ReadText = read_text,
 ) -> ProbeResult:
-    """Look for pm_counters in the directory ``root``."""
+    """Look for pm_counters in the directory ``root``.
+
+    Args:
+        root: the directory.
+        accelerators: whether to include the node's accelerators. Their numbers do not identify torch's devices, so it
+            is all of them or none.
+        clock: takes the time of readings.
+        sleep: waits for the next update.
+        read: reads a file.
+    """
     if not (root / "energy").exists():
         return ProbeResult("cray")  # no hint: they cannot be installed, they belong to the machine
     resolution = 1 / _scan_hz(root, read)
@@ -104,7 +114,7 @@ def probe_cray(
         "cpu_energy": ("CPU", Component.CPU),
         "memory_energy": ("memory", Component.MEMORY),
     }
-    for path in sorted(root.glob("accel*_energy")):
+    for path in sorted(root.glob("accel*_energy")) if accelerators else ():
         if match := _ACCELERATOR.fullmatch(path.name):
             wanted[path.name] = (f"accelerator {match[1]}", Component.GPU)
     specs = tuple(
