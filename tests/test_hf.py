@@ -1,13 +1,15 @@
-"""Phantom layers through transformers: save_pretrained, from_pretrained and generate."""
+"""Phantom layers through transformers: save_pretrained, from_pretrained, generate and Trainer."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 
-from phantom_parallel import PhantomLinear  # noqa: E402
+from phantom_parallel import PhantomLinear, convert  # noqa: E402
 from phantom_parallel import hf as phantom_hf  # noqa: E402
 
 
@@ -28,7 +30,7 @@ def make(kind: str):
 @pytest.mark.parametrize("kind", ["gpt2", "qwen2"])
 def test_a_converted_model_comes_back_through_from_pretrained(tmp_path, kind):
     model, tokens = make(kind), torch.randint(60, (4, 40), generator=torch.Generator().manual_seed(0))
-    phantom_hf.convert(model, [tokens], blocks=4, ghosts=2)
+    convert(model, [tokens], blocks=4, ghosts=2)
     model.save_pretrained(tmp_path / "model")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     layers = [module for module in again.modules() if isinstance(module, PhantomLinear)]
@@ -51,7 +53,7 @@ def test_a_wrong_description_is_an_error(tmp_path):
     model = make("gpt2")
     with pytest.raises(ValueError, match="convert it first"):
         phantom_hf.describe(model)
-    phantom_hf.convert(model, [torch.randint(60, (4, 40))], blocks=4, ghosts=2)
+    convert(model, [torch.randint(60, (4, 40))], blocks=4, ghosts=2)
     model.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     about = json.loads(path.read_text())
@@ -60,3 +62,64 @@ def test_a_wrong_description_is_an_error(tmp_path):
     path.write_text(json.dumps(about))
     with pytest.raises(ValueError, match="blocks=5 does not divide"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A converted model, saved."""
+    model = make("qwen2")
+    convert(model, [torch.randint(60, (4, 40), generator=torch.Generator().manual_seed(0))], blocks=4, ghosts=2)
+    model.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_the_trainer_trains_saves_and_resumes(folder, tmp_path, caplog, loaded):
+    if loaded:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    else:
+        model = make("qwen2")
+        convert(model, [torch.randint(60, (4, 40))], blocks=4, ghosts=2)
+    tokens = torch.arange(32).view(2, 16) % 7
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+
+    def trainer(model, steps):
+        settings = {"use_cpu": True, "report_to": "none", "learning_rate": 1e-2, "disable_tqdm": True}
+        arguments = transformers.TrainingArguments(
+            str(tmp_path / "out"), max_steps=steps, save_steps=4, logging_steps=1, lr_scheduler_type="constant",
+            dataloader_pin_memory=False, **settings,
+        )  # fmt: skip
+        return transformers.Trainer(model, arguments, train_dataset=rows)
+
+    whole = trainer(model, 8)
+    whole.train()
+    losses = [entry["loss"] for entry in whole.state.log_history if "loss" in entry]
+    assert losses[-1] < 0.8 * losses[0]
+    checkpoint = tmp_path / "out" / "checkpoint-4"
+    resumed = trainer(transformers.AutoModelForCausalLM.from_pretrained(checkpoint), 8)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert [entry["loss"] for entry in resumed.state.log_history if "loss" in entry] == pytest.approx(losses)
+    assert not [record for record in caplog.records if "keys in the checkpoint" in record.getMessage()]
+
+
+def test_loading_without_this_module_fails(folder):
+    """It would be a dense model with random weights."""
+    program = f"import transformers; transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 1
+    assert phantom_hf.METHOD in run.stderr
+    assert "mismatch" in run.stderr
+    again = subprocess.run(
+        [sys.executable, "-c", f"import phantom_parallel.hf; {program}"], capture_output=True, text=True
+    )
+    assert again.returncode == 0
+    assert "UNEXPECTED" not in again.stderr
+
+
+def test_layers_placed_by_hand_are_described_when_saved(tmp_path):
+    model = make("qwen2")
+    model.model.layers[0].mlp.up_proj = PhantomLinear.from_dense(model.model.layers[0].mlp.up_proj, blocks=4, ghosts=2)
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokens = torch.arange(12).view(1, 12)
+    torch.testing.assert_close(again(tokens).logits, model(tokens).logits)

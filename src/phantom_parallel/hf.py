@@ -1,38 +1,43 @@
-"""Models of ``transformers`` with phantom layers: ``save_pretrained`` and ``from_pretrained``, in one process.
+"""Models of ``transformers`` with phantom layers, in one process: saving, loading and training them.
 
 Importing this module registers phantom layers as a quantization method of ``transformers``, which is its hook for
 models whose modules are replaced before their weights load::
 
     import phantom_parallel.hf
 
-    phantom_parallel.hf.convert(model, batches, blocks=3, ghosts=64)
+    phantom_parallel.convert(model, batches, blocks=3, ghosts=64)
     model.save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
+
+Without this import, ``transformers`` warns of the unknown method and would build a dense model, whose linear layers are
+not in the checkpoint and would be initialized at random. Therefore each phantom layer is saved with a ``weight`` of one
+element beside its own parameters: a dense layer's shape differs, and ``from_pretrained`` fails.
 
 Ranks run models of the Llama architecture through ``phantom import`` and ``phantom convert``.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from phantom_parallel.conversion.api import ConversionReport
-from phantom_parallel.conversion.api import convert as convert_maps
-from phantom_parallel.conversion.maps import replace_module
-from phantom_parallel.conversion.stages import first_tensor
 from phantom_parallel.nn.linear import PhantomLinear
 
 try:
+    from transformers import PreTrainedModel
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
     from transformers.quantizers.base import HfQuantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
 except ImportError as error:
     raise ImportError("phantom_parallel.hf needs transformers: pip install 'phantom-parallel[pretrained]'") from error
 
-METHOD = "phantom"
+METHOD = "phantom_parallel.hf"  # transformers shows it where this module was not imported
+_MARKER = "weight"
 
-__all__ = ["PhantomConfig", "PhantomQuantizer", "convert", "describe"]
+__all__ = ["PhantomConfig", "PhantomQuantizer", "describe"]
 
 
 @register_quantization_config(METHOD)
@@ -52,7 +57,7 @@ class PhantomConfig(QuantizationConfigMixin):  # type: ignore[misc, unused-ignor
 
 @register_quantizer(METHOD)
 class PhantomQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
-    """Replaces linear maps by empty phantom layers before the weights load."""
+    """Replaces linear layers by empty phantom layers before the weights load."""
 
     requires_calibration = True
 
@@ -61,12 +66,18 @@ class PhantomQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
         for name, settings in layers.items():
             try:
                 layer = PhantomLinear(**settings, device="meta", dtype=next(model.parameters()).dtype)
-                replace_module(model, name, layer)
-                # Some models initialize the maps inside a module by their weight, which a phantom layer has not.
-                for whole in (layer, model.get_submodule(name.rpartition(".")[0])):
-                    whole._is_hf_initialized = True  # type: ignore[assignment]
+                model.set_submodule(name, layer)
+                # Some models initialize the linear layers of a module by their weight, which a phantom layer has not.
+                for module in (layer, model.get_submodule(name.rpartition(".")[0])):
+                    module._is_hf_initialized = True  # type: ignore[assignment]
             except (AttributeError, TypeError, ValueError) as error:
                 raise ValueError(f"the config has a phantom layer {name!r} that cannot be made: {error}") from None
+        model._keys_to_ignore_on_load_unexpected |= {rf"^{re.escape(name)}\.{_MARKER}$" for name in layers}  # type: ignore
+        model.register_load_state_dict_pre_hook(_drop_markers)
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+        layers: dict[str, Any] = model.config.quantization_config.layers
+        return model.state_dict() | {f"{name}.{_MARKER}": torch.zeros(1) for name in layers}, {}
 
     def is_serializable(self) -> bool:
         return True
@@ -75,28 +86,14 @@ class PhantomQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
     def is_trainable(self) -> bool:
         return True
 
-
-def convert(model: Any, batches: Sequence[Any], **settings: Any) -> ConversionReport:
-    """`phantom_parallel.convert` for a model of ``transformers``, which then knows how to save its phantom layers.
-
-    For language models (``...ForCausalLM``), errors are weighted by the loss of the next token unless ``loss`` is
-    given.
-    """
-    if type(model).__name__.endswith("ForCausalLM"):
-        settings.setdefault("loss", _next_token_loss)
-    report = convert_maps(model, batches, **settings)
-    describe(model)
-    return report
-
-
-def _next_token_loss(model: Any, batch: Any) -> Tensor:
-    inputs = batch if isinstance(batch, dict) else {"input_ids": first_tensor(batch)}
-    loss: Tensor = model(**inputs | {"labels": inputs["input_ids"]}).loss
-    return loss
+    @property
+    def is_qat_trainable(self) -> bool:
+        """Whether all parameters can be trained, and not only adapters."""
+        return True
 
 
 def describe(model: Any) -> None:
-    """Write the phantom layers of a model into its config, for ``save_pretrained``."""
+    """Write the phantom layers of a model into its config. ``save_pretrained`` does it by itself."""
     layers = {
         name: {
             "in_features": layer.in_features,
@@ -112,5 +109,29 @@ def describe(model: Any) -> None:
         raise ValueError("the model has no phantom layers: convert it first")
     if any(layer.mesh is not None for layer in model.modules() if isinstance(layer, PhantomLinear)):
         raise ValueError("phantom layers on a mesh cannot be saved by transformers: use phantom_parallel.save_model")
+    if not isinstance(getattr(model, "hf_quantizer", None), PhantomQuantizer):
+        model.register_load_state_dict_pre_hook(_drop_markers)
     model.config.quantization_config = PhantomConfig(layers)
     model.hf_quantizer = PhantomQuantizer(model.config.quantization_config, pre_quantized=True)
+
+
+def _drop_markers(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Hook before ``load_state_dict``, by which ``Trainer`` resumes."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, PhantomLinear):
+            state.pop(f"{prefix}{name}.{_MARKER}", None)
+
+
+def _describe_before(save: Callable[..., None]) -> Callable[..., None]:
+    """``save_pretrained`` that describes models whose phantom layers were not made by `phantom_parallel.convert`."""
+
+    @wraps(save)
+    def save_pretrained(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+        if any(isinstance(module, PhantomLinear) for module in model.modules()):
+            describe(model)
+        save(model, *args, **kwargs)
+
+    return save_pretrained
+
+
+PreTrainedModel.save_pretrained = _describe_before(PreTrainedModel.save_pretrained)  # type: ignore[method-assign]

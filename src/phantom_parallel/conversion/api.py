@@ -1,5 +1,6 @@
 """``phantom_parallel.convert``: chosen linear maps of any module become phantom layers in place."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -12,7 +13,7 @@ from phantom_parallel.conversion.budget import GhostCurve, ghosts_for_budget
 from phantom_parallel.conversion.importance import Loss, output_importance
 from phantom_parallel.conversion.maps import EXCLUDED, LinearMap, check_division, find_maps, replace_module
 from phantom_parallel.conversion.sequential import GroupReport, convert_stage, ghost_curves, next_calls, rows_of
-from phantom_parallel.conversion.stages import Stage, find_stages, run_stage
+from phantom_parallel.conversion.stages import Stage, find_stages, first_tensor, run_stage
 from phantom_parallel.conversion.stored_stages import StoredStages, digest_of
 from phantom_parallel.nn.output_fit import STEPS
 from phantom_parallel.utils.layout import positive
@@ -70,7 +71,8 @@ def convert(
     """Convert linear maps of a trained model to phantom layers, in place and in one process.
 
     ``nn.Linear`` and GPT-2's ``Conv1D`` are converted. Maps that share an input get the same ghosts. Each map is fitted
-    to the dense model's outputs on the inputs that the converted maps before it give.
+    to the dense model's outputs on the inputs that the converted maps before it give. A model of ``transformers`` knows
+    how to save its phantom layers afterwards; see `phantom_parallel.hf`.
 
     Args:
         model: The model, in evaluation mode. Its other modules stay as they are.
@@ -81,7 +83,8 @@ def convert(
         include: Patterns of the names of maps to convert, as ``fnmatch`` has them.
         exclude: Patterns of the names of maps to leave; by default heads and embeddings.
         loss: The mean loss of the model on a batch. With it, the error of every output is weighted by how much the loss
-            depends on that output, so that ghosts and a budget go where they lower the loss.
+            depends on that output, so that ghosts and a budget go where they lower the loss. Language models of
+            ``transformers`` (``...ForCausalLM``) have the loss of the next token by default.
         steps: Alternating steps of each fit, at most.
         folder: Where finished stages are stored, so that an interrupted conversion continues there.
         progress: Called with what is being done, the number of finished stages, and of all.
@@ -101,13 +104,33 @@ def convert(
     batches = list(batches)
     if not batches:
         raise ValueError("batches is empty: give calibration data")
+    if loss is None and _is_pretrained(model) and type(model).__name__.endswith("ForCausalLM"):
+        loss = next_token_loss
     training = model.training
     model.eval()
     try:
         work = _Conversion(model, maps, batches, blocks, steps, folder, progress or (lambda *_: None), loss)
-        return work.run(ghosts, budget)
+        report = work.run(ghosts, budget)
     finally:
         model.train(training)
+    if _is_pretrained(model):
+        from phantom_parallel.hf import describe
+
+        describe(model)
+    return report
+
+
+def _is_pretrained(model: nn.Module) -> bool:
+    """Whether this is a model of ``transformers``."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def next_token_loss(model: Any, batch: Any) -> Tensor:
+    """The loss of a language model of ``transformers``."""
+    inputs = batch if isinstance(batch, dict) else {"input_ids": first_tensor(batch)}
+    loss: Tensor = model(**inputs | {"labels": inputs["input_ids"]}).loss
+    return loss
 
 
 def _check(maps: Sequence[LinearMap], blocks: int, ghosts: object, budget: float | None) -> None:
