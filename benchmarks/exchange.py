@@ -1,14 +1,23 @@
-"""How ranks best exchange on gloo: ``python -m benchmarks.exchange``.
+"""How ranks best exchange on gloo: ``python -m benchmarks.exchange [--busy 2]``.
 
 The backend's own all-gather and reduce-scatter against the same built from all-to-all, by turns in one run: median
-microseconds of each with the barrier that ends a turn, for messages of ghosts and of whole activations.
+microseconds of each with the barrier that ends a turn, for messages of ghosts and of whole activations. A second table
+has an all-gather of 1 KiB from each rank, which a rank polls for before it sleeps: always, with the back-off after a
+poll that timed out (`ops.polling`), and never. ``--busy`` starts so many processes beside that do nothing but compute.
 """
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable
 
 import torch
 
 from benchmarks.timing import interleave, local_mesh
 from phantom_parallel.distributed.launch import Report, launch_local
+from phantom_parallel.ops import polling
 from phantom_parallel.ops.collectives import (
+    RankGroup,
     finish_all_gather,
     finish_reduce_scatter,
     rank_group,
@@ -17,6 +26,8 @@ from phantom_parallel.ops.collectives import (
 )
 
 SIZES = ((64, 16), (512, 16), (64, 1024))  # rows, words of a row
+RANKS = (2, 4, 8)
+GATHERS = 20  # of a short message in a turn: the back-off needs a few
 
 
 def compare(device: torch.device, report: Report) -> None:
@@ -30,20 +41,62 @@ def compare(device: torch.device, report: Report) -> None:
                 start_reduce_scatter(s, how), how
             )
         times = interleave(contestants, turns=60, warmup=10)
-        report((rows, words, {name: 1e6 * timing.median for name, timing in times.items()}))
+        report((f"{rows}, {words}", {name: 1e6 * timing.median for name, timing in times.items()}))
+
+
+class _Fixed(polling.Backoff):
+    """A policy that does not change: poll for every message (skip 0), or for none."""
+
+    def __init__(self, skip: int) -> None:
+        self.skip = skip
+
+    def update(self, timed_out: bool) -> None:
+        pass
+
+
+def compare_polling(device: torch.device, report: Report) -> None:
+    ranks = rank_group(local_mesh(device))
+    policies = {"always": _Fixed(0), "back-off": polling.Backoff(), "never": _Fixed(1 << 60)}
+    times = interleave({name: _short_gather(ranks, policy) for name, policy in policies.items()}, turns=20, warmup=2)
+    report(("1 KiB", {name: 1e6 * timing.median / GATHERS for name, timing in times.items()}))
+
+
+def _short_gather(group: RankGroup, policy: polling.Backoff) -> Callable[[], object]:
+    x = torch.randn(1, 256)  # 1 KiB
+
+    def gather() -> None:
+        polling.backoff = policy
+        for _ in range(GATHERS):
+            finish_all_gather(start_all_gather(x, group), group)
+
+    return gather
+
+
+def _table(titles: tuple[str, ...], names: tuple[str, ...], function: Callable[..., None]) -> None:
+    print(f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}")
+    for size in RANKS:
+
+        def show(row: tuple[str, dict[str, float]], size: int = size) -> None:
+            message, us = row
+            print(f"| {size}, {message} | " + " | ".join(f"{us[name]:.0f}" for name in names) + " |", flush=True)
+
+        launch_local(size, function, device_type="cpu", on_report=show)
 
 
 def main() -> None:
-    print("| ranks, rows, words | all-gather | from all-to-all | reduce-scatter | from all-to-all |")
-    print("|---|---|---|---|---|")
-    for size in (2, 4, 8):
-
-        def show(row: tuple[int, int, dict[str, float]], size: int = size) -> None:
-            rows, words, us = row
-            names = ("gather native", "gather all_to_all", "scatter native", "scatter all_to_all")
-            print(f"| {size}, {rows}, {words} | " + " | ".join(f"{us[name]:.0f}" for name in names) + " |", flush=True)
-
-        launch_local(size, compare, device_type="cpu", on_report=show)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--busy", type=int, default=0, help="processes that compute beside the ranks (default 0)")
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(parser.parse_args().busy)]
+    try:
+        names = ("gather native", "gather all_to_all", "scatter native", "scatter all_to_all")
+        titles = ("ranks, rows, words", "all-gather", "from all-to-all", "reduce-scatter", "from all-to-all")
+        _table(titles, names, compare)
+        print()
+        policies = ("always", "back-off", "never")
+        _table(("ranks, message", *(f"polling: {name}" for name in policies)), policies, compare_polling)
+    finally:
+        for process in busy:
+            process.kill()
 
 
 if __name__ == "__main__":

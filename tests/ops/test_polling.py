@@ -6,8 +6,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel.cost.ledger import Ledger
+from phantom_parallel.ops import polling
 from phantom_parallel.ops.collectives import finish_all_gather, rank_group, start_all_gather
-from phantom_parallel.ops.polling import POLL_SECONDS, SHORT_BYTES, poll
+from phantom_parallel.ops.polling import MAX_SKIPPED, SHORT_BYTES, Backoff, poll
 
 
 def gather(words: int, ledger_on: int | None) -> tuple[bool, list[list[float]]]:
@@ -33,17 +34,41 @@ def test_a_rank_that_counts_exchanges_with_one_that_polls(ranks):
     assert ranks(2)(gather, 33, 1) == [(True, [[0.0], [1.0]]), (False, [[0.0], [1.0]])]
 
 
-class Never:
-    asked = 0
+class Message:
+    """A message that arrives once it was asked for so often."""
+
+    def __init__(self, arrives_after: float) -> None:
+        self.arrives_after, self.asked = arrives_after, 0
 
     def is_completed(self) -> bool:
         self.asked += 1
-        return False
+        return self.asked > self.arrives_after
+
+
+def asked_for(messages: list[float], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often each message is asked for, on a clock by which two questions take as long as a poll may."""
+    monkeypatch.setattr(polling, "backoff", Backoff())
+    clock = iter(range(1000))
+    monkeypatch.setattr(polling.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(polling, "POLL_SECONDS", 2)
+    sent = [Message(arrives_after) for arrives_after in messages]
+    for message in sent:
+        poll(message)
+    return [message.asked for message in sent]
 
 
 def test_polling_ends_where_nothing_arrives(monkeypatch):
-    times = iter([0.0, POLL_SECONDS / 2, POLL_SECONDS])
-    monkeypatch.setattr("phantom_parallel.ops.polling.time.perf_counter", lambda: next(times))
-    work = Never()
-    poll(work)
-    assert work.asked == 3
+    assert asked_for([float("inf")], monkeypatch) == [3]
+
+
+def test_polling_backs_off_after_a_poll_that_timed_out(monkeypatch):
+    late, polled, skipped = float("inf"), 3, 1
+    expected = [polled, skipped, polled, skipped, skipped, polled, *[skipped] * 4, polled]
+    assert asked_for([late] * len(expected), monkeypatch) == expected
+    assert asked_for([late] * 500, monkeypatch)[-MAX_SKIPPED - 1 :].count(polled) == 1
+
+
+def test_polling_resumes_as_messages_arrive_in_time(monkeypatch):
+    late, in_time = float("inf"), 2
+    messages = [late, late, late, in_time, in_time, in_time, in_time, in_time, in_time]
+    assert asked_for(messages, monkeypatch) == [3, 1, 3, 1, 1, 3, 1, 3, 3]

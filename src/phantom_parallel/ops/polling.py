@@ -18,8 +18,28 @@ from torch import Tensor
 from torch._C._distributed_c10d import _register_work, _resolve_process_group
 
 SHORT_BYTES = 4096  # to each rank
-POLL_SECONDS = 5e-3  # at most, then the rank sleeps
-_give_way = getattr(os, "sched_yield", lambda: time.sleep(0))  # Windows has none
+POLL_SECONDS = 1e-3  # at most, then the rank sleeps
+MAX_SKIPPED = 64  # messages that are not polled for between two that are
+_yield_cpu = getattr(os, "sched_yield", lambda: time.sleep(0))  # Windows has none
+
+
+class Backoff:
+    """How many messages to wait for without polling before the next poll: twice as many after a poll that timed out,
+    and half as many after one in which the message arrived.
+
+    On a machine with other load, a rank that polls uses up its share of the cores, and the ranks that it waits for run
+    later because of it.
+    """
+
+    def __init__(self) -> None:
+        self.length = self.skip = 0
+
+    def update(self, timed_out: bool) -> None:
+        self.length = min(max(1, 2 * self.length), MAX_SKIPPED) if timed_out else self.length // 2
+        self.skip = self.length
+
+
+backoff = Backoff()  # of this process
 
 
 def is_short(rows: Tensor, ranks: int) -> bool:
@@ -45,9 +65,13 @@ def send_short(rows: Tensor, splits: list[int], group_name: str) -> tuple[Tensor
 
 
 def poll(work: dist.Work) -> None:
-    """Return when the message has arrived, or after a while."""
+    """Return when the message has arrived, or after a while; immediately where earlier polls timed out (`Backoff`)."""
     if work.is_completed():
         return
+    if backoff.skip:
+        backoff.skip -= 1
+        return
     end = time.perf_counter() + POLL_SECONDS
-    while not work.is_completed() and time.perf_counter() < end:
-        _give_way()
+    while not (arrived := work.is_completed()) and time.perf_counter() < end:
+        _yield_cpu()
+    backoff.update(timed_out=not arrived)
