@@ -24,7 +24,7 @@ def exact(model: Path, source: Path, tokens: int = 20) -> dict[str, Any]:
 
     ours = load_model(model)
     gguf = source if source.is_file() else next(iter(source.glob("*.gguf")), None)
-    where = {} if gguf is None else {"gguf_file": gguf.name}
+    where: dict[str, Any] = {"trust_remote_code": False} | ({} if gguf is None else {"gguf_file": gguf.name})
     folder = source if gguf is None else gguf.parent
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **where).eval()
     tokenizer = find_tokenizer(model)

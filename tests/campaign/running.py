@@ -135,7 +135,9 @@ def _other_function(pretrained: Path, imported: Path) -> Iterator[tuple[str, str
         import transformers
 
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
-            theirs = transformers.AutoModelForCausalLM.from_pretrained(pretrained, dtype=torch.float32)
+            theirs = transformers.AutoModelForCausalLM.from_pretrained(
+                pretrained, dtype=torch.float32, trust_remote_code=False
+            )
             expected = theirs(tokens).logits
     except Exception:  # it is not installed, or refuses these settings as well: there is no reference
         return

@@ -110,7 +110,8 @@ class PretrainedModel:
                 f"{file} is read by transformers and gguf, which are not installed: "
                 "pip install 'phantom-parallel[pretrained]'"
             ) from None
-        where: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
+        # Without trust_remote_code=False, transformers asks on a terminal whether to run Python files beside the model.
+        where: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
         with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere), redirect_stdout(nowhere):  # progress bars
             try:
                 _check_layers(gguf.GGUFReader(file))

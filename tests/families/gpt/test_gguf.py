@@ -88,6 +88,22 @@ def test_a_gguf_file_is_imported_with_the_same_function(tmp_path, capsys):
         assert (out / "tokenizer.json").is_file()
 
 
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_python_files_beside_a_gguf_file_never_run(tmp_path, monkeypatch, capsys, file):
+    reference = make_pretrained(tmp_path / "hf", "llama")
+    tokenizer = json.loads((tmp_path / "hf" / "tokenizer.json").read_text())
+    folder = tmp_path / "gguf"
+    folder.mkdir()
+    write_gguf(reference, tokenizer, folder / "tiny.gguf")
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'trace')!r}, 'w').close()\n")
+    classes = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")
+    remote = {name: "code.Remote" for name in classes} | {"AutoTokenizer": ["code.Remote", "code.Remote"]}
+    (folder / file).write_text(json.dumps({"model_type": "unheard-of", "auto_map": remote}))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # the question of transformers
+    main(["import", "--from", str(folder / "tiny.gguf"), "--out", str(tmp_path / "model")])
+    assert not (tmp_path / "trace").exists()
+
+
 def test_a_gguf_file_with_more_layers_than_tensors_is_refused_before_they_are_built(tmp_path, capsys):
     reference = make_pretrained(tmp_path / "hf", "llama")
     reference.config.num_hidden_layers = 10**9
