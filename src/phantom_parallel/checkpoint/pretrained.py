@@ -17,13 +17,14 @@ from torch import Tensor
 
 from phantom_parallel.checkpoint.model import CONFIG
 from phantom_parallel.checkpoint.whole_files import INDEX, WEIGHTS
-from phantom_parallel.utils.files import read_bytes, read_text, write_bytes, write_text
+from phantom_parallel.utils.files import read_bytes, read_text, write_bytes
 
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+GENERATION_CONFIG = "generation_config.json"
 # Files beside the weights that a model keeps: they are copied in and out without changes.
-KEPT_FILES = (TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", "generation_config.json", CHAT_TEMPLATE)
+KEPT_FILES = (TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", GENERATION_CONFIG, CHAT_TEMPLATE)
 _FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes of safetensors
 
 
@@ -37,6 +38,7 @@ class PretrainedModel:
         path: The folder or file.
         config: The model's settings, as ``config.json`` has them.
         shapes: Shape of each tensor by name. All are of floating point, and in one file each.
+        files: Contents of the files of `KEPT_FILES` that the model has.
 
     Raises:
         ValueError: If it is not such a model, or a file is damaged or missing.
@@ -45,10 +47,10 @@ class PretrainedModel:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._tokenizer: Any = None
         gguf = _gguf_file(self.path)
         if gguf is None:
             self.config = read_json(self.path / CONFIG)
+            self.files = read_kept_files(self.path)
             self._load: Callable[[str], Tensor] = self._open_safetensors()
         else:
             self._load = self._decode_gguf(gguf)
@@ -56,22 +58,6 @@ class PretrainedModel:
     def load(self, name: str) -> Tensor:
         """The whole tensor of that name, in the dtype of the file."""
         return self._load(name)
-
-    @property
-    def has_tokenizer(self) -> bool:
-        """Whether there is a tokenizer in a supported format."""
-        return self._tokenizer is not None or (self.path / TOKENIZER).is_file()
-
-    def copy_files(self, folder: Path) -> None:
-        """Write the tokenizer, its settings and the chat template to an existing folder."""
-        if self._tokenizer is not None:
-            write_text(folder / TOKENIZER, self._tokenizer.backend_tokenizer.to_str(pretty=True))
-            settings = {f"{name}_token": getattr(self._tokenizer, f"{name}_token", None) for name in ("bos", "eos")}
-            write_text(folder / TOKENIZER_CONFIG, json.dumps(settings, indent=2) + "\n")
-            if self._tokenizer.chat_template:
-                write_text(folder / CHAT_TEMPLATE, self._tokenizer.chat_template)
-            return
-        copy_kept_files(self.path, folder)
 
     def _open_safetensors(self) -> Callable[[str], Tensor]:
         files, index = _safetensors_files(self.path)
@@ -116,11 +102,18 @@ class PretrainedModel:
             try:
                 _check_layers(gguf.GGUFReader(file))
                 model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **where)
-                self._tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, **where)
+                tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, **where)
             except Exception as error:  # of any class: a damaged file fails anywhere in the libraries
                 raise ValueError(f"{file} is not a GGUF file that transformers can read: {error}") from None
         self.config = model.config.to_dict()
         self.config.pop("quantization_config", None)  # of the file; the tensors are decoded
+        special = {f"{name}_token": getattr(tokenizer, f"{name}_token", None) for name in ("bos", "eos")}
+        self.files = {
+            TOKENIZER: tokenizer.backend_tokenizer.to_str(pretty=True).encode(),
+            TOKENIZER_CONFIG: json.dumps(special, indent=2).encode(),
+        }
+        if tokenizer.chat_template:
+            self.files[CHAT_TEMPLATE] = tokenizer.chat_template.encode()
         tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         return lambda name: tensors[name]
@@ -135,16 +128,36 @@ def _check_layers(file: Any) -> None:
 
 
 def copy_kept_files(source: Path, folder: Path) -> None:
-    """Copy the tokenizer and the files around it from one model's folder to another's. A chat template inside the
-    tokenizer's settings is also written as a file of its own.
+    """Copy the tokenizer and the files around it from one model's folder, or the folder of its training around it, to
+    another's.
     """
+    if not any((source / name).is_file() for name in KEPT_FILES):
+        source = source.parent
+    for name, data in read_kept_files(source).items():
+        write_bytes(folder / name, data)
+
+
+def read_kept_files(folder: Path) -> dict[str, bytes]:
+    """The contents of the files of `KEPT_FILES` in a model's folder. A chat template inside the tokenizer's settings is
+    also a file of its own.
+
+    Raises:
+        ValueError: If a file does not hold what it should: it may be a link to a private file of another kind.
+    """
+    files: dict[str, bytes] = {}
+    template = None
     for name in KEPT_FILES:
-        if (source / name).is_file():
-            write_bytes(folder / name, read_bytes(source / name))
-    if not (folder / CHAT_TEMPLATE).exists() and (source / TOKENIZER_CONFIG).is_file():
-        template = read_json(source / TOKENIZER_CONFIG).get("chat_template")
-        if isinstance(template, str):
-            write_text(folder / CHAT_TEMPLATE, template)
+        if not (path := folder / name).is_file():
+            continue
+        if name == CHAT_TEMPLATE:
+            if "messages" not in (template := read_text(path)):
+                raise ValueError(f"{path} is not a chat template: it does not use messages")
+        else:
+            settings = read_json(path)
+            if name == TOKENIZER_CONFIG and isinstance(settings.get("chat_template"), str):
+                template = settings["chat_template"]
+        files[name] = read_bytes(path)
+    return files if template is None else files | {CHAT_TEMPLATE: template.encode()}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -96,8 +96,11 @@ def test_python_files_beside_a_gguf_file_never_run(tmp_path, monkeypatch, capsys
     folder.mkdir()
     write_gguf(reference, tokenizer, folder / "tiny.gguf")
     (folder / "code.py").write_text(f"open({str(tmp_path / 'trace')!r}, 'w').close()\n")
-    classes = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")
-    remote = {name: "code.Remote" for name in classes} | {"AutoTokenizer": ["code.Remote", "code.Remote"]}
+    remote = {
+        "AutoConfig": "code.Remote",
+        "AutoModelForCausalLM": "code.Remote",
+        "AutoTokenizer": ["code.Remote", "code.Remote"],
+    }
     (folder / file).write_text(json.dumps({"model_type": "unheard-of", "auto_map": remote}))
     monkeypatch.setattr("builtins.input", lambda *_: "y")  # the question of transformers
     main(["import", "--from", str(folder / "tiny.gguf"), "--out", str(tmp_path / "model")])

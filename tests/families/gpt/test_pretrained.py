@@ -181,6 +181,24 @@ def test_pickles_and_missing_files_are_refused(tmp_path, capsys):
     assert "there is no folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["special_tokens_map.json", "generation_config.json", "chat_template.jinja"])
+def test_links_to_private_files_are_not_copied(tmp_path, name):
+    make_pretrained(tmp_path / "hf")
+    (tmp_path / "private").write_text("user:secret:1000\n")
+    (tmp_path / "hf" / name).unlink(missing_ok=True)
+    (tmp_path / "hf" / name).symlink_to(tmp_path / "private")
+    with pytest.raises(ValueError, match=name):
+        import_model(tmp_path / "hf", tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    (tmp_path / "hf" / name).unlink()
+    import_model(tmp_path / "hf", tmp_path / "model")
+    (tmp_path / "model" / name).unlink(missing_ok=True)
+    (tmp_path / "model" / name).symlink_to(tmp_path / "private")
+    with pytest.raises(ValueError, match=name):
+        export_model(tmp_path / "model", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_commands_from_a_folder_to_text_and_back(tmp_path, capsys):
     reference = make_pretrained(tmp_path / "hf")
     model, out = str(tmp_path / "model"), str(tmp_path / "out")
@@ -194,9 +212,9 @@ def test_commands_from_a_folder_to_text_and_back(tmp_path, capsys):
     asked = tokenizer.apply_chat_template([{"role": "user", "content": "ghost"}], add_generation_prompt=True)
     prompt = torch.tensor([asked["input_ids"]])
     assert found["tokens"] == [greedy(reference, prompt, 6)]
+    assert main(["export", "--model", model, "--out", out]) == 0
+    assert transformers.AutoModelForCausalLM.from_pretrained(out).config.model_type == "llama"
     for template in ("{{ 1 / 0 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"):
         (tmp_path / "model" / "chat_template.jinja").write_text(template)
         assert main(["generate", "--model", model, "--prompt", "ghost", "--chat"]) == 2
         assert "model/chat_template.jinja cannot be used: " in capsys.readouterr().err
-    assert main(["export", "--model", model, "--out", out]) == 0
-    assert transformers.AutoModelForCausalLM.from_pretrained(out).config.model_type == "llama"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from phantom_parallel.checkpoint.model import load_model, read_config
-from phantom_parallel.checkpoint.pretrained import KEPT_FILES, copy_kept_files
+from phantom_parallel.checkpoint.pretrained import copy_kept_files
 from phantom_parallel.families.base import Converter
 from phantom_parallel.families.gpt.config import MAPS, GPTConfig
 from phantom_parallel.families.gpt.model import GPT
@@ -80,7 +80,7 @@ class GPTConverter(Converter):
         return made
 
     def complete(self, source: Path, folder: Path) -> None:
-        copy_kept_files(source if any((source / name).is_file() for name in KEPT_FILES) else source.parent, folder)
+        copy_kept_files(source, folder)
 
 
 def _mean_loss(model: nn.Module, batch: Tensor) -> Tensor:

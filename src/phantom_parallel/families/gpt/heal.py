@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from phantom_parallel.checkpoint.model import load_model
-from phantom_parallel.checkpoint.pretrained import KEPT_FILES, copy_kept_files
+from phantom_parallel.checkpoint.pretrained import copy_kept_files
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.families.gpt.heal_config import HealConfig
@@ -67,8 +67,7 @@ class HealTask(GPTTask):
 
     @staticmethod
     def prepare(config: HealConfig, out: Path) -> None:  # type: ignore[override]
-        source = Path(config.model)
-        copy_kept_files(source if any((source / name).is_file() for name in KEPT_FILES) else source.parent, out)
+        copy_kept_files(Path(config.model), out)
 
     @staticmethod
     def complete(out: Path, model: Path) -> None:

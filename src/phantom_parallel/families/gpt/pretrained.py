@@ -31,7 +31,7 @@ from phantom_parallel.families.gpt.config import GPTConfig, RopeScaling
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.families.gpt.tokens import BPETokenizer
 from phantom_parallel.nn.linear import PhantomLinear
-from phantom_parallel.utils.files import atomic_folder, check_replaceable, write_json
+from phantom_parallel.utils.files import atomic_folder, check_replaceable, write_bytes, write_json
 
 MODEL_TYPES = ("llama", "mistral", "qwen2")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -69,10 +69,11 @@ def import_model(
             raise ValueError(f"context={context} is longer than the pretrained model's, {config.context}")
         config = replace(config, context=context)
     _check_tensors(found, config)
-    if not found.has_tokenizer:
+    if TOKENIZER not in found.files:
         raise ValueError(f"{source} has no {TOKENIZER}, which is the tokenizer's only supported format")
-    if (source / TOKENIZER).is_file():
-        _check_tokenizer(source / TOKENIZER, config, source)
+    tokenizer = BPETokenizer.from_bytes(found.files[TOKENIZER], str(source / TOKENIZER))
+    if tokenizer.vocab > config.vocab:
+        raise ValueError(f"{source}: the tokenizer has {tokenizer.vocab} tokens, the model only {config.vocab}")
     with torch.device("meta"):
         outline = GPT(config).state_dict()
     layouts = [TensorLayout(name, tuple(tensor.shape), DTYPES[dtype]) for name, tensor in outline.items()]
@@ -84,8 +85,8 @@ def import_model(
         return tensor
 
     def complete(folder: Path) -> None:
-        found.copy_files(folder)
-        _check_tokenizer(folder / TOKENIZER, config, source)  # that of a GGUF file is written first
+        for name, data in found.files.items():
+            write_bytes(folder / name, data)
 
     write_model(config, layouts, load, out, overwrite=overwrite, complete=complete)
     return config
@@ -111,7 +112,7 @@ def export_model(model: Path, out: Path, *, dtype: str | None = None, overwrite:
     layouts = [TensorLayout(name, shape, written) for name, shape in _pretrained_shapes(config).items()]
     with atomic_folder(out, overwrite=overwrite) as scratch:
         write_tensors(scratch, layouts, lambda name: _to_pretrained(name, stored.load, config).to(written).contiguous())
-        copy_kept_files(model if (model / TOKENIZER).is_file() else model.parent, scratch)
+        copy_kept_files(model, scratch)
         about = _settings_of(config, _NAMES[written])
         write_json(scratch / CONFIG, about)
     return str(about["architectures"][0])
@@ -252,11 +253,6 @@ def _pretrained_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_embeddings:
         shapes[_HEAD] = (config.vocab, n)
     return shapes
-
-
-def _check_tokenizer(path: Path, config: GPTConfig, source: Path) -> None:
-    if (vocab := BPETokenizer.load(path).vocab) > config.vocab:
-        raise ValueError(f"{source}: the tokenizer has {vocab} tokens, the model only {config.vocab}")
 
 
 def _check_tensors(found: PretrainedModel, config: GPTConfig) -> None:

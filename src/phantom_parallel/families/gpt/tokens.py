@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from phantom_parallel.utils.files import read_text, write_text
+from phantom_parallel.utils.files import read_bytes, write_text
 
 FILE = "tokenizer.json"
 _PIECE = 1 << 16  # bytes of text that are encoded at once, up to the end of a line
@@ -74,13 +74,18 @@ class BPETokenizer:
     @classmethod
     def load(cls, path: Path) -> "BPETokenizer":
         """Load a ``tokenizer.json``; ValueError if it is damaged."""
+        return cls.from_bytes(read_bytes(path), str(path))
+
+    @classmethod
+    def from_bytes(cls, contents: bytes, source: str) -> "BPETokenizer":
+        """Load the contents of a ``tokenizer.json``; ``source`` is named in errors."""
         library = _library()
         try:
-            text = read_text(path)
+            text = contents.decode()
             _check_merges(json.loads(text))
-            return cls(library.Tokenizer.from_str(text), str(path))
+            return cls(library.Tokenizer.from_str(text), source)
         except Exception as error:  # the library raises no other class
-            raise ValueError(f"{path} is not a readable tokenizer: {error}") from None
+            raise ValueError(f"{source} is not a readable tokenizer: {error}") from None
 
     @cached_property
     def vocab(self) -> int:
