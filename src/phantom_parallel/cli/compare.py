@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from phantom_parallel.cli.options import value_of
 from phantom_parallel.cli.output import output_folder, write_and_print
 from phantom_parallel.cli.setting_options import SettingOptions, with_settings
+from phantom_parallel.distributed.launch import launch_defaults
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
 from phantom_parallel.report.tables import comparison_table
 from phantom_parallel.study.compare import compare
@@ -34,7 +35,8 @@ class CompareOptions(SettingOptions):
         """Run the comparison, and write and print its results on rank 0."""
         settings = read_compare(self.preset, self.changes(), self.family)
         out = output_folder(self.out, self.resume, "compare", settings.name)
-        found = compare(settings, out.absolute(), resume=self.resume, show=True)
+        with launch_defaults(device=self.device, announces=True):
+            found = compare(settings, out.absolute(), resume=self.resume, show=True)
         if found is not None:
             write_and_print(found, out, comparison_table(found), found.findings, json=self.json)
 

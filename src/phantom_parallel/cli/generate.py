@@ -11,7 +11,7 @@ from rich.table import Table
 from phantom_parallel.checkpoint.model import family_of
 from phantom_parallel.cli.chat import chat_prompt
 from phantom_parallel.cli.infer import about_energy, print_notes
-from phantom_parallel.cli.options import Flag, JsonOption, NetworkOptions, ProfileOption, RanksOption, WireOption
+from phantom_parallel.cli.options import Flag, JsonOption, LaunchOptions, ProfileOption, RanksOption, WireOption
 from phantom_parallel.distributed.external import is_rank_zero
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.infer.generation import Against, GenerateConfig, GenerateReport, PhaseCost, print_text
@@ -22,7 +22,7 @@ from phantom_parallel.utils.wire import in_words
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(RanksOption, WireOption, NetworkOptions, ProfileOption, JsonOption):
+class Options(RanksOption, WireOption, LaunchOptions, ProfileOption, JsonOption):
     """Generate text from a prompt with a trained transformer, on any number of ranks that divides its blocks, and
     measure time, bytes and energy per token, separately for prefill and decode.
 

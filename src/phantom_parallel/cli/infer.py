@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from phantom_parallel.cli.options import Flag, JsonOption, NetworkOptions, ProfileOption, RanksOption, WireOption
+from phantom_parallel.cli.options import Flag, JsonOption, LaunchOptions, ProfileOption, RanksOption, WireOption
 from phantom_parallel.distributed.external import is_rank_zero
 from phantom_parallel.energy.power_profile import POLLED_TIME
 from phantom_parallel.infer.measure import Inference
@@ -18,7 +18,7 @@ from phantom_parallel.utils.wire import in_words
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(RanksOption, WireOption, NetworkOptions, ProfileOption, JsonOption):
+class Options(RanksOption, WireOption, LaunchOptions, ProfileOption, JsonOption):
     """Run a trained model on any number of ranks that divides its blocks, and measure latency, throughput, bytes and
     energy per sample.
 

@@ -122,8 +122,17 @@ class NetworkOptions(TimeoutOption):
         from phantom_parallel.distributed.launch import launch_defaults
 
         timeout, network = self.exchange_timeout(), self.network(ranks, dtype)
-        with launch_defaults(timeout, network):
+        with launch_defaults(timeout, network, getattr(self, "device", "auto"), announces=True):
             yield network
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions(NetworkOptions):
+    """Options of commands that run a model on ranks: those of the network, and the device."""
+
+    device: str = "auto"
+    """Device of each rank: cpu, cuda, xpu, ..., of which there must be one for each rank of a host; auto uses them if
+    there are enough, and the CPU otherwise."""
 
 
 def parse(options: type[Any], prog: str, arguments: list[str], defaults: Mapping[str, Any] | None = None) -> Any:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, get_type_hints
 
 import tyro
 
-from phantom_parallel.cli.options import Flag, JsonOption, NetworkOptions
+from phantom_parallel.cli.options import Flag, JsonOption, LaunchOptions, NetworkOptions
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.study.settings import SEARCH_PREFIX, SearchSettings, Settings, training_fields
 from phantom_parallel.utils.docs import field_docs
@@ -20,7 +20,7 @@ _FIXED = ("family", "strategies")  # settings that are no options, or have anoth
 
 
 @dataclass(frozen=True, kw_only=True)
-class SettingOptions(NetworkOptions, JsonOption):
+class SettingOptions(LaunchOptions, JsonOption):
     """Options of a command that runs the settings of a file."""
 
     noun: ClassVar[str]  # for the file of settings: preset, study

@@ -9,6 +9,7 @@ import tyro
 
 from phantom_parallel.cli.output import output_folder, write_and_print
 from phantom_parallel.cli.setting_options import SettingOptions, with_settings
+from phantom_parallel.distributed.launch import launch_defaults
 from phantom_parallel.families.registry import DEFAULT_FAMILY
 from phantom_parallel.report.study_tables import study_table
 from phantom_parallel.study.regimes import run_regime
@@ -46,10 +47,11 @@ class StudyOptions(SettingOptions):
         settings = read_study(self.name, self.changes())
         check_changes(before, settings, self.given, self.name)
         out = output_folder(self.out, self.resume, "study", settings.name)
-        if isinstance(settings, RegimeSettings):
-            found = run_regime(settings, out.absolute(), resume=self.resume, show=True)
-        else:
-            found = run_study(settings, out.absolute(), resume=self.resume, show=True)
+        with launch_defaults(device=self.device, announces=True):
+            if isinstance(settings, RegimeSettings):
+                found = run_regime(settings, out.absolute(), resume=self.resume, show=True)
+            else:
+                found = run_study(settings, out.absolute(), resume=self.resume, show=True)
         if found is not None:
             write_and_print(found, out, study_table(found), found.findings, json=self.json)
 

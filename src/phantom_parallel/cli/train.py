@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from rich.console import Console
 from rich.table import Table
 
-from phantom_parallel.cli.options import Flag, JsonOption, NetworkOptions, folder_of
+from phantom_parallel.cli.options import Flag, JsonOption, LaunchOptions, folder_of
 from phantom_parallel.distributed.external import is_rank_zero
 from phantom_parallel.families.registry import DEFAULT_FAMILY, family_names, get_family
 from phantom_parallel.train import Summary, TrainConfig, run
@@ -25,7 +25,7 @@ diverged, 2 a mistake in the options or files, 129 stopped by SIGHUP, 130 by SIG
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions(NetworkOptions, JsonOption):
+class TrainOptions(LaunchOptions, JsonOption):
     """Options of every training; the others are the fields of its config."""
 
     config_class: ClassVar[type[TrainConfig]]

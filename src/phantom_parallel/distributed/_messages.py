@@ -29,8 +29,9 @@ class Assignment(NamedTuple):
         families: Model families registered in the launcher, with their targets.
         directory: Private directory of the launch, which holds the store.
         key: Secret of the launch, which signs the objects that ranks exchange.
-        device_type: The type of device to use; None to select one.
+        device_type: The type of device to use, or ``"auto"``.
         reports: Whether the function takes ``report``.
+        announces: Whether rank 0 prints what the ranks run on.
     """
 
     rank: int
@@ -41,9 +42,10 @@ class Assignment(NamedTuple):
     families: dict[str, str]
     directory: str
     key: bytes
-    device_type: str | None
+    device_type: str
     threads: int
     reports: bool
+    announces: bool
 
 
 class Failure(NamedTuple):

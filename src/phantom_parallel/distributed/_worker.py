@@ -59,19 +59,20 @@ def _work(channel: Channel, assignment: Assignment, work: Any, args: tuple[Any, 
     import torch.distributed as dist
 
     from phantom_parallel.distributed._signed_objects import sign_objects
-    from phantom_parallel.distributed.process_group import process_group, select_device
+    from phantom_parallel.distributed.process_group import process_group, run_line, select_device
 
     sign_objects(assignment.key)
     torch.set_num_threads(assignment.threads)
-    kind, rank, size = assignment.device_type, assignment.rank, assignment.size
-    device = select_device(size) if kind is None else torch.device(kind)
+    rank, size = assignment.rank, assignment.size
+    device = select_device(size, assignment.device_type)
     options: dict[str, Any] = {}
     if assignment.reports:
         options["report"] = (lambda value: channel.send("report", value)) if rank == 0 else _discard
     store = dist.FileStore(os.path.join(assignment.directory, "store"), size)  # type: ignore[attr-defined]
-    backend = "gloo" if kind == "cpu" else None
     try:
-        with process_group(assignment.timeout, backend=backend, store=store, rank=rank, world_size=size):
+        with process_group(assignment.timeout, device, store=store, rank=rank, world_size=size):
+            if assignment.announces and rank == 0:
+                print(run_line(device), file=sys.stderr, flush=True)
             return work(device, *args, **options)
     except dist.DistStoreError as error:
         if os.strerror(errno.ENOSPC) not in str(error):

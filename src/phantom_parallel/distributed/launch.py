@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.spawn import get_preparation_data
@@ -31,7 +31,7 @@ from phantom_parallel.distributed._messages import Assignment
 from phantom_parallel.distributed._namespaces import INTERFACE
 from phantom_parallel.distributed._supervisor import Rank, Supervisor
 from phantom_parallel.distributed._worker import crash_file
-from phantom_parallel.distributed.external import launched_externally, slurm_ranks
+from phantom_parallel.distributed.external import is_rank_zero, launched_externally, slurm_ranks
 from phantom_parallel.distributed.hosts import Hosts
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.families.registry import registered_families
@@ -54,23 +54,56 @@ class LaunchDefaults:
     Args:
         timeout: How long an exchange between ranks may take.
         network: The emulated hosts that local ranks run on; None for loopback.
+        device: The type of device of each rank; ``"auto"`` for accelerators if there is one for each local rank.
+        announces: Whether the first launch prints, on stderr, what its ranks run on.
     """
 
     timeout: timedelta = TIMEOUT
     network: Network | None = None
+    device: str = "auto"
+    announces: bool = False
+    _announced: list[bool] = field(default_factory=list)
+
+    def announce(self) -> bool:
+        """Whether the launch that asks is the one that announces."""
+        first = self.announces and not self._announced
+        self._announced.append(True)
+        return first
 
 
 _DEFAULTS: ContextVar[LaunchDefaults] = ContextVar("launch_defaults", default=LaunchDefaults())  # noqa: B039 (frozen)
 
 
 @contextmanager
-def launch_defaults(timeout: timedelta = TIMEOUT, network: Network | None = None) -> Iterator[None]:
-    """Launches inside this block use ``timeout`` and ``network`` where they are not given their own."""
-    token = _DEFAULTS.set(LaunchDefaults(timeout, network))
+def launch_defaults(
+    timeout: timedelta = TIMEOUT, network: Network | None = None, device: str = "auto", *, announces: bool = False
+) -> Iterator[None]:
+    """Launches inside this block use these where they are not given their own, see `LaunchDefaults`."""
+    if network is not None and device not in ("auto", "cpu"):
+        raise ValueError(f"ranks on emulated hosts use the CPU, got device={device}: leave out --device or --hosts")
+    token = _DEFAULTS.set(LaunchDefaults(timeout, network, device, announces))
     try:
         yield
     finally:
         _DEFAULTS.reset(token)
+
+
+def launch_device_type(size: int, network: Network | None = None) -> str:
+    """The type of device that a launch of ``size`` ranks would use, on this host: ``"cpu"``, ``"cuda"``, ...
+
+    Raises:
+        ValueError: If `launch_defaults` have a device of which there are too few.
+    """
+    from phantom_parallel.distributed.process_group import device_type_for
+
+    defaults = _DEFAULTS.get()
+    if network is not None or defaults.network is not None:
+        return "cpu"
+    return device_type_for(_local_ranks(size), defaults.device)
+
+
+def _local_ranks(size: int) -> int:
+    return int((os.environ | slurm_ranks(os.environ)).get("LOCAL_WORLD_SIZE", size)) if launched_externally() else size
 
 
 def launch(
@@ -108,21 +141,30 @@ def launch(
     timeout, network = timeout or defaults.timeout, network or defaults.network
     if network is not None and launched_externally():
         raise ValueError("emulated hosts are for ranks that this command starts itself: leave out --hosts and --link")
+    announces = defaults.announce()
     if (size > 1 or network is not None) and not launched_externally():
-        return launch_local(size, work, *args, timeout=timeout, network=network, on_report=on_report)
+        return launch_local(
+            size, work, *args, timeout=timeout, network=network, on_report=on_report, announces=announces
+        )
     from phantom_parallel.distributed._lost_ranks import naming_lost_ranks  # a launcher needs no torch
-    from phantom_parallel.distributed.process_group import process_group, select_device
+    from phantom_parallel.distributed.process_group import process_group, run_line, select_device
 
+    announces = announces and is_rank_zero()
     if launched_externally():
         os.environ.update(slurm_ranks(os.environ))
         started = int(os.environ["WORLD_SIZE"])
         if started != size:
             raise ValueError(f"{started} processes were started, {size} are needed (ranks times dp)")
-        device = select_device(int(os.environ.get("LOCAL_WORLD_SIZE", started)))
+        device = select_device(_local_ranks(size), defaults.device)
         reports = {} if on_report is None else {"report": on_report if os.environ["RANK"] == "0" else _discard}
-        with process_group(timeout), naming_lost_ranks(int(os.environ["RANK"]), size):
+        with process_group(timeout, device), naming_lost_ranks(int(os.environ["RANK"]), size):
+            if announces:
+                print(run_line(device), file=sys.stderr, flush=True)
             return work(device, *args, **reports)
-    return work(select_device(1), *args, **({} if on_report is None else {"report": on_report}))
+    device = select_device(1, defaults.device)
+    if announces:
+        print(run_line(device), file=sys.stderr, flush=True)
+    return work(device, *args, **({} if on_report is None else {"report": on_report}))
 
 
 def launch_local(
@@ -134,20 +176,22 @@ def launch_local(
     on_report: Report | None = None,
     device_type: str | None = None,
     keep_freed_memory: bool = True,
+    announces: bool = False,
 ) -> T:
     """Call ``work(device, *args)`` on ``size`` local processes in one process group, also if ``size`` is 1.
 
     Each process has cores/ranks threads. The arguments are those of `launch`, and:
 
     Args:
-        device_type: ``"cpu"`` to use no accelerator; by default each rank has one if there are enough, and none on
-            emulated hosts.
+        device_type: As ``device`` of `LaunchDefaults`, and by default that; ranks on emulated hosts use the CPU.
         keep_freed_memory: Whether glibc keeps freed memory in the process, which makes the time of a step depend less
             on sizes.
+        announces: Whether rank 0 prints what the ranks run on, on stderr.
     """
     _check_main_is_imported()
     defaults = _DEFAULTS.get()
     timeout, network = timeout or defaults.timeout, network or defaults.network
+    device_type = device_type or defaults.device
     check_local_ranks(size)
     payload, preparation = _prepare(work, args)
     with ExitStack() as stack:
@@ -179,6 +223,7 @@ def launch_local(
                 device_type=device_type,
                 threads=threads_for(size),
                 reports=on_report is not None,
+                announces=announces,
             )
             rank.send(preparation["sys_path"])
             rank.send(assignment)

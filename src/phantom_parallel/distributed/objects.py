@@ -58,7 +58,7 @@ def broadcast_from_rank_zero(work: Callable[[], T], device: torch.device, group:
             outcome[0] = work()
         except (ValueError, OSError) as error:
             outcome[1] = error
-    dist.broadcast_object_list(outcome, group=group, group_src=0, device=device)
+    dist.broadcast_object_list(outcome, group=group, group_src=0)
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]

@@ -13,18 +13,19 @@ from phantom_parallel.distributed.errors import Interrupted
 
 
 @contextmanager
-def process_group(timeout: timedelta, **arguments: Any) -> Iterator[None]:
+def process_group(timeout: timedelta, device: torch.device, **arguments: Any) -> Iterator[None]:
     """Initialize the default process group, and destroy it once every rank has left the block.
 
     Args:
         timeout: How long an exchange may take.
+        device: The device of this rank, which determines the backend.
         arguments: For `torch.distributed.init_process_group`; by default the environment names the other ranks.
 
     Raises:
         OSError: If the other ranks cannot be joined.
     """
     try:
-        dist.init_process_group(timeout=timeout, **arguments)
+        dist.init_process_group(backend_for(device), timeout=timeout, **arguments)
     except dist.DistError as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise OSError(f"cannot join the other ranks at {address}: {str(error).splitlines()[0]}") from None
@@ -37,17 +38,84 @@ def process_group(timeout: timedelta, **arguments: Any) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def select_device(local_ranks: int) -> torch.device:
-    """Select this rank's device: an accelerator of its own if there are enough, otherwise the CPU.
+def device_type_for(local_ranks: int, wanted: str = "auto") -> str:
+    """The type of device that ``local_ranks`` ranks of this host run on.
 
-    A task that Slurm has bound to one accelerator sees that one only.
+    Args:
+        local_ranks: Number of ranks on this host.
+        wanted: ``"auto"`` for an accelerator for each rank if there are enough, otherwise the CPU; or a type.
+
+    Raises:
+        ValueError: If ``wanted`` is an accelerator, and this host does not have one for each rank.
     """
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    if kind is None or kind.type == "mps":  # mps has no float64 and no process groups
+    if wanted == "cpu":
+        return "cpu"
+    kind, visible = _accelerators()
+    if wanted not in ("auto", kind):
+        there = "no accelerator" if kind == "cpu" else f"{visible} of type {kind}"
+        raise ValueError(f"device={wanted} is not available: torch {torch.__version__} sees {there} on this host")
+    if kind == "cpu" or visible >= local_ranks or _bound_to_one(visible):
+        return kind
+    if wanted == kind:
+        raise ValueError(
+            f"device={wanted}: {local_ranks} ranks on this host need a device each, and {visible} are visible"
+        )
+    return "cpu"
+
+
+def select_device(local_ranks: int, wanted: str = "auto") -> torch.device:
+    """Select this rank's device, of the type of `device_type_for`, and make it the current one."""
+    kind = device_type_for(local_ranks, wanted)
+    if kind == "cpu":
         return torch.device("cpu")
-    visible = torch.accelerator.device_count()
-    if visible < local_ranks and not (visible == 1 and "SLURM_STEP_ID" in os.environ):
-        return torch.device("cpu")
-    device = torch.device(kind.type, int(os.environ.get("LOCAL_RANK", 0)) % visible)
+    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)) % torch.accelerator.device_count())
     torch.accelerator.set_device_index(device.index)
     return device
+
+
+def backend_for(device: torch.device) -> str:
+    """The backend of process groups of ranks on such a device, for `torch.distributed.init_process_group`.
+
+    By default torch would choose that of the accelerator it was built for, whether or not there is one. Objects and
+    barriers use gloo on accelerators too.
+    """
+    if device.type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{dist.Backend.default_device_backend_map[device.type]}"
+
+
+def describe_run(device: torch.device) -> dict[str, Any]:
+    """Number of ranks and hosts, device, backend and version of torch, for results. `run_line` formats it."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return {
+        "ranks": ranks,
+        "hosts": max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))),
+        "device": "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device),
+        "backend": backend_for(device).rpartition(":")[2] if dist.is_initialized() else None,
+        "torch": torch.__version__,
+    }
+
+
+def run_line(device: torch.device) -> str:
+    """The first line of a run: ``4 ranks on 1 host, cpu, gloo, torch 2.13``."""
+    run = describe_run(device)
+    kind, visible = _accelerators()
+    unused = f" ({visible} {kind} for {run['ranks']} ranks)" if device.type == "cpu" != kind else ""
+    ranks, hosts = (f"{run[name]} {name if run[name] > 1 else name[:-1]}" for name in ("ranks", "hosts"))
+    version = ".".join(run["torch"].split(".")[:2])
+    return ", ".join(
+        filter(None, (f"{ranks} on {hosts}", f"{run['device']}{unused}", run["backend"], f"torch {version}"))
+    )
+
+
+def _accelerators() -> tuple[str, int]:
+    """The type and number of accelerators that ranks can use; ``("cpu", 0)`` if there are none."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None or kind.type == "mps":  # mps has no float64 and no process groups
+        return "cpu", 0
+    return kind.type, torch.accelerator.device_count()
+
+
+def _bound_to_one(visible: int) -> bool:
+    """Whether Slurm has bound this task to one accelerator: it sees that one only."""
+    return visible == 1 and "SLURM_STEP_ID" in os.environ

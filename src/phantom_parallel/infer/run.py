@@ -18,7 +18,7 @@ from phantom_parallel.checkpoint.model import CONFIG, family_of, load_model, rea
 from phantom_parallel.cost.calibrate import profile_name
 from phantom_parallel.cost.hardware import load_profile, user_directory
 from phantom_parallel.distributed.external import launched_externally
-from phantom_parallel.distributed.launch import launch
+from phantom_parallel.distributed.launch import launch, launch_device_type
 from phantom_parallel.distributed.objects import broadcast_from_rank_zero, check_agreement
 from phantom_parallel.energy.power_profile import PowerProfile, load_power_profile
 from phantom_parallel.families.registry import get_family
@@ -148,7 +148,7 @@ def prepare(config: InferConfig) -> PowerProfile | None:
     if config.inputs is not None:
         open_inputs(config.inputs, width)
     power = power_profile(config.profile, config.ranks)
-    if not torch.accelerator.is_available():  # accelerators have memories of their own
+    if launch_device_type(config.ranks) == "cpu":  # accelerators have memories of their own
         _check_memory(model, config)
     if config.out is not None:
         _check_out(config.out, config)
@@ -160,7 +160,7 @@ def power_profile(name: str | None, ranks: int) -> PowerProfile | None:
     watts that are assumed of a CPU core. None for accelerators, of which nothing is assumed.
     """
     calibrated = user_directory() / f"{profile_name(ranks)}.toml"
-    if name is None and torch.accelerator.is_available():
+    if name is None and launch_device_type(ranks) != "cpu":
         return None
     if name is None and calibrated.is_file() and (profile := load_profile(calibrated)).has_power:
         return PowerProfile.from_hardware(profile)

@@ -8,27 +8,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from phantom_parallel._version import __version__
 from phantom_parallel.distributed.launch import MACHINE_RANKS
+from phantom_parallel.distributed.process_group import describe_run
 from phantom_parallel.utils.network import Network
 
 
 def environment(device: torch.device, network: Network | None = None) -> dict[str, Any]:
     """Versions, processor, device and process group of this rank, and the network if it is emulated."""
-    processes = dist.get_world_size() if dist.is_initialized() else 1
-    on_machine = os.environ.get(MACHINE_RANKS) or os.environ.get("LOCAL_WORLD_SIZE") or processes
+    run = describe_run(device)
+    on_machine = os.environ.get(MACHINE_RANKS) or os.environ.get("LOCAL_WORLD_SIZE") or run["ranks"]
     return {
         "phantom_parallel": __version__,
-        "torch": torch.__version__,
+        "torch": run["torch"],
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
         "cores": os.cpu_count(),
-        "device": device.type if device.type == "cpu" else torch.get_device_module(device).get_device_name(device),
-        "backend": _backend(device),
-        "processes": processes,
+        "device": run["device"],
+        "backend": run["backend"] or "none",
+        "hosts": run["hosts"],
+        "processes": run["ranks"],
         "processes_per_host": int(on_machine),  # emulated hosts count as one
         "threads_per_rank": torch.get_num_threads(),
     } | ({} if network is None else {"network": network.describe()})
@@ -54,14 +55,6 @@ def command() -> str:
     """The command line of this process; ``python -m phantom_parallel.cli.main`` is ``phantom``."""
     name = Path(sys.argv[0]).name
     return " ".join(["phantom" if name == "main.py" else name, *sys.argv[1:]])
-
-
-def _backend(device: torch.device) -> str:
-    """The collective library for this device; torch returns pairs such as ``cpu:gloo,cuda:nccl``."""
-    if not dist.is_initialized():
-        return "none"
-    pairs = dict(pair.partition(":")[::2] for pair in dist.get_backend_config().split(","))
-    return pairs.get(device.type, dist.get_backend())
 
 
 def _processor() -> str:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from phantom_parallel.distributed.external import is_rank_zero, launched_externally
-from phantom_parallel.distributed.launch import launch
+from phantom_parallel.distributed.launch import launch, launch_device_type
 from phantom_parallel.energy import load_power_profile
 from phantom_parallel.study import networks
 from phantom_parallel.study.environment import command
@@ -130,7 +130,7 @@ def _check_trainings(configs: Iterable[TrainConfig], profile: str | None, local:
     load_power_profile(profile)
     for config in configs:
         config.task().check(config)
-        if local and not torch.accelerator.is_available():
+        if local and launch_device_type(config.ranks * config.dp) == "cpu":
             check_memory(config)
 
 

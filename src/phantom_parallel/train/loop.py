@@ -21,6 +21,7 @@ from phantom_parallel.checkpoint.parts import storage_group
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.errors import LossDiverged
 from phantom_parallel.distributed.objects import all_gather_objects, raise_on_all_ranks
+from phantom_parallel.distributed.process_group import describe_run
 from phantom_parallel.distributed.rank_check import check_ranks
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.energy.time_split import TimeSplitRecorder, TimeTotals, timer_for
@@ -75,6 +76,7 @@ class Summary:
     accuracy: float | None = None  # the latest, where rows have classes
     teacher_loss: float | None = None  # held-out loss of the model that is learned from, where there is one
     initial_loss: float | None = None  # held-out loss before the first step, where it was measured
+    run: dict[str, Any] | None = None  # ranks, hosts, device, backend and torch, as `describe_run` has them
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -390,4 +392,5 @@ class Trainer:
             accuracy=self._accuracy,
             teacher_loss=self.task.teacher_loss,
             initial_loss=self.task.initial_loss,
+            run=describe_run(self.parallel.device),
         )

@@ -13,7 +13,7 @@ from phantom_parallel.checkpoint.parts import storage_group
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.errors import Interrupted, RankDied
 from phantom_parallel.distributed.external import launched_externally
-from phantom_parallel.distributed.launch import launch
+from phantom_parallel.distributed.launch import launch, launch_device_type
 from phantom_parallel.distributed.objects import broadcast_from_rank_zero, check_agreement, raise_on_all_ranks
 from phantom_parallel.train import checkpoint
 from phantom_parallel.train import run_dir as output
@@ -43,7 +43,7 @@ def run(config: TrainConfig, out: str | os.PathLike[str], *, resume: bool = Fals
     joined, latest = launched_externally(), None
     with FolderLock(path) as lock:
         if not joined:
-            if not torch.accelerator.is_available():  # accelerators have memories of their own
+            if launch_device_type(config.ranks * config.dp) == "cpu":  # accelerators have memories of their own
                 check_memory(config)
             check_local_ranks(config.ranks * config.dp)
             latest = output.prepare(config, path, resume, lock)

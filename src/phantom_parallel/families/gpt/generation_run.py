@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from phantom_parallel.checkpoint.model import load_model
 from phantom_parallel.distributed.errors import Interrupted
 from phantom_parallel.distributed.external import launched_externally
-from phantom_parallel.distributed.launch import launch
+from phantom_parallel.distributed.launch import launch, launch_device_type
 from phantom_parallel.distributed.objects import broadcast_from_rank_zero, check_agreement
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.energy.power_profile import PowerProfile
@@ -74,7 +74,7 @@ def prepare(config: GenerateConfig) -> _Request:
     tokens = max(1, min(TOKENS, model.config.context - longest)) if config.tokens is None else config.tokens
     check_room(model.config, longest, tokens)
     power = power_profile(config.profile, config.ranks)
-    if not torch.accelerator.is_available():  # accelerators have memories of their own
+    if launch_device_type(config.ranks) == "cpu":  # accelerators have memories of their own
         _check_memory(model, longest + tokens, config)
     return _Request(texts, prompts, tokens, power)
 

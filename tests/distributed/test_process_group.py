@@ -1,0 +1,107 @@
+"""The device of a rank, the backend that belongs to it, and the line that says so."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from phantom_parallel.distributed.launch import launch, launch_defaults, launch_device_type
+from phantom_parallel.distributed.process_group import backend_for, device_type_for, run_line
+from phantom_parallel.utils.network import Network
+from tests.distributed import workers
+
+
+@pytest.fixture
+def accelerators(monkeypatch):
+    """Sets what torch is built for, what is available of it, and how many."""
+
+    def have(built_for, available, count):
+        device = None if built_for is None else torch.device(built_for)
+        monkeypatch.setattr(
+            torch.accelerator, "current_accelerator", lambda check_available: device if available else None
+        )
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+        monkeypatch.setattr(torch._C, "_get_accelerator", lambda: device or torch.device("cpu"))
+
+    return have
+
+
+@pytest.mark.parametrize(
+    ("built_for", "available", "count", "local_ranks", "device", "backend"),
+    [
+        (None, False, 0, 4, "cpu", "gloo"),
+        ("cuda", False, 0, 1, "cpu", "gloo"),
+        ("cuda", False, 0, 2, "cpu", "gloo"),
+        ("cuda", True, 2, 4, "cpu", "gloo"),
+        ("cuda", True, 4, 4, "cuda", "cpu:gloo,cuda:nccl"),
+        ("cuda", True, 8, 4, "cuda", "cpu:gloo,cuda:nccl"),
+        ("xpu", True, 2, 2, "xpu", "cpu:gloo,xpu:xccl"),
+        ("mps", True, 1, 1, "cpu", "gloo"),
+    ],
+)
+def test_the_backend_is_that_of_the_selected_device(
+    accelerators, built_for, available, count, local_ranks, device, backend
+):
+    accelerators(built_for, available, count)
+    assert device_type_for(local_ranks) == device
+    assert backend_for(torch.device(device)) == backend
+
+
+@pytest.mark.parametrize(("available", "count"), [(False, 0), (True, 2)])
+def test_a_device_of_which_there_are_too_few_is_refused(accelerators, available, count):
+    accelerators("cuda", available, count)
+    with pytest.raises(ValueError, match="device=cuda"):
+        device_type_for(4, "cuda")
+    assert device_type_for(4, "cpu") == "cpu"
+    with launch_defaults(device="cuda"), pytest.raises(ValueError, match="device=cuda"):
+        launch_device_type(4)
+
+
+def test_memory_is_checked_whenever_the_cpu_is_used(accelerators):
+    accelerators("cuda", True, 2)
+    assert (launch_device_type(2), launch_device_type(4)) == ("cuda", "cpu")
+    assert launch_device_type(2, Network(2)) == "cpu"
+
+
+def test_emulated_hosts_and_accelerators_exclude_each_other():
+    with pytest.raises(ValueError, match="device=cuda"), launch_defaults(network=Network(2), device="cuda"):
+        pass
+
+
+def test_the_line_names_accelerators_that_are_too_few(accelerators, monkeypatch):
+    version = ".".join(torch.__version__.split(".")[:2])
+    assert run_line(torch.device("cpu")) == f"1 rank on 1 host, cpu, torch {version}"
+    accelerators("cuda", True, 2)
+    assert "cpu (2 cuda for 1 ranks)" in run_line(torch.device("cpu"))
+    names = SimpleNamespace(get_device_name=lambda device: "NVIDIA A100")
+    monkeypatch.setattr(torch, "get_device_module", lambda device: names)
+    assert run_line(torch.device("cuda", 0)) == f"1 rank on 1 host, NVIDIA A100, torch {version}"
+
+
+def test_the_first_launch_of_a_command_announces_its_ranks(capfd):
+    with launch_defaults(announces=True):
+        launch(2, workers.return_nothing)
+        launch(1, workers.return_nothing)
+    version = ".".join(torch.__version__.split(".")[:2])
+    assert capfd.readouterr().err == f"2 ranks on 1 host, cpu, gloo, torch {version}\n"
+
+
+def test_ranks_of_a_cuda_build_without_a_gpu_start(tmp_path):
+    """Every launch failed there, as torch's default backend is that of the accelerator it was built for."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\n"
+        "torch._C._get_accelerator = lambda: torch.device('cuda')\n"
+        "from phantom_parallel.distributed.launch import launch\n"
+        "def work(device):\n"
+        "    import torch.distributed as dist\n"
+        "    dist.all_reduce(total := torch.ones(1))\n"
+        "    return device.type, dist.get_backend(), total.item()\n"
+        "if __name__ == '__main__':\n"
+        "    print(launch(2, work))\n"
+    )
+    found = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout == "('cpu', 'gloo', 2.0)\n"
