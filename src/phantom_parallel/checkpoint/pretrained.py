@@ -25,6 +25,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
 # Files beside the weights that a model keeps: they are copied in and out without changes.
 KEPT_FILES = (TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", GENERATION_CONFIG, CHAT_TEMPLATE)
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes of safetensors
 
 
@@ -54,10 +55,19 @@ class PretrainedModel:
             self._load: Callable[[str], Tensor] = self._open_safetensors()
         else:
             self._load = self._decode_gguf(gguf)
+        self._keep_special_tokens()
 
     def load(self, name: str) -> Tensor:
         """The whole tensor of that name, in the dtype of the file."""
         return self._load(name)
+
+    def _keep_special_tokens(self) -> None:
+        """Add special tokens, such as those that end a text, to the settings of generation where these lack them."""
+        settings = json.loads(self.files.get(GENERATION_CONFIG, b"{}"))
+        missing = {name for name in SPECIAL_TOKENS if settings.get(name) is None and self.config.get(name) is not None}
+        if missing:
+            settings |= {name: self.config[name] for name in SPECIAL_TOKENS if name in missing}
+            self.files[GENERATION_CONFIG] = (json.dumps(settings, indent=2) + "\n").encode()
 
     def _open_safetensors(self) -> Callable[[str], Tensor]:
         files, index = _safetensors_files(self.path)

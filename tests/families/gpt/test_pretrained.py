@@ -10,6 +10,7 @@ from phantom_parallel import GPT, GPTConfig, load_model, save_model
 from phantom_parallel.cli.main import main
 from phantom_parallel.families.gpt.generation import generate
 from phantom_parallel.families.gpt.pretrained import export_model, import_model
+from phantom_parallel.families.gpt.prompts import stop_tokens
 from tests.families.gpt.pretrained_models import LLAMA3, TEMPLATE, greedy, make_pretrained
 
 transformers = pytest.importorskip("transformers")
@@ -55,6 +56,21 @@ def test_a_dense_model_survives_export(tmp_path, kind):
     torch.testing.assert_close(again(tokens).logits, reference(tokens).logits)
     for file in ("tokenizer.json", "chat_template.jinja"):
         assert (tmp_path / "out" / file).read_text() == (tmp_path / "hf" / file).read_text()
+
+
+@pytest.mark.parametrize("ends", [7, [5, 7], None])
+@pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
+def test_stop_tokens_survive_import_and_export(tmp_path, where, ends):
+    make_pretrained(tmp_path / "hf", eos_token_id=None)
+    if where == "config.json":
+        (tmp_path / "hf" / "generation_config.json").unlink()
+    settings = json.loads((tmp_path / "hf" / where).read_text())
+    (tmp_path / "hf" / where).write_text(json.dumps(settings | {"eos_token_id": ends}))
+    import_model(tmp_path / "hf", tmp_path / "model")
+    assert stop_tokens(tmp_path / "model", 300) == ([] if ends is None else [ends] if ends == 7 else ends)
+    export_model(tmp_path / "model", tmp_path / "out")
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert exported.generation_config.eos_token_id == exported.config.eos_token_id == ends
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -24,7 +24,14 @@ import torch
 from torch import Tensor
 
 from phantom_parallel.checkpoint.model import CONFIG, StoredModel, write_model
-from phantom_parallel.checkpoint.pretrained import TOKENIZER, PretrainedModel, copy_kept_files
+from phantom_parallel.checkpoint.pretrained import (
+    GENERATION_CONFIG,
+    SPECIAL_TOKENS,
+    TOKENIZER,
+    PretrainedModel,
+    copy_kept_files,
+    read_json,
+)
 from phantom_parallel.checkpoint.tensor_file import TensorLayout
 from phantom_parallel.checkpoint.whole_files import write_tensors
 from phantom_parallel.families.gpt.config import GPTConfig, RopeScaling
@@ -113,7 +120,9 @@ def export_model(model: Path, out: Path, *, dtype: str | None = None, overwrite:
     with atomic_folder(out, overwrite=overwrite) as scratch:
         write_tensors(scratch, layouts, lambda name: _to_pretrained(name, stored.load, config).to(written).contiguous())
         copy_kept_files(model, scratch)
-        about = _settings_of(config, _NAMES[written])
+        generation = read_json(scratch / GENERATION_CONFIG) if (scratch / GENERATION_CONFIG).is_file() else {}
+        special_tokens = {name: generation.get(name) for name in SPECIAL_TOKENS}  # null rather than Llama's defaults
+        about = _settings_of(config, _NAMES[written]) | special_tokens
         write_json(scratch / CONFIG, about)
     return str(about["architectures"][0])
 

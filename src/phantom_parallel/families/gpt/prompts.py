@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from phantom_parallel.checkpoint.pretrained import GENERATION_CONFIG, TOKENIZER_CONFIG, read_json
 from phantom_parallel.families.gpt.config import GPTConfig
 from phantom_parallel.families.gpt.tokens import FILE, Tokenizer, load_tokenizer
 
@@ -76,6 +77,31 @@ def encode_prompt(text: bytes, tokenizer: Tokenizer, config: GPTConfig, *, templ
             "model belongs to another model, or is missing"
         )
     return tokens
+
+
+def stop_tokens(model: Path, vocab: int, *, chat: bool = False) -> list[int]:
+    """Return the tokens that end a text: those of ``generation_config.json`` in a model's folder or in the training's
+    folder around it, and for a ``chat`` the tokenizer's own end of a text, which ends a turn.
+    """
+    folder = next((one for one in (model, model.parent) if (one / GENERATION_CONFIG).is_file()), model)
+    settings = read_json(folder / GENERATION_CONFIG) if (folder / GENERATION_CONFIG).is_file() else {}
+    listed = settings.get("eos_token_id")
+    tokens = [] if listed is None else list(listed) if isinstance(listed, list) else [listed]
+    if not all(isinstance(token, int) and 0 <= token < vocab for token in tokens):
+        raise ValueError(
+            f"{folder / GENERATION_CONFIG}: eos_token_id must be tokens from 0 to {vocab - 1}, got {listed}"
+        )
+    if chat and (end := special_token(model, "eos")):
+        number = find_tokenizer(model).token(end)
+        tokens += [] if number is None else [number]
+    return sorted(set(tokens))
+
+
+def special_token(model: Path, name: str) -> str:
+    """The text of a special token such as ``eos`` by the settings of a model's tokenizer; empty if there is none."""
+    settings = read_json(model / TOKENIZER_CONFIG) if (model / TOKENIZER_CONFIG).is_file() else {}
+    token = settings.get(f"{name}_token")
+    return str(token.get("content", "") if isinstance(token, dict) else token or "")
 
 
 class Streamer:

@@ -27,6 +27,9 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: Iterable[int]) -> str: ...
 
+    def token(self, text: str) -> int | None:
+        """The token of a special text such as ``<|im_end|>``; None if there is none."""
+
     def save(self, folder: Path) -> None:
         """Write the files that `load_tokenizer` needs to an existing folder."""
 
@@ -40,6 +43,9 @@ class ByteTokenizer:
     def decode(self, tokens: Iterable[int]) -> str:
         """Decode tokens; those of a padded vocabulary beyond bytes are left out."""
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+    def token(self, text: str) -> int | None:
+        return None
 
     def save(self, folder: Path) -> None:
         pass  # no file is needed
@@ -103,6 +109,10 @@ class BPETokenizer:
     def decode(self, tokens: Iterable[int]) -> str:
         with self._usable():
             return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+    def token(self, text: str) -> int | None:
+        number: int | None = self._tokenizer.token_to_id(text)
+        return number
 
     @contextmanager
     def _usable(self) -> Iterator[None]:
