@@ -48,6 +48,15 @@ def test_a_message_that_repeats_a_long_value_is_shortened(capfd):
     assert printed.rstrip().endswith("x ends")
 
 
+@pytest.mark.parametrize(
+    ("error", "printed"),
+    [(Interrupted("stopped at step 5"), "stopped at step 5\n"), (ValueError("width"), "error: width\n")],
+)
+def test_a_command_that_was_stopped_has_not_failed(capfd, error, printed):
+    exit_codes.report_error(error)
+    assert capfd.readouterr().err == printed
+
+
 def handles(pid: int, number: int) -> bool:
     """Whether the process has a handler for a signal."""
     line = next(x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith("SigCgt:"))

@@ -315,11 +315,12 @@ def ended(process: subprocess.Popen) -> str:
 
 @pytest.mark.slow
 def test_sigterm_saves_and_leaves_and_nothing_is_lost(tmp_path):
-    process = started(tmp_path / "run", *LONG, "--ranks", "2")
+    process = started(tmp_path / "run", *LONG, "--ranks", "2", "--log-every", "1000000")
     process.send_signal(signal.SIGTERM)
-    assert "as asked; the last checkpoint is" in ended(process)
+    message = ended(process)
     assert process.returncode == 143
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert message == f"stopped at step {summary['step']}, continue with --resume"
     assert summary["status"] == "interrupted"
     assert Path(summary["checkpoint"]).name == f"step-{summary['step']:06d}"
     assert steps_of(tmp_path / "run")[-1] == summary["step"]
@@ -331,7 +332,7 @@ def test_a_rank_that_dies_ends_the_others_and_is_named(tmp_path):
     os.kill(rank_of(process.pid, 1), signal.SIGKILL)
     message = ended(process)
     assert "rank 1 died, and the others were stopped: killed by SIGKILL" in message
-    assert "go on with --resume" in message
+    assert "continue with --resume" in message
     assert process.returncode == 1
     assert any((tmp_path / "run" / "checkpoints").glob("step-*/state-00002-of-00002.safetensors"))
 

@@ -15,9 +15,10 @@ from phantom_parallel import FFN
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.errors import LossDiverged
 from phantom_parallel.distributed.rank_check import RankCheck
+from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.families.ffn.data import Batches, open_data
 from phantom_parallel.families.ffn.train_config import FFNTrainConfig
-from phantom_parallel.train import train
+from phantom_parallel.train import loop, train
 
 CPU = torch.device("cpu")
 PHANTOM = FFNTrainConfig(
@@ -288,33 +289,37 @@ def test_a_held_out_row_that_is_not_finite_stops_the_training_before_its_first_s
         train(config, ParallelContext(), report=lambda _: pytest.fail("a step was trained"))
 
 
-def interrupted(folder: str) -> tuple:
-    """Rank 1 alone gets a signal, and all leave together."""
-    config = replace(PHANTOM, ranks=2, checkpoint_every=100, log_every=2, eval_every=100)
-    calls = []
+def interrupted(folder: str, ranks: int) -> tuple:
+    """The last rank alone gets a signal in its fifth step, far from any boundary, and all leave together."""
+    config = replace(PHANTOM, ranks=ranks, checkpoint_every=100, log_every=100, eval_every=100)
+    step = loop.Trainer._step
 
-    def forward_hook(*_):
-        calls.append(1)
-        if torch.distributed.get_rank() == 1 and len(calls) == 5:
+    def signalled(trainer, index):
+        if index == 4 and trainer.parallel.rank == ranks - 1:
             os.kill(os.getpid(), signal.SIGTERM)
+        return step(trainer, index)
 
-    handle = torch.nn.modules.module.register_module_forward_hook(
-        lambda module, *rest: forward_hook() if type(module).__name__ == "FFN" and module.training else None
-    )
-    try:
-        before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "STOP_POLL_SECONDS", 0.0)  # so that the test does not depend on the clock
+        patch.setattr(loop.Trainer, "_step", signalled)
         _, summary = train(config, ParallelContext.create(config.ranks, config.dp, CPU), checkpoints=Path(folder))
-        assert signal.getsignal(signal.SIGTERM) is before
-    finally:
-        handle.remove()
+    assert signal.getsignal(signal.SIGTERM) is before
     return summary.status, summary.step
 
 
-def test_a_signal_to_one_rank_saves_and_ends_all(ranks, tmp_path):
-    found = ranks(2)(interrupted, str(tmp_path))
-    status, step = found[0]
-    assert found == [("interrupted", step)] * 2
-    assert status == "interrupted"
-    assert step < 12
-    assert (tmp_path / f"step-{step:06d}" / "state-00002-of-00002.safetensors").exists()
-    assert 12 in losses(replace(PHANTOM, log_every=2, eval_every=100), None, str(tmp_path / f"step-{step:06d}"))
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_signal_to_one_rank_saves_and_ends_all_after_the_step(ranks, tmp_path, count):
+    assert ranks(count)(interrupted, str(tmp_path), count) == [("interrupted", 5)] * count
+    assert (tmp_path / "step-000005" / f"state-{count:05d}-of-{count:05d}.safetensors").exists()
+    assert 12 in losses(replace(PHANTOM, log_every=2, eval_every=100), None, str(tmp_path / "step-000005"))
+
+
+def test_ranks_agree_on_a_stop_twice_a_second_and_not_at_every_step(monkeypatch):
+    now, polls = [0.0], []
+    monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
+    poll = loop._StopPoll(StopRequest(), lambda *values: polls.append(now[0]) or list(values), 0)
+    for step in range(1, 201):
+        now[0] += 1 / 128
+        assert not poll.stops(step)
+    assert [round(128 * moment) for moment in polls] == [1, 65, 129, 193]

@@ -55,12 +55,19 @@ def exit_code(error: BaseException) -> int | None:
     return MISTAKE if isinstance(error, ValueError | OSError) else None
 
 
-def print_error(message: str, lost: Collection[int] = ()) -> None:
-    """Print an error as one line on stderr, once on each host: the ranks of an external launch fail together.
+def report_error(error: BaseException) -> None:
+    """Print an error as one line on stderr. A command that was stopped by a signal has not failed: it just says so."""
+    stopped = bool(_received) or isinstance(error, Interrupted | KeyboardInterrupt)
+    print_error(str(error) or "interrupted", getattr(error, "lost", ()), prefix="" if stopped else "error")
+
+
+def print_error(message: str, lost: Collection[int] = (), *, prefix: str = "error") -> None:
+    """Print a line on stderr, once on each host: the ranks of an external launch fail together.
 
     Args:
         message: The error.
         lost: Ranks that cannot print it.
+        prefix: What the line begins with, before the rank if that is on another host than rank 0.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -72,9 +79,10 @@ def print_error(message: str, lost: Collection[int] = ()) -> None:
         left_out = len(message) - 2 * half
         message = f"{message[:half]} [... {left_out:,} characters ...] {message[-half:]}"
     if reports_error(lost):
-        rank = "" if is_on_first_host() else f" on rank {global_rank()}"
+        rank = "" if is_on_first_host() else f"on rank {global_rank()}"
+        start = " ".join(filter(None, (prefix, rank)))
         console = Console(file=cast(TextIO, LenientStderr()), highlight=False, soft_wrap=True)  # keeps the exit code
-        console.print(f"[bold red]error{rank}:[/] {escape(message)}")
+        console.print((f"[bold red]{start}:[/] " if start else "") + escape(message))
 
 
 def stop_output() -> int:

@@ -69,7 +69,7 @@ def _main(arguments: list[str], handle_signals: bool) -> int:
         code = exit_codes.exit_code(error)
         if code is None:
             raise
-        exit_codes.print_error(str(error) or "interrupted", getattr(error, "lost", ()))
+        exit_codes.report_error(error)
         return code
     return 0
 

@@ -1,11 +1,12 @@
 """The loop: steps until the number of them or the target loss is reached, on ranks that exist already.
 
-Ranks speak of anything but the model at *boundaries* only, the steps that log, evaluate or save: there they sum the
-loss, agree on whether somebody asked to stop, and look for a loss that is no number. Between boundaries a step is what
-a user's own loop would be, and its time is the time that is reported.
+Apart from the model's own collectives, ranks communicate only at *boundaries*, the steps that log, evaluate or save,
+where they reduce the loss and check that it is finite, and about twice a second to agree on whether one of them was
+asked to stop. Other steps are what a user's own loop would be, and their time is the time that is reported.
 """
 
 import math
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
@@ -35,6 +36,7 @@ from phantom_parallel.utils.cache import keep_compiled_code_private
 __all__ = ["ParallelContext", "Record", "Summary", "train"]
 
 Status = Literal["target", "steps", "interrupted"]
+STOP_POLL_SECONDS = 0.5  # between two agreements on whether a rank was asked to stop
 
 
 @dataclass(frozen=True)
@@ -167,13 +169,14 @@ class Trainer:
         start = last = self.clock.totals()
         record, last_step = None, first
         status: Status = "steps"
+        poll = _StopPoll(stop, self._mean, first)
         for step in range(first + 1, config.steps + 1):
             if self._writer is not None and not self._writer.begin_step():
                 self._settle()  # raises
             with self.clock.step(), self._checked(step == first + 1):
                 loss = self._step(step - 1)
             every = (config.log_every, config.eval_every, config.checkpoint_every)
-            if step < config.steps and all(step % interval for interval in every):
+            if not poll.stops(step) and step < config.steps and all(step % interval for interval in every):
                 continue
             now = self.clock.totals()
             ran = now.since(start)
@@ -187,7 +190,7 @@ class Trainer:
                 self._settle()  # raises on all ranks: a write fails on all of them
             self.progress = Progress(step, before + ran.step_seconds, self.task.digest)
             self._check_finite(total, step)
-            record = self._record(total, bool(asked), step - last_step, now.since(last), spent)
+            record = self._record(total, step - last_step, now.since(last), spent)
             self._check_finite(record.eval_loss or 0.0, step, "held-out loss")
             last, last_step = now, step
             self._last_boundary = step
@@ -259,9 +262,15 @@ class Trainer:
             dist.all_reduce(numbers, group=self.parallel.group)
         return numbers.tolist()
 
-    def _record(self, loss: float, asked: bool, steps: int, here: TimeTotals, everywhere: list[float]) -> Record:
+    def _mean(self, *values: float) -> list[float]:
+        """Numbers, each averaged over all ranks."""
+        ranks = 1 if self._group is None else dist.get_world_size(self._group)
+        first, *more = values
+        return [total / ranks for total in self._sum(torch.tensor(first, device=self.parallel.device), *more)]
+
+    def _record(self, loss: float, steps: int, here: TimeTotals, everywhere: list[float]) -> Record:
         step, config = self.progress.step, self.config
-        evaluates = step % config.eval_every == 0 or step == config.steps or asked
+        evaluates = step % config.eval_every == 0 or step == config.steps
         if evaluates:
             self.evaluate()
         seconds, waited = here.step_seconds, here.blocked_seconds
@@ -394,3 +403,30 @@ class Trainer:
             initial_loss=self.task.initial_loss,
             run=describe_run(self.parallel.device),
         )
+
+
+class _StopPoll:
+    """Ranks agree now and then on whether one of them was asked to stop, without a collective in every step.
+
+    The steps at which they do are the same on all ranks: each agreement has the mean duration of a step, and the next
+    follows as many steps later as fit into `STOP_POLL_SECONDS`.
+
+    Args:
+        stop: The signals of this rank.
+        mean: Averages numbers over ranks.
+        step: The step that was done last.
+    """
+
+    def __init__(self, stop: StopRequest, mean: Callable[..., list[float]], step: int) -> None:
+        self._stop, self._mean = stop, mean
+        self._last, self._next = step, step + 1
+        self._time = time.monotonic()
+
+    def stops(self, step: int) -> bool:
+        """Return whether a rank was asked to stop, as far as the ranks know after ``step``. Every rank calls this."""
+        if step < self._next:
+            return False
+        now = time.monotonic()
+        asked, seconds = self._mean(float(self._stop.requested), (now - self._time) / (step - self._last))
+        self._last, self._next, self._time = step, step + max(1, int(STOP_POLL_SECONDS / seconds)), now
+        return asked > 0

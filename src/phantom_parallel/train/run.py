@@ -49,7 +49,11 @@ def run(config: TrainConfig, out: str | os.PathLike[str], *, resume: bool = Fals
             latest = output.prepare(config, path, resume, lock)
         try:
             return launch(config.ranks * config.dp, _work, config, path, latest, joined, resume, show)
-        except (Interrupted, RankDied) as error:
+        except Interrupted as error:
+            saved = output.last_checkpoint(path) is not None
+            error.args = (f"{error}{', continue with --resume' if saved else '; there is no checkpoint yet'}",)
+            raise
+        except RankDied as error:
             error.args = (f"{error}{_survives(path)}",)
             raise
 
@@ -86,7 +90,7 @@ def _train(
         _write_model(model, config, out, parallel)
     broadcast_from_rank_zero(lambda: output.write_summary(out, summary), parallel.device)
     if summary.status == "interrupted":
-        raise Interrupted(f"stopped at step {summary.step} as asked")
+        raise Interrupted(f"stopped at step {summary.step}")
     return summary
 
 
@@ -112,4 +116,6 @@ def _write_model(model: nn.Module, config: TrainConfig, out: Path, parallel: Par
 
 def _survives(out: Path) -> str:
     last = output.last_checkpoint(out)
-    return "; there is no checkpoint yet" if last is None else f"; the last checkpoint is {last}: go on with --resume"
+    return (
+        "; there is no checkpoint yet" if last is None else f"; the last checkpoint is {last}: continue with --resume"
+    )
