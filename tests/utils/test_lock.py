@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -40,6 +41,7 @@ def test_a_process_that_was_killed_does_not_keep_its_lock(tmp_path):
     with FolderLock(tmp_path) as lock:
         lock.acquire()
         assert lock.held
+    assert stat.S_IMODE((tmp_path / FolderLock.NAME).stat().st_mode) == 0o600
 
 
 def test_processes_that_joined_keep_it_for_their_dead_launcher_until_they_end(tmp_path):

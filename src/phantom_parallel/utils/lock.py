@@ -39,7 +39,7 @@ class FolderLock:
             BlockingIOError: If processes that run hold it; the message names the first of them.
         """
         end = time.monotonic() + patience
-        file = open(self._folder / self.NAME, "a+")  # noqa: SIM115 (kept open: the lock is the file's)
+        file = self._open()
         while not flock(file, exclusive=True):
             holder = self._holder()
             if time.monotonic() >= end or _runs(holder):
@@ -59,7 +59,7 @@ class FolderLock:
 
     def join(self) -> None:
         """Keep the folder locked until this process has ended or released it, too."""
-        self._file = open(self._folder / self.NAME, "a+")  # noqa: SIM115
+        self._file = self._open()
         flock(self._file, exclusive=False)
 
     def release(self) -> None:
@@ -78,6 +78,10 @@ class FolderLock:
     def held(self) -> bool:
         """Whether this process holds the lock."""
         return self._file is not None
+
+    def _open(self) -> IO[str]:
+        """Open the lock's file, which is kept open: the lock is the file's. Others of the machine do not read it."""
+        return open(os.open(self._folder / self.NAME, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "a+")
 
     def _holder(self) -> str:
         try:
