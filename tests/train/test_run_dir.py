@@ -151,6 +151,19 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again_with_resume(tmp_p
     assert [line["step"] for line in lines] == [2, 4]
 
 
+@pytest.mark.parametrize("name", ["write_json", "prepare"])
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_killed_while_its_folder_was_set_up_can_be_started_or_resumed(tmp_path, monkeypatch, name, resume):
+    module = output if name == "write_json" else CONFIG.task()
+    killed(monkeypatch, module, name, CONFIG, tmp_path / "run")
+    (tmp_path / "run" / ".writing-config.json-12ab34cd").write_text('{"fam')
+    if name == "prepare" and not resume:  # its settings are written: a training to continue
+        with pytest.raises(FileExistsError, match="--resume"):
+            run(CONFIG, tmp_path / "run")
+    else:
+        assert run(CONFIG, tmp_path / "run", resume=resume).step == 4
+
+
 def test_a_model_whose_checkpoints_are_gone_is_not_replaced_by_a_training_from_step_zero(tmp_path):
     run(CONFIG, tmp_path)
     before = {path: path.read_bytes() for path in [tmp_path / "metrics.jsonl", *(tmp_path / "model").iterdir()]}

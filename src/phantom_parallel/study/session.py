@@ -23,7 +23,7 @@ from phantom_parallel.study.results import Comparison, Study
 from phantom_parallel.study.settings import Settings, to_dict
 from phantom_parallel.train import TrainConfig
 from phantom_parallel.train.memory import check_memory
-from phantom_parallel.utils.files import read_bytes, remove_scratch, write_json
+from phantom_parallel.utils.files import is_unused, read_bytes, remove_scratch, write_json
 from phantom_parallel.utils.lock import FolderLock
 from phantom_parallel.utils.network import Network
 from phantom_parallel.utils.parsing import decode_json
@@ -154,7 +154,7 @@ def prepare_folder(out: Path, settings: dict[str, Any], resume: bool, lock: Fold
 def _check_folder(out: Path, settings: dict[str, Any], resume: bool) -> None:
     if resume:
         _check_same_settings(out / SETTINGS, settings)
-    elif out.exists() and (not out.is_dir() or any(path.name != FolderLock.NAME for path in out.iterdir())):
+    elif out.exists() and not (out.is_dir() and is_unused(out)):
         hint = "choose another, or resume" if (out / SETTINGS).is_file() else "choose another"
         raise FileExistsError(f"{out} exists and is not an empty folder: {hint}")
 

@@ -10,7 +10,7 @@ from phantom_parallel.families.registry import family_names, get_family
 from phantom_parallel.train import checkpoint
 from phantom_parallel.train.config import HEAL, TrainConfig
 from phantom_parallel.train.loop import Record, Summary
-from phantom_parallel.utils.files import read_bytes, read_text, remove_scratch, write_bytes, write_json
+from phantom_parallel.utils.files import is_unused, read_bytes, read_text, remove_scratch, write_bytes, write_json
 from phantom_parallel.utils.lock import FolderLock
 from phantom_parallel.utils.parsing import convert
 
@@ -49,9 +49,9 @@ def prepare(config: TrainConfig, out: Path, resume: bool, lock: FolderLock) -> P
                 f"{out} is complete: it ended at step {step}, and its model is in {out / MODEL}; "
                 "resume with more steps or another target loss"
             )
-    task.prepare(config, out)
     kind = {} if config.kind == config.family else {"kind": config.kind}
-    write_json(out / CONFIG, {"family": config.family} | kind | config.to_dict())
+    write_json(out / CONFIG, {"family": config.family} | kind | config.to_dict())  # first: now it can be resumed
+    task.prepare(config, out)
     if resume:
         _drop_after(out / METRICS, step)
     return latest
@@ -134,10 +134,12 @@ def _check_folder(config: TrainConfig, out: Path, resume: bool) -> None:
     """Raise if ``out`` is not what ``resume`` needs: a new or empty folder, or one of this training."""
     ours = (out / CONFIG).is_file()
     if not resume:
-        if out.exists() and (not out.is_dir() or any(path.name != FolderLock.NAME for path in out.iterdir())):
+        if out.exists() and not (out.is_dir() and is_unused(out)):
             hint = "add --resume (resume=True) to continue the training in it, or choose another" if ours else ""
             raise FileExistsError(f"{out} exists and is not an empty folder: {hint or 'choose another'}")
     elif last_checkpoint(out) is None:
+        if not ours and (out / FolderLock.NAME).exists() and is_unused(out):
+            return  # killed before its settings were written
         if not ours:
             raise ValueError(f"there is no checkpoint in {out / CHECKPOINTS} to resume from: train without resume")
         if (out / SUMMARY).exists() or (out / MODEL).exists():  # which starting again would replace

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from phantom_parallel.utils.lock import flock
+from phantom_parallel.utils.lock import FolderLock, flock
 
 # Prefix of unfinished files: hidden from readers, and distinct from a user's own files when `remove_scratch` runs.
 _SCRATCH = ".writing-"
@@ -176,6 +176,11 @@ def _finite_or_none(value: Any) -> Any:
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """Write a JSON file atomically. NaN and infinities, which JSON does not have, raise ValueError."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def is_unused(folder: Path) -> bool:
+    """Whether nothing is in a folder but a lock and what killed writers have left."""
+    return all(path.name == FolderLock.NAME or path.name.startswith(_SCRATCH) for path in folder.iterdir())
 
 
 def remove_scratch(folder: Path) -> None:
