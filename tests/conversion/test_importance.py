@@ -10,7 +10,7 @@ from phantom_parallel import convert
 from phantom_parallel.conversion.importance import output_importance
 from phantom_parallel.conversion.maps import find_maps
 from phantom_parallel.nn import PhantomLinear
-from phantom_parallel.nn.output_fit import damped, fit_outputs
+from phantom_parallel.nn.fit import damped, fit_outputs
 
 
 class Gated(nn.Module):

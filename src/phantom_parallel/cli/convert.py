@@ -6,7 +6,7 @@ from pathlib import Path
 
 from phantom_parallel.cli.options import Flag, JsonOption
 from phantom_parallel.conversion.run import ConvertConfig, ConvertReport, run
-from phantom_parallel.nn.output_fit import STEPS
+from phantom_parallel.nn.fit import STEPS
 from phantom_parallel.utils.files import json_text
 
 

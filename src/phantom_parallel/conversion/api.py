@@ -15,7 +15,7 @@ from phantom_parallel.conversion.maps import EXCLUDED, LinearMap, check_division
 from phantom_parallel.conversion.sequential import GroupReport, convert_stage, ghost_curves, next_calls, rows_of
 from phantom_parallel.conversion.stages import Stage, find_stages, first_tensor, run_stage
 from phantom_parallel.conversion.stored_stages import StoredStages, digest_of
-from phantom_parallel.nn.output_fit import STEPS
+from phantom_parallel.nn.fit import STEPS
 from phantom_parallel.utils.layout import positive
 
 _WEIGHING = 8  # batches, at most, of whose gradients the outputs' weights are means

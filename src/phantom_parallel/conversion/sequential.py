@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from phantom_parallel.conversion.budget import GhostCurve
 from phantom_parallel.conversion.maps import LinearMap, as_phantom, replace_module, stack_by_blocks
 from phantom_parallel.conversion.stages import Call, Stage, run_stage, with_stream
-from phantom_parallel.nn.output_fit import damped, fit_outputs, ghost_spectrum, solve
+from phantom_parallel.nn.fit import damped, fit_outputs, ghost_spectrum, solve
 
 # Names of maps that add to the residual stream, in the usual models. Whether they do is checked by numbers.
 RESIDUAL = (

@@ -8,10 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from phantom_parallel.distributed.objects import all_gather_objects, check_agreement
 from phantom_parallel.distributed.rank_check import running
-from phantom_parallel.nn.conversion import keep_modes, warn_about_conversion
-from phantom_parallel.nn.fit import fit_source
+from phantom_parallel.nn.fit import damped, fit_outputs, fit_source, keep_modes, warn_about_conversion
 from phantom_parallel.nn.init import init_phantom, init_rows
-from phantom_parallel.nn.output_fit import damped, fit_outputs
 from phantom_parallel.nn.sharded import (
     FeatureSharded,
     broadcast_seed,

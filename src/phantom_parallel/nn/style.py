@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from phantom_parallel.distributed.objects import check_agreement
-from phantom_parallel.nn.conversion import keep_modes, warn_about_conversion
+from phantom_parallel.nn.fit import keep_modes, warn_about_conversion
 from phantom_parallel.nn.linear import PhantomLinear
 from phantom_parallel.nn.sharded import full_tensor, shard_parameter
 from phantom_parallel.ops.collectives import flat_mesh

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from phantom_parallel.nn import PhantomLinear
-from phantom_parallel.nn.output_fit import balanced, damped, fit_outputs, ghost_spectrum, solve
+from phantom_parallel.nn.fit import balanced, damped, fit_outputs, ghost_spectrum, solve
 
 
 def problem(n_in: int = 24, n_out: int = 18, rows: int = 400) -> tuple[torch.Tensor, torch.Tensor]:
