@@ -23,7 +23,13 @@ def merge_blocks(xs: Tensor) -> Tensor:
 
 def merge_result(xs: Tensor) -> Tensor:
     """`merge_blocks` for the result of an ``autograd.Function``: no view, which autograd would not let users modify."""
-    return merge_blocks(xs).detach() if xs.shape[0] == 1 else merge_blocks(xs)
+    return merge_blocks(xs).detach() if xs.shape[0] == 1 or xs.shape[1] <= 1 else merge_blocks(xs)
+
+
+def unflatten_rows(z: Tensor, x: Tensor) -> Tensor:
+    """(B, b) -> (..., b) for the rows of x (..., a): like the result of ``nn.Linear``, not a view."""
+    result: Tensor = torch.ops.aten._unsafe_view.default(z, [*x.shape[:-1], z.shape[-1]])
+    return result
 
 
 def matmul_blocks(xs: Tensor, weight: Tensor, add_to: Tensor | None = None) -> Tensor:

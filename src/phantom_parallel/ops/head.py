@@ -28,6 +28,7 @@ from phantom_parallel.ops.blocks import (
     merge_blocks,
     recorded_grads,
     split_blocks,
+    unflatten_rows,
 )
 from phantom_parallel.ops.collectives import (
     Arrived,
@@ -52,7 +53,7 @@ def vocabulary_logits(x: Tensor, norm: Tensor, weight: Tensor, *, eps: float, gr
     squares; backward: reduce-scatter.
     """
     logits = _logits(_VocabularyLogits, x, norm, weight, eps, group)
-    return logits.view(*x.shape[:-1], logits.shape[1])
+    return unflatten_rows(logits, x)
 
 
 def row_logits(x: Tensor, norm: Tensor, weight: Tensor, *, eps: float, group: RankGroup) -> Tensor:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from phantom_parallel.ops.blocks import apply_function, cast_for_autocast, check_operands, split_blocks
+from phantom_parallel.ops.blocks import apply_function, cast_for_autocast, check_operands, split_blocks, unflatten_rows
 from phantom_parallel.ops.collectives import (
     RankGroup,
     check_output_grad,
@@ -32,7 +32,7 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, grou
     check_operands(x, weight)
     x, weight, bias = cast_for_autocast(x, weight, bias)
     z: Tensor = apply_function(_ColumnLinear, x.reshape(-1, x.shape[-1]), weight, bias, group)
-    return z.view(*x.shape[:-1], z.shape[-1])
+    return unflatten_rows(z, x)
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: RankGroup) -> Tensor:

@@ -39,6 +39,7 @@ from phantom_parallel.ops.blocks import (
     merge_blocks,
     merge_result,
     split_blocks,
+    unflatten_rows,
     weight_grad,
 )
 from phantom_parallel.ops.collectives import (
@@ -81,7 +82,7 @@ def phantom_linear(
         z = apply_function(TwoLevelLinear, rows, local, compress, decompress, bias, group)
     else:
         z = apply_function(_PhantomLinear, rows, local, compress, decompress, bias, blocks, group)
-    return z.view(*x.shape[:-1], z.shape[-1])
+    return unflatten_rows(z, x)
 
 
 def _composed(x: Tensor, local: Tensor, compress: Tensor, decompress: Tensor, blocks: int) -> Tensor:

@@ -27,6 +27,7 @@ from phantom_parallel.ops.blocks import (
     is_transformed,
     merge_blocks,
     split_blocks,
+    unflatten_rows,
 )
 from phantom_parallel.ops.collectives import (
     SINGLE_RANK,
@@ -50,7 +51,7 @@ def tensor_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, grou
     if is_transformed() and group.size == 1:
         return F.linear(x, weight, bias)
     z: Tensor = apply_function(_TensorLinear, x.reshape(-1, x.shape[-1]), weight, bias, group)
-    return z.view(*x.shape[:-1], z.shape[-1])
+    return unflatten_rows(z, x)
 
 
 class _TensorLinear(Function):
