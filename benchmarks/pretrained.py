@@ -4,7 +4,7 @@
     curve   held-out loss at several budgets of multiply-adds of the linear maps, by three ways: phantom layers,
             activation-aware low rank of whole matrices (as SVD-LLM does it: the truncated SVD of W S^1/2), and dropped
             layers (those that turn the stream least)
-    heal    the phantom model of one budget after some minutes of ``phantom heal``
+    heal    the phantom model of one budget after some minutes of ``phantom model heal``
     speed   prefill and decode of that model against Megatron, on 1 rank, on as many as blocks, and on emulated hosts
 
 All losses are of the same held-out text, which neither calibration nor healing sees. Each part writes a file of its
@@ -258,7 +258,7 @@ def _not_default(parser: argparse.ArgumentParser, options: argparse.Namespace) -
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="folder of phantom import")
+    parser.add_argument("--model", type=Path, required=True, help="folder of phantom model import")
     parser.add_argument("--source", type=Path, help="folder or GGUF file that it was imported from, for exact")
     parser.add_argument("--parts", default="curve,heal,speed", help=f"of {', '.join(PARTS)} (default: %(default)s)")
     parser.add_argument("--text", type=Path, help="calibration and held-out text; by default topics of Python's help")

@@ -148,12 +148,12 @@ def commands() -> str:
 
     lines = ["# Commands", ""]
     for name in ["", *cli.COMMANDS]:
-        words = [name] if name else []
+        words = name.split()
         lines += [f"## phantom {name}".strip(), "", "```text", _help([*words, "--help"]), "```", ""]
-        module = import_module(f"{COMMANDS}.{cli.MODULES.get(name, name)}") if name else None
+        module = import_module(f"{COMMANDS}.{cli.COMMANDS[name].module}") if name else None
         others = family_names()[1:] if hasattr(module, "options_for") else ()
         for variant in others:
-            lines += [f"## phantom {name} {variant}", "", "```text", _help([name, variant, "--help"]), "```", ""]
+            lines += [f"## phantom {name} {variant}", "", "```text", _help([*words, variant, "--help"]), "```", ""]
     return "\n".join(lines)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import tables
-from phantom_parallel.cli.main import COMMANDS
+from phantom_parallel.cli.main import COMMANDS, GROUPS
 from phantom_parallel.cli.main import _parse as parse_command
 from tests.pool import RankFailed
 
@@ -186,6 +186,7 @@ def commands():
 
 @pytest.mark.parametrize("arguments", list(commands()))
 def test_commands_have_the_options_that_they_are_shown_with(arguments):
-    name, *rest = arguments
+    words = 2 if arguments[0] in GROUPS else 1
+    name = " ".join(arguments[:words])
     assert name in COMMANDS
-    parse_command(name, rest)
+    parse_command(name, arguments[words:])

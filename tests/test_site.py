@@ -63,7 +63,7 @@ def names_in_modules(package):
 
 def test_every_command_has_its_help(site):
     page = (site / "reference" / "commands.html").read_text()
-    assert {f"phantom-{name}" for name in COMMANDS} <= set(re.findall(r'<h2 id="([^"]*)"', page))
+    assert {f"phantom-{name.replace(' ', '-')}" for name in COMMANDS} <= set(re.findall(r'<h2 id="([^"]*)"', page))
 
 
 def test_the_site_loads_nothing_from_other_hosts(site):

@@ -13,7 +13,7 @@ Without this import, ``transformers`` warns of the unknown method and would buil
 not in the checkpoint and would be initialized at random. Therefore each phantom layer is saved with a ``weight`` of one
 element beside its own parameters: a dense layer's shape differs, and ``from_pretrained`` fails.
 
-Ranks run models of the Llama architecture through ``phantom import`` and ``phantom convert``.
+Ranks run models of the Llama architecture through ``phantom model import`` and ``phantom model convert``.
 """
 
 import re

@@ -92,7 +92,9 @@ def _ffn_model(artefacts: Artefacts, folder: Path, random: Random) -> Case:
 def _gpt_model(artefacts: Artefacts, folder: Path, random: Random) -> Case:
     text, model, tensors = _damaged_folder(artefacts.gpt / "model", folder, random)
     if random.random() < 0.2:
-        return _case("transformer", text, "export", "--model", model, "--out", folder / "out", must_refuse=tensors)
+        return _case(
+            "transformer", text, "model", "export", "--model", model, "--out", folder / "out", must_refuse=tensors
+        )
     chat = ["--chat"] if "jinja" in text or random.random() < 0.2 else []
     arguments = ["generate", "--model", model, "--prompt", "def", *chat, "--tokens", 2, "--json"]
     return _case("transformer", text, *arguments, must_refuse=tensors)
@@ -105,7 +107,7 @@ def _healing(artefacts: Artefacts, folder: Path, random: Random) -> Case:
     text, models[damaged], _ = _damaged_folder(models[damaged], folder, random)
     given = [word for pair in models.items() for word in pair]
     data = ["--data", artefacts.data / "text.txt", "--context", 8, "--eval-windows", 2]
-    return _case("healing", text, "heal", "--out", folder / "out", *given, *data, "--steps", 1, runs=False)
+    return _case("healing", text, "model", "heal", "--out", folder / "out", *given, *data, "--steps", 1, runs=False)
 
 
 def _pretrained(artefacts: Artefacts, folder: Path, random: Random) -> Case:
@@ -114,10 +116,10 @@ def _pretrained(artefacts: Artefacts, folder: Path, random: Random) -> Case:
     """
     if random.random() < 0.5:
         text, source, _ = _damaged_folder(artefacts.pretrained, folder, random)
-        return _case("pretrained", text, "import", "--from", source, "--out", folder / "imported", "--json")
+        return _case("pretrained", text, "model", "import", "--from", source, "--out", folder / "imported", "--json")
     source = mutations.copy_of(artefacts.pretrained, folder / "other")
     text = mutations.change_pretrained(source / "config.json", random)
-    arguments = ["import", "--from", source, "--out", folder / "imported", "--json"]
+    arguments = ["model", "import", "--from", source, "--out", folder / "imported", "--json"]
     return _case("pretrained", text, *arguments, same_function=(source, folder / "imported"))
 
 
@@ -131,14 +133,24 @@ def _conversion(artefacts: Artefacts, folder: Path, random: Random) -> Case:
             text, model, tensors = _damaged_folder(model, folder, random)
         else:
             text = mutations.damage_file(data, random)
-        arguments = ["convert", "--model", model, "--calibration", data, "--out", folder / "converted", "--json"]
+        arguments = [
+            "model",
+            "convert",
+            "--model",
+            model,
+            "--calibration",
+            data,
+            "--out",
+            folder / "converted",
+            "--json",
+        ]
         return _case("conversion", text, *arguments, *SHAPE, "--rows", 64, "--steps", 1, must_refuse=tensors)
     if random.random() < 0.5:
         text, model, tensors = _damaged_folder(model, folder, random)
     else:
         text, arrays = _damaged_arrays(artefacts, folder, random)
         data = arrays / "x.npy" if arrays.is_dir() else arrays
-    arguments = ["convert", "--model", model, "--calibration", data, "--out", folder / "converted", "--json"]
+    arguments = ["model", "convert", "--model", model, "--calibration", data, "--out", folder / "converted", "--json"]
     return _case("conversion", text, *arguments, *SHAPE, must_refuse=tensors)
 
 
@@ -248,8 +260,8 @@ def _study(artefacts: Artefacts, folder: Path, random: Random) -> Case:
 def _hardware(artefacts: Artefacts, folder: Path, random: Random) -> Case:
     text, path = _damaged_table(artefacts.tables / "hardware.toml", folder, random)
     commands: tuple[list[object], ...] = (
-        ["hardware", path, "--json"],
-        ["hardware", path],
+        ["machine", "show", path, "--json"],
+        ["machine", "show", path],
         ["plan", "--width", 64, "--depth", 2, "--batch", 32, "--devices", 8, "--hardware", path, "--json"],
         ["plan", "--width", 64, "--depth", 2, "--batch", 32, "--devices", 8, "--hardware", path],
         ["infer", "--model", artefacts.ffn / "model", "--turns", 1, "--profile", path, "--json"],

@@ -71,7 +71,7 @@ def _job(kind: str, random: Random, artefacts: Artefacts) -> Job:
             models = ("--model", str(artefacts.gpt / "model"), "--teacher", str(artefacts.dense_gpt))
             sizes = ("--batch", "2", "--context", "8")
             return Job(
-                "heal", 2, ("heal", *models, *text, *sizes, *windows, *EVERY, "--steps", "40", "--ranks", "2"),
+                "heal", 2, ("model", "heal", *models, *text, *sizes, *windows, *EVERY, "--steps", "40", "--ranks", "2"),
                 read_training,
             )  # fmt: skip
         case "compare":
@@ -82,7 +82,9 @@ def _job(kind: str, random: Random, artefacts: Artefacts) -> Job:
         case "convert":
             model, rows = ("--model", str(artefacts.dense)), ("--calibration", str(artefacts.data / "x.npy"))
             shape = ("--blocks", "2", "--ghosts", "2")
-            return Job("convert", 1, ("convert", *model, *rows, *shape), read_model, None, "exists: choose another")
+            return Job(
+                "convert", 1, ("model", "convert", *model, *rows, *shape), read_model, None, "exists: choose another"
+            )
     return training(random.choice((1, 2, 2, 2)))
 
 

@@ -37,7 +37,7 @@ def make(root: Path) -> Artefacts:
         "train", "gpt", "--out", made.dense_gpt.parent, *dense, *text, *tokens, "--eval-windows", "2", "--steps", "4"
     )
     (made.gpt / "model" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}:")
-    _phantom("export", "--model", made.gpt / "model", "--out", made.pretrained)
+    _phantom("model", "export", "--model", made.gpt / "model", "--out", made.pretrained)
     dense = ["--strategy", "dense", "--width", WIDTH, "--batch", 8, *TEACHER, *EVERY, "--steps", 4]
     _phantom("train", "--out", made.dense.parent, *dense)
     _phantom("compare", "--preset", made.tables / "preset.toml", "--out", made.comparison)

@@ -16,19 +16,19 @@ def own_profiles(tmp_path, monkeypatch):
 
 
 def test_validation_needs_a_calibration_first(capsys):
-    assert main(["validate", "--ranks", "2"]) == 2
+    assert main(["machine", "check", "--ranks", "2"]) == 2
     assert "there is no profile 'this-machine-2'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["calibrate", "--ranks", "0"], "ranks must be positive whole numbers"),
-        (["calibrate", "--watts", "10", "-1", "2"], "watts must not be negative"),
-        (["calibrate", "--seconds", "0"], "seconds must be a positive number, got 0.0"),
-        (["validate", "--ranks"], "ranks must be positive whole numbers such as 2 4, got ()"),
-        (["validate", "--ranks", "0"], "ranks must be positive whole numbers"),
-        (["validate", "--turns", "0"], "turns must be at least 1, got 0"),
+        (["machine", "measure", "--ranks", "0"], "ranks must be positive whole numbers"),
+        (["machine", "measure", "--watts", "10", "-1", "2"], "watts must not be negative"),
+        (["machine", "measure", "--seconds", "0"], "seconds must be a positive number, got 0.0"),
+        (["machine", "check", "--ranks"], "ranks must be positive whole numbers such as 2 4, got ()"),
+        (["machine", "check", "--ranks", "0"], "ranks must be positive whole numbers"),
+        (["machine", "check", "--turns", "0"], "turns must be at least 1, got 0"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(capsys, command, message):
@@ -50,7 +50,7 @@ def calibrated(tmp_path_factory):
         patch.setenv("PHANTOM_PROFILES", str(folder))
         small = get_family("ffn").step_shapes(2, held_out=False)[:3]
         patch.setattr(type(get_family("ffn")), "step_shapes", lambda self, ranks, held_out: small)
-        assert main(["calibrate", "--ranks", "2", "--seconds", "0.001", "--json"]) == 0
+        assert main(["machine", "measure", "--ranks", "2", "--seconds", "0.001", "--json"]) == 0
     return folder, json.loads(out.getvalue())
 
 
@@ -67,7 +67,10 @@ def test_validation_uses_the_profile_of_calibration(capsys, monkeypatch, tmp_pat
     monkeypatch.setenv("PHANTOM_PROFILES", str(calibrated[0]))
     small = get_family(family).step_shapes(2, held_out=True)[-2:]
     monkeypatch.setattr(type(get_family(family)), "step_shapes", lambda self, ranks, held_out: small)
-    assert main(["validate", family, "--ranks", "2", "--turns", "1", "--json", "--out", str(tmp_path / "v.json")]) == 0
+    assert (
+        main(["machine", "check", family, "--ranks", "2", "--turns", "1", "--json", "--out", str(tmp_path / "v.json")])
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert found == json.loads((tmp_path / "v.json").read_text())
     assert len(found["outcomes"]) == 2

@@ -214,7 +214,7 @@ def test_ctrl_c_keeps_finished_cells(tmp_path, preset):
     ],
 )
 def test_help_shows_the_values_of_the_preset(capsys, monkeypatch, arguments, shown, hidden):
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "80")
     assert phantom(*arguments, "--help") == 0
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "default: None" not in text

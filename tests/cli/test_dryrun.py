@@ -103,7 +103,7 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, message):
 
 
 SMALL = ["dryrun", "gpt", "--vocab", "64", "--dim", "64", "--layers", "2", "--heads", "8", "--hidden", "64"]
-SMALL += ["--sequence", "16", "--batch", "4", "--ranks", "4"]
+SMALL += ["--context", "16", "--batch", "4", "--ranks", "4"]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,10 @@ def test_communication_of_a_feed_forward_network_is_beside_the_tensor_baseline(c
 
 
 def test_earlier_names_of_options_still_work(capsys):
-    assert main([*SMALL, "--ghosts", "4", "--tied", "--task", "decode", "--recompute", "--json"]) == 0
+    assert (
+        main([*SMALL, "--ghosts", "4", "--tie-embeddings", "--mode", "decode", "--activation-checkpointing", "--json"])
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)["settings"]
     assert (found["tie_embeddings"], found["mode"], found["recompute"], found["past"]) == (True, "decode", True, 16)
 
@@ -174,7 +177,7 @@ def test_earlier_names_of_options_still_work(capsys):
         (["--ghosts", "4", "--vocab", "66"], "blocks=4 does not divide vocab=66"),
         (["--ghosts", "4", "--dp", "3"], "dp=3 does not divide batch=4: use 2 or 4"),
         (["--ghosts", "4", "--out", "x"], "--out x is where --communication writes to"),
-        (["--ghosts", "4", "--communication", "--task", "decode"], "leave out --mode decode"),
+        (["--ghosts", "4", "--communication", "--mode", "decode"], "leave out --mode decode"),
         (["--strategy", "dense", "--ranks", "1", "--communication"], "one rank sends nothing"),
     ],
 )
@@ -192,7 +195,7 @@ def test_inference_by_training_strategies_is_refused(capsys):
 
 
 def test_unknown_commands_and_options(capsys):
-    assert main(["validate", "--ranks", "--", "--"]) == 2
+    assert main(["machine", "check", "--ranks", "--", "--"]) == 2
     assert "'--' is not an option" in capsys.readouterr().err
     with pytest.raises(SystemExit) as caught:
         main(["dryrun", "--wings", "2"])

@@ -1,4 +1,4 @@
-"""``phantom hardware`` as a user meets it."""
+"""``phantom machine show`` as a user meets it."""
 
 import json
 from pathlib import Path

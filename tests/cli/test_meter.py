@@ -1,4 +1,4 @@
-"""``phantom meter``."""
+"""``phantom machine sensors``."""
 
 import json
 
@@ -62,9 +62,8 @@ def test_json_lists_the_sensors(server, capsys):
 
 
 def test_the_command_succeeds_without_a_sensor_and_refuses_nonsense(nothing, monkeypatch, capsys):
-    monkeypatch.setitem(main.COMMANDS, "meter", "what this machine can measure")
-    assert main.main(["meter", "--seconds", "1"]) == 0
-    assert main.main(["meter", "--seconds", "-1"]) == 2
+    assert main.main(["machine", "sensors", "--seconds", "1"]) == 0
+    assert main.main(["machine", "sensors", "--seconds", "-1"]) == 2
     assert "--seconds must be above 0, got -1.0" in capsys.readouterr().err
 
 

@@ -60,7 +60,7 @@ def test_a_pipeline_and_fsdp_leave_a_dense_model(tmp_path, capfd):
     small = ["--width", "16", "--depth", "3", "--teacher-ghosts", "2", "--samples", "256", "--batch", "12"]
     models = {}
     for strategy in ("pipeline", "fsdp", "dense"):
-        ranks = [] if strategy == "dense" else ["--tp", "3"]
+        ranks = [] if strategy == "dense" else ["--ranks", "3"]
         assert phantom(tmp_path / strategy, *small, "--strategy", strategy, *ranks, "--steps", "10", "--json") == 0
         models[strategy] = load_model(tmp_path / strategy / "model")
         assert models[strategy].config.strategy == "dense"
@@ -181,16 +181,6 @@ def test_the_help_has_a_text_for_every_option_and_leads_to_the_other(capsys, var
         assert "." in text, field.name  # a sentence
 
 
-def test_options_have_the_names_of_other_libraries_and_their_earlier_ones(tmp_path, capfd):
-    names = ["--tp", "1", "--gradient-accumulation-steps", "2", "--max-grad-norm", "0.5"]
-    earlier = ["--ranks", "1", "--accumulate", "2", "--clip", "0.5"]
-    for folder, given in (("new", names), ("old", earlier)):
-        assert phantom(tmp_path / folder, *given, "--steps", "2", "--json") == 0
-    new, old = (json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("new", "old"))
-    assert new == old
-    assert (new["gradient_accumulation_steps"], new["max_grad_norm"]) == (2, 0.5)
-
-
 def test_resume_takes_what_is_not_given_from_the_folder(tmp_path, capfd):
     assert phantom(tmp_path / "run", "--lr", "0.002", "--batch", "32", "--steps", "4") == 0
     assert program.main(["train", "--out", str(tmp_path / "run"), "--resume", "--steps", "6", "--json"]) == 0
@@ -225,11 +215,14 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_no_folder(tmp_path, capfd, ar
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["fsdp", "--tp", "3"], "batch=16 is not a multiple of dp=1 times gradient_accumulation_steps=1 times ranks=3"),
-        (["pipeline", "--tp", "4"], "a pipeline of 4 ranks needs a layer for each, got 2: use at most 2 ranks"),
-        (["pipeline", "--tp", "2", "--micro-batches", "1"], "micro_batches=1 is below ranks=2"),
-        (["pipeline", "--tp", "2", "--micro-batches", "0"], "micro_batches must be a positive whole number, got 0"),
-        (["pipeline", "--tp", "2", "--micro-batches", "5"], "batch=16 is not a multiple of dp=1 times"),
+        (
+            ["fsdp", "--ranks", "3"],
+            "batch=16 is not a multiple of dp=1 times gradient_accumulation_steps=1 times ranks=3",
+        ),
+        (["pipeline", "--ranks", "4"], "a pipeline of 4 ranks needs a layer for each, got 2: use at most 2 ranks"),
+        (["pipeline", "--ranks", "2", "--micro-batches", "1"], "micro_batches=1 is below ranks=2"),
+        (["pipeline", "--ranks", "2", "--micro-batches", "0"], "micro_batches must be a positive whole number, got 0"),
+        (["pipeline", "--ranks", "2", "--micro-batches", "5"], "batch=16 is not a multiple of dp=1 times"),
         (["pipeline", "--blocks", "4"], "blocks and ghosts belong to the strategy phantom, not to pipeline"),
     ],
 )

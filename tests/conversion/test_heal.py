@@ -1,4 +1,4 @@
-"""``phantom heal``: a converted model comes closer to its teacher, on any ranks, resumed or not."""
+"""``phantom model heal``: a converted model comes closer to its teacher, on any ranks, resumed or not."""
 
 import json
 from pathlib import Path
@@ -103,16 +103,16 @@ def test_resuming_in_one_process_is_exact(folder, once):
 
 def test_the_command_heals_and_the_model_generates(folder, capsys):
     paths = [f"--{name}={folder / path}" for name, path in (("model", "phantom"), ("teacher", "dense"))]
-    options = ["--steps", "2", "--batch", "2", "--sequence", "32", "--json", "--data", str(folder / "text.txt")]
-    assert main(["heal", *paths, *options, "--out", str(folder / "cli")]) == 0
+    options = ["--steps", "2", "--batch", "2", "--context", "32", "--json", "--data", str(folder / "text.txt")]
+    assert main(["model", "heal", *paths, *options, "--out", str(folder / "cli")]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["step"] == 2
     assert found["teacher_loss"] < found["initial_loss"]
     assert main(["generate", "--model", str(folder / "cli" / "model"), "--prompt", "Every", "--tokens", "3"]) == 0
-    assert main(["heal", "--resume", "--out", str(folder / "cli"), "--steps", "3"]) == 0
+    assert main(["model", "heal", "--resume", "--out", str(folder / "cli"), "--steps", "3"]) == 0
     capsys.readouterr()
     assert main(["train", "gpt", "--resume", "--out", str(folder / "cli"), "--steps", "4"]) == 2
-    assert "phantom heal" in capsys.readouterr().err
+    assert "phantom model heal" in capsys.readouterr().err
 
 
 def test_mistakes_are_one_line(folder, tmp_path, capsys):
@@ -128,8 +128,17 @@ def test_mistakes_are_one_line(folder, tmp_path, capsys):
         ("phantom", "dense", str(tmp_path / "none.txt"), "there is no text"),
         ("phantom", "dense", str(tmp_path / "short.txt"), "too few for a window"),
     ):
-        arguments = ["heal", "--model", str(folder / model), "--teacher", str(folder / teacher), "--data", data]
-        assert main([*arguments, "--sequence", "32", "--out", str(tmp_path / "out")]) == 2
+        arguments = [
+            "model",
+            "heal",
+            "--model",
+            str(folder / model),
+            "--teacher",
+            str(folder / teacher),
+            "--data",
+            data,
+        ]
+        assert main([*arguments, "--context", "32", "--out", str(tmp_path / "out")]) == 2
         error = capsys.readouterr().err.strip()
         assert message in error
         assert error.count("\n") == 0

@@ -1,4 +1,4 @@
-"""``phantom convert`` on models of the families: the same function on ranks, a report, and clear errors."""
+"""``phantom model convert`` on models of the families: the same function on ranks, a report, and clear errors."""
 
 import json
 
@@ -37,7 +37,7 @@ def trained_gpt(folder, **settings):
 
 
 def command(model, text, out, *extra):
-    return ["convert", "--model", str(model), "--calibration", str(text), "--out", str(out), "--blocks", "4",
+    return ["model", "convert", "--model", str(model), "--calibration", str(text), "--out", str(out), "--blocks", "4",
             "--rows", "1024", "--length", "64", "--json", *extra]  # fmt: skip
 
 

@@ -182,7 +182,7 @@ def test_a_missing_part_of_a_tier_is_named(own: Path) -> None:
 def test_an_unknown_profile_gets_the_nearest_name(own: Path) -> None:
     with pytest.raises(ValueError, match="there is no profile 'dgx-a10': did you mean 'dgx-a100'"):
         load_profile("dgx-a10")
-    with pytest.raises(ValueError, match="phantom calibrate writes it"):
+    with pytest.raises(ValueError, match="phantom machine measure writes it"):
         load_profile("this-machine")
     with pytest.raises(OSError, match=r"absent\.toml"):
         load_profile("absent.toml")

@@ -46,7 +46,7 @@ class Training:
 
     def __init__(self, folder, *options):
         self.out, self.mark = folder / "run", uuid.uuid4().hex
-        arguments = [*MODEL, *OFTEN, "--tp", "3", "--hosts", str(HOSTS), "--link", "1mbit", *options]
+        arguments = [*MODEL, *OFTEN, "--ranks", "3", "--hosts", str(HOSTS), "--link", "1mbit", *options]
         environment = {**os.environ, MARK: self.mark}
         arguments = command(self.out, *arguments)
         self.process = subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE, text=True)
@@ -122,7 +122,7 @@ def test_a_host_that_dies_is_named_and_the_remaining_hosts_resume_to_the_same_lo
     assert "rank 1 (host 1) died" in line
     assert "killed by SIGKILL" in line
     assert "--resume" in line
-    assert_resumes_to(expected, run.out, "--tp", "2", "--hosts", "2", "--link", "none")
+    assert_resumes_to(expected, run.out, "--ranks", "2", "--hosts", "2", "--link", "none")
 
 
 def test_a_link_that_is_cut_for_five_seconds_delays_the_training_and_changes_nothing(training, expected):
@@ -145,7 +145,7 @@ def test_a_link_that_is_cut_for_good_is_named_within_the_timeout(training, expec
     assert "rank 1 (host 1) could not be reached" in line
     assert "the link of host 1 is down" in line
     assert seconds < TIMEOUT + 20
-    assert_resumes_to(expected, run.out, "--tp", "1")
+    assert_resumes_to(expected, run.out, "--ranks", "1")
 
 
 def test_a_frozen_rank_is_named_with_its_host_within_the_timeout(training, expected):
@@ -157,4 +157,4 @@ def test_a_frozen_rank_is_named_with_its_host_within_the_timeout(training, expec
     assert "rank 2 (host 2) did not answer in time" in line
     assert "SIGSTOP" in line
     assert seconds < TIMEOUT + 20
-    assert_resumes_to(expected, run.out, "--tp", "3", "--hosts", "3", "--link", "none")
+    assert_resumes_to(expected, run.out, "--ranks", "3", "--hosts", "3", "--link", "none")

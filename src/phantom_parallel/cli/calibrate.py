@@ -1,4 +1,4 @@
-"""``phantom calibrate``: measure this machine and write its hardware profiles."""
+"""``phantom machine measure``: measure this machine and write its hardware profiles."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""``phantom convert``: a trained dense model as a phantom model, fitted to its outputs on calibration data."""
+"""``phantom model convert``: a trained dense model as a phantom model, fitted to its outputs on calibration data."""
 
 import sys
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Options(JsonOption):
     """
 
     model: Path
-    """Folder of a dense model: of phantom import, or of phantom train with a strategy other than phantom."""
+    """Folder of a dense model: of phantom model import, or of phantom train with a strategy other than phantom."""
     calibration: Path
     """Text like that which the model is for, as a file or a folder of files; for a feed-forward network rows of
     inputs."""

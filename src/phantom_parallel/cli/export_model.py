@@ -1,4 +1,4 @@
-"""``phantom export``: a model as a folder that ``transformers`` loads."""
+"""``phantom model export``: a model as a folder that ``transformers`` loads."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ class Options:
     """
 
     model: Path
-    """Folder of a model, such as that of phantom import or OUT/model of phantom train gpt."""
+    """Folder of a model, such as that of phantom model import or OUT/model of phantom train gpt."""
     out: Path
     """New folder."""
     dtype: Literal["fp32", "bf16"] | None = None

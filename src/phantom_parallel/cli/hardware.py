@@ -1,4 +1,4 @@
-"""``phantom hardware``: the profiles, or one with every figure, its source, and a mark where it is uncertain."""
+"""``phantom machine show``: the profiles, or one with every figure, its source, and a mark where it is uncertain."""
 
 from dataclasses import asdict, dataclass
 from typing import Annotated
@@ -59,7 +59,7 @@ OVERVIEW = (
 
 
 def _all(profiles: list[Profile]) -> Table:
-    caption = "* uncertain, - unavailable. phantom hardware NAME gives every figure and its source."
+    caption = "* uncertain, - unavailable. phantom machine show NAME gives every figure and its source."
     table = Table(title="Hardware profiles, per device", caption=caption, box=SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("name", no_wrap=True)
     for title, _, _ in OVERVIEW:

@@ -1,4 +1,4 @@
-"""``phantom heal``: a converted model learns from the dense model that it was made from."""
+"""``phantom model heal``: a converted model learns from the dense model that it was made from."""
 
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ healed model is written to the folder model in --out. Ranks, signals, --resume a
 
 @dataclass(frozen=True, kw_only=True)
 class HealOptions(TrainOptions):
-    """Options of ``phantom heal``; the others are the fields of its config."""
+    """Options of ``phantom model heal``; the others are the fields of its config."""
 
     def show(self, summary: Summary, config: TrainConfig, network: Network | None) -> None:
         _show(summary, config, self.out)

@@ -1,4 +1,4 @@
-"""``phantom import``: a pretrained model of Hugging Face as a model of a family."""
+"""``phantom model import``: a pretrained model of Hugging Face as a model of a family."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path

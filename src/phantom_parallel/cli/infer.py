@@ -128,7 +128,7 @@ def about_energy(provenance: str, profile: str | None, source: str | None) -> st
         return f"Energy is modelled: measured seconds times the watts of {escape(f'{profile} ({source})')}."
     if provenance == "unavailable":
         return (
-            "Energy is unavailable: there is no sensor that can be read (see phantom meter), and no watts to model it "
-            "with (phantom calibrate --watts, or --profile)."
+            "Energy is unavailable: there is no sensor that can be read (see phantom machine sensors), and no watts to "
+            "model it with (phantom machine measure --watts, or --profile)."
         )
-    return f"Energy is measured ({provenance}), of all devices that phantom meter lists."
+    return f"Energy is measured ({provenance}), of all devices that phantom machine sensors lists."

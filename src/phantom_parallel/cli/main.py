@@ -1,40 +1,51 @@
-"""``phantom COMMAND``: finds the command, reads its options, and turns a user's mistake into one line and exit code 2.
+"""``phantom COMMAND``: finds the command, reads its options, and turns a user's error into one line and exit code 2.
 
-A command is a module ``phantom_parallel.cli.NAME`` with a frozen dataclass ``Options``, whose fields are the options,
-whose docstring is the help, and whose ``run()`` does the work. A command on models of a family, which the word after
-the command names, has ``options_for(family, arguments)`` instead. It returns such a class, and defaults that take the
+A command is a frozen dataclass in a module of ``phantom_parallel.cli``: its fields are the options, its docstring is
+the help, and its ``run()`` does the work. A command on models of a family, which the word after the command names, has
+a function ``options_for(family, arguments)`` in its module instead. It returns such a class, and defaults that take the
 place of the class's own. Modules are imported only when they are needed, so that ``--help`` is quick and one command's
 dependencies do not burden another.
 """
 
 import importlib
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 from phantom_parallel.cli import exit_codes
 from phantom_parallel.utils.streams import open_missing_streams
 
-# What each command is for; the order is that of the help.
-COMMANDS: dict[str, str] = {
-    "compare": "train every strategy to the same loss, and show what it cost: the main job",
-    "study": "the paper's experiments and related ones: ghosts, scaling, links, batches, ...",
-    "report": "make a report again from the results of compare or study",
-    "train": "train a model on local ranks or a cluster's, with checkpoints to resume from",
-    "infer": "predictions of a trained model, and what a sample costs against tensor parallelism",
-    "generate": "text from a trained transformer, and what a token costs for prefill and decode",
-    "import": "a pretrained Llama, Mistral or Qwen2 of Hugging Face as a model, to run on ranks or to convert",
-    "convert": "a trained dense model as a phantom model, fitted to its outputs on calibration data",
-    "heal": "a converted model learns from the dense model that it was made from, on ranks",
-    "export": "a model as a folder that transformers loads",
-    "plan": "compare strategies, ranks and ghosts for a model and a machine",
-    "dryrun": "what one rank of many would compute, send and keep, from the real model code without data",
-    "hardware": "hardware profiles, each figure with its source",
-    "meter": "what this machine can measure: energy sensors, a short reading, what to install or allow",
-    "calibrate": "measure this machine and write its hardware profiles",
-    "validate": "predicted against measured step times on this machine",
-}
 
-MODULES = {"import": "import_model", "export": "export_model"}  # where a command cannot be a module's name
+class Command(NamedTuple):
+    """Where a command is, and what it is for."""
+
+    module: str
+    purpose: str
+    options: str = "Options"  # its class, in a module without ``options_for``
+
+
+# The order is that of the help.
+COMMANDS: dict[str, Command] = {
+    "compare": Command("compare", "train every strategy to the same loss, and show what it cost"),
+    "study": Command("study", "the paper's experiments and related ones: ghosts, scaling, links, ..."),
+    "report": Command("report", "make a report again from the results of compare or study"),
+    "train": Command("train", "train a model on local ranks or a cluster's"),
+    "generate": Command("generate", "text from a transformer"),
+    "infer": Command("infer", "predictions of a trained model, and what a sample costs"),
+    "plan": Command("plan", "compare strategies and layouts for a model and a machine"),
+    "dryrun": Command("dryrun", "what one rank of many would compute, send and keep"),
+    "model import": Command("import_model", "a pretrained Llama, Mistral or Qwen2 of Hugging Face"),
+    "model convert": Command("convert", "a dense model as a phantom model, fitted on calibration data"),
+    "model heal": Command("heal", "train a converted model with the dense model as its teacher"),
+    "model export": Command("export_model", "a model as a folder that transformers loads"),
+    "machine show": Command("hardware", "hardware profiles, each figure with its source"),
+    "machine measure": Command("calibrate", "measure this machine and write its profiles"),
+    "machine check": Command("validate", "predicted against measured step times"),
+    "machine sensors": Command("meter", "what energy this machine can measure"),
+}
+GROUPS = {
+    "model": "models from other libraries and to them: import, convert, heal, export",
+    "machine": "hardware profiles, measured or published: show, measure, check, sensors",
+}
 NAMED = ("study",)  # commands whose first word may be the name of something else than a family
 
 
@@ -77,19 +88,26 @@ def _main(arguments: list[str], handle_signals: bool) -> int:
 def _run(arguments: list[str], handle_signals: bool) -> None:
     if arguments[:1] == ["help"]:  # as of git and pip
         arguments = [*arguments[1:], "--help"]
-    name = arguments[0] if arguments else "--help"
-    if name in ("-h", "--help"):
+    first = arguments[0] if arguments else "--help"
+    words = 2 if first in GROUPS else 1
+    name = " ".join(arguments[:words])
+    if first in ("-h", "--help"):
         _help()
-    elif name == "--version":
+    elif first == "--version":
         from phantom_parallel import __version__
 
         print(f"phantom {__version__}")
+    elif first in GROUPS and (arguments[1:2] or ["--help"])[0] in ("-h", "--help"):
+        _help(first)
     elif name not in COMMANDS:
         from phantom_parallel.utils.names import choose_from
 
-        raise ValueError(f"there is no command {name!r}: {choose_from(name, COMMANDS)}")
+        typed = arguments[words - 1]
+        known = _subcommands(first) if first in GROUPS else {name.split()[0]: "" for name in COMMANDS}
+        where = f" of phantom {first}" if first in GROUPS else ""
+        raise ValueError(f"there is no command {typed!r}{where}: {choose_from(typed, known)}")
     else:
-        command = _parse(name, arguments[1:])
+        command = _parse(name, arguments[words:])
         if handle_signals:
             exit_codes.raise_on_signals()
         command.run()
@@ -101,21 +119,29 @@ def _parse(name: str, arguments: list[str]) -> Any:
 
     if "--" in arguments:
         raise ValueError(f"'--' is not an option: every value has a name, see phantom {name} --help")
-    module = importlib.import_module(f"phantom_parallel.cli.{MODULES.get(name, name)}")
+    command = COMMANDS[name]
+    module = importlib.import_module(f"phantom_parallel.cli.{command.module}")
     family, rest = split_family(arguments)
     if hasattr(module, "options_for"):
         if name not in NAMED:
             check_first_word(rest, name, family)
         options, defaults = module.options_for(family, rest)
         return parse(options, " ".join(["phantom", name, *([family] if family else [])]), rest, defaults)
-    return parse(module.Options, f"phantom {name}", arguments)
+    return parse(getattr(module, command.options), f"phantom {name}", arguments)
 
 
-def _help() -> None:
-    print("usage: phantom COMMAND [OPTIONS]\n\nPhantom parallelism for PyTorch.\n\ncommands:")
-    for name, purpose in COMMANDS.items():
-        print(f"  {name:<12}{purpose}")
-    print("\nphantom COMMAND --help shows a command's options.")
+def _subcommands(group: str) -> dict[str, str]:
+    return {name.split()[1]: command.purpose for name, command in COMMANDS.items() if name.startswith(f"{group} ")}
+
+
+def _help(group: str | None = None) -> None:
+    """Print the commands, or those of a group."""
+    commands = {name: command.purpose for name, command in COMMANDS.items() if " " not in name} | GROUPS
+    print(f"usage: phantom {f'{group} ' if group else ''}COMMAND [OPTIONS]\n")
+    print(GROUPS[group].partition(":")[0] if group else "Phantom parallelism for PyTorch.", end="\n\ncommands:\n")
+    for name, purpose in (_subcommands(group) if group else commands).items():
+        print(f"  {name:<10}{purpose}")
+    print(f"\nphantom {f'{group} ' if group else ''}COMMAND --help shows a command's options.")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``phantom meter``: lists the energy sensors of this machine."""
+"""``phantom machine sensors``: lists the energy sensors of this machine."""
 
 import math
 import time

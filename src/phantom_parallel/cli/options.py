@@ -1,14 +1,14 @@
-"""Options that several commands share, with one name, one help text and their aliases, and the parser of options."""
+"""Options that several commands share, with one name and one help text, and the parser of options."""
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from datetime import timedelta
 from io import StringIO
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, cast, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -21,16 +21,27 @@ from phantom_parallel.utils.wire import WireFormat
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
-# Other names of options: what people type elsewhere, and what options were called in earlier releases.
-ALIASES: dict[str, tuple[str, ...]] = {
-    "ranks": ("--tp",),
-    "gradient_accumulation_steps": ("--accumulate",),
-    "max_grad_norm": ("--clip",),
-    "activation_checkpointing": ("--recompute",),
-    "tie_embeddings": ("--tied",),
-    "context": ("--sequence",),
-    "mode": ("--task",),
+# Groups of a command's help after its own options, in order, and the options in each. Options of a nested config are in
+# a group of its name.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "model": ("blocks", "ghosts"),
+    "data": (
+        *("data", "batch", "samples", "teacher_blocks", "teacher_ghosts", "teacher_depth"),
+        *("pattern", "max_bytes", "tokenizer", "eval_windows"),
+    ),
+    "ranks": (
+        *("strategy", "ranks", "dp", "device", "timeout", "wire", "micro_batches", "reshard_after_forward", "fsdp"),
+        *("interleave", "activation_checkpointing", "compile"),
+    ),
+    "optimizer": (
+        *("gradient_accumulation_steps", "steps", "target_loss", "optimizer", "lr", "schedule", "warmup"),
+        *("momentum", "weight_decay", "max_grad_norm", "lr_local", "lr_compress", "lr_decompress", "dtype", "seed"),
+    ),
+    "checkpoints": ("resume", "checkpoint_every", "keep"),
+    "output": ("out", "json", "report_only", "log_every", "eval_every", "profile"),
+    "emulated_hosts": ("hosts", "link", "link_delay", "link_loss", "hosts_optional"),
 }
+_MAX_UNGROUPED = 12  # options of a command whose help is one group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +58,8 @@ class ProfileOption:
 
     profile: str | None = None
     """Hardware profile whose watts the energy is modelled with if there are no sensors; by default this machine's as
-    phantom calibrate --watts wrote it, otherwise watts that are assumed of a CPU core. See phantom hardware."""
+    phantom machine measure --watts wrote it, otherwise watts that are assumed of a CPU core. See phantom machine
+    show."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +115,7 @@ class NetworkOptions(TimeoutOption):
     """Rate of each host's link, as tc writes it: 100mbit, 1gbit, none. like:PROFILE measures the FLOP/s of a rank and
     chooses the rate at which it has the FLOP-to-byte ratio of a device of that machine between its nodes, and
     inside a host that of the links inside a node; like:PROFILE:inside has the latter between hosts. Profiles: see
-    phantom hardware."""
+    phantom machine show."""
     link_delay: str = "0"
     """How much longer a packet takes one way, such as 1ms; needs a kernel with netem."""
     link_loss: str = "0%"
@@ -136,9 +148,21 @@ class LaunchOptions(NetworkOptions):
 
 
 def parse(options: type[Any], prog: str, arguments: list[str], defaults: Mapping[str, Any] | None = None) -> Any:
-    """Parse a command's options. ``defaults`` replace those of the class; names that it does not have are ignored."""
+    """Parse a command's options.
+
+    Args:
+        options: A dataclass. Fields that are dataclasses themselves are options too, without a prefix.
+        prog: The command, for its help.
+        arguments: The arguments.
+        defaults: Replace those of the class; names that it does not have are ignored.
+    """
+    leaves = list(_leaves(options, defaults or {}, None))
+    if len(leaves) <= _MAX_UNGROUPED:
+        leaves = [replace(leaf, group=None) for leaf in leaves]
     with _printed_once() if launched_externally() else nullcontext():
-        return tyro.cli(_described(options, defaults or {}), prog=prog, args=arguments)
+        parsed = tyro.cli(_grouped(options, leaves), prog=prog, args=arguments, config=(tyro.conf.OmitArgPrefixes,))
+    owners = {leaf.name: parsed if leaf.group is None else getattr(parsed, _member(leaf.group)) for leaf in leaves}
+    return _build(options, {name: getattr(owner, name) for name, owner in owners.items()})
 
 
 @contextmanager
@@ -154,27 +178,79 @@ def _printed_once() -> Iterator[None]:
         raise
 
 
-def _described(options: type[Any], defaults: Mapping[str, Any]) -> type[Any]:
-    """A class of the same options, with their help texts, their aliases and with ``defaults``.
+@dataclass(frozen=True)
+class _Leaf:
+    """An option: a field of a command's class, or of a config that it holds."""
 
-    The parser would find the help texts too, but keeps the line breaks of the source.
-    """
-    assert is_dataclass(options)
+    name: str
+    group: str | None  # of the help; None for the command's own options
+    kind: Any
+    default: Any  # a dataclass field
+
+
+def _leaves(options: type[Any], defaults: Mapping[str, Any], parent: str | None) -> Iterator[_Leaf]:
     hints, docs = get_type_hints(options, include_extras=True), field_docs(options)
-    changed: list[tuple[str, Any, Any]] = []
     for option in fields(options):
-        kind, default = hints[option.name], {"default": defaults.get(option.name, option.default)}
+        kind = hints[option.name]
+        if not option.init:
+            continue
+        if is_dataclass(kind):
+            yield from _leaves(cast(type[Any], kind), defaults, option.name)
+            continue
+        value = defaults.get(option.name, option.default)
+        default = field(default=value, kw_only=True)
         if option.default_factory is not MISSING and option.name not in defaults:
-            default = {"default_factory": option.default_factory}
+            default = field(default_factory=option.default_factory, kw_only=True)
+        first, *others = get_args(kind) if get_origin(kind) is Annotated else (kind,)
         if option.name in docs:  # innermost, so that a text which the option has already replaces it
-            first, *others = get_args(kind) if get_origin(kind) is Annotated else (kind,)
-            kind = Annotated[first, tyro.conf.arg(help=docs[option.name]), *others]
-        if option.name in ALIASES:
-            kind = Annotated[kind, tyro.conf.arg(aliases=ALIASES[option.name])]
-        changed.append((option.name, kind, field(**default, kw_only=True)))
-    derived = make_dataclass(options.__name__, changed, bases=(options,), frozen=True, kw_only=True)
-    derived.__doc__ = options.__doc__
-    return derived
+            hint = "" if value is None else None
+            others = [
+                tyro.conf.arg(help=docs[option.name], metavar=_metavar(first), help_behavior_hint=hint),
+                *others,
+            ]
+        group = next((group for group, names in GROUPS.items() if option.name in names), parent)
+        yield _Leaf(option.name, group, Annotated[first, *others] if others else first, default)
+
+
+def _metavar(kind: Any) -> str | None:
+    """What stands for the value of an optional option: ``INT``, where the parser would write ``{None}|INT``."""
+    members = get_args(kind)
+    if type(None) not in members or len(members) != 2 or not isinstance(members[0], type):
+        return None
+    return members[0].__name__.upper()
+
+
+def _member(group: str) -> str:
+    """Field of a group in the class for the parser, which has options of its own, such as ``--model``."""
+    return f"{group}_group"
+
+
+def _grouped(options: type[Any], leaves: Iterable[_Leaf]) -> type[Any]:
+    """A class for the parser that has the command's own options, and holds a class for each group of the others."""
+    members: dict[str | None, list[tuple[str, Any, Any]]] = {None: [], **{group: [] for group in GROUPS}}
+    for leaf in leaves:
+        members.setdefault(leaf.group, []).append((leaf.name, leaf.kind, leaf.default))
+    own = members.pop(None)
+    groups = [
+        (_member(group), Annotated[make_dataclass(group, held, frozen=True), tyro.conf.arg(name=group)], field())
+        for group, held in members.items()
+        if group is not None and held
+    ]
+    parser = make_dataclass(options.__name__, [*own, *groups], frozen=True)
+    parser.__doc__ = options.__doc__
+    return parser
+
+
+def _build(options: type[Any], values: Mapping[str, Any]) -> Any:
+    """The options from their values, the dataclasses that they hold first."""
+    hints = get_type_hints(options)
+    return options(
+        **{
+            option.name: _build(hints[option.name], values) if is_dataclass(hints[option.name]) else values[option.name]
+            for option in fields(options)
+            if option.init
+        }
+    )
 
 
 def split_family(arguments: list[str]) -> tuple[str | None, list[str]]:

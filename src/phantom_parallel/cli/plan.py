@@ -41,7 +41,7 @@ ANOTHER_MODEL = (
 class PlanOptions(ModelOptions, WireOption, JsonOption):
     """Compare strategies, ranks and ghosts for a model, a batch and a machine, by a model of time and energy.
 
-    Every time and energy is modelled, none measured: docs/planning.md states the assumptions, and phantom hardware
+    Every time and energy is modelled, none measured: docs/planning.md states the assumptions, and phantom machine show
     shows the figures behind them.
     """
 

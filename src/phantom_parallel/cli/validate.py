@@ -1,4 +1,4 @@
-"""``phantom validate``: the time model's predictions against measured training steps, on local ranks."""
+"""``phantom machine check``: the time model's predictions against measured training steps, on local ranks."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +20,8 @@ from phantom_parallel.utils.progress import ProgressDisplay
 class ValidateOptions(NetworkOptions, JsonOption):
     """Run models that calibration has not seen, and print predicted against measured times of a training step.
 
-    Needs the profiles that `phantom calibrate` writes. The last column is the error of the predicted ratio of phantom
-    to its baseline, relative to the measured one.
+    Needs the profiles that `phantom machine measure` writes. The last column is the error of the predicted ratio of
+    phantom to its baseline, relative to the measured one.
     """
 
     family: ClassVar[str]

@@ -29,7 +29,7 @@ def heal(
         out: A new or empty folder, or with ``resume`` that of the same healing. The healed model is ``model`` in it.
         resume: Continue from the latest checkpoint in ``out``.
         show: Whether to show progress on stderr.
-        settings: Options of ``phantom heal`` by name: ``steps``, ``lr``, ``batch``, ``ranks``.
+        settings: Options of ``phantom model heal`` by name: ``steps``, ``lr``, ``batch``, ``ranks``.
 
     Returns:
         How it ended, with the held-out losses of the healed model, of the teacher, and of the model before.

@@ -1,4 +1,4 @@
-"""``phantom convert``: a dense model of a family becomes a phantom model, with a report of what it cost."""
+"""``phantom model convert``: a dense model of a family becomes a phantom model, with a report of what it cost."""
 
 import copy
 import shutil
@@ -84,7 +84,7 @@ class Point:
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """Results of ``phantom convert``.
+    """Results of ``phantom model convert``.
 
     Args:
         model: Folder of the dense model.

@@ -192,7 +192,7 @@ def _find(name: str, exclude: tuple[Path, ...]) -> Path:
         if path.is_file() and path.resolve() not in exclude:
             return path
     known = list_profiles()
-    hint = " (phantom calibrate writes it)" if name.startswith("this") else ""
+    hint = " (phantom machine measure writes it)" if name.startswith("this") else ""
     raise ValueError(
         f"there is no profile {name!r}{hint}: {choose_from(name, known)}, or give the path of a .toml file"
     )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Converter(ABC):
-    """The family's part of ``phantom convert``: dense models in, phantom models out. Runs in one process."""
+    """The family's part of ``phantom model convert``: dense models in, phantom models out. Runs in one process."""
 
     maps: ClassVar[tuple[str, ...]] = ("*",)  # patterns of the maps that a phantom model cuts into blocks
     own_ghosts: ClassVar[bool] = False  # whether each map may have its own number of ghosts
@@ -136,7 +136,7 @@ class Family(ABC):
         raise ValueError(f"a model of the family {self.name} generates no text: use phantom {self.inference_command}")
 
     def import_model(self, source: Path, out: Path, **options: Any) -> Any:
-        """Write a pretrained model as a model of the family, as ``phantom import`` does.
+        """Write a pretrained model as a model of the family, as ``phantom model import`` does.
 
         Args:
             source: Folder of a pretrained model of a type in ``imports``, or a GGUF file.
@@ -149,7 +149,7 @@ class Family(ABC):
         raise ValueError(f"a pretrained model cannot become one of the family {self.name}")
 
     def export_model(self, model: Path, out: Path, **options: Any) -> str:
-        """Write a model of the family for other libraries, as ``phantom export`` does.
+        """Write a model of the family for other libraries, as ``phantom model export`` does.
 
         Args:
             model: Folder of the model.
@@ -162,7 +162,7 @@ class Family(ABC):
         raise ValueError(f"a model of the family {self.name} has no form in other libraries")
 
     def converter(self) -> Converter:
-        """The family's part of ``phantom convert``.
+        """The family's part of ``phantom model convert``.
 
         Raises:
             ValueError: If dense models of the family cannot be converted.
@@ -170,7 +170,7 @@ class Family(ABC):
         raise ValueError(f"models of the family {self.name} cannot be converted")
 
     def heal_config(self) -> "type[TrainConfig]":
-        """Class of the settings of ``phantom heal``, of the kind ``HEAL``.
+        """Class of the settings of ``phantom model heal``, of the kind ``HEAL``.
 
         Raises:
             ValueError: If models of the family cannot be healed.
@@ -192,8 +192,8 @@ class Family(ABC):
 
         Args:
             ranks: Ranks that share a model.
-            held_out: Whether the steps are for ``phantom validate``, which compares them with predictions, and not
-                for ``phantom calibrate``, which fits the predictions to them.
+            held_out: Whether the steps are for ``phantom machine check``, which compares them with predictions, and not
+                for ``phantom machine measure``, which fits the predictions to them.
         """
         return []
 

@@ -104,8 +104,8 @@ class CompareSettings(NetworkSettings):
     inference_turns: int = 20
     """Timed turns of inference for every strategy and batch size."""
     profile: str | None = None
-    """Hardware profile with the watts of the modelled energy (see phantom hardware); by default assumed watts of a CPU
-    core."""
+    """Hardware profile with the watts of the modelled energy (see phantom machine show); by default assumed watts of
+    a CPU core."""
 
     def __post_init__(self) -> None:
         if not self.strategies or len(set(self.strategies)) != len(self.strategies):
@@ -189,8 +189,8 @@ class StudySettings(NetworkSettings):
     hardware: str = "frontier-mi250x"
     """Hardware profile of the modelled cells."""
     profile: str | None = None
-    """Hardware profile with the watts of the modelled energy (see phantom hardware); by default assumed watts of a CPU
-    core."""
+    """Hardware profile with the watts of the modelled energy (see phantom machine show); by default assumed watts of
+    a CPU core."""
 
     def __post_init__(self) -> None:
         positive(steps=self.steps, seeds=self.seeds, rounds=self.rounds, at_most=self.at_most or 1)

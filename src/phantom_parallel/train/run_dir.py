@@ -61,7 +61,7 @@ def read_config(out: Path, family: str | None = None, *, heals: bool = False) ->
     """The family and the settings of the training in the folder ``out``, by their present names.
 
     Nothing where there is no training. Raises ValueError if the folder's is of another family than ``family``, or is
-    of ``phantom heal`` and ``heals`` is False, or the other way round.
+    of ``phantom model heal`` and ``heals`` is False, or the other way round.
     """
     path = out / CONFIG
     if not path.is_file():

@@ -79,7 +79,7 @@ def test_a_gguf_file_is_imported_with_the_same_function(tmp_path, capsys):
     write_gguf(reference, tokenizer, tmp_path / "gguf" / "tiny.gguf")
     for number, source in enumerate((tmp_path / "gguf" / "tiny.gguf", tmp_path / "gguf")):
         out = tmp_path / f"model{number}"
-        assert main(["import", "--from", str(source), "--out", str(out)]) == 0, capsys.readouterr().err
+        assert main(["model", "import", "--from", str(source), "--out", str(out)]) == 0, capsys.readouterr().err
         model = load_model(out)
         tokens = torch.randint(300, (2, 30), generator=torch.Generator().manual_seed(1))
         with torch.no_grad():
@@ -103,7 +103,7 @@ def test_python_files_beside_a_gguf_file_never_run(tmp_path, monkeypatch, capsys
     }
     (folder / file).write_text(json.dumps({"model_type": "unheard-of", "auto_map": remote}))
     monkeypatch.setattr("builtins.input", lambda *_: "y")  # the question of transformers
-    main(["import", "--from", str(folder / "tiny.gguf"), "--out", str(tmp_path / "model")])
+    main(["model", "import", "--from", str(folder / "tiny.gguf"), "--out", str(tmp_path / "model")])
     assert not (tmp_path / "trace").exists()
 
 
@@ -112,12 +112,12 @@ def test_a_gguf_file_with_more_layers_than_tensors_is_refused_before_they_are_bu
     reference.config.num_hidden_layers = 10**9
     tokenizer = json.loads((tmp_path / "hf" / "tokenizer.json").read_text())
     write_gguf(reference, tokenizer, tmp_path / "deep.gguf")
-    assert main(["import", "--from", str(tmp_path / "deep.gguf"), "--out", str(tmp_path / "model")]) == 2
+    assert main(["model", "import", "--from", str(tmp_path / "deep.gguf"), "--out", str(tmp_path / "model")]) == 2
     assert "it declares 1000000000 layers, and has 21 tensors" in capsys.readouterr().err
 
 
 def test_a_damaged_gguf_file_is_refused(tmp_path, capsys):
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(40))
-    assert main(["import", "--from", str(tmp_path / "bad.gguf"), "--out", str(tmp_path / "model")]) == 2
+    assert main(["model", "import", "--from", str(tmp_path / "bad.gguf"), "--out", str(tmp_path / "model")]) == 2
     assert "bad.gguf is not a GGUF file" in capsys.readouterr().err
     assert not (tmp_path / "model").exists()

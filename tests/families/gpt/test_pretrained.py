@@ -143,7 +143,7 @@ def test_what_is_not_supported_is_refused_by_name_before_work(tmp_path, capsys, 
     path = tmp_path / "hf" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     capsys.readouterr()  # what transformers wrote
-    assert main(["import", "--from", str(tmp_path / "hf"), "--out", str(tmp_path / "model")]) == 2
+    assert main(["model", "import", "--from", str(tmp_path / "hf"), "--out", str(tmp_path / "model")]) == 2
     message = capsys.readouterr().err
     assert named in message
     assert str(tmp_path / "hf") in message
@@ -183,7 +183,7 @@ def test_a_tensor_that_is_not_where_the_index_has_it_or_in_two_files_is_refused(
 
 def test_pickles_and_missing_files_are_refused(tmp_path, capsys):
     make_pretrained(tmp_path / "hf")
-    command = ["import", "--from", str(tmp_path / "hf"), "--out", str(tmp_path / "model")]
+    command = ["model", "import", "--from", str(tmp_path / "hf"), "--out", str(tmp_path / "model")]
     (tmp_path / "hf" / "tokenizer.json").rename(tmp_path / "tokenizer.json")
     assert main(command) == 2
     assert "tokenizer.json" in capsys.readouterr().err
@@ -218,7 +218,7 @@ def test_links_to_private_files_are_not_copied(tmp_path, name):
 def test_commands_from_a_folder_to_text_and_back(tmp_path, capsys):
     reference = make_pretrained(tmp_path / "hf")
     model, out = str(tmp_path / "model"), str(tmp_path / "out")
-    assert main(["import", "--from", str(tmp_path / "hf"), "--out", model, "--context", "48"]) == 0
+    assert main(["model", "import", "--from", str(tmp_path / "hf"), "--out", model, "--context", "48"]) == 0
     assert load_model(model).config.context == 48
     capsys.readouterr()
     assert main(["generate", "--model", model, "--prompt", "ghost", "--chat", "--tokens", "6", "--json"]) == 0
@@ -228,7 +228,7 @@ def test_commands_from_a_folder_to_text_and_back(tmp_path, capsys):
     asked = tokenizer.apply_chat_template([{"role": "user", "content": "ghost"}], add_generation_prompt=True)
     prompt = torch.tensor([asked["input_ids"]])
     assert found["tokens"] == [greedy(reference, prompt, 6)]
-    assert main(["export", "--model", model, "--out", out]) == 0
+    assert main(["model", "export", "--model", model, "--out", out]) == 0
     assert transformers.AutoModelForCausalLM.from_pretrained(out).config.model_type == "llama"
     for template in ("{{ 1 / 0 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"):
         (tmp_path / "model" / "chat_template.jinja").write_text(template)

@@ -1,4 +1,4 @@
-"""Settings of the healing of a GPT. The texts under the fields are the help of ``phantom heal``."""
+"""Settings of the healing of a GPT. The texts under the fields are the help of ``phantom model heal``."""
 
 import os
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ class HealConfig(TrainConfig):
     may_change: ClassVar[frozenset[str]] = TrainConfig.may_change | {"activation_checkpointing"}
 
     model: str
-    """Folder of the phantom model, of phantom convert."""
+    """Folder of the phantom model, of phantom model convert."""
     teacher: str
     """Folder of the dense model that it was converted from."""
     data: str
@@ -71,7 +71,7 @@ class HealConfig(TrainConfig):
     def __post_init__(self) -> None:
         model, teacher = self.gpt(), self.teacher_config
         if model.strategy != "phantom":
-            raise ValueError(f"{self.model} is a {model.strategy} model: give a phantom one, of phantom convert")
+            raise ValueError(f"{self.model} is a {model.strategy} model: give a phantom one, of phantom model convert")
         if teacher.strategy == "phantom":
             raise ValueError(f"the teacher {self.teacher} is a phantom model: give the dense one that was converted")
         for name in _SAME:
