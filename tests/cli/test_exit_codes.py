@@ -39,6 +39,14 @@ def test_an_interruption_has_the_code_of_the_last_signal(monkeypatch):
     assert exit_code(Interrupted("stopped")) == 143
 
 
+def test_control_characters_of_a_name_do_not_reach_the_terminal(capfd):
+    assert program.main(["infer", "--model", "\x1b]0;title\x07\x9b31mname"]) == 2
+    message = capfd.readouterr().err
+    assert "\\x1b]0;title\\x07\\x9b31mname" in message
+    assert message.count("\n") == 1
+    assert [character for character in message[:-1] if not character.isprintable()] == []
+
+
 def test_a_message_that_repeats_a_long_value_is_shortened(capfd):
     print_error(f"begins {'x' * 100_000} ends")
     printed = capfd.readouterr().err

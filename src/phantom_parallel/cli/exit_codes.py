@@ -72,7 +72,7 @@ def print_error(message: str, lost: Collection[int] = (), *, prefix: str = "erro
     from rich.console import Console
     from rich.markup import escape
 
-    from phantom_parallel.utils.streams import LenientStderr
+    from phantom_parallel.utils.streams import LenientStderr, printable
 
     if len(message) > _MOST_CHARACTERS:
         half = _MOST_CHARACTERS // 2
@@ -82,7 +82,7 @@ def print_error(message: str, lost: Collection[int] = (), *, prefix: str = "erro
         rank = "" if is_on_first_host() else f"on rank {global_rank()}"
         start = " ".join(filter(None, (prefix, rank)))
         console = Console(file=cast(TextIO, LenientStderr()), highlight=False, soft_wrap=True)  # keeps the exit code
-        console.print((f"[bold red]{start}:[/] " if start else "") + escape(message))
+        console.print((f"[bold red]{start}:[/] " if start else "") + escape(printable(message)))
 
 
 def stop_output() -> int:

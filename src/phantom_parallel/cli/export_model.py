@@ -8,6 +8,7 @@ from phantom_parallel.checkpoint.model import family_of
 from phantom_parallel.cli.options import Flag
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.infer.run import check_folder
+from phantom_parallel.utils.streams import printable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,4 +31,5 @@ class Options:
 
     def run(self) -> None:
         family = get_family(family_of(check_folder(self.model)))
-        print(f"{self.out}: {family.export_model(self.model, self.out, dtype=self.dtype, overwrite=self.overwrite)}")
+        written = family.export_model(self.model, self.out, dtype=self.dtype, overwrite=self.overwrite)
+        print(printable(f"{self.out}: {written}"))

@@ -9,6 +9,7 @@ import tyro
 from phantom_parallel.cli.options import Flag, JsonOption
 from phantom_parallel.families.registry import family_names, get_family
 from phantom_parallel.utils.files import json_text
+from phantom_parallel.utils.streams import printable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,4 +42,4 @@ class Options(JsonOption):
         if self.json:
             print(json_text({"model": str(self.out), "family": family.name, "config": asdict(config)}))
         else:
-            print(f"{self.out}: {config}")
+            print(printable(f"{self.out}: {config}"))

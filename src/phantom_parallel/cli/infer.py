@@ -14,6 +14,7 @@ from phantom_parallel.energy.power_profile import POLLED_TIME
 from phantom_parallel.infer.measure import Inference
 from phantom_parallel.infer.run import Against, InferConfig, InferReport, run
 from phantom_parallel.utils.files import json_text
+from phantom_parallel.utils.streams import printable
 from phantom_parallel.utils.wire import in_words
 
 
@@ -89,7 +90,7 @@ LINES: dict[str, Callable[[Inference], str]] = {
 def _show(report: InferReport) -> None:
     console = Console(highlight=False, soft_wrap=True)
     if report.rows_per_second is not None:
-        where = "not kept: give --out" if report.out is None else escape(report.out)
+        where = "not kept: give --out" if report.out is None else escape(printable(report.out))
         console.print(f"{report.rows:,} predictions, {report.rows_per_second:,.0f} rows/s: {where}")
     if report.non_finite_outputs:
         console.print(

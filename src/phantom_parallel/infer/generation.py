@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from phantom_parallel.infer.sampling import Sampling
 from phantom_parallel.utils.layout import positive
+from phantom_parallel.utils.streams import printable
 from phantom_parallel.utils.wire import WireFormat, check_wire
 
 Against = Literal["megatron", "none"]
@@ -174,7 +175,10 @@ class GenerateReport:
 
 
 def print_text(text: str) -> None:
-    """Write text to stdout and flush it, with a question mark for each character that the encoding lacks."""
+    """Write text to stdout and flush it, with a question mark for each character that the encoding lacks. On a terminal
+    control characters are escaped.
+    """
+    text = printable(text) if sys.stdout.isatty() else text
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()

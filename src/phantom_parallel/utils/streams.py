@@ -5,6 +5,15 @@ import sys
 from contextlib import suppress
 from typing import Any
 
+_CONTROL_CHARACTERS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+def printable(text: str) -> str:
+    """Escape control characters other than newlines and tabs: in a name or in generated text, they could control the
+    terminal that shows it.
+    """
+    return text.translate(_CONTROL_CHARACTERS)
+
 
 class LenientStderr:
     """``sys.stderr`` for what is not worth ending the work for: text that cannot be written is dropped, as after the
