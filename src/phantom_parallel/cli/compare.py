@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from phantom_parallel.cli.options import value_of
+from phantom_parallel.cli.options import ranks_of_launcher, value_of
 from phantom_parallel.cli.output import output_folder, write_and_print
 from phantom_parallel.cli.setting_options import SettingOptions, with_settings
 from phantom_parallel.distributed.launch import launch_defaults
@@ -55,4 +55,6 @@ def options_for(family: str | None, arguments: list[str]) -> tuple[type[SettingO
     if preset is None:
         raise ValueError(f"there is no preset for the family {family}: give --preset and a TOML file")
     settings = read_compare(preset, family=family)
-    return with_settings(CompareOptions, CompareSettings, settings.family, preset, settings), {}
+    return with_settings(CompareOptions, CompareSettings, settings.family, preset, settings), ranks_of_launcher(
+        arguments, settings.training.get("dp", 1)
+    )

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import TextIO, cast
 
 from phantom_parallel.distributed.errors import Interrupted, LossDiverged, PeerFailed, RankDied
-from phantom_parallel.distributed.external import global_rank, is_on_first_host, reports_error
+from phantom_parallel.distributed.launchers import global_rank, is_on_first_host, reports_error
 from phantom_parallel.distributed.signals import recorded, stop_signals
 
 FAILED, MISTAKE, OUTPUT_CLOSED = 1, 2, 128 + 13

@@ -12,7 +12,7 @@ from phantom_parallel.checkpoint.model import family_of
 from phantom_parallel.cli.chat import chat_prompt
 from phantom_parallel.cli.infer import about_energy, print_notes
 from phantom_parallel.cli.options import Flag, JsonOption, LaunchOptions, ProfileOption, RanksOption, WireOption
-from phantom_parallel.distributed.external import is_rank_zero
+from phantom_parallel.distributed.launchers import is_rank_zero
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.infer.generation import Against, GenerateConfig, GenerateReport, PhaseCost, print_text
 from phantom_parallel.infer.run import check_folder

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from phantom_parallel.checkpoint.model import CONFIG
-from phantom_parallel.cli.options import folder_of, value_of
+from phantom_parallel.cli.options import folder_of, ranks_of_launcher, value_of
 from phantom_parallel.cli.train import TrainOptions
 from phantom_parallel.conversion.heal import heal_config
 from phantom_parallel.families.registry import get_family
@@ -42,6 +42,7 @@ def options_for(family: str | None, arguments: list[str]) -> tuple[type[Any], di
     out, model, defaults = folder_of(arguments), value_of("--model", arguments), dict[str, Any]()
     if "--resume" in arguments and out is not None:
         family, defaults = read_config(out, family, heals=True)
+    defaults = {**defaults, **ranks_of_launcher(arguments, defaults.get("dp", 1))}
     if family is None and model is not None and (Path(model) / CONFIG).is_file():
         config_class = heal_config(Path(model))
     else:

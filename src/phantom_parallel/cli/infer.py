@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from phantom_parallel.cli.options import Flag, JsonOption, LaunchOptions, ProfileOption, RanksOption, WireOption
-from phantom_parallel.distributed.external import is_rank_zero
+from phantom_parallel.distributed.launchers import is_rank_zero
 from phantom_parallel.energy.power_profile import POLLED_TIME
 from phantom_parallel.infer.measure import Inference
 from phantom_parallel.infer.run import Against, InferConfig, InferReport, run

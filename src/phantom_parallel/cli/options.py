@@ -1,6 +1,5 @@
 """Options that several commands share, with one name and one help text, and the parser of options."""
 
-import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
@@ -12,7 +11,12 @@ from typing import Annotated, Any, cast, get_args, get_origin, get_type_hints
 
 import tyro
 
-from phantom_parallel.distributed.external import is_local_rank_zero, launched_externally, reports_error, slurm_ranks
+from phantom_parallel.distributed.launchers import (
+    external_ranks,
+    is_local_rank_zero,
+    launched_externally,
+    reports_error,
+)
 from phantom_parallel.families.registry import family_names
 from phantom_parallel.utils.docs import field_docs
 from phantom_parallel.utils.names import choose_from
@@ -76,13 +80,11 @@ class RanksOption:
     """The option ``--ranks`` of commands that run a trained model."""
 
     ranks: int | None = None
-    """Ranks that share the model; by default 1, or as many as torchrun or srun started."""
+    """Ranks that share the model; by default 1, or as many as the launcher (torchrun, srun, mpirun, ...) started."""
 
     def rank_count(self) -> int:
         """The number of ranks, of the option or of the external launcher."""
-        if self.ranks is not None:
-            return self.ranks
-        return int((os.environ | slurm_ranks(os.environ)).get("WORLD_SIZE", "1"))
+        return external_ranks() if self.ranks is None else self.ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,6 +279,19 @@ def value_of(option: str, arguments: list[str]) -> str | None:
         if argument.startswith(f"{option}="):
             return argument.partition("=")[2]
     return None
+
+
+def ranks_of_launcher(arguments: list[str], dp: int = 1) -> dict[str, int]:
+    """The default of ``--ranks`` where another launcher has started the ranks: their number over ``--dp``.
+
+    Args:
+        arguments: Those of the command, not parsed yet.
+        dp: Copies of the model if ``arguments`` have none.
+    """
+    if not launched_externally() or value_of("--ranks", arguments) or value_of("--tp", arguments):
+        return {}
+    copies = value_of("--dp", arguments) or str(dp)
+    return {"ranks": max(1, external_ranks() // int(copies))} if copies.isdigit() and int(copies) else {}
 
 
 def folder_of(arguments: list[str]) -> Path | None:

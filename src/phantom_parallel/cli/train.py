@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from rich.console import Console
 from rich.table import Table
 
-from phantom_parallel.cli.options import Flag, JsonOption, LaunchOptions, folder_of
-from phantom_parallel.distributed.external import is_rank_zero
+from phantom_parallel.cli.options import Flag, JsonOption, LaunchOptions, folder_of, ranks_of_launcher
+from phantom_parallel.distributed.launchers import is_rank_zero
 from phantom_parallel.families.registry import DEFAULT_FAMILY, family_names, get_family
 from phantom_parallel.train import Summary, TrainConfig, run
 from phantom_parallel.train.run_dir import read_config
@@ -62,6 +62,7 @@ def options_for(family: str | None, arguments: list[str]) -> tuple[type[Any], di
     out, defaults = folder_of(arguments), dict[str, Any]()
     if "--resume" in arguments and out is not None:
         family, defaults = read_config(out, family)
+    defaults = {**defaults, **ranks_of_launcher(arguments, defaults.get("dp", 1))}
     family = family or DEFAULT_FAMILY
     config_class = get_family(family).train_config()
     others = ", ".join(f"phantom train {name} --help" for name in family_names() if name != family)

@@ -31,8 +31,8 @@ from phantom_parallel.distributed._messages import Assignment
 from phantom_parallel.distributed._namespaces import INTERFACE
 from phantom_parallel.distributed._supervisor import Rank, Supervisor
 from phantom_parallel.distributed._worker import crash_file
-from phantom_parallel.distributed.external import is_rank_zero, launched_externally, slurm_ranks
 from phantom_parallel.distributed.hosts import Hosts
+from phantom_parallel.distributed.launchers import is_rank_zero, launched_externally, rank_variables
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.families.registry import registered_families
 from phantom_parallel.utils.network import Network
@@ -103,7 +103,7 @@ def launch_device_type(size: int, network: Network | None = None) -> str:
 
 
 def _local_ranks(size: int) -> int:
-    return int((os.environ | slurm_ranks(os.environ)).get("LOCAL_WORLD_SIZE", size)) if launched_externally() else size
+    return int(rank_variables(os.environ).get("LOCAL_WORLD_SIZE", size))
 
 
 def launch(
@@ -116,8 +116,8 @@ def launch(
 ) -> T:
     """Call ``work(device, *args)`` on each of ``size`` ranks.
 
-    A process that ``torchrun`` or ``srun`` has started joins the others as one rank. Otherwise one rank is this process
-    itself, and several are started as local processes, see `launch_local`.
+    A process that another launcher has started (see `launchers`) joins the others as one rank. Otherwise one rank is
+    this process itself, and several are started as local processes, see `launch_local`.
 
     Args:
         size: Number of ranks.
@@ -147,17 +147,17 @@ def launch(
             size, work, *args, timeout=timeout, network=network, on_report=on_report, announces=announces
         )
     from phantom_parallel.distributed._lost_ranks import naming_lost_ranks  # a launcher needs no torch
-    from phantom_parallel.distributed.process_group import process_group, run_line, select_device
+    from phantom_parallel.distributed.process_group import join_ranks, process_group, run_line, select_device
 
     announces = announces and is_rank_zero()
     if launched_externally():
-        os.environ.update(slurm_ranks(os.environ))
+        os.environ.update(rank_variables(os.environ))
         started = int(os.environ["WORLD_SIZE"])
         if started != size:
             raise ValueError(f"{started} processes were started, {size} are needed (ranks times dp)")
         device = select_device(_local_ranks(size), defaults.device)
         reports = {} if on_report is None else {"report": on_report if os.environ["RANK"] == "0" else _discard}
-        with process_group(timeout, device), naming_lost_ranks(int(os.environ["RANK"]), size):
+        with process_group(timeout, device, **join_ranks(timeout)), naming_lost_ranks(int(os.environ["RANK"]), size):
             if announces:
                 print(run_line(device), file=sys.stderr, flush=True)
             return work(device, *args, **reports)

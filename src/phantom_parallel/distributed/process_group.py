@@ -1,6 +1,8 @@
 """The default process group of a rank and the rank's device."""
 
+import itertools
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -10,6 +12,10 @@ import torch
 import torch.distributed as dist
 
 from phantom_parallel.distributed.errors import Interrupted
+from phantom_parallel.distributed.launchers import JOB, launched_externally
+
+_VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+_stores: dict[tuple[str, int], tuple[Any, Iterator[int]]] = {}
 
 
 @contextmanager
@@ -24,11 +30,8 @@ def process_group(timeout: timedelta, device: torch.device, **arguments: Any) ->
     Raises:
         OSError: If the other ranks cannot be joined.
     """
-    try:
+    with _errors_of_joining():
         dist.init_process_group(backend_for(device), timeout=timeout, **arguments)
-    except dist.DistError as error:
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise OSError(f"cannot join the other ranks at {address}: {str(error).splitlines()[0]}") from None
     try:
         yield
         dist.barrier()  # no rank leaves while another one still exchanges with it
@@ -36,6 +39,48 @@ def process_group(timeout: timedelta, device: torch.device, **arguments: Any) ->
         dist.barrier()  # raised on every rank at the same boundary
         raise
     dist.destroy_process_group()
+
+
+def join_ranks(timeout: timedelta) -> dict[str, Any]:
+    """Where the ranks that another launcher has started meet, as arguments of `process_group`.
+
+    Torchrun has a store of its own. Otherwise rank 0 has one at MASTER_ADDR:MASTER_PORT, and ranks that belong to
+    another job or step than it are refused: ports may coincide.
+
+    Raises:
+        OSError: If the address cannot be resolved, or ranks of another job use it.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return {}
+    address, port, job = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), os.environ.get(JOB, "")
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if not address:
+        raise ValueError("MASTER_ADDR is not set: set it to the name of the host of rank 0")
+    try:
+        socket.getaddrinfo(address, port)
+    except OSError as error:
+        raise OSError(f"the host of rank 0, MASTER_ADDR={address}, cannot be resolved: {error.strerror}") from None
+    if (address, port) not in _stores:  # one for all launches of a process
+        with _errors_of_joining():
+            store = dist.TCPStore(address, port, is_master=rank == 0, timeout=timeout, wait_for_workers=False)  # type: ignore[attr-defined]
+            if rank == 0:
+                store.set(JOB, job)
+            elif (other := store.get(JOB).decode()) != job:
+                raise OSError(
+                    f"the ranks at {address}:{port} are of job {other!r}, this one is of {job!r}: set MASTER_PORT"
+                )
+        _stores[address, port] = (store, itertools.count())
+    store, launches = _stores[address, port]
+    return {"store": dist.PrefixStore(f"launch{next(launches)}", store), "rank": rank, "world_size": size}  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _errors_of_joining() -> Iterator[None]:
+    try:
+        yield
+    except dist.DistError as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise OSError(f"cannot join the other ranks at {address}: {str(error).splitlines()[0]}") from None
 
 
 def device_type_for(local_ranks: int, wanted: str = "auto") -> str:
@@ -117,5 +162,6 @@ def _accelerators() -> tuple[str, int]:
 
 
 def _bound_to_one(visible: int) -> bool:
-    """Whether Slurm has bound this task to one accelerator: it sees that one only."""
-    return visible == 1 and "SLURM_STEP_ID" in os.environ
+    """Whether a launcher has bound this rank to one accelerator: it sees that one only."""
+    restricted = any(name in os.environ for name in _VISIBLE_DEVICES) and "TORCHELASTIC_RUN_ID" not in os.environ
+    return visible == 1 and launched_externally() and ("SLURM_STEP_ID" in os.environ or restricted)

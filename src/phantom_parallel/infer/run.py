@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from phantom_parallel.checkpoint.model import CONFIG, family_of, load_model, read_config
 from phantom_parallel.cost.calibrate import profile_name
 from phantom_parallel.cost.hardware import load_profile, user_directory
-from phantom_parallel.distributed.external import launched_externally
 from phantom_parallel.distributed.launch import launch, launch_device_type
+from phantom_parallel.distributed.launchers import launched_externally
 from phantom_parallel.distributed.objects import broadcast_from_rank_zero, check_agreement
 from phantom_parallel.energy.power_profile import PowerProfile, load_power_profile
 from phantom_parallel.families.registry import get_family

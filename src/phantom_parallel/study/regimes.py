@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from phantom_parallel.distributed.external import launched_externally
+from phantom_parallel.distributed.launchers import launched_externally
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.study import networks
 from phantom_parallel.study.analysis import counts, difference_in_words

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.errors import Interrupted, LossDiverged
-from phantom_parallel.distributed.external import is_rank_zero
 from phantom_parallel.distributed.launch import threads_for
+from phantom_parallel.distributed.launchers import is_rank_zero
 from phantom_parallel.distributed.objects import broadcast_from_rank_zero, check_agreement
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.energy import EnergyMeter, PowerProfile, load_power_profile

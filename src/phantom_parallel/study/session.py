@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from phantom_parallel.distributed.external import is_rank_zero, launched_externally
 from phantom_parallel.distributed.launch import launch, launch_device_type
+from phantom_parallel.distributed.launchers import is_rank_zero, launched_externally
 from phantom_parallel.energy import load_power_profile
 from phantom_parallel.study import networks
 from phantom_parallel.study.environment import command

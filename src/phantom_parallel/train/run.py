@@ -12,8 +12,8 @@ from phantom_parallel.checkpoint.model import save_model
 from phantom_parallel.checkpoint.parts import storage_group
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.errors import Interrupted, RankDied
-from phantom_parallel.distributed.external import launched_externally
 from phantom_parallel.distributed.launch import launch, launch_device_type
+from phantom_parallel.distributed.launchers import launched_externally
 from phantom_parallel.distributed.objects import broadcast_from_rank_zero, check_agreement, raise_on_all_ranks
 from phantom_parallel.train import checkpoint
 from phantom_parallel.train import run_dir as output

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from phantom_parallel.checkpoint.model import load_model
 from phantom_parallel.distributed.errors import Interrupted
-from phantom_parallel.distributed.external import launched_externally
 from phantom_parallel.distributed.launch import launch, launch_device_type
+from phantom_parallel.distributed.launchers import launched_externally
 from phantom_parallel.distributed.objects import broadcast_from_rank_zero, check_agreement
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.energy.power_profile import PowerProfile

@@ -1,0 +1,236 @@
+"""Variables of launchers for ranks, translated to torch's, and how such ranks meet."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from phantom_parallel.cli.main import main
+from phantom_parallel.cli.options import ranks_of_launcher
+from phantom_parallel.cli.train import options_for
+from phantom_parallel.distributed.launchers import JOB, first_host, is_on_first_host, rank_variables, reports_error
+
+# As srun sets them for the sixth task of --nodes 2 --ntasks 8.
+STEP = {
+    "SLURM_JOB_ID": "1234567",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_STEP_NODELIST": "frontier[00017-00018]",
+}
+
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_NAMESPACE": "prterun-login-77@1",
+}
+PMI = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+PALS = {"PALS_RANKID": "5", "PMI_RANK": "5", "PMI_SIZE": "8", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "4"}
+FLUX = {"FLUX_TASK_RANK": "5", "FLUX_JOB_SIZE": "8", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_NNODES": "2"}
+JSM = {
+    "JSM_NAMESPACE_RANK": "5",
+    "JSM_NAMESPACE_SIZE": "8",
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_LOCAL_SIZE": "4",
+}
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+SAME_RANK = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+
+
+@pytest.mark.parametrize("environment", [TORCHRUN, STEP, OPEN_MPI, PMI, PALS, FLUX, JSM])
+def test_every_launcher_describes_the_same_rank(environment):
+    variables = rank_variables(environment | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
+    assert variables.items() >= SAME_RANK.items()
+    assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("10.0.0.1", "29500")
+    assert rank_variables(variables) == variables  # once they are in the environment
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"SLURM_STEP_NUM_TASKS": "2", **STEP, **OPEN_MPI},  # mpirun starts a daemon on each node with srun
+        STEP | PMI | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"},  # so does MPICH's mpiexec
+        STEP | {"PMI_RANK": "5", "PMI_SIZE": "8"},  # srun --mpi=pmi2
+        STEP | TORCHRUN,
+    ],
+)
+def test_of_two_launchers_the_inner_one_counts(environment):
+    assert rank_variables(environment).items() >= SAME_RANK.items()
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"},  # a batch script, before srun
+        STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+    ],
+)
+def test_elsewhere_there_are_no_ranks(environment):
+    assert rank_variables(environment) == {}
+
+
+@pytest.mark.parametrize(
+    ("environment", "variable"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE"),
+        ({"RANK": "abc", "WORLD_SIZE": "2"}, "RANK"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK"),
+        (STEP | {"SLURM_PROCID": ""}, "SLURM_PROCID"),
+        (STEP | {"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS"),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "x"}, "SLURM_STEP_TASKS_PER_NODE"),
+        ({"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_SIZE"),
+        ({"PALS_RANKID": "1"}, "PALS_SIZE"),
+        (STEP | {"MASTER_PORT": "http"}, "MASTER_PORT"),
+    ],
+)
+def test_a_variable_that_is_missing_or_not_a_number_is_named(environment, variable, monkeypatch):
+    with pytest.raises(ValueError, match=f"^{variable}"):
+        rank_variables(environment)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert is_on_first_host()  # the error can be printed
+    assert reports_error()
+
+
+@pytest.mark.parametrize(
+    "environment", [{"RANK": "0"}, {"RANK": "abc", "WORLD_SIZE": "2"}, STEP | {"SLURM_PROCID": "x"}]
+)
+def test_such_a_variable_is_one_line_and_exit_code_2(environment, tmp_path, monkeypatch, capfd):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "--out", str(tmp_path / "out")]) == 2
+    assert len(capfd.readouterr().err.splitlines()) == 1
+
+
+def test_the_port_is_of_the_job_and_step_and_below_ephemeral_ports():
+    steps = [rank_variables(STEP | {"SLURM_STEP_ID": str(step)}) for step in range(100)]
+    assert {variables["MASTER_ADDR"] for variables in steps} == {"frontier00017"}
+    assert len({variables[JOB] for variables in steps}) == 100
+    ports = {int(variables["MASTER_PORT"]) for variables in steps}
+    assert len(ports) > 95
+    assert all(1024 < port < 32768 for port in ports)
+
+
+def test_ranks_of_one_host_meet_there_and_others_need_an_address(tmp_path):
+    assert rank_variables(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"})["MASTER_ADDR"] == "localhost"
+    assert rank_variables(OPEN_MPI)["MASTER_ADDR"] == ""
+    (tmp_path / "nodes").write_text("x1000c0s0b0n0\nx1000c0s0b0n1\n")
+    assert rank_variables(PALS | {"PBS_NODEFILE": str(tmp_path / "nodes")})["MASTER_ADDR"] == "x1000c0s0b0n0"
+
+
+@pytest.mark.parametrize(("arguments", "ranks"), [([], 8), (["--dp", "2"], 4), (["--ranks", "2"], None)])
+def test_ranks_are_by_default_those_of_the_launcher_over_dp(arguments, ranks, monkeypatch):
+    for name, value in OPEN_MPI.items():
+        monkeypatch.setenv(name, value)
+    assert ranks_of_launcher(arguments).get("ranks") == ranks
+    _, defaults = options_for(None, arguments)
+    assert defaults.get("ranks") == ranks
+
+
+JOIN = """
+import os, sys
+from phantom_parallel.distributed.launch import launch
+from tests.distributed.workers import return_nothing
+try:
+    launch(2, return_nothing)
+    launch(2, return_nothing)
+except OSError as error:
+    sys.exit(f"one line: {error}")
+"""
+
+
+def start(rank, **variables):
+    """A rank of a step as Slurm starts it, on this host."""
+    step = STEP | {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"} | variables
+    return subprocess.Popen([sys.executable, "-c", JOIN], env=os.environ | step, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_rank_of_another_step_at_the_same_port_is_refused():
+    with socket.create_server(("localhost", 0)) as free:
+        port = str(free.getsockname()[1])
+    other = start(1, MASTER_PORT=port, SLURM_STEP_ID="1")
+    first = start(0, MASTER_PORT=port)
+    _, said = other.communicate()
+    assert "one line: " in said
+    assert "1234567.0" in said
+    second = start(1, MASTER_PORT=port)
+    assert (first.wait(), second.wait()) == (0, 0), (first.stderr.read(), second.stderr.read())
+
+
+def test_a_first_host_that_cannot_be_resolved_is_one_line():
+    rank = start(1, MASTER_ADDR="no-such-host.invalid")
+    _, said = rank.communicate()
+    assert said.splitlines()[-1].startswith("one line: ")
+    assert "no-such-host.invalid" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("gpu7", "gpu7"),
+        ("a,b", "a"),
+        ("gpu[007-009,12],login", "gpu007"),
+        ("nid[001,003]", "nid001"),
+        ("rack[2-3]-ib0", "rack2-ib0"),
+        ("a1,b[2-3]", "a1"),
+    ],
+)
+def test_the_first_host_of_a_list(hosts, first):
+    assert first_host(hosts) == first
+
+
+def test_under_torchrun_the_first_rank_that_fails_reports_it(tmp_path, monkeypatch):
+    for rank in ("1", "0"):
+        (tmp_path / rank).mkdir()
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    reported = []
+    for rank in ("1", "0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / rank / "error.json"))
+        reported.append(reports_error())
+    assert reported == [True, False, False]
+
+
+@pytest.mark.parametrize(("rank", "reports"), [("0", True), ("1", False)])
+def test_elsewhere_the_first_rank_of_a_host_reports(tmp_path, monkeypatch, rank, reports):
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    assert reports_error() == reports
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "0" / "error.json"))
+    assert reports_error() == reports
+
+
+@pytest.mark.parametrize(("rank", "first"), [("0", True), ("3", True), ("4", False)])
+def test_the_first_host_has_the_first_ranks(monkeypatch, rank, first):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert is_on_first_host() == first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [(["--ranks", "2", "--width", "63"], "error: blocks=4 does not divide"), (["--nonsense"], "Unrecognized options:")],
+)
+def test_a_mistake_under_torchrun_is_printed_once(tmp_path, options, line):
+    command = ["-m", "phantom_parallel.cli.main", "train", "--out", str(tmp_path / "out"), *options]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    found = subprocess.run([*torchrun, *command], capture_output=True, text=True, timeout=120)
+    assert found.stderr.count(line) == 1
+    assert found.stderr.count("Traceback") == 1  # torchrun's own
+    assert "exitcode  : 2" in found.stderr
+    assert found.stdout == ""
