@@ -34,7 +34,7 @@ COMMENT = re.compile(r"^<!--.*?-->\n|<!--.*?-->", re.DOTALL | re.MULTILINE)
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     assert config.nav is not None
     references = [{module.path: _page_of(module.path)} for module in public_modules(_load())]
-    config.nav.append({"Reference": [{"Commands": "reference/commands.md"}, *references]})
+    config.nav.insert(-1, {"Reference": [{"Commands": "reference/commands.md"}, *references]})
     return config
 
 
