@@ -33,7 +33,7 @@ def test_streams_may_be_closed(command, code):
 
 
 def test_files_do_not_get_the_descriptors_of_closed_streams(tmp_path):
-    program = "import os; from phantom_parallel.utils.streams import open_missing_streams as o; o(); "
+    program = "import os; from phantom_parallel.cli.exit_codes import open_missing_streams as o; o(); "
     program += f"assert os.open({str(tmp_path / 'new')!r}, os.O_CREAT) > 2; os.system('echo to nowhere || kill $PPID')"
     ended = subprocess.run(["sh", "-c", f'exec {sys.executable} -c "{program}" <&- >&-'], capture_output=True)
     assert (ended.returncode, ended.stderr) == (0, b"")

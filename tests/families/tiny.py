@@ -22,8 +22,8 @@ from phantom_parallel.families.registry import register_family
 from phantom_parallel.infer.predictor import Predictor
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.task import Task
+from phantom_parallel.utils.arrays import generator
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
-from phantom_parallel.utils.seeds import generator
 from phantom_parallel.utils.strategies import StrategyName, get_strategy
 
 ROWS, HELD_OUT = 64, 16

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import stat
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -323,3 +324,15 @@ def test_ranks_agree_on_a_stop_twice_a_second_and_not_at_every_step(monkeypatch)
         now[0] += 1 / 128
         assert not poll.stops(step)
     assert [round(128 * moment) for moment in polls] == [1, 65, 129, 193]
+
+
+def test_compiled_code_is_kept_in_the_users_own_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    loop._keep_compiled_code_private()
+    folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert folder.is_relative_to(tmp_path)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "chosen")
+    loop._keep_compiled_code_private()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "chosen"

@@ -1,9 +1,7 @@
 """The folder of a training."""
 
 import json
-import os
 import shutil
-import socket
 import sys
 import types
 from dataclasses import replace
@@ -204,7 +202,7 @@ def test_a_second_training_in_a_folder_is_refused_while_the_first_runs(tmp_path,
 
     monkeypatch.setattr(output.Log, "append", look)
     run(CONFIG, tmp_path)
-    assert f"{tmp_path} is in use by another process ({socket.gethostname()} pid {os.getpid()})" in refused[0]
+    assert f"{tmp_path} is in use by another process" in refused[0]
     monkeypatch.undo()
     assert run(MORE, tmp_path, resume=True).step == 6
 

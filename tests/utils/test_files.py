@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,12 +18,13 @@ from phantom_parallel.utils import files
 from phantom_parallel.utils.files import (
     atomic_file,
     atomic_folder,
-    check_regular,
     check_replaceable,
+    is_unused,
     json_text,
     read_bytes,
     read_text,
     remove_scratch,
+    replace_folder,
     write_bytes,
     write_json,
     write_text,
@@ -126,21 +128,36 @@ def test_a_folder_that_is_not_finished_leaves_the_old_one(tmp_path, overwrite):
     assert contents(tmp_path) == before
 
 
-def test_a_folder_that_cannot_be_renamed_leaves_the_old_one(tmp_path, monkeypatch):
-    path, rename = tmp_path / "folder", os.rename
-    path.mkdir()
-    (path / "old.txt").write_text("old")
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchanged", "renamed twice"])
+def test_a_new_folder_takes_the_place_of_an_old_one(tmp_path, monkeypatch, exchange):
+    if not exchange:
+        monkeypatch.setattr(files, "_exchange", lambda first, second: False)
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.txt").write_text(name)
+    replace_folder(tmp_path / "new", tmp_path / "old")
+    assert contents(tmp_path) == {"old/new.txt": "new"}
 
-    def renamed(old, new):
-        if Path(new) == path and not (Path(old) / "old.txt").exists():
-            raise OSError("no")
-        rename(old, new)
 
-    monkeypatch.setattr(os, "rename", renamed)
-    monkeypatch.setattr(files, "_exchange", lambda *_: False, raising=False)
-    with pytest.raises(OSError, match="no"), atomic_folder(path, overwrite=True) as folder:
-        (folder / "new.txt").write_text("new")
-    assert contents(tmp_path) == {"folder/old.txt": "old"}
+def test_a_folder_that_is_replaced_exists_at_any_moment(tmp_path):
+    for name in ("first", "folder"):
+        (tmp_path / name).mkdir()
+    if not files._exchange(tmp_path / "first", tmp_path / "folder"):
+        pytest.skip("the system cannot exchange names")
+    missing, done = [], threading.Event()
+
+    def watch():
+        while not done.is_set():
+            missing.append(not (tmp_path / "folder").exists())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for number in range(50):
+        with atomic_folder(tmp_path / "folder", overwrite=True) as scratch:
+            (scratch / "file").write_text(str(number))
+    done.set()
+    watcher.join()
+    assert not any(missing)
 
 
 KILLED = """
@@ -219,23 +236,21 @@ def test_the_error_of_a_full_disk_has_the_path(tmp_path, open_new):
         write()
 
 
-def test_only_files_of_their_own_contents_are_read(tmp_path):
+def test_pipes_and_devices_are_not_read(tmp_path):
     (tmp_path / "file").write_bytes("é".encode())
     assert (read_bytes(tmp_path / "file"), read_text(tmp_path / "file")) == (b"\xc3\xa9", "é")
     os.mkfifo(tmp_path / "pipe")  # reading it would wait for a writer
-    (tmp_path / "zero").symlink_to("/dev/zero")  # reading it would not end
-    for name in ("pipe", "zero"):
-        with pytest.raises(OSError, match=f"not a regular file, but a pipe, socket or device: '.*{name}'"):
-            read_text(tmp_path / name)
-    with pytest.raises(IsADirectoryError, match=str(tmp_path)):
-        read_bytes(tmp_path)
-    with pytest.raises(FileNotFoundError):
-        read_bytes(tmp_path / "nowhere")
-    with open(tmp_path / "sparse", "wb") as file:
-        file.truncate(1 << 40)
-    with pytest.raises(OSError, match="1,099,511,627,776 bytes are too many, at most 268,435,456 are read"):
-        read_text(tmp_path / "sparse")
-    check_regular(tmp_path / "sparse")  # files of tensors and rows may be of any size
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(OSError, match=f"not a regular file: '{path}'"):
+            read_text(path)
+
+
+def test_a_folder_with_locks_and_unfinished_files_is_unused(tmp_path):
+    for name in (".lock", ".lock-ranks", ".writing-config.json-01234567"):
+        (tmp_path / name).touch()
+    assert is_unused(tmp_path)
+    (tmp_path / "config.json").touch()
+    assert not is_unused(tmp_path)
 
 
 def test_what_a_folder_is_made_from_is_not_replaced(tmp_path):

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -32,8 +31,7 @@ def holder(folder, how: str) -> subprocess.Popen:
 def test_a_process_that_was_killed_does_not_keep_its_lock(tmp_path):
     process = holder(tmp_path, "acquire")
     try:
-        where = f"{socket.gethostname()} pid {process.pid}"
-        with pytest.raises(BlockingIOError, match=rf"{tmp_path} is in use by another process \({where}\)"):
+        with pytest.raises(BlockingIOError, match=f"{tmp_path} is in use"):
             FolderLock(tmp_path).acquire()
     finally:
         os.kill(process.pid, signal.SIGKILL)
@@ -41,7 +39,7 @@ def test_a_process_that_was_killed_does_not_keep_its_lock(tmp_path):
     with FolderLock(tmp_path) as lock:
         lock.acquire()
         assert lock.held
-    assert stat.S_IMODE((tmp_path / FolderLock.NAME).stat().st_mode) == 0o600
+        assert stat.S_IMODE((tmp_path / FolderLock.NAME).stat().st_mode) == 0o600
 
 
 def test_processes_that_joined_keep_it_for_their_dead_launcher_until_they_end(tmp_path):
@@ -63,6 +61,6 @@ def test_processes_that_joined_keep_it_for_their_dead_launcher_until_they_end(tm
 def test_a_lock_is_released_with_its_block(tmp_path):
     with FolderLock(tmp_path) as lock:
         lock.acquire()
-        with pytest.raises(BlockingIOError, match=f"pid {os.getpid()}"):
+        with pytest.raises(BlockingIOError, match="is in use"):
             FolderLock(tmp_path).acquire()
     FolderLock(tmp_path).acquire()

@@ -60,28 +60,13 @@ def test_the_time_left_counts_from_what_was_finished_before(clock, capsys):
     assert lines(capsys) == ["step 90/100", "step 92/100 0:00:32 left"]
 
 
-def test_a_new_stage_starts_anew(clock, capsys):
-    with ProgressDisplay() as display:
-        display.stage("first", 2)
-        clock[0] += 60.0
-        display.update(2)
-        display.stage("second", 4)
-        clock[0] += 1.0
-        display.update(1, line=True)
-    assert lines(capsys) == ["first 2/2", "second 1/4 0:00:03 left"]
-
-
-def test_nothing_is_printed_unless_shown(clock, capsys):
+def test_nothing_is_printed_unless_shown_and_a_line_as_it_is(clock, capsys):
     with ProgressDisplay(show=False) as display:
         display.stage("step", 2)
         clock[0] += 60.0
         display.update(1, "note", line=True)
         display.print("a line")
-        display.update(2)
     assert lines(capsys) == []
-
-
-def test_a_line_is_printed_as_it_is(capsys):
     with ProgressDisplay() as display:
         display.print("[bold]a line[/bold]")
     assert lines(capsys) == ["[bold]a line[/bold]"]

@@ -2,7 +2,7 @@
 
 0       finished
 1       a rank died, or the loss diverged
-2       a mistake in the options or files
+2       an invalid option or input file
 129     stopped by SIGHUP: its terminal was closed
 130     stopped by SIGINT
 141     the reader of the output has closed it
@@ -72,7 +72,8 @@ def print_error(message: str, lost: Collection[int] = (), *, prefix: str = "erro
     from rich.console import Console
     from rich.markup import escape
 
-    from phantom_parallel.utils.streams import LenientStderr, printable
+    from phantom_parallel.utils.parsing import printable
+    from phantom_parallel.utils.progress import LenientStderr
 
     if len(message) > _MOST_CHARACTERS:
         half = _MOST_CHARACTERS // 2
@@ -83,6 +84,19 @@ def print_error(message: str, lost: Collection[int] = (), *, prefix: str = "erro
         start = " ".join(filter(None, (prefix, rank)))
         console = Console(file=cast(TextIO, LenientStderr()), highlight=False, soft_wrap=True)  # keeps the exit code
         console.print((f"[bold red]{start}:[/] " if start else "") + escape(printable(message)))
+
+
+def open_missing_streams() -> None:
+    """Connect standard streams that are closed to the null device, in this process and those that it starts.
+
+    Otherwise the next files that are opened would get their descriptors, and what a library prints would go into them.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest free descriptor, so that it is that of the stream
+            os.set_inheritable(opened, True)
+            if opened == number:
+                setattr(sys, name, open(opened, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
 
 
 def stop_output() -> int:

@@ -8,7 +8,7 @@ from phantom_parallel.checkpoint.model import family_of
 from phantom_parallel.cli.options import Flag
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.infer.run import check_folder
-from phantom_parallel.utils.streams import printable
+from phantom_parallel.utils.parsing import printable
 
 
 @dataclass(frozen=True, kw_only=True)

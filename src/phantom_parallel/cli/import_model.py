@@ -9,7 +9,7 @@ import tyro
 from phantom_parallel.cli.options import Flag, JsonOption
 from phantom_parallel.families.registry import family_names, get_family
 from phantom_parallel.utils.files import json_text
-from phantom_parallel.utils.streams import printable
+from phantom_parallel.utils.parsing import printable
 
 
 @dataclass(frozen=True, kw_only=True)

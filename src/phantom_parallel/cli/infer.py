@@ -14,7 +14,7 @@ from phantom_parallel.energy.power_profile import POLLED_TIME
 from phantom_parallel.infer.measure import Inference
 from phantom_parallel.infer.run import Against, InferConfig, InferReport, run
 from phantom_parallel.utils.files import json_text
-from phantom_parallel.utils.streams import printable
+from phantom_parallel.utils.parsing import printable
 from phantom_parallel.utils.wire import in_words
 
 

@@ -12,7 +12,6 @@ import sys
 from typing import Any, NamedTuple
 
 from phantom_parallel.cli import exit_codes
-from phantom_parallel.utils.streams import open_missing_streams
 
 
 class Command(NamedTuple):
@@ -56,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     if arguments is None:
         exit_codes.exit_on_signals()
-        open_missing_streams()
+        exit_codes.open_missing_streams()
     try:
         return _main(sys.argv[1:] if arguments is None else arguments, handle_signals=arguments is None)
     except BrokenPipeError:  # the reader of the output has closed it, as `| head` does
@@ -100,7 +99,7 @@ def _run(arguments: list[str], handle_signals: bool) -> None:
     elif first in GROUPS and (arguments[1:2] or ["--help"])[0] in ("-h", "--help"):
         _help(first)
     elif name not in COMMANDS:
-        from phantom_parallel.utils.names import choose_from
+        from phantom_parallel.utils.parsing import choose_from
 
         typed = arguments[words - 1]
         known = _subcommands(first) if first in GROUPS else {name.split()[0]: "" for name in COMMANDS}

@@ -18,9 +18,8 @@ from phantom_parallel.distributed.launchers import (
     reports_error,
 )
 from phantom_parallel.families.registry import family_names
-from phantom_parallel.utils.docs import field_docs
-from phantom_parallel.utils.names import choose_from
 from phantom_parallel.utils.network import Network
+from phantom_parallel.utils.parsing import choose_from, field_docs
 from phantom_parallel.utils.wire import WireFormat
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]

@@ -14,7 +14,7 @@ import tyro
 from phantom_parallel.cli.options import Flag, JsonOption, LaunchOptions, NetworkOptions
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.study.settings import SEARCH_PREFIX, SearchSettings, Settings, training_fields
-from phantom_parallel.utils.docs import field_docs
+from phantom_parallel.utils.parsing import field_docs
 
 _FIXED = ("family", "strategies")  # settings that are no options, or have another type as such
 

@@ -21,7 +21,7 @@ from phantom_parallel.nn.fit import STEPS
 from phantom_parallel.utils.files import check_replaceable, write_json
 from phantom_parallel.utils.layout import positive
 from phantom_parallel.utils.lock import FolderLock
-from phantom_parallel.utils.numbers import is_finite
+from phantom_parallel.utils.parsing import is_finite
 from phantom_parallel.utils.progress import ProgressDisplay
 
 REPORT = "conversion.json"

@@ -5,7 +5,6 @@ were written.
 """
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -121,7 +120,7 @@ class StoredStages:
         if self._folder is None or digest is None:
             return None
         try:
-            data = read_bytes(self._folder / name, math.inf)
+            data = read_bytes(self._folder / name)
         except OSError:
             return None
         return load(data) if sha256(data).hexdigest() == digest else None

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from phantom_parallel.utils.files import read_text, write_text
-from phantom_parallel.utils.names import choose_from
-from phantom_parallel.utils.numbers import is_finite
+from phantom_parallel.utils.parsing import choose_from, is_finite
 
 SHIPPED = Path(__file__).parent / "profiles"
 WORD_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from phantom_parallel.infer.sampling import Sampling
 from phantom_parallel.utils.layout import positive
-from phantom_parallel.utils.streams import printable
+from phantom_parallel.utils.parsing import printable
 from phantom_parallel.utils.wire import WireFormat, check_wire
 
 Against = Literal["megatron", "none"]

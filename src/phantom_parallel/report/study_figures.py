@@ -29,7 +29,7 @@ from phantom_parallel.report.smaller_figures import smaller_figure
 from phantom_parallel.report.study_tables import CellGroup, available, group_cells, label_of, number, varying
 from phantom_parallel.study.results import Study
 from phantom_parallel.study.units import format_measure, listed, plain, upper
-from phantom_parallel.utils.docs import field_docs
+from phantom_parallel.utils.parsing import field_docs
 
 # Setting that each study of the package varies, and its figures: the first available measure of each tuple.
 SWEEPS: dict[str, tuple[str, tuple[tuple[str, ...], ...]]] = {

@@ -15,9 +15,8 @@ from phantom_parallel.study.networks import NetworkSettings
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.utils.files import read_text
 from phantom_parallel.utils.layout import positive
-from phantom_parallel.utils.names import choose_from
 from phantom_parallel.utils.network import NO_LINK
-from phantom_parallel.utils.parsing import check_keys, convert, decode_toml
+from phantom_parallel.utils.parsing import check_keys, choose_from, convert, decode_toml
 from phantom_parallel.utils.strategies import get_strategy
 
 # Fields of a training that the comparison or the study sets itself.

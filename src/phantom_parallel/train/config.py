@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.utils.layout import positive
-from phantom_parallel.utils.numbers import is_finite
+from phantom_parallel.utils.parsing import is_finite
 from phantom_parallel.utils.strategies import DEFAULT_GHOSTS, Strategy, StrategyName, default_blocks, get_strategy
 from phantom_parallel.utils.wire import WireFormat
 

@@ -6,6 +6,7 @@ asked to stop. Other steps are what a user's own loop would be, and their time i
 """
 
 import math
+import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -31,7 +32,7 @@ from phantom_parallel.train.checkpoint import Progress
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.optimizer import PartsOptimizer
 from phantom_parallel.train.task import Task
-from phantom_parallel.utils.cache import keep_compiled_code_private
+from phantom_parallel.utils.files import cache_folder
 
 __all__ = ["ParallelContext", "Record", "Summary", "train"]
 
@@ -154,7 +155,7 @@ class Trainer:
 
     def compile(self) -> None:
         """Compile both directions now, on rows of the usual shape, so that no step's time has it in it."""
-        keep_compiled_code_private()
+        _keep_compiled_code_private()
         self.task.compile()
         self.task.forward_backward(self.task.rows_of(0)[: self.config.micro_batch], 1.0, last=True)
         self.task.model.zero_grad()
@@ -430,3 +431,16 @@ class _StopPoll:
         asked, seconds = self._mean(float(self._stop.requested), (now - self._time) / (step - self._last))
         self._last, self._next, self._time = step, step + max(1, int(STOP_POLL_SECONDS / seconds)), now
         return asked > 0
+
+
+def _keep_compiled_code_private() -> None:
+    """Let Inductor keep compiled code in the user's cache, unless the environment names another folder.
+
+    By default it is below the temporary directory, under a name that another user of the machine may have taken first,
+    and what is there is loaded and run.
+    """
+    folder = cache_folder() / "inductor"
+    if not os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        with suppress(OSError):  # without a place for it, torch's default stays
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)

@@ -16,7 +16,6 @@ from phantom_parallel.utils.parsing import convert
 
 CONFIG, METRICS, SUMMARY, CHECKPOINTS, MODEL = "config.json", "metrics.jsonl", "summary.json", "checkpoints", "model"
 BOARD = "tensorboard"
-_METRICS_BYTES = 1 << 30  # that are read of metrics.jsonl: millions of lines
 
 
 def prepare(config: TrainConfig, out: Path, resume: bool, lock: FolderLock) -> Path | None:
@@ -165,7 +164,7 @@ def _is_complete(out: Path, step: int) -> bool:
 def _drop_after(path: Path, step: int) -> None:
     """Drop what was logged after the checkpoint, since it will be logged again, and a line cut short by a crash."""
     kept = []
-    for line in read_bytes(path, _METRICS_BYTES).splitlines() if path.exists() else []:
+    for line in read_bytes(path).splitlines() if path.exists() else []:
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line + b"\n")

@@ -1,7 +1,8 @@
-"""Files and folders that appear whole or not at all, with the permissions of the umask."""
+"""Files and folders that appear whole or not at all, and JSON in them."""
 
 import ctypes
 import errno
+import fcntl
 import json
 import math
 import os
@@ -13,11 +14,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from phantom_parallel.utils.lock import FolderLock, flock
+from phantom_parallel.utils.lock import FolderLock
 
-# Prefix of unfinished files: hidden from readers, and distinct from a user's own files when `remove_scratch` runs.
-_SCRATCH = ".writing-"
-_MOST_BYTES = 1 << 28  # of a file that is read as a whole: a description, not tensors or rows
+_SCRATCH = ".writing-"  # prefix of unfinished files: hidden, and distinct from a user's own files
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -38,7 +37,7 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(scratch, path)
-        sync_folder(path.parent)
+        _sync_folder(path.parent)
     finally:
         scratch.unlink(missing_ok=True)
 
@@ -104,48 +103,46 @@ def replace_folder(new: Path, path: Path) -> None:
 
     On Linux the two are exchanged in one operation, so that ``path`` exists at any moment.
     """
-    for file in new.rglob("*"):
-        if file.is_file():
-            with open(file, "rb") as opened:
-                os.fsync(opened.fileno())
-    if path.exists() and _exchange(new, path):
-        remove_folder(new)
-    elif path.exists():
-        old = _scratch_beside(path)
-        os.rename(path, old)
-        try:
-            os.rename(new, path)
-        except OSError:
-            os.rename(old, path)
-            raise
-        remove_folder(old)
-    else:
+    for file in filter(Path.is_file, new.rglob("*")):
+        with open(file, "rb") as opened:
+            os.fsync(opened.fileno())
+    if not path.exists():
         os.rename(new, path)
-    sync_folder(path.parent)
+    else:
+        if not _exchange(new, path):
+            old = _scratch_beside(path)
+            os.rename(path, old)
+            try:
+                os.rename(new, path)
+            except OSError:
+                os.rename(old, path)
+                raise
+            new = old
+        remove_folder(new)
+    _sync_folder(path.parent)
 
 
-def check_regular(path: str | os.PathLike[str], most_bytes: float = math.inf) -> None:
-    """Raise OSError unless ``path`` is a file with contents of its own, of at most ``most_bytes``: a pipe may wait for
-    a writer, and a device such as /dev/zero may not end.
-    """
+def is_unused(folder: Path) -> bool:
+    """Whether nothing is in a folder but locks and what killed writers have left."""
+    return all(path.name.startswith((FolderLock.NAME, _SCRATCH)) for path in folder.iterdir())
+
+
+def remove_scratch(folder: Path) -> None:
+    """Remove unfinished files and folders of writers that were killed. No writer may be active in ``folder``."""
+    for path in folder.glob(f"{_SCRATCH}*"):
+        _remove(path)
+
+
+def read_bytes(path: str | os.PathLike[str]) -> bytes:
+    """Read a whole file. Pipes and devices, which may not end, are refused with an OSError."""
     path = Path(path)
-    size = path.stat().st_size
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not path.is_file():
-        raise OSError(errno.EINVAL, "not a regular file, but a pipe, socket or device", str(path))
-    if size > most_bytes:
-        raise OSError(errno.EFBIG, f"{size:,} bytes are too many, at most {most_bytes:,} are read", str(path))
-
-
-def read_bytes(path: str | os.PathLike[str], most_bytes: float = _MOST_BYTES) -> bytes:
-    """Read a whole file, as far as `check_regular` accepts it."""
-    check_regular(path, most_bytes)
-    return Path(path).read_bytes()
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return path.read_bytes()
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """Read a whole text file in UTF-8, as far as `check_regular` accepts it."""
+    """Read a whole text file in UTF-8, as `read_bytes` does."""
     return read_bytes(path).decode()
 
 
@@ -158,6 +155,11 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write a whole text file atomically, as UTF-8."""
     write_bytes(path, text.encode())
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Write a JSON file atomically. NaN and infinities, which JSON does not have, raise ValueError."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def json_text(value: Any) -> str:
@@ -173,27 +175,24 @@ def _finite_or_none(value: Any) -> Any:
     return [_finite_or_none(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Write a JSON file atomically. NaN and infinities, which JSON does not have, raise ValueError."""
-    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
-
-
-def is_unused(folder: Path) -> bool:
-    """Whether nothing is in a folder but a lock and what killed writers have left."""
-    return all(path.name == FolderLock.NAME or path.name.startswith(_SCRATCH) for path in folder.iterdir())
-
-
-def remove_scratch(folder: Path) -> None:
-    """Remove unfinished files and folders of writers that were killed. No writer may be active in ``folder``."""
-    for path in folder.glob(f"{_SCRATCH}*"):
-        _remove(path)
+def cache_folder() -> Path:
+    """The cache of this library: below ``XDG_CACHE_HOME``, by default ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "phantom-parallel"
 
 
 def _open_scratch(path: Path, *, folder: bool = False) -> tuple[Path, int]:
-    """Make and open a file or folder beside ``path``, with a lock by which others see that its writer runs. Those of
+    """Make and open a file or folder beside ``path``, and lock it, so that others see that its writer runs. Those of
     writers of ``path`` that were killed are removed first.
     """
-    _remove_abandoned(path)
+    abandoned = re.compile(re.escape(f"{_SCRATCH}{path.name}-") + r"[0-9a-f]{8}")
+    for scratch in [other for other in path.parent.iterdir() if abandoned.fullmatch(other.name)]:
+        with suppress(OSError):  # its writer runs, or has just finished
+            handle = os.open(scratch, os.O_RDONLY)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(scratch)
+            finally:
+                os.close(handle)
     while True:
         scratch = _scratch_beside(path)
         try:
@@ -204,24 +203,11 @@ def _open_scratch(path: Path, *, folder: bool = False) -> tuple[Path, int]:
             if path.parent.is_dir():
                 continue  # another writer has removed it, as it was not locked yet
             raise
-        if flock(handle, exclusive=False) and scratch.exists():
+        with suppress(OSError):  # some file systems have no locks, and nothing is removed there either
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if scratch.exists():
             return scratch, handle
         os.close(handle)
-
-
-def _remove_abandoned(path: Path) -> None:
-    """Remove what writers of ``path`` have left unfinished that do not run any more: a writer holds a lock on it."""
-    unfinished = re.compile(re.escape(f"{_SCRATCH}{path.name}-") + r"[0-9a-f]{8}")
-    for scratch in [one for one in path.parent.iterdir() if unfinished.fullmatch(one.name)]:
-        try:
-            handle = os.open(scratch, os.O_RDONLY)
-        except OSError:
-            continue  # its writer has just finished
-        try:
-            if flock(handle, exclusive=True, without_locks=False):
-                _remove(scratch)
-        finally:
-            os.close(handle)
 
 
 def _remove(path: Path) -> None:
@@ -232,18 +218,12 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk, where the system supports it."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
+def _sync_folder(folder: Path) -> None:
+    """Flush a folder's entries to the disk, where the file system supports it."""
+    handle = os.open(folder, os.O_RDONLY)
+    with suppress(OSError):
         os.fsync(handle)
-    except OSError:
-        pass  # some file systems cannot sync a folder; the files themselves are synced
-    finally:
-        os.close(handle)
+    os.close(handle)
 
 
 @contextmanager

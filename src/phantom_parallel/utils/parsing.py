@@ -1,15 +1,24 @@
-"""JSON and TOML from files into dataclasses, with errors that name the file and the key."""
+"""JSON and TOML from files into dataclasses, with errors that name the file and the key, and what help texts and errors
+say about fields and names.
+"""
 
+import ast
+import difflib
+import inspect
+import math
 import re
+import textwrap
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
+from itertools import pairwise
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 
 T = TypeVar("T")
-_DEEPEST = 32  # levels of nested data
+_CONTROL_CHARACTERS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+_docs: dict[type, dict[str, str]] = {}  # reading sources takes most of the time in which a command reads its options
 
 
 def convert(data: Any, kind: type[T], source: str) -> T:
@@ -30,13 +39,9 @@ def convert(data: Any, kind: type[T], source: str) -> T:
 
 
 def decode_json(text: bytes, kind: type[T], source: str) -> T:
-    """Parse JSON into a dataclass, as `convert` does. NaN, infinities, numbers of more than 64 bits and data that are
-    nested more than 32 levels deep are refused.
-    """
+    """Parse JSON into a dataclass, as `convert` does. NaN and infinities are refused."""
     try:
-        found = msgspec.json.decode(text, type=kind)
-        _check_values(msgspec.json.decode(text))
-        return found
+        return msgspec.json.decode(text, type=kind)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(_explained(error, kind, source)) from None
 
@@ -56,15 +61,54 @@ def check_keys(data: Mapping[str, Any], known: Iterable[str], source: str) -> No
         raise ValueError(f"{source} has unknown settings {', '.join(unknown)}; known are {', '.join(sorted(known))}")
 
 
-def _check_values(data: Any) -> None:
-    level = [data]
-    for _ in range(_DEEPEST):
-        nested = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
-        level = [value for values in nested for value in values]
-        if any(isinstance(one, int) and abs(one) >= 2**63 for one in level):
-            raise msgspec.ValidationError("an integer has more than 64 bits")
-    if any(isinstance(one, dict | list) for one in level):
-        raise RecursionError
+def is_finite(value: object) -> bool:
+    """Whether ``value`` is an int or a float, no bool, and finite as a float: 10**400 is not."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def printable(text: str) -> str:
+    """Escape control characters other than newlines and tabs: in a name or in generated text, they could control the
+    terminal that shows it.
+    """
+    return text.translate(_CONTROL_CHARACTERS)
+
+
+def choose_from(wrong: str, known: Iterable[str]) -> str:
+    """The end of an error message: the name that is closest to ``wrong``, if one is close, and all of them."""
+    names = list(known)
+    near = difflib.get_close_matches(wrong, names, n=1)
+    return f"did you mean {near[0]!r}? There are {', '.join(names)}" if near else f"there are {', '.join(names)}"
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """The string under each field of a class and of its bases, by the field's name.
+
+    Example::
+
+        @dataclass
+        class Config:
+            width: int = 64
+            '''Features of every layer.'''
+
+        field_docs(Config)  # {"width": "Features of every layer."}
+    """
+    if kind in _docs:
+        return _docs[kind]
+    docs = _docs[kind] = dict[str, str]()
+    for base in reversed(kind.__mro__):
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        except (OSError, TypeError):  # built in, or without a file
+            continue
+        (statement,) = tree.body
+        for field, after in pairwise(statement.body if isinstance(statement, ast.ClassDef) else ()):
+            text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else None
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, str):
+                docs[field.target.id] = " ".join(text.split())
+    return docs
 
 
 def _explained(error: Exception, kind: Any, source: str) -> str:

@@ -1,16 +1,39 @@
 """Progress of long work: a bar on a terminal, a line now and then elsewhere. On stderr, since results go to stdout."""
 
+import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
-from types import TracebackType
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from phantom_parallel.utils.streams import LenientStderr
-
 _LINE_SECONDS = 5.0  # between lines without a terminal
+
+
+class LenientStderr:
+    """``sys.stderr`` for what is not worth ending the work for: text that cannot be written is dropped, as after the
+    terminal was closed or the disk of a log file became full.
+    """
+
+    def __init__(self) -> None:
+        self._stream: Any = sys.stderr  # None if the process was started without one
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, AttributeError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, AttributeError):
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        return self._stream is not None and self._stream.isatty()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class ProgressDisplay:
@@ -41,9 +64,7 @@ class ProgressDisplay:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._show and self._terminal:
             self._bar.stop()
 

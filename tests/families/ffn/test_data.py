@@ -244,8 +244,7 @@ def test_a_check_reads_the_held_out_rows_of_a_mapped_file_once_and_no_others(tmp
     assert sorted(taken) == sorted([*range(56, 64)] * 2)  # of x and y
 
 
-def test_an_npz_is_read_in_chunks_and_only_own_features_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr("phantom_parallel.utils.arrays._CHUNK_BYTES", 8 * WIDTH * 10)
+def test_only_own_features_of_an_npz_are_kept(tmp_path):
     x, _ = arrays()
     data = open_data(config(data=written(tmp_path, "npz")), rank=1, ranks=2)
     assert data.x.shape == (64, 8)
@@ -269,7 +268,7 @@ def test_data_that_are_not_there_or_do_not_fit_are_errors(tmp_path):
     with pytest.raises(ValueError, match="there is no array 'y' in it, only x"):
         open_data(config(data=str(tmp_path / "z.npz")))
     np.savez(tmp_path / "o.npz", x=np.full((64, WIDTH), None), y=np.full((64, WIDTH), None))
-    with pytest.raises(ValueError, match="must hold real numbers of at most 64 bits, got object"):
+    with pytest.raises(ValueError, match=r"o\.npz is not readable as data"):
         open_data(config(data=str(tmp_path / "o.npz")))
     with pytest.raises(ValueError, match="64 rows are too few for batch=60"):
         open_data(config(data=written(tmp_path, "npz"), batch=60))

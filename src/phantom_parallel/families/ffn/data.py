@@ -18,8 +18,7 @@ from phantom_parallel.families.ffn.arrays import open_arrays
 from phantom_parallel.families.ffn.digits import digits
 from phantom_parallel.families.ffn.teacher import teach
 from phantom_parallel.families.ffn.train_config import DATA_SETS, PIXELS, TEACHERS, FFNTrainConfig
-from phantom_parallel.utils.arrays import StoredArray, readable
-from phantom_parallel.utils.seeds import generator
+from phantom_parallel.utils.arrays import StoredArray, generator, readable
 
 _HELD_OUT = 8  # one row in 8 is held out
 _CHECKED_ROWS = 1024  # rows that are checked for non-finite values at once
@@ -168,7 +167,4 @@ def _read_features(array: StoredArray, features: slice) -> Any:
     """Map these features of all rows where the format allows it; otherwise read them, as float32."""
     if array.mapped is not None:
         return array.mapped[:, features]
-    values = torch.empty(array.shape[0], features.stop - features.start)
-    for rows in array.chunks():
-        values[rows] = array.read(rows, features).float()
-    return values
+    return array.read(slice(0, array.shape[0]), features).float()

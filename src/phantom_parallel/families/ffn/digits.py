@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from phantom_parallel.families.ffn.train_config import PIXELS
-from phantom_parallel.utils.seeds import generator
+from phantom_parallel.utils.arrays import generator
 
 CLASSES = 10
 

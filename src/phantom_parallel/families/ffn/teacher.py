@@ -14,7 +14,7 @@ from torch import Tensor
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.families.ffn.model import FFN, FFNConfig
 from phantom_parallel.families.ffn.train_config import FFNTrainConfig
-from phantom_parallel.utils.seeds import derive_seed, generator
+from phantom_parallel.utils.arrays import derive_seed, generator
 
 _CHUNK = 256  # rows that a teacher evaluates at once
 _KEPT = 2  # data sets that stay in memory, since comparisons train several models on the same data

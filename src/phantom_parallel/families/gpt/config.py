@@ -15,7 +15,7 @@ from phantom_parallel.utils.layout import (
     positive,
     stage_layers,
 )
-from phantom_parallel.utils.numbers import is_finite
+from phantom_parallel.utils.parsing import is_finite
 from phantom_parallel.utils.strategies import Strategy, get_strategy
 
 GPTStrategy = Literal["phantom", "megatron", "dense", "fsdp", "pipeline"]

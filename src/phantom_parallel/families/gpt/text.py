@@ -21,10 +21,8 @@ from torch import Tensor
 
 from phantom_parallel.families.gpt.tokens import BPETokenizer, ByteTokenizer, Tokenizer, check_library, load_tokenizer
 from phantom_parallel.families.gpt.train_config import PYTHON
-from phantom_parallel.utils.arrays import open_array, readable
-from phantom_parallel.utils.cache import cache_folder
-from phantom_parallel.utils.files import atomic_folder
-from phantom_parallel.utils.seeds import generator
+from phantom_parallel.utils.arrays import generator, open_array, readable
+from phantom_parallel.utils.files import atomic_folder, cache_folder
 
 _HELD_OUT = 10  # one piece in 10 is held out
 _PIECE = 1 << 15  # bytes of a piece, up to the end of a line
