@@ -57,6 +57,8 @@ def time_kinds(mesh: DeviceMesh, strategy: str) -> dict[str, dict[str, float]]:
             with StopRequest() as stop:
                 timed = time_steps(config, context, TIMED, stop, report=lambda record: None)
             assert timed is not None
+            assert timed.compute_seconds is not None
+            assert timed.blocked_seconds is not None
             found[kind][0].append(timed.seconds / timed.steps)
             found[kind][1].append(power.joules(timed.compute_seconds, timed.blocked_seconds) / timed.steps)
     return {kind: {"seconds": fmean(seconds), "joules": fmean(joules)} for kind, (seconds, joules) in found.items()}

@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from phantom_parallel import PhantomLinear
 from phantom_parallel.energy import EnergyMeter, TimeSplit
-from phantom_parallel.energy.time_split import EventTimer, HostTimer, TimeSplitRecorder, timer_for
+from phantom_parallel.energy.time_split import EventTimer, HostTimer, TimeSplitRecorder, can_split_time, timer_for
 from phantom_parallel.energy.wait_hooks import observe_waits
 from tests.energy.simulated import FakeClock
 
@@ -331,6 +333,16 @@ def test_events_are_released_once_the_device_has_reached_them(monkeypatch, drain
         clock.end_wait(mark)
     assert (len(clock._pending) < 1000) == drained
     assert sum(clock.totals().seconds.values()) == pytest.approx(500.0)
+
+
+def splits(device: str) -> tuple[bool, bool]:
+    sharded = nn.Sequential(fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,))))
+    return can_split_time(sharded, torch.device(device)), can_split_time(nn.Linear(4, 4), torch.device(device))
+
+
+@pytest.mark.parametrize(("device", "fsdp"), [("cpu", True), ("cuda", False)])
+def test_on_an_accelerator_the_waits_of_fsdp2_are_seen_by_no_hook(ranks, device, fsdp):
+    assert ranks(1)(splits, device) == [(fsdp, True)]
 
 
 def test_the_cpu_is_timed_by_the_host():

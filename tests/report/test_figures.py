@@ -133,6 +133,10 @@ def test_parts_of_a_step_add_up_to_it():
     assert idle == pytest.approx(0.05 * run.step_seconds)
 
 
+def test_a_step_that_is_not_split_has_no_parts():
+    assert drawings.step_breakdown(replace(make_run("tensor", 1), compute_seconds=None, blocked_seconds=None)) is None
+
+
 def test_the_median_way_down_goes_as_far_as_half_of_the_seeds():
     quick = [(0.0, 1.0), (1.0, 0.5), (2.0, 0.25)]
     slow = [(0.0, 1.0), (2.0, 0.5), (4.0, 0.25)]

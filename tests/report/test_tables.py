@@ -241,6 +241,13 @@ def test_csv_has_no_bounds_that_cannot_be():
     assert float(row["blocked_share_mean"]) == 0.5
 
 
+def test_time_that_is_not_split_says_so():
+    found = make_comparison()
+    unsplit = replace(found.strategies[0], blocked_share=None)
+    (row,) = read(csv_files(replace(found, strategies=(unsplit,)))["strategies.csv"])
+    assert row["blocked_share_mean"] == "not split"
+
+
 def test_csv_of_a_study_has_a_row_for_each_cell():
     found = make_study("scaling")
     table = read(csv_files(found)["cells.csv"])

@@ -75,6 +75,13 @@ def test_a_run_has_the_totals_of_its_last_record(monkeypatch, runner):
     assert run.blocked_share == 0.25
 
 
+def test_a_run_whose_time_is_not_split_has_no_modelled_energy(monkeypatch, runner):
+    unsplit = {"blocked_share": None, "compute_seconds": None, "blocked_seconds": None}
+    trains(monkeypatch, tuple(replace(record, **unsplit) for record in RECORDS))
+    run = runner.train("tensor seed=7", CONFIG)
+    assert (run.seconds, run.compute_seconds, run.blocked_share, run.joules) == (4.0, None, None, None)
+
+
 def test_a_diverged_run_has_no_loss(monkeypatch, runner):
     trains(monkeypatch, RECORDS[:1], LossDiverged("non-finite"))
     run = runner.train("tensor", CONFIG)

@@ -175,6 +175,8 @@ def test_a_shared_run_by_hand():
     assert (found.seconds, found.joules, found.compute_seconds, found.blocked_seconds) == (25.0, 200.0, 50.0, 25.0)
     assert found.curve == (CurvePoint(50, 0.5, 12.5, 100.0),)
     assert found.step_seconds == 0.25
+    unsplit = replace(timing("copies", (1.0,)), compute_seconds=None, blocked_seconds=None, joules=None)
+    assert shared_run(run, unsplit, copies).blocked_share is None
     nothing: Run = shared_run(run, replace(timing("copies", ()), steps=0), copies)
     assert (nothing.status, nothing.steps, nothing.step_seconds, nothing.loss) == ("diverged", 0, None, None)
 

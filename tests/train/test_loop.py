@@ -66,6 +66,15 @@ def test_the_loss_goes_down_and_the_held_out_loss_with_it():
     assert reported[1][1] is None
 
 
+def test_time_that_cannot_be_split_is_none_and_not_zero(monkeypatch):
+    monkeypatch.setattr("phantom_parallel.train.loop.can_split_time", lambda model, device: False)
+    records = []
+    _, summary = train(PHANTOM, ParallelContext.create(1, 1, CPU), report=records.append)
+    for result in (summary, *records):
+        assert result.seconds > 0
+        assert (result.blocked_share, result.compute_seconds, result.blocked_seconds) == (None, None, None)
+
+
 VARIANTS = {
     "plain": {},
     "clipped, warmed up, cosine": {"max_grad_norm": 0.5, "warmup": 3, "schedule": "cosine", "weight_decay": 0.1},

@@ -12,6 +12,7 @@ from phantom_parallel.checkpoint.model import CONFIG
 from phantom_parallel.cli.options import folder_of, ranks_of_launcher, value_of
 from phantom_parallel.cli.train import TrainOptions
 from phantom_parallel.conversion.heal import heal_config
+from phantom_parallel.energy.results import format_share
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.train import Summary, TrainConfig
 from phantom_parallel.train.run_dir import read_config
@@ -70,7 +71,9 @@ def _show(summary: Summary, config: TrainConfig, out: Path) -> None:
     table.add_row("held-out loss", f"{summary.eval_loss:.4f} nats a token")
     table.add_row("before healing", f"{summary.initial_loss:.4f}")
     table.add_row("of the teacher", f"{summary.teacher_loss:.4f}")
-    table.add_row("time", f"{summary.seconds:.2f} s in steps, {summary.blocked_share:.0%} of it blocked in exchanges")
+    table.add_row(
+        "time", f"{summary.seconds:.2f} s in steps, blocked in exchanges: {format_share(summary.blocked_share)}"
+    )
     table.add_row("rate", f"{summary.samples_per_second:,.3g} {config.row}s/s")
     table.add_row("model", str(out / "model"))
     Console(soft_wrap=True).print(table)

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from phantom_parallel.cli.options import Flag, JsonOption, LaunchOptions, folder_of, ranks_of_launcher
 from phantom_parallel.distributed.launchers import is_rank_zero
+from phantom_parallel.energy.results import format_share
 from phantom_parallel.families.registry import DEFAULT_FAMILY, family_names, get_family
 from phantom_parallel.train import Summary, TrainConfig, run
 from phantom_parallel.train.run_dir import read_config
@@ -84,7 +85,9 @@ def _show(summary: Summary, config: TrainConfig, out: Path, network: Network | N
     table.add_row("loss", f"{summary.loss:.5g}, held out {summary.eval_loss:.5g}")
     if summary.accuracy is not None:
         table.add_row("accuracy", f"{summary.accuracy:.1%} of held-out rows")
-    table.add_row("time", f"{summary.seconds:.2f} s in steps, {summary.blocked_share:.0%} of it blocked in exchanges")
+    table.add_row(
+        "time", f"{summary.seconds:.2f} s in steps, blocked in exchanges: {format_share(summary.blocked_share)}"
+    )
     table.add_row("rate", f"{summary.samples_per_second:,.0f} {config.row}s/s")
     table.add_row("parameters", f"{summary.parameters:,}")
     if network is not None:

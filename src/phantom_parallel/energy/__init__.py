@@ -15,6 +15,7 @@ from phantom_parallel.energy.results import (
     TimeSplit,
     WindowResult,
     format_joules,
+    format_share,
 )
 from phantom_parallel.energy.sensors import Discovery, discover
 
@@ -33,5 +34,6 @@ __all__ = [
     "WindowResult",
     "discover",
     "format_joules",
+    "format_share",
     "load_power_profile",
 ]

@@ -45,6 +45,11 @@ def format_joules(joules: float | None) -> str:
     return "unavailable" if joules is None else f"{joules:.4g} J"
 
 
+def format_share(share: float | None) -> str:
+    """Format as ``12%`` or, for time that could not be split, ``not split``."""
+    return "not split" if share is None else f"{share:.0%}"
+
+
 @dataclass(frozen=True)
 class SensorEnergy:
     """Energy of one sensor, or the modelled energy of one rank, in one window."""

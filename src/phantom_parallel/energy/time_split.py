@@ -22,6 +22,8 @@ from enum import Enum
 from typing import Any, Protocol
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from phantom_parallel.energy.wait_hooks import observe_waits
 
@@ -90,6 +92,15 @@ def timer_for(device: torch.device, clock: Callable[[], float] = time.perf_count
     if device.type == "cpu":
         return HostTimer(clock)
     return EventTimer(lambda: torch.Event(device, enable_timing=True))
+
+
+def can_split_time(model: nn.Module, device: torch.device) -> bool:
+    """Return whether the waits of ``model`` are observed, so that computing and waiting can be told apart.
+
+    On an accelerator FSDP2 makes one stream wait for an event of another, which no hook sees: its stalls would count as
+    computing.
+    """
+    return device.type == "cpu" or not any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 class TimeCategory(Enum):

@@ -144,8 +144,10 @@ def median_curve(seeds: Sequence[Sequence[tuple[float, float]]], target: float) 
     return [(x, level) for x, level in typical if math.isfinite(x)]
 
 
-def step_breakdown(run: Run) -> tuple[float, float, float]:
-    """Seconds of one step on one rank: computing, blocked in exchanges, and neither."""
+def step_breakdown(run: Run) -> tuple[float, float, float] | None:
+    """Seconds of one step on one rank: computing, blocked in exchanges, and neither. None where they are not split."""
+    if run.compute_seconds is None or run.blocked_seconds is None or not run.steps:
+        return None
     ranks = run.ranks * run.dp
     compute, blocked = run.compute_seconds / ranks, run.blocked_seconds / ranks
     idle = max(0.0, run.seconds - compute - blocked)
@@ -155,7 +157,7 @@ def step_breakdown(run: Run) -> tuple[float, float, float]:
 def _parts(found: Comparison) -> CaptionedFigure | None:
     parts: dict[str, tuple[float, float, float]] = {}
     for one in found.strategies:
-        seeds = [step_breakdown(run) for run in runs_of(found, one.strategy) if run.steps]
+        seeds = [split for run in runs_of(found, one.strategy) if (split := step_breakdown(run))]
         if seeds:
             compute, blocked, idle = (sum(column) / len(seeds) for column in zip(*seeds, strict=True))
             parts[one.strategy] = (compute, blocked, idle)

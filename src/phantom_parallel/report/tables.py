@@ -14,6 +14,7 @@ from phantom_parallel.study.results import Comparison, Interval, Run, StrategyRe
 from phantom_parallel.study.units import format_interval, format_measure, plain
 
 MISSED, UNAVAILABLE, ERROR, NOTHING = "missed", "unavailable", "error", "–"  # noqa: RUF001
+NOT_SPLIT = "not split"  # time of ranks whose waits cannot be observed
 # Ratios that have a row in the table even if they are unavailable.
 RATIOS = ("seconds", "joules", "flops", "bytes", "step_seconds")
 FEW = 4  # strategies that have a column each; of more, each has a row
@@ -191,7 +192,7 @@ def missing_word(measure: str, *several: StrategyResult | None) -> str:
             return ERROR
         if any(one is not None and not one.reached for one in several):
             return MISSED
-    return UNAVAILABLE
+    return NOT_SPLIT if measure == "blocked_share" else UNAVAILABLE
 
 
 def _ranks(found: Comparison, strategy: str) -> str:

@@ -47,6 +47,10 @@ def _interval_of(values: Sequence[float], most: float = math.inf) -> Interval | 
     return None if found is None else found.clipped(0.0, most)
 
 
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
 def ratio_interval(pairs: Sequence[tuple[float, float]]) -> Interval | None:
     """The geometric mean of first / second with the interval of the logarithms; None without positive pairs."""
     logs = mean_interval([math.log(first) - math.log(second) for first, second in pairs if first > 0 and second > 0])
@@ -109,8 +113,8 @@ def summarise(
         reached=len(reached),
         **counted,
         **missing,
-        step_seconds=_interval_of([run.step_seconds for run in mine if run.step_seconds is not None]),
-        blocked_share=_interval_of([run.blocked_share for run in mine if run.steps], most=1.0),
+        step_seconds=_interval_of(_known(run.step_seconds for run in mine)),
+        blocked_share=_interval_of(_known(run.blocked_share for run in mine if run.steps), most=1.0),
         inference=tuple(inference),
         ranks=one.ranks,
         dp=one.dp,

@@ -48,8 +48,8 @@ class Run:
     steps: int
     loss: float | None  # held-out loss at the end
     seconds: float
-    compute_seconds: float
-    blocked_seconds: float
+    compute_seconds: float | None  # None where the time is not split
+    blocked_seconds: float | None
     joules: float | None  # of the steps, modelled
     measured_joules: float | None  # of the whole training with its evaluations, from the machine's sensors
     measured_by: str  # provenance of that figure
@@ -71,7 +71,10 @@ class Run:
         return self.seconds / self.steps if self.steps > 0 else None
 
     @property
-    def blocked_share(self) -> float:
+    def blocked_share(self) -> float | None:
+        """Share of the ranks' time that they were blocked; None where the time is not split."""
+        if self.compute_seconds is None or self.blocked_seconds is None:
+            return None
         total = self.compute_seconds + self.blocked_seconds
         return self.blocked_seconds / total if total > 0 else 0.0
 
@@ -89,8 +92,8 @@ class Timing:
     dp: int
     steps: int
     seconds: float
-    compute_seconds: float
-    blocked_seconds: float
+    compute_seconds: float | None  # None where the time is not split
+    blocked_seconds: float | None
     joules: float | None  # modelled
     measured_joules: float | None  # from the machine's sensors, with an evaluation of one batch
     measured_by: str

@@ -246,8 +246,12 @@ class CellRunner:
             variant=one.variant,
         )
 
-    def _joules(self, config: TrainConfig, spent: Record | TimedSteps) -> float:
-        """Modelled energy of all ranks. Within steps a rank computes or is blocked, and is never idle."""
+    def _joules(self, config: TrainConfig, spent: Record | TimedSteps) -> float | None:
+        """Modelled energy of all ranks. Within steps a rank computes or is blocked, and is never idle. None where the
+        time is not split.
+        """
+        if spent.compute_seconds is None or spent.blocked_seconds is None:
+            return None
         return self.power(config.ranks * config.dp).joules(spent.compute_seconds, spent.blocked_seconds)
 
 

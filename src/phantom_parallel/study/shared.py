@@ -80,9 +80,8 @@ def shared_run(run: Run, timing: Timing, one: Contender, *, differs: bool = Fals
         nothing = replace(found, steps=0, seconds=0.0, compute_seconds=0.0, blocked_seconds=0.0)
         return replace(nothing, status="diverged", loss=None, joules=None, measured_joules=None)
     each, steps = timing.seconds / timing.steps, run.steps
-    joules, measured = (
-        None if total is None else total / timing.steps for total in (timing.joules, timing.measured_joules)
-    )
+    totals = (timing.compute_seconds, timing.blocked_seconds, timing.joules, timing.measured_joules)
+    compute, blocked, joules, measured = (None if total is None else total / timing.steps for total in totals)
     curve = tuple(
         CurvePoint(at.step, at.loss, at.step * each, None if joules is None else at.step * joules) for at in run.curve
     )
@@ -91,8 +90,8 @@ def shared_run(run: Run, timing: Timing, one: Contender, *, differs: bool = Fals
         status="differs" if differs else run.status,
         loss=None if differs else run.loss,
         seconds=steps * each,
-        compute_seconds=steps * timing.compute_seconds / timing.steps,
-        blocked_seconds=steps * timing.blocked_seconds / timing.steps,
+        compute_seconds=None if compute is None else steps * compute,
+        blocked_seconds=None if blocked is None else steps * blocked,
         joules=None if joules is None else steps * joules,
         measured_joules=None if measured is None else steps * measured,
         curve=() if differs else curve,

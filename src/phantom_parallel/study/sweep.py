@@ -157,11 +157,12 @@ def _timed_cell(settings: StudySettings, cell: Mapping[str, Any], runs: Sequence
     rates = [steady_rate(run.curve) for run in runs if len(run.curve) > 1]
     joules = [energy for _, energy in rates if energy is not None]
     energy = median(joules) if joules else None
+    shares = [run.blocked_share for run in runs if run.blocked_share is not None]
     values: dict[str, float | None] = {
         "step_seconds": median(seconds for seconds, _ in rates) if rates else None,
         "joules": energy,
         "joules_per_sample": None if energy is None else energy / config.batch,
-        "blocked_share": median(run.blocked_share for run in runs),
+        "blocked_share": median(shares) if shares else None,
         **counts(config),
     }
     return Cell(cell_name(cell), _identity(config), values, status="done" if rates else "diverged")

@@ -27,8 +27,8 @@ class TimedSteps:
 
     steps: int
     seconds: float
-    compute_seconds: float
-    blocked_seconds: float
+    compute_seconds: float | None  # None where the time is not split, see `Record`
+    blocked_seconds: float | None
     measured_joules: float | None
     measured_by: str
     losses: tuple[float, ...]  # of the last step that warmed up and of the last that was timed: on its rows, held out

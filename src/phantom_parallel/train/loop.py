@@ -26,7 +26,7 @@ from phantom_parallel.distributed.objects import all_gather_objects, raise_on_al
 from phantom_parallel.distributed.process_group import describe_run
 from phantom_parallel.distributed.rank_check import check_ranks
 from phantom_parallel.distributed.signals import StopRequest
-from phantom_parallel.energy.time_split import TimeSplitRecorder, TimeTotals, timer_for
+from phantom_parallel.energy.time_split import TimeSplitRecorder, TimeTotals, can_split_time, timer_for
 from phantom_parallel.train import checkpoint
 from phantom_parallel.train.checkpoint import Progress
 from phantom_parallel.train.config import TrainConfig
@@ -43,7 +43,8 @@ STOP_POLL_SECONDS = 0.5  # between two agreements on whether a rank was asked to
 @dataclass(frozen=True)
 class Record:
     """What is known at a boundary. Rates and shares are rank 0's, since the record before; ``compute_seconds`` and
-    ``blocked_seconds`` are sums over all ranks since the training began or was resumed.
+    ``blocked_seconds`` are sums over all ranks since the training began or was resumed. Where the waits of a training
+    cannot be observed (FSDP2 on an accelerator), its time is not split, and the three are None.
     """
 
     step: int
@@ -52,9 +53,9 @@ class Record:
     lr: float
     seconds: float
     samples_per_second: float
-    blocked_share: float
-    compute_seconds: float
-    blocked_seconds: float
+    blocked_share: float | None
+    compute_seconds: float | None
+    blocked_seconds: float | None
     accuracy: float | None = None  # of the held-out rows, where they have classes
     teacher_loss: float | None = None  # held-out loss of the model that is learned from, where there is one
 
@@ -62,7 +63,8 @@ class Record:
 @dataclass(frozen=True)
 class Summary:
     """How a training ended. ``seconds`` are those of its steps alone: neither evaluation nor saving. So are
-    ``compute_seconds`` and ``blocked_seconds``, sums over all ranks since the training began or was resumed.
+    ``compute_seconds`` and ``blocked_seconds``, sums over all ranks since the training began or was resumed; they are
+    None where the time is not split, as in :class:`Record`.
     """
 
     status: Status
@@ -71,9 +73,9 @@ class Summary:
     eval_loss: float | None  # the latest
     seconds: float
     samples_per_second: float
-    blocked_share: float
-    compute_seconds: float
-    blocked_seconds: float
+    blocked_share: float | None
+    compute_seconds: float | None
+    blocked_seconds: float | None
     parameters: int
     checkpoint: str | None
     accuracy: float | None = None  # the latest, where rows have classes
@@ -137,6 +139,7 @@ class Trainer:
         outline = config.task().outline(config)
         self.parameters = sum(parameter.numel() for parameter in outline.parameters())  # of the whole model
         self.clock = TimeSplitRecorder(parallel.device.type, timer_for(parallel.device))
+        self._splits_time = can_split_time(self.task.model, parallel.device)
         self.progress = Progress(0, 0.0)
         self.last_checkpoint: Path | None = None
         self._eval_loss: float | None = None
@@ -274,21 +277,25 @@ class Trainer:
         evaluates = step % config.eval_every == 0 or step == config.steps
         if evaluates:
             self.evaluate()
-        seconds, waited = here.step_seconds, here.blocked_seconds
-        compute, blocked = everywhere
+        compute, blocked = everywhere if self._splits_time else (None, None)
         return Record(
             step=step,
             loss=loss,
             eval_loss=self._eval_loss if evaluates else None,
             lr=config.lr * config.lr_factor(step - 1),
             seconds=self.progress.seconds,
-            samples_per_second=steps * config.batch / seconds,
-            blocked_share=waited / seconds,
+            samples_per_second=steps * config.batch / here.step_seconds,
+            blocked_share=self._blocked_share(here),
             compute_seconds=compute,
             blocked_seconds=blocked,
             accuracy=self._accuracy if evaluates else None,
             teacher_loss=self.task.teacher_loss,
         )
+
+    def _blocked_share(self, spent: TimeTotals) -> float | None:
+        if not self._splits_time:
+            return None
+        return spent.blocked_seconds / spent.step_seconds if spent.step_seconds else 0.0
 
     def _check_finite(self, loss: float, step: int, what: str = "loss") -> None:
         if not math.isfinite(loss):
@@ -386,7 +393,7 @@ class Trainer:
         return None if self.last_checkpoint is None else str(self.last_checkpoint)
 
     def _summary(self, status: Status, record: Record, spent: TimeTotals, steps: int) -> Summary:
-        seconds, waited = spent.step_seconds, spent.blocked_seconds
+        seconds = spent.step_seconds
         return Summary(
             status=status,
             step=self.progress.step,
@@ -394,7 +401,7 @@ class Trainer:
             eval_loss=self._eval_loss,
             seconds=self.progress.seconds,
             samples_per_second=steps * self.config.batch / seconds if seconds else 0.0,
-            blocked_share=waited / seconds if seconds else 0.0,
+            blocked_share=self._blocked_share(spent),
             compute_seconds=record.compute_seconds,
             blocked_seconds=record.blocked_seconds,
             parameters=self.parameters,

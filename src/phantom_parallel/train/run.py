@@ -15,6 +15,7 @@ from phantom_parallel.distributed.errors import Interrupted, RankDied
 from phantom_parallel.distributed.launch import launch, launch_device_type
 from phantom_parallel.distributed.launchers import launched_externally
 from phantom_parallel.distributed.objects import broadcast_from_rank_zero, check_agreement, raise_on_all_ranks
+from phantom_parallel.energy.results import format_share
 from phantom_parallel.train import checkpoint
 from phantom_parallel.train import run_dir as output
 from phantom_parallel.train.config import TrainConfig
@@ -99,7 +100,7 @@ def _progress_note(record: Record, config: TrainConfig) -> str:
     if held_out and record.teacher_loss is not None:
         held_out += f" (teacher {record.teacher_loss:.4g})"
     rate = f"{record.samples_per_second:,.0f} {config.row}s/s"
-    return f"loss {record.loss:.4g}{held_out}  {rate}  {record.blocked_share:.0%} in exchanges"
+    return f"loss {record.loss:.4g}{held_out}  {rate}  {format_share(record.blocked_share)} in exchanges"
 
 
 def _write_model(model: nn.Module, config: TrainConfig, out: Path, parallel: ParallelContext) -> None:
