@@ -17,8 +17,7 @@ import torch.distributed as dist
 from benchmarks.timing import local_mesh
 from phantom_parallel import FFN, FFNConfig
 from phantom_parallel.distributed.launch import launch_local
-from phantom_parallel.energy.time_split import HostTimer, TimeSplitRecorder
-from phantom_parallel.energy.wait_hooks import observe_waits
+from phantom_parallel.energy.time_split import HostTimer, TimeSplitRecorder, observe_waits
 
 DEPTH, PAIRS = 4, 150
 

@@ -19,7 +19,7 @@ def nothing(tmp_path, monkeypatch):
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     tree = two_packages(tmp_path / "powercap")
-    found = Discovery((probe_rapl(tree.root).source,), ("file: permission denied; allow [it]",), ("install more",))
+    found = Discovery(probe_rapl(tree.root).sources, ("file: permission denied; allow [it]",), ("install more",))
     monkeypatch.setattr(meter, "discover", lambda: found)
     monkeypatch.setattr(meter.time, "sleep", lambda seconds: tree.use("intel-rapl:0", 1.0))
     monkeypatch.setenv("COLUMNS", "200")

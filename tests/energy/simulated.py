@@ -1,7 +1,6 @@
 """Simulated machines: sysfs trees in the real formats, and fakes of the documented calls of vendor libraries."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 PACKAGE_RANGE = 262_143_328_850  # microjoules, as on a Xeon
 
@@ -139,8 +138,8 @@ class FakeAmdSmi:
     class AmdSmiException(Exception):
         pass
 
-    def __init__(self, dies: dict[str, int], name: str, key: str = "energy_accumulator") -> None:
-        self.dies, self.name, self.key = dies, name, key
+    def __init__(self, dies: dict[str, int], name: str) -> None:
+        self.dies, self.name = dies, name
 
     def amdsmi_init(self) -> None:
         if not self.dies:
@@ -161,23 +160,4 @@ class FakeAmdSmi:
     def amdsmi_get_energy_count(self, handle: str) -> dict[str, float]:
         if self.dies[handle] < 0:
             raise self.AmdSmiException("not supported")
-        return {self.key: self.dies[handle], "counter_resolution": 15.3, "timestamp": 1}
-
-
-class FakeZeusMonitor:
-    """zeus.monitor.ZeusMonitor: windows that return what was used since they began."""
-
-    used = SimpleNamespace(gpu_energy={}, cpu_energy=None, dram_energy=None, soc_energy=None)
-
-    def __init__(self, gpu_indices=None, cpu_indices=None) -> None:
-        self.gpu_indices, self.cpu_indices = gpu_indices, cpu_indices
-        self.power_monitor = None
-        self.open: set[str] = set()
-
-    def begin_window(self, key: str, sync_execution: bool = True) -> None:
-        assert key not in self.open
-        self.open.add(key)
-
-    def end_window(self, key: str, sync_execution: bool = True) -> SimpleNamespace:
-        self.open.remove(key)
-        return self.used
+        return {"energy_accumulator": self.dies[handle], "counter_resolution": 15.3, "timestamp": 1}

@@ -1,6 +1,7 @@
 """Cray's pm_counters, in their format."""
 
 import errno
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ def node(tmp_path):
 
 def metered(node, clock, sleep=None, **kwargs) -> EnergyMeter:
     probe = probe_cray(node.root, clock=clock, sleep=sleep or node.sleep(clock))
-    return EnergyMeter(sources=[probe.source], clock=clock, device="cpu", **kwargs)
+    return EnergyMeter(sources=probe.sources, clock=clock, device="cpu", **kwargs)
 
 
 def load(node, joules: int) -> None:
@@ -75,20 +76,20 @@ def test_counters_set_anew_void_the_window(node, word):
     assert window.joules == 700
 
 
-def test_values_from_two_updates_are_not_mixed(node):
+def test_values_from_two_updates_are_not_mixed(node, monkeypatch):
     """The hardware updates between one file and the next: the reading starts over."""
-    clock = FakeClock()
+    clock, read_text = FakeClock(), Path.read_text
     pending = [True]
+    (source,) = probe_cray(node.root, clock=clock, sleep=clock.sleep).sources
 
-    def read(path):
-        text = path.read_text()
+    def read(path: Path) -> str:
+        text = read_text(path)
         if path.name == "energy" and pending:
             pending.pop()
             load(node, 100)
         return text
 
-    source = probe_cray(node.root, clock=clock, sleep=clock.sleep).source
-    source._read = read
+    monkeypatch.setattr(Path, "read_text", read)
     readings = source.read([spec.id for spec in source.specs], fresh=False)
     assert readings["cray/energy"].joules == 2000
     assert readings["cray/accel0_energy"].joules == 250
@@ -103,14 +104,17 @@ def test_windows_shorter_than_ten_updates_are_invalid(node):
     assert "resolves 0.1 s, so a window must take 1 s or more" in window.result.reason
 
 
-def test_files_that_cannot_be_read_are_named(node):
-    def denied(path):
+def test_files_that_cannot_be_read_are_named(node, monkeypatch):
+    read_text = Path.read_text
+
+    def denied(path: Path) -> str:
         if path.name == "accel0_energy":
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return path.read_text()
+        return read_text(path)
 
-    probe = probe_cray(node.root, read=denied)
-    assert probe.source is None
+    monkeypatch.setattr(Path, "read_text", denied)
+    probe = probe_cray(node.root)
+    assert probe.sources == ()
     assert f"{node.root / 'accel0_energy'}: permission denied" in probe.problems[0]
 
 
@@ -123,7 +127,7 @@ def test_files_in_another_format_are_refused(node):
 
 def test_a_machine_that_is_no_cray_has_none(tmp_path):
     probe = probe_cray(tmp_path)
-    assert (probe.source, probe.problems) == (None, ())
+    assert (probe.sources, probe.problems) == ((), ())
 
 
 def test_the_node_alone_can_be_the_headline(node):

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from phantom_parallel.energy import Component, EnergyMeter, PowerProfile, Provenance, Scope
-from phantom_parallel.energy.sensor_assignment import BOOT_ID, AvailableSensor, Host, assign_sensors, current_host
+from phantom_parallel.energy.meter import BOOT_ID, Available, Host, assign_sensors, current_host
 from phantom_parallel.energy.sensors import SensorSpec, probe_rapl
 from tests.energy.simulated import FakeClock, Powercap
 
@@ -22,7 +22,7 @@ def measure(root: str, hosts: int, joules: float, **kwargs):
     probe = probe_rapl(tree.root, clock=clock)
     meter = EnergyMeter(
         dist.group.WORLD,
-        sources=[probe.source],
+        sources=probe.sources,
         clock=clock,
         device="cpu",
         host=Host(f"node{host}", f"boot{host}"),
@@ -32,7 +32,7 @@ def measure(root: str, hosts: int, joules: float, **kwargs):
         clock.now += 2.0 + rank  # the clocks of ranks differ
         if rank == host * size // hosts:
             tree.use("intel-rapl:0", joules * (host + 1))
-    return window.result, outer.result, [sensor.spec.id for sensor in meter._reader.assigned]
+    return window.result, outer.result, [spec.id for spec in meter._reader.specs]
 
 
 @pytest.mark.parametrize(("size", "hosts"), [(2, 1), (4, 1), (4, 2)])
@@ -103,37 +103,27 @@ def spec(name: str, part: Component = Component.GPU, scope: Scope = Scope.DEVICE
 
 def test_ranks_that_see_one_gpu_each_read_one_each():
     host = Host("node", "boot")
-    available = [[AvailableSensor(host, spec(f"nvidia/GPU-{rank}"))] for rank in range(3)]
-    assert [[sensor.spec.id for sensor in assign_sensors(available, rank)] for rank in range(3)] == [
-        ["nvidia/GPU-0"],
-        ["nvidia/GPU-1"],
-        ["nvidia/GPU-2"],
-    ]
+    available = [Available(host, (spec(f"nvidia/GPU-{rank}"),)) for rank in range(3)]
+    for rank in range(3):
+        assert assign_sensors(available, rank) == {f"nvidia/GPU-{rank}": True}
 
 
 def test_machines_with_the_same_name_are_different_machines():
     available = [
-        [AvailableSensor(Host("localhost", f"boot{rank}"), spec("rapl/intel-rapl:0", Component.CPU))]
-        for rank in range(2)
+        Available(Host("localhost", f"boot{rank}"), (spec("rapl/intel-rapl:0", Component.CPU),)) for rank in range(2)
     ]
     assert [len(assign_sensors(available, rank)) for rank in range(2)] == [1, 1]
 
 
 def test_a_component_is_counted_from_its_best_source_on_each_host():
-    first, second = Host("a", "a"), Host("b", "b")
-    available = [
-        [
-            AvailableSensor(first, spec("rapl/0", Component.CPU)),
-            AvailableSensor(first, spec("cray/cpu_energy", Component.CPU)),
-        ],
-        [AvailableSensor(second, spec("cray/cpu_energy", Component.CPU))],
-    ]
-    assert [sensor.counted for sensor in assign_sensors(available, 0)] == [True, False]
-    assert [sensor.counted for sensor in assign_sensors(available, 1)] == [True]
+    rapl, cray = spec("rapl/0", Component.CPU), spec("cray/cpu_energy", Component.CPU)
+    available = [Available(Host("a", "a"), (rapl, cray)), Available(Host("b", "b"), (cray,))]
+    assert assign_sensors(available, 0) == {"rapl/0": True, "cray/cpu_energy": False}
+    assert assign_sensors(available, 1) == {"cray/cpu_energy": True}
 
 
 def test_a_host_is_identified_by_its_boot_id(tmp_path, monkeypatch):
     if BOOT_ID.exists():
         assert current_host().key == BOOT_ID.read_text().strip()
-    monkeypatch.setattr("phantom_parallel.energy.sensor_assignment.BOOT_ID", tmp_path / "none")
+    monkeypatch.setattr("phantom_parallel.energy.meter.BOOT_ID", tmp_path / "none")
     assert current_host().key == current_host().name

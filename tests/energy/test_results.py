@@ -9,14 +9,12 @@ from phantom_parallel.energy import (
     Provenance,
     Scope,
     SensorEnergy,
-    TimelinePoint,
     TimeSplit,
     WindowResult,
 )
 from tests.energy.simulated import FakeClock
 
 SPLITS = (TimeSplit(0, "host", 6.0, 3.0, 1.0), TimeSplit(1, "host", 5.0, 4.0, 1.0))
-POINTS = (TimelinePoint("host", "x/0", 0.5, 120.0),)
 
 
 def window(joules: float | None, **kwargs) -> WindowResult:
@@ -33,7 +31,7 @@ def written(result: WindowResult) -> dict:
 
 
 def test_json_keeps_provenance_scope_and_null():
-    first, second = written(window(123.0, time_splits=SPLITS, timeline=POINTS)), written(window(None))
+    first, second = written(window(123.0, time_splits=SPLITS)), written(window(None))
     assert first["total"]["joules"] == 123.0
     assert (first["total"]["provenance"], first["total"]["scope"]) == ("counter", "device")
     assert first["time_splits"][1] == {
@@ -43,7 +41,6 @@ def test_json_keeps_provenance_scope_and_null():
         "communication_seconds": 4.0,
         "idle_seconds": 1.0,
     }
-    assert first["timeline"] == [{"host": "host", "sensor": "x/0", "seconds": 0.5, "watts": 120.0}]
     assert first["rows"][0]["watts"] == 12.3
     assert second["total"]["joules"] is None
     assert second["total"]["provenance"] == "unavailable"

@@ -18,8 +18,14 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from phantom_parallel import PhantomLinear
 from phantom_parallel.energy import EnergyMeter, TimeSplit
-from phantom_parallel.energy.time_split import EventTimer, HostTimer, TimeSplitRecorder, can_split_time, timer_for
-from phantom_parallel.energy.wait_hooks import observe_waits
+from phantom_parallel.energy.time_split import (
+    EventTimer,
+    HostTimer,
+    TimeSplitRecorder,
+    can_split_time,
+    observe_waits,
+    timer_for,
+)
 from tests.energy.simulated import FakeClock
 
 WAIT = "_c10d_functional::wait_tensor"
@@ -27,7 +33,7 @@ WAIT = "_c10d_functional::wait_tensor"
 
 def hooked() -> bool:
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(WAIT, "CPU")
-    return has_kernel and "wait_hooks.py" in torch._C._dispatch_dump(WAIT)
+    return has_kernel and "time_split.py" in torch._C._dispatch_dump(WAIT)
 
 
 class Counter:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from phantom_parallel.cli.options import Flag, JsonOption, LaunchOptions, ProfileOption, RanksOption, WireOption
 from phantom_parallel.distributed.launchers import is_rank_zero
-from phantom_parallel.energy.power_profile import POLLED_TIME
+from phantom_parallel.energy.power import POLLED_TIME
 from phantom_parallel.infer.measure import Inference
 from phantom_parallel.infer.run import Against, InferConfig, InferReport, run
 from phantom_parallel.utils.files import json_text

@@ -1,17 +1,16 @@
-"""Energy measurement: sensors where there are some, a labelled model where there are none.
+"""Energy measurement: sensors where there are some, a labelled model where there are none. Start with `meter`.
 
 Every figure has a provenance (counter, integrated_power, modelled, unavailable) and a scope (device, node).
 """
 
 from phantom_parallel.energy.meter import EnergyMeter, Window
-from phantom_parallel.energy.power_profile import PowerProfile, load_power_profile
+from phantom_parallel.energy.power import PowerProfile, load_power_profile
 from phantom_parallel.energy.results import (
     Component,
     EnergyTotal,
     Provenance,
     Scope,
     SensorEnergy,
-    TimelinePoint,
     TimeSplit,
     WindowResult,
     format_joules,
@@ -29,7 +28,6 @@ __all__ = [
     "Scope",
     "SensorEnergy",
     "TimeSplit",
-    "TimelinePoint",
     "Window",
     "WindowResult",
     "discover",

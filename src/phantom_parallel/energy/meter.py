@@ -2,31 +2,148 @@
 
 begin of a window   synchronize the device, barrier, read, barrier
 end of a window     synchronize the device, barrier, read, gather the measurements of all ranks
+
+Each physical sensor is read by one rank, the first that can, so it is counted once however many ranks a host has. While
+a window is open, a thread reads sensors that would otherwise lose count: counters that wrap, and sampled power.
 """
 
 import os
+import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from phantom_parallel.distributed.objects import all_gather_objects, barrier
-from phantom_parallel.energy.power_profile import PowerProfile, load_power_profile
-from phantom_parallel.energy.results import Provenance, Scope, SensorEnergy, TimelinePoint, WindowResult
-from phantom_parallel.energy.sampler import BackgroundSampler, SensorReader, power_timeline
-from phantom_parallel.energy.sensor_assignment import AvailableSensor, Host, assign_sensors, current_host
-from phantom_parallel.energy.sensors import Clock, Discovery, EnergySample, SensorReading, SensorSource, discover
+from phantom_parallel.energy.power import PowerProfile, load_power_profile
+from phantom_parallel.energy.results import Component, Provenance, Scope, SensorEnergy, TimeSplit, WindowResult
+from phantom_parallel.energy.sensors import (
+    Clock,
+    Discovery,
+    EnergySample,
+    ReadFailure,
+    SensorReading,
+    SensorSource,
+    SensorSpec,
+    discover,
+)
 from phantom_parallel.energy.time_split import Timer, TimeSplitRecorder, TimeTotals, timer_for
-from phantom_parallel.energy.window import RankMeasurement, merge_ranks, sensor_energy
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+# If several sources measure the same component of a host, the first of these is counted. The others are only reported.
+SOURCE_PRIORITY = ("nvidia", "amd", "rapl", "cray")
+# Reads within the time that a sensor may go unread, so that one late read does no harm.
+READS_PER_UNREAD_LIMIT = 10
 
 
 def synchronize(device: torch.device) -> None:
     """Wait until all work queued on ``device`` has finished."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+class Host(NamedTuple):
+    """A machine: its name, and a key that containers on one machine share and two machines of one name do not."""
+
+    name: str
+    key: str
+
+
+def current_host() -> Host:
+    """Return the host of this process, identified by the kernel's boot id where there is one."""
+    name = socket.gethostname()
+    try:
+        return Host(name, BOOT_ID.read_text().strip() or name)
+    except OSError:
+        return Host(name, name)
+
+
+class Available(NamedTuple):
+    """The sensors that a rank can read."""
+
+    host: Host
+    specs: tuple[SensorSpec, ...]
+
+
+def assign_sensors(available: Sequence[Available], rank: int) -> dict[str, bool]:
+    """Return the ids of the sensors that ``rank`` reads, each with whether it is part of totals.
+
+    A rank reads those that no lower rank can. Of several sources for a component of a host, the best is counted.
+
+    Args:
+        available: what each rank can read, in rank order.
+        rank: the rank to assign sensors to.
+    """
+
+    def priority(spec: SensorSpec) -> int:
+        return SOURCE_PRIORITY.index(spec.source) if spec.source in SOURCE_PRIORITY else len(SOURCE_PRIORITY)
+
+    host, specs = available[rank]
+    taken = {spec.id for other in available[:rank] if other.host.key == host.key for spec in other.specs}
+    best: dict[tuple[Component, Scope], int] = {}
+    for spec in (spec for other in available if other.host.key == host.key for spec in other.specs):
+        measured = spec.component, spec.scope
+        best[measured] = min(best.get(measured, len(SOURCE_PRIORITY)), priority(spec))
+    return {spec.id: priority(spec) == best[spec.component, spec.scope] for spec in specs if spec.id not in taken}
+
+
+class SensorReader:
+    """Reads this rank's sensors, from one thread at a time, since sources keep state. Between :meth:`start` and
+    :meth:`stop` a thread reads once in ``period`` seconds, if a sensor needs it.
+    """
+
+    def __init__(self, sources: Sequence[SensorSource], ids: Sequence[str]) -> None:
+        own = [(source, [spec for spec in source.specs if spec.id in ids]) for source in sources]
+        self._sources = [(source, [spec.id for spec in specs]) for source, specs in own if specs]
+        self.specs = tuple(spec for _, specs in own for spec in specs)
+        limits = [spec.max_unread_seconds for spec in self.specs if spec.max_unread_seconds is not None]
+        self.period = min(limits) / READS_PER_UNREAD_LIMIT if limits else None
+        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def read(self, *, fresh: bool) -> dict[str, SensorReading]:
+        """Read every sensor. See :meth:`SensorSource.read`."""
+        with self._lock:
+            readings: dict[str, SensorReading] = {}
+            for source, ids in self._sources:
+                readings |= source.read(ids, fresh=fresh)
+            return readings
+
+    def start(self) -> None:
+        if self.period is not None:
+            self._stop.clear()
+            self._thread = threading.Thread(target=self._run, name="energy sampler", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while not self._stop.wait(self.period):
+            self.read(fresh=False)  # failures are reported by the readings at the ends of the window
+
+
+@dataclass(frozen=True)
+class RankMeasurement:
+    """What one rank measured in a window. All ranks gather these when the window closes."""
+
+    path: tuple[str, ...]
+    host: str
+    seconds: float
+    rows: tuple[SensorEnergy, ...]
+    steps: int = 0
+    busy_seconds: tuple[float, float] | None = None  # compute and communication; None if not measured
+    profile: PowerProfile | None = None
 
 
 @dataclass(frozen=True)
@@ -88,7 +205,6 @@ class EnergyMeter:
         profile: power profile of this rank for the modelled figure, or the name or path of one, such as
             ``"dgx-a100"`` (see :func:`load_power_profile`). Implies ``time_split``. Default: None, nothing is modelled.
         time_split: whether to measure compute, exposed communication and idle seconds.
-        sample_seconds: record a timeline of power with a sample this often. Default: None, no timeline.
         device: the device of this rank, which is synchronized at the ends of windows. Default: the current accelerator
             of torch, or the CPU.
         sources: the sensors to use. Default: those that :func:`discover` finds for ``device``.
@@ -113,7 +229,6 @@ class EnergyMeter:
         scope: Scope | str = Scope.DEVICE,
         profile: PowerProfile | str | os.PathLike[str] | None = None,
         time_split: bool = False,
-        sample_seconds: float | None = None,
         device: torch.device | str | None = None,
         sources: Sequence[SensorSource] | None = None,
         clock: Clock = time.perf_counter,
@@ -122,44 +237,37 @@ class EnergyMeter:
     ) -> None:
         if scope not in list(Scope):
             raise ValueError(f"scope must be one of {', '.join(Scope)}, got {scope!r}")
-        if sample_seconds is not None and not sample_seconds > 0:
-            raise ValueError(f"sample_seconds must be above 0, got {sample_seconds}")
         self._group = group
         self._rank = 0 if group is None else dist.get_rank(group)
         if isinstance(profile, str | os.PathLike):
             profile = load_power_profile(os.fspath(profile), ranks=1 if group is None else dist.get_world_size(group))
-        if not isinstance(profile, PowerProfile | None):
-            raise ValueError(
-                f"profile must be a PowerProfile, or the name or path of a hardware profile such as 'dgx-a100', got "
-                f"{profile!r}"
-            )
         self.scope, self.profile = Scope(scope), profile
-        self.device = _device(device)
+        if device is None:
+            device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+        self.device = torch.device(device)
         self.host = host or current_host()
-        self.discovery = discover(self.device, clock=clock) if sources is None else Discovery(tuple(sources), (), ())
+        self.discovery = discover(self.device, clock=clock) if sources is None else Discovery(tuple(sources))
         self._clock = clock
         self._recorder: TimeSplitRecorder | None = None
         if time_split or profile is not None:
             self._recorder = TimeSplitRecorder(self.device.type, timer or timer_for(self.device, clock))
-        self._reader = self._assign_sensors()
-        period = self._reader.sampling_period(sample_seconds)
-        self._sampler = BackgroundSampler(self._reader, period, keep=sample_seconds is not None)
+        self._counted = self._assign_sensors()
+        self._reader = SensorReader(self.discovery.sources, list(self._counted))
         self._open: list[Window] = []
 
-    def _assign_sensors(self) -> SensorReader:
+    def _assign_sensors(self) -> dict[str, bool]:
         """Agree with the other ranks on which of them reads which sensor."""
-        available = [AvailableSensor(self.host, spec) for spec in self.discovery.specs]
         settings = {
-            "scope": self.scope,
+            "scope": str(self.scope),
             "time_split": self._recorder is not None,
             "profile": self.profile is not None,
         }
-        gathered = all_gather_objects((settings, available), self._group)
-        expected = gathered[0][0]
+        own = msgspec.to_builtins(Available(self.host, self.discovery.specs))
+        gathered = all_gather_objects((settings, own), self._group)
         for rank, (actual, _) in enumerate(gathered):
-            if actual != expected:
-                raise ValueError(f"ranks disagree on the meter: rank 0 has {expected}, rank {rank} has {actual}")
-        return SensorReader(self.discovery.sources, assign_sensors([sensors for _, sensors in gathered], self._rank))
+            if actual != gathered[0][0]:
+                raise ValueError(f"ranks disagree on the meter: rank 0 has {gathered[0][0]}, rank {rank} has {actual}")
+        return assign_sensors([msgspec.convert(available, Available) for _, available in gathered], self._rank)
 
     @contextmanager
     def window(self, name: str) -> Iterator[Window]:
@@ -181,7 +289,7 @@ class EnergyMeter:
             if self._open:
                 self._open[-1]._steps += window._steps
             else:
-                self._sampler.stop()
+                self._reader.stop()
                 if self._recorder is not None:
                     self._recorder.stop()
 
@@ -192,8 +300,7 @@ class EnergyMeter:
             readings = self._reader.read(fresh=True)
             barrier(self._group)  # no rank starts to work while another still reads
             if outermost:
-                self._sampler.start()
-            self._sampler.keep(readings)
+                self._reader.start()
         if self._recorder is not None and outermost:
             self._recorder.start()
         return _WindowStart(readings, self._clock(), None if self._recorder is None else self._recorder.totals())
@@ -208,37 +315,111 @@ class EnergyMeter:
         with self._meter_time():
             barrier(self._group)
             readings = self._reader.read(fresh=True)
-            self._sampler.keep(readings)
             measurement = RankMeasurement(
                 path=window.path,
                 host=self.host.name,
                 seconds=self._clock() - start.seconds,
-                rows=self._rows(start.readings, readings),
-                timeline=tuple(self._timeline(start.readings)),
+                rows=tuple(
+                    self._sensor_energy(spec, start.readings[spec.id], readings[spec.id]) for spec in self._reader.specs
+                ),
                 steps=window._steps,
                 busy_seconds=busy_seconds,
                 profile=self.profile,
             )
-            return merge_ranks(all_gather_objects(measurement, self._group), self.scope)
+            gathered = all_gather_objects(msgspec.to_builtins(measurement), self._group)
+            return merge_ranks([msgspec.convert(plain, RankMeasurement) for plain in gathered], self.scope)
 
     def _meter_time(self) -> AbstractContextManager[None]:
         return nullcontext() if self._recorder is None else self._recorder.meter_time()
 
-    def _rows(self, before: dict[str, SensorReading], after: dict[str, SensorReading]) -> tuple[SensorEnergy, ...]:
-        return tuple(
-            sensor_energy(sensor, before[sensor.spec.id], after[sensor.spec.id], self._rank)
-            for sensor in self._reader.assigned
+    def _sensor_energy(self, spec: SensorSpec, before: SensorReading, after: SensorReading) -> SensorEnergy:
+        """Return what a sensor measured between two readings."""
+        joules, seconds, reason = _difference(before, after)
+        valid = joules is not None
+        if joules is not None and seconds < spec.shortest_window:
+            valid = False
+            reason = (
+                f"{seconds:.3g} s is too short: this sensor resolves {spec.resolution_seconds:g} s, "
+                f"so a window must take {spec.shortest_window:g} s or more"
+            )
+        return SensorEnergy(
+            host=self.host.name,
+            sensor=spec.id,
+            label=spec.label,
+            component=spec.component,
+            scope=spec.scope,
+            provenance=Provenance.UNAVAILABLE if joules is None else spec.provenance,
+            joules=joules,
+            seconds=seconds,
+            rank=self._rank,
+            valid=valid,
+            reason=reason,
+            counted=self._counted[spec.id],
         )
 
-    def _timeline(self, first_readings: dict[str, SensorReading]) -> Iterator[TimelinePoint]:
-        for sensor in self._reader.assigned:
-            first = first_readings[sensor.spec.id]
-            samples = list(self._sampler.history.get(sensor.spec.id, ()))  # the sampler may append meanwhile
-            if isinstance(first, EnergySample):
-                yield from power_timeline(sensor.host.name, sensor.spec, samples, first.seconds)
+
+def _difference(before: SensorReading, after: SensorReading) -> tuple[float | None, float, str]:
+    """Return joules, seconds and, if there are no joules, the reason."""
+    for reading in (before, after):
+        if isinstance(reading, ReadFailure):
+            return None, 0.0, reading.reason
+    assert isinstance(before, EnergySample)
+    assert isinstance(after, EnergySample)
+    joules, seconds = after.joules - before.joules, after.seconds - before.seconds
+    if before.epoch != after.epoch:
+        reason = f"void: the counter was interrupted within the window, from {before.epoch!r} to {after.epoch!r}"
+        return None, seconds, reason
+    if joules == 0:
+        reason = f"the counter did not move in {seconds:.3g} s: it is stalled, or slower than the window"
+        return None, seconds, reason
+    if joules < 0:
+        return None, seconds, f"void: the counter fell by {-joules:.6g} J within the window"
+    return joules, seconds, ""
 
 
-def _device(device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+def merge_ranks(measurements: Sequence[RankMeasurement], scope: Scope) -> WindowResult:
+    """Merge the measurements of all ranks, in rank order, into the result of the window."""
+    paths = {"/".join(measurement.path) for measurement in measurements}
+    if len(paths) > 1:
+        raise ValueError(
+            f"ranks closed different windows at the same time: {', '.join(sorted(paths))}; open and close the same "
+            "windows on every rank"
+        )
+    seconds = max(measurement.seconds for measurement in measurements)
+    rows = [row for measurement in measurements for row in measurement.rows]
+    time_splits = []
+    for rank, measurement in enumerate(measurements):
+        if measurement.busy_seconds is None:
+            continue
+        compute, communication = measurement.busy_seconds
+        # A rank that finished before the slowest one was idle for the rest of the window.
+        idle = max(seconds - compute - communication, 0.0)
+        time_splits.append(TimeSplit(rank, measurement.host, compute, communication, idle))
+        if measurement.profile is not None:
+            rows.append(_modelled_energy(time_splits[-1], measurement.profile))
+    path = measurements[0].path
+    return WindowResult(
+        name=path[-1],
+        path=path,
+        seconds=seconds,
+        scope=scope,
+        rows=tuple(rows),
+        time_splits=tuple(time_splits),
+        steps=max(measurement.steps for measurement in measurements),
+        ranks=len(measurements),
+    )
+
+
+def _modelled_energy(time_split: TimeSplit, profile: PowerProfile) -> SensorEnergy:
+    return SensorEnergy(
+        host=time_split.host,
+        sensor=f"model/rank {time_split.rank}",
+        label=f"rank {time_split.rank} ({profile.name})",
+        component=Component.OTHER,
+        scope=Scope.DEVICE,
+        provenance=Provenance.MODELLED,
+        joules=profile.joules(time_split.compute_seconds, time_split.communication_seconds, time_split.idle_seconds),
+        seconds=time_split.seconds,
+        rank=time_split.rank,
+        watts_source=profile.source,
+    )

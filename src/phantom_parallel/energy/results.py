@@ -8,7 +8,7 @@ invalid            there is a figure but it is not reliable; ``reason`` says why
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 
 class Provenance(StrEnum):
@@ -69,10 +69,8 @@ class SensorEnergy:
     watts_source: str = ""  # where the watts of a modelled figure come from
 
     def __post_init__(self) -> None:
-        if (self.joules is None) != (self.provenance is Provenance.UNAVAILABLE):
-            raise ValueError(f"{self.label}: joules={self.joules} does not match provenance {self.provenance}")
-        if self.joules is None and (self.valid or not self.reason):
-            raise ValueError(f"{self.label}: an unavailable figure must be invalid and needs a reason")
+        assert (self.joules is None) == (self.provenance is Provenance.UNAVAILABLE)
+        assert self.joules is not None or (self.reason and not self.valid)
 
     @property
     def watts(self) -> float | None:
@@ -121,15 +119,6 @@ class TimeSplit:
         return self.compute_seconds + self.communication_seconds + self.idle_seconds
 
 
-class TimelinePoint(NamedTuple):
-    """Mean power of a sensor since the point before; ``seconds`` are counted from the start of the window."""
-
-    host: str
-    sensor: str
-    seconds: float
-    watts: float
-
-
 @dataclass(frozen=True)
 class WindowResult:
     """Everything that a window measured. All ranks hold the same result."""
@@ -142,7 +131,6 @@ class WindowResult:
     time_splits: tuple[TimeSplit, ...] = ()  # in rank order; empty if the time split was not measured
     steps: int = 0
     ranks: int = 1
-    timeline: tuple[TimelinePoint, ...] = ()
 
     def totals(self, scope: Scope | None = None) -> tuple[EnergyTotal, ...]:
         """Return one total for each scope and provenance that has rows, the best provenance first.
@@ -151,13 +139,13 @@ class WindowResult:
             scope: restricts the totals to one scope. Default: all scopes.
         """
         scopes = tuple(Scope) if scope is None else (scope,)
-        return tuple(total for one in scopes for total in _totals(self.rows, one, self.seconds))
+        return tuple(total for each in scopes for total in _totals(self.rows, each, self.seconds))
 
     @property
     def total(self) -> EnergyTotal:
         """The headline: the best provenance of the requested scope, or an unavailable total with the reason."""
-        if found := self.totals(self.scope):
-            return found[0]
+        if totals := self.totals(self.scope):
+            return totals[0]
         reason = f"no sensor of the {self.scope} can be read"
         if self.scope is Scope.DEVICE:
             reason += " and no power profile was given"
@@ -189,13 +177,12 @@ class WindowResult:
         if not self.time_splits:
             return None
         fields = ("compute_seconds", "communication_seconds", "idle_seconds")
-        means = (sum(getattr(one, field) for one in self.time_splits) / len(self.time_splits) for field in fields)
+        means = (sum(getattr(split, field) for split in self.time_splits) / len(self.time_splits) for field in fields)
         return TimeSplit(-1, "", *means)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as plain data for JSON, with all totals. An unavailable figure is None."""
         plain = asdict(self)
-        plain["timeline"] = [point._asdict() for point in self.timeline]
         for row, record in zip(self.rows, plain["rows"], strict=True):
             record["watts"] = row.watts
         plain["totals"] = [asdict(total) | {"mean_watts": total.mean_watts} for total in self.totals()]

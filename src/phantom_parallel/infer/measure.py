@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from phantom_parallel.distributed.objects import all_gather_objects, barrier, check_agreement
 from phantom_parallel.energy.meter import EnergyMeter, synchronize
-from phantom_parallel.energy.power_profile import PowerProfile
+from phantom_parallel.energy.power import PowerProfile
 from phantom_parallel.energy.results import MEASURED, Provenance, Scope
 from phantom_parallel.energy.time_split import TimeSplitRecorder, timer_for
 from phantom_parallel.infer.predictor import RowModel, own_features, predictor_of, shape_of, to_model

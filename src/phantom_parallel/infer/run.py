@@ -20,7 +20,7 @@ from phantom_parallel.cost.hardware import load_profile, user_directory
 from phantom_parallel.distributed.launch import launch, launch_device_type
 from phantom_parallel.distributed.launchers import launched_externally
 from phantom_parallel.distributed.objects import broadcast_from_rank_zero, check_agreement
-from phantom_parallel.energy.power_profile import PowerProfile, load_power_profile
+from phantom_parallel.energy.power import PowerProfile, load_power_profile
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.infer.inputs import Inputs, open_inputs
 from phantom_parallel.infer.measure import Inference, measure, random_rows

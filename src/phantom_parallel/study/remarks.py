@@ -6,7 +6,7 @@ They are derived from results alone, so that the report of earlier results has t
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from phantom_parallel.energy.power_profile import (
+from phantom_parallel.energy.power import (
     ASSUMED_CORE,
     CORE_COMMUNICATION_WATTS,
     CORE_COMPUTE_WATTS,

@@ -1,35 +1,31 @@
-"""Energy sensors, one module for each kind, and their discovery.
+"""Energy sensors and their discovery: RAPL, Cray's counters, NVIDIA and AMD GPUs, and those of other packages.
 
 A sensor that does not exist is left out. One that exists but cannot be read is reported with what is missing.
 """
 
 import time
-from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import torch
 
-from phantom_parallel.energy.sensors.amd import probe_amd
 from phantom_parallel.energy.sensors.base import (
     Clock,
+    Discovery,
     EnergySample,
-    ProbeResult,
     ReadFailure,
     SensorReading,
     SensorSource,
     SensorSpec,
 )
 from phantom_parallel.energy.sensors.cray import PM_COUNTERS, probe_cray
-from phantom_parallel.energy.sensors.nvidia import probe_nvidia
+from phantom_parallel.energy.sensors.gpus import probe_amd, probe_nvidia
 from phantom_parallel.energy.sensors.rapl import POWERCAP, probe_rapl
-from phantom_parallel.energy.sensors.visible_devices import visible_bdfs, visible_uuids
-from phantom_parallel.energy.sensors.zeus import probe_zeus
 
 __all__ = [
     "Clock",
     "Discovery",
     "EnergySample",
-    "ProbeResult",
     "ReadFailure",
     "SensorReading",
     "SensorSource",
@@ -39,21 +35,9 @@ __all__ = [
     "probe_cray",
     "probe_nvidia",
     "probe_rapl",
-    "probe_zeus",
 ]
 
-
-@dataclass(frozen=True)
-class Discovery:
-    """The sensors of this machine, those that cannot be read, and how to get more."""
-
-    sources: tuple[SensorSource, ...]
-    problems: tuple[str, ...]
-    hints: tuple[str, ...]
-
-    @property
-    def specs(self) -> tuple[SensorSpec, ...]:
-        return tuple(spec for source in self.sources for spec in source.specs)
+ENTRY_POINTS = "phantom_parallel.sensors"
 
 
 def discover(
@@ -72,15 +56,14 @@ def discover(
         clock: takes the time of readings.
     """
     results = [
-        probe_nvidia(visible=lambda: visible_uuids(device), clock=clock),
-        probe_amd(visible=lambda: visible_bdfs(device), clock=clock),
+        probe_nvidia(device, clock=clock),
+        probe_amd(device, clock=clock),
         probe_rapl(powercap, clock=clock),
         probe_cray(pm_counters, accelerators=device is None or device.type != "cpu", clock=clock),
+        *(plugin.load()(device, clock=clock) for plugin in entry_points(group=ENTRY_POINTS)),
     ]
-    covered = {spec.component for result in results if result.source for spec in result.source.specs}
-    results.append(probe_zeus(covered, clock=clock))
     return Discovery(
-        tuple(result.source for result in results if result.source is not None),
+        tuple(source for result in results for source in result.sources),
         tuple(problem for result in results for problem in result.problems),
         tuple(hint for result in results for hint in result.hints),
     )

@@ -1,4 +1,8 @@
-"""The interface between the meter and its sensors: a source reads energy totals and describes them."""
+"""The sensor interface: a probe looks for one kind of sensor, and a source reads energy totals of those that it found.
+
+A probe is a function ``probe(device, *, clock) -> Discovery``. Those of this package are in `sensors`; other packages
+add their own as entry points of the group ``phantom_parallel.sensors``.
+"""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -8,7 +12,6 @@ from typing import Protocol
 from phantom_parallel.energy.results import Component, Provenance, Scope
 
 Clock = Callable[[], float]
-ReadText = Callable[[Path], str]
 
 # A counter is up to one update old at each end of a window, so a window of n updates is off by at most 1/n.
 MIN_UPDATES = 10
@@ -35,14 +38,6 @@ class SensorSpec:
     provenance: Provenance
     resolution_seconds: float
     max_unread_seconds: float | None = None
-
-    def __post_init__(self) -> None:
-        if "/" not in self.id:
-            raise ValueError(f"the id of a sensor must be SOURCE/NAME, got {self.id!r}")
-        if not self.resolution_seconds > 0:
-            raise ValueError(f"{self.id}: resolution_seconds must be above 0, got {self.resolution_seconds}")
-        if self.max_unread_seconds is not None and not self.max_unread_seconds > 0:
-            raise ValueError(f"{self.id}: max_unread_seconds must be above 0, got {self.max_unread_seconds}")
 
     @property
     def source(self) -> str:
@@ -77,7 +72,6 @@ SensorReading = EnergySample | ReadFailure
 class SensorSource(Protocol):
     """Sensors that are read together."""
 
-    name: str
     specs: tuple[SensorSpec, ...]
 
     def read(self, ids: Collection[str], *, fresh: bool = True) -> dict[str, SensorReading]:
@@ -86,23 +80,22 @@ class SensorSource(Protocol):
         Args:
             ids: which of ``specs`` to read.
             fresh: whether to wait for the next update where the source knows when it arrives. The ends of windows need
-                this; samples in between do not.
+                this; reads in between do not.
         """
         ...
 
 
 @dataclass(frozen=True)
-class ProbeResult:
-    """Result of looking for one kind of sensor: a source, or why there is none."""
+class Discovery:
+    """Sensors that can be read, those that exist but cannot, and how to get more."""
 
-    name: str
-    source: SensorSource | None = None
-    problems: tuple[str, ...] = ()  # sensors that exist but cannot be read, and what is missing
-    hints: tuple[str, ...] = ()  # how to get sensors that do not exist
+    sources: tuple[SensorSource, ...] = ()
+    problems: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()
 
-
-def read_text(path: Path) -> str:
-    return path.read_text()
+    @property
+    def specs(self) -> tuple[SensorSpec, ...]:
+        return tuple(spec for source in self.sources for spec in source.specs)
 
 
 def describe_os_error(path: Path, error: OSError, remedy: str) -> str:

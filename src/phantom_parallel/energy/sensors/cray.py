@@ -13,14 +13,12 @@ from pathlib import Path
 from phantom_parallel.energy.results import Component, Provenance, Scope
 from phantom_parallel.energy.sensors.base import (
     Clock,
+    Discovery,
     EnergySample,
-    ProbeResult,
     ReadFailure,
-    ReadText,
     SensorReading,
     SensorSpec,
     describe_os_error,
-    read_text,
 )
 
 PM_COUNTERS = Path("/sys/cray/pm_counters")
@@ -35,18 +33,9 @@ _ACCELERATOR = re.compile(r"accel(\d+)_energy")
 class CraySource:
     """Reads the counters of one directory, all within one update."""
 
-    name = "cray"
-
-    def __init__(
-        self,
-        root: Path,
-        specs: tuple[SensorSpec, ...],
-        clock: Clock = time.perf_counter,
-        sleep: Callable[[float], None] = time.sleep,
-        read: ReadText = read_text,
-    ) -> None:
+    def __init__(self, root: Path, specs: tuple[SensorSpec, ...], clock: Clock, sleep: Callable[[float], None]) -> None:
         self.specs = specs
-        self._root, self._clock, self._sleep, self._read = root, clock, sleep, read
+        self._root, self._clock, self._sleep = root, clock, sleep
 
     def read(self, ids: Collection[str], *, fresh: bool = True) -> dict[str, SensorReading]:
         try:
@@ -79,10 +68,10 @@ class CraySource:
         return {name: EnergySample(now, value, epoch) for name, value in joules.items()}
 
     def _word(self, file: str) -> str:
-        return self._read(self._root / file).split()[0]
+        return (self._root / file).read_text().split()[0]
 
     def _joules(self, file: str) -> float:
-        value, unit = self._read(self._root / file).split()[:2]
+        value, unit = (self._root / file).read_text().split()[:2]
         if unit != "J":
             raise ValueError(f"{file} is in {unit!r}, expected 'J'")
         return float(value)
@@ -94,8 +83,7 @@ def probe_cray(
     accelerators: bool = True,
     clock: Clock = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
-    read: ReadText = read_text,
-) -> ProbeResult:
+) -> Discovery:
     """Look for pm_counters in the directory ``root``.
 
     Args:
@@ -104,11 +92,10 @@ def probe_cray(
             is all of them or none.
         clock: takes the time of readings.
         sleep: waits for the next update.
-        read: reads a file.
     """
     if not (root / "energy").exists():
-        return ProbeResult("cray")  # no hint: they cannot be installed, they belong to the machine
-    resolution = 1 / _scan_hz(root, read)
+        return Discovery()  # no hint: they cannot be installed, they belong to the machine
+    resolution = 1 / _scan_hz(root)
     wanted = {
         "energy": ("node", Component.NODE),
         "cpu_energy": ("CPU", Component.CPU),
@@ -129,14 +116,14 @@ def probe_cray(
         for file, (label, component) in wanted.items()
         if (root / file).exists()
     )
-    source = CraySource(root, specs, clock, sleep, read)
+    source = CraySource(root, specs, clock, sleep)
     first = source.read([spec.id for spec in specs], fresh=False)
     problems = sorted({reading.reason for reading in first.values() if isinstance(reading, ReadFailure)})
-    return ProbeResult("cray", None if problems else source, tuple(problems))
+    return Discovery(() if problems else (source,), tuple(problems))
 
 
-def _scan_hz(root: Path, read: ReadText) -> float:
+def _scan_hz(root: Path) -> float:
     try:
-        return float(read(root / "raw_scan_hz").split()[0]) or SCAN_HZ
+        return float((root / "raw_scan_hz").read_text().split()[0]) or SCAN_HZ
     except (OSError, ValueError, IndexError):
         return SCAN_HZ

@@ -19,14 +19,12 @@ from pathlib import Path
 from phantom_parallel.energy.results import Component, Provenance, Scope
 from phantom_parallel.energy.sensors.base import (
     Clock,
+    Discovery,
     EnergySample,
-    ProbeResult,
     ReadFailure,
-    ReadText,
     SensorReading,
     SensorSpec,
     describe_os_error,
-    read_text,
 )
 
 POWERCAP = Path("/sys/class/powercap")
@@ -65,11 +63,9 @@ class _Zone:
 class RaplSource:
     """Reads the zones of one powercap tree."""
 
-    name = "rapl"
-
-    def __init__(self, zones: list[_Zone], clock: Clock, read: ReadText) -> None:
+    def __init__(self, zones: list[_Zone], clock: Clock) -> None:
         self._zones = {zone.spec.id: zone for zone in zones}
-        self._clock, self._read = clock, read
+        self._clock = clock
         self.specs = tuple(zone.spec for zone in zones)
 
     def read(self, ids: Collection[str], *, fresh: bool = True) -> dict[str, SensorReading]:
@@ -77,7 +73,7 @@ class RaplSource:
         for name in ids:
             zone = self._zones[name]
             try:
-                zone.advance(int(self._read(zone.file)), self._clock())
+                zone.advance(int(zone.file.read_text()), self._clock())
             except OSError as error:
                 readings[name] = ReadFailure(describe_os_error(zone.file, error, REMEDY))
             except ValueError as error:
@@ -87,7 +83,7 @@ class RaplSource:
         return readings
 
 
-def probe_rapl(root: Path = POWERCAP, *, clock: Clock = time.perf_counter, read: ReadText = read_text) -> ProbeResult:
+def probe_rapl(root: Path = POWERCAP, *, clock: Clock = time.perf_counter) -> Discovery:
     """Look for RAPL zones in the directory ``root``."""
     folders = sorted(path for path in root.glob("intel-rapl:*") if _ZONE.fullmatch(path.name))
     if not folders:
@@ -95,23 +91,23 @@ def probe_rapl(root: Path = POWERCAP, *, clock: Clock = time.perf_counter, read:
             f"CPU and memory: no RAPL zones in {root}; on a physical Intel or AMD machine with Linux load them with "
             "'sudo modprobe intel_rapl_msr' (virtual machines rarely have them)"
         )
-        return ProbeResult("rapl", hints=(hint,))
+        return Discovery(hints=(hint,))
     zones, problems = [], []
     for folder in folders:
         try:
-            zone = _open(folder, clock, read)
+            zone = _open(folder, clock)
         except OSError as error:
             problems.append(describe_os_error(Path(error.filename or folder), error, REMEDY))
         except ValueError as error:
             problems.append(f"{folder}: {error}")
         else:
             zones += [] if zone is None else [zone]
-    return ProbeResult("rapl", RaplSource(zones, clock, read) if zones else None, tuple(problems))
+    return Discovery((RaplSource(zones, clock),) if zones else (), tuple(problems))
 
 
-def _open(folder: Path, clock: Clock, read: ReadText) -> _Zone | None:
+def _open(folder: Path, clock: Clock) -> _Zone | None:
     """Open the zone of a directory; None if another zone includes it."""
-    name = read(folder / "name").strip()
+    name = (folder / "name").read_text().strip()
     component, scope = Component.CPU, Scope.DEVICE
     if name == "dram":
         component = Component.MEMORY
@@ -120,13 +116,10 @@ def _open(folder: Path, clock: Clock, read: ReadText) -> _Zone | None:
     elif not name.startswith("package"):
         return None
     file = folder / "energy_uj"
-    try:
-        first = int(read(file))
-    except OSError as error:
-        raise type(error)(error.errno, error.strerror, str(file)) from None
+    first = int(file.read_text())
     if first == 0:
         raise ValueError("energy_uj reads 0: this zone does not count")
-    range_uj = int(read(folder / "max_energy_range_uj"))
+    range_uj = int((folder / "max_energy_range_uj").read_text())
     if range_uj <= 0:
         raise ValueError(f"max_energy_range_uj must be above 0, got {range_uj}")
     number = folder.name.split(":")[1]

@@ -19,7 +19,7 @@ from torch import Tensor
 from phantom_parallel.cost.ledger import Ledger
 from phantom_parallel.distributed.objects import all_gather_objects, barrier
 from phantom_parallel.energy.meter import EnergyMeter, synchronize
-from phantom_parallel.energy.power_profile import PowerProfile
+from phantom_parallel.energy.power import PowerProfile
 from phantom_parallel.energy.results import Provenance
 from phantom_parallel.energy.time_split import TimeSplitRecorder, timer_for
 from phantom_parallel.families.gpt.generation import Prompts, agree_on_request, check_request, generate_tokens

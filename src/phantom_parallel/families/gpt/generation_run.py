@@ -18,7 +18,7 @@ from phantom_parallel.distributed.launch import launch, launch_device_type
 from phantom_parallel.distributed.launchers import launched_externally
 from phantom_parallel.distributed.objects import broadcast_from_rank_zero, check_agreement
 from phantom_parallel.distributed.signals import StopRequest
-from phantom_parallel.energy.power_profile import PowerProfile
+from phantom_parallel.energy.power import PowerProfile
 from phantom_parallel.families.gpt.config import GPTConfig
 from phantom_parallel.families.gpt.generation import check_room
 from phantom_parallel.families.gpt.generation_cost import measure_generation
