@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from benchmarks.pretrained_exact import exact
 from benchmarks.timing import about, write
 from phantom_parallel import convert, heal, load_model, save_model
-from phantom_parallel.conversion.maps import find_maps, replace_module
-from phantom_parallel.conversion.stages import find_stages, run_stage
+from phantom_parallel.conversion.layers import find_layers
+from phantom_parallel.conversion.stages import find_stages, run_stage, stage_outputs
 from phantom_parallel.families.gpt.conversion import GPTConverter, read_tokens
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.families.gpt.text import split_text
@@ -84,7 +84,7 @@ class Bench:
             exclude=(),
             loss=self.converter.objective(),
             folder=stages,
-            progress=lambda what, done, total: print(f"{what} {done}/{total}", file=sys.stderr, flush=True),
+            progress=lambda step, done: print(f"{step}: {done:.0%}", file=sys.stderr, flush=True),
         )
         made = self.converter.phantom(model, blocks, report.ghosts)
         source = self.options.model
@@ -97,37 +97,34 @@ class Bench:
 
     @torch.no_grad()
     def low_rank(self, model: GPT, budget: float) -> float:
-        """Replace every map by two of rank r, each calibrated on the inputs that the maps before it give."""
-        maps = find_maps(model, GPTConverter.maps, ())
-        stages = find_stages(model, [one.name for one in maps], self.batches)
-        calls, kept = list(stages[0].calls), 0
-        for stage in stages:
-            for one in (one for one in maps if one.name.startswith(f"{stage.name}.")):
-                name = one.name.removeprefix(f"{stage.name}.")
-                module = stage.module.get_submodule(name)
-                s = torch.zeros(one.weight.shape[1], one.weight.shape[1], dtype=torch.float64)
-                for call in calls:
-                    seen, _, _ = run_stage(stage.module, call, inputs_of={name: module}, outputs_of={}, until=name)
-                    x = seen[name].flatten(0, -2).double()
+        """Replace every linear layer by two of rank r, each calibrated on the inputs that the layers before it give."""
+        layers = find_layers(model, GPTConverter.maps, ())
+        chain, streams = find_stages(model, [layer.name for layer in layers], self.batches)
+        kept = 0
+        for stage in chain:
+            for layer in (layer for layer in layers if stage.holds(layer.name)):
+                s = torch.zeros(layer.weight.shape[1], layer.weight.shape[1], dtype=torch.float64)
+                for call in stage.calls(streams):
+                    hooked = {layer.name: layer.module}
+                    inputs, _, _ = run_stage(stage.module, call, inputs_of=hooked, outputs_of={}, until=layer.name)
+                    x = inputs[layer.name].flatten(0, -2).double()
                     s += x.T @ x
-                rank = max(1, int(budget * one.weight.numel() / sum(one.weight.shape)))
-                replace_module(model, one.name, _factors(one.weight, one.bias, damped(s), rank))
-                kept += rank * sum(one.weight.shape)
-            outputs = [run_stage(stage.module, call, inputs_of={}, outputs_of={})[2] for call in calls]
-            calls = [((output, *call[0][1:]), call[1]) for output, call in zip(outputs, calls, strict=True)]
-        return kept / sum(one.multiply_adds for one in maps)
+                rank = max(1, int(budget * layer.weight.numel() / sum(layer.weight.shape)))
+                model.set_submodule(layer.name, _factors(layer.weight, layer.bias, damped(s), rank))
+                kept += rank * sum(layer.weight.shape)
+            streams = stage_outputs(stage, streams)
+        return kept / sum(layer.weight.numel() for layer in layers)
 
     @torch.no_grad()
     def drop_layers(self, model: GPT, budget: float) -> float:
         """Remove the layers that turn the stream least."""
-        names = [one.name for one in find_maps(model, GPTConverter.maps, ())]
-        stages = find_stages(model, names, self.batches[:1])
-        calls, alike = list(stages[0].calls), []
+        names = [layer.name for layer in find_layers(model, GPTConverter.maps, ())]
+        stages, streams = find_stages(model, names, self.batches[:1])
+        alike = []
         for stage in stages:
-            output = run_stage(stage.module, calls[0], inputs_of={}, outputs_of={})[2]
-            assert output is not None
-            alike.append(float(nn.functional.cosine_similarity(calls[0][0][0], output, dim=-1).mean()))
-            calls = [((output, *calls[0][0][1:]), calls[0][1])]
+            outputs = stage_outputs(stage, streams)
+            alike.append(float(nn.functional.cosine_similarity(streams[0], outputs[0], dim=-1).mean()))
+            streams = outputs
         left = max(1, int(budget * len(stages)))
         kept = sorted(sorted(range(len(stages)), key=alike.__getitem__)[:left])
         model.layers = nn.ModuleList([model.layers[index] for index in kept])

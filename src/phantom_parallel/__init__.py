@@ -9,7 +9,7 @@ from phantom_parallel._version import __version__
 if TYPE_CHECKING:
     from phantom_parallel.checkpoint.model import consolidate_model, load_model, save_model
     from phantom_parallel.conversion.api import convert
-    from phantom_parallel.conversion.heal import heal
+    from phantom_parallel.conversion.run import heal
     from phantom_parallel.cost.ledger import Ledger
     from phantom_parallel.energy import EnergyMeter, PowerProfile
     from phantom_parallel.families.ffn.model import FFN, FFNConfig
@@ -52,7 +52,7 @@ __all__ = [
 # Where each name lives. Looked up when first asked for: commands that only plan need not wait for torch.
 _HOMES = {
     "phantom_parallel.conversion.api": ("convert",),
-    "phantom_parallel.conversion.heal": ("heal",),
+    "phantom_parallel.conversion.run": ("heal",),
     "phantom_parallel.cost.ledger": ("Ledger",),
     "phantom_parallel.energy": ("EnergyMeter", "PowerProfile"),
     "phantom_parallel.checkpoint.model": ("consolidate_model", "load_model", "save_model"),

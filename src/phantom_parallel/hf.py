@@ -66,7 +66,7 @@ class PhantomQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
         for name, settings in layers.items():
             try:
                 layer = PhantomLinear(**settings, device="meta", dtype=next(model.parameters()).dtype)
-                model.set_submodule(name, layer)
+                model.set_submodule(name, layer, strict=True)
                 # Some models initialize the linear layers of a module by their weight, which a phantom layer has not.
                 for module in (layer, model.get_submodule(name.rpartition(".")[0])):
                     module._is_hf_initialized = True  # type: ignore[assignment]

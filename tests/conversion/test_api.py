@@ -8,7 +8,9 @@ from torch import nn
 
 import phantom_parallel
 from phantom_parallel import PhantomLinear, convert
+from phantom_parallel.conversion.api import next_token_loss
 from phantom_parallel.conversion.budget import GhostCurve, ghosts_for_budget
+from phantom_parallel.conversion.layers import find_layers, output_importance
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +48,7 @@ def test_the_error_falls_with_ghosts_to_none_at_full_rank():
         model = copy.deepcopy(dense)
         report = convert(model, [x], blocks=3, ghosts=ghosts)
         errors.append(difference(model, dense, x))
-        assert [len(group.maps) for group in report.groups] == [1, 1, 1]
+        assert [len(group.layers) for group in report.groups] == [1, 1, 1]
         assert isinstance(model[2], PhantomLinear)
         assert report.multiply_adds == sum(m.layout.weights for m in model if isinstance(m, PhantomLinear))
     assert errors == sorted(errors, reverse=True)
@@ -100,7 +102,7 @@ def test_maps_that_share_an_input_share_ghosts_and_the_stream_is_corrected():
     dense, x = Residual(), rows()
     model = copy.deepcopy(dense)
     report = convert(model, [x[:200], x[200:]], blocks=4, ghosts=2)
-    assert [group.maps for group in report.groups[:2]] == [("blocks.0.gate", "blocks.0.up"), ("blocks.0.down_proj",)]
+    assert [group.layers for group in report.groups[:2]] == [("blocks.0.gate", "blocks.0.up"), ("blocks.0.down_proj",)]
     assert [group.corrected for group in report.groups] == [False, True] * 3
     gate, up = model.blocks[0].gate, model.blocks[0].up
     torch.testing.assert_close(gate.compress, up.compress, atol=0, rtol=0)
@@ -136,26 +138,27 @@ def test_an_interrupted_conversion_continues_to_the_same_model(tmp_path):
     class Stopped(Exception):
         pass
 
-    def stop(what, done, total):
-        if what.startswith("converting") and done == 2:
+    def stop(step, done):
+        if "blocks.2" in step and step.startswith("converting"):
             raise Stopped
 
     with pytest.raises(Stopped):
         convert(copy.deepcopy(dense), [x], blocks=4, budget=0.6, folder=tmp_path, progress=stop)
-    seen = []
+    steps, shares = [], []
     model = copy.deepcopy(dense)
-    report = convert(model, [x], blocks=4, budget=0.6, folder=tmp_path, progress=lambda *a: seen.append(a[0]))
-    assert not any("measuring" in what for what in seen)
+    report = convert(
+        model, [x], blocks=4, budget=0.6, folder=tmp_path, progress=lambda *a: (steps.append(a[0]), shares.append(a[1]))
+    )
+    assert steps == ["converting blocks.2.gate", "converting blocks.2.down_proj", "converted"]
+    assert shares[0] > 0.6  # of the whole work
+    assert shares[-1] == 1
     assert report.ghosts == expected.ghosts
     torch.testing.assert_close(model(x), whole(x), atol=1e-9, rtol=1e-9)
-    stored = tmp_path / "stage-0001.safetensors"
-    data = bytearray(stored.read_bytes())
-    data[-5] ^= 64  # of a weight
-    for damaged in (b"damaged", bytes(data)):
-        stored.write_bytes(damaged)
-        again = copy.deepcopy(dense)
-        convert(again, [x], blocks=4, budget=0.6, folder=tmp_path)
-        torch.testing.assert_close(again(x), whole(x), atol=1e-9, rtol=1e-9)
+    (stored,) = tmp_path.glob("blocks.1-*")
+    stored.write_bytes(b"damaged")
+    again = copy.deepcopy(dense)
+    convert(again, [x], blocks=4, budget=0.6, folder=tmp_path)
+    torch.testing.assert_close(again(x), whole(x), atol=1e-9, rtol=1e-9)
 
 
 def test_stages_of_another_model_or_of_other_data_are_not_used(tmp_path):
@@ -171,23 +174,125 @@ def test_stages_of_another_model_or_of_other_data_are_not_used(tmp_path):
         torch.testing.assert_close(found(x), expected(x), atol=1e-9, rtol=1e-9)
 
 
-def test_weights_of_outputs_are_not_computed_again(tmp_path):
+def test_gradients_and_errors_are_measured_once_for_all_budgets(tmp_path):
     dense, x = Residual(), rows()
-    models, seen = [], []
-    for _ in range(2):
-        models.append(copy.deepcopy(dense))
-        seen.append([])
+    steps = []
+    for budget in (0.6, 0.7):
+        steps.append([])
         convert(
-            models[-1],
+            copy.deepcopy(dense),
             [x],
             blocks=4,
-            ghosts=2,
+            budget=budget,
             folder=tmp_path,
             loss=lambda model, batch: model(batch).square().mean(),
-            progress=lambda what, done, total: seen[-1].append(what),
+            progress=lambda step, done: steps[-1].append(step),
         )
-    assert [any("weighing" in what for what in one) for one in seen] == [True, False]
-    torch.testing.assert_close(models[1](x), models[0](x), atol=0, rtol=0)
+    assert [any("measuring" in step for step in of_budget) for of_budget in steps] == [True, False]
+
+
+def bert():
+    """A small BERT whose weights have been enlarged, so that its layers differ from the identity."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = transformers.BertModel(
+        transformers.BertConfig(
+            vocab_size=60, hidden_size=24, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+        )
+    ).eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(3.0)
+    return model
+
+
+def test_padding_is_not_data():
+    dense = bert()
+    tokens = torch.randint(60, (6, 40), generator=torch.Generator().manual_seed(0))
+    padded = {"input_ids": torch.cat([tokens, torch.zeros(6, 200, dtype=torch.long)], 1)}
+    padded["attention_mask"] = (torch.arange(240) < 40).long().expand(6, -1)
+    found = []
+    for batch in ({"input_ids": tokens}, padded):
+        model = copy.deepcopy(dense)
+        report = convert(model, [batch], blocks=4, ghosts=2, exclude=("pooler*",))
+        assert report.rows == 240
+        found.append(model(tokens).last_hidden_state.detach())
+    torch.testing.assert_close(found[1], found[0], atol=1e-3, rtol=1e-3)
+
+
+def test_padding_has_no_importance():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=60, hidden_size=24, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    tokens = torch.randint(60, (6, 40))
+    padded = {"input_ids": torch.cat([tokens, torch.zeros(6, 20, dtype=torch.long)], 1)}
+    padded["attention_mask"] = (torch.arange(60) < 40).long().expand(6, -1)
+    layers = find_layers(model, ("*",), ("lm_head",))
+    plain, masked = (output_importance(model, layers, [batch], next_token_loss) for batch in (tokens, padded))
+    for name, values in plain.items():
+        torch.testing.assert_close(masked[name], values, atol=0, rtol=1e-3)
+
+
+def test_layers_outside_the_stages_are_converted_and_named():
+    dense = bert()
+    tokens = torch.randint(60, (60, 8), generator=torch.Generator().manual_seed(0))
+    full = {name: m.in_features // 4 for name, m in dense.named_modules() if isinstance(m, nn.Linear)}
+    errors, steps = [], []
+    for ghosts in (1, full):
+        model = copy.deepcopy(dense)
+        report = convert(model, [tokens], blocks=4, ghosts=ghosts, progress=lambda step, done: steps.append(step))
+        assert report.unstaged == ("pooler.dense",)
+        assert steps[-2] == "converting pooler.dense"
+        assert any(group.corrected for group in report.groups) is False  # BERT normalizes after the addition
+        errors.append(float((model(tokens).pooler_output - dense(tokens).pooler_output).detach().norm()))
+    assert errors[1] < 1e-3 < errors[0]
+
+
+class Projected(Residual):
+    """Linear layers before and after the blocks; the first changes what the blocks see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(24, 24).double(), nn.Linear(24, 24).double()
+
+    def forward(self, x):
+        x = self.before(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.after(x)
+
+
+def test_blocks_correct_the_errors_of_layers_before_them():
+    dense, x = Projected(), rows()
+    model = copy.deepcopy(dense)
+    report = convert(model, [x], blocks=4, ghosts=2, exclude=("head",))
+    names = [group.layers[0] for group in report.groups]
+    assert (names[0], names[-1]) == ("before", "after")
+    apart = copy.deepcopy(dense)
+    convert(apart, [x], blocks=4, ghosts=2, include=("blocks.*", "after"))
+    convert(apart, [x], blocks=4, ghosts=2, include=("before",))
+    assert difference(model, dense, x) < difference(apart, dense, x)
+
+
+def test_a_cache_of_keys_and_values_is_not_used():
+    """It would hold those of the dense pass while the converted layers are measured."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    tokens, found = torch.randint(60, (6, 50)), []
+    for cached in (False, True):
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=60, hidden_size=24, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            use_cache=cached,
+        )  # fmt: skip
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        for parameter in model.parameters():
+            parameter.data.mul_(3.0)
+        found.append([group.relative_error for group in convert(model, [tokens], blocks=4, ghosts=1).groups])
+        assert model.config.use_cache == cached
+    assert found[0] == pytest.approx(found[1])
 
 
 def test_a_converted_module_survives_save_and_load(tmp_path):
@@ -208,7 +313,7 @@ def test_bad_input_is_refused_before_the_model_changes():
         ({"blocks": 3}, x, "either ghosts or a budget"),
         ({"blocks": 3, "budget": 1.5}, x, "between 0 and 1"),
         ({"blocks": 3, "ghosts": {"0": 2}}, x, "no number for 2"),
-        ({"blocks": 3, "ghosts": 2, "include": ("none*",)}, x, "no linear map"),
+        ({"blocks": 3, "ghosts": 2, "include": ("none*",)}, x, "no linear layer"),
         ({"blocks": 3, "ghosts": 2}, x[:20], "20 rows, too few"),
         ({"blocks": 3, "ghosts": 2}, x.log(), "not finite"),
     ]

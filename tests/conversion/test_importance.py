@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from phantom_parallel import convert
-from phantom_parallel.conversion.importance import output_importance
-from phantom_parallel.conversion.maps import find_maps
+from phantom_parallel.conversion.layers import find_layers, output_importance
 from phantom_parallel.nn import PhantomLinear
 from phantom_parallel.nn.fit import damped, fit_outputs
 
@@ -41,7 +40,7 @@ def first_outputs(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def test_weights_are_mean_squares_of_the_gradients_of_single_rows():
     model, x = Gated(), rows()
     trained = [parameter.requires_grad for parameter in model.parameters()]
-    found = output_importance(model, find_maps(model, ("*",), ()), [x[:48], x[48:]], first_outputs)
+    found = output_importance(model, find_layers(model, ("*",), ()), [x[:48], x[48:]], first_outputs)
     expected = {name: torch.zeros(size, dtype=torch.float64) for name, size in (("gate", 18), ("up", 18), ("down", 12))}
     for row in x:
         gate, up = model.gate(row).detach().requires_grad_(), model.up(row).detach().requires_grad_()
@@ -59,7 +58,7 @@ def test_weights_are_mean_squares_of_the_gradients_of_single_rows():
 def test_a_loss_without_a_gradient_is_refused_by_the_name_of_the_map():
     model = Gated()
     with pytest.raises(ValueError, match="no finite gradient with respect to gate"):
-        output_importance(model, find_maps(model, ("*",), ()), [rows()], lambda model, x: model.up(x).sum())
+        output_importance(model, find_layers(model, ("*",), ()), [rows()], lambda model, x: model.up(x).sum())
 
 
 def test_a_weighted_fit_has_a_smaller_weighted_error_and_tells_the_plain_one():

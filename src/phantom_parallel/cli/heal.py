@@ -11,7 +11,7 @@ from rich.table import Table
 from phantom_parallel.checkpoint.model import CONFIG
 from phantom_parallel.cli.options import folder_of, ranks_of_launcher, value_of
 from phantom_parallel.cli.train import TrainOptions
-from phantom_parallel.conversion.heal import heal_config
+from phantom_parallel.conversion.run import heal_config
 from phantom_parallel.energy.results import format_share
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.train import Summary, TrainConfig

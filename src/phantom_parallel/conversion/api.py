@@ -1,24 +1,51 @@
-"""``phantom_parallel.convert``: chosen linear maps of any module become phantom layers in place."""
+"""``phantom_parallel.convert``: chosen linear layers of any module become phantom layers in place."""
 
+import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from phantom_parallel.conversion.budget import GhostCurve, ghosts_for_budget
-from phantom_parallel.conversion.importance import Loss, output_importance
-from phantom_parallel.conversion.maps import EXCLUDED, LinearMap, check_division, find_maps, replace_module
-from phantom_parallel.conversion.sequential import GroupReport, convert_stage, ghost_curves, next_calls, rows_of
-from phantom_parallel.conversion.stages import Stage, find_stages, first_tensor, run_stage
-from phantom_parallel.conversion.stored_stages import StoredStages, digest_of
+from phantom_parallel.conversion.layers import (
+    EXCLUDED,
+    DenseLayer,
+    Loss,
+    check_division,
+    find_layers,
+    output_importance,
+)
+from phantom_parallel.conversion.sequential import DensePass, GroupReport, convert_group, dense_pass, ghost_curves
+from phantom_parallel.conversion.stages import (
+    Call,
+    call_of,
+    capture_stages,
+    find_stages,
+    first_tensor,
+    padding_mask,
+    rows_of,
+    run_stage,
+    stage_outputs,
+)
 from phantom_parallel.nn.fit import STEPS
+from phantom_parallel.nn.linear import PhantomLinear
+from phantom_parallel.utils.files import write_bytes
 from phantom_parallel.utils.layout import positive
 
-_WEIGHING = 8  # batches, at most, of whose gradients the outputs' weights are means
+Progress = Callable[[str, float], None]
+_IMPORTANCE_BATCHES = 8  # batches, at most, over whose gradients the importance of outputs is averaged
+_PARAMETERS = ("local", "compress", "decompress")
+_MEASURING, _CONVERTING = 2, 6  # work of a stage, relative to a pass of all batches through it
 
 
 @dataclass(frozen=True)
@@ -27,28 +54,30 @@ class ConversionReport:
 
     Args:
         blocks: Blocks of all layers.
-        rows: Rows of calibration data.
-        groups: The maps that share an input, in the order of the model.
+        rows: Rows of calibration data, without padding.
+        groups: The layers that share an input, in the order of their conversion.
+        unstaged: Layers outside the stages that the model consists of. For each of them the complete model runs.
     """
 
     blocks: int
     rows: int
     groups: tuple[GroupReport, ...]
+    unstaged: tuple[str, ...] = ()
 
     @property
     def multiply_adds(self) -> int:
-        """Of the converted maps, of one row."""
+        """Of the converted layers, of one row."""
         return sum(group.multiply_adds for group in self.groups)
 
     @property
     def kept(self) -> float:
-        """Share of the converted maps' multiply-adds that is left."""
+        """Share of the converted layers' multiply-adds that is left."""
         return self.multiply_adds / max(1, sum(group.dense_multiply_adds for group in self.groups))
 
     @property
     def ghosts(self) -> dict[str, int]:
-        """Ghosts of each map by name."""
-        return {name: group.ghosts for group in self.groups for name in group.maps}
+        """Ghosts of each layer by name."""
+        return {name: group.ghosts for group in self.groups for name in group.layers}
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"multiply_adds": self.multiply_adds, "kept": self.kept}
@@ -66,31 +95,32 @@ def convert(
     loss: Loss | None = None,
     steps: int = STEPS,
     folder: Path | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> ConversionReport:
-    """Convert linear maps of a trained model to phantom layers, in place and in one process.
+    """Convert linear layers of a trained model to phantom layers, in place and in one process.
 
-    ``nn.Linear`` and GPT-2's ``Conv1D`` are converted. Maps that share an input get the same ghosts. Each map is fitted
-    to the dense model's outputs on the inputs that the converted maps before it give. A model of ``transformers`` knows
-    how to save its phantom layers afterwards; see `phantom_parallel.hf`.
+    ``nn.Linear`` and GPT-2's ``Conv1D`` are converted. Layers that share an input get the same ghosts. Each layer is
+    fitted to the dense model's outputs on the inputs that the converted layers before it give. A model of
+    ``transformers`` knows how to save its phantom layers afterwards; see `phantom_parallel.hf`.
 
     Args:
         model: The model, in evaluation mode. Its other modules stay as they are.
-        batches: Calibration data: each is the model's input, a tuple of arguments, or a dictionary of keywords.
-        blocks: Blocks of all layers; must divide the features of all maps.
-        ghosts: Ghosts of each block, for all maps or by name of a map; or
-        budget: the share of the maps' multiply-adds to keep, by which each map gets its own ghosts.
-        include: Patterns of the names of maps to convert, as ``fnmatch`` has them.
-        exclude: Patterns of the names of maps to leave; by default heads and embeddings.
+        batches: Calibration data: each is the model's input, a tuple of arguments, or a dictionary of keywords, whose
+            ``attention_mask`` (batch, length) excludes padding.
+        blocks: Blocks of all layers; must divide the features of all of them.
+        ghosts: Ghosts of each block, for all layers or by name of a layer; or
+        budget: the share of the layers' multiply-adds to keep, by which each layer gets its own ghosts.
+        include: Patterns of the names of layers to convert, as ``fnmatch`` has them.
+        exclude: Patterns of the names of layers to leave; by default heads and embeddings.
         loss: The mean loss of the model on a batch. With it, the error of every output is weighted by how much the loss
             depends on that output, so that ghosts and a budget go where they lower the loss. Language models of
             ``transformers`` (``...ForCausalLM``) have the loss of the next token by default.
         steps: Alternating steps of each fit, at most.
-        folder: Where finished stages are stored, so that an interrupted conversion continues there.
-        progress: Called with what is being done, the number of finished stages, and of all.
+        folder: Where finished parts are stored, so that an interrupted conversion continues there.
+        progress: Called with the current step, and the share of the work that is done.
 
     Returns:
-        How each map was converted.
+        How each layer was converted.
 
     Raises:
         ValueError: If the model, the data or the settings cannot be used; before the model is changed.
@@ -99,20 +129,21 @@ def convert(
 
         report = convert(model, [torch.randn(512, 64)], blocks=4, ghosts=4)
     """
-    maps = find_maps(model, include, exclude)
-    _check(maps, blocks, ghosts, budget)
+    positive(blocks=blocks)
+    if (ghosts is None) == (budget is None):
+        raise ValueError(f"give either ghosts or a budget, got ghosts={ghosts}, budget={budget}")
+    if budget is not None and not 0 < budget < 1:
+        raise ValueError(f"budget must be a share of the multiply-adds between 0 and 1, got {budget}")
+    layers = find_layers(model, include, exclude)
+    check_division(layers, blocks, 1 if ghosts is None else ghosts)
     batches = list(batches)
     if not batches:
         raise ValueError("batches is empty: give calibration data")
     if loss is None and _is_pretrained(model) and type(model).__name__.endswith("ForCausalLM"):
         loss = next_token_loss
-    training = model.training
-    model.eval()
-    try:
-        work = _Conversion(model, maps, batches, blocks, steps, folder, progress or (lambda *_: None), loss)
-        report = work.run(ghosts, budget)
-    finally:
-        model.train(training)
+    with _evaluating(model):
+        conversion = _Conversion(model, layers, batches, blocks, steps, folder, progress or (lambda *_: None), loss)
+        report = conversion.run(ghosts, budget)
     if _is_pretrained(model):
         from phantom_parallel.hf import describe
 
@@ -127,65 +158,72 @@ def _is_pretrained(model: nn.Module) -> bool:
 
 
 def next_token_loss(model: Any, batch: Any) -> Tensor:
-    """The loss of a language model of ``transformers``."""
+    """The loss of a language model of ``transformers``, without padding."""
     inputs = batch if isinstance(batch, dict) else {"input_ids": first_tensor(batch)}
-    loss: Tensor = model(**inputs | {"labels": inputs["input_ids"]}).loss
+    labels, mask = inputs["input_ids"], padding_mask(batch)
+    if mask is not None:
+        labels = labels.masked_fill(~mask, -100)
+    loss: Tensor = model(**inputs | {"labels": labels}).loss
     return loss
 
 
-def _check(maps: Sequence[LinearMap], blocks: int, ghosts: object, budget: float | None) -> None:
-    positive(blocks=blocks)
-    if (ghosts is None) == (budget is None):
-        raise ValueError(f"give either ghosts or a budget, got ghosts={ghosts}, budget={budget}")
-    if budget is not None and not 0 < budget < 1:
-        raise ValueError(f"budget must be a share of the multiply-adds between 0 and 1, got {budget}")
-    if isinstance(ghosts, int):
-        check_division(maps, blocks, ghosts)
-        return
-    check_division(maps, blocks)
-    if isinstance(ghosts, Mapping):
-        for one in maps:
-            if one.name not in ghosts:
-                raise ValueError(f"ghosts has no number for {one.name}")
-            check_division([one], blocks, ghosts[one.name])
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, without a cache of keys and values, which would hold those of an earlier pass."""
+    training, config = model.training, getattr(model, "config", None)
+    cached = getattr(config, "use_cache", None)
+    model.eval()
+    if cached:
+        config.use_cache = False  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        model.train(training)
+        if cached:
+            config.use_cache = cached  # type: ignore[union-attr]
 
 
 class _Conversion:
-    """One conversion: its stages, and what is stored of them."""
+    """A conversion: layers outside the stages that run before them, stage after stage, and the layers after them."""
 
     def __init__(
         self,
         model: nn.Module,
-        maps: list[LinearMap],
+        layers: Sequence[DenseLayer],
         batches: list[Any],
         blocks: int,
         steps: int,
         folder: Path | None,
-        progress: Callable[[str, int, int], None],
+        progress: Progress,
         loss: Loss | None,
     ) -> None:
-        self.loss = loss
-        self.model, self.maps, self.batches = model, maps, batches
+        self.model, self.layers, self.batches, self.loss = model, layers, batches, loss
         self.blocks, self.steps, self.folder, self.progress = blocks, steps, folder, progress
-        self.stages = find_stages(model, [one.name for one in maps], batches)
-        self.calls = list(self.stages[0].calls)
-        self.rows = self._check_rows()
+        self.masks = [padding_mask(batch) for batch in batches]
+        self.calls: list[Call] = [call_of(batch) for batch in batches]
+        names = [layer.name for layer in layers]
+        self.stages = find_stages(model, names, batches)
+        self.outside = [name for name in names if not any(stage.holds(name) for stage in self.stages.chain)]
+        self.rows = self._count_rows()
+        self.digest = "" if folder is None else _digest((*model.state_dict().values(), *tree_leaves(batches)))
+        self.work_done, self.work = 0.0, 1.0
+        self.groups: list[GroupReport] = []
 
-    def _check_rows(self) -> int:
-        """Raise ValueError if there are fewer rows of calibration data than features of a map's block."""
-        first = self._maps_of(self.stages[0])[0]
-        name = first.name.removeprefix(f"{self.stages[0].name}.") if self.stages[0].name else first.name
-        module = self.stages[0].module
+    def _count_rows(self) -> int:
+        """Rows of calibration data. Raise ValueError if they are fewer than the features of a layer."""
+        first = self.layers[0]
         rows = 0
-        for call in self.calls:
-            seen, _, _ = run_stage(
-                module, call, inputs_of={name: module.get_submodule(name)}, outputs_of={}, until=name
+        for call, mask in zip(self.calls, self.masks, strict=True):
+            inputs, _, _ = run_stage(
+                self.model, call, inputs_of={first.name: first.module}, outputs_of={}, until=first.name
             )
-            x = rows_of(seen[name])
+            if first.name not in inputs:
+                raise ValueError(f"{first.name} is not used by the model on the calibration data: exclude it")
+            x = rows_of(inputs[first.name], mask)
             rows += len(x)
             if not x.isfinite().all():
                 raise ValueError(f"the inputs of {first.name} are not finite on the calibration data")
-        needed = max(one.weight.shape[1] for one in self.maps)
+        needed = max(layer.weight.shape[1] for layer in self.layers)
         if rows < needed:
             raise ValueError(
                 f"the calibration data have {rows} rows, too few for a covariance of {needed} features: "
@@ -193,94 +231,181 @@ class _Conversion:
             )
         return rows
 
-    def _maps_of(self, stage: Stage) -> list[LinearMap]:
-        return [one for one in self.maps if not stage.name or one.name.startswith(f"{stage.name}.")]
-
     def run(self, ghosts: int | Mapping[str, int] | None, budget: float | None) -> ConversionReport:
-        settings: dict[str, Any] = {"blocks": self.blocks, "ghosts": ghosts, "budget": budget}
-        settings |= {"steps": self.steps, "rows": self.rows}
-        settings["weighted"] = self.loss is not None
-        settings["maps"] = [one.name for one in self.maps]
-        if self.folder is not None:
-            settings["data"] = self._digest()
-        state = StoredStages(self.folder, settings)
-        importance = self._importance(state)
-        chosen = state.ghosts
-        if chosen is None:
-            chosen = self._divide(budget, importance) if budget is not None else _by_name(self.maps, ghosts)
-            state.set_ghosts(chosen)
-        dense, converted = self.calls, self.calls
-        self.progress("converting: stage", state.finished, len(self.stages))
-        groups: list[GroupReport] = []
-        for index, stage in enumerate(self.stages):
-            stage_maps = self._maps_of(stage)
-            stored = state.stage(index)
-            found: list[GroupReport] = []
-            if stored is not None:
-                found, layers = stored
-                outputs = [run_stage(stage.module, call, inputs_of={}, outputs_of={})[2] for call in dense]
-                for name, layer in layers.items():
-                    replace_module(self.model, name, layer)
-                after = [run_stage(stage.module, call, inputs_of={}, outputs_of={})[2] for call in converted]
-            else:
-                outputs, after = convert_stage(  # type: ignore[assignment]
-                    self.model,
-                    stage,
-                    dense,
-                    converted,
-                    stage_maps,
-                    blocks=self.blocks,
-                    ghosts=lambda one: chosen[one.name],
-                    steps=self.steps,
-                    on_group=found.append,
-                    importance=importance,
-                )
-                state.add(index, found, {one.name: self.model.get_submodule(one.name) for one in stage_maps})
-            groups += found
-            if index + 1 < len(self.stages):
-                dense, converted = next_calls(dense, outputs), next_calls(converted, after)  # type: ignore[arg-type]
-            self.progress("converting: stage", index + 1, len(self.stages))
-        return ConversionReport(self.blocks, self.rows, tuple(groups))
+        """Convert the model with these ghosts, or with those of a budget."""
+        chain, streams = self.stages
+        # Work in passes of all batches through one stage, roughly: the unit of the progress.
+        parts = len(chain) + bool(self.outside)
+        gradients = 0.0 if self.loss is None else 3.0 * parts * min(1, _IMPORTANCE_BATCHES / len(self.batches))
+        self.work = gradients + (0 if budget is None else _MEASURING * parts) + _CONVERTING * parts
+        importance = self._importance(gradients)
+        outside = self._dense_pass("", self.model, self.calls) if self.outside else None
+        if budget is not None:
+            ghosts = self._divide(budget, importance, outside)
+        assert ghosts is not None
+        by_name = {layer.name: ghosts if isinstance(ghosts, int) else ghosts[layer.name] for layer in self.layers}
+        convert_part = partial(self._convert_part, by_name, importance)
 
-    def _importance(self, state: StoredStages) -> dict[str, Tensor] | None:
-        """Weights of the outputs of all maps."""
+        before, after = self._order(outside)
+        convert_part("layers before the stages", self.model, self.calls, before)
+        stages = self.stages  # as they are called by the converted model
+        if before is not None and chain:
+            stages = capture_stages(self.model, chain[0].name.rpartition(".")[0], self.batches)
+        converted_streams = stages.streams
+        for stage, converted in zip(chain, stages.chain, strict=True):
+            dense = self._dense_pass(stage.name, stage.module, stage.calls(streams))
+            convert_part(stage.name, stage.module, converted.calls(converted_streams), dense)
+            streams, converted_streams = dense.streams_after(), stage_outputs(converted, converted_streams)
+        convert_part("layers after the stages", self.model, self.calls, after)
+        self.progress("converted", 1.0)
+        return ConversionReport(self.blocks, self.rows, tuple(self.groups), tuple(self.outside))
+
+    def _dense_pass(self, name: str, module: nn.Module, calls: Sequence[Call]) -> DensePass:
+        """The pass of a stage, or of the complete model for the layers outside the stages."""
+        inside = (
+            self.outside if not name else [layer.name for layer in self.layers if layer.name.startswith(f"{name}.")]
+        )
+        return dense_pass(name, module, calls, [layer for layer in self.layers if layer.name in inside], self.masks)
+
+    def _order(self, outside: DensePass | None) -> tuple[DensePass | None, DensePass | None]:
+        """The groups outside the stages that run before them, and the others."""
+        if outside is None or not self.stages.chain:
+            return outside, None
+        first = self.stages.chain[0]
+        modules = {group[0].name: group[0].module for group in outside.groups} | {first.name: first.module}
+        inputs, _, _ = run_stage(self.model, self.calls[0], inputs_of=modules, outputs_of={}, until=first.name)
+        before = [group for group in outside.groups if group[0].name in inputs]
+        after = [group for group in outside.groups if group[0].name not in inputs]
+        return tuple(replace(outside, groups=groups) if groups else None for groups in (before, after))  # type: ignore[return-value]
+
+    def _convert_part(
+        self,
+        ghosts: Mapping[str, int],
+        importance: Mapping[str, Tensor] | None,
+        name: str,
+        module: nn.Module,
+        calls: Sequence[Call],
+        dense: DensePass | None,
+    ) -> None:
+        """Convert the groups of a stage, or take the layers that an interrupted conversion has finished."""
+        if dense is None:
+            return
+        cache = self._cache(ghosts, self.steps)
+        if (stored := cache.read(name)) is not None:
+            tensors, values = stored
+            reports = [GroupReport(**value | {"layers": tuple(value["layers"])}) for value in values]
+            for report in reports:
+                for layer in report.layers:
+                    local, compress, decompress = (tensors[f"{layer}.{part}"] for part in _PARAMETERS)
+                    bias, error = tensors.get(f"{layer}.bias"), report.relative_error
+                    phantom = PhantomLinear.from_weights(
+                        local, compress, decompress, bias, blocks=self.blocks, relative_error=error
+                    )
+                    self.model.set_submodule(layer, phantom)
+            self.work_done += _CONVERTING
+        else:
+            reports = []
+            for group in dense.groups:
+                self.progress(f"converting {group[0].name}", self.work_done / self.work)
+                settings: dict[str, Any] = {"blocks": self.blocks, "ghosts": ghosts[group[0].name], "steps": self.steps}
+                report = convert_group(self.model, module, calls, group, dense, **settings, importance=importance)
+                reports.append(report)
+                self.work_done += _CONVERTING / len(dense.groups)
+            layers = {layer: self.model.get_submodule(layer) for report in reports for layer in report.layers}
+            tensors = {f"{layer}.{part}": t for layer, m in layers.items() for part, t in m.state_dict().items()}
+            cache.write(name, tensors, [report.to_dict() for report in reports])
+        self.groups += reports
+
+    def _cache(self, *settings: Any) -> "_Cache":
+        names = [layer.name for layer in self.layers]
+        return _Cache(self.folder, self.digest, self.blocks, names, self.loss is not None, *settings)
+
+    def _importance(self, work: float) -> dict[str, Tensor] | None:
+        """Importance of the outputs of all layers."""
         if self.loss is None:
             return None
-        if (stored := state.importance) is not None:
-            return stored
-        batches = self.batches[:_WEIGHING]
-        self.progress("weighing outputs: batch", 0, len(batches))
-        report = partial(self.progress, "weighing outputs: batch")
-        found = output_importance(self.model, self.maps, batches, self.loss, report)
-        state.set_importance(found)
-        return found
+        cache = self._cache()
+        if (stored := cache.read("importance")) is not None:
+            self.work_done += work
+            return stored[0]
+        batches = self.batches[:_IMPORTANCE_BATCHES]
+        self.progress("measuring gradients", 0.0)
 
-    def _divide(self, budget: float | None, importance: dict[str, Tensor] | None) -> dict[str, int]:
-        """The ghosts of each map for a budget, from the dense model's own inputs."""
-        assert budget is not None
+        def finished(batch: int) -> None:
+            self.work_done += work / len(batches)
+            self.progress("measuring gradients", self.work_done / self.work)
+
+        importance = output_importance(self.model, self.layers, batches, self.loss, finished)
+        cache.write("importance", importance)
+        return importance
+
+    def _divide(
+        self, budget: float, importance: Mapping[str, Tensor] | None, outside: DensePass | None
+    ) -> dict[str, int]:
+        """The ghosts of each layer for a budget, from the dense model's own inputs."""
         curves: dict[str, GhostCurve] = {}
-        group_of: dict[str, str] = {}
-        calls = self.calls
-        self.progress("measuring: stage", 0, len(self.stages))
-        for index, stage in enumerate(self.stages):
-            found, names, outputs = ghost_curves(stage, calls, self._maps_of(stage), self.blocks, importance)
-            curves |= found
-            group_of |= names
-            if index + 1 < len(self.stages):
-                calls = next_calls(calls, outputs)
-            self.progress("measuring: stage", index + 1, len(self.stages))
-        chosen = ghosts_for_budget(curves, self.blocks, budget)
-        return {name: chosen[group] for name, group in group_of.items()}
+        cache = self._cache()
 
-    def _digest(self) -> str:
-        """Of all weights and all inputs: stored stages belong to this model and these data."""
-        inputs = (one for call in self.calls for one in (*call[0], *call[1].values()) if isinstance(one, Tensor))
-        return digest_of((*self.model.state_dict().values(), *inputs))
+        def measure(name: str, dense: DensePass) -> None:
+            stored = cache.read(f"curves {name}")
+            if stored is not None:
+                gains, shapes = stored
+                for key, (in_features, out_features, layers) in shapes.items():
+                    curves[key] = GhostCurve(in_features, out_features, gains[key], tuple(layers))
+            else:
+                self.progress(f"measuring {name}", self.work_done / self.work)
+                found = ghost_curves(dense, self.blocks, importance)
+                shapes = {key: (c.in_features, c.out_features, c.layers) for key, c in found.items()}
+                cache.write(f"curves {name}", {key: curve.gains for key, curve in found.items()}, shapes)
+                curves.update(found)
+            self.work_done += _MEASURING
+
+        if outside is not None:
+            measure("layers outside the stages", outside)
+        chain, streams = self.stages
+        for stage in chain:
+            dense = self._dense_pass(stage.name, stage.module, stage.calls(streams))
+            measure(stage.name, dense)
+            streams = dense.streams_after()
+        ghosts = ghosts_for_budget(curves, self.blocks, budget)
+        return {layer: ghosts[name] for name, curve in curves.items() for layer in curve.layers}
 
 
-def _by_name(maps: Sequence[LinearMap], ghosts: int | Mapping[str, int] | None) -> dict[str, int]:
-    assert ghosts is not None
-    return {one.name: ghosts if isinstance(ghosts, int) else ghosts[one.name] for one in maps}
+class _Cache:
+    """Finished parts of a conversion in a folder, under a digest of all that they depend on. Without a folder, none."""
+
+    def __init__(self, folder: Path | None, *settings: Any) -> None:
+        self._folder, self._key = folder, sha256(json.dumps(settings).encode()).hexdigest()[:16]
+
+    def _path(self, name: str) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{name.replace(' ', '-')}-{self._key}.safetensors"
+
+    def read(self, name: str) -> tuple[dict[str, Tensor], Any] | None:
+        """The tensors and the value of a part; None if it was not finished."""
+        if self._folder is None:
+            return None
+        try:
+            with safe_open(self._path(name), "pt") as file:
+                return {key: file.get_tensor(key) for key in file.keys()}, json.loads(file.metadata()["value"])  # noqa: SIM118
+        except (OSError, SafetensorError):
+            return None
+
+    def write(self, name: str, tensors: Mapping[str, Tensor], value: Any = None) -> None:
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            data = save({key: tensor.contiguous() for key, tensor in tensors.items()}, {"value": json.dumps(value)})
+            write_bytes(self._path(name), data)
+
+
+def _digest(values: Iterable[Any]) -> str:
+    """SHA-256 of the dtypes, shapes and bytes of the tensors among ``values``, in their order."""
+    digest = sha256()
+    for tensor in values:
+        if isinstance(tensor, Tensor):
+            digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 __all__ = ["ConversionReport", "convert"]

@@ -1,8 +1,8 @@
-"""``phantom model convert``: a dense model of a family becomes a phantom model, with a report of what it cost."""
+"""``phantom model convert`` and ``phantom model heal``: a folder's dense model becomes a phantom model, and heals."""
 
 import copy
+import os
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -18,47 +18,45 @@ from phantom_parallel.families.base import Converter
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.infer.run import check_folder
 from phantom_parallel.nn.fit import STEPS
+from phantom_parallel.train import Summary, TrainConfig, run
 from phantom_parallel.utils.files import check_replaceable, write_json
 from phantom_parallel.utils.layout import positive
 from phantom_parallel.utils.lock import FolderLock
-from phantom_parallel.utils.parsing import is_finite
 from phantom_parallel.utils.progress import ProgressDisplay
 
 REPORT = "conversion.json"
-_TRIALS = 5  # conversions of a search for a budget
+_SEARCH_STEPS = 5  # conversions of a search for a budget
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ConvertConfig:
-    """What to convert.
-
-    Args:
-        model: Folder of the dense model.
-        calibration: The calibration data.
-        out: Folder of the phantom model.
-        blocks: Blocks of the phantom model.
-        ghosts: Ghosts of all maps; or
-        budget: the share of the maps' multiply-adds to keep; or
-        max_loss: how much the held-out loss may rise, for which the smallest budget is searched.
-        curve: Further budgets to convert with, whose models are not kept.
-        rows: Rows of calibration data, for a transformer tokens.
-        length: Tokens of a sequence.
-        steps: Alternating steps of each fit, at most.
-        overwrite: Whether to replace ``out``.
-    """
+    """What to convert, and how."""
 
     model: Path
+    """Folder of a dense model: of phantom model import, or of phantom train with a strategy other than phantom."""
     calibration: Path
+    """Text like that which the model is for, as a file or a folder of files; for a feed-forward network rows of
+    inputs."""
     out: Path
+    """New folder of the phantom model."""
     blocks: int
+    """Blocks of the phantom model; it runs on any number of ranks that divides them."""
     ghosts: int | None = None
+    """Ghosts of every linear layer; or"""
     budget: float | None = None
+    """the share of the linear layers' multiply-adds to keep, by which every layer gets its own ghosts; or"""
     max_loss: float | None = None
+    """how much the held-out loss may rise, for which the smallest budget is searched by bisection."""
     curve: tuple[float, ...] = ()
+    """Further budgets to convert with, for the figure of loss against multiply-adds; their models are not kept."""
     rows: int = 16384
+    """Rows of calibration data to use; tokens, for a transformer."""
     length: int = 256
+    """Tokens of a sequence, for a transformer."""
     steps: int = STEPS
+    """Alternating steps of each fit, at most."""
     overwrite: bool = False
+    """Replace --out if it exists."""
 
     def __post_init__(self) -> None:
         positive(blocks=self.blocks, rows=self.rows, length=self.length)
@@ -70,7 +68,7 @@ class ConvertConfig:
         for budget in (self.budget, *self.curve):
             if budget is not None and not 0 < budget < 1:
                 raise ValueError(f"a budget must be a share of the multiply-adds between 0 and 1, got {budget}")
-        if self.max_loss is not None and not (is_finite(self.max_loss) and self.max_loss > 0):
+        if self.max_loss is not None and not 0 < self.max_loss < float("inf"):
             raise ValueError(f"max_loss must be a positive number, got {self.max_loss}")
 
 
@@ -83,7 +81,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class ConvertReport:
+class ConvertResult:
     """Results of ``phantom model convert``.
 
     Args:
@@ -91,10 +89,10 @@ class ConvertReport:
         out: Folder of the phantom model.
         blocks: Its blocks.
         rows: Rows of calibration data.
-        kept: Share of the converted maps' multiply-adds that is left.
+        kept: Share of the converted layers' multiply-adds that is left.
         dense_loss: Held-out loss of the dense model.
         loss: Held-out loss of the phantom model.
-        groups: The maps that share an input.
+        groups: The layers that share an input.
         curve: All conversions that were tried.
     """
 
@@ -112,41 +110,38 @@ class ConvertReport:
         return asdict(self)
 
 
-def run(config: ConvertConfig, *, show: bool = False) -> ConvertReport:
-    """Convert a model. An interrupted conversion continues after its last finished stage if it is run again.
+def convert_folder(config: ConvertConfig, *, show: bool = False) -> ConvertResult:
+    """Convert the model of a folder. If an interrupted conversion is run again, it continues after its last finished
+    stage.
 
     Raises:
-        ValueError, OSError: If options or files are wrong, or another conversion to the same folder is at work, before
+        ValueError, OSError: If options or files are wrong, or another conversion to the same folder is running, before
             the work starts.
     """
-    converter, batches, held_out = prepare(config)
+    settings = read_config(check_folder(config.model))
+    family = get_family(family_of(config.model))
+    converter = family.converter()
+    if (config.ghosts is None or config.curve) and not converter.own_ghosts:
+        raise ValueError(f"all layers of the family {family.name} have the same ghosts: give ghosts, not a budget")
+    check_replaceable(config.out, config.overwrite, CONFIG, config.model)
+    converter.check(settings, config.blocks, config.ghosts or 1)
+    batches = converter.batches(config.model, settings, config.calibration, config.rows, config.length)
     dense = converter.load_dense(config.model)
     unfinished = config.out.parent / f".{config.out.name}.converting"
     unfinished.mkdir(parents=True, exist_ok=True)
     with FolderLock(unfinished) as lock, ProgressDisplay(show=show) as display:
         lock.acquire()
-        work = _Work(config, converter, dense, batches, held_out, display, unfinished)
+        trials = _Trials(config, converter, dense, *batches, display, unfinished)
         for budget in config.curve:
-            work.convert(budget)
-        report = work.search() if config.max_loss is not None else work.once(config.budget)
+            trials.run(budget)
+        report, model = trials.search(config.max_loss) if config.max_loss is not None else trials.run(config.budget)
+        result = trials.write(report, model)
         shutil.rmtree(unfinished, ignore_errors=True)
-    return report
+    return result
 
 
-def prepare(config: ConvertConfig) -> tuple[Converter, list[Any], list[Any]]:
-    """Check the options and files, and read the calibration data."""
-    settings = read_config(check_folder(config.model))
-    family = get_family(family_of(config.model))
-    converter = family.converter()
-    if (config.ghosts is None or config.curve) and not converter.own_ghosts:
-        raise ValueError(f"all maps of the family {family.name} have the same ghosts: give ghosts, not a budget")
-    check_replaceable(config.out, config.overwrite, CONFIG, config.model)
-    converter.check(settings, config.blocks, config.ghosts or 1)
-    return converter, *converter.batches(config.model, settings, config.calibration, config.rows, config.length)
-
-
-class _Work:
-    """Conversions of one model, with the losses of each."""
+class _Trials:
+    """Conversions of copies of one model, with the held-out loss of each."""
 
     def __init__(
         self,
@@ -162,39 +157,24 @@ class _Work:
         self.batches, self.held_out, self.folder = batches, held_out, folder
         self.dense_loss = self._loss(dense)
         self.curve: list[Point] = []
+        self.trial, self.trials = 0, len(config.curve) + (1 if config.max_loss is None else _SEARCH_STEPS)
+        display.stage("converting, percent", 100)
 
-    def once(self, budget: float | None) -> ConvertReport:
-        """Convert with the ghosts of the config or with a budget, and write the model."""
-        report, model = self.convert(budget)
-        return self._write(report, model)
-
-    def search(self) -> ConvertReport:
-        """Find the smallest budget whose loss is within bounds, by bisection, and write that model."""
-        assert self.config.max_loss is not None
-        low, high, best = 1.0 / self.config.blocks, 1.0, None
-        for _ in range(_TRIALS):
-            budget = (low + high) / 2
-            try:
-                report, model = self.convert(budget)
-            except BudgetTooSmall:
-                low = budget
-                continue
-            if self.curve[-1].loss <= self.dense_loss + self.config.max_loss:
-                best, high = (report, model), budget
-            else:
-                low = budget
-        if best is None:
-            nearest = min(self.curve, key=lambda point: point.loss, default=Point(1.0, self.dense_loss))
-            raise ValueError(
-                f"no conversion keeps the loss within max_loss={self.config.max_loss}: with {nearest.kept:.0%} of the "
-                f"multiply-adds it is {nearest.loss:.4g}, the dense model has {self.dense_loss:.4g}"
-            )
-        return self._write(*best)
-
-    def convert(self, budget: float | None) -> tuple[ConversionReport, nn.Module]:
-        """Convert a copy of the dense model, and measure its loss."""
+    def run(self, budget: float | None) -> tuple[ConversionReport, nn.Module]:
+        """Convert a copy of the dense model with a budget, or with the ghosts of the config, and measure its loss."""
         model = copy.deepcopy(self.dense)
-        self.display.stage("converting", 0)
+        self.trial += 1
+        restored = False
+
+        def progress(step: str, share: float) -> None:
+            nonlocal restored
+            done = 100 * (self.trial - 1 + share) / self.trials
+            if not restored:  # what an earlier conversion has finished took no time
+                restored = True
+                self.display.skip(100 * share / self.trials)
+            trial = f", conversion {self.trial} of {self.trials}" if self.trials > 1 else ""
+            self.display.update(done, title=f"{step}{trial}, percent")
+
         report = convert(
             model,
             self.batches,
@@ -205,47 +185,94 @@ class _Work:
             exclude=(),
             loss=self.converter.objective(),
             steps=self.config.steps,
-            folder=self.folder / ("ghosts" if budget is None else f"{budget:.6f}"),
-            progress=self._progress(),
+            folder=self.folder,
+            progress=progress,
         )
-        made = self.converter.phantom(model, self.config.blocks, report.ghosts)
-        self.curve.append(Point(report.kept, self._loss(made)))
-        return report, made
+        phantom = self.converter.phantom(model, self.config.blocks, report.ghosts)
+        self.curve.append(Point(report.kept, self._loss(phantom)))
+        return report, phantom
 
-    def _progress(self) -> Callable[[str, int, int], None]:
-        begun: set[str] = set()
-
-        def show(what: str, done: int, total: int) -> None:
-            if what not in begun:
-                begun.add(what)
-                self.display.stage(what, total, done)
-            self.display.update(done)
-
-        return show
+    def search(self, max_loss: float) -> tuple[ConversionReport, nn.Module]:
+        """Find the smallest budget whose loss is within bounds, by bisection."""
+        low, high, best = 1.0 / self.config.blocks, 1.0, None
+        for _ in range(_SEARCH_STEPS):
+            budget = (low + high) / 2
+            try:
+                candidate = self.run(budget)
+            except BudgetTooSmall:
+                low = budget
+                continue
+            if self.curve[-1].loss <= self.dense_loss + max_loss:
+                best, high = candidate, budget
+            else:
+                low = budget
+        if best is None:
+            nearest = min(self.curve, key=lambda point: point.loss, default=Point(1.0, self.dense_loss))
+            raise ValueError(
+                f"no conversion keeps the loss within max_loss={max_loss}: with {nearest.kept:.0%} of the "
+                f"multiply-adds it is {nearest.loss:.4g}, the dense model has {self.dense_loss:.4g}"
+            )
+        return best
 
     def _loss(self, model: nn.Module) -> float:
         return fmean(self.converter.loss(model, self.dense, batch) for batch in self.held_out)
 
-    def _write(self, found: ConversionReport, model: nn.Module) -> ConvertReport:
-        loss = next(point.loss for point in reversed(self.curve) if point.kept == found.kept)
-        report = ConvertReport(
+    def write(self, report: ConversionReport, model: nn.Module) -> ConvertResult:
+        """Write the model, with the results in its folder."""
+        result = ConvertResult(
             model=str(self.config.model),
             out=str(self.config.out),
-            blocks=found.blocks,
-            rows=found.rows,
-            kept=found.kept,
+            blocks=report.blocks,
+            rows=report.rows,
+            kept=report.kept,
             dense_loss=self.dense_loss,
-            loss=loss,
-            groups=found.groups,
+            loss=next(point.loss for point in reversed(self.curve) if point.kept == report.kept),
+            groups=report.groups,
             curve=tuple(sorted(self.curve, key=lambda point: point.kept)),
         )
 
         def complete(folder: Path) -> None:
             self.converter.complete(self.config.model, folder)
-            write_json(folder / REPORT, report.to_dict())
+            write_json(folder / REPORT, result.to_dict())
 
         save_model(model, self.config.out, overwrite=self.config.overwrite, complete=complete)
-        return report
+        return result
 
 
-__all__ = ["REPORT", "ConvertConfig", "ConvertReport", "Point", "prepare", "run"]
+def heal(
+    model: str | os.PathLike[str],
+    teacher: str | os.PathLike[str],
+    data: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    resume: bool = False,
+    show: bool = False,
+    **settings: Any,
+) -> Summary:
+    """Train a converted model with the dense model as its teacher: first each layer on its own, then all of them.
+
+    Args:
+        model: Folder of the phantom model.
+        teacher: Folder of the dense model.
+        data: Text to learn from: a file, or a folder of files.
+        out: A new or empty folder, or with ``resume`` that of the same healing. The healed model is ``model`` in it.
+        resume: Continue from the latest checkpoint in ``out``.
+        show: Whether to show progress on stderr.
+        settings: Options of ``phantom model heal`` by name: ``steps``, ``lr``, ``batch``, ``ranks``.
+
+    Returns:
+        How it ended, with the held-out losses of the healed model, of the teacher, and of the model before.
+
+    Raises:
+        ValueError, OSError: For wrong settings or files, before any rank starts.
+    """
+    paths: dict[str, Any] = {"model": str(model), "teacher": str(teacher), "data": str(data)}
+    return run(heal_config(Path(model))(**paths, **settings), out, resume=resume, show=show)
+
+
+def heal_config(model: Path) -> type[TrainConfig]:
+    """Class of the settings that heal the model in a folder."""
+    return get_family(family_of(check_folder(model))).heal_config()
+
+
+__all__ = ["REPORT", "ConvertConfig", "ConvertResult", "Point", "convert_folder", "heal", "heal_config"]

@@ -1,39 +1,62 @@
-"""A model as stages that follow each other, such as the layers of a transformer, and what passes through their maps.
+"""A model as stages that follow each other, such as the layers of a transformer, and the inputs of its linear layers.
 
-Two streams go through the model stage by stage: the dense model's, and the converted model's. A stage runs on all
-batches before the next one does, so that one stage at a time is converted and the model runs once, not once for each
-map. A model without such stages is one stage.
+Two streams of activations go through the model stage by stage: the dense model's, and the converted model's. A stage
+runs on all batches before the next one does, so that the model runs a few times, not once for each linear layer. The
+stages are the modules of one ``nn.ModuleList``; a linear layer outside of them needs passes of the complete model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a call
-
-
-class _Stop(Exception):
-    """Ends a forward pass once what is needed of it has been seen."""
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 
 
 @dataclass
 class Stage:
-    """A module of the model, and how it is called with each batch."""
+    """A module of the model, and the arguments that it is called with besides the stream, by batch."""
 
     name: str
     module: nn.Module
-    calls: list[Call] = field(default_factory=list)
+    arguments: list[Call]
+
+    def calls(self, streams: Sequence[Tensor]) -> list[Call]:
+        """The calls for the stream of each batch."""
+        return [((stream, *args), kwargs) for stream, (args, kwargs) in zip(streams, self.arguments, strict=True)]
+
+    def holds(self, name: str) -> bool:
+        """Whether a module of this name is inside."""
+        return name.startswith(f"{self.name}.")
 
 
-def call_model(model: nn.Module, batch: Any) -> Any:
-    """Call a model with a batch: keywords, positional arguments, or one tensor."""
+class Stages(NamedTuple):
+    """Stages of which each has the output of the one before as its stream, and the first one's streams, by batch."""
+
+    chain: list[Stage]
+    streams: list[Tensor]
+
+
+def call_of(batch: Any) -> Call:
+    """The arguments of the model for a batch: keywords, positional arguments, or one tensor."""
     if isinstance(batch, dict):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+        return (), batch
+    return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
+
+
+def padding_mask(batch: Any) -> Tensor | None:
+    """(batch, length), True for tokens and False for padding: the ``attention_mask`` of a batch of keywords."""
+    mask = batch.get("attention_mask") if isinstance(batch, dict) else None
+    return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+
+def rows_of(x: Tensor, mask: Tensor | None) -> Tensor:
+    """(..., features) -> (rows, features), without padding if there is a row for each element of the mask."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if mask is None or mask.numel() != len(rows) else rows[mask.reshape(-1).to(rows.device)]
 
 
 def first_tensor(value: Any) -> Tensor:
@@ -43,55 +66,64 @@ def first_tensor(value: Any) -> Tensor:
     return value
 
 
-@torch.no_grad()
-def find_stages(model: nn.Module, names: Sequence[str], batches: Sequence[Any]) -> list[Stage]:
-    """The modules of the ``ModuleList`` that holds all maps of these names, if the output of each is the input of the
-    next; otherwise the whole model as one stage. The first stage knows its calls, and the others their keywords.
+def find_stages(model: nn.Module, names: Sequence[str], batches: Sequence[Any]) -> Stages:
+    """The modules of the ``ModuleList`` that holds most of these linear layers and whose modules run once each, in
+    order, the output of each the stream of the next. Without such a list, there are no stages.
     """
-    for prefix, modules in model.named_modules():
-        if not isinstance(modules, nn.ModuleList) or len(modules) < 2:
-            continue
-        if all(name.startswith(f"{prefix}.") for name in names) and _is_chain(model, modules, batches[0]):
-            stages = [Stage(f"{prefix}.{index}", module) for index, module in enumerate(modules)]
-            for batch in batches:
-                stages[0].calls.append(_first_call(model, modules[0], batch))
-            return stages
-    calls = [((), batch) if isinstance(batch, dict) else (_positional(batch), {}) for batch in batches]
-    return [Stage("", model, calls)]
+    lists = {
+        prefix: sum(name.startswith(f"{prefix}.") for name in names)
+        for prefix, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) > 1
+    }
+    for prefix in sorted((prefix for prefix, held in lists.items() if held), key=lists.__getitem__, reverse=True):
+        if _is_chain(model, list(model.get_submodule(prefix).children()), batches[0]):
+            return capture_stages(model, prefix, batches)
+    return Stages([], [])
 
 
-def _positional(batch: Any) -> tuple[Any, ...]:
-    return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-
-
-def _is_chain(model: nn.Module, modules: nn.ModuleList, batch: Any) -> bool:
-    """Whether the modules run once each, in order, the output of each the input of the next."""
+@torch.no_grad()
+def _is_chain(model: nn.Module, modules: Sequence[nn.Module], batch: Any) -> bool:
     seen: list[tuple[int, Tensor, Tensor]] = []
 
-    def hook(index: int) -> Callable[..., None]:
-        def record(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def record(index: int) -> Callable[..., None]:
+        def hook(_: nn.Module, args: Any, output: Any) -> None:
             if args and isinstance(args[0], Tensor):
                 seen.append((index, args[0], first_tensor(output)))
 
-        return record
+        return hook
 
-    with _hooked([module.register_forward_hook(hook(i), with_kwargs=True) for i, module in enumerate(modules)]):
-        call_model(model, batch)
+    args, kwargs = call_of(batch)
+    with _hooked([module.register_forward_hook(record(i)) for i, module in enumerate(modules)]):
+        model(*args, **kwargs)
     if [index for index, _, _ in seen] != list(range(len(modules))):
         return False
     return all(torch.equal(seen[i][2], seen[i + 1][1]) for i in range(len(seen) - 1))
 
 
-def _first_call(model: nn.Module, module: nn.Module, batch: Any) -> Call:
-    caught: list[Call] = []
+@torch.no_grad()
+def capture_stages(model: nn.Module, prefix: str, batches: Sequence[Any]) -> Stages:
+    """The stages of a list of modules, with the arguments that the model gives them."""
+    modules = list(model.get_submodule(prefix).children())
+    stages = [Stage(f"{prefix}.{index}", module, []) for index, module in enumerate(modules)]
+    streams: list[Tensor] = []
 
-    def catch(_: nn.Module, args: Any, kwargs: Any) -> None:
-        caught.append((args, kwargs))
-        raise _Stop
+    def record(stage: Stage) -> Callable[..., None]:
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+            stage.arguments.append((args[1:], kwargs))
+            if stage is stages[0]:
+                streams.append(args[0])
 
-    with _hooked([module.register_forward_pre_hook(catch, with_kwargs=True)]), suppress(_Stop):
-        call_model(model, batch)
-    return caught[0]
+        return hook
+
+    hooks = [stage.module.register_forward_pre_hook(record(stage), with_kwargs=True) for stage in stages]
+    with _hooked(hooks):
+        for args, kwargs in map(call_of, batches):
+            model(*args, **kwargs)
+    return Stages(stages, streams)
+
+
+class _Stop(Exception):
+    """Ends a forward pass once what is needed of it has been seen."""
 
 
 @contextmanager
@@ -111,18 +143,18 @@ def run_stage(
     inputs_of: dict[str, nn.Module],
     outputs_of: dict[str, nn.Module],
     until: str | None = None,
-) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
-    """Run a stage on one batch.
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
+    """Run a stage, or the model, on one batch.
 
     Args:
         module: The stage.
         call: Its arguments.
-        inputs_of: Modules whose inputs are wanted, by name.
-        outputs_of: Modules whose outputs are wanted, by name.
+        inputs_of: Modules whose inputs are recorded, by name.
+        outputs_of: Modules whose outputs are recorded, by name.
         until: Name of the module before which the pass may end.
 
     Returns:
-        Inputs and outputs by name, in the order of execution, and the stage's output; None if the pass ended before.
+        Inputs and outputs by name, in the order of execution, and what the stage returns; None if the pass ended early.
     """
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
@@ -141,16 +173,17 @@ def run_stage(
 
         return hook
 
-    handles = [module.register_forward_pre_hook(before(name)) for name, module in inputs_of.items()]
-    handles += [module.register_forward_hook(after(name)) for name, module in outputs_of.items()]
+    handles = [layer.register_forward_pre_hook(before(name)) for name, layer in inputs_of.items()]
+    handles += [layer.register_forward_hook(after(name)) for name, layer in outputs_of.items()]
     with _hooked(handles):
         try:
-            output = first_tensor(module(*call[0], **call[1]))
+            return inputs, outputs, module(*call[0], **call[1])
         except _Stop:
             return inputs, outputs, None
-    return inputs, outputs, output
 
 
-def with_stream(call: Call, stream: Tensor) -> Call:
-    """The same call with another first argument."""
-    return (stream, *call[0][1:]), call[1]
+def stage_outputs(stage: Stage, streams: Sequence[Tensor]) -> list[Tensor]:
+    """The stream after a stage, for each batch."""
+    return [
+        first_tensor(run_stage(stage.module, call, inputs_of={}, outputs_of={})[2]) for call in stage.calls(streams)
+    ]
