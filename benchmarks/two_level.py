@@ -26,8 +26,8 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks.layers import megatron_pair, read
 from benchmarks.timing import about, interleave, measured_on_ranks, shown, write
 from phantom_parallel import PhantomLinear, TensorLinear
+from phantom_parallel.cost.calibrate import network_of
 from phantom_parallel.cost.ledger import Ledger
-from phantom_parallel.cost.links import network_of
 
 TWO_LEVEL = "two-level phantom"
 

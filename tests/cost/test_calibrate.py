@@ -5,6 +5,7 @@ import pytest
 from phantom_parallel.cost.calibrate import (
     PRODUCTS,
     Measured,
+    Outcome,
     Sample,
     Work,
     fit_non_negative,
@@ -15,7 +16,6 @@ from phantom_parallel.cost.calibrate import (
 from phantom_parallel.cost.hardware import dump_profile, load_profile
 from phantom_parallel.cost.terms import Shape
 from phantom_parallel.cost.timing import step_time
-from phantom_parallel.cost.validate import Outcome
 from phantom_parallel.families.registry import get_family
 
 # Seconds of a product, a layer, a FLOP, a byte read and written, an exchange and a byte sent.

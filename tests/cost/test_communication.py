@@ -9,8 +9,7 @@ from rich.console import Console
 from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel import GPT
-from phantom_parallel.cost.communication import Messages, as_csv, as_rows, profile, profile_of, table
-from phantom_parallel.cost.dryrun import dry_run
+from phantom_parallel.cost.dryrun import Messages, as_csv, as_rows, dry_run, profile, profile_of, table
 from phantom_parallel.cost.ledger import Ledger
 from phantom_parallel.families.ffn.cost import FFNShape
 from tests.families.gpt.test_cost import name_of, shape_of

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from phantom_parallel.cost.check import differences
-from phantom_parallel.cost.dryrun import count_step, dry_run
+from phantom_parallel.cost.dryrun import count_step, differences, dry_run
 from phantom_parallel.cost.steps import build_step
 from phantom_parallel.families.ffn.cost import FFNShape
 

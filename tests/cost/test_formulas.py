@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phantom_parallel.cost.layer_terms import phantom_layer, tensor_layer
+from phantom_parallel.cost.layers import phantom_layer, tensor_layer
 from phantom_parallel.cost.terms import (
     Exchange,
     decompression_dominates,

@@ -2,8 +2,8 @@
 
 import pytest
 
+from phantom_parallel.cost.calibrate import flop_to_byte, measure_flops, network_of, scaled
 from phantom_parallel.cost.hardware import load_profile
-from phantom_parallel.cost.links import flop_to_byte, measure_flops, network_of, scaled
 from phantom_parallel.utils.network import Network
 
 FRONTIER = load_profile("frontier-mi250x")

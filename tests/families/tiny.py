@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from phantom_parallel import PhantomLinear, TensorLinear
-from phantom_parallel.cost.layer_terms import phantom_layer, tensor_layer
+from phantom_parallel.cost.layers import phantom_layer, tensor_layer
 from phantom_parallel.cost.sizes import ModelSizes
 from phantom_parallel.cost.steps import DTYPES, TrainingStep
 from phantom_parallel.cost.terms import (

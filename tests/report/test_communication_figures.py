@@ -2,7 +2,7 @@
 
 import pytest
 
-from phantom_parallel.cost.communication import profile
+from phantom_parallel.cost.dryrun import profile
 from phantom_parallel.report.communication_figures import draw
 from tests.cost.test_communication import both
 from tests.families.gpt.test_cost import shape_of

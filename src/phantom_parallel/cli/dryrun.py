@@ -11,8 +11,7 @@ from rich.table import Table
 
 from phantom_parallel.cli.models import ModelOptions, with_sizes
 from phantom_parallel.cli.options import Flag, JsonOption, WireOption
-from phantom_parallel.cost.communication import Messages, as_csv, as_rows, profile, table
-from phantom_parallel.cost.dryrun import DryRun, dry_run
+from phantom_parallel.cost.dryrun import DryRun, Messages, as_csv, as_rows, dry_run, profile, table
 from phantom_parallel.cost.hardware import WORD_BYTES
 from phantom_parallel.cost.sizes import Layout
 from phantom_parallel.cost.terms import Optimizer, Phase, Shape

@@ -124,7 +124,7 @@ class NetworkOptions(TimeoutOption):
 
     def network(self, ranks: int, dtype: str = "fp32") -> Network | None:
         """The network of a launch of ``ranks`` ranks that compute in ``dtype``; None without emulated hosts."""
-        from phantom_parallel.cost.links import network_of
+        from phantom_parallel.cost.calibrate import network_of
 
         options = {"dtype": dtype, "delay": self.link_delay, "loss": self.link_loss}
         return network_of(self.hosts, self.link, ranks, **options)

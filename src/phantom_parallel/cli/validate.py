@@ -8,9 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from phantom_parallel.cli.options import JsonOption, NetworkOptions
-from phantom_parallel.cost.calibrate import profile_name
+from phantom_parallel.cost.calibrate import Outcome, profile_name, validate
 from phantom_parallel.cost.hardware import load_profile
-from phantom_parallel.cost.validate import Outcome, validate
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
 from phantom_parallel.utils.files import json_text, write_json
 from phantom_parallel.utils.progress import ProgressDisplay

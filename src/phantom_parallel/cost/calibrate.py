@@ -13,21 +13,22 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import date
 from itertools import combinations
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from phantom_parallel.cost.hardware import Figure, Profile, Tier
+from phantom_parallel.cost.hardware import Figure, Profile, Tier, load_profile
 from phantom_parallel.cost.steps import timed_step
 from phantom_parallel.cost.terms import Exchange, LayerCost, Product, Shape
-from phantom_parallel.cost.timing import elementwise_words
+from phantom_parallel.cost.timing import elementwise_words, step_time
 from phantom_parallel.distributed.launch import Report, launch_local, threads_for
 from phantom_parallel.ops.collectives import (
     RankGroup,
@@ -37,7 +38,15 @@ from phantom_parallel.ops.collectives import (
     start_all_gather,
     start_reduce_scatter,
 )
-from phantom_parallel.utils.network import NO_LINK, Network
+from phantom_parallel.utils.network import (
+    NO_LINK,
+    LinkName,
+    Network,
+    ScaledLink,
+    parse_delay,
+    parse_loss,
+    parse_rate,
+)
 
 WORD_BYTES = 4
 TURNS = 5
@@ -294,3 +303,183 @@ def fit_non_negative(samples: Sequence[Sample]) -> list[float]:
 def physical_memory() -> int:
     """Bytes of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+WARM_UP = 2  # turns that are not counted
+STEPS = 3  # of a turn
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Seconds of a step, measured and predicted, by strategy: phantom first, then the baseline.
+
+    ``model`` has the sizes that the two models share, and the blocks and ghosts of the phantom one.
+    """
+
+    model: Mapping[str, Any]
+    measured: Mapping[str, float]
+    predicted: Mapping[str, float]
+
+    @property
+    def baseline(self) -> str:
+        """The strategy that phantom is compared with."""
+        return next(strategy for strategy in self.measured if strategy != "phantom")
+
+    @property
+    def measured_ratio(self) -> float:
+        return self.measured["phantom"] / self.measured[self.baseline]
+
+    @property
+    def predicted_ratio(self) -> float:
+        return self.predicted["phantom"] / self.predicted[self.baseline]
+
+    @property
+    def error(self) -> float:
+        """Error of the predicted ratio, relative to the measured one."""
+        return self.predicted_ratio / self.measured_ratio - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        ratios = {"measured_ratio": self.measured_ratio, "predicted_ratio": self.predicted_ratio, "error": self.error}
+        return {
+            "setting": dict(self.model),
+            "measured": dict(self.measured),
+            "predicted": dict(self.predicted),
+            **ratios,
+        }
+
+
+def validate(
+    ranks: int, profile: Profile, models: Sequence[Mapping[str, Shape]], turns: int, report: Report
+) -> list[Outcome]:
+    """Time the training steps of ``models`` on local ranks, and compare them with the time model.
+
+    Args:
+        ranks: Local ranks.
+        profile: The machine's profile for so many ranks.
+        models: The phantom model and the baseline of each comparison, by strategy.
+        turns: Turns of three steps that each model gets.
+        report: Gets messages about the progress.
+    """
+    measured = launch_local(ranks, _run_all, models, turns, device_type="cpu", on_report=report)
+    outcomes = []
+    for shapes, seconds in zip(models, measured, strict=True):
+        predicted = {strategy: step_time(shape, profile).total for strategy, shape in shapes.items()}
+        outcomes.append(Outcome(_sizes(shapes["phantom"]), seconds, predicted))
+    return outcomes
+
+
+def _sizes(shape: Shape) -> dict[str, Any]:
+    return {name: getattr(shape, name) for name in ("ranks", *shape.listed, "blocks", "ghosts")}
+
+
+def _run_all(
+    device: torch.device, models: Sequence[Mapping[str, Shape]], turns: int, report: Report
+) -> list[dict[str, float]]:
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))
+    measured = []
+    for index, shapes in enumerate(models):
+        sizes = ", ".join(f"{name} {getattr(shapes['phantom'], name)}" for name in shapes["phantom"].listed)
+        report(f"model {index + 1} of {len(models)}: {sizes}")
+        measured.append(_run(mesh, shapes, turns))
+    return measured
+
+
+def _run(mesh: DeviceMesh, shapes: Mapping[str, Shape], turns: int) -> dict[str, float]:
+    """Median seconds of a step of each strategy, which take turns of a few steps each."""
+    torch.manual_seed(0)
+    steps = {strategy: timed_step(shape, mesh) for strategy, shape in shapes.items()}
+    seconds: dict[str, list[float]] = {strategy: [] for strategy in steps}
+    for turn in range(WARM_UP + turns):
+        for strategy, step in steps.items():
+            dist.barrier()
+            started = time.perf_counter()
+            for _ in range(STEPS):
+                step()
+            dist.barrier()
+            if turn >= WARM_UP:
+                seconds[strategy].append((time.perf_counter() - started) / STEPS)
+    return {strategy: statistics.median(times) for strategy, times in seconds.items()}
+
+
+SIZE = 1024  # of the square matrices whose product is timed
+SECONDS, WINDOWS = 0.1, 15  # the median of short windows: other load on the machine comes and goes
+_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def network_of(
+    hosts: int | None, link: str | None, ranks: int, *, dtype: str = "fp32", delay: str = "0", loss: str = "0%"
+) -> Network | None:
+    """The network that options describe.
+
+    Args:
+        hosts: Number of emulated hosts; None for ranks on loopback.
+        link: A rate such as ``"100mbit"``, ``"none"``, or ``"like:PROFILE[:inside]"``, which measures the FLOP/s of a
+            rank. None is ``"none"``.
+        ranks: All ranks that are launched.
+        dtype: Precision in which FLOP/s are compared.
+        delay, loss: Of packets, as ``tc`` writes them.
+
+    Raises:
+        ValueError: If an option is wrong, or belongs to ``hosts``, which is not given.
+    """
+    if hosts is None:
+        for name, value, unset in (("link", link, None), ("link-delay", delay, "0"), ("link-loss", loss, "0%")):
+            if value != unset:
+                raise ValueError(f"--{name} {value} is for links of emulated hosts: give their number with --hosts")
+        return None
+    link = NO_LINK if link is None else link
+    like = LinkName.parse(link)
+    if like is None:
+        network = Network(hosts, link, parse_rate(link), delay=parse_delay(delay), loss=parse_loss(loss))
+        network.check_ranks(ranks)
+        return network
+    profile = load_profile(like.profile)
+    profile.require_dtype(dtype)
+    network = Network(hosts, link, delay=parse_delay(delay), loss=parse_loss(loss))
+    network.check_ranks(ranks)  # before anything is measured
+    return scaled(network, ranks, profile, dtype, measure_flops(ranks, dtype))
+
+
+def scaled(network: Network, ranks: int, profile: Profile, dtype: str, flops: float) -> Network:
+    """The network with the rates at which a rank that reaches ``flops`` FLOP/s has the ratios of ``profile``."""
+    like = LinkName.parse(network.link)
+    assert like is not None
+    local = ranks // network.hosts
+    ratio = flop_to_byte(profile, profile.inside if like.inside else profile.between, dtype)
+    inside = flop_to_byte(profile, profile.inside, dtype) if local > 1 else None
+    return replace(
+        network,
+        rate=8 * local * flops / ratio,
+        inside=None if inside is None else 8 * local * flops / inside,
+        scaled=ScaledLink(profile.name, dtype, flops, ratio, inside),
+    )
+
+
+def flop_to_byte(profile: Profile, tier: Tier, dtype: str) -> float:
+    """FLOPs that a device of the profile does while one byte crosses its link of a tier, one way."""
+    return profile.peak[dtype].value * profile.efficiency[dtype].value / tier.bandwidth.value
+
+
+def measure_flops(ranks: int, dtype: str) -> float:
+    """FLOP/s of one of ``ranks`` local ranks that all compute products at once."""
+    if dtype not in _DTYPES:
+        raise ValueError(f"FLOP/s cannot be measured in {dtype}: use {', '.join(_DTYPES)}")
+    return launch_local(ranks, _measure_flops, dtype, device_type="cpu")
+
+
+def _measure_flops(device: torch.device, dtype: str) -> float:
+    a = torch.randn(SIZE, SIZE, dtype=torch.float32).to(_DTYPES[dtype])
+    b = a.clone()
+    out = torch.empty_like(a)
+    torch.mm(a, b, out=out)
+    dist.barrier()
+    rates = []
+    for _ in range(WINDOWS):
+        started, count = time.perf_counter(), 0
+        while time.perf_counter() - started < SECONDS or count < 2:
+            torch.mm(a, b, out=out)
+            count += 1
+        rates.append(2 * SIZE**3 * count / (time.perf_counter() - started))
+    rate = torch.tensor(median(rates), dtype=torch.float64)
+    dist.all_reduce(rate)
+    return float(rate) / dist.get_world_size()

@@ -4,8 +4,12 @@ One process takes the part of one rank of any number. What it computes, sends an
 the formulas.
 """
 
+import csv
+import io
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -13,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -20,11 +26,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from phantom_parallel.cost.check import differences
-from phantom_parallel.cost.kept import kept_by
 from phantom_parallel.cost.ledger import Ledger
 from phantom_parallel.cost.steps import FAKE, InferencePass, TrainingStep, build_step
-from phantom_parallel.cost.terms import Memory, Shape
+from phantom_parallel.cost.terms import Exchange, LayerCost, Memory, Shape
 from phantom_parallel.distributed.data_parallel import average_gradients
 from phantom_parallel.utils.strategies import get_strategy
 
@@ -202,3 +206,327 @@ def _optimizer_bytes(model: nn.Module, optimizer: str) -> int:
     made.step()
     states = [value for state in made.state.values() for name, value in state.items() if name != "step"]
     return sum(_bytes(value) for value in states if isinstance(value, Tensor))
+
+
+Key = tuple[str | int, ...]
+
+
+def differences(shape: Shape, ledger: Ledger, *, native: bool, root: str = "FFN") -> list[str]:
+    """Where formulas and ledger differ, each line naming the term; empty where they agree.
+
+    Products are compared by phase, layer and size, those of a fused kernel by their sum; exchanges by phase, op, ranks,
+    their distance and bytes. ``native``: whether the ranks exchange by all-gather and reduce-scatter, and not by
+    all-to-all. ``root`` is the class of the model.
+    """
+    return [
+        *_compare("product", _predicted_products(shape, root), _counted_products(ledger, shape, root)),
+        *_compare_fused(shape, ledger, root),
+        *_compare("exchange", _predicted_exchanges(shape, native), _counted_exchanges(ledger)),
+    ]
+
+
+def _predicted_products(shape: Shape, root: str) -> list[tuple[Key, str]]:
+    return [
+        (
+            _product_key(p.phase, _named(f"{root}.{layer.name}", shape), p.batch, p.rows, p.inner, p.columns),
+            f"{p.term} of {layer.name}",
+        )
+        for layer in shape.costs
+        for p in layer.products
+        if not layer.fused
+    ]
+
+
+def _counted_products(ledger: Ledger, shape: Shape, root: str) -> Counter[Key]:
+    counted: Counter[Key] = Counter()
+    parts = {f"{root}.{layer.name}" for layer in shape.costs}
+    for e, count in ledger.products.items():
+        if e.batch:
+            module = _named(_part_of(e.module, parts), shape)
+            counted[_product_key(e.phase, module, e.batch, e.rows, e.inner, e.columns)] += count
+    return counted
+
+
+def _named(module: str, shape: Shape) -> str:
+    """The module, or nothing where parts of a batch take turns: their work runs outside of modules."""
+    return module if shape.interleave == 1 else "the model"
+
+
+def _part_of(module: str, parts: set[str]) -> str:
+    """The part that a module is, or is within; a module in no part is left as it is."""
+    name = module
+    while name and name not in parts:
+        name = name.rpartition(".")[0]
+    return name or module
+
+
+def _compare_fused(shape: Shape, ledger: Ledger, root: str) -> list[str]:
+    predicted = Counter[Key]()
+    for layer in shape.costs:
+        for p in layer.products if layer.fused else ():
+            predicted[(p.phase, _named(f"{root}.{layer.name}", shape))] += p.flops
+    counted = Counter[Key]()
+    for e, count in ledger.products.items():
+        if not e.batch:
+            counted[(e.phase, _named(e.module, shape))] += count * e.flops
+    return [
+        f"products of {module} {phase}: predicted {predicted[phase, module]} FLOPs, counted {counted[phase, module]}"
+        for phase, module in predicted | counted
+        if predicted[phase, module] != counted[phase, module]
+    ]
+
+
+def _product_key(phase: str, module: str, batch: int, rows: int, inner: int, columns: int) -> Key:
+    """A product and its transpose are the same work."""
+    return phase, module, batch, inner, min(rows, columns), max(rows, columns)
+
+
+def _predicted_exchanges(shape: Shape, native: bool) -> list[tuple[Key, str]]:
+    predicted: list[tuple[Key, str]] = []
+    for e in shape.exchanges:
+        built = not native and e.op in ("all_gather", "reduce_scatter") and not e.by_torch
+        op = "all_to_all" if built else e.op
+        predicted.append(((e.phase, op, e.ranks, e.stride, e.moved_bytes(shape.word_bytes)), e.term))
+    return predicted
+
+
+def _counted_exchanges(ledger: Ledger) -> Counter[Key]:
+    counted: Counter[Key] = Counter()
+    for e, count in ledger.collectives.items():
+        counted[(e.phase, e.op, e.ranks, e.stride, e.moved)] += count
+    return counted
+
+
+def _compare(what: str, predicted: Iterable[tuple[Key, str]], counted: Counter[Key]) -> list[str]:
+    terms: dict[Key, list[str]] = {}
+    for key, term in predicted:
+        terms.setdefault(key, []).append(term)
+    lines = []
+    for key, names in terms.items():
+        if counted[key] != len(names):
+            lines.append(f"{what} {' and '.join(names)} {key}: predicted {len(names)}, counted {counted[key]}")
+    lines += [f"{what} {key}: counted {n}, in no formula" for key, n in counted.items() if key not in terms]
+    return lines
+
+
+def kept_by(step: TrainingStep) -> int:
+    """Run both passes of a step, and return the most bytes of activations that it keeps at a time.
+
+    Each storage counts once, and no weights do, but for gathered weights that FSDP2 keeps from forward to backward. In
+    a pipeline, what a stage receives into and outputs that wait for their gradients count as well.
+    """
+    kept = Kept((*step.model.parameters(), *step.constants))
+    with ExitStack() as hooks:
+        for module in _called(step.model):
+            hooks.callback(module.register_forward_pre_hook(kept.uses_weights).remove)
+        for module in step.recomputed:
+            hooks.callback(module.register_forward_pre_hook(kept.enters).remove)
+        if step.pipeline is not None:
+            for buffer in step.pipeline.buffers(step.rows):
+                kept.add(buffer)
+            step.pipeline.on_output = kept.watch
+            hooks.callback(setattr, step.pipeline, "on_output", None)
+        with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
+            loss = step.loss()
+        if step.pipeline is not None:
+            return kept.peak
+        total = kept.bytes + kept.gathered_bytes()
+        loss.backward()
+        return total
+
+
+def _called(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules whose forward pass is run. A hook on one of the others would change how the model runs."""
+    interleaved = getattr(model, "interleave", 1) > 1
+    others = set(model.modules_in_turns()) if interleaved else set()  # type: ignore[operator]
+    return (module for module in model.modules() if module not in others)
+
+
+class Kept:
+    """Storages that are kept, and the most bytes of them at a time.
+
+    Args:
+        weights: Tensors that are no activations.
+    """
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        self._weights = {storage._cdata: storage for storage in map(storage_of, weights)}
+        self._own = set(self._weights)
+        self._held: Counter[int] = Counter()
+        self.bytes = self.peak = 0
+
+    def add(self, tensor: Tensor) -> torch.UntypedStorage:
+        """Count a tensor's storage until it is dropped as often as it was added."""
+        storage = storage_of(tensor)
+        self._held[storage._cdata] += 1
+        if self._held[storage._cdata] == 1 and storage._cdata not in self._weights:
+            self.bytes += storage.nbytes()
+            self.peak = max(self.peak, self.bytes)
+        return storage
+
+    def drop(self, storage: torch.UntypedStorage) -> None:
+        self._held[storage._cdata] -= 1
+        if not self._held[storage._cdata] and storage._cdata not in self._weights:
+            self.bytes -= storage.nbytes()
+
+    def watch(self, tensor: Tensor) -> None:
+        """Count a tensor's storage for as long as the tensor exists."""
+        weakref.finalize(tensor, self.drop, self.add(tensor)).atexit = False
+
+    def pack(self, tensor: Tensor) -> "_Saved":
+        return _Saved(tensor, self)
+
+    @staticmethod
+    def unpack(saved: "_Saved") -> Tensor:
+        return saved.tensor
+
+    def enters(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        """A hook for modules that are recomputed in backward: their first argument is kept without being saved."""
+        self.watch(arguments[0])
+
+    def uses_weights(self, module: nn.Module, arguments: Any) -> None:
+        """A hook for all modules: FSDP2 gives them gathered weights while they run."""
+        for parameter in module.parameters(recurse=False):
+            storage = storage_of(parameter)
+            self._weights[storage._cdata] = storage
+
+    def gathered_bytes(self) -> int:
+        """Bytes of gathered weights that were not freed."""
+        return sum(storage.nbytes() for key, storage in self._weights.items() if key not in self._own)
+
+
+class _Saved:
+    """What autograd holds in place of a tensor, until backward has used it."""
+
+    def __init__(self, tensor: Tensor, kept: Kept) -> None:
+        self.tensor, self._kept = tensor, kept
+        self._storage = kept.add(tensor)
+
+    def __del__(self) -> None:
+        self._kept.drop(self._storage)
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    """The memory that a tensor lies in, of a DTensor this rank's."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+
+
+PHASES = ("prefill", "decode", "forward", "backward", "sync")
+
+
+@dataclass(frozen=True)
+class Messages:
+    """All messages of one operation and size in one phase, on one rank.
+
+    ``message_bytes`` is what the rank hands in each time, ``sent_bytes`` what it must send for all of them (see
+    `cost.terms`). ``carries`` names the terms of the equations, and the parts they belong to, where they are known.
+    ``stride`` is the distance of one rank of the group to the next.
+    """
+
+    phase: str
+    operation: str
+    ranks: int
+    count: int
+    message_bytes: int
+    sent_bytes: int
+    carries: str = ""
+    stride: int = 1
+
+
+def profile(shape: Shape) -> list[Messages]:
+    """The messages of a training step by the formulas, after those of each pass of inference that the model has."""
+    passes = [_grouped(one, mode) for mode, one in shape.passes().items() if mode != "train"]
+    return [message for messages in (*passes, _grouped(shape)) for message in messages]
+
+
+def profile_of(ledger: Ledger) -> list[Messages]:
+    """The messages that a ledger counted, under its phases, as set by ``with ledger.phase("decode")``."""
+    counted: dict[tuple[str, str, int, int, int], tuple[int, int]] = {}
+    for e, times in ledger.collectives.items():
+        key = e.phase, e.op, e.ranks, e.stride, e.message
+        count, sent = counted.get(key, (0, 0))
+        counted[key] = count + times, sent + times * e.moved
+    return _sorted(
+        Messages(phase, op, ranks, count, message, sent, stride=stride)
+        for (phase, op, ranks, stride, message), (count, sent) in counted.items()
+    )
+
+
+def _grouped(shape: Shape, phase: str | None = None) -> list[Messages]:
+    groups: dict[tuple[str, str, int, int, int], list[tuple[str, str, int]]] = {}
+    for part, e in _of_parts(shape):
+        key = phase or e.phase, e.op, e.ranks, e.stride, e.message_bytes(shape.word_bytes)
+        groups.setdefault(key, []).append((e.term, part, e.moved_bytes(shape.word_bytes)))
+    return _sorted(
+        Messages(phase, op, ranks, len(each), message, sum(sent for _, _, sent in each), _carries(each), stride)
+        for (phase, op, ranks, stride, message), each in groups.items()
+    )
+
+
+def _of_parts(shape: Shape) -> Iterator[tuple[str, Exchange]]:
+    """Exchanges with the part that they belong to, named the same in every layer; those of the model to none."""
+    for part in shape.costs:
+        for exchange in part.exchanges:
+            yield _kind(part), exchange
+    yield from (("", exchange) for exchange in (*shape.model_exchanges, *shape.copies_exchanges))
+
+
+def _carries(each: list[tuple[str, str, int]]) -> str:
+    parts: dict[str, dict[str, None]] = {}
+    for term, part, _ in each:
+        parts.setdefault(term, {})[part] = None
+    return "; ".join(f"{term} of {', '.join(of)}" if any(of) else term for term, of in parts.items())
+
+
+def _kind(part: LayerCost) -> str:
+    last = part.name.rpartition(".")[2]
+    return "layers" if last.isdigit() else last
+
+
+def _sorted(rows: Iterable[Messages]) -> list[Messages]:
+    def place(row: Messages) -> tuple[int, str, int]:
+        return PHASES.index(row.phase) if row.phase in PHASES else len(PHASES), row.operation, row.message_bytes
+
+    return sorted(rows, key=place)
+
+
+def as_rows(profiles: Mapping[str, Sequence[Messages]]) -> list[dict[str, Any]]:
+    """Flat records of several profiles, each under its name."""
+    return [{"profile": name, **asdict(row)} for name, rows in profiles.items() for row in rows]
+
+
+def as_csv(profiles: Mapping[str, Sequence[Messages]]) -> str:
+    """The same as a table of comma-separated values."""
+    text = io.StringIO()
+    names = ["profile", *(field.name for field in fields(Messages))]
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(as_rows(profiles))
+    return text.getvalue()
+
+
+def table(profiles: Mapping[str, Sequence[Messages]], title: str = "") -> Table:
+    """Phase by phase, the profiles below each other, for printing with rich."""
+    made = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for heading, justify in (("phase", "left"), ("operation", "left"), ("count", "right"), ("message", "right")):
+        made.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    made.add_column("bytes sent", justify="right", no_wrap=True)
+    made.add_column("carries")
+    for phase in phases_of(profiles):
+        made.add_section()
+        made.add_row(phase, style="bold")
+        for name, rows in profiles.items():
+            of_phase = [row for row in rows if row.phase == phase]
+            for row in of_phase:
+                numbers = f"{row.count:,}", f"{row.message_bytes:,}", f"{row.sent_bytes:,}"
+                made.add_row(f"  {name}", row.operation, *numbers, row.carries)
+            if len(of_phase) > 1:
+                count, sent = sum(row.count for row in of_phase), sum(row.sent_bytes for row in of_phase)
+                made.add_row(f"  {name}", "all", f"{count:,}", "", f"{sent:,}", style="bold")
+    return made
+
+
+def phases_of(profiles: Mapping[str, Sequence[Messages]]) -> list[str]:
+    """The phases of several profiles, in order."""
+    found = list(dict.fromkeys(row.phase for rows in profiles.values() for row in rows))
+    return sorted(found, key=lambda phase: PHASES.index(phase) if phase in PHASES else len(PHASES))

@@ -13,7 +13,7 @@ Bytes of an exchange are those that a rank must send (and receive), whatever the
 
 An all-gather or reduce-scatter built from all-to-all moves the same. In a short wire format a reduce-scatter is an
 all-to-all, an all-reduce is one of those and an all-gather, and int8 has a scale for each row (`ops.wire`). Elementwise
-work is not counted, as in torch's own counter. The layers that models consist of are in `cost.layer_terms`; a model
+work is not counted, as in torch's own counter. The layers that models consist of are in `cost.layers`; a model
 family has its own shape in ``families/<family>/cost.py``.
 """
 

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from phantom_parallel.cost.communication import Messages, phases_of
+from phantom_parallel.cost.dryrun import Messages, phases_of
 from phantom_parallel.cost.ledger import up_to
 from phantom_parallel.report.plots import LOOKS, fitted_legend
 

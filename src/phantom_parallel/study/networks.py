@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phantom_parallel.cost.calibrate import network_of
 from phantom_parallel.cost.hardware import load_profile
-from phantom_parallel.cost.links import network_of
 from phantom_parallel.distributed.hosts import why_unavailable
 from phantom_parallel.utils.files import read_bytes, write_json
 from phantom_parallel.utils.network import NO_LINK, LinkName, Network

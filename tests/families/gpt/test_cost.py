@@ -7,8 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel import GPT, GPTConfig
-from phantom_parallel.cost.check import differences
-from phantom_parallel.cost.dryrun import count_step, dry_run, memory_differences
+from phantom_parallel.cost.dryrun import count_step, differences, dry_run, memory_differences
 from phantom_parallel.cost.ledger import Ledger
 from phantom_parallel.cost.steps import build_step
 from phantom_parallel.cost.timing import Clock, forward_time, step_time

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
-from phantom_parallel.cost.layer_terms import column_layer, phantom_layer, row_layer, tensor_layer
+from phantom_parallel.cost.layers import column_layer, phantom_layer, row_layer, tensor_layer
 from phantom_parallel.cost.terms import (
     OPTIMIZER_STATES,
     Exchange,

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from phantom_parallel.cost.layer_terms import column_layer, phantom_layer, row_layer
+from phantom_parallel.cost.layers import column_layer, phantom_layer, row_layer
 from phantom_parallel.cost.terms import LayerCost, Product, between_ranks, recomputed, summed_on_wire
 from phantom_parallel.families.gpt.head_cost import INDEX_BYTES
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
