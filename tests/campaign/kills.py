@@ -228,7 +228,7 @@ def _freeze(folder: Path, random: Random) -> Iterator[Problem]:
         yield "hang", case, "no end within 300 s"
     elif code != 1:
         yield "exit code", case, f"{code}, expected 1: {command.stderr[-500:]}"
-    elif f"rank {rank} did not answer" not in command.stderr:
+    elif f"rank {rank} does not run" not in command.stderr:
         yield "message", case, f"does not name the rank after {seconds:.0f} s: {command.stderr[-500:]}"
     if "Traceback" in command.stderr:
         yield "traceback", case, command.stderr[-1500:]

@@ -1,7 +1,6 @@
 """Local ranks: what they return and listen on, how their failures are explained, and that none is left behind."""
 
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from phantom_parallel.distributed.errors import Interrupted, RankDied
-from phantom_parallel.distributed.launch import launch, launch_local, threads_for
+from phantom_parallel.distributed.launch import launch, threads_for
 from phantom_parallel.distributed.objects import RanksDisagree
 from phantom_parallel.families import registry
 from tests.distributed import workers
@@ -45,7 +44,7 @@ def mark():
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path, monkeypatch):
-    """An empty folder for temporary files, empty again at the end of each test that does not kill its launcher."""
+    """An empty folder for temporary files, empty again at the end of each test."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -54,21 +53,18 @@ def temporary(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def described(tmp_path_factory):
+def described():
     """A launch that works, and what was seen of it."""
-    reports, modes, listening = [], [], set()
-    folder = tmp_path_factory.mktemp("described")
+    reports, listening = [], set()
 
     def look(value):
         reports.append(value)
-        modes.extend(path.stat().st_mode & 0o777 for path in folder.iterdir())
         listening.update(listening_addresses([os.getpid()]))
 
     with pytest.MonkeyPatch.context() as patch, others_listening() as before:
-        patch.setattr(tempfile, "tempdir", str(folder))
-        patch.setitem(registry._FAMILIES, "tiny", "tests.distributed.workers:TINY")
+        patch.setenv(registry.VARIABLE, "tiny=tests.distributed.workers:TINY")
         ranks = launch(2, workers.describe, 21, on_report=look)
-    return {"ranks": ranks, "reports": reports, "modes": set(modes), "listening": listening - before}
+    return {"ranks": ranks, "reports": reports, "listening": listening - before}
 
 
 @contextmanager
@@ -97,7 +93,7 @@ def test_threads_are_cores_over_ranks(monkeypatch):
 
 
 def test_families_that_were_registered_are_known_on_ranks(described):
-    assert all(one["families"]["tiny"] == "tests.distributed.workers:TINY" for one in described["ranks"])
+    assert all("tiny" in one["families"] for one in described["ranks"])
 
 
 @linux
@@ -112,18 +108,6 @@ def test_ranks_listen_on_loopback_only_and_their_launcher_on_nothing(described):
 def test_a_socket_that_is_open_to_the_network_would_be_seen():
     with socket.create_server(("0.0.0.0", 0)):
         assert "0.0.0.0" in listening_addresses([os.getpid()])
-
-
-def test_the_meeting_place_is_private(described):
-    assert described["modes"] == {0o700}
-
-
-def test_an_object_that_no_rank_of_the_launch_has_sent_is_not_unpickled(tmp_path):
-    with pytest.raises(RankDied, match=r"rank 0 failed.*an object was received that no rank of this launch has sent"):
-        launch(2, workers.send_unsigned, str(tmp_path / "touched"))
-    assert not (tmp_path / "touched").exists()
-    pickle.loads(pickle.dumps(workers.Touch(str(tmp_path / "touched"))))
-    assert (tmp_path / "touched").exists()  # what unpickling would have done
 
 
 def place(device, number: int, report) -> int:
@@ -141,40 +125,31 @@ def test_one_rank_is_this_process():
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("raise", r"rank 1 failed, and the others were stopped: ArithmeticError: rank 1 cannot count \(.*workers.py:"),
-        ("kill", "rank 1 died, and the others were stopped: killed by SIGKILL"),
-        slow("segfault", 'rank 1 died, and the others were stopped: killed by SIGSEGV at File ".*workers.py"'),
-        slow("leave", "rank 1 died, and the others were stopped: its process left with exit code 7"),
+        ("raise", r"rank 1 failed.*ArithmeticError: rank 1 cannot count \(.*workers.py:"),
+        ("kill", "rank 1 died.*SIGKILL"),
+        slow("segfault", "rank 1 died.*SIGSEGV"),
+        slow("leave", "rank 1 died.*exit code 7"),
     ],
 )
-def test_the_rank_that_failed_first_is_named(how, message):
+def test_the_rank_that_failed_first_is_named(how, message, capfd):
     with pytest.raises(RankDied, match=message) as caught:
         launch(2, workers.fail, how)
     assert "rank 0" not in str(caught.value)
     if how == "raise":
-        assert 'raise ArithmeticError("rank 1 cannot count")' in caught.value.__notes__[0]  # its traceback
+        assert 'raise ArithmeticError("rank 1 cannot count")' in caught.value.__notes__[0]  # its stack
+    if how == "segfault":
+        assert "workers.py" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("freeze", r"rank 1 did not answer in time.*no sign of life for \d+ s"),
-        slow(
-            "hang", r"rank 1 did not answer in time.*it runs, but takes no part; last seen at .*workers.py:\d+ in fail"
-        ),
-    ],
-)
-def test_the_rank_that_does_not_answer_is_named_within_the_timeout(how, message):
-    waiting = []
-    with pytest.raises(RankDied, match=message):
-        launch(
-            2,
-            workers.fail,
-            how,
-            timeout=timedelta(seconds=5),
-            on_report=lambda _: waiting.append(time.monotonic()),
-        )
-    assert time.monotonic() - waiting[0] < 5 + 15  # the timeout, a grace period, and a machine that is busy
+@pytest.mark.parametrize(("how", "message"), [("freeze", "does not run"), ("hang", r"workers.py\", line \d+ in fail")])
+def test_a_rank_that_does_not_answer_ends_the_run_and_all_stacks_are_printed(how, message, capfd):
+    with pytest.raises(RankDied, match=f"timed out.*: rank 1 .*{message}") as caught:
+        launch(2, workers.fail, how, timeout=timedelta(seconds=3), on_report=[].append)
+    assert "rank 0" not in str(caught.value)
+    stacks = capfd.readouterr().err.split("stack of rank ")
+    assert [stack[0] for stack in stacks[1:]] == ["0", "1"]
+    assert "in fail" in stacks[1]
+    assert ("in fail" in stacks[2]) == (how == "hang")
 
 
 @pytest.mark.parametrize(("how", "error"), [("user", RanksDisagree), slow("file", FileNotFoundError)])
@@ -228,12 +203,6 @@ def test_an_error_in_the_report_ends_the_ranks():
 
     with pytest.raises(OSError, match="cannot show it"):
         launch(2, workers.ignore_signals, on_report=refuse)
-
-
-@pytest.mark.slow
-def test_a_full_disk_of_the_temporary_folder_is_named():
-    with pytest.raises(OSError, match=r"the temporary folder .*phantom-ranks-.*, is full: set TMPDIR to another"):
-        launch(2, workers.full_store)
 
 
 def test_work_that_ranks_cannot_import_is_refused_before_any_starts():
@@ -298,7 +267,7 @@ launch(2, idle)
 @pytest.mark.sampled(2)
 @linux
 @pytest.mark.parametrize("after", [slow(0.05), 0.3, slow(1.0), slow(2.0), slow("running")])
-def test_no_rank_survives_a_launcher_that_is_killed(tmp_path, temporary, monkeypatch, after):
+def test_no_rank_survives_a_launcher_that_is_killed(tmp_path, temporary, after):
     mark, running = uuid.uuid4().hex, tmp_path / "running"
     environment = {MARK: mark, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "TMPDIR": str(temporary)}
     process = subprocess.Popen(
@@ -316,5 +285,3 @@ def test_no_rank_survives_a_launcher_that_is_killed(tmp_path, temporary, monkeyp
     process.kill()
     process.wait()
     assert gone(mark)
-    monkeypatch.setattr("phantom_parallel.distributed._directory._NEW", -1.0)
-    launch_local(1, workers.return_nothing)  # removes what the killed launcher has left

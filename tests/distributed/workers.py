@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import pickle
 import signal
 import socket
 import struct
@@ -17,7 +16,7 @@ from phantom_parallel.distributed.errors import Interrupted
 from phantom_parallel.distributed.launchers import is_rank_zero, launched_externally
 from phantom_parallel.distributed.objects import RanksDisagree, all_gather_objects, raise_on_all_ranks
 from phantom_parallel.distributed.signals import StopRequest
-from phantom_parallel.families.registry import registered_families
+from phantom_parallel.families.registry import family_names
 from tests.distributed.sockets import listening_addresses
 
 
@@ -35,7 +34,7 @@ def describe(device: torch.device, number: int, report) -> list[dict]:
         "threads": torch.get_num_threads(),
         "OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"],
         "keeps_memory": "MALLOC_TRIM_THRESHOLD_" in os.environ,
-        "families": registered_families(),
+        "families": family_names(),
         "listening": listening_addresses([os.getpid()]),
         "sum": torch.arange(3.0),
     }
@@ -71,34 +70,6 @@ def fail_together(device: torch.device) -> None:
     """One rank has an error, and all raise it."""
     error = OSError("disk full") if dist.get_rank() == 1 else None
     raise_on_all_ranks(error, dist.group.WORLD)
-
-
-class Touch:
-    """Makes a file when it is unpickled, as a stranger's object could run anything."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple:
-        return Path.touch, (Path(self.path),)
-
-
-def send_unsigned(device: torch.device, path: str) -> None:
-    """Rank 1 sends an object without the signature of the launch, as a process that took its place would."""
-    if dist.get_rank() == 1:
-        dist.distributed_c10d._pickler = pickle.Pickler
-        dist.distributed_c10d._unpickler = Ignoring
-    all_gather_objects(Touch(path) if dist.get_rank() == 1 else None, dist.group.WORLD)
-
-
-class Ignoring:
-    """Reads nothing of what arrives."""
-
-    def __init__(self, file) -> None:
-        pass
-
-    def load(self) -> None:
-        pass
 
 
 def run_until_stopped(device: torch.device, report) -> None:
@@ -183,7 +154,3 @@ def differ_in_second_batch(device: torch.device) -> None:
     layer = PhantomLinear(8, 8, blocks=2, ghosts=2, mesh=init_device_mesh(device.type, (2,)))
     layer(torch.ones(4, 4))
     layer(torch.ones(4 - dist.get_rank(), 4))
-
-
-def full_store(device):
-    raise dist.DistStoreError("No space left on device")

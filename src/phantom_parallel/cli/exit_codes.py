@@ -14,7 +14,6 @@ Imports nothing heavy: `exit_on_signals` is to work before anything else is load
 import os
 import signal
 import sys
-from collections.abc import Collection
 from types import FrameType
 from typing import TextIO, cast
 
@@ -58,15 +57,14 @@ def exit_code(error: BaseException) -> int | None:
 def report_error(error: BaseException) -> None:
     """Print an error as one line on stderr. A command that was stopped by a signal has not failed: it just says so."""
     stopped = bool(_received) or isinstance(error, Interrupted | KeyboardInterrupt)
-    print_error(str(error) or "interrupted", getattr(error, "lost", ()), prefix="" if stopped else "error")
+    print_error(str(error) or "interrupted", prefix="" if stopped else "error")
 
 
-def print_error(message: str, lost: Collection[int] = (), *, prefix: str = "error") -> None:
+def print_error(message: str, *, prefix: str = "error") -> None:
     """Print a line on stderr, once on each host: the ranks of an external launch fail together.
 
     Args:
         message: The error.
-        lost: Ranks that cannot print it.
         prefix: What the line begins with, before the rank if that is on another host than rank 0.
     """
     from rich.console import Console
@@ -79,7 +77,7 @@ def print_error(message: str, lost: Collection[int] = (), *, prefix: str = "erro
         half = _MOST_CHARACTERS // 2
         left_out = len(message) - 2 * half
         message = f"{message[:half]} [... {left_out:,} characters ...] {message[-half:]}"
-    if reports_error(lost):
+    if reports_error():
         rank = "" if is_on_first_host() else f"on rank {global_rank()}"
         start = " ".join(filter(None, (prefix, rank)))
         console = Console(file=cast(TextIO, LenientStderr()), highlight=False, soft_wrap=True)  # keeps the exit code

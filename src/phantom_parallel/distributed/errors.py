@@ -1,19 +1,8 @@
 """Errors that end the work of several ranks. They keep their type on the way from a rank to its launcher."""
 
-from collections.abc import Collection
-
 
 class RankDied(RuntimeError):
-    """A rank failed or did not answer, and the other ranks were stopped.
-
-    Args:
-        message: What happened, with the rank.
-        lost: Ranks that cannot report it themselves.
-    """
-
-    def __init__(self, message: str, lost: Collection[int] = ()) -> None:
-        super().__init__(message)
-        self.lost = frozenset(lost)
+    """A rank failed or did not answer, and the other ranks were stopped."""
 
 
 class Interrupted(RuntimeError):

@@ -8,7 +8,7 @@ loaded.
 import os
 import re
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -150,23 +150,21 @@ def is_on_first_host() -> bool:
     return global_rank() < int(_variables().get("LOCAL_WORLD_SIZE", "1"))
 
 
-def reports_error(lost: Collection[int] = ()) -> bool:
+def reports_error() -> bool:
     """Whether this process prints an error that ends it, so that ranks which fail together print it once on each host.
 
     Under ``torchrun`` that is the first one to call this: as soon as one rank has left, torchrun ends the others, which
-    then may not have printed theirs. Elsewhere it is the first rank of the host that is not ``lost``.
+    then may not have printed theirs. Elsewhere it is the first rank of the host.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is None:
-        return _is_first_on_host(lost)
-    try:
-        os.close(
-            os.open(Path(file).parents[1] / "reported", os.O_CREAT | os.O_EXCL)
-        )  # in torchrun's folder of all ranks
+        return is_local_rank_zero()
+    try:  # in torchrun's folder of all ranks
+        os.close(os.open(Path(file).parents[1] / "reported", os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         return False
     except OSError:
-        return _is_first_on_host(lost)
+        return is_local_rank_zero()
     return True
 
 
@@ -231,9 +229,3 @@ def _master(environment: Mapping[str, str], size: int, local_size: int) -> str:
         return first_host(hosts)
     nodes = Path(environment.get("PBS_NODEFILE", ""))
     return nodes.read_text().split()[0] if nodes.is_file() else ""
-
-
-def _is_first_on_host(lost: Collection[int]) -> bool:
-    local = int(_variables().get("LOCAL_RANK", "0"))
-    first = global_rank() - local  # ranks of a host are neighbours
-    return all(rank in lost for rank in range(first, first + local))

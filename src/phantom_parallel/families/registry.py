@@ -4,6 +4,7 @@ A family is one folder and one line below. Families of other packages are found 
 ``phantom_parallel.families``, or are added with `register_family`.
 """
 
+import os
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 if TYPE_CHECKING:
     from phantom_parallel.families.base import Family
 
+VARIABLE = "PHANTOM_FAMILIES"  # families that were registered in the process that started this one
 ENTRY_POINTS = "phantom_parallel.families"
 DEFAULT_FAMILY = "ffn"  # of commands that are not told which one
 
@@ -20,6 +22,7 @@ _FAMILIES = {
     "ffn": "phantom_parallel.families.ffn.family:FAMILY",
     "gpt": "phantom_parallel.families.gpt.family:FAMILY",
 }
+_FAMILIES |= dict(entry.split("=", 1) for entry in os.environ.get(VARIABLE, "").split())
 
 
 def register_family(name: str, target: str) -> None:
@@ -33,6 +36,7 @@ def register_family(name: str, target: str) -> None:
     if _targets().get(name, target) != target:
         raise ValueError(f"the family {name!r} is registered already, as {_targets()[name]}")
     _FAMILIES[name] = target
+    os.environ[VARIABLE] = " ".join(f"{name}={target}" for name, target in _FAMILIES.items())  # of ranks started later
 
 
 def family_names() -> tuple[str, ...]:
@@ -45,11 +49,6 @@ def get_family(name: object) -> "Family":
     if not isinstance(name, str) or name not in _targets():
         raise ValueError(f"the model family must be one of {', '.join(family_names())}, got {name!r}")
     return _load(_targets()[name])
-
-
-def registered_families() -> dict[str, str]:
-    """Families added by `register_family`, for a launcher to add them on the ranks that it starts."""
-    return dict(_FAMILIES)
 
 
 def _targets() -> dict[str, str]:
