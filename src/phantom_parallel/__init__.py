@@ -1,6 +1,5 @@
 """Phantom parallelism for PyTorch: layers cut over devices that exchange a few ghosts instead of whole activations."""
 
-import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
         PhantomParallel,
         RanksDisagree,
         TensorLinear,
-        check_ranks,
         parameter_groups,
     )
     from phantom_parallel.ops import gather_features, shard_features
@@ -38,7 +36,6 @@ __all__ = [
     "RanksDisagree",
     "TensorLinear",
     "__version__",
-    "check_ranks",
     "consolidate_model",
     "convert",
     "gather_features",
@@ -61,7 +58,7 @@ _HOMES = {
     "phantom_parallel.families.gpt.model": ("GPT",),
     "phantom_parallel.nn": (
         *("PhantomLinear", "PhantomParallel", "RanksDisagree", "TensorLinear"),
-        *("check_ranks", "parameter_groups"),
+        "parameter_groups",
     ),
     "phantom_parallel.ops": ("gather_features", "shard_features"),
 }
@@ -73,10 +70,6 @@ def __getattr__(name: str) -> Any:
             globals()[name] = value = getattr(import_module(home), name)
             return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-if os.environ.get("PHANTOM_DEBUG"):  # whatever is imported of this package
-    import_module("phantom_parallel.distributed.rank_check")
 
 
 def __dir__() -> list[str]:

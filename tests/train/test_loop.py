@@ -15,7 +15,6 @@ import torch
 from phantom_parallel import FFN
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.errors import LossDiverged
-from phantom_parallel.distributed.rank_check import RankCheck
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.families.ffn.data import Batches, open_data
 from phantom_parallel.families.ffn.train_config import FFNTrainConfig
@@ -115,22 +114,6 @@ def test_losses_are_those_of_a_plain_loop_in_torch():
         expected.append(loss.item())
     assert max(norms) > config.max_grad_norm  # so that clipping is tested
     assert curve(losses(config)) == pytest.approx(expected, rel=1e-4)
-
-
-def compared(config: FFNTrainConfig) -> tuple[list[float], int]:
-    """The losses, and how many collectives the ranks compared."""
-    compare, calls = RankCheck.compare, []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RankCheck, "compare", lambda check, *args: (calls.append(args), compare(check, *args)))
-        return curve(losses(config)), len(calls)
-
-
-def test_the_first_step_compares_the_collectives_of_ranks_and_changes_no_number(ranks):
-    config = replace(PHANTOM, ranks=2, steps=4)
-    (found, calls), (_, same) = ranks(2)(compared, config)
-    assert found == curve(ranks(2)(losses, config)[0])
-    # All-gathers of two layers, and reduce-scatters of both: the first layer's is of the compressor's gradient.
-    assert calls == same == 4
 
 
 def test_tensor_megatron_and_dense_learn_alike(ranks):

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from phantom_parallel.distributed.objects import broadcast_from_rank_zero, raise_on_all_ranks
-from phantom_parallel.distributed.rank_check import timeout_of
 from phantom_parallel.utils.files import scratch_folder
 
 T = TypeVar("T")
@@ -88,7 +87,7 @@ def meet(group: Group, rule: str) -> None:
         return
     try:
         if dist.get_backend(group) == "gloo":
-            dist.monitored_barrier(group, timeout_of(cast(dist.ProcessGroup, group)), wait_all_ranks=True)
+            dist.monitored_barrier(group, wait_all_ranks=True)
         else:
             dist.barrier(group)
     except RuntimeError as error:

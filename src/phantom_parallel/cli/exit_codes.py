@@ -17,7 +17,7 @@ import sys
 from types import FrameType
 from typing import TextIO, cast
 
-from phantom_parallel.distributed.errors import Interrupted, LossDiverged, PeerFailed, RankDied
+from phantom_parallel.distributed.errors import Interrupted, LossDiverged, RankDied
 from phantom_parallel.distributed.launchers import global_rank, is_on_first_host, reports_error
 from phantom_parallel.distributed.signals import recorded, stop_signals
 
@@ -49,7 +49,7 @@ def exit_code(error: BaseException) -> int | None:
     if isinstance(error, Interrupted | KeyboardInterrupt):
         stopped = isinstance(error, Interrupted) and recorded
         return 128 + (recorded[-1] if stopped else signal.SIGINT)
-    if isinstance(error, RankDied | PeerFailed | LossDiverged):
+    if isinstance(error, RankDied | LossDiverged):
         return FAILED
     return MISTAKE if isinstance(error, ValueError | OSError) else None
 

@@ -5,7 +5,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from phantom_parallel.distributed.rank_check import check_gradient
 from phantom_parallel.ops.collectives import rank_group
 
 _c10d = torch.ops._c10d_functional
@@ -18,9 +17,8 @@ def average_gradients(model: nn.Module, mesh: DeviceMesh | None) -> None:
     if ranks.size == 1:
         return
     gradients, sums = [], []
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         if parameter.grad is not None and (gradient := _part(parameter.grad)).numel():
-            check_gradient(name, gradient, ranks.name)
             gradients.append(gradient)
             sums.append(_c10d.all_reduce(gradient, "sum", ranks.name))
     for gradient, total in zip(gradients, sums, strict=True):

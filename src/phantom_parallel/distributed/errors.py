@@ -11,7 +11,3 @@ class Interrupted(RuntimeError):
 
 class LossDiverged(RuntimeError):
     """The loss or a weight is not finite."""
-
-
-class PeerFailed(RuntimeError):
-    """Another rank failed, for a reason that it reports itself."""

@@ -1,7 +1,6 @@
 """Layers: the operators with their parameters, in one process or sharded over a device mesh."""
 
 from phantom_parallel.distributed.objects import RanksDisagree
-from phantom_parallel.distributed.rank_check import check_ranks
 from phantom_parallel.nn.embedding import FeatureEmbedding, VocabularyHead
 from phantom_parallel.nn.groups import parameter_groups
 from phantom_parallel.nn.linear import PhantomLinear, TensorLinear
@@ -16,6 +15,5 @@ __all__ = [
     "RanksDisagree",
     "TensorLinear",
     "VocabularyHead",
-    "check_ranks",
     "parameter_groups",
 ]

@@ -9,13 +9,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from phantom_parallel.distributed.objects import check_agreement
-from phantom_parallel.distributed.rank_check import running
 from phantom_parallel.nn.init import init_columns, init_rows
 from phantom_parallel.nn.sharded import (
     broadcast_seed,
     check_features,
     check_frozen,
-    next_layer_number,
     shard_parameter,
     to_local,
 )
@@ -132,7 +130,6 @@ class VocabularyHead(nn.Module):
         check_agreement("a VocabularyHead", settings, flat_mesh(mesh))
         self.group: Group = rank_group(mesh, wire) if blocks is None else block_group(mesh, blocks, wire)
         self.mesh = mesh = flat_mesh(mesh)
-        self.layer_number = next_layer_number(mesh)
         RowLayout(dim, vocab, self.group.size)
         device, size = device or (None if mesh is None else mesh.device_type), self.group.size
         self.norm = shard_parameter(torch.ones(dim // size, device=device, dtype=dtype), mesh)
@@ -172,13 +169,11 @@ class VocabularyHead(nn.Module):
     def begin(self, x: Tensor) -> Begun:
         """Start ``forward`` with a weight in flight: features travel until `end`."""
         check_features(self, x, self.dim, self.group)
-        with running(self):
-            return begin_rows(x, to_local(self.norm), group=one_level(self.group))
+        return begin_rows(x, to_local(self.norm), group=one_level(self.group))
 
     def end(self, begun: Begun, whole: Tensor) -> Tensor:
         """All logits of this rank's rows of what `begin` has begun, with the whole weight."""
-        with running(self):
-            return end_rows(begun, whole, eps=self.eps, group=one_level(self.group))
+        return end_rows(begun, whole, eps=self.eps, group=one_level(self.group))
 
     def send_weight(self, rows: int, tied: Tensor | None = None, parts: int = 1) -> WeightInFlight | None:
         """Start to send the weight to all ranks, for a loss of so many rows, if that then moves fewer bytes; otherwise

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from phantom_parallel.distributed.objects import all_gather_objects, check_agreement
-from phantom_parallel.distributed.rank_check import running
 from phantom_parallel.nn.fit import damped, fit_outputs, fit_source, keep_modes, warn_about_conversion
 from phantom_parallel.nn.init import init_phantom, init_rows
 from phantom_parallel.nn.sharded import (
@@ -15,7 +14,6 @@ from phantom_parallel.nn.sharded import (
     broadcast_seed,
     check_frozen,
     full_tensor,
-    next_layer_number,
     shard_parameter,
     to_local,
 )
@@ -118,7 +116,6 @@ class PhantomLinear(FeatureSharded):
             "dtype": str(dtype or torch.get_default_dtype()),
         }
         check_agreement("a PhantomLinear", settings, self.mesh)
-        self.layer_number = next_layer_number(self.mesh)
         self.layout = BlockLayout(in_features, out_features, blocks, ghosts, rank_group(self.mesh).size)
         self.group = block_group(mesh, blocks, wire)  # once ranks agree on the blocks
 
@@ -139,15 +136,13 @@ class PhantomLinear(FeatureSharded):
         """Start ``forward``: its ghosts travel until `end`. On one level of ranks only, and uncompiled."""
         self._check_input(x)
         weights, group = (to_local(self.local), to_local(self.compress)), one_level(self.group)
-        with running(self):
-            return begin_phantom(x, None, *weights, blocks=self.blocks, group=group)
+        return begin_phantom(x, None, *weights, blocks=self.blocks, group=group)
 
     def end(self, begun: Begun) -> Tensor:
         """The result of what `begin` has begun."""
         bias = None if self.bias is None else to_local(self.bias)
         where: dict[str, Any] = {"eps": None, "blocks": self.blocks, "group": one_level(self.group)}
-        with running(self):
-            z = end_phantom(begun, to_local(self.decompress), bias, **where)
+        z = end_phantom(begun, to_local(self.decompress), bias, **where)
         return check_frozen(z, self.local, self.compress, self.decompress)
 
     @torch.no_grad()
@@ -338,7 +333,6 @@ class TensorLinear(FeatureSharded):
         settings = {"layer": "TensorLinear", "in_features": in_features, "out_features": out_features, "bias": bias}
         settings |= {"wire": wire, "gain": gain, "dtype": str(dtype or torch.get_default_dtype())}
         check_agreement("a TensorLinear", settings, mesh)
-        self.layer_number = next_layer_number(mesh)
         RowLayout(in_features, out_features, self.group.size)
         kwargs: dict[str, Any] = {"device": device or (None if mesh is None else mesh.device_type), "dtype": dtype}
         self.weight = self._empty(out_features, in_features, **kwargs)

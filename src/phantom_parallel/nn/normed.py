@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from phantom_parallel.distributed.objects import check_agreement
-from phantom_parallel.distributed.rank_check import running
 from phantom_parallel.nn.linear import PhantomLinear
 from phantom_parallel.nn.sharded import check_frozen, shard_parameter, to_local
 from phantom_parallel.ops import normed_phantom_linear
@@ -82,24 +81,18 @@ class NormedPhantomLinear(nn.Module):
         linear = self.linear
         linear._check_input(x)
         weights = to_local(self.norm), to_local(linear.local), to_local(linear.compress)
-        with running(self):
-            return begin_phantom(x, *weights, blocks=linear.blocks, group=one_level(linear.group))
+        return begin_phantom(x, *weights, blocks=linear.blocks, group=one_level(linear.group))
 
     def end(self, begun: Begun) -> Tensor:
         """As `PhantomLinear.end`."""
         linear = self.linear
         where: dict[str, Any] = {"eps": self.eps, "blocks": linear.blocks, "group": one_level(linear.group)}
-        with running(self):
-            return self._finish(end_phantom(begun, to_local(linear.decompress), **where))
+        return self._finish(end_phantom(begun, to_local(linear.decompress), **where))
 
     def _finish(self, z: Tensor) -> Tensor:
         linear = self.linear
         z = check_frozen(z, self.norm, linear.local, linear.compress, linear.decompress)
         return z if linear.bias is None else z + to_local(linear.bias).to(z.dtype)
-
-    @property
-    def layer_number(self) -> int | None:
-        return self.linear.layer_number
 
     def extra_repr(self) -> str:
         return f"eps={self.eps}"

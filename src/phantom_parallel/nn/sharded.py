@@ -1,6 +1,5 @@
 """Parameters sharded by rows over a mesh, and the base class of layers on such parameters."""
 
-from collections import Counter
 from typing import Any
 
 import torch
@@ -13,8 +12,6 @@ from phantom_parallel.distributed.objects import all_gather_objects
 from phantom_parallel.nn.init import draw_seed
 from phantom_parallel.ops.blocks import is_creating_graph, refuse_transforms
 from phantom_parallel.ops.levels import Group
-
-_layers_built: Counter[str] = Counter()  # by name of the process group
 
 
 def shard_parameter(rows: Tensor, mesh: DeviceMesh | None, *, requires_grad: bool = True) -> nn.Parameter:
@@ -79,17 +76,6 @@ def to_local(parameter: Tensor) -> Tensor:
     return _ToLocal.apply(parameter) if torch.is_grad_enabled() else parameter._local_tensor
 
 
-def next_layer_number(mesh: DeviceMesh | None) -> int | None:
-    """Which of the layers on the ranks of a mesh this one is, in the order in which they are built: the same on every
-    rank, so that ranks can tell layers apart. None without a mesh.
-    """
-    if mesh is None:
-        return None
-    name = mesh.get_group().group_name
-    _layers_built[name] += 1
-    return _layers_built[name]
-
-
 def full_tensor(parameter: Tensor) -> Tensor:
     """The full parameter, detached. Every rank calls this: a DTensor is all-gathered."""
     detached = parameter.detach()
@@ -130,7 +116,6 @@ class FeatureSharded(nn.Module):
     bias: nn.Parameter | None
     mesh: DeviceMesh | None
     group: Group
-    layer_number: int | None
 
     def _empty(self, rows: int, *columns: int, **kwargs: Any) -> nn.Parameter:
         return shard_parameter(torch.empty(rows // self.group.size, *columns, **kwargs), self.mesh)

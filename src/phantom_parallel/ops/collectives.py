@@ -16,7 +16,6 @@ rows are rounded like all others: what is gathered is the same on every rank. **
 same message at full precision: an all-gather returns those of all ranks, a reduce-scatter their sum over ranks.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +31,6 @@ from phantom_parallel.utils.wire import WireFormat, check_wire
 _c10d = torch.ops._c10d_functional
 _all_gather, _reduce_scatter = _c10d.all_gather_into_tensor.default, _c10d.reduce_scatter_tensor.default
 _all_to_all, _wait = _c10d.all_to_all_single.default, _c10d.wait_tensor.default
-before_collective: Callable[..., None] | None = None  # a debug mode's, called with what is sent and the group's name
 
 
 LEVELS = ("blocks", "inside")  # dimensions of a mesh on which several ranks share each block
@@ -142,8 +140,6 @@ def _call(op: Any, *args: Any) -> Tensor:
     """Call an operator, below autograd where no gradient is recorded: the autograd formula of a functional collective
     is Python and takes longer than the rest of the call.
     """
-    if before_collective is not None and op is not _wait and not torch.compiler.is_compiling():
-        before_collective(args[0], args[-1])
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return op(*args)
     with torch._C._AutoDispatchBelowAutograd():
@@ -160,8 +156,6 @@ def start_all_gather(x: Tensor, group: RankGroup, exact: Tensor | None = None) -
         return Pending(_call(_all_gather, message.contiguous(), group.size, group.name), x.shape[1], x.dtype, exact)
     rows = message.expand(group.size, *message.shape).reshape(group.size * message.shape[0], message.shape[1])
     if is_short(rows, group.size):
-        if before_collective is not None:
-            before_collective(rows, group.name)
         sent, work = send_short(rows, _equal_splits(rows, group), group.name)
         return Pending(sent, x.shape[1], x.dtype, exact, work)
     return Pending(start_all_to_all(rows, group), x.shape[1], x.dtype, exact)

@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,6 @@ from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.errors import LossDiverged
 from phantom_parallel.distributed.objects import all_gather_objects, raise_on_all_ranks
 from phantom_parallel.distributed.process_group import describe_run
-from phantom_parallel.distributed.rank_check import check_ranks
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.energy.time_split import TimeSplitRecorder, TimeTotals, can_split_time, timer_for
 from phantom_parallel.train import checkpoint
@@ -177,7 +176,7 @@ class Trainer:
         for step in range(first + 1, config.steps + 1):
             if self._writer is not None and not self._writer.begin_step():
                 self._settle()  # raises
-            with self.clock.step(), self._checked(step == first + 1):
+            with self.clock.step():
                 loss = self._step(step - 1)
             every = (config.log_every, config.eval_every, config.checkpoint_every)
             if not poll.stops(step) and step < config.steps and all(step % interval for interval in every):
@@ -213,14 +212,6 @@ class Trainer:
         self._save()
         self._settle()
         return summary
-
-    def _checked(self, first: bool) -> AbstractContextManager[None]:
-        """In the first step ranks compare their collectives, so that a difference is an error and not a wrong number.
-        The time that this takes is not part of the step's.
-        """
-        if not first or self._group is None or self.config.compile:
-            return nullcontext()
-        return check_ranks(self._group, timing=self.clock.meter_time)
 
     def _step(self, step: int) -> Tensor:
         """One step; this rank's share of the loss before it, not yet summed."""

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from phantom_parallel.distributed.fully_sharded import shard_fully
 from phantom_parallel.distributed.objects import check_agreement
-from phantom_parallel.distributed.rank_check import check_replicated
 from phantom_parallel.families.gpt.config import GPTConfig, check_interleave
 from phantom_parallel.families.gpt.parallel_layer import ParallelLayer
 from phantom_parallel.families.gpt.parts import Parts, make_parts
@@ -375,10 +374,6 @@ class GPT(nn.Module):
             raise ValueError(f"targets of shape {tuple(targets.shape)} for tokens of shape {tuple(tokens.shape)}")
         if torch.compiler.is_compiling() or isinstance(tokens, FakeTensor):
             return
-        if self.group.size > 1:
-            for name, given in (("tokens", tokens), ("targets", targets)):
-                if given is not None:
-                    check_replicated(name, given, everyone(self.group).name)
         if tokens.device.type != "cpu":
             return  # on other devices, reading the values would synchronize
         for name, given in (("tokens", tokens if self.is_first_stage else None), ("targets", targets)):
