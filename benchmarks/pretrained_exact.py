@@ -30,7 +30,7 @@ def exact(model: Path, source: Path, tokens: int = 20) -> dict[str, Any]:
     tokenizer = find_tokenizer(model)
     largest, same = 0.0, 0
     for prompt in PROMPTS:
-        rows = encode_prompt(prompt.encode(), tokenizer, ours.config)
+        rows = torch.tensor([encode_prompt(prompt, tokenizer, ours.config.vocab)])
         length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
         expected = theirs.generate(
             rows, attention_mask=torch.ones_like(rows), do_sample=False, pad_token_id=0, eos_token_id=None, **length

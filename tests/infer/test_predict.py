@@ -1,4 +1,4 @@
-"""Predictions against dense float64 maths, in order, and files of them that appear whole or not at all."""
+"""Rows that are read from files, predictions against dense float64 maths, and files that appear whole or not at all."""
 
 import os
 import signal
@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel import load_model
 from phantom_parallel.distributed.errors import Interrupted
 from phantom_parallel.families.ffn.inference import as_tensor
-from phantom_parallel.infer.inputs import open_inputs
-from phantom_parallel.infer.predict import NonFinite, NpyWriter, largest_difference, predict, read_rows
+from phantom_parallel.infer.predict import NonFinite, largest_difference, open_inputs, predict, read_rows
 from tests.infer.models import WIDTH, known, rows
 
 
@@ -64,7 +64,7 @@ def test_a_model_in_bfloat16_predicts_float32(tmp_path):
 def test_a_request_to_stop_leaves_nothing(tmp_path):
     np.save(tmp_path / "x.npy", rows(9))
     inputs = open_inputs(tmp_path / "x.npy", WIDTH)
-    with pytest.raises(Interrupted, match=r"stopped at row 4 of 9$"):
+    with pytest.raises(Interrupted, match="row 4 of 9"):
         predict(
             known().model,
             inputs,
@@ -73,29 +73,6 @@ def test_a_request_to_stop_leaves_nothing(tmp_path):
             report=lambda done: os.kill(os.getpid(), signal.SIGTERM) if done == 4 else None,
         )
     assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "out.npy"
-    x = torch.from_numpy(rows(5))
-
-    def write(count):
-        with NpyWriter(path, 5, WIDTH, np.float64) as writer:
-            for row in x[:count].split(2):
-                writer.append(row)
-                assert not path.exists() or np.array_equal(np.load(path), x.numpy())
-            if count < 5:
-                raise OSError("No space left on device")
-
-    with pytest.raises(OSError, match="No space left"):
-        write(3)
-    assert list(tmp_path.iterdir()) == []
-    write(5)
-    assert np.array_equal(np.load(path), x.numpy())
-    with pytest.raises(OSError, match="No space left"):  # and one that was there stays
-        write(3)
-    assert np.array_equal(np.load(path), x.numpy())
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def models_on_rank(model, inputs):
@@ -132,3 +109,86 @@ def test_a_difference_is_found_and_what_is_no_number_agrees_with_itself():
     with torch.no_grad():
         other.layers[-1].bias[3] = torch.nan
     assert largest_difference(one, other, lambda _: x)[0] == float("inf")
+
+
+X = np.arange(7 * 6, dtype=np.float32).reshape(7, 6)
+
+
+def write(path, array):
+    if path.name.endswith(".npz"):
+        (np.savez_compressed if "compressed" in path.name else np.savez)(path, y=array[:1], x=array)
+    elif path.suffix == ".npy":
+        np.save(path, array)
+    else:
+        save_file({"x": torch.from_numpy(np.ascontiguousarray(array)), "y": torch.zeros(1)}, path)
+    return path
+
+
+NAMES = ["a.npy", "a.npz", "compressed.npz", "a.safetensors"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, np.int16, np.uint8])
+def test_every_format_and_kind_of_number(tmp_path, name, dtype):
+    found = open_inputs(write(tmp_path / name, X.astype(dtype)), 6)
+    assert (found.rows, found.width) == (7, 6)
+    parts = [found.read(rows, slice(2, 4)) for rows in found.batches(3)]
+    assert [len(part) for part in parts] == [3, 3, 1]
+    assert np.array_equal(torch.cat(parts).float().numpy(), X[:, 2:4])
+    assert np.array_equal(found.read(slice(0, 2), slice(0, 6)).float().numpy(), X[:2])  # back again
+
+
+@pytest.mark.parametrize("name", ["a.npy", "a.npz"])
+def test_columns_first_and_another_byte_order(tmp_path, name):
+    for array in (np.asfortranarray(X), X.astype(">f4")):
+        found = open_inputs(write(tmp_path / name, array), 6)
+        assert np.array_equal(found.read(slice(1, 5), slice(3, 6)).numpy(), X[1:5, 3:])
+
+
+def test_safetensors_in_bfloat16(tmp_path):
+    save_file({"x": torch.from_numpy(X).bfloat16()}, tmp_path / "a.safetensors")
+    assert torch.equal(
+        open_inputs(tmp_path / "a.safetensors", 6).read(slice(0, 7), slice(0, 6)).float(), torch.tensor(X)
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (X[:, :5], r"got \(7, 5\)"),
+        (X[0], r"got \(6,\)"),
+        (X[:0], r"got \(0, 6\)"),
+        (X > 3, "must hold real numbers"),
+    ],
+)
+def test_arrays_that_do_not_fit(tmp_path, name, array, message):
+    with pytest.raises(ValueError, match=message):
+        open_inputs(write(tmp_path / name, array), 6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_damaged_files(tmp_path, name):
+    path = write(tmp_path / name, X)
+    for contents in (path.read_bytes()[:-40], b"once upon a time"):
+        path.write_bytes(contents)
+        with pytest.raises(ValueError, match=f"{name} is not readable as inputs"):
+            open_inputs(path, 6)
+
+
+def test_nothing_is_unpickled(tmp_path):
+    objects = np.array([[print] * 6], dtype=object)
+    np.save(tmp_path / "a.npy", objects, allow_pickle=True)
+    np.savez(tmp_path / "a.npz", x=objects)
+    for name in ("a.npy", "a.npz"):
+        with pytest.raises(ValueError, match="is not readable as inputs"):
+            open_inputs(tmp_path / name, 6)
+
+
+def test_files_without_x_and_of_other_formats(tmp_path):
+    np.savez(tmp_path / "a.npz", y=X, z=X)
+    with pytest.raises(ValueError, match="only y, z"):
+        open_inputs(tmp_path / "a.npz", 6)
+    (tmp_path / "a.csv").write_text("1,2\n")
+    with pytest.raises(ValueError, match=r"got '\.csv'"):
+        open_inputs(tmp_path / "a.csv", 6)

@@ -93,8 +93,8 @@ def test_rounding_of_the_logits_changes_no_token():
         ({"temperature": 1.0, "top_p": math.nan}, "top_p must be above 0 and at most 1, got nan"),
         ({"top_k": 3}, "top_k=3 restricts the sampling, but temperature=0 does not sample"),
         ({"top_p": 0.5}, "top_p=0.5 restricts the sampling, but temperature=0 does not sample"),
-        ({"seed": -1}, "seed must be a whole number from 0"),
-        ({"seed": 1 << 63}, "seed must be a whole number from 0"),
+        ({"seed": -1}, "seed must be from 0"),
+        ({"seed": 1 << 63}, "seed must be from 0"),
     ],
 )
 def test_settings_that_make_no_sense(settings, message):

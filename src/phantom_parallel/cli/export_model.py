@@ -7,7 +7,7 @@ from typing import Literal
 from phantom_parallel.checkpoint.model import family_of
 from phantom_parallel.cli.options import Flag
 from phantom_parallel.families.registry import get_family
-from phantom_parallel.infer.run import check_folder
+from phantom_parallel.infer.predict import check_folder
 from phantom_parallel.utils.parsing import printable
 
 

@@ -1,34 +1,38 @@
-"""``phantom generate``: text that a trained transformer generates from a prompt, and the cost of a token."""
+"""``phantom generate``: text that a trained transformer generates from a prompt or in a conversation, and on request
+the cost of a token.
+"""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal, NoReturn
 
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from rich.console import Console
-from rich.table import Table
 
 from phantom_parallel.checkpoint.model import family_of
-from phantom_parallel.cli.chat import chat_prompt
-from phantom_parallel.cli.infer import about_energy, print_notes
+from phantom_parallel.checkpoint.pretrained import CHAT_TEMPLATE, TOKENIZER_CONFIG, read_json
+from phantom_parallel.cli.infer import add_costs, cost_table, print_table
 from phantom_parallel.cli.options import Flag, JsonOption, LaunchOptions, ProfileOption, RanksOption, WireOption
 from phantom_parallel.distributed.launchers import is_rank_zero
 from phantom_parallel.families.registry import get_family
-from phantom_parallel.infer.generation import Against, GenerateConfig, GenerateReport, PhaseCost, print_text
-from phantom_parallel.infer.run import check_folder
-from phantom_parallel.infer.sampling import Sampling
-from phantom_parallel.utils.files import json_text
-from phantom_parallel.utils.wire import in_words
+from phantom_parallel.infer.predict import check_folder
+from phantom_parallel.infer.sampling import GenerateConfig, Sampling
+from phantom_parallel.utils.files import json_text, read_text
+from phantom_parallel.utils.parsing import printable
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(RanksOption, WireOption, LaunchOptions, ProfileOption, JsonOption):
-    """Generate text from a prompt with a trained transformer, on any number of ranks that divides its blocks, and
-    measure time, bytes and energy per token, separately for prefill and decode.
+    """Generate text with a trained transformer, on any number of ranks that divides its blocks.
 
-    The text is written to stdout as it is generated, the figures to stderr. With --json, all is printed to stdout as
-    JSON at the end. Local workers are launched by the command itself; under torchrun or srun this process joins as one
-    rank. Exit codes: 0 done, 1 a rank died, 2 a mistake in the options or files, 130 stopped by SIGINT, 143 by SIGTERM.
+    The text is written to stdout as it is generated, until the model ends it, and a line about the time to stderr.
+    --chat without a prompt is a conversation: Ctrl-C ends an answer, Ctrl-D the conversation. --measure and --against
+    also measure time, bytes and energy per token, separately for prefill and decode. Local workers are launched by the
+    command itself; under torchrun or srun this process joins as one rank. Exit codes: 0 done, 1 a rank died, 2 invalid
+    option or input file, 130 stopped by SIGINT, 143 by SIGTERM.
     """
 
     model: Path
@@ -37,8 +41,13 @@ class Options(RanksOption, WireOption, LaunchOptions, ProfileOption, JsonOption)
     """The prompt, or several, which may differ in length: each is continued as it would be by itself."""
     prompt_file: Path | None = None
     """File with the prompt in UTF-8, used without changes."""
+    chat: Flag = False
+    """The prompt is a message, which the model's chat template puts into its place. Without a prompt, messages are read
+    from stdin, a line each."""
     tokens: int | None = None
-    """Tokens to generate; by default 128, or as many as fit into the model's context."""
+    """Tokens to generate at most; by default 128, with --chat as many as fit into the model's context."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the generation, besides the model's own stop tokens."""
     temperature: float = 0.0
     """0 selects the most likely token. Above 0, tokens are sampled, more uniformly the higher it is."""
     top_k: int | None = None
@@ -50,90 +59,162 @@ class Options(RanksOption, WireOption, LaunchOptions, ProfileOption, JsonOption)
     batch: int = 1
     """Number of texts to generate from each prompt at once; the first is shown as it is generated, the others at the
     end."""
-    against: Against = "none"
-    """Time a tensor-parallel model of the same sizes with random weights as well, or nothing."""
-    turns: int = 5
-    """How often each of two models is timed, in turn; a single model is timed once, while it generates the text."""
-
-    chat: Flag = False
-    """The prompt is the user's message, which the model's chat template puts into its place; not for --prompt-file."""
+    measure: Flag = False
+    """Measure the cost of a token after the text: time, FLOPs, bytes and energy of prefill and decode."""
+    against: Literal["megatron", "none"] = "none"
+    """Measure a tensor-parallel model of the same sizes with random weights as well."""
+    turns: int = 20
+    """How often each model is timed, in turn."""
 
     def config(self) -> GenerateConfig:
-        if self.chat and self.prompt_file is not None:
-            raise ValueError(f"chat is for --prompt: the text of {self.prompt_file} is used without changes")
-        prompts = tuple(chat_prompt(self.model, prompt) for prompt in self.prompt) if self.chat else self.prompt
         return GenerateConfig(
             model=self.model,
-            prompt=prompts,
-            prompt_file=self.prompt_file,
             tokens=self.tokens,
             sampling=Sampling(self.temperature, self.top_k, self.top_p, self.seed),
-            ranks=self.rank_count(),
+            stop=self.stop,
+            chat=self.chat,
             batch=self.batch,
-            against=self.against,
+            ranks=self.rank_count(),
             wire=self.wire,
+            measure=self.measure or self.against != "none",
+            against=None if self.against == "none" else self.against,
             turns=self.turns,
             profile=self.profile,
-            chat=self.chat,
         )
 
     def run(self) -> None:
         config = self.config()
         family = get_family(family_of(check_folder(config.model)))
+        generate, converse = family.text_generation()
+        if self.chat and not self.prompt and self.prompt_file is None:
+            if config.measure or self.json or config.batch > 1:
+                raise ValueError("--measure, --against, --batch and --json need a prompt: give --prompt")
+            template = ChatTemplate(config.model)
+            with self.launching(config.ranks):
+                converse(config, _messages(), template.render, write=_write, on_answer=_end_answer)
+            return
+        prompts = self.prompts()
         with self.launching(config.ranks) as network:
-            report = family.generate(config, write=not self.json, show=True)
+            report = generate(config, prompts, write=None if self.json else _write, show=True)
         if not is_rank_zero():
             return
         if self.json:
-            print(json_text(report.to_dict() | {"network": None if network is None else network.to_dict()}))
+            print(json_text(report | {"network": None if network is None else network.to_dict()}))
             return
-        _show(report)
+        _write("\n")
+        for index, text in enumerate(report["texts"][1:], 2):
+            _write(f"--- {index} of {len(report['texts'])} ---\n{text}\n")
+        if config.measure:
+            _print_costs(report)
+        else:
+            _print_time(report)
         if network is not None:
             print(f"Network: {network.describe()}.", file=sys.stderr)
 
+    def prompts(self) -> list[str]:
+        """The prompts, or that of the file, as messages of a chat if it is one."""
+        if bool(self.prompt) == (self.prompt_file is not None):
+            raise ValueError("give either --prompt or --prompt-file, or --chat without them for a conversation")
+        if self.prompt_file is None:
+            prompts = list(self.prompt)
+        else:
+            try:
+                prompts = [self.prompt_file.read_bytes().decode()]
+            except OSError as error:
+                raise ValueError(f"the prompt cannot be read from {self.prompt_file}: {error.strerror}") from None
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{self.prompt_file} is not text in UTF-8: byte {error.start}") from None
+        if "" in prompts:
+            raise ValueError("the prompt is empty, and a model needs at least one token: a new line is a neutral one")
+        if self.chat:
+            template = ChatTemplate(self.model)
+            return [template.render([{"role": "user", "content": prompt}]) for prompt in prompts]
+        return prompts
 
-def _joules(phase: PhaseCost) -> str:
-    return "unavailable" if phase.joules_per_token is None else f"{phase.joules_per_token:.4g} J ({phase.provenance})"
+
+class ChatTemplate:
+    """The chat template in a model's folder. It comes with the model and runs in a sandbox, as in transformers.
+
+    Raises:
+        ValueError: If the model has no chat template, or a damaged one.
+    """
+
+    def __init__(self, model: Path) -> None:
+        self._path = model / CHAT_TEMPLATE
+        if not self._path.is_file():
+            raise ValueError(f"{model} has no {CHAT_TEMPLATE}: give a prompt without --chat")
+        settings = read_json(model / TOKENIZER_CONFIG) if (model / TOKENIZER_CONFIG).is_file() else {}
+        tokens = {f"{name}_token": settings.get(f"{name}_token") or "" for name in ("bos", "eos", "unk", "pad")}
+        # Special tokens are texts, or objects that hold one.
+        self._tokens = {
+            name: token.get("content", "") if isinstance(token, dict) else token for name, token in tokens.items()
+        }
+
+    def render(self, messages: list[dict[str, str]]) -> str:
+        """The prompt for the model's answer to messages, each with its ``role`` and ``content``."""
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _refuse
+        try:
+            template = environment.from_string(read_text(self._path))
+            return template.render(messages=messages, add_generation_prompt=True, **self._tokens)
+        except Exception as error:  # of any class: a template computes, and may divide by 0 or call itself without end
+            reason = str(error) or type(error).__name__
+            raise ValueError(f"the chat template {self._path} cannot be used: {reason}") from None
 
 
-LINES: dict[str, Callable[[PhaseCost], str]] = {
-    "95 %": lambda phase: "" if phase.seconds_p95 is None else f"{1e3 * phase.seconds_p95:.3f} ms",
-    "tokens per second": lambda phase: f"{phase.tokens_per_second:,.1f}",
-    "blocked in exchanges": lambda phase: f"{phase.blocked_share:.0%}",
-    "FLOPs per token": lambda phase: f"{phase.flops_per_token:,.0f}",
-    "bytes exchanged per token": lambda phase: f"{phase.bytes_per_token:,.0f}",
-    "energy per token": _joules,
-}
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
 
 
-def _show(report: GenerateReport) -> None:
-    print()
-    for index, text in enumerate(report.texts[1:], 2):
-        print_text(f"--- {index} of {len(report.texts)} ---\n{text}\n")
+def _messages() -> Iterator[list[dict[str, str]]]:
+    """Yield the messages so far after each line that the user has typed, until the end of stdin."""
+    import readline  # noqa: F401 (input() then edits lines, and has a history)
+
+    messages: list[dict[str, str]] = []
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            if sys.stdin.isatty():
+                print()
+            return
+        if line.strip():
+            messages.append({"role": "user", "content": line})
+            yield messages
+
+
+def _write(text: str) -> None:
+    """Write text to stdout and flush it, with a question mark for each character that the encoding lacks. On a terminal
+    control characters are escaped.
+    """
+    text = printable(text) if sys.stdout.isatty() else text
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    sys.stdout.flush()
+
+
+def _end_answer(answer: dict[str, Any]) -> None:
+    _write("\n")
+    _print_time(answer)
+
+
+def _print_time(answer: dict[str, Any]) -> None:
+    """Print one line on what a text cost, on stderr."""
+    tokens, rows = max(map(len, answer["tokens"])), len(answer["tokens"])
+    first, rest = answer["prefill_seconds"], answer["decode_seconds"]
+    rate = f", then {rows * (tokens - 1) / rest:,.1f} tokens/s" if tokens > 1 and rest > 0 else ""
+    batch = f" in each of {rows} texts" if rows > 1 else ""
+    print(f"[{tokens} token{'s' if tokens > 1 else ''}{batch}, first after {first:.2f} s{rate}]", file=sys.stderr)
+
+
+def _print_costs(report: dict[str, Any]) -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    ranks = "1 rank" if report.ranks == 1 else f"{report.ranks} ranks"
-    costs = list(report.measured.values())
-    batch = f", batch {costs[0].batch}" if costs[0].batch > 1 else ""
-    lengths = f"{min(report.prompt_lengths)} to " if len(set(report.prompt_lengths)) > 1 else ""
-    prompts = f"{lengths}{max(report.prompt_lengths)}"
-    title = f"{ranks} ({report.device}), {prompts} + {costs[0].tokens} tokens{batch}{in_words(report.wire)}"
-    table = Table("", *report.measured, title=title)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    _add_phase(table, "prefill: time to first token", [cost.prefill for cost in costs])
-    _add_phase(table, "decode: time per token", [cost.decode for cost in costs if cost.decode is not None])
-    table.add_row("parameters", *(f"{cost.parameters:,}" for cost in costs))
-    console.print(table)
-    energy = about_energy(costs[0].prefill.provenance, report.profile, report.profile_source)
-    print_notes(console, report.device, report.ranks, energy)
-
-
-def _add_phase(table: Table, name: str, phases: list[PhaseCost]) -> None:
-    if not phases:
-        return
-    table.add_row(name, *(f"{1e3 * phase.seconds:.3f} ms" for phase in phases))
-    for line, value in LINES.items():
-        cells = [value(phase) for phase in phases]
-        if any(cells):
-            table.add_row(f"  {line}", *cells)
-    table.add_section()
+    lengths, rows = report["prompt_lengths"], len(report["texts"])
+    prompts = f"{min(lengths)} to {max(lengths)}" if len(set(lengths)) > 1 else f"{lengths[0]}"
+    batch = f", batch {rows}" if rows > 1 else ""
+    table = cost_table(report, f"{prompts} + {max(map(len, report['tokens']))} tokens{batch}")
+    costs = list(report["measured"].values())
+    add_costs(table, "prefill: time to first token", "token", [cost["prefill"] for cost in costs])
+    if "decode" in costs[0]:
+        add_costs(table, "decode: time per token", "token", [cost["decode"] for cost in costs])
+    print_table(console, table, report, costs[0]["prefill"]["provenance"])

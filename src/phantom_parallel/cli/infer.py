@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
@@ -11,8 +12,7 @@ from rich.table import Table
 from phantom_parallel.cli.options import Flag, JsonOption, LaunchOptions, ProfileOption, RanksOption, WireOption
 from phantom_parallel.distributed.launchers import is_rank_zero
 from phantom_parallel.energy.power import POLLED_TIME
-from phantom_parallel.infer.measure import Inference
-from phantom_parallel.infer.run import Against, InferConfig, InferReport, run
+from phantom_parallel.infer.predict import InferConfig, run
 from phantom_parallel.utils.files import json_text
 from phantom_parallel.utils.parsing import printable
 from phantom_parallel.utils.wire import in_words
@@ -38,7 +38,7 @@ class Options(RanksOption, WireOption, LaunchOptions, ProfileOption, JsonOption)
     """Replace --out if it exists."""
     batch: int = 64
     """Rows of a forward pass."""
-    against: Against = "tensor"
+    against: Literal["tensor", "none"] = "tensor"
     """Measure the tensor-parallel model that computes the same function as well, or nothing."""
     turns: int = 20
     """How often each model is timed, in turn."""
@@ -64,72 +64,77 @@ class Options(RanksOption, WireOption, LaunchOptions, ProfileOption, JsonOption)
         if not is_rank_zero():
             return
         if self.json:
-            print(json_text(report.to_dict() | {"network": None if network is None else network.to_dict()}))
+            print(json_text(report | {"network": None if network is None else network.to_dict()}))
             return
         _show(report)
         if network is not None:
             print(f"Network: {network.describe()}.")
 
 
-def _energy(cost: Inference) -> str:
-    return "unavailable" if cost.joules_per_sample is None else f"{cost.joules_per_sample:.4g} J ({cost.provenance})"
-
-
-LINES: dict[str, Callable[[Inference], str]] = {
-    "latency": lambda cost: f"{1e3 * cost.latency_seconds:.3f} ms",
-    "latency, 95 %": lambda cost: "" if cost.latency_p95 is None else f"{1e3 * cost.latency_p95:.3f} ms",
-    "throughput": lambda cost: f"{cost.samples_per_second:,.0f} samples/s",
-    "blocked in exchanges": lambda cost: f"{cost.blocked_share:.0%}",
-    "FLOPs per sample": lambda cost: f"{cost.flops_per_sample:,.0f}",
-    "bytes exchanged per sample": lambda cost: f"{cost.bytes_per_sample:,.0f}",
-    "energy per sample": _energy,
-    "parameters": lambda cost: f"{cost.parameters:,}",
+COST_LINES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "95 %": lambda cost: "" if cost["seconds_p95"] is None else f"{1e3 * cost['seconds_p95']:.3f} ms",
+    "{}s per second": lambda cost: f"{cost['items_per_second']:,.1f}",
+    "blocked in collectives": lambda cost: f"{cost['blocked_share']:.0%}",
+    "FLOPs per {}": lambda cost: f"{cost['flops']:,.0f}",
+    "bytes sent per {}": lambda cost: f"{cost['bytes']:,.0f}",
+    "energy per {}": lambda cost: (
+        "unavailable" if cost["joules"] is None else f"{cost['joules']:.4g} J ({cost['provenance']})"
+    ),
 }
 
 
-def _show(report: InferReport) -> None:
-    console = Console(highlight=False, soft_wrap=True)
-    if report.rows_per_second is not None:
-        where = "not kept: give --out" if report.out is None else escape(printable(report.out))
-        console.print(f"{report.rows:,} predictions, {report.rows_per_second:,.0f} rows/s: {where}")
-    if report.non_finite_outputs:
-        console.print(
-            f"[bold yellow]warning:[/] {report.non_finite_outputs:,} outputs in {report.non_finite_rows:,} of "
-            f"{report.rows:,} rows are not finite"
-        )
-    ranks = "1 rank" if report.ranks == 1 else f"{report.ranks} ranks"
-    title = f"{ranks} ({report.device}), batch {report.batch}{in_words(report.wire)}"
-    table = Table("", *report.measured, title=title)
+def add_costs(table: Table, title: str, item: str, costs: list[dict[str, Any]]) -> None:
+    """Add a section with the cost of a call by each model, for one ``item``: a sample or a token."""
+    table.add_row(title, *(f"{1e3 * cost['seconds']:.3f} ms" for cost in costs))
+    for line, value in COST_LINES.items():
+        cells = [value(cost) for cost in costs]
+        if any(cells):
+            table.add_row(f"  {line.format(item)}", *cells)
+    table.add_section()
+
+
+def cost_table(report: dict[str, Any], subject: str) -> Table:
+    """An empty table with a column for each model that was measured."""
+    ranks = "1 rank" if report["ranks"] == 1 else f"{report['ranks']} ranks"
+    table = Table("", *report["measured"], title=f"{ranks} ({report['device']}), {subject}{in_words(report['wire'])}")
     for column in table.columns[1:]:
         column.justify = "right"
-    for name, line in LINES.items():
-        cells = [line(cost) for cost in report.measured.values()]
-        if any(cells):
-            table.add_row(name, *cells)
+    return table
+
+
+def print_table(console: Console, table: Table, report: dict[str, Any], provenance: str) -> None:
+    """Print a table with the parameters of each model, and what its reader must know."""
+    table.add_row("parameters", *(f"{cost['parameters']:,}" for cost in report["measured"].values()))
     console.print(table)
-    if report.largest_difference is not None:
-        console.print(
-            f"Largest difference between their predictions: {report.largest_difference:.2g}, "
-            f"over {report.compared_rows} rows with predictions up to {report.largest_prediction:.3g}."
-        )
-    provenance = next(iter(report.measured.values())).provenance
-    print_notes(console, report.device, report.ranks, about_energy(provenance, report.profile, report.profile_source))
-
-
-def print_notes(console: Console, device: str, ranks: int, energy: str) -> None:
-    """Print what the reader of a table of costs must know."""
-    if device == "cpu" and ranks > 1:
+    if report["device"] == "cpu" and report["ranks"] > 1:
         console.print(POLLED_TIME)
-    console.print(energy)
-
-
-def about_energy(provenance: str, profile: str | None, source: str | None) -> str:
-    """Describe the source of joules of this provenance."""
     if provenance == "modelled":
-        return f"Energy is modelled: measured seconds times the watts of {escape(f'{profile} ({source})')}."
-    if provenance == "unavailable":
-        return (
+        watts = escape(printable(f"{report['profile']} ({report['profile_source']})"))
+        console.print(f"Energy is modelled: measured seconds times the watts of {watts}.")
+    elif provenance == "unavailable":
+        console.print(
             "Energy is unavailable: there is no sensor that can be read (see phantom machine sensors), and no watts to "
             "model it with (phantom machine measure --watts, or --profile)."
         )
-    return f"Energy is measured ({provenance}), of all devices that phantom machine sensors lists."
+    else:
+        console.print(f"Energy is measured ({provenance}).")
+
+
+def _show(report: dict[str, Any]) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    if report["rows"]:
+        where = "not kept: give --out" if report["out"] is None else escape(printable(report["out"]))
+        console.print(f"{report['rows']:,} predictions, {report['rows_per_second']:,.0f} rows/s: {where}")
+        if report["non_finite_outputs"]:
+            console.print(
+                f"[bold yellow]warning:[/] {report['non_finite_outputs']:,} outputs in {report['non_finite_rows']:,} "
+                f"of {report['rows']:,} rows are not finite"
+            )
+    if "largest_difference" in report:
+        console.print(
+            f"Largest difference between their predictions: {report['largest_difference']:.2g}, "
+            f"over {report['compared_rows']} rows with predictions up to {report['largest_prediction']:.3g}."
+        )
+    table, costs = cost_table(report, f"batch {report['batch']}"), list(report["measured"].values())
+    add_costs(table, "latency", "sample", costs)
+    print_table(console, table, report, costs[0]["provenance"])

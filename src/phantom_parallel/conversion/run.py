@@ -16,7 +16,7 @@ from phantom_parallel.conversion.budget import BudgetTooSmall
 from phantom_parallel.conversion.sequential import GroupReport
 from phantom_parallel.families.base import Converter
 from phantom_parallel.families.registry import get_family
-from phantom_parallel.infer.run import check_folder
+from phantom_parallel.infer.predict import check_folder
 from phantom_parallel.nn.fit import STEPS
 from phantom_parallel.train import Summary, TrainConfig, run
 from phantom_parallel.utils.files import check_replaceable, write_json

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from phantom_parallel.cost.terms import Shape
     from phantom_parallel.distributed.context import ParallelContext
     from phantom_parallel.energy import PowerProfile
-    from phantom_parallel.infer.generation import GenerateConfig, GenerateReport
     from phantom_parallel.infer.predictor import Predictor
     from phantom_parallel.train.config import TrainConfig
     from phantom_parallel.train.task import Task
@@ -122,13 +121,8 @@ class Family(ABC):
         """
         raise ValueError(f"a model of the family {self.name} predicts no rows: use phantom {self.inference_command}")
 
-    def generate(self, config: "GenerateConfig", *, write: bool = False, show: bool = False) -> "GenerateReport":
-        """Generate text as ``phantom generate`` does, and measure it.
-
-        Args:
-            config: What to generate.
-            write: Whether to write the first row's text to stdout as it is generated.
-            show: Whether to show progress on stderr.
+    def text_generation(self) -> "tuple[Callable[..., Any], Callable[..., None]]":
+        """The functions behind ``phantom generate``: for prompts, and for a conversation.
 
         Raises:
             ValueError: If models of the family do not generate text.

@@ -1,11 +1,12 @@
-"""The cost of inference: forward passes of models on the same ranks, timed in turns, and the energy of a sample.
+"""The cost of calls such as forward passes of models on the same ranks, timed in turns.
 
-    latency     a forward pass of the whole batch; in a turn, the slowest rank's mean over a few consecutive passes
+    seconds     in a turn, the slowest rank's mean over a few consecutive calls; the median over turns
+    counts      FLOPs and bytes that are sent, by the ledger in a call that is not timed
     energy      measured by sensors if there are any, in windows of the length that they need; otherwise modelled as
-                every rank's measured seconds of compute, of being blocked in exchanges, and of waiting for slower
+                every rank's measured seconds of compute, of being blocked in collectives, and of waiting for slower
                 ranks, times the watts of a profile; otherwise unavailable
 
-Models take turns in alternating order, so that drift of the machine affects all of them alike.
+The order of calls alternates from turn to turn, so that drift of the machine affects all of them alike.
 """
 
 import math
@@ -16,212 +17,164 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from phantom_parallel.cost.calibrate import profile_name
+from phantom_parallel.cost.hardware import load_profile, user_directory
+from phantom_parallel.cost.ledger import Ledger
+from phantom_parallel.distributed.launch import launch_device_type
 from phantom_parallel.distributed.objects import all_gather_objects, barrier, check_agreement
-from phantom_parallel.energy.meter import EnergyMeter, synchronize
-from phantom_parallel.energy.power import PowerProfile
+from phantom_parallel.energy.meter import EnergyMeter
+from phantom_parallel.energy.power import PowerProfile, load_power_profile
 from phantom_parallel.energy.results import MEASURED, Provenance, Scope
 from phantom_parallel.energy.time_split import TimeSplitRecorder, timer_for
-from phantom_parallel.infer.predictor import RowModel, own_features, predictor_of, shape_of, to_model
-from phantom_parallel.nn.sharded import to_local
-from phantom_parallel.ops.collectives import rank_group
 from phantom_parallel.utils.layout import positive
 
-TURN_SECONDS = 0.02  # approximate length of a turn: shorter forward passes are repeated
-MAX_FORWARDS = 100  # of a turn
-WARM_UP = 3  # forward passes
-LEAST_FOR_P95 = 20  # measurements: of fewer, the 95th percentile is the maximum
-SENSOR_ROUNDS = 2  # windows for each model
+TURN_SECONDS = 0.02  # approximate length of a turn: shorter calls are repeated
+MAX_REPEATS = 100  # of a call in a turn
+WARM_UP = 3  # calls
+MIN_P95_TURNS = 20  # of fewer turns, the 95th percentile is the maximum
+SENSOR_ROUNDS = 2  # windows for each call
 SENSOR_MARGIN = 1.25  # length of a window relative to the shortest that the sensors resolve
-SENSOR_BOUND = 20.0  # seconds: sensors that need longer windows are not used
+MAX_SENSOR_SECONDS = 20.0  # sensors that need longer windows are not used
+
+
+class Call(NamedTuple):
+    """What to measure: a function that waits for its result, and the samples or tokens that it computes."""
+
+    run: Callable[[], object]
+    items: int
 
 
 @dataclass(frozen=True)
-class Inference:
-    """The cost of one model's forward passes. Counts and energies are sums over all ranks, for one sample.
+class Cost:
+    """The cost of a call. Counts and energies are sums over all ranks, for one item: a sample, or a token of one row.
 
     Args:
-        strategy: How the model is parallelised.
-        ranks: Number of ranks.
-        batch: Rows of a forward pass.
-        turns: Number of turns.
-        latency_seconds: Median time of a forward pass over turns.
-        latency_p95: The 95th percentile; None if there are fewer than 20 turns.
-        samples_per_second: Throughput.
-        flops_per_sample: FLOPs.
-        bytes_per_sample: Bytes that ranks send to each other.
-        joules_per_sample: Energy; None if unavailable.
+        seconds: Median time of a call.
+        seconds_p95: The 95th percentile; None if there are fewer than 20 turns.
+        items_per_second: Throughput.
+        flops: FLOPs of an item.
+        bytes: Bytes that ranks send to each other for an item.
+        joules: Energy of an item; None if unavailable.
         provenance: Provenance of the energy: counter, integrated_power, modelled or unavailable.
-        blocked_share: Share of all ranks' time in forward passes that they were blocked in exchanges.
-        parameters: Parameters of the whole model.
+        blocked_share: Share of all ranks' time that they were blocked in collectives.
     """
 
-    strategy: str
-    ranks: int
-    batch: int
-    turns: int
-    latency_seconds: float
-    latency_p95: float | None
-    samples_per_second: float
-    flops_per_sample: float
-    bytes_per_sample: float
-    joules_per_sample: float | None
+    seconds: float
+    seconds_p95: float | None
+    items_per_second: float
+    flops: float
+    bytes: float
+    joules: float | None
     provenance: str
     blocked_share: float
-    parameters: int
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def inference_result(self) -> dict[str, Any]:
+        """Fields of `study.results.InferenceResult`."""
+        return {
+            "latency_seconds": self.seconds,
+            "latency_p95": self.seconds_p95,
+            "samples_per_second": self.items_per_second,
+            "flops_per_sample": self.flops,
+            "bytes_per_sample": self.bytes,
+            "joules_per_sample": self.joules,
+            "provenance": self.provenance,
+            "blocked_share": self.blocked_share,
+        }
+
 
 class Turn(NamedTuple):
-    """Seconds of one rank in a turn, and the part of them that it was blocked in exchanges."""
+    """Seconds of one rank in a turn, and the part of them that it was blocked in collectives."""
 
     seconds: float
     blocked: float
 
 
 @torch.no_grad()  # in inference mode DTensor chooses slower layouts for a Megatron pair
-def measure(
-    models: Mapping[str, RowModel],
-    batch: int,
+def measure_calls(
+    calls: Mapping[str, Call],
+    mesh: DeviceMesh | None,
+    device: torch.device,
     *,
     turns: int = 20,
     profile: PowerProfile | None = None,
-    seed: int = 0,
     meter: EnergyMeter | None = None,
     report: Callable[[int], None] | None = None,
-) -> dict[str, Inference]:
-    """Time the models' forward passes on random rows. Every rank of their mesh calls this.
+) -> dict[str, Cost]:
+    """Measure calls. Every rank of the mesh calls this.
 
     Args:
-        models: The models by name, all on the same ranks and device.
-        batch: Rows of a forward pass.
-        turns: Number of turns of each model, after a warm-up.
+        calls: The calls by name.
+        mesh: The ranks that take part; None for one process.
+        device: The device of this rank.
+        turns: Number of turns of each call, after a warm-up.
         profile: Watts of modelled energy if there are no sensors. Without both, energy is unavailable.
-        seed: Seed of the rows.
-        meter: The energy meter; by default one with all sensors of this machine.
+        meter: The energy meter; by default one with all sensors of this rank's device.
         report: Called with the number of finished turns after each.
     """
-    positive(batch=batch, turns=turns)
-    mesh, device = mesh_and_device(models)
-    named = {name: str(model.config) for name, model in models.items()}
-    check_agreement(
-        "what to measure", {"models": str(named), "batch": batch, "turns": turns, "profile": str(profile)}, mesh
-    )
+    positive(turns=turns)
+    check_agreement("what to measure", {"calls": ", ".join(calls), "turns": turns}, mesh)
     group = None if mesh is None else mesh.get_group()
-    forwards = {name: _forward(model, random_rows(model, batch, seed)) for name, model in models.items()}
+    counts, repeats = {}, {}
+    for name, call in calls.items():
+        with Ledger() as ledger:
+            call.run()
+        counted = all_gather_objects([ledger.flops, ledger.moved_bytes], group)
+        counts[name] = [sum(column) / call.items for column in zip(*counted, strict=True)]
+        for _ in range(WARM_UP):
+            barrier(group)
+            started = time.perf_counter()
+            call.run()
+            seconds = time.perf_counter() - started
+        repeats[name] = min(MAX_REPEATS, math.ceil(TURN_SECONDS / max(all_gather_objects(seconds, group))))
+    timed: dict[str, list[list[float]]] = {name: [] for name in calls}
     clock = TimeSplitRecorder(device.type, timer_for(device))
-    calls = _warm_up(forwards, group)
     clock.start()
     try:
-        gathered = all_gather_objects(_take_turns(forwards, calls, turns, clock, group, report), group)
+        for turn in range(turns):
+            for name in list(calls)[:: -1 if turn % 2 else 1]:
+                before = clock.totals()
+                barrier(group)
+                started = time.perf_counter()
+                for _ in range(repeats[name]):
+                    with clock.step():
+                        calls[name].run()
+                seconds = time.perf_counter() - started
+                timed[name].append([seconds, clock.totals().since(before).blocked_seconds])
+            if report is not None:
+                report(turn + 1)
     finally:
         clock.stop()
-    timed = {name: [rank[name] for rank in gathered] for name in models}  # by name, rank and turn
-    latencies = {name: _latencies(ranks, calls[name]) for name, ranks in timed.items()}
-    sensed = measure_joules(forwards, latencies, meter or EnergyMeter(group, device=device), group)
+    gathered = all_gather_objects(timed, group)
+    ranks = {name: [[Turn(*turn) for turn in rank[name]] for rank in gathered] for name in calls}
+    latencies = {
+        name: [max(turn.seconds for turn in together) / repeats[name] for together in zip(*ranks[name], strict=True)]
+        for name in calls
+    }
+    sensed = measure_joules(calls, latencies, meter or EnergyMeter(group, device=device), mesh)
     costs = {}
-    for name, model in models.items():
+    for name, call in calls.items():
         joules, provenance = None, Provenance.UNAVAILABLE
         if name in sensed:
             joules, provenance = sensed[name]
         elif profile is not None:
-            joules, provenance = modelled_joules(timed[name], profile) / (turns * calls[name]), Provenance.MODELLED
-        costs[name] = _inference(model, batch, timed[name], latencies[name], joules, provenance)
+            joules, provenance = modelled_joules(ranks[name], profile) / (turns * repeats[name]), Provenance.MODELLED
+        every = [turn for rank in ranks[name] for turn in rank]
+        costs[name] = Cost(
+            seconds=statistics.median(latencies[name]),
+            seconds_p95=p95(latencies[name]),
+            items_per_second=call.items / statistics.fmean(latencies[name]),
+            flops=counts[name][0],
+            bytes=counts[name][1],
+            joules=None if joules is None else joules / call.items,
+            provenance=str(provenance),
+            blocked_share=sum(turn.blocked for turn in every) / sum(turn.seconds for turn in every),
+        )
     return costs
-
-
-def mesh_and_device(models: Mapping[str, Any]) -> tuple[DeviceMesh | None, torch.device]:
-    """Return the mesh and device of the models.
-
-    Raises:
-        ValueError: If there is no model, or if they are on different ranks or devices.
-    """
-    if not models:
-        raise ValueError("there is no model to measure: give at least one")
-    (first_name, first), *others = models.items()
-    ranks, device = rank_group(first.mesh), to_local(next(first.parameters())).device
-    for name, model in others:
-        if (other_ranks := rank_group(model.mesh)) != ranks:
-            raise ValueError(
-                f"models must be on the same ranks, but {first_name} has {ranks.size} in group {ranks.name!r} and "
-                f"{name} {other_ranks.size} in group {other_ranks.name!r}: build them on one mesh"
-            )
-        if (other_device := to_local(next(model.parameters())).device) != device:
-            raise ValueError(
-                f"models must be on the same device, but {first_name} is on {device} and {name} on {other_device}"
-            )
-    return first.mesh, device
-
-
-def random_rows(model: RowModel, batch: int, seed: int) -> Tensor:
-    """Draw random rows as inputs of this rank's model, the same on any number of ranks."""
-    width, _ = predictor_of(model.config).features(model.config)
-    rows = torch.randn(batch, width, generator=torch.Generator().manual_seed(seed))
-    return to_model(rows[:, own_features(model)].contiguous(), model)
-
-
-def _forward(model: RowModel, x: Tensor) -> Callable[[], None]:
-    """Return a function that runs a forward pass and waits for its result."""
-
-    def run() -> None:
-        wait_for(model(x))
-        synchronize(x.device)
-
-    return run
-
-
-def wait_for(out: Tensor) -> Tensor:
-    """Wait for the last exchange of a model's output."""
-    return out.wait() if isinstance(out, AsyncCollectiveTensor) else out
-
-
-def _warm_up(forwards: Mapping[str, Callable[[], None]], group: dist.ProcessGroup | None) -> dict[str, int]:
-    """Run each model a few times. Returns the number of forward passes of a turn, the same on all ranks."""
-    calls = {}
-    for name, run in forwards.items():
-        for _ in range(WARM_UP):
-            barrier(group)
-            started = time.perf_counter()
-            run()
-            seconds = time.perf_counter() - started
-        calls[name] = min(MAX_FORWARDS, math.ceil(TURN_SECONDS / max(all_gather_objects(seconds, group))))
-    return calls
-
-
-def _take_turns(
-    forwards: Mapping[str, Callable[[], None]],
-    calls: Mapping[str, int],
-    turns: int,
-    clock: TimeSplitRecorder,
-    group: dist.ProcessGroup | None,
-    report: Callable[[int], None] | None,
-) -> dict[str, list[Turn]]:
-    """Time this rank's turns of each model."""
-    measured: dict[str, list[Turn]] = {name: [] for name in forwards}
-    for turn in range(turns):
-        for name in list(forwards)[:: -1 if turn % 2 else 1]:
-            run, before = forwards[name], clock.totals()
-            barrier(group)
-            started = time.perf_counter()
-            for _ in range(calls[name]):
-                with clock.step():
-                    run()
-            seconds = time.perf_counter() - started
-            measured[name].append(Turn(seconds, clock.totals().since(before).blocked_seconds))
-        if report is not None:
-            report(turn + 1)
-    return measured
-
-
-def _latencies(ranks: list[list[Turn]], calls: int) -> list[float]:
-    """Return the seconds of a forward pass in each turn, on the slowest rank."""
-    return [max(turn.seconds for turn in simultaneous) / calls for simultaneous in zip(*ranks, strict=True)]
 
 
 def modelled_joules(ranks: list[list[Turn]], profile: PowerProfile) -> float:
@@ -236,63 +189,46 @@ def modelled_joules(ranks: list[list[Turn]], profile: PowerProfile) -> float:
 
 
 def measure_joules(
-    forwards: Mapping[str, Callable[[], None]],
-    latencies: Mapping[str, list[float]],
-    meter: EnergyMeter,
-    group: dist.ProcessGroup | None,
+    calls: Mapping[str, Call], latencies: Mapping[str, list[float]], meter: EnergyMeter, mesh: DeviceMesh | None
 ) -> dict[str, tuple[float, Provenance]]:
-    """Measure the joules of a forward pass with sensors. Empty if there are none, or if they fail for one model."""
+    """Measure the joules of each call with sensors. Empty if there are none, or if they fail for one call."""
     windows = [spec.shortest_window for spec in meter.discovery.specs if spec.scope is Scope.DEVICE]
-    shortest = max(all_gather_objects(max(windows, default=0.0), group))
-    if not 0 < SENSOR_MARGIN * shortest <= SENSOR_BOUND:
+    shortest = max(all_gather_objects(max(windows, default=0.0), mesh))
+    if not 0 < SENSOR_MARGIN * shortest <= MAX_SENSOR_SECONDS:
         return {}
-    joules, counts = dict.fromkeys(forwards, 0.0), dict.fromkeys(forwards, 0)
+    joules, counts = dict.fromkeys(calls, 0.0), dict.fromkeys(calls, 0)
     provenances = set()
     for turn in range(SENSOR_ROUNDS):
-        for name in list(forwards)[:: -1 if turn % 2 else 1]:
-            calls = math.ceil(SENSOR_MARGIN * shortest / statistics.median(latencies[name]))
+        for name in list(calls)[:: -1 if turn % 2 else 1]:
+            repeats = math.ceil(SENSOR_MARGIN * shortest / statistics.median(latencies[name]))
             with meter.window(name.replace("/", "-")) as window:
-                for _ in range(calls):
-                    forwards[name]()
+                for _ in range(repeats):
+                    calls[name].run()
             total = window.result.total
             if total.joules is None or not total.valid or total.provenance not in MEASURED:
                 return {}  # the same result on all ranks
             joules[name] += total.joules
-            counts[name] += calls
+            counts[name] += repeats
             provenances.add(total.provenance)
     if len(provenances) > 1:
         return {}
     provenance = provenances.pop()
-    return {name: (joules[name] / counts[name], provenance) for name in forwards}
+    return {name: (joules[name] / counts[name], provenance) for name in calls}
 
 
 def p95(seconds: Sequence[float]) -> float | None:
     """Return the 95th percentile; None for fewer than 20 measurements, of which it would be the largest."""
-    return sorted(seconds)[math.ceil(0.95 * len(seconds)) - 1] if len(seconds) >= LEAST_FOR_P95 else None
+    return sorted(seconds)[math.ceil(0.95 * len(seconds)) - 1] if len(seconds) >= MIN_P95_TURNS else None
 
 
-def _inference(
-    model: RowModel,
-    batch: int,
-    ranks: list[list[Turn]],
-    latencies: list[float],
-    joules: float | None,
-    provenance: Provenance,
-) -> Inference:
-    shape = shape_of(model, batch)
-    every = [turn for rank in ranks for turn in rank]
-    return Inference(
-        strategy=model.config.strategy,
-        ranks=shape.ranks,
-        batch=batch,
-        turns=len(latencies),
-        latency_seconds=statistics.median(latencies),
-        latency_p95=p95(latencies),
-        samples_per_second=batch / statistics.fmean(latencies),
-        flops_per_sample=2 * shape.over_all_ranks(lambda shape: shape.multiply_adds("forward")) / batch,
-        bytes_per_sample=shape.over_all_ranks(lambda shape: shape.moved_bytes("forward")) / batch,
-        joules_per_sample=None if joules is None else joules / batch,
-        provenance=str(provenance),
-        blocked_share=sum(turn.blocked for turn in every) / sum(turn.seconds for turn in every),
-        parameters=shape.model_parameters,
-    )
+def default_power_profile(name: str | None, ranks: int) -> PowerProfile | None:
+    """Return the watts of a profile; by default those of this machine as calibrated for ``ranks`` ranks, otherwise
+    watts that are assumed of a CPU core. None for accelerators, of which nothing is assumed.
+    """
+    if name is None:
+        if launch_device_type(ranks) != "cpu":
+            return None
+        calibrated = user_directory() / f"{profile_name(ranks)}.toml"
+        if calibrated.is_file() and (profile := load_profile(calibrated)).has_power:
+            return PowerProfile.from_hardware(profile)
+    return load_power_profile(name, ranks)

@@ -1,26 +1,316 @@
-"""Predictions for the rows of a file, batch by batch, written to a .npy file that appears whole or not at all."""
+"""``phantom infer``: predictions for the rows of a file, and what a sample costs against tensor parallelism.
 
-from collections.abc import Callable
-from contextlib import nullcontext
+`run` checks the options and launches ranks, or joins those of an external launcher; `predict` writes a .npy file that
+appears whole or not at all; `measure` times the model and its baseline on random rows.
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from phantom_parallel.checkpoint.model import CONFIG, family_of, load_model, read_config
 from phantom_parallel.distributed.errors import Interrupted
-from phantom_parallel.distributed.objects import all_gather_objects
+from phantom_parallel.distributed.launch import launch, launch_device_type
+from phantom_parallel.distributed.objects import all_gather_objects, check_agreement
 from phantom_parallel.distributed.signals import StopRequest
-from phantom_parallel.infer.inputs import Inputs
-from phantom_parallel.infer.measure import wait_for
+from phantom_parallel.energy.meter import EnergyMeter, synchronize
+from phantom_parallel.energy.power import PowerProfile
+from phantom_parallel.families.registry import get_family
+from phantom_parallel.infer.measure import Call, Cost, default_power_profile, measure_calls
 from phantom_parallel.infer.predictor import RowModel, own_features, predictor_of, to_model
+from phantom_parallel.nn.sharded import to_local
 from phantom_parallel.ops.collectives import rank_group
 from phantom_parallel.ops.features import gather_features
+from phantom_parallel.train.run_dir import MODEL
+from phantom_parallel.utils import resources
+from phantom_parallel.utils.arrays import FORMATS, open_array, readable
 from phantom_parallel.utils.files import atomic_file
+from phantom_parallel.utils.layout import positive
+from phantom_parallel.utils.progress import ProgressDisplay
+from phantom_parallel.utils.strategies import get_strategy
+from phantom_parallel.utils.wire import WireFormat, check_wire
+
+
+@dataclass(frozen=True)
+class InferConfig:
+    """What to run and measure.
+
+    Args:
+        model: Folder of the model.
+        ranks: Number of ranks that share the model.
+        batch: Rows of a forward pass.
+        inputs: File of rows to predict from; without it, only random rows are measured.
+        out: The .npy file of predictions.
+        overwrite: Whether to replace ``out`` if it exists.
+        against: The baseline to measure as well, of the same function.
+        wire: Format in which features travel between ranks, of both models.
+        profile: Hardware profile whose watts the energy is modelled with; by default this machine's as calibrated,
+            otherwise watts that are assumed of a CPU core.
+        turns: How often each model is timed.
+        seed: Seed of random rows.
+    """
+
+    model: Path
+    ranks: int = 1
+    batch: int = 64
+    inputs: Path | None = None
+    out: Path | None = None
+    overwrite: bool = False
+    against: Literal["tensor", "none"] = "tensor"
+    wire: WireFormat = "full"
+    profile: str | None = None
+    turns: int = 20
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        positive(ranks=self.ranks, batch=self.batch, turns=self.turns)
+        check_wire(self.wire)
+        for name in ("model", "inputs", "out"):
+            if (path := getattr(self, name)) is not None:
+                object.__setattr__(self, name, Path(path).absolute())
+        if self.out is not None and self.inputs is None:
+            raise ValueError(f"out={self.out} needs inputs to predict from: give a file of them")
+
+
+def run(config: InferConfig, *, show: bool = False) -> dict[str, Any]:
+    """Predict and measure.
+
+    Args:
+        config: What to run.
+        show: Whether to show progress on stderr.
+
+    Returns:
+        Plain data: among others the number of predicted ``rows``, how many of them are ``non_finite_rows``, the
+        ``largest_difference`` between the model's and the baseline's predictions, and ``measured``, the cost of each.
+
+    Raises:
+        ValueError, OSError: If options or files are wrong, mostly before any rank is launched.
+        Interrupted: After SIGINT or SIGTERM.
+        RankDied: If a rank died.
+    """
+    model = check_model(config.model, config.ranks)
+    features = predictor_of(model.config).features(model.config)
+    model.config.check_ranks(config.ranks)
+    if config.inputs is not None:
+        open_inputs(config.inputs, features[0])
+    power = default_power_profile(config.profile, config.ranks)
+    if launch_device_type(config.ranks) == "cpu":  # accelerators have memories of their own
+        words = sum(parameter.numel() for parameter in model.parameters()) + 2 * config.batch * sum(features)
+        if config.against == "tensor":
+            dense = replace(model.config, strategy="dense", blocks=None, ghosts=None)
+            words += sum(parameter.numel() for parameter in type(model)(dense, device="meta").parameters())
+        check_memory(config.ranks, words * next(model.parameters()).element_size())
+    if config.out is not None:
+        _check_out(config.out, config)
+    result = launch(config.ranks, _work, config, power, show)
+    return {
+        "model": os.fspath(config.model),
+        "ranks": config.ranks,
+        "wire": config.wire,
+        "batch": config.batch,
+        "out": None if config.out is None else os.fspath(config.out),
+        "profile": None if power is None else power.name,
+        "profile_source": None if power is None else power.source,
+        **result,
+    }
+
+
+def check_model(path: Path, ranks: int) -> Any:
+    """Check all files of a model, and return it on the meta device, as ``ranks`` ranks load it."""
+    return load_model(check_folder(path), device="meta", strategy=strategy_on(path, ranks))
+
+
+def strategy_on(path: Path, ranks: int) -> str | None:
+    """The strategy by which ``ranks`` ranks run the model of a folder; None for its own. A dense model runs on several
+    ranks by its family's baseline, whose weights and function are the same.
+    """
+    config = read_config(path)
+    return get_family(config.family).baseline if ranks > 1 and get_strategy(config.strategy).single_rank else None
+
+
+def check_folder(path: Path) -> Path:
+    """Return the folder if it holds a model.
+
+    Raises:
+        ValueError: If it does not; for the folder of a training the error names that of its model.
+    """
+    hint = f"; did you mean {path / MODEL}?" if (path / MODEL / CONFIG).is_file() else ""
+    if not (path / CONFIG).is_file():
+        raise ValueError(f"{path} is not a model folder: there is no {CONFIG} in it{hint}")
+    try:
+        family_of(path)
+    except ValueError as error:
+        raise ValueError(f"{error}{hint}") from None
+    return path
+
+
+def check_memory(ranks: int, model_bytes: int) -> None:
+    """Raise ValueError if models of ``model_bytes`` on all ranks together do not fit into this machine's memory."""
+    needed, free = ranks * resources.PROCESS_BYTES + model_bytes, resources.available_bytes()
+    if free is not None and needed > free:
+        raise ValueError(
+            f"ranks={ranks} need at least {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free: "
+            "use fewer ranks, a smaller batch, or no model to compare with"
+        )
+
+
+def _check_out(out: Path, config: InferConfig) -> None:
+    if out.suffix != ".npy":
+        raise ValueError(f"predictions are written as .npy, got out={out}")
+    if out.is_dir() or out == config.inputs:
+        raise ValueError(f"out={out} is {'a folder' if out.is_dir() else 'the file of inputs'}: choose another name")
+    if out.exists() and not config.overwrite:
+        raise FileExistsError(f"{out} exists: choose another name, or overwrite it")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out.parent):
+            pass  # raises now rather than after all predictions
+    except OSError as error:
+        raise OSError(f"predictions cannot be written to {out.parent}: {error.strerror}") from None
+
+
+def _work(device: torch.device, config: InferConfig, power: PowerProfile | None, show: bool) -> dict[str, Any]:
+    """Run on one rank."""
+    mesh = None if config.ranks == 1 else init_device_mesh(device.type, (config.ranks,), mesh_dim_names=("tp",))
+    check_agreement("what to run", {name: str(value) for name, value in asdict(config).items()}, mesh)
+    strategy = strategy_on(config.model, config.ranks)
+    model = load_model(config.model, mesh=mesh, device=device, strategy=strategy, wire=config.wire)
+    predictor = predictor_of(model.config)
+    inputs = None if config.inputs is None else open_inputs(config.inputs, predictor.features(model.config)[0])
+    models: dict[str, RowModel] = {model.config.strategy: model}
+    if config.against == "tensor" and "tensor" not in models:
+        models["tensor"] = predictor.baseline(model)
+    result: dict[str, Any] = {"device": device.type, "rows": 0, "rows_per_second": None}
+    result |= {"non_finite_outputs": 0, "non_finite_rows": 0}
+    with ProgressDisplay(show=show and rank_group(mesh).rank == 0) as display:
+        if inputs is not None:
+            display.stage("predicting: row", inputs.rows)
+            started = time.perf_counter()
+            non_finite = predict(model, inputs, config.batch, out=config.out, report=display.update)
+            seconds = time.perf_counter() - started
+            result |= {"rows": inputs.rows, "rows_per_second": inputs.rows / seconds}
+            result |= {"non_finite_outputs": non_finite.values, "non_finite_rows": non_finite.rows}
+        if len(models) == 2:
+            rows = config.batch if inputs is None else min(config.batch, inputs.rows)
+
+            def x(model: RowModel) -> Tensor:
+                if inputs is None:
+                    return random_rows(model, rows, config.seed)
+                return read_rows(model, inputs, slice(0, rows))
+
+            difference, largest = largest_difference(model, models["tensor"], x)
+            result |= {"compared_rows": rows, "largest_difference": difference, "largest_prediction": largest}
+        display.stage("measuring: turn", config.turns)
+        settings: dict[str, Any] = {"turns": config.turns, "profile": power, "seed": config.seed}
+        costs = measure(models, config.batch, report=display.update, **settings)
+    parameters = {name: sum(parameter.numel() for parameter in model.parameters()) for name, model in models.items()}
+    result["measured"] = {name: cost.to_dict() | {"parameters": parameters[name]} for name, cost in costs.items()}
+    return result
+
+
+def measure(
+    models: Mapping[str, RowModel],
+    batch: int,
+    *,
+    turns: int = 20,
+    profile: PowerProfile | None = None,
+    seed: int = 0,
+    meter: EnergyMeter | None = None,
+    report: Callable[[int], None] | None = None,
+) -> dict[str, Cost]:
+    """Measure the models' forward passes on random rows. Every rank of their mesh calls this.
+
+    Args:
+        models: The models by name, all on the same ranks and device.
+        batch: Rows of a forward pass.
+        turns: As for `measure_calls`.
+        profile: As for `measure_calls`.
+        seed: Seed of the rows.
+        meter: As for `measure_calls`.
+        report: As for `measure_calls`.
+    """
+    positive(batch=batch)
+    first = next(iter(models.values()))
+    device = to_local(next(first.parameters())).device
+
+    def call(model: RowModel) -> Call:
+        x = random_rows(model, batch, seed)
+
+        def forward() -> None:
+            wait_for(model(x))
+            synchronize(device)
+
+        return Call(forward, batch)
+
+    calls = {name: call(model) for name, model in models.items()}
+    return measure_calls(calls, first.mesh, device, turns=turns, profile=profile, meter=meter, report=report)
+
+
+def random_rows(model: RowModel, batch: int, seed: int) -> Tensor:
+    """Draw random rows as inputs of this rank's model, the same on any number of ranks."""
+    width, _ = predictor_of(model.config).features(model.config)
+    rows = torch.randn(batch, width, generator=torch.Generator().manual_seed(seed))
+    return to_model(rows[:, own_features(model)].contiguous(), model)
+
+
+def wait_for(out: Tensor) -> Tensor:
+    """Wait for the last collective of a model's output."""
+    return out.wait() if isinstance(out, AsyncCollectiveTensor) else out
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """``rows`` rows of ``width`` features in a file. `read` takes a slice of rows and a slice of features, so that a
+    rank reads its own features of one batch at a time.
+    """
+
+    rows: int
+    width: int
+    read: Callable[[slice, slice], Tensor]
+
+    def batches(self, size: int) -> list[slice]:
+        """All rows in order; the last batch may be smaller."""
+        return [slice(first, min(first + size, self.rows)) for first in range(0, self.rows, size)]
+
+
+def open_inputs(path: Path, width: int) -> Inputs:
+    """Open a file .npy, or an .npz or .safetensors with an array x, of shape (rows, ``width``).
+
+    Raises:
+        ValueError: If the file is missing, damaged, or holds anything else.
+    """
+    if not path.is_file():
+        raise ValueError(f"there is no file of inputs {path}: give one of {', '.join(FORMATS)}")
+    if path.suffix not in FORMATS:
+        raise ValueError(f"inputs {path} must be one of {', '.join(FORMATS)}, got {path.suffix or 'no suffix'!r}")
+    with readable(path, "inputs"):
+        array = open_array(path, "x")
+        shape = array.shape
+        if len(shape) != 2 or shape[1] != width or shape[0] == 0:
+            raise ValueError(f"expected inputs of shape (rows, {width}), the model's width, got {shape}")
+
+    def read(rows: slice, features: slice) -> Tensor:
+        with readable(path, "inputs"):
+            return array.read(rows, features)
+
+    return Inputs(shape[0], width, read)
+
+
+def read_rows(model: RowModel, inputs: Inputs, rows: slice) -> Tensor:
+    """Read rows of the file as inputs of this rank's model."""
+    return to_model(inputs.read(rows, own_features(model)), model)
 
 
 class NonFinite(NamedTuple):
@@ -28,37 +318,6 @@ class NonFinite(NamedTuple):
 
     values: int
     rows: int
-
-
-class NpyWriter:
-    """Writes rows in order to a .npy file that appears once it is complete."""
-
-    def __init__(self, path: Path, rows: int, width: int, dtype: Any) -> None:
-        self._file_context = atomic_file(path)
-        self._shape, self._dtype = (rows, width), np.dtype(dtype)
-        self._written = 0
-
-    def __enter__(self) -> "NpyWriter":
-        self._file = self._file_context.__enter__()
-        header = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False, "shape": self._shape}
-        np.lib.format.write_array_header_1_0(self._file, header)
-        return self
-
-    def append(self, rows: Tensor) -> None:
-        self._file.write(np.ascontiguousarray(rows.numpy(), dtype=self._dtype).tobytes())
-        self._written += len(rows)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            assert self._written == self._shape[0]
-        self._file_context.__exit__(kind, error, trace)
-
-
-def read_rows(model: RowModel, inputs: Inputs, rows: slice) -> Tensor:
-    """Read rows of the file as inputs of this rank's model."""
-    return to_model(inputs.read(rows, own_features(model)), model)
 
 
 @torch.inference_mode()
@@ -80,27 +339,40 @@ def predict(
     Raises:
         Interrupted: After SIGINT or SIGTERM on any rank, at the end of a batch. Nothing is left at ``out``.
     """
-    writer = None
+    dtype = next(model.parameters()).dtype
+    dtype = torch.float32 if dtype == torch.bfloat16 else dtype
+    _, width = predictor_of(model.config).features(model.config)
+    file: AbstractContextManager[Callable[[Tensor], None] | None] = nullcontext()
     if out is not None and rank_group(model.mesh).rank == 0:
-        dtype = next(model.parameters()).dtype
-        words = torch.empty(0, dtype=torch.float32 if dtype == torch.bfloat16 else dtype).numpy().dtype
-        _, width = predictor_of(model.config).features(model.config)
-        writer = NpyWriter(out, inputs.rows, width, words)
+        file = _npy_file(out, (inputs.rows, width), dtype)
     non_finite = torch.zeros(2, dtype=torch.int64)
-    with StopRequest() as stop, writer or nullcontext():
+    with StopRequest() as stop, file as append:
         for rows in inputs.batches(batch):
             whole = _gather_on_rank_zero(wait_for(model(read_rows(model, inputs, rows))), model)
             if whole is not None:
                 bad = ~whole.isfinite()
                 non_finite += torch.stack([bad.sum(), bad.any(1).sum()]).cpu()
-            if writer is not None and whole is not None:
-                writer.append((whole.float() if whole.dtype == torch.bfloat16 else whole).cpu())
+            if append is not None and whole is not None:
+                append(whole)
             if report is not None:
                 report(rows.stop)
             if _on_any_rank(stop.requested, model.mesh) and rows.stop < inputs.rows:
                 raise Interrupted(f"stopped at row {rows.stop} of {inputs.rows}")
-    values, rows_with_them = all_gather_objects(non_finite.tolist(), model.mesh)[0]
-    return NonFinite(values, rows_with_them)
+    return NonFinite(*all_gather_objects(non_finite.tolist(), model.mesh)[0])
+
+
+@contextmanager
+def _npy_file(path: Path, shape: tuple[int, int], dtype: torch.dtype) -> Iterator[Callable[[Tensor], None]]:
+    """Yield a function that appends rows to a .npy file, which appears at the end of the block."""
+    kind = torch.empty(0, dtype=dtype).numpy().dtype
+    header = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False, "shape": shape}
+    with atomic_file(path) as file:
+        np.lib.format.write_array_header_1_0(file, header)
+
+        def append(rows: Tensor) -> None:
+            file.write(np.ascontiguousarray(rows.to("cpu", dtype).numpy()).tobytes())
+
+        yield append
 
 
 def _gather_on_rank_zero(out: Tensor, model: RowModel) -> Tensor | None:
@@ -129,10 +401,11 @@ def largest_difference(first: RowModel, second: RowModel, x: Callable[[RowModel]
 
     ``x`` returns a model's inputs. Outputs that are not finite in both models count as equal. Every rank calls this.
     """
-    a, b = (_whole(wait_for(model(x(model))), model).double() for model in (first, second))
+
+    def outputs(model: RowModel) -> Tensor:
+        out = wait_for(model(x(model)))
+        return (gather_features(out, model.mesh) if model.shards_features else out).double()
+
+    a, b = outputs(first), outputs(second)
     difference = torch.where(a.isfinite() | b.isfinite(), (a - b).abs().nan_to_num(nan=torch.inf), 0.0)
     return float(difference.max()), float(a.nan_to_num(0.0, 0.0, 0.0).abs().max())
-
-
-def _whole(out: Tensor, model: RowModel) -> Tensor:
-    return gather_features(out, model.mesh) if model.shards_features else out

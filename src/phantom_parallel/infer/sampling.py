@@ -1,19 +1,22 @@
-"""Selection of the next token: the most likely one, or a sample.
+"""Selection of the next token: the most likely one, or a sample; and the settings of ``phantom generate``.
 
 A sample maps one uniform number per row to a token by the cumulative probabilities in the order of the vocabulary. All
-ranks hold the same logits and draw the same numbers, so that they select the same token without an exchange. As tokens
+ranks hold the same logits and draw the same numbers, so that they select the same token without a collective. As tokens
 are not sorted by probability, rounding of the logits moves the borders between tokens only by as much.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from phantom_parallel.utils.layout import positive
+from phantom_parallel.utils.wire import WireFormat, check_wire
 
-_SEEDS = 1 << 63  # number of seeds of a torch generator
+MAX_SEED = (1 << 63) - 1  # of a torch generator
 
 
 @dataclass(frozen=True)
@@ -34,14 +37,14 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
+        if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature must be 0 or a positive number, got {self.temperature!r}")
         if self.top_k is not None:
             positive(top_k=self.top_k)
-        if self.top_p is not None and (not _is_number(self.top_p) or not 0 < self.top_p <= 1):
+        if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p!r}")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < _SEEDS:
-            raise ValueError(f"seed must be a whole number from 0 to {_SEEDS - 1}, got {self.seed!r}")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(f"seed must be from 0 to {MAX_SEED}, got {self.seed!r}")
         for name in ("top_k", "top_p"):
             if self.temperature == 0 and getattr(self, name) is not None:
                 raise ValueError(
@@ -53,6 +56,48 @@ class Sampling:
         """Raise ValueError if ``top_k`` exceeds the vocabulary."""
         if self.top_k is not None and self.top_k > vocab:
             raise ValueError(f"top_k={self.top_k} is more than the model's vocabulary of {vocab}")
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """What to generate, and whether to measure it.
+
+    Args:
+        model: Folder of the model.
+        tokens: Maximum number of tokens to generate; by default 128, in a ``chat`` as many as fit into the context.
+        sampling: How tokens are selected.
+        stop: Texts that end a row; they are not part of it.
+        chat: Whether prompts were made by a chat template, with its special tokens.
+        batch: Number of texts to generate from each prompt at once.
+        ranks: Number of ranks that share the model.
+        wire: Format in which features travel between ranks.
+        measure: Whether to measure the cost of a token after the text is generated.
+        against: The baseline to measure as well, of the same sizes with random weights.
+        turns: How often each model is timed.
+        profile: Hardware profile of modelled energy.
+    """
+
+    model: Path
+    tokens: int | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    chat: bool = False
+    batch: int = 1
+    ranks: int = 1
+    wire: WireFormat = "full"
+    measure: bool = False
+    against: Literal["megatron"] | None = None
+    turns: int = 20
+    profile: str | None = None
+
+    def __post_init__(self) -> None:
+        positive(ranks=self.ranks, batch=self.batch, turns=self.turns)
+        if self.tokens is not None:
+            positive(tokens=self.tokens)
+        if "" in self.stop:
+            raise ValueError("a text to stop at must not be empty")
+        check_wire(self.wire)
+        object.__setattr__(self, "model", Path(self.model).absolute())
 
 
 class Sampler:
@@ -77,11 +122,11 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_k is None and sampling.top_p is None:
         return scaled.softmax(-1)
     highest, tokens = scaled.topk(sampling.top_k or scaled.shape[-1])
-    kept = highest.softmax(-1)
+    candidates = highest.softmax(-1)
     if sampling.top_p is not None:
-        before = kept.cumsum(-1) - kept  # of the more likely tokens: the first one is always kept
-        kept = kept.where(before < sampling.top_p, 0.0)
-    return torch.zeros_like(scaled).scatter(-1, tokens, kept)
+        before = candidates.cumsum(-1) - candidates  # of the more likely tokens: the first one is always included
+        candidates = candidates.where(before < sampling.top_p, 0.0)
+    return torch.zeros_like(scaled).scatter(-1, tokens, candidates)
 
 
 def draw(probabilities: Tensor, drawn: Tensor) -> Tensor:
@@ -90,7 +135,3 @@ def draw(probabilities: Tensor, drawn: Tensor) -> Tensor:
     total = sums[:, -1:]
     below = torch.nextafter(total, torch.zeros_like(total))  # so that rounding does not exceed the last token
     return torch.searchsorted(sums, torch.minimum(drawn[:, None] * total, below), right=True).squeeze(-1)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -73,6 +73,39 @@ def test_stop_tokens_survive_import_and_export(tmp_path, where, ends):
     assert exported.generation_config.eos_token_id == exported.config.eos_token_id == ends
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_text_ends_where_that_of_transformers_does(tmp_path, capsys, chat):
+    reference = make_pretrained(tmp_path / "hf", eos_token_id=None)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "hf" / "tokenizer.json"))
+    text = "<user>ghost<a>" if chat else "ghost"
+    prompt = torch.tensor([tokenizer(text)["input_ids"]])
+    free = greedy(reference, prompt, 12)
+    reference.generation_config.eos_token_id = [free[4], 299]
+    reference.generation_config.save_pretrained(tmp_path / "hf")
+    expected = reference.generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12, pad_token_id=0
+    )
+    import_model(tmp_path / "hf", tmp_path / "model")
+    capsys.readouterr()
+    given = ["--model", str(tmp_path / "model"), "--prompt", "ghost", "--tokens", "12", "--json"]
+    assert main(["generate", *given, *(["--chat"] if chat else [])]) == 0
+    tokens = json.loads(capsys.readouterr().out)["tokens"][0]
+    assert tokens == expected[0, prompt.shape[1] :].tolist()
+    assert len(tokens) < 12
+
+
+def test_a_chat_also_ends_at_the_end_of_text_of_the_tokenizer(tmp_path):
+    make_pretrained(tmp_path / "hf", eos_token_id=7)
+    for end in ("gh", {"content": "gh"}):
+        (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+        number = transformers.PreTrainedTokenizerFast(
+            tokenizer_file=str(tmp_path / "hf" / "tokenizer.json")
+        ).convert_tokens_to_ids("gh")
+        assert number is not None
+        assert stop_tokens(tmp_path / "hf", 300, chat=True) == sorted({7, number})
+        assert stop_tokens(tmp_path / "hf", 300) == [7]
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_phantom_model_is_exported_as_the_dense_one_that_it_equals(tmp_path, bias):
     config = GPTConfig(

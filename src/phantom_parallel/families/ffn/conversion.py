@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from phantom_parallel.checkpoint.model import load_model, read_config
 from phantom_parallel.families.base import Converter
 from phantom_parallel.families.ffn.model import FFN, FFNConfig
-from phantom_parallel.infer.inputs import open_inputs
+from phantom_parallel.infer.predict import open_inputs
 
 _AT_ONCE = 1024  # rows of a batch
 

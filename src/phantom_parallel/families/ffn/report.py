@@ -7,7 +7,7 @@ from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.energy import PowerProfile
 from phantom_parallel.families.ffn.model import FFN
 from phantom_parallel.families.ffn.train_config import FFNTrainConfig
-from phantom_parallel.infer.measure import measure
+from phantom_parallel.infer.predict import measure
 from phantom_parallel.train.config import TrainConfig
 
 
@@ -19,7 +19,13 @@ def measure_inference(
         name: FFN(cast(FFNTrainConfig, config).ffn(), mesh=context.tp, device=context.device, wire=config.wire)
         for name, config in configs.items()
     }
-    return {name: one.to_dict() for name, one in measure(models, batch, turns=turns, profile=power).items()}
+    costs = measure(models, batch, turns=turns, profile=power)
+    return {
+        name: cost.inference_result()
+        | {"batch": batch, "ranks": configs[name].ranks, "turns": turns}
+        | {"parameters": sum(parameter.numel() for parameter in models[name].parameters())}
+        for name, cost in costs.items()
+    }
 
 
 def report_notes(config: FFNTrainConfig) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """The family ``gpt``, as the registry has it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from phantom_parallel.families.gpt.config import GPTConfig
     from phantom_parallel.families.gpt.cost import GPTShape
     from phantom_parallel.families.gpt.train_config import GPTTrainConfig
-    from phantom_parallel.infer.generation import GenerateConfig, GenerateReport
     from phantom_parallel.train.config import TrainConfig
     from phantom_parallel.train.task import Task
 
@@ -64,10 +63,10 @@ class GPTFamily(Family):
 
         return shape_of(cast("GPTTrainConfig", config))
 
-    def generate(self, config: "GenerateConfig", *, write: bool = False, show: bool = False) -> "GenerateReport":
-        from phantom_parallel.families.gpt.generation_run import run
+    def text_generation(self) -> "tuple[Callable[..., Any], Callable[..., None]]":
+        from phantom_parallel.families.gpt.generation_run import converse, run
 
-        return run(config, write=write, show=show)
+        return run, converse
 
     def import_model(self, source: Path, out: Path, **options: Any) -> "GPTConfig":
         from phantom_parallel.families.gpt.pretrained import import_model
@@ -110,7 +109,7 @@ class GPTFamily(Family):
         turns: int,
         power: "PowerProfile",
     ) -> dict[str, dict[str, Any]]:
-        from phantom_parallel.families.gpt.report import measure_inference
+        from phantom_parallel.families.gpt.generation import measure_inference
 
         return measure_inference(configs, context, batch, turns=turns, power=power)
 

@@ -1,37 +1,35 @@
 """Generation: the whole prompt at once (prefill), then token by token (decode), with a cache that stays on its rank.
 
-Every rank holds the same logits of the whole vocabulary, since their parts are exchanged bit for bit, and selects the
-token itself, without another exchange.
+Every rank holds the same logits of the whole vocabulary, since their parts are gathered bit for bit, and selects the
+token itself, without another collective.
 """
 
 import hashlib
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.objects import check_agreement
-from phantom_parallel.energy.meter import synchronize
-from phantom_parallel.energy.time_split import TimeSplitRecorder
+from phantom_parallel.energy.meter import EnergyMeter, synchronize
+from phantom_parallel.energy.power import PowerProfile
 from phantom_parallel.families.gpt.config import GPTConfig
 from phantom_parallel.families.gpt.model import GPT
-from phantom_parallel.infer.measure import Turn
+from phantom_parallel.families.gpt.train_config import GPTTrainConfig
+from phantom_parallel.infer.measure import Call, Cost, measure_calls
 from phantom_parallel.infer.sampling import Sampler, Sampling
 from phantom_parallel.nn.attention import Cache
 from phantom_parallel.nn.sharded import to_local
+from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.utils.layout import positive
 
-
-class Timings(NamedTuple):
-    """Seconds on this rank: until the first token, and for each one after it."""
-
-    prefill: float
-    decode: list[float]
+# Called with the (batch,) tokens of a step; may return the rows that end with them, (batch,) of bool.
+OnToken = Callable[[Tensor], Sequence[bool] | None]
 
 
 @dataclass(frozen=True)
@@ -42,12 +40,14 @@ class Generation:
         tokens: (batch, generated).
         lengths: Number of valid tokens of each row. A row that has reached a stop token, which counts, repeats it until
             all rows have.
-        timings: Seconds on this rank.
+        prefill_seconds: Seconds until the first token, on this rank.
+        decode_seconds: Seconds of each token after it.
     """
 
     tokens: Tensor
     lengths: list[int]
-    timings: Timings
+    prefill_seconds: float
+    decode_seconds: list[float]
 
 
 class Prompts(NamedTuple):
@@ -64,14 +64,9 @@ class Prompts(NamedTuple):
         """Pad prompts of unequal length; a (batch, length) tensor is taken as it is."""
         if isinstance(prompts, Tensor):
             return cls(prompts)
-        for prompt in prompts:
-            if prompt.dim() != 1 or prompt.is_floating_point() or prompt.dtype == torch.bool:
-                raise ValueError(
-                    f"each prompt of a list must be (length,) whole numbers, got {prompt.dtype} {tuple(prompt.shape)}"
-                )
         lengths = [len(prompt) for prompt in prompts]
         if not lengths or min(lengths) == 0:
-            raise ValueError(f"a prompt is empty, of the lengths {lengths}: give at least one token each")
+            raise ValueError(f"each prompt must have at least one token, got the lengths {lengths}")
         starts = max(lengths) - torch.tensor(lengths)
         tokens = torch.stack([F.pad(prompt, (int(start), 0)) for prompt, start in zip(prompts, starts, strict=True)])
         return cls(tokens, starts if bool(starts.any()) else None)
@@ -88,6 +83,7 @@ class Prompts(NamedTuple):
         return cache
 
 
+@torch.no_grad()  # in inference mode DTensor chooses slower layouts for a Megatron pair
 def generate(
     model: GPT,
     prompt_tokens: Tensor | Sequence[Tensor],
@@ -98,7 +94,7 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
     stop: Collection[int] | None = None,
-    on_token: Callable[[Tensor], None] | None = None,
+    on_token: OnToken | None = None,
 ) -> Generation:
     """Generate tokens from a prompt. Every rank of the model's mesh calls this with the same arguments.
 
@@ -106,14 +102,14 @@ def generate(
         model: The model.
         prompt_tokens: (batch, length), the same on every rank, with at least one row and one token; or a list of
             (length,), which may differ in length: a row computes what it would by itself.
-        tokens: Number of tokens to generate; with the longest prompt, at most the model's context.
+        tokens: Maximum number of tokens to generate; with the longest prompt, at most the model's context.
         temperature: As for `Sampling`.
         top_k: As for `Sampling`.
         top_p: As for `Sampling`.
         seed: As for `Sampling`. Samples are the same on any number of ranks.
         stop: Tokens that end a row.
-        on_token: Called with each (batch,) of tokens when it is generated. Its time is not counted. Some ranks may omit
-            it.
+        on_token: Called with each (batch,) of tokens when it is generated. Its time is not counted. It may return which
+            rows end with it, and must then do so on every rank alike.
 
     Raises:
         ValueError: If the arguments do not fit the model, or its logits are not finite.
@@ -124,34 +120,45 @@ def generate(
         prompt = torch.tensor([list(b"def main(")])
         text = bytes(generate(model, prompt, tokens=64).tokens[0].tolist())
     """
-    sampling = Sampling(temperature, top_k, top_p, seed)
+    sampling, ends = Sampling(temperature, top_k, top_p, seed), sorted(set(stop or ()))
     prompts = Prompts.of(prompt_tokens)
-    check_request(model.config, prompts.tokens, tokens, sampling)
-    ends = sorted(set(stop or ()))
+    check_request(model.config, prompts, tokens, sampling)
     if ends and not 0 <= ends[0] <= ends[-1] < model.config.vocab:
-        raise ValueError(f"tokens to stop at must be from 0 to {model.config.vocab - 1}, got {ends}")
-    agree_on_request(model, prompts, tokens=tokens, stop=ends, **asdict(sampling))
-    with torch.no_grad():
-        cache = prompts.new_cache(model, tokens)
-        return _generation(
-            *generate_tokens(model, prompts.tokens, tokens, sampling, cache, ends=ends, on_token=on_token), ends
-        )
+        raise ValueError(f"stop must be tokens from 0 to {model.config.vocab - 1}, got {ends}")
+    _check_agreement(model, prompts, tokens=tokens, stop=ends, **asdict(sampling))
+    device = to_local(model.embedding.weight).device
+    cache, sampler, stops = prompts.new_cache(model, tokens), Sampler(sampling), torch.tensor(ends, device=device)
+    inputs = prompts.tokens.to(device, torch.long)
+    selected: list[Tensor] = []
+    seconds: list[float] = []
+    done = torch.zeros(len(inputs), dtype=torch.bool, device=device)
+    lengths = torch.zeros(len(inputs), dtype=torch.long, device=device)
+    while len(selected) < tokens and not (selected and bool(done.all())):
+        started = time.perf_counter()
+        logits = model.logits(inputs, cache, last=True)[:, -1]  # (batch, vocab)
+        token = sampler(logits)
+        if selected:
+            token = torch.where(done, selected[-1], token)
+        synchronize(device)
+        seconds.append(time.perf_counter() - started)
+        if not selected and not bool(logits.isfinite().all()):
+            raise ValueError("the model's logits are not finite: its training may have diverged")
+        selected.append(token)
+        lengths += ~done
+        done |= torch.isin(token, stops)
+        if on_token is not None and (ended := on_token(token)) is not None:
+            done |= torch.tensor(ended, device=device)
+        inputs = token[:, None]
+    return Generation(torch.stack(selected, 1), lengths.tolist(), seconds[0], seconds[1:])
 
 
-def _generation(selected: Tensor, turns: list[Turn], ends: list[int]) -> Generation:
-    ended = torch.isin(selected.cpu(), torch.tensor(ends, dtype=selected.dtype))
-    lengths = [int(row.int().argmax()) + 1 if row.any() else len(row) for row in ended]
-    return Generation(selected, lengths, Timings(turns[0].seconds, [turn.seconds for turn in turns[1:]]))
-
-
-def check_request(config: GPTConfig, prompt: Tensor, tokens: int, sampling: Sampling) -> None:
-    """Raise ValueError if a model cannot generate ``tokens`` tokens from this prompt."""
+def check_request(config: GPTConfig, prompts: Prompts, tokens: int, sampling: Sampling) -> None:
+    """Raise ValueError if a model cannot generate ``tokens`` tokens from these prompts."""
     positive(tokens=tokens)
-    if prompt.dim() != 2 or prompt.is_floating_point() or prompt.dtype == torch.bool:
-        raise ValueError(f"a prompt must be (batch, length) whole numbers, got {prompt.dtype} {tuple(prompt.shape)}")
-    if 0 in prompt.shape:
-        raise ValueError(f"the prompt is empty, of shape {tuple(prompt.shape)}: give at least one token")
-    check_room(config, prompt.shape[1], tokens)
+    shape, dtype = tuple(prompts.tokens.shape), prompts.tokens.dtype
+    if len(shape) != 2 or 0 in shape or dtype.is_floating_point:
+        raise ValueError(f"prompts must be (batch, length) whole numbers, at least one, got {dtype} {shape}")
+    check_room(config, shape[1], tokens)
     sampling.check_vocabulary(config.vocab)
 
 
@@ -170,71 +177,89 @@ def check_room(config: GPTConfig, length: int, tokens: int) -> None:
         )
 
 
-def agree_on_request(model: GPT, prompts: Prompts, **settings: object) -> None:
+def _check_agreement(model: GPT, prompts: Prompts, **settings: Any) -> None:
     """Raise RanksDisagree if ranks differ in the prompts or the settings."""
     digest = hashlib.sha256(prompts.tokens.long().cpu().numpy().tobytes()).hexdigest()[:16]
     starts = "" if prompts.starts is None else f" {prompts.starts.tolist()}"
-    request = {"prompt": f"{tuple(prompts.tokens.shape)} {digest}{starts}"} | {
-        name: str(value) for name, value in settings.items()
-    }
-    check_agreement("what to generate", request, model.mesh)
+    request = {"prompt": f"{tuple(prompts.tokens.shape)} {digest}{starts}"}
+    check_agreement("what to generate", request | {name: str(value) for name, value in settings.items()}, model.mesh)
 
 
-def generate_tokens(
-    model: GPT,
-    prompt: Tensor,
+def measure_generation(
+    models: Mapping[str, GPT],
+    prompt: Tensor | Sequence[Tensor],
     tokens: int,
-    sampling: Sampling,
-    cache: Cache,
     *,
-    ends: Collection[int] = (),
-    clock: TimeSplitRecorder | None = None,
-    on_token: Callable[[Tensor], None] | None = None,
-) -> tuple[Tensor, list[Turn]]:
-    """Generate tokens, with arguments that were checked, under ``torch.no_grad``: in inference mode DTensor chooses
-    slower layouts for a Megatron pair.
+    turns: int = 20,
+    sampling: Sampling | None = None,
+    profile: PowerProfile | None = None,
+    meter: EnergyMeter | None = None,
+    report: Callable[[int], None] | None = None,
+) -> dict[str, dict[str, Cost]]:
+    """Measure the cost of a token by models on the same ranks, separately for prefill and decode. Every rank of their
+    mesh calls this.
 
     Args:
-        model: The model.
-        prompt: (batch, length) tokens.
-        tokens: Number of tokens to generate.
-        sampling: How tokens are selected.
-        cache: The cache, which is filled anew; it knows where rows start.
-        ends: Tokens that end a row.
-        clock: A running recorder of the time that this rank is blocked in exchanges.
-        on_token: As for `generate`.
+        models: The models by name, all on the same ranks and device.
+        prompt: (batch, length) tokens, or a list of (length,). A prefill is the whole prompt and the selection of the
+            first token.
+        tokens: Number of tokens that follow. Decode is one step in the middle of them, as attention covers more
+            positions the longer the text is; there is none for one token, which prefill produces.
+        turns: As for `measure_calls`.
+        sampling: How tokens are selected, which is part of the cost; by default the most likely one.
+        profile: As for `measure_calls`.
+        meter: As for `measure_calls`.
+        report: As for `measure_calls`.
 
     Returns:
-        (batch, generated) tokens, and this rank's seconds of each step.
+        For each model, the cost of ``prefill`` and of ``decode``, for one token of one row.
     """
-    device = to_local(model.embedding.weight).device
-    sampler, stops = Sampler(sampling), torch.tensor(sorted(ends), device=device)
-    inputs, cache.position = prompt.to(device, torch.long), 0
-    selected: list[Tensor] = []
-    turns: list[Turn] = []
-    done = torch.zeros(prompt.shape[0], dtype=torch.bool, device=device)
-    before = None if clock is None else clock.totals()
-    for index in range(tokens):
-        started = time.perf_counter()
-        with nullcontext() if clock is None else clock.step():
-            logits = model.logits(inputs, cache, last=True)[:, -1]  # (batch, vocab)
-            token = sampler(logits)
-            if ends and selected:
-                token = torch.where(done, selected[-1], token)
-            synchronize(device)
-        seconds, blocked = time.perf_counter() - started, 0.0
-        if clock is not None and before is not None:
-            now = clock.totals()
-            blocked, before = now.since(before).blocked_seconds, now
-        if index == 0 and not bool(logits.isfinite().all()):
-            raise ValueError("the model's logits are not finite: its training may have diverged")
-        turns.append(Turn(seconds, blocked))
-        selected.append(token)
-        if on_token is not None:
-            on_token(token)
-        if ends:
-            done |= torch.isin(token, stops)
-            if bool(done.all()):
-                break
-        inputs = token[:, None]
-    return torch.stack(selected, 1), turns
+    sampling = sampling or Sampling()
+    prompts = Prompts.of(prompt)
+    first = next(iter(models.values()))
+    _check_agreement(first, prompts, tokens=tokens, models=list(models), profile=profile, **asdict(sampling))
+    device = to_local(first.embedding.weight).device
+    batch, length = prompts.tokens.shape
+    calls: dict[str, Call] = {}
+    for name, model in models.items():
+        check_request(model.config, prompts, tokens, sampling)
+        cache, inputs = prompts.new_cache(model, tokens), prompts.tokens.to(device, torch.long)
+        calls[f"{name} prefill"] = Call(_step(model, inputs, cache, 0, Sampler(sampling)), prompts.token_count)
+        if tokens > 1:
+            middle = length + (tokens - 2) // 2
+            calls[f"{name} decode"] = Call(_step(model, inputs[:, -1:], cache, middle, Sampler(sampling)), batch)
+    costs = measure_calls(calls, first.mesh, device, turns=turns, profile=profile, meter=meter, report=report)
+    phases = ("prefill", "decode")
+    return {name: {phase: costs[key] for phase in phases if (key := f"{name} {phase}") in costs} for name in models}
+
+
+def _step(model: GPT, inputs: Tensor, cache: Cache, position: int, sampler: Sampler) -> Callable[[], None]:
+    """Return a function that computes the next token at ``position`` of the cache, and waits for it."""
+
+    def step() -> None:
+        cache.position = position
+        sampler(model.logits(inputs, cache, last=True)[:, -1])
+        synchronize(inputs.device)
+
+    return step
+
+
+def measure_inference(
+    configs: Mapping[str, TrainConfig], context: ParallelContext, batch: int, *, turns: int, power: PowerProfile
+) -> dict[str, dict[str, Any]]:
+    """Decoding by untrained models of each strategy behind a prompt of half the context, for a comparison. A sample is
+    one token of one sequence. Returns fields of `study.results.InferenceResult`.
+    """
+    trainings = {name: cast(GPTTrainConfig, config) for name, config in configs.items()}
+    where: dict[str, Any] = {"mesh": context.tp, "device": context.device}
+    models = {name: GPT(config.gpt(), **where, wire=config.wire) for name, config in trainings.items()}
+    half = min(config.context for config in trainings.values()) // 2
+    prompt = torch.zeros(batch, half, dtype=torch.int64, device=context.device)
+    costs = measure_generation(models, prompt, half, turns=max(2, turns), profile=power)
+    return {
+        name: phases["decode"].inference_result()
+        | {"batch": batch, "ranks": configs[name].ranks, "turns": turns}
+        | {"prompt": half, "prefill_seconds": phases["prefill"].seconds}
+        | {"parameters": sum(parameter.numel() for parameter in models[name].parameters())}
+        for name, phases in costs.items()
+    }

@@ -1,173 +1,380 @@
-"""``phantom generate`` for transformers: text and its cost, on local ranks that are launched here or on ranks of an
-external launcher.
+"""``phantom generate`` for transformers: text first, its cost on request, on local or external ranks.
+
+The launcher turns prompts into requests, each a dictionary of plain data. Every rank serves one request after the other
+(`_serve`), and rank 0 reports text to the launcher as it grows. In a conversation each rank reads requests from a named
+pipe of its own, so that none waits in a collective while the user types.
 """
 
+import json
 import os
+import select
 import signal
-from contextlib import ExitStack
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
 from dataclasses import asdict, replace
-from math import prod
-from typing import Any, NamedTuple
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from tempfile import TemporaryDirectory
+from types import FrameType
+from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel.checkpoint.model import load_model
-from phantom_parallel.distributed.errors import Interrupted
 from phantom_parallel.distributed.launch import launch, launch_device_type
 from phantom_parallel.distributed.launchers import launched_externally
-from phantom_parallel.distributed.objects import broadcast_from_rank_zero, check_agreement
-from phantom_parallel.distributed.signals import StopRequest
+from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.energy.power import PowerProfile
 from phantom_parallel.families.gpt.config import GPTConfig
-from phantom_parallel.families.gpt.generation import check_room
-from phantom_parallel.families.gpt.generation_cost import measure_generation
+from phantom_parallel.families.gpt.generation import Generation, check_room, generate, measure_generation
 from phantom_parallel.families.gpt.model import GPT
-from phantom_parallel.families.gpt.prompts import Streamer, encode_prompt, find_tokenizer, read_prompts
-from phantom_parallel.infer.generation import GenerateConfig, GenerateReport, print_text
-from phantom_parallel.infer.run import check_model, power_profile, strategy_on
-from phantom_parallel.utils import resources
+from phantom_parallel.families.gpt.prompts import RowText, encode_prompt, find_tokenizer, stop_tokens
+from phantom_parallel.families.gpt.tokens import Tokenizer
+from phantom_parallel.infer.measure import default_power_profile
+from phantom_parallel.infer.predict import check_memory, check_model, strategy_on
+from phantom_parallel.infer.sampling import GenerateConfig
+from phantom_parallel.utils.parsing import printable
 from phantom_parallel.utils.progress import ProgressDisplay
 
 TOKENS = 128  # by default, if they fit into the context
+_INTERRUPT = "interrupt"  # instead of a request: end the answer
+_POLL_SECONDS = 0.1  # how often the launcher looks for Ctrl-C during an answer
+
+Messages = list[dict[str, str]]
 
 
-class _Request(NamedTuple):
-    """A checked request, which one process prepares for all ranks."""
-
-    texts: list[bytes]
-    prompts: list[list[int]]
-    tokens: int
-    power: PowerProfile | None
-
-
-def run(config: GenerateConfig, *, write: bool = False, show: bool = False) -> GenerateReport:
-    """Generate and measure.
+def run(
+    config: GenerateConfig, prompts: Iterable[str], *, write: Callable[[str], None] | None = None, show: bool = False
+) -> dict[str, Any]:
+    """Generate a text from each prompt, in one batch, and measure it if the config says so.
 
     Args:
-        config: What to generate.
-        write: Whether to write the first row's text to stdout as it is generated.
-        show: Whether to show progress on stderr.
+        config: How to generate.
+        prompts: The prompts, which may differ in length.
+        write: Called with pieces of the first row's text as it is generated, on rank 0 or in its launcher.
+        show: Whether to show progress of a measurement on stderr.
+
+    Returns:
+        Plain data: among others the ``texts`` and ``tokens`` of all rows, ``prefill_seconds`` and ``decode_seconds``;
+        if measured, also ``measured``, for each model the costs of prefill and decode.
 
     Raises:
-        ValueError, OSError: If options or files are wrong, mostly before any rank starts.
+        ValueError, OSError: If options or files are wrong, mostly before any rank is launched.
         Interrupted: After SIGINT or SIGTERM.
         RankDied: If a rank died.
     """
-    joined = launched_externally()
-    request = None if joined else prepare(config)
-    return launch(config.ranks, _work, config, request, joined, write, show)
-
-
-def prepare(config: GenerateConfig) -> _Request:
-    """Check the options and files, in one process."""
-    texts = read_prompts(config.prompts, config.prompt_file)
-    model = check_model(config.model, config.ranks)
-    assert isinstance(model, GPT)  # the command looks the family up by the model
-    model.config.check_ranks(config.ranks)
-    if config.against == "megatron":
-        baseline_config(model.config).check_ranks(config.ranks)
-    config.sampling.check_vocabulary(model.config.vocab)
-    tokenizer = find_tokenizer(config.model)
-    prompts = [encode_prompt(text, tokenizer, model.config, template=config.chat)[0].tolist() for text in texts]
-    longest = max(map(len, prompts))
-    tokens = max(1, min(TOKENS, model.config.context - longest)) if config.tokens is None else config.tokens
-    check_room(model.config, longest, tokens)
-    power = power_profile(config.profile, config.ranks)
+    texts = list(prompts)
+    model = _check(config)
+    request = _request(config, model.config, texts)
+    power = default_power_profile(config.profile, config.ranks) if config.measure else None
     if launch_device_type(config.ranks) == "cpu":  # accelerators have memories of their own
-        _check_memory(model, longest + tokens, config)
-    return _Request(texts, prompts, tokens, power)
+        _check_memory(model, config, request)
+
+    def on_event(event: Any) -> None:
+        if isinstance(event, str) and write is not None:
+            write(event)
+
+    result = launch(config.ranks, _serve, config, [request], power, show, on_report=on_event)
+    return {
+        "model": os.fspath(config.model),
+        "ranks": config.ranks,
+        "wire": config.wire,
+        "sampling": asdict(config.sampling),
+        "prompts": texts,
+        "prompt_lengths": [len(prompt) for prompt in request["prompts"]],
+        "profile": None if power is None else power.name,
+        "profile_source": None if power is None else power.source,
+        **result,
+    }
 
 
-def baseline_config(config: GPTConfig) -> GPTConfig:
+def converse(
+    config: GenerateConfig,
+    conversation: Iterable[Messages],
+    render: Callable[[Messages], str],
+    *,
+    write: Callable[[str], None],
+    on_answer: Callable[[dict[str, Any]], None],
+) -> None:
+    """Answer the messages of a user one after the other, each as soon as it is there. The first SIGINT during an answer
+    ends that answer.
+
+    Args:
+        config: How to generate.
+        conversation: Yields all messages so far, of which the last is to be answered. The answer is appended to them;
+            the oldest ones are removed when they do not fit into the model's context any more.
+        render: Makes a prompt of messages.
+        write: Called with pieces of an answer as it is generated.
+        on_answer: Called with each complete answer: its ``texts``, ``tokens`` and seconds, as of `run`.
+    """
+    if launched_externally():
+        raise ValueError("a conversation needs a terminal: give a prompt under torchrun or srun")
+    sizes, tokenizer = _check(config).config, find_tokenizer(config.model)
+    interrupted = threading.Event()
+    answers: list[str] = []
+
+    def requests() -> Iterator[dict[str, Any]]:
+        reserved = min(config.tokens or TOKENS, sizes.context // 2)
+        for messages in conversation:
+            try:
+                while len(messages) > 2:
+                    length = len(encode_prompt(render(messages), tokenizer, sizes.vocab, chat=True))
+                    if length + reserved <= sizes.context:
+                        break
+                    del messages[:2]
+                request = _request(config, sizes, [render(messages)])
+            except ValueError as error:
+                print(printable(f"error: {error}"), file=sys.stderr)
+                messages.pop()
+                continue
+            with _interruptible(interrupted):
+                yield request
+            messages.append({"role": "assistant", "content": answers.pop()})
+
+    def on_event(event: Any) -> None:
+        if isinstance(event, str):
+            write(event)
+        elif isinstance(event, dict):
+            answers.append(event["texts"][0])
+            on_answer(event)
+
+    if config.ranks == 1:
+        launch(1, _serve, config, requests(), None, False, interrupted.is_set, on_report=on_event)
+    else:
+        _converse_on_ranks(config, requests(), interrupted, on_event)
+
+
+def _converse_on_ranks(
+    config: GenerateConfig,
+    requests: Iterable[dict[str, Any]],
+    interrupted: threading.Event,
+    on_event: Callable[[Any], None],
+) -> None:
+    """Ranks are launched by another thread, as this one waits for the user and handles signals."""
+    events: SimpleQueue[Any] = SimpleQueue()
+    pipes: list[int] = []
+
+    def launch_ranks(folder: str) -> None:
+        try:
+            launch(config.ranks, _serve, config, folder, None, False, on_report=events.put)
+        except BaseException as error:
+            events.put(error)
+
+    def send(message: Any) -> None:
+        for pipe in pipes:
+            os.write(pipe, (json.dumps(message) + "\n").encode())
+
+    def close() -> None:
+        for pipe in pipes:
+            os.close(pipe)
+        thread.join(5.0)
+
+    def next_event() -> Any:
+        while True:
+            try:
+                event = events.get(timeout=_POLL_SECONDS)
+            except Empty:
+                if interrupted.is_set():
+                    interrupted.clear()
+                    send(_INTERRUPT)
+                continue
+            if isinstance(event, BaseException):
+                raise event
+            on_event(event)
+            return event
+
+    with ExitStack() as stack:
+        folder = stack.enter_context(TemporaryDirectory(prefix="phantom-"))
+        thread = threading.Thread(target=copy_context().run, args=(launch_ranks, folder), daemon=True)
+        stack.callback(close)
+        for rank in range(config.ranks):
+            os.mkfifo(_pipe(folder, rank), 0o600)
+            pipes.append(os.open(_pipe(folder, rank), os.O_RDWR))  # does not wait for the reader
+        thread.start()
+        next_event()  # the models are loaded
+        for request in requests:
+            send(request)
+            while not isinstance(next_event(), dict):
+                pass
+
+
+@contextmanager
+def _interruptible(interrupted: threading.Event) -> Iterator[None]:
+    """Context in which the first SIGINT sets the event, and the second is handled as outside."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        interrupted.set()
+        signal.signal(signal.SIGINT, before)
+
+    interrupted.clear()
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _check(config: GenerateConfig) -> GPT:
+    """Check the options and files. Returns the model on the meta device."""
+    model: GPT = check_model(config.model, config.ranks)
+    model.config.check_ranks(config.ranks)
+    if config.against is not None:
+        _baseline_config(model.config).check_ranks(config.ranks)
+    config.sampling.check_vocabulary(model.config.vocab)
+    return model
+
+
+def _request(config: GenerateConfig, sizes: GPTConfig, texts: list[str]) -> dict[str, Any]:
+    """What ranks are to generate, as plain data."""
+    tokenizer = find_tokenizer(config.model)
+    prompts = [encode_prompt(text, tokenizer, sizes.vocab, chat=config.chat) for text in texts]
+    longest = max(map(len, prompts))
+    room = max(1, sizes.context - longest)
+    tokens = config.tokens or (room if config.chat else min(TOKENS, room))
+    check_room(sizes, longest, tokens)
+    return {"prompts": prompts, "tokens": tokens, "stop": stop_tokens(config.model, sizes.vocab, chat=config.chat)}
+
+
+def _baseline_config(config: GPTConfig) -> GPTConfig:
     """Return the config of the tensor-parallel model of the same sizes."""
     return replace(config, strategy="megatron", blocks=None, ghosts=None, layer_ghosts=None)
 
 
-def _check_memory(model: GPT, length: int, config: GenerateConfig) -> None:
-    """Raise ValueError if the weights and caches of both models do not fit into the memory of local ranks."""
-    models = [model] + ([GPT(baseline_config(model.config), device="meta")] if config.against == "megatron" else [])
-    words = sum(prod(parameter.shape) for each in models for parameter in each.parameters())
-    sizes = model.config
-    words += len(models) * 2 * sizes.layers * config.rows * sizes.kv_heads * length * sizes.head_dim
-    word = next(model.parameters()).element_size()
-    needed, free = config.ranks * resources.PROCESS_BYTES + words * word, resources.available_bytes()
-    if free is not None and needed > free:
-        raise ValueError(
-            f"ranks={config.ranks} and batch={config.batch} need at least {needed / 2**30:.1f} GiB of memory, "
-            f"{free / 2**30:.1f} GiB are free: use fewer of them, or no model to compare with"
-        )
+def _check_memory(model: GPT, config: GenerateConfig, request: dict[str, Any]) -> None:
+    """Raise ValueError if the weights and caches of all models do not fit into the memory of local ranks."""
+    models = [model] + ([GPT(_baseline_config(model.config), device="meta")] if config.against else [])
+    sizes, rows = model.config, config.batch * len(request["prompts"])
+    length = max(map(len, request["prompts"])) + request["tokens"]
+    words = sum(parameter.numel() for each in models for parameter in each.parameters())
+    words += len(models) * 2 * sizes.layers * rows * sizes.kv_heads * length * sizes.head_dim
+    check_memory(config.ranks, words * next(model.parameters()).element_size())
 
 
-def _work(
-    device: torch.device, config: GenerateConfig, request: _Request | None, joined: bool, write: bool, show: bool
-) -> GenerateReport:
-    """Run on one rank."""
-    if joined:
-        request = broadcast_from_rank_zero(lambda: prepare(config), device)
-    elif config.ranks > 1:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends a worker silently: its launcher receives it as well
-    assert request is not None
+def _serve(
+    device: torch.device,
+    config: GenerateConfig,
+    requests: Iterable[dict[str, Any]] | str,
+    power: PowerProfile | None,
+    show: bool,
+    interrupted: Callable[[], bool] | None = None,
+    *,
+    report: Callable[[Any], None],
+) -> dict[str, Any]:
+    """Run on one rank: load the model, generate for each request, and measure the last one if the config says so.
+
+    Args:
+        device: The rank's device.
+        config: How to generate.
+        requests: The requests, or the folder of the pipes that they come from.
+        power: Watts for a measurement.
+        show: Whether to show its progress.
+        interrupted: Whether the user has interrupted the answer, in one process.
+        report: Gets None when the model is loaded, pieces of the first row's text, and the result of each request.
+
+    Returns:
+        The last result.
+    """
     mesh = None if config.ranks == 1 else init_device_mesh(device.type, (config.ranks,), mesh_dim_names=("tp",))
     check_agreement("what to run", {name: str(value) for name, value in asdict(config).items()}, mesh)
-    strategy = strategy_on(config.model, config.ranks)
-    model = load_model(config.model, mesh=mesh, device=device, strategy=strategy, wire=config.wire)
-    assert isinstance(model, GPT)
-    models = {model.config.strategy: model} | _baseline(model, config, mesh, device)
-    rank_zero = mesh is None or mesh.get_local_rank() == 0
-    streamer = Streamer(find_tokenizer(config.model), print_text if write and rank_zero else lambda _: None)
-    prompts = [torch.tensor(prompt) for prompt in request.prompts for _ in range(config.batch)]
-    turns = config.turns if len(models) > 1 else 1
-    with ExitStack() as stack:
-        stop = stack.enter_context(StopRequest()) if mesh is None else None
-
-        def check_stop() -> None:
-            if stop is not None and stop.requested:
-                raise Interrupted("stopped by a signal")
-
-        def on_token(tokens: torch.Tensor) -> None:
-            check_stop()
-            streamer.add(tokens)
-
-        def on_turn(turn: int) -> None:
-            check_stop()
-            display.update(turn)
-
-        display = stack.enter_context(ProgressDisplay(show=show and rank_zero and turns > 1))
-        display.stage("measuring: turn", turns)
-        measured = measure_generation(
-            models,
-            prompts,
-            request.tokens,
-            turns,
-            sampling=config.sampling,
-            profile=request.power,
-            on_token=on_token,
-            report=on_turn,
-        )
-    texts = streamer.finish()
-    return GenerateReport(
-        model=os.fspath(config.model),
-        ranks=config.ranks,
-        device=device.type,
-        wire=config.wire,
-        prompt=request.texts[0].decode(errors="replace"),
-        prompt_tokens=len(request.prompts[0]),
-        prompts=[text.decode(errors="replace") for text in request.texts],
-        prompt_lengths=[len(prompt) for prompt in request.prompts],
-        texts=texts,
-        tokens=streamer.tokens,
-        sampling=config.sampling,
-        profile=None if request.power is None else request.power.name,
-        profile_source=None if request.power is None else request.power.source,
-        measured=measured,
-    )
+    where: dict[str, Any] = {"mesh": mesh, "device": device, "wire": config.wire}
+    model: GPT = load_model(config.model, strategy=strategy_on(config.model, config.ranks), **where)
+    tokenizer = find_tokenizer(config.model)
+    rank = 0 if mesh is None else mesh.get_local_rank()
+    report(None)
+    if isinstance(requests, str):
+        pipe = _RequestPipe(_pipe(requests, rank), device)
+        requests, interrupted = pipe, pipe.interrupted
+    result: dict[str, Any] = {}
+    for request in requests:
+        prompts = [torch.tensor(prompt) for prompt in request["prompts"] for _ in range(config.batch)]
+        made, result = _answer(model, tokenizer, config, prompts, request, interrupted, report)
+        report(result | {"device": device.type})
+    if config.measure:
+        models: dict[str, GPT] = {model.config.strategy: model}
+        if config.against is not None and config.against not in models:
+            dtype = next(model.parameters()).dtype
+            models[config.against] = GPT(_baseline_config(model.config), dtype=dtype, **where)
+        with ProgressDisplay(show=show and rank == 0) as display:
+            display.stage("measuring: turn", config.turns)
+            settings: dict[str, Any] = {"turns": config.turns, "sampling": config.sampling, "profile": power}
+            costs = measure_generation(models, prompts, max(made.lengths), report=display.update, **settings)
+        result["measured"] = {}
+        for name, phases in costs.items():
+            parameters = sum(parameter.numel() for parameter in models[name].parameters())
+            result["measured"][name] = {phase: cost.to_dict() for phase, cost in phases.items()}
+            result["measured"][name]["parameters"] = parameters
+    return result | {"device": device.type}
 
 
-def _baseline(model: GPT, config: GenerateConfig, mesh: DeviceMesh | None, device: torch.device) -> dict[str, GPT]:
-    """Build the baseline with random weights; none if it is not requested, or if the model itself is of that kind."""
-    if config.against == "none" or model.config.strategy == config.against:
-        return {}
-    dtype = next(model.parameters()).dtype
-    where: dict[str, Any] = {"mesh": mesh, "device": device, "dtype": dtype, "wire": config.wire}
-    return {config.against: GPT(baseline_config(model.config), **where)}
+def _answer(
+    model: GPT,
+    tokenizer: Tokenizer,
+    config: GenerateConfig,
+    prompts: list[Tensor],
+    request: dict[str, Any],
+    interrupted: Callable[[], bool] | None,
+    report: Callable[[Any], None],
+) -> tuple[Generation, dict[str, Any]]:
+    """Generate for one request, and report the first row's text as it grows."""
+    rows = [RowText(tokenizer, request["stop"], config.stop) for _ in prompts]
+    shown = 0
+
+    def report_text() -> None:
+        nonlocal shown
+        if len(text := rows[0].visible) > shown:
+            report(text[shown:])
+            shown = len(text)
+
+    def on_token(tokens: Tensor) -> list[bool]:
+        for row, token in zip(rows, tokens.tolist(), strict=True):
+            if not row.ended:
+                row.add(token)
+        report_text()
+        stopped = interrupted is not None and interrupted()
+        return [stopped or row.ended for row in rows]
+
+    made = generate(model, prompts, tokens=request["tokens"], on_token=on_token, **asdict(config.sampling))
+    for row in rows:
+        row.finish()
+    report_text()
+    return made, {
+        "texts": [row.text for row in rows],
+        "tokens": [row.tokens for row in rows],
+        "prefill_seconds": made.prefill_seconds,
+        "decode_seconds": sum(made.decode_seconds),
+    }
+
+
+def _pipe(folder: str, rank: int) -> Path:
+    return Path(folder) / f"rank-{rank}"
+
+
+class _RequestPipe:
+    """Requests of a conversation, which the launcher writes to a pipe as lines of JSON until it closes it."""
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        self._file, self._device = os.open(path, os.O_RDONLY), device
+        self._read = b""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while True:
+            while b"\n" not in self._read:
+                if not (data := os.read(self._file, 1 << 16)):
+                    return
+                self._read += data
+            line, _, self._read = self._read.partition(b"\n")
+            if (message := json.loads(line)) != _INTERRUPT:  # otherwise the answer was complete before it came
+                yield message
+
+    def interrupted(self) -> bool:
+        """Whether any rank has been sent something during an answer: an interrupt, or the end of the pipe."""
+        sent = bool(self._read) or bool(select.select([self._file], [], [], 0)[0])
+        flag = torch.tensor(float(sent), device=self._device)
+        dist.all_reduce(flag)
+        return bool(flag)
