@@ -20,7 +20,7 @@ def count(shape: FFNShape) -> tuple[list[str], int, FFNShape]:
     mesh = init_device_mesh("cpu", (shape.dp, shape.ranks), mesh_dim_names=("dp", "tp"))
     shape = replace(shape, rank=mesh["tp"].get_local_rank())
     step = build_step(shape, mesh["tp"] if shape.ranks > 1 else None)
-    ledger, memory = count_step(step, copies=mesh["dp"])
+    ledger, memory = count_step(step, shape, mesh["dp"])
     wrong = differences(shape, ledger, native=False, root=type(step.model).__name__)
     return wrong, memory.activations, shape
 

@@ -16,6 +16,7 @@ from phantom_parallel.cost.hardware import WORD_BYTES
 from phantom_parallel.cost.sizes import Layout
 from phantom_parallel.cost.terms import Optimizer, Phase, Shape
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
+from phantom_parallel.study.units import quantity
 from phantom_parallel.utils.files import json_text, write_json, write_text
 from phantom_parallel.utils.strategies import StrategyName
 from phantom_parallel.utils.wire import in_words
@@ -82,12 +83,12 @@ class DryRunOptions(ModelOptions, WireOption, JsonOption):
             passes = self._shape(layout).passes()
             if self.mode not in passes:
                 raise ValueError(f"the strategy {self.strategy} is for training: {self.mode} runs on ranks by megatron")
-            found = dry_run(passes[self.mode])
+            result = dry_run(passes[self.mode])
             if self.json:
-                print(json_text(found.to_dict()))
+                print(json_text(result.to_dict()))
             else:
-                _show(found, self._title(layout.filled()))
-            _require_agreement(found)
+                _show(result, self._title(layout.filled()))
+            _require_agreement(result)
 
     def _communication(self, layout: Layout) -> None:
         if self.mode != "train":
@@ -118,10 +119,10 @@ class DryRunOptions(ModelOptions, WireOption, JsonOption):
 
 def options_for(family: str | None, arguments: list[str]) -> tuple[type[DryRunOptions], dict[str, Any]]:
     """The options for models of a family."""
-    one = get_family(family or DEFAULT_FAMILY)
-    strategies, modes = one.strategies, one.sizes().modes
+    chosen = get_family(family or DEFAULT_FAMILY)
+    strategies, modes = chosen.strategies, chosen.sizes().modes
     choices = {"strategy": (Literal[strategies], strategies[0]), "mode": (Literal[modes], modes[0])}
-    return with_sizes(DryRunOptions, one.name, "dryrun", **choices), one.sizes().example
+    return with_sizes(DryRunOptions, chosen.name, "dryrun", **choices), chosen.sizes().example
 
 
 def _write(profiles: Mapping[str, Sequence[Messages]], title: str, folder: Path) -> list[Path]:
@@ -136,16 +137,50 @@ def _write(profiles: Mapping[str, Sequence[Messages]], title: str, folder: Path)
     ]
 
 
-def _require_agreement(found: DryRun) -> None:
-    if found.differences:
+def _require_agreement(result: DryRun) -> None:
+    if result.differences:
         raise ValueError(
-            f"formulas and code differ in {len(found.differences)} terms, which is a defect of this package: "
-            f"{found.differences[0]}"
+            f"formulas and code differ in {len(result.differences)} terms, which is a defect of this package: "
+            f"{result.differences[0]}"
         )
 
 
-def _flops(phase: Phase, shape: Shape) -> int:
-    return 2 * shape.multiply_adds(phase)
+def _show(result: DryRun, title: str) -> None:
+    console, shape = Console(), result.shape
+    trains = shape.mode == "train"
+    phases: tuple[Phase, ...] = ("forward", "backward") if trains else ("forward",)
+    if result.differences:
+        console.print("[bold red]Formulas and code differ:[/]", *result.differences, sep="\n  ")
+    else:
+        console.print(f"Formulas and code agree in every term ({shape.step_name}, {result.seconds:.2f} s).")
+    counts = Table(shape.step_name, "this rank", "all ranks", title=title, title_justify="left")
+    for column in counts.columns[1:]:
+        column.justify = "right"
+
+    def add(name: str, count: int, formula: Callable[[Shape], int], unit: str = "B") -> None:
+        counts.add_row(name, quantity(count, unit), quantity(shape.over_all_ranks(formula), unit))
+
+    for phase in phases:
+        flops = partial(lambda phase, shape: 2 * shape.multiply_adds(phase), phase)
+        add(f"{phase}, computed", result.ledger.flops_of(phase), flops, "FLOP")
+    synchronizes = trains and result.ledger.moved_of("sync") > 0
+    for phase in (*phases, "sync") if synchronizes else phases:
+        sent, near = result.ledger.moved_of(phase), result.ledger.moved_of(phase, near=shape.inside)
+        add(f"{phase}, sent", sent, partial(_sent, phase))
+        if shape.inside > 1 and phase != "sync":
+            add(f"  inside blocks of {shape.inside} ranks", near, partial(_sent_inside, phase))
+            between = partial(lambda phase, shape: _sent(phase, shape) - _sent_inside(phase, shape), phase)
+            add("  between blocks", sent - near, between)
+    counts.add_section()
+    kinds = ("parameters", "gradients", "optimizer", "activations", "total")
+    for kind in kinds if trains else ("parameters", "activations", "total"):
+        name = "cache" if not trains and kind == "activations" else kind
+        memory = partial(lambda kind, shape: int(getattr(shape.memory, kind)), kind)
+        add(f"memory, {name}", getattr(result.memory, kind), memory)
+    counts.add_section()
+    counts.add_row("parameters", f"{shape.parameters:,}", f"{shape.model_parameters:,} (of the model)")
+    console.print(counts)
+    console.print(result.ledger.table())
 
 
 def _sent(phase: Phase, shape: Shape) -> int:
@@ -154,47 +189,3 @@ def _sent(phase: Phase, shape: Shape) -> int:
 
 def _sent_inside(phase: Phase, shape: Shape) -> int:
     return shape.moved_bytes(phase, near=shape.inside)
-
-
-def _sent_between(phase: Phase, shape: Shape) -> int:
-    return _sent(phase, shape) - _sent_inside(phase, shape)
-
-
-def _memory(kind: str, shape: Shape) -> int:
-    return int(getattr(shape.memory, kind))
-
-
-def _show(found: DryRun, title: str) -> None:
-    console, shape = Console(), found.shape
-    trains = shape.mode == "train"
-    phases: tuple[Phase, ...] = ("forward", "backward") if trains else ("forward",)
-    counts = Table(shape.step_name, "this rank", "all ranks", title=title, title_justify="left")
-    for column in counts.columns[1:]:
-        column.justify = "right"
-
-    def add(name: str, count: int, formula: Callable[[Shape], int], unit: float = 1, digits: int = 0) -> None:
-        counts.add_row(name, f"{count / unit:,.{digits}f}", f"{shape.over_all_ranks(formula) / unit:,.{digits}f}")
-
-    for phase in phases:
-        add(f"{phase}, GFLOP", found.ledger.flops_of(phase), partial(_flops, phase), 1e9, 3)
-    synchronizes = trains and found.ledger.moved_of("sync") > 0
-    for phase in (*phases, "sync") if synchronizes else phases:
-        sent, near = found.ledger.moved_of(phase), found.ledger.moved_of(phase, near=shape.inside)
-        add(f"{phase}, bytes sent", sent, partial(_sent, phase))
-        if shape.inside > 1 and phase != "sync":
-            add(f"  inside blocks of {shape.inside} ranks", near, partial(_sent_inside, phase))
-            add("  between blocks", sent - near, partial(_sent_between, phase))
-    counts.add_section()
-    kinds = ("parameters", "gradients", "optimizer", "activations", "total")
-    for kind in kinds if trains else ("parameters", "activations", "total"):
-        name = "cache" if not trains and kind == "activations" else kind
-        add(f"memory, {name}, MiB", getattr(found.memory, kind), partial(_memory, kind), 2**20, 1)
-    counts.add_section()
-    counts.add_row("parameters", f"{shape.parameters:,}", f"{shape.model_parameters:,} (of the model)")
-    console.print(counts)
-    console.print(found.ledger.table())
-    if found.differences:
-        console.print("[bold red]Formulas and code differ:[/]", *found.differences, sep="\n  ")
-    else:
-        console.print("Formulas and code agree in every term: products, exchanges, memory.")
-    console.print(f"{found.seconds:.2f} s")

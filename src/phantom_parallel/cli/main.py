@@ -36,10 +36,10 @@ COMMANDS: dict[str, Command] = {
     "model convert": Command("convert", "a dense model as a phantom model, fitted on calibration data"),
     "model heal": Command("heal", "train a converted model with the dense model as its teacher"),
     "model export": Command("export_model", "a model as a folder that transformers loads"),
-    "machine show": Command("hardware", "hardware profiles, each figure with its source"),
-    "machine measure": Command("calibrate", "measure this machine and write its profiles"),
-    "machine check": Command("validate", "predicted against measured step times"),
-    "machine sensors": Command("meter", "what energy this machine can measure"),
+    "machine show": Command("machine", "hardware profiles, each figure with its source", "ShowOptions"),
+    "machine measure": Command("machine", "measure this machine and write its profiles", "MeasureOptions"),
+    "machine check": Command("machine", "predicted against measured step times", "CheckOptions"),
+    "machine sensors": Command("machine", "what energy this machine can measure", "SensorsOptions"),
 }
 GROUPS = {
     "model": "models from other libraries and to them: import, convert, heal, export",

@@ -26,11 +26,12 @@ from phantom_parallel.cost.planner import (
     scaling,
 )
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
+from phantom_parallel.study.units import quantity
 from phantom_parallel.utils.files import json_text, write_json, write_text
 from phantom_parallel.utils.strategies import StrategyName
 from phantom_parallel.utils.wire import in_words
 
-ROWS = 40
+ROWS = 20
 ANOTHER_MODEL = (
     "A phantom model is not the dense model: with few ghosts it is a smaller one, and its loss is not compared here. "
     "Train to find the ghosts that keep the loss, then pass them as --min-ghosts."
@@ -97,7 +98,7 @@ class PlanOptions(ModelOptions, WireOption, JsonOption):
             print(json_text(as_data(answer, curves)))
             return
         console = Console(highlight=False)
-        for part in (*_tables(answer), *_scaling_tables(request, curves)):
+        for part in (*_headline(answer), *_tables(answer), *_scaling_tables(request, curves)):
             console.print(part, "", markup=False)
         for path in written:
             console.print(f"wrote {path}", markup=False, soft_wrap=True)
@@ -190,7 +191,28 @@ def _csv(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def _tables(answer: Plan) -> list[Table | str]:
+def _headline(answer: Plan) -> Iterator[str]:
+    """The answer in a few lines."""
+    goal, same = answer.request.goal, answer.best_same_model
+    yield f"Best for {goal}: {_summary(answer.best)}"
+    if same and same is not answer.best:
+        yield f"Best that computes the dense model: {_summary(same)}"
+    if not answer.request.profile.has_power:
+        yield f"Energy is unavailable: profile {answer.request.profile.name!r} has no watts."
+    if _unknown_loss(answer.candidates):
+        yield ANOTHER_MODEL
+
+
+def _summary(candidate: Candidate) -> str:
+    energy = "" if candidate.joules is None else f", {quantity(candidate.joules, 'J')} a step (modelled)"
+    return f"{candidate.layout}: {quantity(candidate.seconds, 's')} a step{energy}; loss: {candidate.loss}"
+
+
+def _unknown_loss(candidates: Sequence[Candidate]) -> bool:
+    return any(candidate.loss == NOT_COMPARED for candidate in candidates)
+
+
+def _tables(answer: Plan) -> Iterator[Table | str]:
     request, goal = answer.request, answer.request.goal
     shown: dict[tuple[object, ...], Candidate] = {}
     for candidate in sorted(answer.candidates, key=lambda candidate: rank_by(goal, candidate)):
@@ -202,63 +224,16 @@ def _tables(answer: Plan) -> list[Table | str]:
         f"{request.model.summary}, batch {request.batch:,}, {request.dtype}{in_words(request.wire)}, "
         f"up to {request.devices:,} devices of {request.profile.name}: best for {goal} first"
     )
-    parts: list[Table | str] = [_table(title, rows[:ROWS])]
+    yield _table(title, rows[:ROWS])
     if len(rows) > ROWS:
-        parts.append(f"{len(rows) - ROWS} more layouts: --json or --out gives all.")
+        yield f"{len(rows) - ROWS} more layouts: --json or --out gives all."
     if answer.dropped:
         reasons = "; ".join(f"{entry.layout}: {entry.reason}" for entry in answer.dropped[:3])
-        parts.append(f"{len(answer.dropped)} layouts left out, such as {reasons}.")
+        yield f"{len(answer.dropped)} layouts left out, such as {reasons}."
     if answer.frontier:
-        parts.append(_table("Time-energy frontier", answer.frontier))
+        yield _table("Time-energy frontier", answer.frontier)
         if answer.frontier_same_model not in ((), answer.frontier):
-            parts.append(_table("Time-energy frontier of the dense model", answer.frontier_same_model))
-    else:
-        parts.append(f"Energy is unavailable: profile {request.profile.name!r} has no watts.")
-    parts.append(f"Best for {goal}: {_summary(answer.best)}")
-    same = answer.best_same_model
-    if same and same is not answer.best:
-        parts.append(f"Best that computes the dense model: {_summary(same)}")
-    if _unknown_loss(answer.candidates):
-        parts.append(ANOTHER_MODEL)
-    return parts
-
-
-def _scaling_tables(request: PlanRequest, curves: dict[str, list[Candidate]]) -> Iterator[Table]:
-    """Step time, and modelled energy a sample, of each strategy's best layout on so many devices. Phantom models have
-    tables of their own, since both do not fit next to each other.
-    """
-    phantom = {name for name in curves if any(candidate.layout.blocks for candidate in curves[name])}
-    for names, of in ((phantom, "phantom models"), (curves.keys() - phantom, "the dense model")):
-        some = {name: curve for name, curve in curves.items() if name in names}
-        if not some:
-            continue
-        best = f"Scaling of {of}: ms a step, best for {request.goal}"
-        yield _scaling_table(best, some, lambda c: 1e3 * c.seconds)
-        if request.profile.has_power:
-            yield _scaling_table("J/sample of the same layouts, modelled", some, lambda c: c.joules_per_sample)
-
-
-def _scaling_table(
-    title: str, curves: dict[str, list[Candidate]], number: Callable[[Candidate], float | None]
-) -> Table:
-    table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
-    table.add_column("devices", justify="right")
-    found = {name: {candidate.devices: number(candidate) for candidate in curve} for name, curve in curves.items()}
-    for name in found:
-        table.add_column(name.replace(", ", ",\n"), justify="right")
-    for count in sorted({count for curve in found.values() for count in curve}):
-        numbers = [curve.get(count) for curve in found.values()]
-        table.add_row(f"{count:,}", *("-" if value is None else f"{value:,.3g}" for value in numbers))
-    return table
-
-
-def _summary(candidate: Candidate) -> str:
-    energy = "" if candidate.joules is None else f", {candidate.joules:,.4g} J a step (modelled)"
-    return f"{candidate.layout}: {1e3 * candidate.seconds:,.4g} ms a step{energy}; loss: {candidate.loss}"
-
-
-def _unknown_loss(candidates: Sequence[Candidate]) -> bool:
-    return any(candidate.loss == NOT_COMPARED for candidate in candidates)
+            yield _table("Time-energy frontier of the dense model", answer.frontier_same_model)
 
 
 def _table(title: str, candidates: Sequence[Candidate]) -> Table:
@@ -270,24 +245,48 @@ def _table(title: str, candidates: Sequence[Candidate]) -> Table:
             not c.layout.reshard_after_forward for c in candidates
         ),
     }
-    caption = "; ".join(note for note, applies in notes.items() if applies)
-    table = Table(
-        title=title, caption=caption or None, box=SIMPLE, padding=(0, 0, 0, 0), show_edge=False, pad_edge=False
-    )
+    caption = "; ".join(["energies are modelled", *(note for note, applies in notes.items() if applies)])
+    table = Table(title=title, caption=caption, box=SIMPLE, padding=(0, 0, 0, 0), show_edge=False, pad_edge=False)
     table.add_column("strategy", no_wrap=True)
-    columns = ["ranks", "dp", "blocks", "ghosts", "step\nms", "wait\nms"]
-    columns += ["J/step\nmodelled", "J/sample\nmodelled", "memory\nGiB"]
-    for name in columns:
-        table.add_column(name, justify="right")
+    for name in ("ranks", "dp", "blocks", "ghosts", "step", "wait", "energy", "a sample", "memory"):
+        table.add_column(name, justify="right", no_wrap=True)
     for c in candidates:
         s = c.layout
-        joules = ["-", "-"] if c.joules is None else [f"{c.joules:,.4g}", f"{c.joules_per_sample:,.3g}"]
         blocks = f"{s.blocks}x{s.inside}" if s.inside > 1 else s.blocks
         counts = [str(count) if count else "-" for count in (s.ranks, s.dp, blocks, s.ghosts)]
-        spans = ((c.seconds, 4), (c.step.exposed + c.step.idle, 3))
-        times = [f"{1e3 * seconds:,.{digits}g}" for seconds, digits in spans]
+        times = [quantity(seconds, "s") for seconds in (c.seconds, c.step.exposed + c.step.idle)]
+        joules = ["-" if value is None else quantity(value, "J") for value in (c.joules, c.joules_per_sample)]
         name = s.strategy + "+" * (c.loss == NOT_COMPARED)
         name += "" if s.micro_batches is None else f"/{s.micro_batches}"
         name += "" if s.reshard_after_forward else ", kept"
-        table.add_row(name, *counts, *times, *joules, f"{c.memory_bytes / GIB:.2f}")
+        table.add_row(name, *counts, *times, *joules, quantity(c.memory_bytes, "B"))
+    return table
+
+
+def _scaling_tables(request: PlanRequest, curves: dict[str, list[Candidate]]) -> Iterator[Table]:
+    """Step time, and modelled energy a sample, of each strategy's best layout on so many devices. Phantom models have
+    tables of their own, since both do not fit next to each other.
+    """
+    phantom = {name for name in curves if any(candidate.layout.blocks for candidate in curves[name])}
+    for names, of in ((phantom, "phantom models"), (curves.keys() - phantom, "the dense model")):
+        some = {name: curve for name, curve in curves.items() if name in names}
+        if not some:
+            continue
+        yield _scaling_table(f"Scaling of {of}: a step, best for {request.goal}", some, "s", lambda c: c.seconds)
+        if request.profile.has_power:
+            title = "Modelled energy a sample of the same layouts"
+            yield _scaling_table(title, some, "J", lambda c: c.joules_per_sample)
+
+
+def _scaling_table(
+    title: str, curves: dict[str, list[Candidate]], unit: str, number: Callable[[Candidate], float | None]
+) -> Table:
+    table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
+    table.add_column("devices", justify="right")
+    columns = {name: {candidate.devices: number(candidate) for candidate in curve} for name, curve in curves.items()}
+    for name in columns:
+        table.add_column(name.replace(", ", ",\n"), justify="right", no_wrap=True)
+    for count in sorted({count for curve in columns.values() for count in curve}):
+        values = [curve.get(count) for curve in columns.values()]
+        table.add_row(f"{count:,}", *("-" if value is None else quantity(value, unit) for value in values))
     return table

@@ -1,4 +1,8 @@
-"""This machine's own profile: products, exchanges and training steps measured, and the time model's figures fitted.
+"""This machine measured: its own hardware profile, the time model checked against it, and links scaled to it.
+
+measure, fit_profile   products, exchanges and training steps are timed, and the figures of the time model fitted
+validate               training steps that calibration has not seen, predicted against measured
+network_of             links of emulated hosts: a rate, or the FLOP-to-byte ratio of another machine
 
 With nothing hidden, the time model is linear in eight coefficients, so one least-squares fit over everything that was
 measured gives them all: matrix products and exchanges by themselves, which separate the rates, and whole training
@@ -16,14 +20,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
-from itertools import combinations
-from statistics import median
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel.cost.hardware import Figure, Profile, Tier, load_profile
 from phantom_parallel.cost.steps import timed_step
@@ -64,16 +67,6 @@ PRODUCTS = tuple(
     )
 )
 EXCHANGED_WORDS = (512, 8192, 131072)
-
-
-class Durations(NamedTuple):
-    """Seconds that a measurement lasts, so that it spans several time slices."""
-
-    part: float = 0.2  # a product or an exchange by itself
-    step: float = 0.8
-
-
-DURATIONS = Durations()
 
 
 class Work(NamedTuple):
@@ -148,35 +141,39 @@ def _layer_works(layer: LayerCost) -> Iterator[Work]:
         yield Work(products=1, flops=sum(product.flops for product in layer.products if product.phase == phase))
 
 
-def measure(ranks: int, steps: Sequence[Shape], report: Report, durations: Durations = DURATIONS) -> Measured:
+def measure(ranks: int, steps: Sequence[Shape], report: Report, seconds: float = 0.2) -> Measured:
     """Measure products, exchanges and the training steps ``steps`` on local ranks.
 
     Args:
         ranks: Local ranks.
         steps: Shapes on as many ranks.
         report: Gets messages about the progress.
-        durations: How long to measure.
+        seconds: How long a product or an exchange is measured, so that it spans several time slices; a training step is
+            measured four times as long.
     """
-    return launch_local(ranks, _measure, steps, durations, device_type="cpu", on_report=report)
+    return launch_local(ranks, _measure, steps, seconds, device_type="cpu", on_report=report)
 
 
-def _measure(device: torch.device, steps: Sequence[Shape], durations: Durations, report: Report) -> Measured:
+def _measure(device: torch.device, steps: Sequence[Shape], seconds: float, report: Report) -> Measured:
     torch.manual_seed(0)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))
     ranks, hosts = rank_group(mesh), dist.get_world_size() // int(os.environ["LOCAL_WORLD_SIZE"])
     samples = []
+
+    def sample(work: Work, run: Callable[[], Any], seconds: float, weight: float = 1.0) -> None:
+        samples.append(Sample(work, time_calls({"": run}, TURNS, seconds=seconds)[""], weight))
+
     for index, product in enumerate(PRODUCTS):
         report(f"product {index + 1} of {len(PRODUCTS)}")
         work = product_work(product)._replace(products=0)  # by itself it has none of a step's overhead
-        samples.append(Sample(work, _mean_seconds(_product(product), durations.part), PRODUCT_WEIGHT))
+        sample(work, _product(product), seconds, PRODUCT_WEIGHT)
     for words in EXCHANGED_WORDS if ranks.size > 1 else ():
         report(f"exchange of {words} words")
         exchange = exchange_work(Exchange("", "forward", "all_gather", ranks.size, words), hosts)
-        work = Work(*(2 * value for value in exchange))
-        samples.append(Sample(work, _mean_seconds(_exchange_pair(words, ranks), durations.part)))
+        sample(Work(*(2 * value for value in exchange)), _exchange_pair(words, ranks), seconds)
     for index, shape in enumerate(steps):
         report(f"training step {index + 1} of {len(steps)}")
-        samples.append(Sample(step_work(shape, hosts), _mean_seconds(timed_step(shape, mesh), durations.step)))
+        sample(step_work(shape, hosts), timed_step(shape, mesh), 4 * seconds)
     return Measured(ranks.size, tuple(samples), hosts)
 
 
@@ -197,26 +194,40 @@ def _exchange_pair(words: int, ranks: RankGroup) -> Callable[[], Any]:
     return run
 
 
-def _mean_seconds(run: Callable[[], Any], at_least: float) -> float:
-    """Seconds of a call while every rank makes it: the mean over calls and ranks, the median over turns."""
-    for _ in range(2):
-        run()
+def time_calls(
+    runs: Mapping[str, Callable[[], Any]], turns: int, *, calls: int | None = None, seconds: float = 0.0
+) -> dict[str, float]:
+    """Seconds of a call of each function while every rank makes it: mean over calls and ranks, median over turns.
+
+    Args:
+        runs: The functions, which take turns.
+        turns: Turns of each.
+        calls: Calls of a turn; by default as many as take ``seconds`` in all turns.
+        seconds: How long each function is measured.
+    """
+    counts = {name: calls or _calls_within(run, seconds / turns) for name, run in runs.items()}
+    means: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(turns + 1):  # the first one warms up
+        for name, run in runs.items():
+            dist.barrier()
+            started = time.perf_counter()
+            for _ in range(counts[name] if turn else 2):
+                run()
+            mean = torch.tensor((time.perf_counter() - started) / counts[name], dtype=torch.float64)
+            dist.all_reduce(mean)
+            means[name].append(float(mean) / dist.get_world_size())
+    return {name: statistics.median(values[1:]) for name, values in means.items()}
+
+
+def _calls_within(run: Callable[[], Any], seconds: float) -> int:
+    """How many calls take so long, as many on all ranks."""
+    run()
     dist.barrier()
     started = time.perf_counter()
     run()
     estimate = torch.tensor(time.perf_counter() - started)
     dist.all_reduce(estimate, op=dist.ReduceOp.MAX)
-    calls = max(2, int(at_least / TURNS / max(float(estimate), 1e-6)))  # as many on all ranks
-    means = []
-    for _ in range(TURNS):
-        dist.barrier()
-        started = time.perf_counter()
-        for _ in range(calls):
-            run()
-        mean = torch.tensor((time.perf_counter() - started) / calls)
-        dist.all_reduce(mean)
-        means.append(float(mean) / dist.get_world_size())
-    return statistics.median(means)
+    return max(2, int(seconds / max(float(estimate), 1e-6)))
 
 
 def fit_profile(
@@ -234,7 +245,7 @@ def fit_profile(
     if network is not None:
         where += f", on {network.describe()}"
 
-    def figure(value: float, note: str = "") -> Figure:
+    def figure(value: float, note: str = "") -> Figure[Any]:
         return Figure(value, where + note)
 
     def rate(seconds_each: float) -> float:
@@ -276,28 +287,15 @@ def profile_name(ranks: int, hosts: int | None = None, link: str | None = None) 
 
 
 def fit_non_negative(samples: Sequence[Sample]) -> list[float]:
-    """Seconds of one unit of each kind of work, none negative, that minimise the weighted relative squares.
+    """Seconds of one unit of each kind of work, none negative, that minimise the weighted relative squares."""
+    from scipy.optimize import nnls  # takes half a second to import
 
-    The best of all choices of columns whose plain least squares come out positive: there are only 255.
-    """
-    seconds = torch.tensor([sample.seconds for sample in samples], dtype=torch.float64)
-    weights = torch.tensor([sample.weight for sample in samples], dtype=torch.float64).sqrt()
-    x = torch.tensor([sample.work for sample in samples], dtype=torch.float64) * (weights / seconds)[:, None]
-    scale = x.abs().amax(0).clamp_min(1e-300)
-    x = x / scale
-    best: tuple[float, list[float]] | None = None
-    for count in range(1, x.shape[1] + 1):
-        for chosen in combinations(range(x.shape[1]), count):
-            found = torch.linalg.lstsq(x[:, chosen], weights, driver="gelsd").solution
-            left = float((x[:, chosen] @ found - weights).square().sum())
-            if bool((found < 0).any()) or (best is not None and left >= best[0]):
-                continue
-            coefficients = [0.0] * x.shape[1]
-            for column, value in zip(chosen, found, strict=True):
-                coefficients[column] = float(value / scale[column])
-            best = (left, coefficients)
-    assert best is not None, "one column alone always fits with a coefficient that is not negative"
-    return best[1]
+    weights = np.sqrt([sample.weight for sample in samples])
+    works = np.array([sample.work for sample in samples])
+    x = works * (weights / np.array([sample.seconds for sample in samples]))[:, None]
+    scale = np.maximum(np.abs(x).max(0), 1e-300)
+    solution, _ = nnls(x / scale, weights)
+    return [float(value) for value in solution / scale]
 
 
 def physical_memory() -> int:
@@ -305,8 +303,7 @@ def physical_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-WARM_UP = 2  # turns that are not counted
-STEPS = 3  # of a turn
+STEPS_PER_TURN = 3
 
 
 @dataclass(frozen=True)
@@ -380,29 +377,14 @@ def _run_all(
     for index, shapes in enumerate(models):
         sizes = ", ".join(f"{name} {getattr(shapes['phantom'], name)}" for name in shapes["phantom"].listed)
         report(f"model {index + 1} of {len(models)}: {sizes}")
-        measured.append(_run(mesh, shapes, turns))
+        torch.manual_seed(0)
+        steps = {strategy: timed_step(shape, mesh) for strategy, shape in shapes.items()}
+        measured.append(time_calls(steps, turns, calls=STEPS_PER_TURN))
     return measured
 
 
-def _run(mesh: DeviceMesh, shapes: Mapping[str, Shape], turns: int) -> dict[str, float]:
-    """Median seconds of a step of each strategy, which take turns of a few steps each."""
-    torch.manual_seed(0)
-    steps = {strategy: timed_step(shape, mesh) for strategy, shape in shapes.items()}
-    seconds: dict[str, list[float]] = {strategy: [] for strategy in steps}
-    for turn in range(WARM_UP + turns):
-        for strategy, step in steps.items():
-            dist.barrier()
-            started = time.perf_counter()
-            for _ in range(STEPS):
-                step()
-            dist.barrier()
-            if turn >= WARM_UP:
-                seconds[strategy].append((time.perf_counter() - started) / STEPS)
-    return {strategy: statistics.median(times) for strategy, times in seconds.items()}
-
-
 SIZE = 1024  # of the square matrices whose product is timed
-SECONDS, WINDOWS = 0.1, 15  # the median of short windows: other load on the machine comes and goes
+FLOPS_TURNS, FLOPS_SECONDS = 15, 1.5  # the median of short turns: other load on the machine comes and goes
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -469,17 +451,6 @@ def measure_flops(ranks: int, dtype: str) -> float:
 
 def _measure_flops(device: torch.device, dtype: str) -> float:
     a = torch.randn(SIZE, SIZE, dtype=torch.float32).to(_DTYPES[dtype])
-    b = a.clone()
-    out = torch.empty_like(a)
-    torch.mm(a, b, out=out)
-    dist.barrier()
-    rates = []
-    for _ in range(WINDOWS):
-        started, count = time.perf_counter(), 0
-        while time.perf_counter() - started < SECONDS or count < 2:
-            torch.mm(a, b, out=out)
-            count += 1
-        rates.append(2 * SIZE**3 * count / (time.perf_counter() - started))
-    rate = torch.tensor(median(rates), dtype=torch.float64)
-    dist.all_reduce(rate)
-    return float(rate) / dist.get_world_size()
+    b, out = a.clone(), torch.empty_like(a)
+    seconds = time_calls({"": lambda: torch.mm(a, b, out=out)}, FLOPS_TURNS, seconds=FLOPS_SECONDS)[""]
+    return 2 * SIZE**3 / seconds

@@ -86,20 +86,23 @@ def dry_run(shape: Shape) -> DryRun:
         step = build_step(shape, mesh, device=FAKE if fake else "meta")
         for module in step.recomputed if isinstance(step, TrainingStep) else ():
             module.forward = _with_fused_attention(module.forward)  # autograd does not keep the mode for backward
-        ledger, memory = count_step(step, shape.optimizer, copies)
+        ledger, memory = count_step(step, shape, copies)
     wrong = differences(shape, ledger, native=True, root=type(step.model).__name__)
     wrong += memory_differences(shape, memory)
     return DryRun(shape, ledger, memory, wrong, time.perf_counter() - started)
 
 
 def count_step(
-    step: TrainingStep | InferencePass, optimizer: str = "adam", copies: DeviceMesh | None = None
+    step: TrainingStep | InferencePass, shape: Shape, copies: DeviceMesh | None = None
 ) -> tuple[Ledger, Memory]:
     """Run a step, on any device, and count this rank's operations and the memory that lasts through it.
 
+    The activations of FSDP2 and of pipelines are those of the formulas, which estimate them: gathered weights and
+    buffers between stages come and go as torch schedules them.
+
     Args:
         step: The model and its pass.
-        optimizer: The kind of optimizer that updates the model after a training step.
+        shape: What the step was built from: its optimizer, and how ranks share the model.
         copies: The mesh of data-parallel copies, over which gradients are averaged.
     """
     model = step.model
@@ -109,15 +112,19 @@ def count_step(
             held = step.forward()
         return ledger, Memory(parameters, gradients=0, optimizer=0, activations=sum(map(_bytes, held)))
     with Ledger() as ledger:
-        kept = kept_by(step)
+        if get_strategy(shape.strategy).splits_layers or shape.ranks == 1:
+            activations = saved_activation_bytes(step)
+        else:
+            activations = shape.memory.activations
+            step.run()
         with ledger.phase("sync"):
             step.finish()
             average_gradients(model, copies)
     return ledger, Memory(
         parameters=parameters,
         gradients=sum(_bytes(p.grad) for p in model.parameters() if p.grad is not None),
-        optimizer=_optimizer_bytes(model, optimizer),
-        activations=kept,
+        optimizer=_optimizer_bytes(model, shape.optimizer),
+        activations=activations,
     )
 
 
@@ -125,9 +132,9 @@ def memory_differences(shape: Shape, counted: Memory) -> list[str]:
     """Where the formulas' memory and the counted one differ."""
     expected = asdict(shape.memory)
     return [
-        f"memory of {name}: predicted {expected[name]}, counted {found}"
-        for name, found in asdict(counted).items()
-        if found != expected[name]
+        f"memory of {name}: predicted {expected[name]}, counted {size}"
+        for name, size in asdict(counted).items()
+        if size != expected[name]
     ]
 
 
@@ -186,13 +193,13 @@ def _bytes(tensor: Tensor) -> int:
 
 def _shards(model: nn.Module) -> list[Tensor]:
     """A rank's parts of fully sharded parameters with their gradients, as plain tensors."""
-    found = []
+    shards = []
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor)
         part: Tensor = parameter.to_local().detach().requires_grad_()
         part.grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else None
-        found.append(part)
-    return found
+        shards.append(part)
+    return shards
 
 
 def _optimizer_bytes(model: nn.Module, optimizer: str) -> int:
@@ -309,69 +316,48 @@ def _compare(what: str, predicted: Iterable[tuple[Key, str]], counted: Counter[K
     return lines
 
 
-def kept_by(step: TrainingStep) -> int:
-    """Run both passes of a step, and return the most bytes of activations that it keeps at a time.
-
-    Each storage counts once, and no weights do, but for gathered weights that FSDP2 keeps from forward to backward. In
-    a pipeline, what a stage receives into and outputs that wait for their gradients count as well.
-    """
-    kept = Kept((*step.model.parameters(), *step.constants))
+def saved_activation_bytes(step: TrainingStep) -> int:
+    """Run both passes of a step, and return the bytes of activations that it saves for backward."""
+    tracker = SavedActivationTracker((*step.model.parameters(), *step.constants))
     with ExitStack() as hooks:
-        for module in _called(step.model):
-            hooks.callback(module.register_forward_pre_hook(kept.uses_weights).remove)
         for module in step.recomputed:
-            hooks.callback(module.register_forward_pre_hook(kept.enters).remove)
-        if step.pipeline is not None:
-            for buffer in step.pipeline.buffers(step.rows):
-                kept.add(buffer)
-            step.pipeline.on_output = kept.watch
-            hooks.callback(setattr, step.pipeline, "on_output", None)
-        with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
+            hooks.callback(module.register_forward_pre_hook(tracker.track_input).remove)
+        with torch.autograd.graph.saved_tensors_hooks(tracker.pack, tracker.unpack):
             loss = step.loss()
-        if step.pipeline is not None:
-            return kept.peak
-        total = kept.bytes + kept.gathered_bytes()
+        total = tracker.bytes
         loss.backward()
-        return total
+    return total
 
 
-def _called(model: nn.Module) -> Iterator[nn.Module]:
-    """Modules whose forward pass is run. A hook on one of the others would change how the model runs."""
-    interleaved = getattr(model, "interleave", 1) > 1
-    others = set(model.modules_in_turns()) if interleaved else set()  # type: ignore[operator]
-    return (module for module in model.modules() if module not in others)
-
-
-class Kept:
-    """Storages that are kept, and the most bytes of them at a time.
+class SavedActivationTracker:
+    """Bytes of the tensors that autograd saves at the moment. Each storage counts once, and weights do not.
 
     Args:
         weights: Tensors that are no activations.
     """
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
-        self._weights = {storage._cdata: storage for storage in map(storage_of, weights)}
-        self._own = set(self._weights)
-        self._held: Counter[int] = Counter()
-        self.bytes = self.peak = 0
+        self._weights = [storage_of(weight) for weight in weights]  # held, so that no other storage gets their address
+        self._excluded = {storage._cdata for storage in self._weights}
+        self._references: Counter[int] = Counter()
+        self.bytes = 0
 
     def add(self, tensor: Tensor) -> torch.UntypedStorage:
         """Count a tensor's storage until it is dropped as often as it was added."""
         storage = storage_of(tensor)
-        self._held[storage._cdata] += 1
-        if self._held[storage._cdata] == 1 and storage._cdata not in self._weights:
+        self._references[storage._cdata] += 1
+        if self._references[storage._cdata] == 1 and storage._cdata not in self._excluded:
             self.bytes += storage.nbytes()
-            self.peak = max(self.peak, self.bytes)
         return storage
 
     def drop(self, storage: torch.UntypedStorage) -> None:
-        self._held[storage._cdata] -= 1
-        if not self._held[storage._cdata] and storage._cdata not in self._weights:
+        self._references[storage._cdata] -= 1
+        if not self._references[storage._cdata] and storage._cdata not in self._excluded:
             self.bytes -= storage.nbytes()
 
-    def watch(self, tensor: Tensor) -> None:
-        """Count a tensor's storage for as long as the tensor exists."""
-        weakref.finalize(tensor, self.drop, self.add(tensor)).atexit = False
+    def track_input(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        """A hook for modules that are recomputed in backward: their first argument is kept without being saved."""
+        weakref.finalize(arguments[0], self.drop, self.add(arguments[0])).atexit = False
 
     def pack(self, tensor: Tensor) -> "_Saved":
         return _Saved(tensor, self)
@@ -380,30 +366,16 @@ class Kept:
     def unpack(saved: "_Saved") -> Tensor:
         return saved.tensor
 
-    def enters(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        """A hook for modules that are recomputed in backward: their first argument is kept without being saved."""
-        self.watch(arguments[0])
-
-    def uses_weights(self, module: nn.Module, arguments: Any) -> None:
-        """A hook for all modules: FSDP2 gives them gathered weights while they run."""
-        for parameter in module.parameters(recurse=False):
-            storage = storage_of(parameter)
-            self._weights[storage._cdata] = storage
-
-    def gathered_bytes(self) -> int:
-        """Bytes of gathered weights that were not freed."""
-        return sum(storage.nbytes() for key, storage in self._weights.items() if key not in self._own)
-
 
 class _Saved:
     """What autograd holds in place of a tensor, until backward has used it."""
 
-    def __init__(self, tensor: Tensor, kept: Kept) -> None:
-        self.tensor, self._kept = tensor, kept
-        self._storage = kept.add(tensor)
+    def __init__(self, tensor: Tensor, tracker: SavedActivationTracker) -> None:
+        self.tensor, self._tracker = tensor, tracker
+        self._storage = tracker.add(tensor)
 
     def __del__(self) -> None:
-        self._kept.drop(self._storage)
+        self._tracker.drop(self._storage)
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
@@ -435,7 +407,7 @@ class Messages:
 
 def profile(shape: Shape) -> list[Messages]:
     """The messages of a training step by the formulas, after those of each pass of inference that the model has."""
-    passes = [_grouped(one, mode) for mode, one in shape.passes().items() if mode != "train"]
+    passes = [_grouped(inference, mode) for mode, inference in shape.passes().items() if mode != "train"]
     return [message for messages in (*passes, _grouped(shape)) for message in messages]
 
 
@@ -528,5 +500,5 @@ def table(profiles: Mapping[str, Sequence[Messages]], title: str = "") -> Table:
 
 def phases_of(profiles: Mapping[str, Sequence[Messages]]) -> list[str]:
     """The phases of several profiles, in order."""
-    found = list(dict.fromkeys(row.phase for rows in profiles.values() for row in rows))
-    return sorted(found, key=lambda phase: PHASES.index(phase) if phase in PHASES else len(PHASES))
+    phases = list(dict.fromkeys(row.phase for rows in profiles.values() for row in rows))
+    return sorted(phases, key=lambda phase: PHASES.index(phase) if phase in PHASES else len(PHASES))

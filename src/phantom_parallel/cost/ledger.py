@@ -113,7 +113,7 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Book everything within under a phase of the user's own."""
+        """Attribute everything in this block to phase ``name``."""
         self._named.append(name)
         try:
             yield
@@ -155,10 +155,10 @@ class Ledger(TorchDispatchMode):
             self.products[ProductEntry(self._phase(), self._module(), packet.__name__, *shape, flops)] += 1
 
     def _book_collective(self, func: Any, args: Any) -> None:
-        found = collective_of(func, args)
-        if found is not None:
-            backward = found.op == "send" and sends_back(args)
-            self.collectives[CollectiveEntry(self._phase(backward), self._module(), *found)] += 1
+        collective = collective_of(func, args)
+        if collective is not None:
+            backward = collective.op == "send" and sends_back(args)
+            self.collectives[CollectiveEntry(self._phase(backward), self._module(), *collective)] += 1
 
     def _phase(self, backward: bool = False) -> str:
         if self._named:
@@ -283,7 +283,7 @@ def _drawn(
 ) -> Iterator[tuple[tuple[str, ...], str]]:
     """A path and those below it in the order of a tree, each with the lines to draw before its name."""
     yield path, first
-    within = [one for one in paths if len(one) == len(path) + 1 and one[:-1] == path]
+    within = [child for child in paths if len(child) == len(path) + 1 and child[:-1] == path]
     if depth == 0:
         return
     for child in within:

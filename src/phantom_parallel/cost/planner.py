@@ -204,13 +204,13 @@ def rank_by(goal: Goal, candidate: Candidate) -> tuple[float, ...]:
 def frontier(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
     """Those that no other beats in time without costing more energy, fastest first."""
     powered = [(c.seconds, c.joules, c) for c in candidates if c.joules is not None]
-    found: list[Candidate] = []
+    best: list[Candidate] = []
     least = float("inf")
     for _, joules, candidate in sorted(powered, key=lambda entry: entry[:2]):
         if joules < least:
-            found.append(candidate)
+            best.append(candidate)
             least = joules
-    return tuple(found)
+    return tuple(best)
 
 
 def plan(request: PlanRequest) -> Plan:

@@ -25,8 +25,7 @@ class TrainingStep:
         loss: Runs the forward pass and returns a scalar.
         constants: Tensors that the model holds besides its parameters, and that are no activations.
         recomputed: Modules whose forward pass is repeated in backward: only their first argument is kept.
-        pipeline: What runs the stages on ``rows`` rows, if the model is one; ``loss`` then runs backward as well.
-        rows: Rows that a pipeline runs on.
+        pipeline: What runs the stages, if the model is one; ``loss`` then runs backward as well.
         finish: Called after backward, for gradients that ranks of a model sum.
     """
 
@@ -35,15 +34,13 @@ class TrainingStep:
     constants: tuple[Tensor, ...] = ()
     recomputed: tuple[nn.Module, ...] = ()
     pipeline: Pipeline | None = None
-    rows: int = 0
     finish: Callable[[], None] = lambda: None
 
-    def backward(self) -> None:
+    def run(self) -> None:
         """Run the forward and the backward pass."""
         loss = self.loss()
         if self.pipeline is None:
             loss.backward()
-        self.finish()
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,8 @@ def timed_step(shape: Shape, mesh: DeviceMesh) -> Callable[[], None]:
     optimizer = torch.optim.SGD(step.model.parameters(), lr=1e-6)
 
     def run() -> None:
-        step.backward()
+        step.run()
+        step.finish()
         optimizer.step()
         optimizer.zero_grad()
 

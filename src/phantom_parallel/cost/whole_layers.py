@@ -143,5 +143,5 @@ class Stage:
         more = self.layers % self.stages
         larger = max(0, min(more, self.stages - 1) - 1)  # of the stages in between, those with a layer more
         smaller = max(0, self.stages - 2 - larger)
-        found = [(0, 1), (1, larger), (max(1, more), smaller), (self.stages - 1, 1)]
-        return {index: count for index, count in found if count}
+        kinds = [(0, 1), (1, larger), (max(1, more), smaller), (self.stages - 1, 1)]
+        return {index: count for index, count in kinds if count}

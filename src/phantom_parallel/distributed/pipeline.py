@@ -32,12 +32,7 @@ class Pipeline:
         stream: ``stream(rows)`` makes a tensor on the meta device of the shape and dtype that stages hand on.
         micro_batches: Micro-batches that the rows of `forward_backward` are split into.
         device: This rank's device.
-
-    Attributes:
-        on_output: Called with every output that waits for its gradient, to observe how many there are.
     """
-
-    on_output: Callable[[Tensor], None] | None = None
 
     def __init__(
         self,
@@ -91,10 +86,6 @@ class Pipeline:
         dist.send(out.contiguous(), group=self.group, group_dst=self.stage + 1)
         return None
 
-    def buffers(self, rows: int) -> list[Tensor]:
-        """What this stage receives into, of all micro-batches of so many rows: activations, and gradients."""
-        return self._schedule(rows).buffers()
-
     def _schedule(self, rows: int) -> "_Schedule":
         if rows not in self._schedules:
             check_micro_batches(self.micro_batches, rows, self.stages)
@@ -122,10 +113,7 @@ class _Stage(PipelineStage):
         out = self.pipeline.run(args[0], kwargs.get("targets"))
         if self.is_last:
             return out
-        out = out.view_as(out)  # so that backward enters the model through its output, where hooks on modules are
-        if self.pipeline.on_output is not None:
-            self.pipeline.on_output(out)
-        return out
+        return out.view_as(out)  # so that backward enters the model through its output, where hooks on modules are
 
 
 class _Schedule(Schedule1F1B):
@@ -142,11 +130,6 @@ class _Schedule(Schedule1F1B):
 
     def _initialize_stage(self, *args: Any, **kwargs: Any) -> None:
         """Nothing is left to do."""
-
-    def buffers(self) -> list[Tensor]:
-        stage = self._stage
-        received = (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
-        return [info.buffer for infos in received for info in infos if info.buffer is not None]
 
 
 def ends(mesh: DeviceMesh) -> dist.ProcessGroup | None:

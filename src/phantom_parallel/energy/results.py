@@ -41,8 +41,11 @@ MEASURED = (Provenance.COUNTER, Provenance.INTEGRATED_POWER)
 
 
 def format_joules(joules: float | None) -> str:
-    """Format as ``12.3 J`` or ``unavailable``."""
-    return "unavailable" if joules is None else f"{joules:.4g} J"
+    """Format as ``12.3 J``, ``20.1 kJ`` or ``unavailable``."""
+    if joules is None:
+        return "unavailable"
+    factor, unit = next((scale for scale in ((1e6, "MJ"), (1e3, "kJ")) if joules >= scale[0]), (1.0, "J"))
+    return f"{joules / factor:.4g} {unit}"
 
 
 def format_share(share: float | None) -> str:

@@ -88,9 +88,7 @@ def count(shape: GPTShape) -> list[str]:
     shape = replace(shape, rank=mesh["tp"].get_local_rank())
     wrong = []
     for step in (shape, shape.prefill(), shape.decode(7)):
-        ledger, memory = count_step(
-            build_step(step, mesh["tp"] if step.ranks > 1 else None), step.optimizer, mesh["dp"]
-        )
+        ledger, memory = count_step(build_step(step, mesh["tp"] if step.ranks > 1 else None), step, mesh["dp"])
         wrong += [f"{step.mode}: {line}" for line in differences(step, ledger, native=False, root="GPT")]
         wrong += [f"{step.mode}: {line}" for line in memory_differences(step, memory)]
     return wrong

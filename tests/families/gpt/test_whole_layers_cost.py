@@ -33,7 +33,7 @@ def count(shape: GPTShape) -> list[str]:
     mesh = init_device_mesh("cpu", (shape.dp, shape.ranks), mesh_dim_names=("dp", "tp"))
     shape = replace(shape, rank=mesh["tp"].get_local_rank())
     step = build_step(shape, mesh["tp"])
-    ledger, memory = count_step(step, shape.optimizer, mesh["dp"])
+    ledger, memory = count_step(step, shape, mesh["dp"])
     wrong = differences(shape, ledger, native=False, root=type(step.model).__name__)
     return wrong + memory_differences(shape, memory)
 

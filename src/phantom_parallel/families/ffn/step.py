@@ -44,4 +44,4 @@ def build_step(shape: FFNShape, mesh: DeviceMesh | None, *, device: str) -> Trai
         micro_batches=shape.stage.micro_batches,
         device=torch.device(where),
     )
-    return TrainingStep(model, lambda: pipeline.forward_backward(x, x), pipeline=pipeline, rows=shape.batch)
+    return TrainingStep(model, lambda: pipeline.forward_backward(x, x), pipeline=pipeline)

@@ -53,7 +53,7 @@ def build_step(shape: GPTShape, mesh: DeviceMesh | None, *, device: str) -> Trai
             dist.all_reduce(model.embedding.weight.grad, group=shared)
 
     run = lambda: pipeline.forward_backward(tokens, targets)  # noqa: E731
-    return TrainingStep(model, run, model._rotary(), recomputed, pipeline, shape.batch, finish)
+    return TrainingStep(model, run, model._rotary(), recomputed, pipeline, finish)
 
 
 def _inference(model: GPT, tokens: Tensor, past: int) -> InferencePass:

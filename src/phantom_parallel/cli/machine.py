@@ -1,0 +1,290 @@
+"""``phantom machine``: hardware profiles and what this machine itself can do.
+
+show      the profiles, or one with every figure and its source
+measure   measure this machine and write its profiles
+check     the time model's predictions against measured training steps
+sensors   what energy this machine can measure
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from phantom_parallel.cli.options import Flag, JsonOption, NetworkOptions
+from phantom_parallel.cost.hardware import Profile, dump_profile, list_profiles, load_profile, user_directory
+from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
+from phantom_parallel.study.units import digits, quantity
+from phantom_parallel.utils.files import json_text, write_json
+from phantom_parallel.utils.progress import ProgressDisplay
+
+if TYPE_CHECKING:
+    from phantom_parallel.cost.calibrate import Outcome
+    from phantom_parallel.distributed.launch import Report
+    from phantom_parallel.energy import Discovery, WindowResult
+
+
+@dataclass(frozen=True)
+class ShowOptions:
+    """Show the hardware profiles, or one of them with every figure, its source, and a * where it is uncertain.
+
+    A profile of your own is a TOML file in $PHANTOM_PROFILES or ~/.config/phantom-parallel/profiles. It may say
+    base = "dgx-a100" and then give only what differs.
+    """
+
+    name: Annotated[str | None, tyro.conf.Positional] = None
+    """A profile's name, or the path of a .toml file."""
+    json: Flag = False
+    """Print JSON instead of a table."""
+
+    def run(self) -> None:
+        profiles = [load_profile(name) for name in ([self.name] if self.name else list_profiles())]
+        if self.json:
+            data = [asdict(profile) for profile in profiles]
+            print(json_text(data[0] if self.name else data))
+        else:
+            Console().print(_profile_table(profiles[0]) if self.name else _overview(profiles))
+
+
+# The overview's columns: title, figure, and what one unit of the column is.
+OVERVIEW = (
+    ("memory\nGB", "memory_bytes", 1e9),
+    ("fp32\nTFLOPS", "peak.fp32", 1e12),
+    ("bf16\nTFLOPS", "peak.bf16", 1e12),
+    ("inside\nGB/s", "inside.bandwidth", 1e9),
+    ("outside\nGB/s", "between.bandwidth", 1e9),
+    ("busy\nW", "compute_watts", 1),
+    ("comm\nW", "communication_watts", 1),
+    ("idle\nW", "idle_watts", 1),
+)
+
+
+def _overview(profiles: list[Profile]) -> Table:
+    caption = "* uncertain, - unavailable. phantom machine show NAME gives every figure and its source."
+    table = Table(title="Hardware profiles, per device", caption=caption, box=SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column("name", no_wrap=True)
+    for title, _, _ in OVERVIEW:
+        table.add_column(title, justify="right")
+    for profile in profiles:
+        figures = {name: figure for name, figure, _ in profile.figures()}
+        cells = [
+            f"{figures[name].value / scale:,.4g}{'*' * figures[name].uncertain}" if name in figures else "-"
+            for _, name, scale in OVERVIEW
+        ]
+        table.add_row(escape(profile.name), *cells)
+    return table
+
+
+def _profile_table(profile: Profile) -> Table:
+    title = f"{escape(profile.name)}: {escape(profile.device)}\n{escape(profile.description)}"
+    table = Table(title=title, caption="* uncertain", box=SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column("figure", no_wrap=True)
+    table.add_column("value", justify="right", no_wrap=True)
+    table.add_column("")
+    table.add_column("source", overflow="fold")
+    for name, figure, unit in profile.figures():
+        table.add_row(name, figure_text(figure.value, unit), "*" * figure.uncertain, escape(figure.source))
+    if not profile.has_power:
+        table.add_row("power", "unavailable", "", "no watts in this profile, so no energies")
+    return table
+
+
+def figure_text(value: float, unit: str) -> str:
+    """A figure of a profile with its unit."""
+    return f"{value:,} {unit}" if unit == "devices" else quantity(value, unit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureOptions(NetworkOptions, JsonOption):
+    """Measure this machine's matrix products, exchanges and overheads, and write a profile for each number of ranks.
+
+    Local ranks share cores and memory, so each number of ranks has a profile of its own: the profiles are named
+    this-machine-2, this-machine-4 and so on, and `phantom plan --hardware this-machine-2` uses them. With --hosts and
+    --link, the links of emulated hosts are measured, into profiles such as this-machine-4-hosts-4-100mbit.
+    """
+
+    ranks: tuple[int, ...] = (2, 4)
+    """Numbers of local ranks to measure."""
+    watts: tuple[float, float, float] | None = None
+    """Watts of one rank's share of this machine while computing, while waiting for an exchange, and idle, if you know
+    them. Without them the profile has times and no energies."""
+    seconds: float = 0.2
+    """How long a product or an exchange is measured; a training step is measured four times as long."""
+
+    def __post_init__(self) -> None:
+        _check_ranks(self.ranks)
+        if self.watts is not None and any(watts < 0 for watts in self.watts):
+            raise ValueError(f"watts must not be negative, got {self.watts}")
+        _check_seconds(self.seconds)
+
+    def run(self) -> None:
+        from phantom_parallel.cost.calibrate import fit_profile, measure
+
+        written: dict[str, Any] = {}
+        for ranks in self.ranks:
+            pairs = get_family(DEFAULT_FAMILY).step_shapes(ranks, held_out=False)
+            steps = [shape for pair in pairs for shape in pair.values()]
+            with self.launching(ranks) as network:
+                with _reporting(ranks) as report:
+                    measured = measure(ranks, steps, report, self.seconds)
+                profile = fit_profile(measured, self.watts, network)
+            path = user_directory() / f"{profile.name}.toml"
+            dump_profile(profile, path)
+            written[profile.name] = {name: figure.value for name, figure, _ in profile.figures()} | {"file": str(path)}
+            if not self.json:
+                print(f"{profile.name}: {profile.description}")
+                for name, figure, unit in profile.figures():
+                    print(f"  {name:<32}{figure_text(figure.value, unit):>16}")
+                print(f"  written to {path}")
+        if self.json:
+            print(json_text(written))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions(NetworkOptions, JsonOption):
+    """Run models that were not measured for the profile, and print predicted against measured times of a training step.
+
+    Needs the profiles that `phantom machine measure` writes. The last column is the error of the predicted ratio of
+    phantom to its baseline, relative to the measured one.
+    """
+
+    family: Annotated[str, tyro.conf.Positional] = DEFAULT_FAMILY
+    """The family of the models."""
+    ranks: tuple[int, ...] = (2, 4)
+    """Numbers of local ranks to run on."""
+    turns: int = 15
+    """Turns of three steps that each strategy gets."""
+    out: Path | None = None
+    """Also write the outcomes to this JSON file."""
+
+    def __post_init__(self) -> None:
+        _check_ranks(self.ranks)
+        if self.turns < 1:
+            raise ValueError(f"turns must be at least 1, got {self.turns}")
+
+    def run(self) -> None:
+        from phantom_parallel.cost.calibrate import profile_name, validate
+
+        family = get_family(self.family)
+        names = {ranks: profile_name(ranks, self.hosts, self.link) for ranks in self.ranks}
+        profiles = {ranks: load_profile(name) for ranks, name in names.items()}  # before any work
+        outcomes: list[Outcome] = []
+        for ranks, profile in profiles.items():
+            models = family.step_shapes(ranks, held_out=True)
+            if not models:
+                raise ValueError(f"the family {self.family} has no models to check the time model with")
+            with self.launching(ranks), _reporting(ranks) as report:
+                outcomes += validate(ranks, profile, models, self.turns, report)
+        errors = [abs(outcome.error) for outcome in outcomes]
+        mean, worst = sum(errors) / len(errors), max(errors)
+        data = {
+            "outcomes": [outcome.to_dict() for outcome in outcomes],
+            "mean_error": mean,
+            "worst_error": worst,
+        }
+        if self.out is not None:
+            write_json(self.out, data)
+        if self.json:
+            print(json_text(data))
+            return
+        print(f"error of the phantom/{outcomes[0].baseline} ratio: mean {mean:.1%}, worst {worst:.1%}")
+        Console().print(_outcome_table(outcomes))
+
+
+def _outcome_table(outcomes: "list[Outcome]") -> Table:
+    strategies = list(outcomes[0].measured)
+    caption = "ms of a step and ratio of the two: measured / by the model"
+    table = Table(caption=caption, box=SIMPLE, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("model", overflow="fold")
+    for title in (*strategies, "ratio", "error"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for outcome in outcomes:
+        pairs = [(1e3 * outcome.measured[name], 1e3 * outcome.predicted[name]) for name in strategies]
+        pairs.append((outcome.measured_ratio, outcome.predicted_ratio))
+        cells = [f"{digits(measured)} / {digits(predicted)}" for measured, predicted in pairs]
+        sizes = ", ".join(f"{name} {value}" for name, value in outcome.model.items())
+        table.add_row(sizes, *cells, f"{outcome.error:+.0%}")
+    return table
+
+
+@dataclass(frozen=True)
+class SensorsOptions:
+    """List the energy sensors of this machine, take a short reading, and show what to install or allow to get more."""
+
+    seconds: float = 3.0
+    """Duration of the reading in seconds."""
+    json: Flag = False
+    """Print JSON instead of tables."""
+
+    def run(self) -> None:
+        from phantom_parallel.energy import EnergyMeter, discover
+
+        _check_seconds(self.seconds)
+        discovery = discover()
+        with EnergyMeter(sources=discovery.sources, device="cpu").window("reading") as window:
+            if discovery.specs:  # without sensors there is nothing to measure
+                self._wait()
+        if not self.json:
+            _show_sensors(discovery, window.result)
+            return
+        sensors = [asdict(spec) for spec in discovery.specs]
+        missing = {"problems": list(discovery.problems), "hints": list(discovery.hints)}
+        print(json_text({"sensors": sensors, **missing, "reading": window.result.to_dict()}))
+
+    def _wait(self) -> None:
+        with ProgressDisplay(show=not self.json) as display:
+            display.stage("reading: second", self.seconds)
+            end = time.monotonic() + self.seconds
+            while (left := end - time.monotonic()) > 0:
+                time.sleep(min(0.1, left))
+                display.update(self.seconds - max(end - time.monotonic(), 0))
+
+
+def _show_sensors(discovery: "Discovery", result: "WindowResult") -> None:
+    from phantom_parallel.energy import format_joules
+
+    console = Console(highlight=False, soft_wrap=True)
+    if not discovery.specs:
+        console.print("No energy sensor can be read on this machine: energy is unavailable.")
+        console.print("With a power profile, EnergyMeter(profile=...) models it and labels it as modelled.")
+    for total in result.totals():
+        console.print(f"{total.scope} total: {escape(str(total))}")
+    if discovery.specs:
+        table = Table("sensor", "measures", "scope", "provenance", "joules", "watts", "note")
+        specs = {spec.id: spec for spec in discovery.specs}
+        for row in result.rows:
+            note = row.reason if row.counted else f"{row.reason} not in the total: another source counts it".strip()
+            watts = "unavailable" if row.watts is None else f"{row.watts:.4g}"
+            cells = specs[row.sensor].label, row.component, row.scope, row.provenance, format_joules(row.joules)
+            table.add_row(*(escape(str(cell)) for cell in (*cells, watts, note)))
+        console.print(table)
+    for title, lines in (("Cannot be read:", discovery.problems), ("To get more:", discovery.hints)):
+        if lines:
+            console.print(f"\n[bold]{title}[/]")
+        for line in lines:
+            console.print(f"  {escape(line)}")
+
+
+def _check_ranks(ranks: tuple[int, ...]) -> None:
+    if not ranks or any(count < 1 for count in ranks):
+        raise ValueError(f"ranks must be positive whole numbers such as 2 4, got {ranks}")
+
+
+def _check_seconds(seconds: float) -> None:
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise ValueError(f"--seconds must be above 0, got {seconds}")
+
+
+@contextmanager
+def _reporting(ranks: int) -> "Iterator[Report]":
+    with ProgressDisplay() as display:
+        yield lambda text: display.note(f"{ranks} ranks: {text}")

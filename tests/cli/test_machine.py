@@ -1,0 +1,188 @@
+"""``phantom machine show``, ``measure``, ``check`` and ``sensors`` as a user meets them."""
+
+import io
+import json
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from phantom_parallel import energy
+from phantom_parallel.cli import machine
+from phantom_parallel.cli.machine import SensorsOptions, ShowOptions, figure_text
+from phantom_parallel.cli.main import main
+from phantom_parallel.cost.hardware import load_profile
+from phantom_parallel.cost.timing import step_time
+from phantom_parallel.energy import Discovery, discover
+from phantom_parallel.energy.sensors import probe_rapl
+from phantom_parallel.families.registry import get_family
+from tests.energy.simulated import two_packages
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PHANTOM_PROFILES", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "160")
+    return tmp_path
+
+
+def test_all_profiles_are_listed_with_their_marks(capsys: pytest.CaptureFixture[str]) -> None:
+    ShowOptions().run()
+    shown = capsys.readouterr().out
+    for name in ("frontier-mi250x", "dgx-a100", "dgx-h100", "b200", "mi300x"):
+        assert name in shown
+    assert "1,307*" in shown  # MI300X in bf16, from memory
+    assert " 312 " in shown  # A100 in bf16, from its sheet
+
+
+def test_a_users_profile_is_listed_too(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (own / "this-machine.toml").write_text('base = "b200"\npower = "unavailable"\n')
+    ShowOptions().run()
+    line = next(line for line in capsys.readouterr().out.splitlines() if "this-machine" in line)
+    assert line.split()[-3:] == ["-", "-", "-"]
+
+
+def test_one_profile_shows_every_figure_and_its_source(capsys: pytest.CaptureFixture[str]) -> None:
+    ShowOptions("dgx-h100").run()
+    shown = " ".join(capsys.readouterr().out.split())
+    for name, figure, unit in load_profile("dgx-h100").figures():
+        assert name in shown
+        assert figure_text(figure.value, unit) in shown
+    assert "NVIDIA H100 data sheet" in shown
+    assert "989 TFLOP/s" in shown
+
+
+def test_json_has_every_source(capsys: pytest.CaptureFixture[str]) -> None:
+    ShowOptions("mi300x", json=True).run()
+    found = json.loads(capsys.readouterr().out)
+    assert found["peak"]["bf16"] == {"value": 1307e12, "source": found["peak"]["bf16"]["source"], "uncertain": True}
+    ShowOptions(json=True).run()
+    assert len(json.loads(capsys.readouterr().out)) == 5
+
+
+def test_an_unknown_name_is_an_error() -> None:
+    with pytest.raises(ValueError, match="did you mean 'dgx-h100'"):
+        ShowOptions("dgx-h10").run()
+
+
+def test_validation_needs_a_calibration_first(capsys):
+    assert main(["machine", "check", "--ranks", "2"]) == 2
+    assert "there is no profile 'this-machine-2'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["machine", "measure", "--ranks", "0"], "ranks must be positive whole numbers"),
+        (["machine", "measure", "--watts", "10", "-1", "2"], "watts must not be negative"),
+        (["machine", "measure", "--seconds", "0"], "--seconds must be above 0, got 0.0"),
+        (["machine", "check", "--ranks"], "ranks must be positive whole numbers such as 2 4, got ()"),
+        (["machine", "check", "--ranks", "0"], "ranks must be positive whole numbers"),
+        (["machine", "check", "--turns", "0"], "turns must be at least 1, got 0"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(capsys, command, message):
+    try:
+        code = main(command)
+    except SystemExit as error:
+        code = error.code
+    captured = capsys.readouterr()
+    assert code == 2
+    assert message in " ".join((captured.out + captured.err).replace("│", " ").split())
+    assert "Traceback" not in captured.err
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory):
+    """Profiles of a calibration that is as short as can be."""
+    folder = tmp_path_factory.mktemp("profiles")
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
+        patch.setenv("PHANTOM_PROFILES", str(folder))
+        small = get_family("ffn").step_shapes(2, held_out=False)[:3]
+        patch.setattr(type(get_family("ffn")), "step_shapes", lambda self, ranks, held_out: small)
+        assert main(["machine", "measure", "--ranks", "2", "--seconds", "0.001", "--json"]) == 0
+    return folder, json.loads(out.getvalue())
+
+
+def test_calibration_writes_a_profile(calibrated):
+    folder, written = calibrated
+    profile = load_profile(folder / "this-machine-2.toml")
+    assert written["this-machine-2"]["peak.fp32"] == profile.peak["fp32"].value > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "baseline"), [("ffn", "tensor"), ("gpt", "megatron")])
+def test_validation_uses_the_profile_of_calibration(capsys, monkeypatch, tmp_path, calibrated, family, baseline):
+    """The whole way with short measurements: the figures are whatever they are, the files are right."""
+    monkeypatch.setenv("PHANTOM_PROFILES", str(calibrated[0]))
+    small = get_family(family).step_shapes(2, held_out=True)[-2:]
+    monkeypatch.setattr(type(get_family(family)), "step_shapes", lambda self, ranks, held_out: small)
+    assert (
+        main(["machine", "check", family, "--ranks", "2", "--turns", "1", "--json", "--out", str(tmp_path / "v.json")])
+        == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads((tmp_path / "v.json").read_text())
+    assert len(found["outcomes"]) == 2
+    for outcome, shapes in zip(found["outcomes"], small, strict=True):
+        assert outcome["setting"]["blocks"] == shapes["phantom"].blocks
+        assert all(outcome["measured"][strategy] > 0 for strategy in ("phantom", baseline))
+        predicted = {s: step_time(shape, load_profile("this-machine-2")).total for s, shape in shapes.items()}
+        assert outcome["predicted"] == predicted
+        assert outcome["predicted_ratio"] == predicted["phantom"] / predicted[baseline]
+
+
+@pytest.fixture
+def nothing(tmp_path, monkeypatch):
+    found = discover(powercap=tmp_path, pm_counters=tmp_path)
+    monkeypatch.setattr(energy, "discover", lambda: found)
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    tree = two_packages(tmp_path / "powercap")
+    found = Discovery(probe_rapl(tree.root).sources, ("file: permission denied; allow [it]",), ("install more",))
+    monkeypatch.setattr(energy, "discover", lambda: found)
+    monkeypatch.setattr(machine.time, "sleep", lambda seconds: tree.use("intel-rapl:0", 1.0))
+
+
+def test_a_machine_with_nothing_says_so_and_what_to_install(nothing, capsys):
+    SensorsOptions(seconds=60.0).run()  # and does not wait for nothing
+    output = capsys.readouterr().out
+    assert "No energy sensor can be read on this machine: energy is unavailable." in output
+    assert "pip install nvidia-ml-py" in output
+    assert "modprobe intel_rapl_msr" in output
+    assert " 0 J" not in output
+
+
+def test_a_machine_with_nothing_is_null_in_json(nothing, capsys):
+    SensorsOptions(json=True).run()
+    output = json.loads(capsys.readouterr().out)
+    assert output["sensors"] == []
+    assert output["reading"]["total"]["joules"] is None
+    assert output["reading"]["total"]["provenance"] == "unavailable"
+    assert output["hints"]
+
+
+def test_sensors_are_listed_with_a_reading_and_what_stands_in_the_way(server, capsys):
+    SensorsOptions(seconds=0.02).run()
+    output = capsys.readouterr().out
+    assert "package-1" in output
+    assert "memory of package 0" in output
+    assert "device total: unavailable" in output  # package 1 stands still
+    assert "allow [it]" in output  # brackets are not markup
+    assert "install more" in output
+
+
+def test_json_lists_the_sensors(server, capsys):
+    SensorsOptions(seconds=0.02, json=True).run()
+    output = json.loads(capsys.readouterr().out)
+    assert output["sensors"][0]["id"] == "rapl/intel-rapl:0"
+    assert output["problems"] == ["file: permission denied; allow [it]"]
+    assert output["reading"]["rows"][0]["joules"] >= 1.0
+
+
+def test_the_command_succeeds_without_a_sensor_and_refuses_nonsense(nothing, monkeypatch, capsys):
+    assert main(["machine", "sensors", "--seconds", "1"]) == 0
+    assert main(["machine", "sensors", "--seconds", "-1"]) == 2
+    assert "--seconds must be above 0, got -1.0" in capsys.readouterr().err
