@@ -20,7 +20,7 @@ from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.energy import load_power_profile
 from phantom_parallel.families.gpt.train_config import GPTTrainConfig
-from phantom_parallel.study.timing import time_steps
+from phantom_parallel.study.runner import time_steps
 from phantom_parallel.train import Record, train
 
 RANKS, TIMED, TURNS = 2, 6, 5

@@ -30,12 +30,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from phantom_parallel.report import tables
-from phantom_parallel.report.study_tables import study_sections
-from phantom_parallel.study.analysis import ratio_interval
-from phantom_parallel.study.results import Comparison, CurvePoint, Interval, Run, Study, load
-from phantom_parallel.study.units import format_interval, format_ratio, quantity
-from phantom_parallel.study.winners import values_at
+from phantom_parallel.report.tables import detailed_sections, main_sections, markdown
+from phantom_parallel.study.analysis import ratio, ratio_interval
+from phantom_parallel.study.results import Cell, Results, load
+from phantom_parallel.study.units import Interval, format_interval, format_ratio, quantity
 from phantom_parallel.utils.files import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,7 +68,7 @@ def results_used(text: str) -> set[str]:
 
 def _table(name: str, folder: Path) -> str:
     path = _file(name)
-    text = TABLES[name](path) if name in TABLES else tables.markdown(_sections(path)).strip()
+    text = TABLES[name](path) if name in TABLES else markdown(main_sections(_results(path))).strip()
     return f"<!-- table: {name} -->\n{text}\n\n{_origin(path, folder)}\n<!-- end table -->"
 
 
@@ -96,17 +94,18 @@ def _read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def _sections(path: Path) -> Sequence[tables.Section]:
-    found = load(path)
-    return tables.comparison_sections(found) if isinstance(found, Comparison) else study_sections(found)
-
-
 @cache
-def _comparison(path: Path) -> Comparison:
-    found = load(path)
-    if not isinstance(found, Comparison):
-        raise ValueError(f"{path} is a study, not a comparison")
-    return found
+def _results(path: Path) -> Results:
+    return load(path)
+
+
+def _cell(results: Results, strategy: str, place: str = "") -> Cell:
+    """The cell of a strategy; of a study, that on a link or with a batch size."""
+    cells = [cell for cell in results.cells if cell.strategy == strategy]
+    (cell,) = (cell for cell in cells if not place or place in (cell.link, str(cell.batch))) if cells else (None,)
+    if cell is None:
+        raise ValueError(f"no such ratio: there is no {strategy}")
+    return cell
 
 
 def _lines(headings: Sequence[str], rows: Iterator[Sequence[str]], align: str = "---:") -> str:
@@ -114,57 +113,49 @@ def _lines(headings: Sequence[str], rows: Iterator[Sequence[str]], align: str = 
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def detailed_comparison(path: Path) -> str:
+    """All figures of a comparison."""
+    return markdown(detailed_sections(_results(path))).strip()
+
+
 def brief_comparison(path: Path) -> str:
-    """The project's own table without the rows in `DETAILS`."""
-    lines = tables.markdown(tables.comparison_sections(_comparison(path))).strip().splitlines()
+    """The same without the rows in `DETAILS`."""
     starts = tuple(f"| {label}" for label in DETAILS)
-    for start in starts:
-        if not any(line.startswith(start) for line in lines):
-            raise ValueError(f"no row of the comparison begins with {start!r}: update DETAILS")
-    return "\n".join(line for line in lines if not line.startswith(starts))
+    return "\n".join(line for line in detailed_comparison(path).splitlines() if not line.startswith(starts))
 
 
 def looser_targets(path: Path) -> str:
     """What phantom takes to losses above the target, from the curves of the same runs."""
-    found = _comparison(path)
-    columns = (
-        ("tensor", "seconds", ""),
-        ("tensor", "joules", ""),
-        ("tensor", "steps", "mean"),
-        ("megatron", "seconds", ""),
-    )
+    results = _results(path)
+    columns = (("tensor", "seconds"), ("tensor", "joules"), ("tensor", "steps"), ("megatron", "seconds"))
 
     def row(loss: float) -> list[str]:
-        cells = (_shown(_ratio_at(found, "phantom", to, measure, loss), how) for to, measure, how in columns)
-        return [f"{loss:.2f}", *cells]
+        ratios = [_ratio_at(results, "phantom", to, measure, loss) for to, measure in columns]
+        return [
+            f"{loss:.2f}",
+            *(_shown(one, "mean" if name == "steps" else "") for one, (_, name) in zip(ratios, columns, strict=True)),
+        ]
 
-    headings = (
-        "held-out loss",
-        "time, of tensor's",
-        "modelled energy, of tensor's",
-        "steps, of tensor's",
-        "time, of megatron's",
-    )
-    return _lines(headings, (row(loss) for loss in (*LOOSER_TARGETS, found.target_loss)))
+    headings = ("time, of tensor's", "modelled energy, of tensor's", "steps, of tensor's", "time, of megatron's")
+    assert results.target_loss is not None
+    return _lines(("held-out loss", *headings), (row(loss) for loss in (*LOOSER_TARGETS, results.target_loss)))
 
 
-def _ratio_at(found: Comparison, strategy: str, to: str, measure: str, loss: float) -> Interval:
+def _ratio_at(results: Results, strategy: str, to: str, measure: str, loss: float) -> Interval | None:
     """Runs of one seed are a pair; each counts up to the first evaluation at or below the loss."""
-
-    def reached(run: Run) -> CurvePoint:
-        for point in run.curve:
-            if point.loss <= loss:
-                return point
-        raise ValueError(f"{run.strategy} with seed {run.seed} of {found.name} did not reach a loss of {loss}")
 
     def values(name: str) -> dict[int, float]:
         field = {"steps": "step"}.get(measure, measure)
-        return {run.seed: getattr(reached(run), field) for run in found.runs if run.strategy == name}
+        reached = {
+            run.seed: next((point for point in run.curve if point.loss <= loss), None)
+            for run in _cell(results, name).runs
+        }
+        if None in reached.values():
+            raise ValueError(f"{name} of {results.name} did not reach a loss of {loss}")
+        return {seed: getattr(point, field) for seed, point in reached.items()}
 
     mine, theirs = values(strategy), values(to)
-    answer = ratio_interval([(mine[seed], theirs[seed]) for seed in mine])
-    assert answer is not None, "a comparison has runs"
-    return answer
+    return ratio_interval([(mine[seed], theirs[seed]) for seed in mine])
 
 
 def layer_steps(path: Path) -> str:
@@ -341,6 +332,7 @@ def campaign(path: Path) -> str:
 TABLES: dict[str, Callable[[Path], str]] = {
     "campaign": campaign,
     "checkpoint": checkpoint,
+    "compare-gpt": detailed_comparison,
     "compare-quick-brief": brief_comparison,
     "compare-quick-targets": looser_targets,
     "layers-step": layer_steps,
@@ -370,46 +362,27 @@ def value(spec: str) -> str:
     try:
         if name.startswith("validation"):
             return _error(_read(path), words)
-        return _ratio_in_study(path, words) if name.startswith("study") else _ratio(_comparison(path), words)
+        return _ratio(_results(path), words)
     except (KeyError, IndexError, ValueError) as error:
         raise ValueError(f"value {spec!r} is not in {path.relative_to(ROOT)}: {error}") from error
 
 
-def _ratio(found: Comparison, words: list[str]) -> str:
+def _ratio(results: Results, words: list[str]) -> str:
+    """The ratio of two strategies over pairs of the same seed, to a loss, on a link or with a batch size."""
     (strategy, to), measure, options = words[0].split("/"), words[1], words[2:]
     how = options.pop(0) if options[:1] == ["mean"] else ""
-    if options[:1] == ["at"]:
-        answer: Interval | None = _ratio_at(found, strategy, to, measure, float(options[1]))
-        options = options[2:]
-    elif measure.endswith("_per_step"):
-        mine, theirs = (getattr(tables.result_of(found, one), measure) for one in (strategy, to))
-        answer = Interval(mine / theirs, None, None, 1)
+    place = options[1] if options[:1] == ["at"] else ""
+    if place and results.is_comparison:
+        value = _ratio_at(results, strategy, to, measure, float(place))
     else:
-        answer = tables.ratio_of(found, strategy, to, measure)
-    if answer is None or options:
+        value = ratio(results, _cell(results, strategy, place), _cell(results, to, place), measure)
+    return _shown(value, how)
+
+
+def _shown(value: Interval | None, how: str) -> str:
+    if value is None:
         raise ValueError("no such ratio")
-    return _shown(answer, how)
-
-
-def _ratio_in_study(path: Path, words: list[str]) -> str:
-    """The ratio of two strategies on a link or with a batch size, over pairs of the same seed."""
-    found = load(path)
-    if not isinstance(found, Study):
-        raise ValueError("not a study")
-    (strategy, to), measure, options = words[0].split("/"), words[1], words[2:]
-    how = options.pop(0) if options[:1] == ["mean"] else ""
-    if options[:1] != ["at"] or len(options) != 2:
-        raise ValueError("a place is missing: at LINK, or at BATCH")
-    varied = "link" if options[1] in {cell.settings["link"] for cell in found.cells} else "batch"
-    values = values_at(found.cells, varied, options[1], measure)
-    mine, theirs = values[strategy], values[to]
-    answer = ratio_interval([(mine[seed], theirs[seed]) for seed in mine])
-    assert answer is not None, "a place has cells"
-    return _shown(answer, how)
-
-
-def _shown(found: Interval, how: str) -> str:
-    return format_ratio(found.mean) if how == "mean" else format_interval(found)
+    return format_ratio(value.mean) if how == "mean" else format_interval(value)
 
 
 def _error(data: dict[str, Any], words: list[str]) -> str:

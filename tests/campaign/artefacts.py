@@ -50,8 +50,8 @@ extend = 0
 STUDY = """
 question = "how fast?"
 measure = "speed"
-steps = 2
-rounds = 1
+timed_steps = 2
+seeds = 1
 [training]
 width = 8
 depth = 2

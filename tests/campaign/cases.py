@@ -273,11 +273,13 @@ def _hardware(artefacts: Artefacts, folder: Path, random: Random) -> Case:
 
 
 def _report(artefacts: Artefacts, folder: Path, random: Random) -> Case:
-    path = folder / "results.json"
+    path = folder / "out" / "results.json"
+    path.parent.mkdir()
     made = [artefacts.comparison / "results.json", artefacts.study / "results.json"]
     shutil.copy(random.choice([*sorted(artefacts.results.iterdir()), *made]), path)
     text = mutations.damage_file(path, random)
-    return _case("results", text, "report", path, "--out", folder / "out", written=(folder / "out" / "report.html",))
+    command = ("compare", "--out", folder / "out", "--report-only")
+    return _case("results", text, *command, written=(folder / "out" / "report.html",))
 
 
 def _cells(artefacts: Artefacts, folder: Path, random: Random) -> Case:
@@ -358,7 +360,6 @@ def _bases(artefacts: Artefacts, folder: Path) -> dict[str, list[str]]:
         "compare": [*out, "--preset", table / "preset.toml"],
         "compare gpt": [*out],
         "study": [table / "study.toml", *out],
-        "report": [artefacts.comparison, *out],
         "plan": ["--width", 64, "--depth", 2, "--batch", 32, "--devices", 8, "--json"],
         "plan gpt": [*sizes, "--devices", 8, "--json"],
         "dryrun": ["--width", 64, "--depth", 2, "--ranks", 4, "--json"],

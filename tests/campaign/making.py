@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from phantom_parallel.cli import main as program
 from phantom_parallel.study import results
 from tests.campaign.artefacts import EVERY, FFN, GPT, PRESET, STUDY, TEACHER, WIDTH, Artefacts
-from tests.study.sample import make_comparison, make_regime, make_study
+from tests.study.sample import STUDIES, make_results
 
 
 def make(root: Path) -> Artefacts:
@@ -25,10 +25,9 @@ def make(root: Path) -> Artefacts:
     shipped = Path(program.__file__).parents[1] / "cost" / "profiles" / "dgx-a100.toml"
     (made.tables / "hardware.toml").write_bytes(shipped.read_bytes())
     made.results.mkdir()
-    results.save(make_comparison(), made.results / "comparison.json")
-    for name in ("ghosts", "scaling", "smaller", "batch", "wider"):
-        results.save(make_study(name), made.results / f"{name}.json")
-    results.save(make_regime(), made.results / "links.json")
+    results.save(make_results(), made.results / "comparison.json")
+    for name, make_study in STUDIES.items():
+        results.save(make_study(), made.results / f"{name}.json")
     _phantom("train", "--out", made.ffn, *FFN, *TEACHER, *EVERY, "--steps", "4")
     text, tokens = ["--data", made.data / "text.txt"], ["--tokenizer", "bpe", "--vocab", "300", "--eval-windows", "2"]
     _phantom("train", "gpt", "--out", made.gpt, *GPT, *text, *tokens, *EVERY, "--steps", "4")

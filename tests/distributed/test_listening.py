@@ -35,7 +35,7 @@ ranks = 2
 """
 PRESET = "steps = 100000\ntarget_loss = 1e-9\n" + TRAINING + "[search]\nlearning_rates = [0.02]\n"
 STUDY = (
-    'question = "how fast?"\nmeasure = "speed"\nsteps = 100000\nrounds = 1\n'
+    'question = "how fast?"\nmeasure = "speed"\ntimed_steps = 100000\ntimed_seconds = 1e6\nseeds = 1\n'
     + TRAINING
     + '[[cells]]\nstrategy = ["phantom", "tensor"]\n'
 )

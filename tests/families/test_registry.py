@@ -111,6 +111,6 @@ def test_compare_trains_it_to_the_same_loss(tmp_path, capfd):
     given = ["--preset", str(tmp_path / "tiny.toml"), "--out", str(tmp_path / "out")]
     assert main(["compare", "tiny", *given, "--json"]) == 0
     found = printed(capfd)
-    assert [one["strategy"] for one in found["strategies"]] == ["phantom", "tensor"]
-    assert all(one["reached"] == 1 for one in found["strategies"])
+    assert [cell["strategy"] for cell in found["cells"]] == ["phantom", "tensor"]
+    assert all(run["status"] == "target" for cell in found["cells"] for run in cell["runs"])
     assert (tmp_path / "out" / "report.html").exists()

@@ -1,11 +1,16 @@
 """The figures of a plan: legends that are whole, and a warning where phantom stands beside the dense model."""
 
+import csv
+
 import pytest
 
+from phantom_parallel.cost.dryrun import profile
 from phantom_parallel.cost.hardware import load_profile
 from phantom_parallel.cost.planner import PlanRequest, plan, scaling
 from phantom_parallel.families.ffn.sizes import FFNSizes
 from phantom_parallel.report import plan_figures
+from tests.cost.test_communication import both
+from tests.families.gpt.test_cost import shape_of
 
 WARNING = "phantom is another, smaller model than the dense one: its loss is not compared here"
 
@@ -58,3 +63,25 @@ def test_the_title_says_that_phantom_is_another_model_unless_its_ghosts_are_know
         assert "another" not in figure.get_suptitle()
     for figure in drawn(strategies=("tensor", "megatron"))[4:]:
         assert "another" not in figure.get_suptitle()
+
+
+def test_messages_have_a_panel_for_each_phase():
+    figure = plan_figures.draw_messages(both(), "Messages of one rank")
+    assert [panel.get_title() for panel in figure.axes] == ["prefill", "decode", "forward", "backward"]
+    backward = figure.axes[3]
+    heights = sorted(float(point.get_ydata()[0]) for point in backward.lines)
+    assert heights[-1] == sum(row.sent_bytes for row in both()["megatron"] if row.phase == "backward")
+    assert backward.get_yscale() == "log"
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["phantom, 4 blocks", "megatron", "all-gather", "reduce-scatter", "all-reduce"]
+    with pytest.raises(ValueError, match="one rank sends nothing"):
+        plan_figures.draw_messages({"dense": profile(shape_of("dense", 1))}, "Messages")
+
+
+def test_the_points_of_a_conversion_are_in_a_csv_file(tmp_path):
+    curves = {"phantom": [(0.8, 2.5), (0.5, 3.0)], "low rank": [(0.5, 3.25)]}
+    written = plan_figures.draw_curve(curves, 2.25, tmp_path / "curve")
+    assert sorted(path.name for path in written) == ["curve.csv", "curve.png", "curve.svg"]
+    with (tmp_path / "curve.csv").open(newline="") as file:
+        rows = [(row["method"], float(row["kept"]), float(row["loss"])) for row in csv.DictReader(file)]
+    assert rows == [("dense", 1.0, 2.25), ("phantom", 0.5, 3.0), ("phantom", 0.8, 2.5), ("low rank", 0.5, 3.25)]

@@ -1,50 +1,127 @@
-"""Intervals against figures worked out by hand."""
+"""Means, ratios and rankings against scipy and against figures worked out by hand."""
 
 import math
+from dataclasses import replace
+from statistics import fmean
 
 import pytest
+from scipy import stats
 
-from phantom_parallel.study.analysis import mean_interval, ratio_interval
+from phantom_parallel.study.analysis import (
+    by_seed,
+    mean,
+    mean_interval,
+    median_of,
+    peer,
+    ranking,
+    rate_is_at_an_end,
+    ratio,
+    ratio_interval,
+    ratios,
+)
+from tests.study.sample import make_ghosts, make_links, make_results, make_smaller
 
 
-def test_the_interval_of_three_values():
-    # mean 2, standard deviation 1, t(0.975, 2) = 4.303: 4.303 / sqrt(3) = 2.484
-    found = mean_interval([1.0, 2.0, 3.0])
-    assert (found.mean, found.count) == (2.0, 3)
-    assert found.low == pytest.approx(2.0 - 2.4843, abs=1e-3)
-    assert found.high == pytest.approx(2.0 + 2.4843, abs=1e-3)
+def cell_of(results, strategy, **settings):
+    return next(
+        cell for cell in results.cells if cell.strategy == strategy and settings.items() <= cell.settings.items()
+    )
 
 
-def test_the_interval_of_many_values_is_no_narrower_than_the_tables_last():
-    found = mean_interval([0.0, 1.0] * 20)
-    assert found.high - found.mean == pytest.approx(2.131 * math.sqrt(10 / 39) / math.sqrt(40), rel=1e-3)
+@pytest.mark.parametrize("values", [[1.0, 2.0, 3.0], [5.0, 5.5], [0.1 * n + 1 for n in range(40)]])
+def test_intervals_are_students(values):
+    interval = mean_interval(values)
+    low, high = stats.t.interval(0.95, len(values) - 1, fmean(values), stats.sem(values))
+    assert (interval.mean, interval.count) == (pytest.approx(fmean(values)), len(values))
+    assert (interval.low, interval.high) == (pytest.approx(max(low, 0.0)), pytest.approx(high))
+
+
+def test_intervals_are_clipped_to_what_the_quantity_can_be():
+    # mean 0.4, standard deviation 0.4, t(0.975, 2) = 4.303: 0.4 +- 0.994
+    clipped = mean_interval([0.0, 0.4, 0.8], most=1.0)
+    assert (clipped.low, clipped.mean, clipped.high) == (0.0, pytest.approx(0.4), 1.0)
 
 
 def test_one_value_has_no_interval_and_nothing_has_no_mean():
-    found = mean_interval([5.0])
-    assert (found.mean, found.low, found.high, found.count) == (5.0, None, None, 1)
+    interval = mean_interval([5.0])
+    assert (interval.mean, interval.low, interval.high, interval.count) == (5.0, None, None, 1)
+    assert ratio_interval([(3.0, 4.0)]).mean == pytest.approx(0.75)
     assert mean_interval([]) is None
     assert ratio_interval([]) is None
 
 
 def test_a_ratio_is_the_geometric_mean_of_pairs():
-    found = ratio_interval([(1.0, 2.0), (2.0, 1.0)])
-    assert found.mean == pytest.approx(1.0)
+    interval = ratio_interval([(1.0, 2.0), (2.0, 1.0)])
     # logs -ln 2 and ln 2: standard deviation sqrt(2) ln 2, t(0.975, 1) = 12.706
-    assert found.high == pytest.approx(math.exp(12.706 * math.log(2)))
-    assert found.low == pytest.approx(math.exp(-12.706 * math.log(2)))
-    assert ratio_interval([(3.0, 4.0)]).mean == pytest.approx(0.75)
+    assert interval.mean == pytest.approx(1.0)
+    assert interval.high == pytest.approx(math.exp(12.7062 * math.log(2)), rel=1e-4)
+    assert interval.low == pytest.approx(math.exp(-12.7062 * math.log(2)), rel=1e-4)
+    equal = ratio_interval([(1.0, 4.0), (2.0, 8.0), (0.5, 2.0)])
+    assert (equal.low, equal.mean, equal.high) == pytest.approx((0.25, 0.25, 0.25))
 
 
-def test_equal_pairs_have_a_ratio_without_doubt():
-    found = ratio_interval([(1.0, 4.0), (2.0, 8.0), (0.5, 2.0)])
-    assert (found.low, found.mean, found.high) == pytest.approx((0.25, 0.25, 0.25))
+def test_means_are_those_of_runs_that_reached_the_loss():
+    results = make_results()
+    tensor = cell_of(results, "tensor")
+    first = replace(tensor.runs[0], status="steps")
+    partly = replace(results, cells=(results.cells[0], replace(tensor, runs=(first, *tensor.runs[1:]))))
+    reached = [run.seconds for run in tensor.runs[1:]]
+    assert mean(partly, partly.cells[1], "seconds").mean == pytest.approx(fmean(reached))
+    assert mean(partly, partly.cells[1], "step_seconds").count == 3  # of all runs
+    assert mean(results, tensor, "flops").mean == pytest.approx(fmean(run.steps for run in tensor.runs) * 810e6)
+    assert mean(results, tensor, "bytes_per_step").mean == 4_194_304
+    assert (
+        by_seed(make_results(missed=("tensor",)), cell_of(make_results(missed=("tensor",)), "tensor"), "seconds") == {}
+    )
 
 
-def test_intervals_of_quantities_are_clipped_to_what_they_can_be():
-    # mean 0.4, standard deviation 0.4, t(0.975, 2) = 4.303: 0.4 + 4.303 * 0.4 / sqrt(3) = 1.39
-    found = mean_interval([0.0, 0.4, 0.8])
-    assert (found.low, found.high) == pytest.approx((-0.594, 1.394), abs=1e-3)
-    clipped = found.clipped(0.0, 1.0)
-    assert (clipped.low, clipped.mean, clipped.high, clipped.count) == (0.0, found.mean, 1.0, 3)
-    assert mean_interval([5.0]).clipped(0.0, 1.0) == mean_interval([5.0])
+def test_ratios_pair_runs_of_the_same_seed():
+    results = make_results()
+    phantom, tensor = cell_of(results, "phantom"), cell_of(results, "tensor")
+    logs = [math.log(one.seconds / other.seconds) for one, other in zip(phantom.runs, tensor.runs, strict=True)]
+    assert math.log(ratio(results, phantom, tensor, "seconds").mean) == pytest.approx(fmean(logs))
+    assert ratio(results, phantom, tensor, "parameters").mean == pytest.approx(0.62 / 2.1)
+    assert ratio(results, phantom, tensor, "latency, batch 64").mean == pytest.approx(0.010 / 0.031)
+    missed = make_results(missed=("tensor",))
+    assert ratio(missed, missed.cells[0], missed.cells[1], "seconds") is None
+    assert ratio(missed, missed.cells[0], missed.cells[1], "step_seconds") is not None
+    pairs = {(cell.strategy, other.strategy) for cell, other, _, _ in ratios(results)}
+    assert pairs == {("phantom", "tensor"), ("phantom", "megatron"), ("megatron", "tensor")}
+
+
+def test_who_is_first_is_a_matter_of_intervals():
+    results = make_links((("loopback", 64),))
+    (first, _), (second, share), *_ = ranking(results, results.cells, "seconds")
+    assert (first.strategy, second.strategy, share.mean) == ("tensor", "phantom", pytest.approx(0.5))
+    assert not share.includes_one  # the seeds of both differ alike
+    close = make_results(slower=2.05, seeds=2)
+    assert any(share.includes_one for _, share in ranking(close, close.cells, "seconds")[1:])
+    missing = make_links((("100mbit", 512),))
+    assert "fsdp" not in [cell.strategy for cell, _ in ranking(missing, missing.cells, "seconds")]
+
+
+def test_a_median_is_missing_if_half_of_the_seeds_are():
+    results = make_results()
+    cell = results.cells[1]
+    runs = (cell.runs[0], *(replace(run, status="steps") for run in cell.runs[1:]))
+    assert median_of(results, cell, "seconds") == sorted(run.seconds for run in cell.runs)[1]
+    assert median_of(results, replace(cell, runs=runs), "seconds") is None
+
+
+def test_cells_are_compared_with_those_of_the_same_place_or_with_the_reference():
+    ghosts = make_ghosts()
+    assert peer(ghosts, cell_of(ghosts, "phantom", ghosts=8), "tensor") is ghosts.cells[0]
+    links = make_links()
+    phantom = cell_of(links, "phantom", batch=512)
+    assert peer(links, phantom, "tensor").settings == {"batch": 512}
+    assert peer(links, phantom, "tensor").link == "100mbit"
+    smaller = make_smaller()
+    assert peer(smaller, cell_of(smaller, "phantom", ranks=1), "tensor") is smaller.cells[0]
+
+
+def test_a_rate_at_an_end_of_those_tried():
+    results = make_results()
+    assert not rate_is_at_an_end(results, "phantom")
+    fewer = replace(results, trials=tuple(trial for trial in results.trials if trial.lr <= 0.004))
+    assert rate_is_at_an_end(fewer, "phantom")
+    assert not rate_is_at_an_end(fewer, "tensor")

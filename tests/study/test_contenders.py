@@ -5,8 +5,8 @@ import re
 import pytest
 
 from phantom_parallel.families.registry import get_family
-from phantom_parallel.study.contenders import by_function, get_contender
-from phantom_parallel.study.settings import read_compare
+from phantom_parallel.study.contenders import get_contender, models_of
+from phantom_parallel.study.settings import read_settings
 
 FFN = get_family("ffn").strategies
 
@@ -60,13 +60,16 @@ def test_a_family_without_dense_models_has_no_copies_of_them():
 
 def test_contenders_with_the_same_losses_are_together():
     names = ("phantom", "tensor", "copies", "phantom-copies", "tensor+int8", "megatron", "phantom+int8")
-    groups = by_function(get_contender(name, FFN, {"ranks": 4}) for name in names)
+    groups = models_of([get_contender(name, FFN, {"ranks": 4}) for name in names], share=True)
     assert {model: [one.name for one in group] for model, group in groups.items()} == {
         "phantom": ["phantom", "phantom-copies"],
         "dense model": ["tensor", "copies", "megatron"],
         "tensor+int8": ["tensor+int8"],
         "phantom+int8": ["phantom+int8"],
     }
+    apart = [get_contender(name, FFN, {"ranks": 4}, (("batch", batch),)) for batch in (8, 16) for name in names[1:3]]
+    assert list(models_of(apart, share=True)) == ["dense model batch=8", "dense model batch=16"]
+    assert len(models_of(apart, share=False)) == 4
 
 
 def test_the_wire_of_the_training_is_that_of_contenders_that_send_features():
@@ -78,8 +81,10 @@ def test_the_wire_of_the_training_is_that_of_contenders_that_send_features():
 
 
 def test_every_layout_trains_the_same_model_on_the_same_batch():
-    settings = read_compare("quick", {"ranks": 8, "blocks": None, "strategies": ("phantom", "phantom-copies")})
-    ranks, copies = (settings.config(one, lr=0.1, seed=0, steps=1) for one in settings.contenders)
+    settings = read_settings(
+        "presets", "quick", {"ranks": 8, "blocks": None, "strategies": ("phantom", "phantom-copies")}
+    )
+    ranks, copies = (settings.config(one) for one in settings.contenders)
     assert (ranks.ranks, ranks.dp, copies.ranks, copies.dp) == (8, 1, 1, 8)
     assert ranks.ffn() == copies.ffn()  # 8 blocks, though copies have one rank each
     assert ranks.blocks == 8

@@ -1,4 +1,5 @@
-"""A runner whose trainings are replaced by known records: what a run, its files and the display have of them."""
+"""A runner whose trainings are replaced by known records: what a run, its files and the display have of them; networks
+that are kept for a resumed call."""
 
 import json
 from dataclasses import replace
@@ -11,10 +12,12 @@ from phantom_parallel.distributed.errors import Interrupted, LossDiverged
 from phantom_parallel.distributed.objects import RanksDisagree
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.families.ffn.train_config import FFNTrainConfig
-from phantom_parallel.study.runner import CellRunner, cell_runner
-from phantom_parallel.study.session import RunOptions
-from phantom_parallel.study.settings import read_compare
+from phantom_parallel.study import runner as runner_module
+from phantom_parallel.study.runner import NETWORKS, CellRunner, RunOptions, cell_runner, resolve_networks
+from phantom_parallel.study.settings import read_settings
 from phantom_parallel.train import Record
+from phantom_parallel.utils.files import write_json
+from phantom_parallel.utils.network import Network
 from phantom_parallel.utils.progress import ProgressDisplay
 
 CONFIG = FFNTrainConfig(width=16, depth=1, strategy="tensor", samples=64, batch=8, steps=20, lr=0.5, seed=7)
@@ -41,9 +44,9 @@ def runner(tmp_path) -> CellRunner:
     return make_runner(tmp_path)
 
 
-def make_runner(out: Path, *, resume: bool = False, show: bool = False) -> CellRunner:
-    options = RunOptions(out, resume=resume, show=show)
-    settings = read_compare("quick", {"ranks": 1})
+def make_runner(out: Path, *, show: bool = False) -> CellRunner:
+    options = RunOptions(out, show=show)
+    settings = read_settings("presets", "quick", {"ranks": 1})
     return CellRunner(torch.device("cpu"), settings, options, ProgressDisplay(show=show), StopRequest())
 
 
@@ -66,7 +69,7 @@ def trains(monkeypatch, records=RECORDS, error: Exception | None = None) -> list
 def test_a_run_has_the_totals_of_its_last_record(monkeypatch, runner):
     trains(monkeypatch)
     run = runner.train("tensor seed=7", CONFIG)
-    assert (run.strategy, run.seed, run.lr, run.status, run.steps, run.loss) == ("tensor", 7, 0.5, "target", 20, 0.3)
+    assert (run.seed, run.lr, run.status, run.steps, run.loss) == (7, 0.5, "target", 20, 0.3)
     assert (run.seconds, run.compute_seconds, run.blocked_seconds) == (4.0, 6.0, 2.0)
     watts = runner.power(1)
     assert run.joules == 6.0 * watts.compute_watts + 2.0 * watts.communication_watts
@@ -91,16 +94,30 @@ def test_a_diverged_run_has_no_loss(monkeypatch, runner):
     assert (run.status, run.steps, run.step_seconds, run.joules) == ("diverged", 0, None, None)
 
 
-def test_finished_cells_are_read_back_with_resume_only(monkeypatch, tmp_path):
+def test_finished_cells_are_read_and_not_run_again(monkeypatch, tmp_path):
     run = trains(monkeypatch)
     first = make_runner(tmp_path).train("tensor seed=7", CONFIG)
     assert json.loads((tmp_path / "cells" / "tensor-seed=7.json").read_text())["seconds"] == 4.0
-    again = make_runner(tmp_path, resume=True)
+    again = make_runner(tmp_path)
     assert again.train("tensor seed=7", CONFIG) == first
-    assert (again.done, again.reused) == (1, 1)
-    assert len(run) == 1
-    make_runner(tmp_path).train("tensor seed=7", CONFIG)
-    assert len(run) == 2
+    assert (again.done, len(run)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[: len(text) // 2], "truncated"),
+        (lambda text: json.dumps(json.loads(text) | {"steps": "9"}), "steps: Expected int, got str"),
+        (lambda text: json.dumps({"seed": 1}), "is missing"),
+    ],
+)
+def test_a_broken_cell_is_named(monkeypatch, tmp_path, change, message):
+    trains(monkeypatch)
+    make_runner(tmp_path).train("tensor", CONFIG)
+    path = tmp_path / "cells" / "tensor.json"
+    path.write_text(change(path.read_text()))
+    with pytest.raises(ValueError, match=f"{path.name}.*{message}.*remove it"):
+        make_runner(tmp_path).train("tensor", CONFIG)
 
 
 def test_a_signal_stops_ahead_of_the_next_cell(monkeypatch, runner):
@@ -123,10 +140,10 @@ def test_progress_names_the_cell_its_outcome_and_the_count(monkeypatch, tmp_path
 
 def disagreeing(folder: str) -> str:
     """Ranks of an external launch whose command lines differ."""
-    settings = read_compare("quick", {"ranks": 2, "seeds": 2 + torch.distributed.get_rank()})
+    settings = read_settings("presets", "quick", {"ranks": 2, "seeds": 2 + torch.distributed.get_rank()})
     with (
         pytest.raises(RanksDisagree) as raised,
-        cell_runner(torch.device("cpu"), settings, RunOptions(Path(folder) / "out", local=False), 1),
+        cell_runner(torch.device("cpu"), settings, RunOptions(Path(folder) / "out", local=False)),
     ):
         pass
     return str(raised.value)
@@ -136,3 +153,23 @@ def test_ranks_with_other_settings_are_refused_before_the_folder_is_made(ranks, 
     for message in ranks(2)(disagreeing, str(tmp_path)):
         assert message == "ranks disagree on the settings: rank 0 has seeds=2; rank 1 has seeds=3"
     assert not (tmp_path / "out").exists()
+
+
+HOSTS = read_settings("studies", "links", {"links": ("loopback", "100mbit", "like:frontier-mi250x")})
+
+
+def test_a_link_has_its_rate_and_a_measured_one_is_kept_for_a_resumed_call(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner_module, "why_unavailable", lambda: None)
+    known = Network(4, "like:frontier-mi250x", rate=5e7)
+    write_json(tmp_path / NETWORKS, {known.link: known.to_dict()})
+    networks, reason = resolve_networks(HOSTS, "fp32", tmp_path)
+    assert {link: network.rate for link, network in networks.items()} == {"100mbit": 1e8, known.link: 5e7}
+    assert reason is None
+
+
+def test_where_hosts_are_impossible_it_is_an_error_or_loopback(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner_module, "why_unavailable", lambda: "namespaces are forbidden")
+    with pytest.raises(OSError, match="namespaces are forbidden"):
+        resolve_networks(HOSTS, "fp32", tmp_path)
+    assert resolve_networks(replace(HOSTS, hosts_optional=True), "fp32", tmp_path) == ({}, "namespaces are forbidden")
+    assert resolve_networks(read_settings("presets", "quick"), "fp32", tmp_path) == ({}, None)

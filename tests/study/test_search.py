@@ -23,11 +23,8 @@ class KnownTrainings:
         needed = self.needs[config.lr]
         reached = needed <= config.steps
         return Run(
-            strategy="tensor",
             seed=0,
             lr=config.lr,
-            ranks=1,
-            dp=1,
             status="target" if reached else "steps",
             steps=min(needed, config.steps),
             loss=needed / 1000,

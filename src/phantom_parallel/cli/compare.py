@@ -5,13 +5,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from phantom_parallel.cli.options import ranks_of_launcher, value_of
-from phantom_parallel.cli.output import output_folder, write_and_print
 from phantom_parallel.cli.setting_options import SettingOptions, with_settings
-from phantom_parallel.distributed.launch import launch_defaults
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
-from phantom_parallel.report.tables import comparison_table
-from phantom_parallel.study.compare import compare
-from phantom_parallel.study.settings import CompareSettings, read_compare
+from phantom_parallel.study.settings import Folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,20 +21,12 @@ class CompareOptions(SettingOptions):
     --resume continues from there.
     """
 
-    noun: ClassVar[str] = "preset"
+    command: ClassVar[str] = "compare"
+    folder: ClassVar[Folder] = "presets"
 
     preset: str = ""
     """A preset of the package, or a TOML file. On emulated hosts: digits-hosts (a few minutes on 2 cores), mnist-hosts
     and gpt-hosts. On loopback: quick, planted, digits, standard and gpt. For a cluster: paper."""
-
-    def run(self) -> None:
-        """Run the comparison, and write and print its results on rank 0."""
-        settings = read_compare(self.preset, self.changes(), self.family)
-        out = output_folder(self.out, self.resume, "compare", settings.name)
-        with launch_defaults(device=self.device, announces=True):
-            found = compare(settings, out.absolute(), resume=self.resume, show=True)
-        if found is not None:
-            write_and_print(found, out, comparison_table(found), found.findings, json=self.json)
 
 
 def options_for(family: str | None, arguments: list[str]) -> tuple[type[SettingOptions], Mapping[str, Any]]:
@@ -54,7 +42,5 @@ def options_for(family: str | None, arguments: list[str]) -> tuple[type[SettingO
     preset = value_of("--preset", arguments) or get_family(family or DEFAULT_FAMILY).default_preset
     if preset is None:
         raise ValueError(f"there is no preset for the family {family}: give --preset and a TOML file")
-    settings = read_compare(preset, family=family)
-    return with_settings(CompareOptions, CompareSettings, settings.family, preset, settings), ranks_of_launcher(
-        arguments, settings.training.get("dp", 1)
-    )
+    options = with_settings(CompareOptions, preset, family)
+    return options, {"preset": preset} | ranks_of_launcher(arguments, options.defaults["dp"])

@@ -30,7 +30,7 @@ class Options(ConvertConfig, JsonOption):
         settings |= {"model": self.model.absolute(), "out": self.out.absolute()}
         result = convert_folder(ConvertConfig(**settings), show=True)
         if self.figure is not None:
-            from phantom_parallel.report.conversion_figures import draw_curve
+            from phantom_parallel.report.plan_figures import draw_curve
 
             curves = {"phantom": [(point.kept, point.loss) for point in result.curve]}
             for path in draw_curve(curves, result.dense_loss, self.figure):

@@ -126,14 +126,14 @@ def options_for(family: str | None, arguments: list[str]) -> tuple[type[DryRunOp
 
 
 def _write(profiles: Mapping[str, Sequence[Messages]], title: str, folder: Path) -> list[Path]:
-    from phantom_parallel.report.communication_figures import draw  # matplotlib takes a second to import
-    from phantom_parallel.report.plan_figures import save
+    from phantom_parallel.report.plan_figures import draw_messages  # matplotlib takes a second to import
+    from phantom_parallel.report.plots import save
 
     write_text(folder / "communication.csv", as_csv(profiles))
     write_json(folder / "communication.json", as_rows(profiles))
     return [
         *(folder / f"communication.{kind}" for kind in ("csv", "json")),
-        *save(draw(profiles, title), folder / "communication"),
+        *save(draw_messages(profiles, title), folder / "communication"),
     ]
 
 

@@ -26,7 +26,6 @@ class Command(NamedTuple):
 COMMANDS: dict[str, Command] = {
     "compare": Command("compare", "train every strategy to the same loss, and show what it cost"),
     "study": Command("study", "the paper's experiments and related ones: ghosts, scaling, links, ..."),
-    "report": Command("report", "make a report again from the results of compare or study"),
     "train": Command("train", "train a model on local ranks or a cluster's"),
     "generate": Command("generate", "text from a transformer"),
     "infer": Command("infer", "predictions of a trained model, and what a sample costs"),

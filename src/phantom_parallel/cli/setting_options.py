@@ -1,31 +1,50 @@
-"""Options of ``phantom compare`` and ``phantom study``: the settings of a file as fields of a dataclass.
+"""Options of ``phantom compare`` and ``phantom study``, and what both print and write.
 
 Every setting and every field of the family's training is an option. Its help text is the documentation of that field,
-and its default is the value in the file, so that ``--help`` shows what would be run.
+and its default is the value in the file, so that ``--help`` shows what would be run. A setting that the cells of a
+study vary takes several values.
 """
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, make_dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_type_hints
 
 import tyro
+from rich.console import Console
 
 from phantom_parallel.cli.options import Flag, JsonOption, LaunchOptions, NetworkOptions
+from phantom_parallel.distributed.launch import launch_defaults
 from phantom_parallel.families.registry import get_family
-from phantom_parallel.study.settings import SEARCH_PREFIX, SearchSettings, Settings, training_fields
+from phantom_parallel.report.html import write_report
+from phantom_parallel.report.tables import terminal_table
+from phantom_parallel.study.grid import run_grid
+from phantom_parallel.study.notes import headline, notes
+from phantom_parallel.study.results import FILE, Results, load, to_json
+from phantom_parallel.study.settings import (
+    SEARCH_PREFIX,
+    Folder,
+    SearchSettings,
+    Settings,
+    read_settings,
+    training_fields,
+    varied_by,
+)
+from phantom_parallel.utils.files import json_text
 from phantom_parallel.utils.parsing import field_docs
 
-_FIXED = ("family", "strategies")  # settings that are no options, or have another type as such
+MAX_NOTES = 4  # in the terminal; the report has all
 
 
 @dataclass(frozen=True, kw_only=True)
 class SettingOptions(LaunchOptions, JsonOption):
     """Options of a command that runs the settings of a file."""
 
-    noun: ClassVar[str]  # for the file of settings: preset, study
+    command: ClassVar[str]
+    folder: ClassVar[Folder]  # of the package's files
     family: ClassVar[str]
-    file: ClassVar[str | None]  # name or path of the settings whose values are the defaults
+    file: ClassVar[str]  # name or path of the settings whose values are the defaults
     defaults: ClassVar[Mapping[str, Any]]
 
     out: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="")] = None
@@ -33,73 +52,88 @@ class SettingOptions(LaunchOptions, JsonOption):
     after the command and the time."""
     resume: Flag = False
     """Continue in --out: trainings that are finished there are not run again."""
+    report_only: Flag = False
+    """Run nothing: write the report in --out again from its results.json."""
 
-    def changes(self) -> dict[str, Any]:
-        """The settings that differ from those of the file."""
+    def run(self) -> None:
+        """Run the settings, or read earlier results; write the report and print the results on rank 0."""
+        if (self.resume or self.report_only) and self.out is None:
+            raise ValueError(f"--{'resume' if self.resume else 'report-only'} needs --out, the folder to continue in")
+        if self.report_only:
+            assert self.out is not None
+            self.show(load(self.out / FILE), self.out)
+            return
         given = {name: getattr(self, name) for name in self.defaults}
-        return {name: value for name, value in given.items() if value != self.defaults[name]}
+        changes = {name: value for name, value in given.items() if value != self.defaults[name]}
+        settings = read_settings(self.folder, self.file, changes, self.family)
+        out = self.out or Path(f"{self.command}-{settings.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}")
+        with launch_defaults(device=self.device, announces=True):
+            results = run_grid(settings, out.absolute(), resume=self.resume, show=True)
+        if results is not None:
+            self.show(results, out)
+
+    def show(self, results: Results, out: Path) -> None:
+        """Write the report, and print JSON, or the headline, the table and the notes that matter most."""
+        page = write_report(results, out)
+        if self.json:
+            print(json_text(to_json(results)))
+            return
+        console = Console(highlight=False)
+        for sentence in headline(results):
+            console.print(sentence, markup=False, style="bold")
+        console.print(terminal_table(results))
+        for note in notes(results)[:MAX_NOTES]:
+            console.print(f"- {note}", markup=False)
+        console.print(f"Report: {page}", markup=False, soft_wrap=True)
 
 
-def with_settings(
-    base: type[SettingOptions], kind: type[Settings], family: str, file: str | None, settings: Settings | None
-) -> type[SettingOptions]:
-    """A subclass of ``base`` that has a field for each setting.
+def with_settings(base: type[SettingOptions], file: str, family: str | None) -> type[SettingOptions]:
+    """A subclass of ``base`` that has a field for each setting of a file.
 
     Args:
         base: The command's own options.
-        kind: The class of the settings.
-        family: The model family, whose training has further fields.
-        file: Name or path of the settings.
-        settings: The settings of the file, which become the defaults; those of the classes if None.
+        file: Name or path of the settings, whose values become the defaults.
+        family: The model family that the file must be of, if given.
+
+    Raises:
+        ValueError: If there is no such file, or it is about another family.
     """
+    settings, varied = read_settings(base.folder, file, family=family), varied_by(base.folder, file)
     options: dict[str, tuple[Any, Any]] = {}
-    origin = "" if settings is None else f", of the {base.noun} {settings.name}"
+    origin = f", of the {base.folder.removesuffix('s').replace('studie', 'study')} {settings.name}"
 
-    def add(name: str, owner: type, field_name: str, default: Any, origin: str) -> None:
-        known = get_type_hints(owner, include_extras=True)[field_name]
-        options[name] = Annotated[known, _argument(owner, field_name, origin)], default
+    def add(name: str, owner: type, field_name: str, default: Any, origin: str = origin) -> None:
+        kind = get_type_hints(owner, include_extras=True)[field_name]
+        if name in varied:
+            kind, default, origin = tuple[type(varied[name][0]), ...], varied[name], f"{origin}"  # type: ignore[misc]
+        text = field_docs(owner)[field_name]
 
-    if file is not None and base.noun in field_docs(base):
-        options[base.noun] = Annotated[str, tyro.conf.arg(help=field_docs(base)[base.noun])], file
-    if "strategies" in field_docs(kind):
-        argument = _argument(kind, "strategies", origin, name="strategy", aliases=["--strategies"])
-        options["strategies"] = Annotated[tuple[str, ...], argument], getattr(settings, "strategies", ())
-    for one in fields(kind):
-        if one.name in field_docs(kind) and one.name not in _FIXED:
-            add(one.name, kind, one.name, getattr(settings, one.name, one.default), origin)
-    for one in fields(NetworkOptions):
-        if one.name in {setting.name for setting in fields(kind)}:
-            add(one.name, NetworkOptions, one.name, getattr(settings, one.name, one.default), origin)
-    search = getattr(settings, "search", SearchSettings())
-    for one in fields(SearchSettings):
-        name = one.name if one.name == "learning_rates" else f"{SEARCH_PREFIX}{one.name}"
-        add(name, SearchSettings, one.name, getattr(search, one.name), origin)
-    config, given = get_family(family).train_config(), getattr(settings, "training", {})
-    known = {one.name: one.default for one in fields(config) if one.default is not MISSING}
-    for name in training_fields(family):
-        add(name, config, name, given.get(name, known.get(name)), origin if name in given else "")
+        def hint(shown: str) -> str:
+            return (
+                f"(default: {shown}{origin})" if shown != "None" else "" if "by default" in text else "(default: none)"
+            )
+
+        options[name] = Annotated[kind, tyro.conf.arg(help=text, help_behavior_hint=hint)], default
+
+    named = all("strategy" in cell for cell in settings.cells)
+    for field in fields(Settings):
+        owner = NetworkOptions if field.name in field_docs(NetworkOptions) else Settings
+        if field.name in field_docs(owner) and field.name != "family" and not (named and field.name == "strategies"):
+            add(field.name, owner, field.name, getattr(settings, field.name))
+    for field in fields(SearchSettings):
+        name = field.name if field.name == "learning_rates" else f"{SEARCH_PREFIX}{field.name}"
+        add(name, SearchSettings, field.name, getattr(settings.search, field.name))
+    config, given = get_family(settings.family).train_config(), settings.training
+    known = {field.name: field.default for field in fields(config) if field.default is not MISSING}
+    for name in training_fields(settings.family):
+        in_file = name in given or name in varied
+        add(name, config, name, given.get(name, known.get(name)), origin if in_file else "")
+    defaults = {name: default for name, (_, default) in options.items()}
     return make_dataclass(
         base.__name__,
         [(name, hint, default) for name, (hint, default) in options.items()],
         bases=(base,),
-        namespace={
-            "family": family,
-            "file": file,
-            "defaults": {name: default for name, (_, default) in options.items() if name != base.noun},
-            "__doc__": base.__doc__,
-        },
+        namespace={"family": settings.family, "file": file, "defaults": defaults, "__doc__": base.__doc__},
         frozen=True,
         kw_only=True,
     )
-
-
-def _argument(owner: type, field_name: str, origin: str, **more: Any) -> object:
-    """The help of an option: the documentation of a field, the default, and the origin of the default."""
-    text = field_docs(owner)[field_name]
-
-    def hint(default: str) -> str:
-        if default != "None":
-            return f"(default: {default}{origin})"
-        return "" if "by default" in text else "(default: none)"
-
-    return tyro.conf.arg(help=text, help_behavior_hint=hint, **more)

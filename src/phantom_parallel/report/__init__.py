@@ -1,1 +1,1 @@
-"""Reports: pages, tables, captions and figures made from results. The only package that imports matplotlib."""
+"""Pages, tables and figures of results; the only package that draws. Start with `html`, which writes a report."""

@@ -1,15 +1,21 @@
-"""Figures of a plan: scaling curves, and the time-energy scatter with its frontier. Each as PNG and as SVG."""
+"""Figures of plans, dry runs and conversions, each as PNG and as SVG."""
 
+import csv
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import matplotlib
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
+from phantom_parallel.cost.dryrun import Messages, phases_of
+from phantom_parallel.cost.ledger import up_to
 from phantom_parallel.cost.planner import NOT_COMPARED, TWO_LEVEL, Candidate, Plan, PlanRequest
-from phantom_parallel.report.plots import LOOKS, SECOND_PHANTOM, TickFormatter, fitted_legend, log_axis
-from phantom_parallel.utils.files import atomic_file
+from phantom_parallel.report.plots import LOOKS, SECOND_PHANTOM, fitted_legend, log_axis, new_figure, plot_style, save
+from phantom_parallel.utils.files import write_text
 from phantom_parallel.utils.wire import in_words
 
 
@@ -54,8 +60,8 @@ def draw_tradeoff(plan: Plan, folder: Path) -> list[Path]:
         va="top",
         arrowprops={"arrowstyle": "->", "color": "black", "linewidth": 0.8},
     )
-    _log_axis(axes, "x", [1e3 * c.seconds for c in plan.candidates])
-    _log_axis(axes, "y", [c.joules or 0.0 for c in plan.candidates])
+    log_axis(axes, "x")
+    log_axis(axes, "y")
     axes.set_xlabel("step time, ms (modelled)")
     axes.set_ylabel("energy of a step on all devices, J (modelled)")
     axes.grid(visible=True, which="major", alpha=0.25)
@@ -76,16 +82,10 @@ def _curves(axes: Axes, curves: Mapping[str, Sequence[Candidate]], values: list[
         axes.plot([c.devices for c in curve], heights, markersize=4.5, label=name, **line)  # type: ignore[arg-type]
     counts = sorted({c.devices for curve in curves.values() for c in curve})
     axes.set(xscale="log", xlabel="devices", ylabel=label)
-    _log_axis(axes, "y", [height for heights in values for height in heights])
+    log_axis(axes, "y")
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.minorticks_off()
     axes.grid(visible=True, which="major", alpha=0.25)
-
-
-def _log_axis(axes: Axes, which: str, values: Sequence[float]) -> None:
-    """Make an axis logarithmic, with ticks between the decades: there may be only one decade in a figure."""
-    log_axis(axes, which, values)
-    (axes.xaxis if which == "x" else axes.yaxis).set_major_formatter(TickFormatter())
 
 
 def _scatter(axes: Axes, found: list[Candidate], colour: str, marker: str, label: str) -> None:
@@ -113,12 +113,119 @@ def another_model(candidates: Sequence[Candidate]) -> str:
     return f"\nphantom is another{smaller} model than the dense one: its loss is not compared here"
 
 
-def save(figure: Figure, stem: Path) -> list[Path]:
-    """Write a figure as PNG and SVG. Equal figures give equal files."""
-    paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
-    with matplotlib.rc_context({"svg.hashsalt": "phantom"}):
-        with atomic_file(paths[0]) as file:
-            figure.savefig(file, format="png", dpi=150)
-        with atomic_file(paths[1]) as file:
-            figure.savefig(file, format="svg", metadata={"Date": None})
-    return paths
+# Dry runs
+
+MARKERS = {"all_gather": "o", "reduce_scatter": "s", "all_reduce": "^", "all_to_all": "D"}
+OTHER_MARKER = "P"
+
+
+def draw_messages(profiles: Mapping[str, Sequence[Messages]], title: str) -> Figure:
+    """A panel for each phase: bytes sent by size of message and operation, the profiles beside each other.
+
+    Bytes differ by orders of magnitude: points on a logarithmic axis, and no bars, since the length of a bar on such an
+    axis means nothing. Sizes are grouped by powers of two. A profile's name begins with its strategy, whose colour it
+    gets.
+    """
+    phases = phases_of(profiles)
+    if not phases:
+        raise ValueError("one rank sends nothing, so there is no communication to draw: use more ranks")
+    colours = {name: next((LOOKS[s][0] for s in LOOKS if name.startswith(s)), "black") for name in profiles}
+    columns = min(2, len(phases))
+    lines = -(-len(phases) // columns)
+    figure = Figure(figsize=(5.6 * columns, 1.4 + 2.9 * lines), layout="constrained")
+    panels = list(figure.subplots(lines, columns, squeeze=False, sharey=True).flat)
+    for panel, phase in zip(panels, phases, strict=False):
+        _message_points(
+            panel, {name: [row for row in rows if row.phase == phase] for name, rows in profiles.items()}, colours
+        )
+        panel.set_title(phase, fontsize=11)
+    for panel in panels[: len(phases)][-columns:]:
+        panel.set_xlabel("size of a message, up to (what a rank hands in)", fontsize=9)
+    for panel in panels[len(phases) :]:
+        panel.set_visible(False)
+    low, high = panels[0].get_ylim()
+    panels[0].set_ylim(low / 2, high * 4)  # room for the numbers above points
+    figure.supylabel("bytes that a rank sends in the phase, logarithmic; 8x: in 8 messages", fontsize=10)
+    figure.suptitle(title, fontsize=11)
+    _messages_legend(figure, profiles, colours)
+    return figure
+
+
+def _message_points(panel: Axes, profiles: Mapping[str, Sequence[Messages]], colours: Mapping[str, str]) -> None:
+    """Points of one phase: of each size as many as there are profiles and operations, with the number of messages."""
+    groups: dict[int, dict[tuple[str, str], list[Messages]]] = {}
+    for name, rows in profiles.items():
+        for row in rows:
+            groups.setdefault(up_to(row.message_bytes), {}).setdefault((name, row.operation), []).append(row)
+    width = 0.8 / max(len(group) for group in groups.values())
+    for place, size in enumerate(sorted(groups)):
+        group = groups[size]
+        for index, ((name, operation), rows) in enumerate(group.items()):
+            left = place + (index - (len(group) - 1) / 2) * width
+            sent, count = sum(row.sent_bytes for row in rows), sum(row.count for row in rows)
+            marker = MARKERS.get(operation, OTHER_MARKER)
+            panel.plot(left, sent, color=colours[name], marker=marker, markersize=7, linestyle="none")
+            panel.annotate(
+                f"{count:,}x", (left, sent), xytext=(0, 5), textcoords="offset points", ha="center", fontsize=9
+            )
+    turned = 45 if len(groups) > 7 else 0
+    panel.set_xticks(range(len(groups)), [_size(size) for size in sorted(groups)], rotation=turned)
+    panel.set_xlim(-0.6, max(len(groups), 3) - 0.4)
+    panel.set_yscale("log")
+    panel.grid(visible=True, axis="y", which="major", alpha=0.25)
+
+
+def _size(size: int) -> str:
+    power = min((size.bit_length() - 1) // 10, 4)
+    return f"{size >> 10 * power} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def _messages_legend(figure: Figure, profiles: Mapping[str, Sequence[Messages]], colours: Mapping[str, str]) -> None:
+    used = {row.operation for rows in profiles.values() for row in rows}
+    handles: list[Artist] = [Patch(color=colours[name], label=name) for name in profiles]
+    for operation in (*(one for one in MARKERS if one in used), *sorted(used - MARKERS.keys())):
+        marker, label = MARKERS.get(operation, OTHER_MARKER), operation.replace("_", "-")
+        handles.append(Line2D([], [], color="grey", marker=marker, markersize=7, linestyle="none", label=label))
+    fitted_legend(figure, handles, columns=len(handles))
+
+
+# Conversions
+
+_OTHERS = (SECOND_PHANTOM, LOOKS["megatron"], LOOKS["tensor"], LOOKS["fsdp"])
+
+
+def draw_curve(
+    curves: Mapping[str, Sequence[tuple[float, float]]], dense_loss: float, path: Path, unit: str = "held-out loss"
+) -> list[Path]:
+    """Draw the loss against the share of the converted maps' multiply-adds, one curve a method, as PNG and as SVG, and
+    write the points as CSV beside them.
+
+    Args:
+        curves: For each method, points of share and loss.
+        dense_loss: The dense model's loss, drawn as a line.
+        path: The files, without their suffixes.
+        unit: What the loss is.
+    """
+    with plot_style():
+        figure: Figure
+        figure, axes = new_figure("Loss against multiply-adds")
+        axes.axhline(dense_loss, color=LOOKS["dense"][0], linestyle=(0, (1, 1.2)), label="dense")
+        looks = [LOOKS["phantom"], *_OTHERS]
+        for (name, points), (colour, marker) in zip(curves.items(), looks, strict=False):
+            ordered = sorted(points)
+            axes.plot(*zip(*ordered, strict=True), color=colour, marker=marker, label=name)
+        axes.set_xlabel("multiply-adds kept, share of the converted maps")
+        axes.set_ylabel(unit)
+        axes.legend(frameon=False)
+        return [*save(figure, path), _write_points(curves, dense_loss, path.with_suffix(".csv"))]
+
+
+def _write_points(curves: Mapping[str, Sequence[tuple[float, float]]], dense_loss: float, path: Path) -> Path:
+    """The points of all curves, and the dense model, which keeps all multiply-adds."""
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(("method", "kept", "loss"))
+    table.writerow(("dense", 1.0, dense_loss))
+    table.writerows((name, *point) for name, points in curves.items() for point in sorted(points))
+    write_text(path, text.getvalue())
+    return path

@@ -1,1 +1,1 @@
-"""Comparisons at equal loss, and studies: settings, runner, search, analysis and results."""
+"""``phantom compare`` and ``phantom study``. Start with `grid`, which runs both."""

@@ -1,70 +1,72 @@
-"""From runs to figures: means over seeds, and ratios of runs made side by side."""
+"""From runs to figures: means over seeds, ratios of runs of the same seed, and who is first, each with its interval."""
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from statistics import fmean, stdev
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from statistics import fmean, geometric_mean, median
+
+from scipy import stats
 
 from phantom_parallel.families.registry import get_family
-from phantom_parallel.study.contenders import EXACT_WIRE, PHANTOM_COPIES, Contender
-from phantom_parallel.study.measures import TO_THE_LOSS, ratio_label
-from phantom_parallel.study.results import InferenceResult, Interval, Ratio, Run, SharedModel, StrategyResult
+from phantom_parallel.study.contenders import PHANTOM_COPIES
+from phantom_parallel.study.results import Cell, Results, Run
+from phantom_parallel.study.units import TO_THE_LOSS, Interval
 from phantom_parallel.train.config import TrainConfig
 
 BASELINES = ("tensor", "megatron")
 LEADS = ("phantom", PHANTOM_COPIES)
-# How the measures of which there are ratios are read off a run and the counts of its strategy.
-_OF_RUN: dict[str, Callable[[Run, StrategyResult], float | None]] = {
+COUNTS = ("parameters", "flops_per_step", "bytes_per_step", "memory_bytes")
+# How measures are read off a run and the counts of its cell.
+_OF_RUN: dict[str, Callable[[Run, Cell], float | None]] = {
+    "steps": lambda run, _: run.steps,
     "seconds": lambda run, _: run.seconds,
     "joules": lambda run, _: run.joules,
     "measured_joules": lambda run, _: run.measured_joules,
-    "steps": lambda run, _: run.steps,
-    "flops": lambda run, one: run.steps * one.flops_per_step,
-    "bytes": lambda run, one: run.steps * one.bytes_per_step,
+    "flops": lambda run, cell: run.steps * cell.flops_per_step,
+    "bytes": lambda run, cell: run.steps * cell.bytes_per_step,
+    "loss": lambda run, _: run.loss,
+    "loss_at_equal_steps": lambda run, _: run.loss_at_equal_steps,
+    "loss_at_equal_energy": lambda run, _: run.loss_at_equal_energy,
     "step_seconds": lambda run, _: run.step_seconds,
+    "joules_per_sample": lambda run, cell: (
+        run.joules / run.steps / cell.batch if run.joules is not None and run.steps else None
+    ),
+    "blocked_share": lambda run, _: run.blocked_share,
 }
-# Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom. Beyond the table the last one is used, which
-# makes intervals slightly too wide.
-_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
 
-def mean_interval(values: Sequence[float]) -> Interval | None:
-    """The mean with its 95 % confidence interval; None without values."""
+def mean_interval(values: Sequence[float], most: float = math.inf) -> Interval | None:
+    """The mean of a quantity from 0 to ``most``, with its 95 % confidence interval clipped to that; None without
+    values.
+    """
     if not values:
         return None
-    mean = fmean(values)
-    if len(values) == 1:
+    mean, half = fmean(values), _half_width(values)
+    if half is None:
         return Interval(mean, None, None, 1)
-    half = _half_width(values)
-    return Interval(mean, mean - half, mean + half, len(values))
-
-
-def _interval_of(values: Sequence[float], most: float = math.inf) -> Interval | None:
-    """The mean of a quantity that is never below 0, nor above ``most``, with its interval clipped to that."""
-    found = mean_interval(values)
-    return None if found is None else found.clipped(0.0, most)
-
-
-def _known(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
+    return Interval(mean, max(mean - half, 0.0), min(mean + half, most), len(values))
 
 
 def ratio_interval(pairs: Sequence[tuple[float, float]]) -> Interval | None:
     """The geometric mean of first / second with the interval of the logarithms; None without positive pairs."""
-    logs = mean_interval([math.log(first) - math.log(second) for first, second in pairs if first > 0 and second > 0])
-    if logs is None or logs.low is None or logs.high is None:
-        return None if logs is None else replace(logs, mean=_exp(logs.mean))
-    return Interval(_exp(logs.mean), _exp(logs.low), _exp(logs.high), logs.count)
+    logs = [math.log(first) - math.log(second) for first, second in pairs if first > 0 and second > 0]
+    if not logs:
+        return None
+    mean, half = fmean(logs), _half_width(logs)
+    if half is None:
+        return Interval(_exp(mean), None, None, 1)
+    return Interval(_exp(mean), _exp(mean - half), _exp(mean + half), len(logs))
 
 
 def _exp(value: float) -> float:
     return math.exp(max(-700.0, min(value, 700.0)))  # neither infinite nor 0
 
 
-def _half_width(values: Sequence[float]) -> float:
-    return _T95[min(len(values) - 1, len(_T95)) - 1] * stdev(values) / math.sqrt(len(values))
+def _half_width(values: Sequence[float]) -> float | None:
+    """Half the width of Student's 95 % interval of the mean; None of a single value."""
+    if len(values) < 2:
+        return None
+    return float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
 
 
 def counts(config: TrainConfig) -> dict[str, int]:
@@ -80,123 +82,122 @@ def counts(config: TrainConfig) -> dict[str, int]:
     }
 
 
-def summarise(
-    one: Contender,
-    config: TrainConfig,
-    runs: Iterable[Run],
-    inference: Iterable[InferenceResult],
-    *,
-    lr: float,
-    model: str | None = None,
-    shared: SharedModel | None = None,
-) -> StrategyResult:
-    """The figures of one contender over its runs.
+def complete(results: Results, run: Run) -> bool:
+    """Whether a run has figures to the loss: it reached the target, or it trained all steps where there is none."""
+    return run.reached or (results.target_loss is None and run.status in ("steps", "timed"))
 
-    Args:
-        one: The contender.
-        config: Its training, for the counts.
-        runs: Those of all contenders.
-        inference: Its inference.
-        lr: Its learning rate.
-        model: Name of the model whose curves it shares.
-        shared: The check that it failed, if it was found to compute another model.
+
+def by_seed(results: Results, cell: Cell, measure: str) -> dict[int, float]:
+    """A measure of each run that has it; figures to the loss are those of runs that reached it."""
+    if measure in COUNTS:
+        return {run.seed: getattr(cell, measure) for run in cell.runs}
+    runs = [run for run in cell.runs if measure not in TO_THE_LOSS or complete(results, run)]
+    values = {run.seed: _OF_RUN[measure](run, cell) for run in runs}
+    return {seed: value for seed, value in values.items() if value is not None}
+
+
+def mean(results: Results, cell: Cell, measure: str) -> Interval | None:
+    """The mean of a measure over the runs of a cell that have it."""
+    if measure in COUNTS:
+        return Interval(getattr(cell, measure), None, None, 1)
+    return mean_interval(
+        list(by_seed(results, cell, measure).values()), 1.0 if measure == "blocked_share" else math.inf
+    )
+
+
+def median_of(results: Results, cell: Cell, measure: str) -> float | None:
+    """The median over the runs of a cell; None if half of them or more do not have the measure."""
+    if not cell.runs:
+        return None
+    values = by_seed(results, cell, measure)
+    middle = median(values.get(run.seed, math.inf) for run in cell.runs)
+    return middle if math.isfinite(middle) else None
+
+
+def ratio(results: Results, cell: Cell, other: Cell, measure: str) -> Interval | None:
+    """The ratio of one cell to another in a measure: the geometric mean over pairs of runs of the same seed. Below 1
+    the first is cheaper. ``latency, batch 64`` and ``inference_joules, batch 64`` are those of inference.
     """
-    mine = [run for run in runs if run.strategy == one.name]
-    reached = [run for run in mine if run.reached]
-    missing: dict[str, Any] = dict.fromkeys(TO_THE_LOSS)
-    counted: dict[str, Any] = counts(config)
-    result = StrategyResult(
-        strategy=one.name,
-        description=description(one, config),
-        lr=lr,
-        runs=len(mine),
-        reached=len(reached),
-        **counted,
-        **missing,
-        step_seconds=_interval_of(_known(run.step_seconds for run in mine)),
-        blocked_share=_interval_of(_known(run.blocked_share for run in mine if run.steps), most=1.0),
-        inference=tuple(inference),
-        ranks=one.ranks,
-        dp=one.dp,
-        wire=one.wire,
-        variant=one.variant,
-        model=model,
-        error=None if shared is None else difference_in_words(one.name, shared),
-    )
-    figures: dict[str, Any] = {}
-    for name in TO_THE_LOSS:
-        values = [_OF_RUN[name](run, result) for run in reached]
-        known = [value for value in values if value is not None]
-        figures[name] = _interval_of(known) if len(known) == len(values) else None
-    return replace(result, **figures)
-
-
-def description(one: Contender, config: TrainConfig) -> str:
-    """A contender in words, as ``tensor+int8, int8 on the wire``."""
-    words = [one.name]
-    words += [f"{config.blocks} blocks, {config.ghosts} ghosts"] if one.has_blocks else []
-    words += [f"{one.dp} copies on {one.ranks} rank{'s' if one.ranks > 1 else ''} each"] if one.dp > 1 else []
-    words += [f"{one.wire} on the wire"] if one.wire != EXACT_WIRE else []
-    words += [one.variant] if one.variant else []
-    return ", ".join(words)
-
-
-def difference_in_words(name: str, shared: SharedModel) -> str:
-    """Why a contender does not compute the model that it should share."""
-    others = " and ".join(other for other in shared.strategies if other != name)
-    difference = shared.differences[name]
-    found = "they are not finite" if difference is None else f"they differ by {difference:.2g}"
-    return (
-        f"its losses in {shared.checked_steps} steps are not those of {others}, which should compute the same model: "
-        f"{found}, and {shared.tolerance:g} would be rounding"
-    )
-
-
-def ratios_of(strategies: Sequence[StrategyResult], runs: Sequence[Run]) -> list[Ratio]:
-    """Ratios of phantom to all others, and of all others to the baselines."""
-    named = {one.strategy: one for one in strategies}
-    baselines = [name for name in BASELINES if name in named]
-    pairs = [(name, base) for base in baselines for name in named if name not in ("tensor", base)]
-    pairs += [(name, other) for name in named if is_lead(name) for other in named if other != name]
-    ratios = []
-    for name, base in dict.fromkeys(pairs):
-        for measure, values in _pairs(named[name], named[base], runs):
-            if (found := ratio_interval(values)) is not None:
-                ratios.append(Ratio(name, base, measure, found))
-    return ratios
-
-
-def ratio_words(measure: str, strategies: Iterable[StrategyResult]) -> str:
-    """The label of a ratio; that of inference energy says whether it is modelled or how it was measured."""
-    label = ratio_label(measure)
     name, _, batch = measure.partition(", batch ")
-    if name != "inference_joules":
-        return label
-    kinds = {str(entry.provenance) for one in strategies for entry in one.inference if str(entry.batch) == batch}
-    return ", ".join([label, *sorted(kind.replace("_", " ") for kind in kinds - {"unavailable"})])
+    if batch:
+        pairs = [_inference(name, int(batch), one) for one in (cell, other)]
+        return ratio_interval([(pairs[0], pairs[1])]) if pairs[0] and pairs[1] else None
+    if measure in COUNTS:
+        return ratio_interval([(getattr(cell, measure), getattr(other, measure))])
+    mine, theirs = by_seed(results, cell, measure), by_seed(results, other, measure)
+    return ratio_interval([(mine[seed], theirs[seed]) for seed in sorted(mine.keys() & theirs.keys())])
+
+
+def _inference(name: str, batch: int, cell: Cell) -> float | None:
+    entry = next((entry for entry in cell.inference if entry.batch == batch), None)
+    if entry is None:
+        return None
+    return entry.latency_seconds if name == "latency" else entry.joules_per_sample
+
+
+def inference_measures(cells: Sequence[Cell]) -> list[str]:
+    """The measures of inference that ratios can be made of."""
+    batches = sorted({entry.batch for cell in cells for entry in cell.inference})
+    return [f"{name}, batch {batch}" for batch in batches for name in ("latency", "inference_joules")]
 
 
 def is_lead(name: str) -> bool:
-    """Whether a contender is one that all others are compared with: phantom models, however they are laid out."""
+    """Whether a contender is a phantom model, however it is laid out."""
     return re.split("[@+]", name)[0] in LEADS
 
 
-def _pairs(
-    one: StrategyResult, base: StrategyResult, runs: Sequence[Run]
-) -> Iterator[tuple[str, list[tuple[float, float]]]]:
-    """Measures and the pairs of values that their ratios are made of: of runs of one seed, or of counts."""
-    mine, theirs = ({run.seed: run for run in runs if run.strategy == s.strategy and run.steps} for s in (one, base))
-    for measure, read in _OF_RUN.items():
-        pairs = []
-        for seed in mine.keys() & theirs.keys():
-            equal = (mine[seed].reached and theirs[seed].reached) or measure == "step_seconds"
-            first, second = read(mine[seed], one), read(theirs[seed], base)
-            if equal and first is not None and second is not None:
-                pairs.append((first, second))
-        yield measure, pairs
-    for measure in ("parameters", "memory_bytes"):
-        yield measure, [(getattr(one, measure), getattr(base, measure))]
-    for ours, other in ((a, b) for a in one.inference for b in base.inference if a.batch == b.batch):
-        yield f"latency, batch {ours.batch}", [(ours.latency_seconds, other.latency_seconds)]
-        if ours.joules_per_sample and other.joules_per_sample:
-            yield f"inference_joules, batch {ours.batch}", [(ours.joules_per_sample, other.joules_per_sample)]
+def lead_of(cells: Sequence[Cell]) -> str:
+    """The strategy that the others are compared with: phantom, if it is there."""
+    names = [cell.strategy for cell in cells]
+    return "phantom" if "phantom" in names or not names else names[0]
+
+
+def peer(results: Results, cell: Cell, strategy: str) -> Cell | None:
+    """The cell of another strategy that ``cell`` is compared with: on the same link, with the same settings where both
+    have them; in studies with a reference, the reference.
+    """
+    reference = results.settings.get("reference")
+    for other in results.cells:
+        shared = cell.settings.keys() & other.settings.keys()
+        if reference:
+            same = all(({"strategy": other.strategy} | other.settings).get(key) == reference[key] for key in reference)
+        else:
+            same = all(cell.settings[key] == other.settings[key] for key in shared)
+        if (other.strategy, other.link, other.hardware) == (strategy, cell.link, cell.hardware) and same:
+            return other
+    return None
+
+
+def ratios(results: Results, measures: Sequence[str] = ()) -> Iterator[tuple[Cell, Cell, str, Interval]]:
+    """Ratios of phantom to all others and of all others to the baselines, in every measure or in those given."""
+    names = list(dict.fromkeys(cell.strategy for cell in results.cells))
+    pairs = [(name, base) for base in BASELINES if base in names for name in names if name not in ("tensor", base)]
+    pairs += [(name, other) for name in names if is_lead(name) for other in names if other != name]
+    every = measures or (*TO_THE_LOSS, "step_seconds", "parameters", "memory_bytes", *inference_measures(results.cells))
+    for name, base in dict.fromkeys(pairs):
+        for cell in (cell for cell in results.cells if cell.strategy == name):
+            other = peer(results, cell, base)
+            for measure in every if other is not None else ():
+                assert other is not None
+                if (value := ratio(results, cell, other, measure)) is not None:
+                    yield cell, other, measure, value
+
+
+def ranking(results: Results, cells: Sequence[Cell], measure: str) -> list[tuple[Cell, Interval | None]]:
+    """The cells that have a measure with every seed, the one with the least geometric mean first, each with the ratio
+    of the first to it. Where that interval includes 1, the two are not significantly different.
+    """
+    means = {}
+    for index, cell in enumerate(cells):
+        values = by_seed(results, cell, measure)
+        if cell.runs and len(values) == len(cell.runs) and min(values.values()) > 0:
+            means[index] = geometric_mean(values.values())
+    order = [cells[index] for index in sorted(means, key=lambda index: means[index])]
+    return [(cell, None if cell is order[0] else ratio(results, order[0], cell, measure)) for cell in order]
+
+
+def rate_is_at_an_end(results: Results, model: str) -> bool:
+    """Whether the rate that the search chose for a model is the lowest or the highest that it tried."""
+    trials = [trial for trial in results.trials if trial.model == model]
+    rates = [trial.lr for trial in trials]
+    return any(trial.chosen and trial.lr in (min(rates), max(rates)) for trial in trials)

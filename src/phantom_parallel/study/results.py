@@ -1,11 +1,14 @@
-"""Results of a comparison or a study as plain data: JSON on disk, and all that tables and reports read.
+"""Results of a comparison or a study as plain data: numbers and settings, as JSON on disk.
 
-Every figure that may be missing is None: a strategy that missed the target has no time to the loss, and a machine
-without counters has no measured joules.
+    Results            settings, environment, watts, target loss, trials of the search
+      cells: Cell      a contender with the settings of a cell on a link; counts by the cost formulas, inference
+        runs: Run      one training, or timed steps, for each seed
+
+Every figure that may be missing is None: a run that missed the target has no time to the loss, and a machine without
+counters has no measured joules. Means, ratios and intervals are derived, see `analysis`.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -16,8 +19,9 @@ from phantom_parallel.utils.parsing import decode_json
 
 FILE, FORMAT, VERSION = "results.json", "phantom-parallel-results", 1
 
-# Target reached, steps used up, loss non-finite, or another model than the one whose losses it should share.
-RunStatus = Literal["target", "steps", "diverged", "differs"]
+# Target reached, steps used up, loss not finite, another model than the one whose losses it should share, or steps that
+# were timed without training to a loss.
+RunStatus = Literal["target", "steps", "diverged", "differs", "timed"]
 
 
 @dataclass(frozen=True)
@@ -32,30 +36,31 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Run:
-    """One training. ``seconds`` is the time of its steps on rank 0, without evaluations; compute and blocked seconds
-    are sums over all ranks.
+    """One training, or timed steps. ``seconds`` is the time of its steps on rank 0, without evaluations; compute and
+    blocked seconds, and joules, are sums over all ranks.
 
     Where curves are shared, steps and losses are those of the training by ``trained_by``, a contender that computes the
-    same model, and times and energies are ``steps`` times those of a step, of which ``timed_steps`` were timed.
+    same model, and times and energies are ``steps`` times those of a step, of which ``timed_steps`` were timed. Where a
+    training continued beyond the target, steps, seconds and joules are those to the target.
     """
 
-    strategy: str  # name of the contender: a strategy, or as in tensor+int8 or phantom@2x2
     seed: int
     lr: float
-    ranks: int
-    dp: int
     status: RunStatus
     steps: int
     loss: float | None  # held-out loss at the end
     seconds: float
     compute_seconds: float | None  # None where the time is not split
     blocked_seconds: float | None
-    joules: float | None  # of the steps, modelled
-    measured_joules: float | None  # of the whole training with its evaluations, from the machine's sensors
+    joules: float | None  # modelled
+    measured_joules: float | None  # from the machine's sensors, with evaluations
     measured_by: str  # provenance of that figure
     curve: tuple[CurvePoint, ...] = ()
+    losses: tuple[float, ...] = ()  # of timed steps: of a few of them, on their rows and held out
     trained_by: str | None = None  # None: by itself
     timed_steps: int | None = None  # None: all steps
+    loss_at_equal_steps: float | None = None  # after the steps of the reference
+    loss_at_equal_energy: float | None = None  # within the modelled energy of the reference
 
     def __post_init__(self) -> None:
         for before, after in pairwise(self.curve):
@@ -76,33 +81,7 @@ class Run:
         if self.compute_seconds is None or self.blocked_seconds is None:
             return None
         total = self.compute_seconds + self.blocked_seconds
-        return self.blocked_seconds / total if total > 0 else 0.0
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Timed steps of one contender. Compute and blocked seconds, and joules, are sums over all ranks. ``steps`` is 0 if
-    the loss was not finite.
-    """
-
-    strategy: str
-    seed: int
-    lr: float
-    ranks: int
-    dp: int
-    steps: int
-    seconds: float
-    compute_seconds: float | None  # None where the time is not split
-    blocked_seconds: float | None
-    joules: float | None  # modelled
-    measured_joules: float | None  # from the machine's sensors, with an evaluation of one batch
-    measured_by: str
-    losses: tuple[float, ...]  # of a few steps, on their rows and held out
-    variant: str = ""  # what was chosen by the shortest step: micro-batches of a pipeline
-
-    @property
-    def step_seconds(self) -> float | None:
-        return self.seconds / self.steps if self.steps else None
+        return self.blocked_seconds / total if total > 0 else None
 
 
 @dataclass(frozen=True)
@@ -115,64 +94,28 @@ class SharedModel:
     """
 
     model: str
-    strategies: tuple[str, ...]
     trained_by: str  # the contender with the shortest step where losses are trained
     checked_steps: int
     tolerance: float
-    differences: dict[str, float | None]  # None: no finite losses
+    differences: dict[str, float | None]  # by contender; None: no finite losses
 
     @property
     def differing(self) -> tuple[str, ...]:
         """Contenders that do not compute the same model."""
-        return tuple(
-            name
-            for name, difference in self.differences.items()
-            if difference is None or not difference <= self.tolerance
-        )
+        differences = self.differences.items()
+        return tuple(name for name, value in differences if value is None or not value <= self.tolerance)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One learning rate in the search for one contender, or for all that compute the same model."""
+    """One learning rate in the search for one model."""
 
-    strategy: str
+    model: str
     lr: float
     status: RunStatus
     steps: int
     loss: float | None
     chosen: bool = False
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean over seeds with its 95 % confidence interval; a single value has no interval.
-
-    Intervals of means are Student's, which is symmetric: of few values that differ much it reaches below 0. Those of
-    quantities that cannot be there are `clipped`.
-    """
-
-    mean: float
-    low: float | None
-    high: float | None
-    count: int
-
-    def clipped(self, least: float, most: float) -> "Interval":
-        """The interval without what lies below ``least`` or above ``most``, which the quantity cannot be."""
-        if self.low is None or self.high is None:
-            return self
-        return replace(self, low=max(self.low, least), high=min(self.high, most))
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """Ratio of ``strategy`` to the baseline ``to`` in one measure: the geometric mean over seeds, whose pairs were
-    trained one after the other. Below 1 the strategy is cheaper.
-    """
-
-    strategy: str
-    to: str
-    measure: str
-    ratio: Interval
 
 
 @dataclass(frozen=True)
@@ -198,174 +141,120 @@ class InferenceResult:
 
 
 @dataclass(frozen=True)
-class StrategyResult:
-    """Results of one strategy. Counts are per step; bytes and FLOPs are sums over all ranks, memory is one rank's."""
+class Cell:
+    """A contender with the settings of a cell on a link. Counts are per step; bytes and FLOPs are sums over all ranks,
+    memory is that of the rank that needs most.
+    """
 
-    strategy: str
-    description: str  # "phantom, 4 blocks, 16 ghosts"
+    strategy: str  # name of the contender: a strategy, or as in tensor+int8 or phantom@2x2
+    ranks: int  # that share a model
+    dp: int  # copies of the model
+    batch: int
     parameters: int
-    lr: float
-    runs: int
-    reached: int  # runs that reached the target
     flops_per_step: int
     bytes_per_step: int
     memory_bytes: int
-    steps: Interval | None  # to the target loss, as the next five; None where no run reached it
-    seconds: Interval | None
-    joules: Interval | None
-    measured_joules: Interval | None
-    flops: Interval | None
-    bytes: Interval | None
-    step_seconds: Interval | None  # over all runs, whether they reached the target or not
-    blocked_share: Interval | None
-    inference: tuple[InferenceResult, ...] = ()  # one for each batch size
-    ranks: int | None = None  # that share a model
-    dp: int | None = None  # copies of the model
-    wire: str = "full"  # format in which features travel
+    runs: tuple[Run, ...]  # one for each seed
+    settings: dict[str, Any]  # that distinguish it from other cells
+    link: str = "loopback"
+    blocks: int | None = None
+    ghosts: int | None = None
+    wire: str = "full"
     variant: str = ""  # what was chosen by the shortest step: micro-batches of a pipeline
-    model: str | None = None  # of those that share curves
-    error: str | None = None  # why there are no figures to the loss, if something is wrong with the strategy
+    model: str | None = None  # whose curves it shares
+    hardware: str | None = None  # profile of a cell that is computed by the cost formulas, and was not run
+    inference: tuple[InferenceResult, ...] = ()  # one for each batch size
+
+    @property
+    def lr(self) -> float | None:
+        return self.runs[0].lr if self.runs else None
+
+    @property
+    def reached(self) -> int:
+        """How many runs reached the target."""
+        return sum(run.reached for run in self.runs)
+
+    @property
+    def differs(self) -> bool:
+        """Whether it was seen not to compute the model that it should share."""
+        return any(run.status == "differs" for run in self.runs)
+
+    @property
+    def label(self) -> str:
+        return " ".join([self.strategy, *(f"{name}={value}" for name, value in self.settings.items())])
 
 
 @dataclass(frozen=True)
 class Power:
-    """The watts that modelled joules are computed with, and of what they are. Ranks that share a core share its watts.
-
-    Earlier results do not say of what: their watts are those of a rank, when the most ranks run.
-    """
+    """The watts that modelled joules are computed with, and of what they are. Ranks that share a core share them."""
 
     name: str
     compute_watts: float
     communication_watts: float
     idle_watts: float
     source: str
-    per: Literal["core", "device", "rank"] = "rank"
-
-
-# What the wall clock covers: the process up to the report, or the call that trained, without imports and the report.
-WallOf = Literal["process", "call"]
+    per: Literal["core", "device", "rank"] = "core"
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Results of ``phantom compare``."""
+class Results:
+    """Results of ``phantom compare`` and ``phantom study``."""
 
     name: str
+    question: str
     command: str
     started: str  # ISO date and time, UTC
     wall_seconds: float
     settings: dict[str, Any]
     environment: dict[str, Any]
     power: Power
-    target_loss: float
-    target_from: str  # origin of the target, in words
-    trials: tuple[Trial, ...]
-    runs: tuple[Run, ...]
-    strategies: tuple[StrategyResult, ...]
-    ratios: tuple[Ratio, ...]
-    remarks: tuple[str, ...] = ()  # caveats for the reader: targets missed, measures in which phantom is worse
-    shared: tuple[SharedModel, ...] = ()  # models whose curves are shared
-    timings: tuple[Timing, ...] = ()  # from which times of a step are, where curves are shared
-    findings: tuple[str, ...] = ()  # sentences on which strategy needs least
-    network: Network | None = None  # emulated hosts; None for loopback, and where ranks were launched externally
-    wall_of: WallOf = "call"
-
-    kind = "compare"
-
-
-SettingValue = int | float | str | bool | None
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One training or timing of a study. ``modelled`` cells come from the cost formulas and a hardware profile."""
-
-    name: str
-    settings: dict[str, SettingValue]  # strategy, sizes of the model, ranks, batch, and lr and seed where they apply
-    values: dict[str, float | None]  # by measure
-    modelled: bool = False
-    status: str = "done"
-    source: str = ""  # of modelled figures
-
-
-@dataclass(frozen=True)
-class Study:
-    """Results of ``phantom study``."""
-
-    name: str
-    question: str
-    command: str
-    started: str
-    wall_seconds: float
-    settings: dict[str, Any]
-    environment: dict[str, Any]
-    power: Power
     cells: tuple[Cell, ...]
-    findings: tuple[str, ...] = ()  # sentences derived from the cells
-    remarks: tuple[str, ...] = ()
-    network: Network | None = None  # emulated hosts of all cells
-    wall_of: WallOf = "call"
-
-    kind = "study"
+    target_loss: float | None = None  # None: trained for the same steps, or timed only
+    target_from: Literal["settings", "search", "reference"] | None = None
+    trials: tuple[Trial, ...] = ()
+    shared: tuple[SharedModel, ...] = ()  # models whose curves are shared
+    networks: dict[str, Network] | None = None  # emulated hosts by link
+    no_hosts: str | None = None  # why hosts could not be emulated, where loopback took their place
+    reused: int = 0  # runs that an earlier call had finished
 
     @property
-    def is_regime(self) -> bool:
-        """Whether it is a study of links and batch sizes."""
-        return self.settings.get("measure") == "regime"
+    def is_comparison(self) -> bool:
+        """Whether there is a single cell and a single link, so that contenders are all that differs."""
+        return len({cell.link for cell in self.cells}) <= 1 and not any(cell.settings for cell in self.cells)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether steps were timed, and no losses compared."""
+        return self.settings.get("measure") == "speed"
+
+    @property
+    def links(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(cell.link for cell in self.cells if cell.hardware is None))
 
 
-def to_json(found: Comparison | Study) -> dict[str, Any]:
+def to_json(results: Results) -> dict[str, Any]:
     """The results as plain data."""
-    return {"format": FORMAT, "version": VERSION, "kind": found.kind} | asdict(found)
+    return {"format": FORMAT, "version": VERSION} | asdict(results)
 
 
-def save(found: Comparison | Study, path: Path) -> None:
+def save(results: Results, path: Path) -> None:
     """Write results atomically."""
-    write_json(path, to_json(found))
+    write_json(path, to_json(results))
 
 
 @dataclass(frozen=True)
 class _Header:
     format: str
     version: int
-    kind: str
 
 
-def load(path: Path) -> Comparison | Study:
-    """Read what `save` wrote.
-
-    Raises:
-        ValueError: If the file is not readable as results.
-    """
-    kinds: dict[str, type[Comparison] | type[Study]] = {one.kind: one for one in (Comparison, Study)}
+def load(path: Path) -> Results:
+    """Read what `save` wrote; ValueError if the file is not readable as results."""
     try:
         text = read_bytes(path)
         header = decode_json(text, _Header, "the header")
-        if (header.format, header.version) != (FORMAT, VERSION) or header.kind not in kinds:
-            raise ValueError(
-                f"format {header.format!r} version {header.version} kind {header.kind!r}; expected {FORMAT!r} "
-                f"version {VERSION} and one of the kinds {', '.join(kinds)}"
-            )
-        found = decode_json(text, kinds[header.kind], header.kind)
-        _check_environment(found.environment)
-        if isinstance(found, Study):
-            _check_cells(found)
-        return found
+        if (header.format, header.version) != (FORMAT, VERSION):
+            raise ValueError(f"format {header.format!r} version {header.version}; expected {FORMAT!r} {VERSION}")
+        return decode_json(text, Results, "results")
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not a result of phantom compare or phantom study: {error}") from None
-
-
-def _check_environment(environment: Mapping[str, Any]) -> None:
-    """Raise ValueError if a number that remarks are derived from is none."""
-    for name in ("cores", "processes", "processes_per_host"):
-        value = environment.get(name)  # None where it was not known
-        if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"{name} of the environment must be a positive whole number, got {value!r:.50}")
-
-
-def _check_cells(found: Study) -> None:
-    """Raise ValueError if a cell lacks a setting that tables and figures are ordered by."""
-    for index, cell in enumerate(found.cells):
-        for name in ("strategy", "ranks", "batch", *(("link",) if found.is_regime else ())):
-            if cell.settings.get(name) is None:
-                raise ValueError(f"cell {index} ({cell.name!r}) has no setting {name!r}")

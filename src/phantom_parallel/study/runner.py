@@ -1,15 +1,22 @@
-"""Running the cells of a comparison or a study: trainings on some or all ranks, each kept on disk when it is finished.
+"""Running cells on ranks: trainings and timed steps on some or all of them, each kept on disk when it is finished.
 
 Every rank calls the same methods in the same order and gets the same results, so that what is run next may depend on
-them. A cell that needs fewer ranks than there are runs on the first ones while the others wait.
+them. A cell that needs fewer ranks than there are runs on the first ones while the others wait. A cell whose file is in
+the folder is read and not run again: a resumed call and the next launch of the same call continue from there.
+
+A folder of results has ``settings.json``, ``networks.json`` if hosts are emulated, ``cells/``, ``results.json`` and the
+report.
 """
 
 import math
+import os
+import platform
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict
-from datetime import timedelta
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,49 +24,134 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from phantom_parallel._version import __version__
+from phantom_parallel.cost.calibrate import network_of
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.errors import Interrupted, LossDiverged
-from phantom_parallel.distributed.launch import threads_for
+from phantom_parallel.distributed.hosts import why_unavailable
+from phantom_parallel.distributed.launch import MACHINE_RANKS, threads_for
 from phantom_parallel.distributed.launchers import is_rank_zero
 from phantom_parallel.distributed.objects import broadcast_from_rank_zero, check_agreement
+from phantom_parallel.distributed.process_group import describe_run
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.energy import EnergyMeter, PowerProfile, load_power_profile
-from phantom_parallel.study.contenders import Contender
-from phantom_parallel.study.environment import environment
-from phantom_parallel.study.remarks import power_of
-from phantom_parallel.study.results import CurvePoint, Run, RunStatus, Timing
-from phantom_parallel.study.session import CELLS, RunOptions, prepare_folder
-from phantom_parallel.study.settings import Settings, to_dict
-from phantom_parallel.study.timing import WARM_UP, TimedSteps, time_steps
+from phantom_parallel.study.results import CurvePoint, Run, RunStatus
+from phantom_parallel.study.settings import LOOPBACK, Settings
 from phantom_parallel.train import Record, TrainConfig, train
-from phantom_parallel.utils.files import read_bytes, write_json
+from phantom_parallel.train.loop import Trainer
+from phantom_parallel.utils.files import is_unused, read_bytes, remove_scratch, write_json
 from phantom_parallel.utils.lock import FolderLock
-from phantom_parallel.utils.parsing import decode_json
+from phantom_parallel.utils.network import Network
+from phantom_parallel.utils.parsing import convert, decode_json
 from phantom_parallel.utils.progress import ProgressDisplay
 
 T = TypeVar("T")
-C = TypeVar("C", Run, Timing)
-_ENDED = {"target": "reached the target", "steps": "all steps done", "diverged": "diverged", "differs": "differs"}
+SETTINGS, CELLS, FIGURES, NETWORKS = "settings.json", "cells", "figures", "networks.json"
+WARM_UP = 2  # steps before those that are timed, or one if time is limited: buffers are allocated, connections opened
+MIN_TIMED_STEPS = 2
+_NEVER = 10**9
+_ENDED = {"target": "reached the target", "steps": "all steps done", "diverged": "diverged", "timed": "timed"}
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of one launch of ranks.
+
+    Args:
+        out: Folder of the results.
+        resume: Whether the folder may be one that an earlier call has begun.
+        show: Whether to show progress on stderr.
+        local: Whether the ranks are started by this package, and not by torchrun or srun.
+        command: Command line, for the report.
+        started: Date and time of the call.
+        networks: Emulated hosts by link, of all launches.
+        link: The link of this launch; None for the one that trains losses before any link is measured.
+        no_hosts: Why hosts could not be emulated, where loopback takes their place.
+        reused: Cells that an earlier call had finished.
+    """
+
+    out: Path
+    resume: bool = False
+    show: bool = False
+    local: bool = True
+    command: str = ""
+    started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    networks: dict[str, Network] = field(default_factory=dict)
+    link: str | None = LOOPBACK
+    no_hosts: str | None = None
+    reused: int = 0
+
+
+def prepare_folder(out: Path, settings: dict[str, Any], resume: bool, lock: FolderLock) -> None:
+    """Create the folder, or check that ``settings`` are those that it was created with, and lock it. One process calls
+    this.
+
+    Raises:
+        ValueError: If the settings are others, or there are none.
+        OSError: If the folder is not empty and ``resume`` is False, or another call is at work in it.
+    """
+    _check_folder(out, settings, resume)
+    out.mkdir(parents=True, exist_ok=True)
+    lock.acquire()
+    _check_folder(out, settings, resume)  # again, now that nobody else writes
+    for folder in (out, out / CELLS, out / FIGURES):
+        remove_scratch(folder)
+    write_json(out / SETTINGS, settings)
+
+
+def _check_folder(out: Path, settings: dict[str, Any], resume: bool) -> None:
+    path = out / SETTINGS
+    if not resume:
+        if out.exists() and not (out.is_dir() and is_unused(out)):
+            hint = "choose another, or resume" if path.is_file() else "choose another"
+            raise FileExistsError(f"{out} exists and is not an empty folder: {hint}")
+        return
+    if not path.exists():
+        raise ValueError(f"there is nothing to resume in {out}: run without resume")
+    before = decode_json(read_bytes(path), dict[str, Any], str(path))
+    if differ := [name for name in settings if before.get(name) != settings[name]]:
+        changes = ", ".join(f"{name} was {before.get(name)!r}, not {settings[name]!r}" for name in differ)
+        raise ValueError(f"{out} was started with other settings: {changes}")
+
+
+def resolve_networks(settings: Settings, dtype: str, out: Path) -> tuple[dict[str, Network], str | None]:
+    """The networks of the links: those that the folder has, so that a resumed call has the same measured rates, or new
+    ones. Also why there are none, if this system cannot emulate hosts and the settings allow loopback instead.
+
+    Raises:
+        OSError: If it cannot, and the settings do not allow it.
+    """
+    links = [link for link in settings.all_links if link != LOOPBACK]
+    path = out / NETWORKS
+    known = decode_json(read_bytes(path), dict[str, Network], str(path)) if path.exists() else {}
+    reason = why_unavailable() if any(link not in known for link in links) else None
+    if reason is not None and not settings.hosts_optional:
+        raise OSError(reason)
+    if reason is not None:
+        return {}, reason
+    options = {"dtype": dtype, "delay": settings.link_delay, "loss": settings.link_loss}
+    for link in links:
+        network = known.get(link) or network_of(settings.hosts, link, settings.world_size, **options)
+        assert network is not None
+        known[link] = network
+    return known, None
 
 
 @contextmanager
-def cell_runner(device: torch.device, settings: Settings, options: RunOptions, total: int) -> Iterator["CellRunner"]:
-    """The runner of one rank, for about ``total`` cells. Signals to stop are obeyed after the current step."""
+def cell_runner(device: torch.device, settings: Settings, options: RunOptions) -> Iterator["CellRunner"]:
+    """The runner of one rank. Signals to stop are obeyed after the current step."""
     display = ProgressDisplay(show=options.show and is_rank_zero())
     with StopRequest() as stop, FolderLock(options.out) as lock, display:
         runner = CellRunner(device, settings, options, display, stop)
         if not options.local:
-            given = to_dict(settings) | {"resume": options.resume}
-            check_agreement("the settings", given, dist.group.WORLD)
-            runner.broadcast(lambda: prepare_folder(options.out, to_dict(settings), options.resume, lock))
-        runner.expect(options.before + total)
+            given = settings.to_dict()
+            check_agreement("the settings", given | {"resume": options.resume}, dist.group.WORLD)
+            runner.broadcast(lambda: prepare_folder(options.out, given, options.resume, lock))
         yield runner
 
 
 class CellRunner:
-    """Runs trainings on one rank together with the others. Finished cells are kept in the folder of the options, and
-    with ``resume`` those that are there are not run again.
-    """
+    """Runs trainings and timed steps on one rank together with the others."""
 
     def __init__(
         self,
@@ -70,74 +162,58 @@ class CellRunner:
         stop: StopRequest,
     ) -> None:
         self.device = device
-        self.done = options.before  # cells that are finished
-        self.reused = 0  # cells that an earlier call had finished
+        self.done = 0  # cells that are finished
         self._settings, self._options, self._display, self._stop = settings, options, display, stop
         self._contexts: dict[tuple[int, int], ParallelContext | None] = {}
-        display.stage("starting", 0, done=options.before)
+        display.stage("starting", 0)
 
     def expect(self, total: int) -> None:
-        """Set the total number of cells up to the end of this launch, for the display."""
-        self._display.set_total(total + self._options.after)
+        """Set the total number of cells, for the display."""
+        self._display.set_total(total)
 
     def broadcast(self, work: Callable[[], T]) -> T:
-        """Call ``work`` on rank 0 and return its result on all ranks."""
+        """Call ``work`` on rank 0 and return its result, which is plain data, on all ranks."""
         return broadcast_from_rank_zero(work, self.device)
 
     def train(self, name: str, config: TrainConfig) -> Run:
         """Train on the ranks of ``config``, or read the cell of that name from the folder; the result on all ranks."""
-        return self._cell(
-            name, config.strategy, config, Run, lambda context: self._train(config, context, name), _outcome
-        )
+        return self._cell(name, config, lambda context: self._train(config, context, name))
 
-    def time(self, one: Contender, config: TrainConfig, steps: int, *, limit: float = math.inf) -> Timing:
-        """Time steps of a contender's training, or read the cell from the folder; the result on all ranks.
-
-        Args:
-            one: The contender.
-            config: Its training.
-            steps: Steps to time.
-            limit: Seconds that they may take, see `time_steps`.
+    def time(self, name: str, config: TrainConfig, steps: int, *, limit: float = math.inf) -> Run:
+        """Time steps of a training, or read the cell of that name; the result on all ranks. ``limit``: seconds that
+        they may take, see `time_steps`.
         """
-        name = " ".join(filter(None, ("time", one.name, one.variant, f"seed={config.seed}")))
 
-        def work(context: ParallelContext) -> Timing | None:
-            return self._time(one, config, context, name, steps, limit)
+        def work(context: ParallelContext) -> Run | None:
+            def record(entry: Record) -> None:
+                share = min(0.999, entry.step / (WARM_UP + steps))
+                self._display.update(self.done + share, f"step {entry.step}", title=name)
 
-        return self._cell(name, one.name, config, Timing, work, _speed)
+            run = time_steps(config, context, steps, self._stop, limit=limit, report=record)
+            return None if context.rank else replace(run, joules=self._joules(config, run))
 
-    def _cell(
-        self,
-        name: str,
-        strategy: str,
-        config: TrainConfig,
-        kind: type[C],
-        work: Callable[[ParallelContext], C | None],
-        outcome: Callable[[C], str],
-    ) -> C:
-        name += self._options.label
+        return self._cell(name, config, work)
+
+    def _cell(self, name: str, config: TrainConfig, work: Callable[[ParallelContext], Run | None]) -> Run:
         path = self._options.out / CELLS / f"{re.sub(r'[^A-Za-z0-9_.=-]', '-', name)}.json"
-        cell = None
-        if self._options.resume:
-            expected = {"strategy": strategy, "seed": config.seed, "ranks": config.ranks, "dp": config.dp}
-            cell = self.broadcast(lambda: _read_cell(path, kind, expected))
+        cell = self.broadcast(lambda: _read_cell(path))
+        fresh = cell is None
         if cell is None:
             if self.broadcast(lambda: self._stop.requested):
                 raise Interrupted("stopped by a signal")
             self._display.update(self.done, title=name)
-            context = self.context_for(config)
-            found = None
+            context, run = self.context_for(config), None
             if context is not None:
                 if self._options.local and self.device.type == "cpu":
                     torch.set_num_threads(threads_for(config.ranks * config.dp))
-                found = work(context)
-            cell = self.broadcast(lambda: _write_cell(path, found))
+                run = work(context)
+            cell = self.broadcast(lambda: _write_cell(path, run))
         else:
-            self.reused += 1
             self._display.skip()
         self.done += 1
-        self._display.update(self.done, outcome(cell), title=name, line=True)
-        return cell
+        result = convert(cell, Run, str(path))
+        self._display.update(self.done, _outcome(result), title=name, line=fresh)
+        return result
 
     def context_for(self, config: TrainConfig) -> ParallelContext | None:
         """The parallel context of this rank in a training; None if it has no part in it."""
@@ -150,27 +226,13 @@ class CellRunner:
         """The watts of each of ``ranks`` ranks, which share the CPU cores."""
         return load_power_profile(self._settings.profile, ranks)
 
-    def summary(self) -> dict[str, Any]:
-        """The fields that the results of comparisons and studies share. The caller sets the wall clock."""
-        return {
-            "name": self._settings.name,
-            "command": self._options.command,
-            "started": self._options.started.isoformat(timespec="seconds"),
-            "wall_seconds": 0.0,
-            "settings": to_dict(self._settings),
-            "environment": environment(self.device, self._options.network),
-            "network": self._options.network,
-            "power": power_of(load_power_profile(self._settings.profile)),
-        }
-
     def _create_context(self, ranks: int, dp: int) -> ParallelContext | None:
         size = ranks * dp
         world = dist.get_world_size() if dist.is_initialized() else 1
         if world == 1:
             return ParallelContext(device=self.device)
-        group = dist.new_group(
-            range(size), timeout=timedelta(seconds=self._settings.timeout)
-        )  # collective over all ranks, as the mesh is
+        timeout = timedelta(seconds=self._settings.timeout)
+        group = dist.new_group(range(size), timeout=timeout)  # collective over all ranks, as the mesh is
         mesh = init_device_mesh(self.device.type, (dp, ranks), mesh_dim_names=("dp", "tp"))
         if dist.get_rank() >= size:
             return None
@@ -181,13 +243,13 @@ class CellRunner:
         curve: list[CurvePoint] = []
         last: list[Record] = []
 
-        def record(one: Record) -> None:
-            loss = one.loss if one.eval_loss is None else one.eval_loss
-            note = f"step {one.step}/{config.steps}  loss {loss:.4g}"
-            self._display.update(self.done + min(0.999, one.step / config.steps), note, title=name)
-            if one.eval_loss is not None:
-                curve.append(CurvePoint(one.step, one.eval_loss, one.seconds, self._joules(config, one)))
-            last[:] = [one]
+        def record(entry: Record) -> None:
+            loss = entry.loss if entry.eval_loss is None else entry.eval_loss
+            note = f"step {entry.step}/{config.steps}  loss {loss:.4g}"
+            self._display.update(self.done + min(0.999, entry.step / config.steps), note, title=name)
+            if entry.eval_loss is not None:
+                curve.append(CurvePoint(entry.step, entry.eval_loss, entry.seconds, self._joules(config, entry)))
+            last[:] = [entry]
 
         meter = EnergyMeter(None if context.single_process else context.group, device=self.device)
         status: RunStatus
@@ -205,11 +267,8 @@ class CellRunner:
             return None
         end = last[-1] if last else None
         return Run(
-            strategy=config.strategy,
             seed=config.seed,
             lr=config.lr,
-            ranks=config.ranks,
-            dp=config.dp,
             status=status,
             steps=0 if end is None else end.step,
             loss=None if status == "diverged" or not curve else curve[-1].loss,
@@ -222,67 +281,148 @@ class CellRunner:
             curve=tuple(curve),
         )
 
-    def _time(
-        self, one: Contender, config: TrainConfig, context: ParallelContext, name: str, steps: int, limit: float
-    ) -> Timing | None:
-        """Time steps on this rank; the result on rank 0."""
-
-        def record(found: Record) -> None:
-            share = min(0.999, found.step / (WARM_UP + steps))
-            self._display.update(self.done + share, f"step {found.step}", title=name)
-
-        timed = time_steps(config, context, steps, self._stop, limit=limit, report=record)
-        if context.rank:
-            return None
-        found = timed or TimedSteps(0, 0.0, 0.0, 0.0, None, "unavailable", ())
-        return Timing(
-            **asdict(found),
-            strategy=one.name,
-            seed=config.seed,
-            lr=config.lr,
-            ranks=config.ranks,
-            dp=config.dp,
-            joules=None if timed is None else self._joules(config, timed),
-            variant=one.variant,
-        )
-
-    def _joules(self, config: TrainConfig, spent: Record | TimedSteps) -> float | None:
-        """Modelled energy of all ranks. Within steps a rank computes or is blocked, and is never idle. None where the
-        time is not split.
+    def _joules(self, config: TrainConfig, spent: Record | Run) -> float | None:
+        """Modelled energy of all ranks. Within steps a rank computes or is blocked, and is never idle. None without
+        steps, and where the time is not split.
         """
-        if spent.compute_seconds is None or spent.blocked_seconds is None:
+        if (
+            spent.compute_seconds is None
+            or spent.blocked_seconds is None
+            or (isinstance(spent, Run) and not spent.steps)
+        ):
             return None
         return self.power(config.ranks * config.dp).joules(spent.compute_seconds, spent.blocked_seconds)
 
 
-def _read_cell(path: Path, kind: type[C], expected: Mapping[str, Any]) -> C | None:
-    """The cell of a file, if there is one; ValueError if it is not one with the values of ``expected``."""
+def _read_cell(path: Path) -> dict[str, Any] | None:
+    """The cell of a file as plain data, if there is one; ValueError if it is not readable."""
     if not path.exists():
         return None
     try:
-        cell = decode_json(read_bytes(path), kind, "cell")
-        for name, value in expected.items():
-            if getattr(cell, name) != value:
-                raise ValueError(f"{name} is {getattr(cell, name)!r}, expected {value!r}")
-        return cell
+        return asdict(decode_json(read_bytes(path), Run, "cell"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not readable as a finished cell: {error}; remove it to run it again") from None
 
 
-def _write_cell(path: Path, cell: C | None) -> C:
-    assert cell is not None  # rank 0 has a part in every cell
-    write_json(path, asdict(cell))
-    return cell
-
-
-def _speed(timing: Timing) -> str:
-    """Timed steps in a few words."""
-    seconds = timing.step_seconds
-    return "diverged" if seconds is None else f"{1e3 * seconds:.3g} ms a step"
+def _write_cell(path: Path, run: Run | None) -> dict[str, Any]:
+    assert run is not None  # rank 0 has a part in every cell
+    write_json(path, asdict(run))
+    return asdict(run)
 
 
 def _outcome(run: Run) -> str:
-    """A finished training in a few words."""
-    words = [_ENDED[run.status], f"{run.steps} steps"]
-    words += [] if run.loss is None else [f"loss {run.loss:.4g}"]
-    return ", ".join([*words, f"{run.seconds:.3g} s"])
+    """A finished run in a few words."""
+    if run.status == "timed":
+        return f"{1e3 * (run.step_seconds or 0.0):.3g} ms per step"
+    loss = "" if run.loss is None else f", loss {run.loss:.4g}"
+    return f"{_ENDED[run.status]}, {run.steps} steps{loss}, {run.seconds:.3g} s"
+
+
+def time_steps(
+    config: TrainConfig,
+    context: ParallelContext,
+    steps: int,
+    stop: StopRequest,
+    *,
+    limit: float = math.inf,
+    report: Callable[[Record], None],
+) -> Run:
+    """Train for a few steps on the ranks of ``context`` and time the last ``steps`` of them, without evaluations.
+
+    Ranks communicate for nothing but the model between the first and the last timed step. Held out is one batch.
+
+    Args:
+        config: The training.
+        context: Its ranks; every one of them calls this.
+        steps: Steps to time.
+        stop: Whether a signal asked to stop.
+        limit: Seconds that they may take: of slow steps, fewer are timed, and `MIN_TIMED_STEPS` at least.
+        report: Called on rank 0 after the steps that warm up and after those that are timed.
+
+    Returns:
+        The times, the same on every rank but for ``seconds``, without modelled joules; ``diverged`` and 0 steps if the
+        loss was not finite.
+
+    Raises:
+        Interrupted: If a signal asked to stop.
+    """
+    warm_up = WARM_UP if math.isinf(limit) else 1
+    quiet = replace(config, steps=warm_up, warmup=0, target_loss=None, log_every=_NEVER, eval_every=_NEVER)
+    with ExitStack() as stack:
+        trainer = Trainer(quiet, context, None)
+        stack.push(trainer.close)
+        trainer.task.held_out = trainer.task.held_out[: config.batch]
+        if config.compile:
+            trainer.compile()
+        stack.callback(trainer.clock.stop)
+        trainer.clock.start()
+        meter = EnergyMeter(None if context.single_process else context.group, device=context.device)
+        try:
+            summaries = [trainer.run(stop, report)]
+            before = trainer.progress.seconds
+            steps = min(steps, max(MIN_TIMED_STEPS, _affordable(limit, before / warm_up, context)))
+            trainer.config = replace(quiet, steps=warm_up + steps)
+            if summaries[-1].status != "interrupted":
+                with meter.window("steps") as window:
+                    summaries.append(trainer.run(stop, report))
+        except LossDiverged:
+            return Run(config.seed, config.lr, "diverged", 0, None, 0.0, 0.0, 0.0, None, None, "unavailable")
+        if summaries[-1].status == "interrupted":
+            raise Interrupted("stopped by a signal")
+        last, total = summaries[-1], window.result.total
+        return Run(
+            seed=config.seed,
+            lr=config.lr,
+            status="timed",
+            steps=steps,
+            loss=None,
+            seconds=trainer.progress.seconds - before,
+            compute_seconds=last.compute_seconds,
+            blocked_seconds=last.blocked_seconds,
+            joules=None,
+            measured_joules=total.joules if total.valid else None,
+            measured_by=str(total.provenance),
+            losses=tuple(loss for end in summaries for loss in (end.loss, end.eval_loss) if loss is not None),
+        )
+
+
+def _affordable(limit: float, step_seconds: float, context: ParallelContext) -> int:
+    """How many steps fit into ``limit`` seconds by rank 0's clock, the same on every rank."""
+    if math.isinf(limit) or step_seconds <= 0:
+        return sys.maxsize
+    count = int(limit / step_seconds)
+    return count if context.single_process else broadcast_from_rank_zero(lambda: count, context.device, context.group)
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions, processor, device and process group of this rank."""
+    run = describe_run(device)
+    on_machine = os.environ.get(MACHINE_RANKS) or os.environ.get("LOCAL_WORLD_SIZE") or run["ranks"]
+    return {
+        "phantom_parallel": __version__,
+        "torch": run["torch"],
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "device": run["device"],
+        "backend": run["backend"] or "none",
+        "hosts": run["hosts"],
+        "processes": run["ranks"],
+        "processes_per_host": int(on_machine),  # emulated hosts count as one
+        "threads_per_rank": torch.get_num_threads(),
+    }
+
+
+def command() -> str:
+    """The command line of this process; ``python -m phantom_parallel.cli.main`` is ``phantom``."""
+    name = Path(sys.argv[0]).name
+    return " ".join(["phantom" if name == "main.py" else name, *sys.argv[1:]])
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")

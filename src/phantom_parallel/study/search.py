@@ -32,7 +32,7 @@ def search(
     """Try learning rates for every candidate, in turns.
 
     Args:
-        candidates: What to search for, by name.
+        candidates: What to search for, by the name of its model.
         settings: The rates and how long to try them.
         runner: Runs the trainings.
         expect: Called with the number of trials, as far as it is known.
@@ -40,22 +40,22 @@ def search(
     Returns:
         The trials of each candidate in ascending order of the rate, with the best one marked.
     """
-    found: dict[str, list[Trial]] = {name: [] for name in candidates}
+    trials: dict[str, list[Trial]] = {name: [] for name in candidates}
     pending = [(name, lr) for lr in settings.learning_rates for name in candidates]
     extended = dict.fromkeys(candidates, 0)
     while pending:
-        expect(sum(map(len, found.values())) + len(pending))
+        expect(sum(map(len, trials.values())) + len(pending))
         for name, lr in pending:
-            steps = min([settings.steps, *(trial.steps for trial in found[name] if trial.status == "target")])
+            steps = min([settings.steps, *(trial.steps for trial in trials[name] if trial.status == "target")])
             run = runner.train(f"search {name} lr={lr:g}", candidates[name](lr=lr, steps=steps))
-            found[name].append(Trial(name, lr, run.status, run.steps, run.loss))
+            trials[name].append(Trial(name, lr, run.status, run.steps, run.loss))
         pending = []
-        for name, trials in found.items():
-            further = next_rate(trials, settings)
+        for name, tried in trials.items():
+            further = next_rate(tried, settings)
             if further is not None and extended[name] < settings.extend:
                 extended[name] += 1
                 pending.append((name, further))
-    return {name: mark_best(trials) for name, trials in found.items()}
+    return {name: mark_best(tried) for name, tried in trials.items()}
 
 
 def sort_key(trial: Trial) -> tuple[int, float, float]:
@@ -66,9 +66,9 @@ def sort_key(trial: Trial) -> tuple[int, float, float]:
 
 def mark_best(trials: Sequence[Trial]) -> list[Trial]:
     """The trials in ascending order of the rate, with the best marked; of two equals, the one with the lower rate."""
-    ordered = sorted(trials, key=lambda one: one.lr)
+    ordered = sorted(trials, key=lambda trial: trial.lr)
     best = min(ordered, key=sort_key)
-    return [replace(one, chosen=one is best) for one in ordered]
+    return [replace(trial, chosen=trial is best) for trial in ordered]
 
 
 def next_rate(trials: Sequence[Trial], settings: SearchSettings) -> float | None:

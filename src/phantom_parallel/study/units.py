@@ -1,22 +1,60 @@
-"""Figures as text: three significant digits, a unit and its prefix; ratios with their intervals; lists of words."""
+"""Measures with their labels and units, and figures as text: three significant digits, a unit and its prefix."""
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from phantom_parallel.study.measures import measure_unit
-from phantom_parallel.study.results import Interval
+# Name of a measure in results, its label, and the unit of its values.
+MEASURES: dict[str, tuple[str, str]] = {
+    "loss": ("held-out loss", ""),
+    "loss_at_equal_steps": ("loss at equal steps", ""),
+    "loss_at_equal_energy": ("loss at equal modelled energy", ""),
+    "steps": ("steps", "steps"),
+    "seconds": ("time", "s"),
+    "step_seconds": ("step time", "s"),
+    "joules": ("modelled energy", "J"),
+    "measured_joules": ("measured energy", "J"),
+    "joules_per_sample": ("modelled energy per sample", "J"),
+    "bytes": ("bytes exchanged", "B"),
+    "bytes_per_step": ("bytes exchanged per step", "B"),
+    "flops": ("FLOPs", "FLOP"),
+    "flops_per_step": ("FLOPs per step", "FLOP"),
+    "parameters": ("parameters", ""),
+    "memory_bytes": ("memory per rank", "B"),
+    "blocked_share": ("share of time blocked", "%"),
+    "latency": ("inference latency", "s"),
+    "inference_joules": ("inference energy per sample", "J"),
+}
+TO_THE_LOSS = ("steps", "seconds", "joules", "measured_joules", "flops", "bytes")
+PREFIXES = {1e15: "P", 1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k", 1.0: "", 1e-3: "m", 1e-6: "µ", 1e-9: "n"}
 
-PREFIXES = (
-    (1e15, "P"),
-    (1e12, "T"),
-    (1e9, "G"),
-    (1e6, "M"),
-    (1e3, "k"),
-    (1.0, ""),
-    (1e-3, "m"),
-    (1e-6, "µ"),
-    (1e-9, "n"),
-)
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over seeds with its 95 % confidence interval; a single value has no interval."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    count: int
+
+    @property
+    def includes_one(self) -> bool:
+        """Whether a ratio is not significantly different from 1, or has no interval."""
+        return self.low is None or self.high is None or self.low <= 1 <= self.high
+
+
+def measure_label(measure: str, to_the_loss: bool = True) -> str:
+    """The label of a measure, as ``time to the loss``. A suffix such as that of ``latency, batch 64`` is kept."""
+    name, comma, rest = measure.partition(",")
+    label = MEASURES[name][0] if name in MEASURES else name.replace("_", " ")
+    return f"{label} to the loss" if to_the_loss and measure in TO_THE_LOSS else label + comma + rest
+
+
+def measure_unit(measure: str) -> str:
+    """The unit of a measure's values."""
+    name = measure.partition(",")[0]
+    return MEASURES[name][1] if name in MEASURES else ""
 
 
 def format_measure(
@@ -34,8 +72,8 @@ def quantity(value: float, unit: str, among: Sequence[float | None] = ()) -> str
     Args:
         value: The value in base units.
         unit: Its base unit.
-        among: The values that it stands beside, in a column or a sentence: all of them get the same prefix, so that
-            they can be compared at a glance.
+        among: The values that it stands beside in a column: all of them get the same prefix, so that they can be
+            compared at a glance.
     """
     if unit == "%":
         return f"{100 * value:.1f} %"
@@ -43,14 +81,10 @@ def quantity(value: float, unit: str, among: Sequence[float | None] = ()) -> str
         return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
     if unit == "" or value == 0:
         return f"{plain(value)} {unit}".strip()
-    factor, name = scale([_middle(among) or value], unit)
+    known = [other for other in among if other is not None and math.isfinite(other) and other > 0]
+    middle = math.sqrt(min(known)) * math.sqrt(max(known)) if known else value
+    factor, name = scale([middle], unit)
     return f"{digits(value / factor)} {name}"
-
-
-def _middle(values: Iterable[float | None]) -> float | None:
-    """The geometric middle of the range of values, which suits small and large ones; None without positive ones."""
-    found = [value for value in values if value is not None and math.isfinite(value) and value > 0]
-    return math.sqrt(min(found)) * math.sqrt(max(found)) if found else None
 
 
 def scale(values: Iterable[float], unit: str) -> tuple[float, str]:
@@ -65,18 +99,17 @@ def scale(values: Iterable[float], unit: str) -> tuple[float, str]:
         return 1.0, unit
     if unit == "s" and largest >= 120:
         return (3600.0, "h") if largest >= 7200 else (60.0, "min")
-    prefixes = [one for one in PREFIXES if unit != "s" or one[0] <= 1]
-    factor, prefix = next((one for one in prefixes if largest >= one[0]), PREFIXES[-1])
-    return factor, prefix + unit
+    prefixes = {factor: prefix for factor, prefix in PREFIXES.items() if unit != "s" or factor <= 1}
+    factor = next((factor for factor in prefixes if largest >= factor), 1e-9)
+    return factor, PREFIXES[factor] + unit
 
 
-def digits(value: float, significant: int = 3) -> str:
-    """Three significant digits, or more, without an exponent from 0.001 to a million."""
+def digits(value: float) -> str:
+    """Three significant digits, without an exponent from 0.001 to a million."""
     if value != 0 and not 1e-3 <= abs(value) < 1e6:
-        return f"{value:.{significant}g}"
-    rounded = float(f"{value:.{significant}g}")
-    whole = abs(rounded) >= 10 ** (significant - 1)
-    return f"{rounded:,.0f}" if whole else f"{rounded:,.{significant}g}"
+        return f"{value:.3g}"
+    rounded = float(f"{value:.3g}")
+    return f"{rounded:,.0f}" if abs(rounded) >= 100 else f"{rounded:,.3g}"
 
 
 def plain(value: float) -> str:
@@ -100,11 +133,6 @@ def listed(words: Iterable[str]) -> str:
     """Words as ``a, b and c``; empty without words."""
     *first, last = list(words) or [""]
     return f"{', '.join(first)} and {last}" if first else last
-
-
-def upper(text: str) -> str:
-    """The text with a capital first letter."""
-    return f"{text[:1].upper()}{text[1:]}"
 
 
 def counted(count: int, noun: str) -> str:

@@ -1,0 +1,500 @@
+"""Comparisons and studies on real ranks, small; their figures against those computed from their own runs."""
+
+import json
+import math
+import os
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from phantom_parallel import GPT
+from phantom_parallel.cost.hardware import load_profile
+from phantom_parallel.cost.timing import step_time
+from phantom_parallel.distributed.hosts import why_unavailable
+from phantom_parallel.families.ffn.cost import FFNShape
+from phantom_parallel.families.ffn.task import FFNTask
+from phantom_parallel.study import results as results_module
+from phantom_parallel.study.analysis import mean, ratio
+from phantom_parallel.study.grid import check_same_model, grid_on_rank, run_grid, shared_run, to_target
+from phantom_parallel.study.results import CurvePoint, Results, Run
+from phantom_parallel.study.runner import RunOptions
+from phantom_parallel.study.settings import Settings, read_settings
+from tests.study.sample import make_results, make_run
+
+STRATEGIES = ("phantom", "tensor", "copies", "phantom-copies", "megatron")
+SMALL = {
+    "width": 16,
+    "ranks": 2,
+    "ghosts": 2,
+    "batch": 16,
+    "samples": 256,
+    "teacher_ghosts": 2,
+    "steps": 60,
+    "seeds": 2,
+    "timed_steps": 4,
+    "target_loss": 0.6,
+    "learning_rates": (0.02, 0.04),
+    "search_steps": 60,
+    "search_extend": 0,
+    "inference_batches": (4,),
+    "inference_turns": 2,
+    "strategies": STRATEGIES,
+}
+ONE = {"ranks": 1, "seeds": 1, "steps": 5, "search_steps": 5, "strategies": ("tensor",), "inference_batches": ()}
+TRAINING = """
+[training]
+width = 16
+depth = 2
+blocks = 4
+ghosts = 2
+batch = 16
+samples = 256
+teacher_ghosts = 2
+eval_every = 5
+[search]
+learning_rates = [0.02, 0.04]
+steps = 40
+extend = 0
+"""
+SMALLER = f"""
+question = "fewer ranks?"
+steps = 20
+at_most = 80
+seeds = 1
+share_curves = false
+[reference]
+strategy = "tensor"
+ranks = 2
+{TRAINING}
+[[cells]]
+strategy = "tensor"
+ranks = 2
+[[cells]]
+strategy = "phantom"
+ranks = [1, 2]
+"""
+SPEED = f"""
+question = "how fast?"
+measure = "speed"
+timed_steps = 4
+seeds = 2
+strategies = ["phantom", "tensor"]
+hardware = "dgx-a100"
+{TRAINING}
+[[cells]]
+ranks = [1, 2]
+[[modelled]]
+strategy = ["phantom", "tensor"]
+ranks = 16
+blocks = 16
+width = 4096
+"""
+PLACES = f"""
+strategies = ["phantom", "phantom-copies", "tensor", "megatron"]
+target_loss = 0.6
+steps = 60
+seeds = 2
+timed_steps = 3
+{TRAINING}
+[[cells]]
+batch = [16, 32]
+"""
+
+
+def small(**changes: object) -> Settings:
+    return read_settings("presets", "quick", SMALL | changes)
+
+
+def study(folder: Path, text: str) -> Settings:
+    (folder / "own.toml").write_text(text)
+    return read_settings("studies", str(folder / "own.toml"))
+
+
+def on_a_rank(settings: Settings, out: str) -> Results | None:
+    return grid_on_rank(torch.device("cpu"), settings, RunOptions(Path(out)))
+
+
+def cell_of(results: Results, strategy: str):
+    return next(cell for cell in results.cells if cell.strategy == strategy)
+
+
+def both(settings: Settings, out: str) -> tuple[Results | None, ...]:
+    """With shared curves, again from its folder, and with trainings of every contender."""
+    shared, alone = str(Path(out) / "shared"), str(Path(out) / "alone")
+    first = on_a_rank(settings, shared)
+    return first, on_a_rank(settings, shared), on_a_rank(replace(settings, share_curves=False), alone)
+
+
+@pytest.fixture(scope="module")
+def made(ranks, tmp_path_factory) -> tuple[list[tuple[Results, ...]], Path]:
+    """Results of two ranks and their folder, which tests copy before they change it."""
+    out = tmp_path_factory.mktemp("compare")
+    return ranks(2)(both, small(), str(out)), out
+
+
+def without_inference(results: Results) -> Results:
+    """Inference is measured in every launch, on the ranks that share a model, and not kept."""
+    return replace(results, started="", cells=tuple(replace(cell, inference=()) for cell in results.cells))
+
+
+def test_all_ranks_return_the_same_results_and_nothing_is_measured_again(made):
+    (shared, again, _), (second, _, _) = made[0]
+    assert without_inference(shared).cells == without_inference(second).cells
+    assert without_inference(shared) == without_inference(again)
+
+
+def test_shared_curves_are_those_of_trainings_of_every_contender(made):
+    shared, _, alone = made[0][0]
+    assert {check.model for check in shared.shared} == {"dense model", "phantom"}
+    assert not any(check.differing for check in shared.shared)
+    for one, other in zip(shared.cells, alone.cells, strict=True):
+        assert [run.steps for run in one.runs] == [run.steps for run in other.runs]
+        assert [run.loss for run in one.runs] == pytest.approx([run.loss for run in other.runs], rel=1e-3)
+        assert one.reached == other.reached == 2
+        assert (one.ranks, one.dp) == ((1, 2) if "copies" in one.strategy else (2, 1))
+        assert {run.timed_steps for run in one.runs} == {4}
+        assert {run.timed_steps for run in other.runs} == {None}
+    trained_by = {check.model: check.trained_by for check in shared.shared}
+    for cell in shared.cells:
+        trainer = trained_by[cell.model]
+        assert {run.trained_by for run in cell.runs} == {None if trainer == cell.strategy else trainer}
+    inferred = [cell.strategy for cell in shared.cells if cell.inference]
+    assert inferred == ["phantom", "tensor", "megatron"]
+
+
+def test_every_model_is_searched_alike_and_cells_are_run_in_rotating_order(made):
+    (shared, _, alone), out = made[0][0], made[1]
+    for results, models in ((shared, {"phantom", "dense model"}), (alone, set(STRATEGIES))):
+        assert {trial.model for trial in results.trials} == models
+        for model in models:
+            trials = [trial for trial in results.trials if trial.model == model]
+            assert [trial.lr for trial in trials] == [0.02, 0.04]
+            assert sum(trial.chosen for trial in trials) == 1
+    timed = sorted(
+        (out / "shared" / "cells").glob("time-*link=loopback.json"), key=lambda path: path.stat().st_mtime_ns
+    )
+    names = [path.name.removeprefix("time-").rpartition("-seed=")[0] for path in timed]
+    assert names == [*STRATEGIES, *STRATEGIES[1:], STRATEGIES[0]]
+
+
+def test_figures_are_those_of_the_runs(made):
+    alone = made[0][0][2]
+    phantom, tensor = cell_of(alone, "phantom"), cell_of(alone, "tensor")
+    assert all(run.loss <= 0.6 < run.curve[-2].loss for run in phantom.runs if len(run.curve) > 1)
+    shape = FFNShape("phantom", 16, 2, 2, 16, 4, 2)
+    assert phantom.parameters == shape.model_parameters
+    assert phantom.bytes_per_step == 2 * shape.moved_bytes()
+    steps = sum(run.steps for run in phantom.runs) / 2
+    assert mean(alone, phantom, "flops").mean == pytest.approx(steps * 2 * 2 * shape.multiply_adds())
+    for run in phantom.runs:
+        power, share = alone.power, min(1.0, len(os.sched_getaffinity(0)) / 2)
+        watts = run.compute_seconds * power.compute_watts + run.blocked_seconds * power.communication_watts
+        assert run.joules == pytest.approx(share * watts)
+    pairs = [math.log(one.seconds / other.seconds) for one, other in zip(phantom.runs, tensor.runs, strict=True)]
+    assert math.log(ratio(alone, phantom, tensor, "seconds").mean) == pytest.approx(sum(pairs) / 2)
+    assert [entry.batch for entry in phantom.inference] == [4]
+    assert phantom.inference[0].parameters == phantom.parameters
+
+
+def test_results_survive_the_disk(made, tmp_path):
+    for results in made[0][0]:
+        results_module.save(results, tmp_path / "results.json")
+        assert results_module.load(tmp_path / "results.json") == results
+
+
+def test_a_resumed_comparison_runs_only_what_is_missing(ranks, made, tmp_path):
+    alone, folder = made[0][0][2], Path(shutil.copytree(made[1] / "alone", tmp_path / "copy"))
+    (missing,) = (path for path in (folder / "cells").iterdir() if path.name.startswith("phantom-seed=1"))
+    missing.unlink()
+    (marked,) = (path for path in (folder / "cells").iterdir() if path.name.startswith("tensor-seed=0"))
+    marked.write_text(json.dumps(json.loads(marked.read_text()) | {"seconds": 1234.0}))
+    again = ranks(2)(on_a_rank, replace(small(), share_curves=False), str(folder))[0]
+    assert cell_of(again, "tensor").runs[0].seconds == 1234.0  # as it was in the file
+    assert missing.exists()
+    before, after = cell_of(alone, "phantom").runs[1], cell_of(again, "phantom").runs[1]
+    assert [point.loss for point in after.curve] == [point.loss for point in before.curve]
+
+
+def with_another_megatron(settings: Settings, out: str) -> Results | None:
+    """A comparison in which megatron trains on other data."""
+    original = FFNTask.__init__
+
+    def other(self, config, *args, **kwargs):
+        original(
+            self, replace(config, seed=config.seed + 1) if config.strategy == "megatron" else config, *args, **kwargs
+        )
+
+    with mock.patch.object(FFNTask, "__init__", other):
+        return on_a_rank(settings, out)
+
+
+def test_a_contender_that_computes_another_model_is_an_error_in_the_results(ranks, tmp_path):
+    settings = small(strategies=("phantom", "tensor", "copies", "megatron"), seeds=1)
+    results = ranks(2)(with_another_megatron, settings, str(tmp_path / "out"))[0]
+    (check,) = results.shared
+    assert check.differing == ("megatron",)
+    assert check.trained_by in ("tensor", "copies")
+    assert [cell.reached for cell in results.cells] == [1, 1, 1, 0]
+    megatron = cell_of(results, "megatron")
+    assert megatron.differs
+    assert mean(results, megatron, "seconds") is None
+    assert mean(results, megatron, "step_seconds") is not None  # which is its own
+
+
+def timing(losses: tuple[float, ...], seconds: float = 1.0, steps: int = 4) -> Run:
+    return Run(0, 0.1, "timed", steps, None, seconds, 2.0, 1.0, 8.0, None, "unavailable", losses=losses)
+
+
+def test_losses_are_compared_with_the_medians_and_the_fastest_that_agrees_trains():
+    timings = {"a": timing((2.0, 1.0), 4.0), "b": timing((2.0, 1.0002), 2.0), "c": timing((2.0, 1.1), 1.0)}
+    check = check_same_model("dense model", timings, 1e-3)
+    assert (check.differing, check.trained_by, check.checked_steps) == (("c",), "b", 6)
+    assert check.differences["a"] == pytest.approx(0.0002 / 1.0002)
+    nothing = replace(timing(()), steps=0, seconds=0.0)
+    assert check_same_model("m", {"a": timing((1.0,)), "b": nothing}, 1e-3).differing == ("b",)
+    assert check_same_model("m", {"a": timing((1.0,)), "b": timing((2.0,))}, 1e-3).differing == ("a", "b")
+
+
+def test_a_shared_run_by_hand():
+    run = replace(make_run("tensor", 0), steps=100, seconds=9.0, curve=(CurvePoint(50, 0.5, 1.0, 2.0),))
+    shared = shared_run(run, timing((1.0,)), trained_by="tensor")  # 4 steps: 1 s, 8 J, 2 s computing, 1 s blocked
+    assert (shared.trained_by, shared.steps, shared.status, shared.lr) == ("tensor", 100, "target", run.lr)
+    assert (shared.seconds, shared.joules, shared.compute_seconds, shared.blocked_seconds) == (25.0, 200.0, 50.0, 25.0)
+    assert shared.curve == (CurvePoint(50, 0.5, 12.5, 100.0),)
+    unsplit = replace(timing((1.0,)), compute_seconds=None, blocked_seconds=None, joules=None)
+    assert shared_run(run, unsplit).blocked_share is None
+    diverged = Run(0, 0.1, "diverged", 0, None, 0.0, 0.0, 0.0, None, None, "unavailable")
+    assert (shared_run(run, diverged).status, shared_run(run, diverged).step_seconds) == ("diverged", None)
+
+
+def test_missing_the_target_is_reported_and_nothing_made_up(tmp_path):
+    results = run_grid(small(**ONE | {"target_loss": 1e-6, "strategies": ("phantom", "tensor")}), tmp_path / "out")
+    assert results.wall_seconds > sum(run.seconds for cell in results.cells for run in cell.runs)
+    phantom, tensor = results.cells
+    assert (phantom.reached, tensor.reached) == (0, 0)
+    assert ratio(results, phantom, tensor, "seconds") is None
+    assert ratio(results, phantom, tensor, "step_seconds") is not None
+    assert results_module.load(tmp_path / "out" / "results.json") == results
+
+
+def test_without_a_target_it_is_the_loss_that_every_strategy_reached(tmp_path):
+    settings = replace(small(**ONE | {"strategies": ("phantom", "tensor")}), target_loss=None)
+    results = run_grid(settings, tmp_path / "out")
+    best = [min(trial.loss for trial in results.trials if trial.model == name) for name in ("phantom", "tensor")]
+    assert (results.target_loss, results.target_from) == (max(best), "search")
+    free = run_grid(replace(settings, equal_loss=False), tmp_path / "free")
+    assert (free.target_loss, [run.steps for cell in free.cells for run in cell.runs]) == (None, [5, 5])
+
+
+def test_a_diverging_rate_is_a_trial_like_any_other(tmp_path):
+    results = run_grid(small(**ONE | {"learning_rates": (0.02, 1e18), "optimizer": "sgd"}), tmp_path / "out")
+    assert {trial.lr: trial.status for trial in results.trials}[1e18] == "diverged"
+    assert next(trial for trial in results.trials if trial.chosen).lr == 0.02
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": "nowhere.npz"}, "there is no data"),
+        ({"profile": "no-such-machine"}, "no-such-machine"),
+        ({"samples": 8}, "too few"),
+        ({"width": 2**20, "batch": 16, "ghosts": 2}, "GiB"),
+    ],
+)
+def test_mistakes_are_seen_before_any_rank_starts(tmp_path, monkeypatch, changes, message):
+    monkeypatch.setattr("phantom_parallel.study.grid.launch", partial(pytest.fail, "ranks were started"))
+    with pytest.raises((ValueError, OSError), match=message):
+        run_grid(small(**changes), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def finishes(monkeypatch, work=lambda: None) -> None:
+    """Let launches write results at once."""
+
+    def launch(size, function, settings, options, **kwargs):
+        work()
+        results_module.save(make_results(), options.out / "results.json")
+
+    monkeypatch.setattr("phantom_parallel.study.grid.launch", launch)
+
+
+def test_a_second_call_in_the_same_folder_is_refused_and_litter_is_removed(tmp_path, monkeypatch):
+    out, seen = tmp_path / "out", []
+
+    def work():
+        for resume in (False, True):
+            with pytest.raises((FileExistsError, BlockingIOError)) as refused:
+                run_grid(small(), out, resume=resume)
+            seen.append(str(refused.value))
+
+    finishes(monkeypatch, work)
+    run_grid(small(), out)
+    assert "not an empty folder" in seen[0]
+    assert "in use by another process" in seen[1]
+    finishes(monkeypatch)
+    (out / "cells").mkdir()
+    for folder in (out, out / "cells"):  # of a call that was killed
+        (folder / ".writing-a.json-00000000").write_text("half")
+    run_grid(small(), out, resume=True)
+    assert [*out.rglob(".writing-*")] == []
+
+
+def test_an_occupied_folder_and_other_settings_are_refused(tmp_path, monkeypatch):
+    finishes(monkeypatch)
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match="nothing to resume"):
+        run_grid(small(), out, resume=True)
+    run_grid(small(), out)
+    with pytest.raises(FileExistsError, match="not an empty folder"):
+        run_grid(small(), out)
+    run_grid(small(), out, resume=True)
+    with pytest.raises(ValueError, match="seeds was 2, not 3"):
+        run_grid(small(seeds=3), out, resume=True)
+
+
+def test_where_hosts_are_impossible_a_comparison_on_loopback_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("phantom_parallel.study.runner.why_unavailable", lambda: "namespaces are forbidden")
+    settings = small(**ONE | {"hosts": 1, "link": "100mbit"})
+    with pytest.raises(OSError, match="namespaces are forbidden"):
+        run_grid(settings, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    results = run_grid(replace(settings, hosts_optional=True), tmp_path / "out", show=True)
+    assert (results.networks, results.no_hosts) == (None, "namespaces are forbidden")
+    assert "namespaces are forbidden" in capsys.readouterr().err
+
+
+def test_cells_are_trained_to_the_loss_of_a_reference(ranks, tmp_path):
+    results, second = ranks(2)(on_a_rank, study(tmp_path, SMALLER), str(tmp_path / "out"))
+    assert results.cells == second.cells  # on the rank without a part in some of them too
+    reference, alone, pair = results.cells
+    assert (results.target_loss, results.target_from) == (reference.runs[0].loss, "reference")
+    # Blocks are not ranks: the same model on one and two, and so the same steps.
+    assert (alone.ranks, pair.ranks) == (1, 2)
+    assert alone.runs[0].steps == pair.runs[0].steps
+    assert alone.runs[0].loss == pytest.approx(pair.runs[0].loss, rel=1e-4)
+    assert [cell.reached for cell in results.cells] == [1, 1, 1]
+    assert alone.bytes_per_step == 0
+    assert pair.bytes_per_step == 2 * FFNShape("phantom", 16, 2, 2, 16, 4, 2).moved_bytes()
+
+
+def test_figures_at_the_loss_the_steps_and_the_energy_of_the_reference():
+    curve = tuple(CurvePoint(step, loss, step / 10, float(step)) for step, loss in ((5, 0.3), (10, 0.4), (15, 0.1)))
+    run = replace(make_run("phantom", 0), status="steps", steps=15, curve=curve)
+    at = to_target(run, 0.3, steps=10, joules=12.5)
+    assert (at.status, at.steps, at.seconds, at.joules) == ("target", 5, 0.5, 5.0)
+    assert (at.loss_at_equal_steps, at.loss_at_equal_energy) == (0.4, 0.4)  # the last within, not the lowest
+    missed = to_target(run, 0.05, steps=99, joules=1.0)
+    assert (missed.status, missed.steps) == ("steps", 15)
+    assert (missed.loss_at_equal_steps, missed.loss_at_equal_energy) == (None, None)
+
+
+def test_timed_and_modelled_cells(ranks, tmp_path):
+    results = ranks(2)(on_a_rank, study(tmp_path, SPEED), str(tmp_path / "out"))[0]
+    measured = [cell for cell in results.cells if cell.hardware is None]
+    assert [cell.label for cell in measured] == [
+        "phantom ranks=1",
+        "tensor ranks=1",
+        "phantom ranks=2",
+        "tensor ranks=2",
+    ]
+    for cell in measured:
+        assert [run.status for run in cell.runs] == ["timed", "timed"]
+        joules = [run.joules / run.steps / 16 for run in cell.runs]
+        assert mean(results, cell, "joules_per_sample").mean == pytest.approx(sum(joules) / 2)
+    phantom, tensor = (cell for cell in results.cells if cell.hardware == "dgx-a100")
+    expected = step_time(FFNShape("tensor", 4096, 2, 16, 16), load_profile("dgx-a100"))
+    assert tensor.runs[0].step_seconds == expected.total
+    assert tensor.runs[0].joules == expected.energy.joules
+    assert tensor.runs[0].blocked_share == pytest.approx(expected.exposed / expected.total)
+    assert phantom.blocks == 16
+    assert len(list((tmp_path / "out" / "cells").iterdir())) == 8  # four cells, two rounds
+
+
+def test_time_to_the_loss_at_every_batch_and_resumed(tmp_path):
+    settings, out = study(tmp_path, PLACES), tmp_path / "out"
+    results = run_grid(settings, out)
+    assert [cell.label for cell in results.cells[:2]] == ["phantom batch=16", "phantom-copies batch=16"]
+    files = {path.name: json.loads(path.read_text()) for path in (out / "cells").iterdir()}
+    for cell in results.cells:
+        model = "phantom" if cell.strategy.startswith("phantom") else "dense-model"
+        for run in cell.runs:
+            timed = files[f"time-{cell.strategy}-batch={cell.batch}-seed={run.seed}-link=loopback.json"]
+            start = f"{model}-batch={cell.batch}-seed={run.seed}-lr="
+            (trained,) = (data for name, data in files.items() if name.startswith(start))
+            assert run.steps == trained["steps"]
+            assert run.seconds == pytest.approx(run.steps * timed["seconds"] / timed["steps"])
+    before = {path: path.stat().st_mtime_ns for path in (out / "cells").iterdir()}
+    again = run_grid(settings, out, resume=True)
+    assert again.cells == results.cells
+    assert again.reused == len(before)
+    assert {path: path.stat().st_mtime_ns for path in (out / "cells").iterdir()} == before
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(why_unavailable() is not None, reason="this system cannot emulate hosts")
+def test_steps_are_timed_on_every_link(tmp_path):
+    text = PLACES.replace("[[cells]]\nbatch = [16, 32]", "").replace("seeds = 2", "seeds = 1")
+    text = 'hosts = 2\nlinks = ["loopback", "50mbit"]\n' + text.replace(
+        '"phantom-copies", "tensor", "megatron"', '"copies"'
+    )
+    text = text.replace("width = 16", "ranks = 2\nwidth = 256").replace("batch = 16", "batch = 64")
+    text = text.replace("timed_steps = 3", "timed_steps = 8").replace("target_loss = 0.6\n", "")
+    results = run_grid(study(tmp_path, text), tmp_path / "out")
+    slow = next(cell for cell in results.cells if (cell.strategy, cell.link) == ("copies", "50mbit"))
+    # Of 8 steps, what each rank sends takes this long at least, but for a burst of 256 KB that is not slowed down.
+    least = (8 * slow.bytes_per_step / 2 - 2**18) * 8 / 50e6
+    assert 8 * slow.runs[0].step_seconds > least > 0.3
+    assert {link: network.rate for link, network in results.networks.items()} == {"50mbit": 5e7}
+    assert json.loads((tmp_path / "out" / "networks.json").read_text())["50mbit"]["rate"] == 5e7
+    assert results.links == ("loopback", "50mbit")
+
+
+def test_several_launches_are_not_for_an_external_launcher(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("phantom_parallel.study.runner.why_unavailable", lambda: None)
+    with pytest.raises(ValueError, match="start it as one process"):
+        run_grid(small(hosts=2, link="100mbit"), tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_formats_on_the_wire_take_the_rate_of_full_precision_if_asked(ranks, tmp_path):
+    names = ("phantom", "tensor", "phantom+int8", "tensor+int8")
+    settings = small(strategies=names, search_wires=False, seeds=1, inference_batches=())
+    results = ranks(2)(on_a_rank, settings, str(tmp_path / "out"))[0]
+    assert {trial.model for trial in results.trials} == {"phantom", "tensor"}
+    chosen = {trial.model: trial.lr for trial in results.trials if trial.chosen}
+    assert {cell.strategy: cell.lr for cell in results.cells} == {name: chosen[name.split("+")[0]] for name in names}
+    apart = small(strategies=("phantom", "tensor+int8"), search_wires=False, seeds=1, steps=2, inference_batches=())
+    alone = ranks(2)(on_a_rank, replace(apart, target_loss=None), str(tmp_path / "alone"))[0]
+    assert {trial.model for trial in alone.trials} == {"phantom", "tensor+int8"}  # there is no other to take it from
+
+
+@pytest.mark.slow
+def test_transformers_are_compared_on_a_users_text(ranks, tmp_path):
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    sizes = {"dim": 32, "layers": 1, "heads": 4, "context": 16, "blocks": 4, "ghosts": 2, "ranks": 2, "batch": 4}
+    changes = {
+        "target_loss": 4.0,
+        "steps": 40,
+        "seeds": 1,
+        "inference_batches": (2,),
+        "inference_turns": 2,
+        "warmup": 0,
+    }
+    changes |= {"data": str(tmp_path / "text.txt"), "eval_every": 5, "eval_windows": 4, "search_steps": 20}
+    changes |= {"learning_rates": (0.01, 0.02), "search_extend": 0}
+    settings = read_settings("presets", "gpt", sizes | changes, family="gpt")
+    results = ranks(2)(on_a_rank, settings, str(tmp_path / "out"))[0]
+    phantom, megatron = results.cells
+    assert (phantom.reached, megatron.reached) == (1, 1)
+    for contender, cell in zip(settings.contenders, results.cells, strict=True):
+        model = GPT(settings.config(contender).gpt(), device="meta")
+        assert cell.parameters == sum(parameter.numel() for parameter in model.parameters())
+        assert cell.inference[0].prompt == 8
+    assert phantom.parameters < megatron.parameters

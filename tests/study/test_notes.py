@@ -1,0 +1,88 @@
+"""The headline and the notes: which numbers and names they have, whether these favour phantom or not."""
+
+from dataclasses import replace
+
+import pytest
+
+from phantom_parallel.study.analysis import ratio
+from phantom_parallel.study.notes import NOT_SIGNIFICANT, headline, main_measure, notes
+from phantom_parallel.study.results import Results
+from phantom_parallel.study.settings import read_settings
+from phantom_parallel.study.units import format_ratio
+from tests.study.sample import make_ghosts, make_links, make_results, make_scaling, make_smaller
+
+
+def text_of(results: Results) -> str:
+    return " ".join(headline(results))
+
+
+def test_the_headline_has_phantoms_shares_of_the_baselines():
+    results = make_results()
+    first = headline(results)[0]
+    for other in results.cells[1:]:
+        for measure in ("seconds", "joules"):
+            assert format_ratio(ratio(results, results.cells[0], other, measure).mean) in first
+    assert "tensor parallelism's time" in first
+    assert NOT_SIGNIFICANT not in text_of(results)
+    assert "Least time to the loss: phantom" in headline(results)[1]
+    slow = headline(make_results(slower=5.0))
+    assert "times tensor parallelism's time" in slow[0]
+    assert "Least time to the loss: megatron" in slow[1]
+
+
+def test_an_interval_that_includes_1_is_not_a_difference():
+    results = make_results(slower=2.05, seeds=2)
+    assert f"The time is {NOT_SIGNIFICANT}" in text_of(results)
+    assert "no interval" in text_of(make_results(seeds=1))
+
+
+def test_who_missed_the_loss_is_in_the_headline():
+    assert "Missed the loss of 0.05: tensor in 3 of 3 runs." in text_of(make_results(missed=("tensor",)))
+    assert "without the runs that missed it: tensor" in " ".join(notes(make_results(missed=("tensor",))))
+
+
+@pytest.mark.parametrize(
+    ("results", "measure", "parts"),
+    [
+        (
+            make_links(),
+            "seconds",
+            ("2.00 at loopback, batch 64; 0.25 at 100mbit, batch 64", "fsdp batch=512 in 3 of 3 runs"),
+        ),
+        (make_ghosts(), "loss", ("held-out loss, of tensor parallelism's: 2.26 at ghosts 2", "0.94 at ghosts 16")),
+        (make_scaling(), "step_seconds", ("0.33 at ranks 1", "(modelled)")),
+        (make_smaller(), "joules", ("0.38 at ranks 1, ghosts 8", "ranks=2 ghosts=8 in 1 of 1 run")),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_the_headline_of_a_study_has_phantoms_share_at_every_cell(results, measure, parts):
+    assert main_measure(results) == measure
+    for part in parts:
+        assert part in text_of(results)
+
+
+def test_notes_apply_where_their_conditions_do():
+    text = " ".join(notes(make_results()))
+    assert "3 seeds" in text
+    assert "modelled, not measured" in text
+    assert "4 ranks share 2 cores" in text
+    assert "is worse" not in text.replace("Phantom is worse than tensor and megatron in steps to the loss", "")
+    assert "at an end" not in text
+    assert "loopback: hosts cannot be emulated here: forbidden" in " ".join(notes(make_results(no_hosts="forbidden")))
+    assert "7 runs were finished by an earlier call" in " ".join(notes(make_results(reused=7)))
+    timed = " ".join(notes(make_scaling()))
+    assert "losses are not compared" in timed
+    assert "frontier-mi250x, and were not run" in timed
+
+
+def test_errors_come_first():
+    results = make_results()
+    cell = replace(results.cells[2], runs=tuple(replace(run, status="differs") for run in results.cells[2].runs))
+    assert notes(replace(results, cells=(*results.cells[:2], cell)))[0].startswith("Error: megatron")
+
+
+def test_what_the_family_says_of_its_data_is_a_note():
+    planted = read_settings("presets", "quick").to_dict()
+    assert "planted" in " ".join(notes(make_results(settings=planted)))
+    digits = read_settings("presets", "digits").to_dict()
+    assert "planted" not in " ".join(notes(make_results(settings=digits)))

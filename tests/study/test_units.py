@@ -1,0 +1,59 @@
+"""Figures as people write them."""
+
+import pytest
+
+from phantom_parallel.study.units import (
+    Interval,
+    counted,
+    format_interval,
+    format_measure,
+    format_ratio,
+    listed,
+    measure_label,
+    quantity,
+    scale,
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (0.0123, "s", "12.3 ms"),
+        (59.96, "s", "60 s"),
+        (1234.0, "s", "20.6 min"),
+        (9000.0, "s", "2.5 h"),
+        (0.0009999, "s", "1 ms"),
+        (41250.0, "J", "41.2 kJ"),
+        (2.4e-5, "J", "24 µJ"),
+        (4_194_304, "B", "4.19 MB"),
+        (9.23e10, "FLOP", "92.3 GFLOP"),
+        (999.7, "J", "1 kJ"),
+        (0.153, "%", "15.3 %"),
+        (1234.4, "steps", "1,234"),
+        (0, "B", "0 B"),
+        (2_100_000, "", "2,100,000"),
+        (0.0512345, "", "0.0512"),
+    ],
+)
+def test_quantities_have_human_units(value, unit, text):
+    assert quantity(value, unit) == text
+
+
+def test_values_beside_each_other_have_one_unit():
+    column = [59.8, 66.4, 168.6]
+    assert [quantity(value, "s", column) for value in column] == ["59.8 s", "66.4 s", "169 s"]
+    joules = [1001.0, 1130.0, None]
+    assert [format_measure(value, "joules", among=joules) for value in joules] == ["1 kJ", "1.13 kJ", "unavailable"]
+    assert [quantity(value, "s", [0.0294, 1.42]) for value in (0.0294, 1.42)] == ["29.4 ms", "1,420 ms"]
+    assert scale([5.0, 3e4], "J") == (1e3, "kJ")
+
+
+def test_ratios_lists_and_counts():
+    texts = [format_ratio(value) for value in (0.314, 1.0, 0.0312, 12.345, 123.4)]
+    assert texts == ["0.31", "1.00", "0.031", "12.35", "123"]
+    assert format_interval(Interval(0.314, 0.28, 0.351, 3)) == "0.31 [0.28, 0.35]"
+    assert format_interval(Interval(0.9, None, None, 1)) == "0.90"
+    assert listed(["a", "b", "c"]) == "a, b and c"
+    assert (counted(1, "rank"), counted(4, "rank")) == ("1 rank", "4 ranks")
+    assert measure_label("seconds") == "time to the loss"
+    assert measure_label("latency, batch 64") == "inference latency, batch 64"
