@@ -116,12 +116,3 @@ def test_prompts_that_a_tokenizer_cannot_encode(tmp_path, changes, message):
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(**changes)))
     with pytest.raises(ValueError, match=message):
         encode_prompt("  ", find_tokenizer(tmp_path), 24)
-
-
-@pytest.mark.parametrize("merge", ["a b", ["a", "b"]])
-def test_merges_without_their_prefix_are_refused_before_the_library_aborts(tmp_path, merge):
-    pytest.importorskip("tokenizers")
-    model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [merge], "continuing_subword_prefix": "//"}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(model=model)))
-    with pytest.raises(ValueError, match=r"tokenizer.json is not a readable tokenizer: the merge .*_prefix '//'"):
-        find_tokenizer(tmp_path)

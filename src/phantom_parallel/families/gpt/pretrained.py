@@ -44,7 +44,6 @@ MODEL_TYPES = ("llama", "mistral", "qwen2")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_SIZES = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings", "sliding_window")
 _IGNORED = "rotary_emb.inv_freq"  # a buffer of old files, which the config determines
 
 
@@ -69,16 +68,16 @@ def import_model(
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     check_replaceable(out, overwrite, CONFIG, source)
-    found = PretrainedModel(source)
-    config = config_of(found.config, source)
+    pretrained = PretrainedModel(source)
+    config = config_of(pretrained.config, source)
     if context is not None:
         if context > config.context:
             raise ValueError(f"context={context} is longer than the pretrained model's, {config.context}")
         config = replace(config, context=context)
-    _check_tensors(found, config)
-    if TOKENIZER not in found.files:
+    _check_tensors(pretrained, config)
+    if TOKENIZER not in pretrained.files:
         raise ValueError(f"{source} has no {TOKENIZER}, which is the tokenizer's only supported format")
-    tokenizer = BPETokenizer.from_bytes(found.files[TOKENIZER], str(source / TOKENIZER))
+    tokenizer = BPETokenizer.from_bytes(pretrained.files[TOKENIZER], str(source / TOKENIZER))
     if tokenizer.vocab > config.vocab:
         raise ValueError(f"{source}: the tokenizer has {tokenizer.vocab} tokens, the model only {config.vocab}")
     with torch.device("meta"):
@@ -86,13 +85,13 @@ def import_model(
     layouts = [TensorLayout(name, tuple(tensor.shape), DTYPES[dtype]) for name, tensor in outline.items()]
 
     def load(name: str) -> Tensor:
-        tensor = _from_pretrained(name, found.load, config).to(DTYPES[dtype])
+        tensor = _from_pretrained(name, pretrained.load, config).to(DTYPES[dtype])
         if not tensor.isfinite().all():
             raise ValueError(f"{source}: {name} has values that are not finite")
         return tensor
 
     def complete(folder: Path) -> None:
-        for name, data in found.files.items():
+        for name, data in pretrained.files.items():
             write_bytes(folder / name, data)
 
     write_model(config, layouts, load, out, overwrite=overwrite, complete=complete)
@@ -122,9 +121,9 @@ def export_model(model: Path, out: Path, *, dtype: str | None = None, overwrite:
         copy_kept_files(model, scratch)
         generation = read_json(scratch / GENERATION_CONFIG) if (scratch / GENERATION_CONFIG).is_file() else {}
         special_tokens = {name: generation.get(name) for name in SPECIAL_TOKENS}  # null rather than Llama's defaults
-        about = _settings_of(config, _NAMES[written]) | special_tokens
-        write_json(scratch / CONFIG, about)
-    return str(about["architectures"][0])
+        settings = _settings_of(config, _NAMES[written]) | special_tokens
+        write_json(scratch / CONFIG, settings)
+    return str(settings["architectures"][0])
 
 
 def config_of(settings: dict[str, Any], source: Path) -> GPTConfig:
@@ -133,72 +132,57 @@ def config_of(settings: dict[str, Any], source: Path) -> GPTConfig:
     Raises:
         ValueError: If it has something that the family has not, by its name.
     """
-
-    def refuse(what: str, supported: str) -> None:
-        raise ValueError(f"{source}: {what} is not supported: only {supported}")
-
-    kind = settings.get("model_type")
-    if kind not in MODEL_TYPES:
-        refuse(f"model_type {kind!r}", ", ".join(MODEL_TYPES))
-    if settings.get("quantization_config") is not None:
-        refuse("a quantized model (quantization_config)", "models in floating point, or GGUF files")
-    for name, supported in (("hidden_act", "silu"), ("mlp_bias", False), ("partial_rotary_factor", 1.0)):
-        if settings.get(name) not in (None, supported):
-            refuse(f"{name} = {settings[name]!r}", repr(supported))
-    if kind != "qwen2" and settings.get("attention_bias"):
-        refuse("attention_bias = true", "false, or the model_type qwen2, which has no bias after attention")
-    for name in _SIZES:
-        if not isinstance(settings.get(name), int | None):
-            refuse(f"{name} = {settings[name]!r}", "a whole number")
     try:
-        dim, heads = settings["hidden_size"], settings["num_attention_heads"]
-        head_dim = settings.get("head_dim")
-        if head_dim is not None and head_dim * heads != dim:
-            refuse(f"head_dim = {head_dim!r}", f"hidden_size / num_attention_heads = {dim / heads:g}")
-        base, scaling = _rope_of(settings, refuse)
-        return GPTConfig(
-            vocab=settings["vocab_size"],
-            dim=dim,
-            layers=settings["num_hidden_layers"],
-            heads=heads,
-            kv_heads=settings.get("num_key_value_heads"),  # type: ignore[arg-type]
-            hidden=settings["intermediate_size"],
-            context=_context_of(settings),
-            strategy="dense",
-            tie_embeddings=settings.get("tie_word_embeddings") or False,
-            rope_base=base,
-            norm_eps=settings.get("rms_norm_eps", 1e-6),
-            qkv_bias=kind == "qwen2",
-            rope_scaling=scaling,
-        )
+        return _config_of(settings)
     except KeyError as error:
         raise ValueError(f"{source}: config.json has no {error.args[0]}") from None
-    except ValueError as error:
-        named = str(error).startswith(f"{source}: ")
-        raise ValueError(str(error) if named else f"{source}: {error}") from None
-    except TypeError as error:
-        raise ValueError(f"{source}: config.json has a value of a wrong type: {error}") from None
-    except ArithmeticError as error:  # no heads, or numbers that are infinite
-        raise ValueError(f"{source}: config.json has a size that cannot be: {error}") from None
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise ValueError(f"{source}: config.json has something that is not supported: {error}") from None
 
 
-def _rope_of(settings: dict[str, Any], refuse: Callable[[str, str], None]) -> tuple[float, RopeScaling | None]:
+def _config_of(settings: dict[str, Any]) -> GPTConfig:
+    kind = settings.get("model_type")
+    if kind not in MODEL_TYPES:
+        raise ValueError(f"model_type {kind!r}, only {', '.join(MODEL_TYPES)} are")
+    if settings.get("quantization_config") is not None:
+        raise ValueError("quantization_config: only models in floating point, or GGUF files, are")
+    for name, supported in (("hidden_act", "silu"), ("mlp_bias", False), ("partial_rotary_factor", 1.0)):
+        if settings.get(name) not in (None, supported):
+            raise ValueError(f"{name} = {settings[name]!r}, only {supported!r} is")
+    if kind != "qwen2" and settings.get("attention_bias"):
+        raise ValueError("attention_bias = true, only with model_type qwen2, which has no bias after attention")
+    dim, heads = settings["hidden_size"], settings["num_attention_heads"]
+    if (head_dim := settings.get("head_dim")) is not None and head_dim * heads != dim:
+        raise ValueError(f"head_dim = {head_dim!r}, only hidden_size / num_attention_heads = {dim / heads:g} is")
+    base, scaling = _rope_of(settings)
+    return GPTConfig(
+        vocab=settings["vocab_size"],
+        dim=dim,
+        layers=settings["num_hidden_layers"],
+        heads=heads,
+        kv_heads=settings.get("num_key_value_heads"),  # type: ignore[arg-type]
+        hidden=settings["intermediate_size"],
+        context=_context_of(settings),
+        strategy="dense",
+        tie_embeddings=settings.get("tie_word_embeddings") or False,
+        rope_base=base,
+        norm_eps=settings.get("rms_norm_eps", 1e-6),
+        qkv_bias=kind == "qwen2",
+        rope_scaling=scaling,
+    )
+
+
+def _rope_of(settings: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     """Base and scaling of the rotary position embedding, in the form of any release of ``transformers``."""
-    given = [settings[name] for name in ("rope_parameters", "rope_scaling") if settings.get(name)]
-    if any(not isinstance(one, dict) for one in given):
-        raise TypeError(f"rope_parameters must be an object, got {given[0]!r}")
-    if len(given) == 2 and given[0] != given[1]:
-        refuse("rope_parameters together with another rope_scaling", "one of them")
-    rope = given[0] if given else {}
-    base = next((one["rope_theta"] for one in (rope, settings) if one.get("rope_theta") is not None), 10000.0)
-    base = float(base) if isinstance(base, int) else base
+    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    base = float(rope.get("rope_theta") or settings.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return base, None
     if kind == "linear":
         return base, RopeScaling("linear", rope["factor"])
     if kind != "llama3":
-        refuse(f"rope scaling of the type {kind!r}", "default, linear and llama3")
+        raise ValueError(f"rope scaling of the type {kind!r}, only default, linear and llama3 are")
     factor, low, high = (rope[name] for name in ("factor", "low_freq_factor", "high_freq_factor"))
     return base, RopeScaling("llama3", factor, low, high, rope["original_max_position_embeddings"])
 
@@ -264,25 +248,25 @@ def _pretrained_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _check_tensors(found: PretrainedModel, config: GPTConfig) -> None:
+def _check_tensors(pretrained: PretrainedModel, config: GPTConfig) -> None:
     expected = _pretrained_shapes(config)
     for name, shape in expected.items():
-        if name not in found.shapes:
-            raise ValueError(f"{found.path} has no tensor {name}")
-        if found.shapes[name] != shape:
+        if name not in pretrained.shapes:
+            raise ValueError(f"{pretrained.path} has no tensor {name}")
+        if pretrained.shapes[name] != shape:
             raise ValueError(
-                f"{found.path}: {name} has shape {list(found.shapes[name])}, the config gives {list(shape)}"
+                f"{pretrained.path}: {name} has shape {list(pretrained.shapes[name])}, the config gives {list(shape)}"
             )
-    extra = [name for name in found.shapes if name not in expected and not name.endswith(_IGNORED)]
+    extra = [name for name in pretrained.shapes if name not in expected and not name.endswith(_IGNORED)]
     if config.tie_embeddings and _HEAD in extra:  # a copy of the embedding, in files of earlier releases
         extra.remove(_HEAD)
-        if not torch.equal(found.load(_HEAD), found.load(_EMBEDDING)):
+        if not torch.equal(pretrained.load(_HEAD), pretrained.load(_EMBEDDING)):
             raise ValueError(
-                f"{found.path}: {_HEAD} differs from {_EMBEDDING}, which tie_word_embeddings = true makes one: "
+                f"{pretrained.path}: {_HEAD} differs from {_EMBEDDING}, which tie_word_embeddings = true makes one: "
                 f"set it to false to keep both, or remove {_HEAD}"
             )
     if extra:
-        raise ValueError(f"{found.path} has tensors that are not supported: {', '.join(extra[:3])}")
+        raise ValueError(f"{pretrained.path} has tensors that are not supported: {', '.join(extra[:3])}")
 
 
 _PLAIN = {

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,27 +31,8 @@ _FORMAT = b"1"  # version of the cached files
 _EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3"})
 
 
-class TextSettings(Protocol):
-    """The fields of a training's settings that its text and its windows depend on."""
-
-    @property
-    def data(self) -> str: ...
-    @property
-    def pattern(self) -> str: ...
-    @property
-    def max_bytes(self) -> int: ...
-    @property
-    def tokenizer(self) -> str: ...
-    @property
-    def vocab(self) -> int | None: ...
-    @property
-    def context(self) -> int: ...
-    @property
-    def batch(self) -> int: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def eval_windows(self) -> int: ...
+# Settings of a training with text: data, pattern, max_bytes, tokenizer, vocab, context, batch, seed, eval_windows.
+TextSettings = Any
 
 
 @dataclass(frozen=True)
