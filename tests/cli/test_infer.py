@@ -180,7 +180,7 @@ def test_the_watts_are_those_asked_for_or_this_machines_or_assumed(folder, capfd
     dump_profile(without, folder / "profiles" / "this-machine-1.toml")
     assert phantom("--model", folder / "model") == 0
     assert "watts of assumed-core" in energy(capfd)
-    monkeypatch.setattr("phantom_parallel.infer.predict.launch_device_type", lambda ranks: "cuda")
+    monkeypatch.setattr("phantom_parallel.infer.measure.launch_device_type", lambda ranks: "cuda")
     assert phantom("--model", folder / "model") == 0
     assert "Energy is unavailable" in energy(capfd)
 

@@ -4,9 +4,9 @@ the cost of a token.
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -19,13 +19,13 @@ from phantom_parallel.cli.options import Flag, JsonOption, LaunchOptions, Profil
 from phantom_parallel.distributed.launchers import is_rank_zero
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.infer.predict import check_folder
-from phantom_parallel.infer.sampling import GenerateConfig, Sampling
+from phantom_parallel.infer.sampling import GenerateConfig
 from phantom_parallel.utils.files import json_text, read_text
 from phantom_parallel.utils.parsing import printable
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(RanksOption, WireOption, LaunchOptions, ProfileOption, JsonOption):
+class Options(RanksOption, WireOption, LaunchOptions, ProfileOption, JsonOption, GenerateConfig):
     """Generate text with a trained transformer, on any number of ranks that divides its blocks.
 
     The text is written to stdout as it is generated, until the model ends it, and a line about the time to stderr.
@@ -35,52 +35,19 @@ class Options(RanksOption, WireOption, LaunchOptions, ProfileOption, JsonOption)
     option or input file, 130 stopped by SIGINT, 143 by SIGTERM.
     """
 
-    model: Path
-    """Folder of a model, such as OUT/model of phantom train gpt."""
     prompt: tuple[str, ...] = ()
     """The prompt, or several, which may differ in length: each is continued as it would be by itself."""
     prompt_file: Path | None = None
     """File with the prompt in UTF-8, used without changes."""
     chat: Flag = False
-    """The prompt is a message, which the model's chat template puts into its place. Without a prompt, messages are read
-    from stdin, a line each."""
-    tokens: int | None = None
-    """Tokens to generate at most; by default 128, with --chat as many as fit into the model's context."""
-    stop: tuple[str, ...] = ()
-    """Texts that end the generation, besides the model's own stop tokens."""
-    temperature: float = 0.0
-    """0 selects the most likely token. Above 0, tokens are sampled, more uniformly the higher it is."""
-    top_k: int | None = None
-    """Sample from this number of the most likely tokens only."""
-    top_p: float | None = None
-    """Sample from the smallest set of most likely tokens with at least this probability together."""
-    seed: int = 0
-    """Seed of the sampling, which is the same on any number of ranks."""
-    batch: int = 1
-    """Number of texts to generate from each prompt at once; the first is shown as it is generated, the others at the
-    end."""
     measure: Flag = False
-    """Measure the cost of a token after the text: time, FLOPs, bytes and energy of prefill and decode."""
-    against: Literal["megatron", "none"] = "none"
-    """Measure a tensor-parallel model of the same sizes with random weights as well."""
-    turns: int = 20
-    """How often each model is timed, in turn."""
+
+    def __post_init__(self) -> None:
+        """`config` checks the options."""
 
     def config(self) -> GenerateConfig:
-        return GenerateConfig(
-            model=self.model,
-            tokens=self.tokens,
-            sampling=Sampling(self.temperature, self.top_k, self.top_p, self.seed),
-            stop=self.stop,
-            chat=self.chat,
-            batch=self.batch,
-            ranks=self.rank_count(),
-            wire=self.wire,
-            measure=self.measure or self.against != "none",
-            against=None if self.against == "none" else self.against,
-            turns=self.turns,
-            profile=self.profile,
-        )
+        settings: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(GenerateConfig)}
+        return GenerateConfig(**settings | {"ranks": self.rank_count()})
 
     def run(self) -> None:
         config = self.config()

@@ -1,9 +1,8 @@
 """``phantom infer``: predictions of a trained model, and their cost against tensor parallelism on the same ranks."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -19,43 +18,22 @@ from phantom_parallel.utils.wire import in_words
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(RanksOption, WireOption, LaunchOptions, ProfileOption, JsonOption):
+class Options(RanksOption, WireOption, LaunchOptions, ProfileOption, JsonOption, InferConfig):
     """Run a trained model on any number of ranks that divides its blocks, and measure latency, throughput, bytes and
     energy per sample.
 
     Local workers are launched by the command itself; under torchrun or srun this process joins as one rank. Exit codes:
-    0 done, 1 a rank died, 2 a mistake in the options or files, 130 stopped by SIGINT, 143 by SIGTERM.
+    0 done, 1 a rank died, 2 invalid option or input file, 130 stopped by SIGINT, 143 by SIGTERM.
     """
 
-    model: Path
-    """Folder of a model, such as OUT/model of phantom train."""
-    inputs: Path | None = None
-    """Rows to predict from: a file .npy, or .npz or .safetensors with an array x, (rows, features). Without it,
-    random rows are measured."""
-    out: Path | None = None
-    """Write the predictions to this .npy file, in the order of the rows. Without it they are discarded."""
     overwrite: Flag = False
-    """Replace --out if it exists."""
-    batch: int = 64
-    """Rows of a forward pass."""
-    against: Literal["tensor", "none"] = "tensor"
-    """Measure the tensor-parallel model that computes the same function as well, or nothing."""
-    turns: int = 20
-    """How often each model is timed, in turn."""
+
+    def __post_init__(self) -> None:
+        """`config` checks the options."""
 
     def config(self) -> InferConfig:
-        return InferConfig(
-            model=self.model,
-            ranks=self.rank_count(),
-            batch=self.batch,
-            inputs=self.inputs,
-            out=self.out,
-            overwrite=self.overwrite,
-            against=self.against,
-            wire=self.wire,
-            profile=self.profile,
-            turns=self.turns,
-        )
+        settings: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(InferConfig)}
+        return InferConfig(**settings | {"ranks": self.rank_count()})
 
     def run(self) -> None:
         config = self.config()

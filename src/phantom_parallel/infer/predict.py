@@ -43,36 +43,33 @@ from phantom_parallel.utils.strategies import get_strategy
 from phantom_parallel.utils.wire import WireFormat, check_wire
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class InferConfig:
-    """What to run and measure.
-
-    Args:
-        model: Folder of the model.
-        ranks: Number of ranks that share the model.
-        batch: Rows of a forward pass.
-        inputs: File of rows to predict from; without it, only random rows are measured.
-        out: The .npy file of predictions.
-        overwrite: Whether to replace ``out`` if it exists.
-        against: The baseline to measure as well, of the same function.
-        wire: Format in which features travel between ranks, of both models.
-        profile: Hardware profile whose watts the energy is modelled with; by default this machine's as calibrated,
-            otherwise watts that are assumed of a CPU core.
-        turns: How often each model is timed.
-        seed: Seed of random rows.
-    """
+    """What to run and measure. The texts under the fields are the help of ``phantom infer``."""
 
     model: Path
-    ranks: int = 1
-    batch: int = 64
+    """Folder of a model, such as OUT/model of phantom train."""
     inputs: Path | None = None
+    """Rows to predict from: a file .npy, or .npz or .safetensors with an array x, (rows, features). Without it,
+    random rows are measured."""
     out: Path | None = None
+    """Write the predictions to this .npy file, in the order of the rows. Without it they are discarded."""
     overwrite: bool = False
+    """Replace --out if it exists."""
+    batch: int = 64
+    """Rows of a forward pass."""
     against: Literal["tensor", "none"] = "tensor"
-    wire: WireFormat = "full"
-    profile: str | None = None
+    """Measure the tensor-parallel model that computes the same function as well, or nothing."""
     turns: int = 20
+    """How often each model is timed, in turn."""
     seed: int = 0
+    """Seed of random rows."""
+    ranks: int = 1
+    """Ranks that share the model."""
+    wire: WireFormat = "full"
+    """Format in which features travel between ranks, of both models."""
+    profile: str | None = None
+    """As for `default_power_profile`."""
 
     def __post_init__(self) -> None:
         positive(ranks=self.ranks, batch=self.batch, turns=self.turns)

@@ -6,7 +6,7 @@ are not sorted by probability, rounding of the logits moves the borders between 
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -21,20 +21,16 @@ MAX_SEED = (1 << 63) - 1  # of a torch generator
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are selected.
-
-    Args:
-        temperature: 0 selects the most likely token. Above 0, logits are divided by it and a token is sampled.
-        top_k: Sample from this number of the most likely tokens only.
-        top_p: Sample from the smallest set of most likely tokens with at least this probability together, after
-            ``top_k``.
-        seed: Seed of the sampling.
-    """
+    """How tokens are selected."""
 
     temperature: float = 0.0
+    """0 selects the most likely token. Above 0, logits are divided by it and a token is sampled."""
     top_k: int | None = None
+    """Sample from this number of the most likely tokens only."""
     top_p: float | None = None
+    """Sample from the smallest set of most likely tokens with at least this probability together, after top-k."""
     seed: int = 0
+    """Seed of the sampling, which is the same on any number of ranks."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
@@ -58,39 +54,37 @@ class Sampling:
             raise ValueError(f"top_k={self.top_k} is more than the model's vocabulary of {vocab}")
 
 
-@dataclass(frozen=True)
-class GenerateConfig:
-    """What to generate, and whether to measure it.
-
-    Args:
-        model: Folder of the model.
-        tokens: Maximum number of tokens to generate; by default 128, in a ``chat`` as many as fit into the context.
-        sampling: How tokens are selected.
-        stop: Texts that end a row; they are not part of it.
-        chat: Whether prompts were made by a chat template, with its special tokens.
-        batch: Number of texts to generate from each prompt at once.
-        ranks: Number of ranks that share the model.
-        wire: Format in which features travel between ranks.
-        measure: Whether to measure the cost of a token after the text is generated.
-        against: The baseline to measure as well, of the same sizes with random weights.
-        turns: How often each model is timed.
-        profile: Hardware profile of modelled energy.
-    """
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(Sampling):
+    """What to generate, and whether to measure it. The texts under the fields are the help of ``phantom generate``."""
 
     model: Path
-    tokens: int | None = None
-    sampling: Sampling = field(default_factory=Sampling)
-    stop: tuple[str, ...] = ()
+    """Folder of a model, such as OUT/model of phantom train gpt."""
     chat: bool = False
+    """The prompt is a message, which the model's chat template puts into its place. Without a prompt, messages are read
+    from stdin, a line each."""
+    tokens: int | None = None
+    """Tokens to generate at most; by default 128, with --chat as many as fit into the model's context."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the generation, besides the model's own stop tokens."""
     batch: int = 1
-    ranks: int = 1
-    wire: WireFormat = "full"
+    """Number of texts to generate from each prompt at once; the first is shown as it is generated, the others at the
+    end."""
     measure: bool = False
-    against: Literal["megatron"] | None = None
+    """Measure the cost of a token after the text: time, FLOPs, bytes and energy of prefill and decode."""
+    against: Literal["megatron", "none"] = "none"
+    """Measure a tensor-parallel model of the same sizes with random weights as well."""
     turns: int = 20
+    """How often each model is timed, in turn."""
+    ranks: int = 1
+    """Ranks that share the model."""
+    wire: WireFormat = "full"
+    """Format in which features travel between ranks."""
     profile: str | None = None
+    """Hardware profile of modelled energy."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         positive(ranks=self.ranks, batch=self.batch, turns=self.turns)
         if self.tokens is not None:
             positive(tokens=self.tokens)
@@ -98,6 +92,12 @@ class GenerateConfig:
             raise ValueError("a text to stop at must not be empty")
         check_wire(self.wire)
         object.__setattr__(self, "model", Path(self.model).absolute())
+        object.__setattr__(self, "measure", self.measure or self.against != "none")
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are selected."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
 
 
 class Sampler:

@@ -224,7 +224,7 @@ def _check(config: GenerateConfig) -> GPT:
     """Check the options and files. Returns the model on the meta device."""
     model: GPT = check_model(config.model, config.ranks)
     model.config.check_ranks(config.ranks)
-    if config.against is not None:
+    if config.against != "none":
         _baseline_config(model.config).check_ranks(config.ranks)
     config.sampling.check_vocabulary(model.config.vocab)
     return model
@@ -248,7 +248,7 @@ def _baseline_config(config: GPTConfig) -> GPTConfig:
 
 def _check_memory(model: GPT, config: GenerateConfig, request: dict[str, Any]) -> None:
     """Raise ValueError if the weights and caches of all models do not fit into the memory of local ranks."""
-    models = [model] + ([GPT(_baseline_config(model.config), device="meta")] if config.against else [])
+    models = [model] + ([] if config.against == "none" else [GPT(_baseline_config(model.config), device="meta")])
     sizes, rows = model.config, config.batch * len(request["prompts"])
     length = max(map(len, request["prompts"])) + request["tokens"]
     words = sum(parameter.numel() for each in models for parameter in each.parameters())
@@ -297,7 +297,7 @@ def _serve(
         report(result | {"device": device.type})
     if config.measure:
         models: dict[str, GPT] = {model.config.strategy: model}
-        if config.against is not None and config.against not in models:
+        if config.against not in ("none", *models):
             dtype = next(model.parameters()).dtype
             models[config.against] = GPT(_baseline_config(model.config), dtype=dtype, **where)
         with ProgressDisplay(show=show and rank == 0) as display:
