@@ -1,29 +1,16 @@
-"""Valid small files of every kind that the commands read: where they are, and what they are made of."""
+"""Valid small files of every kind that the commands read, made by the commands themselves."""
 
+import contextlib
+import io
 import multiprocessing
-from dataclasses import dataclass
 from pathlib import Path
 
 WIDTH = 8
 FFN = ["--width", "8", "--blocks", "2", "--ghosts", "2", "--batch", "8", "--lr", "0.01"]
 EVERY = ["--log-every", "1", "--eval-every", "2", "--checkpoint-every", "2"]
 TEACHER = ["--samples", "64", "--teacher-blocks", "2", "--teacher-ghosts", "2"]
-GPT = [
-    "--dim",
-    "16",
-    "--layers",
-    "1",
-    "--heads",
-    "2",
-    "--context",
-    "8",
-    "--blocks",
-    "2",
-    "--ghosts",
-    "2",
-    "--batch",
-    "2",
-]
+_DENSE_GPT = ["--dim", "16", "--layers", "1", "--heads", "2", "--context", "8", "--batch", "2"]
+GPT = [*_DENSE_GPT, "--blocks", "2", "--ghosts", "2"]
 PRESET = """
 strategies = ["phantom", "tensor"]
 target_loss = 5.0
@@ -47,101 +34,47 @@ learning_rates = [0.02, 0.04]
 steps = 2
 extend = 0
 """
-STUDY = """
-question = "how fast?"
-measure = "speed"
-timed_steps = 2
-seeds = 1
-[training]
-width = 8
-depth = 2
-blocks = 2
-ghosts = 2
-batch = 8
-samples = 64
-teacher_blocks = 2
-teacher_ghosts = 2
-[[cells]]
-strategy = ["phantom", "tensor"]
-batch = [4, 8]
-[[modelled]]
-strategy = ["phantom", "tensor"]
-ranks = [16]
-blocks = [16]
-width = [64]
-"""
 
 
-@dataclass(frozen=True)
-class Artefacts:
-    """Folders and files below one folder."""
+def make_artefacts(root: Path) -> Path:
+    """Make a training of an FFN (``ffn``) and of a transformer (``gpt``), dense ones (``dense``, ``dense-gpt``), the
+    transformer as a folder of Hugging Face (``pretrained``), a comparison (``comparison``) with its ``preset.toml`` and
+    ``two-ranks.toml``, ``hardware.toml``, and data (``x.npy``, ``text.txt``); below ``root``, which must not exist.
 
-    root: Path
-
-    @property
-    def ffn(self) -> Path:
-        """A training of an FFN that ended at step 4, with checkpoints, a model, metrics and a summary."""
-        return self.root / "ffn"
-
-    @property
-    def gpt(self) -> Path:
-        """A training of a transformer with a tokenizer of its own."""
-        return self.root / "gpt"
-
-    @property
-    def dense(self) -> Path:
-        """The model of a dense FFN, to convert."""
-        return self.root / "dense" / "model"
-
-    @property
-    def dense_gpt(self) -> Path:
-        """The model of a dense transformer, to learn from."""
-        return self.root / "dense-gpt" / "model"
-
-    @property
-    def pretrained(self) -> Path:
-        """A transformer as a folder of Hugging Face's."""
-        return self.root / "pretrained"
-
-    @property
-    def comparison(self) -> Path:
-        """A folder of phantom compare."""
-        return self.root / "comparison"
-
-    @property
-    def study(self) -> Path:
-        """A folder of phantom study."""
-        return self.root / "study"
-
-    @property
-    def data(self) -> Path:
-        """Arrays: x.npy and y.npy, both.npz, both.safetensors, and text.txt."""
-        return self.root / "data"
-
-    @property
-    def tables(self) -> Path:
-        """TOML files: preset.toml, two-ranks.toml, study.toml, hardware.toml."""
-        return self.root / "tables"
-
-    @property
-    def results(self) -> Path:
-        """Results of a comparison and of studies, with every field filled."""
-        return self.root / "results"
-
-
-def make_artefacts(root: Path) -> Artefacts:
-    """Make all of them below ``root``, which must be empty, in a process of their own: importing the commands here
-    would slow every later fork and spawn.
+    In a process of their own: importing the commands here would slow every later fork and spawn.
     """
     process = multiprocessing.get_context("spawn").Process(target=_make, args=(root,))
     process.start()
     process.join()
     if process.exitcode:
         raise RuntimeError(f"the files for the campaign were not made: exit code {process.exitcode}")
-    return Artefacts(root)
+    return root
 
 
 def _make(root: Path) -> None:
-    from tests.campaign.making import make
+    import numpy as np
 
-    make(root)
+    from phantom_parallel.cli import main as program
+
+    root.mkdir(parents=True)
+    np.save(root / "x.npy", np.random.default_rng(0).standard_normal((64, WIDTH)).astype(np.float32))
+    (root / "text.txt").write_text("".join(f"def name{i}(x):\n    return x + {i}\n" for i in range(400)))
+    (root / "preset.toml").write_text(PRESET)
+    (root / "two-ranks.toml").write_text(PRESET.replace("ranks = 1", "ranks = 2"))
+    shipped = Path(program.__file__).parents[1] / "cost" / "profiles" / "dgx-a100.toml"
+    (root / "hardware.toml").write_bytes(shipped.read_bytes())
+
+    def phantom(*arguments: object) -> None:
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = program.main([str(argument) for argument in arguments])
+        if code:
+            raise RuntimeError(f"phantom {' '.join(map(str, arguments))}: exit code {code}\n{err.getvalue()}")
+
+    text = ["--data", root / "text.txt", "--tokenizer", "bpe", "--vocab", 300, "--eval-windows", 2]
+    phantom("train", "--out", root / "ffn", *FFN, *TEACHER, *EVERY, "--steps", 4)
+    phantom("train", "gpt", "--out", root / "gpt", *GPT, *text, *EVERY, "--steps", 4)
+    phantom("train", "gpt", "--out", root / "dense-gpt", *_DENSE_GPT, "--strategy", "dense", *text, "--steps", 4)
+    phantom("train", "--out", root / "dense", "--strategy", "dense", "--width", WIDTH, "--batch", 8, *TEACHER)
+    phantom("model", "export", "--model", root / "gpt" / "model", "--out", root / "pretrained")
+    phantom("compare", "--preset", root / "preset.toml", "--out", root / "comparison")

@@ -1,152 +1,283 @@
-"""Malformed inputs: damaged files and odd option values, through the commands in one process.
+"""Malformed inputs that a person could produce: files that are missing, cut short or of another kind, values of a wrong
+type or size, arrays of a wrong shape or with a NaN, and mistyped options; through the commands in one process.
 
-A case is a number: the same seed and number make the same case. Workers run the cases, so that one which hangs,
-crashes or takes gigabytes ends its worker and not the campaign.
+A case is clean if the command refuses it with exit code 2 and a short message, or gives valid results.
 """
 
-import multiprocessing
+import contextlib
+import io
+import json
 import os
+import re
 import shutil
+import signal
 import tempfile
-import time
-from collections.abc import Iterator
-from multiprocessing.connection import Connection, wait
+import tomllib
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import cache, partial
+from multiprocessing import get_context
 from pathlib import Path
+from random import Random
+from typing import Any
 
-from tests.campaign.artefacts import Artefacts, make_artefacts
-from tests.campaign.tally import Bad, Tally
+from tests.campaign.artefacts import EVERY, FFN, GPT, TEACHER, make_artefacts
+from tests.campaign.tally import Problem, Tally
 
-CPU_SECONDS = 30.0  # that a case may take; beyond the limit of `running`, for what cannot be interrupted there
-WALL_SECONDS = 300.0  # that a case may take on a busy machine, if it waits
-WORKERS = 2
-
-
-def run(count: int, seed: int, *, first: int = 0, only: str | None = None, progress: bool = False) -> Tally:
-    """Try ``count`` cases from ``first`` on, in workers of their own.
-
-    Args:
-        count: Number of cases.
-        seed: Seed of the campaign.
-        first: Number of the first case.
-        only: Name of a group, to try cases of no other.
-        progress: Whether to print a line now and then.
-    """
-    tally, began, shown = Tally(), time.monotonic(), time.monotonic()
-    numbers = iter(range(first, first + count))
-    with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
-        root = Path(folder)
-        make_artefacts(root / "artefacts")
-        workers = [_Worker(root, seed, only, number) for number in range(min(WORKERS, count))]
-        try:
-            for group, found in _results(workers, numbers):
-                tally.add(group, found)
-                if progress and time.monotonic() - shown > 15:
-                    shown, done = time.monotonic(), sum(tally.tried.values())
-                    print(f"inputs: {done} of {count}, {len(tally.bad)} bad, {shown - began:.0f} s", flush=True)
-        finally:
-            for worker in workers:
-                worker.end()
-    return tally
+CPU_SECONDS = 30  # that a case may take
+MOST_CHARACTERS = 3_000  # of a message
+ODD_VALUES: tuple[Any, ...] = (0, -1, 3, 1.5, 1e30, True, "x", "", "é☃", [], {}, "../missing")
+ODD_WORDS = (
+    "0",
+    "-1",
+    "1",
+    "3",
+    "7",
+    "1.5",
+    "1e9",
+    "nan",
+    "inf",
+    "",
+    "x",
+    "None",
+    "true",
+    "gpt",
+    "é☃",
+    ".",
+    "/missing",
+)
+NOT_A_NUMBER = re.compile(r"\b(?:nan|inf|NaN|Infinity)\b")
 
 
-class _Worker:
-    """A process that runs cases, replaced when it ends or hangs."""
-
-    def __init__(self, root: Path, seed: int, only: str | None, number: int) -> None:
-        self.root, self.seed, self.only, self.number = root, seed, only, number
-        self.case: int | None = None
-        self.start()
-
-    def start(self) -> None:
-        self.connection, theirs = multiprocessing.Pipe()
-        context = multiprocessing.get_context("spawn")
-        arguments = (theirs, str(self.root / "artefacts"), self.seed, self.only)
-        self.process = context.Process(target=_serve, args=arguments, daemon=False)
-        self.process.start()
-        theirs.close()
-        self.ready = False
-
-    def give(self, case: int) -> None:
-        """Let the process run a case. What it takes to import is not counted."""
-        if not self.ready:
-            self.ready = self.connection.recv() == "ready"  # an end of the process raises EOFError
-        self.case, self.since, self.used = case, time.monotonic(), self._processor_seconds()
-        self.connection.send(case)
-
-    def hangs(self) -> bool:
-        """Whether the case has taken too long. On a busy machine processor time counts, not the clock."""
-        return self._processor_seconds() - self.used > CPU_SECONDS or time.monotonic() - self.since > WALL_SECONDS
-
-    def _processor_seconds(self) -> float:
-        try:
-            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        except OSError:
-            return 0.0
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    def replace(self, kind: str, detail: str) -> tuple[str, list[Bad]]:
-        """End the process, start another one, and return the case that it was at as a bad one."""
-        assert self.case is not None
-        self.end()
-        from tests.campaign.cases import describe
-
-        group, text = describe(self.case, self.seed, self.only)
-        self.start()
-        return group, [Bad(group, kind, text, detail, again(self.case, self.seed, self.only))]
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self.connection.close()
+class _Accepted(BaseException):
+    """The command would start ranks now: its options and files are valid."""
 
 
-def again(case: int, seed: int, only: str | None) -> str:
-    """The command that runs one case again."""
-    group = f" --only '{only}'" if only else ""
-    return f"python -m tests.campaign --seed {seed} --first {case} --inputs 1 --kills 0{group}"
+class _OutOfTime(BaseException):
+    """The case has used up its processor time."""
 
 
-def _results(workers: list[_Worker], numbers: Iterator[int]) -> Iterator[tuple[str, list[Bad]]]:
-    for worker in workers:
-        if (case := next(numbers, None)) is not None:
-            worker.give(case)
-    while busy := [worker for worker in workers if worker.case is not None]:
-        ready = wait([worker.connection for worker in busy], timeout=1.0)
-        for worker in busy:
-            if worker.connection in ready:
+def run(tally: Tally, count: int, seed: int, first: int = 0) -> None:
+    """Try ``count`` cases from ``first`` on, in two processes."""
+    if not count:
+        return
+    with tempfile.TemporaryDirectory(prefix="campaign-") as temporary:
+        artefacts = make_artefacts(Path(temporary) / "artefacts")
+        again = f"python -m tests.campaign --seed {seed} --kills 0 --disks 0 --differences 0 --inputs 1 --first "
+        with ProcessPoolExecutor(2, get_context("spawn"), initializer=_prepare) as pool:
+            numbers = range(first, first + count)
+            results = pool.map(partial(_attempt, artefacts, seed), numbers)
+            for number in numbers:
                 try:
-                    group, problems, text = worker.connection.recv()
-                    line = again(worker.case or 0, worker.seed, worker.only)
-                    found = group, [Bad(group, kind, text, detail, line) for kind, detail in problems]
-                except (EOFError, OSError):
-                    worker.process.join()
-                    found = worker.replace("crash", f"the process ended with {worker.process.exitcode}")
-            elif worker.hangs():
-                found = worker.replace("hang", f"no result after {time.monotonic() - worker.since:.0f} s")
-            else:
-                continue
-            worker.case = None
-            if (case := next(numbers, None)) is not None:
-                worker.give(case)
-            yield found
+                    tally.add(*next(results), f"{again}{number}")
+                except BrokenProcessPool as error:
+                    tally.add("inputs", f"case {number} or the next one", [("crash", str(error))], f"{again}{number}")
+                    return
 
 
-def _serve(connection: Connection, artefacts: str, seed: int, only: str | None) -> None:
-    """One worker: run the cases whose numbers arrive."""
-    from tests.campaign import cases, running
+def _prepare() -> None:
+    """Import everything once, and let commands that would start ranks end there."""
+    import torch
 
-    running.prepare_process()
-    connection.send("ready")
+    import phantom_parallel.report.html  # noqa: F401  imports matplotlib
+    from phantom_parallel.distributed import launch
+
+    def accepted() -> None:
+        raise _Accepted
+
+    def out_of_time(number: int, frame: Any) -> None:
+        raise _OutOfTime
+
+    torch.set_num_threads(1)
+    launch._check_main_is_imported = accepted
+    signal.signal(signal.SIGPROF, out_of_time)
+
+
+def _attempt(artefacts: Path, seed: int, number: int) -> tuple[str, str, list[Problem]]:
+    """The group of a case, the case, and what is wrong with its outcome."""
+    random = Random(f"{seed} {number}")
+    group = random.choice(list(CASES))
+    with tempfile.TemporaryDirectory(dir=artefacts.parent) as temporary:
+        folder = Path(temporary)
+        change, arguments = CASES[group](artefacts, folder, random)
+        words = [str(argument) for argument in arguments]
+        return group, f"{change}: phantom {' '.join(words)}"[:600], [*_problems(words, folder)]
+
+
+def _problems(arguments: list[str], folder: Path) -> Iterator[Problem]:
+    from phantom_parallel.cli import main as program
+
+    out, err = io.StringIO(), io.StringIO()
+    os.chdir(folder)
+    os.environ |= {"PHANTOM_PROFILES": str(folder / "profiles"), "XDG_CACHE_HOME": str(folder / "cache")}
+    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code: Any = program.main(arguments)
+    except SystemExit as error:
+        code = error.code or 0
+    except _Accepted:
+        return
+    except BaseException:
+        yield "traceback", traceback.format_exc()[-1500:]
+        return
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        os.chdir("/")
+    if "Traceback (most recent call last)" in err.getvalue():
+        yield "traceback", err.getvalue()[-1500:]
+    elif code == 0 and "--json" in arguments:
+        try:
+            json.loads(out.getvalue(), parse_constant=lambda word: int(word))
+        except ValueError as error:
+            yield "output", f"no JSON: {error}"
+    elif code == 0 and (shown := NOT_A_NUMBER.search(out.getvalue())):
+        yield "output", f"prints {shown[0]}"
+    elif code not in (0, 2) and not (code == 1 and "loss" in err.getvalue()):  # which may diverge
+        yield "exit code", f"{code}: {err.getvalue()[-500:]}"
+    elif code == 2 and not 0 < len(err.getvalue()) < MOST_CHARACTERS:
+        yield "message", f"{len(err.getvalue())} characters: {err.getvalue()[:200]}"
+
+
+def _damage(path: Path, random: Random) -> str:
+    """Damage one file as a person might; what was done."""
+    import numpy as np
+
+    data, how = path.read_bytes(), random.choice(("missing", "empty", "short", "other", *["value"] * 6))
+    if how == "value" and path.suffix in (".json", ".toml"):
+        values = json.loads(data) if path.suffix == ".json" else tomllib.loads(data.decode())
+        change = _change_value(values, random)
+        path.write_text(json.dumps(values) if path.suffix == ".json" else _toml(values))
+        return f"{path.name}: {change}"
+    if how == "value" and path.suffix == ".npy":
+        array = np.load(path)
+        array[3, 2] = np.nan
+        changed = random.choice((array, array[:, :-1], array[0], array.astype("complex64"), array.astype("U8")))
+        np.save(path, changed)
+        return f"{path.name}: {changed.dtype} {changed.shape}"
+    if how == "missing":
+        path.unlink()
+    else:
+        path.write_bytes({"empty": b"", "other": b"\x89PNG\r\n" + bytes(100)}.get(how, data[: len(data) // 2]))
+    return f"{path.name}: {how}"
+
+
+def _change_value(values: Any, random: Random) -> str:
+    """Change, remove or misspell one value of nested tables, in place; what was done."""
     while True:
-        try:
-            number = connection.recv()
-        except EOFError:
-            return
-        folder = Path(tempfile.mkdtemp(prefix="case-", dir=Path(artefacts).parent))
-        try:
-            case = cases.make(number, seed, only, Artefacts(Path(artefacts)), folder)
-            connection.send((case.group, running.problems(case, folder), case.text))
-        except BrokenPipeError:  # the campaign was stopped
-            return
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        key = random.choice(list(values) if isinstance(values, dict) else range(len(values)))
+        if not isinstance(values[key], dict | list) or not values[key] or random.random() < 0.2:
+            break
+        values = values[key]
+    how = random.choice(("change", "change", "change", "remove", "misspell"))
+    if how != "change" and isinstance(values, dict):
+        value = values.pop(key)
+        if how == "misspell":
+            values[f"{key}s"] = value
+        return f"{how} {key}"
+    values[key] = random.choice(ODD_VALUES)
+    return f"{key} = {values[key]!r}"
+
+
+def _toml(values: dict[str, Any]) -> str:
+    """TOML of nested tables: JSON's values are inline values of TOML, but for those of tables."""
+
+    def inline(value: Any) -> str:
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{json.dumps(key)} = {inline(entry)}" for key, entry in value.items()) + "}"
+        return f"[{', '.join(map(inline, value))}]" if isinstance(value, list) else json.dumps(value)
+
+    return "".join(f"{json.dumps(key)} = {inline(value)}\n" for key, value in values.items())
+
+
+Made = tuple[str, list[object]]  # what was done, and the command
+
+
+def _folder(name: str, *command: object, below: str = "") -> Callable[[Path, Path, Random], Made]:
+    """Cases of a folder in which one file is damaged; its place in the command is ``...``."""
+
+    def make(artefacts: Path, folder: Path, random: Random) -> Made:
+        copy = shutil.copytree(artefacts / name, folder / "damaged")
+        change = _damage(random.choice(sorted(p for p in (copy / below).rglob("*") if p.is_file())), random)
+        return change, _placed(command, copy, artefacts, folder)
+
+    return make
+
+
+def _file(name: str, *command: object) -> Callable[[Path, Path, Random], Made]:
+    """Cases of one damaged file; its place in the command is ``...``."""
+
+    def make(artefacts: Path, folder: Path, random: Random) -> Made:
+        copy = Path(shutil.copy(artefacts / name, folder))
+        return _damage(copy, random), _placed(command, copy, artefacts, folder)
+
+    return make
+
+
+def _placed(command: tuple[object, ...], damaged: Path, artefacts: Path, folder: Path) -> list[object]:
+    places = {"OUT": folder / "out"}
+    words = [damaged if word is ... else places.get(str(word), word) for word in command]
+    return [artefacts / word[1:] if isinstance(word, str) and word.startswith("@") else word for word in words]
+
+
+SHAPE = ("--blocks", 2, "--ghosts", 2)
+BASES: dict[str, list[object]] = {
+    "train": ["--out", "OUT", *FFN, *TEACHER, "--steps", 2],
+    "train gpt": ["--out", "OUT", *GPT, "--data", "@text.txt", "--steps", 2],
+    "infer": ["--model", "@ffn/model", "--turns", 1, "--json"],
+    "generate": ["--model", "@gpt/model", "--prompt", "def", "--tokens", 2, "--json"],
+    "compare": ["--preset", "@preset.toml", "--out", "OUT"],
+    "study": ["ghosts", "--out", "OUT"],
+    "plan": ["--width", 64, "--depth", 2, "--batch", 32, "--devices", 8, "--json"],
+    "dryrun": ["--width", 64, "--depth", 2, "--ranks", 4, "--json"],
+    "machine show": ["--json"],
+    "model import": ["--out", "OUT", "--from", "@pretrained"],
+    "model export": ["--out", "OUT", "--model", "@gpt/model"],
+    "model convert": ["--out", "OUT", "--model", "@dense/model", "--calibration", "@x.npy", *SHAPE],
+}
+
+
+@cache
+def _options_of(name: str) -> list[str]:
+    """The options of a command, from its help, but those whose large values are valid and take long."""
+    from phantom_parallel.cli import main as program
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        program.main([*name.split(), "--help"])
+    long = {"--out", "--json", "--help", "--turns", "--seconds", "--compile", "--tokens", "--steps"}
+    return sorted({*re.findall(r"--[a-z][a-z-]*", out.getvalue()), "--mistyped"} - long)
+
+
+def _options(artefacts: Path, folder: Path, random: Random) -> Made:
+    """A valid command with one or two odd values, or without one of its words."""
+    name = random.choice(list(BASES))
+    words = _placed(tuple(BASES[name]), folder, artefacts, folder)
+    if random.random() < 0.1:
+        del words[random.randrange(len(words))]
+    for _ in range(random.choice((1, 1, 2))):
+        words += [random.choice(_options_of(name)), random.choice(ODD_WORDS)]
+    return name, [*name.split(), *words]
+
+
+CASES: dict[str, Callable[[Path, Path, Random], Made]] = {
+    "FFN model": _folder("ffn/model", "infer", "--model", ..., "--turns", 1, "--batch", 4, "--json"),
+    "transformer": _folder("gpt/model", "generate", "--model", ..., "--prompt", "def", "--tokens", 2, "--json"),
+    "export": _folder("gpt/model", "model", "export", "--model", ..., "--out", "OUT"),
+    "pretrained": _folder("pretrained", "model", "import", "--from", ..., "--out", "OUT"),
+    "conversion": _folder("dense/model", "model", "convert", "--model", ..., "--calibration", "@x.npy", "--out", "OUT",
+                          *SHAPE, "--json"),
+    "calibration data": _file("x.npy", "model", "convert", "--model", "@dense/model", "--calibration", ..., "--out",
+                              "OUT", *SHAPE, "--json"),
+    "checkpoint": _folder("ffn", "train", "--out", ..., "--resume", "--steps", 6, below="checkpoints"),
+    "run folder": _folder("gpt", "train", "gpt", "--out", ..., "--resume", "--steps", 6),
+    "inputs": _file("x.npy", "infer", "--model", "@ffn/model", "--inputs", ..., "--turns", 1, "--json"),
+    "text": _file("text.txt", "train", "gpt", "--out", "OUT", "--data", ..., *GPT, *EVERY, "--steps", 1),
+    "preset": _file("preset.toml", "compare", "--preset", ..., "--out", "OUT"),
+    "hardware profile": _file("hardware.toml", "plan", "--width", 64, "--depth", 2, "--batch", 32, "--devices", 8,
+                              "--hardware", ..., "--json"),
+    "comparison": _folder("comparison", "compare", "--preset", "@preset.toml", "--out", ..., "--resume"),
+    "options": _options,
+}  # fmt: skip

@@ -1,24 +1,25 @@
-"""Kills at random moments of commands: nothing stays behind, nothing is lost, and what is resumed is equal.
+"""Kills at random moments, frozen ranks and full disks: nothing stays behind or is lost, what is resumed is equal.
 
 Every command is killed one to three times, resumed after each, and compared with one that nothing happened to: a
-training by the losses of every step and the model's bytes, see `jobs`.
+training by the losses of every step and the model's bytes.
 """
 
+import json
+import os
 import shutil
 import signal
+import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from tests.campaign.artefacts import Artefacts, make_artefacts
-from tests.campaign.jobs import FFN, OPTIONAL, STEPS, Job, draw, training
-from tests.campaign.processes import Command, kill, start
-from tests.campaign.tally import Bad, Tally
+from tests.campaign.artefacts import GPT, TEACHER, make_artefacts
+from tests.campaign.processes import Command, send, start
+from tests.campaign.tally import Problem, Tally
 
 # What is sent to whom, and the exit codes that are right then. Signals that end a process give shells 128 + number.
 HOW: dict[str, tuple[str, signal.Signals, tuple[int, ...]]] = {
@@ -29,206 +30,205 @@ HOW: dict[str, tuple[str, signal.Signals, tuple[int, ...]]] = {
     "SIGTERM": ("launcher", signal.SIGTERM, (143, -15)),
     "SIGINT twice": ("twice", signal.SIGINT, (130, -2)),
 }
-WEIGHTS = (4, 3, 2, 2, 2, 1)
-AT_ONCE = 2  # commands: they wait and import more than they compute
+FFN = ["--width", "16", "--depth", "2", "--blocks", "2", "--ghosts", "2", "--batch", "8", *TEACHER]
+STEPS = ["--steps", "120", "--log-every", "1", "--eval-every", "10", "--checkpoint-every", "3", "--seed", "3"]
+DISK = 4 << 20  # bytes
 
 
 @dataclass(frozen=True)
-class Reference:
-    """A command that nothing happened to: how long it took, and what it left."""
-
-    seconds: float
-    left: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """A command that is killed ``kills`` times."""
-
-    random: Random
-    job: Job
-    kills: int
-
-
-def run(count: int, seed: int, *, frozen: int | None = None, others: bool = True, progress: bool = False) -> Tally:
-    """Kill commands ``count`` times, and freeze a rank ``frozen`` times, by default once for every 20 kills.
+class Job:
+    """A command with an output folder.
 
     Args:
-        count: Number of kills.
-        seed: Seed of the campaign.
-        frozen: Number of ranks to freeze.
-        others: Whether to kill other commands than trainings of feed-forward networks, too, which need files first.
-        progress: Whether to print a line after each command.
+        arguments: The command without its folder.
+        read: What must be the same in every run, from the folder of a finished one.
+        marker: The file in the folder by which a run is resumed with ``--resume``; None if the same command continues.
     """
-    tally, began, done = Tally(), time.monotonic(), 0
-    frozen = max(1, count // 20) if frozen is None else frozen
-    command = f"python -m tests.campaign --seed {seed} --inputs 0 --kills {count}"
-    with tempfile.TemporaryDirectory(prefix="campaign-") as folder, ThreadPoolExecutor(AT_ONCE) as pool:
-        root = Path(folder)
-        artefacts = make_artefacts(root / "artefacts") if others else None
-        attempts = _attempts(count, seed, artefacts)
-        references = {
-            job.name: _reference(root, job, pool) for job in {one.job.name: one.job for one in attempts}.values()
-        }
-        under_way = {
-            pool.submit(_attempt, root / f"attempt-{number}", one, references[one.job.name]): (
-                f"{command}  # attempt {number}"
-            )
-            for number, one in enumerate(attempts)
-        } | {
-            pool.submit(_frozen, root, Random(f"{seed} freeze {number}")): f"{command}  # frozen rank {number}"
-            for number in range(frozen)
-        }
-        for future in as_completed(under_way):
-            for group, found in future.result():
-                tally.add(group, [Bad(group, *one, under_way[future]) for one in found])
-                done += group in HOW
-            if progress:
-                seconds = time.monotonic() - began
-                print(f"kills: {done} of {count}, {len(tally.bad)} bad, {seconds:.0f} s", flush=True)
-    return tally
+
+    name: str
+    arguments: tuple[object, ...]
+    read: Callable[[Path], dict[str, Any]]
+    marker: str | None = "config.json"
+
+    def start(self, folder: Path, out: Path) -> Command:
+        resumes = self.marker is not None and (out / self.marker).is_file()
+        return start(folder, *self.arguments, "--out", out, *(["--resume"] if resumes else []))
 
 
-def _attempts(count: int, seed: int, artefacts: Artefacts | None) -> list[Attempt]:
-    """Commands that are killed ``count`` times together."""
-    drawn: list[Attempt] = []
-    while (left := count - sum(one.kills for one in drawn)) > 0:
-        random = Random(f"{seed} kill {len(drawn)}")
-        job = training(random.choice((1, 2, 2, 2))) if artefacts is None else draw(random, artefacts)
-        drawn.append(Attempt(random, job, min(left, random.randint(1, 3))))
-    return drawn
+def jobs(root: Path) -> list[Job]:
+    """Mostly trainings, which have most to lose."""
+    text = ("--data", root / "text.txt", "--eval-windows", 2)
+    models = ("--model", root / "gpt" / "model", "--teacher", root / "dense-gpt" / "model")
+    heal = ("model", "heal", *models, *text, "--batch", 2, "--context", 8, *STEPS, "--steps", 40, "--ranks", 2)
+    dense = ("--model", root / "dense" / "model", "--calibration", root / "x.npy", "--blocks", 2, "--ghosts", 2)
+    return [
+        Job("training on 1 rank", ("train", *FFN, *STEPS, "--ranks", 1), _read_training),
+        *[Job("training on 2 ranks", ("train", *FFN, *STEPS, "--ranks", 2), _read_training)] * 4,
+        Job("transformer", ("train", "gpt", *GPT, *text, *STEPS, "--steps", 60, "--ranks", 2), _read_training),
+        Job("heal", heal, _read_training),
+        Job("compare", ("compare", "--preset", root / "two-ranks.toml"), _read_comparison, "settings.json"),
+        Job("convert", ("model", "convert", *dense), _read_model, None),
+    ]
 
 
-Problem = tuple[str, str, str]  # kind, case, detail
-Outcome = list[tuple[str, list[Problem]]]  # of each attempt of a group
+def run(tally: Tally, count: int, seed: int, *, frozen: int = 0) -> None:
+    """Kill commands ``count`` times, and freeze a rank ``frozen`` times."""
+    again = f"python -m tests.campaign --seed {seed} --inputs 0 --disks 0 --differences 0 --kills {count}"
+    with tempfile.TemporaryDirectory(prefix="campaign-") as temporary:
+        root = Path(temporary)
+        drawable = jobs(make_artefacts(root / "artefacts")) if count else []
+        references: dict[str, tuple[float, dict[str, Any]]] = {}
+        number, left = 0, count
+        while left > 0:
+            random, folder = Random(f"{seed} kill {number}"), root / str(number)
+            job, kills = random.choice(drawable), min(left, random.randint(1, 3))
+            if job.name not in references:
+                references[job.name] = _reference(root / f"reference {job.name}", job)
+            seconds, expected = references[job.name]
+            folder.mkdir()
+            for _ in range(kills):
+                how, after = random.choice(list(HOW)), random.uniform(0.0, 1.1) * seconds
+                problems = _killed(job.start(folder, folder / "run"), how, after)
+                tally.add(how, f"{job.name}, {how} after {after:.2f} s", problems, again)
+            tally.add(f"resumed: {job.name}", f"attempt {number}", _finished(folder, job, expected), again)
+            shutil.rmtree(folder)
+            number, left = number + 1, left - kills
+        for attempt in range(frozen):
+            rank = attempt % 2
+            tally.add("frozen rank", f"rank {rank}", _frozen(root / f"frozen {attempt}", rank), again)
 
 
-def _attempt(folder: Path, one: Attempt, reference: Reference) -> Outcome:
-    """One command that is killed, and then finished."""
+def _reference(folder: Path, job: Job) -> tuple[float, dict[str, Any]]:
+    """How long a command takes that nothing happens to, and what it leaves."""
     folder.mkdir()
-    out, outcome = folder / "run", Outcome()
-    for _ in range(one.kills):
-        how = one.random.choices(list(HOW), WEIGHTS)[0]
-        if one.job.ranks == 1 and how == "rank killed":
-            how = "launcher killed"
-        after = one.random.uniform(0.0, 1.1) * reference.seconds
-        command = _start(folder, out, one.job)
-        outcome.append((how, [*_killed(command, how, one.job, after)]))
-    outcome.append((f"resumed: {one.job.name}", [*_finished(folder, out, one.job, reference)]))
-    shutil.rmtree(folder)
-    return outcome
+    began = time.monotonic()
+    command = job.start(folder, folder / "run")
+    if (code := command.wait()) != 0:
+        raise RuntimeError(f"{job.name} without a kill ended with {code}: {command.stderr}")
+    return time.monotonic() - began, job.read(folder / "run")
 
 
-def _start(folder: Path, out: Path, job: Job) -> Command:
-    return start(folder, *job.arguments, "--out", out, *(["--resume"] if job.resumes(out) else []))
-
-
-def _killed(command: Command, how: str, job: Job, after: float) -> Iterator[Problem]:
+def _killed(command: Command, how: str, after: float) -> Iterator[Problem]:
     """Kill a command after some seconds; what is wrong with how it ended."""
     target, number, codes = HOW[how]
-    case = f"{job.name}: {how} after {after:.2f} s"
     time.sleep(after)
-    started = command.in_interpreter_start()
-    alive = command.process.poll() is None
-    hit = _send(command, target, number)
-    code = command.wait()
-    left = command.left_behind()
-    if left:
-        yield "orphan", case, f"{len(left)} processes are left after 15 s"
-    if code is None:
-        yield "hang", case, "the launcher did not end"
-    elif alive and hit and code not in (*codes, 0, *((2,) if job.finished in command.stderr else ())):
-        yield "exit code", case, f"{code}, expected {codes}: {command.stderr[-500:]}"
-    if "Traceback (most recent call last)" in command.stderr and not started:
-        yield "traceback", case, command.stderr[-1500:]
-
-
-def _send(command: Command, target: str, number: signal.Signals) -> bool:
-    """Send the signal; whether there was somebody to send it to."""
-    if target == "rank":
-        ranks = command.ranks()
-        for pid in ranks[:1] if int(command.mark, 16) % 2 else ranks[-1:]:
-            kill(pid, number)
-        return bool(ranks)
-    pids = [command.process.pid, *(command.ranks() if target == "all" else ())]
+    ours, alive, ranks = command.catches_signals(), command.process.poll() is None, command.ranks()
+    pids = {"rank": ranks[:1], "all": [command.process.pid, *ranks]}.get(target, [command.process.pid])
     for pid in pids:
-        kill(pid, number)
+        send(pid, number)
     if target == "twice":
         time.sleep(0.05)
-        kill(command.process.pid, number)
-    return True
-
-
-def _finished(folder: Path, out: Path, job: Job, reference: Reference) -> Iterator[Problem]:
-    """Resume a command until it is done, and compare what it left."""
-    case = f"{job.name}, resumed"
-    command = _start(folder, out, job)
+        send(command.process.pid, number)
     code = command.wait()
-    if code != 0 and not (code == 2 and job.finished in command.stderr):
-        yield "lost", case, f"exit code {code}: {command.stderr[-800:]}"
+    if left := command.left_behind():
+        yield "orphan", f"{len(left)} processes are left after 15 s"
+    if code is None:
+        yield "hang", "the launcher did not end"
+    elif alive and pids and code not in (*codes, 0):
+        yield "exit code", f"{code}, expected {codes}: {command.stderr[-500:]}"
+    if "Traceback (most recent call last)" in command.stderr and ours:
+        yield "traceback", command.stderr[-1500:]
+
+
+def _finished(folder: Path, job: Job, expected: dict[str, Any]) -> Iterator[Problem]:
+    """Run a command until it is done, and compare what it left."""
+    complete = job.marker is None and (folder / "run").is_dir()
+    command = job.start(folder, folder / "run")
+    code = command.wait()
+    if code != (2 if complete else 0) and "is complete" not in command.stderr:
+        yield "lost", f"exit code {code}: {command.stderr[-800:]}"
         return
     if left := command.left_behind():
-        yield "orphan", case, f"{len(left)} processes are left after 15 s"
+        yield "orphan", f"{len(left)} processes are left after 15 s"
     if litter := [path.name for path in folder.rglob(".writing-*")]:
-        yield "lost", case, f"unfinished files are left: {litter}"
-    found, right = job.read(out), reference.left
-    different = [name for name in found if name not in right and not name.startswith(OPTIONAL)]
-    if missing := [name for name in right if name not in found]:
-        yield "lost", case, f"missing: {missing[:10]}"
-    elif different:
-        yield "wrong numbers", case, f"more than there should be: {different[:10]}"
-    elif wrong := [name for name in right if found[name] != right[name]]:
-        shown = "" if isinstance(right[wrong[0]], bytes) else f": {found[wrong[0]]} and not {right[wrong[0]]}"
-        yield "wrong numbers", case, f"{', '.join(wrong[:10])}{shown}"
+        yield "lost", f"unfinished files are left: {litter}"
+    values = job.read(folder / "run")
+    if wrong := [name for name in expected if name not in values or values[name] != expected[name]]:
+        yield "wrong numbers", f"missing or different: {', '.join(wrong[:10])}"
 
 
-def _reference(folder: Path, job: Job, pool: ThreadPoolExecutor) -> Reference:
-    """The slowest of as many runs as there are at once later, so that kills come until the end of one."""
-
-    def finished(number: int) -> Reference:
-        out, began = folder / f"reference {job.name} {number}", time.monotonic()
-        command = _start(folder, out, job)
-        code, seconds = command.wait(), time.monotonic() - began
-        if code != 0:
-            raise RuntimeError(f"{job.name} without a kill ended with {code}: {command.stderr}")
-        return Reference(seconds, job.read(out))
-
-    first, *others = sorted(pool.map(finished, range(AT_ONCE)), key=lambda reference: -reference.seconds)
-    for other in others:
-        if other.left != first.left:
-            raise RuntimeError(f"{job.name} is not the same in two runs")
-    return first
+def _read_training(out: Path) -> dict[str, Any]:
+    """The losses of a training, and its model."""
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return {f"loss at step {record['step']}": record["loss"] for record in records} | _read_model(out / "model")
 
 
-def _frozen(folder: Path, random: Random) -> Outcome:
-    return [("frozen rank", [*_freeze(folder, random)])]
+def _read_model(folder: Path) -> dict[str, Any]:
+    """The files of a model, of which the report of a conversion names its own folder."""
+    files = {path.name: path.read_bytes() for path in sorted(folder.glob("*")) if path.is_file()}
+    return {name: data.replace(str(folder).encode(), b"") for name, data in files.items()}
 
 
-def _freeze(folder: Path, random: Random) -> Iterator[Problem]:
-    """Stop one rank: the error must name it, and nothing may stay behind."""
-    out, rank = Path(tempfile.mkdtemp(dir=folder)) / "run", random.randrange(2)
-    case = f"rank {rank} frozen"
-    settings = [*FFN, *STEPS, "--steps", "1000000", "--ranks", 2, "--timeout", 6]
-    command = start(folder, "train", "--out", out, *settings)
+def _read_comparison(out: Path) -> dict[str, Any]:
+    """The losses of a comparison's cells, and that its results and report are there."""
+    values: dict[str, Any] = {name: (out / name).is_file() for name in ("results.json", "report.html")}
+    for path in sorted((out / "cells").glob("*.json")):
+        values[path.name] = [(point["step"], point["loss"]) for point in json.loads(path.read_text()).get("curve", ())]
+    return values
+
+
+def _long_training(folder: Path, ranks: int, *more: object) -> tuple[Command, Path]:
+    """A training that has written its first checkpoint."""
+    out = folder / "run"
+    steps = ("--steps", 1_000_000, "--log-every", 5, "--eval-every", 50, "--checkpoint-every", 5)
+    command = start(folder, "train", "--out", out, *FFN, "--width", 64, *steps, "--ranks", ranks, *more)
     until = time.monotonic() + 300
     while not [*out.glob("checkpoints/step-*")] and time.monotonic() < until and command.process.poll() is None:
         time.sleep(0.05)
-    time.sleep(random.uniform(0, 0.5))
-    ranks = command.ranks()
-    if len(ranks) != 2:
-        command.kill_all()
-        yield "lost", case, f"there are no two ranks to freeze: {command.stderr[-500:]}"
-        return
-    kill(ranks[rank], signal.SIGSTOP)
-    began = time.monotonic()
-    code, seconds = command.wait(300.0), time.monotonic() - began
+    return command, out
+
+
+def _frozen(folder: Path, rank: int) -> Iterator[Problem]:
+    """Stop one rank: the error must name it, and nothing may stay behind."""
+    folder.mkdir()
+    command, _ = _long_training(folder, 2, "--timeout", 6)
+    send(command.ranks()[rank], signal.SIGSTOP)
+    code = command.wait(300.0)
     if left := command.left_behind():
-        yield "orphan", case, f"{len(left)} processes are left after 15 s"
-    if code is None:
-        yield "hang", case, "no end within 300 s"
-    elif code != 1:
-        yield "exit code", case, f"{code}, expected 1: {command.stderr[-500:]}"
-    elif f"rank {rank} does not run" not in command.stderr:
-        yield "message", case, f"does not name the rank after {seconds:.0f} s: {command.stderr[-500:]}"
-    if "Traceback" in command.stderr:
-        yield "traceback", case, command.stderr[-1500:]
+        yield "orphan", f"{len(left)} processes are left after 15 s"
+    if code != 1:
+        yield "hang" if code is None else "exit code", f"{code}, expected 1: {command.stderr[-500:]}"
+    elif f"rank {rank} " not in command.stderr:
+        yield "message", f"does not name the rank: {command.stderr[-500:]}"
+
+
+def fill_disks(tally: Tally, count: int, seed: int) -> None:
+    """Fill the disk of ``count`` trainings, where this user may mount one of a few megabytes."""
+    again = f"python -m tests.campaign --seed {seed} --inputs 0 --kills 0 --differences 0 --disks {count}"
+    for number in range(count):
+        with tempfile.TemporaryDirectory(prefix="campaign-") as disk:
+            command = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", disk]
+            if not shutil.which("mount") or subprocess.run(command, capture_output=True, check=False).returncode:
+                print("full disks are not tried: they need the right to mount a file system")
+                return
+            try:
+                free = Random(f"{seed} disk {number}").choice((0, 4096, 20_000, 100_000))
+                tally.add("full disk", f"{free} bytes left", _filled(Path(disk), 1 + number % 2, free), again)
+            finally:
+                subprocess.run(["umount", "-l", disk], check=True)
+
+
+def _filled(disk: Path, ranks: int, left: int) -> Iterator[Problem]:
+    """Fill the disk while a training runs; the training must continue once there is space again."""
+    command, out = _long_training(disk, ranks)
+    ballast, free = disk / "ballast", os.statvfs(disk)
+    with open(ballast, "wb", buffering=0) as file:
+        for _ in range(max(0, free.f_bavail * free.f_frsize - left) // 4096):
+            try:
+                file.write(bytes(4096))
+            except OSError:
+                break
+    code = command.wait()
+    if code != 2:
+        yield "hang" if code is None else "exit code", f"{code}, expected 2: {command.stderr[-800:]}"
+    if "Traceback (most recent call last)" in command.stderr:
+        yield "traceback", command.stderr[-1500:]
+    elif str(out) not in command.stderr or "checkpoints/step-" not in command.stderr:
+        yield "message", f"does not name the path and the last checkpoint: {command.stderr[-800:]}"
+    ballast.unlink()
+    last = max((int(path.name[5:]) for path in out.glob("checkpoints/step-*")), default=0)
+    command = start(disk, "train", "--out", out, "--resume", "--steps", last + 10)
+    if (code := command.wait()) != 0:
+        yield "lost", f"with space again, exit code {code}: {command.stderr[-800:]}"
+    elif litter := [path.name for path in out.rglob(".writing-*")]:
+        yield "lost", f"unfinished files are left: {litter}"

@@ -2,65 +2,49 @@
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
-# What can be wrong with a case.
-KINDS = ("traceback", "exit code", "message", "output", "wrong numbers", "hang", "memory", "crash", "orphan", "lost")
-
-
-@dataclass(frozen=True)
-class Bad:
-    """One bad case: ``again`` is the command that runs it again."""
-
-    group: str
-    kind: str  # one of KINDS
-    case: str
-    detail: str
-    again: str
+Problem = tuple[str, str]  # kind, such as "traceback", "exit code", "hang", "orphan" or "wrong numbers", and detail
 
 
 @dataclass
 class Tally:
     """Counts by group of cases."""
 
-    tried: dict[str, int] = field(default_factory=dict)
-    bad: list[Bad] = field(default_factory=list)
+    progress: bool = False
+    tried: Counter[str] = field(default_factory=Counter)
+    bad: list[dict[str, str]] = field(default_factory=list)
 
-    def add(self, group: str, found: Iterable[Bad] = ()) -> None:
-        """Count one case of a group, and print what is bad about it."""
-        self.tried[group] = self.tried.get(group, 0) + 1
-        for one in found:
-            self.bad.append(one)
-            print(f"bad: {one.group}, {one.kind}: {one.case}\n  {one.detail}\n  again: {one.again}", file=sys.stderr)
+    def add(self, group: str, case: str, problems: Iterable[Problem], again: str) -> None:
+        """Count one case of a group, and print what is bad about it, with the command that runs it again."""
+        self.tried[group] += 1
+        for kind, detail in problems:
+            self.bad.append({"group": group, "kind": kind, "case": case, "detail": detail, "again": again})
+            print(f"bad: {group}, {kind}: {case}\n  {detail}\n  again: {again}", file=sys.stderr)
+        if self.progress and sum(self.tried.values()) % 25 == 0:
+            print(f"{sum(self.tried.values())} tried, {len(self.bad)} bad; {group}", flush=True)
 
-    def join(self, other: "Tally") -> None:
-        """Add the counts of another tally."""
-        for group, count in other.tried.items():
-            self.tried[group] = self.tried.get(group, 0) + count
-        self.bad += other.bad
+    def _bad_cases(self, group: str) -> int:
+        return len({(bad["group"], bad["case"], bad["again"]) for bad in self.bad if group in (bad["group"], "total")})
 
     def table(self) -> str:
         """One line for each group, and one for all."""
         lines = [f"{'group':<34}{'tried':>8}{'clean':>8}{'bad':>6}  kinds"]
         for group in [*sorted(self.tried), "total"]:
-            mine = [one for one in self.bad if group in (one.group, "total")]
-            tried = sum(self.tried.values()) if group == "total" else self.tried[group]
-            cases = len({(one.group, one.again) for one in mine})
-            kinds = {kind: sum(one.kind == kind for one in mine) for kind in KINDS}
-            shown = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
-            lines.append(f"{group:<34}{tried:>8}{tried - cases:>8}{cases:>6}  {shown}")
+            tried = self.tried[group] if group != "total" else sum(self.tried.values())
+            bad = self._bad_cases(group)
+            kinds = Counter(entry["kind"] for entry in self.bad if group in (entry["group"], "total"))
+            shown = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+            lines.append(f"{group:<34}{tried:>8}{tried - bad:>8}{bad:>6}  {shown}")
         return "\n".join(lines)
 
-    def write(self, path: Path, **about: object) -> None:
+    def write(self, path: Path, **settings: object) -> None:
         """Write the counts and every bad case as JSON."""
-        cases = {(one.group, one.again) for one in self.bad}
-        groups = {
-            name: {"tried": tried, "bad": sum(group == name for group, _ in cases)}
-            for name, tried in sorted(self.tried.items())
-        }
-        counts = {"tried": sum(self.tried.values()), "clean": sum(self.tried.values()) - len(cases), "bad": len(cases)}
-        found = about | counts | {"groups": groups, "cases": [asdict(one) for one in self.bad]}
+        groups = {name: {"tried": tried, "bad": self._bad_cases(name)} for name, tried in sorted(self.tried.items())}
+        tried, bad = sum(self.tried.values()), self._bad_cases("total")
+        counts = {"tried": tried, "clean": tried - bad, "bad": bad, "groups": groups, "cases": self.bad}
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, indent=2) + "\n")
+        path.write_text(json.dumps(settings | counts, indent=2) + "\n")
