@@ -1,7 +1,8 @@
-# make compare and make test are all a newcomer needs: each makes the environment first.
+# make compare and make test are all a newcomer needs: each makes the environment first, with what it needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
 .PHONY: help venv compare test test-all campaign lint docs bench clean
 
@@ -10,22 +11,28 @@ help:
 	@echo "make venv     make $(VENV) with everything pinned in constraints.txt"
 	@echo "make test     lint, then the tests but those of the second tier"
 	@echo "make test-all lint, then all tests"
-	@echo "make campaign 100 kills, 10,000 malformed inputs, 300 ranks that differ: counts of tried, clean and bad, also in out/campaign.json"
+	@echo "make campaign 25 kills, 2,500 malformed inputs, 75 ranks that differ, full disks: what was tried, clean and bad, also in out/campaign.json"
 	@echo "make lint     ruff, mypy and the direction of imports"
 	@echo "make docs     build the documentation to site/"
 	@echo "make bench    measure the layers: ratios from one interleaved run, also in out/bench.json"
 	@echo "make clean    remove $(VENV) and what was built"
 
-venv: $(VENV)/installed
+venv: $(VENV)/dev
 
-$(VENV)/installed: pyproject.toml constraints.txt
+# What the commands need. torch first and pinned: nothing that follows may bring another one.
+$(VENV)/run: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed, this is " + sys.version'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt torch setuptools
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,docs,hosts]'
+	$(PIP) torch setuptools
+	$(PIP) --no-build-isolation --editable '.[digits,hosts]'
 	touch $@
 
-compare: venv
+# What tests, linters and documentation need besides.
+$(VENV)/dev: $(VENV)/run
+	$(PIP) --no-build-isolation --editable '.[dev,docs]'
+	touch $@
+
+compare: $(VENV)/run
 	out=out/compare-$$(date -u +%Y%m%d-%H%M%S); \
 	$(BIN)/phantom compare --preset planted --out $$out-planted && \
 	$(BIN)/phantom compare --preset digits-hosts --hosts-optional --out $$out
@@ -49,7 +56,7 @@ lint: venv
 docs: venv
 	$(BIN)/mkdocs build --quiet
 
-bench: venv
+bench: $(VENV)/run
 	$(BIN)/python -m benchmarks.layers
 
 clean:

@@ -279,5 +279,6 @@ CASES: dict[str, Callable[[Path, Path, Random], Made]] = {
     "hardware profile": _file("hardware.toml", "plan", "--width", 64, "--depth", 2, "--batch", 32, "--devices", 8,
                               "--hardware", ..., "--json"),
     "comparison": _folder("comparison", "compare", "--preset", "@preset.toml", "--out", ..., "--resume"),
+    "results": _folder("comparison", "compare", "--out", ..., "--report-only"),
     "options": _options,
 }  # fmt: skip
