@@ -5,10 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phantom_parallel.cost.layers import phantom_layer, tensor_layer
-from phantom_parallel.cost.terms import (
-    Exchange,
-    decompression_dominates,
-)
+from phantom_parallel.cost.terms import Exchange
 from phantom_parallel.families.ffn.cost import FFNShape
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
 
@@ -57,15 +54,6 @@ def test_break_even_is_where_weights_are_as_many_as_dense(blocks, m_in, m_out):
 
 def test_break_even_of_a_square_layer():
     assert BlockLayout(4096, 4096, 8, 1).break_even == pytest.approx(512 * (1 - 1 / 8))
-
-
-def test_decompression_dominates_past_the_square_root():
-    n, k = 4096, 16
-    p = decompression_dominates(n, n, k)
-    assert (p - 1) * k == pytest.approx(n / p)
-    assert p == pytest.approx((n / k) ** 0.5, rel=0.05)
-    with pytest.raises(ValueError, match="ghosts=0"):
-        decompression_dominates(n, n, 0)
 
 
 def test_data_parallel_copies_all_reduce_every_gradient():

@@ -143,11 +143,11 @@ def test_gradients_of_copies_are_summed_in_the_open() -> None:
 
 def test_energy_is_power_times_time_and_marked() -> None:
     shape = FFNShape("tensor", 32, 4, ranks=4, batch=16, dp=2)
-    step = step_time(shape, toy(), idle_seconds=5.0)
-    assert step.energy_per_rank.joules == pytest.approx(10 * step.compute + 4 * step.exposed + 1 * 5)
+    step = step_time(shape, toy())
+    assert step.energy_per_rank.joules == pytest.approx(10 * step.compute + 4 * step.exposed)
     assert step.energy.joules == pytest.approx(8 * step.energy_per_rank.joules)
     assert step.energy.provenance == "modelled"
-    assert step.total == pytest.approx(step.compute + step.exposed + 5)
+    assert step.total == pytest.approx(step.compute + step.exposed)
 
 
 def test_without_watts_energy_is_none_and_not_nought() -> None:
@@ -217,8 +217,3 @@ def test_a_shape_of_other_words_is_refused() -> None:
         step_time(FFNShape("dense", 4, 1), toy(), "bf16")
     with pytest.raises(ValueError, match="dtype 'fp8' has no peak in profile 'toy': it has fp32, bf16"):
         step_time(FFNShape("dense", 4, 1), toy(), "fp8")
-
-
-def test_negative_idle_is_refused() -> None:
-    with pytest.raises(ValueError, match="idle_seconds must not be negative"):
-        step_time(FFNShape("dense", 4, 1), toy(), idle_seconds=-1.0)

@@ -374,13 +374,3 @@ class Memory:
     @property
     def total(self) -> int:
         return self.parameters + self.gradients + self.optimizer + self.activations
-
-
-def decompression_dominates(n_in: int, n_out: int, ghosts: int) -> float:
-    """The blocks past which decompressing ghosts costs more than the local product: sqrt(n/k) for square layers.
-
-    p (p-1) k m_out = p m_out m_in, that is (p-1) k = n_in / p.
-    """
-    if min(n_in, n_out, ghosts) < 1:
-        raise ValueError(f"features and ghosts must be positive, got n_in={n_in}, n_out={n_out}, ghosts={ghosts}")
-    return 0.5 + (0.25 + n_in / ghosts) ** 0.5

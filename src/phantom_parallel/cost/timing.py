@@ -93,17 +93,14 @@ class StepTime:
         return self.energy_per_rank and self.energy_per_rank.times(self.devices)
 
 
-def step_time(shape: Shape, profile: Profile, dtype: str = "fp32", *, idle_seconds: float = 0.0) -> StepTime:
-    """A training step: forward, backward, the sum of gradients over copies, and the optimizer's update.
-
-    ``idle_seconds``: how long a rank waits for slower ones; ranks have equal work, so none by default.
-    """
-    return Clock(profile, dtype).step(shape, idle_seconds=idle_seconds)
+def step_time(shape: Shape, profile: Profile, dtype: str = "fp32") -> StepTime:
+    """A training step: forward, backward, the sum of gradients over copies, and the optimizer's update."""
+    return Clock(profile, dtype).step(shape)
 
 
-def forward_time(shape: Shape, profile: Profile, dtype: str = "fp32", *, idle_seconds: float = 0.0) -> StepTime:
+def forward_time(shape: Shape, profile: Profile, dtype: str = "fp32") -> StepTime:
     """Inference: the forward pass alone."""
-    return Clock(profile, dtype).step(shape, phases=("forward",), idle_seconds=idle_seconds)
+    return Clock(profile, dtype).step(shape, phases=("forward",))
 
 
 class Clock:
@@ -178,22 +175,20 @@ class Clock:
         sizes = (words * self.word_bytes for words in layer.gradients)
         return PhaseTime(exposed=sum(self.collective("all_reduce", copies, size, ranks) for size in sizes))
 
-    def step(self, shape: Shape, phases: tuple[str, ...] = PHASES, idle_seconds: float = 0.0) -> StepTime:
+    def step(self, shape: Shape, phases: tuple[str, ...] = PHASES) -> StepTime:
         if shape.word_bytes != self.word_bytes:
             raise ValueError(
                 f"dtype {self.dtype} has {self.word_bytes} bytes a word but the shape was made with word_bytes="
                 f"{shape.word_bytes}: make it with word_bytes={self.word_bytes}"
             )
-        if idle_seconds < 0:
-            raise ValueError(f"idle_seconds must not be negative, got {idle_seconds}")
         devices = shape.ranks * shape.dp
         self.profile.require_devices(devices)
         if shape.micro_batches is not None and shape.ranks > 1:
-            return self._pipeline(shape, phases, idle_seconds)
+            return self._pipeline(shape, phases)
         layers, sums = self._rank(shape, phases)
         compute = sum(span.compute for span in sums.values())
         exposed = sum(span.exposed for span in sums.values())
-        return StepTime(layers, sums, idle_seconds, devices, self._energy(compute, exposed, idle_seconds))
+        return StepTime(layers, sums, 0.0, devices, self._energy(compute, exposed, 0.0))
 
     def _rank(
         self, shape: Shape, phases: tuple[str, ...]
@@ -228,7 +223,7 @@ class Clock:
         covered = 0.0 if phase == "sync" else min(self._overlap * (sum(times) - times[0]), span.compute)
         return span._replace(exposed=span.exposed + sum(times) - covered, hidden=span.hidden + covered)
 
-    def _pipeline(self, shape: Shape, phases: tuple[str, ...], idle_seconds: float) -> StepTime:
+    def _pipeline(self, shape: Shape, phases: tuple[str, ...]) -> StepTime:
         """A step of 1F1B. Times are means over stages; a stage is idle while it waits for others to compute."""
         count, stages = shape.micro_batches or 1, shape.ranks
         kinds = [(self._rank(stage, phases), weight / stages) for stage, weight in shape.stages()]
@@ -248,7 +243,7 @@ class Clock:
         total = stages * sum(share * cycle for cycle, share in cycles) + (count - 1) * max(cycle for cycle, _ in cycles)
         total += len(passes) * sent + max(sum(spans[phase].total for phase in rest) for (_, spans), _ in kinds)
         compute, exposed = sum(span.compute for span in mean.values()), sum(span.exposed for span in mean.values())
-        idle = max(0.0, total - compute - exposed) + idle_seconds
+        idle = max(0.0, total - compute - exposed)
         energy = self._energy(compute, exposed, idle)
         return StepTime(kinds[0][0][0], mean, idle, stages * shape.dp, energy)
 
