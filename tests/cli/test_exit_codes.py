@@ -126,7 +126,7 @@ def test_ranks_of_an_external_launch_print_a_mistake_once(tmp_path, monkeypatch,
 
 
 def test_the_first_rank_of_another_host_names_itself(tmp_path, monkeypatch, capfd):
-    for name, value in {"RANK": "4", "LOCAL_RANK": "0", "WORLD_SIZE": "8"}.items():
+    for name, value in {"RANK": "4", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     assert program.main(["train", "--out", str(tmp_path / "run"), "--blocks", "3"]) == 2
     assert capfd.readouterr().err.startswith("error on rank 4: blocks=3 does not divide")
