@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.timing import about, measured_on_ranks, write
 from phantom_parallel import load_model, save_model
-from phantom_parallel.checkpoint.background import BackgroundWriter
-from phantom_parallel.checkpoint.parts import storage_group
+from phantom_parallel.checkpoint.shards import storage_group
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.objects import all_gather_objects
 from phantom_parallel.families.ffn.train_config import FFNTrainConfig
@@ -70,7 +69,7 @@ def measure(mesh: DeviceMesh, folder: str) -> dict[str, Any]:
     sizes = {name: part.values.numel() * part.values.itemsize for name, part in parts.items()}
     whole = max(4 * parameter.numel() for parameter in trainer.optimizer.parameters.values())
     world = None if mesh.size() == 1 else dist.group.WORLD
-    writer, path = BackgroundWriter(world), Path(folder)
+    writer, path = checkpoint.BackgroundWriter(world), Path(folder)
 
     def save() -> None:
         staged = checkpoint.stage(checkpoint.parts_of(trainer.optimizer))

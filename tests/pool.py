@@ -147,7 +147,7 @@ def _replace_groups(rank: int, size: int, store: str) -> None:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _world
 
-    from phantom_parallel.checkpoint import parts
+    from phantom_parallel.checkpoint import shards
     from phantom_parallel.ops import levels
 
     gc.collect()
@@ -157,7 +157,7 @@ def _replace_groups(rank: int, size: int, store: str) -> None:
         return
     dist.destroy_process_group()
     levels._made.clear()
-    parts._storage_groups.clear()
+    shards._storage_groups.clear()
     _init_group(rank, size, store)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from phantom_parallel._version import __version__
 
 if TYPE_CHECKING:
-    from phantom_parallel.checkpoint.model import consolidate_model, load_model, save_model
+    from phantom_parallel.checkpoint.model import consolidate_model, load_model, save_model, verify_model
     from phantom_parallel.conversion.api import convert
     from phantom_parallel.conversion.run import heal
     from phantom_parallel.cost.ledger import Ledger
@@ -44,6 +44,7 @@ __all__ = [
     "parameter_groups",
     "save_model",
     "shard_features",
+    "verify_model",
 ]
 
 # Where each name lives. Looked up when first asked for: commands that only plan need not wait for torch.
@@ -52,7 +53,7 @@ _HOMES = {
     "phantom_parallel.conversion.run": ("heal",),
     "phantom_parallel.cost.ledger": ("Ledger",),
     "phantom_parallel.energy": ("EnergyMeter", "PowerProfile"),
-    "phantom_parallel.checkpoint.model": ("consolidate_model", "load_model", "save_model"),
+    "phantom_parallel.checkpoint.model": ("consolidate_model", "load_model", "save_model", "verify_model"),
     "phantom_parallel.families.ffn.model": ("FFN", "FFNConfig"),
     "phantom_parallel.families.gpt.config": ("GPTConfig",),
     "phantom_parallel.families.gpt.model": ("GPT",),

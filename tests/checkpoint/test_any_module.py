@@ -4,7 +4,6 @@ import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -48,13 +47,13 @@ def save_after(change: float, path: str) -> tuple[str, float]:
 
 def test_a_plain_tensor_that_ranks_have_trained_apart_is_not_saved_as_one_of_them(ranks, tmp_path):
     for message, _ in ranks(2)(save_after, 0.1, str(tmp_path / "model")):
-        assert message.startswith("2.weight is no DTensor, and differs between ranks 0 and 1 by up to")
+        assert message.startswith("2.weight is no DTensor, and differs between ranks by up to")
     assert not (tmp_path / "model").exists()
 
 
 def test_plain_tensors_that_have_drifted_by_rounding_are_saved_with_a_warning(ranks, tmp_path):
     for message, difference in ranks(2)(save_after, 1e-6, str(tmp_path / "model")):
-        assert "as by rounding: it is saved as rank 0 has it" in message
+        assert "as by rounding" in message
         assert difference < 1e-5
 
 
@@ -73,22 +72,6 @@ def save_on_rank_zero(device: torch.device, path: str) -> None:
 def test_a_rank_that_does_not_call_save_model_is_named_within_the_timeout(tmp_path):
     with pytest.raises(RankDied, match=r"timed out.*rank 1 .* in save_on_rank_zero"):
         launch(2, save_on_rank_zero, str(tmp_path / "model"), timeout=timedelta(seconds=3))
-
-
-def message_without_others(path: str) -> str:
-    module, _ = block()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "monitored_barrier", Mock(side_effect=RuntimeError("Ranks 1 failed to pass")))
-        with pytest.raises(RuntimeError) as caught:
-            save_model(module, path)
-    return str(caught.value)
-
-
-def test_the_error_says_who_must_call_save_model(ranks, tmp_path):
-    for message in ranks(2)(message_without_others, str(tmp_path / "model")):
-        assert message == (
-            "every rank that holds a part of the model calls save_model, and not all have: Ranks 1 failed to pass"
-        )
 
 
 def unreadable_on_one_rank(path: str) -> str:
@@ -132,22 +115,20 @@ def test_modules_on_two_dimensions_of_a_mesh_come_back(ranks, tmp_path):
 class Extra(nn.Module):
     """A tensor that is no parameter and no buffer."""
 
-    def __init__(self, value: float, *, takes: bool = True) -> None:
+    def __init__(self, value: float) -> None:
         super().__init__()
-        self.layer, self.number, self.takes = nn.Linear(2, 2), torch.full((3,), value), takes
+        self.layer, self.number = nn.Linear(2, 2), torch.full((3,), value)
 
     def get_extra_state(self) -> torch.Tensor:
         return self.number.clone()
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        self.number = state if self.takes else self.number
+        self.number = state
 
 
 def test_what_state_dict_copies_is_loaded_too(tmp_path):
     save_model(Extra(7.0), tmp_path / "model")
     assert load_model(tmp_path / "model", into=Extra(0.0)).number.tolist() == [7.0] * 3
-    with pytest.raises(ValueError, match="_extra_state cannot be loaded"):
-        load_model(tmp_path / "model", into=Extra(0.0, takes=False))
 
 
 def test_a_module_whose_state_dict_is_cast_comes_back(tmp_path):
@@ -165,7 +146,7 @@ def test_a_module_whose_state_dict_is_cast_comes_back(tmp_path):
 
 def test_a_module_without_memory_is_not_filled(tmp_path):
     save_model(nn.Linear(3, 3), tmp_path / "model")
-    with pytest.raises(ValueError, match=r"weight of the module to fill is on the meta device.*to_empty"):
+    with pytest.raises(ValueError, match=r"weight is on the meta device.*to_empty"):
         load_model(tmp_path / "model", into=nn.Linear(3, 3, device="meta"))
 
 

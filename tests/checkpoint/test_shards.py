@@ -1,6 +1,7 @@
-"""Folders that ranks write and read together: memory, torch's own reader, and errors that all ranks raise."""
+"""Folders that ranks write and read together: torch's own reader, digests, and errors that all ranks raise."""
 
 import errno
+import json
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,18 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from phantom_parallel import load_model, save_model
 from phantom_parallel.checkpoint import shards
-from phantom_parallel.checkpoint.parts import Part, group_of, storage_group
-from phantom_parallel.checkpoint.shards import merge_shards, read_metadata, read_shards, save_shards, verify
-from tests.checkpoint.live_memory import LiveMemory
+from phantom_parallel.checkpoint.shards import (
+    Part,
+    StoredTensors,
+    TensorLayout,
+    group_of,
+    save_parts,
+    storage_group,
+    verify,
+    write_file,
+    write_tensors,
+)
 
 ROWS = 6  # does not divide by 4: a rank holds nothing
 
@@ -28,6 +36,8 @@ def whole() -> dict[str, torch.Tensor]:
         "replicated": torch.randn(4, generator=generator),
         "plain": torch.arange(5),
         "step": torch.tensor(3.0),
+        "flags": torch.tensor([True, False]),
+        "empty": torch.empty(0, 4),
     }
 
 
@@ -39,21 +49,25 @@ def cut(mesh) -> dict[str, torch.Tensor]:
     }
 
 
-def write(folder: str) -> dict:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    tensors, files = cut(mesh), {}
+def finish(folder: Path, files: dict[str, str]) -> None:
+    (folder / "about.json").write_text(json.dumps({"files": files}))
+
+
+def write(path: str) -> None:
+    tensors = cut(init_device_mesh("cpu", (dist.get_world_size(),)))
     parts = {name: Part.of(tensor) for name, tensor in tensors.items()}
-    group = storage_group(group_of(tensors.values()))
-    save_shards(parts, Path(folder), group, prefix="state", finish=files.update)
-    return files
+    save_parts(parts, Path(path), storage_group(group_of(tensors.values())), prefix="state", finish=finish)
 
 
-def read(folder: str, files: dict) -> dict[str, torch.Tensor]:
+def gathered(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
+
+
+def read(path: str) -> dict[str, torch.Tensor]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     tensors = {name: torch.zeros_like(tensor) for name, tensor in cut(mesh).items()}
-    verify(Path(folder), files, storage_group(group_of(tensors.values())))
-    read_shards({name: Part.of(tensor) for name, tensor in tensors.items()}, Path(folder), files)
-    return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
+    StoredTensors(Path(path)).read({name: Part.of(tensor) for name, tensor in tensors.items()})
+    return gathered(tensors)
 
 
 def equal(found: dict[str, torch.Tensor]) -> bool:
@@ -62,117 +76,88 @@ def equal(found: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize(("written_on", "read_on"), [(1, 4), (2, 4), (4, 1), (4, 2)])
 def test_any_ranks_read_what_any_other_ranks_wrote(ranks, tmp_path, written_on, read_on):
-    files = ranks(written_on)(write, str(tmp_path))[0]
-    assert len(list(tmp_path.iterdir())) == len(files) <= written_on
-    for found in ranks(read_on)(read, str(tmp_path), files):
+    path = tmp_path / "folder"
+    ranks(written_on)(write, str(path))
+    assert len(list(path.glob("state-*.safetensors"))) <= written_on
+    for found in ranks(read_on)(read, str(path)):
         assert equal(found)
-    merge_shards(tmp_path, files, tmp_path / "whole.safetensors", whole())
-    assert equal(load_file(tmp_path / "whole.safetensors"))
+    assert equal({name: StoredTensors(path).load(name) for name in whole()})
 
 
-def read_by_torch(folder: str) -> dict[str, torch.Tensor]:
+def read_by_torch(path: str) -> dict[str, torch.Tensor]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    tensors = {name: torch.zeros_like(tensor) for name, tensor in cut(mesh).items() if name != "step"}
-    dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(folder))
-    return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in cut(mesh).items()}
+    dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path))
+    return gathered(tensors)
 
 
 def test_torchs_own_reader_reads_the_folder(ranks, tmp_path):
-    ranks(4)(write, str(tmp_path))
-    for found in ranks(2)(read_by_torch, str(tmp_path)):
-        assert all(torch.equal(found[name], whole()[name]) for name in found)
+    ranks(4)(write, str(tmp_path / "folder"))
+    for found in ranks(2)(read_by_torch, str(tmp_path / "folder")):
+        assert equal(found)
 
 
 def test_what_several_ranks_hold_is_written_once(ranks, tmp_path):
-    files = ranks(4)(write, str(tmp_path))[0]
-    found = read_metadata(tmp_path, files)
-    assert {name: len(about.chunks) for name, about in found.items()} == {
-        "rows": 3,
-        "columns": 4,
-        "replicated": 1,
-        "plain": 1,
-        "step": 1,
-    }
+    ranks(4)(write, str(tmp_path / "folder"))
+    files = [load_file(path) for path in (tmp_path / "folder").glob("*.safetensors")]
+    counts = {name: sum(name in file for file in files) for name in whole()}
+    assert counts == {"rows": 3, "columns": 4} | dict.fromkeys(("replicated", "plain", "step", "flags", "empty"), 1)
 
 
-def test_a_file_that_is_missing_is_an_error_that_names_it(ranks, tmp_path):
-    files = ranks(4)(write, str(tmp_path))[0]
-    with pytest.raises(ValueError, match="does not have all of columns: a file is missing"):
-        read_metadata(tmp_path, list(files)[1:])
-    (tmp_path / list(files)[1]).unlink()
-    with pytest.raises(ValueError, match=f"{list(files)[1]} is not a readable safetensors file"):
-        read_metadata(tmp_path, files)
+def test_a_missing_file_and_a_changed_byte_are_errors(ranks, tmp_path):
+    path = tmp_path / "folder"
+    ranks(2)(write, str(path))
+    verify(path / "about.json")
+    file = path / "state-00002-of-00002.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + b"\x55")
+    with pytest.raises(ValueError, match=f"{file.name} has changed"):
+        verify(path / "about.json")
+    file.write_bytes(data[:-1])
+    with pytest.raises(ValueError, match="folder has a file that is not readable as safetensors"):
+        StoredTensors(path)
+    file.unlink()
+    with pytest.raises(ValueError, match="does not have all of columns"):
+        StoredTensors(path)
+    with pytest.raises(ValueError, match=file.name):
+        verify(path / "about.json")
 
 
-def fail_on_one_rank(folder: str, failing: int) -> str:
-    original = shards.write_tensor_file
-
+def fail_on_one_rank(path: str, failing: int) -> str:
     def full(path, *args):
         if dist.get_rank() == failing:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        return original(path, *args)
+        return write_file(path, *args)
 
-    shards.write_tensor_file = full
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "write_file", full)
         with pytest.raises(OSError, match="No space left") as caught:
-            write(folder)
-    finally:
-        shards.write_tensor_file = original
+            write(path)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_full_disk_on_one_rank_is_raised_on_all_and_names_the_rank(ranks, tmp_path, failing):
-    found = ranks(2)(fail_on_one_rank, str(tmp_path), failing)
+def test_a_full_disk_on_one_rank_is_raised_on_all_and_leaves_nothing(ranks, tmp_path, failing):
+    found = ranks(2)(fail_on_one_rank, str(tmp_path / "folder"), failing)
     assert found == [f"No space left on device on rank {failing}"] * 2
+    assert not list(tmp_path.iterdir())
 
 
-def changed_file(folder: str, files: dict) -> str:
-    with pytest.raises(ValueError, match="has changed") as caught:
-        read(folder, files)
-    return str(caught.value)
+def test_whole_tensors_are_written_to_files_of_a_largest_size(tmp_path):
+    tensors = {f"t{index}": torch.full((index + 1, 4), float(index)) for index in range(4)}  # 16, 32, 48, 64 bytes
+    layouts = [TensorLayout(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    files = write_tensors(tmp_path, layouts, tensors.__getitem__, 64)
+    assert list(files) == [f"model-0000{index}-of-00003.safetensors" for index in (1, 2, 3)]
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 160
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / file)[name], tensors[name])
 
 
-def test_a_changed_byte_is_noticed_on_every_rank(ranks, tmp_path):
-    files = ranks(2)(write, str(tmp_path))[0]
-    path = tmp_path / "state-00002-of-00002.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"\x55")
-    for message in ranks(2)(changed_file, str(tmp_path), files):
-        assert message.startswith(f"{path} has changed since it was written")
-
-
-LAYERS, WIDTH = 6, 1024
-LARGEST = 4 * WIDTH * WIDTH
-BLOCK = 1_100_000  # bytes: rows that are read at once, and small tensors of exchanges
-
-
-def stack(mesh) -> torch.nn.Module:
-    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-    for layer in model:
-        layer.weight = torch.nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
-    return model
-
-
-def measured(work) -> int:
-    """Bytes of new tensors at once. What else a process needs is measured by benchmarks/checkpoint.py."""
-    with LiveMemory() as memory:
-        work()
-    return memory.peak
-
-
-def memory_of_a_model(folder: str) -> dict[str, int]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = stack(mesh)
-    return {
-        "save": measured(lambda: save_model(model, Path(folder) / "model")),
-        "load": measured(lambda: load_model(Path(folder) / "model", into=model)),
-        "gathered": measured(lambda: [layer.weight.full_tensor() for layer in model]),
-    }
-
-
-@pytest.mark.parametrize("count", [2, 4])
-def test_a_rank_holds_one_tensor_besides_its_own_part_of_a_model(ranks, tmp_path, count):
-    for found in ranks(count)(memory_of_a_model, str(tmp_path)):
-        assert found["save"] <= LARGEST + BLOCK
-        assert found["load"] <= LARGEST + BLOCK
-        assert found["gathered"] >= LAYERS * LARGEST  # what the count would show
+def test_tensors_that_share_memory_or_are_not_contiguous_are_written(tmp_path):
+    base = torch.arange(6.0).view(2, 3)
+    write_file(tmp_path / "file", {"a": base, "b": base, "c": base.t(), "d": base[1]}, {"format": "pt"})
+    found = load_file(tmp_path / "file")
+    assert torch.equal(found["b"], base)
+    assert torch.equal(found["c"], base.t())
+    assert torch.equal(found["d"], base[1])

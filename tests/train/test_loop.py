@@ -15,7 +15,6 @@ import torch
 from phantom_parallel import FFN
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.errors import LossDiverged
-from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.families.ffn.data import Batches, open_data
 from phantom_parallel.families.ffn.train_config import FFNTrainConfig
 from phantom_parallel.train import loop, train
@@ -294,7 +293,7 @@ def interrupted(folder: str, ranks: int) -> tuple:
 
     before = signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "STOP_POLL_SECONDS", 0.0)  # so that the test does not depend on the clock
+        patch.setattr(loop, "POLL_SECONDS", 0.0)  # so that the test does not depend on the clock
         patch.setattr(loop.Trainer, "_step", signalled)
         _, summary = train(config, ParallelContext.create(config.ranks, config.dp, CPU), checkpoints=Path(folder))
     assert signal.getsignal(signal.SIGTERM) is before
@@ -308,13 +307,13 @@ def test_a_signal_to_one_rank_saves_and_ends_all_after_the_step(ranks, tmp_path,
     assert 12 in losses(replace(PHANTOM, log_every=2, eval_every=100), None, str(tmp_path / "step-000005"))
 
 
-def test_ranks_agree_on_a_stop_twice_a_second_and_not_at_every_step(monkeypatch):
+def test_ranks_agree_on_a_boundary_twice_a_second_and_not_at_every_step(monkeypatch):
     now, polls = [0.0], []
     monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
-    poll = loop._StopPoll(StopRequest(), lambda *values: polls.append(now[0]) or list(values), 0)
+    poll = loop._BoundaryPoll(lambda *values: polls.append(now[0]) or list(values), 0)
     for step in range(1, 201):
         now[0] += 1 / 128
-        assert not poll.stops(step)
+        assert not poll.wanted(step, False)
     assert [round(128 * moment) for moment in polls] == [1, 65, 129, 193]
 
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from phantom_parallel.checkpoint.model import CONFIG
-from phantom_parallel.checkpoint.whole_files import INDEX, WEIGHTS
+from phantom_parallel.checkpoint.shards import INDEX, WEIGHTS
 from phantom_parallel.utils.files import read_bytes, read_text, write_bytes
 
 TOKENIZER = "tokenizer.json"

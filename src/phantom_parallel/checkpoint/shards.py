@@ -1,319 +1,367 @@
-"""Folders of tensors that every rank of a process group writes and reads its own part of.
+"""Folders of safetensors files that every rank of a process group writes and reads its own part of.
 
-`torch.distributed.checkpoint` plans who writes what: a part that several ranks hold is written by one of them, and a
-rank that reads takes what it needs from any files. The files are its Hugging Face layout, safetensors with the offset
-of each part in the header, which ``HuggingFaceStorageReader`` reads as well. They are written one tensor at a time: a
-rank holds its own part and one tensor besides. Nothing is pickled to disk; plans travel between our own ranks.
+A rank writes one file, in the layout of ``torch.distributed.checkpoint``'s Hugging Face storage: its header has the
+offset of each part in the whole tensor. ``HuggingFaceStorageReader`` takes from such files what a rank needs, whatever
+number of ranks wrote them. ``dcp.save`` is not used: it exchanges pickled plans, and nothing is unpickled here.
 """
 
+import hashlib
 import json
-from collections.abc import Callable, Iterable
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from phantom_parallel.checkpoint.parts import Group, Part, Parts, on_every_rank, rank_in, size_of
-from phantom_parallel.checkpoint.tensor_file import (
-    FileDigest,
-    TensorFile,
-    TensorLayout,
-    write_tensor_file,
-    wrong_bytes,
-)
+from phantom_parallel.distributed.objects import all_gather_objects, broadcast_from_rank_zero, raise_on_all_ranks
+from phantom_parallel.utils.files import read_text, replace_folder, scratch_folder, write_json
+
+T = TypeVar("T")
+Group = dist.ProcessGroup | None  # None: this process alone
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # as Hugging Face names them
+MAX_SHARD_SIZE = 5 << 30  # bytes of a file of whole tensors
+_CPU = torch.device("cpu")
+_TIMEOUT = timedelta(hours=2)  # for the slowest rank's disk; a rank that dies ends the wait at once
+_storage_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
-def save_shards(
-    parts: Parts, folder: Path, group: Group, *, prefix: str, finish: Callable[[dict[str, FileDigest]], None]
+@dataclass(frozen=True)
+class Part:
+    """This rank's part of a tensor: its values, and where they lie in the whole."""
+
+    values: Tensor
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Part":
+        """The part of a DTensor that this rank holds; any other tensor is its own whole."""
+        return cls.like(tensor, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+
+    @classmethod
+    def like(cls, tensor: Tensor, values: Tensor) -> "Part":
+        """``values`` in the place of what this rank holds of ``tensor``."""
+        return cls(values.detach(), tuple(where.start for where in own_part(tensor)), tuple(tensor.shape))
+
+    @property
+    def absent(self) -> bool:
+        """Whether this rank holds nothing of a tensor that others hold."""
+        return self.values.numel() == 0 and 0 not in self.shape
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:  # which torch's planner asks for
+        return [ChunkStorageMetadata(torch.Size(self.offsets), self.values.size())]
+
+
+Parts = dict[str, Part]
+
+
+def own_part(tensor: Tensor) -> tuple[slice, ...]:
+    """Where this rank's part lies in the whole tensor."""
+    shape, offsets = tuple(tensor.shape), (0,) * tensor.dim()
+    if isinstance(tensor, DTensor):
+        shape, offsets = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(first, first + length) for first, length in zip(offsets, shape, strict=True))
+
+
+def group_of(tensors: Iterable[Tensor]) -> Group:
+    """The process group of all ranks that hold parts of ``tensors``; None if this process holds them whole."""
+    meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
+    mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
+    if mesh is None:
+        return None
+    ranks = set(mesh.mesh.flatten().tolist())
+    if any(not ranks.issuperset(other.mesh.flatten().tolist()) for other in meshes):  # as of mesh["tp"] and mesh["dp"]
+        mesh = mesh._get_root_mesh()
+    if mesh.size() == 1:
+        return None
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    return dist.group.WORLD if mesh.size() == dist.get_world_size() else mesh._flatten().get_group()
+
+
+def storage_group(group: Group) -> Group:
+    """A gloo group of the same ranks, made once, whose collectives may wait for disks. Every rank calls this.
+
+    A thread may use it while the main thread trains, and it needs no accelerator.
+    """
+    if group is None:
+        return None
+    if group not in _storage_groups:
+        ranks = dist.get_process_group_ranks(group)
+        part = len(ranks) < dist.get_world_size()
+        _storage_groups[group] = dist.new_group(ranks, _TIMEOUT, backend="gloo", use_local_synchronization=part)
+    return _storage_groups[group]
+
+
+def rank_in(group: Group) -> int:
+    """This process's rank in ``group``."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def on_every_rank(work: Callable[[], T], group: Group) -> T:
+    """Run ``work`` on every rank of ``group`` and raise the error of the first rank that has one on all of them.
+
+    Returns:
+        What ``work`` returned on this rank.
+    """
+    result, error = None, None
+    try:
+        result = work()
+    except (ValueError, OSError) as raised:
+        error = raised
+    raise_on_all_ranks(error, group)
+    return cast(T, result)
+
+
+def save_parts(
+    parts: Parts, path: Path, group: Group, *, prefix: str, finish: Callable[[Path, dict[str, str]], None]
 ) -> None:
-    """Write every rank's parts to an existing folder, one file a rank; every rank of ``group`` calls this.
+    """Write the parts of all ranks to a folder that takes the place of ``path`` once it is complete.
+
+    Every rank of ``group`` calls this. What several ranks hold is written by one of them.
 
     Args:
         parts: This rank's parts by name.
-        folder: The same folder for every rank.
+        path: The folder, the same for every rank.
         group: The ranks that write.
         prefix: Beginning of the names of the files.
-        finish: Called on rank 0 once the files of all ranks are on the disk, with their digests by name.
+        finish: Called on rank 0 with the folder and the digest of each file, once the files of all ranks are there.
 
     Raises:
         OSError: On every rank, if one of them could not write or ``finish`` raised. It names the rank.
     """
-    writer, planner = _Writer(folder, prefix, finish, size_of(group)), _Saves(parts)
-    if group is None:  # as dcp.save, which warns of a process without a group
-        plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
-        writer.finish(metadata, [writer.write_data(writer.prepare_global_plan(plans)[0], planner).wait()])
-        return
+    own = _assigned(parts, group)
+    number, count = rank_in(group) + 1, 1 if group is None else dist.get_world_size(group)
+
+    def write(scratch: Path) -> dict[str, str]:
+        if not scratch.is_dir():
+            raise FileNotFoundError(f"{path.parent} is not the folder of rank 0: all ranks need a shared file system")
+        file = f"{prefix}-{number:05d}-of-{count:05d}.safetensors"
+        offsets = {name: {"saved_offsets": list(part.offsets)} for name, part in own.items()}
+        tensors = {name: part.values for name, part in own.items()}
+        about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+        return {file: write_file(scratch / file, tensors, about)} if own else {}
+
+    def complete(scratch: Path, files: dict[str, str]) -> None:
+        if rank_in(group) == 0:
+            finish(scratch, files)
+            replace_folder(scratch, path)
+
+    def naming_rank(work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except OSError as error:
+            raise OSError(f"{error.strerror or error} on rank {dist.get_rank()}" if group else str(error)) from None
+
+    with _shared_scratch(path, group) as scratch:
+        written = on_every_rank(lambda: naming_rank(lambda: write(scratch)), group)
+        files = {file: digest for each in all_gather_objects(written, group) for file, digest in each.items()}
+        on_every_rank(lambda: naming_rank(lambda: complete(scratch, files)), group)
+
+
+def _assigned(parts: Parts, group: Group) -> Parts:
+    """The parts that this rank writes. Those of several ranks are shared out among them."""
+    present = {name: part for name, part in parts.items() if not part.absent}
+    held = all_gather_objects([[name, list(part.offsets)] for name, part in present.items()], group)
+    holders: dict[tuple[Any, ...], list[int]] = {}
+    for rank, keys in enumerate(held):
+        for name, offsets in keys:
+            holders.setdefault((name, *offsets), []).append(rank)
+    writers = {key: ranks[index % len(ranks)] for index, (key, ranks) in enumerate(sorted(holders.items()))}
+    return {name: part for name, part in present.items() if writers[(name, *part.offsets)] == rank_in(group)}
+
+
+@contextmanager
+def _shared_scratch(path: Path, group: Group) -> Iterator[Path]:
+    """Yield a new folder beside ``path``, the same on every rank of ``group``, and remove what is left of it after."""
+    with ExitStack() as stack:
+        if group is None:
+            yield stack.enter_context(scratch_folder(path))
+        else:
+            make = lambda: str(stack.enter_context(scratch_folder(path)))  # noqa: E731
+            yield Path(broadcast_from_rank_zero(make, _CPU, group))
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """Name, shape and dtype of a tensor in a file."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def write_tensors(
+    folder: Path, layouts: Iterable[TensorLayout], load: Callable[[str], Tensor], limit: int = MAX_SHARD_SIZE
+) -> dict[str, str]:
+    """Write whole tensors to files of at most ``limit`` bytes in a folder, of which one at a time is in memory.
+
+    If there are several files, there is an index of them as Hugging Face has it.
+
+    Returns:
+        The digest of each file by name.
+    """
+    plan: list[list[TensorLayout]] = [[]]
+    for layout in layouts:
+        if plan[-1] and sum(other.bytes for other in plan[-1]) + layout.bytes > limit:
+            plan.append([])
+        plan[-1].append(layout)
+    files = [f"model-{index:05d}-of-{len(plan):05d}.safetensors" for index in range(1, len(plan) + 1)]
+    files = [WEIGHTS] if len(plan) == 1 else files
+    digests = {
+        file: write_file(folder / file, {layout.name: load(layout.name) for layout in chosen}, {"format": "pt"})
+        for file, chosen in zip(files, plan, strict=True)
+    }
+    if len(plan) > 1:
+        where = {layout.name: file for file, chosen in zip(files, plan, strict=True) for layout in chosen}
+        total = sum(layout.bytes for chosen in plan for layout in chosen)
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+    return digests
+
+
+def write_file(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
+    """Write a safetensors file, flush it to the disk, and return the SHA-256 of its bytes."""
+    ready: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        values = tensor.detach().cpu().contiguous()
+        # Tensors that share memory, such as tied weights, have to be copied for safetensors.
+        ready[name] = values.clone() if values.untyped_storage().data_ptr() in seen else values
+        seen.add(ready[name].untyped_storage().data_ptr())
     try:
-        save({}, storage_writer=writer, planner=planner, process_group=group)
-    except CheckpointException as error:
-        raise _first_failure(error, group) from None
+        save_file(ready, path, metadata)
+    except SafetensorError as error:
+        if (code := re.search(r"os error (\d+)", str(error))) is None:
+            raise ValueError(f"{path} cannot be written: {error}") from None
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from None
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_metadata(folder: Path, files: Iterable[str]) -> dict[str, TensorStorageMetadata]:
-    """Shapes, dtypes and chunks of the tensors in some files of ``folder``, by name.
+class StoredTensors:
+    """The tensors of a folder, whatever number of ranks wrote them. The headers are read when it is opened.
 
-    Raises:
-        ValueError: If a file is not readable.
-    """
-    found: dict[str, Any] = _Reader(folder, files).read_metadata().state_dict_metadata
-    for name, about in found.items():
-        if sum(prod(chunk.sizes) for chunk in about.chunks) != prod(about.size):
-            raise ValueError(f"{folder} does not have all of {name}: a file is missing")
-    return found
-
-
-def read_shards(parts: Parts, folder: Path, files: Iterable[str]) -> None:
-    """Fill ``parts`` with what the files have in their place, whatever number of ranks wrote them. Not collective."""
-    with _Reader(folder, files) as reader:
-        reader.fill(parts, reader.read_metadata())
-
-
-def verify(folder: Path, files: dict[str, FileDigest], group: Group, otherwise: str = "use another folder") -> None:
-    """Compare the bytes of some files with their digests, each rank its share; every rank of ``group`` calls this.
-
-    Args:
-        folder: Where the files are.
-        files: Their digests by name.
-        group: The ranks that compare.
-        otherwise: What to do without a copy of a file that has changed.
+    Attributes:
+        folder: The folder.
+        layouts: The layout of each tensor by name.
 
     Raises:
-        ValueError: On every rank, if a file has changed.
+        ValueError: If a file is missing or not readable.
     """
 
-    def check() -> None:
-        if (wrong := wrong_bytes(folder, files, rank_in(group), size_of(group))) is not None:
-            raise ValueError(f"{wrong}: restore the file from a copy, or {otherwise}")
-
-    on_every_rank(check, group)
-
-
-def merge_shards(folder: Path, shards: Iterable[str], target: Path, names: Iterable[str]) -> FileDigest:
-    """Write whole tensors to the file ``target`` from shards in ``folder``, one tensor at a time. Not collective."""
-    with _Reader(folder, shards) as reader:
-        metadata = reader.read_metadata()
-        found: dict[str, Any] = metadata.state_dict_metadata
-        layouts = [TensorLayout(name, tuple(found[name].size), found[name].properties.dtype) for name in names]
-
-        def load(name: str) -> Tensor:
-            whole = torch.empty(found[name].size, dtype=found[name].properties.dtype)
-            reader.fill({name: Part.of(whole)}, metadata)
-            return whole
-
-        return write_tensor_file(target, layouts, load, {"format": "pt"})
-
-
-class _Saves(DefaultSavePlanner):
-    """Plans the writing of `Parts`. The default planner removes what several ranks hold from all but one of them."""
-
-    def __init__(self, parts: Parts) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._parts = parts
-
-    def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([_write_item(name, part) for name, part in self._parts.items() if not part.absent])
-        return self.plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._parts[write_item.index.fqn].values
-
-
-class _Loads(DefaultLoadPlanner):
-    """Plans the reading of `Parts`."""
-
-    def __init__(self, parts: Parts) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._parts = parts
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        stored: dict[str, Any] = self.metadata.state_dict_metadata
-        items: list[ReadItem] = []
-        for name, part in self._parts.items():
-            if not part.absent:
-                items += create_read_items_for_chunk_list(name, stored[name], [_chunk(part)])
-        return LoadPlan(items)
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        target = self._parts[read_item.dest_index.fqn].values
-        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            target = target.narrow(dim, offset, length)
-        return target
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing is left to do: `resolve_tensor` gives the part's own memory."""
-
-
-class _Writer(HuggingFaceStorageWriter):
-    """Writes a rank's file one tensor at a time; torch's own makes the bytes of the whole file first."""
-
-    def __init__(self, folder: Path, prefix: str, finish: Callable[[dict[str, FileDigest]], None], ranks: int) -> None:
-        super().__init__(str(folder), save_distributed=True)
-        self._folder, self._prefix, self._finish, self._ranks = folder, prefix, finish, ranks
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        if not self._folder.is_dir():
-            raise FileNotFoundError(
-                f"{self._folder.parent} is not the folder that rank 0 writes to: all ranks need a shared file system"
-            )
-        return plan
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        items = {item.index.fqn: item for item in plan.items}
-        future: Future[list[WriteResult]] = Future()
-        if not items:
-            future.set_result([])
-            return future
-        name = f"{self._prefix}-{plan.storage_data['shard_index']:05d}-of-{self._ranks:05d}.safetensors"
-        offsets = {fqn: {"saved_offsets": list(_data(item).chunk.offsets)} for fqn, item in items.items()}
-        digest = write_tensor_file(
-            self._folder / name,
-            [TensorLayout(fqn, tuple(_data(item).chunk.sizes), _dtype(item)) for fqn, item in items.items()],
-            lambda fqn: planner.resolve_data(items[fqn]),  # type: ignore[arg-type, return-value]
-            {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)},
-        )
-        future.set_result([WriteResult(plan.items[0].index, digest["bytes"], (name, digest))])
-        return future
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        self._finish(dict(result.storage_data for written in results for result in written))
-
-
-class _Reader(HuggingFaceStorageReader):
-    """Reads the given files of a folder, without mapping them into memory."""
-
-    def __init__(self, folder: Path, files: Iterable[str]) -> None:
-        super().__init__(str(folder))
-        self._folder = folder
-        self.fs = _Listed([str(folder / name) for name in files])
-        self._opened: dict[str, TensorFile] = {}
-
-    def __enter__(self) -> "_Reader":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for file in self._opened.values():
-            file.close()
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._reader = HuggingFaceStorageReader(str(folder))
+        try:
+            self._metadata = self._reader.read_metadata()
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{folder} has a file that is not readable as safetensors: {error}") from None
+        stored: dict[str, Any] = self._metadata.state_dict_metadata
+        for name, about in stored.items():
+            if sum(prod(chunk.sizes) for chunk in about.chunks) != prod(about.size):
+                raise ValueError(f"{folder} does not have all of {name}: a file is missing")
+        self.layouts = {
+            name: TensorLayout(name, tuple(about.size), about.properties.dtype) for name, about in stored.items()
+        }
 
     @torch.no_grad()
-    def fill(self, parts: Parts, metadata: Metadata) -> None:
-        """Read ``parts`` as ``dcp.load`` would on one rank: a reader needs nothing of the other ranks."""
-        planner = _Loads(parts)
-        planner.set_up_planner({}, metadata)
-        self.set_up_storage_reader(metadata, is_coordinator=True)
-        self.read_data(planner.create_local_plan(), planner)
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        for path in self.fs.ls(self._folder):
-            if not Path(path).is_file():
-                raise ValueError(f"{path} is not a readable safetensors file: there is no such file")
+    def read(self, parts: Parts) -> None:
+        """Fill ``parts`` with what the files have in their place. Not collective."""
+        planner = _PartsPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner({}, self._metadata)
+        planner.state_dict = {name: part for name, part in parts.items() if not part.absent}
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         try:
-            return super().read_metadata()
-        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{self._unreadable()} is not a readable safetensors file: {error}") from None
+            self._reader.read_data(planner.create_local_plan(), planner)
+        except SafetensorError as error:
+            raise ValueError(f"{self.folder} has a file that is not readable as safetensors: {error}") from None
 
-    def _unreadable(self) -> Path | str:
-        """The file that cannot be read; torch's error does not name it."""
-        from safetensors import safe_open
+    def load(self, name: str) -> Tensor:
+        """The whole tensor of that name."""
+        whole = torch.empty(self.layouts[name].shape, dtype=self.layouts[name].dtype)
+        self.read({name: Part.of(whole)})
+        return whole
 
-        for path in self.fs.ls(self._folder):
-            try:
-                with safe_open(path, framework="pt"):
-                    pass
-            except (SafetensorError, OSError):
-                return path
-        return self._folder
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        per_file: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            per_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        for path, items in per_file.items():
-            if path not in self._opened:
-                self._opened[path] = TensorFile(Path(path))
-            for item in items:
-                _read_item(self._opened[path], item, planner)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+    def check(self, expected: dict[str, tuple[int, ...]], owner: str) -> None:
+        """Raise ValueError unless the tensors have the names and shapes that ``owner`` expects."""
+        if self.layouts.keys() != expected.keys():
+            missing = sorted(expected.keys() - self.layouts.keys())[:3]
+            extra = sorted(self.layouts.keys() - expected.keys())[:3]
+            raise ValueError(
+                f"{self.folder} does not hold {owner}: missing {missing or 'nothing'}, unexpected {extra or 'nothing'}"
+            )
+        for name, shape in expected.items():
+            if self.layouts[name].shape != tuple(shape):
+                raise ValueError(
+                    f"{self.folder}: {name} has shape {list(self.layouts[name].shape)}, {owner} has {list(shape)}"
+                )
 
 
-class _Listed(FileSystem):
-    """A file system in which a folder has only the given files."""
+class _PartsPlanner(DefaultLoadPlanner):
+    """Plans the reading of `Parts`."""
 
-    def __init__(self, files: list[str]) -> None:
-        self._files = files
-
-    def ls(self, path: Any) -> list[str]:
-        return self._files
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        part: Part = self.state_dict[index.fqn]
+        return part.values
 
 
-def _read_item(file: TensorFile, item: ReadItem, planner: LoadPlanner) -> None:
-    target = planner.resolve_tensor(item)
-    starts, lengths = item.storage_offsets, item.lengths
-    rows = (starts[0], lengths[0]) if lengths else (0, 1)
-    for done, values in file.read_rows(item.storage_index.fqn, *rows):
-        for dim in range(1, len(lengths)):
-            values = values.narrow(dim, starts[dim], lengths[dim])
-        (target.narrow(0, done, len(values)) if lengths else target).copy_(values)
-    planner.commit_tensor(item, target)
+def read_description(path: Path, subject: str, kind: str, version: int) -> dict[str, Any]:
+    """Read the JSON object that describes the tensors beside it.
+
+    Args:
+        path: The JSON file.
+        subject: What is described, for errors.
+        kind: Expected value of "format".
+        version: Value of "version" that can be read.
+
+    Raises:
+        ValueError: If the file is not readable, or is of another kind or version.
+    """
+    try:
+        about = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not a readable {subject} description: {error}") from None
+    if not isinstance(about, dict) or about.get("format") != kind:
+        raise ValueError(f'{path} is not a Phantom Parallel {subject}: expected "format": "{kind}"')
+    if about.get("version") != version:
+        raise ValueError(f"{path} has version {about.get('version')!r}, this release reads {version}")
+    return about
 
 
-def _write_item(name: str, part: Part) -> WriteItem:
-    return WriteItem(
-        MetadataIndex(name, torch.Size(part.offsets)),
-        WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            _chunk(part), TensorProperties.create_from_tensor(part.values), torch.Size(part.shape)
-        ),
-    )
+def verify(description: Path) -> None:
+    """Compare files with the digests that were taken when they were written. One process calls this.
 
+    Args:
+        description: ``config.json`` of a model, or ``checkpoint.json`` of a training's checkpoint.
 
-def _chunk(part: Part) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(part.offsets), part.values.size())
-
-
-def _data(item: WriteItem) -> TensorWriteData:
-    assert item.tensor_data is not None
-    return item.tensor_data
-
-
-def _dtype(item: WriteItem) -> torch.dtype:
-    return _data(item).properties.dtype
-
-
-def _first_failure(error: CheckpointException, group: dist.ProcessGroup) -> BaseException:
-    """What went wrong on the first rank that failed, instead of torch's BaseException with a traceback for a text."""
-    rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-    if not isinstance(cause, OSError):
-        return cause
-    return OSError(f"{cause.strerror or cause} on rank {dist.get_global_rank(group, rank)}")
+    Raises:
+        ValueError: If there is no digest, or a file is missing or has changed since it was written.
+    """
+    try:
+        files = json.loads(read_text(description))["files"]
+        for name, digest in files.items():
+            with open(description.parent / Path(name).name, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                    raise ValueError(f"{name} has changed since it was written")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{description.parent} is not as it was written: {error}") from None

@@ -2,10 +2,12 @@
 
 Model and optimizer tensors are named by their parameter, and the files say which part of a tensor they have, so that
 any number of ranks reads what any other has written. Nothing is pickled: reading a stranger's checkpoint runs none of
-their code. Version 1 had one file of whole tensors, ``state.safetensors``, and is still read.
+their code. `BackgroundWriter` writes while training continues.
 """
 
 import shutil
+import threading
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,18 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phantom_parallel.checkpoint.description import described_files, read_description
-from phantom_parallel.checkpoint.parts import Group, Part, Parts, on_every_rank, rank_in, shared_scratch
-from phantom_parallel.checkpoint.shards import read_metadata, read_shards, save_shards, verify
-from phantom_parallel.checkpoint.tensor_file import FileDigest
+from phantom_parallel.checkpoint.shards import (
+    Group,
+    Part,
+    Parts,
+    StoredTensors,
+    on_every_rank,
+    rank_in,
+    read_description,
+    save_parts,
+    storage_group,
+)
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.optimizer import PartsOptimizer, state_keys
-from phantom_parallel.utils.files import remove_folder, replace_folder, write_json
+from phantom_parallel.utils.files import remove_folder, write_json
 
-FORMAT, VERSION = "phantom-parallel-checkpoint", 2
+FORMAT, VERSION = "phantom-parallel-checkpoint", 1
 ABOUT = "checkpoint.json"
-_STATE_V1 = "state.safetensors"
 _HEADROOM = 1 << 20  # bytes for headers and the description
+_GRACE = 1.0  # seconds that a failed run waits for a write under way
 
 
 @dataclass(frozen=True)
@@ -93,18 +102,77 @@ def write(parts: Parts, config: TrainConfig, progress: Progress, folder: Path, g
     Every rank of ``group`` calls this with its own parts. What went wrong on one rank is raised on all.
     """
     path = path_of(folder, progress.step)
-    about = {"format": FORMAT, "version": VERSION, "task": config.kind, **asdict(progress)}
-    with shared_scratch(path, group) as scratch:
+    about = {"format": FORMAT, "version": VERSION, "task": config.kind, **asdict(progress), "config": config.to_dict()}
 
-        def finish(files: dict[str, FileDigest]) -> None:
-            write_json(scratch / ABOUT, about | {"config": config.to_dict(), "files": files})
-            replace_folder(scratch, path)
+    def finish(scratch: Path, files: dict[str, str]) -> None:
+        write_json(scratch / ABOUT, about | {"files": files})
 
-        save_shards(parts, scratch, group, prefix="state", finish=finish)
+    save_parts(parts, path, group, prefix="state", finish=finish)
     if rank_in(group) == 0:
         for old in found_in(folder)[: -config.keep]:
             remove_folder(old)
     return path
+
+
+class BackgroundWriter:
+    """Runs one write at a time in a thread, on all ranks alike, with a process group of its own.
+
+    The ranks' threads communicate through that group, so that they do not disturb the collectives of training, and a
+    write ends the same way on every rank, at slightly different times.
+
+    Args:
+        ranks: All ranks that write; None for one process.
+    """
+
+    def __init__(self, ranks: Group) -> None:
+        self.group = storage_group(ranks)
+        self._thread: threading.Thread | None = None
+        self._result: Path | None = None
+        self._error: BaseException | None = None
+
+    def start(self, work: Callable[[], Path]) -> None:
+        """Run ``work`` in the background, after the write before it."""
+        self.wait()
+
+        def run() -> None:
+            try:
+                self._result = work()
+            except BaseException as error:  # raised by `wait`
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the write under way has failed on this rank."""
+        return self._error is not None
+
+    def wait(self) -> Path | None:
+        """Wait for the write under way.
+
+        Returns:
+            What the latest write returned; None if there was none.
+
+        Raises:
+            BaseException: What the write raised. It is raised once.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return self._result
+
+    def close(self, *, failed: bool) -> None:
+        """Let a write under way end.
+
+        Args:
+            failed: Whether this rank failed, and the others perhaps with it: then it does not wait for them for long.
+        """
+        if self._thread is not None:
+            self._thread.join(_GRACE if failed else None)
 
 
 def check(path: Path, config: TrainConfig) -> Progress:
@@ -120,17 +188,13 @@ def load(path: Path, optimizer: PartsOptimizer, config: TrainConfig, group: Grou
     """Fill a model and its new optimizer from a checkpoint, each rank its own part; every rank calls this.
 
     Raises:
-        ValueError: On every rank, if the checkpoint does not fit or has changed since it was written.
+        ValueError: On every rank, if the checkpoint does not fit.
     """
-    progress, files = on_every_rank(lambda: _check(path, config), group)
-    if all(files.values()):  # version 1 has no digests
-        earlier = [one for one in found_in(path.parent) if step_of(one) < progress.step]
-        otherwise = f"remove {path} to continue from {earlier[-1].name}" if earlier else "train into another folder"
-        verify(path, files, group, otherwise)
+    progress, stored = on_every_rank(lambda: _check(path, config), group)
     for name, part in optimizer.parts.items():
         for key in optimizer.keys:
             optimizer.state(name)[key] = _empty_state(part, key, optimizer.fused)
-    on_every_rank(lambda: read_shards(parts_of(optimizer), path, files), group)
+    on_every_rank(lambda: stored.read(parts_of(optimizer)), group)
     return progress
 
 
@@ -148,45 +212,29 @@ def _empty_state(part: Tensor, key: str, fused: bool) -> Tensor:
     return torch.empty_like(part, memory_format=torch.contiguous_format, requires_grad=False)
 
 
-def _expected(model: nn.Module, config: TrainConfig) -> dict[str, list[int]]:
-    shapes: dict[str, list[int]] = {}
+def _expected(model: nn.Module, config: TrainConfig) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        shapes[f"model.{name}"] = list(parameter.shape)
+        shapes[f"model.{name}"] = tuple(parameter.shape)
         for key in state_keys(config):
-            shapes[_of(name, key)] = [] if key == "step" else list(parameter.shape)
+            shapes[_of(name, key)] = () if key == "step" else tuple(parameter.shape)
     return shapes
 
 
-def _check(path: Path, config: TrainConfig) -> tuple[Progress, dict[str, FileDigest]]:
-    found = read_description(path / ABOUT, "checkpoint", FORMAT, (1, VERSION))
-    progress = _progress(found, path, config)
-    files = {_STATE_V1: {}} if found["version"] == 1 else described_files(found, path / ABOUT)
-    _check_tensors(path, files, _expected(config.task().outline(config), config))
-    return progress, files
+def _check(path: Path, config: TrainConfig) -> tuple[Progress, StoredTensors]:
+    progress = _progress(read_description(path / ABOUT, "checkpoint", FORMAT, VERSION), path, config)
+    stored = StoredTensors(path)
+    stored.check(_expected(config.task().outline(config), config), "this training")
+    return progress, stored
 
 
-def _check_tensors(path: Path, files: dict[str, FileDigest], expected: dict[str, list[int]]) -> None:
-    stored = read_metadata(path, files)
-    if stored.keys() != expected.keys():
-        missing, extra = sorted(expected.keys() - stored.keys()), sorted(stored.keys() - expected.keys())
-        raise ValueError(
-            f"{path} is not a checkpoint of this training: "
-            f"missing {missing[:3] or 'nothing'}, unexpected {extra[:3] or 'nothing'}"
-        )
-    for name, shape in expected.items():
-        if (found := list(stored[name].size)) != shape:
-            raise ValueError(f"{path}: {name} has shape {found}, this training's has {shape}")
-        if (dtype := stored[name].properties.dtype) != torch.float32:
-            raise ValueError(f"{path}: {name} is of type {dtype}, this training's is {torch.float32}")
-
-
-def _progress(found: dict[str, Any], path: Path, config: TrainConfig) -> Progress:
-    step, seconds, earlier = found.get("step"), found.get("seconds"), found.get("config")
+def _progress(about: dict[str, Any], path: Path, config: TrainConfig) -> Progress:
+    step, seconds, earlier = about.get("step"), about.get("seconds"), about.get("config")
     if not (isinstance(step, int) and isinstance(seconds, int | float) and isinstance(earlier, dict)) or step < 1:
         raise ValueError(f"{path / ABOUT} is not a Phantom Parallel checkpoint: expected a step, seconds and a config")
-    task, data, summary = found.get("task", "ffn"), found.get("data"), found.get("summary")
+    task, data, summary = about.get("task"), about.get("data"), about.get("summary")
     if task != config.kind:
         raise ValueError(f"{path} is of a training of the kind {task!r}, not {config.kind!r}: resume it as that")
     config.check_resumes(earlier, str(path))

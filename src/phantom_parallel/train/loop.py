@@ -2,7 +2,8 @@
 
 Apart from the model's own collectives, ranks communicate only at *boundaries*, the steps that log, evaluate or save,
 where they reduce the loss and check that it is finite, and about twice a second to agree on whether one of them was
-asked to stop. Other steps are what a user's own loop would be, and their time is the time that is reported.
+asked to stop or could not write a checkpoint, which makes a boundary as well. Other steps are what a user's own loop
+would be, and their time is the time that is reported.
 """
 
 import math
@@ -18,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phantom_parallel.checkpoint.background import BackgroundWriter
-from phantom_parallel.checkpoint.parts import storage_group
+from phantom_parallel.checkpoint.shards import storage_group
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.errors import LossDiverged
 from phantom_parallel.distributed.objects import all_gather_objects, raise_on_all_ranks
@@ -27,7 +27,7 @@ from phantom_parallel.distributed.process_group import describe_run
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.energy.time_split import TimeSplitRecorder, TimeTotals, can_split_time, timer_for
 from phantom_parallel.train import checkpoint
-from phantom_parallel.train.checkpoint import Progress
+from phantom_parallel.train.checkpoint import BackgroundWriter, Progress
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.optimizer import PartsOptimizer
 from phantom_parallel.train.task import Task
@@ -36,7 +36,7 @@ from phantom_parallel.utils.files import cache_folder
 __all__ = ["ParallelContext", "Record", "Summary", "train"]
 
 Status = Literal["target", "steps", "interrupted"]
-STOP_POLL_SECONDS = 0.5  # between two agreements on whether a rank was asked to stop
+POLL_SECONDS = 0.5  # between two agreements on whether a rank wants a boundary
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ def train(
     Raises:
         LossDiverged: If the loss or a weight is not finite.
         ValueError: If it is so because of data that are not finite.
-        OSError: On every rank, before the next step after a checkpoint could not be written, and at once where the disk
-            has no room for the next one.
+        OSError: On every rank, within half a second or after the step, if a checkpoint could not be written, and at
+            once where the disk has no room for the next one.
     """
     with ExitStack() as stack:
         trainer = Trainer(config, parallel, checkpoints)
@@ -172,20 +172,19 @@ class Trainer:
         start = last = self.clock.totals()
         record, last_step = None, first
         status: Status = "steps"
-        poll = _StopPoll(stop, self._mean, first)
+        poll = _BoundaryPoll(self._mean, first)
         for step in range(first + 1, config.steps + 1):
-            if self._writer is not None and not self._writer.begin_step():
-                self._settle()  # raises
             with self.clock.step():
                 loss = self._step(step - 1)
             every = (config.log_every, config.eval_every, config.checkpoint_every)
-            if not poll.stops(step) and step < config.steps and all(step % interval for interval in every):
+            failed = self._writer is not None and self._writer.failed
+            wanted = poll.wanted(step, stop.requested or failed)
+            if not wanted and step < config.steps and all(step % interval for interval in every):
                 continue
             now = self.clock.totals()
             ran = now.since(start)
             share = loss / config.row_shards if self.task.counts else 0.0 * loss
             blocked = ran.blocked_seconds
-            failed = self._writer is not None and self._writer.failed
             total, asked, failures, *spent = self._sum(
                 share, stop.requested, failed, ran.step_seconds - blocked, blocked
             )
@@ -333,7 +332,7 @@ class Trainer:
         """Write a checkpoint in the background: every rank copies its own part, and writes it while training goes on.
 
         A weight that is not finite is found before, and so is a disk without room. What goes wrong later is raised on
-        all ranks before the next step.
+        all ranks at the next boundary.
         """
         if self.checkpoints is None or self._writer is None:
             return
@@ -404,31 +403,34 @@ class Trainer:
         )
 
 
-class _StopPoll:
-    """Ranks agree now and then on whether one of them was asked to stop, without a collective in every step.
+class _BoundaryPoll:
+    """Ranks agree now and then on whether one of them wants a boundary, without a collective in every step.
 
     The steps at which they do are the same on all ranks: each agreement has the mean duration of a step, and the next
-    follows as many steps later as fit into `STOP_POLL_SECONDS`.
+    follows as many steps later as fit into `POLL_SECONDS`.
 
     Args:
-        stop: The signals of this rank.
         mean: Averages numbers over ranks.
         step: The step that was done last.
     """
 
-    def __init__(self, stop: StopRequest, mean: Callable[..., list[float]], step: int) -> None:
-        self._stop, self._mean = stop, mean
-        self._last, self._next = step, step + 1
+    def __init__(self, mean: Callable[..., list[float]], step: int) -> None:
+        self._mean, self._last, self._next = mean, step, step + 1
         self._time = time.monotonic()
 
-    def stops(self, step: int) -> bool:
-        """Return whether a rank was asked to stop, as far as the ranks know after ``step``. Every rank calls this."""
+    def wanted(self, step: int, here: bool) -> bool:
+        """Return whether a rank wants a boundary, as far as the ranks know after ``step``. Every rank calls this.
+
+        Args:
+            step: The step.
+            here: Whether this rank wants one.
+        """
         if step < self._next:
             return False
         now = time.monotonic()
-        asked, seconds = self._mean(float(self._stop.requested), (now - self._time) / (step - self._last))
-        self._last, self._next, self._time = step, step + max(1, int(STOP_POLL_SECONDS / seconds)), now
-        return asked > 0
+        ranks, seconds = self._mean(float(here), (now - self._time) / (step - self._last))
+        self._last, self._next, self._time = step, step + max(1, int(POLL_SECONDS / seconds)), now
+        return ranks > 0
 
 
 def _keep_compiled_code_private() -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from phantom_parallel.checkpoint.model import save_model
-from phantom_parallel.checkpoint.parts import storage_group
+from phantom_parallel.checkpoint.shards import storage_group
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.errors import Interrupted, RankDied
 from phantom_parallel.distributed.launch import launch, launch_device_type

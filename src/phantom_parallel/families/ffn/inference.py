@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from phantom_parallel.checkpoint.parts import own_part
+from phantom_parallel.checkpoint.shards import own_part
 from phantom_parallel.families.ffn.cost import FFNShape
 from phantom_parallel.families.ffn.model import FFN, FFNConfig
 from phantom_parallel.infer.predictor import Predictor

@@ -32,8 +32,7 @@ from phantom_parallel.checkpoint.pretrained import (
     copy_kept_files,
     read_json,
 )
-from phantom_parallel.checkpoint.tensor_file import TensorLayout
-from phantom_parallel.checkpoint.whole_files import write_tensors
+from phantom_parallel.checkpoint.shards import TensorLayout, write_tensors
 from phantom_parallel.families.gpt.config import GPTConfig, RopeScaling
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.families.gpt.tokens import BPETokenizer
