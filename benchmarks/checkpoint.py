@@ -2,8 +2,8 @@
 
 A model with AdamW's states, about 400 MiB in all, on 1, 2 and 4 ranks. The system's own mark of the peak (VmHWM in
 /proc) is reset before each measurement, so that no peak is missed. Figures are those of the rank that needed most, over
-what it held before; when it loads, over what it holds after. *Gathered* is what checkpoints of version 1 did: copies of
-all whole tensors on every rank.
+what it held before; when it loads, over what it holds after. *Gathered* is for comparison: copies
+of all whole tensors on every rank.
 """
 
 import argparse

@@ -226,7 +226,7 @@ def checkpoint(path: Path) -> str:
         cells = (f"{max(0.0, found[kind]['peak']):.0f} MiB" for kind in kinds)
         return [str(found["ranks"]), f"{found['state']:.0f} MiB", f"{found['tensor']:.0f} MiB", *cells]
 
-    headings = ("ranks", "own state", "largest tensor", "save", "save, version 1", "load")
+    headings = ("ranks", "own state", "largest tensor", "save", "save, gathered", "load")
     return _lines((*headings, "`save_model`", "`load_model`"), map(row, _read(path)["rows"]))
 
 
