@@ -116,6 +116,8 @@ def test_a_missing_file_and_a_changed_byte_are_errors(ranks, tmp_path):
     file.write_bytes(data[:-1])
     with pytest.raises(ValueError, match="folder has a file that is not readable as safetensors"):
         StoredTensors(path)
+    file.write_bytes(data)
+    file = path / "state-00001-of-00002.safetensors"
     file.unlink()
     with pytest.raises(ValueError, match="does not have all of columns"):
         StoredTensors(path)

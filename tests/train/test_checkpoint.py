@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import random
-import shutil
 import signal
 import threading
 import time
@@ -212,25 +211,6 @@ def test_a_full_disk_on_one_rank_ends_all_before_the_next_step_and_names_the_las
         )
     assert found[0][1] == found[1][1] < 300  # the next boundary, at which all ranks meet
     assert [path.name for path in tmp_path.iterdir()] == ["step-000100"]
-
-
-def without_room(folder: str, ranks: int) -> str:
-    usage = shutil.disk_usage
-    shutil.disk_usage = lambda path: usage(path)._replace(free=1000)
-    try:
-        with pytest.raises(OSError, match="the disk lacks") as caught:
-            saved_on(replace(CONFIG, ranks=ranks), folder)
-    finally:
-        shutil.disk_usage = usage
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_disk_without_room_is_found_before_anything_is_written(ranks, tmp_path, count):
-    for message in ranks(count)(without_room, str(tmp_path), count):
-        assert message.startswith(f"the checkpoint {tmp_path / 'step-000002'} cannot be written: the disk lacks 1 MiB")
-        assert message.endswith("there is no checkpoint yet")
-    assert not list(tmp_path.iterdir())
 
 
 LONG = replace(CONFIG, width=256, steps=100_000, checkpoint_every=1, log_every=1, eval_every=100_000, keep=2)

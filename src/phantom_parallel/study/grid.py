@@ -70,7 +70,7 @@ from phantom_parallel.study.runner import (
 )
 from phantom_parallel.study.search import search
 from phantom_parallel.study.settings import LOOPBACK, Settings
-from phantom_parallel.train.memory import check_memory
+from phantom_parallel.train.run import check_memory
 from phantom_parallel.utils.files import write_json
 from phantom_parallel.utils.lock import FolderLock
 from phantom_parallel.utils.parsing import convert

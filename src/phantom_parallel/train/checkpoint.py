@@ -5,7 +5,6 @@ any number of ranks reads what any other has written. Nothing is pickled: readin
 their code. `BackgroundWriter` writes while training continues.
 """
 
-import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -32,7 +31,6 @@ from phantom_parallel.utils.files import remove_folder, write_json
 
 FORMAT, VERSION = "phantom-parallel-checkpoint", 1
 ABOUT = "checkpoint.json"
-_HEADROOM = 1 << 20  # bytes for headers and the description
 _GRACE = 1.0  # seconds that a failed run waits for a write under way
 
 
@@ -87,13 +85,6 @@ def stage(parts: Parts) -> Parts:
 def non_finite(parts: Parts) -> str | None:
     """Name of the first of this rank's parts with a value that is not finite; None if there is none."""
     return next((name for name, part in parts.items() if not bool(part.values.isfinite().all())), None)
-
-
-def missing_bytes(parameters: int, config: TrainConfig, folder: Path) -> int:
-    """How many bytes the disk of ``folder`` lacks for the next checkpoint of a model with so many parameters."""
-    needed = 4 * parameters * (1 + sum(key != "step" for key in state_keys(config))) + _HEADROOM
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    return max(0, needed - shutil.disk_usage(existing).free)
 
 
 def write(parts: Parts, config: TrainConfig, progress: Progress, folder: Path, group: Group) -> Path:

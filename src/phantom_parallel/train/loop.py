@@ -109,8 +109,7 @@ def train(
     Raises:
         LossDiverged: If the loss or a weight is not finite.
         ValueError: If it is so because of data that are not finite.
-        OSError: On every rank, within half a second or after the step, if a checkpoint could not be written, and at
-            once where the disk has no room for the next one.
+        OSError: On every rank, within half a second or after the step, if a checkpoint could not be written.
     """
     with ExitStack() as stack:
         trainer = Trainer(config, parallel, checkpoints)
@@ -331,8 +330,7 @@ class Trainer:
     def _save(self) -> None:
         """Write a checkpoint in the background: every rank copies its own part, and writes it while training goes on.
 
-        A weight that is not finite is found before, and so is a disk without room. What goes wrong later is raised on
-        all ranks at the next boundary.
+        A weight that is not finite is found before. What goes wrong later is raised on all ranks at the next boundary.
         """
         if self.checkpoints is None or self._writer is None:
             return
@@ -343,7 +341,6 @@ class Trainer:
             name = next(filter(None, all_gather_objects(bad, self._group)))
             raise self._diverged(f"{name} is not finite after step {self.progress.step}")
         self._settle()  # one at a time
-        self._check_room(self.checkpoints)
         staged, progress = checkpoint.stage(parts), self.progress
         config, folder, group = self.config, self.checkpoints, self._writer.group
         self._writer.start(lambda: checkpoint.write(staged, config, progress, folder, group))
@@ -355,15 +352,6 @@ class Trainer:
         smallest = torch.tensor(index, device=self.parallel.device)
         dist.all_reduce(smallest, dist.ReduceOp.MIN, group=self._group)
         return int(smallest)
-
-    def _check_room(self, folder: Path) -> None:
-        missing = checkpoint.missing_bytes(self.parameters, self.config, folder) if self.parallel.rank == 0 else 0
-        if missing := -self._smallest(-missing):
-            path = checkpoint.path_of(folder, self.progress.step)
-            raise OSError(
-                f"the checkpoint {path} cannot be written: the disk lacks {missing / 2**20:,.0f} MiB; "
-                f"{self._last_checkpoint()}"
-            )
 
     def _settle(self) -> None:
         """Wait for the checkpoint that is being written, if one is."""

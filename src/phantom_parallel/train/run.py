@@ -20,10 +20,10 @@ from phantom_parallel.train import checkpoint
 from phantom_parallel.train import run_dir as output
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.loop import Record, Summary, train
-from phantom_parallel.train.memory import check_memory
+from phantom_parallel.train.optimizer import state_keys
+from phantom_parallel.utils import resources
 from phantom_parallel.utils.lock import FolderLock
 from phantom_parallel.utils.progress import ProgressDisplay
-from phantom_parallel.utils.resources import check_local_ranks
 
 
 def run(config: TrainConfig, out: str | os.PathLike[str], *, resume: bool = False, show: bool = False) -> Summary:
@@ -46,7 +46,7 @@ def run(config: TrainConfig, out: str | os.PathLike[str], *, resume: bool = Fals
         if not joined:
             if launch_device_type(config.ranks * config.dp) == "cpu":  # accelerators have memories of their own
                 check_memory(config)
-            check_local_ranks(config.ranks * config.dp)
+            resources.check_local_ranks(config.ranks * config.dp)
             latest = output.prepare(config, path, resume, lock)
         try:
             return launch(config.ranks * config.dp, _work, config, path, latest, joined, resume, show)
@@ -57,6 +57,25 @@ def run(config: TrainConfig, out: str | os.PathLike[str], *, resume: bool = Fals
         except RankDied as error:
             error.args = (f"{error}{_survives(path)}",)
             raise
+
+
+def check_memory(config: TrainConfig) -> None:
+    """Raise ValueError if the ranks cannot fit into this machine's memory: later, the OOM killer picks a victim.
+
+    They need weights, gradients, optimizer states, data, and the copies of weights and states that a checkpoint is
+    written from.
+    """
+    task = config.task()
+    parameters = sum(parameter.numel() for parameter in task.outline(config).parameters())
+    states = sum(key != "step" for key in state_keys(config))
+    words = config.replicas * parameters * (2 + states + 1 + states)
+    needed = config.ranks * config.dp * resources.PROCESS_BYTES + 4 * words + config.dp * task.data_bytes(config)
+    free = resources.available_bytes()
+    if free is not None and needed > free:
+        raise ValueError(
+            f"ranks={config.ranks} times dp={config.dp} need at least {needed / 2**30:.1f} GiB of memory, "
+            f"{free / 2**30:.1f} GiB are free: use fewer ranks or copies, a smaller model, or fewer samples"
+        )
 
 
 def _work(
