@@ -244,7 +244,7 @@ def _missing(measure: str, *cells: Cell) -> str:
     if measure in TO_THE_LOSS:
         if any(cell.differs for cell in cells):
             return ERROR
-        if any(not cell.reached for cell in cells):
+        if any(cell.reached < len(cell.runs) for cell in cells):
             return MISSED
     return NOT_SPLIT if measure == "blocked_share" else UNAVAILABLE
 

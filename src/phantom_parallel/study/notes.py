@@ -201,7 +201,9 @@ def _seeds(results: Results) -> str:
     seeds = max((len(cell.runs) for cell in results.cells), default=0)
     if results.is_timed or seeds > FEW_SEEDS:
         return ""
-    return "One seed: there are no intervals." if seeds == 1 else f"{seeds} seeds: intervals of so few are wide."
+    if seeds == 1:
+        return "One seed: there are no intervals, and small differences may be chance."
+    return f"{seeds} seeds: intervals of so few are wide. A ratio whose interval includes 1 may be chance."
 
 
 def _rounding(results: Results) -> str:
@@ -262,7 +264,7 @@ NOTES: tuple[tuple[Callable[[Results], str], str], ...] = (
     (lambda results: results.no_hosts or "", "Ranks exchange over loopback: hosts cannot be emulated here: {}"),
     (_worse, "Phantom is worse {}."),
     (_data, "{}"),
-    (_seeds, "{} A ratio whose interval includes 1 may be chance."),
+    (_seeds, "{}"),
     (_rates, "The learning rate of {} is at an end of the rates tried: a better one may lie beyond."),
     (_rounding, "Steps to the loss are rounded up to the next evaluation, by up to {} of the shortest training."),
     (
