@@ -1,6 +1,7 @@
 """Local ranks: what they return and listen on, how their failures are explained, and that none is left behind."""
 
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -108,6 +109,15 @@ def test_ranks_listen_on_loopback_only_and_their_launcher_on_nothing(described):
 def test_a_socket_that_is_open_to_the_network_would_be_seen():
     with socket.create_server(("0.0.0.0", 0)):
         assert "0.0.0.0" in listening_addresses([os.getpid()])
+
+
+@pytest.mark.parametrize("by", ["ours", "torchs"])
+def test_a_pickle_that_arrives_from_another_rank_is_not_unpickled(tmp_path, by):
+    with pytest.raises(RankDied, match="rank 0 failed"):
+        launch(2, workers.send_pickle, str(tmp_path / "touched"), by)
+    assert not (tmp_path / "touched").exists()
+    pickle.loads(pickle.dumps(workers.Touch(str(tmp_path / "touched"))))
+    assert (tmp_path / "touched").exists()  # what unpickling would have done
 
 
 def place(device, number: int, report) -> int:

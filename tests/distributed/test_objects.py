@@ -1,10 +1,97 @@
-"""Ranks that mean different layers find out when they build them."""
+"""Plain objects between ranks, and ranks that mean different layers, which find out when they build them."""
 
+import math
+from fractions import Fraction
+from pathlib import Path
+
+import msgspec
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel import PhantomLinear, RanksDisagree, TensorLinear
+from phantom_parallel.distributed.objects import (
+    all_gather_objects,
+    broadcast_from_rank_zero,
+    decode,
+    encode,
+    raise_on_all_ranks,
+)
+from phantom_parallel.energy import Provenance
+from phantom_parallel.utils.network import Network
+
+PLAIN = [
+    None,
+    True,
+    -(2**63),
+    2**64 - 1,
+    math.inf,
+    "text",
+    b"bytes",
+    [1, (2.5, "b"), {"a": {3}, "b": frozenset()}],
+    {(1, 2): "tuple as key", "!": "key like a tag"},
+    Path("folder/file"),
+    Provenance.MODELLED,
+    Network(2, "100mbit", 1e8),
+    torch.device("cpu").type,
+]
+
+
+@pytest.mark.parametrize("value", PLAIN, ids=str)
+def test_plain_data_arrive_as_they_were(value):
+    arrived = decode(encode(value))
+    assert arrived == value
+    assert type(arrived) is type(value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
+def test_tensors_arrive_as_they_were(dtype, shape):
+    value = torch.ones(shape).cumsum(-1).to(dtype) if shape else torch.ones(shape, dtype=dtype)
+    arrived = decode(encode({"x": value}))["x"]
+    assert arrived.dtype == dtype
+    assert torch.equal(arrived, value)
+
+
+@pytest.mark.parametrize("value", [print, object(), range(3), torch.nn.Linear(1, 1), Fraction(1, 2)])
+def test_other_objects_are_refused(value):
+    with pytest.raises(TypeError, match="plain data"):
+        encode([value])
+
+
+@pytest.mark.parametrize("name", ["subprocess:Popen", "phantom_parallel.nn:PhantomLinear", "os:system", "no.such:Name"])
+def test_a_message_makes_no_other_objects_than_plain_ones(name):
+    with pytest.raises(TypeError, match="plain data"):
+        decode(msgspec.msgpack.encode({"!": "class", "class": name, "fields": {}}))
+
+
+def exchange() -> tuple:
+    """What is gathered and broadcast, and the errors that are raised on all ranks."""
+    group, rank = torch.distributed.group.WORLD, torch.distributed.get_rank()
+    gathered = all_gather_objects({"rank": rank, "text": "x" * 1000 * rank}, group)
+    path = broadcast_from_rank_zero(lambda: Path("of rank 0"), torch.device("cpu"))
+    errors = []
+    for error in (FileNotFoundError(2, "no such file", "data"), ValueError("wrong"), KeyError("other")):
+        try:
+            raise_on_all_ranks(error if rank == 1 else None, group)
+        except Exception as raised:
+            errors.append((type(raised).__name__, str(raised)))
+    try:
+        broadcast_from_rank_zero(lambda: int("no number"), torch.device("cpu"))
+    except ValueError as raised:
+        errors.append((type(raised).__name__, str(raised)))
+    return [(one["rank"], len(one["text"])) for one in gathered], path, errors
+
+
+def test_ranks_gather_broadcast_and_raise_together(ranks):
+    for rank, (gathered, path, errors) in enumerate(ranks(3)(exchange)):
+        assert gathered == [(0, 0), (1, 1000), (2, 2000)]
+        assert path == Path("of rank 0")
+        other = ("KeyError" if rank == 1 else "RuntimeError", "'other'")
+        not_a_number = "invalid literal for int() with base 10: 'no number'"
+        missing = ("FileNotFoundError", "[Errno 2] no such file: 'data'")
+        assert errors == [missing, ("ValueError", "wrong"), other, ("ValueError", not_a_number)]
+
 
 USUAL = {"in_features": 16, "out_features": 16, "blocks": 4, "ghosts": 2}
 

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import pickle
 import signal
 import socket
 import struct
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from phantom_parallel.distributed import objects
 from phantom_parallel.distributed.errors import Interrupted
 from phantom_parallel.distributed.launchers import is_rank_zero, launched_externally
 from phantom_parallel.distributed.objects import RanksDisagree, all_gather_objects, raise_on_all_ranks
@@ -72,6 +74,29 @@ def fail_together(device: torch.device) -> None:
     raise_on_all_ranks(error, dist.group.WORLD)
 
 
+class Touch:
+    """Makes a file when it is unpickled, as a stranger's object could run anything."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (Path(self.path),)
+
+
+def send_pickle(device: torch.device, path: str, by: str) -> None:
+    """Rank 1 sends a pickle, as a process that took its place would, while rank 0 gathers objects."""
+    if dist.get_rank() == 1:
+        message = pickle.dumps(Touch(path))
+        objects.encode, objects.decode = lambda value: message, lambda message: None
+        dist.distributed_c10d._pickler = pickle.Pickler
+        dist.distributed_c10d._unpickler = pickle.Unpickler
+    if by == "ours":
+        all_gather_objects(None, dist.group.WORLD)
+    else:
+        dist.all_gather_object([None, None], None if dist.get_rank() == 0 else Touch(path))
+
+
 def run_until_stopped(device: torch.device, report) -> None:
     """Stop at a boundary that all ranks reach together."""
     with StopRequest() as stop:
@@ -111,9 +136,7 @@ def describe_host(device):
         "between_seconds": _transfer(rank, 0, size - 1),
         "inside_seconds": _transfer(rank, 0, 1),
     }
-    found = [None] * size
-    dist.all_gather_object(found, mine)
-    return found
+    return all_gather_objects(mine, dist.group.WORLD)
 
 
 def namespace(device):

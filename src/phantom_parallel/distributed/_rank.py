@@ -35,7 +35,6 @@ class Assignment(NamedTuple):
         work: The pickled function and its arguments.
         preparation: How multiprocessing prepares a process to unpickle functions of ``__main__``.
         store: File through which the ranks meet.
-        key: Secret of the launch, which signs the objects that ranks exchange.
         device: The type of device to use, or ``"auto"``.
         reports: Whether the function takes ``report``.
         announces: Whether rank 0 prints what the ranks run on.
@@ -47,7 +46,6 @@ class Assignment(NamedTuple):
     work: bytes
     preparation: dict[str, Any]
     store: str
-    key: bytes
     device: str
     threads: int
     reports: bool
@@ -187,10 +185,8 @@ def _work(assignment: Assignment, work: Any, args: tuple[Any, ...], options: dic
     import torch
     import torch.distributed as dist
 
-    from phantom_parallel.distributed._signed_objects import sign_objects
     from phantom_parallel.distributed.process_group import process_group, run_line, select_device
 
-    sign_objects(assignment.key)
     rank, size = assignment.rank, assignment.size
     torch.set_num_threads(assignment.threads)
     device = select_device(size, assignment.device)

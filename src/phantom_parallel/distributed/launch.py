@@ -2,14 +2,13 @@
 
 Local ranks listen on nothing but the loopback interface, or on the links of the emulated hosts that they run on: they
 meet through a file that they inherit, and send their results through socket pairs that they inherit. What they send to
-the launcher is pickled. Ranks end with their launcher, however it
+the launcher is pickled; what they send each other is not, see `objects`. Ranks end with their launcher, however it
 ends: its end of the socket pairs is closed then. `_rank` is the other side of all this.
 """
 
 import multiprocessing
 import os
 import pickle
-import secrets
 import signal
 import socket
 import subprocess
@@ -220,7 +219,6 @@ def launch_local(
             rank = _start(number, environment, inherited, host, hosts)
             stack.callback(rank.end)
             ranks.append(rank)
-        key = secrets.token_bytes(32)
         for rank in ranks:
             assignment = Assignment(
                 rank=rank.number,
@@ -229,7 +227,6 @@ def launch_local(
                 work=payload,
                 preparation=preparation,
                 store=store,
-                key=key,
                 device=device_type,
                 threads=threads_for(size),
                 reports=on_report is not None,
