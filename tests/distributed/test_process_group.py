@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from phantom_parallel.distributed.launch import launch, launch_defaults, launch_device_type
+from phantom_parallel.distributed.launch import MACHINE_RANKS, launch, launch_defaults, launch_device_type
 from phantom_parallel.distributed.process_group import backend_for, device_type_for, run_line
 from phantom_parallel.utils.network import Network
 from tests.distributed import workers
@@ -47,6 +47,24 @@ def test_the_backend_is_that_of_the_selected_device(
     accelerators(built_for, available, count)
     assert device_type_for(local_ranks) == device
     assert backend_for(torch.device(device)) == backend
+
+
+@pytest.mark.parametrize(
+    ("variables", "device"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2", "SLURM_STEP_ID": "0"}, "cuda"),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "3"}, "cuda"),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, "cpu"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x", "CUDA_VISIBLE_DEVICES": "0"}, "cpu"),
+        ({"RANK": "1", "WORLD_SIZE": "2", MACHINE_RANKS: "2", "CUDA_VISIBLE_DEVICES": "0"}, "cpu"),  # a local rank
+        ({"SLURM_STEP_ID": "0"}, "cpu"),
+    ],
+)
+def test_a_rank_that_its_launcher_has_bound_to_one_accelerator_uses_it(accelerators, monkeypatch, variables, device):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    accelerators("cuda", True, 1)
+    assert device_type_for(2) == device
 
 
 @pytest.mark.parametrize(("available", "count"), [(False, 0), (True, 2)])

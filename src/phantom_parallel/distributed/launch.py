@@ -339,6 +339,7 @@ class _Rank:
     done: bool = False
     failed: float | None = None  # when it was noticed that the rank failed or died
     failure: Failure | None = None  # None if it died
+    error: Exception | None = None  # to be raised as it is, if it is of such a type
 
     def __str__(self) -> str:
         return f"rank {self.number}" + ("" if self.host is None else f" (host {self.host})")
@@ -347,16 +348,13 @@ class _Rank:
     def running(self) -> bool:
         return not self.done and self.failed is None
 
-    def exception(self) -> Exception | None:
-        """The error to raise as it is, if it is of such a type."""
-        if self.failure is None or self.failure.exception is None:
-            return None
-        try:
-            error: Exception = pickle.loads(self.failure.exception)
-        except Exception:  # its class is not importable here
-            return None
-        error.add_note(f"On {self}:\n{self.failure.stack}")
-        return error
+    def fail(self, failure: Failure) -> None:
+        """Record that the work of the rank has failed."""
+        self.failure, self.failed = failure, time.monotonic()
+        with suppress(Exception):  # its class may not be importable here
+            self.error = None if failure.exception is None else pickle.loads(failure.exception)
+        if self.error is not None:
+            self.error.add_note(f"On {self}:\n{failure.stack}")
 
     def send(self, message: Any) -> None:
         """Send a message; that a rank has ended is noticed elsewhere."""
@@ -436,7 +434,7 @@ class _Supervisor:
                 assert self.on_report is not None
                 self.on_report(value)
             elif kind == "failure":
-                rank.failure, rank.failed = value, time.monotonic()
+                rank.fail(value)
             else:
                 rank.done = True
                 self.result = value if rank.number == 0 else self.result
@@ -462,15 +460,15 @@ class _Supervisor:
         if not failed or not any(rank.running for rank in self.ranks):
             return bool(failed)
         assert failed[0].failed is not None
-        grace = STOP_GRACE if all(isinstance(rank.exception(), Interrupted) for rank in failed) else GRACE
+        grace = STOP_GRACE if all(isinstance(rank.error, Interrupted) for rank in failed) else GRACE
         return now > failed[0].failed + grace
 
     def _cause(self) -> Exception:
         """The error to raise for what has happened to the ranks."""
         failed = self._failed()
-        stopped = [error for rank in failed if isinstance(error := rank.exception(), Interrupted)]
+        stopped = [rank.error for rank in failed if isinstance(rank.error, Interrupted)]
         raised = [rank for rank in failed if rank.failure is not None and rank.failure.kind == "own"]
-        own = [rank for rank in raised if not isinstance(rank.exception(), Interrupted)]
+        own = [rank for rank in raised if not isinstance(rank.error, Interrupted)]
         if not own and (stopped or self._stopping is not None):
             name = self.stop.received[0].name if self.stop.received else "a signal"
             return stopped[0] if stopped else Interrupted(f"stopped by {name}")
@@ -523,8 +521,8 @@ class _Supervisor:
 
 def _explained(rank: _Rank) -> Exception:
     """The error to raise where a rank is the cause."""
-    if (error := rank.exception()) is not None:
-        return error
+    if rank.error is not None:
+        return rank.error
     if rank.failure is None:
         code = rank.process.wait()
         end = f"killed by {signal.Signals(-code).name}" if code < 0 else f"its process left with exit code {code}"

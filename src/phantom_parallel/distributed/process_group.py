@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from phantom_parallel.distributed.errors import Interrupted
+from phantom_parallel.distributed.launch import MACHINE_RANKS
 from phantom_parallel.distributed.launchers import JOB, launched_externally
 from phantom_parallel.distributed.objects import refuse_pickles
 
@@ -166,6 +167,7 @@ def _accelerators() -> tuple[str, int]:
 
 
 def _bound_to_one(visible: int) -> bool:
-    """Whether a launcher has bound this rank to one accelerator: it sees that one only."""
-    restricted = any(name in os.environ for name in _VISIBLE_DEVICES) and "TORCHELASTIC_RUN_ID" not in os.environ
-    return visible == 1 and launched_externally() and ("SLURM_STEP_ID" in os.environ or restricted)
+    """Whether another launcher has bound this rank to one accelerator: it sees that one only."""
+    if visible != 1 or MACHINE_RANKS in os.environ or "TORCHELASTIC_RUN_ID" in os.environ or not launched_externally():
+        return False
+    return "SLURM_STEP_ID" in os.environ or any(name in os.environ for name in _VISIBLE_DEVICES)
