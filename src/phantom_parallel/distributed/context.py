@@ -1,6 +1,8 @@
 """The parallel context: which ranks share this process's model, and which hold copies of it."""
 
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,7 @@ class ParallelContext:
         if ranks * dp == 1:
             return cls(device=device)
         mesh = init_device_mesh(device.type, (dp, ranks), mesh_dim_names=("dp", "tp"))
+        set_timeout(mesh, timeout_of(dist.group.WORLD, device))
         return cls(mesh["tp"] if ranks > 1 else None, mesh["dp"] if dp > 1 else None, device)
 
     @property
@@ -50,3 +53,17 @@ class ParallelContext:
     def dp_rank(self) -> int:
         """Index of this process's data-parallel copy."""
         return 0 if self.dp is None else self.dp.get_local_rank()
+
+
+def timeout_of(group: Any, device: torch.device) -> timedelta:
+    """How long a collective of ``group`` may take on ``device``."""
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
+
+
+def set_timeout(mesh: DeviceMesh, timeout: timedelta) -> None:
+    """Set how long collectives over a dimension of ``mesh`` may take. Torch gives half an hour to groups of some ranks,
+    whatever the default process group has.
+    """
+    for group in mesh.get_all_groups():
+        dist.distributed_c10d._set_pg_timeout(timeout, group)

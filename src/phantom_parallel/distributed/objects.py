@@ -165,8 +165,15 @@ def encode(value: Any) -> bytes:
 
 
 def decode(message: bytes) -> Any:
-    """The object that `encode` was given."""
-    return _rebuilt(msgspec.msgpack.decode(message))
+    """The object that `encode` was given.
+
+    Raises:
+        RuntimeError: If the message is of something else: another process may have connected to this rank.
+    """
+    try:
+        return _rebuilt(msgspec.msgpack.decode(message))
+    except msgspec.DecodeError as error:
+        raise RuntimeError(f"a message was received that no rank of this launch has sent: {error}") from None
 
 
 def refuse_pickles() -> None:
