@@ -3,7 +3,7 @@
 The backend's own all-gather and reduce-scatter against the same built from all-to-all, by turns in one run: median
 microseconds of each with the barrier that ends a turn, for messages of ghosts and of whole activations. A second table
 has an all-gather of 1 KiB from each rank, which a rank polls for before it sleeps: always, with the back-off after a
-poll that timed out (`ops.polling`), and never. ``--busy`` starts so many processes beside that do nothing but compute.
+poll that timed out (`ops.collectives`), and never. ``--busy`` starts so many processes beside that only compute.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.timing import interleave, local_mesh
 from phantom_parallel.distributed.launch import Report, launch_local
-from phantom_parallel.ops import polling
+from phantom_parallel.ops import collectives
 from phantom_parallel.ops.collectives import (
     RankGroup,
     finish_all_gather,
@@ -44,7 +44,7 @@ def compare(device: torch.device, report: Report) -> None:
         report((f"{rows}, {words}", {name: 1e6 * timing.median for name, timing in times.items()}))
 
 
-class _Fixed(polling.Backoff):
+class _Fixed(collectives.Backoff):
     """A policy that does not change: poll for every message (skip 0), or for none."""
 
     def __init__(self, skip: int) -> None:
@@ -56,16 +56,16 @@ class _Fixed(polling.Backoff):
 
 def compare_polling(device: torch.device, report: Report) -> None:
     ranks = rank_group(local_mesh(device))
-    policies = {"always": _Fixed(0), "back-off": polling.Backoff(), "never": _Fixed(1 << 60)}
+    policies = {"always": _Fixed(0), "back-off": collectives.Backoff(), "never": _Fixed(1 << 60)}
     times = interleave({name: _short_gather(ranks, policy) for name, policy in policies.items()}, turns=20, warmup=2)
     report(("1 KiB", {name: 1e6 * timing.median / GATHERS for name, timing in times.items()}))
 
 
-def _short_gather(group: RankGroup, policy: polling.Backoff) -> Callable[[], object]:
+def _short_gather(group: RankGroup, policy: collectives.Backoff) -> Callable[[], object]:
     x = torch.randn(1, 256)  # 1 KiB
 
     def gather() -> None:
-        polling.backoff = policy
+        collectives.backoff = policy
         for _ in range(GATHERS):
             finish_all_gather(start_all_gather(x, group), group)
 

@@ -8,8 +8,8 @@ Phantom against torch's own Megatron styles on the same ranks, ratios from one i
               time slice
 
 The same with attention and SwiGLU in parallel, phantom against Megatron with that option as well. Phantom polls for the
-short messages of a decoded token (`phantom_parallel.ops.polling`), and torch's all-reduces sleep: phantom is decoded
-without polling as well, so that it shows what each of the two brings.
+short messages of a decoded token (`ops.collectives`), and torch's all-reduces sleep: phantom is decoded without polling
+as well, so that it shows what each of the two brings.
 
 Byte-level models of 512 features, 4 layers and 8 heads; 256 positions. Each rank has one thread, and keeps the memory
 that it frees, as the ranks of ``phantom train`` do. The untied head and the embedding are part of it all.
@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.timing import about, interleave, measured_on_ranks, milliseconds, shown, write
 from phantom_parallel import GPT, GPTConfig
-from phantom_parallel.ops import polling
+from phantom_parallel.ops import collectives
 
 VOCAB, DIM, LAYERS, HEADS, SEQUENCE, BATCH = 256, 512, 4, 8, 256, 4
 BLOCKS, GHOSTS = 4, 16
@@ -74,11 +74,11 @@ def decode(model: GPT) -> Callable[[], None]:
 
 def without_polling(step: Callable[[], None]) -> Callable[[], None]:
     def slept() -> None:
-        polled, polling.SHORT_BYTES = polling.SHORT_BYTES, 0
+        polled, collectives.SHORT_BYTES = collectives.SHORT_BYTES, 0
         try:
             step()
         finally:
-            polling.SHORT_BYTES = polled
+            collectives.SHORT_BYTES = polled
 
     return slept
 

@@ -148,7 +148,7 @@ def _replace_groups(rank: int, size: int, store: str) -> None:
     from torch.distributed.distributed_c10d import _world
 
     from phantom_parallel.checkpoint import shards
-    from phantom_parallel.ops import levels
+    from phantom_parallel.ops import collectives
 
     gc.collect()
     groups = torch.tensor(len(_world.pg_map))
@@ -156,7 +156,7 @@ def _replace_groups(rank: int, size: int, store: str) -> None:
     if groups == 1:
         return
     dist.destroy_process_group()
-    levels._made.clear()
+    collectives._cached_levels.clear()
     shards._storage_groups.clear()
     _init_group(rank, size, store)
 

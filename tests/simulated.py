@@ -9,7 +9,7 @@ from torch.distributed._local_tensor import LocalIntNode, LocalTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from phantom_parallel.ops import RankGroup
-from phantom_parallel.ops.levels import Group, TwoLevelGroup
+from phantom_parallel.ops.collectives import Group, TwoLevelGroup
 
 
 @contextmanager

@@ -6,8 +6,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel.ops import SINGLE_RANK, RankGroup, normed_phantom_linear, phantom_linear
 from phantom_parallel.ops.collectives import rank_group
-from phantom_parallel.ops.head import row_logits
-from phantom_parallel.ops.interleaved import begin_phantom, begin_rows, end_phantom, end_rows
+from phantom_parallel.ops.head import begin_rows, end_rows, row_logits
+from phantom_parallel.ops.linear import begin_phantom, end_phantom
 from tests.ops.test_exchange import Exchanges
 from tests.reference import Phantom
 

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel.ops import SINGLE_RANK, gather_normed, normed_phantom_linear
-from phantom_parallel.ops.collectives import rank_group
-from phantom_parallel.ops.levels import Group
+from phantom_parallel.ops.collectives import Group, rank_group
 from tests.ops.test_phantom import group_of
 from tests.reference import Phantom, relative_error
 from tests.simulated import simulated_levels, simulated_ranks
@@ -189,11 +188,9 @@ def second_derivatives(function, inputs, d) -> list[torch.Tensor]:
     return list(torch.autograd.grad(sum((g**2).sum() for g in first), [*inputs, d]))
 
 
-def leaves(reference: Phantom, group: Group = SINGLE_RANK) -> tuple[list[torch.Tensor], torch.Tensor]:
-    rows = [norm_weight(reference), *list(reference.packed().values())[:3]]
-    own = [reference.x.chunk(group.size, -1)[group.rank], *[t.chunk(group.size)[group.rank] for t in rows]]
-    d = reference.d.chunk(group.size, -1)[group.rank]
-    return [t.detach().clone().requires_grad_() for t in own], d.clone().requires_grad_()
+def leaves(reference: Phantom) -> tuple[list[torch.Tensor], torch.Tensor]:
+    inputs = [reference.x, norm_weight(reference), *list(reference.packed().values())[:3]]
+    return [t.detach().clone().requires_grad_() for t in inputs], reference.d.clone().requires_grad_()
 
 
 def test_second_derivatives_equal_those_of_the_composed_function():
@@ -216,26 +213,6 @@ def test_second_derivatives_skip_frozen_inputs():
         results.append(torch.autograd.grad(sum((g**2).sum() for g in first), needed))
     for one, other in zip(*results, strict=True):
         assert relative_error(one, other) < 1e-11
-
-
-def second_derivatives_across_ranks(blocks: int, native: bool) -> float:
-    group = group_of(blocks, native)
-    reference = Phantom.random(blocks, 4, 2, 2, rows=(2,))
-    errors = []
-    inputs, d = leaves(reference)
-    expected = second_derivatives(lambda *t: composed(*t, blocks=blocks), inputs, d)
-    own, own_d = leaves(reference, group)
-    found = second_derivatives(lambda *t: normed_phantom_linear(*t, eps=EPS, blocks=blocks, group=group), own, own_d)
-    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
-        dim = -1 if index in (0, 5) else 0
-        errors.append(relative_error(one, other.chunk(group.size, dim)[group.rank]))
-    return max(errors)
-
-
-@pytest.mark.parametrize("native", [False, True], ids=["all_to_all", "native"])
-@pytest.mark.parametrize(("size", "blocks"), [(2, 4), (4, 2)], ids=["one_level", "two_levels"])
-def test_second_derivatives_across_ranks(ranks, size, blocks, native):
-    assert max(ranks(size)(second_derivatives_across_ranks, blocks, native)) < 1e-11
 
 
 def test_second_derivatives_of_gathered_features():

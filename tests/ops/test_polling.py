@@ -6,9 +6,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel.cost.ledger import Ledger
-from phantom_parallel.ops import polling
-from phantom_parallel.ops.collectives import finish_all_gather, rank_group, start_all_gather
-from phantom_parallel.ops.polling import MAX_SKIPPED, SHORT_BYTES, Backoff, poll
+from phantom_parallel.ops import collectives
+from phantom_parallel.ops.collectives import (
+    MAX_SKIPPED,
+    SHORT_BYTES,
+    Backoff,
+    finish_all_gather,
+    poll,
+    rank_group,
+    start_all_gather,
+)
 
 
 def gather(words: int, ledger_on: int | None) -> tuple[bool, list[list[float]]]:
@@ -47,10 +54,10 @@ class Message:
 
 def asked_for(messages: list[float], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often each message is asked for, on a clock by which two questions take as long as a poll may."""
-    monkeypatch.setattr(polling, "backoff", Backoff())
+    monkeypatch.setattr(collectives, "backoff", Backoff())
     clock = iter(range(1000))
-    monkeypatch.setattr(polling.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(polling, "POLL_SECONDS", 2)
+    monkeypatch.setattr(collectives.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(collectives, "POLL_SECONDS", 2)
     sent = [Message(arrives_after) for arrives_after in messages]
     for message in sent:
         poll(message)

@@ -20,8 +20,7 @@ from phantom_parallel.ops import (
     shard_features,
     tensor_linear,
 )
-from phantom_parallel.ops.collectives import rank_group
-from phantom_parallel.ops.levels import block_group
+from phantom_parallel.ops.collectives import block_group, rank_group
 from phantom_parallel.ops.megatron import column_linear, row_embedding, row_linear
 from phantom_parallel.ops.wire import decode, decode_exact, encode
 from tests.reference import Phantom, relative_error
@@ -348,21 +347,6 @@ def two_level_errors(wire: str) -> dict[str, float]:
 def test_two_levels_equal_float64_maths_that_rounds_what_travels(ranks, wire):
     for errors in ranks(4)(two_level_errors, wire):
         assert max(errors.values()) < 1e-6, errors  # scales of what is rounded twice are float32
-
-
-def refused(wire: str) -> str:
-    group = group_of(wire)
-    x, weight = torch.randn(3, 2, requires_grad=True), torch.randn(2, 4, requires_grad=True)
-    z = tensor_linear(x, weight, group=group)
-    with pytest.raises(RuntimeError) as caught:
-        torch.autograd.grad((z**2).sum(), x, create_graph=True)
-    return str(caught.value)
-
-
-def test_second_derivatives_are_refused_rather_than_wrong(ranks):
-    assert all(
-        "second derivatives are not supported with features that travel as int8" in t for t in ranks(2)(refused, "int8")
-    )
 
 
 def test_one_rank_rounds_nothing():

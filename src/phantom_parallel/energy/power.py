@@ -22,7 +22,7 @@ ASSUMED_CORE = "assumed-core"
 # Watts of one CPU core of a machine that nobody has measured. Ratios between strategies depend on the share that a
 # blocked core draws of a busy one, which here is about that of the accelerators in the hardware profiles.
 CORE_COMPUTE_WATTS, CORE_COMMUNICATION_WATTS, CORE_IDLE_WATTS = 10.0, 5.0, 2.0
-# What a share of time blocked leaves out, for readers of one that is measured on CPU ranks: see `ops.polling`.
+# What a share of time blocked leaves out, for readers of one that is measured on CPU ranks: see `ops.collectives`.
 POLLED_TIME = (
     "Blocked time leaves out that in which a rank polls for a short message instead of sleeping, which counts as "
     "computing: ghosts are more often that short than whole features."

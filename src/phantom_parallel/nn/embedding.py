@@ -19,10 +19,9 @@ from phantom_parallel.nn.sharded import (
 )
 from phantom_parallel.ops import gather_normed, vocabulary_rows
 from phantom_parallel.ops.blocks import cast_for_autocast, check_real
-from phantom_parallel.ops.collectives import RankGroup, flat_mesh, rank_group
-from phantom_parallel.ops.head import WeightInFlight, row_logits, vocabulary_logits
-from phantom_parallel.ops.interleaved import Begun, begin_rows, end_rows
-from phantom_parallel.ops.levels import Group, block_group, one_level
+from phantom_parallel.ops.collectives import Group, RankGroup, block_group, flat_mesh, rank_group, require_flat
+from phantom_parallel.ops.head import PrefetchedWeight, begin_rows, end_rows, row_logits, vocabulary_logits
+from phantom_parallel.ops.linear import Begun
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
 from phantom_parallel.utils.wire import WireFormat, head_splits_rows
 
@@ -146,14 +145,14 @@ class VocabularyHead(nn.Module):
             where = {"out_features": self.vocab, "rank": self.group.rank, "ranks": self.group.size}
             init_rows(to_local(self.weight), None, **where, seed=broadcast_seed(seed, self.mesh))
 
-    def forward(self, x: Tensor, rows: Tensor | WeightInFlight | None = None) -> Tensor:
+    def forward(self, x: Tensor, rows: Tensor | PrefetchedWeight | None = None) -> Tensor:
         """``rows`` (vocab / ranks, dim) is the weight of a head with ``tie_embeddings``. If it is what `send_weight`
         returned, the result is all logits of this rank's rows of x, (rows of x / ranks, vocab).
         """
         check_features(self, x, self.dim, self.group)
         norm = to_local(self.norm)
-        if isinstance(rows, WeightInFlight):
-            z = row_logits(x, norm, rows.whole(), eps=self.eps, group=one_level(self.group))
+        if isinstance(rows, PrefetchedWeight):
+            z = row_logits(x, norm, rows.whole(), eps=self.eps, group=require_flat(self.group))
             return check_frozen(z, self.norm, self.weight)
         if rows is None:
             if self.weight is None:
@@ -169,13 +168,13 @@ class VocabularyHead(nn.Module):
     def begin(self, x: Tensor) -> Begun:
         """Start ``forward`` with a weight in flight: features travel until `end`."""
         check_features(self, x, self.dim, self.group)
-        return begin_rows(x, to_local(self.norm), group=one_level(self.group))
+        return begin_rows(x, to_local(self.norm), group=require_flat(self.group))
 
     def end(self, begun: Begun, whole: Tensor) -> Tensor:
         """All logits of this rank's rows of what `begin` has begun, with the whole weight."""
-        return end_rows(begun, whole, eps=self.eps, group=one_level(self.group))
+        return end_rows(begun, whole, eps=self.eps, group=require_flat(self.group))
 
-    def send_weight(self, rows: int, tied: Tensor | None = None, parts: int = 1) -> WeightInFlight | None:
+    def send_weight(self, rows: int, tied: Tensor | None = None, parts: int = 1) -> PrefetchedWeight | None:
         """Start to send the weight to all ranks, for a loss of so many rows, if that then moves fewer bytes; otherwise
         None. ``forward`` takes it, and ``phantom_parallel.ops.row_cross_entropy`` is the loss of what that returns.
 
@@ -190,7 +189,7 @@ class VocabularyHead(nn.Module):
         given: dict[str, Any] = {"wire": self.group.wire, "word_bytes": word.element_size()}
         if not head_splits_rows(*sizes, **given, weight_bytes=weight.element_size(), parts=parts):
             return None
-        return WeightInFlight(to_local(weight), dim, self.group)
+        return PrefetchedWeight(to_local(weight), dim, self.group)
 
     def tied_rows(self, weight: Tensor) -> Tensor:
         """This rank's rows of an embedding that is sharded by features: one all-to-all forward and one backward."""

@@ -19,9 +19,8 @@ from phantom_parallel.nn.sharded import (
 )
 from phantom_parallel.ops import phantom_linear, tensor_linear
 from phantom_parallel.ops.blocks import check_real
-from phantom_parallel.ops.collectives import RankGroup, flat_mesh, rank_group
-from phantom_parallel.ops.interleaved import Begun, begin_phantom, end_phantom
-from phantom_parallel.ops.levels import block_group, one_level
+from phantom_parallel.ops.collectives import RankGroup, block_group, flat_mesh, rank_group, require_flat
+from phantom_parallel.ops.linear import Begun, begin_phantom, end_phantom
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
 from phantom_parallel.utils.wire import WireFormat
 
@@ -135,13 +134,13 @@ class PhantomLinear(FeatureSharded):
     def begin(self, x: Tensor) -> Begun:
         """Start ``forward``: its ghosts travel until `end`. On one level of ranks only, and uncompiled."""
         self._check_input(x)
-        weights, group = (to_local(self.local), to_local(self.compress)), one_level(self.group)
+        weights, group = (to_local(self.local), to_local(self.compress)), require_flat(self.group)
         return begin_phantom(x, None, *weights, blocks=self.blocks, group=group)
 
     def end(self, begun: Begun) -> Tensor:
         """The result of what `begin` has begun."""
         bias = None if self.bias is None else to_local(self.bias)
-        where: dict[str, Any] = {"eps": None, "blocks": self.blocks, "group": one_level(self.group)}
+        where: dict[str, Any] = {"eps": None, "blocks": self.blocks, "group": require_flat(self.group)}
         z = end_phantom(begun, to_local(self.decompress), bias, **where)
         return check_frozen(z, self.local, self.compress, self.decompress)
 

@@ -11,9 +11,8 @@ from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.nn.linear import PhantomLinear
 from phantom_parallel.nn.sharded import check_frozen, shard_parameter, to_local
 from phantom_parallel.ops import normed_phantom_linear
-from phantom_parallel.ops.collectives import flat_mesh
-from phantom_parallel.ops.interleaved import Begun, begin_phantom, end_phantom
-from phantom_parallel.ops.levels import one_level
+from phantom_parallel.ops.collectives import flat_mesh, require_flat
+from phantom_parallel.ops.linear import Begun, begin_phantom, end_phantom
 from phantom_parallel.utils.wire import WireFormat
 
 
@@ -73,26 +72,25 @@ class NormedPhantomLinear(nn.Module):
         linear._check_input(x)
         weights = to_local(linear.local), to_local(linear.compress), to_local(linear.decompress)
         where: dict[str, Any] = {"blocks": linear.blocks, "group": linear.group}
-        z = normed_phantom_linear(x, to_local(self.norm), *weights, eps=self.eps, **where)
-        return self._finish(z)
+        z = normed_phantom_linear(x, to_local(self.norm), *weights, self._bias(), eps=self.eps, **where)
+        return check_frozen(z, self.norm, linear.local, linear.compress, linear.decompress)
 
     def begin(self, x: Tensor) -> Begun:
         """As `PhantomLinear.begin`."""
         linear = self.linear
         linear._check_input(x)
         weights = to_local(self.norm), to_local(linear.local), to_local(linear.compress)
-        return begin_phantom(x, *weights, blocks=linear.blocks, group=one_level(linear.group))
+        return begin_phantom(x, *weights, blocks=linear.blocks, group=require_flat(linear.group))
 
     def end(self, begun: Begun) -> Tensor:
         """As `PhantomLinear.end`."""
         linear = self.linear
-        where: dict[str, Any] = {"eps": self.eps, "blocks": linear.blocks, "group": one_level(linear.group)}
-        return self._finish(end_phantom(begun, to_local(linear.decompress), **where))
+        where: dict[str, Any] = {"eps": self.eps, "blocks": linear.blocks, "group": require_flat(linear.group)}
+        z = end_phantom(begun, to_local(linear.decompress), self._bias(), **where)
+        return check_frozen(z, self.norm, linear.local, linear.compress, linear.decompress)
 
-    def _finish(self, z: Tensor) -> Tensor:
-        linear = self.linear
-        z = check_frozen(z, self.norm, linear.local, linear.compress, linear.decompress)
-        return z if linear.bias is None else z + to_local(linear.bias).to(z.dtype)
+    def _bias(self) -> Tensor | None:
+        return None if self.linear.bias is None else to_local(self.linear.bias)
 
     def extra_repr(self) -> str:
         return f"eps={self.eps}"

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from phantom_parallel.distributed.objects import all_gather_objects
 from phantom_parallel.nn.init import draw_seed
 from phantom_parallel.ops.blocks import is_creating_graph, refuse_transforms
-from phantom_parallel.ops.levels import Group
+from phantom_parallel.ops.collectives import Group
 
 
 def shard_parameter(rows: Tensor, mesh: DeviceMesh | None, *, requires_grad: bool = True) -> nn.Parameter:

@@ -21,11 +21,6 @@ def merge_blocks(xs: Tensor) -> Tensor:
     return xs.squeeze(0) if xs.shape[0] == 1 else xs.transpose(0, 1).reshape(xs.shape[1], xs.shape[0] * xs.shape[2])
 
 
-def merge_result(xs: Tensor) -> Tensor:
-    """`merge_blocks` for the result of an ``autograd.Function``: no view, which autograd would not let users modify."""
-    return merge_blocks(xs).detach() if xs.shape[0] == 1 or xs.shape[1] <= 1 else merge_blocks(xs)
-
-
 def unflatten_rows(z: Tensor, x: Tensor) -> Tensor:
     """(B, b) -> (..., b) for the rows of x (..., a): like the result of ``nn.Linear``, not a view."""
     result: Tensor = torch.ops.aten._unsafe_view.default(z, [*x.shape[:-1], z.shape[-1]])
@@ -96,13 +91,20 @@ def refuse_transforms() -> None:
         )
 
 
-def recorded_grads(
-    composed: Any, inputs: tuple[Tensor | None, ...], *args: Any, d: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Gradients of ``composed`` for the output gradient d, themselves differentiable by the inputs and by d."""
-    needed = [t for t in inputs if t is not None and t.requires_grad]
-    found = iter(torch.autograd.grad(composed(*inputs, *args), needed, d, create_graph=True))
-    return tuple([next(found) if t is not None and t.requires_grad else None for t in inputs])
+class OutputVersion:
+    """Whether an output that backward needs was modified in place since, such as by ``nn.ReLU(inplace=True)``."""
+
+    _probe: Tensor | None = None
+
+    def watch(self, z: Tensor) -> None:
+        if z.requires_grad and type(z) is Tensor:
+            self._probe = z.detach()
+            self._probe.data = z.new_empty(0)  # shares the version counter, and not the memory
+            self._version = z._version
+
+    @property
+    def is_modified(self) -> bool:
+        return self._probe is not None and self._probe._version != self._version
 
 
 def is_creating_graph() -> bool:

@@ -11,8 +11,7 @@ from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 
 from phantom_parallel.ops.blocks import apply_function, merge_blocks, split_blocks
-from phantom_parallel.ops.collectives import rank_group
-from phantom_parallel.ops.levels import Group, TwoLevelGroup, all_gather, reduce_scatter
+from phantom_parallel.ops.collectives import Group, TwoLevelGroup, all_gather, rank_group, reduce_scatter
 
 
 def take_features(x: Tensor, group: Group) -> Tensor:

@@ -1,23 +1,26 @@
-"""The head of a language model on features that are sharded over ranks: RMSNorm and the map to logits, in two ways.
+"""The head of a language model on features that are sharded over ranks: RMSNorm, the logits, and their losses.
 
 Of T rows of n features, this rank has m = n / R features of every row. Its logits are those of
 
     by vocabulary   all T rows, V / R tokens    features gathered, with W (V / R, n)     2 T n / R words
     by rows         T / R rows, all V tokens    those of T / R rows, with all of W       2 T n / R^2 + 2 V n / R
 
-The words are what a rank sends to each other one in a training step: features and their gradients, and by rows also the
-weight and its gradient, which travel while the layers run (`WeightInFlight`). With r and w of the norm (`ops.normed`),
+The words are what a rank sends to each other rank in a training step: features and their gradients, and by rows also
+the weight and its gradient, which are in flight while the layers run (`PrefetchedWeight`). With r and w of the norm
+(`ops.rms`),
 
     y  = r w x          the squares for r are sent along with w x
     dy = W^T d          sent before dW = d^T y is computed
-    dx, dw              by vocabulary as in `ops.normed`: dy is summed over ranks
+    dx, dw              by vocabulary as in `ops.rms`: dy is summed over ranks
     dx = w du - c x     dw = sum x du       by rows, with du = r dy and c = r^2 sum(dy y) / n from the rank of the row
 """
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.autograd import Function
 
 from phantom_parallel.ops.blocks import (
@@ -25,27 +28,84 @@ from phantom_parallel.ops.blocks import (
     cast_for_autocast,
     check_operands,
     is_creating_graph,
+    is_transformed,
     merge_blocks,
-    recorded_grads,
     split_blocks,
     unflatten_rows,
 )
 from phantom_parallel.ops.collectives import (
+    SINGLE_RANK,
     Arrived,
+    Group,
     Pending,
     RankGroup,
+    all_gather,
     check_output_grad,
     finish_all_gather,
+    finish_all_to_all,
     finish_exchange,
     finish_reduce_scatter,
+    reduce_scatter,
     start_all_gather,
+    start_all_to_all,
     start_exchange,
     start_reduce_scatter,
+    world_group,
 )
 from phantom_parallel.ops.features import gather_features
-from phantom_parallel.ops.levels import Group, all_gather, everyone, reduce_scatter
-from phantom_parallel.ops.normed import composed_gather
-from phantom_parallel.ops.rms import norm_grads, partial_t, squares_of
+from phantom_parallel.ops.linear import Begun, refuse_second_derivative
+from phantom_parallel.ops.rms import inverse_rms, norm_grads, partial_t, squares_of
+
+IGNORED = -100  # the target of rows that do not count, as torch has it
+
+
+def gather_normed(x: Tensor, norm: Tensor, *, eps: float, group: Group = SINGLE_RANK) -> Tensor:
+    """RMSNorm and gather of all features. Forward: all-gather of features and squares; backward: reduce-scatter.
+
+    ``x`` is (..., m), this rank's features; the result is (..., R m). Each rank's gradient of it is partial: it is the
+    input of work that is split over ranks, such as a vocabulary-parallel head.
+    """
+    check_operands(x, norm)
+    dtype = cast_for_autocast(x)[0].dtype
+    rows = x.reshape(-1, x.shape[-1])
+    if is_transformed() and group.size == 1:
+        y, _ = _gather_normed(rows, norm, eps, group, dtype)
+    else:
+        y = apply_function(_GatherNormed, rows, norm, eps, group, dtype)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _gather_normed(x: Tensor, norm: Tensor, eps: float, group: Group, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """y (B, R m) and r (B, 1)."""
+    return normed_features(all_gather((x * norm).to(dtype), group, squares_of(x)), eps)
+
+
+class _GatherNormed(Function):
+    """r arrives together with the features and is applied to them immediately. Saved: x, r and the result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, norm: Tensor, eps: float, group: Group, dtype: torch.dtype) -> Tensor:
+        y, r = _gather_normed(x, norm, eps, group, dtype)
+        ctx.save_for_backward(x, norm, r, y)
+        ctx.eps, ctx.group = eps, group
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+        x, norm, r, y = ctx.saved_tensors
+        group: Group = ctx.group
+        check_output_grad(d, world_group(group))
+        if is_creating_graph():  # what is saved has no graph: compute it again
+            y, r = _gather_normed(x, norm, ctx.eps, group, y.dtype)
+        du, t = reduce_scatter(split_blocks(d, group.size), group, partial_t(d, y))  # (B, m), (B, 1)
+        return *norm_grads(du, x, x * r, norm, r, t, group), None, None, None
+
+
+def normed_features(arrived: Arrived, eps: float) -> tuple[Tensor, Tensor]:
+    """y (rows, n) and r (rows, 1) of w x (R, rows, m) that has arrived from all ranks with its squares (R, rows, 1)."""
+    features, squares = arrived
+    r = inverse_rms(squares, features.shape[0] * features.shape[2], eps)
+    return (merge_blocks(features) * r).to(features.dtype), r
 
 
 def vocabulary_logits(x: Tensor, norm: Tensor, weight: Tensor, *, eps: float, group: Group) -> Tensor:
@@ -78,20 +138,16 @@ class _VocabularyLogits(Function):
     def forward(
         ctx: Any, x: Tensor, norm: Tensor, weight: Tensor, eps: float, group: Group, dtype: torch.dtype
     ) -> Tensor:
-        arrived = all_gather((x * norm).to(dtype), group, squares_of(x))  # (R, T, m), (R, T, 1)
-        y, r = normed_features(arrived, eps)  # (T, n), (T, 1)
+        y, r = _gather_normed(x, norm, eps, group, dtype)  # (T, n), (T, 1)
         ctx.save_for_backward(x, norm, weight, r, y)
-        ctx.eps, ctx.group = eps, group
+        ctx.group = group
         return torch.mm(y, weight.t())  # (T, V / R)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         x, norm, weight, r, y = ctx.saved_tensors
         group: Group = ctx.group
-        check_output_grad(d, everyone(group))
-        if is_creating_graph():
-            inputs = x, norm, weight
-            return *recorded_grads(_composed_vocabulary, inputs, ctx.eps, group, y.dtype, d=d), None, None, None
+        check_output_grad(d, world_group(group))
         dy = torch.mm(d, weight)  # partial: (T, n)
         slices, part = split_blocks(dy, group.size), partial_t(dy, y)  # (R, T, m), (T, 1)
         pending = start_reduce_scatter(slices, group, part) if isinstance(group, RankGroup) else None  # in flight
@@ -99,7 +155,7 @@ class _VocabularyLogits(Function):
         if pending is None:
             du, t = reduce_scatter(slices, group, part)
         else:
-            du, t = finish_reduce_scatter(pending, everyone(group))
+            du, t = finish_reduce_scatter(pending, world_group(group))
         return *norm_grads(du, x, x * r, norm, r, t, group), d_weight, None, None, None
 
 
@@ -113,7 +169,7 @@ class _RowLogits(Function):
         pending = start_exchange((x * norm).to(dtype), group, squares_of(x))  # (T, m) and squares, in flight
         y, r = normed_features(finish_exchange(pending, group), eps)  # (T / R, n), (T / R, 1)
         ctx.save_for_backward(x, norm, weight, r, y)
-        ctx.eps, ctx.group = eps, group
+        ctx.group = group
         return torch.mm(y, weight.t())  # (T / R, V)
 
     @staticmethod
@@ -121,19 +177,9 @@ class _RowLogits(Function):
         x, norm, weight, r, y = ctx.saved_tensors
         group = ctx.group
         check_output_grad(d, group)
-        if is_creating_graph():
-            inputs = x, norm, weight
-            return *recorded_grads(_composed_rows, inputs, ctx.eps, group, y.dtype, d=d), None, None, None
         pending = start_row_gradients(d, weight, y, r, group)  # in flight
         d_weight = torch.mm(d.t(), y) if ctx.needs_input_grad[2] else None  # (V, n), overlapped
         return *finish_row_gradients(pending, x, norm, group), d_weight, None, None, None
-
-
-def normed_features(arrived: Arrived, eps: float) -> tuple[Tensor, Tensor]:
-    """y (rows, n) and r (rows, 1) of w x (R, rows, m) that has arrived from all ranks with its squares (R, rows, 1)."""
-    features, squares = arrived
-    r = (squares.sum(0) / (features.shape[0] * features.shape[2]) + eps).rsqrt()
-    return (merge_blocks(features) * r).to(features.dtype), r
 
 
 def start_row_gradients(d: Tensor, weight: Tensor, y: Tensor, r: Tensor, group: RankGroup) -> Pending:
@@ -152,25 +198,64 @@ def finish_row_gradients(pending: Pending, x: Tensor, norm: Tensor, group: RankG
     return dx.to(x.dtype), (du * x).sum(0).to(norm.dtype)
 
 
-def _composed_vocabulary(
-    x: Tensor, norm: Tensor, weight: Tensor, eps: float, group: Group, dtype: torch.dtype
-) -> Tensor:
-    """`vocabulary_logits` from differentiable parts, with one more exchange."""
-    return torch.mm(composed_gather(x, norm, eps, group, dtype), weight.t())
+def begin_rows(x: Tensor, norm: Tensor, *, group: RankGroup) -> Begun:
+    """Start `row_logits` of x (..., m)."""
+    dtype = cast_for_autocast(x)[0].dtype
+    begun = Begun(x, group)
+    begun.token = apply_function(_BeginRows, x.reshape(-1, x.shape[-1]), norm, group, dtype, begun)
+    return begun
 
 
-def _composed_rows(x: Tensor, norm: Tensor, weight: Tensor, eps: float, group: RankGroup, dtype: torch.dtype) -> Tensor:
-    """`row_logits` from differentiable parts, with the rows of all ranks."""
-    held = x.shape[0] // group.size
-    y = composed_gather(x, norm, eps, group, dtype).narrow(0, group.rank * held, held)
-    return torch.mm(y, weight.t())
+def end_rows(begun: Begun, weight: Tensor, *, eps: float, group: RankGroup) -> Tensor:
+    """The logits (T / R, V) of a head that has begun, with the whole weight (V, n)."""
+    (weight,) = cast_for_autocast(weight)
+    logits: Tensor = apply_function(_EndRows, begun.token, weight, eps, group, begun)
+    return logits
 
 
-class WeightInFlight:
-    """A weight (a, b) that is sharded over ranks, on its way to all of them, and later its gradient on its way back.
+class _BeginRows(Function):
+    """Saved: x."""
 
-    Forward: all-gather, from construction to `whole`. Backward: reduce-scatter, from the gradient of `whole` until all
-    gradients of what was computed after construction are. Neither is rounded for the wire.
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, norm: Tensor, group: RankGroup, dtype: torch.dtype, begun: Begun) -> Tensor:
+        begun.pending = start_exchange((x * norm).to(dtype), group, squares_of(x))  # (T, m) and squares
+        ctx.save_for_backward(x, norm)
+        ctx.group, ctx.begun = group, begun
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        pending, _, _ = ctx.begun.take()
+        x, norm = ctx.saved_tensors
+        return *finish_row_gradients(pending, x, norm, ctx.group), None, None, None
+
+
+class _EndRows(Function):
+    """Saved: y, r and the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, weight: Tensor, eps: float, group: RankGroup, begun: Begun) -> Tensor:
+        pending, _, _ = begun.take()
+        y, r = normed_features(finish_exchange(pending, group), eps)  # (T / R, n), (T / R, 1)
+        ctx.save_for_backward(weight, y, r)
+        ctx.group, ctx.begun = group, begun
+        return torch.mm(y, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+        weight, y, r = ctx.saved_tensors
+        refuse_second_derivative()
+        if ctx.needs_input_grad[0]:
+            ctx.begun.pending = start_row_gradients(d, weight, y, r, ctx.group)  # in flight
+        d_weight = torch.mm(d.t(), y) if ctx.needs_input_grad[1] else None  # (V, n)
+        return d.new_empty(0), d_weight, None, None, None
+
+
+class PrefetchedWeight:
+    """A sharded weight (a, b) whose collectives overlap with the layers.
+
+    Forward: async all-gather, from construction to `whole`. Backward: async reduce-scatter, from the gradient of
+    `whole` until all gradients of what was computed after construction exist. Neither is rounded for the wire.
 
     Args:
         weight: This rank's part.
@@ -181,58 +266,207 @@ class WeightInFlight:
     def __init__(self, weight: Tensor, dim: int, group: RankGroup) -> None:
         self.dim, self.group = dim, group._replace(wire="full")
         self.pending: Pending | None = None
-        self._found: Tensor | None = None
+        self._whole: Tensor | None = None
         self._compiled = weight if torch.compiler.is_compiling() else None  # the compiler moves exchanges by itself
         if self._compiled is None:
-            self._token: Tensor = apply_function(_Departure, weight, self)
+            self._token: Tensor = apply_function(_StartGather, weight, self)
 
     def whole(self) -> Tensor:
         """The whole weight; the first call waits for it."""
-        if self._found is None:
-            self._found = self._finish()
-        return self._found
+        if self._whole is None:
+            self._whole = self._finish()
+        return self._whole
 
     def _finish(self) -> Tensor:
         if self._compiled is not None:
             weight = self._compiled if self.dim else self._compiled.t()
-            found = gather_features(weight, self.group, partial_grad=True)
-            return found if self.dim else found.t()
-        return apply_function(_Arrival, self._token, self)
+            whole = gather_features(weight, self.group, partial_grad=True)
+            return whole if self.dim else whole.t()
+        return apply_function(_FinishGather, self._token, self)
 
     def by_rank(self, whole: Tensor) -> Tensor:
         """The parts of a whole tensor: (R, a, b)."""
         return split_blocks(whole, self.group.size) if self.dim else whole.unflatten(0, (self.group.size, -1))
 
 
-class _Departure(Function):
-    """Forward starts what `_Arrival` finishes, and backward finishes what it starts. The token that they share has no
-    values: it makes autograd run this backward after the other one, and as late as it can.
+class _StartGather(Function):
+    """Forward starts what `_FinishGather` finishes, and backward finishes what it starts. The token that they share has
+    no values: it makes autograd run this backward after the other one, and as late as it can.
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, flight: WeightInFlight) -> Tensor:
-        ctx.flight = flight
-        flight.pending = start_all_gather(weight.contiguous(), flight.group)
+    def forward(ctx: Any, weight: Tensor, prefetched: PrefetchedWeight) -> Tensor:
+        ctx.prefetched = prefetched
+        prefetched.pending = start_all_gather(weight.contiguous(), prefetched.group)
         return weight.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        flight = ctx.flight
-        pending, flight.pending = flight.pending, None
-        return finish_reduce_scatter(pending, flight.group).values, None
+        prefetched = ctx.prefetched
+        pending, prefetched.pending = prefetched.pending, None
+        return finish_reduce_scatter(pending, prefetched.group).values, None
 
 
-class _Arrival(Function):
+class _FinishGather(Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor, flight: WeightInFlight) -> Tensor:
-        ctx.flight = flight
-        assert flight.pending is not None
-        pending, flight.pending = flight.pending, None
-        arrived = finish_all_gather(pending, flight.group).values  # (R, a, b)
-        return merge_blocks(arrived) if flight.dim else arrived.flatten(0, 1)
+    def forward(ctx: Any, token: Tensor, prefetched: PrefetchedWeight) -> Tensor:
+        ctx.prefetched = prefetched
+        assert prefetched.pending is not None
+        pending, prefetched.pending = prefetched.pending, None
+        arrived = finish_all_gather(pending, prefetched.group).values  # (R, a, b)
+        return merge_blocks(arrived) if prefetched.dim else arrived.flatten(0, 1)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
-        flight = ctx.flight
-        flight.pending = start_reduce_scatter(flight.by_rank(d), flight.group)
+        prefetched = ctx.prefetched
+        prefetched.pending = start_reduce_scatter(prefetched.by_rank(d), prefetched.group)
         return d.new_empty(0), None
+
+
+def vocabulary_rows(weight: Tensor, *, group: Group = SINGLE_RANK) -> Tensor:
+    """(V, n / R), sharded by features, to (V / R, n), sharded by rows. Forward and backward: one all-to-all.
+
+    It moves (R-1)/R^2 V n words per rank, independent of the number of inputs to the head. A reduce-scatter of partial
+    logits would instead move (R-1)/R V words per input: more, as soon as there are n / R inputs.
+    """
+    if group.size == 1:
+        return weight
+    rows: Tensor = apply_function(_VocabularyRows, weight, world_group(group))  # no two ranks need the same rows
+    return rows
+
+
+class _VocabularyRows(Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, group: RankGroup) -> Tensor:
+        ctx.group = group
+        arrived = finish_all_to_all(start_all_to_all(weight.contiguous(), group))  # (R V/R, n/R): by features
+        return merge_blocks(arrived.view(group.size, -1, weight.shape[1]))
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
+        slices = split_blocks(d, ctx.group.size)  # (R, V/R, n/R)
+        return finish_all_to_all(start_all_to_all(slices.reshape(-1, slices.shape[2]), ctx.group)), None
+
+
+def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, *, group: Group = SINGLE_RANK) -> Tensor:
+    """The mean cross-entropy over rows, the same on every rank. Forward: one all-gather of 3 numbers per row; backward:
+    none, since each rank has the gradient of its own logits.
+
+    ``logits`` is (..., V / R), this rank's part of the vocabulary; ``targets`` (...) are indices into all of it. Rows
+    whose target is -100 do not count, as in ``torch.nn.functional.cross_entropy``. With the largest logit a_r of rank
+    r, and s_r = sum exp(logits - a_r) over its part,
+
+        loss = log(sum_r s_r exp(a_r)) - logit of the target
+    """
+    rows, flat = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    if group.size == 1:
+        return F.cross_entropy(rows, flat, ignore_index=IGNORED)
+    _check_targets(flat, group.size * rows.shape[1])
+    loss: Tensor = apply_function(_CrossEntropy, rows, flat, group)
+    return loss
+
+
+def row_cross_entropy(logits: Tensor, targets: Tensor, *, group: RankGroup) -> Tensor:
+    """The same loss from all logits (T / R, V) of this rank's rows; ``targets`` (...) are those of all T rows. Forward:
+    one all-gather of a single number; backward: none.
+    """
+    flat = targets.reshape(-1)
+    _check_targets(flat, logits.shape[1])
+    own = flat.narrow(0, group.rank * logits.shape[0], logits.shape[0])
+    precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    part = F.cross_entropy(precise, own, reduction="sum", ignore_index=IGNORED) / (flat != IGNORED).sum()
+    return gather_features(part.view(1, 1), group._replace(wire="full")).sum()
+
+
+def _check_targets(targets: Tensor, vocab: int) -> None:
+    """Raise IndexError for a target that is no token, as ``cross_entropy`` does in one process. Ranks would otherwise
+    take it for one of another rank's. On other devices than the CPU, reading the values would synchronize.
+    """
+    unreadable = torch.compiler.is_compiling() or is_transformed() or isinstance(targets, FakeTensor)
+    if unreadable or targets.device.type != "cpu" or not targets.numel():
+        return
+    wrong = targets[((targets < 0) & (targets != IGNORED)) | (targets >= vocab)]
+    if wrong.numel():
+        raise IndexError(
+            f"Target {int(wrong[0])} is out of bounds: targets lie from 0 to {vocab - 1}, or are {IGNORED}"
+        )
+
+
+class _CrossEntropy(Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Group) -> Tensor:
+        width, counted = logits.shape[1], targets != IGNORED  # (B)
+        index = targets - group.rank * width
+        here = ((index >= 0) & (index < width)).unsqueeze(1)  # (B, 1)
+        index = index.clamp(0, width - 1).unsqueeze(1)
+        # Finite where this rank's part is -inf throughout, as of tokens that are masked out.
+        top = logits.amax(1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)  # (B, 1)
+        weights = (logits - top).exp_()  # (B, V / R)
+        target = torch.where(here, logits.gather(1, index), 0.0)
+        sent = torch.cat([top, weights.sum(1, keepdim=True), target], 1)  # (B, 3)
+        exact = group.with_wire("full")  # the exponents of what follows: never rounded
+        tops, sums, logit = all_gather(sent, exact).values.unbind(2)  # (R, B) each
+        highest = tops.amax(0)
+        total = (sums * (tops - highest).exp()).sum(0)  # (B)
+        count = counted.sum()
+        # Of this rank's weights to probabilities, over the rows that count.
+        scale = torch.where(counted, (top.squeeze(1) - highest).exp() / (total * count), 0.0)
+        ctx.save_for_backward(weights, scale, index, here)
+        ctx.count, ctx.group = count, group
+        return torch.where(counted, highest + total.log() - logit.sum(0), 0.0).sum() / count
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
+        weights, scale, index, here = ctx.saved_tensors  # of a row that does not count: scale 0, and not here
+        check_output_grad(d, world_group(ctx.group))
+        grad = weights * (scale * d).unsqueeze(1)  # the probabilities
+        at_target = torch.where(here, -d / ctx.count, 0.0)  # where no row counts, that is infinite
+        return grad.scatter_add_(1, index, at_target), None, None  # less one at the target
+
+
+def vocabulary_kl_divergence(logits: Tensor, teacher: Tensor, *, group: Group = SINGLE_RANK) -> Tensor:
+    """The mean Kullback-Leibler divergence of the teacher's distributions from the model's, in nats, the same on every
+    rank. Forward: one all-gather of 5 numbers per row; backward: none, since each rank has the gradient of its own
+    logits.
+
+    ``logits`` z and ``teacher`` u are (..., V / R), this rank's part of the vocabulary. With the softmax q of all of u,
+
+        KL = sum q (u - z) - logsumexp(u) + logsumexp(z),    d KL / d z = softmax(z) - q
+
+    No gradient reaches the teacher.
+    """
+    rows, targets = (x.reshape(-1, x.shape[-1]) for x in (logits, teacher.detach()))
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    loss: Tensor = apply_function(_Divergence, rows.to(dtype), targets.to(dtype), group)
+    return loss
+
+
+class _Divergence(Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, u: Tensor, group: Group) -> Tensor:
+        tops = z.amax(1, keepdim=True), u.amax(1, keepdim=True)  # (B, 1) each
+        p, q = (z - tops[0]).exp_(), (u - tops[1]).exp_()  # (B, V / R): not yet divided by their sums
+        distance = (u - z).mul_(q).sum(1, keepdim=True)  # (B, 1)
+        known = torch.cat([tops[0], p.sum(1, keepdim=True), tops[1], q.sum(1, keepdim=True), distance], 1)  # (B, 5)
+        if group.size == 1:
+            gathered = known.T.unsqueeze(1)  # (5, R, B)
+        else:  # the exponents of what follows: never rounded
+            gathered = all_gather(known, group.with_wire("full")).values.permute(2, 0, 1)
+        of_z, of_u = _log_sum(*gathered[:2]), _log_sum(*gathered[2:4])  # (B) each
+        distance = (gathered[4] * (gathered[2] - of_u).exp()).sum(0)
+        p *= (tops[0] - of_z.unsqueeze(1)).exp()
+        q *= (tops[1] - of_u.unsqueeze(1)).exp()
+        ctx.save_for_backward(p.sub_(q))
+        return (distance - of_u + of_z).mean()
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
+        (difference,) = ctx.saved_tensors
+        return difference * (d / len(difference)), None, None
+
+
+def _log_sum(tops: Tensor, sums: Tensor) -> Tensor:
+    """(R, B) largest values and sums of exponents relative to them -> (B): logarithm of the sum over all ranks."""
+    highest = tops.amax(0)
+    return highest + (sums * (tops - highest).exp()).sum(0).log()

@@ -10,6 +10,12 @@ ghosts of a block, m_in and m_out the widths of a block.
     dx_j = L_j^T d_j + C_j^T h_j
     dL_i = d_i^T x_i     dC_j = h_j^T x_j     dD_ij = d_i^T g_j     db_i = sum d_i
 
+The map is a `begin`, which sends the ghosts and computes L x while they are in flight, and an `end`, which adds D g.
+Backward, `end_backward` sends h and computes dD, and `begin_backward` computes dL and L^T d until h has arrived. With a
+norm (`ops.rms`), u = w x takes the place of x, the result is multiplied by r, and the norm's sums are piggybacked on
+the two messages. `ops.linear` makes autograd functions of these four, and `ops.two_level` has the same four for several
+ranks in each block.
+
 Weights stack their blocks on dimension 0. Block i lists its sources in **ring order**, j = i+1, i+2, ..., i+p-1 (mod
 p): its own block has no column, every block's row has the same layout, and the ghosts that consecutive blocks need are
 overlapping windows of one matrix.
@@ -20,151 +26,106 @@ overlapping windows of one matrix.
     bias        (q m_out)             b_i
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 
 from phantom_parallel.ops.blocks import (
-    apply_function,
-    cast_for_autocast,
-    check_operands,
-    check_same_dtype,
-    is_creating_graph,
     is_transformed,
     matmul_blocks,
     matmul_blocks_t,
     merge_blocks,
-    merge_result,
     split_blocks,
-    unflatten_rows,
     weight_grad,
 )
 from phantom_parallel.ops.collectives import (
-    SINGLE_RANK,
+    Pending,
     RankGroup,
-    check_output_grad,
     finish_all_gather,
     finish_reduce_scatter,
     start_all_gather,
     start_reduce_scatter,
 )
-from phantom_parallel.ops.levels import Group, TwoLevelGroup
-from phantom_parallel.ops.two_level import TwoLevelLinear
+from phantom_parallel.ops.rms import inverse_rms, norm_grads, partial_t, scale_rows, squares_of
 
 
-def phantom_linear(
-    x: Tensor,
-    local: Tensor,
-    compress: Tensor,
-    decompress: Tensor,
-    bias: Tensor | None = None,
-    *,
-    blocks: int,
-    group: Group = SINGLE_RANK,
+def begin(
+    x: Tensor, norm: Tensor | None, local: Tensor, compress: Tensor, blocks: int, group: RankGroup
+) -> tuple[Pending, Tensor, None]:
+    """Send C x of x (B, q m_in), and compute L x (q, B, m_out). With a norm (q m_in), of w x."""
+    us = split_blocks(x if norm is None else (x * norm).to(local.dtype), blocks // group.size)  # u: (q, B, m_in)
+    ghosts = merge_blocks(matmul_blocks(us, compress))  # g = C u: (B, q k)
+    pending = start_all_gather(ghosts, group, None if norm is None else squares_of(x))  # in flight
+    return pending, matmul_blocks(us, local), None  # L u: (q, B, m_out), overlapped
+
+
+def end(
+    pending: Pending, zs: Tensor, decompress: Tensor, eps: float | None, features: int, blocks: int, group: RankGroup
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """L x + D g (B, q m_out); with the norm's eps, times r (B, 1). Returns it, all ghosts (R, B, q k), and r."""
+    gathered, squares = finish_all_gather(pending, group)  # (R, B, q k), (R, B, 1)
+    r = None if eps is None else inverse_rms(squares, features, eps)  # (B, 1)
+    return _add_ghosts(zs, gathered, decompress, r, blocks, group), gathered, r
+
+
+def _add_ghosts(
+    zs: Tensor, gathered: Tensor, decompress: Tensor, r: Tensor | None, blocks: int, group: RankGroup
 ) -> Tensor:
-    """z = L x + D C x + b. Forward: all-gather of the ghosts; backward: reduce-scatter of their gradient.
-
-    ``x`` is (..., q m_in), this rank's features; the result is (..., q m_out). With a `TwoLevelGroup` several ranks
-    share a block, as `ops.two_level` has it, and q = 1 / t. In one process ``torch.func`` transforms and forward-mode
-    derivatives are supported.
-    """
-    check_operands(x, local)
-    x, local, compress, decompress, bias = cast_for_autocast(x, local, compress, decompress, bias)
-    check_same_dtype(x, local)
-    rows = x.reshape(-1, x.shape[-1])
-    if is_transformed() and group.size == 1:
-        z = _composed(rows, local, compress, decompress, blocks)
-        z = z if bias is None else z + bias
-    elif isinstance(group, TwoLevelGroup):
-        z = apply_function(TwoLevelLinear, rows, local, compress, decompress, bias, group)
-    else:
-        z = apply_function(_PhantomLinear, rows, local, compress, decompress, bias, blocks, group)
-    return unflatten_rows(z, x)
+    zs = matmul_blocks(ghosts_of_others(gathered, blocks, group), decompress, add_to=zs)  # + D g: (q, B, m_out)
+    z = merge_blocks(zs)  # (B, q m_out)
+    return z if r is None else scale_rows(z, r)
 
 
-def _composed(x: Tensor, local: Tensor, compress: Tensor, decompress: Tensor, blocks: int) -> Tensor:
-    """The map without bias from differentiable functions of torch, in one process: (B, p m_in) -> (B, p m_out)."""
-    k = compress.shape[0] // blocks
-    xs = split_blocks(x, blocks)  # (p, B, m_in)
-    ghosts = merge_blocks(matmul_blocks(xs, compress))  # g: (B, p k)
-    first = torch.arange(1, blocks + 1, device=x.device).unsqueeze(1) * k  # (p, 1): of the block after each
-    ring = (first + torch.arange((blocks - 1) * k, device=x.device)) % (blocks * k)  # (p, (p-1) k)
-    zs = matmul_blocks(xs, local) + matmul_blocks(ghosts[:, ring].transpose(0, 1), decompress)  # (p, B, m_out)
-    return merge_blocks(zs)
+def result_again(
+    x: Tensor, norm: Tensor, held: None, local: Tensor, decompress: Tensor, gathered: Tensor, r: Tensor, blocks: int,
+    group: RankGroup,
+) -> Tensor:  # fmt: skip
+    """The result with a norm from what is saved for backward, without an exchange."""
+    us = split_blocks((x * norm).to(local.dtype), blocks // group.size)  # (q, B, m_in)
+    return _add_ghosts(matmul_blocks(us, local), gathered, decompress, r, blocks, group)
 
 
-class _PhantomLinear(Function):
-    """Forward overlaps the exchange with L x, backward with dL, dD, db and L^T d. Saved: x and the gathered ghosts."""
+def end_backward(
+    d: Tensor, decompress: Tensor, gathered: Tensor, r: Tensor | None, y: Tensor | None, blocks: int, group: RankGroup,
+    *, need_h: bool, need_decompress: bool,
+) -> tuple[Pending | None, Tensor | None]:  # fmt: skip
+    """Send h of d (B, q m_out), and compute dD. With a norm, from its r and the result y (B, q m_out)."""
+    pending = d_decompress = None
+    ds = split_blocks(d, blocks // group.size)  # (q, B, m_out)
+    if need_h:
+        h = sum_by_source(matmul_blocks_t(ds, decompress), blocks, group)  # partial h: (R, B, q k)
+        pending = start_reduce_scatter(h, group, None if y is None else partial_t(d, y))  # in flight
+    if need_decompress:
+        ghosts = gathered if r is None else (gathered * r).to(d.dtype)  # (R, B, q k), so that d needs no r
+        d_decompress = weight_grad(ds, ghosts_of_others(ghosts, blocks, group))  # d^T g: (q m_out, (p-1) k), overlapped
+    return pending, d_decompress
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        local: Tensor,
-        compress: Tensor,
-        decompress: Tensor,
-        bias: Tensor | None,
-        blocks: int,
-        group: RankGroup,
-    ) -> Tensor:
-        q = blocks // group.size
-        xs = split_blocks(x, q)  # (q, B, m_in)
-        pending = start_all_gather(merge_blocks(matmul_blocks(xs, compress)), group)  # g: (B, q k), in flight
-        zs = matmul_blocks(xs, local)  # L x: (q, B, m_out), overlapped
-        gathered = finish_all_gather(pending, group).values  # g of all: (R, B, q k)
-        zs = matmul_blocks(ghosts_of_others(gathered, blocks, group), decompress, add_to=zs)  # + D g
-        z = merge_result(zs)  # (B, q m_out)
 
-        need_x, need_local, need_compress, need_decompress = ctx.needs_input_grad[:4]
-        ctx.save_for_backward(
-            x if need_local or need_compress else None,
-            gathered if need_decompress else None,
-            local if need_x else None,
-            compress if need_x or need_compress else None,
-            decompress if need_x or need_compress else None,
-        )
-        ctx.blocks, ctx.group = blocks, group
-        return z if bias is None else z.add_(bias)
-
-    @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
-        x, gathered, local, compress, decompress = ctx.saved_tensors
-        blocks, group = ctx.blocks, ctx.group
-        check_output_grad(d, group)
-        need_x, need_local, need_compress, need_decompress, need_bias = ctx.needs_input_grad[:5]
-        q = blocks // group.size
-        dxs = d_local = d_compress = d_decompress = d_bias = None
-
-        ds = split_blocks(d, q)  # (q, B, m_out)
-        xs: Any = None if x is None else split_blocks(x, q)  # (q, B, m_in)
-        if need_x or need_compress:
-            h = sum_by_source(matmul_blocks_t(ds, decompress), blocks, group)  # partial h: (R, B, q k)
-            pending = start_reduce_scatter(h, group)  # in flight
-        if need_local:
-            d_local = weight_grad(ds, xs)  # d^T x: (q m_out, m_in), overlapped
-        if need_decompress:
-            if is_creating_graph() and (need_x or need_compress):  # the saved ghosts have no graph: gather them again
-                if xs is None:
-                    raise RuntimeError(
-                        "a second derivative by x and decompress needs local or compress to require grad"
-                    )
-                again = start_all_gather(merge_blocks(matmul_blocks(xs, compress)), group)
-                gathered = finish_all_gather(again, group).values
-            d_decompress = weight_grad(ds, ghosts_of_others(gathered, blocks, group))  # d^T g: (q m_out, (p-1) k)
-        if need_bias:
-            d_bias = d.sum(0)  # (q m_out)
-        if need_x:
-            dxs = matmul_blocks_t(ds, local)  # L^T d: (q, B, m_in)
-        if need_x or need_compress:
-            hs = split_blocks(finish_reduce_scatter(pending, group).values, q)  # h: (q, B, k)
-            if need_compress:
-                d_compress = weight_grad(hs, xs)  # h^T x: (q k, m_in)
-            if need_x:
-                dxs = matmul_blocks_t(hs, compress, add_to=dxs)  # + C^T h
-        return None if dxs is None else merge_blocks(dxs), d_local, d_compress, d_decompress, d_bias, None, None
+def begin_backward(
+    pending: Pending | None, d: Tensor, r: Tensor | None, x: Tensor, held: None, norm: Tensor | None, local: Tensor,
+    compress: Tensor, blocks: int, group: RankGroup, *, need_x: bool, need_norm: bool, need_local: bool,
+    need_compress: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """dx, dw, dL and dC of d (B, q m_out), once h has arrived."""
+    dx = d_norm = d_local = d_compress = None
+    ds = split_blocks(d, blocks // group.size)  # (q, B, m_out)
+    if need_local or need_compress or norm is not None:
+        xr = x if r is None else x * r  # (B, q m_in), so that d needs no r
+        us = split_blocks(xr if norm is None else (xr * norm).to(local.dtype), blocks // group.size)  # (q, B, m_in)
+    if need_local:
+        d_local = weight_grad(ds, us)  # d^T u: (q m_out, m_in), overlapped
+    if need_x or need_norm:
+        dus = matmul_blocks_t(ds, local)  # L^T d: (q, B, m_in), overlapped
+    if pending is not None:
+        h, t = finish_reduce_scatter(pending, group)  # (B, q k), (B, 1)
+        hs = split_blocks(h, blocks // group.size)  # h: (q, B, k)
+        if need_compress:
+            d_compress = weight_grad(hs, us)  # h^T u: (q k, m_in)
+        if need_x or need_norm:
+            dx = merge_blocks(matmul_blocks_t(hs, compress, add_to=dus))  # + C^T h: (B, q m_in)
+            if norm is not None and r is not None:
+                dx, d_norm = norm_grads(dx, x, xr, norm, r, t, group)
+    return dx, d_norm, d_local, d_compress
 
 
 def ghosts_of_others(gathered: Tensor, blocks: int, group: RankGroup) -> Tensor:
@@ -176,7 +137,10 @@ def ghosts_of_others(gathered: Tensor, blocks: int, group: RankGroup) -> Tensor:
     ring = torch.roll(merge_blocks(gathered), -(group.rank * q + 1) * ghosts, 1)  # (B, p k)
     if q > 2:
         ring = torch.cat([ring, ring[:, : (q - 2) * ghosts]], 1)  # (B, (p+q-2) k): the last windows wrap around
-    return ring[:, : (blocks + q - 2) * ghosts].unfold(1, (blocks - 1) * ghosts, ghosts).transpose(0, 1)
+    width = (blocks - 1) * ghosts
+    if is_transformed():  # torch.func has no rule for the backward of unfold
+        return torch.stack([ring[:, i * ghosts : i * ghosts + width] for i in range(q)])
+    return ring[:, : (blocks + q - 2) * ghosts].unfold(1, width, ghosts).transpose(0, 1)
 
 
 def sum_by_source(h: Tensor, blocks: int, group: RankGroup) -> Tensor:

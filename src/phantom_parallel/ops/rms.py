@@ -1,15 +1,41 @@
-"""Parts of RMSNorm on features that are sharded over ranks: the sums that ride along with other exchanges."""
+"""RMSNorm on features that are sharded over ranks, without a collective of its own.
+
+    r = 1 / sqrt(sum_j |x_j|^2 / n + eps)      one number per row, over the features of all blocks
+    y = W (r w x) = r W (w x)                  with the norm's weight w, one number per feature
+
+w x is local. r needs the sum of squares over all ranks, but as it is one number per row, it can be applied after the
+matrix product: the squares are piggybacked on the product's own exchange, as one more ghost. Backward, with d =
+dLoss/dy and u = w x,
+
+    t   = sum d y                              over the features of all ranks: piggybacked on the reduce-scatter
+    du  = W^T d                                the product's own backward, without r
+    dw  = sum r x du                           over rows
+    dx  = r (w du - r x t / n)
+
+Both sums are exact columns of their exchange (`ops.collectives`): the squares are float32 or better, independent of the
+dtype of the products and of the wire format, and t too except where it is summed with gradients of shorter words.
+"""
 
 import torch
 from torch import Tensor
 
-from phantom_parallel.ops.features import gather_features
-from phantom_parallel.ops.levels import Group
+from phantom_parallel.ops.blocks import is_transformed
+from phantom_parallel.ops.collectives import Group
 
 
 def squares_of(x: Tensor) -> Tensor:
     """This rank's part of the sum of squares of a row of x (B, m): (B, 1)."""
     return torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=precise(x)).square()
+
+
+def inverse_rms(squares: Tensor, features: int, eps: float) -> Tensor:
+    """r (B, 1) from the squares of all ranks (R, B, 1), over the ``features`` of all of them."""
+    return (squares.sum(0) / features + eps).rsqrt()
+
+
+def scale_rows(y: Tensor, r: Tensor) -> Tensor:
+    """y (B, b) times r (B, 1), in place and in the dtype of y."""
+    return (y * r).to(y.dtype) if is_transformed() else y.mul_(r)
 
 
 def partial_t(d: Tensor, y: Tensor) -> Tensor:
@@ -29,10 +55,3 @@ def norm_grads(
 def precise(x: Tensor) -> torch.dtype:
     """The dtype of sums over features: float32 or better."""
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def inverse_rms(x: Tensor, eps: float, group: Group) -> Tensor:
-    """r of each row of this rank's features (B, m), with an exchange of its own: (B, 1)."""
-    squares = x.to(precise(x)).square().sum(1, keepdim=True)  # (B, 1)
-    total = gather_features(squares, group, partial_grad=True).sum(1, keepdim=True)
-    return (total / (x.shape[1] * group.size) + eps).rsqrt()

@@ -23,7 +23,6 @@ from phantom_parallel.ops.blocks import (
     cast_for_autocast,
     check_operands,
     check_same_dtype,
-    is_creating_graph,
     is_transformed,
     merge_blocks,
     split_blocks,
@@ -90,10 +89,6 @@ class _TensorLinear(Function):
             slices = torch.bmm(d.expand(group.size, *d.shape), split_blocks(weight, group.size))  # (R, B, m_in)
             pending = start_reduce_scatter(slices, group)
         if need_weight:
-            if is_creating_graph() and need_x and group.size > 1:  # the saved x has no graph
-                raise RuntimeError(
-                    "tensor_linear cannot be differentiated twice across ranks: run on one, or use phantom_linear"
-                )
             d_weight = torch.mm(d.t(), gathered)  # (m_out, n_in), overlapped
         if need_bias:
             d_bias = d.sum(0)  # (m_out)

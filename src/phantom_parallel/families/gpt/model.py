@@ -25,9 +25,8 @@ from phantom_parallel.families.gpt.positions import rotary_rates
 from phantom_parallel.families.gpt.turns import Part, apply_map, take_turns
 from phantom_parallel.nn.attention import Attention, Cache, rotary_tables
 from phantom_parallel.ops import gather_features, row_cross_entropy, vocabulary_cross_entropy
-from phantom_parallel.ops.collectives import SINGLE_RANK, flat_mesh, rank_group
-from phantom_parallel.ops.head import WeightInFlight
-from phantom_parallel.ops.levels import Group, block_group, everyone
+from phantom_parallel.ops.collectives import SINGLE_RANK, Group, block_group, flat_mesh, rank_group, world_group
+from phantom_parallel.ops.head import PrefetchedWeight
 from phantom_parallel.utils.layout import positive, stage_layers
 from phantom_parallel.utils.strategies import get_strategy
 from phantom_parallel.utils.wire import WireFormat
@@ -278,7 +277,8 @@ class GPT(nn.Module):
         if not self.is_last_stage:
             return x
         if weight is not None and targets is not None:
-            return row_cross_entropy(self.head(x, weight), targets, group=everyone(self.group))  # of (batch t / R, V)
+            logits = self.head(x, weight)  # (batch t / R, V)
+            return row_cross_entropy(logits, targets, group=world_group(self.group))
         rows = self._tied_rows() if cache is None else cache.head
         if cache is not None:
             cache.position += tokens.shape[1]
@@ -312,7 +312,7 @@ class GPT(nn.Module):
             yield from (one for one in layer.modules() if isinstance(one, Attention | SwiGLU) or hasattr(one, "begin"))
 
     def _loss_in_turns(
-        self, tokens: Tensor, targets: Tensor, cos: Tensor, sin: Tensor, weight: WeightInFlight | None, parts: int
+        self, tokens: Tensor, targets: Tensor, cos: Tensor, sin: Tensor, weight: PrefetchedWeight | None, parts: int
     ) -> Tensor:
         rows = self._tied_rows() if weight is None else None
 
@@ -324,12 +324,12 @@ class GPT(nn.Module):
                 return vocabulary_cross_entropy(self.head(x, rows), targets, group=self.group)
             begun = self.head.begin(x)
             yield
-            return row_cross_entropy(self.head.end(begun, weight.whole()), targets, group=everyone(self.group))
+            return row_cross_entropy(self.head.end(begun, weight.whole()), targets, group=world_group(self.group))
 
         chunks = zip(tokens.chunk(parts), targets.chunk(parts), strict=True)
         return torch.stack(take_turns([part(*chunk) for chunk in chunks])).mean()
 
-    def _send_head(self, rows: int, parts: int) -> WeightInFlight | None:
+    def _send_head(self, rows: int, parts: int) -> PrefetchedWeight | None:
         return self.head.send_weight(rows, self.embedding.weight if self.config.tie_embeddings else None, parts)
 
     def embed(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
