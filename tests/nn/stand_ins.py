@@ -132,4 +132,4 @@ class Bert(nn.Module):
 
 
 def tokens() -> Tensor:
-    return torch.randint(24, (2, 5), generator=torch.Generator().manual_seed(0))
+    return torch.randint(24, (2, 6), generator=torch.Generator().manual_seed(0))
