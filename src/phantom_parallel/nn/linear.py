@@ -189,74 +189,59 @@ class PhantomLinear(FeatureSharded):
             raise ValueError("the dense layer is on the meta device: load its weights before it is fitted")
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        if covariance is None:
-            layer._fit(linear, blocks, ghosts, mesh, wire)
-        else:
-            layer._fit_outputs(linear, blocks, ghosts, mesh, wire, covariance)
+        layer._fit(linear, blocks, ghosts, mesh, wire, covariance)
         warn_about_conversion(linear, layer.layout)
         keep_modes(linear, layer)
         return layer
 
     @torch.no_grad()
-    def _fit(self, linear: nn.Linear, blocks: int, ghosts: int, mesh: DeviceMesh | None, wire: WireFormat) -> None:
-        weight = full_tensor(linear.weight)
-        bias = None if linear.bias is None else full_tensor(linear.bias)
-        shape = linear.in_features, linear.out_features, bias is not None
-        self._set_layout(*shape, blocks, ghosts, mesh, wire, weight.dtype)
-        layout, rank, m_in, m_out = self.layout, self.group.rank, self.layout.block_in, self.layout.block_out
-        own, place = layout.blocks_of(rank), layout.place_of(rank)
-
-        # C_j and D_ij are computed by the first rank of source j, and held by the ranks of blocks j and i: all ranks
-        # exchange theirs.
-        found = [fit_source(weight, j, blocks=blocks, ghosts=ghosts) for j in own] if place == 0 else []
-        fits = [fit for fits in all_gather_objects([fit.cpu() for fit in found], self.mesh) for fit in fits]
-        decompress = torch.stack([fit.decompress for fit in fits])  # (p, p-1, m_out, k): receivers in ring order
-        steps = torch.arange(1, blocks)  # from receiver i to source j = i + step, whose receiver i = j + (p - step)
-        rows = [decompress[(i + steps) % blocks, blocks - 1 - steps].permute(1, 0, 2).reshape(m_out, -1) for i in own]
-        diagonal = [weight[i * m_out : (i + 1) * m_out, i * m_in : (i + 1) * m_in] for i in own]
-
-        def shard(blocks: list[Tensor]) -> nn.Parameter:
-            part = torch.cat(blocks).chunk(layout.inside)[place]
-            return shard_parameter(part.to(weight.device).contiguous(), self.mesh)
-
-        self.local = shard(diagonal)
-        self.compress = shard([fits[i].compress for i in own])
-        self.decompress = shard(rows)
-        self.bias = None if bias is None else shard([bias[i * m_out : (i + 1) * m_out] for i in own])
-        lost = sum(fit.squared_error for fit in fits)
-        self.relative_error = (lost / max(float(weight.double().square().sum()), 1e-300)) ** 0.5
-
-    @torch.no_grad()
-    def _fit_outputs(
+    def _fit(
         self,
         linear: nn.Linear,
         blocks: int,
         ghosts: int,
         mesh: DeviceMesh | None,
         wire: WireFormat,
-        covariance: Tensor,
+        covariance: Tensor | None,
     ) -> None:
         weight = full_tensor(linear.weight)
         bias = None if linear.bias is None else full_tensor(linear.bias)
         shape = linear.in_features, linear.out_features, bias is not None
         self._set_layout(*shape, blocks, ghosts, mesh, wire, weight.dtype)
-        if covariance.shape != (self.in_features, self.in_features) or not covariance.isfinite().all():
-            raise ValueError(
-                f"the covariance must be finite and ({self.in_features}, {self.in_features}), got "
-                f"{tuple(covariance.shape)}"
-            )
-        s = damped(covariance.to(weight.device))
-        fit = fit_outputs(s, weight, blocks=blocks, ghosts=ghosts)
-        fit = all_gather_objects(fit, self.mesh)[0]  # the same on every rank, whatever the rounding of each
-        size, rank = self.group.size, self.group.rank
+        if covariance is None:
+            *whole, lost = self._fit_weights(weight)
+            power = float(weight.double().square().sum())
+        else:
+            n = self.in_features
+            if covariance.shape != (n, n) or not covariance.isfinite().all():
+                raise ValueError(f"the covariance must be finite and ({n}, {n}), got {tuple(covariance.shape)}")
+            s = damped(covariance.to(weight.device))
+            fit = fit_outputs(s, weight, blocks=blocks, ghosts=ghosts)
+            fit = all_gather_objects(fit, self.mesh)[0]  # the same on every rank, whatever the rounding of each
+            whole, lost = [fit.local, fit.compress, fit.decompress], max(fit.squared_error, 0.0)
+            power = float((weight.double() @ s * weight.double()).sum())
 
         def own(whole: Tensor) -> nn.Parameter:
-            return shard_parameter(whole.to(weight.dtype).chunk(size)[rank].clone(), self.mesh)
+            rows = whole.to(weight).chunk(self.group.size)[self.group.rank].clone()
+            return shard_parameter(rows, self.mesh)
 
-        self.local, self.compress, self.decompress = own(fit.local), own(fit.compress), own(fit.decompress)
+        self.local, self.compress, self.decompress = map(own, whole)
         self.bias = None if bias is None else own(bias)
-        power = float((weight.double() @ s * weight.double()).sum())
-        self.relative_error = (max(fit.squared_error, 0.0) / max(power, 1e-300)) ** 0.5
+        self.relative_error = (lost / max(power, 1e-300)) ** 0.5
+
+    def _fit_weights(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
+        """L, C and D of the full layer, and the squared error. The first rank of block j fits C_j and all D_ij."""
+        layout, rank, p = self.layout, self.group.rank, self.blocks
+        sources = layout.blocks_of(rank) if layout.place_of(rank) == 0 else ()
+        own = [fit_source(weight, j, blocks=p, ghosts=self.ghosts).cpu() for j in sources]
+        fits = [fit for fits in all_gather_objects(own, self.mesh) for fit in fits]
+        decompress = torch.stack([fit.decompress for fit in fits])  # (p, p-1, m_out, k): receivers in ring order
+        steps = torch.arange(1, p)  # from receiver i to source j = i + step, whose receiver i = j + (p - step)
+        rows = [decompress[(i + steps) % p, p - 1 - steps].permute(1, 0, 2).flatten(1) for i in range(p)]
+        diagonal = weight.reshape(p, layout.block_out, p, layout.block_in).diagonal(dim1=0, dim2=2)  # (m_out, m_in, p)
+        compress = torch.cat([fit.compress for fit in fits])  # (p k, m_in)
+        lost = sum(fit.squared_error for fit in fits)
+        return diagonal.permute(2, 0, 1).flatten(0, 1), compress, torch.cat(rows), lost
 
     @classmethod
     def from_weights(
@@ -371,3 +356,34 @@ class TensorLinear(FeatureSharded):
             f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}{self._rank_repr()}; "
             "exchanges full activations"
         )
+
+
+def parameter_groups(
+    model: nn.Module, lr: float, *, local: float = 1.0, compress: float = 1.0, decompress: float = 1.0, **defaults: Any
+) -> list[dict[str, Any]]:
+    """Optimizer groups: L, C and D of every `PhantomLinear` at ``lr`` times a multiplier, all others at ``lr``.
+
+    Further keywords (``weight_decay=0.1``) are added to each group. Parameters that do not require gradients are
+    omitted, and a shared parameter is listed once.
+
+    Example::
+
+        torch.optim.AdamW(parameter_groups(model, 1e-3, compress=0.5))
+    """
+    multipliers = {"local": local, "compress": compress, "decompress": decompress, "rest": 1.0}
+    for name, value in multipliers.items():
+        if not value >= 0:
+            raise ValueError(f"the learning-rate multiplier of {name} must be 0 or more, got {value}")
+    groups: dict[str, list[nn.Parameter]] = {name: [] for name in multipliers}
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and id(parameter) not in seen:
+                seen.add(id(parameter))
+                group = name if isinstance(module, PhantomLinear) and name in groups else "rest"
+                groups[group].append(parameter)
+    return [
+        {"params": groups[name], "lr": lr * multipliers[name], "name": name, **defaults}
+        for name in multipliers
+        if groups[name]
+    ]

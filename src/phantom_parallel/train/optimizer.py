@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from phantom_parallel.distributed.context import ParallelContext
-from phantom_parallel.nn.groups import parameter_groups
+from phantom_parallel.nn.linear import parameter_groups
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.utils.strategies import get_strategy
 
