@@ -22,7 +22,9 @@ def merge_blocks(xs: Tensor) -> Tensor:
 
 
 def unflatten_rows(z: Tensor, x: Tensor) -> Tensor:
-    """(B, b) -> (..., b) for the rows of x (..., a): like the result of ``nn.Linear``, not a view."""
+    """(B, b) -> (..., b) for the rows of x (..., a): where a gradient is recorded not a view, of which FSDP2 warns."""
+    if not z.requires_grad:
+        return z.view(*x.shape[:-1], z.shape[-1])
     result: Tensor = torch.ops.aten._unsafe_view.default(z, [*x.shape[:-1], z.shape[-1]])
     return result
 
