@@ -149,7 +149,7 @@ class _Phantom(Function):
         need_h = need_x or need_norm or need_compress
         need_inputs = norm is not None or need_local or need_compress
         ctx.save_for_backward(
-            x if norm is not None or (need_inputs and block is None) else None,
+            x if need_inputs or block is not None else None,  # of two levels always: the cost formulas count it
             block if need_inputs else None,
             norm,
             local if norm is not None or need_h else None,
