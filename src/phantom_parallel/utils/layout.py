@@ -86,7 +86,7 @@ class BlockLayout:
         positive(ranks=self.ranks)
         check_at_most(MAX_FEATURES, in_features=self.in_features, out_features=self.out_features)
         if self.blocks < 2:
-            raise ValueError("blocks=1 leaves no other block to show ghosts to: use at least 2, or nn.Linear")
+            raise ValueError(f"blocks must be at least 2, got {self.blocks} (use nn.Linear)")
         common = gcd(self.in_features, self.out_features)
         for name, features in (("in_features", self.in_features), ("out_features", self.out_features)):
             if features % self.blocks:
