@@ -254,7 +254,7 @@ def test_stopped_in_the_middle_of_a_text(tmp_path, number):
         _, stderr = process.communicate(timeout=end - time.monotonic())
     finally:
         process.kill()
-    assert stderr.decode().strip().splitlines() == [f"error: stopped by {number.name}"]
+    assert stderr.decode().strip().splitlines()[-1] == f"stopped by {number.name}"
     assert process.returncode == 128 + number
 
 
@@ -295,15 +295,16 @@ class Terminal:
         self.pid, self._file = pty.fork()
         if self.pid == 0:
             os.execve(sys.executable, [sys.executable, *arguments], os.environ | {"TERM": "dumb"})
-        self.output = b""
+        self.output, self._seen = b"", 0
 
     def wait_for(self, text: bytes) -> None:
-        """Read until ``text`` comes."""
-        start, end = len(self.output), time.monotonic() + DEADLINE
-        while text not in self.output[start:]:
+        """Read until ``text`` comes after what was waited for before; empty for anything."""
+        end = time.monotonic() + DEADLINE
+        while (text not in self.output[self._seen :]) if text else len(self.output) == self._seen:
             assert time.monotonic() < end, self.output
             if select.select([self._file], [], [], 0.1)[0]:
                 self.output += os.read(self._file, 4096)
+        self._seen = self.output.index(text, self._seen) + len(text)
 
     def type(self, keys: bytes) -> None:
         os.write(self._file, keys)
@@ -323,7 +324,7 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(chat_model, ranks):
             terminal.wait_for(b"> ")
             terminal.type(b"hi\n")
             terminal.wait_for(b"hi\r\n")
-            terminal.wait_for(answer("u:hi;", 1).encode())
+            terminal.wait_for(b"")  # the answer has begun
             terminal.type(b"\x03")
             terminal.wait_for(b"tokens")
         terminal.wait_for(b"> ")
