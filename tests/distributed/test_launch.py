@@ -111,9 +111,10 @@ def test_a_socket_that_is_open_to_the_network_would_be_seen():
         assert "0.0.0.0" in listening_addresses([os.getpid()])
 
 
-def test_a_pickle_that_arrives_from_another_rank_is_not_unpickled(tmp_path):
+@pytest.mark.parametrize("by", ["ours", "torchs"])
+def test_a_pickle_that_arrives_from_another_rank_is_not_unpickled(tmp_path, by):
     with pytest.raises(RankDied, match="rank 0 failed"):
-        launch(2, workers.send_pickle, str(tmp_path / "touched"))
+        launch(2, workers.send_pickle, str(tmp_path / "touched"), by)
     assert not (tmp_path / "touched").exists()
     pickle.loads(pickle.dumps(workers.Touch(str(tmp_path / "touched"))))
     assert (tmp_path / "touched").exists()  # what unpickling would have done

@@ -176,6 +176,20 @@ def decode(message: bytes) -> Any:
         raise RuntimeError(f"a message was received that no rank of this launch has sent: {error}") from None
 
 
+def refuse_pickles() -> None:
+    """Let torch's own object collectives raise in this process instead of unpickling what arrives: gloo and NCCL accept
+    connections from any process that can reach them.
+    """
+    c10d: Any = dist.distributed_c10d
+    for name in ("_pickler", "_unpickler"):  # torch's own places for other picklers
+        assert hasattr(c10d, name)
+        setattr(c10d, name, _refuse)
+
+
+def _refuse(file: object) -> Any:
+    raise RuntimeError("objects between ranks are not pickled: use phantom_parallel.distributed.objects")
+
+
 def _message(value: Any, group: dist.ProcessGroup) -> Tensor:
     """The bytes of an object, on the device on which the ranks of ``group`` exchange such: the CPU, where possible."""
     device = dist.distributed_c10d._get_object_coll_device(group)

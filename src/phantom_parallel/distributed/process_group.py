@@ -14,6 +14,7 @@ import torch.distributed as dist
 from phantom_parallel.distributed.errors import Interrupted
 from phantom_parallel.distributed.launch import MACHINE_RANKS
 from phantom_parallel.distributed.launchers import JOB, launched_externally
+from phantom_parallel.distributed.objects import refuse_pickles
 
 _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 _stores: dict[tuple[str, int], tuple[Any, Iterator[int]]] = {}
@@ -23,6 +24,8 @@ _stores: dict[tuple[str, int], tuple[Any, Iterator[int]]] = {}
 def process_group(timeout: timedelta, device: torch.device, **arguments: Any) -> Iterator[None]:
     """Initialize the default process group, and destroy it once every rank has left the block.
 
+    From here on, torch's own object collectives, which would unpickle what arrives, raise in this process.
+
     Args:
         timeout: How long an exchange may take.
         device: The device of this rank, which determines the backend.
@@ -31,6 +34,7 @@ def process_group(timeout: timedelta, device: torch.device, **arguments: Any) ->
     Raises:
         OSError: If the other ranks cannot be joined.
     """
+    refuse_pickles()
     with _errors_of_joining():
         dist.init_process_group(backend_for(device), timeout=timeout, **arguments)
     try:
