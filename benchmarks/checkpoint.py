@@ -25,7 +25,7 @@ from phantom_parallel import load_model, save_model
 from phantom_parallel.checkpoint.shards import storage_group
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.objects import all_gather_objects
-from phantom_parallel.families.ffn.train_config import FFNTrainConfig
+from phantom_parallel.families.ffn.config import FFNTrainConfig
 from phantom_parallel.nn.sharded import full_tensor
 from phantom_parallel.train import checkpoint
 from phantom_parallel.train.loop import Trainer
@@ -59,7 +59,7 @@ def measure(mesh: DeviceMesh, folder: str) -> dict[str, Any]:
     """Figures of the rank that needed most memory."""
     torch.manual_seed(0)
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, MIB)  # else glibc keeps some of the tensors that were freed
-    config = FFNTrainConfig(
+    config = FFNTrainConfig.of(
         width=WIDTH, depth=DEPTH, strategy="tensor", data="random", samples=64, batch=8, ranks=mesh.size()
     )
     parallel = ParallelContext(tp=mesh if mesh.size() > 1 else None)

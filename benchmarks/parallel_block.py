@@ -19,7 +19,7 @@ from benchmarks.timing import about, measured_on_ranks, write
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.energy import load_power_profile
-from phantom_parallel.families.gpt.train_config import GPTTrainConfig
+from phantom_parallel.families.gpt.config import GPTTrainConfig
 from phantom_parallel.study.runner import time_steps
 from phantom_parallel.train import Record, train
 
@@ -31,7 +31,7 @@ KINDS = {"serial": False, "parallel": True}
 
 def config_of(strategy: str, kind: str, **changes: Any) -> GPTTrainConfig:
     blocks: dict[str, Any] = {"blocks": 4, "ghosts": 16} if strategy == "phantom" else {}
-    return GPTTrainConfig(**SIZES | blocks | {"strategy": strategy, "parallel_block": KINDS[kind]} | changes)
+    return GPTTrainConfig.of(**SIZES | blocks | {"strategy": strategy, "parallel_block": KINDS[kind]} | changes)
 
 
 def curve(strategy: str, kind: str, seed: int, steps: int) -> list[tuple[int, float]]:

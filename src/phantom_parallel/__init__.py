@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from phantom_parallel.conversion.run import heal
     from phantom_parallel.cost.ledger import Ledger
     from phantom_parallel.energy import EnergyMeter, PowerProfile
-    from phantom_parallel.families.ffn.model import FFN, FFNConfig
+    from phantom_parallel.families.ffn.config import FFNConfig
+    from phantom_parallel.families.ffn.model import FFN
     from phantom_parallel.families.gpt.config import GPTConfig
     from phantom_parallel.families.gpt.model import GPT
     from phantom_parallel.nn import (
@@ -54,7 +55,8 @@ _HOMES = {
     "phantom_parallel.cost.ledger": ("Ledger",),
     "phantom_parallel.energy": ("EnergyMeter", "PowerProfile"),
     "phantom_parallel.checkpoint.model": ("consolidate_model", "load_model", "save_model", "verify_model"),
-    "phantom_parallel.families.ffn.model": ("FFN", "FFNConfig"),
+    "phantom_parallel.families.ffn.config": ("FFNConfig",),
+    "phantom_parallel.families.ffn.model": ("FFN",),
     "phantom_parallel.families.gpt.config": ("GPTConfig",),
     "phantom_parallel.families.gpt.model": ("GPT",),
     "phantom_parallel.nn": (

@@ -164,7 +164,12 @@ def test_earlier_names_of_options_still_work(capsys):
         == 0
     )
     found = json.loads(capsys.readouterr().out)["settings"]
-    assert (found["tie_embeddings"], found["mode"], found["recompute"], found["past"]) == (True, "decode", True, 16)
+    assert (found["tie_embeddings"], found["mode"], found["activation_checkpointing"], found["past"]) == (
+        True,
+        "decode",
+        True,
+        16,
+    )
 
 
 @pytest.mark.parametrize(

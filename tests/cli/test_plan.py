@@ -197,12 +197,12 @@ def test_a_transformer_is_planned_as_a_feed_forward_network_is(
     measure = {"time": "step_seconds", "energy": "modelled_joules_per_step", "devices": "devices"}[goal]
     assert found["best"][measure] == min(row[measure] for row in found["candidates"])
     layout = found["best_of_the_dense_model"]
-    shape = GPTShape(
-        layout["strategy"],
-        1024,
-        512,
-        2,
-        8,
+    shape = GPTShape.of(
+        strategy=layout["strategy"],
+        vocab=1024,
+        dim=512,
+        layers=2,
+        heads=8,
         sequence=256,
         ranks=layout["ranks"],
         dp=layout["dp"],

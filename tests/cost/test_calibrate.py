@@ -93,9 +93,9 @@ def test_the_error_is_that_of_the_ratio():
 
 def test_held_out_widths_are_none_that_calibration_measures():
     for ranks in (2, 4, 8):
-        held_out = {shape.width for shape in steps(ranks, held_out=True)}
+        held_out = {shape.model.width for shape in steps(ranks, held_out=True)}
         assert held_out
-        assert not held_out & {shape.width for shape in steps(ranks)}
+        assert not held_out & {shape.model.width for shape in steps(ranks)}
 
 
 @pytest.mark.parametrize("family", ["ffn", "gpt"])
@@ -107,4 +107,4 @@ def test_steps_are_timed_in_pairs_of_phantom_and_the_baseline(family, ranks):
         assert {strategy: shape.strategy for strategy, shape in pair.items()} == {s: s for s in pair}
         assert {shape.ranks for shape in pair.values()} == {ranks}
         phantom, other = pair.values()
-        assert all(getattr(phantom, name) == getattr(other, name) for name in phantom.listed)
+        assert all(phantom.to_dict()[name] == other.to_dict()[name] for name in phantom.listed)

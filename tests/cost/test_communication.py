@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from phantom_parallel import GPT
 from phantom_parallel.cost.dryrun import Messages, as_csv, as_rows, dry_run, profile, profile_of, table
 from phantom_parallel.cost.ledger import Ledger
-from phantom_parallel.families.ffn.cost import FFNShape
+from tests.cost.shapes import ffn
 from tests.families.gpt.test_cost import name_of, shape_of
 
 SHAPES = [
     shape_of("phantom", 4),
-    shape_of("phantom", 2, tie_embeddings=True, recompute=True, word_bytes=2),
+    shape_of("phantom", 2, tie_embeddings=True, activation_checkpointing=True, word_bytes=2),
     shape_of("phantom", 4, blocks=2),
     shape_of("megatron", 4),
     shape_of("megatron", 2, tie_embeddings=True, dp=2),
@@ -40,7 +40,7 @@ def test_messages_are_those_of_the_code_that_runs(shape):
 def measured(strategy: str) -> list[Messages]:
     """All-reduces only: on gloo the other exchanges are built from all-to-all."""
     shape = shape_of(strategy, 2)
-    model = GPT(shape.prefill(8).config, mesh=init_device_mesh("cpu", (2,)))
+    model = GPT(shape.prefill(8).model, mesh=init_device_mesh("cpu", (2,)))
     tokens = torch.zeros(shape.batch, 5, dtype=torch.long)
     with torch.no_grad(), Ledger() as ledger:
         cache = model.new_cache(shape.batch)
@@ -78,12 +78,12 @@ def test_sums_are_the_shapes():
 
 
 def test_feed_forward_networks_have_a_profile_too():
-    rows = profile(FFNShape("phantom", 64, 3, ranks=4, blocks=4, ghosts=2, batch=5))
+    rows = profile(ffn("phantom", 64, 3, ranks=4, blocks=4, ghosts=2, batch=5))
     assert [(row.phase, row.operation, row.count, row.message_bytes) for row in rows] == [
         ("forward", "all_gather", 3, 40),
         ("backward", "reduce_scatter", 3, 160),
     ]
-    assert profile(FFNShape("dense", 64, 3)) == []
+    assert profile(ffn("dense", 64, 3)) == []
 
 
 def both() -> dict[str, list[Messages]]:

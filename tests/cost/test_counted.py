@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from phantom_parallel.cost.dryrun import count_step, differences, dry_run
+from phantom_parallel.cost.dryrun import count_step, differences, dry_run, memory_differences
 from phantom_parallel.cost.steps import build_step
 from phantom_parallel.families.ffn.cost import FFNShape
+from tests.cost.shapes import ffn
 
+ESTIMATED = 0.3  # relative error of the activations of fsdp and pipelines
 cached_dry_run = cache(dry_run)  # tests look at the same runs
 
 
@@ -26,16 +28,16 @@ def count(shape: FFNShape) -> tuple[list[str], int, FFNShape]:
 
 
 def phantom(ranks: int, blocks: int, **settings) -> FFNShape:
-    return FFNShape("phantom", 32, 3, ranks=ranks, batch=6, blocks=blocks, ghosts=2, **settings)
+    return ffn("phantom", 32, 3, ranks=ranks, batch=6, blocks=blocks, ghosts=2, **settings)
 
 
 def other(strategy: str, ranks: int, **settings) -> FFNShape:
-    return FFNShape(strategy, ranks=ranks, **{"width": 32, "depth": 3, "batch": 6} | settings)
+    return FFNShape.of(strategy=strategy, ranks=ranks, **{"width": 32, "depth": 3, "batch": 6} | settings)
 
 
 def name_of(shape: FFNShape) -> str:
-    widths = "-".join(map(str, shape.model_features))
-    return f"{shape.strategy}-{shape.ranks}x{shape.dp}-{shape.blocks}-{shape.activation}-{widths}-{shape.wire}"
+    widths = "-".join(map(str, shape.model.model_features))
+    return f"{shape.strategy}-{shape.ranks}x{shape.dp}-{shape.blocks}-{shape.model.activation}-{widths}-{shape.wire}"
 
 
 SHAPES = [
@@ -92,7 +94,7 @@ SHAPES = [
 def test_formulas_equal_the_ledger_on_real_ranks(ranks, shape):
     for wrong, kept, seen in ranks(shape.ranks * shape.dp)(count, shape):
         assert wrong == []
-        assert kept == seen.memory.activations
+        assert kept == pytest.approx(seen.memory.activations, rel=0.0 if seen.splits_work else ESTIMATED)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=name_of)
@@ -109,12 +111,12 @@ def test_a_dry_run_counts_what_real_ranks_do(shape):
 @pytest.mark.parametrize("shape", [phantom(2, 8), phantom(2, 4, dp=2), other("tensor", 4, depth=12)], ids=str)
 def test_the_printed_tree_has_the_formulas_counts_of_each_layer(shape):
     found = read_tree(str(cached_dry_run(shape).ledger))
-    for layer in shape.layers:
+    for layer in shape.costs:
         flops = sum(product.flops for product in layer.products)
         moved = sum(exchange.moved_bytes(shape.word_bytes) for exchange in layer.exchanges)
         name = f"this rank.FFN.{layer.name}"
         assert found.pop(name) == (len(layer.products), flops, len(layer.exchanges), moved)
-    gradients = sum(len(layer.gradients) for layer in shape.layers) if shape.dp > 1 else 0  # outside of modules
+    gradients = sum(len(layer.gradients) for layer in shape.costs) if shape.dp > 1 else 0  # outside of modules
     total = len(list(shape.products)), 2 * shape.multiply_adds(), len(list(shape.exchanges)), shape.moved_bytes()
     inside = total[2] - gradients, shape.moved_bytes("forward") + shape.moved_bytes("backward")
     whole = {"this rank": total} | dict.fromkeys(("this rank.FFN", "this rank.FFN.layers"), total[:2] + inside)
@@ -155,7 +157,7 @@ def test_a_wrong_formula_of_whole_layers_is_named_by_its_term():
 
 def test_a_wrong_formula_is_named_by_its_term():
     ledger = cached_dry_run(phantom(2, 4)).ledger
-    wrong = differences(replace(phantom(2, 4), ghosts=3), ledger, native=True)
+    wrong = differences(phantom(2, 4).updated(ghosts=3), ledger, native=True)
     assert any("C x of layers.0" in line for line in wrong)
     assert any("exchange g" in line and "predicted 3, counted 0" in line for line in wrong)
     assert not any("L x" in line for line in wrong)
@@ -165,13 +167,13 @@ def test_a_wrong_formula_is_named_by_its_term():
 @pytest.mark.parametrize(
     "shape",
     [
-        FFNShape("phantom", 262_144, 2, ranks=256, blocks=256, ghosts=16, rank=255),
-        FFNShape("tensor", 262_144, 2, ranks=256, rank=100),
-        FFNShape("megatron", 262_144, 2, ranks=256),
-        FFNShape("phantom", 262_144, 2, ranks=4096, blocks=4096, ghosts=4, rank=4095),
-        FFNShape("phantom", 262_144, 2, ranks=64, blocks=128, ghosts=4, dp=4),
-        FFNShape("fsdp", 262_144, 2, ranks=256, batch=1024, rank=255, dp=2),
-        FFNShape("pipeline", 65_536, 128, ranks=64, batch=1024, rank=63, micro_batches=128),
+        ffn("phantom", 262_144, 2, ranks=256, blocks=256, ghosts=16, rank=255),
+        ffn("tensor", 262_144, 2, ranks=256, rank=100),
+        ffn("megatron", 262_144, 2, ranks=256),
+        ffn("phantom", 262_144, 2, ranks=4096, blocks=4096, ghosts=4, rank=4095),
+        ffn("phantom", 262_144, 2, ranks=64, blocks=128, ghosts=4, dp=4),
+        ffn("fsdp", 262_144, 2, ranks=256, batch=1024, rank=255, dp=2),
+        ffn("pipeline", 65_536, 128, ranks=64, batch=1024, rank=63, micro_batches=128),
     ],
     ids=lambda s: f"{s.strategy}-{s.ranks}",
 )
@@ -180,7 +182,7 @@ def test_dry_runs_of_hundreds_of_ranks(shape):
     assert found.differences == []
     assert found.ledger.flops == 2 * shape.multiply_adds()
     assert found.ledger.moved_bytes == shape.moved_bytes()
-    assert found.memory == shape.memory
+    assert memory_differences(shape, found.memory) == []
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=name_of)
@@ -188,7 +190,10 @@ def test_totals_are_the_sum_over_ranks(shape):
     runs = [cached_dry_run(replace(shape, rank=rank)) for rank in range(shape.ranks)]
     assert shape.dp * sum(run.ledger.flops for run in runs) == shape.over_all_ranks(lambda one: 2 * one.multiply_adds())
     assert shape.dp * sum(run.ledger.moved_bytes for run in runs) == shape.over_all_ranks(lambda one: one.moved_bytes())
-    assert shape.dp * sum(run.memory.total for run in runs) == shape.over_all_ranks(lambda one: one.memory.total)
+    total = shape.over_all_ranks(lambda one: one.memory.total)
+    assert shape.dp * sum(run.memory.total for run in runs) == pytest.approx(
+        total, rel=0.0 if shape.splits_work else ESTIMATED
+    )
 
 
 def test_a_dry_run_leaves_no_process_group_behind():

@@ -8,6 +8,7 @@ from phantom_parallel.cost.layers import phantom_layer, tensor_layer
 from phantom_parallel.cost.terms import Exchange
 from phantom_parallel.families.ffn.cost import FFNShape
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
+from tests.cost.shapes import ffn
 
 sizes = st.integers(1, 9)
 
@@ -57,15 +58,15 @@ def test_break_even_of_a_square_layer():
 
 
 def test_data_parallel_copies_all_reduce_every_gradient():
-    shape = FFNShape("tensor", 8, 1, ranks=2, batch=3, dp=4)
+    shape = ffn("tensor", 8, 1, ranks=2, batch=3, dp=4)
     sync = [e for e in shape.exchanges if e.phase == "sync"]
     assert [e.words for e in sync] == [4 * 8, 4]
     assert shape.moved_bytes("sync") == 4 * 2 * 3 * (32 + 4) // 4
 
 
 def test_memory_follows_the_optimizer_and_the_word():
-    sgd = FFNShape("dense", 8, 2, batch=3, optimizer="sgd", bias=False, word_bytes=2).memory
-    adam = FFNShape("dense", 8, 2, batch=3, optimizer="adam", bias=False, word_bytes=2).memory
+    sgd = ffn("dense", 8, 2, batch=3, optimizer="sgd", bias=False, word_bytes=2).memory
+    adam = ffn("dense", 8, 2, batch=3, optimizer="adam", bias=False, word_bytes=2).memory
     assert sgd.parameters == sgd.gradients == 2 * 2 * 64
     assert (sgd.optimizer, adam.optimizer) == (0, 2 * 2 * 2 * 64)
     assert sgd.activations == 2 * 2 * 3 * 8
@@ -73,10 +74,10 @@ def test_memory_follows_the_optimizer_and_the_word():
 
 
 def test_the_whole_models_parameters():
-    assert FFNShape("megatron", 8, 3, ranks=4, batch=1).model_parameters == 3 * (64 + 8)
-    assert FFNShape("tensor", 8, 3, ranks=4, batch=1).model_parameters == 3 * (64 + 8)
-    assert FFNShape("phantom", 8, 3, ranks=2, batch=1, blocks=4, ghosts=1).model_parameters == 3 * (16 + 8 + 24 + 8)
-    assert FFNShape("dense", 8, 3, batch=1).model_parameters == 3 * (64 + 8)
+    assert ffn("megatron", 8, 3, ranks=4, batch=1).model_parameters == 3 * (64 + 8)
+    assert ffn("tensor", 8, 3, ranks=4, batch=1).model_parameters == 3 * (64 + 8)
+    assert ffn("phantom", 8, 3, ranks=2, batch=1, blocks=4, ghosts=1).model_parameters == 3 * (16 + 8 + 24 + 8)
+    assert ffn("dense", 8, 3, batch=1).model_parameters == 3 * (64 + 8)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def test_the_whole_models_parameters():
         ({"strategy": "dense", "ranks": 2}, "dense runs on one rank, got ranks=2"),
         ({"strategy": "phantom"}, "needs blocks and ghosts"),
         ({"blocks": 2}, "belong to the strategy phantom, not to tensor"),
-        ({"ranks": 3}, "3 ranks do not divide width=64: run on 2 or 4 ranks"),
+        ({"ranks": 3}, "3 ranks do not divide in_features=64: run on 2 or 4 ranks"),
         ({"rank": 5}, "rank must be from 0 to 0, got 5"),
         ({"batch": 0}, "batch must be a positive whole number, got 0"),
         ({"optimizer": "lion"}, "optimizer must be one of sgd, momentum, adam, got 'lion'"),
@@ -97,4 +98,4 @@ def test_the_whole_models_parameters():
 )
 def test_shapes_that_cannot_be_are_named(settings, message):
     with pytest.raises(ValueError, match=message):
-        FFNShape(**({"strategy": "tensor", "width": 64, "depth": 2} | settings))
+        FFNShape.of(**({"strategy": "tensor", "width": 64, "depth": 2} | settings))

@@ -17,17 +17,16 @@ from phantom_parallel.cost.planner import (
     plan,
     scaling,
 )
-from phantom_parallel.cost.sizes import Layout
+from phantom_parallel.cost.sizes import Layout, ModelSizes
 from phantom_parallel.cost.timing import ModelledEnergy, PhaseTime, StepTime, step_time
-from phantom_parallel.families.ffn.cost import FFNShape
-from phantom_parallel.families.ffn.sizes import FFNSizes
+from tests.cost.shapes import ffn
 from tests.cost.test_hardware import figure, toy
 
 
 def request(profile: Profile | None = None, **changes: object) -> PlanRequest:
     sizes = {name: changes.pop(name, default) for name, default in (("width", 64), ("depth", 4))}
     common: dict[str, object] = {"batch": 16, "devices": 8}
-    return PlanRequest(FFNSizes(**sizes), profile=profile or toy(), **{**common, **changes})  # type: ignore[arg-type]
+    return PlanRequest(ModelSizes("ffn", sizes), profile=profile or toy(), **{**common, **changes})  # type: ignore[arg-type]
 
 
 def candidate(seconds: float, joules: float, number: int = 0) -> Candidate:
@@ -51,7 +50,7 @@ def test_copies_of_dense_and_phantom_fsdp_and_pipelines_are_ranked_on_the_same_d
     }
     assert all(c.same_model == (c.layout.strategy != "phantom") for c in all_devices)
     copies = {c.layout.strategy: c for c in all_devices if c.layout.ranks == 1}
-    shape = FFNShape("dense", 64, 4, batch=8, dp=8)
+    shape = ffn("dense", 64, 4, batch=8, dp=8)
     assert copies["dense"].seconds == step_time(shape, toy()).total
     assert copies["phantom"].step.phases["sync"].exposed < copies["dense"].step.phases["sync"].exposed
 
@@ -59,7 +58,7 @@ def test_copies_of_dense_and_phantom_fsdp_and_pipelines_are_ranked_on_the_same_d
 def test_a_pipeline_needs_the_memory_of_its_largest_stage() -> None:
     answer = plan(request(strategies=("pipeline",), micro_batches=(4,), dp=(1,), devices=4))
     (found,) = [c for c in answer.candidates if c.layout.ranks == 4]
-    stages = [FFNShape("pipeline", 64, 4, ranks=4, batch=16, micro_batches=4, rank=rank) for rank in range(4)]
+    stages = [ffn("pipeline", 64, 4, ranks=4, batch=16, micro_batches=4, rank=rank) for rank in range(4)]
     assert found.memory_bytes == max(stage.memory.total for stage in stages)
 
 
@@ -67,7 +66,7 @@ def test_a_candidate_is_what_the_formulas_and_the_clock_say() -> None:
     answer = plan(request(strategies=("phantom",), blocks=(8,), ghosts=(2,), dp=(2,)))
     found = {c.layout.ranks: c for c in answer.candidates}
     assert sorted(found) == [1, 2, 4]
-    shape = FFNShape("phantom", 64, 4, ranks=4, batch=8, blocks=8, ghosts=2, dp=2)
+    shape = ffn("phantom", 64, 4, ranks=4, batch=8, blocks=8, ghosts=2, dp=2)
     assert found[4].seconds == step_time(shape, toy()).total
     assert found[4].joules == step_time(shape, toy()).energy.joules
     assert found[4].joules_per_sample == pytest.approx(found[4].joules / 16)
@@ -111,16 +110,16 @@ def test_each_goal_is_met() -> None:
 
 
 def test_fewest_devices_are_those_that_have_the_memory() -> None:
-    tight = FFNShape("tensor", 64, 4, ranks=2, batch=16).memory.total
+    tight = ffn("tensor", 64, 4, ranks=2, batch=16).memory.total
     answer = plan(request(goal="devices", memory_bytes=float(tight), strategies=("dense", "tensor")))
     assert answer.best.layout == Layout("tensor", 2, 1)
     lost = next(entry for entry in answer.dropped if entry.layout == Layout("dense", 1, 1))
-    assert lost.needs == FFNShape("dense", 64, 4, batch=16).memory.total
+    assert lost.needs == ffn("dense", 64, 4, batch=16).memory.total
     assert "GiB a device, more than" in lost.reason
 
 
 def test_a_device_keeps_a_tenth_of_its_memory_free() -> None:
-    total = FFNShape("dense", 64, 4, batch=16).memory.total
+    total = ffn("dense", 64, 4, batch=16).memory.total
     roomy, tight = toy(memory_bytes=total / 0.89), toy(memory_bytes=total / 0.91)
     assert plan(request(roomy, devices=1)).best.layout.strategy == "dense"
     with pytest.raises(ValueError, match="nothing fits"):
@@ -146,7 +145,7 @@ def test_loss_is_not_compared_unless_the_user_knows() -> None:
 
 
 def test_ghosts_left_out_make_a_smaller_model() -> None:
-    dense = FFNShape("dense", 64, 4, batch=16).model_parameters
+    dense = ffn("dense", 64, 4, batch=16).model_parameters
     phantoms = [c for c in plan(request()).candidates if c.layout.strategy == "phantom"]
     assert phantoms
     assert all(c.parameters < dense for c in phantoms)
@@ -195,7 +194,7 @@ def test_several_ranks_in_a_block_keep_a_wide_model_scaling_where_a_block_on_eac
     of all others. Two levels keep it below 2 ms on 256, with blocks that two nodes share.
     """
     frontier = load_profile("frontier-mi250x")
-    wide = PlanRequest(FFNSizes(width=65536, depth=2), 1024, 256, frontier, ghosts=(64,), dp=(1,))
+    wide = PlanRequest(ModelSizes("ffn", {"width": 65536, "depth": 2}), 1024, 256, frontier, ghosts=(64,), dp=(1,))
     curves = scaling(wide, (64, 256, 1024))
     flat, shared = curves["phantom, 64 ghosts"], curves["phantom, 64 ghosts, two-level"]
     assert [round(1e3 * c.seconds, 1) for c in flat] == [3.1, 7.8, 27.7]
@@ -211,7 +210,7 @@ def test_scaling_stops_at_the_machine() -> None:
 
 
 def test_memory_too_small_names_the_devices_and_the_batch_that_would_do() -> None:
-    limit = float(FFNShape("tensor", 1024, 4, ranks=32, batch=64).memory.total)
+    limit = float(ffn("tensor", 1024, 4, ranks=32, batch=64).memory.total)
     with pytest.raises(ValueError, match="nothing fits in") as caught:
         plan(request(width=1024, batch=64, devices=8, memory_bytes=limit, strategies=("tensor",), dp=(1,)))
     assert "the smallest, tensor on 8 ranks" in str(caught.value)
@@ -220,7 +219,7 @@ def test_memory_too_small_names_the_devices_and_the_batch_that_would_do() -> Non
 
 
 def test_a_batch_too_large_names_one_that_fits() -> None:
-    limit = float(FFNShape("dense", 64, 4, batch=16).memory.total)
+    limit = float(ffn("dense", 64, 4, batch=16).memory.total)
     with pytest.raises(ValueError, match=r"It would fit with .*batch=16") as caught:
         plan(request(batch=128, devices=1, memory_bytes=limit))
     assert "batch=32" not in str(caught.value)
@@ -253,13 +252,13 @@ def test_an_impossible_request_is_refused(changes: dict[str, object], message: s
 
 
 def test_nothing_to_run_says_why() -> None:
-    with pytest.raises(ValueError, match="nothing can run on 4 devices: 2 ranks do not divide width=9"):
+    with pytest.raises(ValueError, match="nothing can run on 4 devices: 2 ranks do not divide in_features=9"):
         plan(request(width=9, devices=4, strategies=("tensor",)))
 
 
 def test_a_shipped_machine_answers_for_a_large_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "PHANTOM_PROFILES", str(tmp_path))
-    big = PlanRequest(FFNSizes(width=65536, depth=4), 512, 64, load_profile("frontier-mi250x"))
+    big = PlanRequest(ModelSizes("ffn", {"width": 65536, "depth": 4}), 512, 64, load_profile("frontier-mi250x"))
     answer = plan(big)
     assert all(c.memory_bytes <= 0.9 * 64e9 for c in answer.candidates)
     assert any(entry.needs and entry.layout.strategy == "dense" for entry in answer.dropped)

@@ -17,6 +17,7 @@ from phantom_parallel.cost.timing import (
     step_time,
 )
 from phantom_parallel.families.ffn.cost import FFNShape
+from tests.cost.shapes import ffn
 from tests.cost.test_hardware import figure, toy
 
 RUNS = {"dense": (1,), "tensor": (1, 2, 8), "megatron": (1, 2, 8), "phantom": (1, 2, 8)}
@@ -25,7 +26,7 @@ RUNS = {"dense": (1,), "tensor": (1, 2, 8), "megatron": (1, 2, 8), "phantom": (1
 def shapes(**common: int) -> Iterator[FFNShape]:
     for strategy, ranks in ((strategy, ranks) for strategy, choices in RUNS.items() for ranks in choices):
         cut = {"blocks": 8, "ghosts": 2} if strategy == "phantom" else {}
-        yield FFNShape(strategy, 32, ranks=ranks, **cut, **{"depth": 5, "batch": 16, **common})  # type: ignore[arg-type]
+        yield FFNShape.of(strategy=strategy, width=32, ranks=ranks, **cut, **{"depth": 5, "batch": 16, **common})
 
 
 def test_a_product_takes_overhead_and_arithmetic_and_memory() -> None:
@@ -85,7 +86,7 @@ def test_copies_that_are_a_node_apart_exchange_between_nodes() -> None:
 
 def test_a_dense_step_by_hand() -> None:
     # One layer of 4 features on 2 rows, no bias: W x forward, dW backward, and Adam's 7 words for 16 parameters.
-    step = step_time(FFNShape("dense", 4, 1, batch=2, bias=False), toy())
+    step = step_time(ffn("dense", 4, 1, batch=2, bias=False), toy())
     one = 3 + 64 / 50 + (8 + 16 + 8) * 4 / 10
     assert step.phases["forward"] == pytest.approx(PhaseTime(one, 0, 0))
     assert step.phases["backward"] == pytest.approx(PhaseTime(one, 0, 0))
@@ -95,54 +96,54 @@ def test_a_dense_step_by_hand() -> None:
 
 
 def test_activations_between_layers_read_and_write_memory() -> None:
-    shape = FFNShape("dense", 4, 2, batch=2, bias=False)
+    shape = ffn("dense", 4, 2, batch=2, bias=False)
     first, second = step_time(shape, toy()).layers
     assert second["forward"].compute - first["forward"].compute == pytest.approx(2 * 8 * 4 / 10)
 
 
 def test_between_megatron_pairs_activations_are_whole() -> None:
-    layers = step_time(FFNShape("megatron", 4, 3, ranks=2, batch=2, bias=False), toy()).layers
+    layers = step_time(ffn("megatron", 4, 3, ranks=2, batch=2, bias=False), toy()).layers
     # (2, 2) by (2, 4), then (2, 4) by (4, 2): 32 FLOP and 20 words each; activations of 2 x 4 / 2, then of 2 x 4 words.
     assert layers[1]["forward"].compute == pytest.approx(3 + 32 / 50 + (20 + 2 * 4) * 4 / 10)
     assert layers[2]["forward"].compute == pytest.approx(3 + 32 / 50 + (20 + 2 * 8) * 4 / 10)
 
 
 def test_only_the_products_named_hide_an_exchange() -> None:
-    shape = FFNShape("phantom", 8, 1, ranks=2, batch=2, blocks=2, ghosts=1, bias=False)
+    shape = ffn("phantom", 8, 1, ranks=2, batch=2, blocks=2, ghosts=1, bias=False)
     clock = Clock(toy())
-    span = clock.layer(shape.layers[0], "forward")
+    span = clock.layer(shape.costs[0], "forward")
     local = 3 + 2 * 2 * 4 * 4 / 50 + (8 + 16 + 8) * 4 / 10  # L x: (2, 4) by (4, 4)
     taken = 7 + (2 + 2 * 4 / 8)  # g: two rows of one ghost
     assert taken < local
     assert span.hidden == pytest.approx(taken)
     assert span.exposed == pytest.approx(0)
-    slow = Clock(toy(collective_overhead_seconds=1000)).layer(shape.layers[0], "forward")
+    slow = Clock(toy(collective_overhead_seconds=1000)).layer(shape.costs[0], "forward")
     assert slow.hidden == pytest.approx(local)
     assert slow.exposed == pytest.approx(1000 + 3 - local)
     assert slow.compute == span.compute
 
 
 def test_overlap_is_the_part_of_an_exchange_that_can_be_hidden() -> None:
-    shape = FFNShape("phantom", 8, 1, ranks=2, batch=2, blocks=2, ghosts=1, bias=False)
+    shape = ffn("phantom", 8, 1, ranks=2, batch=2, blocks=2, ghosts=1, bias=False)
     for overlap in (0.0, 0.25, 1.0):
-        span = Clock(toy(overlap=overlap)).layer(shape.layers[0], "forward")
+        span = Clock(toy(overlap=overlap)).layer(shape.costs[0], "forward")
         assert span.hidden == pytest.approx(overlap * 10)
         assert span.exposed == pytest.approx((1 - overlap) * 10)
 
 
 def test_megatron_hides_nothing() -> None:
-    step = step_time(FFNShape("megatron", 32, 4, ranks=4, batch=16), toy())
+    step = step_time(ffn("megatron", 32, 4, ranks=4, batch=16), toy())
     assert step.hidden == 0
     assert step.exposed > 0
 
 
 def test_gradients_of_copies_are_summed_in_the_open() -> None:
-    shape = FFNShape("dense", 4, 1, batch=2, dp=2, bias=False)
+    shape = ffn("dense", 4, 1, batch=2, dp=2, bias=False)
     assert step_time(shape, toy()).phases["sync"] == pytest.approx(PhaseTime(0, 7 + 2 * (2 + 16 * 4 / 2 / 8), 0))
 
 
 def test_energy_is_power_times_time_and_marked() -> None:
-    shape = FFNShape("tensor", 32, 4, ranks=4, batch=16, dp=2)
+    shape = ffn("tensor", 32, 4, ranks=4, batch=16, dp=2)
     step = step_time(shape, toy())
     assert step.energy_per_rank.joules == pytest.approx(10 * step.compute + 4 * step.exposed)
     assert step.energy.joules == pytest.approx(8 * step.energy_per_rank.joules)
@@ -151,7 +152,10 @@ def test_energy_is_power_times_time_and_marked() -> None:
 
 
 def test_without_watts_energy_is_none_and_not_nought() -> None:
-    step = step_time(FFNShape("dense", 4, 1), toy(compute_watts=None, communication_watts=None, idle_watts=None))
+    step = step_time(
+        ffn("dense", 4, 1),
+        toy(compute_watts=None, communication_watts=None, idle_watts=None),
+    )
     assert step.energy is None
     assert step.energy_per_rank is None
 
@@ -164,7 +168,7 @@ def test_inference_is_the_forward_phase() -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 7, 8])
 def test_a_layer_costs_what_its_representative_does(depth: int) -> None:
     for shape, input_grad in grid(shapes(depth=depth), (False, True)):
-        layers = replace(shape, input_grad=input_grad).layers
+        layers = replace(shape, input_grad=input_grad).costs
         for index, layer in enumerate(layers):
             same = layers[representative(index, depth)]
             assert (layer.products, layer.exchanges, layer.parameters) == (
@@ -209,11 +213,11 @@ def test_more_bandwidth_is_never_slower(faster: float, field: str, latency: floa
 
 def test_ranks_beyond_the_machine_are_refused() -> None:
     with pytest.raises(ValueError, match="2048 devices are more than the 1024 of profile 'toy': use at most 1024"):
-        step_time(FFNShape("tensor", 2048, 1, ranks=1024, dp=2), toy())
+        step_time(ffn("tensor", 2048, 1, ranks=1024, dp=2), toy())
 
 
 def test_a_shape_of_other_words_is_refused() -> None:
     with pytest.raises(ValueError, match="make it with word_bytes=2"):
-        step_time(FFNShape("dense", 4, 1), toy(), "bf16")
+        step_time(ffn("dense", 4, 1), toy(), "bf16")
     with pytest.raises(ValueError, match="dtype 'fp8' has no peak in profile 'toy': it has fp32, bf16"):
-        step_time(FFNShape("dense", 4, 1), toy(), "fp8")
+        step_time(ffn("dense", 4, 1), toy(), "fp8")

@@ -8,6 +8,7 @@ from phantom_parallel.cost.terms import Exchange
 from phantom_parallel.cost.timing import Clock, step_time
 from phantom_parallel.cost.whole_layers import Stage
 from phantom_parallel.families.ffn.cost import FFNShape
+from tests.cost.shapes import ffn
 from tests.cost.test_hardware import toy
 
 
@@ -16,7 +17,7 @@ def exchanges(shape: FFNShape, phase: str) -> list[tuple[str, int]]:
 
 
 def test_fsdp_gathers_each_layer_twice_but_the_last_and_scatters_its_gradients():
-    shape = FFNShape("fsdp", 8, 3, ranks=4, batch=8)
+    shape = ffn("fsdp", 8, 3, ranks=4, batch=8)
     words = 8 * 8 // 4 + 8 // 4
     assert exchanges(shape, "forward") == [("all_gather", words)] * 3
     assert exchanges(shape, "backward") == [("all_gather", words)] * 2 + [("reduce_scatter", words)] * 3
@@ -25,20 +26,20 @@ def test_fsdp_gathers_each_layer_twice_but_the_last_and_scatters_its_gradients()
     assert shape.moved_bytes() == 4 * 3 * 8 * words
     assert kept.moved_bytes() == 4 * 3 * 6 * words
     # as copies, which all-reduce gradients of as many words, once the weights are kept
-    assert kept.moved_bytes() == FFNShape("dense", 8, 3, dp=4, batch=2).moved_bytes()
+    assert kept.moved_bytes() == ffn("dense", 8, 3, dp=4, batch=2).moved_bytes()
     assert kept.memory.activations - shape.memory.activations == 4 * 2 * 4 * words
 
 
 def test_what_ranks_do_not_divide_is_padded_on_the_wire_and_not_in_memory():
-    shapes = [FFNShape("fsdp", 5, 1, ranks=4, batch=4, rank=rank) for rank in range(4)]
-    assert [shape.layers[0].parameters for shape in shapes] == [(10, 2), (10, 2), (5, 1), (0, 0)]
-    assert {shape.between[0].words for shape in shapes} == {12}
+    shapes = [ffn("fsdp", 5, 1, ranks=4, batch=4, rank=rank) for rank in range(4)]
+    assert [shape.costs[0].parameters for shape in shapes] == [(10, 2), (10, 2), (5, 1), (0, 0)]
+    assert {shape.model_exchanges[0].words for shape in shapes} == {12}
     assert sum(shape.parameters for shape in shapes) == shapes[0].model_parameters == 30
 
 
 def test_a_stage_sends_each_micro_batch_once_in_each_direction():
-    ends = [FFNShape("pipeline", 8, 5, ranks=3, batch=12, micro_batches=6, rank=rank) for rank in range(3)]
-    assert [[layer.name for layer in shape.layers] for shape in ends] == [
+    ends = [ffn("pipeline", 8, 5, ranks=3, batch=12, micro_batches=6, rank=rank) for rank in range(3)]
+    assert [[layer.name for layer in shape.costs] for shape in ends] == [
         ["layers.0", "layers.1"],
         ["layers.2", "layers.3"],
         ["layers.4"],
@@ -46,7 +47,7 @@ def test_a_stage_sends_each_micro_batch_once_in_each_direction():
     assert [exchanges(shape, "forward") for shape in ends] == [[("send", 16)] * 6, [("send", 16)] * 6, []]
     assert [exchanges(shape, "backward") for shape in ends] == [[], [("send", 16)] * 6, [("send", 16)] * 6]
     assert Exchange("x", "forward", "send", 3, 16).moved_bytes(4) == 64
-    dense = FFNShape("dense", 8, 5, batch=12)
+    dense = ffn("dense", 8, 5, batch=12)
     assert sum(shape.multiply_adds() for shape in ends) == dense.multiply_adds()
 
 
@@ -96,8 +97,8 @@ def simulate(times: list[tuple[float, float]], hop: float, micro_batches: int) -
 def test_the_time_of_a_pipeline_is_that_of_a_simulated_one(micro_batches, depth, overhead):
     profile = toy(collective_overhead_seconds=overhead)
     clock, rows = Clock(profile), 64 // micro_batches
-    shape = FFNShape("pipeline", 32, depth, ranks=4, batch=64, micro_batches=micro_batches, optimizer="sgd")
-    one = clock.step(FFNShape("dense", 32, depth, batch=rows)).layers
+    shape = ffn("pipeline", 32, depth, ranks=4, batch=64, micro_batches=micro_batches, optimizer="sgd")
+    one = clock.step(ffn("dense", 32, depth, batch=rows)).layers
     times = [
         tuple(
             sum(one[layer][phase].compute for layer in Stage(depth, 4, s, 4).own) for phase in ("forward", "backward")
@@ -116,7 +117,7 @@ def test_the_time_of_a_pipeline_is_that_of_a_simulated_one(micro_batches, depth,
 
 def test_more_micro_batches_leave_less_of_a_pipeline_idle():
     profile = toy(product_overhead_seconds=0, collective_overhead_seconds=0)
-    shapes = [FFNShape("pipeline", 64, 8, ranks=8, batch=64, micro_batches=m, optimizer="sgd") for m in (8, 16, 64)]
+    shapes = [ffn("pipeline", 64, 8, ranks=8, batch=64, micro_batches=m, optimizer="sgd") for m in (8, 16, 64)]
     shares = [(found := step_time(shape, profile)).idle / found.total for shape in shapes]
     assert shares == sorted(shares, reverse=True)
 
@@ -128,8 +129,8 @@ def test_stages_on_other_nodes_send_over_the_slower_link():
 
 
 def test_fsdp_hides_exchanges_behind_products_but_for_the_first():
-    shape = FFNShape("fsdp", 32, 4, ranks=4, batch=16, optimizer="sgd")
-    dense = step_time(FFNShape("dense", 32, 4, batch=4, optimizer="sgd"), toy())
+    shape = ffn("fsdp", 32, 4, ranks=4, batch=16, optimizer="sgd")
+    dense = step_time(ffn("dense", 32, 4, batch=4, optimizer="sgd"), toy())
     bare, hidden = step_time(shape, toy(overlap=0)), step_time(shape, toy(overlap=1))
     gather = Clock(toy()).collective("all_gather", 4, 4 * (32 * 32 + 32) / 4)
     assert bare.phases["forward"].exposed == pytest.approx(4 * gather)
@@ -152,4 +153,4 @@ def test_fsdp_hides_exchanges_behind_products_but_for_the_first():
 )
 def test_shapes_that_cannot_be_are_named(settings, message):
     with pytest.raises(ValueError, match=message):
-        FFNShape(**({"width": 64, "depth": 2} | settings))
+        FFNShape.of(**({"width": 64, "depth": 2} | settings))

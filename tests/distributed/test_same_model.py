@@ -11,7 +11,7 @@ from phantom_parallel import FFN, GPT, FFNConfig, GPTConfig
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.fully_sharded import reduce_gradients
 from phantom_parallel.distributed.pipeline import Pipeline, ends
-from phantom_parallel.families.ffn.train_config import FFNTrainConfig
+from phantom_parallel.families.ffn.config import FFNTrainConfig
 from phantom_parallel.nn.sharded import full_tensor
 from phantom_parallel.train.optimizer import PartsOptimizer
 
@@ -65,7 +65,7 @@ def found(family: str, strategy: str, **kwargs) -> tuple[list[float], float, set
     ranks, rank = mesh.size(), mesh.get_local_rank()
     micro_batches = kwargs.pop("micro_batches", ranks)
     model = model_of(family, strategy, mesh, **kwargs)
-    config = FFNTrainConfig(width=16, strategy=strategy, lr=LR, max_grad_norm=CLIP, batch=64, ranks=2)
+    config = FFNTrainConfig.of(width=16, strategy=strategy, lr=LR, max_grad_norm=CLIP, batch=64, ranks=2)
     optimizer = PartsOptimizer(model, config, ParallelContext(tp=mesh))
     run: Callable[[Tensor, Tensor, bool], Tensor]
     if strategy == "pipeline":

@@ -7,7 +7,7 @@ import pytest
 from phantom_parallel.cost.dryrun import profile
 from phantom_parallel.cost.hardware import load_profile
 from phantom_parallel.cost.planner import PlanRequest, plan, scaling
-from phantom_parallel.families.ffn.sizes import FFNSizes
+from phantom_parallel.cost.sizes import ModelSizes
 from phantom_parallel.report import plan_figures
 from tests.cost.test_communication import both
 from tests.families.gpt.test_cost import shape_of
@@ -23,7 +23,11 @@ def drawn(monkeypatch, tmp_path):
 
     def draw(**changes):
         request = PlanRequest(
-            model=FFNSizes(width=16384, depth=8), batch=256, devices=64, profile=load_profile("dgx-a100"), **changes
+            model=ModelSizes("ffn", {"width": 16384, "depth": 8}),
+            batch=256,
+            devices=64,
+            profile=load_profile("dgx-a100"),
+            **changes,
         )
         plan_figures.draw_scaling(request, scaling(request), tmp_path)
         plan_figures.draw_tradeoff(plan(request), tmp_path)

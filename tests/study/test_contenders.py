@@ -86,6 +86,6 @@ def test_every_layout_trains_the_same_model_on_the_same_batch():
     )
     ranks, copies = (settings.config(one) for one in settings.contenders)
     assert (ranks.ranks, ranks.dp, copies.ranks, copies.dp) == (8, 1, 1, 8)
-    assert ranks.ffn() == copies.ffn()  # 8 blocks, though copies have one rank each
+    assert ranks.model == copies.model  # 8 blocks, though copies have one rank each
     assert ranks.blocks == 8
     assert ranks.batch == copies.batch

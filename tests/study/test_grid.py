@@ -16,7 +16,6 @@ from phantom_parallel import GPT
 from phantom_parallel.cost.hardware import load_profile
 from phantom_parallel.cost.timing import step_time
 from phantom_parallel.distributed.hosts import why_unavailable
-from phantom_parallel.families.ffn.cost import FFNShape
 from phantom_parallel.families.ffn.task import FFNTask
 from phantom_parallel.study import results as results_module
 from phantom_parallel.study.analysis import mean, ratio
@@ -24,6 +23,7 @@ from phantom_parallel.study.grid import check_same_model, grid_on_rank, run_grid
 from phantom_parallel.study.results import CurvePoint, Results, Run
 from phantom_parallel.study.runner import RunOptions
 from phantom_parallel.study.settings import Settings, read_settings
+from tests.cost.shapes import ffn
 from tests.study.sample import make_results, make_run
 
 STRATEGIES = ("phantom", "tensor", "copies", "phantom-copies", "megatron")
@@ -186,7 +186,7 @@ def test_figures_are_those_of_the_runs(made):
     alone = made[0][0][2]
     phantom, tensor = cell_of(alone, "phantom"), cell_of(alone, "tensor")
     assert all(run.loss <= 0.6 < run.curve[-2].loss for run in phantom.runs if len(run.curve) > 1)
-    shape = FFNShape("phantom", 16, 2, 2, 16, 4, 2)
+    shape = ffn("phantom", 16, 2, ranks=2, batch=16, blocks=4, ghosts=2)
     assert phantom.parameters == shape.model_parameters
     assert phantom.bytes_per_step == 2 * shape.moved_bytes()
     steps = sum(run.steps for run in phantom.runs) / 2
@@ -379,7 +379,7 @@ def test_cells_are_trained_to_the_loss_of_a_reference(ranks, tmp_path):
     assert alone.runs[0].loss == pytest.approx(pair.runs[0].loss, rel=1e-4)
     assert [cell.reached for cell in results.cells] == [1, 1, 1]
     assert alone.bytes_per_step == 0
-    assert pair.bytes_per_step == 2 * FFNShape("phantom", 16, 2, 2, 16, 4, 2).moved_bytes()
+    assert pair.bytes_per_step == 2 * ffn("phantom", 16, 2, ranks=2, batch=16, blocks=4, ghosts=2).moved_bytes()
 
 
 def test_figures_at_the_loss_the_steps_and_the_energy_of_the_reference():
@@ -407,7 +407,7 @@ def test_timed_and_modelled_cells(ranks, tmp_path):
         joules = [run.joules / run.steps / 16 for run in cell.runs]
         assert mean(results, cell, "joules_per_sample").mean == pytest.approx(sum(joules) / 2)
     phantom, tensor = (cell for cell in results.cells if cell.hardware == "dgx-a100")
-    expected = step_time(FFNShape("tensor", 4096, 2, 16, 16), load_profile("dgx-a100"))
+    expected = step_time(ffn("tensor", 4096, 2, ranks=16, batch=16), load_profile("dgx-a100"))
     assert tensor.runs[0].step_seconds == expected.total
     assert tensor.runs[0].joules == expected.energy.joules
     assert tensor.runs[0].blocked_share == pytest.approx(expected.exposed / expected.total)
@@ -494,7 +494,7 @@ def test_transformers_are_compared_on_a_users_text(ranks, tmp_path):
     phantom, megatron = results.cells
     assert (phantom.reached, megatron.reached) == (1, 1)
     for contender, cell in zip(settings.contenders, results.cells, strict=True):
-        model = GPT(settings.config(contender).gpt(), device="meta")
+        model = GPT(settings.config(contender).model, device="meta")
         assert cell.parameters == sum(parameter.numel() for parameter in model.parameters())
         assert cell.inference[0].prompt == 8
     assert phantom.parameters < megatron.parameters

@@ -11,7 +11,7 @@ import torch
 from phantom_parallel.distributed.errors import Interrupted, LossDiverged
 from phantom_parallel.distributed.objects import RanksDisagree
 from phantom_parallel.distributed.signals import StopRequest
-from phantom_parallel.families.ffn.train_config import FFNTrainConfig
+from phantom_parallel.families.ffn.config import FFNTrainConfig
 from phantom_parallel.study import runner as runner_module
 from phantom_parallel.study.runner import NETWORKS, CellRunner, RunOptions, cell_runner, resolve_networks
 from phantom_parallel.study.settings import read_settings
@@ -20,7 +20,7 @@ from phantom_parallel.utils.files import write_json
 from phantom_parallel.utils.network import Network
 from phantom_parallel.utils.progress import ProgressDisplay
 
-CONFIG = FFNTrainConfig(width=16, depth=1, strategy="tensor", samples=64, batch=8, steps=20, lr=0.5, seed=7)
+CONFIG = FFNTrainConfig.of(width=16, depth=1, strategy="tensor", samples=64, batch=8, steps=20, lr=0.5, seed=7)
 RECORD = Record(
     step=10,
     loss=0.5,

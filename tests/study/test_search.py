@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from phantom_parallel.families.ffn.train_config import FFNTrainConfig
+from phantom_parallel.families.ffn.config import FFNTrainConfig
 from phantom_parallel.study.results import Run, Trial
 from phantom_parallel.study.search import mark_best, next_rate, search
 from phantom_parallel.study.settings import SearchSettings
 
-CONFIG = FFNTrainConfig(width=16, depth=1, strategy="tensor", samples=64, batch=8)
+CONFIG = FFNTrainConfig.of(width=16, depth=1, strategy="tensor", samples=64, batch=8)
 
 
 class KnownTrainings:

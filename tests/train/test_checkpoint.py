@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,14 +18,14 @@ from safetensors.torch import load_file, save_file
 from phantom_parallel.checkpoint import shards
 from phantom_parallel.checkpoint.shards import verify
 from phantom_parallel.distributed.context import ParallelContext
-from phantom_parallel.families.ffn.train_config import FFNTrainConfig
+from phantom_parallel.families.ffn.config import FFNTrainConfig
 from phantom_parallel.train import checkpoint, train
 from phantom_parallel.train.loop import Trainer
 from tests.pool import Pool, RankFailed
 
 CPU = torch.device("cpu")
 
-CONFIG = FFNTrainConfig(
+CONFIG = FFNTrainConfig.of(
     width=16, depth=1, blocks=4, ghosts=2, teacher_ghosts=2, batch=8, samples=64, steps=4, checkpoint_every=2
 )
 STATE = "state-00001-of-00001.safetensors"  # of one rank
@@ -84,16 +83,16 @@ def test_a_damaged_checkpoint_is_an_error_that_names_it(saved, damage, message):
 )
 def test_someone_elses_checkpoint_is_an_error_that_names_the_difference(saved, change, message):
     with pytest.raises(ValueError, match=message):
-        train(replace(CONFIG, **change), ParallelContext(), resume=saved)
+        train(CONFIG.updated(**change), ParallelContext(), resume=saved)
 
 
 def test_more_steps_and_other_intervals_may_be_resumed(saved):
-    changed = replace(CONFIG, steps=6, log_every=3, keep=1, eval_every=2)
+    changed = CONFIG.updated(steps=6, log_every=3, keep=1, eval_every=2)
     assert train(changed, ParallelContext(), resume=saved)[1].step == 6
 
 
 def test_a_write_that_fails_leaves_the_checkpoints_before_and_nothing_else(tmp_path, monkeypatch):
-    train(replace(CONFIG, steps=2), ParallelContext(), checkpoints=tmp_path)
+    train(CONFIG.updated(steps=2), ParallelContext(), checkpoints=tmp_path)
 
     def fail(*args, **kwargs):
         raise OSError("no space left on device")
@@ -115,7 +114,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint, "write", late)
     train(
-        replace(CONFIG, log_every=1),
+        CONFIG.updated(log_every=1),
         ParallelContext(),
         checkpoints=tmp_path / "late",
         report=lambda record: went_on.set() if record.step == 3 else None,
@@ -159,13 +158,13 @@ def saved_on(config: FFNTrainConfig, folder: str) -> None:
 @pytest.mark.parametrize(("written_on", "read_on"), [((2, 1), (4, 1)), ((4, 1), (1, 1)), ((2, 2), (2, 1))])
 def test_every_number_is_the_same_on_any_ranks(ranks, tmp_path, strategy, written_on, read_on):
     blocks = {} if strategy == "phantom" else {"blocks": None, "ghosts": None}
-    config = replace(CONFIG, depth=2, strategy=strategy, **blocks)
-    written = replace(config, ranks=written_on[0], dp=written_on[1])
+    config = CONFIG.updated(depth=2, strategy=strategy, **blocks)
+    written = config.updated(ranks=written_on[0], dp=written_on[1])
     ranks(written_on[0] * written_on[1])(saved_on, written, str(tmp_path))
     path = tmp_path / "step-000002"
     files = [load_file(file) for file in path.glob("*.safetensors")]  # by safetensors itself
     sizes = {name: sum(f[name].numel() for f in files if name in f) for f in files for name in f}
-    read = replace(config, ranks=read_on[0], dp=read_on[1])
+    read = config.updated(ranks=read_on[0], dp=read_on[1])
     everywhere = ranks(read_on[0] * read_on[1])(state_of, read, str(path))
     expected = ranks(written_on[0] * written_on[1])(state_of, written, str(path))[0]
     for found in everywhere:
@@ -179,7 +178,7 @@ def test_every_number_is_the_same_on_any_ranks(ranks, tmp_path, strategy, writte
 
 def fails_on_rank_1(folder: str) -> tuple[str, int]:
     """The second checkpoint cannot be written by rank 1; what is raised, and the steps that this rank has made."""
-    config = replace(CONFIG, ranks=2, steps=300, checkpoint_every=100, log_every=1000, eval_every=1000)
+    config = CONFIG.updated(ranks=2, steps=300, checkpoint_every=100, log_every=1000, eval_every=1000)
     original, step, calls, steps = shards.write_file, Trainer._step, [], []
 
     def full(path, *args):
@@ -213,7 +212,7 @@ def test_a_full_disk_on_one_rank_ends_all_before_the_next_step_and_names_the_las
     assert [path.name for path in tmp_path.iterdir()] == ["step-000100"]
 
 
-LONG = replace(CONFIG, width=256, steps=100_000, checkpoint_every=1, log_every=1, eval_every=100_000, keep=2)
+LONG = CONFIG.updated(width=256, steps=100_000, checkpoint_every=1, log_every=1, eval_every=100_000, keep=2)
 
 
 def train_on(config: FFNTrainConfig, folder: str) -> None:
@@ -227,7 +226,7 @@ def train_on(config: FFNTrainConfig, folder: str) -> None:
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_kill_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path, count):
     """Ranks that do little else than save are killed at random moments, then resumed, again and again."""
-    config, moments = replace(LONG, ranks=count), random.Random(count)
+    config, moments = LONG.updated(ranks=count), random.Random(count)
     reached = 0
     for _ in range(4):
         pool = Pool(count)
@@ -246,7 +245,7 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path, count):
         found = checkpoint.found_in(tmp_path)
         assert 1 <= len(found) <= 3  # one may be about to be dropped
         for path in found:
-            Trainer(replace(config, ranks=1), ParallelContext(), None).resume(path)  # every byte is checked
+            Trainer(config.updated(ranks=1), ParallelContext(), None).resume(path)  # every byte is checked
         assert int(found[-1].name[5:]) > reached
         reached = int(found[-1].name[5:])
 
@@ -256,4 +255,4 @@ def test_a_resumed_training_that_had_ended_returns_as_it_ended(tmp_path):
     again, same = train(CONFIG, ParallelContext(), resume=tmp_path / "step-000004")
     assert same == summary
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
-    assert train(replace(CONFIG, steps=6), ParallelContext(), resume=tmp_path / "step-000004")[1].step == 6
+    assert train(CONFIG.updated(steps=6), ParallelContext(), resume=tmp_path / "step-000004")[1].step == 6

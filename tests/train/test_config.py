@@ -2,7 +2,7 @@
 
 import pytest
 
-from phantom_parallel.families.ffn.train_config import FFNTrainConfig
+from phantom_parallel.families.ffn.config import FFNTrainConfig
 
 PHANTOM = {"width": 16, "depth": 2, "blocks": 4, "ghosts": 2, "teacher_ghosts": 2}
 
@@ -26,26 +26,26 @@ PHANTOM = {"width": 16, "depth": 2, "blocks": 4, "ghosts": 2, "teacher_ghosts": 
         ({"lr": float("nan")}, "lr must be a number above 0, got nan"),
         ({"max_grad_norm": -1.0}, "max_grad_norm must be a number above 0"),
         ({"target_loss": 0.0}, "target_loss must be a number above 0"),
-        ({"weight_decay": -0.1}, "weight_decay must be a number 0 or more"),
+        ({"weight_decay": -0.1}, "weight_decay must be a number of 0 or more"),
         ({"schedule": "steps"}, "schedule must be one of constant, linear, cosine"),
         ({"optimizer": "lion"}, "optimizer must be one of sgd, adamw"),
         ({"momentum": 0.9}, "momentum belongs to the optimizer sgd"),
-        ({"optimizer": "sgd", "momentum": 1.0}, "momentum must be below 1"),
+        ({"optimizer": "sgd", "momentum": 1.0}, "momentum must be a number from 0 to below 1"),
         ({"dtype": "fp8"}, "dtype must be one of fp32, bf16"),
         ({"wire": "fp8"}, "wire must be one of full, bf16, int8, got 'fp8'"),
         ({"warmup": 1000}, "must be below steps=1000"),
-        ({"seed": -1}, "seed must be an integer of 0 or more"),
+        ({"seed": -1}, "seed must be a whole number of 0 or more"),
         ({"teacher_blocks": 5}, "the planted teacher .*blocks=5 does not divide"),
     ],
 )
 def test_what_does_not_fit_is_an_error_that_says_what_would(change, message):
     with pytest.raises(ValueError, match=message):
-        FFNTrainConfig(**PHANTOM | change)
+        FFNTrainConfig.of(**PHANTOM | change)
 
 
 def test_the_learning_rate_rises_over_the_warm_up_and_falls_to_zero():
     for schedule, middle in (("constant", 1.0), ("linear", 0.5), ("cosine", 0.5)):
-        config = FFNTrainConfig(**PHANTOM, steps=104, warmup=4, schedule=schedule)
+        config = FFNTrainConfig.of(**PHANTOM, steps=104, warmup=4, schedule=schedule)
         assert [config.lr_factor(step) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
         assert config.lr_factor(54) == pytest.approx(middle)
         assert config.lr_factor(104) == pytest.approx(1.0 if schedule == "constant" else 0.0)

@@ -15,12 +15,12 @@ import torch
 from phantom_parallel import FFN
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.errors import LossDiverged
+from phantom_parallel.families.ffn.config import FFNTrainConfig
 from phantom_parallel.families.ffn.data import Batches, open_data
-from phantom_parallel.families.ffn.train_config import FFNTrainConfig
 from phantom_parallel.train import loop, train
 
 CPU = torch.device("cpu")
-PHANTOM = FFNTrainConfig(
+PHANTOM = FFNTrainConfig.of(
     width=16,
     depth=2,
     blocks=4,
@@ -35,7 +35,7 @@ PHANTOM = FFNTrainConfig(
     checkpoint_every=6,
 )
 OTHERS = {
-    strategy: replace(PHANTOM, strategy=strategy, blocks=None, ghosts=None)
+    strategy: PHANTOM.updated(strategy=strategy, blocks=None, ghosts=None)
     for strategy in ("tensor", "megatron", "dense")
 }
 
@@ -58,7 +58,7 @@ def curve(reported: dict[int, tuple]) -> list[float]:
 
 
 def test_the_loss_goes_down_and_the_held_out_loss_with_it():
-    reported = losses(replace(PHANTOM, steps=60))
+    reported = losses(PHANTOM.updated(steps=60))
     assert reported[60][0] < 0.5 * reported[1][0]
     assert reported[60][1] < 0.6 * reported[4][1]
     assert reported[1][1] is None
@@ -88,7 +88,7 @@ def test_losses_are_the_same_on_any_ranks_and_copies(ranks, strategy, variant):
     config = replace(OTHERS.get(strategy, PHANTOM), **VARIANTS[variant])
     expected = losses(config)
     for count, copies in ((2, 1), (4, 1), (2, 2)):
-        found = ranks(count * copies)(losses, replace(config, ranks=count, dp=copies))[0]
+        found = ranks(count * copies)(losses, config.updated(ranks=count, dp=copies))[0]
         assert curve(found) == pytest.approx(curve(expected), rel=1e-4)
         assert found[12][1] == pytest.approx(expected[12][1], rel=1e-4)
 
@@ -97,7 +97,7 @@ def test_losses_are_those_of_a_plain_loop_in_torch():
     config = replace(OTHERS["dense"], max_grad_norm=0.5, warmup=3, schedule="cosine", weight_decay=0.1)
     data = open_data(config)
     torch.manual_seed(config.seed)
-    layers = [layer.to_dense() for layer in FFN(config.ffn()).layers]
+    layers = [layer.to_dense() for layer in FFN(config.model).layers]
     plain = torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[1])
     optimizer = torch.optim.AdamW(plain.parameters(), lr=config.lr, weight_decay=config.weight_decay)
     batches = Batches(data.training_rows, config.batch, config.seed)
@@ -136,8 +136,8 @@ def test_fsdp_and_pipelines_learn_as_the_dense_model_and_resume_on_other_ranks(r
     rest = {step: loss for step, loss in found.items() if step > 6}
     resume = str(tmp_path / "step-000006")
     assert ranks(4)(losses, config, None, resume)[0] == rest
-    continued = [ranks(2)(losses, replace(config, dp=1, **elsewhere), None, resume)[0]]
-    continued.append(losses(replace(config, ranks=1, dp=1), None, resume))
+    continued = [ranks(2)(losses, config.updated(dp=1, **elsewhere), None, resume)[0]]
+    continued.append(losses(config.updated(ranks=1, dp=1), None, resume))
     for other in (found, *continued):
         steps = list(other)
         assert curve(other) == pytest.approx([expected[step][0] for step in steps], rel=1e-4)
@@ -145,24 +145,24 @@ def test_fsdp_and_pipelines_learn_as_the_dense_model_and_resume_on_other_ranks(r
 
 
 def test_multipliers_of_the_learning_rate_matter():
-    assert curve(losses(replace(PHANTOM, lr_compress=0.0))) != curve(losses(PHANTOM))
+    assert curve(losses(PHANTOM.updated(lr_compress=0.0))) != curve(losses(PHANTOM))
 
 
 def test_mixed_precision_is_close_to_full_and_not_the_same():
-    full, mixed = curve(losses(PHANTOM)), curve(losses(replace(PHANTOM, dtype="bf16")))
+    full, mixed = curve(losses(PHANTOM)), curve(losses(PHANTOM.updated(dtype="bf16")))
     assert mixed == pytest.approx(full, rel=0.05)
     assert mixed != full
 
 
 def test_a_compiled_model_learns_the_same(monkeypatch):
-    expected, seen = curve(losses(replace(PHANTOM, steps=3))), []
+    expected, seen = curve(losses(PHANTOM.updated(steps=3))), []
 
     def backend(graph, inputs):  # traces as the usual one does, and spares the test a C++ compiler
         seen.append(graph)
         return graph
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    assert curve(losses(replace(PHANTOM, compile=True, steps=3))) == pytest.approx(expected, rel=1e-4)
+    assert curve(losses(PHANTOM.updated(compile=True, steps=3))) == pytest.approx(expected, rel=1e-4)
     assert seen
 
 
@@ -190,9 +190,9 @@ def test_compiled_fsdp_and_pipelines_learn_the_same(ranks):
 
 def test_the_target_ends_it():
     reported = losses(PHANTOM)
-    _, summary = train(replace(PHANTOM, target_loss=reported[8][1]), ParallelContext())
+    _, summary = train(PHANTOM.updated(target_loss=reported[8][1]), ParallelContext())
     assert (summary.status, summary.step, summary.eval_loss) == ("target", 8, reported[8][1])
-    assert train(replace(PHANTOM, target_loss=1e-9), ParallelContext())[1].status == "steps"
+    assert train(PHANTOM.updated(target_loss=1e-9), ParallelContext())[1].status == "steps"
 
 
 @pytest.mark.sampled(3)
@@ -200,28 +200,28 @@ def test_the_target_ends_it():
 @pytest.mark.parametrize("strategy", ["phantom", "tensor", "megatron"])
 def test_resumed_is_uninterrupted_to_the_bit_and_to_rounding_elsewhere(ranks, tmp_path, strategy, optimizer):
     config = replace(OTHERS.get(strategy, PHANTOM), ranks=2, optimizer=optimizer, schedule="cosine")
-    config = replace(config, momentum=0.9 if optimizer == "sgd" else 0.0)
+    config = config.updated(momentum=0.9 if optimizer == "sgd" else 0.0)
     expected = ranks(2)(losses, config, str(tmp_path))[0]
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-000006", "step-000012"]
     rest = {step: found for step, found in expected.items() if step > 6}
     resume = str(tmp_path / "step-000006")
     assert ranks(2)(losses, config, None, resume)[0] == rest
     for count, copies in ((4, 1), (1, 2)):
-        found = ranks(count * copies)(losses, replace(config, ranks=count, dp=copies), None, resume)[0]
+        found = ranks(count * copies)(losses, config.updated(ranks=count, dp=copies), None, resume)[0]
         assert curve(found) == pytest.approx(curve(rest), rel=1e-4)
-    assert curve(losses(replace(config, ranks=1), None, resume)) == pytest.approx(curve(rest), rel=1e-4)
+    assert curve(losses(config.updated(ranks=1), None, resume)) == pytest.approx(curve(rest), rel=1e-4)
 
 
 def test_only_the_last_checkpoints_are_kept(tmp_path):
     (tmp_path / "step-notes").mkdir()
-    losses(replace(PHANTOM, checkpoint_every=2, keep=3), str(tmp_path))
+    losses(PHANTOM.updated(checkpoint_every=2, keep=3), str(tmp_path))
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["step-000008", "step-000010", "step-000012", "step-notes"]
 
 
 def diverged(resume: str, ranks: int) -> str:
     """What is said when a training goes on at an absurd learning rate."""
-    config = replace(PHANTOM, lr=1e30, steps=40, ranks=ranks)
+    config = PHANTOM.updated(lr=1e30, steps=40, ranks=ranks)
     path = Path(resume)
     with pytest.raises(LossDiverged) as caught:
         train(config, ParallelContext.create(config.ranks, config.dp, CPU), checkpoints=path.parent, resume=path)
@@ -230,7 +230,7 @@ def diverged(resume: str, ranks: int) -> str:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_loss_that_diverges_stops_and_names_the_last_good_checkpoint(ranks, tmp_path, count):
-    losses(replace(PHANTOM, steps=6), str(tmp_path))
+    losses(PHANTOM.updated(steps=6), str(tmp_path))
     about = tmp_path / "step-000006" / "checkpoint.json"
     about.write_text(about.read_text().replace('"lr": 0.02', '"lr": 1e+30'))
     messages = ranks(count)(diverged, str(about.parent), count)
@@ -265,10 +265,10 @@ def spoilt(config: FFNTrainConfig, folder: str) -> str:
 )
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_data_that_are_not_finite_are_named_and_not_taken_for_divergence(ranks, tmp_path, where, change, value):
-    config = replace(PHANTOM, samples=128, steps=24, eval_every=24, checkpoint_every=3, **where, **change)
+    config = PHANTOM.updated(samples=128, steps=24, eval_every=24, checkpoint_every=3, **where, **change)
     rows = Batches(112, config.batch, config.seed)
     row = int(rows.rows_of(4)[-1])  # of the fifth step, in the last copy's part
-    config = replace(config, data=data_with(tmp_path / "data", row, 9, value))
+    config = config.updated(data=data_with(tmp_path / "data", row, 9, value))
     messages = ranks(config.ranks * config.dp)(spoilt, config, str(tmp_path / "checkpoints"))
     assert len(set(messages)) == 1
     assert f"data: row {row} of x, counted from 0, is not finite in float32" in messages[0]
@@ -276,14 +276,14 @@ def test_data_that_are_not_finite_are_named_and_not_taken_for_divergence(ranks, 
 
 
 def test_a_held_out_row_that_is_not_finite_stops_the_training_before_its_first_step(tmp_path):
-    config = replace(PHANTOM, data=data_with(tmp_path / "data", 120, 9, np.nan))
+    config = PHANTOM.updated(data=data_with(tmp_path / "data", 120, 9, np.nan))
     with pytest.raises(ValueError, match=r"row 120 of x \(held out\)"):
         train(config, ParallelContext(), report=lambda _: pytest.fail("a step was trained"))
 
 
 def interrupted(folder: str, ranks: int) -> tuple:
     """The last rank alone gets a signal in its fifth step, far from any boundary, and all leave together."""
-    config = replace(PHANTOM, ranks=ranks, checkpoint_every=100, log_every=100, eval_every=100)
+    config = PHANTOM.updated(ranks=ranks, checkpoint_every=100, log_every=100, eval_every=100)
     step = loop.Trainer._step
 
     def signalled(trainer, index):
@@ -304,7 +304,7 @@ def interrupted(folder: str, ranks: int) -> tuple:
 def test_a_signal_to_one_rank_saves_and_ends_all_after_the_step(ranks, tmp_path, count):
     assert ranks(count)(interrupted, str(tmp_path), count) == [("interrupted", 5)] * count
     assert (tmp_path / "step-000005" / f"state-{count:05d}-of-{count:05d}.safetensors").exists()
-    assert 12 in losses(replace(PHANTOM, log_every=2, eval_every=100), None, str(tmp_path / "step-000005"))
+    assert 12 in losses(PHANTOM.updated(log_every=2, eval_every=100), None, str(tmp_path / "step-000005"))
 
 
 def test_ranks_agree_on_a_boundary_twice_a_second_and_not_at_every_step(monkeypatch):

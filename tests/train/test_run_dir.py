@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from phantom_parallel.distributed.objects import RanksDisagree
-from phantom_parallel.families.ffn.train_config import FFNTrainConfig
+from phantom_parallel.families.ffn.config import FFNTrainConfig
 from phantom_parallel.train import Record, run
 from phantom_parallel.train import run_dir as output
 
-CONFIG = FFNTrainConfig(
+CONFIG = FFNTrainConfig.of(
     width=16, depth=1, blocks=4, ghosts=2, teacher_ghosts=2, batch=8, samples=64, steps=4, checkpoint_every=2
 )
 
@@ -38,7 +37,7 @@ def test_lines_after_the_checkpoint_are_logged_again_and_not_twice(tmp_path):
     run(CONFIG, tmp_path)
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 9, "loss": 1.0}\n{"step": 10, "lo')  # a crash: later than the checkpoint, and cut short
-    run(FFNTrainConfig(**CONFIG.to_dict() | {"steps": 6}), tmp_path, resume=True)
+    run(CONFIG.updated(steps=6), tmp_path, resume=True)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 4, 6]
     assert json.loads((tmp_path / "summary.json").read_text())["step"] == 6
@@ -56,7 +55,7 @@ def test_tensorboards_own_reader_finds_what_was_logged(tmp_path):
     assert [(event.step, event.value) for event in read.Scalars("eval_loss")] == [(10, 0.75)]
 
 
-MORE = replace(CONFIG, steps=6)
+MORE = CONFIG.updated(steps=6)
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
@@ -80,7 +79,7 @@ def killed(monkeypatch, module, name: str, config: FFNTrainConfig, out: Path, *,
 
 @pytest.mark.parametrize("target", [None, 1e6], ids=["steps", "target"])
 def test_a_run_killed_before_its_model_was_written_is_finished_by_resume(tmp_path, monkeypatch, target):
-    config = replace(CONFIG, target_loss=target, eval_every=2)
+    config = CONFIG.updated(target_loss=target, eval_every=2)
     expected = run(config, tmp_path / "whole")
     killed(monkeypatch, RUN, "save_model", config, tmp_path / "run")
     assert not (tmp_path / "run" / "model").exists()
@@ -118,7 +117,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again_with_resume(tmp_p
     with pytest.raises(FileExistsError, match="is not an empty folder: add --resume"):
         run(CONFIG, tmp_path / "run")
     with pytest.raises(ValueError, match=r"was trained with lr=0.001, not 0.5"):
-        run(replace(CONFIG, lr=0.5), tmp_path / "run", resume=True)
+        run(CONFIG.updated(lr=0.5), tmp_path / "run", resume=True)
     assert run(CONFIG, tmp_path / "run", resume=True).step == 4
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 4]
@@ -142,7 +141,7 @@ def test_a_model_whose_checkpoints_are_gone_is_not_replaced_by_a_training_from_s
     before = {path: path.read_bytes() for path in [tmp_path / "metrics.jsonl", *(tmp_path / "model").iterdir()]}
     shutil.rmtree(tmp_path / "checkpoints")
     with pytest.raises(ValueError, match=r"has no checkpoint to resume from: restore the checkpoints, or train into"):
-        run(replace(CONFIG, steps=6), tmp_path, resume=True)
+        run(CONFIG.updated(steps=6), tmp_path, resume=True)
     assert {path: path.read_bytes() for path in before} == before
 
 
@@ -191,7 +190,7 @@ def test_files_that_hold_no_settings_are_an_error_that_names_the_file(tmp_path, 
 
 @pytest.mark.parametrize(("name", "value"), [("steps", "many"), ("lr", 10**400), ("bias", 1), ("width", -1)])
 def test_settings_of_a_wrong_type_or_value_are_an_error_that_names_file_and_field(tmp_path, name, value):
-    (tmp_path / "config.json").write_text(json.dumps({"family": "ffn"} | FFNTrainConfig().to_dict() | {name: value}))
+    (tmp_path / "config.json").write_text(json.dumps({"family": "ffn"} | FFNTrainConfig.of().to_dict() | {name: value}))
     with pytest.raises(ValueError, match=rf"config\.json is not readable as the settings of a training: {name}"):
         output.read_config(tmp_path)
 
@@ -199,7 +198,7 @@ def test_settings_of_a_wrong_type_or_value_are_an_error_that_names_file_and_fiel
 def disagreeing(folder: str) -> str:
     """Ranks of an external launch whose command lines differ."""
     rank = torch.distributed.get_rank()
-    config = replace(CONFIG, ranks=2, steps=4 + rank)
+    config = CONFIG.updated(ranks=2, steps=4 + rank)
     with pytest.raises(RanksDisagree) as raised:
         sys.modules[run.__module__]._work(torch.device("cpu"), config, Path(folder) / "run", None, True, False, False)
     return str(raised.value)

@@ -185,7 +185,7 @@ class StoredModel:
 
     def build(self, **kwargs: Any) -> nn.Module:
         """The model on a mesh, a device and in a dtype, without its values."""
-        model: nn.Module = get_family(self.config.family).model()(self.config, **kwargs)
+        model: nn.Module = get_family(self.config.family).model(self.config, **kwargs)
         return model
 
     def load(self, name: str) -> Tensor:
@@ -364,7 +364,7 @@ def _config(about: dict[str, Any], path: Path, strategy: str | None = None) -> A
             f"{path} describes a module that belongs to no model family ({', '.join(family_names())}): "
             "build the module and pass it as into"
         )
-    kind = get_family(name).model_config()
+    kind = get_family(name).config
     if not isinstance(settings, dict):
         raise ValueError(f"{path}: expected the settings of a model, got {settings!r}")
     check_keys(settings, [field.name for field in fields(kind)], str(path))

@@ -120,9 +120,9 @@ class DryRunOptions(ModelOptions, WireOption, JsonOption):
 def options_for(family: str | None, arguments: list[str]) -> tuple[type[DryRunOptions], dict[str, Any]]:
     """The options for models of a family."""
     chosen = get_family(family or DEFAULT_FAMILY)
-    strategies, modes = chosen.strategies, chosen.sizes().modes
+    strategies, modes = chosen.strategies, chosen.shape.modes
     choices = {"strategy": (Literal[strategies], strategies[0]), "mode": (Literal[modes], modes[0])}
-    return with_sizes(DryRunOptions, chosen.name, "dryrun", **choices), chosen.sizes().example
+    return with_sizes(DryRunOptions, chosen.name, "dryrun", **choices), chosen.shape.example
 
 
 def _write(profiles: Mapping[str, Sequence[Messages]], title: str, folder: Path) -> list[Path]:

@@ -31,5 +31,5 @@ class Options:
 
     def run(self) -> None:
         family = get_family(family_of(check_folder(self.model)))
-        written = family.export_model(self.model, self.out, dtype=self.dtype, overwrite=self.overwrite)
+        written = family.require("export_model")(self.model, self.out, dtype=self.dtype, overwrite=self.overwrite)
         print(printable(f"{self.out}: {written}"))

@@ -52,7 +52,7 @@ class Options(RanksOption, WireOption, LaunchOptions, ProfileOption, JsonOption,
     def run(self) -> None:
         config = self.config()
         family = get_family(family_of(check_folder(config.model)))
-        generate, converse = family.text_generation()
+        generate, converse = family.require("text_generation")
         if self.chat and not self.prompt and self.prompt_file is None:
             if config.measure or self.json or config.batch > 1:
                 raise ValueError("--measure, --against, --batch and --json need a prompt: give --prompt")

@@ -1,16 +1,15 @@
 """``phantom model heal``: a converted model learns from the dense model that it was made from."""
 
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Any
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from phantom_parallel.checkpoint.model import CONFIG
 from phantom_parallel.cli.options import folder_of, ranks_of_launcher, value_of
-from phantom_parallel.cli.train import TrainOptions
+from phantom_parallel.cli.train import TrainOptions, train_options
 from phantom_parallel.conversion.run import heal_config
 from phantom_parallel.energy.results import format_share
 from phantom_parallel.families.registry import get_family
@@ -20,7 +19,7 @@ from phantom_parallel.utils.network import Network
 
 DEFAULT_FAMILY = "gpt"  # whose options the help shows
 # Settings that the model determines, or that healing does not support.
-_HIDDEN = ("strategy", "blocks", "ghosts", "micro_batches", "reshard_after_forward", "compile", "momentum", "optimizer")
+_HIDDEN = ("micro_batches", "reshard_after_forward", "compile", "momentum", "optimizer")
 _HELP = """Heal a converted model: train it with the dense model that it was made from as its teacher.
 
 At first each layer learns by itself: on the converted model's stream, it is to give the teacher's stream after the
@@ -47,22 +46,8 @@ def options_for(family: str | None, arguments: list[str]) -> tuple[type[Any], di
     if family is None and model is not None and (Path(model) / CONFIG).is_file():
         config_class = heal_config(Path(model))
     else:
-        config_class = get_family(family or DEFAULT_FAMILY).heal_config()
-    hints = get_type_hints(config_class, include_extras=True)
-    known = {one.name: one.default for one in fields(config_class)}
-    hidden = [
-        (name, Annotated[hints[name], tyro.conf.Suppress], field(default=known[name], kw_only=True)) for name in _HIDDEN
-    ]
-    space = {
-        "__doc__": _HELP,
-        "__module__": __name__,
-        "config_class": config_class,
-        "__post_init__": TrainOptions.__post_init__,
-    }
-    options: type[Any] = make_dataclass(
-        "Options", hidden, bases=(config_class, HealOptions), namespace=space, frozen=True, kw_only=True
-    )
-    return options, {name: value for name, value in defaults.items() if name not in _HIDDEN}
+        config_class = get_family(family or DEFAULT_FAMILY).require("heal_config")
+    return train_options(HealOptions, config_class, _HELP, hidden=_HIDDEN), defaults
 
 
 def _show(summary: Summary, config: TrainConfig, out: Path) -> None:

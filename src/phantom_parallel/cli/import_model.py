@@ -36,7 +36,7 @@ class Options(JsonOption):
 
     def run(self) -> None:
         family = next(get_family(name) for name in family_names() if get_family(name).imports)
-        config = family.import_model(
+        config = family.require("import_model")(
             self.source, self.out, dtype=self.dtype, context=self.context, overwrite=self.overwrite
         )
         if self.json:

@@ -3,7 +3,7 @@
 import csv
 import io
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -144,7 +144,7 @@ def as_data(answer: Plan, curves: dict[str, list[Candidate]]) -> dict[str, Any]:
     return {
         "request": {
             "family": request.model.family,
-            **asdict(request.model),  # type: ignore[call-overload]
+            **request.model.settings,
             "batch": request.batch,
             "devices": request.devices,
             "hardware": request.profile.name,

@@ -102,11 +102,9 @@ def with_settings(base: type[SettingOptions], file: str, family: str | None) -> 
     options: dict[str, tuple[Any, Any]] = {}
     origin = f", of the {base.folder.removesuffix('s').replace('studie', 'study')} {settings.name}"
 
-    def add(name: str, owner: type, field_name: str, default: Any, origin: str = origin) -> None:
-        kind = get_type_hints(owner, include_extras=True)[field_name]
+    def add(name: str, kind: Any, text: str, default: Any, origin: str = origin) -> None:
         if name in varied:
             kind, default, origin = tuple[type(varied[name][0]), ...], varied[name], f"{origin}"  # type: ignore[misc]
-        text = field_docs(owner)[field_name]
 
         def hint(shown: str) -> str:
             return (
@@ -119,15 +117,16 @@ def with_settings(base: type[SettingOptions], file: str, family: str | None) -> 
     for field in fields(Settings):
         owner = NetworkOptions if field.name in field_docs(NetworkOptions) else Settings
         if field.name in field_docs(owner) and field.name != "family" and not (named and field.name == "strategies"):
-            add(field.name, owner, field.name, getattr(settings, field.name))
+            add(field.name, _kind(owner, field.name), field_docs(owner)[field.name], getattr(settings, field.name))
     for field in fields(SearchSettings):
         name = field.name if field.name == "learning_rates" else f"{SEARCH_PREFIX}{field.name}"
-        add(name, SearchSettings, field.name, getattr(settings.search, field.name))
-    config, given = get_family(settings.family).train_config(), settings.training
-    known = {field.name: field.default for field in fields(config) if field.default is not MISSING}
+        text = field_docs(SearchSettings)[field.name]
+        add(name, _kind(SearchSettings, field.name), text, getattr(settings.search, field.name))
+    known, given = get_family(settings.family).train_config.settings(), settings.training
     for name in training_fields(settings.family):
+        kind, default, text = known[name]
         in_file = name in given or name in varied
-        add(name, config, name, given.get(name, known.get(name)), origin if in_file else "")
+        add(name, kind, text, given.get(name, None if default is MISSING else default), origin if in_file else "")
     defaults = {name: default for name, (_, default) in options.items()}
     return make_dataclass(
         base.__name__,
@@ -137,3 +136,8 @@ def with_settings(base: type[SettingOptions], file: str, family: str | None) -> 
         frozen=True,
         kw_only=True,
     )
+
+
+def _kind(owner: type, name: str) -> Any:
+    """The annotated type of a field."""
+    return get_type_hints(owner, include_extras=True)[name]

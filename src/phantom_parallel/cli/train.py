@@ -1,12 +1,14 @@
 """``phantom train``: train a model on local ranks or a cluster's, with checkpoints to resume from."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from rich.console import Console
 from rich.table import Table
 
+from phantom_parallel.cli.models import option_fields
 from phantom_parallel.cli.options import Flag, JsonOption, LaunchOptions, folder_of, ranks_of_launcher
 from phantom_parallel.distributed.launchers import is_rank_zero
 from phantom_parallel.energy.results import format_share
@@ -30,17 +32,15 @@ class TrainOptions(LaunchOptions, JsonOption):
     """Options of every training; the others are the fields of its config."""
 
     config_class: ClassVar[type[TrainConfig]]
+    settings: ClassVar[tuple[str, ...]]  # names of the options that are settings of the training
 
     out: Path
     """Folder for the settings, metrics.jsonl, checkpoints and the model; new or empty unless --resume."""
     resume: Flag = False
     """Continue from the latest checkpoint in --out. Ranks, dp, steps and intervals may differ, the rest must agree."""
 
-    def __post_init__(self) -> None:
-        pass  # `config` checks the fields; until then a default may stand for one that is left out
-
     def config(self) -> TrainConfig:
-        return self.config_class(**{field.name: getattr(self, field.name) for field in fields(self.config_class)})
+        return self.config_class.from_dict({name: getattr(self, name) for name in self.settings})
 
     def run(self) -> None:
         config = self.config()
@@ -65,16 +65,18 @@ def options_for(family: str | None, arguments: list[str]) -> tuple[type[Any], di
         family, defaults = read_config(out, family)
     defaults = {**defaults, **ranks_of_launcher(arguments, defaults.get("dp", 1))}
     family = family or DEFAULT_FAMILY
-    config_class = get_family(family).train_config()
     others = ", ".join(f"phantom train {name} --help" for name in family_names() if name != family)
-    space = {
-        "__doc__": _HELP.format(title=get_family(family).title, others=others),
-        "__module__": __name__,
-        "config_class": config_class,
-        "__post_init__": TrainOptions.__post_init__,
-    }
-    options: type[Any] = dataclass(frozen=True, kw_only=True)(type("Options", (config_class, TrainOptions), space))
-    return options, defaults
+    text = _HELP.format(title=get_family(family).title, others=others)
+    return train_options(TrainOptions, get_family(family).train_config, text), defaults
+
+
+def train_options(
+    base: type[TrainOptions], config_class: type[TrainConfig], text: str, hidden: Sequence[str] = ()
+) -> type[Any]:
+    """The options of ``base`` with the settings of a training, but the ``hidden`` ones, and ``text`` as the help."""
+    settings = {name: setting for name, setting in config_class.settings().items() if name not in hidden}
+    space = {"__doc__": text, "__module__": __name__, "config_class": config_class, "settings": tuple(settings)}
+    return make_dataclass("Options", option_fields(settings), bases=(base,), namespace=space, frozen=True, kw_only=True)
 
 
 def _show(summary: Summary, config: TrainConfig, out: Path, network: Network | None) -> None:

@@ -120,7 +120,7 @@ def convert_folder(config: ConvertConfig, *, show: bool = False) -> ConvertResul
     """
     settings = read_config(check_folder(config.model))
     family = get_family(family_of(config.model))
-    converter = family.converter()
+    converter: Converter = family.require("converter")()
     if (config.ghosts is None or config.curve) and not converter.own_ghosts:
         raise ValueError(f"all layers of the family {family.name} have the same ghosts: give ghosts, not a budget")
     check_replaceable(config.out, config.overwrite, CONFIG, config.model)
@@ -272,7 +272,8 @@ def heal(
 
 def heal_config(model: Path) -> type[TrainConfig]:
     """Class of the settings that heal the model in a folder."""
-    return get_family(family_of(check_folder(model))).heal_config()
+    config: type[TrainConfig] = get_family(family_of(check_folder(model))).require("heal_config")
+    return config
 
 
 __all__ = ["REPORT", "ConvertConfig", "ConvertResult", "Point", "convert_folder", "heal", "heal_config"]

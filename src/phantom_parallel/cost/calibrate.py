@@ -366,7 +366,8 @@ def validate(
 
 
 def _sizes(shape: Shape) -> dict[str, Any]:
-    return {name: getattr(shape, name) for name in ("ranks", *shape.listed, "blocks", "ghosts")}
+    settings = shape.to_dict()
+    return {name: settings[name] for name in ("ranks", *shape.listed, "blocks", "ghosts")}
 
 
 def _run_all(
@@ -375,7 +376,8 @@ def _run_all(
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))
     measured = []
     for index, shapes in enumerate(models):
-        sizes = ", ".join(f"{name} {getattr(shapes['phantom'], name)}" for name in shapes["phantom"].listed)
+        settings = shapes["phantom"].to_dict()
+        sizes = ", ".join(f"{name} {settings[name]}" for name in shapes["phantom"].listed)
         report(f"model {index + 1} of {len(models)}: {sizes}")
         torch.manual_seed(0)
         steps = {strategy: timed_step(shape, mesh) for strategy, shape in shapes.items()}

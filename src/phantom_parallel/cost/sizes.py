@@ -1,7 +1,8 @@
 """The sizes of a model that is planned or dry-run, and how it is laid out over devices."""
 
-from abc import ABC, abstractmethod
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from phantom_parallel.cost.terms import Optimizer, Shape
 from phantom_parallel.families.registry import get_family
@@ -47,16 +48,29 @@ class Layout(NamedTuple):
         return f"{self.strategy} on {self.ranks} ranks{more}" + (f", dp {self.dp}" if self.dp > 1 else "")
 
 
-class ModelSizes(ABC):
-    """The sizes of a model of one family, apart from its layout.
+@dataclass(frozen=True)
+class ModelSizes:
+    """The sizes of a model that is planned or dry-run, apart from its layout.
 
-    A subclass is a frozen dataclass whose fields are the options of ``phantom plan`` and ``phantom dryrun``, and the
-    docstrings under them the help. It must not import torch.
+    Args:
+        family: The model's family.
+        settings: Settings of the family's shape and of its model, but those of `Layout`.
+
+    Raises:
+        ValueError: If there is no such model.
     """
 
-    family: ClassVar[str]
-    modes: ClassVar[tuple[str, ...]] = ("train",)  # keys of `Shape.passes`
-    example: ClassVar[dict[str, Any]]  # fields of the model that is dry-run by default
+    family: str
+    settings: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        assert self.config is not None  # sizes that are not possible raise here
+
+    @cached_property
+    def config(self) -> Any:
+        """Config of the model that computes the dense function."""
+        family = get_family(self.family)
+        return family.shape.of(**self.settings, strategy=family.baseline).model
 
     @property
     def strategies(self) -> tuple[StrategyName, ...]:
@@ -64,27 +78,25 @@ class ModelSizes(ABC):
         return get_family(self.family).strategies
 
     @property
-    @abstractmethod
     def summary(self) -> str:
         """The sizes in words, for titles."""
+        return str(self.config.summary)
 
-    @property
-    @abstractmethod
-    def maps(self) -> tuple[tuple[int, int], ...]:
-        """Input and output features of each kind of layer that phantom cuts into blocks."""
-
-    @abstractmethod
     def shape(self, layout: Layout, *, batch: int, **run: Any) -> Shape:
         """The shape of a step.
 
         Args:
             layout: How the model is laid out, with blocks and ghosts where the strategy has them.
             batch: Rows of one data-parallel copy.
-            **run: Further arguments of the shape: ``word_bytes``, ``wire``, ``optimizer``, ``rank``.
+            **run: Further settings of the shape: ``word_bytes``, ``wire``, ``optimizer``, ``rank``.
 
         Raises:
             ValueError: If the model cannot be laid out like this.
         """
+        settings = self.settings | layout._asdict() | {"batch": batch} | run
+        if not get_strategy(layout.strategy).splits_layers:
+            settings.pop("interleave", None)  # there are no exchanges to overlap
+        return get_family(self.family).shape.of(**settings)
 
     def step_shape(
         self,
@@ -103,13 +115,13 @@ class ModelSizes(ABC):
 
     def break_even_ghosts(self, blocks: int) -> float:
         """The ghosts at which phantom layers have as many weights as dense ones."""
-        dense = sum(n_in * n_out for n_in, n_out in self.maps) * (1 - 1 / blocks)
-        return dense / sum(n_in + (blocks - 1) * n_out for n_in, n_out in self.maps)
+        dense = sum(n_in * n_out for n_in, n_out in self.config.linear_features) * (1 - 1 / blocks)
+        return dense / sum(n_in + (blocks - 1) * n_out for n_in, n_out in self.config.linear_features)
 
     @property
     def most_ghosts(self) -> int:
         """The most ghosts that a block can have: the features of a block where there are two blocks."""
-        return min(n_in for n_in, _ in self.maps) // 2
+        return min(n_in for n_in, _ in self.config.linear_features) // 2
 
 
 def rows_per_copy(batch: int, dp: int) -> int:

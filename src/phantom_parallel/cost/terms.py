@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
+from phantom_parallel.utils.layout import check_micro_batches, nearest_divisors
+from phantom_parallel.utils.settings import Features, HasModel, NonNegativeInt, PositiveInt, Ranks, validate
 from phantom_parallel.utils.strategies import StrategyName, get_strategy
 from phantom_parallel.utils.wire import SCALE_BYTES, WIRE_WORD_BYTES, WireFormat
 
@@ -231,28 +233,66 @@ def representative(index: int, depth: int) -> int:
     return index if index in (0, depth - 1) else 1 + (index - 1) % 2
 
 
-class Shape:
-    """A model and how it is run. A family's shape is a frozen dataclass that gives the costs of the model's parts; the
-    sums over them are here. ``batch`` is the rows of one of ``dp`` data-parallel copies.
+@dataclass(frozen=True)
+class Shape(HasModel):
+    """A model and how it is run: ``ranks`` share it, and ``dp`` data-parallel copies work on ``batch`` rows each.
+
+    A family's shape gives the costs of the model's parts, and the sums over them are here. All ranks have equal work
+    but those of FSDP2 and pipelines, whose ``rank`` matters. With these two, activations in `memory` are an estimate.
     """
 
     family: ClassVar[str]
-    listed: ClassVar[tuple[str, ...]]  # fields that tables show, besides the layout's
-    mode: str = "train"  # or a pass of inference
-    interleave: int = 1  # parts of a batch that take turns
+    listed: ClassVar[tuple[str, ...]]  # settings that tables show, besides the layout's
+    modes: ClassVar[tuple[str, ...]] = ("train",)  # keys of `passes`
+    example: ClassVar[dict[str, Any]] = {}  # sizes of the model that is dry-run by default
+    mode = "train"  # or a pass of inference
+    interleave = 1  # parts of a batch that are interleaved
 
-    strategy: StrategyName
-    ranks: int
-    batch: int
-    blocks: int | None
-    ghosts: int | None
-    dp: int
-    word_bytes: int
-    wire: WireFormat
-    optimizer: Optimizer
-    rank: int
-    micro_batches: int | None = None
+    model: Any
+    ranks: Ranks = 1
+    batch: Features = 64
+    dp: Ranks = 1
+    word_bytes: Literal[8, 4, 2] = 4
+    wire: WireFormat = "full"
+    optimizer: Optimizer = "adam"
+    rank: NonNegativeInt = 0
+    micro_batches: PositiveInt | None = None
     reshard_after_forward: bool = True
+
+    def __post_init__(self) -> None:
+        validate(self)
+        strategy = get_strategy(self.strategy)
+        strategy.check_wire(self.wire)
+        if self.rank >= self.ranks:
+            raise ValueError(f"rank must be from 0 to {self.ranks - 1}, got {self.rank}")
+        self.model.check_ranks(self.ranks)
+        if strategy.shards_rows and self.batch % self.ranks:
+            near = nearest_divisors(self.batch, self.ranks)
+            raise ValueError(f"{self.ranks} ranks do not divide the {self.batch} rows of a copy: run on {near} ranks")
+        if strategy.splits_depth:
+            object.__setattr__(self, "micro_batches", self.micro_batches or self.ranks)
+            check_micro_batches(self.micro_batches or self.ranks, self.batch, self.ranks)
+        elif self.micro_batches is not None:
+            raise ValueError(f"micro_batches belongs to the strategy pipeline, not to {self.strategy}: leave it out")
+        if not self.reshard_after_forward and not strategy.shards_rows:
+            raise ValueError(
+                f"reshard_after_forward belongs to the strategy fsdp, not to {self.strategy}: leave it out"
+            )
+
+    @classmethod
+    def of_training(cls, config: Any) -> Self:
+        """The shape of one step of a training, from its `TrainConfig`."""
+        names = ("model", "ranks", "dp", "wire", "micro_batches", "reshard_after_forward")
+        return cls(
+            **{name: getattr(config, name) for name in names},
+            batch=config.batch // config.dp,
+            optimizer=optimizer_of(config.optimizer, config.momentum),
+        )
+
+    @property
+    def splits_work(self) -> bool:
+        """Whether ranks share the work of each layer, or there is one rank; otherwise they run whole layers."""
+        return self.ranks == 1 or get_strategy(self.strategy).splits_layers
 
     @property
     def costs(self) -> tuple[LayerCost, ...]:
@@ -282,8 +322,8 @@ class Shape:
         )
 
     def with_strategy(self, strategy: StrategyName, **changes: Any) -> Self:
-        """The same sizes by a strategy that has no blocks, with other fields if they are given."""
-        return replace(self, strategy=strategy, blocks=None, ghosts=None, **changes)  # type: ignore[type-var]
+        """The same sizes by a strategy that has no blocks, with other settings if they are given."""
+        return self.updated(strategy=strategy, blocks=None, ghosts=None, **changes)
 
     def dense(self, **changes: Any) -> Self:
         """The dense model of the same sizes on one rank, with other fields if they are given."""
@@ -346,7 +386,7 @@ class Shape:
         """The sum of a count over all ranks of all copies. Ranks that share each layer's work have equally much."""
         if get_strategy(self.strategy).splits_layers:
             return count(self) * self.ranks * self.dp
-        ranks: list[Self] = [replace(self, rank=rank) for rank in range(self.ranks)]  # type: ignore[type-var]
+        ranks = [replace(self, rank=rank) for rank in range(self.ranks)]
         return sum(count(rank) for rank in ranks) * self.dp
 
     @property
@@ -357,7 +397,7 @@ class Shape:
     @property
     def model_parameters(self) -> int:
         """Parameters of the whole model, each counted once."""
-        if self.ranks > 1 and not get_strategy(self.strategy).splits_layers:
+        if not self.splits_work:
             return self.dense().parameters
         return (self.parameters - self.repeated) * self.ranks + self.repeated
 

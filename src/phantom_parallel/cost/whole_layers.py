@@ -15,30 +15,8 @@ included, what its stages receive into for all micro-batches, and the outputs th
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from phantom_parallel.cost.terms import Exchange, LayerCost, Shape
-from phantom_parallel.utils.layout import check_micro_batches, nearest_divisors, stage_layers
-from phantom_parallel.utils.strategies import get_strategy
-
-
-def check_rows(shape: Shape) -> None:
-    """Fill in the micro-batches of a pipeline.
-
-    Raises:
-        ValueError: If ranks or micro-batches cannot share the rows of a copy, or settings belong to another strategy.
-    """
-    strategy = get_strategy(shape.strategy)
-    if strategy.shards_rows and shape.batch % shape.ranks:
-        near = nearest_divisors(shape.batch, shape.ranks)
-        raise ValueError(f"{shape.ranks} ranks do not divide the {shape.batch} rows of a copy: run on {near} ranks")
-    if strategy.splits_depth:
-        if shape.micro_batches is None:
-            object.__setattr__(shape, "micro_batches", shape.ranks)
-        assert shape.micro_batches is not None
-        check_micro_batches(shape.micro_batches, shape.batch, shape.ranks)
-    elif shape.micro_batches is not None:
-        raise ValueError(f"micro_batches belongs to the strategy pipeline, not to {shape.strategy}: leave it out")
-    if not shape.reshard_after_forward and not strategy.shards_rows:
-        raise ValueError(f"reshard_after_forward belongs to the strategy fsdp, not to {shape.strategy}: leave it out")
+from phantom_parallel.cost.terms import Exchange, LayerCost
+from phantom_parallel.utils.layout import stage_layers
 
 
 @dataclass(frozen=True)

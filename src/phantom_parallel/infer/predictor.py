@@ -48,7 +48,8 @@ class Predictor(ABC):
 
 def predictor_of(config: Any) -> Predictor:
     """Return the predictor of the family that a model's config belongs to."""
-    return get_family(config.family).predictor()
+    predictor: type[Predictor] = get_family(config.family).require("predictor")
+    return predictor()
 
 
 def shape_of(model: RowModel, batch: int) -> Shape:

@@ -73,7 +73,7 @@ def counts(config: TrainConfig) -> dict[str, int]:
     """Counts by the cost formulas: parameters of the model, FLOPs and bytes sent per step over all ranks, and bytes of
     memory of the rank that needs most.
     """
-    shape = get_family(config.family).shape(config)
+    shape = get_family(config.family).shape.of_training(config)
     return {
         "parameters": shape.model_parameters,
         "flops_per_step": shape.over_all_ranks(lambda shape: 2 * shape.multiply_adds()),

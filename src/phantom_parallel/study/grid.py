@@ -563,7 +563,7 @@ def _modelled_cell(settings: Settings, contender: Contender) -> Cell:
     """A cell whose step is computed by the cost formulas for a hardware profile."""
     config = settings.config(contender)
     profile = load_profile(settings.hardware)
-    step = step_time(get_family(config.family).shape(config), profile)
+    step = step_time(get_family(config.family).shape.of_training(config), profile)
     ranks = config.ranks * config.dp
     run = Run(
         seed=0,

@@ -41,7 +41,7 @@ _SET_HERE = frozenset({"strategy", "lr", "seed", "steps", "target_loss", "log_ev
 
 def training_fields(family: object) -> tuple[str, ...]:
     """The fields of a family's training that a file's [training] may set."""
-    return tuple(field.name for field in fields(get_family(family).train_config()) if field.name not in _SET_HERE)
+    return tuple(name for name in get_family(family).train_config.settings() if name not in _SET_HERE)
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,10 @@ class Settings:
         own = {name: value for name, value in settings.items() if name not in others}
         own |= {"lr": lr, "seed": seed, "steps": steps or self.steps, "target_loss": target, "eval_every": every}
         own |= {"log_every": every, "checkpoint_every": 10**9}
-        return convert(own, get_family(self.family).train_config(), f"the training of {strategy.name}")
+        try:
+            return get_family(self.family).train_config.from_dict(own)
+        except ValueError as error:
+            raise ValueError(f"the training of {strategy.name}: {error}") from None
 
     def configs(self) -> list[TrainConfig]:
         """A training of every contender in every variant; ValueError if one is not possible."""

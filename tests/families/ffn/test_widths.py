@@ -1,7 +1,6 @@
 """Models with other numbers of features in and out than between layers, by every strategy."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +10,10 @@ from torch import nn
 
 from phantom_parallel import FFN, FFNConfig, load_model, save_model
 from phantom_parallel.cli import main as program
+from phantom_parallel.cost.sizes import ModelSizes
 from phantom_parallel.distributed.context import ParallelContext
+from phantom_parallel.families.ffn.config import FFNTrainConfig
 from phantom_parallel.families.ffn.data import Batches, open_data
-from phantom_parallel.families.ffn.sizes import FFNSizes
-from phantom_parallel.families.ffn.train_config import FFNTrainConfig
 from phantom_parallel.train import train
 
 CPU = torch.device("cpu")
@@ -33,7 +32,7 @@ def data(tmp_path) -> str:
 def config(data: str, strategy: str = "phantom", **settings) -> FFNTrainConfig:
     blocks = {"blocks": 4, "ghosts": 2} if strategy == "phantom" else {}
     usual = {"width": WIDTH, "depth": 2, "batch": 16, "steps": 8, "log_every": 1, "lr": 0.02}
-    return FFNTrainConfig(data=data, strategy=strategy, **usual | blocks | settings)
+    return FFNTrainConfig.of(data=data, strategy=strategy, **usual | blocks | settings)
 
 
 def curve(one: FFNTrainConfig, folder: str | None = None, resume: str | None = None) -> list[float]:
@@ -61,7 +60,7 @@ def test_the_models_widths_are_those_of_the_data_unless_they_are_set(data):
 def test_losses_are_those_of_a_plain_loop_and_the_same_on_any_ranks(ranks, data, strategy):
     one = config(data, strategy)
     torch.manual_seed(one.seed)
-    dense = [layer.to_dense() for layer in FFN(one.ffn()).layers]
+    dense = [layer.to_dense() for layer in FFN(one.model).layers]
     plain = nn.Sequential(dense[0], nn.ReLU(), dense[1])
     assert [tuple(layer.weight.shape) for layer in dense] == [(WIDTH, IN), (OUT, WIDTH)]
     rows, optimizer, expected = open_data(one), torch.optim.AdamW(plain.parameters(), one.lr, weight_decay=0), []
@@ -77,7 +76,7 @@ def test_losses_are_those_of_a_plain_loop_and_the_same_on_any_ranks(ranks, data,
     compared = 1 if strategy == "phantom" else one.steps  # its factors are not updated as their product would be
     assert found[:compared] == pytest.approx(expected[:compared], rel=1e-4)
     for count, copies in ((2, 1), (2, 2)) if strategy != "dense" else ((1, 2),):
-        everywhere = ranks(count * copies)(curve, replace(one, ranks=count, dp=copies))
+        everywhere = ranks(count * copies)(curve, one.updated(ranks=count, dp=copies))
         assert everywhere[0] == pytest.approx(found, rel=1e-4)
 
 
@@ -89,7 +88,7 @@ def test_teachers_have_the_widths_of_the_model(ranks, teacher):
     parts = [open_data(one, rank, 2) for rank in range(2)]
     assert torch.equal(torch.cat([part.x for part in parts], 1), whole.x)
     assert torch.equal(torch.cat([part.y for part in parts], 1), whole.y)
-    assert curve(one) == pytest.approx(ranks(2)(curve, replace(one, ranks=2))[0], rel=1e-4)
+    assert curve(one) == pytest.approx(ranks(2)(curve, one.updated(ranks=2))[0], rel=1e-4)
 
 
 def test_digits_may_have_a_target_for_each_class():
@@ -139,10 +138,10 @@ def test_blocks_and_ranks_must_divide_both(data, settings, message):
 
 
 def test_sizes_of_plans_have_every_kind_of_layer():
-    sizes = FFNSizes(width=WIDTH, depth=4, in_features=IN, out_features=OUT)
+    sizes = ModelSizes("ffn", {"width": WIDTH, "depth": 4, "in_features": IN, "out_features": OUT})
     assert sizes.maps == ((IN, WIDTH), (WIDTH, WIDTH), (WIDTH, OUT))
     assert sizes.summary == "width 16, depth 4, 8 in, 4 out"
-    assert FFNSizes(width=WIDTH, depth=4).maps == ((WIDTH, WIDTH),)
+    assert ModelSizes("ffn", {"width": WIDTH, "depth": 4}).maps == ((WIDTH, WIDTH),)
 
 
 def phantom(*arguments: str | Path) -> int:

@@ -12,10 +12,10 @@ import torch
 
 from phantom_parallel import GPT, RanksDisagree, load_model
 from phantom_parallel.distributed.context import ParallelContext
-from phantom_parallel.families.ffn.train_config import FFNTrainConfig
+from phantom_parallel.families.ffn.config import FFNTrainConfig
+from phantom_parallel.families.gpt.config import GPTTrainConfig
 from phantom_parallel.families.gpt.text import open_text, windows
 from phantom_parallel.families.gpt.tokens import load_tokenizer
-from phantom_parallel.families.gpt.train_config import GPTTrainConfig
 from phantom_parallel.train import checkpoint, run, train
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def cache(tmp_path_factory):
 def phantom(tmp_path_factory) -> GPTTrainConfig:
     path = tmp_path_factory.mktemp("text") / "times.txt"
     path.write_text(SENTENCES)
-    return GPTTrainConfig(
+    return GPTTrainConfig.of(
         dim=32,
         layers=2,
         heads=4,
@@ -52,7 +52,7 @@ def phantom(tmp_path_factory) -> GPTTrainConfig:
 
 
 def of(strategy: str, config: GPTTrainConfig) -> GPTTrainConfig:
-    return config if strategy == "phantom" else replace(config, strategy=strategy, blocks=None, ghosts=None)
+    return config if strategy == "phantom" else config.updated(strategy=strategy, blocks=None, ghosts=None)
 
 
 def losses(config: GPTTrainConfig, cache: str, folder: str | None = None, resume: str | None = None) -> dict:
@@ -86,10 +86,10 @@ def close(found: dict, expected: dict) -> bool:
 
 
 def test_losses_are_those_of_a_plain_loop_in_torch(phantom):
-    config = replace(phantom, max_grad_norm=0.5, warmup=3, schedule="cosine", weight_decay=0.1)
+    config = phantom.updated(max_grad_norm=0.5, warmup=3, schedule="cosine", weight_decay=0.1)
     text = open_text(config)
     torch.manual_seed(config.seed)
-    model = GPT(config.gpt())
+    model = GPT(config.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
     expected, norms = [], []
     for step in range(config.steps):
@@ -126,7 +126,7 @@ def test_losses_are_the_same_on_any_ranks_copies_and_with_fsdp(ranks, phantom, s
     config = replace(of(strategy, phantom), max_grad_norm=0.5, tie_embeddings=tied)
     expected = here(config)
     for variant in variants:
-        changed = replace(config, **variant)
+        changed = config.updated(**variant)
         found = ranks(changed.ranks * changed.dp)(losses, changed, os.environ["XDG_CACHE_HOME"])[0]
         assert close(found, expected), variant
 
@@ -134,42 +134,42 @@ def test_losses_are_the_same_on_any_ranks_copies_and_with_fsdp(ranks, phantom, s
 def other_text_on_rank_1(config: GPTTrainConfig, cache: str) -> str:
     os.environ["XDG_CACHE_HOME"] = cache
     if torch.distributed.get_rank() == 1:
-        config = replace(config, max_bytes=5000)
+        config = config.updated(max_bytes=5000)
     with pytest.raises(RanksDisagree) as caught:
         train(config, ParallelContext.create(config.ranks, config.dp, CPU))
     return str(caught.value)
 
 
 def test_ranks_that_read_another_text_are_named(ranks, phantom):
-    for message in ranks(2)(other_text_on_rank_1, replace(phantom, ranks=2), os.environ["XDG_CACHE_HOME"]):
+    for message in ranks(2)(other_text_on_rank_1, phantom.updated(ranks=2), os.environ["XDG_CACHE_HOME"]):
         assert re.search("ranks disagree on the text to train on: rank [01] has digest=", message)
 
 
 def test_dense_and_megatron_learn_alike_and_phantom_learns(phantom):
     assert close(here(of("dense", phantom)), here(of("megatron", phantom)))
-    reported = here(replace(phantom, steps=60, lr=0.02))
+    reported = here(phantom.updated(steps=60, lr=0.02))
     assert reported[60][1] < 0.6 * reported[4][1]
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", [{"fsdp": True}, {}], ids=["fsdp", "replicas"])
 def test_resumed_is_uninterrupted_to_the_bit_and_to_rounding_elsewhere(ranks, phantom, tmp_path, change):
-    config = replace(phantom, ranks=2, dp=2, **change)
+    config = phantom.updated(ranks=2, dp=2, **change)
     cache = os.environ["XDG_CACHE_HOME"]
     expected = ranks(4)(losses, config, cache, str(tmp_path))[0]
     rest = {step: found for step, found in expected.items() if step > 4}
     resume = str(tmp_path / "step-000004")
     assert ranks(4)(losses, config, cache, None, resume)[0] == rest
-    assert close(here(replace(config, ranks=1, dp=1, fsdp=False), resume=resume), rest)
-    assert close(ranks(2)(losses, replace(config, ranks=1, fsdp=True), cache, None, resume)[0], rest)
+    assert close(here(config.updated(ranks=1, dp=1, fsdp=False), resume=resume), rest)
+    assert close(ranks(2)(losses, config.updated(ranks=1, fsdp=True), cache, None, resume)[0], rest)
 
 
 def test_mixed_precision_recomputed_and_compiled_are_close(phantom, monkeypatch):
     expected = here(phantom)
-    mixed = here(replace(phantom, dtype="bf16"))
+    mixed = here(phantom.updated(dtype="bf16"))
     assert curve(mixed) == pytest.approx(curve(expected), rel=0.05)
     assert mixed != expected
-    assert close(here(replace(phantom, activation_checkpointing=True)), expected)
+    assert close(here(phantom.updated(activation_checkpointing=True)), expected)
     seen = []
 
     def backend(graph, inputs):  # traces as the usual one does, and spares the test a C++ compiler
@@ -177,13 +177,13 @@ def test_mixed_precision_recomputed_and_compiled_are_close(phantom, monkeypatch)
         return graph
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    assert close(here(replace(phantom, compile=True)), expected)
+    assert close(here(phantom.updated(compile=True)), expected)
     assert seen
 
 
 def test_the_folder_has_a_model_and_its_tokenizer(phantom, tmp_path):
     pytest.importorskip("tokenizers")
-    config = replace(phantom, tokenizer="bpe", vocab=320, steps=4)
+    config = phantom.updated(tokenizer="bpe", vocab=320, steps=4)
     summary = run(config, tmp_path / "run")
     model, folder = load_model(tmp_path / "run" / "model"), tmp_path / "run" / "model"
     assert isinstance(model, GPT)
@@ -196,18 +196,18 @@ def test_the_folder_has_a_model_and_its_tokenizer(phantom, tmp_path):
 def test_a_checkpoint_of_another_kind_or_other_text_is_refused(phantom, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(SENTENCES)
-    config = replace(phantom, steps=4, data=str(text))
+    config = phantom.updated(steps=4, data=str(text))
     train(config, ParallelContext(), checkpoints=tmp_path / "gpt")
-    saved, longer = tmp_path / "gpt" / "step-000004", replace(config, steps=8)
+    saved, longer = tmp_path / "gpt" / "step-000004", config.updated(steps=8)
     assert checkpoint.check(saved, longer).step == 4
-    ffn = FFNTrainConfig(width=16, ghosts=2, teacher_ghosts=2, batch=8, samples=64, steps=2)
+    ffn = FFNTrainConfig.of(width=16, ghosts=2, teacher_ghosts=2, batch=8, samples=64, steps=2)
     with pytest.raises(ValueError, match="is of a training of the kind 'gpt', not 'ffn'"):
         checkpoint.check(saved, ffn)
     train(ffn, ParallelContext(), checkpoints=tmp_path / "ffn")
     with pytest.raises(ValueError, match="is of a training of the kind 'ffn', not 'gpt'"):
         checkpoint.check(tmp_path / "ffn" / "step-000002", longer)
     with pytest.raises(ValueError, match=r"was trained with dim=32, not 64"):
-        checkpoint.check(saved, replace(longer, dim=64))
+        checkpoint.check(saved, longer.updated(dim=64))
     text.write_text(SENTENCES.replace("times", "by"))
     with pytest.raises(ValueError, match="was trained on data that have changed since"):
         checkpoint.check(saved, longer)

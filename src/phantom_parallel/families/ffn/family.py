@@ -1,104 +1,133 @@
-"""The family ``ffn``, as the registry has it."""
+"""The family ``ffn``: feed-forward networks, the models of the paper, with their inference and conversion."""
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, cast
 
+import torch
+from torch import Tensor, nn
+
+from phantom_parallel.checkpoint.model import load_model, read_config
+from phantom_parallel.distributed.context import ParallelContext
+from phantom_parallel.energy import PowerProfile
 from phantom_parallel.families.base import Converter, Family
-from phantom_parallel.utils.strategies import StrategyName
+from phantom_parallel.families.ffn.config import FFNConfig, FFNTrainConfig
+from phantom_parallel.families.ffn.cost import FFNShape, build_step, step_shapes
+from phantom_parallel.families.ffn.model import FFN, as_tensor
+from phantom_parallel.families.ffn.task import FFNTask
+from phantom_parallel.infer.predict import measure, open_inputs
+from phantom_parallel.infer.predictor import Predictor
+from phantom_parallel.utils.wire import WireFormat
 
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from phantom_parallel.cost.sizes import ModelSizes
-    from phantom_parallel.cost.steps import InferencePass, TrainingStep
-    from phantom_parallel.cost.terms import Shape
-    from phantom_parallel.distributed.context import ParallelContext
-    from phantom_parallel.energy import PowerProfile
-    from phantom_parallel.families.ffn.cost import FFNShape
-    from phantom_parallel.families.ffn.train_config import FFNTrainConfig
-    from phantom_parallel.infer.predictor import Predictor
-    from phantom_parallel.train.config import TrainConfig
-    from phantom_parallel.train.task import Task
+_BATCH_ROWS = 1024  # rows of a batch of calibration data
 
 
-class FFNFamily(Family):
-    name: ClassVar[str] = "ffn"
-    title: ClassVar[str] = "feed-forward networks"
-    strategies: ClassVar[tuple[StrategyName, ...]] = ("phantom", "tensor", "megatron", "dense", "fsdp", "pipeline")
-    baseline: ClassVar[StrategyName] = "tensor"
-    default_preset: ClassVar[str | None] = "quick"
-    shown_settings: ClassVar[tuple[str, ...]] = ("width", "depth")
+class FFNPredictor(Predictor):
+    """The part of ``phantom infer`` that depends on FFNs."""
 
-    def model_config(self) -> type[Any]:
-        from phantom_parallel.families.ffn.model import FFNConfig
+    def features(self, config: FFNConfig) -> tuple[int, int]:
+        return config.model_features
 
-        return FFNConfig
+    def shape(self, config: FFNConfig, *, ranks: int, batch: int, word_bytes: int, wire: WireFormat) -> FFNShape:
+        return FFNShape(config, ranks=ranks, batch=batch, word_bytes=word_bytes, wire=wire)  # type: ignore[arg-type]
 
-    def model(self) -> "type[nn.Module]":
-        from phantom_parallel.families.ffn.model import FFN
+    def baseline(self, model: FFN) -> FFN:
+        return as_tensor(model)
 
-        return FFN
-
-    def train_config(self) -> "type[TrainConfig]":
-        from phantom_parallel.families.ffn.train_config import FFNTrainConfig
-
-        return FFNTrainConfig
-
-    def task(self) -> "type[Task[Any]]":
-        from phantom_parallel.families.ffn.task import FFNTask
-
-        return FFNTask
-
-    def shape(self, config: "TrainConfig") -> "Shape":
-        from phantom_parallel.families.ffn.sizes import shape_of
-
-        return shape_of(cast("FFNTrainConfig", config))
-
-    def predictor(self) -> "Predictor":
-        from phantom_parallel.families.ffn.inference import FFNPredictor
-
-        return FFNPredictor()
-
-    def converter(self) -> Converter:
-        from phantom_parallel.families.ffn.conversion import FFNConverter
-
-        return FFNConverter()
-
-    def sizes(self) -> "type[ModelSizes]":
-        from phantom_parallel.families.ffn.sizes import FFNSizes
-
-        return FFNSizes
-
-    def build_step(
-        self, shape: "Shape", mesh: "DeviceMesh | None", *, device: str = "cpu"
-    ) -> "TrainingStep | InferencePass":
-        from phantom_parallel.families.ffn.step import build_step
-
-        return build_step(cast("FFNShape", shape), mesh, device=device)
-
-    def step_shapes(self, ranks: int, *, held_out: bool) -> "list[dict[str, Shape]]":
-        from phantom_parallel.families.ffn.sizes import step_shapes
-
-        return step_shapes(ranks, held_out)
-
-    def measure_inference(
-        self,
-        configs: "Mapping[str, TrainConfig]",
-        context: "ParallelContext",
-        batch: int,
-        *,
-        turns: int,
-        power: "PowerProfile",
-    ) -> dict[str, dict[str, Any]]:
-        from phantom_parallel.families.ffn.report import measure_inference
-
-        return measure_inference(configs, context, batch, turns=turns, power=power)
-
-    def report_notes(self, config: "TrainConfig") -> Iterable[str]:
-        from phantom_parallel.families.ffn.report import report_notes
-
-        return report_notes(cast("FFNTrainConfig", config))
+    def baseline_words(self, config: FFNConfig, ranks: int) -> int:
+        sizes = [math.prod(config.features_of(index)) for index in range(config.depth)]
+        return sum(sizes) + ranks * max(sizes)  # its weights, and one dense layer on each rank
 
 
-FAMILY = FFNFamily()
+class FFNConverter(Converter):
+    """All layers get the same ghosts. Calibration data are rows of inputs; the loss is the mean squared difference from
+    the dense model's outputs, relative to their mean square.
+    """
+
+    maps: ClassVar[tuple[str, ...]] = ("layers.*",)
+
+    def load_dense(self, path: Path) -> FFN:
+        if read_config(path).strategy == "phantom":
+            raise ValueError(f"{path} is a phantom model already: give a dense one")
+        model: FFN = load_model(path, strategy="dense")
+        return model
+
+    def check(self, config: FFNConfig, blocks: int, ghosts: int) -> None:
+        replace(config, strategy="phantom", blocks=blocks, ghosts=ghosts)
+
+    def batches(
+        self, path: Path, config: FFNConfig, data: Path, rows: int, length: int
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        inputs = open_inputs(data, config.width)
+        held_out = inputs.rows // 5
+        used = min(rows, inputs.rows - held_out)
+        if held_out < 1 or used < config.width:
+            raise ValueError(
+                f"{data} has {inputs.rows} rows, too few for a covariance of {config.width} features and a fifth held "
+                "out: give more"
+            )
+        whole = inputs.read(slice(0, used), slice(0, config.width)).float()
+        rest = inputs.read(slice(inputs.rows - held_out, inputs.rows), slice(0, config.width)).float()
+        return list(whole.split(_BATCH_ROWS)), list(rest.split(_BATCH_ROWS))
+
+    @torch.no_grad()
+    def loss(self, model: nn.Module, dense: nn.Module | None, batch: Tensor) -> float:
+        if dense is None:
+            return 0.0
+        expected = dense(batch)
+        return float((model(batch) - expected).square().mean() / expected.square().mean().clamp_min(1e-30))
+
+    def phantom(self, model: nn.Module, blocks: int, ghosts: Mapping[str, int]) -> FFN:
+        dense = cast(FFN, model)
+        config = replace(dense.config, strategy="phantom", blocks=blocks, ghosts=max(ghosts.values()))
+        made = FFN(config, device="meta", dtype=next(dense.parameters()).dtype)
+        made.load_state_dict({name: t.detach() for name, t in dense.state_dict().items()}, assign=True)
+        return made
+
+
+def measure_inference(
+    configs: Mapping[str, FFNTrainConfig], context: ParallelContext, batch: int, *, turns: int, power: PowerProfile
+) -> dict[str, dict[str, Any]]:
+    """Forward passes of a batch of rows, by each strategy."""
+    models = {
+        name: FFN(config.model, mesh=context.tp, device=context.device, wire=config.wire)
+        for name, config in configs.items()
+    }
+    costs = measure(models, batch, turns=turns, profile=power)
+    return {
+        name: cost.inference_result()
+        | {"batch": batch, "ranks": configs[name].ranks, "turns": turns}
+        | {"parameters": sum(parameter.numel() for parameter in models[name].parameters())}
+        for name, cost in costs.items()
+    }
+
+
+def report_notes(config: FFNTrainConfig) -> Iterator[str]:
+    """Caveats about the data."""
+    if config.data == "planted":
+        yield (
+            "The data come from a teacher network that has phantom's own structure (planted), which suits phantom: "
+            "--data random has none."
+        )
+
+
+FAMILY = Family(
+    name="ffn",
+    title="feed-forward networks",
+    baseline="tensor",
+    config=FFNConfig,
+    model=FFN,
+    train_config=FFNTrainConfig,
+    task=FFNTask,
+    shape=FFNShape,
+    build_step=build_step,
+    step_shapes=step_shapes,
+    default_preset="quick",
+    shown_settings=("width", "depth"),
+    predictor=FFNPredictor,
+    converter=FFNConverter,
+    measure_inference=measure_inference,
+    report_notes=report_notes,
+)

@@ -3,8 +3,8 @@ may take, and the last return, another number of features.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, get_args
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,19 +12,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
+from phantom_parallel.checkpoint.shards import own_part
 from phantom_parallel.distributed.fully_sharded import shard_fully
 from phantom_parallel.distributed.objects import check_agreement
-from phantom_parallel.families.ffn.config import Activation, LayerFeatures
+from phantom_parallel.families.ffn.config import FFNConfig
 from phantom_parallel.nn import PhantomLinear, TensorLinear
 from phantom_parallel.nn.init import init_rows
 from phantom_parallel.nn.megatron import column_style, row_style
-from phantom_parallel.nn.sharded import broadcast_seed
+from phantom_parallel.nn.sharded import broadcast_seed, full_tensor, to_local
 from phantom_parallel.ops.collectives import flat_mesh, rank_group
-from phantom_parallel.utils.layout import MAX_LAYERS, BlockLayout, RowLayout, check_at_most, positive, stage_layers
-from phantom_parallel.utils.strategies import StrategyName, get_strategy
+from phantom_parallel.utils.layout import stage_layers
+from phantom_parallel.utils.strategies import get_strategy
 from phantom_parallel.utils.wire import WireFormat
-
-STRATEGIES: tuple[StrategyName, ...] = ("phantom", "tensor", "megatron", "dense", "fsdp", "pipeline")
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -39,62 +38,6 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
     "tanh": (torch.tanh, 5.0 / 3.0),
     "identity": (_identity, 1.0),
 }
-
-
-@dataclass(frozen=True)
-class FFNConfig(LayerFeatures):
-    """The architecture of an FFN, independent of the number of ranks.
-
-    Args:
-        width: Features between layers, and of inputs and outputs unless these are set.
-        depth: Number of layers.
-        strategy: How the model is sharded.
-        blocks: As for `PhantomLinear`, for the strategy ``phantom`` only.
-        ghosts: As for `PhantomLinear`, for the strategy ``phantom`` only.
-        activation: The function after each layer but the last.
-        bias: Whether the layers have a bias.
-        in_features: Features of an input, ``width`` by default.
-        out_features: Features of an output, ``width`` by default.
-    """
-
-    family: ClassVar[str] = "ffn"
-
-    width: int
-    depth: int
-    strategy: StrategyName = "phantom"
-    blocks: int | None = None
-    ghosts: int | None = None
-    activation: Activation = "relu"
-    bias: bool = True
-    in_features: int | None = None
-    out_features: int | None = None
-
-    def __post_init__(self) -> None:
-        strategy = get_strategy(self.strategy, among=STRATEGIES)
-        if self.activation not in get_args(Activation):
-            names = ", ".join(get_args(Activation))
-            raise ValueError(f"activation must be one of {names}, got {self.activation!r}")
-        positive(width=self.width, depth=self.depth)
-        check_at_most(MAX_LAYERS, depth=self.depth)
-        if not isinstance(self.bias, bool):
-            raise ValueError(f"bias must be true or false, got {self.bias!r}")
-        strategy.check_blocks(self.blocks, self.ghosts)
-        self._check_layers()
-
-    def check_ranks(self, ranks: int) -> None:
-        """Raise ValueError if ``ranks`` ranks cannot share this model."""
-        strategy = get_strategy(self.strategy)
-        strategy.check_ranks(ranks)
-        if strategy.splits_depth:
-            stage_layers(self.depth, ranks)
-        self._check_layers(ranks if strategy.has_blocks or strategy.splits_layers else 1)
-
-    def _check_layers(self, ranks: int = 1) -> None:
-        for index in self.distinct_layers:
-            if self.blocks is not None and self.ghosts is not None:
-                BlockLayout(*self.features_of(index), self.blocks, self.ghosts, ranks)
-            else:
-                RowLayout(*self.features_of(index), ranks)
 
 
 class FFN(nn.Module):
@@ -140,6 +83,7 @@ class FFN(nn.Module):
         if not strategy.shards_features:  # the layers of the others check for themselves
             settings = {"wire": wire, "dtype": str(dtype or torch.get_default_dtype())}
             check_agreement("an FFN", asdict(config) | settings, flat)
+            config.check_ranks(ranks.size)
         self.layers = nn.ModuleList()
         for index in range(config.depth):
             # A layer's gain compensates for the activation before it, which the first layer does not have.
@@ -191,10 +135,34 @@ def _linear(
 
 def _megatron_layer(config: FFNConfig, index: int, mesh: DeviceMesh, wire: WireFormat, **kwargs: Any) -> nn.Linear:
     """A layer of a column and row pair, by torch's own styles; an unpaired last layer gathers its output."""
-    n_in, n_out = config.features_of(index)
-    RowLayout(n_in, n_out, mesh.size())
-    linear = _linear(n_in, n_out, mesh, **kwargs)
+    linear = _linear(*config.features_of(index), mesh, **kwargs)
     last = index == config.depth - 1
     style = row_style(wire) if index % 2 else column_style(wire, gather=last)
     parallelize_module(linear, mesh, style, src_data_rank=None)  # every rank has initialized the same weight
     return linear
+
+
+@torch.no_grad()
+def as_tensor(model: FFN) -> FFN:
+    """Return the tensor-parallel model that computes the same function: each rank keeps its rows of every dense weight.
+
+    Every rank of the model's mesh calls this. A rank holds one whole dense layer at a time.
+    """
+    parameter = next(model.parameters())
+    config = replace(model.config, strategy="tensor", blocks=None, ghosts=None)
+    baseline = FFN(config, mesh=model.mesh, device="meta", dtype=parameter.dtype, wire=model.wire)
+    baseline.to_empty(device=to_local(parameter).device)
+    for sharded, layer in zip(baseline.layers, model.layers, strict=True):
+        assert isinstance(sharded, TensorLinear)
+        weight, bias = _dense(layer)
+        to_local(sharded.weight).copy_(weight[own_part(sharded.weight)])
+        if sharded.bias is not None and bias is not None:
+            to_local(sharded.bias).copy_(bias[own_part(sharded.bias)])
+    return baseline
+
+
+def _dense(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Return a layer's whole weight and bias."""
+    dense = layer.to_dense() if isinstance(layer, PhantomLinear | TensorLinear) else layer
+    assert isinstance(dense, nn.Linear)  # torch's own, in a Megatron pair
+    return full_tensor(dense.weight), None if dense.bias is None else full_tensor(dense.bias)

@@ -11,10 +11,9 @@ from torch.distributed.fsdp import FSDPModule
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.fully_sharded import compile_layers
 from phantom_parallel.distributed.pipeline import Pipeline
-from phantom_parallel.families.ffn.data import Batches, check_data, open_data
-from phantom_parallel.families.ffn.digits import scores
+from phantom_parallel.families.ffn.config import PIXELS, TEACHERS, FFNTrainConfig
+from phantom_parallel.families.ffn.data import Batches, check_data, open_data, scores
 from phantom_parallel.families.ffn.model import FFN
-from phantom_parallel.families.ffn.train_config import PIXELS, TEACHERS, FFNTrainConfig
 from phantom_parallel.train.task import Task
 from phantom_parallel.utils.strategies import get_strategy
 
@@ -32,7 +31,7 @@ class FFNTask(Task[FFNTrainConfig]):
         self.config, self.parallel = config, parallel
         strategy, reshard = get_strategy(config.strategy), config.reshard_after_forward
         where: dict[str, Any] = {"mesh": parallel.tp, "device": parallel.device, "wire": config.wire}
-        self.model = FFN(config.ffn(), **where, reshard_after_forward=reshard)
+        self.model = FFN(config.model, **where, reshard_after_forward=reshard)
         self._forward: Callable[[Tensor], Tensor] = self.model
         sharded = self.model.shards_features
         self.counts = sharded or strategy.shards_rows or parallel.tp_rank == 0
@@ -42,7 +41,7 @@ class FFNTask(Task[FFNTrainConfig]):
                 self.model,
                 self._run_stage,
                 parallel.tp,
-                stream=lambda rows: torch.empty(rows, config.width, device="meta", dtype=dtype),
+                stream=lambda rows: torch.empty(rows, config.model.width, device="meta", dtype=dtype),
                 micro_batches=config.stage_micro_batches,
                 device=parallel.device,
             )
@@ -57,12 +56,12 @@ class FFNTask(Task[FFNTrainConfig]):
 
     @staticmethod
     def outline(config: FFNTrainConfig) -> nn.Module:
-        return FFN(config.ffn(), device="meta")
+        return FFN(config.model, device="meta")
 
     @staticmethod
     def data_bytes(config: FFNTrainConfig) -> int:
         copies = 1 if get_strategy(config.strategy).shards_features else config.ranks  # which hold all features
-        return copies * config.samples * sum(config.model_features) * _WORD if config.data in TEACHERS else 0
+        return copies * config.samples * sum(config.model.model_features) * _WORD if config.data in TEACHERS else 0
 
     @property
     def classifies(self) -> bool:  # type: ignore[override]
@@ -76,7 +75,7 @@ class FFNTask(Task[FFNTrainConfig]):
 
     def loss(self, rows: Tensor) -> Tensor:
         out, y = self._predict(self._forward, rows)
-        return (out - y).square().sum() / (len(rows) * self.config.model_features[1])
+        return (out - y).square().sum() / (len(rows) * self.config.model.model_features[1])
 
     def load(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         x, y = (values.to(self.parallel.device) for values in self._data.take(rows))
@@ -90,7 +89,7 @@ class FFNTask(Task[FFNTrainConfig]):
                 return torch.zeros(2, device=self.parallel.device)
         else:
             out, y = self._predict(self.model, rows)
-        squares = (out - y).square().sum() / self.config.model_features[1]
+        squares = (out - y).square().sum() / self.config.model.model_features[1]
         return torch.stack([squares, self._hits(out, y) if self.classifies else torch.zeros_like(squares)])
 
     def compile(self) -> None:
@@ -116,7 +115,7 @@ class FFNTask(Task[FFNTrainConfig]):
 
     def _hits(self, out: Tensor, y: Tensor) -> Tensor:
         """Return the number of rows that are classified correctly; 0 on all but one of the ranks that share rows."""
-        features, all_features = self._data.features[1], self.config.model_features[1]
+        features, all_features = self._data.features[1], self.config.model.model_features[1]
         both = torch.stack([scores(values, features, all_features) for values in (out, y)])
         if self.model.shards_features:
             assert self.parallel.tp is not None

@@ -1,242 +1,158 @@
-"""The configuration of a GPT: its sizes, which are validated on construction."""
+"""Settings of a GPT and of its training. The texts under the fields are the help of commands."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from math import gcd, lcm
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
-from phantom_parallel.utils.layout import (
-    MAX_FEATURES,
-    MAX_LAYERS,
-    check_at_most,
-    check_block_ranks,
-    check_inside,
-    nearest_divisors,
-    positive,
-    stage_layers,
-)
-from phantom_parallel.utils.parsing import is_finite
+from phantom_parallel.train.config import TrainConfig
+from phantom_parallel.utils.layout import check_block_ranks, check_inside, nearest_divisors, stage_layers
+from phantom_parallel.utils.settings import NO_OPTION, Features, Layers, PositiveFloat, PositiveInt, validate
 from phantom_parallel.utils.strategies import Strategy, get_strategy
 
 GPTStrategy = Literal["phantom", "megatron", "dense", "fsdp", "pipeline"]
-STRATEGIES: tuple[GPTStrategy, ...] = get_args(GPTStrategy)
-
-
-MAPS = ("qkv", "out", "gate_up", "down")  # of a layer, in the order of its ghosts
+TokenizerName = Literal["bytes", "bpe"]
+MAPS = ("qkv", "out", "gate_up", "down")  # linear layers of a layer, in the order of its ghosts
+PYTHON = "python"
+BYTES = 256
+_MAX_VOCAB = 1 << 16  # tokens are cached in two bytes
 _LLAMA3 = ("low_freq_factor", "high_freq_factor", "original_context")
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Slower rotation of position embeddings, for contexts longer than those of the original training.
-
-    Args:
-        kind: ``linear`` divides all rates by ``factor``; ``llama3`` divides those of long wavelengths only.
-        factor: The divisor.
-        low_freq_factor: For ``llama3``: wavelengths above original_context / low_freq_factor are divided fully.
-        high_freq_factor: For ``llama3``: wavelengths below original_context / high_freq_factor are kept.
-        original_context: For ``llama3``: positions of the original training.
-    """
+    """Slower rotation of position embeddings, for contexts longer than those of the original training."""
 
     kind: Literal["linear", "llama3"]
-    factor: float
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    original_context: int | None = None
+    """``linear`` divides all rates by ``factor``; ``llama3`` divides those of long wavelengths only."""
+    factor: PositiveFloat
+    """The divisor."""
+    low_freq_factor: PositiveFloat | None = None
+    """For ``llama3``: wavelengths above original_context / low_freq_factor are divided fully."""
+    high_freq_factor: PositiveFloat | None = None
+    """For ``llama3``: wavelengths below original_context / high_freq_factor are kept."""
+    original_context: PositiveInt | None = None
+    """For ``llama3``: positions of the original training."""
 
     def __post_init__(self) -> None:
-        if self.kind not in ("linear", "llama3"):
-            raise ValueError(f"rope_scaling must be of the kind linear or llama3, got {self.kind!r}")
-        for name in ("factor", *(_LLAMA3 if self.kind == "llama3" else ())):
-            value = getattr(self, name)
-            if not is_finite(value) or value <= 0:
-                raise ValueError(f"{name} of rope_scaling must be a positive number, got {value!r}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class GPTDimensions:
-    """The sizes of a GPT as options have them, apart from the vocabulary and from how it is parallelised."""
-
-    dim: int
-    """Features of the residual stream."""
-    layers: int
-    """Number of layers, each of attention and SwiGLU."""
-    heads: int
-    """Query heads."""
-    kv_heads: int | None = None
-    """Key and value heads; by default as many as query heads."""
-    hidden: int | None = None
-    """Hidden features of the SwiGLU; by default 8/3 of dim, rounded up to a multiple of 64 and of the blocks."""
-    context: int
-    """Context length in tokens."""
-    tie_embeddings: bool = False
-    """Let the head share the embedding's weight."""
-    parallel_block: bool = False
-    """Attention and SwiGLU side by side after one norm, as in GPT-J and PaLM: two exchanges of a layer instead of
-    four. Another function than the default, with the same number of weights but for norms and ghosts."""
+        validate(self)
+        if self.kind == "llama3" and (missing := [name for name in _LLAMA3 if getattr(self, name) is None]):
+            raise ValueError(f"rope_scaling of the kind llama3 needs {', '.join(missing)}")
 
 
 @dataclass(frozen=True)
 class GPTConfig:
     """The architecture of a GPT, independent of the number of ranks.
 
-    Args:
-        vocab: Number of tokens.
-        dim: Features of the residual stream.
-        layers: Number of layers, of attention and SwiGLU each.
-        heads: Number of query heads.
-        kv_heads: Number of heads of keys and values, ``heads`` by default.
-        hidden: Width of the SwiGLU; by default 8/3 ``dim``, rounded up to a multiple of 64 and of ``blocks``.
-        context: Maximum number of positions.
-        strategy: How the model is sharded.
-        blocks: As for `PhantomLinear`, for the strategy ``phantom`` only. It must divide the features, heads, hidden
-            width and vocabulary.
-        ghosts: As for `PhantomLinear`, for the strategy ``phantom`` only.
-        tie_embeddings: Whether the head shares the embedding's weight.
-        parallel_block: Whether attention and SwiGLU work side by side on one norm of the stream, with two exchanges of
-            a layer instead of four; ``kv_heads`` must then divide ``hidden``.
-        rope_base: Base of the rotary position embedding.
-        norm_eps: Epsilon of the norms.
-        qkv_bias: Whether the projection to queries, keys and values has a bias.
-        rope_scaling: Scaling of the rotary position embedding.
-        layer_ghosts: For the strategy ``phantom``, ghosts of each layer's maps (qkv, out, gate_up, down) in place of
-            ``ghosts``, which is then only the default of new layers.
-        hidden_groups: Number of pieces of the hidden width, each with its gate beside its up projection. A rank holds
-            whole pieces. By default the greatest common divisor of ``hidden`` and ``kv_heads``.
+    ``blocks`` must divide the features, heads, hidden width and vocabulary.
     """
 
     family: ClassVar[str] = "gpt"
-    renamed: ClassVar[dict[str, str]] = {"tied": "tie_embeddings"}  # earlier names of fields, in older files
 
-    vocab: int
-    dim: int
-    layers: int
-    heads: int
-    kv_heads: int = None  # type: ignore[assignment]  # a number once made
-    hidden: int = None  # type: ignore[assignment]  # a number once made
-    context: int = 1024
+    vocab: Features
+    """Tokens of the vocabulary; in a training by default 256 for bytes and 1024 for bpe."""
+    dim: Features
+    """Features of the residual stream."""
+    layers: Layers
+    """Number of layers, each of attention and SwiGLU."""
+    heads: PositiveInt
+    """Query heads."""
+    kv_heads: PositiveInt = None  # type: ignore[assignment]  # set on construction
+    """Key and value heads; by default as many as query heads."""
+    hidden: Features = None  # type: ignore[assignment]  # set on construction
+    """Hidden features of the SwiGLU; by default 8/3 of dim, rounded up to a multiple of 64 and of the blocks."""
+    context: Features = 1024
+    """Context length in tokens."""
     strategy: GPTStrategy = "phantom"
-    blocks: int | None = None
-    ghosts: int | None = None
+    """How the model is sharded over ranks."""
+    blocks: PositiveInt | None = None
+    """Blocks that the features are divided into, for phantom; by default the larger of 4 and ranks."""
+    ghosts: PositiveInt | None = None
+    """Ghosts: values of each block that the other blocks receive, for phantom; by default 16."""
     tie_embeddings: bool = False
+    """Let the head share the embedding's weight."""
     parallel_block: bool = False
-    rope_base: float = 10000.0
-    norm_eps: float = 1e-5
-    qkv_bias: bool = False
-    rope_scaling: RopeScaling | None = None
-    layer_ghosts: tuple[tuple[int, int, int, int], ...] | None = None
-    hidden_groups: int = None  # type: ignore[assignment]  # a number once made
+    """Attention and SwiGLU side by side after one norm, as in GPT-J and PaLM: two exchanges of a layer instead of
+    four. Another function than the default, with the same number of weights but for norms and ghosts."""
+    rope_base: PositiveFloat = field(default=10000.0, metadata=NO_OPTION)
+    """Base of the rotary position embedding."""
+    norm_eps: PositiveFloat = field(default=1e-5, metadata=NO_OPTION)
+    """Epsilon of the norms."""
+    qkv_bias: bool = field(default=False, metadata=NO_OPTION)
+    """Whether the projection to queries, keys and values has a bias."""
+    rope_scaling: RopeScaling | None = field(default=None, metadata=NO_OPTION)
+    """Scaling of the rotary position embedding."""
+    layer_ghosts: tuple[tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt], ...] | None = field(
+        default=None, metadata=NO_OPTION
+    )
+    """For phantom, ghosts of qkv, out, gate_up and down of each layer in place of ``ghosts``, which is then only the
+    default of new layers."""
+    hidden_groups: PositiveInt = None  # type: ignore[assignment]  # set on construction
+    """Groups of the hidden width, each with its gate beside its up projection, of which ranks hold whole ones; by
+    default the greatest common divisor of hidden and kv_heads."""
 
     def __post_init__(self) -> None:
-        strategy = get_strategy(self.strategy, among=STRATEGIES)
-        positive(vocab=self.vocab, dim=self.dim, layers=self.layers, heads=self.heads, context=self.context)
-        check_at_most(MAX_FEATURES, vocab=self.vocab, dim=self.dim, context=self.context)
-        check_at_most(MAX_LAYERS, layers=self.layers)
-        for name in ("tie_embeddings", "qkv_bias"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
-        for name in ("rope_base", "norm_eps"):
-            value = getattr(self, name)
-            if not is_finite(value) or value <= 0:
-                raise ValueError(f"{name} must be a positive number, got {value!r}")
-        strategy.check_blocks(self.blocks, self.ghosts)
-        if self.blocks is not None:
-            positive(blocks=self.blocks, ghosts=self.ghosts)
-            if self.blocks < 2:
-                raise ValueError("blocks=1 leaves no other block to show ghosts to: use at least 2, or dense")
-        self._set_defaults()
-        self._set_rope_scaling()
-        self._check_heads()
-        self._check_parallel_block()
-        if self.blocks is not None:
-            self._check_division_into_blocks()
-        self._set_layer_ghosts()
-
-    def _set_rope_scaling(self) -> None:
-        """Make `RopeScaling` of the object that a file has."""
-        given = self.rope_scaling
-        if given is None or isinstance(given, RopeScaling):
-            return
-        try:
-            object.__setattr__(self, "rope_scaling", RopeScaling(**given))
-        except TypeError:
-            names = ", ".join(field.name for field in fields(RopeScaling))
-            raise ValueError(f"rope_scaling must be an object with {names}, got {given!r}") from None
-
-    def _set_layer_ghosts(self) -> None:
-        """Check the ghosts of each layer's maps, and make tuples of the lists that a file has."""
-        given = self.layer_ghosts
-        if given is None:
-            return
-        if self.blocks is None:
-            raise ValueError(f"layer_ghosts belong to the strategy phantom, not to {self.strategy}: leave them out")
-        sound = isinstance(given, list | tuple) and len(given) == self.layers
-        if not sound or not all(isinstance(row, list | tuple) and len(row) == len(MAPS) for row in given):
-            raise ValueError(f"layer_ghosts must have {len(MAPS)} numbers for each of {self.layers} layers")
-        for layer, row in enumerate(given):
-            for name, ghosts, features in zip(MAPS, row, (*[self.dim] * 3, self.hidden), strict=True):
-                positive(**{f"layer_ghosts[{layer}].{name}": ghosts})
-                if ghosts > features // self.blocks:
-                    raise ValueError(
-                        f"layer_ghosts[{layer}].{name}={ghosts} is larger than a block of "
-                        f"{features // self.blocks} features"
-                    )
-        object.__setattr__(self, "layer_ghosts", tuple(tuple(row) for row in given))
-
-    def _set_defaults(self) -> None:
-        if self.kv_heads is None:
-            object.__setattr__(self, "kv_heads", self.heads)
-        if self.hidden is None:
-            step = lcm(64, self.blocks or 1)
-            object.__setattr__(self, "hidden", -(-8 * self.dim // (3 * step)) * step)
-        positive(kv_heads=self.kv_heads, hidden=self.hidden)
-        if self.hidden_groups is None:
-            object.__setattr__(self, "hidden_groups", gcd(self.hidden, self.kv_heads))
-        positive(hidden_groups=self.hidden_groups)
-        if self.hidden % self.hidden_groups:
-            near = nearest_divisors(self.hidden, self.hidden_groups)
-            raise ValueError(f"hidden_groups={self.hidden_groups} does not divide hidden={self.hidden}: {near} would")
-        check_at_most(MAX_FEATURES, hidden=self.hidden)
-
-    def _check_heads(self) -> None:
-        for name, divisor, total in (("heads", self.heads, "dim"), ("kv_heads", self.kv_heads, "heads")):
-            if getattr(self, total) % divisor:
-                near = nearest_divisors(getattr(self, total), divisor)
-                raise ValueError(f"{name}={divisor} does not divide {total}={getattr(self, total)}: {near} would")
+        validate(self)
+        get_strategy(self.strategy).check_blocks(self.blocks, self.ghosts)
+        step = lcm(64, self.blocks or 1)
+        self._fill("kv_heads", self.heads)
+        self._fill("hidden", -(-8 * self.dim // (3 * step)) * step)
+        self._fill("hidden_groups", gcd(self.hidden, self.kv_heads))
+        self._check_divides("heads", "dim")
+        self._check_divides("kv_heads", "heads")
+        self._check_divides("hidden_groups", "hidden")
         if self.head_dim % 2:
             raise ValueError(
                 f"a head of {self.head_dim} features (dim={self.dim} over heads={self.heads}) is odd: "
                 "rotary position embeddings need an even number"
             )
-
-    def _check_parallel_block(self) -> None:
-        if not isinstance(self.parallel_block, bool):
-            raise ValueError(f"parallel_block must be true or false, got {self.parallel_block!r}")
-        if self.parallel_block and self.hidden % self.kv_heads:
-            near = -(-self.hidden // self.kv_heads) * self.kv_heads
-            raise ValueError(
-                f"with parallel_block, kv_heads={self.kv_heads} must divide hidden={self.hidden}: hidden={near} would"
-            )
-
-        if self.parallel_block and (self.qkv_bias or self.layer_ghosts is not None):
-            raise ValueError("parallel_block has neither qkv_bias nor layer_ghosts: leave them out")
-
-    def _check_division_into_blocks(self) -> None:
-        assert self.blocks is not None
-        assert self.ghosts is not None
-        for name in ("dim", "heads", "kv_heads", "hidden", "vocab", "hidden_groups"):
-            value = getattr(self, name)
-            if value % self.blocks:
+        if self.parallel_block:
+            if self.hidden % self.kv_heads:
+                near = -(-self.hidden // self.kv_heads) * self.kv_heads
                 raise ValueError(
-                    f"blocks={self.blocks} does not divide {name}={value}: "
-                    f"{name}={-(-value // self.blocks) * self.blocks} would be whole blocks"
+                    f"with parallel_block, kv_heads={self.kv_heads} must divide hidden={self.hidden}: "
+                    f"hidden={near} would"
                 )
-        smallest = min(self.dim, self.hidden) // self.blocks
-        if self.ghosts > smallest:
+            if self.qkv_bias or self.layer_ghosts is not None:
+                raise ValueError("parallel_block has neither qkv_bias nor layer_ghosts: leave them out")
+        self._check_blocks()
+
+    def _fill(self, name: str, value: int) -> None:
+        if getattr(self, name) is None:
+            object.__setattr__(self, name, value)
+
+    def _check_divides(self, part: str, whole: str) -> None:
+        divisor, total = getattr(self, part), getattr(self, whole)
+        if total % divisor:
+            near = nearest_divisors(total, divisor)
+            raise ValueError(f"{part}={divisor} does not divide {whole}={total}: {near} would")
+
+    def _check_blocks(self) -> None:
+        blocks = self.blocks
+        if blocks is None:
+            if self.layer_ghosts is not None:
+                raise ValueError(f"layer_ghosts belong to the strategy phantom, not to {self.strategy}: leave them out")
+            return
+        if blocks < 2:
+            raise ValueError("blocks must be at least 2, got 1 (use the strategy dense)")
+        for name in ("dim", "heads", "kv_heads", "hidden", "vocab", "hidden_groups"):
+            if (value := getattr(self, name)) % blocks:
+                raise ValueError(
+                    f"blocks={blocks} does not divide {name}={value}: "
+                    f"{name}={-(-value // blocks) * blocks} would be whole blocks"
+                )
+        smallest = min(self.dim, self.hidden) // blocks
+        if self.ghosts is not None and self.ghosts > smallest:
             raise ValueError(
                 f"ghosts={self.ghosts} is larger than a block of {smallest} features "
-                f"(dim={self.dim}, hidden={self.hidden} over {self.blocks} blocks): at most {smallest}"
+                f"(dim={self.dim}, hidden={self.hidden} over {blocks} blocks): at most {smallest}"
             )
+        if self.layer_ghosts is not None and len(self.layer_ghosts) != self.layers:
+            raise ValueError(f"layer_ghosts must have {len(MAPS)} numbers for each of {self.layers} layers")
+        for layer, row in enumerate(self.layer_ghosts or ()):
+            for name, ghosts, features in zip(MAPS, row, (*[self.dim] * 3, self.hidden), strict=True):
+                if ghosts > features // blocks:
+                    size = features // blocks
+                    raise ValueError(f"layer_ghosts[{layer}].{name}={ghosts} is larger than a block of {size} features")
 
     @property
     def head_dim(self) -> int:
@@ -258,10 +174,22 @@ class GPTConfig:
         """Query heads that share one head of keys and values."""
         return self.heads // self.kv_heads
 
-    @staticmethod
-    def older_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings that files of earlier releases do not have: the pieces of a phantom model were its blocks."""
-        return {"hidden_groups": settings.get("blocks")}
+    @property
+    def summary(self) -> str:
+        """The sizes in words, for titles."""
+        tied = (", tied" if self.tie_embeddings else "") + (", parallel blocks" if self.parallel_block else "")
+        return (
+            f"dim {self.dim:,}, {self.layers} layers, {self.heads} heads, context {self.context:,}, "
+            f"vocabulary {self.vocab:,}{tied}"
+        )
+
+    @property
+    def linear_features(self) -> tuple[tuple[int, int], ...]:
+        """Input and output features of each kind of layer that phantom divides into blocks."""
+        if self.parallel_block:
+            return (self.dim, self.qkv_features + 2 * self.hidden), (self.dim + self.hidden, self.dim)
+        into = (self.dim, self.qkv_features), (self.dim, self.dim), (self.dim, 2 * self.hidden)
+        return *into, (self.hidden, self.dim)
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ValueError if ``ranks`` ranks cannot share this model."""
@@ -290,8 +218,7 @@ class GPTConfig:
 def check_interleave(
     interleave: int, strategy: Strategy, ranks: int, blocks: int | None, activation_checkpointing: bool
 ) -> None:
-    """Raise ValueError if parts of a batch cannot take turns."""
-    positive(interleave=interleave)
+    """Raise ValueError if parts of a batch cannot be interleaved."""
     if interleave == 1:
         return
     if strategy.shards_rows or strategy.splits_depth:
@@ -302,3 +229,92 @@ def check_interleave(
         raise ValueError(f"interleave={interleave} cannot be combined with activation_checkpointing: leave one out")
     if blocks is not None and ranks > blocks:
         raise ValueError(f"interleave={interleave} needs at most as many ranks as blocks={blocks}, got ranks={ranks}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTTrainConfig(TrainConfig):
+    """A training of a GPT on text. A row is a window of ``context`` tokens and the one after, and the loss is the mean
+    cross-entropy in nats a token.
+
+    ``data`` is the source of Python's standard library (``python``), or the path of a text file or of a folder of them.
+    """
+
+    family: ClassVar[str] = "gpt"
+    row: ClassVar[str] = "window"
+    named_data: ClassVar[tuple[str, ...]] = (PYTHON,)
+    may_change: ClassVar[frozenset[str]] = TrainConfig.may_change | {"activation_checkpointing", "fsdp", "interleave"}
+    model_defaults: ClassVar[dict[str, Any]] = {"vocab": None, "dim": 256, "layers": 4, "heads": 8, "context": 256}
+
+    model: GPTConfig
+    """The model."""
+    batch: Features = 16
+    """Windows of a step, over all data-parallel copies and micro-batches together."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Clip the norm of the whole gradient to this."""
+    data: str = PYTHON
+    """The source of Python's standard library (python), or the path of a text file, or of a folder of text files."""
+    pattern: str = "*.txt"
+    """Files to read from a folder, at any depth."""
+    max_bytes: PositiveInt = 8_000_000
+    """Maximum length of the text in bytes; files are read in the order of their paths."""
+    tokenizer: TokenizerName = "bytes"
+    """Bytes, or a byte-pair encoding trained on the text (bpe, which needs the tokenizers library)."""
+    eval_windows: PositiveInt = 64
+    """Number of windows to evaluate, from the tenth of the text that is held out."""
+    activation_checkpointing: bool = False
+    """Keep only the input of each layer, and compute the rest again in backward."""
+    interleave: PositiveInt = 1
+    """Parts of a micro-batch that are interleaved, so that exchanges of one overlap with products of the others: 2 on
+    slow links."""
+    fsdp: bool = False
+    """Shard weights, gradients and optimizer states over the data-parallel copies (FSDP2), in place of replicas."""
+
+    @classmethod
+    def filled(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        """The vocabulary follows the tokenizer: 256 for bytes, 1024 for bpe."""
+        if settings.get("vocab") is None:
+            settings["vocab"] = 4 * BYTES if settings.get("tokenizer") == "bpe" else BYTES
+        return super().filled(settings)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not BYTES <= self.model.vocab <= _MAX_VOCAB:
+            raise ValueError(
+                f"vocab={self.model.vocab} must be from {BYTES}, since every byte is a token, to {_MAX_VOCAB}"
+            )
+        strategy = get_strategy(self.strategy)
+        if self.fsdp and (strategy.shards_rows or strategy.splits_depth):
+            raise ValueError(
+                f"fsdp shards the weights of copies by phantom, megatron or dense, got strategy={self.strategy!r}: "
+                "leave it out, or use the strategy fsdp on more ranks"
+            )
+        check_interleave(self.interleave, strategy, self.ranks, self.blocks, self.activation_checkpointing)
+        if self.micro_batch % self.interleave:
+            raise ValueError(
+                f"interleave={self.interleave} does not divide the {self.micro_batch} windows of a micro-batch: "
+                f"use {nearest_divisors(self.micro_batch, self.interleave)}"
+            )
+        if self.interleave > 1 and (self.fsdp or self.compile):
+            raise ValueError(f"interleave={self.interleave} cannot be combined with fsdp or compile: leave one out")
+        if self.fsdp and self.dp == 1:
+            raise ValueError(
+                "fsdp shards the weights over data-parallel copies, got dp=1: use at least 2, or leave it out"
+            )
+
+    @property
+    def vocab(self) -> int:
+        """Tokens of the vocabulary, for what reads the text."""
+        return self.model.vocab
+
+    @property
+    def context(self) -> int:
+        """Tokens of a window."""
+        return self.model.context
+
+    @property
+    def gathers_weights(self) -> bool:
+        return self.fsdp or super().gathers_weights
+
+    @property
+    def replicas(self) -> int:
+        return 1 if self.fsdp else self.dp

@@ -1,4 +1,4 @@
-"""Cost terms of transformers: what one rank of a `phantom_parallel.GPT` computes, sends and keeps.
+"""What one rank of a `phantom_parallel.GPT` computes, sends and keeps, in training and in inference.
 
 T rows (sequences times positions) go through each part, in words a row and rank:
 
@@ -7,178 +7,136 @@ T rows (sequences times positions) go through each part, in words a row and rank
     qkv, gate_up  all-gather  qk + 1   reduce-scatter  qk + 1    -                      backward  all-reduce  n
     attention     -                                              -
     out, down     all-gather  qk       reduce-scatter  qk        all-reduce  n          -
-    head          see `head_cost`                                -                      backward  all-reduce  n
-    loss          see `head_cost`                                all-gather  3
+    head          see below                                      -                      backward  all-reduce  n
+    loss          see below                                      all-gather  3
 
 n: features of the stream, m = n / R; q: blocks of a rank, k: ghosts. The one more word is the norm's squares forward,
 and backward its share of their gradient. Squares and the loss's numbers are float32 or better: with words of 2 bytes
 they take two each.
 
-With attention and SwiGLU in parallel, qkv and gate_up are one map, and out and down are one.
+With attention and SwiGLU in parallel, qkv and gate_up are one linear layer, and out and down are one.
 
 Attention is Q K^T and A V, both of all positions: a causal mask saves nothing in these counts, as in torch's own.
 Backward computes Q K^T again, as fused kernels do. ``prefill`` and ``decode`` are forward passes that fill a cache.
 Parts are named as the modules are.
 
-On R = p t ranks, t for each of p blocks, the maps have the exchanges of two levels (`cost.terms`), and an all-gather or
-reduce-scatter of all ranks is one across blocks and one inside of them.
+On R = p t ranks, t for each of p blocks, linear layers have the exchanges of two levels (`cost.terms`), and an
+all-gather or reduce-scatter of all ranks is one across blocks and one inside of them.
+
+Of R ranks that hold features of the stream, each computes the head and the loss
+
+    by vocabulary   all T rows and V / R tokens   all-gather  m + 1    reduce-scatter  m + 1    loss: all-gather  3
+    by rows         T / R rows and all V tokens   all-to-all  m + 1    all-to-all  m + 1        loss: one number
+
+in words a row, m = n / R; by rows with 1 / R of the rows, and the weight's V n / R words gathered and its gradient
+scattered besides. `head_splits_rows` chooses for training; inference needs the last position's logits of all tokens. By
+vocabulary, a tied head has besides an all-to-all of the embedding's weight, forward and backward.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Self, get_args
 
+from phantom_parallel.cost.layers import column_layer, phantom_layer, row_layer
 from phantom_parallel.cost.terms import (
-    OPTIMIZER_STATES,
     Exchange,
     LayerCost,
     Memory,
-    Optimizer,
+    Product,
     Shape,
+    between_ranks,
     in_turns,
+    on_wire,
+    optimizer_of,
+    over_blocks,
+    recomputed,
+    summed_on_wire,
 )
-from phantom_parallel.cost.whole_layers import Stage, check_rows
-from phantom_parallel.families.gpt.config import GPTConfig, GPTStrategy, check_interleave
-from phantom_parallel.families.gpt.head_cost import head_cost, head_in_turns
-from phantom_parallel.families.gpt.layer_cost import embedding_cost, layer_costs
-from phantom_parallel.families.gpt.whole_layers_cost import fsdp_costs, pipeline_costs
-from phantom_parallel.utils.layout import positive
+from phantom_parallel.cost.whole_layers import Group, Stage, fully_sharded
+from phantom_parallel.families.gpt.config import GPTConfig, check_interleave
+from phantom_parallel.utils.layout import BlockLayout, RowLayout
+from phantom_parallel.utils.settings import Features, NonNegativeInt, PositiveInt
 from phantom_parallel.utils.strategies import StrategyName, get_strategy
-from phantom_parallel.utils.wire import WireFormat
+from phantom_parallel.utils.wire import head_splits_rows
 
 Mode = Literal["train", "prefill", "decode"]
-MODES: tuple[str, ...] = get_args(Mode)
+INDEX_BYTES = 8  # of a token
+Costs = tuple[tuple[LayerCost, ...], tuple[Exchange, ...]]
 
 
 @dataclass(frozen=True)
 class GPTShape(Shape):
-    """A transformer and how it is run: ``ranks`` share it, ``dp`` copies of that work on ``batch`` sequences each.
+    """A transformer and how it is run, for example ``GPTShape(model.config, sequence=256, batch=8, ranks=4)``.
 
-    Args: those of the model are `GPTConfig`'s.
-        sequence: positions of a sequence that a pass works on.
-        batch: sequences of one copy.
-        word_bytes: of parameters and activations: 8, 4 or 2.
-        wire: format in which features travel between ranks.
-        recompute: whether layers are computed again in backward instead of being kept.
-        interleave: parts of the sequences that take turns in a training step.
-        rank: which one; all have equal work.
-        mode: a training step, or a forward pass that fills a cache: `prefill` and `decode` make those.
-        past: positions that the cache holds already.
+    Args: besides those of `Shape`:
+        sequence: Positions of a sequence that a pass works on; by default the model's context.
+        activation_checkpointing: Whether layers are computed again in backward instead of being kept.
+        interleave: Parts of the sequences that are interleaved in a training step.
+        mode: A training step, or a forward pass that fills a cache: `prefill` and `decode` make those.
+        past: Positions that the cache holds already.
     """
 
     family: ClassVar[str] = "gpt"
     listed: ClassVar[tuple[str, ...]] = ("dim", "layers", "heads", "sequence", "batch")
+    modes: ClassVar[tuple[str, ...]] = get_args(Mode)
+    example: ClassVar[dict[str, Any]] = {"vocab": 32768, "dim": 4096, "layers": 4, "heads": 32, "context": 2048}
 
-    strategy: GPTStrategy
-    vocab: int
-    dim: int
-    layers: int
-    heads: int
-    kv_heads: int = None  # type: ignore[assignment]  # a number once made
-    hidden: int = None  # type: ignore[assignment]  # a number once made
-    sequence: int = 1024
-    ranks: int = 1
-    batch: int = 1
-    blocks: int | None = None
-    ghosts: int | None = None
-    dp: int = 1
-    word_bytes: int = 4
-    wire: WireFormat = "full"
-    tie_embeddings: bool = False
-    parallel_block: bool = False
-    qkv_bias: bool = False
-    layer_ghosts: tuple[tuple[int, int, int, int], ...] | None = None
-    optimizer: Optimizer = "adam"
-    recompute: bool = False
-    interleave: int = 1
-    rank: int = 0
+    model: GPTConfig
+    batch: Features = 1
+    sequence: Features = None  # type: ignore[assignment]  # set on construction
+    activation_checkpointing: bool = False
+    """Keep only the input of each layer, and compute the rest again in backward."""
+    interleave: PositiveInt = 1
+    """Parts of a copy's sequences that are interleaved in a training step, so that exchanges of one overlap with
+    products of the others."""
     mode: Mode = "train"
-    past: int = 0
-    micro_batches: int | None = None
-    reshard_after_forward: bool = True
-    config: GPTConfig = field(init=False, repr=False, compare=False)
-    _costs: tuple[LayerCost, ...] = field(init=False, repr=False, compare=False)
-    _between: tuple[Exchange, ...] = field(init=False, repr=False, compare=False)
+    past: NonNegativeInt = 0
+
+    @classmethod
+    def filled(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        """The context is that of the sequence, unless it is given."""
+        if settings.get("sequence") is not None and settings.get("context") is None:
+            settings["context"] = settings["sequence"] + settings.get("past", 0)
+        return super().filled(settings)
 
     def __post_init__(self) -> None:
-        positive(**{name: getattr(self, name) for name in ("sequence", "ranks", "batch", "dp")})
-        if self.optimizer not in OPTIMIZER_STATES:
-            raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZER_STATES)}, got {self.optimizer!r}")
-        if self.word_bytes not in (8, 4, 2):
-            raise ValueError(f"word_bytes must be 8, 4 or 2, got {self.word_bytes!r}")
-        get_strategy(self.strategy).check_wire(self.wire)
-        if not 0 <= self.rank < self.ranks:
-            raise ValueError(f"rank must be from 0 to {self.ranks - 1}, got {self.rank}")
-        if self.mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
-        if self.mode == "decode":
-            positive(past=self.past)
-        elif self.past != 0:
-            raise ValueError(
-                f"past belongs to decode, and {self.mode} starts with an empty cache: got past={self.past}"
-            )
-        config = GPTConfig(
-            vocab=self.vocab,
-            dim=self.dim,
-            layers=self.layers,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            hidden=self.hidden,
-            context=self.past + self.sequence,
-            strategy=self.strategy,
-            blocks=self.blocks,
-            ghosts=self.ghosts,
-            tie_embeddings=self.tie_embeddings,
-            parallel_block=self.parallel_block,
-            qkv_bias=self.qkv_bias,
-            layer_ghosts=self.layer_ghosts,
-        )
-        config.check_ranks(self.ranks)
-        check_interleave(self.interleave, get_strategy(self.strategy), self.ranks, self.blocks, self.recompute)
+        if self.sequence is None:
+            object.__setattr__(self, "sequence", self.model.context)
+        super().__post_init__()
+        if (self.past > 0) != (self.mode == "decode"):
+            raise ValueError(f"past belongs to decode, and must be above 0 there: got past={self.past} for {self.mode}")
+        model, strategy = self.model, get_strategy(self.strategy)
+        check_interleave(self.interleave, strategy, self.ranks, model.blocks, self.activation_checkpointing)
         if self.mode == "train" and self.batch % self.interleave:
             raise ValueError(f"interleave={self.interleave} does not divide the {self.batch} sequences of a copy")
-        names = ("kv_heads", "hidden", "layer_ghosts")
-        made = {"config": config} | {name: getattr(config, name) for name in names}
-        for name, value in made.items():
-            object.__setattr__(self, name, value)
-        check_rows(self)
-        parts, between = self._work_out()
-        object.__setattr__(self, "_costs", parts)
-        object.__setattr__(self, "_between", between)
-
-    def _work_out(self) -> tuple[tuple[LayerCost, ...], tuple[Exchange, ...]]:
-        """The parts, and the exchanges that belong to none of them."""
-        strategy = get_strategy(self.strategy)
-        if self.ranks == 1 or strategy.splits_layers:
-            return tuple(self._parts()), ()
-        if self.mode != "train":
+        if self.mode != "train" and not self.splits_work:
             raise ValueError(f"the strategy {self.strategy} is for training: {self.mode} runs on ranks by megatron")
-        return fsdp_costs(self) if self.stage is None else pipeline_costs(self, self.stage)
+        assert self._terms is not None  # layouts that are not possible raise here
+
+    @classmethod
+    def of_training(cls, config: Any) -> Self:
+        names = ("model", "ranks", "dp", "wire", "micro_batches", "activation_checkpointing", "interleave")
+        return cls(
+            **{name: getattr(config, name) for name in names},
+            batch=config.batch // config.dp,
+            optimizer=optimizer_of(config.optimizer, config.momentum),
+            reshard_after_forward=config.reshard_after_forward or config.fsdp,
+        )
+
+    @cached_property
+    def _terms(self) -> Costs:
+        """The parts, and the exchanges that belong to none of them."""
+        if self.splits_work:
+            return tuple(self._parts()), ()
+        return _fsdp_costs(self) if self.stage is None else _pipeline_costs(self, self.stage)
 
     @cached_property
     def stage(self) -> Stage | None:
         """The stage of the rank, of a pipeline on several ranks."""
         if self.ranks == 1 or self.micro_batches is None:
             return None
-        return Stage(self.layers, self.ranks, self.rank, self.micro_batches)
-
-    @classmethod
-    def of(cls, config: GPTConfig, **run: Any) -> "GPTShape":
-        """The shape of a model, for example ``GPTShape.of(model.config, sequence=256, batch=8, ranks=4)``."""
-        sizes = (
-            "vocab",
-            "dim",
-            "layers",
-            "heads",
-            "kv_heads",
-            "hidden",
-            "tie_embeddings",
-            "parallel_block",
-            "qkv_bias",
-        )
-        names = ("strategy", "blocks", "ghosts", "layer_ghosts", *sizes)
-        return cls(**{name: getattr(config, name) for name in names}, **run)
+        return Stage(self.model.layers, self.ranks, self.rank, self.micro_batches)
 
     def with_strategy(self, strategy: StrategyName, **changes: Any) -> Self:
         return super().with_strategy(strategy, **{"layer_ghosts": None} | changes)
@@ -187,7 +145,7 @@ class GPTShape(Shape):
         """A training step, a prefill of as long a prompt, and a token decoded after it. FSDP2 and pipelines train."""
         if self.mode != "train":
             return {}
-        if self.ranks > 1 and not get_strategy(self.strategy).splits_layers:
+        if not self.splits_work:
             return {"train": self}
         return {"train": self, "prefill": self.prefill(), "decode": self.decode()}
 
@@ -197,19 +155,21 @@ class GPTShape(Shape):
 
     def prefill(self, prompt: int | None = None) -> Self:
         """A cache made and filled with prompts of so many positions, for the logits of each one's last."""
-        return replace(self, mode="prefill", sequence=self.sequence if prompt is None else prompt, past=0)
+        prompt = self.sequence if prompt is None else prompt
+        return self.updated(mode="prefill", sequence=prompt, past=0, context=max(self.model.context, prompt))
 
     def decode(self, past: int | None = None) -> Self:
         """One more token for each sequence, after ``past`` positions."""
-        return replace(self, mode="decode", past=self.sequence if past is None else past, sequence=1)
+        past = self.sequence if past is None else past
+        return self.updated(mode="decode", past=past, sequence=1, context=max(self.model.context, past + 1))
 
     @property
     def costs(self) -> tuple[LayerCost, ...]:
-        return self._costs
+        return self._terms[0]
 
     @property
     def model_exchanges(self) -> tuple[Exchange, ...]:
-        return self._between
+        return self._terms[1]
 
     def stages(self) -> list[tuple[Self, int]]:
         kinds = {0: self.ranks} if self.stage is None else self.stage.kinds()
@@ -221,26 +181,26 @@ class GPTShape(Shape):
         if index in (0, len(self.costs) - 1):
             return index
         layer, part = divmod(index - 1, self.parts_of_layer)
-        ghosts = self.config.ghosts_of_layers
+        ghosts = self.model.ghosts_of_layers
         return 1 + ghosts.index(ghosts[layer]) * self.parts_of_layer + part
 
     @property
     def parts_of_layer(self) -> int:
         """qkv, attention, out, gate_up, down; in parallel qkv_gate_up, attention, out_down."""
-        return 3 if self.parallel_block else 5
+        return 3 if self.model.parallel_block else 5
 
     @property
     def repeated(self) -> int:
         """The norms' weights where the stream is whole."""
-        norms = (1 if self.parallel_block else 2) * self.layers + 1
-        return 0 if self.strategy == "phantom" else norms * self.dim
+        norms = (1 if self.model.parallel_block else 2) * self.model.layers + 1
+        return 0 if self.strategy == "phantom" else norms * self.model.dim
 
     @property
     def memory(self) -> Memory:
         """In inference, activations are the cache, with the rows of a tied head where an exchange made them."""
         if self.mode == "train":
             kept, stage = super().memory, self.stage
-            between = 0 if stage is None else stage.kept(self.rows // stage.micro_batches * self.dim)
+            between = 0 if stage is None else stage.kept(self.rows // stage.micro_batches * self.model.dim)
             return replace(kept, activations=kept.activations + self.word_bytes * between)
         return Memory(self.word_bytes * self.parameters, 0, 0, self.word_bytes * self._cache_words())
 
@@ -252,19 +212,19 @@ class GPTShape(Shape):
     @property
     def stream(self) -> int:
         """Features of the residual stream on a rank."""
-        return self.dim // self.ranks if self.strategy == "phantom" else self.dim
+        return self.model.dim // self.ranks if self.strategy == "phantom" else self.model.dim
 
     @property
     def heads_here(self) -> int:
-        return self.heads // self.ranks
+        return self.model.heads // self.ranks
 
     @property
     def kv_here(self) -> int:
-        return self.kv_heads // self.ranks
+        return self.model.kv_heads // self.ranks
 
     @property
     def hidden_here(self) -> int:
-        return self.hidden // self.ranks
+        return self.model.hidden // self.ranks
 
     @property
     def precise_words(self) -> int:
@@ -276,28 +236,28 @@ class GPTShape(Shape):
         return max(4, self.word_bytes)
 
     def _cache_words(self) -> int:
-        config = self.config
-        kept = 2 * self.layers * self.batch * self.kv_here * (self.past + self.sequence) * config.head_dim
-        return kept + (self.vocab // self.ranks * self.dim if self.exchanges_rows else 0)
+        model = self.model
+        kept = 2 * model.layers * self.batch * self.kv_here * (self.past + self.sequence) * model.head_dim
+        return kept + (self.model.vocab // self.ranks * self.model.dim if self.exchanges_rows else 0)
 
     @property
     def exchanges_rows(self) -> bool:
         """Whether a tied head's rows are another cut of the embedding than the embedding's own."""
-        return self.tie_embeddings and self.strategy == "phantom" and self.ranks > 1
+        return self.model.tie_embeddings and self.strategy == "phantom" and self.ranks > 1
 
     def _parts(self) -> Iterator[LayerCost]:
         if self.interleave > 1 and self.mode == "train":
             part = replace(self, batch=self.batch // self.interleave, interleave=1)
             yield from (in_turns(cost, self.interleave) for cost in part.costs[:-1])
-            yield head_in_turns(self, part)
+            yield _head_in_turns(self, part)
             return
-        yield self._only_forward(embedding_cost(self))
+        yield self._only_forward(_embedding(self))
         made: dict[tuple[int | None, ...], list[LayerCost]] = {}
-        for index, ghosts in enumerate(self.config.ghosts_of_layers):
+        for index, ghosts in enumerate(self.model.ghosts_of_layers):
             if ghosts not in made:
-                made[ghosts] = [self._only_forward(part) for part in layer_costs(self, *ghosts)]
+                made[ghosts] = [self._only_forward(part) for part in _layer(self, *ghosts)]
             yield from (replace(part, name=f"layers.{index}.{part.name}") for part in made[ghosts])
-        yield self._only_forward(head_cost(self))
+        yield self._only_forward(_head(self))
 
     def _only_forward(self, cost: LayerCost) -> LayerCost:
         """All of it for training; for inference nothing is kept and there is no backward."""
@@ -315,4 +275,278 @@ class GPTShape(Shape):
 
     def norm_bytes(self, rows: int) -> int:
         """The norm of a whole stream keeps its input and that over its root mean square, in float32 or better."""
-        return 2 * rows * self.dim * self.precise_bytes
+        return 2 * rows * self.model.dim * self.precise_bytes
+
+
+def _embedding(shape: GPTShape) -> LayerCost:
+    """No product: rows of the weight are looked up. Cut by rows, each rank has those of some tokens only, and torch
+    gives the gradient of all rows to each, unless a tied head adds its own.
+    """
+    exchanges = []
+    if shape.strategy == "megatron":
+        exchanges += summed_on_wire("x", "forward", shape.ranks, shape.rows, shape.model.dim, shape.wire)
+    weight = shape.model.vocab * shape.model.dim // shape.ranks
+    words = shape.rows * shape.stream
+    by_rows = shape.strategy == "megatron" and shape.ranks > 1
+    by_torch, masks = by_rows and shape.wire == "full", by_rows and shape.wire != "full"
+    return LayerCost(
+        name="embedding",
+        parameters=(weight,),
+        products=(),
+        exchanges=between_ranks(exchanges),
+        kept=0,
+        kept_bytes=shape.rows * (INDEX_BYTES + (1 if masks else 0)),
+        streamed=(2 * words, 2 * words),
+        leading=(shape.model.vocab,),
+        whole_gradients=(weight * shape.ranks,) if by_torch and not shape.model.tie_embeddings else (),
+    )
+
+
+def _layer(
+    shape: GPTShape, to_qkv: int | None, to_out: int | None, to_gate_up: int | None, to_down: int | None
+) -> tuple[LayerCost, ...]:
+    """The parts of a layer whose maps have these numbers of ghosts."""
+    features = shape.model.qkv_features
+    parts: tuple[LayerCost, ...]
+    if shape.model.parallel_block:
+        both = _into(shape, "qkv_gate_up", features + 2 * shape.model.hidden, to_qkv)
+        back = _back(shape, "out_down", shape.model.dim + shape.model.hidden, to_out)
+        parts = both, _attention(shape), _swiglu(shape, back)
+    else:
+        qkv = _into(shape, "attention.qkv", features, to_qkv, bias=shape.model.qkv_bias)
+        out = _back(shape, "attention.out", shape.model.dim, to_out)
+        gate_up = _into(shape, "mlp.gate_up", 2 * shape.model.hidden, to_gate_up)
+        down = _back(shape, "mlp.down", shape.model.hidden, to_down)
+        parts = qkv, _attention(shape), out, gate_up, _swiglu(shape, down)
+    if not shape.activation_checkpointing or shape.mode != "train":
+        return parts
+    # What a layer ends with need not be computed again where backward asks for its input only, as a plain product's
+    # does; the phantom map's asks for the gathered ghosts as well.
+    ends = len(parts) if shape.strategy == "phantom" else len(parts) - 1
+    again = [recomputed(part) if index < ends else part for index, part in enumerate(parts)]
+    kept = shape.rows * shape.stream  # what enters the layer
+    return tuple(replace(part, kept=0 if index else kept, kept_bytes=0) for index, part in enumerate(again))
+
+
+def _into(shape: GPTShape, name: str, out_features: int, ghosts: int | None, *, bias: bool = False) -> LayerCost:
+    """A norm and the map after it: from the stream to features that are cut between heads or pieces."""
+    rows, stream = shape.rows, shape.stream
+    statistics = rows * shape.precise_bytes  # r of each row
+    streamed = (5 * rows * stream, 6 * rows * stream)  # the norm, and the sum into the stream
+    if shape.strategy != "phantom":
+        whole = column_layer(
+            RowLayout(shape.model.dim, out_features, shape.ranks),
+            rows,
+            bias=bias,
+            input_grad=True,
+            gather=False,
+            wire=shape.wire,
+            name=name,
+        )
+        statistics += shape.norm_bytes(rows)
+        parameters, leading = (stream, *whole.parameters), (stream, *whole.leading)
+        return replace(whole, parameters=parameters, leading=leading, kept_bytes=statistics, streamed=streamed)
+    blocks = _blocks(shape, shape.model.dim, out_features, ghosts)
+    plain = phantom_layer(blocks, rows, bias=bias, rank=shape.rank, wire=shape.wire, name=name)
+    if shape.ranks > 1 and shape.inside == 1 and shape.wire == "full":
+        statistics += rows * shape.ranks * shape.precise_bytes  # squares, in the message that the ghosts are kept in
+    carried = ("x", "g", "h", "dx")
+    return replace(
+        plain,
+        parameters=(stream, *plain.parameters),
+        exchanges=tuple(shape.with_sums(e, rows) if e.term in carried else e for e in plain.exchanges),
+        kept=plain.kept + rows * out_features // shape.ranks,
+        kept_bytes=statistics,
+        streamed=streamed,
+    )
+
+
+def _back(shape: GPTShape, name: str, in_features: int, ghosts: int | None) -> LayerCost:
+    """A map from such features back to the stream."""
+    if shape.strategy == "phantom":
+        blocks = _blocks(shape, in_features, shape.model.dim, ghosts)
+        return phantom_layer(blocks, shape.rows, bias=False, rank=shape.rank, wire=shape.wire, name=name)
+    return row_layer(
+        RowLayout(in_features, shape.model.dim, shape.ranks), shape.rows, bias=False, wire=shape.wire, name=name
+    )
+
+
+def _blocks(shape: GPTShape, in_features: int, out_features: int, ghosts: int | None) -> BlockLayout:
+    assert shape.blocks is not None
+    assert ghosts is not None
+    return BlockLayout(in_features, out_features, shape.blocks, ghosts, shape.ranks)
+
+
+def _attention(shape: GPTShape) -> LayerCost:
+    """Scores of each head of this rank, and the sums of values they weigh; the turning of queries and keys."""
+    heads, head_dim, group = shape.heads_here, shape.model.head_dim, shape.model.queries_per_kv
+    each, t, s = shape.batch * heads, shape.sequence, shape.past + shape.sequence
+    products = (
+        Product("Q K^T", "forward", each, t, head_dim, s),
+        Product("A V", "forward", each, t, s, head_dim),
+        Product("Q K^T again", "backward", each, t, head_dim, s),
+        Product("dA = d V^T", "backward", each, t, head_dim, s),
+        Product("dV = A^T d", "backward", each, s, t, head_dim),
+        Product("dQ = dS K", "backward", each, t, s, head_dim),
+        Product("dK = dS^T Q", "backward", each, s, t, head_dim),
+    )
+    q, kv = shape.rows * heads * head_dim, shape.rows * shape.kv_here * head_dim
+    cached = shape.batch * s * shape.kv_here * head_dim
+    copied = q if group > 1 and shape.kv_here > 1 else 0  # queries, out of what was turned with the keys
+    copied += q if shape.model.parallel_block else 0  # the result, which is copied beside the hidden features
+    # Values lie in what qkv gave, which phantom keeps anyway, unless a bias was added to it.
+    raw = 0 if shape.strategy == "phantom" and not shape.model.qkv_bias else q + 2 * kv
+    turning = 7 * (q + kv)
+    return LayerCost(
+        name="attention",
+        parameters=(),
+        products=products,
+        exchanges=(),
+        kept=q + kv + copied + raw,  # the result is the next map's input
+        kept_bytes=shape.rows * heads * shape.precise_bytes,
+        streamed=(2 * q + 2 * cached + turning, 4 * q + 4 * cached + turning),
+        fused=True,
+    )
+
+
+def _swiglu(shape: GPTShape, down: LayerCost) -> LayerCost:
+    """The map back, with silu(gate) up before it."""
+    words = shape.rows * shape.hidden_here
+    raw = 0 if shape.strategy == "phantom" else 2 * words  # gate and up, which phantom keeps anyway
+    return replace(down, kept=down.kept + words + raw, streamed=(5 * words, 8 * words))
+
+
+def _head(shape: GPTShape) -> LayerCost:
+    """The norm, the map to logits, and the loss or the last position's logits."""
+    return _head_by_rows(shape) if _splits_rows(shape) else _head_by_vocabulary(shape)
+
+
+def _head_in_turns(shape: GPTShape, part: GPTShape) -> LayerCost:
+    """The same for sequences in parts, which share the head's weight."""
+    by_rows = _splits_rows(shape)
+    here = shape.model.vocab // shape.ranks * shape.model.dim if shape.exchanges_rows else 0
+    shared = shape.model.vocab * shape.model.dim if by_rows else here
+    each = _head_by_rows(part) if by_rows else _head_by_vocabulary(part)
+    cost = in_turns(replace(each, kept=each.kept - shared), shape.interleave, once=("W", "dW"))
+    return replace(cost, kept=cost.kept + shared)
+
+
+def _splits_rows(shape: GPTShape) -> bool:
+    """Whether the loss is computed by rows."""
+    if shape.strategy != "phantom" or shape.mode != "train" or shape.inside > 1:
+        return False
+    words = {"word_bytes": shape.word_bytes, "weight_bytes": shape.word_bytes, "parts": shape.interleave}
+    return head_splits_rows(shape.rows, shape.model.dim, shape.model.vocab, shape.ranks, wire=shape.wire, **words)
+
+
+def _head_by_rows(shape: GPTShape) -> LayerCost:
+    ranks, dim, vocab = shape.ranks, shape.model.dim, shape.model.vocab
+    rows, weight = shape.rows // ranks, vocab * dim // ranks
+    y = Exchange("y", "forward", "all_to_all", ranks, rows * shape.stream)
+    dy = Exchange("dy", "backward", "all_to_all", ranks, rows * shape.stream, ("dW = d^T y",))
+    y, dy = (shape.with_sums(on_wire(e, rows, shape.wire), rows) for e in (y, dy))
+    return LayerCost(
+        name="head",
+        parameters=_head_parameters(shape),
+        products=_head_products(rows, dim, vocab),
+        exchanges=(
+            Exchange("W", "forward", "all_gather", ranks, weight, background=True),
+            y,
+            Exchange("loss", "forward", "all_gather", ranks, shape.precise_words),
+            dy,
+            Exchange("dW", "backward", "reduce_scatter", ranks, weight, background=True),
+        ),
+        kept=rows * dim + shape.rows * shape.stream + vocab * dim,
+        # log-probabilities and r of each row, all targets, the sum of their weights, and how many count
+        kept_bytes=rows * (vocab + 1) * shape.precise_bytes + (shape.rows + 1) * INDEX_BYTES + shape.precise_bytes,
+        streamed=_head_streamed(rows, dim, vocab),
+    )
+
+
+def _head_by_vocabulary(shape: GPTShape) -> LayerCost:
+    rows = shape.rows if shape.mode == "train" else shape.batch
+    here, ranks, dim, wire = shape.model.vocab // shape.ranks, shape.ranks, shape.model.dim, shape.wire
+    phantom = shape.strategy == "phantom"
+    exchanges = []
+    if shape.exchanges_rows and shape.mode != "decode":
+        piece = here * dim // ranks
+        exchanges.append(Exchange("W", "forward", "all_to_all", ranks, piece))
+        exchanges.append(Exchange("dW", "backward", "all_to_all", ranks, piece))
+    if phantom:
+        gathered = Exchange("y", "forward", "all_gather", ranks, rows * shape.stream)
+        scattered = Exchange("dy", "backward", "reduce_scatter", ranks, rows * shape.stream, ("dW = d^T y",))
+        whole = [shape.with_sums(on_wire(e, rows, wire), rows) for e in (gathered, scattered)]
+        exchanges += [part for e in whole for part in over_blocks(e, shape.blocks)]
+    else:
+        exchanges += summed_on_wire("dy", "backward", ranks, rows, dim, wire, ("dW = d^T y",))
+    if shape.mode == "train":
+        last = Exchange("loss", "forward", "all_gather", ranks, rows * 3 * shape.precise_words)
+    else:
+        last = on_wire(Exchange("logits", "forward", "all_gather", ranks, rows * here), rows, wire)
+    exchanges += over_blocks(last, shape.blocks)
+    kept = rows * dim + (rows * shape.stream if phantom else 0) + (here * dim if shape.exchanges_rows else 0)
+    return LayerCost(
+        name="head",
+        parameters=_head_parameters(shape),
+        products=_head_products(rows, dim, here),
+        exchanges=between_ranks(exchanges),
+        kept=kept,
+        kept_bytes=_loss_bytes(shape) + (0 if phantom else shape.norm_bytes(rows)),
+        streamed=_head_streamed(rows, dim, here),
+        leading=(shape.stream, here)[: len(_head_parameters(shape))],
+    )
+
+
+def _head_parameters(shape: GPTShape) -> tuple[int, ...]:
+    weight = () if shape.model.tie_embeddings else (shape.model.vocab // shape.ranks * shape.model.dim,)
+    return (shape.stream, *weight)
+
+
+def _head_products(rows: int, dim: int, tokens: int) -> tuple[Product, ...]:
+    return (
+        Product("W y", "forward", 1, rows, dim, tokens),
+        Product("dW = d^T y", "backward", 1, tokens, rows, dim),
+        Product("W^T d", "backward", 1, rows, tokens, dim),
+    )
+
+
+def _head_streamed(rows: int, dim: int, tokens: int) -> tuple[int, int]:
+    return rows * (2 * dim + 3 * tokens), rows * (3 * dim + 3 * tokens)
+
+
+def _loss_bytes(shape: GPTShape) -> int:
+    """Weights of the logits, and of each row the norm's r, the target, and on ranks what scales the weights and whether
+    the target is here.
+    """
+    precise, several = shape.precise_bytes, shape.ranks > 1
+    row = shape.model.vocab // shape.ranks * precise + precise + INDEX_BYTES
+    return shape.rows * (row + (precise + 1 if several else 0)) + (0 if several else precise)
+
+
+def _fsdp_costs(shape: GPTShape) -> Costs:
+    """Each layer is a group of parameters; embedding and head are another one, which is kept until backward."""
+    dense = shape.dense(batch=shape.batch // shape.ranks)
+    size, last, layers = dense.parts_of_layer, len(dense.costs) - 1, shape.model.layers
+    groups = [Group((0, last), True)]
+    for layer in range(layers):
+        kept = layer == layers - 1 or not shape.reshard_after_forward
+        groups.append(Group(tuple(range(1 + layer * size, 1 + (layer + 1) * size)), kept))
+    return fully_sharded(dense.costs, groups, shape.ranks, shape.rank)
+
+
+def _pipeline_costs(shape: GPTShape, stage: Stage) -> Costs:
+    """The parts of a stage, and what it sends; the ends sum the gradient of an embedding that they share."""
+    micro_batch, tied = shape.dense(batch=shape.batch // stage.micro_batches), shape.model.tie_embeddings
+    size, exchanges = micro_batch.parts_of_layer, stage.exchanges(micro_batch.rows * shape.model.dim)
+    embedding, head = micro_batch.costs[0], micro_batch.costs[-1]
+    if tied and (stage.is_first or stage.is_last):
+        words = shape.model.vocab * shape.model.dim
+        exchanges += (Exchange("embedding's gradient", "sync", "all_reduce", 2, words, stride=stage.stages - 1),)
+    parts = [stage.cost(part) for part in micro_batch.costs[1 + stage.own.start * size : 1 + stage.own.stop * size]]
+    if stage.is_first:
+        parts.insert(0, stage.cost(embedding))
+    elif stage.is_last and tied:
+        parts.insert(0, replace(embedding, kept_bytes=0, streamed=(0, 0)))  # for the head
+    if stage.is_last:
+        parts.append(stage.cost(head))
+    return tuple(parts), exchanges

@@ -18,9 +18,8 @@ from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.energy.meter import EnergyMeter, synchronize
 from phantom_parallel.energy.power import PowerProfile
-from phantom_parallel.families.gpt.config import GPTConfig
+from phantom_parallel.families.gpt.config import GPTConfig, GPTTrainConfig
 from phantom_parallel.families.gpt.model import GPT
-from phantom_parallel.families.gpt.train_config import GPTTrainConfig
 from phantom_parallel.infer.measure import Call, Cost, measure_calls
 from phantom_parallel.infer.sampling import Sampler, Sampling
 from phantom_parallel.nn.attention import Cache
@@ -252,7 +251,7 @@ def measure_inference(
     """
     trainings = {name: cast(GPTTrainConfig, config) for name, config in configs.items()}
     where: dict[str, Any] = {"mesh": context.tp, "device": context.device}
-    models = {name: GPT(config.gpt(), **where, wire=config.wire) for name, config in trainings.items()}
+    models = {name: GPT(config.model, **where, wire=config.wire) for name, config in trainings.items()}
     half = min(config.context for config in trainings.values()) // 2
     prompt = torch.zeros(batch, half, dtype=torch.int64, device=context.device)
     costs = measure_generation(models, prompt, half, turns=max(2, turns), profile=power)

@@ -52,7 +52,7 @@ class HealTask(GPTTask):
 
     @staticmethod
     def outline(config: HealConfig) -> nn.Module:  # type: ignore[override]
-        model = GPT(config.gpt(), device="meta")
+        model = GPT(config.model_config, device="meta")
         _freeze(model, config)
         return model
 

@@ -10,7 +10,8 @@ from phantom_parallel.checkpoint.model import family_of, read_config
 from phantom_parallel.families.gpt.config import GPTConfig
 from phantom_parallel.train.config import HEAL, Schedule, TrainConfig
 from phantom_parallel.utils.files import read_bytes
-from phantom_parallel.utils.layout import positive
+from phantom_parallel.utils.settings import Features, NonNegativeInt, PositiveFloat, PositiveInt
+from phantom_parallel.utils.strategies import StrategyName
 
 if TYPE_CHECKING:
     from phantom_parallel.train.task import Task
@@ -41,35 +42,35 @@ class HealConfig(TrainConfig):
     data: str
     """Text to learn from, a file or a folder of text files, best of the kind that the model is for; or the source of
     Python's standard library (python). A tenth of it is held out."""
-    steps: int = 500
+    steps: PositiveInt = 500
     """Number of steps."""
-    layer_steps: int | None = None
+    layer_steps: NonNegativeInt | None = None
     """Steps at the beginning in which every layer learns by itself; by default a tenth of the steps."""
-    lr: float = 1e-4
+    lr: PositiveFloat = 1e-4
     """Learning rate."""
     schedule: Schedule = "cosine"
     """Learning rate after the warm-up: constant, or decaying to 0 at the last step."""
-    batch: int = 4
+    batch: Features = 4
     """Windows of a step, over all data-parallel copies and micro-batches together."""
-    context: int = 256
+    context: Features = 256
     """Tokens of a window."""
-    max_grad_norm: float | None = 1.0
+    max_grad_norm: PositiveFloat | None = 1.0
     """Clip the norm of the whole gradient to this."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of the windows of every step."""
     pattern: str = "*.txt"
     """Files to read from a folder, at any depth."""
-    max_bytes: int = 64_000_000
+    max_bytes: PositiveInt = 64_000_000
     """Maximum length of the text in bytes; files are read in the order of their paths."""
     train_embeddings: bool = False
     """Train the embedding, the head and its norm too. By default only weights of layers are trained."""
-    eval_windows: int = 32
+    eval_windows: PositiveInt = 32
     """Number of windows to evaluate, from the tenth of the text that is held out."""
     activation_checkpointing: bool = False
     """Keep only the input of each layer, and compute the rest again in backward."""
 
     def __post_init__(self) -> None:
-        model, teacher = self.gpt(), self.teacher_config
+        model, teacher = self.model_config, self.teacher_config
         if model.strategy != "phantom":
             raise ValueError(f"{self.model} is a {model.strategy} model: give a phantom one, of phantom model convert")
         if teacher.strategy == "phantom":
@@ -80,12 +81,11 @@ class HealConfig(TrainConfig):
                     f"the teacher {self.teacher} has {name}={getattr(teacher, name)}, the model {self.model} has "
                     f"{getattr(model, name)}: give the model that it was converted from"
                 )
-        for name in ("strategy", "blocks", "ghosts"):
-            object.__setattr__(self, name, getattr(model, name))
-        self._fill("layer_steps", self.steps // _LAYER_SHARE)
         super().__post_init__()
-        positive(context=self.context, max_bytes=self.max_bytes, eval_windows=self.eval_windows)
-        if not isinstance(self.layer_steps, int) or not 0 <= self.layer_steps <= self.steps:
+        if self.layer_steps is None:
+            object.__setattr__(self, "layer_steps", self.steps // _LAYER_SHARE)
+        assert self.layer_steps is not None
+        if self.layer_steps > self.steps:
             raise ValueError(f"layer_steps must be from 0 to steps={self.steps}, got {self.layer_steps}")
         if self.context > min(model.context, teacher.context):
             longest = min(model.context, teacher.context)
@@ -104,9 +104,22 @@ class HealConfig(TrainConfig):
 
         return HealTask
 
-    def gpt(self) -> GPTConfig:
+    @property
+    def model_config(self) -> GPTConfig:
         """Config of the model."""
         return _config_of(self.model, "model")
+
+    @property
+    def strategy(self) -> StrategyName:
+        return self.model_config.strategy
+
+    @property
+    def blocks(self) -> int | None:
+        return self.model_config.blocks
+
+    @property
+    def ghosts(self) -> int | None:
+        return self.model_config.ghosts
 
     @property
     def teacher_config(self) -> GPTConfig:
@@ -120,7 +133,7 @@ class HealConfig(TrainConfig):
 
     @property
     def vocab(self) -> int:
-        return self.gpt().vocab
+        return self.model_config.vocab
 
     @property
     def tokenizer(self) -> str:

@@ -13,10 +13,10 @@ from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.fully_sharded import compile_layers, shard_fully
 from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.distributed.pipeline import Pipeline, ends
+from phantom_parallel.families.gpt.config import GPTTrainConfig
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.families.gpt.text import check_text, open_text, text_digest, windows
 from phantom_parallel.families.gpt.tokens import load_tokenizer
-from phantom_parallel.families.gpt.train_config import GPTTrainConfig
 from phantom_parallel.train.task import Task
 from phantom_parallel.utils.strategies import get_strategy
 
@@ -38,7 +38,7 @@ class GPTTask(Task[GPTTrainConfig]):
         self.digest = self._text.digest
         self.held_out = self._text.held_out_starts(config)
         self.model = GPT(
-            config.gpt(),
+            config.model,
             mesh=parallel.tp,
             device=parallel.device,
             wire=config.wire,
@@ -56,12 +56,12 @@ class GPTTask(Task[GPTTrainConfig]):
                 self.model,
                 self._run_stage,
                 parallel.tp,
-                stream=lambda rows: torch.empty(rows, config.context, config.dim, device="meta"),
+                stream=lambda rows: torch.empty(rows, config.context, config.model.dim, device="meta"),
                 micro_batches=config.stage_micro_batches,
                 device=parallel.device,
             )
             self.counts = self.pipeline.is_last
-            self._ends = ends(parallel.tp) if config.tie_embeddings else None
+            self._ends = ends(parallel.tp) if config.model.tie_embeddings else None
 
     @staticmethod
     def check(config: GPTTrainConfig) -> None:
@@ -69,7 +69,7 @@ class GPTTask(Task[GPTTrainConfig]):
 
     @staticmethod
     def outline(config: GPTTrainConfig) -> nn.Module:
-        return GPT(config.gpt(), device="meta")
+        return GPT(config.model, device="meta")
 
     @staticmethod
     def data_digest(config: GPTTrainConfig) -> str:

@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from phantom_parallel.families.gpt.config import PYTHON
 from phantom_parallel.families.gpt.tokens import BPETokenizer, ByteTokenizer, Tokenizer, check_library, load_tokenizer
-from phantom_parallel.families.gpt.train_config import PYTHON
 from phantom_parallel.utils.arrays import generator, open_array, readable
 from phantom_parallel.utils.files import atomic_folder, cache_folder
 
