@@ -162,11 +162,11 @@ def test_equal_plans_give_equal_files(written: tuple[list[Path], str]) -> None:
 
 
 @pytest.mark.parametrize("words", [FFN_WORDS, GPT_WORDS])
-def test_without_figures_torch_and_matplotlib_are_not_imported(words: str) -> None:
+def test_without_figures_matplotlib_is_not_imported(words: str) -> None:
     code = (
         "import sys; from phantom_parallel.cli.main import main; "
         f"assert main({['plan', *words.split()]}) == 0; "
-        "assert not {'matplotlib', 'torch'} & set(sys.modules)"
+        "assert 'matplotlib' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
 

@@ -5,8 +5,9 @@ embedding and the head: `make_parts` makes those.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import asdict
+from math import pi
 from typing import Any
 
 import torch
@@ -18,18 +19,47 @@ from torch.utils.checkpoint import checkpoint
 
 from phantom_parallel.distributed.fully_sharded import shard_fully
 from phantom_parallel.distributed.objects import check_agreement
-from phantom_parallel.families.gpt.config import GPTConfig, check_interleave
-from phantom_parallel.families.gpt.parallel_layer import ParallelLayer
+from phantom_parallel.families.gpt.config import GPTConfig, RopeScaling, check_interleave
 from phantom_parallel.families.gpt.parts import Parts, make_parts
-from phantom_parallel.families.gpt.positions import rotary_rates
-from phantom_parallel.families.gpt.turns import Part, apply_map, take_turns
-from phantom_parallel.nn.attention import Attention, Cache, rotary_tables
+from phantom_parallel.nn.attention import Attention, Cache, attend, rotary_tables
 from phantom_parallel.ops import gather_features, row_cross_entropy, vocabulary_cross_entropy
 from phantom_parallel.ops.collectives import SINGLE_RANK, Group, block_group, flat_mesh, rank_group, world_group
 from phantom_parallel.ops.head import PrefetchedWeight
 from phantom_parallel.utils.layout import positive, stage_layers
 from phantom_parallel.utils.strategies import get_strategy
 from phantom_parallel.utils.wire import WireFormat
+
+# A part of a batch: it yields wherever an exchange has begun whose result it needs next. Meanwhile, the other parts
+# compute up to the same place. Gradients follow in the opposite order, by autograd's own rule: of what is ready, it
+# runs the backward of what ran last.
+Part = Generator[None, None, Tensor]
+
+
+def take_turns(parts: list[Part]) -> list[Tensor]:
+    """Run all parts to their ends, each up to its next exchange in turn, and return their results."""
+    results: dict[int, Tensor] = {}
+    while len(results) < len(parts):
+        for index, part in enumerate(parts):
+            if index not in results:
+                try:
+                    next(part)
+                except StopIteration as finished:
+                    results[index] = finished.value
+    return [results[index] for index in range(len(parts))]
+
+
+def apply_map(module: Any, x: Tensor) -> Part:
+    """A linear map, with a turn for the others while its exchange travels.
+
+    torch's own styles start their exchanges by themselves, and wait for them where a result is first used.
+    """
+    if not hasattr(module, "begin"):
+        z = module(x)
+        yield
+        return z
+    begun = module.begin(x)
+    yield
+    return module.end(begun)
 
 
 class SwiGLU(nn.Module):
@@ -70,6 +100,82 @@ class Layer(nn.Module):
         projected = yield from apply_map(mlp.gate_up, x)
         z = yield from apply_map(mlp.down, mlp.gated(projected))
         return x + z
+
+
+class HeadAttention(nn.Module):
+    """Attention of projected heads: a module, so that counts and profiles show it by itself."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, grouped: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None = None) -> Tensor:
+        return attend(grouped, cos, sin, cache, self.layer)
+
+
+class ParallelLayer(nn.Module):
+    """A layer whose attention and SwiGLU read the same norm: x + attention(norm(x)) + SwiGLU(norm(x)).
+
+    One linear layer gives queries, keys, values, gate and up, and one takes what attention and SwiGLU give back to the
+    stream, with half of the exchanges. Features are ordered by heads of keys and values, each with its queries and its
+    piece of the hidden width:
+
+        q_1 ... q_g  k  v  gate  up  |  q_1 ... q_g  k  v  gate  up  |  ...        and back:  heads  hidden  |  ...
+
+    Args:
+        qkv_gate_up: Norm and projection to the features of this rank's pieces.
+        out_down: Projection from what they give back to the stream.
+        layer: Index of the layer in the cache.
+        head_dim: Features of a head.
+        queries_per_kv: Query heads that share one head of keys and values.
+        width: Hidden features of the SwiGLU in each piece.
+    """
+
+    def __init__(
+        self, qkv_gate_up: nn.Module, out_down: nn.Module, *, layer: int, head_dim: int, queries_per_kv: int, width: int
+    ) -> None:
+        super().__init__()
+        self.qkv_gate_up, self.out_down = qkv_gate_up, out_down
+        self.attention = HeadAttention(layer)
+        self.head_dim, self.queries_per_kv = head_dim, queries_per_kv
+        self.attention_width = (queries_per_kv + 2) * head_dim
+        self.piece = self.attention_width + 2 * width
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None = None) -> Tensor:
+        z: Tensor = x + self.out_down(self._mix(self.qkv_gate_up(x), cos, sin, cache))
+        return z
+
+    def in_turns(self, x: Tensor, cos: Tensor, sin: Tensor) -> Part:
+        """The same with turns for other parts of the batch."""
+        projected = yield from apply_map(self.qkv_gate_up, x)
+        z = yield from apply_map(self.out_down, self._mix(projected, cos, sin, None))
+        return x + z
+
+    def _mix(self, projected: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None) -> Tensor:
+        each = projected.unflatten(-1, (-1, self.piece))  # (batch, t, local kv heads, features)
+        grouped = each[..., : self.attention_width].unflatten(-1, (-1, self.head_dim))
+        gate, up = each[..., self.attention_width :].chunk(2, -1)
+        mixed = self.attention(grouped, cos, sin, cache).transpose(1, 2)  # (batch, t, local heads, head_dim)
+        heads = mixed.unflatten(2, (-1, self.queries_per_kv)).flatten(3)
+        return torch.cat([heads, F.silu(gate) * up], -1).flatten(2)
+
+
+def rotary_rates(head_dim: int, base: float, scaling: RopeScaling | None = None) -> Tensor:
+    """Radians per position of each pair of features, (head_dim / 2,) in float64: base^(-2i / head_dim), scaled."""
+    rates = base ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / -head_dim)
+    if scaling is None:
+        return rates
+    slow = rates / scaling.factor
+    if scaling.kind == "linear":
+        return slow
+    low, high, context = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_context
+    assert low is not None
+    assert high is not None
+    assert context is not None
+    # 1 where more than ``high`` turns fit into the original context, 0 for fewer than ``low``, and linear in between.
+    turns = context * rates / (2 * pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return kept * rates + (1 - kept) * slow
 
 
 def _gain_to_stream(config: GPTConfig) -> float:
