@@ -80,9 +80,9 @@ class FFN(nn.Module):
         self.stage = (
             stage_layers(config.depth, ranks.size, ranks.rank) if strategy.splits_depth else range(config.depth)
         )
+        settings = {"wire": wire, "dtype": str(dtype or torch.get_default_dtype())}
+        check_agreement("an FFN", asdict(config) | settings, flat)
         if not strategy.shards_features:  # the layers of the others check for themselves
-            settings = {"wire": wire, "dtype": str(dtype or torch.get_default_dtype())}
-            check_agreement("an FFN", asdict(config) | settings, flat)
             config.check_ranks(ranks.size)
         self.layers = nn.ModuleList()
         for index in range(config.depth):
