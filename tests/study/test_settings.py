@@ -114,7 +114,7 @@ def test_cells_are_combinations_of_lists_which_changes_replace():
         ('seeds = "3"', "seeds: Expected int, got str"),
         ("target_loss = nan", "target_loss"),
         ('family = "cnn"', "ffn, gpt"),
-        ("[training]\nwidth = 'wide'", "width: Expected int, got str"),
+        ("[training]\nwidth = 'wide'", "width must be a positive whole number, got 'wide'"),
         ("[training]\nschedule = 'steep'", "'steep'"),
         ("[training]\ndepth = 1000000000", "depth must be at most"),
         ('[[cells]]\nstrategy = "phantom"\ncolour = "red"', "colour"),

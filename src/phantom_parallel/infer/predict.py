@@ -106,7 +106,7 @@ def run(config: InferConfig, *, show: bool = False) -> dict[str, Any]:
     if launch_device_type(config.ranks) == "cpu":  # accelerators have memories of their own
         words = sum(parameter.numel() for parameter in model.parameters()) + 2 * config.batch * sum(features)
         if config.against == "tensor":
-            dense = replace(model.config, strategy="dense", blocks=None, ghosts=None)
+            dense = replace(model.config, strategy=get_family(model.config.family).baseline, blocks=None, ghosts=None)
             words += sum(parameter.numel() for parameter in type(model)(dense, device="meta").parameters())
         check_memory(config.ranks, words * next(model.parameters()).element_size())
     if config.out is not None:
