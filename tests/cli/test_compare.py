@@ -75,7 +75,7 @@ def test_two_ranks_are_compared_and_the_answer_comes_first(tmp_path, preset, cap
     assert "search phantom lr=0.02" in printed.err
     assert "left" in printed.err
     lines = printed.out.splitlines()
-    assert lines[0].startswith("Same loss in ")
+    assert lines[0].startswith("Phantom / tensor: time to the loss ")
     assert lines[-1] == f"Report: {out / 'report.html'}"
     assert max(map(len, lines[:-1])) <= 80
     assert sum(line.startswith("- ") for line in lines) <= 4
@@ -98,7 +98,7 @@ def test_json_goes_to_stdout_alone_and_a_report_is_made_again(tmp_path, preset, 
     before = (out / "report.html").read_text()
     (out / "report.html").unlink()
     assert phantom("compare", "--out", out, "--report-only") == 0
-    assert "Same loss in" in capsys.readouterr().out
+    assert "Phantom / tensor: time to the loss" in capsys.readouterr().out
     assert (out / "report.html").read_text() == before
     assert phantom("study", "links", "--out", tmp_path, "--report-only") == 2
     assert "is not a result of" in capsys.readouterr().err
@@ -108,7 +108,7 @@ def test_a_study_is_run_and_resumed(tmp_path, capsys):
     (tmp_path / "own.toml").write_text(STUDY)
     out = tmp_path / "out"
     assert phantom("study", tmp_path / "own.toml", "--out", out) == 0
-    assert capsys.readouterr().out.startswith("Phantom's step time, of tensor parallelism's: ")
+    assert capsys.readouterr().out.startswith("Phantom / tensor: step time ")
     kept = {path: path.stat().st_mtime_ns for path in (out / "cells").iterdir()}
     assert len(kept) == 4
     assert phantom("study", tmp_path / "own.toml", "--out", out, "--resume", "--json") == 0
