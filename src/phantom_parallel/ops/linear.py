@@ -92,7 +92,7 @@ def _apply(
 ) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])  # (B, q m_in)
     if is_transformed() and group.size == 1:  # transforms see through the equations, and not through a Function
-        z, _, _ = _equations(rows, norm, local, compress, decompress, eps, blocks, group)
+        z = _equations(rows, norm, local, compress, decompress, eps, blocks, group)[0]
         return unflatten_rows(z if bias is None else z + bias, x)
     saves_output = norm is not None and bias is None
     version = OutputVersion() if saves_output and not torch.compiler.is_compiling() else None
@@ -114,14 +114,11 @@ def _equations(
     eps: float | None,
     blocks: int,
     group: Group,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The result without bias (B, q m_out), the gathered ghosts, and r (B, 1)."""
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The result without bias (B, q m_out), the gathered ghosts, r (B, 1), and of two levels the block's x."""
     level: Any = two_level if isinstance(group, TwoLevelGroup) else phantom
-    pending, partial, _ = level.begin(x, norm, local, compress, blocks, group)
-    result: tuple[Tensor, Tensor, Tensor | None] = level.end(
-        pending, partial, decompress, eps, x.shape[1] * group.size, blocks, group
-    )
-    return result
+    pending, partial, block = level.begin(x, norm, local, compress, blocks, group)
+    return *level.end(pending, partial, decompress, eps, x.shape[1] * group.size, blocks, group), block
 
 
 class _Phantom(Function):
@@ -141,10 +138,7 @@ class _Phantom(Function):
         group: Group,
         version: OutputVersion | None,
     ) -> Tensor:
-        level: Any = two_level if isinstance(group, TwoLevelGroup) else phantom
-        pending, partial, block = level.begin(x, norm, local, compress, blocks, group)
-        y, ghosts, r = level.end(pending, partial, decompress, eps, x.shape[1] * group.size, blocks, group)
-
+        y, ghosts, r, block = _equations(x, norm, local, compress, decompress, eps, blocks, group)
         need_x, need_norm, need_local, need_compress, need_decompress = ctx.needs_input_grad[:5]
         need_h = need_x or need_norm or need_compress
         need_inputs = norm is not None or need_local or need_compress
@@ -172,7 +166,7 @@ class _Phantom(Function):
         check_output_grad(d, world_group(group))
         if is_creating_graph() and need_h:  # what is saved has no graph: compute it again
             if x is not None:
-                y, ghosts, r = _equations(x, norm, local, compress, decompress, ctx.eps, blocks, group)
+                y, ghosts, r, _ = _equations(x, norm, local, compress, decompress, ctx.eps, blocks, group)
                 y = None if norm is None else y
             elif need_decompress:
                 raise RuntimeError("a second derivative by x and decompress needs local or compress to require grad")
