@@ -115,8 +115,8 @@ class FakeNvml:
     def nvmlDeviceGetHandleByIndex(self, index: int) -> str:  # noqa: N802
         return list(self.energy)[index]
 
-    def nvmlDeviceGetUUID(self, handle: str) -> bytes:  # noqa: N802
-        return handle.encode()
+    def nvmlDeviceGetUUID(self, handle: str) -> str:  # noqa: N802
+        return handle
 
     def nvmlDeviceGetName(self, handle: str) -> str:  # noqa: N802
         return "NVIDIA H100"

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from phantom_parallel.energy import Component, EnergyMeter, PowerProfile, Provenance, Scope
-from phantom_parallel.energy.meter import BOOT_ID, Available, Host, assign_sensors, current_host
+from phantom_parallel.energy.meter import Host, assign_sensors
 from phantom_parallel.energy.sensors import SensorSpec, probe_rapl
 from tests.energy.simulated import FakeClock, Powercap
 
@@ -74,56 +74,31 @@ def test_the_model_adds_the_ranks_and_a_rank_that_waits_for_the_others_is_idle(r
         assert "modelled" in str(result)
 
 
-def disagree(what: str):
-    rank = dist.get_rank()
-    clock = FakeClock()
-    kwargs = {"profile": PROFILE} if what == "profile" and rank == 1 else {}
-    meter = EnergyMeter(dist.group.WORLD, sources=[], clock=clock, device="cpu", **kwargs)
-    with meter.window(f"window{rank}"):
+def disagree(what: str) -> bool:
+    rank, clock = dist.get_rank(), FakeClock()
+    profile = PROFILE if what == "profile" and rank == 1 else None
+    meter = EnergyMeter(dist.group.WORLD, sources=[], clock=clock, device="cpu", profile=profile)
+    with pytest.raises(ValueError, match="different windows"), meter.window(f"{what}{rank * (what == 'name')}"):
         clock.now += 1.0
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [("profile", "ranks disagree on the meter"), ("names", "different windows at the same time: window0, window1")],
-)
-def test_ranks_that_differ_raise_on_every_rank(ranks, what, message):
-    assert all(ranks(2)(caught, what, message))
-
-
-def caught(what: str, message: str) -> bool:
-    with pytest.raises(ValueError, match=message):
-        disagree(what)
     return True
 
 
-def spec(name: str, part: Component = Component.GPU, scope: Scope = Scope.DEVICE) -> SensorSpec:
-    return SensorSpec(name, name, part, scope, Provenance.COUNTER, 0.1)
+@pytest.mark.parametrize("what", ["profile", "name"])
+def test_ranks_that_differ_raise_on_every_rank(ranks, what):
+    assert all(ranks(2)(disagree, what))
 
 
-def test_ranks_that_see_one_gpu_each_read_one_each():
-    host = Host("node", "boot")
-    available = [Available(host, (spec(f"nvidia/GPU-{rank}"),)) for rank in range(3)]
-    for rank in range(3):
-        assert assign_sensors(available, rank) == {f"nvidia/GPU-{rank}": True}
+def cpu(name: str) -> SensorSpec:
+    return SensorSpec(name, name, Component.CPU, Scope.DEVICE, Provenance.COUNTER, 0.1)
 
 
 def test_machines_with_the_same_name_are_different_machines():
-    available = [
-        Available(Host("localhost", f"boot{rank}"), (spec("rapl/intel-rapl:0", Component.CPU),)) for rank in range(2)
-    ]
+    available = [(Host("localhost", f"boot{rank}"), (cpu("rapl/intel-rapl:0"),)) for rank in range(2)]
     assert [len(assign_sensors(available, rank)) for rank in range(2)] == [1, 1]
 
 
 def test_a_component_is_counted_from_its_best_source_on_each_host():
-    rapl, cray = spec("rapl/0", Component.CPU), spec("cray/cpu_energy", Component.CPU)
-    available = [Available(Host("a", "a"), (rapl, cray)), Available(Host("b", "b"), (cray,))]
+    rapl, cray = cpu("rapl/0"), cpu("cray/cpu_energy")
+    available = [(Host("a", "a"), (rapl, cray)), (Host("b", "b"), (cray,))]
     assert assign_sensors(available, 0) == {"rapl/0": True, "cray/cpu_energy": False}
     assert assign_sensors(available, 1) == {"cray/cpu_energy": True}
-
-
-def test_a_host_is_identified_by_its_boot_id(tmp_path, monkeypatch):
-    if BOOT_ID.exists():
-        assert current_host().key == BOOT_ID.read_text().strip()
-    monkeypatch.setattr("phantom_parallel.energy.meter.BOOT_ID", tmp_path / "none")
-    assert current_host().key == current_host().name

@@ -46,16 +46,6 @@ def test_json_keeps_provenance_scope_and_null():
     assert second["total"]["provenance"] == "unavailable"
 
 
-def test_a_machine_without_sensors_writes_null():
-    clock = FakeClock()
-    with EnergyMeter(sources=[], clock=clock, device="cpu").window("load") as measured:
-        clock.now += 1.0
-    plain = written(measured.result)
-    assert (plain["rows"], plain["totals"]) == ([], [])
-    assert (plain["total"]["joules"], plain["total"]["provenance"]) == (None, "unavailable")
-    assert plain["total"]["mean_watts"] is None
-
-
 def test_modelled_figures_are_never_written_without_the_word():
     clock = FakeClock()
     profile = PowerProfile("toy", 100.0, 40.0, 10.0, source="made up")

@@ -24,7 +24,6 @@ from phantom_parallel.energy.time_split import (
     TimeSplitRecorder,
     can_split_time,
     observe_waits,
-    timer_for,
 )
 from tests.energy.simulated import FakeClock
 
@@ -183,37 +182,21 @@ class SimulatedWork:
 
 def seconds_of(window) -> tuple[float, float, float]:
     split = window.result.mean_time_split
-    assert split.seconds == pytest.approx(window.seconds)
+    assert split.seconds == pytest.approx(window.result.seconds)
     return pytest.approx((split.compute_seconds, split.communication_seconds, split.idle_seconds))
 
 
-def test_what_lies_outside_steps_is_idle():
+@pytest.mark.parametrize(("steps", "expected"), [(2, (6.0, 4.0, 5.0)), (0, (5.0, 2.0, 0.0))])
+def test_what_lies_outside_steps_is_idle_and_a_window_without_steps_is_one(steps, expected):
     work = SimulatedWork()
     with work.meter.window("train") as window:
         work.compute(5.0)  # loading data
-        for _ in range(2):
+        work.blocked(2.0)  # outside steps, but communication too
+        for _ in range(steps):
             with window.step():
                 work.compute(3.0)
                 work.blocked(1.0)
-    assert seconds_of(window) == (6.0, 2.0, 5.0)
-
-
-def test_a_window_without_steps_is_one_step():
-    work = SimulatedWork()
-    with work.meter.window("train") as window:
-        work.compute(5.0)
-        work.blocked(1.0)
-    assert seconds_of(window) == (5.0, 1.0, 0.0)
-
-
-def test_waits_outside_steps_are_communication_too():
-    work = SimulatedWork()
-    with work.meter.window("train") as window:
-        with window.step():
-            work.compute(3.0)
-        work.blocked(2.0)
-        work.compute(1.0)
-    assert seconds_of(window) == (3.0, 2.0, 1.0)
+    assert seconds_of(window) == expected
 
 
 def wait_beside_a_step(start: Callable[[Callable[[], None]], None]) -> float:
@@ -284,16 +267,6 @@ def test_steps_do_not_nest():
         pass
 
 
-def test_when_the_split_is_off_nothing_is_installed():
-    meter = EnergyMeter(sources=[], device="cpu")
-    original = dist.Work.wait
-    with meter.window("train") as window, window.step():
-        assert not hooked()
-        assert dist.Work.wait is original
-    assert window.result.time_splits == ()
-    assert window.result.mean_time_split is None
-
-
 class FakeEvent:
     """An event on a stream whose work takes ``FakeEvent.device_seconds`` in total; reached once it is drained."""
 
@@ -349,8 +322,3 @@ def splits(device: str) -> tuple[bool, bool]:
 @pytest.mark.parametrize(("device", "fsdp"), [("cpu", True), ("cuda", False)])
 def test_on_an_accelerator_the_waits_of_fsdp2_are_seen_by_no_hook(ranks, device, fsdp):
     assert ranks(1)(splits, device) == [(fsdp, True)]
-
-
-def test_the_cpu_is_timed_by_the_host():
-    assert isinstance(timer_for(torch.device("cpu")), HostTimer)
-    assert isinstance(timer_for(torch.device("cuda")), EventTimer)

@@ -27,7 +27,6 @@ from phantom_parallel.energy.results import Component, Provenance, Scope, Sensor
 from phantom_parallel.energy.sensors import (
     Clock,
     Discovery,
-    EnergySample,
     ReadFailure,
     SensorReading,
     SensorSource,
@@ -59,17 +58,10 @@ class Host(NamedTuple):
 def current_host() -> Host:
     """Return the host of this process, identified by the kernel's boot id where there is one."""
     name = socket.gethostname()
-    try:
-        return Host(name, BOOT_ID.read_text().strip() or name)
-    except OSError:
-        return Host(name, name)
+    return Host(name, BOOT_ID.read_text().strip() if BOOT_ID.exists() else name)
 
 
-class Available(NamedTuple):
-    """The sensors that a rank can read."""
-
-    host: Host
-    specs: tuple[SensorSpec, ...]
+Available = tuple[Host, tuple[SensorSpec, ...]]  # a rank's host, and the sensors that it can read
 
 
 def assign_sensors(available: Sequence[Available], rank: int) -> dict[str, bool]:
@@ -86,9 +78,15 @@ def assign_sensors(available: Sequence[Available], rank: int) -> dict[str, bool]
         return SOURCE_PRIORITY.index(spec.source) if spec.source in SOURCE_PRIORITY else len(SOURCE_PRIORITY)
 
     host, specs = available[rank]
-    taken = {spec.id for other in available[:rank] if other.host.key == host.key for spec in other.specs}
+    on_host = [
+        (other, spec)
+        for other, (its_host, its_specs) in enumerate(available)
+        if its_host.key == host.key
+        for spec in its_specs
+    ]
+    taken = {spec.id for other, spec in on_host if other < rank}
     best: dict[tuple[Component, Scope], int] = {}
-    for spec in (spec for other in available if other.host.key == host.key for spec in other.specs):
+    for _, spec in on_host:
         measured = spec.component, spec.scope
         best[measured] = min(best.get(measured, len(SOURCE_PRIORITY)), priority(spec))
     return {spec.id: priority(spec) == best[spec.component, spec.scope] for spec in specs if spec.id not in taken}
@@ -138,19 +136,17 @@ class RankMeasurement:
     """What one rank measured in a window. All ranks gather these when the window closes."""
 
     path: tuple[str, ...]
+    scope: Scope
     host: str
     seconds: float
     rows: tuple[SensorEnergy, ...]
-    steps: int = 0
-    busy_seconds: tuple[float, float] | None = None  # compute and communication; None if not measured
-    profile: PowerProfile | None = None
+    steps: int
+    busy_seconds: tuple[float, float] | None  # compute and communication; None if not measured
+    profile: PowerProfile | None
 
-
-@dataclass(frozen=True)
-class _WindowStart:
-    readings: dict[str, SensorReading]
-    seconds: float
-    time_totals: TimeTotals | None
+    def __str__(self) -> str:
+        split, modelled = self.busy_seconds is not None, self.profile is not None
+        return f"{'/'.join(self.path)} ({self.scope}, time_split={split}, with a profile: {modelled})"
 
 
 class Window:
@@ -177,22 +173,6 @@ class Window:
     @property
     def joules(self) -> float | None:
         return self.result.joules
-
-    @property
-    def seconds(self) -> float:
-        return self.result.seconds
-
-    @property
-    def mean_watts(self) -> float | None:
-        return self.result.mean_watts
-
-    @property
-    def rows(self) -> tuple[SensorEnergy, ...]:
-        return self.result.rows
-
-    @property
-    def provenance(self) -> Provenance:
-        return self.result.provenance
 
 
 class EnergyMeter:
@@ -257,17 +237,9 @@ class EnergyMeter:
 
     def _assign_sensors(self) -> dict[str, bool]:
         """Agree with the other ranks on which of them reads which sensor."""
-        settings = {
-            "scope": str(self.scope),
-            "time_split": self._recorder is not None,
-            "profile": self.profile is not None,
-        }
-        own = msgspec.to_builtins(Available(self.host, self.discovery.specs))
-        gathered = all_gather_objects((settings, own), self._group)
-        for rank, (actual, _) in enumerate(gathered):
-            if actual != gathered[0][0]:
-                raise ValueError(f"ranks disagree on the meter: rank 0 has {gathered[0][0]}, rank {rank} has {actual}")
-        return assign_sensors([msgspec.convert(available, Available) for _, available in gathered], self._rank)
+        own = msgspec.to_builtins((self.host, self.discovery.specs))
+        gathered = all_gather_objects(own, self._group)
+        return assign_sensors([msgspec.convert(plain, Available) for plain in gathered], self._rank)
 
     @contextmanager
     def window(self, name: str) -> Iterator[Window]:
@@ -283,7 +255,7 @@ class EnergyMeter:
         self._open.append(window)
         try:
             yield window
-            window._result = self._end_window(window, start)
+            window._result = self._end_window(window, *start)
         finally:
             self._open.pop()
             if self._open:
@@ -293,7 +265,8 @@ class EnergyMeter:
                 if self._recorder is not None:
                     self._recorder.stop()
 
-    def _begin_window(self, outermost: bool) -> _WindowStart:
+    def _begin_window(self, outermost: bool) -> tuple[dict[str, SensorReading], float, TimeTotals | None]:
+        """Return the first readings, the time, and the totals of the time split."""
         synchronize(self.device)
         with self._meter_time():
             barrier(self._group)
@@ -303,31 +276,33 @@ class EnergyMeter:
                 self._reader.start()
         if self._recorder is not None and outermost:
             self._recorder.start()
-        return _WindowStart(readings, self._clock(), None if self._recorder is None else self._recorder.totals())
+        return readings, self._clock(), None if self._recorder is None else self._recorder.totals()
 
-    def _end_window(self, window: Window, start: _WindowStart) -> WindowResult:
+    def _end_window(
+        self, window: Window, readings: dict[str, SensorReading], start: float, totals: TimeTotals | None
+    ) -> WindowResult:
         synchronize(self.device)
         # Taken before the barrier: the wait for other ranks is not work of this rank.
-        body_seconds = self._clock() - start.seconds
+        body_seconds = self._clock() - start
         busy_seconds = None
-        if self._recorder is not None and start.time_totals is not None:
-            busy_seconds = self._recorder.totals().since(start.time_totals).busy(body_seconds)
+        if self._recorder is not None and totals is not None:
+            busy_seconds = self._recorder.totals().since(totals).busy(body_seconds)
         with self._meter_time():
             barrier(self._group)
-            readings = self._reader.read(fresh=True)
+            last = self._reader.read(fresh=True)
+            rows = tuple(self._sensor_energy(spec, readings[spec.id], last[spec.id]) for spec in self._reader.specs)
             measurement = RankMeasurement(
-                path=window.path,
-                host=self.host.name,
-                seconds=self._clock() - start.seconds,
-                rows=tuple(
-                    self._sensor_energy(spec, start.readings[spec.id], readings[spec.id]) for spec in self._reader.specs
-                ),
-                steps=window._steps,
-                busy_seconds=busy_seconds,
-                profile=self.profile,
+                window.path,
+                self.scope,
+                self.host.name,
+                self._clock() - start,
+                rows,
+                window._steps,
+                busy_seconds,
+                self.profile,
             )
             gathered = all_gather_objects(msgspec.to_builtins(measurement), self._group)
-            return merge_ranks([msgspec.convert(plain, RankMeasurement) for plain in gathered], self.scope)
+            return merge_ranks([msgspec.convert(plain, RankMeasurement) for plain in gathered])
 
     def _meter_time(self) -> AbstractContextManager[None]:
         return nullcontext() if self._recorder is None else self._recorder.meter_time()
@@ -335,9 +310,7 @@ class EnergyMeter:
     def _sensor_energy(self, spec: SensorSpec, before: SensorReading, after: SensorReading) -> SensorEnergy:
         """Return what a sensor measured between two readings."""
         joules, seconds, reason = _difference(before, after)
-        valid = joules is not None
         if joules is not None and seconds < spec.shortest_window:
-            valid = False
             reason = (
                 f"{seconds:.3g} s is too short: this sensor resolves {spec.resolution_seconds:g} s, "
                 f"so a window must take {spec.shortest_window:g} s or more"
@@ -352,7 +325,7 @@ class EnergyMeter:
             joules=joules,
             seconds=seconds,
             rank=self._rank,
-            valid=valid,
+            valid=not reason,
             reason=reason,
             counted=self._counted[spec.id],
         )
@@ -360,31 +333,28 @@ class EnergyMeter:
 
 def _difference(before: SensorReading, after: SensorReading) -> tuple[float | None, float, str]:
     """Return joules, seconds and, if there are no joules, the reason."""
-    for reading in (before, after):
-        if isinstance(reading, ReadFailure):
-            return None, 0.0, reading.reason
-    assert isinstance(before, EnergySample)
-    assert isinstance(after, EnergySample)
+    if isinstance(before, ReadFailure):
+        return None, 0.0, before.reason
+    if isinstance(after, ReadFailure):
+        return None, 0.0, after.reason
     joules, seconds = after.joules - before.joules, after.seconds - before.seconds
     if before.epoch != after.epoch:
         reason = f"void: the counter was interrupted within the window, from {before.epoch!r} to {after.epoch!r}"
-        return None, seconds, reason
-    if joules == 0:
+    elif joules == 0:
         reason = f"the counter did not move in {seconds:.3g} s: it is stalled, or slower than the window"
-        return None, seconds, reason
-    if joules < 0:
-        return None, seconds, f"void: the counter fell by {-joules:.6g} J within the window"
-    return joules, seconds, ""
+    elif joules < 0:
+        reason = f"void: the counter fell by {-joules:.6g} J within the window"
+    else:
+        return joules, seconds, ""
+    return None, seconds, reason
 
 
-def merge_ranks(measurements: Sequence[RankMeasurement], scope: Scope) -> WindowResult:
+def merge_ranks(measurements: Sequence[RankMeasurement]) -> WindowResult:
     """Merge the measurements of all ranks, in rank order, into the result of the window."""
-    paths = {"/".join(measurement.path) for measurement in measurements}
-    if len(paths) > 1:
-        raise ValueError(
-            f"ranks closed different windows at the same time: {', '.join(sorted(paths))}; open and close the same "
-            "windows on every rank"
-        )
+    first = measurements[0]
+    for rank, measurement in enumerate(measurements):
+        if str(measurement) != str(first):
+            raise ValueError(f"ranks closed different windows: rank 0 {first}, rank {rank} {measurement}")
     seconds = max(measurement.seconds for measurement in measurements)
     rows = [row for measurement in measurements for row in measurement.rows]
     time_splits = []
@@ -397,12 +367,11 @@ def merge_ranks(measurements: Sequence[RankMeasurement], scope: Scope) -> Window
         time_splits.append(TimeSplit(rank, measurement.host, compute, communication, idle))
         if measurement.profile is not None:
             rows.append(_modelled_energy(time_splits[-1], measurement.profile))
-    path = measurements[0].path
     return WindowResult(
-        name=path[-1],
-        path=path,
+        name=first.path[-1],
+        path=first.path,
         seconds=seconds,
-        scope=scope,
+        scope=first.scope,
         rows=tuple(rows),
         time_splits=tuple(time_splits),
         steps=max(measurement.steps for measurement in measurements),

@@ -108,13 +108,8 @@ def assumed_cpu_profile(ranks: int = 1) -> PowerProfile:
         f"assumed, not measured: a CPU core draws {CORE_COMPUTE_WATTS:g} W in compute, {CORE_COMMUNICATION_WATTS:g} W "
         f"blocked in communication and {CORE_IDLE_WATTS:g} W idle (ranks: {ranks}, cores per rank: {cores:.3g})"
     )
-    return PowerProfile(
-        name=ASSUMED_CORE,
-        compute_watts=cores * CORE_COMPUTE_WATTS,
-        communication_watts=cores * CORE_COMMUNICATION_WATTS,
-        idle_watts=cores * CORE_IDLE_WATTS,
-        source=source,
-    )
+    watts = cores * CORE_COMPUTE_WATTS, cores * CORE_COMMUNICATION_WATTS, cores * CORE_IDLE_WATTS
+    return PowerProfile(ASSUMED_CORE, *watts, source)
 
 
 def cores_per_rank(ranks: int) -> float:

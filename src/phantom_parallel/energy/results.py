@@ -5,7 +5,7 @@ unavailable        ``joules`` is None and prints as "unavailable"; it is never 0
 invalid            there is a figure but it is not reliable; ``reason`` says why
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -141,8 +141,8 @@ class WindowResult:
         Args:
             scope: restricts the totals to one scope. Default: all scopes.
         """
-        scopes = tuple(Scope) if scope is None else (scope,)
-        return tuple(total for each in scopes for total in _totals(self.rows, each, self.seconds))
+        scopes = list(Scope) if scope is None else [scope]
+        return tuple(total for scope in scopes for total in _totals(self.rows, scope, self.seconds))
 
     @property
     def total(self) -> EnergyTotal:
@@ -202,29 +202,19 @@ class WindowResult:
         return "\n".join(lines)
 
 
-def _totals(rows: Iterable[SensorEnergy], scope: Scope, seconds: float) -> list[EnergyTotal]:
+def _totals(rows: Iterable[SensorEnergy], scope: Scope, seconds: float) -> Iterator[EnergyTotal]:
     counted = [row for row in rows if row.scope is scope and row.counted]
     unavailable = [row for row in counted if row.joules is None]
-    totals = []
-    for provenance in (*MEASURED, Provenance.MODELLED):
-        members = [row for row in counted if row.provenance is provenance]
-        if members and not (unavailable and provenance in MEASURED):
-            totals.append(_total(members, counted, scope, provenance, seconds))
     if unavailable:
         # A sum that lacks one of its sensors would be mistaken for the whole, so there is none.
         reason = "; ".join(f"{row.label}: {row.reason}" for row in unavailable)
-        totals.insert(0, EnergyTotal(scope, Provenance.UNAVAILABLE, None, seconds, False, reason))
-    return totals
-
-
-def _total(
-    members: list[SensorEnergy], counted: list[SensorEnergy], scope: Scope, provenance: Provenance, seconds: float
-) -> EnergyTotal:
-    reasons = "; ".join(f"{row.label}: {row.reason}" for row in members if not row.valid)
-    excluded: tuple[str, ...] = ()
-    if provenance in MEASURED:
-        others = (row for row in counted if row.provenance in MEASURED and row.provenance is not provenance)
-        excluded = tuple(f"{row.label} ({row.provenance})" for row in others)
-    joules = sum(row.joules for row in members if row.joules is not None)
-    sensors = tuple(row.sensor for row in members)
-    return EnergyTotal(scope, provenance, joules, seconds, not reasons, reasons, sensors, excluded)
+        yield EnergyTotal(scope, Provenance.UNAVAILABLE, None, seconds, False, reason)
+    for provenance in (Provenance.MODELLED,) if unavailable else (*MEASURED, Provenance.MODELLED):
+        members = [row for row in counted if row.provenance is provenance]
+        if members:
+            joules = sum(row.joules for row in members if row.joules is not None)
+            reasons = "; ".join(f"{row.label}: {row.reason}" for row in members if not row.valid)
+            sensors = tuple(row.sensor for row in members)
+            others = set(MEASURED) - {provenance} if provenance in MEASURED else ()
+            excluded = tuple(f"{row.label} ({row.provenance})" for row in counted if row.provenance in others)
+            yield EnergyTotal(scope, provenance, joules, seconds, not reasons, reasons, sensors, excluded)

@@ -36,28 +36,8 @@ _wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 _ANY_BACKEND = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
 
 
-class Timer(Protocol):
-    """Takes time stamps (marks) on the timeline of a device."""
-
-    def mark(self) -> Any:
-        """Take a mark."""
-        ...
-
-    def ready(self, mark: Any) -> bool:
-        """Return whether the device has reached ``mark``."""
-        ...
-
-    def wait(self, mark: Any) -> None:
-        """Block until the device has reached ``mark``."""
-        ...
-
-    def seconds(self, start: Any, end: Any) -> float:
-        """Return the seconds between two marks that the device has reached."""
-        ...
-
-
 class HostTimer:
-    """Timer for synchronous devices, that is, the CPU."""
+    """Takes time stamps (marks) on the clock of the host: for synchronous devices, that is, the CPU."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.mark = clock
@@ -65,15 +45,12 @@ class HostTimer:
     def ready(self, mark: float) -> bool:
         return True
 
-    def wait(self, mark: float) -> None:
-        pass
-
     def seconds(self, start: float, end: float) -> float:
         return end - start
 
 
 class EventTimer:
-    """Timer for devices with streams. ``new_event`` creates an event with timing enabled."""
+    """Takes marks on the stream of a device. ``new_event`` creates an event with timing enabled."""
 
     def __init__(self, new_event: Callable[[], Any]) -> None:
         self._new_event = new_event
@@ -84,13 +61,16 @@ class EventTimer:
         return event
 
     def ready(self, mark: Any) -> bool:
+        """Return whether the device has reached ``mark``."""
         return bool(mark.query())
 
-    def wait(self, mark: Any) -> None:
-        mark.synchronize()
-
     def seconds(self, start: Any, end: Any) -> float:
+        """Return the seconds between two marks. Waits until the device has reached the second."""
+        end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
+
+
+Timer = HostTimer | EventTimer
 
 
 def timer_for(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> Timer:
@@ -171,18 +151,15 @@ class TimeSplitRecorder:
         self._step_start: Any = None  # the mark at which the open step began
         self._in_meter = False
         self._thread = threading.get_ident()
-        self._observing: ExitStack | None = None
+        self._observing = ExitStack()
 
     def start(self) -> None:
         """Install the wait hooks."""
-        self._observing = ExitStack()
         self._observing.enter_context(observe_waits(self._device_type, self))
 
     def stop(self) -> None:
         """Remove the wait hooks."""
-        if self._observing is not None:
-            self._observing.close()
-            self._observing = None
+        self._observing.close()
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -193,7 +170,7 @@ class TimeSplitRecorder:
         try:
             yield
         finally:
-            self._record_step()
+            self._record(TimeCategory.STEP, self._step_start)
             self._step_start = None
 
     @contextmanager
@@ -205,57 +182,45 @@ class TimeSplitRecorder:
         finally:
             self._in_meter = False
             in_step = self._step_start is not None
-            category = TimeCategory.METER_IN_STEP if in_step else TimeCategory.METER_OUTSIDE
-            self._record(category, start, self._timer.mark())
+            self._record(TimeCategory.METER_IN_STEP if in_step else TimeCategory.METER_OUTSIDE, start)
 
     def begin_wait(self) -> Any:
-        return None if self._in_meter or self._in_other_thread() else self._timer.mark()
+        # Autograd's threads are started by C++: Python represents them by dummies.
+        thread = threading.current_thread()
+        blocks = thread.ident == self._thread or isinstance(thread, threading._DummyThread)
+        return self._timer.mark() if blocks and not self._in_meter else None
 
     def end_wait(self, mark: Any) -> None:
         if mark is not None:
             in_step = self._step_start is not None
-            category = TimeCategory.WAIT_IN_STEP if in_step else TimeCategory.WAIT_OUTSIDE
-            self._record(category, mark, self._timer.mark())
-
-    def _in_other_thread(self) -> bool:
-        if threading.get_ident() == self._thread:
-            return False
-        # Autograd's threads are started by C++: Python represents them by dummies.
-        return not isinstance(threading.current_thread(), threading._DummyThread)
+            self._record(TimeCategory.WAIT_IN_STEP if in_step else TimeCategory.WAIT_OUTSIDE, mark)
 
     def totals(self) -> TimeTotals:
         """Return the totals so far. Waits for the device."""
         if self._step_start is not None:  # a window that opens or closes inside a step gets its part of the step
-            self._record_step()
+            self._record(TimeCategory.STEP, self._step_start)
             self._step_start = self._timer.mark()
         self._sum_pending(wait=True)
         return TimeTotals(dict(self._sums))
 
-    def _record_step(self) -> None:
-        self._record(TimeCategory.STEP, self._step_start, self._timer.mark())
-
-    def _record(self, category: TimeCategory, start: Any, end: Any) -> None:
-        self._pending.append((category, start, end))
+    def _record(self, category: TimeCategory, start: Any) -> None:
+        """Record the interval from ``start`` to now."""
+        self._pending.append((category, start, self._timer.mark()))
         if len(self._pending) > _MAX_PENDING:
             self._sum_pending(wait=False)
 
     def _sum_pending(self, wait: bool) -> None:
         while self._pending and (wait or self._timer.ready(self._pending[0][2])):
             category, start, end = self._pending.popleft()
-            self._timer.wait(end)
             self._sums[category] += self._timer.seconds(start, end)
 
 
 class WaitObserver(Protocol):
-    """Receives the begin and the end of each wait, on the thread that waits (autograd's threads included)."""
+    """Is called before and after each wait, on the thread that waits (autograd's threads included)."""
 
-    def begin_wait(self) -> Any:
-        """Called before the wait. The return value is passed to :meth:`end_wait`."""
-        ...
+    def begin_wait(self) -> Any: ...
 
-    def end_wait(self, mark: Any) -> None:
-        """Called after the wait, also when it raised."""
-        ...
+    def end_wait(self, mark: Any) -> None: ...
 
 
 @contextmanager
@@ -266,57 +231,44 @@ def observe_waits(device_type: str, observer: WaitObserver) -> Iterator[None]:
     ``_c10d_functional::wait_tensor``: a Python kernel goes in front of the backend's own. ``torch.distributed`` waits
     through ``Work.wait``, which is wrapped. This costs a few microseconds per wait, and nothing without observers.
     """
-    _hooks.add(device_type, observer)
+    if not _observers:
+        dist.Work.wait = _observed_work_wait  # type: ignore[assignment, method-assign]
+    if device_type not in _observers:
+        _observers[device_type] = []
+        _libraries[device_type] = _install_kernel(device_type)
+    _observers[device_type].append(observer)
     try:
         yield
     finally:
-        _hooks.remove(device_type, observer)
+        _observers[device_type].remove(observer)
+        if not _observers[device_type]:
+            _libraries.pop(device_type)._destroy()
+            del _observers[device_type]
+        if not _observers:
+            dist.Work.wait = _work_wait  # type: ignore[method-assign]
 
 
-class _Hooks:
-    """The hooks of this process, installed while there are observers. The dispatcher is global, so this is too."""
+# By type of device. The hooks are those of the process, and so are these.
+_observers: dict[str, list[WaitObserver]] = {}
+_libraries: dict[str, torch.library.Library] = {}
+_work_wait = dist.Work.wait
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._observers: dict[str, list[WaitObserver]] = {}
-        self._libraries: dict[str, torch.library.Library] = {}
-        self._original_work_wait: Any = None
 
-    def add(self, device_type: str, observer: WaitObserver) -> None:
-        with self._lock:
-            observers = self._observers.setdefault(device_type, [])
-            observers.append(observer)
-            if len(observers) == 1:
-                self._install_kernel(device_type, observers)
-            if self._original_work_wait is None:
-                self._wrap_work_wait()
+def _install_kernel(device_type: str) -> torch.library.Library:
+    observers = _observers[device_type]
 
-    def remove(self, device_type: str, observer: WaitObserver) -> None:
-        with self._lock:
-            self._observers[device_type].remove(observer)
-            if not self._observers[device_type]:
-                self._libraries.pop(device_type)._destroy()
-                del self._observers[device_type]
-            if not self._observers:
-                dist.Work.wait, self._original_work_wait = self._original_work_wait, None  # type: ignore[method-assign]
+    def wait(keyset: Any, tensor: Tensor) -> Tensor:
+        return _observed(observers, lambda: _wait_tensor.redispatch(_ANY_BACKEND, tensor))
 
-    def _install_kernel(self, device_type: str, observers: list[WaitObserver]) -> None:
-        def wait(keyset: Any, tensor: Tensor) -> Tensor:
-            return _observed(observers, lambda: _wait_tensor.redispatch(_ANY_BACKEND, tensor))
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    library.impl("wait_tensor", wait, torch._C._dispatch_key_for_device(device_type), with_keyset=True)
+    return library
 
-        library = torch.library.Library("_c10d_functional", "IMPL")
-        library.impl("wait_tensor", wait, torch._C._dispatch_key_for_device(device_type), with_keyset=True)
-        self._libraries[device_type] = library
 
-    def _wrap_work_wait(self) -> None:
-        original = self._original_work_wait = dist.Work.wait
-
-        def wait(work: dist.Work, *args: Any, **kwargs: Any) -> bool:
-            # A work does not say which device it is for, so observers of every device type are called.
-            observers = [observer for registered in self._observers.values() for observer in registered]
-            return _observed(observers, lambda: original(work, *args, **kwargs))
-
-        dist.Work.wait = wait  # type: ignore[assignment, method-assign]
+def _observed_work_wait(work: dist.Work, *args: Any, **kwargs: Any) -> bool:
+    # A work does not say which device it is for, so observers of every device type are called.
+    observers = [observer for registered in _observers.values() for observer in registered]
+    return _observed(observers, lambda: _work_wait(work, *args, **kwargs))
 
 
 def _observed(observers: Iterable[WaitObserver], wait: Callable[[], T]) -> T:
@@ -326,6 +278,3 @@ def _observed(observers: Iterable[WaitObserver], wait: Callable[[], T]) -> T:
     finally:
         for observer, mark in marks:
             observer.end_wait(mark)
-
-
-_hooks = _Hooks()

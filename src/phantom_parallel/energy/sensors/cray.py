@@ -5,7 +5,6 @@ have device scope. ``freshness`` increases with each update: readings at the end
 ``generation`` and ``startup`` change when the counters are reset, which voids a window.
 """
 
-import re
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -23,11 +22,8 @@ from phantom_parallel.energy.sensors.base import (
 
 PM_COUNTERS = Path("/sys/cray/pm_counters")
 REMEDY = "these files are world-readable on a Cray by default; ask the site to allow it"
-SCAN_HZ = 10.0  # if raw_scan_hz is missing
 STALL_SECONDS = 1.0  # ten updates
 POLL_SECONDS = 0.002
-
-_ACCELERATOR = re.compile(r"accel(\d+)_energy")
 
 
 class CraySource:
@@ -45,8 +41,6 @@ class CraySource:
         except OSError as error:
             path = Path(error.filename or self._root)
             return dict.fromkeys(ids, ReadFailure(describe_os_error(path, error, REMEDY)))
-        except (ValueError, IndexError) as error:
-            return dict.fromkeys(ids, ReadFailure(f"{self._root}: not in the format of pm_counters: {error}"))
 
     def _wait_for_update(self) -> str | None:
         """Return None after an update, or an error message if there is none."""
@@ -72,8 +66,7 @@ class CraySource:
 
     def _joules(self, file: str) -> float:
         value, unit = (self._root / file).read_text().split()[:2]
-        if unit != "J":
-            raise ValueError(f"{file} is in {unit!r}, expected 'J'")
+        assert unit == "J", f"{file} is in {unit}"
         return float(value)
 
 
@@ -95,35 +88,22 @@ def probe_cray(
     """
     if not (root / "energy").exists():
         return Discovery()  # no hint: they cannot be installed, they belong to the machine
-    resolution = 1 / _scan_hz(root)
+    hertz = root / "raw_scan_hz"
+    resolution = 1 / float(hertz.read_text().split()[0]) if hertz.exists() else 0.1
     wanted = {
-        "energy": ("node", Component.NODE),
-        "cpu_energy": ("CPU", Component.CPU),
-        "memory_energy": ("memory", Component.MEMORY),
+        "energy": ("node", Component.NODE, Scope.NODE),
+        "cpu_energy": ("CPU", Component.CPU, Scope.DEVICE),
+        "memory_energy": ("memory", Component.MEMORY, Scope.DEVICE),
     }
-    for path in sorted(root.glob("accel*_energy")) if accelerators else ():
-        if match := _ACCELERATOR.fullmatch(path.name):
-            wanted[path.name] = (f"accelerator {match[1]}", Component.GPU)
+    for path in sorted(root.glob("accel[0-9]*_energy")) if accelerators else ():
+        number = path.name.removeprefix("accel").removesuffix("_energy")
+        wanted[path.name] = (f"accelerator {number}", Component.GPU, Scope.DEVICE)
     specs = tuple(
-        SensorSpec(
-            f"cray/{file}",
-            label,
-            component,
-            Scope.NODE if component is Component.NODE else Scope.DEVICE,
-            Provenance.COUNTER,
-            resolution,
-        )
-        for file, (label, component) in wanted.items()
+        SensorSpec(f"cray/{file}", label, component, scope, Provenance.COUNTER, resolution)
+        for file, (label, component, scope) in wanted.items()
         if (root / file).exists()
     )
     source = CraySource(root, specs, clock, sleep)
     first = source.read([spec.id for spec in specs], fresh=False)
     problems = sorted({reading.reason for reading in first.values() if isinstance(reading, ReadFailure)})
     return Discovery(() if problems else (source,), tuple(problems))
-
-
-def _scan_hz(root: Path) -> float:
-    try:
-        return float((root / "raw_scan_hz").read_text().split()[0]) or SCAN_HZ
-    except (OSError, ValueError, IndexError):
-        return SCAN_HZ

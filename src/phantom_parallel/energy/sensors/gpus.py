@@ -12,6 +12,7 @@ built for none.
 import importlib
 import time
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def probe_nvidia(
     for index in range(count):
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+            uuid = nvml.nvmlDeviceGetUUID(handle)
             if uuids is None or uuid in uuids:
                 spec, read = _nvidia_sensor(nvml, handle, f"nvidia/{uuid}", f"GPU {index}")
                 totals[spec] = read
@@ -121,7 +122,7 @@ def probe_nvidia(
 
 
 def _nvidia_sensor(nvml: Any, handle: Any, name: str, label: str) -> tuple[SensorSpec, ReadTotal]:
-    label = f"{label} {_text(nvml.nvmlDeviceGetName(handle))}"
+    label = f"{label} {nvml.nvmlDeviceGetName(handle)}"
     try:
         nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
     except nvml.NVMLError_NotSupported:
@@ -157,23 +158,22 @@ def probe_amd(
             ((str(smi.amdsmi_get_gpu_device_bdf(die)).lower(), die) for die in smi.amdsmi_get_processor_handles()),
             key=lambda die: die[0],
         )
+        packages = _packages(smi, dies)
     except smi.AmdSmiException as error:
         if driver.exists():
             remedy = f"the user must be in the groups that own {driver} (usually render and video)"
             return Discovery(problems=(f"amdsmi does not start: {error}; {remedy}",))
         return Discovery(hints=("AMD GPUs: no driver is loaded",))
     own = _torch_gpus(device, rocm=True)
-    addresses = None
-    if own is not None:
-        addresses = {f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}" for gpu in own}
+    addresses = own and {f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}" for gpu in own}
     totals: dict[SensorSpec, ReadTotal] = {}
     problems = []
-    for number, package in enumerate(_packages(smi, dies)):
+    for number, package in enumerate(packages):
         if addresses is not None and not any(bdf.rsplit(".", 1)[0] in addresses for bdf, _ in package):
             continue
         bdf, handle = package[0]
-        label = f"GPU {'package ' if len(package) > 1 else ''}{number} {_market_name(smi, handle)}".rstrip()
-        read = _amd_counter(smi, handle)
+        label = f"GPU {'package ' if len(package) > 1 else ''}{number} {_market_name(smi, handle)}"
+        read = partial(_read_amd, smi, handle)
         try:
             read(clock())
         except smi.AmdSmiException as error:
@@ -200,18 +200,12 @@ def _packages(smi: Any, dies: list[tuple[str, Any]]) -> list[list[tuple[str, Any
 
 
 def _market_name(smi: Any, handle: Any) -> str:
-    try:
-        return str(smi.amdsmi_get_gpu_asic_info(handle).get("market_name", "")).strip()
-    except smi.AmdSmiException:
-        return ""
+    return str(smi.amdsmi_get_gpu_asic_info(handle)["market_name"]).strip()
 
 
-def _amd_counter(smi: Any, handle: Any) -> ReadTotal:
-    def read(now: float) -> EnergySample:
-        count = smi.amdsmi_get_energy_count(handle)
-        return EnergySample(now, float(count["energy_accumulator"]) * count["counter_resolution"] / 1e6)
-
-    return read
+def _read_amd(smi: Any, handle: Any, now: float) -> EnergySample:
+    count = smi.amdsmi_get_energy_count(handle)
+    return EnergySample(now, float(count["energy_accumulator"]) * count["counter_resolution"] / 1e6)
 
 
 def _torch_gpus(device: torch.device | None, *, rocm: bool) -> list[Any] | None:
@@ -220,7 +214,3 @@ def _torch_gpus(device: torch.device | None, *, rocm: bool) -> list[Any] | None:
     if device is None:
         return [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())] if available else None
     return [torch.cuda.get_device_properties(device)] if available and device.type == "cuda" else []
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value  # older releases return bytes

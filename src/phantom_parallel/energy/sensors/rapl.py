@@ -108,29 +108,20 @@ def probe_rapl(root: Path = POWERCAP, *, clock: Clock = time.perf_counter) -> Di
 def _open(folder: Path, clock: Clock) -> _Zone | None:
     """Open the zone of a directory; None if another zone includes it."""
     name = (folder / "name").read_text().strip()
-    component, scope = Component.CPU, Scope.DEVICE
-    if name == "dram":
-        component = Component.MEMORY
+    number = folder.name.split(":")[1]
+    if name.startswith("package"):
+        measures = name, Component.CPU, Scope.DEVICE
+    elif name == "dram":
+        measures = f"memory of package {number}", Component.MEMORY, Scope.DEVICE
     elif name == "psys":
-        component, scope = Component.NODE, Scope.NODE
-    elif not name.startswith("package"):
+        measures = "platform (psys)", Component.NODE, Scope.NODE
+    else:
         return None
     file = folder / "energy_uj"
     first = int(file.read_text())
     if first == 0:
         raise ValueError("energy_uj reads 0: this zone does not count")
     range_uj = int((folder / "max_energy_range_uj").read_text())
-    if range_uj <= 0:
-        raise ValueError(f"max_energy_range_uj must be above 0, got {range_uj}")
-    number = folder.name.split(":")[1]
-    labels = {"dram": f"memory of package {number}", "psys": "platform (psys)"}
-    spec = SensorSpec(
-        id=f"rapl/{folder.name}",
-        label=labels.get(name, name),
-        component=component,
-        scope=scope,
-        provenance=Provenance.COUNTER,
-        resolution_seconds=RESOLUTION,
-        max_unread_seconds=range_uj / 1e6 / PLAUSIBLE_WATTS,
-    )
+    unread_limit = range_uj / 1e6 / PLAUSIBLE_WATTS
+    spec = SensorSpec(f"rapl/{folder.name}", *measures, Provenance.COUNTER, RESOLUTION, unread_limit)
     return _Zone(spec, file, range_uj, first, clock())
