@@ -42,7 +42,7 @@ def candidate(*, lr: float, steps: int) -> FFNTrainConfig:
 
 
 def chosen(runner: KnownTrainings, settings: SearchSettings) -> float:
-    found = search({"tensor": candidate}, settings, runner, lambda trials: None)
+    found = search({"tensor": candidate}, settings, runner.train, lambda trials: None)
     return next(one.lr for one in found["tensor"] if one.chosen)
 
 
@@ -80,5 +80,7 @@ def test_a_diverged_trial_is_never_the_best():
 
 def test_candidates_take_turns():
     runner = KnownTrainings({0.1: 50, 0.2: 30, 0.4: 90})
-    search({"a": candidate, "b": candidate}, SearchSettings((0.1, 0.2, 0.4), steps=100), runner, lambda trials: None)
+    search(
+        {"a": candidate, "b": candidate}, SearchSettings((0.1, 0.2, 0.4), steps=100), runner.train, lambda trials: None
+    )
     assert [name.split()[1] for name, _, _ in runner.trained] == ["a", "b"] * 3

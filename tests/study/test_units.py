@@ -11,7 +11,6 @@ from phantom_parallel.study.units import (
     listed,
     measure_label,
     quantity,
-    scale,
 )
 
 
@@ -45,7 +44,6 @@ def test_values_beside_each_other_have_one_unit():
     joules = [1001.0, 1130.0, None]
     assert [format_measure(value, "joules", among=joules) for value in joules] == ["1 kJ", "1.13 kJ", "unavailable"]
     assert [quantity(value, "s", [0.0294, 1.42]) for value in (0.0294, 1.42)] == ["29.4 ms", "1,420 ms"]
-    assert scale([5.0, 3e4], "J") == (1e3, "kJ")
 
 
 def test_ratios_lists_and_counts():

@@ -1,7 +1,5 @@
 """Figures of plans, dry runs and conversions, each as PNG and as SVG."""
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from phantom_parallel.cost.dryrun import Messages, phases_of
 from phantom_parallel.cost.ledger import up_to
 from phantom_parallel.cost.planner import NOT_COMPARED, TWO_LEVEL, Candidate, Plan, PlanRequest
 from phantom_parallel.report.plots import LOOKS, SECOND_PHANTOM, fitted_legend, log_axis, new_figure, plot_style, save
+from phantom_parallel.report.tables import csv_text
 from phantom_parallel.utils.files import write_text
 from phantom_parallel.utils.wire import in_words
 
@@ -217,15 +216,12 @@ def draw_curve(
         axes.set_xlabel("multiply-adds kept, share of the converted maps")
         axes.set_ylabel(unit)
         axes.legend(frameon=False)
-        return [*save(figure, path), _write_points(curves, dense_loss, path.with_suffix(".csv"))]
-
-
-def _write_points(curves: Mapping[str, Sequence[tuple[float, float]]], dense_loss: float, path: Path) -> Path:
-    """The points of all curves, and the dense model, which keeps all multiply-adds."""
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(("method", "kept", "loss"))
-    table.writerow(("dense", 1.0, dense_loss))
-    table.writerows((name, *point) for name, points in curves.items() for point in sorted(points))
-    write_text(path, text.getvalue())
-    return path
+        records: list[dict[str, object]] = [{"method": "dense", "kept": 1.0, "loss": dense_loss}]
+        records += [
+            {"method": name, "kept": kept, "loss": loss}
+            for name, curve in curves.items()
+            for kept, loss in sorted(curve)
+        ]
+        table = path.with_suffix(".csv")
+        write_text(table, csv_text(records))
+        return [*save(figure, path), table]

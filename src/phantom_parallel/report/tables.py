@@ -10,7 +10,7 @@ from rich.box import SIMPLE
 from rich.markup import escape
 from rich.table import Table
 
-from phantom_parallel.study.analysis import inference_measures, lead_of, mean, median_of, peer, ratio, ratios
+from phantom_parallel.study.analysis import inference_measures, lead_of, mean, median_of, ratio, ratios
 from phantom_parallel.study.results import Cell, Results
 from phantom_parallel.study.units import MEASURES, TO_THE_LOSS, format_interval, format_measure, measure_label, plain
 
@@ -225,13 +225,10 @@ def _mean(results: Results, cell: Cell, measure: str) -> str:
 
 def _median(results: Results, cell: Cell, measure: str, cells: Sequence[Cell]) -> str:
     """A median in the unit that suits the cells of the same place, or all where every cell has a row."""
-    places = [other for other in cells if (other.link, other.batch) == (cell.link, cell.batch)]
-    values = [median_of(results, other, measure) for other in (places if _places_vary(cells) else cells)]
+    if not any(other.settings.keys() - {"batch"} for other in cells):
+        cells = [other for other in cells if (other.link, other.batch) == (cell.link, cell.batch)]
+    values = [median_of(results, other, measure) for other in cells]
     return format_measure(median_of(results, cell, measure), measure, _missing(measure, cell), values)
-
-
-def _places_vary(cells: Sequence[Cell]) -> bool:
-    return not any(cell.settings.keys() - {"batch"} for cell in cells)
 
 
 def _ratio(results: Results, cell: Cell, other: Cell, measure: str) -> str:
@@ -259,12 +256,12 @@ def _setting(value: Any) -> str:
 
 
 def terminal_table(results: Results) -> Table:
-    """The main figures for a terminal of 80 columns."""
+    """The main figures for a terminal of 80 columns; ratios of studies are in the headline."""
     if results.is_comparison and not results.is_timed:
         sections: tuple[Section, ...] = (_strategies(results, TERMINAL, ("seconds",)),)
     else:
         run = replace(results, cells=tuple(cell for cell in results.cells if cell.hardware is None))
-        sections = _places(run)[:2] or (_with_ratio(run, _cells(run)),)
+        sections = _places(run)[:2] or (_cells(run),)
     first, *rest = (
         replace(section, headings=tuple(_SHORT.get(heading, heading) for heading in section.headings))
         for section in sections
@@ -280,29 +277,6 @@ def terminal_table(results: Results) -> Table:
         for row in section.rows:
             table.add_row(*map(escape, row))
     return table
-
-
-def _with_ratio(results: Results, section: Section) -> Section:
-    """Rows of cells with the ratio of phantom to each in the main measure."""
-    lead = lead_of(results.cells)
-    measure = "step_seconds" if results.is_timed else "loss" if results.target_loss is None else "seconds"
-    texts = []
-    for cell in results.cells:
-        other = next(
-            (one for one in results.cells if one.strategy == lead and peer(results, one, cell.strategy) is cell), None
-        )
-        several = other is not None and cell.strategy != lead and not _unambiguous(results, lead, cell)
-        texts.append(
-            NOTHING if other is None or cell.strategy == lead or several else _ratio(results, other, cell, measure)
-        )
-    if all(text == NOTHING for text in texts):
-        return section
-    rows = tuple((*row, text) for row, text in zip(section.rows, texts, strict=True))
-    return Section((*section.headings, f"{lead} / it"), rows)
-
-
-def _unambiguous(results: Results, lead: str, cell: Cell) -> bool:
-    return sum(one.strategy == lead and peer(results, one, cell.strategy) is cell for one in results.cells) == 1
 
 
 def markdown(sections: Sequence[Section]) -> str:
@@ -344,14 +318,14 @@ def csv_files(results: Results) -> dict[str, str]:
         for cell, other, measure, value in ratios(results)
     ]  # fmt: skip
     files = {"cells": cells, "runs": runs, "ratios": shares, "curve": points, "trials": list(map(vars, results.trials))}
-    return {f"{name}.csv": _csv(records) for name, records in files.items() if records}
+    return {f"{name}.csv": csv_text(records) for name, records in files.items() if records}
 
 
-def _csv(records: Sequence[Mapping[str, Any]]) -> str:
+def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
+    """Records as CSV, with a column for each name."""
     text = io.StringIO()
-    table = csv.DictWriter(
-        text, list(dict.fromkeys(name for record in records for name in record)), lineterminator="\n"
-    )
+    names = dict.fromkeys(name for record in records for name in record)
+    table = csv.DictWriter(text, list(names), lineterminator="\n")
     table.writeheader()
     table.writerows(records)
     return text.getvalue()

@@ -54,12 +54,8 @@ def ratio_interval(pairs: Sequence[tuple[float, float]]) -> Interval | None:
         return None
     mean, half = fmean(logs), _half_width(logs)
     if half is None:
-        return Interval(_exp(mean), None, None, 1)
-    return Interval(_exp(mean), _exp(mean - half), _exp(mean + half), len(logs))
-
-
-def _exp(value: float) -> float:
-    return math.exp(max(-700.0, min(value, 700.0)))  # neither infinite nor 0
+        return Interval(math.exp(mean), None, None, 1)
+    return Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half), len(logs))
 
 
 def _half_width(values: Sequence[float]) -> float | None:
@@ -141,11 +137,6 @@ def inference_measures(cells: Sequence[Cell]) -> list[str]:
     return [f"{name}, batch {batch}" for batch in batches for name in ("latency", "inference_joules")]
 
 
-def is_lead(name: str) -> bool:
-    """Whether a contender is a phantom model, however it is laid out."""
-    return re.split("[@+]", name)[0] in LEADS
-
-
 def lead_of(cells: Sequence[Cell]) -> str:
     """The strategy that the others are compared with: phantom, if it is there."""
     names = [cell.strategy for cell in cells]
@@ -172,7 +163,7 @@ def ratios(results: Results, measures: Sequence[str] = ()) -> Iterator[tuple[Cel
     """Ratios of phantom to all others and of all others to the baselines, in every measure or in those given."""
     names = list(dict.fromkeys(cell.strategy for cell in results.cells))
     pairs = [(name, base) for base in BASELINES if base in names for name in names if name not in ("tensor", base)]
-    pairs += [(name, other) for name in names if is_lead(name) for other in names if other != name]
+    pairs += [(name, other) for name in names if re.split("[@+]", name)[0] in LEADS for other in names if other != name]
     every = measures or (*TO_THE_LOSS, "step_seconds", "parameters", "memory_bytes", *inference_measures(results.cells))
     for name, base in dict.fromkeys(pairs):
         for cell in (cell for cell in results.cells if cell.strategy == name):

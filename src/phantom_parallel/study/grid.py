@@ -158,7 +158,8 @@ def grid_on_rank(device: torch.device, settings: Settings, options: RunOptions) 
         cells: list[Cell] = []
         for link in links[: links.index(options.link) + 1]:
             if losses is not None and not settings.share_curves:
-                cells += [_trained_cell(settings, contender, losses, link) for contender in losses.chosen]
+                trained = {contender: losses.runs[losses.models[contender.label]] for contender in losses.chosen}
+                cells += [_cell(settings, contender, runs, link) for contender, runs in trained.items()]
             else:
                 cells += _time_link(settings, runner, losses, link, on_network=link in options.networks)
         if options.link != links[-1]:
@@ -214,31 +215,16 @@ def _expected(settings: Settings, links: int) -> int:
 
 @dataclass(frozen=True)
 class Losses:
-    """Losses of every model, which do not depend on the network.
+    """Losses of every model, which do not depend on the network."""
 
-    Args:
-        chosen: The contenders, each in the variant with the shortest step.
-        models: Name of the model of each contender, by label.
-        runs: The trainings of each model, one for each seed.
-        trained_by: Label of the contender that was trained, by model.
-        shared: Models of several contenders.
-        trials: The search for a learning rate.
-        target: The loss that all are trained to, if there is one.
-        target_from: Its origin.
-    """
-
-    chosen: tuple[Contender, ...]
-    models: Mapping[str, str]
-    runs: Mapping[str, Sequence[Run]]
-    trained_by: Mapping[str, str]
-    shared: tuple[SharedModel, ...]
+    chosen: tuple[Contender, ...]  # each in the variant with the shortest step
+    models: Mapping[str, str]  # name of the model of each contender, by label
+    runs: Mapping[str, Sequence[Run]]  # of each model, one for each seed
+    trained_by: Mapping[str, str]  # label of the contender that was trained, by model
+    shared: tuple[SharedModel, ...]  # models of several contenders
     trials: tuple[Trial, ...]
-    target: float | None
+    target: float | None  # the loss that all are trained to, if there is one
     target_from: Literal["settings", "search", "reference"]
-
-    def differs(self, contender: Contender) -> bool:
-        """Whether a contender was seen not to compute the model that it should share."""
-        return any(contender.label in shared.differing for shared in self.shared)
 
 
 def find_losses(settings: Settings, runner: CellRunner, links: int = 1) -> Losses:
@@ -352,7 +338,7 @@ def _search(
         for model, contender in models.items()
         if model not in same
     }
-    tried = search(candidates, settings.search, runner, lambda number: runner.expect(before + number + later))
+    tried = search(candidates, settings.search, runner.train, lambda number: runner.expect(before + number + later))
     return [trial for trials in tried.values() for trial in trials]
 
 
@@ -504,22 +490,13 @@ def _cell(settings: Settings, contender: Contender, runs: Iterable[Run], link: s
     )
 
 
-def _trained_cell(settings: Settings, contender: Contender, losses: Losses, link: str) -> Cell:
-    """A contender that was trained by itself."""
-    return _cell(settings, contender, losses.runs[losses.models[contender.label]], link)
-
-
 def _shared_cell(settings: Settings, contender: Contender, timings: Sequence[Run], losses: Losses, link: str) -> Cell:
     """A contender whose runs are made of shared losses and of its own time of a step."""
     model = losses.models[contender.label]
-    trained_by = losses.trained_by[model]
+    trained_by = None if losses.trained_by[model] == contender.label else losses.trained_by[model]
+    differs = any(contender.label in shared.differing for shared in losses.shared)
     runs = [
-        shared_run(
-            run,
-            timing,
-            trained_by=None if trained_by == contender.label else trained_by,
-            differs=losses.differs(contender),
-        )
+        shared_run(run, timing, trained_by=trained_by, differs=differs)
         for run, timing in zip(losses.runs[model], timings, strict=True)
     ]
     return _cell(settings, contender, runs, link, model)
@@ -536,13 +513,12 @@ def shared_run(run: Run, timing: Run, *, trained_by: str | None = None, differs:
     """
     if not timing.steps:
         return replace(timing, lr=run.lr, trained_by=trained_by, timed_steps=0)
-    steps = run.steps
-    totals = (timing.compute_seconds, timing.blocked_seconds, timing.joules, timing.measured_joules)
-    compute, blocked, joules, measured = (None if total is None else total / timing.steps for total in totals)
+
+    def in_steps(total: float | None, steps: int = run.steps) -> float | None:
+        return None if total is None else steps * total / timing.steps
+
     each = timing.seconds / timing.steps
-    curve = tuple(
-        CurvePoint(at.step, at.loss, at.step * each, None if joules is None else at.step * joules) for at in run.curve
-    )
+    curve = tuple(CurvePoint(at.step, at.loss, at.step * each, in_steps(timing.joules, at.step)) for at in run.curve)
     return replace(
         run,
         trained_by=trained_by,
@@ -550,11 +526,11 @@ def shared_run(run: Run, timing: Run, *, trained_by: str | None = None, differs:
         measured_by=timing.measured_by,
         status="differs" if differs else run.status,
         loss=None if differs else run.loss,
-        seconds=steps * each,
-        compute_seconds=None if compute is None else steps * compute,
-        blocked_seconds=None if blocked is None else steps * blocked,
-        joules=None if joules is None else steps * joules,
-        measured_joules=None if measured is None else steps * measured,
+        seconds=run.steps * each,
+        compute_seconds=in_steps(timing.compute_seconds),
+        blocked_seconds=in_steps(timing.blocked_seconds),
+        joules=in_steps(timing.joules),
+        measured_joules=in_steps(timing.measured_joules),
         curve=() if differs else curve,
     )
 

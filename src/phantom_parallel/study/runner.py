@@ -55,31 +55,18 @@ _ENDED = {"target": "reached the target", "steps": "all steps done", "diverged":
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options of one launch of ranks.
+    """Options of one launch of ranks."""
 
-    Args:
-        out: Folder of the results.
-        resume: Whether the folder may be one that an earlier call has begun.
-        show: Whether to show progress on stderr.
-        local: Whether the ranks are started by this package, and not by torchrun or srun.
-        command: Command line, for the report.
-        started: Date and time of the call.
-        networks: Emulated hosts by link, of all launches.
-        link: The link of this launch; None for the one that trains losses before any link is measured.
-        no_hosts: Why hosts could not be emulated, where loopback takes their place.
-        reused: Cells that an earlier call had finished.
-    """
-
-    out: Path
-    resume: bool = False
-    show: bool = False
-    local: bool = True
-    command: str = ""
+    out: Path  # folder of the results
+    resume: bool = False  # whether the folder may be one that an earlier call has begun
+    show: bool = False  # whether to show progress on stderr
+    local: bool = True  # whether the ranks are started by this package, and not by torchrun or srun
+    command: str = ""  # command line, for the report
     started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
-    networks: dict[str, Network] = field(default_factory=dict)
-    link: str | None = LOOPBACK
-    no_hosts: str | None = None
-    reused: int = 0
+    networks: dict[str, Network] = field(default_factory=dict)  # emulated hosts by link, of all launches
+    link: str | None = LOOPBACK  # of this launch; None for the one that trains losses before any link is measured
+    no_hosts: str | None = None  # why hosts could not be emulated, where loopback takes their place
+    reused: int = 0  # cells that an earlier call had finished
 
 
 def prepare_folder(out: Path, settings: dict[str, Any], resume: bool, lock: FolderLock) -> None:
@@ -125,10 +112,10 @@ def resolve_networks(settings: Settings, dtype: str, out: Path) -> tuple[dict[st
     path = out / NETWORKS
     known = decode_json(read_bytes(path), dict[str, Network], str(path)) if path.exists() else {}
     reason = why_unavailable() if any(link not in known for link in links) else None
-    if reason is not None and not settings.hosts_optional:
-        raise OSError(reason)
     if reason is not None:
-        return {}, reason
+        if settings.hosts_optional:
+            return {}, reason
+        raise OSError(reason)
     options = {"dtype": dtype, "delay": settings.link_delay, "loss": settings.link_loss}
     for link in links:
         network = known.get(link) or network_of(settings.hosts, link, settings.world_size, **options)
@@ -265,17 +252,18 @@ class CellRunner:
             status = "diverged"
         if context.rank:
             return None
-        end = last[-1] if last else None
+        if not last:  # diverged at once
+            return _diverged(config)
         return Run(
             seed=config.seed,
             lr=config.lr,
             status=status,
-            steps=0 if end is None else end.step,
+            steps=last[0].step,
             loss=None if status == "diverged" or not curve else curve[-1].loss,
-            seconds=0.0 if end is None else end.seconds,
-            compute_seconds=0.0 if end is None else end.compute_seconds,
-            blocked_seconds=0.0 if end is None else end.blocked_seconds,
-            joules=None if end is None else self._joules(config, end),
+            seconds=last[0].seconds,
+            compute_seconds=last[0].compute_seconds,
+            blocked_seconds=last[0].blocked_seconds,
+            joules=self._joules(config, last[0]),
             measured_joules=None if measured is None or not measured.valid else measured.joules,
             measured_by="unavailable" if measured is None else str(measured.provenance),
             curve=tuple(curve),
@@ -285,13 +273,15 @@ class CellRunner:
         """Modelled energy of all ranks. Within steps a rank computes or is blocked, and is never idle. None without
         steps, and where the time is not split.
         """
-        if (
-            spent.compute_seconds is None
-            or spent.blocked_seconds is None
-            or (isinstance(spent, Run) and not spent.steps)
-        ):
+        without_steps = isinstance(spent, Run) and not spent.steps
+        if spent.compute_seconds is None or spent.blocked_seconds is None or without_steps:
             return None
         return self.power(config.ranks * config.dp).joules(spent.compute_seconds, spent.blocked_seconds)
+
+
+def _diverged(config: TrainConfig) -> Run:
+    """A run without a finished step."""
+    return Run(config.seed, config.lr, "diverged", 0, None, 0.0, 0.0, 0.0, None, None, "unavailable")
 
 
 def _read_cell(path: Path) -> dict[str, Any] | None:
@@ -331,20 +321,10 @@ def time_steps(
 
     Ranks communicate for nothing but the model between the first and the last timed step. Held out is one batch.
 
-    Args:
-        config: The training.
-        context: Its ranks; every one of them calls this.
-        steps: Steps to time.
-        stop: Whether a signal asked to stop.
-        limit: Seconds that they may take: of slow steps, fewer are timed, and `MIN_TIMED_STEPS` at least.
-        report: Called on rank 0 after the steps that warm up and after those that are timed.
-
-    Returns:
-        The times, the same on every rank but for ``seconds``, without modelled joules; ``diverged`` and 0 steps if the
-        loss was not finite.
-
-    Raises:
-        Interrupted: If a signal asked to stop.
+    Every rank of ``context`` calls this. The steps may take ``limit`` seconds: of slow steps, fewer are timed, and
+    `MIN_TIMED_STEPS` at least. The times are the same on every rank but for ``seconds``, and without modelled joules;
+    the run is ``diverged`` and has 0 steps if the loss was not finite. `Interrupted` is raised if ``stop`` was
+    requested.
     """
     warm_up = WARM_UP if math.isinf(limit) else 1
     quiet = replace(config, steps=warm_up, warmup=0, target_loss=None, log_every=_NEVER, eval_every=_NEVER)
@@ -366,7 +346,7 @@ def time_steps(
                 with meter.window("steps") as window:
                     summaries.append(trainer.run(stop, report))
         except LossDiverged:
-            return Run(config.seed, config.lr, "diverged", 0, None, 0.0, 0.0, 0.0, None, None, "unavailable")
+            return _diverged(config)
         if summaries[-1].status == "interrupted":
             raise Interrupted("stopped by a signal")
         last, total = summaries[-1], window.result.total

@@ -7,34 +7,24 @@ steps of the search. A trial is stopped as soon as it cannot be the best: after 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from phantom_parallel.study.results import Run, Trial
 from phantom_parallel.study.settings import SearchSettings
 from phantom_parallel.train.config import TrainConfig
 
 
-class Candidate(Protocol):
-    """Something that a learning rate is searched for: its training, for a rate and a number of steps."""
-
-    def __call__(self, *, lr: float, steps: int) -> TrainConfig: ...
-
-
-class Trainer(Protocol):
-    """Runs trainings, as `CellRunner` does."""
-
-    def train(self, name: str, config: TrainConfig, /) -> Run: ...
-
-
 def search(
-    candidates: Mapping[str, Candidate], settings: SearchSettings, runner: Trainer, expect: Callable[[int], None]
+    candidates: Mapping[str, Callable[..., TrainConfig]],
+    settings: SearchSettings,
+    train: Callable[[str, TrainConfig], Run],
+    expect: Callable[[int], None],
 ) -> dict[str, list[Trial]]:
     """Try learning rates for every candidate, in turns.
 
     Args:
-        candidates: What to search for, by the name of its model.
+        candidates: By the name of a model, its training, called with ``lr`` and ``steps``.
         settings: The rates and how long to try them.
-        runner: Runs the trainings.
+        train: Runs a training of that name.
         expect: Called with the number of trials, as far as it is known.
 
     Returns:
@@ -47,7 +37,7 @@ def search(
         expect(sum(map(len, trials.values())) + len(pending))
         for name, lr in pending:
             steps = min([settings.steps, *(trial.steps for trial in trials[name] if trial.status == "target")])
-            run = runner.train(f"search {name} lr={lr:g}", candidates[name](lr=lr, steps=steps))
+            run = train(f"search {name} lr={lr:g}", candidates[name](lr=lr, steps=steps))
             trials[name].append(Trial(name, lr, run.status, run.steps, run.loss))
         pending = []
         for name, tried in trials.items():

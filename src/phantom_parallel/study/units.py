@@ -83,25 +83,12 @@ def quantity(value: float, unit: str, among: Sequence[float | None] = ()) -> str
         return f"{plain(value)} {unit}".strip()
     known = [other for other in among if other is not None and math.isfinite(other) and other > 0]
     middle = math.sqrt(min(known)) * math.sqrt(max(known)) if known else value
-    factor, name = scale([middle], unit)
-    return f"{digits(value / factor)} {name}"
-
-
-def scale(values: Iterable[float], unit: str) -> tuple[float, str]:
-    """Divisor and name of the unit that suits the largest value."""
-    largest = max((abs(value) for value in values), default=0.0)
-    largest = float(f"{largest:.2e}")  # 999.96 is printed as 1000, hence as 1 k
-    if unit == "%":
-        return 0.01, "%"
-    if unit == "" and largest >= 1e6:
-        return 1e6, "millions"
-    if unit in ("", "steps") or not largest:
-        return 1.0, unit
-    if unit == "s" and largest >= 120:
-        return (3600.0, "h") if largest >= 7200 else (60.0, "min")
-    prefixes = {factor: prefix for factor, prefix in PREFIXES.items() if unit != "s" or factor <= 1}
-    factor = next((factor for factor in prefixes if largest >= factor), 1e-9)
-    return factor, PREFIXES[factor] + unit
+    middle = float(f"{abs(middle):.2e}")  # 999.96 is printed as 1000, hence as 1 k
+    if unit == "s" and middle >= 120:
+        factor, name = (3600.0, "h") if middle >= 7200 else (60.0, "min")
+        return f"{digits(value / factor)} {name}"
+    factor = next((factor for factor in PREFIXES if middle >= factor and (unit != "s" or factor <= 1)), 1e-9)
+    return f"{digits(value / factor)} {PREFIXES[factor]}{unit}"
 
 
 def digits(value: float) -> str:
