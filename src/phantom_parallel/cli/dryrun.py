@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from operator import attrgetter, methodcaller
 from pathlib import Path
 from typing import Any, Literal
 
@@ -157,35 +157,29 @@ def _show(result: DryRun, title: str) -> None:
     for column in counts.columns[1:]:
         column.justify = "right"
 
-    def add(name: str, count: int, formula: Callable[[Shape], int], unit: str = "B") -> None:
-        counts.add_row(name, quantity(count, unit), quantity(shape.over_all_ranks(formula), unit))
+    def add(name: str, count: int, formula: Callable[[Shape], int]) -> int:
+        total = shape.over_all_ranks(formula)
+        counts.add_row(name, quantity(count, "B"), quantity(total, "B"))
+        return total
 
     for phase in phases:
-        flops = partial(lambda phase, shape: 2 * shape.multiply_adds(phase), phase)
-        add(f"{phase}, computed", result.ledger.flops_of(phase), flops, "FLOP")
+        computed = result.ledger.flops_of(phase), 2 * shape.over_all_ranks(methodcaller("multiply_adds", phase))
+        counts.add_row(f"{phase}, computed", *(quantity(flops, "FLOP") for flops in computed))
     synchronizes = trains and result.ledger.moved_of("sync") > 0
     for phase in (*phases, "sync") if synchronizes else phases:
-        sent, near = result.ledger.moved_of(phase), result.ledger.moved_of(phase, near=shape.inside)
-        add(f"{phase}, sent", sent, partial(_sent, phase))
+        sent = result.ledger.moved_of(phase)
+        total = add(f"{phase}, sent", sent, methodcaller("moved_bytes", phase))
         if shape.inside > 1 and phase != "sync":
-            add(f"  inside blocks of {shape.inside} ranks", near, partial(_sent_inside, phase))
-            between = partial(lambda phase, shape: _sent(phase, shape) - _sent_inside(phase, shape), phase)
-            add("  between blocks", sent - near, between)
+            near = result.ledger.moved_of(phase, near=shape.inside)
+            inside = methodcaller("moved_bytes", phase, near=shape.inside)
+            total -= add(f"  inside blocks of {shape.inside} ranks", near, inside)
+            counts.add_row("  between blocks", quantity(sent - near, "B"), quantity(total, "B"))
     counts.add_section()
     kinds = ("parameters", "gradients", "optimizer", "activations", "total")
     for kind in kinds if trains else ("parameters", "activations", "total"):
         name = "cache" if not trains and kind == "activations" else kind
-        memory = partial(lambda kind, shape: int(getattr(shape.memory, kind)), kind)
-        add(f"memory, {name}", getattr(result.memory, kind), memory)
+        add(f"memory, {name}", getattr(result.memory, kind), attrgetter(f"memory.{kind}"))
     counts.add_section()
     counts.add_row("parameters", f"{shape.parameters:,}", f"{shape.model_parameters:,} (of the model)")
     console.print(counts)
     console.print(result.ledger.table())
-
-
-def _sent(phase: Phase, shape: Shape) -> int:
-    return shape.moved_bytes(phase)
-
-
-def _sent_inside(phase: Phase, shape: Shape) -> int:
-    return shape.moved_bytes(phase, near=shape.inside)

@@ -232,21 +232,13 @@ class SensorsOptions:
         discovery = discover()
         with EnergyMeter(sources=discovery.sources, device="cpu").window("reading") as window:
             if discovery.specs:  # without sensors there is nothing to measure
-                self._wait()
+                time.sleep(self.seconds)
         if not self.json:
             _show_sensors(discovery, window.result)
             return
         sensors = [asdict(spec) for spec in discovery.specs]
         missing = {"problems": list(discovery.problems), "hints": list(discovery.hints)}
         print(json_text({"sensors": sensors, **missing, "reading": window.result.to_dict()}))
-
-    def _wait(self) -> None:
-        with ProgressDisplay(show=not self.json) as display:
-            display.stage("reading: second", self.seconds)
-            end = time.monotonic() + self.seconds
-            while (left := end - time.monotonic()) > 0:
-                time.sleep(min(0.1, left))
-                display.update(self.seconds - max(end - time.monotonic(), 0))
 
 
 def _show_sensors(discovery: "Discovery", result: "WindowResult") -> None:
