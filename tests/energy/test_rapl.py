@@ -131,3 +131,10 @@ def test_a_counter_without_permission_names_the_file_and_what_to_allow(tmp_path,
     assert len(probe.problems) == 5
     assert str(tmp_path / "powercap" / "intel-rapl:0" / "energy_uj") in probe.problems[0]
     assert "sudo chmod a+r" in probe.problems[0]
+
+
+def test_a_zone_that_never_counts_is_named_and_left_out(tmp_path):
+    tree = Powercap(tmp_path).zone("intel-rapl:0", "package-0", 10).zone("intel-rapl:0:0", "dram", 0)
+    probe = probe_rapl(tree.root)
+    assert [spec.id for spec in probe.specs] == ["rapl/intel-rapl:0"]
+    assert "intel-rapl:0:0" in probe.problems[0]
