@@ -31,6 +31,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """Restore the environment: a process that joins an external launch sets the variables of torchrun in it."""
+    before = dict(os.environ)
+    yield
+    if dict(os.environ) != before:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 @pytest.fixture(scope="session")
 def _pools() -> Iterator[dict[int, Pool]]:
     pools: dict[int, Pool] = {}

@@ -246,9 +246,9 @@ def break_model(path: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("truncated", "is not a readable safetensors file"),
+        ("truncated", "not readable as safetensors"),
         ("foreign", "does not hold the model that config.json describes"),
-        ("missing", "is not a readable safetensors file"),
+        ("missing", "missing ['layers.0.bias'"),
         ("no description", "is not a model folder: there is no config.json in it"),
         ("someone else's", "is not a Phantom Parallel model"),
     ],

@@ -329,7 +329,7 @@ def rank_of(parent: int, rank: int) -> int:
             command = (path / "cmdline").read_text()
         except OSError:
             continue
-        if int(stat[1]) == parent and "_bootstrap.py" in command:
+        if int(stat[1]) == parent and "_rank.py" in command:
             children.append(int(path.name))
     return sorted(children)[rank]
 

@@ -241,7 +241,7 @@ def test_a_loss_that_diverges_stops_and_names_the_last_good_checkpoint(ranks, tm
 
 def data_with(folder: Path, row: int, feature: int, value: float) -> str:
     """A folder of arrays, with one value of x changed."""
-    x = np.random.default_rng(0).standard_normal((128, PHANTOM.width), dtype=np.float32)
+    x = np.random.default_rng(0).standard_normal((128, PHANTOM.model.width), dtype=np.float32)
     y = np.tanh(x[:, ::-1])
     x[row, feature] = value
     folder.mkdir(exist_ok=True)

@@ -48,11 +48,11 @@ def curve(one: FFNTrainConfig, folder: str | None = None, resume: str | None = N
 
 
 def test_the_models_widths_are_those_of_the_data_unless_they_are_set(data):
-    assert config(data).model_features == (IN, OUT)
-    assert config("planted", teacher_ghosts=2).model_features == (WIDTH, WIDTH)
-    assert config("planted", teacher_ghosts=2, in_features=8, out_features=32).model_features == (8, 32)
+    assert config(data).model.model_features == (IN, OUT)
+    assert config("planted", teacher_ghosts=2).model.model_features == (WIDTH, WIDTH)
+    assert config("planted", teacher_ghosts=2, in_features=8, out_features=32).model.model_features == (8, 32)
     found = config(data, width=IN)  # the inputs have the width: nothing is set for them
-    assert (found.in_features, found.out_features) == (None, OUT)
+    assert (found.model.in_features, found.model.out_features) == (None, OUT)
 
 
 @pytest.mark.sampled(3)
@@ -139,9 +139,9 @@ def test_blocks_and_ranks_must_divide_both(data, settings, message):
 
 def test_sizes_of_plans_have_every_kind_of_layer():
     sizes = ModelSizes("ffn", {"width": WIDTH, "depth": 4, "in_features": IN, "out_features": OUT})
-    assert sizes.maps == ((IN, WIDTH), (WIDTH, WIDTH), (WIDTH, OUT))
+    assert sizes.config.linear_features == ((IN, WIDTH), (WIDTH, WIDTH), (WIDTH, OUT))
     assert sizes.summary == "width 16, depth 4, 8 in, 4 out"
-    assert ModelSizes("ffn", {"width": WIDTH, "depth": 4}).maps == ((WIDTH, WIDTH),)
+    assert ModelSizes("ffn", {"width": WIDTH, "depth": 4}).config.linear_features == ((WIDTH, WIDTH),)
 
 
 def phantom(*arguments: str | Path) -> int:

@@ -194,7 +194,7 @@ def test_a_damaged_tokenizer_is_an_error_that_names_it(tmp_path):
         ({"vocab": 258}, "blocks=4 does not divide vocab=258: vocab=260 would be whole blocks"),
         ({"heads": 6}, "heads=6 does not divide dim=32"),
         ({"ranks": 3}, "3 ranks do not divide blocks=4"),
-        ({"fsdp": True}, "fsdp cuts the weights over data-parallel copies, got dp=1"),
+        ({"fsdp": True}, "data-parallel copies, got dp=1"),
         ({"batch": 10, "dp": 4}, "use 8 or 12"),
         ({"max_bytes": 0}, "max_bytes must be a positive whole number, got 0"),
         ({"activation_checkpointing": 1}, "activation_checkpointing must be true or false, got 1"),
