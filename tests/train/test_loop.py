@@ -130,8 +130,8 @@ def test_tensor_megatron_and_dense_learn_alike(ranks):
 )
 def test_fsdp_and_pipelines_learn_as_the_dense_model_and_resume_on_other_ranks(ranks, tmp_path, strategy, elsewhere):
     variant = {"depth": 4, "max_grad_norm": 0.5, "gradient_accumulation_steps": 2}
-    expected = losses(replace(OTHERS["dense"], **variant))
-    config = replace(OTHERS["dense"], strategy=strategy, ranks=2, dp=2, **variant)
+    expected = losses(OTHERS["dense"].updated(**variant))
+    config = OTHERS["dense"].updated(strategy=strategy, ranks=2, dp=2, **variant)
     found = ranks(4)(losses, config, str(tmp_path))[0]
     rest = {step: loss for step, loss in found.items() if step > 6}
     resume = str(tmp_path / "step-000006")
@@ -182,7 +182,7 @@ def compiled_losses(config: FFNTrainConfig) -> tuple[dict[int, tuple], int]:
 def test_compiled_fsdp_and_pipelines_learn_the_same(ranks):
     expected = curve(losses(replace(OTHERS["dense"], steps=3)))
     for strategy in ("fsdp", "pipeline"):
-        config = replace(OTHERS["dense"], strategy=strategy, ranks=2, compile=True, steps=3)
+        config = OTHERS["dense"].updated(strategy=strategy, ranks=2, compile=True, steps=3)
         found, graphs = ranks(2)(compiled_losses, config)[0]
         assert curve(found) == pytest.approx(expected, rel=1e-4)
         assert graphs

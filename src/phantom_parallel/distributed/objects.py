@@ -102,14 +102,21 @@ def raise_on_all_ranks(error: Exception | None, group: Group) -> None:
 
 def _describe(error: Exception) -> tuple[str, tuple[Any, ...]]:
     """Type and arguments of an error; its subclass is lost, but OSError chooses that by the number of the error."""
+    if isinstance(error, OSError) and error.errno:
+        return "OSError", (error.errno, error.strerror, error.filename)
     if isinstance(error, OSError):
-        return "OSError", (error.errno, error.strerror, error.filename) if error.errno else (str(error),)
+        return "FileExistsError" if isinstance(error, FileExistsError) else "OSError", (str(error),)
     kinds = {RanksDisagree: "RanksDisagree", ValueError: "ValueError"}
     return next((name for kind, name in kinds.items() if isinstance(error, kind)), "RuntimeError"), (str(error),)
 
 
 def _error(kind: str, arguments: tuple[Any, ...]) -> Exception:
-    kinds = {"OSError": OSError, "RanksDisagree": RanksDisagree, "ValueError": ValueError}
+    kinds = {
+        "OSError": OSError,
+        "FileExistsError": FileExistsError,
+        "RanksDisagree": RanksDisagree,
+        "ValueError": ValueError,
+    }
     return kinds.get(kind, RuntimeError)(*arguments)
 
 
