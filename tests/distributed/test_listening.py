@@ -45,11 +45,23 @@ COMMANDS = {
     "train": [*SMALL, "--ranks", "2", "--steps", "1000000", "--out", "run"],
     "infer": ["--model", "ffn", "--ranks", "2", "--turns", "1000000"],
     "generate": ["--model", "gpt", "--prompt", "a", "--ranks", "2", "--against", "megatron", "--turns", "1000000"],
-    "heal": ["--model", "gpt", "--teacher", "dense", "--data", "text.txt", *HEAL, "--ranks", "2", "--out", "healed"],
+    "model heal": [
+        "--model",
+        "gpt",
+        "--teacher",
+        "dense",
+        "--data",
+        "text.txt",
+        *HEAL,
+        "--ranks",
+        "2",
+        "--out",
+        "healed",
+    ],
     "compare": ["--preset", "preset.toml", "--out", "compared"],
     "study": ["study.toml", "--out", "studied"],
-    "calibrate": ["--ranks", "2"],
-    "validate": ["--ranks", "2", "--turns", "1000000"],
+    "machine measure": ["--ranks", "2"],
+    "machine check": ["--ranks", "2", "--turns", "1000000"],
 }
 
 
@@ -76,7 +88,7 @@ def test_a_command_listens_on_loopback_only(folder, command):
     source = str(Path(__file__).parents[2] / "src")
     environment = os.environ | {MARK: mark, "PHANTOM_PROFILES": str(folder / "profiles"), "PYTHONPATH": source}
     running = subprocess.Popen(
-        [sys.executable, "-m", "phantom_parallel.cli.main", command, *COMMANDS[command]],
+        [sys.executable, "-m", "phantom_parallel.cli.main", *command.split(), *COMMANDS[command]],
         cwd=folder,
         env=environment,
         stdout=subprocess.DEVNULL,
