@@ -244,7 +244,8 @@ def test_a_function_of_the_main_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("GUARD", "if __name__ == '__main__':"))
     done = run_script("", str(script))
-    assert (done.returncode, sorted(done.stdout.split())) == (0, ["2", "imported", "imported", "main"]), done.stderr
+    assert done.returncode == 0, done.stderr
+    assert [done.stdout.count(word) for word in ("imported", "main", "2")] == [2, 1, 1]  # ranks may share a line
 
 
 @pytest.mark.slow
