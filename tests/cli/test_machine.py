@@ -99,7 +99,7 @@ def calibrated(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
         patch.setenv("PHANTOM_PROFILES", str(folder))
         small = get_family("ffn").step_shapes(2, held_out=False)[:3]
-        patch.setattr(type(get_family("ffn")), "step_shapes", lambda self, ranks, held_out: small)
+        patch.setitem(vars(get_family("ffn")), "step_shapes", lambda ranks, held_out: small)
         assert main(["machine", "measure", "--ranks", "2", "--seconds", "0.001", "--json"]) == 0
     return folder, json.loads(out.getvalue())
 
@@ -116,7 +116,7 @@ def test_validation_uses_the_profile_of_calibration(capsys, monkeypatch, tmp_pat
     """The whole way with short measurements: the figures are whatever they are, the files are right."""
     monkeypatch.setenv("PHANTOM_PROFILES", str(calibrated[0]))
     small = get_family(family).step_shapes(2, held_out=True)[-2:]
-    monkeypatch.setattr(type(get_family(family)), "step_shapes", lambda self, ranks, held_out: small)
+    monkeypatch.setitem(vars(get_family(family)), "step_shapes", lambda ranks, held_out: small)
     assert (
         main(["machine", "check", family, "--ranks", "2", "--turns", "1", "--json", "--out", str(tmp_path / "v.json")])
         == 0

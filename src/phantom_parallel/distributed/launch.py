@@ -45,7 +45,7 @@ TICK = 0.1  # seconds between looks at processes and signals
 GRACE = 2.0  # seconds in which other ranks may fail as well, or write their stacks, after the first one failed
 STOP_GRACE = 30.0  # seconds in which ranks may end by themselves after a signal
 EXIT_GRACE = 10.0  # seconds for a process to exit after it has sent its result
-_STOPPED = "does not run: its process is stopped (SIGSTOP) or hangs in the system"
+_STOPPED = "does not run: its process is stopped (SIGSTOP) or hangs in a system call"
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -513,9 +513,7 @@ class _Supervisor:
         for rank in running:
             place = next((line.strip() for line in rank.stack().splitlines() if line.startswith("  File ")), "")
             group = waiting if "/torch/" in place else silent
-            group[str(rank)] = (
-                f"is at {place}" if place else "does not run: its process is stopped or hangs in a system call"
-            )
+            group[str(rank)] = f"is at {place}" if place else _STOPPED
         return silent or waiting
 
 
