@@ -3,15 +3,16 @@
 import pytest
 
 from phantom_parallel.cost.calibrate import (
+    MIN_SECONDS,
     PRODUCTS,
+    Coefficients,
     Measured,
-    Outcome,
     Sample,
-    Work,
+    compare,
     fit_non_negative,
     fit_profile,
-    product_work,
     step_work,
+    work_of,
 )
 from phantom_parallel.cost.hardware import dump_profile, load_profile
 from phantom_parallel.cost.terms import Shape
@@ -19,10 +20,10 @@ from phantom_parallel.cost.timing import step_time
 from phantom_parallel.families.registry import get_family
 
 # Seconds of a product, a layer, a FLOP, a byte read and written, an exchange and a byte sent.
-TRUE = Work(20e-6, 300e-6, 1 / 50e9, 1 / 10e9, 1 / 2e9, 1e-3, 1 / 1e9)
+TRUE = Coefficients(20e-6, 300e-6, 1 / 50e9, 1 / 10e9, 1 / 2e9, 1e-3, 1 / 1e9)
 
 
-def time_of(work: Work) -> float:
+def time_of(work: Coefficients) -> float:
     return sum(count * seconds for count, seconds in zip(work, TRUE, strict=True))
 
 
@@ -32,10 +33,38 @@ def steps(ranks: int, family: str = "ffn", *, held_out: bool = False) -> list[Sh
 
 def synthetic(ranks: int = 2) -> Measured:
     """A machine that follows the model to the letter."""
-    works = [product_work(product) for product in PRODUCTS]
-    works += [Work(exchanges=2, sent_bytes=bytes_sent) for bytes_sent in (1e3, 1e5, 1e6)]
+    works = [work_of(lambda clock, p=product: clock.product(p), ranks) for product in PRODUCTS]
+    works += [Coefficients(exchange=2, sent_byte=bytes_sent) for bytes_sent in (1e3, 1e5, 1e6)]
     works += [step_work(shape) for shape in steps(ranks)]
     return Measured(ranks, tuple(Sample(work, time_of(work)) for work in works))
+
+
+def test_work_by_hand():
+    shape = steps(2)[0]  # a phantom model
+    products = list(shape.products)
+    read = sum(p.batch * (p.rows * p.inner + p.inner * p.columns) for p in products)
+    moved = 3 * shape.parameters + sum(sum(layer.streamed) for layer in shape.costs)
+    assert step_work(shape) == pytest.approx(
+        Coefficients(
+            product=len(products),
+            layer=2 * len(shape.costs),
+            flop=2 * shape.multiply_adds(),
+            read_byte=4 * (read + moved),
+            written_byte=4 * sum(p.batch * p.rows * p.columns for p in products),
+            exchange=len(list(shape.exchanges)),
+            sent_byte=shape.moved_bytes(),
+        )
+    )
+
+
+def test_exchanges_between_hosts_by_hand():
+    """4 ranks on 2 hosts: of w bytes, an all-gather sends w to the other host and 2 w to the neighbour."""
+    gather = work_of(lambda clock: clock.collective("all_gather", 4, 100.0), 4, hosts=2)
+    assert gather == Coefficients(exchange=1, sent_byte=200, between_byte=100)
+    reduce = work_of(lambda clock: clock.collective("all_reduce", 4, 100.0), 4, hosts=2)
+    assert reduce == Coefficients(exchange=1, sent_byte=2 * 50, between_byte=2 * 25)
+    alone = work_of(lambda clock: clock.collective("all_to_all", 4, 100.0), 4, hosts=4)
+    assert alone == Coefficients(exchange=1, between_byte=300)
 
 
 def test_a_machine_that_follows_the_model_is_found_again():
@@ -62,13 +91,13 @@ def test_the_work_that_is_fitted_is_the_work_that_the_time_model_prices(ranks, f
 
 
 def test_the_fit_has_no_negative_coefficients():
-    found = fit_non_negative([Sample(Work(products=1, flops=x), 10.0 - x) for x in range(1, 9)])
-    assert min(found) == 0.0
-    assert found[0] > 0
+    fitted = fit_non_negative([Sample(Coefficients(product=1, flop=x), 10.0 - x) for x in range(1, 9)])
+    assert fitted.flop == MIN_SECONDS
+    assert fitted.product > 1
 
 
 def test_samples_count_by_their_weight():
-    light, heavy = Sample(Work(products=1), 1.0, 1.0), Sample(Work(products=1), 2.0, 1e6)
+    light, heavy = Sample(Coefficients(product=1), 1.0, 1.0), Sample(Coefficients(product=1), 2.0, 1e6)
     assert fit_non_negative([light, heavy])[0] == pytest.approx(2.0, rel=1e-3)
 
 
@@ -85,10 +114,12 @@ def test_a_calibrated_profile_is_a_profile_like_any_other(tmp_path):
 
 
 def test_the_error_is_that_of_the_ratio():
-    outcome = Outcome({"ranks": 2}, {"phantom": 1.0, "tensor": 2.0}, {"phantom": 3.0, "tensor": 5.0})
-    assert outcome.baseline == "tensor"
-    assert outcome.error == pytest.approx(0.2)
-    assert outcome.to_dict()["predicted_ratio"] == pytest.approx(0.6)
+    shapes, profile = get_family("ffn").step_shapes(2, held_out=True)[0], fit_profile(synthetic())
+    record = compare(shapes, {"phantom": 1.0, "tensor": 2.0}, profile)
+    predicted = {strategy: step_time(shape, profile).total for strategy, shape in shapes.items()}
+    assert record["predicted"] == predicted
+    assert record["error"] == pytest.approx(predicted["phantom"] / predicted["tensor"] / 0.5 - 1)
+    assert record["setting"]["width"] == shapes["phantom"].model.width
 
 
 def test_held_out_widths_are_none_that_calibration_measures():

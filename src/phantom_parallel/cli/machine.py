@@ -28,7 +28,6 @@ from phantom_parallel.utils.files import json_text, write_json
 from phantom_parallel.utils.progress import ProgressDisplay
 
 if TYPE_CHECKING:
-    from phantom_parallel.cost.calibrate import Outcome
     from phantom_parallel.distributed.launch import Report
     from phantom_parallel.energy import Discovery, WindowResult
 
@@ -177,42 +176,38 @@ class CheckOptions(NetworkOptions, JsonOption):
         family = get_family(self.family)
         names = {ranks: profile_name(ranks, self.hosts, self.link) for ranks in self.ranks}
         profiles = {ranks: load_profile(name) for ranks, name in names.items()}  # before any work
-        outcomes: list[Outcome] = []
+        outcomes: list[dict[str, Any]] = []
         for ranks, profile in profiles.items():
             models = family.step_shapes(ranks, held_out=True)
             if not models:
                 raise ValueError(f"the family {self.family} has no models to check the time model with")
             with self.launching(ranks), _reporting(ranks) as report:
                 outcomes += validate(ranks, profile, models, self.turns, report)
-        errors = [abs(outcome.error) for outcome in outcomes]
+        errors = [abs(outcome["error"]) for outcome in outcomes]
         mean, worst = sum(errors) / len(errors), max(errors)
-        data = {
-            "outcomes": [outcome.to_dict() for outcome in outcomes],
-            "mean_error": mean,
-            "worst_error": worst,
-        }
+        data = {"outcomes": outcomes, "mean_error": mean, "worst_error": worst}
         if self.out is not None:
             write_json(self.out, data)
         if self.json:
             print(json_text(data))
             return
-        print(f"error of the phantom/{outcomes[0].baseline} ratio: mean {mean:.1%}, worst {worst:.1%}")
+        print(f"error of the phantom/{family.baseline} ratio: mean {mean:.1%}, worst {worst:.1%}")
         Console().print(_outcome_table(outcomes))
 
 
-def _outcome_table(outcomes: "list[Outcome]") -> Table:
-    strategies = list(outcomes[0].measured)
+def _outcome_table(outcomes: list[dict[str, Any]]) -> Table:
+    strategies = list(outcomes[0]["measured"])
     caption = "ms of a step and ratio of the two: measured / by the model"
     table = Table(caption=caption, box=SIMPLE, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column("model", overflow="fold")
     for title in (*strategies, "ratio", "error"):
         table.add_column(title, justify="right", no_wrap=True)
     for outcome in outcomes:
-        pairs = [(1e3 * outcome.measured[name], 1e3 * outcome.predicted[name]) for name in strategies]
-        pairs.append((outcome.measured_ratio, outcome.predicted_ratio))
+        pairs = [(1e3 * outcome["measured"][name], 1e3 * outcome["predicted"][name]) for name in strategies]
+        pairs.append((outcome["measured_ratio"], outcome["predicted_ratio"]))
         cells = [f"{digits(measured)} / {digits(predicted)}" for measured, predicted in pairs]
-        sizes = ", ".join(f"{name} {value}" for name, value in outcome.model.items())
-        table.add_row(sizes, *cells, f"{outcome.error:+.0%}")
+        sizes = ", ".join(f"{name} {value}" for name, value in outcome["setting"].items())
+        table.add_row(sizes, *cells, f"{outcome['error']:+.0%}")
     return table
 
 

@@ -6,32 +6,35 @@ network_of             links of emulated hosts: a rate, or the FLOP-to-byte rati
 
 With nothing hidden, the time model is linear in eight coefficients, so one least-squares fit over everything that was
 measured gives them all: matrix products and exchanges by themselves, which separate the rates, and whole training
-steps, which add overheads, cold caches and gradients in fresh memory.
+steps, which add overheads, cold caches and gradients in fresh memory. How often a coefficient enters is what the time
+model itself says on a machine where this coefficient is 1 and the others are 0.
 
 Local ranks share cores and memory, so each number of ranks has a profile of its own: everything is measured on as many
 ranks as the profile is for, all of them busy at once. A turn's time is the mean over its calls, not the median: where
 ranks outnumber cores, a call is undisturbed or waits for a whole time slice, and only the mean includes both.
 """
 
+import math
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from phantom_parallel.cost.hardware import Figure, Profile, Tier, load_profile
-from phantom_parallel.cost.steps import timed_step
-from phantom_parallel.cost.terms import Exchange, LayerCost, Product, Shape
-from phantom_parallel.cost.timing import elementwise_words, step_time
+from phantom_parallel.cost.steps import TrainingStep, build_step
+from phantom_parallel.cost.terms import Product, Shape
+from phantom_parallel.cost.timing import Clock, step_time
 from phantom_parallel.distributed.launch import Report, launch_local, threads_for
 from phantom_parallel.ops.collectives import (
     RankGroup,
@@ -53,7 +56,9 @@ from phantom_parallel.utils.network import (
 
 WORD_BYTES = 4
 TURNS = 5
+STEPS_PER_TURN = 3
 PRODUCT_WEIGHT = 0.1  # in the fit, against 1 of an exchange by itself or a step: there are many, and steps are the aim
+MIN_SECONDS = 1e-15  # of a coefficient, so that rates are finite
 
 # Forward, input-gradient and weight-gradient products of layers, thin ones with ghosts, and batches by blocks.
 PRODUCTS = tuple(
@@ -69,23 +74,23 @@ PRODUCTS = tuple(
 EXCHANGED_WORDS = (512, 8192, 131072)
 
 
-class Work(NamedTuple):
-    """How often each coefficient of the time model enters: the eight columns of the fit."""
+class Coefficients(NamedTuple):
+    """What is fitted, in seconds: of a product, of a layer in each phase, of a FLOP, ...; or how often each enters."""
 
-    products: float = 0.0
-    layers: float = 0.0  # in each phase
-    flops: float = 0.0
-    read_bytes: float = 0.0
-    written_bytes: float = 0.0
-    exchanges: float = 0.0
-    sent_bytes: float = 0.0  # inside a host
-    between_bytes: float = 0.0  # between hosts
+    product: float = 0.0
+    layer: float = 0.0
+    flop: float = 0.0
+    read_byte: float = 0.0
+    written_byte: float = 0.0
+    exchange: float = 0.0
+    sent_byte: float = 0.0  # inside a host
+    between_byte: float = 0.0  # between hosts
 
 
 class Sample(NamedTuple):
-    """Work, how long it took, and how much that counts."""
+    """How often each coefficient enters, how long it took, and how much that counts."""
 
-    work: Work
+    work: Coefficients
     seconds: float
     weight: float = 1.0
 
@@ -99,46 +104,45 @@ class Measured:
     hosts: int = 1
 
 
-def product_work(p: Product) -> Work:
-    read, written = p.rows * p.inner + p.inner * p.columns, p.rows * p.columns
-    return Work(1, 0, p.flops, p.batch * read * WORD_BYTES, p.batch * written * WORD_BYTES)
+def work_of(seconds: Callable[[Clock], float], ranks: int, hosts: int = 1) -> Coefficients:
+    """How often each coefficient enters a time."""
+    units = (Coefficients(*unit) for unit in np.eye(len(Coefficients._fields)).tolist())
+    return Coefficients(*(seconds(Clock(_profile(unit, ranks, hosts))) for unit in units))
 
 
-def exchange_work(exchange: Exchange, hosts: int) -> Work:
-    """An exchange's work on ranks that are spread over ``hosts`` hosts, as `cost.timing` divides it between tiers."""
-    if hosts == 1:
-        return Work(exchanges=1, sent_bytes=exchange.moved_bytes(WORD_BYTES))
-    local, handed_in = exchange.ranks // hosts, exchange.words * WORD_BYTES
-    if exchange.op == "all_reduce":  # inside: the shares, scattered and gathered; between: the sum of shares
-        share = handed_in / local
-        return Work(exchanges=1, sent_bytes=2 * (local - 1) * share, between_bytes=2 * (hosts - 1) * share / hosts)
-    between = (hosts - 1) * handed_in * (local if exchange.op == "all_to_all" else 1)
-    return Work(exchanges=1, sent_bytes=(local - 1) * handed_in * hosts, between_bytes=between)
+def step_work(shape: Shape, hosts: int = 1) -> Coefficients:
+    return work_of(lambda clock: clock.step(shape).total, shape.ranks, hosts)
 
 
-def step_work(shape: Shape, hosts: int = 1) -> Work:
-    """A training step's work: its products, exchanges, activations and update."""
-    works = [work for layer in shape.costs for work in _layer_works(layer)]
-    exchanges = [exchange_work(exchange, hosts) for exchange in shape.exchanges]
-    return Work(
-        products=sum(work.products for work in works),
-        layers=2 * len(shape.costs),
-        flops=sum(work.flops for work in works),
-        read_bytes=sum(work.read_bytes for work in works) + elementwise_words(shape) * WORD_BYTES,
-        written_bytes=sum(work.written_bytes for work in works),
-        exchanges=len(exchanges),
-        sent_bytes=sum(work.sent_bytes for work in exchanges),
-        between_bytes=sum(work.between_bytes for work in exchanges),
+def _profile(seconds: Coefficients, ranks: int, hosts: int = 1, source: str = "a unit") -> Profile:
+    """The machine with these coefficients."""
+
+    def figure(value: float, note: str = "") -> Figure[Any]:
+        return Figure(value, source + note)
+
+    def rate(seconds_each: float) -> float:
+        return 1 / seconds_each if seconds_each else math.inf
+
+    latency = figure(0.0, "; in the overhead of an exchange")
+    between = Tier(latency, figure(rate(seconds.between_byte if hosts > 1 else seconds.sent_byte)))
+    return Profile(
+        name=f"this-machine-{ranks}",
+        description=f"this machine with {ranks} local ranks",
+        device=f"{platform.machine()} CPU, {threads_for(ranks)} threads",
+        devices_per_node=figure(ranks // hosts),
+        max_devices=figure(ranks, "; measured on no other number of ranks"),
+        memory_bytes=Figure(physical_memory() / ranks, "physical memory over ranks"),
+        memory_bandwidth=figure(rate(seconds.read_byte)),
+        write_bandwidth=figure(rate(seconds.written_byte), "; with the cost of fresh memory"),
+        peak={"fp32": figure(rate(seconds.flop), "; reached by products of the sizes tried")},
+        efficiency={"fp32": figure(1.0, "; in the peak already")},
+        product_overhead_seconds=figure(seconds.product),
+        layer_overhead_seconds=figure(seconds.layer),
+        collective_overhead_seconds=figure(seconds.exchange),
+        inside=between if hosts == ranks else Tier(latency, figure(rate(seconds.sent_byte))),
+        between=between,
+        overlap=figure(0.0, "; what is hidden shows as cheaper exchanges"),
     )
-
-
-def _layer_works(layer: LayerCost) -> Iterator[Work]:
-    """The work of each kernel: of each product, or of all products of a phase where they are fused."""
-    if not layer.fused:
-        yield from map(product_work, layer.products)
-        return
-    for phase in sorted({product.phase for product in layer.products}):
-        yield Work(products=1, flops=sum(product.flops for product in layer.products if product.phase == phase))
 
 
 def measure(ranks: int, steps: Sequence[Shape], report: Report, seconds: float = 0.2) -> Measured:
@@ -157,24 +161,40 @@ def measure(ranks: int, steps: Sequence[Shape], report: Report, seconds: float =
 def _measure(device: torch.device, steps: Sequence[Shape], seconds: float, report: Report) -> Measured:
     torch.manual_seed(0)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))
-    ranks, hosts = rank_group(mesh), dist.get_world_size() // int(os.environ["LOCAL_WORLD_SIZE"])
+    group, ranks = rank_group(mesh), dist.get_world_size()
+    hosts = ranks // int(os.environ["LOCAL_WORLD_SIZE"])
     samples = []
 
-    def sample(work: Work, run: Callable[[], Any], seconds: float, weight: float = 1.0) -> None:
+    def sample(work: Coefficients, run: Callable[[], Any], seconds: float, weight: float = 1.0) -> None:
         samples.append(Sample(work, time_calls({"": run}, TURNS, seconds=seconds)[""], weight))
 
     for index, product in enumerate(PRODUCTS):
         report(f"product {index + 1} of {len(PRODUCTS)}")
-        work = product_work(product)._replace(products=0)  # by itself it has none of a step's overhead
-        sample(work, _product(product), seconds, PRODUCT_WEIGHT)
-    for words in EXCHANGED_WORDS if ranks.size > 1 else ():
+        work = work_of(methodcaller("product", product), ranks)
+        sample(work._replace(product=0.0), _product(product), seconds, PRODUCT_WEIGHT)  # without a step's overhead
+    for words in EXCHANGED_WORDS if ranks > 1 else ():
         report(f"exchange of {words} words")
-        exchange = exchange_work(Exchange("", "forward", "all_gather", ranks.size, words), hosts)
-        sample(Work(*(2 * value for value in exchange)), _exchange_pair(words, ranks), seconds)
+        exchange = work_of(methodcaller("collective", "all_gather", ranks, words * WORD_BYTES), ranks, hosts)
+        sample(Coefficients(*(2 * count for count in exchange)), _exchange_pair(words, group), seconds)
     for index, shape in enumerate(steps):
         report(f"training step {index + 1} of {len(steps)}")
         sample(step_work(shape, hosts), timed_step(shape, mesh), 4 * seconds)
-    return Measured(ranks.size, tuple(samples), hosts)
+    return Measured(ranks, tuple(samples), hosts)
+
+
+def timed_step(shape: Shape, mesh: DeviceMesh) -> Callable[[], None]:
+    """A whole training step of a shape, to be timed: forward, backward and SGD on one batch."""
+    step = build_step(shape, mesh)
+    assert isinstance(step, TrainingStep)
+    optimizer = torch.optim.SGD(step.model.parameters(), lr=1e-6)
+
+    def run() -> None:
+        step.run()
+        step.finish()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
 
 
 def _product(product: Product) -> Callable[[], Any]:
@@ -240,43 +260,18 @@ def fit_profile(
         watts: Of a rank while it computes, waits for an exchange, and is idle, if they are known.
         network: The emulated hosts that it was measured on.
     """
-    fitted = Work(*fit_non_negative(measured.samples))
-    where = f"measured on {measured.ranks} local ranks with {threads_for(measured.ranks)} threads each, {date.today()}"
-    if network is not None:
-        where += f", on {network.describe()}"
-
-    def figure(value: float, note: str = "") -> Figure[Any]:
-        return Figure(value, where + note)
-
-    def rate(seconds_each: float) -> float:
-        return 1 / max(seconds_each, 1e-15)  # where the fit finds no cost, a rate that makes none
-
-    latency = figure(0.0, "; in the overhead of an exchange")
-    between = Tier(latency, figure(rate(fitted.between_bytes if measured.hosts > 1 else fitted.sent_bytes)))
-    one_rank_a_host = measured.hosts == measured.ranks
-    inside = between if one_rank_a_host else Tier(latency, figure(rate(fitted.sent_bytes)))
-    power = (None, None, None) if watts is None else tuple(Figure(value, "given by the user") for value in watts)
-    return Profile(
-        name=profile_name(measured.ranks, *((network.hosts, network.link) if network else ())),
-        description=f"this machine with {measured.ranks} local ranks"
-        + (f" on {network.hosts} hosts" if network else ""),
-        device=f"{platform.machine()} CPU, {threads_for(measured.ranks)} threads",
-        devices_per_node=figure(measured.ranks // measured.hosts),
-        max_devices=figure(measured.ranks, "; measured on no other number of ranks"),
-        memory_bytes=Figure(physical_memory() / measured.ranks, "physical memory over ranks"),
-        memory_bandwidth=figure(rate(fitted.read_bytes)),
-        write_bandwidth=figure(rate(fitted.written_bytes), "; with the cost of fresh memory"),
-        peak={"fp32": figure(rate(fitted.flops), "; reached by products of the sizes tried")},
-        efficiency={"fp32": figure(1.0, "; in the peak already")},
-        product_overhead_seconds=figure(fitted.products),
-        layer_overhead_seconds=figure(fitted.layers),
-        collective_overhead_seconds=figure(fitted.exchanges),
-        inside=inside,
-        between=between,
-        overlap=figure(0.0, "; what is hidden shows as cheaper exchanges"),
-        compute_watts=power[0],
-        communication_watts=power[1],
-        idle_watts=power[2],
+    ranks, threads = measured.ranks, threads_for(measured.ranks)
+    source = f"measured on {ranks} local ranks with {threads} threads each, {date.today()}"
+    source += f", on {network.describe()}" if network else ""
+    profile = _profile(fit_non_negative(measured.samples), ranks, measured.hosts, source)
+    compute, communication, idle = (Figure(value, "given by the user") for value in watts) if watts else (None,) * 3
+    return replace(
+        profile,
+        name=profile_name(ranks, *((network.hosts, network.link) if network else ())),
+        description=profile.description + (f" on {network.hosts} hosts" if network else ""),
+        compute_watts=compute,
+        communication_watts=communication,
+        idle_watts=idle,
     )
 
 
@@ -286,8 +281,8 @@ def profile_name(ranks: int, hosts: int | None = None, link: str | None = None) 
     return name if hosts is None else f"{name}-hosts-{hosts}-{(link or NO_LINK).replace(':', '-')}"
 
 
-def fit_non_negative(samples: Sequence[Sample]) -> list[float]:
-    """Seconds of one unit of each kind of work, none negative, that minimise the weighted relative squares."""
+def fit_non_negative(samples: Sequence[Sample]) -> Coefficients:
+    """The coefficients, none negative, that minimise the weighted squares of relative errors."""
     from scipy.optimize import nnls  # takes half a second to import
 
     weights = np.sqrt([sample.weight for sample in samples])
@@ -295,7 +290,7 @@ def fit_non_negative(samples: Sequence[Sample]) -> list[float]:
     x = works * (weights / np.array([sample.seconds for sample in samples]))[:, None]
     scale = np.maximum(np.abs(x).max(0), 1e-300)
     solution, _ = nnls(x / scale, weights)
-    return [float(value) for value in solution / scale]
+    return Coefficients(*np.maximum(solution / scale, MIN_SECONDS).tolist())
 
 
 def physical_memory() -> int:
@@ -303,51 +298,9 @@ def physical_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-STEPS_PER_TURN = 3
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Seconds of a step, measured and predicted, by strategy: phantom first, then the baseline.
-
-    ``model`` has the sizes that the two models share, and the blocks and ghosts of the phantom one.
-    """
-
-    model: Mapping[str, Any]
-    measured: Mapping[str, float]
-    predicted: Mapping[str, float]
-
-    @property
-    def baseline(self) -> str:
-        """The strategy that phantom is compared with."""
-        return next(strategy for strategy in self.measured if strategy != "phantom")
-
-    @property
-    def measured_ratio(self) -> float:
-        return self.measured["phantom"] / self.measured[self.baseline]
-
-    @property
-    def predicted_ratio(self) -> float:
-        return self.predicted["phantom"] / self.predicted[self.baseline]
-
-    @property
-    def error(self) -> float:
-        """Error of the predicted ratio, relative to the measured one."""
-        return self.predicted_ratio / self.measured_ratio - 1
-
-    def to_dict(self) -> dict[str, Any]:
-        ratios = {"measured_ratio": self.measured_ratio, "predicted_ratio": self.predicted_ratio, "error": self.error}
-        return {
-            "setting": dict(self.model),
-            "measured": dict(self.measured),
-            "predicted": dict(self.predicted),
-            **ratios,
-        }
-
-
 def validate(
     ranks: int, profile: Profile, models: Sequence[Mapping[str, Shape]], turns: int, report: Report
-) -> list[Outcome]:
+) -> list[dict[str, Any]]:
     """Time the training steps of ``models`` on local ranks, and compare them with the time model.
 
     Args:
@@ -356,18 +309,28 @@ def validate(
         models: The phantom model and the baseline of each comparison, by strategy.
         turns: Turns of three steps that each model gets.
         report: Gets messages about the progress.
+
+    Returns:
+        A record for each comparison: its ``setting``, seconds ``measured`` and ``predicted`` by strategy, the ratios of
+        phantom to the baseline, and the ``error`` of the predicted ratio relative to the measured one.
     """
     measured = launch_local(ranks, _run_all, models, turns, device_type="cpu", on_report=report)
-    outcomes = []
-    for shapes, seconds in zip(models, measured, strict=True):
-        predicted = {strategy: step_time(shape, profile).total for strategy, shape in shapes.items()}
-        outcomes.append(Outcome(_sizes(shapes["phantom"]), seconds, predicted))
-    return outcomes
+    return [compare(shapes, seconds, profile) for shapes, seconds in zip(models, measured, strict=True)]
 
 
-def _sizes(shape: Shape) -> dict[str, Any]:
-    settings = shape.to_dict()
-    return {name: settings[name] for name in ("ranks", *shape.listed, "blocks", "ghosts")}
+def compare(shapes: Mapping[str, Shape], measured: Mapping[str, float], profile: Profile) -> dict[str, Any]:
+    """A record of `validate`."""
+    predicted = {strategy: step_time(shape, profile).total for strategy, shape in shapes.items()}
+    ratios = [seconds["phantom"] / seconds[list(shapes)[1]] for seconds in (measured, predicted)]
+    settings = shapes["phantom"].to_dict()
+    return {
+        "setting": {name: settings[name] for name in ("ranks", *shapes["phantom"].listed, "blocks", "ghosts")},
+        "measured": dict(measured),
+        "predicted": predicted,
+        "measured_ratio": ratios[0],
+        "predicted_ratio": ratios[1],
+        "error": ratios[1] / ratios[0] - 1,
+    }
 
 
 def _run_all(
@@ -413,14 +376,13 @@ def network_of(
         return None
     link = NO_LINK if link is None else link
     like = LinkName.parse(link)
+    rate = parse_rate(link) if like is None else None
+    network = Network(hosts, link, rate, delay=parse_delay(delay), loss=parse_loss(loss))
+    network.check_ranks(ranks)
     if like is None:
-        network = Network(hosts, link, parse_rate(link), delay=parse_delay(delay), loss=parse_loss(loss))
-        network.check_ranks(ranks)
         return network
     profile = load_profile(like.profile)
     profile.require_dtype(dtype)
-    network = Network(hosts, link, delay=parse_delay(delay), loss=parse_loss(loss))
-    network.check_ranks(ranks)  # before anything is measured
     return scaled(network, ranks, profile, dtype, measure_flops(ranks, dtype))
 
 

@@ -70,19 +70,3 @@ def on_device(model: nn.Module, device: str) -> nn.Module:
         for name, parameter in module.named_parameters(recurse=False):
             module.register_parameter(name, nn.Parameter(torch.empty_like(parameter, device=device)))
     return model
-
-
-def timed_step(shape: Shape, mesh: DeviceMesh) -> Callable[[], None]:
-    """A whole training step of a shape, to be timed: forward, backward and SGD on one batch."""
-    step = build_step(shape, mesh)
-    if not isinstance(step, TrainingStep):
-        raise ValueError(f"only training steps are timed, got a shape of mode {shape.mode!r}")
-    optimizer = torch.optim.SGD(step.model.parameters(), lr=1e-6)
-
-    def run() -> None:
-        step.run()
-        step.finish()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return run
