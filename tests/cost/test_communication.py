@@ -1,6 +1,5 @@
 """The communication profile: formulas against counted messages, and what is made of it."""
 
-import csv
 import io
 
 import pytest
@@ -9,7 +8,8 @@ from rich.console import Console
 from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel import GPT
-from phantom_parallel.cost.dryrun import Messages, as_csv, as_rows, dry_run, profile, profile_of, table
+from phantom_parallel.cli.dryrun import message_table
+from phantom_parallel.cost.dryrun import Messages, dry_run, profile, profile_of
 from phantom_parallel.cost.ledger import Ledger
 from tests.cost.shapes import ffn
 from tests.families.gpt.test_cost import name_of, shape_of
@@ -62,7 +62,7 @@ def test_a_layer_by_hand():
     """R = 4, q = 1, k = 2, 15 rows of 4 bytes: 8 maps of 2 layers hand in ghosts, 4 of them with squares."""
     rows = profile(shape_of("phantom", 4))
     forward = {row.message_bytes: row for row in rows if row.phase == "forward"}
-    assert (forward[15 * 3 * 4].count, forward[15 * 3 * 4].carries) == (4 + 1, "g of qkv, gate_up; loss of head")
+    assert (forward[15 * 3 * 4].count, forward[15 * 3 * 4].carries) == (4 + 1, "g of qkv; g of gate_up; loss of head")
     assert (forward[15 * 2 * 4].count, forward[15 * 2 * 4].sent_bytes) == (4, 4 * 3 * 15 * 2 * 4)
     decode = {row.message_bytes: row.count for row in rows if row.phase == "decode"}
     assert decode[3 * 3 * 4] == decode[3 * 2 * 4] == 4
@@ -92,15 +92,10 @@ def both() -> dict[str, list[Messages]]:
 
 def test_the_table_has_every_row_and_the_sums():
     console = Console(width=200, file=io.StringIO())
-    console.print(table(both(), "Messages"))
+    console.print(message_table(both(), "Messages"))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     for rows in both().values():
         for row in rows:
             assert f"{row.message_bytes:,}" in text
     whole = sum(row.sent_bytes for row in both()["phantom, 4 blocks"] if row.phase == "prefill")
     assert f"{whole:,}" in text
-
-
-def test_csv_reads_back():
-    rows = list(csv.DictReader(io.StringIO(as_csv(both()))))
-    assert [{name: str(value) for name, value in row.items()} for row in as_rows(both())] == rows

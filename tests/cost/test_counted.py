@@ -1,6 +1,5 @@
 """Predicted = counted: every strategy on real ranks, formulas against the ledger, no tolerance."""
 
-import re
 from dataclasses import replace
 from functools import cache
 
@@ -127,10 +126,8 @@ def read_tree(text: str) -> dict[str, tuple[int, ...]]:
     """Products, FLOPs, collectives and bytes by path, from the printed lines."""
     found, path = {}, []
     for line in text.splitlines()[1:]:
-        drawn, *cells = re.split(r"  +(?=[\d])", line)
-        name = drawn.lstrip(" │├└─")
-        path[(len(drawn) - len(name)) // 3 :] = [name]
-        products, flops, _, collectives, moved = (cell.rstrip("%").replace(",", "") for cell in cells)
+        *name, products, flops, _, collectives, moved = line.replace(",", "").split()
+        path[(len(line) - len(line.lstrip())) // 2 :] = [" ".join(name)]
         found[".".join(path)] = int(products), int(flops), int(collectives), int(moved)
     return found
 

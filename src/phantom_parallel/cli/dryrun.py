@@ -6,14 +6,15 @@ from operator import attrgetter, methodcaller
 from pathlib import Path
 from typing import Any, Literal
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from phantom_parallel.cli.models import ModelOptions, with_sizes
 from phantom_parallel.cli.options import Flag, JsonOption, WireOption
-from phantom_parallel.cost.dryrun import DryRun, Messages, as_csv, as_rows, dry_run, profile, table
+from phantom_parallel.cost.dryrun import DryRun, Messages, as_rows, dry_run, phases_of, profile
 from phantom_parallel.cost.hardware import WORD_BYTES
-from phantom_parallel.cost.sizes import Layout
+from phantom_parallel.cost.planner import Layout
 from phantom_parallel.cost.terms import Optimizer, Phase, Shape
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
 from phantom_parallel.study.units import quantity
@@ -61,20 +62,11 @@ class DryRunOptions(ModelOptions, WireOption, JsonOption):
 
     def _shape(self, layout: Layout) -> Shape:
         """The shape of a training step in this layout."""
-        words = WORD_BYTES[self.dtype]
-        run: dict[str, Any] = {"word_bytes": words, "wire": self.wire, "optimizer": self.optimizer, "rank": self.rank}
-        return self.model.step_shape(layout, batch=self.batch, **run)
+        run = {name: getattr(self, name) for name in ("batch", "wire", "optimizer", "rank")}
+        return self.model.shape(layout, word_bytes=WORD_BYTES[self.dtype], **run)
 
     def run(self) -> None:
-        layout = Layout(
-            self.strategy,
-            self.ranks,
-            self.dp,
-            self.blocks,
-            self.ghosts,
-            self.micro_batches,
-            self.reshard_after_forward,
-        )
+        layout = Layout(**{name: getattr(self, name) for name in Layout._fields})
         if self.communication:
             self._communication(layout.filled())
         elif self.out is not None:
@@ -109,12 +101,12 @@ class DryRunOptions(ModelOptions, WireOption, JsonOption):
             print(json_text(as_rows(profiles)))
             return
         console = Console(highlight=False)
-        console.print(table(profiles, title))
+        console.print(message_table(profiles, title))
         for path in written:
             console.print(f"wrote {path}", markup=False, soft_wrap=True)
 
     def _title(self, layout: Layout) -> str:
-        return f"{layout}, rank {self.rank}\n{self.model.summary}, batch {self.batch:,}{in_words(self.wire)}"
+        return f"{layout}, rank {self.rank}\n{self.model.config.summary}, batch {self.batch:,}{in_words(self.wire)}"
 
 
 def options_for(family: str | None, arguments: list[str]) -> tuple[type[DryRunOptions], dict[str, Any]]:
@@ -128,13 +120,36 @@ def options_for(family: str | None, arguments: list[str]) -> tuple[type[DryRunOp
 def _write(profiles: Mapping[str, Sequence[Messages]], title: str, folder: Path) -> list[Path]:
     from phantom_parallel.report.plan_figures import draw_messages  # matplotlib takes a second to import
     from phantom_parallel.report.plots import save
+    from phantom_parallel.report.tables import csv_text
 
-    write_text(folder / "communication.csv", as_csv(profiles))
+    write_text(folder / "communication.csv", csv_text(as_rows(profiles)))
     write_json(folder / "communication.json", as_rows(profiles))
     return [
         *(folder / f"communication.{kind}" for kind in ("csv", "json")),
         *save(draw_messages(profiles, title), folder / "communication"),
     ]
+
+
+def message_table(profiles: Mapping[str, Sequence[Messages]], title: str) -> Table:
+    """Phase by phase, the profiles below each other."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for heading in ("phase", "operation"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("count", "message", "bytes sent"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("carries")
+    for phase in phases_of(profiles):
+        table.add_section()
+        table.add_row(phase, style="bold")
+        for name, messages in profiles.items():
+            rows = [row for row in messages if row.phase == phase]
+            for row in rows:
+                numbers = f"{row.count:,}", f"{row.message_bytes:,}", f"{row.sent_bytes:,}"
+                table.add_row(f"  {name}", row.operation, *numbers, row.carries)
+            if len(rows) > 1:
+                count, sent = sum(row.count for row in rows), sum(row.sent_bytes for row in rows)
+                table.add_row(f"  {name}", "all", f"{count:,}", "", f"{sent:,}", style="bold")
+    return table
 
 
 def _require_agreement(result: DryRun) -> None:

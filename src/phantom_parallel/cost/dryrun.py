@@ -4,21 +4,17 @@ One process takes the part of one rank of any number. What it computes, sends an
 the formulas.
 """
 
-import csv
-import io
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -26,9 +22,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from phantom_parallel.cost.ledger import Ledger
+from phantom_parallel.cost.ledger import Ledger, ProductEntry
 from phantom_parallel.cost.steps import FAKE, InferencePass, TrainingStep, build_step
-from phantom_parallel.cost.terms import Exchange, LayerCost, Memory, Shape
+from phantom_parallel.cost.terms import Exchange, Memory, Product, Shape
 from phantom_parallel.distributed.data_parallel import average_gradients
 from phantom_parallel.utils.strategies import get_strategy
 
@@ -215,48 +211,53 @@ def _optimizer_bytes(model: nn.Module, optimizer: str) -> int:
     return sum(_bytes(value) for value in states if isinstance(value, Tensor))
 
 
-Key = tuple[str | int, ...]
-
-
 def differences(shape: Shape, ledger: Ledger, *, native: bool, root: str = "FFN") -> list[str]:
     """Where formulas and ledger differ, each line naming the term; empty where they agree.
 
-    Products are compared by phase, layer and size, those of a fused kernel by their sum; exchanges by phase, op, ranks,
-    their distance and bytes. ``native``: whether the ranks exchange by all-gather and reduce-scatter, and not by
-    all-to-all. ``root`` is the class of the model.
+    Products are compared by phase, layer and size, those of a fused kernel by the sum of their FLOPs; exchanges by
+    phase, op, ranks, their distance and bytes. ``native``: whether the ranks exchange by all-gather and reduce-scatter,
+    and not by all-to-all. ``root`` is the class of the model.
     """
-    return [
-        *_compare("product", _predicted_products(shape, root), _counted_products(ledger, shape, root)),
-        *_compare_fused(shape, ledger, root),
-        *_compare("exchange", _predicted_exchanges(shape, native), _counted_exchanges(ledger)),
-    ]
-
-
-def _predicted_products(shape: Shape, root: str) -> list[tuple[Key, str]]:
-    return [
-        (
-            _product_key(p.phase, _named(f"{root}.{layer.name}", shape), p.batch, p.rows, p.inner, p.columns),
-            f"{p.term} of {layer.name}",
-        )
-        for layer in shape.costs
-        for p in layer.products
-        if not layer.fused
-    ]
-
-
-def _counted_products(ledger: Ledger, shape: Shape, root: str) -> Counter[Key]:
-    counted: Counter[Key] = Counter()
+    predicted, counted = Counter[Key](), Counter[Key]()
+    terms: dict[Key, list[str]] = {}
     parts = {f"{root}.{layer.name}" for layer in shape.costs}
-    for e, count in ledger.products.items():
-        if e.batch:
-            module = _named(_part_of(e.module, parts), shape)
-            counted[_product_key(e.phase, module, e.batch, e.rows, e.inner, e.columns)] += count
-    return counted
+
+    def predict(key: Key, amount: int, term: str) -> None:
+        predicted[key] += amount
+        terms.setdefault(key, []).append(term)
+
+    def module_of(name: str) -> str:
+        return _part_of(name, parts) if shape.interleave == 1 else "the model"  # interleaved parts run outside modules
+
+    for layer in shape.costs:
+        module = module_of(f"{root}.{layer.name}")
+        for p in layer.products:
+            key = ("FLOPs", p.phase, module) if layer.fused else _product_key(p, module)
+            predict(key, p.flops if layer.fused else 1, f"{p.term} of {layer.name}")
+    for e in shape.exchanges:
+        built = not native and e.op in ("all_gather", "reduce_scatter") and not e.by_torch
+        op = "all_to_all" if built else e.op
+        predict(("exchange", e.phase, op, e.ranks, e.stride, e.moved_bytes(shape.word_bytes)), 1, e.term)
+    for product, count in ledger.products.items():
+        module, fused = module_of(product.module), not product.batch
+        key = ("FLOPs", product.phase, module) if fused else _product_key(product, module)
+        counted[key] += count * (product.flops if fused else 1)
+    for c, count in ledger.collectives.items():
+        counted["exchange", c.phase, c.op, c.ranks, c.stride, c.moved] += count
+    wrong = [
+        f"{key[0]} {' and '.join(names)} {key[1:]}: predicted {predicted[key]}, counted {counted[key]}"
+        for key, names in terms.items()
+        if predicted[key] != counted[key]
+    ]
+    return wrong + [f"{key[0]} {key[1:]}: counted {n}, in no formula" for key, n in counted.items() if key not in terms]
 
 
-def _named(module: str, shape: Shape) -> str:
-    """The module, or nothing where parts of a batch take turns: their work runs outside of modules."""
-    return module if shape.interleave == 1 else "the model"
+Key = tuple[str | int, ...]
+
+
+def _product_key(p: Product | ProductEntry, module: str) -> Key:
+    """A product and its transpose are the same work."""
+    return "product", p.phase, module, p.batch, p.inner, min(p.rows, p.columns), max(p.rows, p.columns)
 
 
 def _part_of(module: str, parts: set[str]) -> str:
@@ -267,62 +268,13 @@ def _part_of(module: str, parts: set[str]) -> str:
     return name or module
 
 
-def _compare_fused(shape: Shape, ledger: Ledger, root: str) -> list[str]:
-    predicted = Counter[Key]()
-    for layer in shape.costs:
-        for p in layer.products if layer.fused else ():
-            predicted[(p.phase, _named(f"{root}.{layer.name}", shape))] += p.flops
-    counted = Counter[Key]()
-    for e, count in ledger.products.items():
-        if not e.batch:
-            counted[(e.phase, _named(e.module, shape))] += count * e.flops
-    return [
-        f"products of {module} {phase}: predicted {predicted[phase, module]} FLOPs, counted {counted[phase, module]}"
-        for phase, module in predicted | counted
-        if predicted[phase, module] != counted[phase, module]
-    ]
-
-
-def _product_key(phase: str, module: str, batch: int, rows: int, inner: int, columns: int) -> Key:
-    """A product and its transpose are the same work."""
-    return phase, module, batch, inner, min(rows, columns), max(rows, columns)
-
-
-def _predicted_exchanges(shape: Shape, native: bool) -> list[tuple[Key, str]]:
-    predicted: list[tuple[Key, str]] = []
-    for e in shape.exchanges:
-        built = not native and e.op in ("all_gather", "reduce_scatter") and not e.by_torch
-        op = "all_to_all" if built else e.op
-        predicted.append(((e.phase, op, e.ranks, e.stride, e.moved_bytes(shape.word_bytes)), e.term))
-    return predicted
-
-
-def _counted_exchanges(ledger: Ledger) -> Counter[Key]:
-    counted: Counter[Key] = Counter()
-    for e, count in ledger.collectives.items():
-        counted[(e.phase, e.op, e.ranks, e.stride, e.moved)] += count
-    return counted
-
-
-def _compare(what: str, predicted: Iterable[tuple[Key, str]], counted: Counter[Key]) -> list[str]:
-    terms: dict[Key, list[str]] = {}
-    for key, term in predicted:
-        terms.setdefault(key, []).append(term)
-    lines = []
-    for key, names in terms.items():
-        if counted[key] != len(names):
-            lines.append(f"{what} {' and '.join(names)} {key}: predicted {len(names)}, counted {counted[key]}")
-    lines += [f"{what} {key}: counted {n}, in no formula" for key, n in counted.items() if key not in terms]
-    return lines
-
-
 def saved_activation_bytes(step: TrainingStep) -> int:
     """Run both passes of a step, and return the bytes of activations that it saves for backward."""
     tracker = SavedActivationTracker((*step.model.parameters(), *step.constants))
     with ExitStack() as hooks:
         for module in step.recomputed:
             hooks.callback(module.register_forward_pre_hook(tracker.track_input).remove)
-        with torch.autograd.graph.saved_tensors_hooks(tracker.pack, tracker.unpack):
+        with torch.autograd.graph.saved_tensors_hooks(tracker.pack, lambda saved: saved.tensor):
             loss = step.loss()
         total = tracker.bytes
         loss.backward()
@@ -330,11 +282,7 @@ def saved_activation_bytes(step: TrainingStep) -> int:
 
 
 class SavedActivationTracker:
-    """Bytes of the tensors that autograd saves at the moment. Each storage counts once, and weights do not.
-
-    Args:
-        weights: Tensors that are no activations.
-    """
+    """Bytes of the tensors that autograd saves at the moment. Each storage counts once, and ``weights`` do not."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         self._weights = [storage_of(weight) for weight in weights]  # held, so that no other storage gets their address
@@ -342,40 +290,34 @@ class SavedActivationTracker:
         self._references: Counter[int] = Counter()
         self.bytes = 0
 
-    def add(self, tensor: Tensor) -> torch.UntypedStorage:
-        """Count a tensor's storage until it is dropped as often as it was added."""
+    def add(self, tensor: Tensor, holder: object) -> None:
+        """Count a tensor's storage until ``holder`` is gone."""
         storage = storage_of(tensor)
         self._references[storage._cdata] += 1
         if self._references[storage._cdata] == 1 and storage._cdata not in self._excluded:
             self.bytes += storage.nbytes()
-        return storage
+        weakref.finalize(holder, self._drop, storage).atexit = False
 
-    def drop(self, storage: torch.UntypedStorage) -> None:
+    def _drop(self, storage: torch.UntypedStorage) -> None:
         self._references[storage._cdata] -= 1
         if not self._references[storage._cdata] and storage._cdata not in self._excluded:
             self.bytes -= storage.nbytes()
 
     def track_input(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         """A hook for modules that are recomputed in backward: their first argument is kept without being saved."""
-        weakref.finalize(arguments[0], self.drop, self.add(arguments[0])).atexit = False
+        self.add(arguments[0], arguments[0])
 
     def pack(self, tensor: Tensor) -> "_Saved":
-        return _Saved(tensor, self)
-
-    @staticmethod
-    def unpack(saved: "_Saved") -> Tensor:
-        return saved.tensor
+        saved = _Saved(tensor)
+        self.add(tensor, saved)
+        return saved
 
 
 class _Saved:
     """What autograd holds in place of a tensor, until backward has used it."""
 
-    def __init__(self, tensor: Tensor, tracker: SavedActivationTracker) -> None:
-        self.tensor, self._tracker = tensor, tracker
-        self._storage = tracker.add(tensor)
-
-    def __del__(self) -> None:
-        self._tracker.drop(self._storage)
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
@@ -407,98 +349,64 @@ class Messages:
 
 def profile(shape: Shape) -> list[Messages]:
     """The messages of a training step by the formulas, after those of each pass of inference that the model has."""
-    passes = [_grouped(inference, mode) for mode, inference in shape.passes().items() if mode != "train"]
-    return [message for messages in (*passes, _grouped(shape)) for message in messages]
+    return _merged(
+        Messages(
+            e.phase if mode == "train" else mode,
+            e.op,
+            e.ranks,
+            1,
+            e.message_bytes(shape.word_bytes),
+            e.moved_bytes(shape.word_bytes),
+            f"{e.term} of {part}" if part else e.term,
+            e.stride,
+        )
+        for mode, step in shape.passes().items()
+        for part, e in _of_parts(step)
+    )
 
 
 def profile_of(ledger: Ledger) -> list[Messages]:
     """The messages that a ledger counted, under its phases, as set by ``with ledger.phase("decode")``."""
-    counted: dict[tuple[str, str, int, int, int], tuple[int, int]] = {}
-    for e, times in ledger.collectives.items():
-        key = e.phase, e.op, e.ranks, e.stride, e.message
-        count, sent = counted.get(key, (0, 0))
-        counted[key] = count + times, sent + times * e.moved
-    return _sorted(
-        Messages(phase, op, ranks, count, message, sent, stride=stride)
-        for (phase, op, ranks, stride, message), (count, sent) in counted.items()
-    )
-
-
-def _grouped(shape: Shape, phase: str | None = None) -> list[Messages]:
-    groups: dict[tuple[str, str, int, int, int], list[tuple[str, str, int]]] = {}
-    for part, e in _of_parts(shape):
-        key = phase or e.phase, e.op, e.ranks, e.stride, e.message_bytes(shape.word_bytes)
-        groups.setdefault(key, []).append((e.term, part, e.moved_bytes(shape.word_bytes)))
-    return _sorted(
-        Messages(phase, op, ranks, len(each), message, sum(sent for _, _, sent in each), _carries(each), stride)
-        for (phase, op, ranks, stride, message), each in groups.items()
+    return _merged(
+        Messages(e.phase, e.op, e.ranks, count, e.message, count * e.moved, stride=e.stride)
+        for e, count in ledger.collectives.items()
     )
 
 
 def _of_parts(shape: Shape) -> Iterator[tuple[str, Exchange]]:
     """Exchanges with the part that they belong to, named the same in every layer; those of the model to none."""
     for part in shape.costs:
-        for exchange in part.exchanges:
-            yield _kind(part), exchange
+        last = part.name.rpartition(".")[2]
+        yield from (("layers" if last.isdigit() else last, exchange) for exchange in part.exchanges)
     yield from (("", exchange) for exchange in (*shape.model_exchanges, *shape.copies_exchanges))
 
 
-def _carries(each: list[tuple[str, str, int]]) -> str:
-    parts: dict[str, dict[str, None]] = {}
-    for term, part, _ in each:
-        parts.setdefault(term, {})[part] = None
-    return "; ".join(f"{term} of {', '.join(of)}" if any(of) else term for term, of in parts.items())
+def _merged(rows: Iterable[Messages]) -> list[Messages]:
+    groups: dict[tuple[str | int, ...], list[Messages]] = {}
+    for row in rows:
+        key = row.phase, row.operation, row.ranks, row.stride, row.message_bytes
+        groups.setdefault(key, []).append(row)
+    merged = [
+        replace(
+            group[0],
+            count=sum(row.count for row in group),
+            sent_bytes=sum(row.sent_bytes for row in group),
+            carries="; ".join(dict.fromkeys(row.carries for row in group if row.carries)),
+        )
+        for group in groups.values()
+    ]
+    return sorted(merged, key=lambda row: (_place(row.phase), row.operation, row.message_bytes))
 
 
-def _kind(part: LayerCost) -> str:
-    last = part.name.rpartition(".")[2]
-    return "layers" if last.isdigit() else last
+def _place(phase: str) -> int:
+    return PHASES.index(phase) if phase in PHASES else len(PHASES)
 
 
-def _sorted(rows: Iterable[Messages]) -> list[Messages]:
-    def place(row: Messages) -> tuple[int, str, int]:
-        return PHASES.index(row.phase) if row.phase in PHASES else len(PHASES), row.operation, row.message_bytes
-
-    return sorted(rows, key=place)
+def phases_of(profiles: Mapping[str, Sequence[Messages]]) -> list[str]:
+    """The phases of several profiles, in order."""
+    return sorted(dict.fromkeys(row.phase for rows in profiles.values() for row in rows), key=_place)
 
 
 def as_rows(profiles: Mapping[str, Sequence[Messages]]) -> list[dict[str, Any]]:
     """Flat records of several profiles, each under its name."""
     return [{"profile": name, **asdict(row)} for name, rows in profiles.items() for row in rows]
-
-
-def as_csv(profiles: Mapping[str, Sequence[Messages]]) -> str:
-    """The same as a table of comma-separated values."""
-    text = io.StringIO()
-    names = ["profile", *(field.name for field in fields(Messages))]
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(as_rows(profiles))
-    return text.getvalue()
-
-
-def table(profiles: Mapping[str, Sequence[Messages]], title: str = "") -> Table:
-    """Phase by phase, the profiles below each other, for printing with rich."""
-    made = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for heading, justify in (("phase", "left"), ("operation", "left"), ("count", "right"), ("message", "right")):
-        made.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    made.add_column("bytes sent", justify="right", no_wrap=True)
-    made.add_column("carries")
-    for phase in phases_of(profiles):
-        made.add_section()
-        made.add_row(phase, style="bold")
-        for name, rows in profiles.items():
-            of_phase = [row for row in rows if row.phase == phase]
-            for row in of_phase:
-                numbers = f"{row.count:,}", f"{row.message_bytes:,}", f"{row.sent_bytes:,}"
-                made.add_row(f"  {name}", row.operation, *numbers, row.carries)
-            if len(of_phase) > 1:
-                count, sent = sum(row.count for row in of_phase), sum(row.sent_bytes for row in of_phase)
-                made.add_row(f"  {name}", "all", f"{count:,}", "", f"{sent:,}", style="bold")
-    return made
-
-
-def phases_of(profiles: Mapping[str, Sequence[Messages]]) -> list[str]:
-    """The phases of several profiles, in order."""
-    phases = list(dict.fromkeys(row.phase for rows in profiles.values() for row in rows))
-    return sorted(phases, key=lambda phase: PHASES.index(phase) if phase in PHASES else len(PHASES))

@@ -8,11 +8,11 @@ passes through Python; without one there is nothing.
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -67,9 +67,9 @@ class CollectiveEntry:
     moved: int
     stride: int = 1
 
-    def moved_within(self, near: int) -> int:
-        """Bytes that this rank sends within its own ``near`` consecutive ranks."""
-        return bytes_within(self.moved, self.ranks, self.stride, near)
+
+Entry = ProductEntry | CollectiveEntry
+Sums = tuple[int, int, int, int]  # products, FLOPs, collectives, bytes sent
 
 
 class Ledger(TorchDispatchMode):
@@ -155,10 +155,22 @@ class Ledger(TorchDispatchMode):
             self.products[ProductEntry(self._phase(), self._module(), packet.__name__, *shape, flops)] += 1
 
     def _book_collective(self, func: Any, args: Any) -> None:
-        collective = collective_of(func, args)
-        if collective is not None:
-            backward = collective.op == "send" and sends_back(args)
-            self.collectives[CollectiveEntry(self._phase(backward), self._module(), *collective)] += 1
+        name = func._overloadpacket.__name__.replace("_", "").removeprefix("sharddim")
+        op = next((op for op in _OPS if name.startswith(op.replace("_", ""))), None)
+        if op is None:
+            return
+        group = _group(args)
+        members = dist.get_process_group_ranks(group)
+        ranks, stride = len(members), members[1] - members[0] if len(members) > 1 else 1
+        # c10d's operations that have an output apart from the input are given it first.
+        output_first = func.namespace == "c10d" and op not in ("all_reduce", "broadcast", "reduce", "send")
+        handed_in = tree_leaves(args[1] if output_first else args[0])
+        message = sum(tensor.numel() * tensor.element_size() for tensor in handed_in if isinstance(tensor, Tensor))
+        backward = op == "send" and args[2] < dist.get_rank(group)  # stages of a pipeline send gradients to lower ranks
+        entry = CollectiveEntry(
+            self._phase(backward), self._module(), op, ranks, message, _moved(op, ranks, message), stride
+        )
+        self.collectives[entry] += 1
 
     def _phase(self, backward: bool = False) -> str:
         if self._named:
@@ -178,7 +190,7 @@ class Ledger(TorchDispatchMode):
         ``near``: only what it sends within its own ``near`` consecutive ranks, such as those of one block or node.
         """
         return sum(
-            (e.moved if near is None else e.moved_within(near)) * count
+            (e.moved if near is None else bytes_within(e.moved, e.ranks, e.stride, near)) * count
             for e, count in self.collectives.items()
             if _within(e, phase, module)
         )
@@ -191,31 +203,15 @@ class Ledger(TorchDispatchMode):
     def moved_bytes(self) -> int:
         return self.moved_of()
 
-    def message_sizes(self) -> dict[int, int]:
-        """How many collectives handed in messages of up to so many bytes: a histogram by powers of two."""
-        sizes: Counter[int] = Counter()
-        for entry, count in self.collectives.items():
-            sizes[up_to(entry.message)] += count
-        return dict(sorted(sizes.items()))
-
     def table(self) -> Table:
         """Operations by phase, for printing with rich."""
         table = Table("phase", "operation", "calls", "GFLOP", "bytes sent", title="This rank's ledger")
-        for alignment in table.columns[2:]:
-            alignment.justify = "right"
-        rows: dict[tuple[str, str], list[int]] = {}
-        for product, count in self.products.items():
-            row = rows.setdefault((product.phase, product.op), [0, 0, 0])
-            row[0] += count
-            row[1] += product.flops * count
-        for collective, count in self.collectives.items():
-            row = rows.setdefault((collective.phase, collective.op), [0, 0, 0])
-            row[0] += count
-            row[2] += collective.moved * count
-        for (phase, op), (calls, flops, moved) in rows.items():
-            table.add_row(
-                phase, op, f"{calls:,}", f"{flops / 1e9:,.3f}" if flops else "", f"{moved:,}" if moved else ""
-            )
+        for column in table.columns[2:]:
+            column.justify = "right"
+        sums = self._sums(lambda entry: [(entry.phase, entry.op)])
+        for (phase, op), (products, flops, collectives, moved) in sums.items():
+            counts = f"{flops / 1e9:,.3f}" if flops else "", f"{moved:,}" if moved else ""
+            table.add_row(phase, op, f"{products + collectives:,}", *counts)
         table.add_section()
         table.add_row("all", "", "", f"{self.flops / 1e9:,.3f}", f"{self.moved_bytes:,}")
         return table
@@ -228,67 +224,53 @@ class Ledger(TorchDispatchMode):
         Args:
             depth: How many levels of modules to show; by default all.
         """
-        totals = self._totals()
-        columns = ("module", "products", "FLOPs", "share", "collectives", "bytes sent")
-        rows: list[tuple[str, ...]] = [columns]
-        for path, branch in _drawn(list(totals), (), depth):
-            products, flops, collectives, moved = totals[path]
-            share = f"{flops / max(self.flops, 1):.1%}"
-            name = path[-1] if path else "this rank"
-            rows.append((branch + name, f"{products:,}", f"{flops:,}", share, f"{collectives:,}", f"{moved:,}"))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(columns))]
+
+        def paths(entry: Entry) -> list[tuple[str, ...]]:
+            path = tuple(entry.module.split(".")) if entry.module else ()
+            return [path[:end] for end in range(len(path) + 1)]
+
+        sums = {(): (0, 0, 0, 0)} | self._sums(paths)
+        places = {path: place for place, path in enumerate(sums)}
+        rows: list[tuple[str, ...]] = [("module", "products", "FLOPs", "share", "collectives", "bytes sent")]
+        for path in sorted(sums, key=lambda path: [places[path[: end + 1]] for end in range(len(path))]):
+            if depth is None or len(path) <= depth:
+                products, flops, collectives, moved = sums[path]
+                share = f"{flops / max(self.flops, 1):.1%}"
+                name = "  " * len(path) + (path[-1] if path else "this rank")
+                rows.append((name, f"{products:,}", f"{flops:,}", share, f"{collectives:,}", f"{moved:,}"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
-            "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-            for row in rows
+            "  ".join([name.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(cells, widths[1:], strict=True))])
+            for name, *cells in rows
         )
 
     def __str__(self) -> str:
         return self.tree()
 
-    def _totals(self) -> dict[tuple[str, ...], list[int]]:
-        """Products, FLOPs, collectives and bytes of each module by its path, those within it included."""
-        totals: dict[tuple[str, ...], list[int]] = {(): [0, 0, 0, 0]}
-        entries: list[tuple[str, tuple[int, int, int, int]]] = [
-            *((e.module, (count, e.flops * count, 0, 0)) for e, count in self.products.items()),
-            *((e.module, (0, 0, count, e.moved * count)) for e, count in self.collectives.items()),
+    def _sums(self, keys: Callable[[Entry], Iterable[tuple[str, ...]]]) -> dict[tuple[str, ...], Sums]:
+        """What was counted, by keys of entries."""
+        sums: dict[tuple[str, ...], Sums] = {}
+        counts: list[tuple[Entry, Sums]] = [
+            *((e, (count, e.flops * count, 0, 0)) for e, count in self.products.items()),
+            *((e, (0, 0, count, e.moved * count)) for e, count in self.collectives.items()),
         ]
-        for module, added in entries:
-            path = tuple(module.split(".")) if module else ()
-            for end in range(len(path) + 1):
-                total = totals.setdefault(path[:end], [0, 0, 0, 0])
-                total[:] = [a + b for a, b in zip(total, added, strict=True)]
-        return totals
+        for entry, (products, flops, collectives, moved) in counts:
+            for key in keys(entry):
+                p, f, c, m = sums.get(key, (0, 0, 0, 0))
+                sums[key] = p + products, f + flops, c + collectives, m + moved
+        return sums
 
     def to_dict(self) -> dict[str, Any]:
-        """Every entry with its count, the sums and the histogram; ready for JSON."""
+        """Every entry with its count, and the sums; ready for JSON."""
         return {
             "flops": self.flops,
             "moved_bytes": self.moved_bytes,
-            "message_sizes": {str(size): count for size, count in self.message_sizes().items()},
             "products": [asdict(entry) | {"count": count} for entry, count in self.products.items()],
             "collectives": [asdict(entry) | {"count": count} for entry, count in self.collectives.items()],
         }
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
-
-
-def up_to(message: int) -> int:
-    """The power of two that a message of so many bytes is counted under."""
-    return 1 << max(message - 1, 0).bit_length()
-
-
-def _drawn(
-    paths: list[tuple[str, ...]], path: tuple[str, ...], depth: int | None, first: str = "", further: str = ""
-) -> Iterator[tuple[tuple[str, ...], str]]:
-    """A path and those below it in the order of a tree, each with the lines to draw before its name."""
-    yield path, first
-    within = [child for child in paths if len(child) == len(path) + 1 and child[:-1] == path]
-    if depth == 0:
-        return
-    for child in within:
-        branch, trunk = ("└─ ", "   ") if child == within[-1] else ("├─ ", "│  ")
-        yield from _drawn(paths, child, None if depth is None else depth - 1, further + branch, further + trunk)
 
 
 @cache
@@ -299,7 +281,7 @@ def _is_composite(func: Any) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
 
 
-def _within(entry: ProductEntry | CollectiveEntry, phase: str | None, module: str | None) -> bool:
+def _within(entry: Entry, phase: str | None, module: str | None) -> bool:
     if phase is not None and entry.phase != phase:
         return False
     return module is None or entry.module == module or entry.module.startswith(module + ".")
@@ -312,77 +294,28 @@ def _product_shape(op: str, args: Any) -> tuple[int, int, int, int]:
     return (a.shape[0] if a.dim() == 3 else 1), a.shape[-2], a.shape[-1], b.shape[-1]
 
 
-# Operations that move nothing, or are the other half of one that was counted.
-_SILENT = ("wait_tensor", "barrier", "monitored_barrier_", "recv_", "recv_any_source_", "_wrap_tensor_autograd")
-
-_KINDS = {
-    "all_gather": ("all_gather_into_tensor", "allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_"),
-    "reduce_scatter": (
-        "reduce_scatter_tensor",
-        "reduce_scatter_",
-        "_reduce_scatter_base_",
-        "reduce_scatter_tensor_coalesced_",
-    ),
-    "all_reduce": ("all_reduce", "allreduce_", "allreduce_coalesced_"),
-    "all_to_all": ("all_to_all_single", "alltoall_", "alltoall_base_", "shard_dim_alltoall"),
-    "broadcast": ("broadcast", "broadcast_"),
-    "reduce": ("reduce_",),
-    "gather": ("gather_",),
-    "scatter": ("scatter_",),
-    "send": ("send",),
-}
-_KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
+# Names of operations begin with these, but for underscores; others move nothing, or are the other half of a send.
+_OPS = (
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "send",
+)
 
 
-class Collective(NamedTuple):
-    """An op, over how many ranks, the bytes that this rank hands in and the bytes that it sends; ``stride`` is the
-    distance of one rank of the group to the next.
-    """
-
-    op: str
-    ranks: int
-    message: int
-    moved: int
-    stride: int = 1
-
-
-def collective_of(func: Any, args: Any) -> Collective | None:
-    """What ``func(*args)`` moves, or None for operations that move nothing."""
-    name = func._overloadpacket.__name__.removesuffix("_coalesced").removesuffix("_out")
-    if name in _SILENT or not any(isinstance(leaf, Tensor) for leaf in tree_leaves(args)):
-        return None
-    kind = _KIND_OF.get(name) or _KIND_OF.get(name.removesuffix("_"))
-    if kind is None:
-        return None
-    members, message = dist.get_process_group_ranks(_group(args)), _bytes(_handed_in(func.namespace, name, args))
-    ranks, stride = len(members), members[1] - members[0] if len(members) > 1 else 1
-    return Collective(kind, ranks, message, _moved(kind, ranks, message), stride)
-
-
-def sends_back(args: Any) -> bool:
-    """Whether ``c10d.send(*args)`` sends to a lower rank: the stages of a pipeline send gradients so."""
-    return bool(args[2] < dist.get_rank(_group(args)))
-
-
-def _moved(kind: str, ranks: int, message: int) -> int:
-    if kind == "all_gather":
+def _moved(op: str, ranks: int, message: int) -> int:
+    if op == "all_gather":
         return (ranks - 1) * message
-    if kind == "all_reduce":
+    if op == "all_reduce":
         return -(-2 * (ranks - 1) * message // ranks)
-    if kind in ("reduce_scatter", "all_to_all", "scatter"):
+    if op in ("reduce_scatter", "all_to_all", "scatter"):
         return (ranks - 1) * message // ranks
     return message  # broadcast, reduce, gather, send: a rank passes on what it has once
-
-
-def _handed_in(namespace: str, name: str, args: Any) -> Any:
-    """The argument that holds the input: the second for c10d's operations that are given their output first."""
-    takes_output_first = ("allgather", "reduce_scatter", "alltoall", "gather_", "scatter_")
-    second = namespace == "c10d" and name.lstrip("_").startswith(takes_output_first)
-    return args[1] if second else args[0]
-
-
-def _bytes(tensors: Any) -> int:
-    return sum(t.numel() * t.element_size() for t in tree_leaves(tensors) if isinstance(t, Tensor))
 
 
 def _group(args: Iterable[Any]) -> dist.ProcessGroup:
