@@ -6,8 +6,7 @@ import pytest
 
 from phantom_parallel.cost.dryrun import profile
 from phantom_parallel.cost.hardware import load_profile
-from phantom_parallel.cost.planner import PlanRequest, plan, scaling
-from phantom_parallel.cost.sizes import ModelSizes
+from phantom_parallel.cost.planner import ModelSizes, PlanRequest, plan, scaling
 from phantom_parallel.report import plan_figures
 from tests.cost.test_communication import both
 from tests.families.gpt.test_cost import shape_of
@@ -65,7 +64,7 @@ def test_the_title_says_that_phantom_is_another_model_unless_its_ghosts_are_know
         assert WARNING in figure.get_suptitle()
     for figure in drawn(min_ghosts=16)[2:]:
         assert "another" not in figure.get_suptitle()
-    for figure in drawn(strategies=("tensor", "megatron"))[4:]:
+    for figure in drawn(strategy=("tensor", "megatron"))[4:]:
         assert "another" not in figure.get_suptitle()
 
 

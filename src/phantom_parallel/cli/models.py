@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar
 
 import tyro
 
-from phantom_parallel.cost.sizes import Layout, ModelSizes
+from phantom_parallel.cost.planner import Layout, ModelSizes
 from phantom_parallel.families.registry import family_names, get_family
 from phantom_parallel.utils.settings import Setting
 

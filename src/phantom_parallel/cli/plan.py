@@ -1,9 +1,7 @@
 """``phantom plan``: strategies, ranks and ghosts compared for a model, a batch and a machine."""
 
-import csv
-import io
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,12 +13,11 @@ from phantom_parallel.cli.models import ModelOptions, with_sizes
 from phantom_parallel.cli.options import JsonOption, WireOption
 from phantom_parallel.cost.hardware import load_profile
 from phantom_parallel.cost.planner import (
-    GIB,
     NOT_COMPARED,
     Candidate,
-    Goal,
     Plan,
     PlanRequest,
+    PlanSettings,
     plan,
     rank_by,
     scaling,
@@ -28,8 +25,6 @@ from phantom_parallel.cost.planner import (
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
 from phantom_parallel.study.units import quantity
 from phantom_parallel.utils.files import json_text, write_json, write_text
-from phantom_parallel.utils.strategies import StrategyName
-from phantom_parallel.utils.wire import in_words
 
 ROWS = 20
 ANOTHER_MODEL = (
@@ -39,58 +34,21 @@ ANOTHER_MODEL = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(ModelOptions, WireOption, JsonOption):
+class PlanOptions(ModelOptions, WireOption, PlanSettings, JsonOption):
     """Compare strategies, ranks and ghosts for a model, a batch and a machine, by a model of time and energy.
 
     Every time and energy is modelled, none measured: docs/planning.md states the assumptions, and phantom machine show
     shows the figures behind them.
     """
 
-    batch: int
-    """Rows (sequences) of one step, over all data-parallel copies."""
-    devices: int
-    """The most devices to use."""
     hardware: str = "dgx-a100"
     """A hardware profile's name, or the path of a .toml file."""
-    strategy: tuple[StrategyName, ...] = ()
-    """The strategies to compare."""
-    blocks: tuple[int, ...] = ()
-    """Blocks of a phantom model; if left out, as many as ranks, and fewer that ranks of a node share; on one rank, as
-    many as copies."""
-    ghosts: tuple[int, ...] = ()
-    """Ghosts of a phantom model; if left out, powers of two that make it smaller than the dense one."""
-    min_ghosts: int | None = None
-    """The fewest ghosts that are known to keep the loss."""
-    dp: tuple[int, ...] = ()
-    """Data-parallel copies; whatever divides the batch if left out."""
-    micro_batches: tuple[int, ...] = ()
-    """Micro-batches of a pipeline; if left out, its ranks times powers of two, as far as they divide the rows."""
-    memory_gib: float | None = None
-    """Memory of a device that may be used; the profile's less 10 % if left out."""
-    goal: Goal = "time"
-    """What the best plan has the least of."""
-    dtype: str = "fp32"
-    """The type of every number: one that the profile has a peak for."""
     out: Path | None = None
     """A folder for figures (PNG and SVG) and their numbers (CSV and JSON)."""
 
     def run(self) -> None:
-        request = PlanRequest(
-            model=self.model,
-            batch=self.batch,
-            devices=self.devices,
-            profile=load_profile(self.hardware),
-            dtype=self.dtype,
-            wire=self.wire,
-            goal=self.goal,
-            strategies=self.strategy,
-            blocks=self.blocks,
-            ghosts=self.ghosts,
-            min_ghosts=self.min_ghosts,
-            dp=self.dp,
-            micro_batches=self.micro_batches,
-            memory_bytes=None if self.memory_gib is None else self.memory_gib * GIB,
-        )
+        settings = {field.name: getattr(self, field.name) for field in fields(PlanSettings)}
+        request = PlanRequest(model=self.model, profile=load_profile(self.hardware), **settings)
         answer = plan(request)
         curves = scaling(request)
         written = _write(answer, curves, self.out) if self.out else []
@@ -168,27 +126,18 @@ def as_data(answer: Plan, curves: dict[str, list[Candidate]]) -> dict[str, Any]:
 def _write(answer: Plan, curves: dict[str, list[Candidate]], folder: Path) -> list[Path]:
     """Figures, and beside them the numbers that they show."""
     from phantom_parallel.report.plan_figures import draw_scaling, draw_tradeoff  # matplotlib takes a second to import
+    from phantom_parallel.report.tables import csv_text
 
-    data = folder / "plan.json"
-    write_json(data, as_data(answer, curves))
+    files = [folder / name for name in ("plan.json", "time-energy.csv", "scaling.csv")]
     frontier = {candidate.layout for candidate in answer.frontier}
-    layouts = [{**as_row(c), "on_frontier": c.layout in frontier} for c in answer.candidates]
-    points = [{"curve": name, **as_row(c)} for name, curve in curves.items() for c in curve]
-    written = [data, _csv(folder / "time-energy.csv", layouts), _csv(folder / "scaling.csv", points)]
+    write_json(files[0], as_data(answer, curves))
+    write_text(files[1], csv_text([{**as_row(c), "on_frontier": c.layout in frontier} for c in answer.candidates]))
+    write_text(files[2], csv_text([{"curve": name, **as_row(c)} for name, curve in curves.items() for c in curve]))
     if curves:
-        written += draw_scaling(answer.request, curves, folder)
+        files += draw_scaling(answer.request, curves, folder)
     if answer.frontier:
-        written += draw_tradeoff(answer, folder)
-    return written
-
-
-def _csv(path: Path, rows: list[dict[str, Any]]) -> Path:
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else [])
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(path, text.getvalue())
-    return path
+        files += draw_tradeoff(answer, folder)
+    return files
 
 
 def _headline(answer: Plan) -> Iterator[str]:
@@ -220,10 +169,7 @@ def _tables(answer: Plan) -> Iterator[Table | str]:
         key = (s.strategy, s.ranks, s.blocks, s.ghosts, s.reshard_after_forward)
         shown.setdefault(key, candidate)  # of the copies and micro-batches, the best
     rows = list(shown.values())
-    title = (
-        f"{request.model.summary}, batch {request.batch:,}, {request.dtype}{in_words(request.wire)}, "
-        f"up to {request.devices:,} devices of {request.profile.name}: best for {goal} first"
-    )
+    title = f"{request.summary}, up to {request.devices:,} devices of {request.profile.name}: best for {goal} first"
     yield _table(title, rows[:ROWS])
     if len(rows) > ROWS:
         yield f"{len(rows) - ROWS} more layouts: --json or --out gives all."

@@ -10,15 +10,17 @@ Blocks are not ranks: copies of a phantom model with all its blocks on one devic
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, get_args
+from functools import cached_property
+from itertools import islice
+from typing import Any, Literal, NamedTuple
 
 from phantom_parallel.cost.hardware import WORD_BYTES, Profile
-from phantom_parallel.cost.sizes import Layout, ModelSizes, rows_per_copy
-from phantom_parallel.cost.terms import Optimizer, Shape
+from phantom_parallel.cost.terms import Shape
 from phantom_parallel.cost.timing import Clock, StepTime
-from phantom_parallel.utils.layout import positive
-from phantom_parallel.utils.strategies import StrategyName, get_strategy
-from phantom_parallel.utils.wire import WireFormat, check_wire
+from phantom_parallel.families.registry import get_family
+from phantom_parallel.utils.layout import nearest_divisors, positive
+from phantom_parallel.utils.strategies import DEFAULT_GHOSTS, StrategyName, default_blocks, get_strategy
+from phantom_parallel.utils.wire import WireFormat, in_words
 
 Goal = Literal["time", "energy", "devices"]
 
@@ -30,60 +32,145 @@ NOT_COMPARED = "not compared"
 TWO_LEVEL = ", two-level"  # in names of curves
 
 
-@dataclass(frozen=True)
-class PlanRequest:
-    """What to plan.
+class Layout(NamedTuple):
+    """How a model is laid out over devices: ``ranks`` share it by a strategy, and ``dp`` copies of that train it.
 
-    Args:
-        model: The sizes of the model.
-        batch: Rows of one step, over all data-parallel copies.
-        devices: The most devices to use.
-        profile: The machine.
-        dtype: The type of every number.
-        wire: The format in which features travel between the ranks that share a model.
-        goal: What the best plan has the least of.
-        strategies: By default all that the model's family has.
-        blocks: By default as many as ranks, and fewer that the ranks of a node, a part of one or two nodes share; or on
-            one rank as many as copies.
-        ghosts: By default powers of two that make phantom smaller than the dense model.
-        min_ghosts: The fewest ghosts that are known to keep the loss.
-        dp: Data-parallel copies; by default whatever divides the batch.
-        micro_batches: Of a pipeline; by default powers of two times its ranks that divide the rows of a copy.
-        memory_bytes: Memory of a device that may be used; by default the device's less 10 %.
-        optimizer: By its state.
+    Blocks and ghosts belong to phantom, micro-batches to pipeline, and ``reshard_after_forward`` to fsdp.
     """
 
-    model: ModelSizes
-    batch: int
-    devices: int
-    profile: Profile
-    dtype: str = "fp32"
-    wire: WireFormat = "full"
-    goal: Goal = "time"
-    strategies: tuple[StrategyName, ...] = ()
-    blocks: tuple[int, ...] = ()
-    ghosts: tuple[int, ...] = ()
-    min_ghosts: int | None = None
-    dp: tuple[int, ...] = ()
-    micro_batches: tuple[int, ...] = ()
-    memory_bytes: float | None = None
-    optimizer: Optimizer = "adam"
+    strategy: StrategyName
+    ranks: int
+    dp: int
+    blocks: int | None = None
+    ghosts: int | None = None
+    micro_batches: int | None = None
+    reshard_after_forward: bool = True
+
+    def filled(self) -> "Layout":
+        """The same layout with the defaults of the strategy for what is left out."""
+        strategy = get_strategy(self.strategy)
+        if strategy.splits_depth and self.micro_batches is None:
+            return self._replace(micro_batches=self.ranks)
+        if not strategy.has_blocks:
+            return self
+        blocks = default_blocks(self.ranks) if self.blocks is None else self.blocks
+        return self._replace(blocks=blocks, ghosts=DEFAULT_GHOSTS if self.ghosts is None else self.ghosts)
+
+    @property
+    def inside(self) -> int:
+        """Ranks that share a block; 1 where ranks hold whole blocks, or where there are none."""
+        return max(1, self.ranks // self.blocks) if self.blocks else 1
+
+    def __str__(self) -> str:
+        shared = f" of {self.inside} ranks" if self.inside > 1 else ""
+        more = f", {self.blocks} blocks{shared}, {self.ghosts} ghosts" if self.blocks else ""
+        more += f", {self.micro_batches} micro-batches" if self.micro_batches else ""
+        more += "" if self.reshard_after_forward else ", weights kept"
+        return f"{self.strategy} on {self.ranks} ranks{more}" + (f", dp {self.dp}" if self.dp > 1 else "")
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """The sizes of a model that is planned or dry-run, apart from its layout.
+
+    Args:
+        family: The model's family.
+        settings: Settings of the family's shape and of its model, but those of `Layout`.
+
+    Raises:
+        ValueError: If there is no such model.
+    """
+
+    family: str
+    settings: dict[str, Any]
 
     def __post_init__(self) -> None:
-        sizes = [("batch", self.batch), ("devices", self.devices)]
-        sizes += [
-            (name, value) for name in ("blocks", "ghosts", "dp", "micro_batches") for value in getattr(self, name)
-        ]
-        sizes += [("min_ghosts", self.min_ghosts)] if self.min_ghosts is not None else []
-        for name, value in sizes:
-            positive(**{name: value})
-        if self.goal not in get_args(Goal):
-            raise ValueError(f"goal must be one of {', '.join(get_args(Goal))}, got {self.goal!r}")
-        check_wire(self.wire)
-        if not self.strategies:
-            object.__setattr__(self, "strategies", self.model.strategies)
-        for strategy in self.strategies:
-            get_strategy(strategy, self.model.strategies)
+        assert self.config is not None  # sizes that are not possible raise here
+
+    @cached_property
+    def config(self) -> Any:
+        """Config of the model that computes the dense function."""
+        family = get_family(self.family)
+        return family.shape.of(**self.settings, strategy=family.baseline).model
+
+    def shape(self, layout: Layout, *, batch: int, **run: Any) -> Shape:
+        """The shape of a step.
+
+        Args:
+            layout: How the model is laid out.
+            batch: Rows over all data-parallel copies.
+            **run: Further settings of the shape: ``word_bytes``, ``wire``, ``optimizer``, ``rank``.
+
+        Raises:
+            ValueError: If the model cannot be laid out like this.
+        """
+        positive(dp=layout.dp, batch=batch)
+        if batch % layout.dp:
+            raise ValueError(f"dp={layout.dp} does not divide batch={batch}: use {nearest_divisors(batch, layout.dp)}")
+        settings = self.settings | layout.filled()._asdict() | {"batch": batch // layout.dp} | run
+        if not get_strategy(layout.strategy).splits_layers:
+            settings.pop("interleave", None)  # there are no exchanges to overlap
+        return get_family(self.family).shape.of(**settings)
+
+    def break_even_ghosts(self, blocks: int) -> float:
+        """The ghosts at which phantom layers have as many weights as dense ones."""
+        dense = sum(n_in * n_out for n_in, n_out in self.config.linear_features) * (1 - 1 / blocks)
+        return dense / sum(n_in + (blocks - 1) * n_out for n_in, n_out in self.config.linear_features)
+
+    @property
+    def most_ghosts(self) -> int:
+        """The most ghosts that a block can have: the features of a block where there are two blocks."""
+        return min(n_in for n_in, _ in self.config.linear_features) // 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """What to plan, apart from the model and the machine."""
+
+    batch: int
+    """Rows (sequences) of one step, over all data-parallel copies."""
+    devices: int
+    """The most devices to use."""
+    strategy: tuple[StrategyName, ...] = ()
+    """The strategies to compare."""
+    blocks: tuple[int, ...] = ()
+    """Blocks of a phantom model; if left out, as many as ranks, and fewer that ranks of a node share; on one rank, as
+    many as copies."""
+    ghosts: tuple[int, ...] = ()
+    """Ghosts of a phantom model; if left out, powers of two that make it smaller than the dense one."""
+    min_ghosts: int | None = None
+    """The fewest ghosts that are known to keep the loss."""
+    dp: tuple[int, ...] = ()
+    """Data-parallel copies; whatever divides the batch if left out."""
+    micro_batches: tuple[int, ...] = ()
+    """Micro-batches of a pipeline; if left out, its ranks times powers of two, as far as they divide the rows."""
+    memory_gib: float | None = None
+    """Memory of a device that may be used; the profile's less 10 % if left out."""
+    goal: Goal = "time"
+    """What the best plan has the least of."""
+    dtype: str = "fp32"
+    """The type of every number: one that the profile has a peak for."""
+    wire: WireFormat = "full"
+    """The format in which features travel between the ranks that share a model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest(PlanSettings):
+    """What to plan: a model and a machine, and the `PlanSettings`."""
+
+    model: ModelSizes
+    profile: Profile
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "devices", "min_ghosts", "blocks", "ghosts", "dp", "micro_batches"):
+            value = getattr(self, name)
+            for size in value if isinstance(value, tuple) else (value,):
+                if size is not None:
+                    positive(**{name: size})
+        strategies = get_family(self.model.family).strategies
+        object.__setattr__(self, "strategy", self.strategy or strategies)
+        for strategy in self.strategy:
+            get_strategy(strategy, strategies)
         self.profile.require_dtype(self.dtype)
         self.profile.require_devices(self.devices)
         if self.goal == "energy" and not self.profile.has_power:
@@ -91,40 +178,32 @@ class PlanRequest:
                 f"profile {self.profile.name!r} has no watts, so no energies: plan for time or devices, "
                 "or give compute_watts, communication_watts and idle_watts in a profile of your own"
             )
-        if self.memory_bytes is not None and not self.memory_bytes > 0:
-            raise ValueError(f"the memory limit must be positive, got {self.memory_bytes}")
-        self._check_model()
-        self._check_choices()
-
-    def _check_model(self) -> None:
-        """Raise ValueError if the model cannot be built at all, or not with any of the blocks and ghosts given."""
-        if "dense" in self.model.strategies:
-            self.model.shape(Layout("dense", 1, 1), batch=1)
-        smallest = min(self.ghosts, default=self.min_ghosts or 1)
-        for blocks in self.blocks:
-            self.model.shape(Layout("phantom", 1, 1, blocks, 1), batch=1)
-        if self.blocks:
-            self.model.shape(Layout("phantom", 1, 1, min(self.blocks), smallest), batch=1)
-        elif smallest > self.model.most_ghosts:
-            raise ValueError(f"ghosts={smallest} is more than a block can show: use at most {self.model.most_ghosts}")
-
-    def _check_choices(self) -> None:
-        for copies in self.dp:
-            rows_per_copy(self.batch, copies)
-            if copies > self.devices:
-                raise ValueError(f"dp={copies} needs more than {self.devices} devices: use at most {self.devices}")
-        if self.min_ghosts and self.ghosts and max(self.ghosts) < self.min_ghosts:
-            raise ValueError(f"every one of ghosts={self.ghosts} is below min_ghosts={self.min_ghosts}: raise them")
+        if self.memory_gib is not None and not self.memory_gib > 0:
+            raise ValueError(f"the memory limit must be positive, got {self.memory_gib}")
+        if max(self.dp, default=1) > self.devices:
+            raise ValueError(f"dp={max(self.dp)} needs more than {self.devices} devices: use at most {self.devices}")
+        fewest = min(self.ghosts, default=self.min_ghosts or 1)
+        for blocks in self.blocks:  # blocks that are not possible raise here
+            ghosts = fewest if blocks == min(self.blocks) else 1
+            self.model.shape(Layout("phantom", 1, 1, blocks, ghosts), batch=1)
+        if not self.blocks and fewest > self.model.most_ghosts:
+            raise ValueError(f"ghosts={fewest} is more than a block can show: use at most {self.model.most_ghosts}")
 
     @property
     def memory_limit(self) -> float:
-        return self.memory_bytes or (1 - HEADROOM) * self.profile.memory_bytes.value
+        """Bytes of a device that may be used."""
+        return self.memory_gib * GIB if self.memory_gib else (1 - HEADROOM) * self.profile.memory_bytes.value
 
     @property
     def ghost_choices(self) -> tuple[int, ...]:
         if self.ghosts:
             return self.ghosts
         return (self.min_ghosts, 2 * self.min_ghosts, 4 * self.min_ghosts) if self.min_ghosts else GHOST_SWEEP
+
+    @property
+    def summary(self) -> str:
+        """The model and what it is planned for, for titles."""
+        return f"{self.model.config.summary}, batch {self.batch:,}, {self.dtype}{in_words(self.wire)}"
 
 
 @dataclass(frozen=True)
@@ -261,7 +340,7 @@ def _layouts(request: PlanRequest, counts: list[int]) -> Iterator[Layout]:
         for copies in request.dp or counts:
             if ranks * copies > request.devices:
                 continue
-            for name in request.strategies:
+            for name in request.strategy:
                 strategy = get_strategy(name)
                 if strategy.has_blocks:
                     yield from _block_layouts(request, name, ranks, copies)
@@ -318,8 +397,12 @@ def _evaluate(request: PlanRequest, layouts: Iterable[Layout]) -> tuple[list[Can
     clock = Clock(request.profile, request.dtype)
     candidates, dropped = [], []
     for layout in layouts:
+        if request.min_ghosts and layout.ghosts is not None and layout.ghosts < request.min_ghosts:
+            dropped.append(Dropped(layout, f"ghosts={layout.ghosts} is below min_ghosts={request.min_ghosts}"))
+            continue
         try:
-            shape = _shape(request, layout)
+            words = WORD_BYTES[request.dtype]
+            shape = request.model.shape(layout, batch=request.batch, word_bytes=words, wire=request.wire)
         except ValueError as error:
             dropped.append(Dropped(layout, str(error)))
             continue
@@ -328,71 +411,37 @@ def _evaluate(request: PlanRequest, layouts: Iterable[Layout]) -> tuple[list[Can
             reason = f"needs {needs / GIB:.3g} GiB a device, more than {request.memory_limit / GIB:.3g}"
             dropped.append(Dropped(layout, reason, needs))
             continue
-        candidates.append(
-            Candidate(layout, clock.step(shape), needs, shape.model_parameters, request.batch, _loss(request, layout))
-        )
+        loss = "kept, by your minimum" if request.min_ghosts else NOT_COMPARED
+        if get_strategy(layout.strategy).same_model:
+            loss = "the dense model's"
+        candidates.append(Candidate(layout, clock.step(shape), needs, shape.model_parameters, request.batch, loss))
     return candidates, dropped
-
-
-def _shape(request: PlanRequest, layout: Layout) -> Shape:
-    """The shape of a step. Raises ValueError if the model cannot be laid out like this."""
-    if request.min_ghosts and layout.ghosts is not None and layout.ghosts < request.min_ghosts:
-        raise ValueError(f"ghosts={layout.ghosts} is below min_ghosts={request.min_ghosts}")
-    word_bytes = WORD_BYTES[request.dtype]
-    return request.model.step_shape(
-        layout, batch=request.batch, word_bytes=word_bytes, wire=request.wire, optimizer=request.optimizer
-    )
-
-
-def _loss(request: PlanRequest, layout: Layout) -> str:
-    if get_strategy(layout.strategy).same_model:
-        return "the dense model's"
-    return "kept, by your minimum" if request.min_ghosts else NOT_COMPARED
 
 
 def _nearest(request: PlanRequest, dropped: list[Dropped]) -> str:
     """Why nothing is left, and the nearest thing that would work."""
     heavy = [entry for entry in dropped if entry.needs is not None]
     if not heavy:
-        reasons = {entry.reason for entry in dropped} or {f"no strategy of {', '.join(request.strategies)} applies"}
+        reasons = {entry.reason for entry in dropped} or {f"no strategy of {', '.join(request.strategy)} applies"}
         return f"nothing can run on {request.devices} devices: {'; '.join(sorted(reasons)[:3])}"
     least = min(heavy, key=lambda entry: entry.needs or 0)
     message = (
         f"nothing fits in {request.memory_limit / GIB:.3g} GiB a device: the smallest, {least.layout}, "
         f"needs {(least.needs or 0) / GIB:.3g} GiB. "
     )
-    ways = [f"{count} devices" for count in _more_devices(request)]
-    ways += [f"batch={batch}" for batch in _less_batch(request, least.layout)]
+    rows, most = request.batch // least.layout.dp, request.profile.max_devices.value
+    doubled = (request.devices << power for power in range(1, (most // request.devices).bit_length()))
+    halved = ((rows >> power) * least.layout.dp for power in range(1, rows.bit_length()))
+    smaller = (batch for batch in halved if _evaluate(replace(request, batch=batch), [least.layout])[0])
+    larger = (count for count in doubled if _fits_on(request, count))
+    ways = [*(f"{count} devices" for count in islice(larger, 1)), *(f"batch={batch}" for batch in islice(smaller, 1))]
     if not ways:
         return message + "Neither more devices of this profile nor a smaller batch would do: give more memory"
     return message + f"It would fit with {' or with '.join(ways)}"
 
 
-def _more_devices(request: PlanRequest) -> Iterator[int]:
-    """The fewest devices, by doubling, on which something fits."""
-    count = 2 * request.devices
-    while count <= request.profile.max_devices.value:
-        more = replace(request, devices=count, ghosts=(min(request.ghost_choices),))
-        layouts = (s for s in _layouts(more, _counts(count)) if s.ranks * s.dp == count)
-        if any(_fits(more, layout) for layout in layouts):
-            yield count
-            return
-        count *= 2
-
-
-def _less_batch(request: PlanRequest, layout: Layout) -> Iterator[int]:
-    """The largest batch, by halving the rows of a copy, with which this layout fits."""
-    rows = request.batch // layout.dp // 2
-    while rows:
-        if _fits(replace(request, batch=rows * layout.dp), layout):
-            yield rows * layout.dp
-            return
-        rows //= 2
-
-
-def _fits(request: PlanRequest, layout: Layout) -> bool:
-    try:
-        needs = max(stage.memory.total for stage, _ in _shape(request, layout).stages())
-        return needs <= request.memory_limit
-    except ValueError:
-        return False
+def _fits_on(request: PlanRequest, count: int) -> bool:
+    """Whether a layout fits that uses exactly so many devices."""
+    more = replace(request, devices=count, ghosts=(min(request.ghost_choices),))
+    layouts = (layout for layout in _layouts(more, _counts(count)) if layout.ranks * layout.dp == count)
+    return any(_evaluate(more, [layout])[0] for layout in layouts)

@@ -10,12 +10,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from phantom_parallel.cost.dryrun import Messages, phases_of
-from phantom_parallel.cost.ledger import up_to
 from phantom_parallel.cost.planner import NOT_COMPARED, TWO_LEVEL, Candidate, Plan, PlanRequest
 from phantom_parallel.report.plots import LOOKS, SECOND_PHANTOM, fitted_legend, log_axis, new_figure, plot_style, save
 from phantom_parallel.report.tables import csv_text
 from phantom_parallel.utils.files import write_text
-from phantom_parallel.utils.wire import in_words
 
 
 def draw_scaling(request: PlanRequest, curves: Mapping[str, Sequence[Candidate]], folder: Path) -> list[Path]:
@@ -98,8 +96,7 @@ def _frontier(axes: Axes, front: Sequence[Candidate], label: str, style: str) ->
 
 
 def _subject(request: PlanRequest) -> str:
-    wire = in_words(request.wire)
-    return f"{request.model.summary}, batch {request.batch:,}, {request.dtype} on {request.profile.name}{wire}"
+    return f"{request.summary}, on {request.profile.name}"
 
 
 def another_model(candidates: Sequence[Candidate]) -> str:
@@ -155,7 +152,8 @@ def _message_points(panel: Axes, profiles: Mapping[str, Sequence[Messages]], col
     groups: dict[int, dict[tuple[str, str], list[Messages]]] = {}
     for name, rows in profiles.items():
         for row in rows:
-            groups.setdefault(up_to(row.message_bytes), {}).setdefault((name, row.operation), []).append(row)
+            size = 1 << max(row.message_bytes - 1, 0).bit_length()  # the next power of two
+            groups.setdefault(size, {}).setdefault((name, row.operation), []).append(row)
     width = 0.8 / max(len(group) for group in groups.values())
     for place, size in enumerate(sorted(groups)):
         group = groups[size]
