@@ -64,7 +64,7 @@ def test_the_tables_fit_a_terminal_and_mark_energy_as_modelled(capsys: pytest.Ca
     assert shown.startswith("Best for time: phantom on 8 ranks, 8 blocks, 4 ghosts: 245 µs a step")
     for word in ("energies are modelled", "wait", "memory", "frontier", "mJ a"):
         assert word in shown
-    for strategy in get_family("ffn").strategies:
+    for strategy in set(get_family("ffn").strategies) - {"lowrank"}:
         assert strategy in shown
     assert "pipeline/8: 8 micro-batches" in run(capsys, strategy=("pipeline",))
 

@@ -25,6 +25,7 @@ from phantom_parallel.cost.planner import (
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
 from phantom_parallel.study.units import quantity
 from phantom_parallel.utils.files import json_text, write_json, write_text
+from phantom_parallel.utils.strategies import STRATEGIES
 
 ROWS = 20
 ANOTHER_MODEL = (
@@ -65,7 +66,7 @@ class PlanOptions(ModelOptions, WireOption, PlanSettings, JsonOption):
 def options_for(family: str | None, arguments: list[str]) -> tuple[type[PlanOptions], dict[str, Any]]:
     """The options for models of a family."""
     family = family or DEFAULT_FAMILY
-    names = get_family(family).strategies
+    names = tuple(name for name in get_family(family).strategies if not STRATEGIES[name].low_rank)
     choices = tuple[Literal[names], ...]  # type: ignore[valid-type]
     return with_sizes(PlanOptions, family, "plan", strategy=(choices, names)), {}
 

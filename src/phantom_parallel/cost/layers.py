@@ -118,6 +118,35 @@ def tensor_layer(
     return LayerCost(name, tuple(parameters), tuple(products), between_ranks(exchanges), rows * n_in, leading=leading)
 
 
+def low_rank_layer(
+    layout: RowLayout,
+    rank: int,
+    rows: int,
+    *,
+    bias: bool,
+    input_grad: bool,
+    wire: WireFormat = "full",
+    name: str = "",
+) -> LayerCost:
+    """z = U (V x) + b: V cut by input features, U by output features, the values in between summed over ranks."""
+    ranks, m_in, m_out = layout.ranks, layout.in_features // layout.ranks, layout.out_features // layout.ranks
+    products = [
+        Product("V x", "forward", 1, rows, m_in, rank),
+        Product("U g", "forward", 1, rows, rank, m_out),
+        Product("U^T d", "backward", 1, rows, m_out, rank),
+        Product("dU = d^T g", "backward", 1, m_out, rows, rank),
+        Product("dV = h^T x", "backward", 1, rank, rows, m_in),
+    ]
+    if input_grad:
+        products.append(Product("V^T h", "backward", 1, rows, rank, m_in))
+    exchanges = summed_on_wire("g", "forward", ranks, rows, rank, wire)
+    exchanges += summed_on_wire("h", "backward", ranks, rows, rank, wire, ("dU = d^T g",))
+    parameters = [rank * m_in, m_out * rank] + ([m_out] if bias else [])
+    leading = (rank, m_out, m_out)[: len(parameters)]
+    kept = rows * (m_in + rank)
+    return LayerCost(name, tuple(parameters), tuple(products), between_ranks(exchanges), kept, leading=leading)
+
+
 def column_layer(
     layout: RowLayout,
     rows: int,

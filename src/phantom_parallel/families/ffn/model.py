@@ -44,11 +44,13 @@ class FFN(nn.Module):
     """``depth`` layers of ``width`` features between them, with an activation after each but the last.
 
     On a mesh, inputs and outputs of the strategies ``phantom`` and ``tensor`` are this rank's features;
-    `shard_features` and `gather_features` convert from and to all features. ``megatron`` applies torch's own column and
+    `shard_features` and `gather_features` convert from and to all features; so are those of ``lowrank``, see
+    `LowRankLinear`. ``megatron`` applies torch's own column and
     row styles to pairs of layers, with all features in and out, and ``dense`` runs in one process. ``fsdp`` shards the
     weights of the dense model by torch's ``fully_shard``, and each rank works on rows of its own. ``pipeline`` has some
     consecutive layers on each rank, and its forward pass is that of these layers; the others are ``nn.Identity``. The
-    same seed gives the same weights on any number of ranks, and the same for all strategies but ``phantom``.
+    same seed gives the same weights on any number of ranks, and the same for all strategies but
+    ``phantom`` and ``lowrank``.
 
     Args:
         config: The architecture.
@@ -97,6 +99,8 @@ class FFN(nn.Module):
             if config.strategy == "phantom":
                 kwargs = wired | {"blocks": config.blocks, "ghosts": config.ghosts}
                 self.layers.append(PhantomLinear(*config.features_of(index), **kwargs))
+            elif config.low_rank is not None:
+                self.layers.append(LowRankLinear(*config.features_of(index), config.low_rank, flat, wire, **kwargs))
             elif config.strategy == "megatron" and flat is not None:
                 self.layers.append(_megatron_layer(config, index, flat, wire, **kwargs))
             elif flat is None or strategy.splits_layers:
@@ -119,12 +123,34 @@ class FFN(nn.Module):
         return x
 
 
+class LowRankLinear(nn.Module):
+    """z = U (V x) + b with a matrix U V of rank ``rank``; the baseline that has a phantom layer's parameters.
+
+    On a mesh, input and output are this rank's features: V is sharded by input features and U by output features, so
+    that ranks exchange only the ``rank`` values in between (BOOST, CoLA).
+    """
+
+    def __init__(
+        self, n_in: int, n_out: int, rank: int, mesh: DeviceMesh | None, wire: WireFormat, *, bias: bool, **kwargs: Any
+    ) -> None:
+        super().__init__()
+        self.down = _linear(n_in, rank, mesh, bias=False, **kwargs | {"gain": 1.0})
+        self.up = _linear(rank, n_out, mesh, bias=bias, **kwargs)
+        if mesh is not None:
+            parallelize_module(self.down, mesh, row_style(wire), src_data_rank=None)
+            parallelize_module(self.up, mesh, column_style(wire), src_data_rank=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z: Tensor = self.up(self.down(x))
+        return z
+
+
 def _linear(
-    n_in: int, n_out: int, mesh: DeviceMesh, *, gain: float, device: Any, held: bool = True, **kwargs: Any
+    n_in: int, n_out: int, mesh: DeviceMesh | None, *, gain: float, device: Any, held: bool = True, **kwargs: Any
 ) -> nn.Linear:
     """torch's own layer with the same weights on every rank; on a rank that does not hold it, on the meta device."""
     linear = nn.Linear(n_in, n_out, device="meta", **kwargs)  # draws nothing from torch's generator
-    device = torch.device(device or mesh.device_type)
+    device = torch.device(device or ("cpu" if mesh is None else mesh.device_type))
     if device.type != "meta":
         seed = broadcast_seed(None, mesh)
         if held:

@@ -13,6 +13,7 @@ from phantom_parallel.distributed.fully_sharded import compile_layers
 from phantom_parallel.distributed.pipeline import Pipeline
 from phantom_parallel.families.ffn.config import PIXELS, TEACHERS, FFNTrainConfig
 from phantom_parallel.families.ffn.data import Batches, check_data, open_data, scores
+from phantom_parallel.families.ffn.fields import FIELDS
 from phantom_parallel.families.ffn.model import FFN
 from phantom_parallel.train.task import Task
 from phantom_parallel.utils.strategies import get_strategy
@@ -61,7 +62,8 @@ class FFNTask(Task[FFNTrainConfig]):
     @staticmethod
     def data_bytes(config: FFNTrainConfig) -> int:
         copies = 1 if get_strategy(config.strategy).shards_features else config.ranks  # which hold all features
-        return copies * config.samples * sum(config.model.model_features) * _WORD if config.data in TEACHERS else 0
+        made = config.data in (*TEACHERS, *FIELDS)
+        return copies * config.samples * sum(config.model.model_features) * _WORD if made else 0
 
     @property
     def classifies(self) -> bool:  # type: ignore[override]
