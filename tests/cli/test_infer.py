@@ -102,13 +102,11 @@ def test_the_table_on_random_rows(folder, capfd):
     assert "predicting" not in captured.err
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("ranks", ["1", "2"])
-def test_outputs_that_are_not_finite_are_counted_and_json_stays_valid(folder, capfd, ranks):
+def test_outputs_that_are_not_finite_are_counted_and_json_stays_valid(folder, capfd):
     x = rows(ROWS)
     x[3, 7], x[8, 0] = np.nan, np.inf
     np.save(folder / "bad.npy", x)
-    given = ("--model", folder / "model", "--inputs", folder / "bad.npy", "--ranks", ranks)
+    given = ("--model", folder / "model", "--inputs", folder / "bad.npy")
     assert phantom(*given, "--json") == 0
 
     def refuse(constant):
@@ -117,20 +115,9 @@ def test_outputs_that_are_not_finite_are_counted_and_json_stays_valid(folder, ca
     report = json.loads(capfd.readouterr().out, parse_constant=refuse)
     assert report["non_finite_rows"] == 2
     assert WIDTH < report["non_finite_outputs"] <= 2 * WIDTH
-    if ranks == "1":
-        assert phantom(*given) == 0
-        warning = f"warning: {report['non_finite_outputs']} outputs in 2 of 11 rows are not finite"
-        assert warning in capfd.readouterr().out
-
-
-def test_a_weight_that_is_not_finite_gives_valid_json(folder, capfd):
-    model = known()
-    torch.nn.init.constant_(model.model.layers[0].bias, torch.nan)
-    model.save(folder / "nan")
-    assert phantom("--model", folder / "nan", "--inputs", folder / "x.npy", "--json") == 0
-    out = capfd.readouterr().out
-    assert "NaN" not in out
-    assert json.loads(out)["non_finite_outputs"] == ROWS * WIDTH
+    assert phantom(*given) == 0
+    warning = f"warning: {report['non_finite_outputs']} outputs in 2 of 11 rows are not finite"
+    assert warning in capfd.readouterr().out
 
 
 def damage(folder: Path, how: str) -> Path:
@@ -140,21 +127,17 @@ def damage(folder: Path, how: str) -> Path:
     middle = len(raw) // 2
     if how == "cut":
         raw = raw[:middle]
-    elif how == "changed":  # far behind the header: found when the rows are read
+    elif how == "changed":  # far behind the header
         raw = raw[:middle] + bytes(100) + raw[middle + 100 :]
     path.write_bytes(raw)
     return path
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(("how", "ranks"), [("cut", 1), ("longdouble", 1), ("changed", 1), ("changed", 2)])
-def test_damaged_inputs_are_one_line_and_exit_code_2(folder, capfd, how, ranks):
+@pytest.mark.parametrize("how", ["cut", "longdouble", "changed"])
+def test_damaged_inputs_are_one_line_and_exit_code_2(folder, capfd, how):
     path = damage(folder, how)
-    given = ("--model", folder / "model", "--inputs", path, "--ranks", str(ranks))
-    assert phantom(*given, "--batch", "200", "--out", folder / "out.npy") == 2
-    lines = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("predicting: row ")]
-    assert len(lines) == 1, lines
-    assert f"{path} is not readable as inputs: " in lines[0]
+    assert phantom("--model", folder / "model", "--inputs", path, "--out", folder / "out.npy") == 2
+    assert f"{path} is not readable as inputs: " in failed(capfd)
     assert not (folder / "out.npy").exists()
 
 
@@ -205,7 +188,6 @@ def failed(capfd) -> str:
     [
         (["--ranks", "3"], "blocks=4: run on 2 or 4 ranks"),
         (["--batch", "0"], "batch must be a positive whole number, got 0"),
-        (["--turns", "0"], "turns must be a positive whole number, got 0"),
         (["--profile", "dgx-a1000"], "did you mean 'dgx-a100'?"),
         (["--inputs", "nowhere.npy"], "there is no file of inputs"),
         (["--inputs", "{folder}/narrow.npy"], "(rows, 24), the model's width, got (11, 23)"),
@@ -223,8 +205,7 @@ def test_a_mistake_is_one_line_and_exit_code_2_before_any_rank_starts(folder, ca
     (folder / "dir.npy").mkdir()
     before = sorted(path.name for path in folder.iterdir())
     chosen = [argument.replace("{folder}", str(folder)) for argument in arguments]
-    given = chosen if "--turns" in chosen else [*chosen, "--turns", "2"]
-    assert program.main(["infer", "--model", str(folder / "model"), *given]) == 2
+    assert phantom("--model", folder / "model", *chosen) == 2
     assert message in failed(capfd)
     assert sorted(path.name for path in folder.iterdir()) == before
 
@@ -266,12 +247,12 @@ def test_the_folder_of_a_training_is_taken_for_what_it_is(folder, capfd):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["dense", "fsdp", "pipeline"])
-def test_a_dense_model_runs_by_tensor_parallelism_on_several_ranks(tmp_path, capfd, strategy):
-    known(strategy).save(tmp_path / "model")
-    assert json.loads((tmp_path / "model" / "config.json").read_text())["config"]["strategy"] == "dense"
+def test_a_dense_model_runs_by_tensor_parallelism_on_several_ranks(tmp_path, capfd):
+    for strategy in ("fsdp", "pipeline", "dense"):
+        known(strategy).save(tmp_path / strategy)
+        assert json.loads((tmp_path / strategy / "config.json").read_text())["config"]["strategy"] == "dense"
     np.save(tmp_path / "x.npy", rows(ROWS))
-    given = ("--model", tmp_path / "model", "--inputs", tmp_path / "x.npy", "--out", tmp_path / "out.npy", "--json")
+    given = ("--model", tmp_path / "dense", "--inputs", tmp_path / "x.npy", "--out", tmp_path / "out.npy", "--json")
     assert phantom(*given, "--ranks", "2") == 0
     np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected(), rtol=1e-11, atol=1e-11)
     assert list(json.loads(capfd.readouterr().out)["measured"]) == ["tensor"]

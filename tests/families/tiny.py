@@ -12,7 +12,6 @@ from phantom_parallel.cost.steps import DTYPES, TrainingStep
 from phantom_parallel.cost.terms import LayerCost, Shape
 from phantom_parallel.families.base import Family
 from phantom_parallel.families.registry import register_family
-from phantom_parallel.infer.predictor import Predictor
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.task import Task
 from phantom_parallel.utils.arrays import generator
@@ -53,8 +52,12 @@ class TinyConfig:
         return f"{self.features} features"
 
     @property
+    def model_features(self) -> tuple[int, int]:
+        return self.features, self.features
+
+    @property
     def linear_features(self) -> tuple[tuple[int, int], ...]:
-        return ((self.features, self.features),)
+        return (self.model_features,)
 
 
 class Tiny(nn.Module):
@@ -149,18 +152,8 @@ def build_step(shape: TinyShape, mesh: Any, *, device: str = "cpu") -> TrainingS
     return TrainingStep(model, lambda: model(x).sum())
 
 
-class TinyPredictor(Predictor):
-    def features(self, config: TinyConfig) -> tuple[int, int]:
-        return config.features, config.features
-
-    def shape(self, config: TinyConfig, **run: Any) -> TinyShape:
-        return TinyShape(config, **run)
-
-    def baseline(self, model: Tiny) -> Tiny:
-        return Tiny(TinyConfig(model.config.features, "tensor"), mesh=model.mesh, wire=model.wire)
-
-    def baseline_words(self, config: TinyConfig, ranks: int) -> int:
-        return config.features**2
+def as_tensor(model: Tiny) -> Tiny:
+    return Tiny(TinyConfig(model.config.features, "tensor"), mesh=model.mesh, wire=model.wire)
 
 
 FAMILY = Family(
@@ -173,7 +166,6 @@ FAMILY = Family(
     task=TinyTask,
     shape=TinyShape,
     build_step=build_step,
-    shown_settings=("features",),
-    predictor=TinyPredictor,
+    as_tensor=as_tensor,
 )
 register_family("tiny", f"{__name__}:FAMILY")

@@ -2,6 +2,7 @@
 
 from itertools import groupby
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from phantom_parallel import FFN, EnergyMeter, FFNConfig, Ledger, PowerProfile
 from phantom_parallel.distributed.objects import RanksDisagree
 from phantom_parallel.energy.results import Component, Provenance, Scope
 from phantom_parallel.energy.sensors.base import EnergySample, ReadFailure, SensorSpec
-from phantom_parallel.infer.measure import MAX_SENSOR_SECONDS, Turn, modelled_joules, p95
+from phantom_parallel.infer.measure import MAX_SENSOR_SECONDS, modelled_joules, p95
 from phantom_parallel.infer.predict import measure, random_rows
 
 BATCH = 6
@@ -65,11 +66,10 @@ def rows_on_rank():
 
 def test_modelled_energy_by_hand():
     profile = PowerProfile("made up", compute_watts=10.0, communication_watts=4.0, idle_watts=1.0, source="here")
-    first = [Turn(seconds=2.0, blocked=0.5), Turn(1.0, 0.0)]
-    second = [Turn(seconds=3.0, blocked=1.0), Turn(1.0, 1.0)]
+    times = np.array([[[2.0, 0.5], [1.0, 0.0]], [[3.0, 1.0], [1.0, 1.0]]])  # (ranks, turns): seconds, blocked
     # turn 1: 1.5 s compute, 0.5 blocked, 1 idle; 2 compute, 1 blocked. turn 2: 1 compute; 1 blocked.
     expected = (15 + 2 + 1) + (20 + 4) + 10 + 4
-    assert modelled_joules([first, second], profile) == pytest.approx(expected)
+    assert modelled_joules(times, profile) == pytest.approx(expected)
 
 
 def test_models_take_turns_and_the_order_alternates():

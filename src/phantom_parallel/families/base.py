@@ -13,13 +13,12 @@ if TYPE_CHECKING:
 
     from phantom_parallel.cost.steps import InferencePass, TrainingStep
     from phantom_parallel.cost.terms import Shape
-    from phantom_parallel.infer.predictor import Predictor
     from phantom_parallel.train.config import TrainConfig
     from phantom_parallel.train.task import Task
 
 # Parts that not every family has, and the command that needs each.
 _COMMANDS = {
-    "predictor": "infer",
+    "as_tensor": "infer",
     "text_generation": "generate",
     "import_model": "model import",
     "export_model": "model export",
@@ -54,9 +53,9 @@ class Family:
     step_shapes: "Callable[..., list[dict[str, Shape]]]" = lambda ranks, held_out: []
     inference_command: str = "infer"  # that runs a trained model
     default_preset: str | None = None  # of phantom compare
-    shown_settings: tuple[str, ...] = ()  # settings of a training that identify a model in tables
-    imports: tuple[str, ...] = ()  # types of pretrained models that can become models of the family
-    predictor: "type[Predictor] | None" = None
+    # (model) -> the tensor-parallel model of the same function on the same ranks, for families whose models map rows of
+    # features to rows of features, as many as ``config.model_features``
+    as_tensor: Callable[[Any], Any] | None = None
     converter: "type[Converter] | None" = None
     heal_config: "type[TrainConfig] | None" = None  # of the kind ``HEAL``
     # the functions behind phantom generate: for prompts, and for a conversation
@@ -83,7 +82,7 @@ class Family:
             ValueError: If this family does not have it.
         """
         if (value := getattr(self, part)) is None:
-            hint = f": use phantom {self.inference_command}" if part in ("predictor", "text_generation") else ""
+            hint = f": use phantom {self.inference_command}" if part in ("as_tensor", "text_generation") else ""
             raise ValueError(f"phantom {_COMMANDS[part]} does not support models of the family {self.name}{hint}")
         return value
 
@@ -104,17 +103,8 @@ class Converter(ABC):
 
     @abstractmethod
     def batches(self, path: Path, config: Any, data: Path, rows: int, length: int) -> tuple[list[Any], list[Any]]:
-        """Read calibration data.
-
-        Args:
-            path: Folder of the model.
-            config: Its config.
-            data: The data.
-            rows: Rows of calibration data to use.
-            length: Rows of a sequence.
-
-        Returns:
-            Batches to calibrate on, and held-out batches for `loss`; each is an input of the model.
+        """Read batches to calibrate on, of ``rows`` rows in sequences of ``length``, and held-out batches for `loss`;
+        each is an input of the model in the folder ``path``.
         """
 
     @abstractmethod
@@ -131,12 +121,8 @@ class Converter(ABC):
 
     @abstractmethod
     def phantom(self, model: "nn.Module", blocks: int, ghosts: Mapping[str, int]) -> "nn.Module":
-        """The phantom model of the family that computes what a converted dense model does.
-
-        Args:
-            model: The dense model, whose linear layers are `PhantomLinear` now.
-            blocks: Their blocks.
-            ghosts: Ghosts of each by name.
+        """The phantom model of the family that computes what a converted dense model does, whose linear layers are
+        `PhantomLinear` now, with ghosts by name.
         """
 
     def complete(self, source: Path, folder: Path) -> None:  # noqa: B027 (most families have no such files)

@@ -10,13 +10,14 @@ The order of calls alternates from turn to turn, so that drift of the machine af
 """
 
 import math
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
 from phantom_parallel.cost.calibrate import profile_name
@@ -48,27 +49,16 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a call. Counts and energies are sums over all ranks, for one item: a sample, or a token of one row.
+    """The cost of a call. Counts and energies are sums over all ranks for one item: a sample, or a token of one row."""
 
-    Args:
-        seconds: Median time of a call.
-        seconds_p95: The 95th percentile; None if there are fewer than 20 turns.
-        items_per_second: Throughput.
-        flops: FLOPs of an item.
-        bytes: Bytes that ranks send to each other for an item.
-        joules: Energy of an item; None if unavailable.
-        provenance: Provenance of the energy: counter, integrated_power, modelled or unavailable.
-        blocked_share: Share of all ranks' time that they were blocked in collectives.
-    """
-
-    seconds: float
-    seconds_p95: float | None
+    seconds: float  # median time of a call
+    seconds_p95: float | None  # the 95th percentile; None if there are fewer than 20 turns
     items_per_second: float
     flops: float
-    bytes: float
-    joules: float | None
-    provenance: str
-    blocked_share: float
+    bytes: float  # that ranks send to each other
+    joules: float | None  # None if unavailable
+    provenance: str  # of the energy: counter, integrated_power, modelled or unavailable
+    blocked_share: float  # of all ranks' time, in which they were blocked in collectives
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -85,13 +75,6 @@ class Cost:
             "provenance": self.provenance,
             "blocked_share": self.blocked_share,
         }
-
-
-class Turn(NamedTuple):
-    """Seconds of one rank in a turn, and the part of them that it was blocked in collectives."""
-
-    seconds: float
-    blocked: float
 
 
 @torch.no_grad()  # in inference mode DTensor chooses slower layouts for a Megatron pair
@@ -123,8 +106,7 @@ def measure_calls(
     for name, call in calls.items():
         with Ledger() as ledger:
             call.run()
-        counted = all_gather_objects([ledger.flops, ledger.moved_bytes], group)
-        counts[name] = [sum(column) / call.items for column in zip(*counted, strict=True)]
+        counts[name] = np.sum(all_gather_objects([ledger.flops, ledger.moved_bytes], group), 0) / call.items
         for _ in range(WARM_UP):
             barrier(group)
             started = time.perf_counter()
@@ -150,46 +132,39 @@ def measure_calls(
     finally:
         clock.stop()
     gathered = all_gather_objects(timed, group)
-    ranks = {name: [[Turn(*turn) for turn in rank[name]] for rank in gathered] for name in calls}
-    latencies = {
-        name: [max(turn.seconds for turn in together) / repeats[name] for together in zip(*ranks[name], strict=True)]
-        for name in calls
-    }
-    sensed = measure_joules(calls, latencies, meter or EnergyMeter(group, device=device), mesh)
+    times = {name: np.array([rank[name] for rank in gathered]) for name in calls}  # (ranks, turns, 2)
+    latencies = {name: times[name][..., 0].max(0) / repeats[name] for name in calls}
+    sensed = _measure_joules(calls, latencies, meter or EnergyMeter(group, device=device), mesh)
     costs = {}
     for name, call in calls.items():
-        joules, provenance = None, Provenance.UNAVAILABLE
-        if name in sensed:
-            joules, provenance = sensed[name]
-        elif profile is not None:
-            joules, provenance = modelled_joules(ranks[name], profile) / (turns * repeats[name]), Provenance.MODELLED
-        every = [turn for rank in ranks[name] for turn in rank]
+        joules, provenance = sensed.get(name, (None, Provenance.UNAVAILABLE))
+        if joules is None and profile is not None:
+            joules, provenance = modelled_joules(times[name], profile) / (turns * repeats[name]), Provenance.MODELLED
+        total, blocked = times[name].sum((0, 1))
         costs[name] = Cost(
-            seconds=statistics.median(latencies[name]),
+            seconds=float(np.median(latencies[name])),
             seconds_p95=p95(latencies[name]),
-            items_per_second=call.items / statistics.fmean(latencies[name]),
-            flops=counts[name][0],
-            bytes=counts[name][1],
+            items_per_second=call.items / float(latencies[name].mean()),
+            flops=float(counts[name][0]),
+            bytes=float(counts[name][1]),
             joules=None if joules is None else joules / call.items,
             provenance=str(provenance),
-            blocked_share=sum(turn.blocked for turn in every) / sum(turn.seconds for turn in every),
+            blocked_share=float(blocked / total),
         )
     return costs
 
 
-def modelled_joules(ranks: list[list[Turn]], profile: PowerProfile) -> float:
-    """Model the energy of all ranks over all turns. A rank that has finished waits idle for the slowest."""
-    joules = 0.0
-    for simultaneous in zip(*ranks, strict=True):
-        slowest = max(turn.seconds for turn in simultaneous)
-        for turn in simultaneous:
-            computing = max(turn.seconds - turn.blocked, 0.0)
-            joules += profile.joules(computing, turn.blocked, slowest - turn.seconds)
-    return joules
+def modelled_joules(times: NDArray[np.float64], profile: PowerProfile) -> float:
+    """Model the energy of all ranks over all turns, from (ranks, turns, 2) seconds: of a turn, and those of them in
+    which the rank was blocked in collectives. A rank that has finished waits idle for the slowest.
+    """
+    seconds, blocked = times[..., 0], times[..., 1]
+    computing, idle = np.maximum(seconds - blocked, 0), seconds.max(0) - seconds
+    return profile.joules(float(computing.sum()), float(blocked.sum()), float(idle.sum()))
 
 
-def measure_joules(
-    calls: Mapping[str, Call], latencies: Mapping[str, list[float]], meter: EnergyMeter, mesh: DeviceMesh | None
+def _measure_joules(
+    calls: Mapping[str, Call], latencies: Mapping[str, NDArray[np.float64]], meter: EnergyMeter, mesh: DeviceMesh | None
 ) -> dict[str, tuple[float, Provenance]]:
     """Measure the joules of each call with sensors. Empty if there are none, or if they fail for one call."""
     windows = [spec.shortest_window for spec in meter.discovery.specs if spec.scope is Scope.DEVICE]
@@ -200,7 +175,7 @@ def measure_joules(
     provenances = set()
     for turn in range(SENSOR_ROUNDS):
         for name in list(calls)[:: -1 if turn % 2 else 1]:
-            repeats = math.ceil(SENSOR_MARGIN * shortest / statistics.median(latencies[name]))
+            repeats = math.ceil(SENSOR_MARGIN * shortest / np.median(latencies[name]))
             with meter.window(name.replace("/", "-")) as window:
                 for _ in range(repeats):
                     calls[name].run()
@@ -216,14 +191,14 @@ def measure_joules(
     return {name: (joules[name] / counts[name], provenance) for name in calls}
 
 
-def p95(seconds: Sequence[float]) -> float | None:
-    """Return the 95th percentile; None for fewer than 20 measurements, of which it would be the largest."""
-    return sorted(seconds)[math.ceil(0.95 * len(seconds)) - 1] if len(seconds) >= MIN_P95_TURNS else None
+def p95(seconds: NDArray[np.float64]) -> float | None:
+    """The 95th percentile; None for fewer than 20 measurements, of which it would be the largest."""
+    return float(np.quantile(seconds, 0.95, method="inverted_cdf")) if len(seconds) >= MIN_P95_TURNS else None
 
 
 def default_power_profile(name: str | None, ranks: int) -> PowerProfile | None:
-    """Return the watts of a profile; by default those of this machine as calibrated for ``ranks`` ranks, otherwise
-    watts that are assumed of a CPU core. None for accelerators, of which nothing is assumed.
+    """The watts of a profile; by default those of this machine as calibrated for ``ranks`` ranks, otherwise watts that
+    are assumed of a CPU core. None for accelerators, of which nothing is assumed.
     """
     if name is None:
         if launch_device_type(ranks) != "cpu":

@@ -7,8 +7,8 @@ appears whole or not at all; `measure` times the model and its baseline on rando
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -29,18 +29,21 @@ from phantom_parallel.energy.meter import EnergyMeter, synchronize
 from phantom_parallel.energy.power import PowerProfile
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.infer.measure import Call, Cost, default_power_profile, measure_calls
-from phantom_parallel.infer.predictor import RowModel, own_features, predictor_of, to_model
 from phantom_parallel.nn.sharded import to_local
 from phantom_parallel.ops.collectives import rank_group
 from phantom_parallel.ops.features import gather_features
 from phantom_parallel.train.run_dir import MODEL
 from phantom_parallel.utils import resources
-from phantom_parallel.utils.arrays import FORMATS, open_array, readable
+from phantom_parallel.utils.arrays import FORMATS, StoredArray, open_array, readable
 from phantom_parallel.utils.files import atomic_file
 from phantom_parallel.utils.layout import positive
 from phantom_parallel.utils.progress import ProgressDisplay
 from phantom_parallel.utils.strategies import get_strategy
 from phantom_parallel.utils.wire import WireFormat, check_wire
+
+# A model that maps rows of features to rows of features: its config has ``model_features``, the numbers of features in
+# and out. Where ``shards_features``, its inputs and outputs are this rank's features.
+RowModel = Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +85,7 @@ class InferConfig:
 
 
 def run(config: InferConfig, *, show: bool = False) -> dict[str, Any]:
-    """Predict and measure.
-
-    Args:
-        config: What to run.
-        show: Whether to show progress on stderr.
+    """Predict and measure, with progress on stderr if ``show`` is set.
 
     Returns:
         Plain data: among others the number of predicted ``rows``, how many of them are ``non_finite_rows``, the
@@ -98,16 +97,18 @@ def run(config: InferConfig, *, show: bool = False) -> dict[str, Any]:
         RankDied: If a rank died.
     """
     model = check_model(config.model, config.ranks)
-    features = predictor_of(model.config).features(model.config)
+    family = get_family(model.config.family)
+    family.require("as_tensor")
     model.config.check_ranks(config.ranks)
+    features = model.config.model_features
     if config.inputs is not None:
         open_inputs(config.inputs, features[0])
     power = default_power_profile(config.profile, config.ranks)
     if launch_device_type(config.ranks) == "cpu":  # accelerators have memories of their own
-        words = sum(parameter.numel() for parameter in model.parameters()) + 2 * config.batch * sum(features)
+        words = _parameters(model) + 2 * config.batch * sum(features)
         if config.against == "tensor":
-            dense = replace(model.config, strategy=get_family(model.config.family).baseline, blocks=None, ghosts=None)
-            words += sum(parameter.numel() for parameter in type(model)(dense, device="meta").parameters())
+            dense = replace(model.config, strategy=family.baseline, blocks=None, ghosts=None)
+            words += _parameters(family.model(dense, device="meta"))
         check_memory(config.ranks, words * next(model.parameters()).element_size())
     if config.out is not None:
         _check_out(config.out, config)
@@ -138,11 +139,7 @@ def strategy_on(path: Path, ranks: int) -> str | None:
 
 
 def check_folder(path: Path) -> Path:
-    """Return the folder if it holds a model.
-
-    Raises:
-        ValueError: If it does not; for the folder of a training the error names that of its model.
-    """
+    """The folder itself. Raises ValueError if it holds no model, with the folder of a training's model as a hint."""
     hint = f"; did you mean {path / MODEL}?" if (path / MODEL / CONFIG).is_file() else ""
     if not (path / CONFIG).is_file():
         raise ValueError(f"{path} is not a model folder: there is no {CONFIG} in it{hint}")
@@ -172,8 +169,7 @@ def _check_out(out: Path, config: InferConfig) -> None:
         raise FileExistsError(f"{out} exists: choose another name, or overwrite it")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out.parent):
-            pass  # raises now rather than after all predictions
+        tempfile.TemporaryFile(dir=out.parent).close()  # raises now rather than after all predictions
     except OSError as error:
         raise OSError(f"predictions cannot be written to {out.parent}: {error.strerror}") from None
 
@@ -183,24 +179,23 @@ def _work(device: torch.device, config: InferConfig, power: PowerProfile | None,
     mesh = None if config.ranks == 1 else init_device_mesh(device.type, (config.ranks,), mesh_dim_names=("tp",))
     check_agreement("what to run", {name: str(value) for name, value in asdict(config).items()}, mesh)
     strategy = strategy_on(config.model, config.ranks)
-    model = load_model(config.model, mesh=mesh, device=device, strategy=strategy, wire=config.wire)
-    predictor = predictor_of(model.config)
-    inputs = None if config.inputs is None else open_inputs(config.inputs, predictor.features(model.config)[0])
-    models: dict[str, RowModel] = {model.config.strategy: model}
+    model: RowModel = load_model(config.model, mesh=mesh, device=device, strategy=strategy, wire=config.wire)
+    inputs = None if config.inputs is None else open_inputs(config.inputs, model.config.model_features[0])
+    models = {model.config.strategy: model}
     if config.against == "tensor" and "tensor" not in models:
-        models["tensor"] = predictor.baseline(model)
+        models["tensor"] = get_family(model.config.family).require("as_tensor")(model)
     result: dict[str, Any] = {"device": device.type, "rows": 0, "rows_per_second": None}
     result |= {"non_finite_outputs": 0, "non_finite_rows": 0}
     with ProgressDisplay(show=show and rank_group(mesh).rank == 0) as display:
         if inputs is not None:
-            display.stage("predicting: row", inputs.rows)
+            rows = inputs.shape[0]
+            display.stage("predicting: row", rows)
             started = time.perf_counter()
             non_finite = predict(model, inputs, config.batch, out=config.out, report=display.update)
-            seconds = time.perf_counter() - started
-            result |= {"rows": inputs.rows, "rows_per_second": inputs.rows / seconds}
+            result |= {"rows": rows, "rows_per_second": rows / (time.perf_counter() - started)}
             result |= {"non_finite_outputs": non_finite.values, "non_finite_rows": non_finite.rows}
         if len(models) == 2:
-            rows = config.batch if inputs is None else min(config.batch, inputs.rows)
+            rows = config.batch if inputs is None else min(config.batch, inputs.shape[0])
 
             def x(model: RowModel) -> Tensor:
                 if inputs is None:
@@ -212,9 +207,12 @@ def _work(device: torch.device, config: InferConfig, power: PowerProfile | None,
         display.stage("measuring: turn", config.turns)
         settings: dict[str, Any] = {"turns": config.turns, "profile": power, "seed": config.seed}
         costs = measure(models, config.batch, report=display.update, **settings)
-    parameters = {name: sum(parameter.numel() for parameter in model.parameters()) for name, model in models.items()}
-    result["measured"] = {name: cost.to_dict() | {"parameters": parameters[name]} for name, cost in costs.items()}
-    return result
+    measured = {name: cost.to_dict() | {"parameters": _parameters(models[name])} for name, cost in costs.items()}
+    return result | {"measured": measured}
+
+
+def _parameters(model: RowModel) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def measure(
@@ -232,11 +230,8 @@ def measure(
     Args:
         models: The models by name, all on the same ranks and device.
         batch: Rows of a forward pass.
-        turns: As for `measure_calls`.
-        profile: As for `measure_calls`.
+        turns, profile, meter, report: As for `measure_calls`.
         seed: Seed of the rows.
-        meter: As for `measure_calls`.
-        report: As for `measure_calls`.
     """
     positive(batch=batch)
     first = next(iter(models.values()))
@@ -246,7 +241,7 @@ def measure(
         x = random_rows(model, batch, seed)
 
         def forward() -> None:
-            wait_for(model(x))
+            _wait_for(model(x))
             synchronize(device)
 
         return Call(forward, batch)
@@ -257,32 +252,32 @@ def measure(
 
 def random_rows(model: RowModel, batch: int, seed: int) -> Tensor:
     """Draw random rows as inputs of this rank's model, the same on any number of ranks."""
-    width, _ = predictor_of(model.config).features(model.config)
-    rows = torch.randn(batch, width, generator=torch.Generator().manual_seed(seed))
-    return to_model(rows[:, own_features(model)].contiguous(), model)
+    rows = torch.randn(batch, model.config.model_features[0], generator=torch.Generator().manual_seed(seed))
+    return _to_model(rows[:, _own_features(model)].contiguous(), model)
 
 
-def wait_for(out: Tensor) -> Tensor:
+def read_rows(model: RowModel, inputs: StoredArray, rows: slice) -> Tensor:
+    """Read rows of the file as inputs of this rank's model."""
+    return _to_model(inputs.read(rows, _own_features(model)), model)
+
+
+def _own_features(model: RowModel) -> slice:
+    ranks = rank_group(model.mesh if model.shards_features else None)
+    share = model.config.model_features[0] // ranks.size
+    return slice(ranks.rank * share, (ranks.rank + 1) * share)
+
+
+def _to_model(rows: Tensor, model: RowModel) -> Tensor:
+    parameter = next(model.parameters())
+    return rows.to(to_local(parameter).device, parameter.dtype)
+
+
+def _wait_for(out: Tensor) -> Tensor:
     """Wait for the last collective of a model's output."""
     return out.wait() if isinstance(out, AsyncCollectiveTensor) else out
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """``rows`` rows of ``width`` features in a file. `read` takes a slice of rows and a slice of features, so that a
-    rank reads its own features of one batch at a time.
-    """
-
-    rows: int
-    width: int
-    read: Callable[[slice, slice], Tensor]
-
-    def batches(self, size: int) -> list[slice]:
-        """All rows in order; the last batch may be smaller."""
-        return [slice(first, min(first + size, self.rows)) for first in range(0, self.rows, size)]
-
-
-def open_inputs(path: Path, width: int) -> Inputs:
+def open_inputs(path: Path, width: int) -> StoredArray:
     """Open a file .npy, or an .npz or .safetensors with an array x, of shape (rows, ``width``).
 
     Raises:
@@ -294,20 +289,9 @@ def open_inputs(path: Path, width: int) -> Inputs:
         raise ValueError(f"inputs {path} must be one of {', '.join(FORMATS)}, got {path.suffix or 'no suffix'!r}")
     with readable(path, "inputs"):
         array = open_array(path, "x")
-        shape = array.shape
-        if len(shape) != 2 or shape[1] != width or shape[0] == 0:
-            raise ValueError(f"expected inputs of shape (rows, {width}), the model's width, got {shape}")
-
-    def read(rows: slice, features: slice) -> Tensor:
-        with readable(path, "inputs"):
-            return array.read(rows, features)
-
-    return Inputs(shape[0], width, read)
-
-
-def read_rows(model: RowModel, inputs: Inputs, rows: slice) -> Tensor:
-    """Read rows of the file as inputs of this rank's model."""
-    return to_model(inputs.read(rows, own_features(model)), model)
+        if len(array.shape) != 2 or array.shape[1] != width or array.shape[0] == 0:
+            raise ValueError(f"expected inputs of shape (rows, {width}), the model's width, got {array.shape}")
+    return array
 
 
 class NonFinite(NamedTuple):
@@ -319,7 +303,12 @@ class NonFinite(NamedTuple):
 
 @torch.inference_mode()
 def predict(
-    model: RowModel, inputs: Inputs, batch: int, *, out: Path | None = None, report: Callable[[int], None] | None = None
+    model: RowModel,
+    inputs: StoredArray,
+    batch: int,
+    *,
+    out: Path | None = None,
+    report: Callable[[int], None] | None = None,
 ) -> NonFinite:
     """Run all rows through the model. Every rank of its mesh calls this, and rank 0 writes the predictions.
 
@@ -330,56 +319,42 @@ def predict(
         out: The .npy file to write. Predictions have the model's dtype, or float32 for bfloat16, which NumPy lacks.
         report: Called with the number of finished rows after each batch.
 
-    Returns:
-        The number of predictions that are not finite.
-
     Raises:
         Interrupted: After SIGINT or SIGTERM on any rank, at the end of a batch. Nothing is left at ``out``.
     """
     dtype = next(model.parameters()).dtype
     dtype = torch.float32 if dtype == torch.bfloat16 else dtype
-    _, width = predictor_of(model.config).features(model.config)
-    file: AbstractContextManager[Callable[[Tensor], None] | None] = nullcontext()
-    if out is not None and rank_group(model.mesh).rank == 0:
-        file = _npy_file(out, (inputs.rows, width), dtype)
+    count = inputs.shape[0]
     non_finite = torch.zeros(2, dtype=torch.int64)
-    with StopRequest() as stop, file as append:
-        for rows in inputs.batches(batch):
-            whole = _gather_on_rank_zero(wait_for(model(read_rows(model, inputs, rows))), model)
+    with ExitStack() as stack:
+        stop, file = stack.enter_context(StopRequest()), None
+        if out is not None and rank_group(model.mesh).rank == 0:
+            file = stack.enter_context(atomic_file(out))
+            descr = np.lib.format.dtype_to_descr(torch.empty(0, dtype=dtype).numpy().dtype)
+            header = {"descr": descr, "fortran_order": False, "shape": (count, model.config.model_features[1])}
+            np.lib.format.write_array_header_1_0(file, header)
+        for first in range(0, count, batch):
+            rows = slice(first, min(first + batch, count))
+            whole = _gather_on_rank_zero(_wait_for(model(read_rows(model, inputs, rows))), model)
             if whole is not None:
                 bad = ~whole.isfinite()
                 non_finite += torch.stack([bad.sum(), bad.any(1).sum()]).cpu()
-            if append is not None and whole is not None:
-                append(whole)
+            if file is not None and whole is not None:
+                file.write(np.ascontiguousarray(whole.to("cpu", dtype).numpy()).tobytes())
             if report is not None:
                 report(rows.stop)
-            if _on_any_rank(stop.requested, model.mesh) and rows.stop < inputs.rows:
-                raise Interrupted(f"stopped at row {rows.stop} of {inputs.rows}")
+            if _on_any_rank(stop.requested, model.mesh) and rows.stop < count:
+                raise Interrupted(f"stopped at row {rows.stop} of {count}")
     return NonFinite(*all_gather_objects(non_finite.tolist(), model.mesh)[0])
-
-
-@contextmanager
-def _npy_file(path: Path, shape: tuple[int, int], dtype: torch.dtype) -> Iterator[Callable[[Tensor], None]]:
-    """Yield a function that appends rows to a .npy file, which appears at the end of the block."""
-    kind = torch.empty(0, dtype=dtype).numpy().dtype
-    header = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False, "shape": shape}
-    with atomic_file(path) as file:
-        np.lib.format.write_array_header_1_0(file, header)
-
-        def append(rows: Tensor) -> None:
-            file.write(np.ascontiguousarray(rows.to("cpu", dtype).numpy()).tobytes())
-
-        yield append
 
 
 def _gather_on_rank_zero(out: Tensor, model: RowModel) -> Tensor | None:
     """Return outputs with all features: on rank 0 if features are sharded, otherwise on every rank."""
     if not model.shards_features:
         return out
-    assert model.mesh is not None
-    group, ranks = model.mesh.get_group(), rank_group(model.mesh)
+    ranks = rank_group(model.mesh)
     parts = [torch.empty_like(out) for _ in range(ranks.size)] if ranks.rank == 0 else None
-    dist.gather(out.contiguous(), parts, group=group, group_dst=0)
+    dist.gather(out.contiguous(), parts, group=model.mesh.get_group(), group_dst=0)
     return None if parts is None else torch.cat(parts, -1)
 
 
@@ -400,7 +375,7 @@ def largest_difference(first: RowModel, second: RowModel, x: Callable[[RowModel]
     """
 
     def outputs(model: RowModel) -> Tensor:
-        out = wait_for(model(x(model)))
+        out = _wait_for(model(x(model)))
         return (gather_features(out, model.mesh) if model.shards_features else out).double()
 
     a, b = outputs(first), outputs(second)

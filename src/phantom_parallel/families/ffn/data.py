@@ -23,14 +23,7 @@ from torch import Tensor
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.launchers import is_rank_zero
 from phantom_parallel.distributed.objects import raise_on_all_ranks
-from phantom_parallel.families.ffn.config import (
-    DATA_SETS,
-    PIXELS,
-    TEACHERS,
-    FFNConfig,
-    FFNTrainConfig,
-    open_arrays,
-)
+from phantom_parallel.families.ffn.config import DATA_SETS, PIXELS, TEACHERS, FFNConfig, FFNTrainConfig, open_arrays
 from phantom_parallel.families.ffn.fields import FIELDS, load_fields
 from phantom_parallel.families.ffn.model import FFN
 from phantom_parallel.utils.arrays import StoredArray, derive_seed, generator, readable
@@ -175,15 +168,12 @@ def _read(path: Path, expected: tuple[int, int], features: tuple[slice, slice]) 
         raise ValueError(f"there is no data {path}: give {', '.join(DATA_SETS)}, or a folder or file of arrays x and y")
     with readable(path, "data"):
         x, y = open_arrays(path)
-        if any(len(one.shape) != 2 for one in (x, y)) or x.shape[0] != y.shape[0]:
-            raise ValueError(f"expected x (rows, features) and y with as many rows, got {x.shape} and {y.shape}")
-        if (x.shape[1], y.shape[1]) != expected:
+        if x.shape[1:] != expected[:1] or y.shape[1:] != expected[1:] or x.shape[0] != y.shape[0]:
             raise ValueError(
                 f"expected x (rows, {expected[0]}) and y (rows, {expected[1]}), the model's features, "
                 f"got {x.shape} and {y.shape}"
             )
-        of_inputs, of_targets = features
-        return Data(_read_features(x, of_inputs), _read_features(y, of_targets), features, str(path))
+        return Data(_read_features(x, features[0]), _read_features(y, features[1]), features, str(path))
 
 
 def _read_features(array: StoredArray, features: slice) -> Any:
@@ -206,22 +196,15 @@ def teach(config: FFNTrainConfig, features: tuple[slice, slice], parallel: Paral
     teacher = (config.data, config.teacher_blocks, config.teacher_ghosts, config.teacher_depth, config.model.width)
     parts = tuple((part.start, part.stop) for part in features)
     key = (*teacher, *config.model.model_features, config.samples, config.seed, *parts)
-    if _cached_on_all_ranks(key, parallel):
-        _cache.move_to_end(key)
-    else:
-        _cache[key] = _generate(config, features, parallel)
-        while len(_cache) > _CACHED:
-            _cache.popitem(last=False)
-    return _cache[key]
-
-
-def _cached_on_all_ranks(key: Hashable, parallel: ParallelContext) -> bool:
-    """Return whether every rank has the data: if one does not, all ranks generate them together."""
-    if parallel.single_process:
-        return key in _cache
     cached = torch.tensor(int(key in _cache), device=parallel.device)
-    dist.all_reduce(cached, dist.ReduceOp.MIN, group=parallel.group)
-    return bool(cached)
+    if not parallel.single_process:  # if one rank does not have the data, all ranks generate them together
+        dist.all_reduce(cached, dist.ReduceOp.MIN, group=parallel.group)
+    if not bool(cached):
+        _cache[key] = _generate(config, features, parallel)
+    _cache.move_to_end(key)
+    while len(_cache) > _CACHED:
+        _cache.popitem(last=False)
+    return _cache[key]
 
 
 @torch.no_grad()
@@ -233,14 +216,13 @@ def _generate(
         (1, 0) if parallel.single_process else (dist.get_world_size(parallel.group), dist.get_rank(parallel.group))
     )
     chunks = -(-config.samples // _CHUNK)
-    of_inputs, of_targets = features
-    x = torch.cat([_teacher_inputs(config, chunk)[:, of_inputs] for chunk in range(chunks)])
+    x = torch.cat([_teacher_inputs(config, chunk)[:, features[0]] for chunk in range(chunks)])
     ys: list[Tensor] = []
     for first in range(0, chunks, size):
         y = torch.zeros(_CHUNK, config.model.model_features[1])
         if first + rank < chunks:
             y = teacher(_teacher_inputs(config, first + rank).double()).float()
-        ys += [y[:, of_targets]] if parallel.single_process else _exchange(y, of_targets, parallel, size)
+        ys += [y[:, features[1]]] if parallel.single_process else _exchange(y, features[1], parallel, size)
     return x[: config.samples].clone(), torch.cat(ys)[: config.samples].clone()
 
 

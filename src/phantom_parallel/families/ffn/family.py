@@ -1,6 +1,5 @@
 """The family ``ffn``: feed-forward networks, the models of the paper, with their inference and conversion."""
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,27 +17,8 @@ from phantom_parallel.families.ffn.cost import FFNShape, build_step, step_shapes
 from phantom_parallel.families.ffn.model import FFN, as_tensor
 from phantom_parallel.families.ffn.task import FFNTask
 from phantom_parallel.infer.predict import measure, open_inputs
-from phantom_parallel.infer.predictor import Predictor
-from phantom_parallel.utils.wire import WireFormat
 
 _BATCH_ROWS = 1024  # rows of a batch of calibration data
-
-
-class FFNPredictor(Predictor):
-    """The part of ``phantom infer`` that depends on FFNs."""
-
-    def features(self, config: FFNConfig) -> tuple[int, int]:
-        return config.model_features
-
-    def shape(self, config: FFNConfig, *, ranks: int, batch: int, word_bytes: int, wire: WireFormat) -> FFNShape:
-        return FFNShape(config, ranks=ranks, batch=batch, word_bytes=word_bytes, wire=wire)  # type: ignore[arg-type]
-
-    def baseline(self, model: FFN) -> FFN:
-        return as_tensor(model)
-
-    def baseline_words(self, config: FFNConfig, ranks: int) -> int:
-        sizes = [math.prod(config.features_of(index)) for index in range(config.depth)]
-        return sum(sizes) + ranks * max(sizes)  # its weights, and one dense layer on each rank
 
 
 class FFNConverter(Converter):
@@ -60,17 +40,18 @@ class FFNConverter(Converter):
     def batches(
         self, path: Path, config: FFNConfig, data: Path, rows: int, length: int
     ) -> tuple[list[Tensor], list[Tensor]]:
-        inputs = open_inputs(data, config.width)
-        held_out = inputs.rows // 5
-        used = min(rows, inputs.rows - held_out)
-        if held_out < 1 or used < config.width:
+        width = config.model_features[0]
+        inputs = open_inputs(data, width)
+        count = inputs.shape[0]
+        held_out = count // 5
+        used = min(rows, count - held_out)
+        if held_out < 1 or used < width:
             raise ValueError(
-                f"{data} has {inputs.rows} rows, too few for a covariance of {config.width} features and a fifth held "
-                "out: give more"
+                f"{data} has {count} rows, too few for a covariance of {width} features and a fifth held out: give more"
             )
-        whole = inputs.read(slice(0, used), slice(0, config.width)).float()
-        rest = inputs.read(slice(inputs.rows - held_out, inputs.rows), slice(0, config.width)).float()
-        return list(whole.split(_BATCH_ROWS)), list(rest.split(_BATCH_ROWS))
+        parts = slice(0, used), slice(count - held_out, count)
+        training, rest = (inputs.read(part, slice(0, width)).float().split(_BATCH_ROWS) for part in parts)
+        return list(training), list(rest)
 
     @torch.no_grad()
     def loss(self, model: nn.Module, dense: nn.Module | None, batch: Tensor) -> float:
@@ -125,8 +106,7 @@ FAMILY = Family(
     build_step=build_step,
     step_shapes=step_shapes,
     default_preset="quick",
-    shown_settings=("width", "depth"),
-    predictor=FFNPredictor,
+    as_tensor=as_tensor,
     converter=FFNConverter,
     measure_inference=measure_inference,
     report_notes=report_notes,
