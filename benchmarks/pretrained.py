@@ -31,7 +31,7 @@ from benchmarks.timing import about, write
 from phantom_parallel import convert, heal, load_model, save_model
 from phantom_parallel.conversion.layers import find_layers
 from phantom_parallel.conversion.stages import find_stages, run_stage, stage_outputs
-from phantom_parallel.families.gpt.conversion import GPTConverter, read_tokens
+from phantom_parallel.families.gpt.family import GPTConverter, read_tokens
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.families.gpt.text import split_text
 from phantom_parallel.nn.fit import damped

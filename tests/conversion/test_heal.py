@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from phantom_parallel import heal, load_model
 from phantom_parallel.cli.main import main
-from phantom_parallel.families.gpt.heal_config import HealConfig
+from phantom_parallel.families.gpt.heal import HealConfig
 from phantom_parallel.train import run
 from tests.conversion.test_run import TEXT, command, trained_gpt
 

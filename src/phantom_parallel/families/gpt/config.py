@@ -5,13 +5,13 @@ from math import gcd, lcm
 from typing import Any, ClassVar, Literal
 
 from phantom_parallel.train.config import TrainConfig
-from phantom_parallel.utils.layout import check_block_ranks, check_inside, nearest_divisors, stage_layers
+from phantom_parallel.utils.layout import BlockLayout, nearest_divisors, stage_layers
 from phantom_parallel.utils.settings import NO_OPTION, Features, Layers, PositiveFloat, PositiveInt, validate
 from phantom_parallel.utils.strategies import Strategy, get_strategy
 
 GPTStrategy = Literal["phantom", "megatron", "dense", "fsdp", "pipeline"]
 TokenizerName = Literal["bytes", "bpe"]
-MAPS = ("qkv", "out", "gate_up", "down")  # linear layers of a layer, in the order of its ghosts
+MODULES = ("attention.qkv.linear", "attention.out", "mlp.gate_up.linear", "mlp.down")  # in the order of their ghosts
 PYTHON = "python"
 BYTES = 256
 _MAX_VOCAB = 1 << 16  # tokens are cached in two bytes
@@ -107,14 +107,12 @@ class GPTConfig:
             )
         if self.parallel_block:
             if self.hidden % self.kv_heads:
-                near = -(-self.hidden // self.kv_heads) * self.kv_heads
-                raise ValueError(
-                    f"with parallel_block, kv_heads={self.kv_heads} must divide hidden={self.hidden}: "
-                    f"hidden={near} would"
-                )
+                raise ValueError(f"with parallel_block, kv_heads={self.kv_heads} must divide hidden={self.hidden}")
             if self.qkv_bias or self.layer_ghosts is not None:
                 raise ValueError("parallel_block has neither qkv_bias nor layer_ghosts: leave them out")
-        self._check_blocks()
+        if self.layer_ghosts is not None and (self.blocks is None or len(self.layer_ghosts) != self.layers):
+            raise ValueError(f"layer_ghosts are for phantom, {len(MODULES)} numbers for each of {self.layers} layers")
+        self._check_parts()
 
     def _fill(self, name: str, value: int) -> None:
         if getattr(self, name) is None:
@@ -126,33 +124,21 @@ class GPTConfig:
             near = nearest_divisors(total, divisor)
             raise ValueError(f"{part}={divisor} does not divide {whole}={total}: {near} would")
 
-    def _check_blocks(self) -> None:
-        blocks = self.blocks
-        if blocks is None:
-            if self.layer_ghosts is not None:
-                raise ValueError(f"layer_ghosts belong to the strategy phantom, not to {self.strategy}: leave them out")
-            return
-        if blocks < 2:
-            raise ValueError("blocks must be at least 2, got 1 (use the strategy dense)")
+    def _check_parts(self, ranks: int = 1) -> None:
+        """Raise ValueError if features cannot be divided into the blocks, or over ranks that share each layer."""
+        self._check_multiples(self.blocks or 1, f"blocks={self.blocks} does")
+        if self.blocks is not None:
+            for row in set(self.ghosts_of_layers):
+                for features, ghosts in zip(self.linear_features, row, strict=False):
+                    assert ghosts is not None
+                    BlockLayout(*features, self.blocks, ghosts, ranks)
+        if ranks > (self.blocks or 1):
+            self._check_multiples(ranks, f"{ranks} ranks do")
+
+    def _check_multiples(self, parts: int, which: str) -> None:
         for name in ("dim", "heads", "kv_heads", "hidden", "vocab", "hidden_groups"):
-            if (value := getattr(self, name)) % blocks:
-                raise ValueError(
-                    f"blocks={blocks} does not divide {name}={value}: "
-                    f"{name}={-(-value // blocks) * blocks} would be whole blocks"
-                )
-        smallest = min(self.dim, self.hidden) // blocks
-        if self.ghosts is not None and self.ghosts > smallest:
-            raise ValueError(
-                f"ghosts={self.ghosts} is larger than a block of {smallest} features "
-                f"(dim={self.dim}, hidden={self.hidden} over {blocks} blocks): at most {smallest}"
-            )
-        if self.layer_ghosts is not None and len(self.layer_ghosts) != self.layers:
-            raise ValueError(f"layer_ghosts must have {len(MAPS)} numbers for each of {self.layers} layers")
-        for layer, row in enumerate(self.layer_ghosts or ()):
-            for name, ghosts, features in zip(MAPS, row, (*[self.dim] * 3, self.hidden), strict=True):
-                if ghosts > features // blocks:
-                    size = features // blocks
-                    raise ValueError(f"layer_ghosts[{layer}].{name}={ghosts} is larger than a block of {size} features")
+            if (value := getattr(self, name)) % parts:
+                raise ValueError(f"{which} not divide {name}={value}: {name}={-(-value // parts) * parts} would fit")
 
     @property
     def head_dim(self) -> int:
@@ -167,7 +153,7 @@ class GPTConfig:
     @property
     def ghosts_of_layers(self) -> tuple[tuple[int | None, ...], ...]:
         """Ghosts of qkv, out, gate_up and down of each layer; None for a strategy without ghosts."""
-        return self.layer_ghosts or ((self.ghosts,) * len(MAPS),) * self.layers
+        return self.layer_ghosts or ((self.ghosts,) * len(MODULES),) * self.layers
 
     @property
     def queries_per_kv(self) -> int:
@@ -197,22 +183,8 @@ class GPTConfig:
         strategy.check_ranks(ranks)
         if strategy.splits_depth:
             stage_layers(self.layers, ranks)
-        if not strategy.splits_layers:
-            return
-        if self.blocks is not None:
-            check_block_ranks(self.blocks, ranks)
-            for ghosts in {ghosts for row in self.ghosts_of_layers for ghosts in row if ghosts is not None}:
-                check_inside(self.blocks, ranks, "ghosts", ghosts)
-        if self.blocks is None or ranks > self.blocks:
-            names = ["kv_heads", "hidden", "vocab"] + (["dim"] if self.blocks else [])
-            names += [] if self.parallel_block else ["hidden_groups"]
-            for name in names:
-                if getattr(self, name) % ranks:
-                    fit = gcd(*(getattr(self, name) for name in names))
-                    raise ValueError(
-                        f"{ranks} ranks do not divide {name}={getattr(self, name)}: run on a number of ranks that "
-                        f"divides {fit}"
-                    )
+        if strategy.splits_layers:
+            self._check_parts(ranks)
 
 
 def check_interleave(
@@ -232,37 +204,43 @@ def check_interleave(
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPTTrainConfig(TrainConfig):
-    """A training of a GPT on text. A row is a window of ``context`` tokens and the one after, and the loss is the mean
-    cross-entropy in nats a token.
-
-    ``data`` is the source of Python's standard library (``python``), or the path of a text file or of a folder of them.
-    """
+class TextTrainConfig(TrainConfig):
+    """A training on text. A row is a window of ``context`` tokens and the one after."""
 
     family: ClassVar[str] = "gpt"
     row: ClassVar[str] = "window"
     named_data: ClassVar[tuple[str, ...]] = (PYTHON,)
-    may_change: ClassVar[frozenset[str]] = TrainConfig.may_change | {"activation_checkpointing", "fsdp", "interleave"}
-    model_defaults: ClassVar[dict[str, Any]] = {"vocab": None, "dim": 256, "layers": 4, "heads": 8, "context": 256}
+    may_change: ClassVar[frozenset[str]] = TrainConfig.may_change | {"activation_checkpointing"}
 
-    model: GPTConfig
-    """The model."""
     batch: Features = 16
     """Windows of a step, over all data-parallel copies and micro-batches together."""
     max_grad_norm: PositiveFloat | None = 1.0
-    """Clip the norm of the whole gradient to this."""
-    data: str = PYTHON
-    """The source of Python's standard library (python), or the path of a text file, or of a folder of text files."""
     pattern: str = "*.txt"
     """Files to read from a folder, at any depth."""
     max_bytes: PositiveInt = 8_000_000
     """Maximum length of the text in bytes; files are read in the order of their paths."""
-    tokenizer: TokenizerName = "bytes"
-    """Bytes, or a byte-pair encoding trained on the text (bpe, which needs the tokenizers library)."""
     eval_windows: PositiveInt = 64
     """Number of windows to evaluate, from the tenth of the text that is held out."""
     activation_checkpointing: bool = False
     """Keep only the input of each layer, and compute the rest again in backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTTrainConfig(TextTrainConfig):
+    """A training of a GPT on text. The loss is the mean cross-entropy in nats a token.
+
+    ``data`` is the source of Python's standard library (``python``), or the path of a text file or of a folder of them.
+    """
+
+    may_change: ClassVar[frozenset[str]] = TextTrainConfig.may_change | {"fsdp", "interleave"}
+    model_defaults: ClassVar[dict[str, Any]] = {"vocab": None, "dim": 256, "layers": 4, "heads": 8, "context": 256}
+
+    model: GPTConfig
+    """The model."""
+    data: str = PYTHON
+    """The source of Python's standard library (python), or the path of a text file, or of a folder of text files."""
+    tokenizer: TokenizerName = "bytes"
+    """Bytes, or a byte-pair encoding trained on the text (bpe, which needs the tokenizers library)."""
     interleave: PositiveInt = 1
     """Parts of a micro-batch that are interleaved, so that exchanges of one overlap with products of the others: 2 on
     slow links."""

@@ -1,4 +1,5 @@
-"""What one rank of a `phantom_parallel.GPT` computes, sends and keeps, in training and in inference.
+"""What one rank of a `phantom_parallel.GPT` computes, sends and keeps, in training and in inference, and these passes
+for dry runs and timing.
 
 T rows (sequences times positions) go through each part, in words a row and rank:
 
@@ -33,12 +34,18 @@ scattered besides. `head_splits_rows` chooses for training; inference needs the 
 vocabulary, a tied head has besides an all-to-all of the embedding's weight, forward and backward.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Self, get_args
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
 from phantom_parallel.cost.layers import column_layer, phantom_layer, row_layer
+from phantom_parallel.cost.steps import DTYPES, FAKE, InferencePass, TrainingStep, on_device
 from phantom_parallel.cost.terms import (
     Exchange,
     LayerCost,
@@ -54,7 +61,11 @@ from phantom_parallel.cost.terms import (
     summed_on_wire,
 )
 from phantom_parallel.cost.whole_layers import Group, Stage, fully_sharded
+from phantom_parallel.distributed.pipeline import Pipeline, ends
 from phantom_parallel.families.gpt.config import GPTConfig, check_interleave
+from phantom_parallel.families.gpt.model import GPT
+from phantom_parallel.nn.attention import Cache
+from phantom_parallel.nn.sharded import to_local
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
 from phantom_parallel.utils.settings import Features, NonNegativeInt, PositiveInt
 from phantom_parallel.utils.strategies import StrategyName, get_strategy
@@ -67,15 +78,7 @@ Costs = tuple[tuple[LayerCost, ...], tuple[Exchange, ...]]
 
 @dataclass(frozen=True)
 class GPTShape(Shape):
-    """A transformer and how it is run, for example ``GPTShape(model.config, sequence=256, batch=8, ranks=4)``.
-
-    Args: besides those of `Shape`:
-        sequence: Positions of a sequence that a pass works on; by default the model's context.
-        activation_checkpointing: Whether layers are computed again in backward instead of being kept.
-        interleave: Parts of the sequences that are interleaved in a training step.
-        mode: A training step, or a forward pass that fills a cache: `prefill` and `decode` make those.
-        past: Positions that the cache holds already.
-    """
+    """A transformer and how it is run, for example ``GPTShape(model.config, sequence=256, batch=8, ranks=4)``."""
 
     family: ClassVar[str] = "gpt"
     listed: ClassVar[tuple[str, ...]] = ("dim", "layers", "heads", "sequence", "batch")
@@ -84,14 +87,14 @@ class GPTShape(Shape):
 
     model: GPTConfig
     batch: Features = 1
-    sequence: Features = None  # type: ignore[assignment]  # set on construction
+    sequence: Features = None  # type: ignore[assignment]  # positions that a pass works on; by default the context
     activation_checkpointing: bool = False
     """Keep only the input of each layer, and compute the rest again in backward."""
     interleave: PositiveInt = 1
     """Parts of a copy's sequences that are interleaved in a training step, so that exchanges of one overlap with
     products of the others."""
-    mode: Mode = "train"
-    past: NonNegativeInt = 0
+    mode: Mode = "train"  # or a forward pass that fills a cache: `prefill` and `decode` make those
+    past: NonNegativeInt = 0  # positions that the cache holds already
 
     @classmethod
     def filled(cls, settings: dict[str, Any]) -> dict[str, Any]:
@@ -202,7 +205,9 @@ class GPTShape(Shape):
             kept, stage = super().memory, self.stage
             between = 0 if stage is None else stage.kept(self.rows // stage.micro_batches * self.model.dim)
             return replace(kept, activations=kept.activations + self.word_bytes * between)
-        return Memory(self.word_bytes * self.parameters, 0, 0, self.word_bytes * self._cache_words())
+        positions = self.batch * (self.past + self.sequence)
+        cached = 2 * self.model.layers * positions * self.model.kv_heads // self.ranks * self.model.head_dim
+        return Memory(self.word_bytes * self.parameters, 0, 0, self.word_bytes * (cached + self.exchanged_rows))
 
     @property
     def rows(self) -> int:
@@ -215,41 +220,21 @@ class GPTShape(Shape):
         return self.model.dim // self.ranks if self.strategy == "phantom" else self.model.dim
 
     @property
-    def heads_here(self) -> int:
-        return self.model.heads // self.ranks
-
-    @property
-    def kv_here(self) -> int:
-        return self.model.kv_heads // self.ranks
-
-    @property
-    def hidden_here(self) -> int:
-        return self.model.hidden // self.ranks
-
-    @property
-    def precise_words(self) -> int:
-        """Words that a float32 takes; a float64 where all are."""
-        return max(1, 4 // self.word_bytes)
-
-    @property
     def precise_bytes(self) -> int:
+        """Bytes of a float32; of a float64 where all are."""
         return max(4, self.word_bytes)
 
-    def _cache_words(self) -> int:
-        model = self.model
-        kept = 2 * model.layers * self.batch * self.kv_here * (self.past + self.sequence) * model.head_dim
-        return kept + (self.model.vocab // self.ranks * self.model.dim if self.exchanges_rows else 0)
-
     @property
-    def exchanges_rows(self) -> bool:
-        """Whether a tied head's rows are another cut of the embedding than the embedding's own."""
-        return self.model.tie_embeddings and self.strategy == "phantom" and self.ranks > 1
+    def exchanged_rows(self) -> int:
+        """Words of a tied head's rows where they are another cut of the embedding than the embedding's own; else 0."""
+        exchanged = self.model.tie_embeddings and self.strategy == "phantom" and self.ranks > 1
+        return self.model.vocab // self.ranks * self.model.dim if exchanged else 0
 
     def _parts(self) -> Iterator[LayerCost]:
         if self.interleave > 1 and self.mode == "train":
             part = replace(self, batch=self.batch // self.interleave, interleave=1)
             yield from (in_turns(cost, self.interleave) for cost in part.costs[:-1])
-            yield _head_in_turns(self, part)
+            yield _head(part, self.interleave)
             return
         yield self._only_forward(_embedding(self))
         made: dict[tuple[int | None, ...], list[LayerCost]] = {}
@@ -263,8 +248,8 @@ class GPTShape(Shape):
         """All of it for training; for inference nothing is kept and there is no backward."""
         if self.mode == "train":
             return cost
-        products = tuple(product for product in cost.products if product.phase == "forward")
-        exchanges = tuple(exchange for exchange in cost.exchanges if exchange.phase == "forward")
+        products = tuple(p for p in cost.products if p.phase == "forward")
+        exchanges = tuple(e for e in cost.exchanges if e.phase == "forward")
         streamed = cost.streamed[0], 0
         return replace(cost, products=products, exchanges=exchanges, kept=0, kept_bytes=0, streamed=streamed)
 
@@ -334,15 +319,8 @@ def _into(shape: GPTShape, name: str, out_features: int, ghosts: int | None, *, 
     statistics = rows * shape.precise_bytes  # r of each row
     streamed = (5 * rows * stream, 6 * rows * stream)  # the norm, and the sum into the stream
     if shape.strategy != "phantom":
-        whole = column_layer(
-            RowLayout(shape.model.dim, out_features, shape.ranks),
-            rows,
-            bias=bias,
-            input_grad=True,
-            gather=False,
-            wire=shape.wire,
-            name=name,
-        )
+        layout = RowLayout(shape.model.dim, out_features, shape.ranks)
+        whole = column_layer(layout, rows, bias=bias, input_grad=True, gather=False, wire=shape.wire, name=name)
         statistics += shape.norm_bytes(rows)
         parameters, leading = (stream, *whole.parameters), (stream, *whole.leading)
         return replace(whole, parameters=parameters, leading=leading, kept_bytes=statistics, streamed=streamed)
@@ -362,24 +340,26 @@ def _into(shape: GPTShape, name: str, out_features: int, ghosts: int | None, *, 
 
 
 def _back(shape: GPTShape, name: str, in_features: int, ghosts: int | None) -> LayerCost:
-    """A map from such features back to the stream."""
+    """The output projection from such features to the stream."""
     if shape.strategy == "phantom":
         blocks = _blocks(shape, in_features, shape.model.dim, ghosts)
         return phantom_layer(blocks, shape.rows, bias=False, rank=shape.rank, wire=shape.wire, name=name)
-    return row_layer(
-        RowLayout(in_features, shape.model.dim, shape.ranks), shape.rows, bias=False, wire=shape.wire, name=name
-    )
+    layout = RowLayout(in_features, shape.model.dim, shape.ranks)
+    return row_layer(layout, shape.rows, bias=False, wire=shape.wire, name=name)
 
 
 def _blocks(shape: GPTShape, in_features: int, out_features: int, ghosts: int | None) -> BlockLayout:
-    assert shape.blocks is not None
-    assert ghosts is not None
+    assert shape.blocks is not None and ghosts is not None  # noqa: PT018
     return BlockLayout(in_features, out_features, shape.blocks, ghosts, shape.ranks)
 
 
 def _attention(shape: GPTShape) -> LayerCost:
     """Scores of each head of this rank, and the sums of values they weigh; the turning of queries and keys."""
-    heads, head_dim, group = shape.heads_here, shape.model.head_dim, shape.model.queries_per_kv
+    heads, kv_heads, head_dim = (
+        shape.model.heads // shape.ranks,
+        shape.model.kv_heads // shape.ranks,
+        shape.model.head_dim,
+    )
     each, t, s = shape.batch * heads, shape.sequence, shape.past + shape.sequence
     products = (
         Product("Q K^T", "forward", each, t, head_dim, s),
@@ -390,9 +370,9 @@ def _attention(shape: GPTShape) -> LayerCost:
         Product("dQ = dS K", "backward", each, t, s, head_dim),
         Product("dK = dS^T Q", "backward", each, s, t, head_dim),
     )
-    q, kv = shape.rows * heads * head_dim, shape.rows * shape.kv_here * head_dim
-    cached = shape.batch * s * shape.kv_here * head_dim
-    copied = q if group > 1 and shape.kv_here > 1 else 0  # queries, out of what was turned with the keys
+    q, kv = shape.rows * heads * head_dim, shape.rows * kv_heads * head_dim
+    cached = shape.batch * s * kv_heads * head_dim
+    copied = q if heads > kv_heads > 1 else 0  # queries, out of what was turned with the keys
     copied += q if shape.model.parallel_block else 0  # the result, which is copied beside the hidden features
     # Values lie in what qkv gave, which phantom keeps anyway, unless a bias was added to it.
     raw = 0 if shape.strategy == "phantom" and not shape.model.qkv_bias else q + 2 * kv
@@ -411,32 +391,26 @@ def _attention(shape: GPTShape) -> LayerCost:
 
 def _swiglu(shape: GPTShape, down: LayerCost) -> LayerCost:
     """The map back, with silu(gate) up before it."""
-    words = shape.rows * shape.hidden_here
+    words = shape.rows * shape.model.hidden // shape.ranks
     raw = 0 if shape.strategy == "phantom" else 2 * words  # gate and up, which phantom keeps anyway
     return replace(down, kept=down.kept + words + raw, streamed=(5 * words, 8 * words))
 
 
-def _head(shape: GPTShape) -> LayerCost:
-    """The norm, the map to logits, and the loss or the last position's logits."""
-    return _head_by_rows(shape) if _splits_rows(shape) else _head_by_vocabulary(shape)
-
-
-def _head_in_turns(shape: GPTShape, part: GPTShape) -> LayerCost:
-    """The same for sequences in parts, which share the head's weight."""
-    by_rows = _splits_rows(shape)
-    here = shape.model.vocab // shape.ranks * shape.model.dim if shape.exchanges_rows else 0
-    shared = shape.model.vocab * shape.model.dim if by_rows else here
-    each = _head_by_rows(part) if by_rows else _head_by_vocabulary(part)
-    cost = in_turns(replace(each, kept=each.kept - shared), shape.interleave, once=("W", "dW"))
+def _head(shape: GPTShape, parts: int = 1) -> LayerCost:
+    """The norm, the projection to logits, and the loss or the last position's logits, of one of so many interleaved
+    parts times their number. The parts share the head's weight.
+    """
+    by_rows = False
+    if shape.strategy == "phantom" and shape.mode == "train" and shape.inside == 1:
+        rows, model = parts * shape.rows, shape.model
+        words = {"word_bytes": shape.word_bytes, "weight_bytes": shape.word_bytes, "parts": parts}
+        by_rows = head_splits_rows(rows, model.dim, model.vocab, shape.ranks, wire=shape.wire, **words)
+    each = _head_by_rows(shape) if by_rows else _head_by_vocabulary(shape)
+    if parts == 1:
+        return each
+    shared = shape.model.vocab * shape.model.dim if by_rows else shape.exchanged_rows
+    cost = in_turns(replace(each, kept=each.kept - shared), parts, once=("W", "dW"))
     return replace(cost, kept=cost.kept + shared)
-
-
-def _splits_rows(shape: GPTShape) -> bool:
-    """Whether the loss is computed by rows."""
-    if shape.strategy != "phantom" or shape.mode != "train" or shape.inside > 1:
-        return False
-    words = {"word_bytes": shape.word_bytes, "weight_bytes": shape.word_bytes, "parts": shape.interleave}
-    return head_splits_rows(shape.rows, shape.model.dim, shape.model.vocab, shape.ranks, wire=shape.wire, **words)
 
 
 def _head_by_rows(shape: GPTShape) -> LayerCost:
@@ -452,7 +426,7 @@ def _head_by_rows(shape: GPTShape) -> LayerCost:
         exchanges=(
             Exchange("W", "forward", "all_gather", ranks, weight, background=True),
             y,
-            Exchange("loss", "forward", "all_gather", ranks, shape.precise_words),
+            Exchange("loss", "forward", "all_gather", ranks, max(1, 4 // shape.word_bytes)),
             dy,
             Exchange("dW", "backward", "reduce_scatter", ranks, weight, background=True),
         ),
@@ -468,7 +442,7 @@ def _head_by_vocabulary(shape: GPTShape) -> LayerCost:
     here, ranks, dim, wire = shape.model.vocab // shape.ranks, shape.ranks, shape.model.dim, shape.wire
     phantom = shape.strategy == "phantom"
     exchanges = []
-    if shape.exchanges_rows and shape.mode != "decode":
+    if shape.exchanged_rows and shape.mode != "decode":
         piece = here * dim // ranks
         exchanges.append(Exchange("W", "forward", "all_to_all", ranks, piece))
         exchanges.append(Exchange("dW", "backward", "all_to_all", ranks, piece))
@@ -480,11 +454,11 @@ def _head_by_vocabulary(shape: GPTShape) -> LayerCost:
     else:
         exchanges += summed_on_wire("dy", "backward", ranks, rows, dim, wire, ("dW = d^T y",))
     if shape.mode == "train":
-        last = Exchange("loss", "forward", "all_gather", ranks, rows * 3 * shape.precise_words)
+        last = Exchange("loss", "forward", "all_gather", ranks, rows * 3 * max(1, 4 // shape.word_bytes))
     else:
         last = on_wire(Exchange("logits", "forward", "all_gather", ranks, rows * here), rows, wire)
     exchanges += over_blocks(last, shape.blocks)
-    kept = rows * dim + (rows * shape.stream if phantom else 0) + (here * dim if shape.exchanges_rows else 0)
+    kept = rows * dim + (rows * shape.stream if phantom else 0) + shape.exchanged_rows
     return LayerCost(
         name="head",
         parameters=_head_parameters(shape),
@@ -550,3 +524,83 @@ def _pipeline_costs(shape: GPTShape, stage: Stage) -> Costs:
     if stage.is_last:
         parts.append(stage.cost(head))
     return tuple(parts), exchanges
+
+
+def build_step(shape: GPTShape, mesh: DeviceMesh | None, *, device: str = "cpu") -> TrainingStep | InferencePass:
+    """The model on this rank, and the pass of the shape's mode on random tokens."""
+    dtype, where = DTYPES[shape.word_bytes], "cpu" if device == FAKE else device
+    model = GPT(
+        shape.model,
+        mesh=mesh,
+        device="meta" if device == FAKE else device,
+        dtype=dtype,
+        wire=shape.wire,
+        activation_checkpointing=shape.activation_checkpointing,
+        reshard_after_forward=shape.reshard_after_forward,
+        interleave=shape.interleave,
+    )
+    if device == FAKE:
+        on_device(model, where)
+    rows = shape.batch // shape.ranks if shape.strategy == "fsdp" else shape.batch
+    tokens = torch.randint(shape.model.vocab, (rows, shape.sequence), device=where)
+    if shape.mode != "train":
+        return _inference(model, tokens, shape.past)
+    targets = tokens.clone()
+    recomputed = tuple(model.layers[index] for index in model.stage) if shape.activation_checkpointing else ()
+    if shape.stage is None or mesh is None:
+        return TrainingStep(model, lambda: model.loss(tokens, targets), model._rotary(), recomputed)
+    pipeline = Pipeline(
+        model,
+        model,
+        mesh,
+        stream=lambda rows: torch.empty(rows, shape.sequence, shape.model.dim, device="meta", dtype=dtype),
+        micro_batches=shape.stage.micro_batches,
+        device=torch.device(where),
+    )
+    shared = ends(mesh) if shape.model.tie_embeddings else None
+
+    def finish() -> None:
+        if shared is not None:
+            dist.all_reduce(model.embedding.weight.grad, group=shared)
+
+    return TrainingStep(
+        model, lambda: pipeline.forward_backward(tokens, targets), model._rotary(), recomputed, pipeline, finish
+    )
+
+
+def _inference(model: GPT, tokens: Tensor, past: int) -> InferencePass:
+    """A cache made and filled by a prompt; or one that holds ``past`` positions already, filled by what follows."""
+
+    @torch.no_grad()
+    def new_cache() -> Cache:
+        return model.new_cache(tokens.shape[0], past + tokens.shape[1])
+
+    ready = new_cache() if past else None
+
+    def forward() -> Iterable[Tensor]:
+        cache = ready or new_cache()
+        cache.position = past
+        model.logits(tokens, cache, last=True)
+        held = [cache.keys, cache.values]
+        if cache.head is not None and _memory(cache.head) != _memory(model.embedding.weight):
+            held.append(cache.head)
+        return held
+
+    return InferencePass(model, forward)
+
+
+def _memory(tensor: Tensor) -> int:
+    """Which memory a tensor lies in."""
+    return to_local(tensor).untyped_storage()._cdata
+
+
+def step_shapes(ranks: int, *, held_out: bool) -> list[dict[str, Shape]]:
+    """Held-out steps that are timed on local ranks; calibration measures none of transformers."""
+    shapes: list[dict[str, Shape]] = []
+    sizes = ((128, 3, 128, 4, 8), (256, 2, 64, 4, 8), (512, 2, 64, 2, 16)) if held_out else ()
+    for dim, layers, context, batch, ghosts in sizes:
+        for blocks in (ranks, 2 * ranks):
+            model = GPTConfig(1024, dim, layers, heads=8, context=context, blocks=blocks, ghosts=ghosts)
+            phantom = GPTShape(model, ranks=ranks, batch=batch, optimizer="sgd")
+            shapes.append({"phantom": phantom, "megatron": phantom.with_strategy("megatron")})
+    return shapes

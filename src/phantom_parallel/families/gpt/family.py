@@ -1,16 +1,110 @@
-"""The family ``gpt``: decoder-only transformers."""
+"""The family ``gpt``: decoder-only transformers, with their conversion from dense to phantom models."""
 
-from phantom_parallel.families.base import Family
-from phantom_parallel.families.gpt.config import GPTConfig, GPTTrainConfig
-from phantom_parallel.families.gpt.conversion import GPTConverter
-from phantom_parallel.families.gpt.cost import GPTShape
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from phantom_parallel.checkpoint.model import load_model, read_config
+from phantom_parallel.checkpoint.pretrained import copy_kept_files
+from phantom_parallel.families.base import Converter, Family
+from phantom_parallel.families.gpt.config import MODULES, GPTConfig, GPTTrainConfig
+from phantom_parallel.families.gpt.cost import GPTShape, build_step, step_shapes
 from phantom_parallel.families.gpt.generation import measure_inference
 from phantom_parallel.families.gpt.generation_run import converse, run
-from phantom_parallel.families.gpt.heal_config import HealConfig
+from phantom_parallel.families.gpt.heal import HealConfig
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.families.gpt.pretrained import export_model, import_model
-from phantom_parallel.families.gpt.step import build_step, step_shapes
 from phantom_parallel.families.gpt.task import GPTTask
+from phantom_parallel.families.gpt.tokens import find_tokenizer
+from phantom_parallel.utils.files import read_bytes
+
+_HELD_OUT = 16  # sequences, at most
+_BATCH_SIZE = 8  # sequences of a batch
+
+
+class GPTConverter(Converter):
+    """Every map of a layer gets its own ghosts; embedding and head stay."""
+
+    maps: ClassVar[tuple[str, ...]] = tuple(f"layers.*.{name}" for name in MODULES)
+    own_ghosts: ClassVar[bool] = True
+
+    def load_dense(self, path: Path) -> GPT:
+        config = read_config(path)
+        if config.strategy == "phantom":
+            raise ValueError(f"{path} is a phantom model already: give a dense one")
+        model: GPT = load_model(path, strategy="dense")
+        return model
+
+    def check(self, config: GPTConfig, blocks: int, ghosts: int) -> None:
+        if config.parallel_block:
+            raise ValueError("models with parallel_block cannot be converted")
+        replace(config, strategy="phantom", blocks=blocks, ghosts=ghosts)
+
+    def batches(
+        self, path: Path, config: GPTConfig, data: Path, rows: int, length: int
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        length = min(length, config.context)
+        tokens = read_tokens(path, data, config)
+        windows = len(tokens) // length
+        held_out = min(_HELD_OUT, windows // 5)
+        wanted = -(-rows // length)
+        if held_out < 1 or windows - held_out < wanted:
+            raise ValueError(
+                f"{data} has {len(tokens)} tokens, too few for {wanted} sequences of {length} and a fifth as many held "
+                "out: give more text, or use fewer --rows"
+            )
+        order = list(range(windows))
+        random.Random(0).shuffle(order)
+        cut = tokens[: windows * length].view(windows, length)
+        return [list(cut[part].split(_BATCH_SIZE)) for part in (order[held_out : held_out + wanted], order[:held_out])]  # type: ignore[return-value]
+
+    @torch.no_grad()
+    def loss(self, model: nn.Module, dense: nn.Module | None, batch: Tensor) -> float:
+        """Nats a token."""
+        return float(_mean_loss(model, batch))
+
+    def objective(self) -> Callable[[nn.Module, Tensor], Tensor]:
+        return _mean_loss
+
+    @torch.no_grad()
+    def phantom(self, model: nn.Module, blocks: int, ghosts: Mapping[str, int]) -> GPT:
+        dense = cast(GPT, model)
+        rows = [[ghosts[f"layers.{index}.{name}"] for name in MODULES] for index in range(dense.config.layers)]
+        default = min(max(map(max, rows)), min(dense.config.dim, dense.config.hidden) // blocks)
+        each: Any = tuple(map(tuple, rows))
+        config = replace(dense.config, strategy="phantom", blocks=blocks, ghosts=default, layer_ghosts=each)
+        made = GPT(config, device="meta", dtype=dense.embedding.weight.dtype)
+        tensors = {name.replace("head.linear.", "head."): t.detach() for name, t in dense.state_dict().items()}
+        made.load_state_dict(tensors, assign=True)
+        return made
+
+    def complete(self, source: Path, folder: Path) -> None:
+        copy_kept_files(source, folder)
+
+
+def _mean_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return cast(GPT, model).loss(batch[:, :-1], batch[:, 1:])
+
+
+def read_tokens(model: Path, data: Path, config: GPTConfig) -> Tensor:
+    """The tokens of a text file, or of the files of a folder in the order of their names, by the model's tokenizer."""
+    if not data.exists():
+        raise ValueError(f"there is no text {data}: give a file, or a folder of files")
+    files = sorted(path for path in data.rglob("*") if path.is_file()) if data.is_dir() else [data]
+    try:
+        text = b"\n".join(read_bytes(path) for path in files)
+    except OSError as error:
+        raise ValueError(f"{data} is not readable as text: {error}") from None
+    tokens = torch.from_numpy(find_tokenizer(model).encode(text).astype("int64"))
+    if len(tokens) and int(tokens.max()) >= config.vocab:
+        raise ValueError(f"{data} has a token {int(tokens.max())}, but the model's vocabulary is {config.vocab}")
+    return tokens
+
 
 FAMILY = Family(
     name="gpt",
@@ -25,8 +119,6 @@ FAMILY = Family(
     step_shapes=step_shapes,
     inference_command="generate",
     default_preset="gpt",
-    shown_settings=("dim", "layers", "heads", "context"),
-    imports=("llama", "mistral", "qwen2"),
     converter=GPTConverter,
     heal_config=HealConfig,
     text_generation=(run, converse),

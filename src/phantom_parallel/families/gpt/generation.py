@@ -102,10 +102,7 @@ def generate(
         prompt_tokens: (batch, length), the same on every rank, with at least one row and one token; or a list of
             (length,), which may differ in length: a row computes what it would by itself.
         tokens: Maximum number of tokens to generate; with the longest prompt, at most the model's context.
-        temperature: As for `Sampling`.
-        top_k: As for `Sampling`.
-        top_p: As for `Sampling`.
-        seed: As for `Sampling`. Samples are the same on any number of ranks.
+        temperature, top_k, top_p, seed: As for `Sampling`. Samples are the same on any number of ranks.
         stop: Tokens that end a row.
         on_token: Called with each (batch,) of tokens when it is generated. Its time is not counted. It may return which
             rows end with it, and must then do so on every rank alike.
@@ -164,15 +161,11 @@ def check_request(config: GPTConfig, prompts: Prompts, tokens: int, sampling: Sa
 def check_room(config: GPTConfig, length: int, tokens: int) -> None:
     """Raise ValueError if a prompt of ``length`` tokens and ``tokens`` more do not fit into the model's context."""
     room = config.context - length
-    if room < 1:
-        raise ValueError(
-            f"a prompt of {length} tokens leaves no room in the model's context of {config.context}: "
-            f"give at most {config.context - 1}"
-        )
     if tokens > room:
+        advice = f"generate at most {room}, or shorten the prompt" if room > 0 else f"give at most {config.context - 1}"
         raise ValueError(
             f"a prompt of {length} tokens and {tokens} more do not fit into the model's context of {config.context}: "
-            f"generate at most {room}, or shorten the prompt"
+            f"{advice}"
         )
 
 
@@ -204,11 +197,8 @@ def measure_generation(
             first token.
         tokens: Number of tokens that follow. Decode is one step in the middle of them, as attention covers more
             positions the longer the text is; there is none for one token, which prefill produces.
-        turns: As for `measure_calls`.
         sampling: How tokens are selected, which is part of the cost; by default the most likely one.
-        profile: As for `measure_calls`.
-        meter: As for `measure_calls`.
-        report: As for `measure_calls`.
+        turns, profile, meter, report: As for `measure_calls`.
 
     Returns:
         For each model, the cost of ``prefill`` and of ``decode``, for one token of one row.

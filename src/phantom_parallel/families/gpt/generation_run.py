@@ -34,8 +34,7 @@ from phantom_parallel.energy.power import PowerProfile
 from phantom_parallel.families.gpt.config import GPTConfig
 from phantom_parallel.families.gpt.generation import Generation, check_room, generate, measure_generation
 from phantom_parallel.families.gpt.model import GPT
-from phantom_parallel.families.gpt.prompts import RowText, encode_prompt, find_tokenizer, stop_tokens
-from phantom_parallel.families.gpt.tokens import Tokenizer
+from phantom_parallel.families.gpt.tokens import RowText, encode_prompt, find_tokenizer, stop_tokens
 from phantom_parallel.infer.measure import default_power_profile
 from phantom_parallel.infer.predict import check_memory, check_model, strategy_on
 from phantom_parallel.infer.sampling import GenerateConfig
@@ -116,11 +115,8 @@ def converse(
     if launched_externally():
         raise ValueError("a conversation needs a terminal: give a prompt under torchrun or srun")
     sizes, tokenizer = _check(config).config, find_tokenizer(config.model)
-    interrupted = threading.Event()
-    answers: list[str] = []
-
-    def requests() -> Iterator[dict[str, Any]]:
-        reserved = min(config.tokens or TOKENS, sizes.context // 2)
+    reserved = min(config.tokens or TOKENS, sizes.context // 2)
+    with _served(config) as answer:
         for messages in conversation:
             try:
                 while len(messages) > 2:
@@ -133,30 +129,16 @@ def converse(
                 print(printable(f"error: {error}"), file=sys.stderr)
                 messages.pop()
                 continue
-            with _interruptible(interrupted):
-                yield request
-            messages.append({"role": "assistant", "content": answers.pop()})
-
-    def on_event(event: Any) -> None:
-        if isinstance(event, str):
-            write(event)
-        elif isinstance(event, dict):
-            answers.append(event["texts"][0])
-            on_answer(event)
-
-    if config.ranks == 1:
-        launch(1, _serve, config, requests(), None, False, interrupted.is_set, on_report=on_event)
-    else:
-        _converse_on_ranks(config, requests(), interrupted, on_event)
+            result = answer(request, write)
+            on_answer(result)
+            messages.append({"role": "assistant", "content": result["texts"][0]})
 
 
-def _converse_on_ranks(
-    config: GenerateConfig,
-    requests: Iterable[dict[str, Any]],
-    interrupted: threading.Event,
-    on_event: Callable[[Any], None],
-) -> None:
-    """Ranks are launched by another thread, as this one waits for the user and handles signals."""
+@contextmanager
+def _served(config: GenerateConfig) -> Iterator[Callable[[Any, Callable[[str], None]], dict[str, Any]]]:
+    """A function that sends a request to ranks, writes the text as it is generated, and returns the result. Ranks are
+    launched by another thread, as this one waits for the user and handles signals.
+    """
     events: SimpleQueue[Any] = SimpleQueue()
     pipes: list[int] = []
 
@@ -175,7 +157,7 @@ def _converse_on_ranks(
             os.close(pipe)
         thread.join(5.0)
 
-    def next_event() -> Any:
+    def next_event(interrupted: threading.Event) -> Any:
         while True:
             try:
                 event = events.get(timeout=_POLL_SECONDS)
@@ -186,7 +168,13 @@ def _converse_on_ranks(
                 continue
             if isinstance(event, BaseException):
                 raise event
-            on_event(event)
+            return event
+
+    def answer(request: dict[str, Any], write: Callable[[str], None]) -> dict[str, Any]:
+        with _interruptible() as interrupted:
+            send(request)
+            while not isinstance(event := next_event(interrupted), dict):
+                write(event)
             return event
 
     with ExitStack() as stack:
@@ -197,25 +185,22 @@ def _converse_on_ranks(
             os.mkfifo(_pipe(folder, rank), 0o600)
             pipes.append(os.open(_pipe(folder, rank), os.O_RDWR))  # does not wait for the reader
         thread.start()
-        next_event()  # the models are loaded
-        for request in requests:
-            send(request)
-            while not isinstance(next_event(), dict):
-                pass
+        next_event(threading.Event())  # the models are loaded
+        yield answer
 
 
 @contextmanager
-def _interruptible(interrupted: threading.Event) -> Iterator[None]:
+def _interruptible() -> Iterator[threading.Event]:
     """Context in which the first SIGINT sets the event, and the second is handled as outside."""
+    interrupted = threading.Event()
 
     def handle(number: int, frame: FrameType | None) -> None:
         interrupted.set()
         signal.signal(signal.SIGINT, before)
 
-    interrupted.clear()
     before = signal.signal(signal.SIGINT, handle)
     try:
-        yield
+        yield interrupted
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -242,7 +227,7 @@ def _request(config: GenerateConfig, sizes: GPTConfig, texts: list[str]) -> dict
 
 
 def _baseline_config(config: GPTConfig) -> GPTConfig:
-    """Return the config of the tensor-parallel model of the same sizes."""
+    """The config of the tensor-parallel model of the same sizes."""
     return replace(config, strategy="megatron", blocks=None, ghosts=None, layer_ghosts=None)
 
 
@@ -259,42 +244,30 @@ def _check_memory(model: GPT, config: GenerateConfig, request: dict[str, Any]) -
 def _serve(
     device: torch.device,
     config: GenerateConfig,
-    requests: Iterable[dict[str, Any]] | str,
+    requests: list[dict[str, Any]] | str,
     power: PowerProfile | None,
     show: bool,
-    interrupted: Callable[[], bool] | None = None,
     *,
     report: Callable[[Any], None],
 ) -> dict[str, Any]:
-    """Run on one rank: load the model, generate for each request, and measure the last one if the config says so.
-
-    Args:
-        device: The rank's device.
-        config: How to generate.
-        requests: The requests, or the folder of the pipes that they come from.
-        power: Watts for a measurement.
-        show: Whether to show its progress.
-        interrupted: Whether the user has interrupted the answer, in one process.
-        report: Gets None when the model is loaded, pieces of the first row's text, and the result of each request.
-
-    Returns:
-        The last result.
+    """Run on one rank: load the model, generate for each request, or for those from the pipes of a folder, and measure
+    the last one if the config says so. ``report`` gets None when the model is loaded, pieces of the first row's text,
+    and the result of each request, of which the last is returned.
     """
     mesh = None if config.ranks == 1 else init_device_mesh(device.type, (config.ranks,), mesh_dim_names=("tp",))
     check_agreement("what to run", {name: str(value) for name, value in asdict(config).items()}, mesh)
     where: dict[str, Any] = {"mesh": mesh, "device": device, "wire": config.wire}
     model: GPT = load_model(config.model, strategy=strategy_on(config.model, config.ranks), **where)
-    tokenizer = find_tokenizer(config.model)
     rank = 0 if mesh is None else mesh.get_local_rank()
     report(None)
-    if isinstance(requests, str):
-        pipe = _RequestPipe(_pipe(requests, rank), device)
-        requests, interrupted = pipe, pipe.interrupted
+    source = _RequestPipe(_pipe(requests, rank), device) if isinstance(requests, str) else requests
+    interrupted = source.interrupted if isinstance(source, _RequestPipe) else lambda: False
     result: dict[str, Any] = {}
-    for request in requests:
+    for request in source:
         prompts = [torch.tensor(prompt) for prompt in request["prompts"] for _ in range(config.batch)]
-        made, result = _answer(model, tokenizer, config, prompts, request, interrupted, report)
-        report(result | {"device": device.type})
+        made, result = _answer(model, config, prompts, request, interrupted, report)
+        result["device"] = device.type
+        report(result)
     if config.measure:
         models: dict[str, GPT] = {model.config.strategy: model}
         if config.against not in ("none", *models):
@@ -304,24 +277,24 @@ def _serve(
             display.stage("measuring: turn", config.turns)
             settings: dict[str, Any] = {"turns": config.turns, "sampling": config.sampling, "profile": power}
             costs = measure_generation(models, prompts, max(made.lengths), report=display.update, **settings)
-        result["measured"] = {}
-        for name, phases in costs.items():
-            parameters = sum(parameter.numel() for parameter in models[name].parameters())
-            result["measured"][name] = {phase: cost.to_dict() for phase, cost in phases.items()}
-            result["measured"][name]["parameters"] = parameters
-    return result | {"device": device.type}
+        result["measured"] = {
+            name: {phase: cost.to_dict() for phase, cost in phases.items()}
+            | {"parameters": sum(parameter.numel() for parameter in models[name].parameters())}
+            for name, phases in costs.items()
+        }
+    return result
 
 
 def _answer(
     model: GPT,
-    tokenizer: Tokenizer,
     config: GenerateConfig,
     prompts: list[Tensor],
     request: dict[str, Any],
-    interrupted: Callable[[], bool] | None,
+    interrupted: Callable[[], bool],
     report: Callable[[Any], None],
 ) -> tuple[Generation, dict[str, Any]]:
     """Generate for one request, and report the first row's text as it grows."""
+    tokenizer = find_tokenizer(config.model)
     rows = [RowText(tokenizer, request["stop"], config.stop) for _ in prompts]
     shown = 0
 
@@ -336,7 +309,7 @@ def _answer(
             if not row.ended:
                 row.add(token)
         report_text()
-        stopped = interrupted is not None and interrupted()
+        stopped = interrupted()
         return [stopped or row.ended for row in rows]
 
     made = generate(model, prompts, tokens=request["tokens"], on_token=on_token, **asdict(config.sampling))
@@ -376,5 +349,6 @@ class _RequestPipe:
         """Whether any rank has been sent something during an answer: an interrupt, or the end of the pipe."""
         sent = bool(self._read) or bool(select.select([self._file], [], [], 0)[0])
         flag = torch.tensor(float(sent), device=self._device)
-        dist.all_reduce(flag)
+        if dist.is_initialized():
+            dist.all_reduce(flag)
         return bool(flag)

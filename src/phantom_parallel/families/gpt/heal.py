@@ -1,26 +1,151 @@
-"""Healing of a converted GPT: layer by layer against the teacher's stream, then all of it against its predictions."""
+"""Healing of a converted GPT: layer by layer against the teacher's stream, then all of it against its predictions.
 
+The texts under the fields of `HealConfig` are the help of ``phantom model heal``.
+"""
+
+import os
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from phantom_parallel.checkpoint.model import load_model
+from phantom_parallel.checkpoint.model import load_model, read_config
 from phantom_parallel.checkpoint.pretrained import copy_kept_files
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.objects import check_agreement
-from phantom_parallel.families.gpt.heal_config import HealConfig
+from phantom_parallel.families.gpt.config import GPTConfig, TextTrainConfig
 from phantom_parallel.families.gpt.model import GPT
-from phantom_parallel.families.gpt.prompts import find_tokenizer
 from phantom_parallel.families.gpt.task import GPTTask
 from phantom_parallel.families.gpt.text import Text, open_text, text_digest, windows
+from phantom_parallel.families.gpt.tokens import find_tokenizer, tokenizer_file
+from phantom_parallel.infer.predict import check_folder
 from phantom_parallel.ops import vocabulary_kl_divergence
+from phantom_parallel.train.config import HEAL, Schedule
 from phantom_parallel.utils.files import read_bytes
+from phantom_parallel.utils.settings import Features, NonNegativeInt, PositiveFloat, PositiveInt
+from phantom_parallel.utils.strategies import StrategyName
+
+_SAME = ("vocab", "dim", "layers", "tie_embeddings")  # sizes that a teacher must have
+_LAYER_SHARE = 10  # by default one step in so many is layer by layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealConfig(TextTrainConfig):
+    """A training of a converted phantom model with the dense model that it was made from as its teacher.
+
+    In the first ``layer_steps`` steps each layer learns by itself: its input is the converted model's, its target the
+    teacher's stream after the same layer, and the loss is the squared error of a position relative to the stream's
+    square, averaged over positions and layers. After that, the loss is the Kullback-Leibler divergence of the teacher's
+    predictions from the model's, in nats a token.
+    """
+
+    model: str
+    """Folder of the phantom model, of phantom model convert."""
+    teacher: str
+    """Folder of the dense model that it was converted from."""
+    data: str
+    """Text to learn from, a file or a folder of text files, best of the kind that the model is for; or the source of
+    Python's standard library (python). A tenth of it is held out."""
+    steps: PositiveInt = 500
+    layer_steps: NonNegativeInt | None = None
+    """Steps at the beginning in which every layer learns by itself; by default a tenth of the steps."""
+    lr: PositiveFloat = 1e-4
+    schedule: Schedule = "cosine"
+    batch: Features = 4
+    context: Features = 256
+    """Tokens of a window."""
+    seed: NonNegativeInt = 0
+    """Seed of the windows of every step."""
+    max_bytes: PositiveInt = 64_000_000
+    eval_windows: PositiveInt = 32
+    train_embeddings: bool = False
+    """Train the embedding, the head and its norm too. By default only weights of layers are trained."""
+
+    def __post_init__(self) -> None:
+        model, teacher = self.model_config, self.teacher_config
+        if model.strategy != "phantom":
+            raise ValueError(f"{self.model} is a {model.strategy} model: give a phantom one, of phantom model convert")
+        if teacher.strategy == "phantom":
+            raise ValueError(f"the teacher {self.teacher} is a phantom model: give the dense one that was converted")
+        for name in _SAME:
+            if getattr(model, name) != getattr(teacher, name):
+                raise ValueError(
+                    f"the teacher {self.teacher} has {name}={getattr(teacher, name)}, the model {self.model} has "
+                    f"{getattr(model, name)}: give the model that it was converted from"
+                )
+        super().__post_init__()
+        if self.layer_steps is None:
+            object.__setattr__(self, "layer_steps", self.steps // _LAYER_SHARE)
+        assert self.layer_steps is not None
+        if self.layer_steps > self.steps:
+            raise ValueError(f"layer_steps must be from 0 to steps={self.steps}, got {self.layer_steps}")
+        if self.context > (longest := min(model.context, teacher.context)):
+            raise ValueError(f"context={self.context} is longer than the models' context of {longest}")
+        if self.compile:
+            raise ValueError("compile is not supported by heal: leave it out")
+        model.check_ranks(self.ranks)
+        self.teacher_on_ranks.check_ranks(self.ranks)
+
+    @property
+    def kind(self) -> str:
+        return HEAL
+
+    def task(self) -> "type[HealTask]":
+        return HealTask
+
+    @property
+    def model_config(self) -> GPTConfig:
+        """Config of the model."""
+        return _config_of(self.model)
+
+    @property
+    def strategy(self) -> StrategyName:
+        return self.model_config.strategy
+
+    @property
+    def blocks(self) -> int | None:
+        return self.model_config.blocks
+
+    @property
+    def ghosts(self) -> int | None:
+        return self.model_config.ghosts
+
+    @property
+    def teacher_config(self) -> GPTConfig:
+        """Config of the teacher, as it was saved."""
+        return _config_of(self.teacher)
+
+    @property
+    def teacher_on_ranks(self) -> GPTConfig:
+        """Config of the teacher as it runs: dense in one process, and by Megatron on several ranks."""
+        return replace(self.teacher_config, strategy="dense" if self.ranks == 1 else "megatron")
+
+    @property
+    def vocab(self) -> int:
+        return self.model_config.vocab
+
+    @property
+    def tokenizer(self) -> str:
+        """A name of the model's tokenizer, for the cache of tokens."""
+        file = tokenizer_file(Path(self.model))
+        return "bytes" if file is None else sha256(read_bytes(file)).hexdigest()
+
+    def with_absolute_data(self) -> Self:
+        changed = super().with_absolute_data()
+        return replace(changed, model=os.path.abspath(self.model), teacher=os.path.abspath(self.teacher))
+
+
+def _config_of(path: str) -> GPTConfig:
+    config: GPTConfig = read_config(check_folder(Path(path)))
+    if config.family != HealConfig.family:
+        raise ValueError(f"the model {path} is of the family {config.family}, not {HealConfig.family}")
+    return config
 
 
 class HealTask(GPTTask):
@@ -44,7 +169,7 @@ class HealTask(GPTTask):
         strategy = config.teacher_on_ranks.strategy
         self._teacher: GPT = load_model(config.teacher, strategy=strategy, **where).requires_grad_(False)
         self._step = 0
-        self.teacher_loss, self.initial_loss = (self._held_out_loss(one) for one in (self._teacher, self.model))
+        self.teacher_loss, self.initial_loss = map(self._held_out_loss, (self._teacher, self.model))
 
     @staticmethod
     def check(config: HealConfig) -> None:  # type: ignore[override]
@@ -93,18 +218,8 @@ class HealTask(GPTTask):
             with torch.no_grad():
                 *_, stream = _streams(self._teacher, tokens)
                 expected = self._teacher.local_logits(stream)
-            found = self.model.local_logits(self._stream(tokens))
-            return vocabulary_kl_divergence(found, expected, group=self.model.group)
-
-    def _stream(self, tokens: Tensor) -> Tensor:
-        """The model's stream after its last layer."""
-        x, cos, sin = self.model.embed(tokens)
-        for layer in self.model.layers:
-            if self.config.activation_checkpointing:
-                x = checkpoint(layer, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = layer(x, cos, sin)
-        return x
+            *_, stream = _streams(self.model, tokens, recompute=self.config.activation_checkpointing)
+            return vocabulary_kl_divergence(self.model.local_logits(stream), expected, group=self.model.group)
 
     def _layer_errors(self, tokens: Tensor) -> Tensor:
         """The mean over layers and positions of |y - h|^2 / |h|^2: y a layer's output on the model's own stream, h the
@@ -137,11 +252,14 @@ class HealTask(GPTTask):
         return total / len(self.held_out)
 
 
-def _streams(model: GPT, tokens: Tensor) -> Iterator[Tensor]:
-    """The stream after each layer."""
+def _streams(model: GPT, tokens: Tensor, *, recompute: bool = False) -> Iterator[Tensor]:
+    """The stream after each layer; with ``recompute``, layers keep their inputs only."""
     x, cos, sin = model.embed(tokens)
     for layer in model.layers:
-        x = layer(x, cos, sin)
+        if recompute:
+            x = checkpoint(layer, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
+        else:
+            x = layer(x, cos, sin)
         yield x
 
 

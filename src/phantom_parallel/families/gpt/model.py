@@ -1,30 +1,46 @@
 """Decoder-only transformers: RMSNorm before each part, rotary positions, grouped-query attention, SwiGLU.
 
-The model is written once. The strategy determines how the linear maps are sharded, and with them the norms, the
-embedding and the head: `make_parts` makes those.
+The model is written once. The strategy determines how the linear layers are sharded, and with them the norms, the
+embedding and the head: `_PhantomParts` and `_ReplicatedStreamParts` make those.
 """
 
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from dataclasses import asdict
 from math import pi
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from phantom_parallel.distributed.fully_sharded import shard_fully
 from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.families.gpt.config import GPTConfig, RopeScaling, check_interleave
-from phantom_parallel.families.gpt.parts import Parts, make_parts
 from phantom_parallel.nn.attention import Attention, Cache, attend, rotary_tables
+from phantom_parallel.nn.embedding import FeatureEmbedding, VocabularyHead
+from phantom_parallel.nn.init import init_rows
+from phantom_parallel.nn.linear import PhantomLinear
+from phantom_parallel.nn.megatron import column_style, row_style
+from phantom_parallel.nn.normed import NormedLinear, NormedPhantomLinear, rms_norm
+from phantom_parallel.nn.sharded import broadcast_seed, to_local
 from phantom_parallel.ops import gather_features, row_cross_entropy, vocabulary_cross_entropy
-from phantom_parallel.ops.collectives import SINGLE_RANK, Group, block_group, flat_mesh, rank_group, world_group
+from phantom_parallel.ops.collectives import (
+    SINGLE_RANK,
+    Group,
+    RankGroup,
+    block_group,
+    flat_mesh,
+    rank_group,
+    world_group,
+)
 from phantom_parallel.ops.head import PrefetchedWeight
+from phantom_parallel.ops.megatron import column_linear
 from phantom_parallel.utils.layout import positive, stage_layers
 from phantom_parallel.utils.strategies import get_strategy
 from phantom_parallel.utils.wire import WireFormat
@@ -33,9 +49,10 @@ from phantom_parallel.utils.wire import WireFormat
 # compute up to the same place. Gradients follow in the opposite order, by autograd's own rule: of what is ready, it
 # runs the backward of what ran last.
 Part = Generator[None, None, Tensor]
+M = TypeVar("M", nn.Linear, nn.Embedding)
 
 
-def take_turns(parts: list[Part]) -> list[Tensor]:
+def interleave_microbatches(parts: list[Part]) -> list[Tensor]:
     """Run all parts to their ends, each up to its next exchange in turn, and return their results."""
     results: dict[int, Tensor] = {}
     while len(results) < len(parts):
@@ -48,10 +65,9 @@ def take_turns(parts: list[Part]) -> list[Tensor]:
     return [results[index] for index in range(len(parts))]
 
 
-def apply_map(module: Any, x: Tensor) -> Part:
-    """A linear map, with a turn for the others while its exchange travels.
-
-    torch's own styles start their exchanges by themselves, and wait for them where a result is first used.
+def _apply_linear(module: Any, x: Tensor) -> Part:
+    """A linear layer, which lets the other parts compute while its exchange is in flight. torch's own styles start
+    their exchanges by themselves, and wait for them where a result is first used.
     """
     if not hasattr(module, "begin"):
         z = module(x)
@@ -74,13 +90,13 @@ class SwiGLU(nn.Module):
         return z
 
     def gated(self, projected: Tensor) -> Tensor:
-        """What lies between the two maps."""
+        """What lies between the two linear layers."""
         gate, up = projected.unflatten(-1, (-1, 2, self.width)).unbind(-2)
         return (F.silu(gate) * up).flatten(-2)
 
 
 class Layer(nn.Module):
-    """x + attention(norm(x)), then x + SwiGLU(norm(x)); the norms are part of the maps that follow them."""
+    """x + attention(norm(x)), then x + SwiGLU(norm(x)); the norms are part of the linear layers after them."""
 
     def __init__(self, attention: Attention, mlp: SwiGLU) -> None:
         super().__init__()
@@ -91,14 +107,14 @@ class Layer(nn.Module):
         z: Tensor = x + self.mlp(x)
         return z
 
-    def in_turns(self, x: Tensor, cos: Tensor, sin: Tensor) -> Part:
-        """The same with turns for other parts of the batch."""
+    def interleaved(self, x: Tensor, cos: Tensor, sin: Tensor) -> Part:
+        """The same, interleaved with other parts of the batch."""
         attention, mlp = self.attention, self.mlp
-        projected = yield from apply_map(attention.qkv, x)
-        mixed = yield from apply_map(attention.out, attention.mix(projected, cos, sin))
+        projected = yield from _apply_linear(attention.qkv, x)
+        mixed = yield from _apply_linear(attention.out, attention.mix(projected, cos, sin))
         x = x + mixed
-        projected = yield from apply_map(mlp.gate_up, x)
-        z = yield from apply_map(mlp.down, mlp.gated(projected))
+        projected = yield from _apply_linear(mlp.gate_up, x)
+        z = yield from _apply_linear(mlp.down, mlp.gated(projected))
         return x + z
 
 
@@ -145,10 +161,10 @@ class ParallelLayer(nn.Module):
         z: Tensor = x + self.out_down(self._mix(self.qkv_gate_up(x), cos, sin, cache))
         return z
 
-    def in_turns(self, x: Tensor, cos: Tensor, sin: Tensor) -> Part:
-        """The same with turns for other parts of the batch."""
-        projected = yield from apply_map(self.qkv_gate_up, x)
-        z = yield from apply_map(self.out_down, self._mix(projected, cos, sin, None))
+    def interleaved(self, x: Tensor, cos: Tensor, sin: Tensor) -> Part:
+        """The same, interleaved with other parts of the batch."""
+        projected = yield from _apply_linear(self.qkv_gate_up, x)
+        z = yield from _apply_linear(self.out_down, self._mix(projected, cos, sin, None))
         return x + z
 
     def _mix(self, projected: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None) -> Tensor:
@@ -178,9 +194,131 @@ def rotary_rates(head_dim: int, base: float, scaling: RopeScaling | None = None)
     return kept * rates + (1 - kept) * slow
 
 
-def _gain_to_stream(config: GPTConfig) -> float:
-    """Of the maps back to the stream, so that what the layers add to it does not grow with depth."""
-    return (2 * config.layers) ** -0.5
+class ReplicatedStreamHead(NormedLinear):
+    """The head of a replicated residual stream. A tied head takes the embedding's weight, which torch's styles have
+    sharded by rows as they would shard the head's own.
+    """
+
+    def __init__(self, norm: nn.Parameter, linear: nn.Module, eps: float, group: RankGroup) -> None:
+        super().__init__(norm, linear, eps)
+        self.group = group
+
+    def tied_rows(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def send_weight(self, rows: int, tied: Tensor | None = None, parts: int = 1) -> None:
+        """Nothing: ranks that have the whole stream compute the logits of their part of the vocabulary without it."""
+
+    def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        if rows is None:
+            return super().forward(x)
+        x = rms_norm(x, self.norm, self.eps)
+        if not isinstance(rows, DTensor):
+            return F.linear(x, rows)
+        if self.group.wire != "full":
+            return column_linear(x, to_local(rows), group=self.group)
+        replicated = DTensor.from_local(x, rows.device_mesh, [Replicate()], run_check=False)
+        logits = F.linear(replicated, rows)
+        assert isinstance(logits, DTensor)
+        return logits.to_local(grad_placements=[Shard(x.dim() - 1)])
+
+
+def _embedding_std(config: GPTConfig) -> float:
+    """One, as the stream has; but a weight that the head shares must not lead to large logits."""
+    return config.dim**-0.5 if config.tie_embeddings else 1.0
+
+
+class _PhantomParts:
+    """Makes the parts of a model whose features are sharded. The calls must follow the order of the model, since each
+    draws a seed.
+    """
+
+    def __init__(
+        self, config: GPTConfig, mesh: DeviceMesh | None, device: Any, dtype: torch.dtype | None, wire: WireFormat
+    ) -> None:
+        self.config, self.held = config, True
+        self.kwargs: dict[str, Any] = {"mesh": mesh, "device": device, "dtype": dtype}
+        self.wired = self.kwargs | {"wire": wire}
+
+    def embedding(self) -> FeatureEmbedding:
+        config = self.config
+        assert config.blocks is not None
+        std = _embedding_std(config)
+        return FeatureEmbedding(config.vocab, config.dim, blocks=config.blocks, std=std, **self.kwargs)
+
+    def normed(self, in_features: int, out_features: int, ghosts: int | None, *, bias: bool = False) -> nn.Module:
+        cut = self._cut(ghosts)
+        return NormedPhantomLinear(in_features, out_features, bias, eps=self.config.norm_eps, **cut, **self.wired)
+
+    def linear(self, in_features: int, out_features: int, ghosts: int | None, gain: float) -> nn.Module:
+        return PhantomLinear(in_features, out_features, False, gain=gain, **self._cut(ghosts), **self.wired)
+
+    def _cut(self, ghosts: int | None) -> dict[str, Any]:
+        return {"blocks": self.config.blocks, "ghosts": ghosts}
+
+    def head(self) -> VocabularyHead:
+        config = self.config
+        tied, eps = config.tie_embeddings, config.norm_eps
+        return VocabularyHead(
+            config.vocab, config.dim, blocks=config.blocks, tie_embeddings=tied, eps=eps, **self.wired
+        )
+
+
+class _ReplicatedStreamParts:
+    """The same for strategies that have the whole stream; ``megatron`` applies torch's styles to the same modules.
+    Where ``held`` is False, parts are made on the meta device, after the same draws.
+    """
+
+    def __init__(
+        self, config: GPTConfig, mesh: DeviceMesh | None, device: Any, dtype: torch.dtype | None, wire: WireFormat
+    ) -> None:
+        mesh = flat_mesh(mesh)
+        self.config, self.held, self.ranks, self.wire = config, True, mesh, wire
+        self.mesh = mesh if config.strategy == "megatron" else None
+        self.device = torch.device(device or (torch.get_default_device() if mesh is None else mesh.device_type))
+        self.dtype = dtype
+
+    def embedding(self) -> nn.Embedding:
+        vocab, dim = self.config.vocab, self.config.dim
+        made = nn.Embedding(vocab, dim, device="meta", dtype=self.dtype)
+        style = row_style(self.wire, embedding=True)
+        return self._parallelize(made, style, gain=_embedding_std(self.config) * dim**0.5)
+
+    def normed(self, in_features: int, out_features: int, ghosts: int | None, *, bias: bool = False) -> nn.Module:
+        linear = self._linear(in_features, out_features, column_style(self.wire), bias=bias)
+        return NormedLinear(self._norm(), linear, self.config.norm_eps)
+
+    def linear(self, in_features: int, out_features: int, ghosts: int | None, gain: float) -> nn.Module:
+        return self._linear(in_features, out_features, row_style(self.wire), gain=gain)
+
+    def head(self) -> ReplicatedStreamHead:
+        config = self.config
+        style = column_style(self.wire)
+        linear = nn.Identity() if config.tie_embeddings else self._linear(config.dim, config.vocab, style)
+        return ReplicatedStreamHead(self._norm(), linear, self.config.norm_eps, rank_group(self.mesh, self.wire))
+
+    def _norm(self) -> nn.Parameter:
+        weight = torch.ones(self.config.dim, device=self.device if self.held else "meta", dtype=self.dtype)
+        if self.mesh is None:
+            return nn.Parameter(weight)
+        return nn.Parameter(DTensor.from_local(weight, self.mesh, [Replicate()], run_check=False))
+
+    def _linear(
+        self, in_features: int, out_features: int, style: ParallelStyle, *, gain: float = 1.0, bias: bool = False
+    ) -> nn.Module:
+        made = nn.Linear(in_features, out_features, bias=bias, device="meta", dtype=self.dtype)
+        return self._parallelize(made, style, gain)
+
+    def _parallelize(self, module: M, style: ParallelStyle, gain: float) -> M:
+        """Initialize the full weight, the same on every rank, and apply the style to the module."""
+        if self.device.type != "meta":
+            seed = broadcast_seed(None, self.ranks)
+            if self.held:
+                weight, bias = module.to_empty(device=self.device).weight, getattr(module, "bias", None)
+                init_rows(weight, bias, out_features=weight.shape[0], rank=0, ranks=1, seed=seed, gain=gain)
+        if self.mesh is not None:
+            parallelize_module(module, self.mesh, style, src_data_rank=None)
+        return module
 
 
 def _or_identity(module: Any, held: bool) -> Any:
@@ -219,8 +357,8 @@ class GPT(nn.Module):
         activation_checkpointing: Save only the inputs of the layers and recompute the rest in backward, collectives
             included. Also an attribute.
         reshard_after_forward: For ``fsdp``, whether to free the gathered weights of a layer after its forward pass.
-        interleave: Parts of a batch that take turns in a loss, so that exchanges of one overlap with products of the
-            others. A batch that it does not divide, and a compiled one, is one part. Also an attribute.
+        interleave: Parts of a batch that are interleaved in a loss, so that exchanges of one overlap with products of
+            the others. A batch that it does not divide, and a compiled one, is one part. Also an attribute.
 
     Example::
 
@@ -255,29 +393,36 @@ class GPT(nn.Module):
             self.group = block_group(mesh, config.blocks, wire)
         whole = range(config.layers)
         self.stage = stage_layers(config.layers, ranks.size, ranks.rank) if strategy.splits_depth else whole
+        make_parts = _PhantomParts if config.strategy == "phantom" else _ReplicatedStreamParts
         parts = make_parts(config, mesh, device, dtype, wire)
-        to_stream = _gain_to_stream(config)
+        to_stream = (2 * config.layers) ** -0.5  # a gain, so that what the layers add does not grow with depth
         parts.held = self.is_first_stage or (config.tie_embeddings and self.is_last_stage)
         self.embedding = _or_identity(parts.embedding(), parts.held)
         self.layers = nn.ModuleList()
         for index, (qkv, out, gate_up, down) in enumerate(config.ghosts_of_layers):
             parts.held = index in self.stage
+            heads = {"layer": index, "head_dim": config.head_dim, "queries_per_kv": config.queries_per_kv}
+            layer: nn.Module
             if config.parallel_block:
-                self.layers.append(_or_identity(self._parallel_layer(parts, index), parts.held))
-                continue
-            attention = Attention(
-                parts.normed(config.dim, config.qkv_features, qkv, bias=config.qkv_bias),
-                parts.linear(config.dim, config.dim, out, to_stream),
-                layer=index,
-                head_dim=config.head_dim,
-                queries_per_kv=config.queries_per_kv,
-            )
-            mlp = SwiGLU(
-                parts.normed(config.dim, 2 * config.hidden, gate_up),
-                parts.linear(config.hidden, config.dim, down, to_stream),
-                width=config.hidden // config.hidden_groups,
-            )
-            self.layers.append(_or_identity(Layer(attention, mlp), parts.held))
+                layer = ParallelLayer(
+                    parts.normed(config.dim, config.qkv_features + 2 * config.hidden, qkv),
+                    parts.linear(config.dim + config.hidden, config.dim, out, 2**0.5 * to_stream),
+                    **heads,
+                    width=config.hidden // config.kv_heads,
+                )
+            else:
+                attention = Attention(
+                    parts.normed(config.dim, config.qkv_features, qkv, bias=config.qkv_bias),
+                    parts.linear(config.dim, config.dim, out, to_stream),
+                    **heads,
+                )
+                mlp = SwiGLU(
+                    parts.normed(config.dim, 2 * config.hidden, gate_up),
+                    parts.linear(config.hidden, config.dim, down, to_stream),
+                    width=config.hidden // config.hidden_groups,
+                )
+                layer = Layer(attention, mlp)
+            self.layers.append(_or_identity(layer, parts.held))
         parts.held = self.is_last_stage
         self.head = _or_identity(parts.head(), parts.held)
         self._tables: tuple[Tensor, Tensor] | None = None
@@ -285,17 +430,6 @@ class GPT(nn.Module):
             self._rotary()
         if strategy.shards_rows and mesh is not None:
             shard_fully(self, self.layers, mesh, reshard_after_forward=reshard_after_forward)
-
-    def _parallel_layer(self, parts: Parts, index: int) -> ParallelLayer:
-        config = self.config
-        return ParallelLayer(
-            parts.normed(config.dim, config.qkv_features + 2 * config.hidden, config.ghosts),
-            parts.linear(config.dim + config.hidden, config.dim, config.ghosts, 2**0.5 * _gain_to_stream(config)),
-            layer=index,
-            head_dim=config.head_dim,
-            queries_per_kv=config.queries_per_kv,
-            width=config.hidden // config.kv_heads,
-        )
 
     shards_features = False  # tokens, losses and logits are replicated
 
@@ -371,9 +505,12 @@ class GPT(nn.Module):
         cos, sin = (table[where] for table in self._rotary())
         # Sent before anything else: it is as large as an exchange of the layers, and needed last.
         parts = self._parts_of(tokens, targets)
-        weight = None if targets is None or not self.is_last_stage else self._send_head(targets.numel(), parts)
+        weight: PrefetchedWeight | None = None
+        if targets is not None and self.is_last_stage:
+            tied = self.embedding.weight if self.config.tie_embeddings else None
+            weight = self.head.send_weight(targets.numel(), tied, parts)
         if targets is not None and parts > 1:
-            return self._loss_in_turns(tokens, targets, cos, sin, weight, parts)
+            return self._interleaved_loss(tokens, targets, cos, sin, weight, parts)
         x = self.embedding(tokens) if self.is_first_stage else tokens
         for layer in (self.layers[index] for index in self.stage):
             if self.activation_checkpointing and torch.is_grad_enabled():
@@ -394,7 +531,7 @@ class GPT(nn.Module):
         return vocabulary_cross_entropy(logits, targets, group=self.group)
 
     def _parts_of(self, tokens: Tensor, targets: Tensor | None) -> int:
-        """The number of parts of a batch that take turns. Hooks of layers, FSDP's among them, would not run then."""
+        """The number of interleaved parts of a batch. Hooks of layers, FSDP's among them, would not run then."""
         if (
             self.interleave == 1
             or targets is None
@@ -402,7 +539,9 @@ class GPT(nn.Module):
             or torch.compiler.is_compiling()
         ):
             return 1
-        if any(map(_has_hooks, self.modules_in_turns())):
+        own_forward = (Layer, ParallelLayer, Attention, SwiGLU)  # which does not run then
+        bypassed = [m for m in self.layers.modules() if isinstance(m, own_forward) or hasattr(m, "begin")]
+        if any(map(_has_hooks, bypassed)):
             warnings.warn(
                 f"interleave={self.interleave} has no effect: the layers have hooks, which run on whole batches only",
                 UserWarning,
@@ -411,13 +550,7 @@ class GPT(nn.Module):
             return 1
         return self.interleave
 
-    def modules_in_turns(self) -> Iterator[nn.Module]:
-        """Modules whose own forward pass is not run where parts of a batch take turns."""
-        for layer in self.layers:
-            yield layer
-            yield from (one for one in layer.modules() if isinstance(one, Attention | SwiGLU) or hasattr(one, "begin"))
-
-    def _loss_in_turns(
+    def _interleaved_loss(
         self, tokens: Tensor, targets: Tensor, cos: Tensor, sin: Tensor, weight: PrefetchedWeight | None, parts: int
     ) -> Tensor:
         rows = self._tied_rows() if weight is None else None
@@ -425,7 +558,7 @@ class GPT(nn.Module):
         def part(tokens: Tensor, targets: Tensor) -> Part:
             x = self.embedding(tokens)
             for layer in self.layers:
-                x = yield from layer.in_turns(x, cos, sin)  # type: ignore[operator]
+                x = yield from layer.interleaved(x, cos, sin)  # type: ignore[operator]
             if weight is None:
                 return vocabulary_cross_entropy(self.head(x, rows), targets, group=self.group)
             begun = self.head.begin(x)
@@ -433,10 +566,7 @@ class GPT(nn.Module):
             return row_cross_entropy(self.head.end(begun, weight.whole()), targets, group=world_group(self.group))
 
         chunks = zip(tokens.chunk(parts), targets.chunk(parts), strict=True)
-        return torch.stack(take_turns([part(*chunk) for chunk in chunks])).mean()
-
-    def _send_head(self, rows: int, parts: int) -> PrefetchedWeight | None:
-        return self.head.send_weight(rows, self.embedding.weight if self.config.tie_embeddings else None, parts)
+        return torch.stack(interleave_microbatches([part(*chunk) for chunk in chunks])).mean()
 
     def embed(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The stream before the first layer, this rank's features of it, and the rotary tables of its positions: the
@@ -460,11 +590,9 @@ class GPT(nn.Module):
         dtype = torch.promote_types(like.dtype, torch.float32)
         tables = self._tables
         if tables is None or tables[0].device != like.device or tables[0].dtype != dtype:
-            where: dict[str, Any] = {"device": like.device, "dtype": dtype}
             config = self.config
             rates = rotary_rates(config.head_dim, config.rope_base, config.rope_scaling)
-            tables = rotary_tables(config.context, rates, **where)
-            self._tables = tables
+            self._tables = tables = rotary_tables(config.context, rates, device=like.device, dtype=dtype)
         return tables
 
     def _check(self, tokens: Tensor, targets: Tensor | None, before: int) -> None:

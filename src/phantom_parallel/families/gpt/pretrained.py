@@ -1,7 +1,7 @@
 """Pretrained transformers in and out: Hugging Face's Llama, Mistral and Qwen2 as models of the family ``gpt``.
 
-Both compute the same function. Only the order of rows differs: queries, keys and values are one map, ordered by groups
-of heads, and gate and up are one map, in alternating pieces.
+Both compute the same function. Only the order of rows differs: queries, keys and values are one linear layer, ordered
+by groups of heads, and gate and up are one, in alternating pieces.
 
     Hugging Face                                 gpt, of the strategy dense
     model.embed_tokens.weight                    embedding.weight
@@ -15,10 +15,10 @@ of heads, and gate and up are one map, in alternating pieces.
     lm_head.weight                               head.linear.weight
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from phantom_parallel.checkpoint.pretrained import (
     read_json,
 )
 from phantom_parallel.checkpoint.shards import TensorLayout, write_tensors
-from phantom_parallel.families.gpt.config import GPTConfig, RopeScaling
+from phantom_parallel.families.gpt.config import MODULES, GPTConfig, RopeScaling
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.families.gpt.tokens import BPETokenizer
 from phantom_parallel.nn.linear import PhantomLinear
@@ -82,9 +82,10 @@ def import_model(
     with torch.device("meta"):
         outline = GPT(config).state_dict()
     layouts = [TensorLayout(name, tuple(tensor.shape), DTYPES[dtype]) for name, tensor in outline.items()]
+    weights = {weight.name: weight for weight in _weights(config)}
 
     def load(name: str) -> Tensor:
-        tensor = _from_pretrained(name, pretrained.load, config).to(DTYPES[dtype])
+        tensor = _from_pretrained(weights[name], pretrained.load).to(DTYPES[dtype])
         if not tensor.isfinite().all():
             raise ValueError(f"{source}: {name} has values that are not finite")
         return tensor
@@ -99,7 +100,7 @@ def import_model(
 
 def export_model(model: Path, out: Path, *, dtype: str | None = None, overwrite: bool = False) -> str:
     """Write a model of the family as a folder that ``AutoModelForCausalLM.from_pretrained`` loads. Phantom layers
-    become the dense maps that they equal. One map at a time is in memory.
+    become the dense layers that they equal. One layer at a time is in memory.
 
     Args:
         model: Folder of the model.
@@ -112,15 +113,17 @@ def export_model(model: Path, out: Path, *, dtype: str | None = None, overwrite:
     """
     check_replaceable(out, overwrite, CONFIG, model)
     stored = StoredModel(model)
-    config: GPTConfig = stored.config
     written = stored.dtype if dtype is None else DTYPES[dtype]
-    layouts = [TensorLayout(name, shape, written) for name, shape in _pretrained_shapes(config).items()]
+    sources = {name: weight for weight in _weights(stored.config) for name in weight.tensors}
+    layouts = [TensorLayout(name, weight.tensors[name], written) for name, weight in sources.items()]
     with atomic_folder(out, overwrite=overwrite) as scratch:
-        write_tensors(scratch, layouts, lambda name: _to_pretrained(name, stored.load, config).to(written).contiguous())
+        write_tensors(
+            scratch, layouts, lambda name: _to_pretrained(name, sources[name], stored).to(written).contiguous()
+        )
         copy_kept_files(model, scratch)
         generation = read_json(scratch / GENERATION_CONFIG) if (scratch / GENERATION_CONFIG).is_file() else {}
         special_tokens = {name: generation.get(name) for name in SPECIAL_TOKENS}  # null rather than Llama's defaults
-        settings = _settings_of(config, _NAMES[written]) | special_tokens
+        settings = _settings_of(stored.config, _NAMES[written]) | special_tokens
         write_json(scratch / CONFIG, settings)
     return str(settings["architectures"][0])
 
@@ -226,29 +229,69 @@ def _settings_of(config: GPTConfig, dtype: str) -> dict[str, Any]:
     }
 
 
-def _pretrained_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of the pretrained model that equals a config's."""
+class _Weight(NamedTuple):
+    """A parameter of the dense model, and the pretrained model's tensors whose rows alternate in it, by shape."""
+
+    name: str
+    tensors: dict[str, tuple[int, ...]]
+    groups: int = 1
+
+
+def _weights(config: GPTConfig) -> Iterator[_Weight]:
     n, hidden, kv = config.dim, config.hidden, config.kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (config.vocab, n)}
-    rows = {"q": n, "k": kv, "v": kv}
+    yield _Weight("embedding.weight", {_EMBEDDING: (config.vocab, n)})
     for index in range(config.layers):
-        layer = f"model.layers.{index}."
-        for name, out in rows.items():
-            shapes[f"{layer}self_attn.{name}_proj.weight"] = (out, n)
-            if config.qkv_bias:
-                shapes[f"{layer}self_attn.{name}_proj.bias"] = (out,)
-        shapes[f"{layer}self_attn.o_proj.weight"] = (n, n)
-        shapes[f"{layer}mlp.gate_proj.weight"] = shapes[f"{layer}mlp.up_proj.weight"] = (hidden, n)
-        shapes[f"{layer}mlp.down_proj.weight"] = (n, hidden)
-        shapes[f"{layer}input_layernorm.weight"] = shapes[f"{layer}post_attention_layernorm.weight"] = (n,)
-    shapes["model.norm.weight"] = (n,)
+        own, other = f"layers.{index}.", f"model.layers.{index}."
+        rows = {f"{other}self_attn.{letter}_proj": size for letter, size in (("q", n), ("k", kv), ("v", kv))}
+        qkv = f"{own}attention.qkv.linear"
+        gate_up: dict[str, tuple[int, ...]] = {f"{other}mlp.{name}_proj.weight": (hidden, n) for name in ("gate", "up")}
+        yield _Weight(f"{own}attention.qkv.norm", {f"{other}input_layernorm.weight": (n,)})
+        yield _Weight(f"{qkv}.weight", {f"{name}.weight": (size, n) for name, size in rows.items()}, config.kv_heads)
+        if config.qkv_bias:
+            yield _Weight(f"{qkv}.bias", {f"{name}.bias": (size,) for name, size in rows.items()}, config.kv_heads)
+        yield _Weight(f"{own}attention.out.weight", {f"{other}self_attn.o_proj.weight": (n, n)})
+        yield _Weight(f"{own}mlp.gate_up.norm", {f"{other}post_attention_layernorm.weight": (n,)})
+        yield _Weight(f"{own}mlp.gate_up.linear.weight", gate_up, config.hidden_groups)
+        yield _Weight(f"{own}mlp.down.weight", {f"{other}mlp.down_proj.weight": (n, hidden)})
+    yield _Weight("head.norm", {"model.norm.weight": (n,)})
     if not config.tie_embeddings:
-        shapes[_HEAD] = (config.vocab, n)
-    return shapes
+        yield _Weight("head.linear.weight", {_HEAD: (config.vocab, n)})
+
+
+def _from_pretrained(weight: _Weight, load: Callable[[str], Tensor]) -> Tensor:
+    """A parameter of the dense model, made of the tensors of the pretrained one."""
+    pieces = [load(name).unflatten(0, (weight.groups, -1)) for name in weight.tensors]
+    return torch.cat(pieces, 1).flatten(0, 1)
+
+
+def _to_pretrained(name: str, weight: _Weight, stored: StoredModel) -> Tensor:
+    """The tensor ``name`` of the pretrained model, which is part of ``weight``, from a model of any strategy."""
+    sizes = [shape[0] // weight.groups for shape in weight.tensors.values()]
+    pieces = _dense(weight, stored).unflatten(0, (weight.groups, -1)).split(sizes, 1)
+    return pieces[list(weight.tensors).index(name)].flatten(0, 1)
+
+
+def _dense(weight: _Weight, stored: StoredModel) -> Tensor:
+    """A parameter of the dense model, or the one that phantom layers equal."""
+    config: GPTConfig = stored.config
+    if config.strategy != "phantom":
+        return stored.load(weight.name)
+    module, _, kind = weight.name.rpartition(".")
+    if module == "head.linear":
+        return stored.load("head.weight")
+    if not module.startswith("layers.") or kind != "weight":
+        return stored.load(weight.name)
+    _, index, rest = module.split(".", 2)
+    ghosts = config.ghosts_of_layers[int(index)][MODULES.index(rest)]
+    in_features, out_features = next(iter(weight.tensors.values()))[1], sum(s[0] for s in weight.tensors.values())
+    layer = PhantomLinear(in_features, out_features, False, blocks=config.blocks, ghosts=ghosts, device="meta")  # type: ignore[arg-type]
+    names = ("local", "compress", "decompress")
+    layer.load_state_dict({name: stored.load(f"{module}.{name}").double() for name in names}, assign=True)
+    return layer.to_dense().weight.detach()
 
 
 def _check_tensors(pretrained: PretrainedModel, config: GPTConfig) -> None:
-    expected = _pretrained_shapes(config)
+    expected = {name: shape for weight in _weights(config) for name, shape in weight.tensors.items()}
     for name, shape in expected.items():
         if name not in pretrained.shapes:
             raise ValueError(f"{pretrained.path} has no tensor {name}")
@@ -266,77 +309,3 @@ def _check_tensors(pretrained: PretrainedModel, config: GPTConfig) -> None:
             )
     if extra:
         raise ValueError(f"{pretrained.path} has tensors that are not supported: {', '.join(extra[:3])}")
-
-
-_PLAIN = {
-    "embedding.weight": _EMBEDDING,
-    "head.norm": "model.norm.weight",
-    "head.linear.weight": _HEAD,
-}
-_PLAIN_OF_LAYER = {
-    "attention.qkv.norm": "input_layernorm.weight",
-    "attention.out.weight": "self_attn.o_proj.weight",
-    "mlp.gate_up.norm": "post_attention_layernorm.weight",
-    "mlp.down.weight": "mlp.down_proj.weight",
-}
-
-
-def _from_pretrained(name: str, load: Callable[[str], Tensor], config: GPTConfig) -> Tensor:
-    """The tensor ``name`` of the dense model, made of those of the pretrained one."""
-    if name in _PLAIN:
-        return load(_PLAIN[name])
-    _, index, rest = name.split(".", 2)
-    layer = f"model.layers.{index}."
-    if rest in _PLAIN_OF_LAYER:
-        return load(layer + _PLAIN_OF_LAYER[rest])
-    part = rest.rsplit(".", 1)[1]  # weight or bias
-    if rest.startswith("attention.qkv"):
-        pieces = [load(f"{layer}self_attn.{letter}_proj.{part}") for letter in "qkv"]
-        grouped = [piece.view(config.kv_heads, -1, *piece.shape[1:]) for piece in pieces]
-        return torch.cat(grouped, 1).flatten(0, 1)  # q ... q k v of each group
-    pieces = [load(f"{layer}mlp.{gate}_proj.{part}") for gate in ("gate", "up")]
-    grouped = [piece.view(config.hidden_groups, -1, *piece.shape[1:]) for piece in pieces]
-    return torch.cat(grouped, 1).flatten(0, 1)
-
-
-def _to_pretrained(name: str, load: Callable[[str], Tensor], config: GPTConfig) -> Tensor:
-    """The tensor ``name`` of the pretrained model, made of those of a model of any strategy."""
-    if name == _HEAD and config.strategy == "phantom":
-        return load("head.weight")
-    for own, other in _PLAIN.items():
-        if name == other:
-            return load(own)
-    _, _, index, rest = name.split(".", 3)
-    layer = f"layers.{index}."
-    ghosts = dict(zip(("qkv", "out", "gate_up", "down"), config.ghosts_of_layers[int(index)], strict=True))
-    if rest.endswith("layernorm.weight"):
-        return load(layer + next(own for own, other in _PLAIN_OF_LAYER.items() if other == rest))
-    if rest == "self_attn.o_proj.weight":
-        return _dense(f"{layer}attention.out", load, config, (config.dim, config.dim), ghosts["out"])
-    if rest == "mlp.down_proj.weight":
-        return _dense(f"{layer}mlp.down", load, config, (config.hidden, config.dim), ghosts["down"])
-    part = rest.rsplit(".", 1)[1]
-    if rest.startswith("self_attn"):
-        module, shape, k = f"{layer}attention.qkv.linear", (config.dim, config.qkv_features), ghosts["qkv"]
-    else:
-        module, shape, k = f"{layer}mlp.gate_up.linear", (config.dim, 2 * config.hidden), ghosts["gate_up"]
-    whole = load(f"{module}.bias") if part == "bias" else _dense(module, load, config, shape, k)
-    if rest.startswith("self_attn"):
-        groups = whole.view(config.kv_heads, config.queries_per_kv + 2, config.head_dim, *whole.shape[1:])
-        letter = rest.split(".")[1][0]
-        chosen = groups[:, :-2] if letter == "q" else groups[:, -2 if letter == "k" else -1, None]
-        return chosen.flatten(0, 2)
-    pieces = whole.view(config.hidden_groups, 2, -1, *whole.shape[1:])
-    return pieces[:, 0 if "gate" in rest else 1].flatten(0, 1)
-
-
-def _dense(
-    module: str, load: Callable[[str], Tensor], config: GPTConfig, shape: tuple[int, int], ghosts: int | None
-) -> Tensor:
-    """The weight of a linear map, or the one that a phantom map equals."""
-    if ghosts is None or config.blocks is None:
-        return load(f"{module}.weight")
-    layer = PhantomLinear(*shape, False, blocks=config.blocks, ghosts=ghosts, device="meta")
-    names = ("local", "compress", "decompress")
-    layer.load_state_dict({name: load(f"{module}.{name}").double() for name in names}, assign=True)
-    return layer.to_dense().weight.detach()

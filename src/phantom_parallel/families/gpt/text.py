@@ -20,7 +20,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phantom_parallel.families.gpt.config import PYTHON
-from phantom_parallel.families.gpt.tokens import BPETokenizer, ByteTokenizer, Tokenizer, check_library, load_tokenizer
+from phantom_parallel.families.gpt.tokens import (
+    BPETokenizer,
+    ByteTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    tokenizers_library,
+)
 from phantom_parallel.utils.arrays import generator, open_array, readable
 from phantom_parallel.utils.files import atomic_folder, cache_folder
 
@@ -90,7 +96,7 @@ def text_digest(config: TextSettings) -> str:
 def check_text(config: TextSettings) -> None:
     """Raise ValueError if `open_text` would; its tokens are cached for the ranks."""
     if config.tokenizer == "bpe":
-        check_library()
+        tokenizers_library()
     open_text(config)
 
 
