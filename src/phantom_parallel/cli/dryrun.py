@@ -10,8 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from phantom_parallel.cli.models import ModelOptions, with_sizes
-from phantom_parallel.cli.options import Flag, JsonOption, WireOption
+from phantom_parallel.cli.options import Flag, JsonOption, ModelOptions, WireOption, with_sizes
 from phantom_parallel.cost.dryrun import DryRun, Messages, as_rows, dry_run, phases_of, profile
 from phantom_parallel.cost.hardware import WORD_BYTES
 from phantom_parallel.cost.planner import Layout

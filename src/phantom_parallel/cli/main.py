@@ -19,7 +19,7 @@ class Command(NamedTuple):
 
     module: str
     purpose: str
-    options: str = "Options"  # its class, in a module without ``options_for``
+    options: str = "Options"  # its class, or function such as ``options_for``, which a module may have instead
 
 
 # The order is that of the help.
@@ -31,10 +31,10 @@ COMMANDS: dict[str, Command] = {
     "infer": Command("infer", "predictions of a trained model, and what a sample costs"),
     "plan": Command("plan", "compare strategies and layouts for a model and a machine"),
     "dryrun": Command("dryrun", "what one rank of many would compute, send and keep"),
-    "model import": Command("import_model", "a pretrained Llama, Mistral or Qwen2 of Hugging Face"),
-    "model convert": Command("convert", "a dense model as a phantom model, fitted on calibration data"),
-    "model heal": Command("heal", "train a converted model with the dense model as its teacher"),
-    "model export": Command("export_model", "a model as a folder that transformers loads"),
+    "model import": Command("model", "a pretrained Llama, Mistral or Qwen2 of Hugging Face", "ImportOptions"),
+    "model convert": Command("model", "a dense model as a phantom model, fitted on calibration data", "ConvertOptions"),
+    "model heal": Command("model", "train a converted model with the dense model as its teacher", "heal_options"),
+    "model export": Command("model", "a model as a folder that transformers loads", "ExportOptions"),
     "machine show": Command("machine", "hardware profiles, each figure with its source", "ShowOptions"),
     "machine measure": Command("machine", "measure this machine and write its profiles", "MeasureOptions"),
     "machine check": Command("machine", "predicted against measured step times", "CheckOptions"),
@@ -120,12 +120,13 @@ def _parse(name: str, arguments: list[str]) -> Any:
     command = COMMANDS[name]
     module = importlib.import_module(f"phantom_parallel.cli.{command.module}")
     family, rest = split_family(arguments)
-    if hasattr(module, "options_for"):
-        if name not in NAMED:
-            check_first_word(rest, name, family)
-        options, defaults = module.options_for(family, rest)
-        return parse(options, " ".join(["phantom", name, *([family] if family else [])]), rest, defaults)
-    return parse(getattr(module, command.options), f"phantom {name}", arguments)
+    options = getattr(module, command.options, None) or module.options_for
+    if isinstance(options, type):
+        return parse(options, f"phantom {name}", arguments)
+    if name not in NAMED:
+        check_first_word(rest, name, family)
+    chosen, defaults = options(family, rest)
+    return parse(chosen, " ".join(["phantom", name, *([family] if family else [])]), rest, defaults)
 
 
 def _subcommands(group: str) -> dict[str, str]:

@@ -9,8 +9,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from phantom_parallel.cli.models import ModelOptions, with_sizes
-from phantom_parallel.cli.options import JsonOption, WireOption
+from phantom_parallel.cli.options import JsonOption, ModelOptions, WireOption, with_sizes
 from phantom_parallel.cost.hardware import load_profile
 from phantom_parallel.cost.planner import (
     NOT_COMPARED,

@@ -8,8 +8,14 @@ from typing import Any, ClassVar
 from rich.console import Console
 from rich.table import Table
 
-from phantom_parallel.cli.models import option_fields
-from phantom_parallel.cli.options import Flag, JsonOption, LaunchOptions, folder_of, ranks_of_launcher
+from phantom_parallel.cli.options import (
+    Flag,
+    JsonOption,
+    LaunchOptions,
+    folder_of,
+    option_fields,
+    ranks_of_launcher,
+)
 from phantom_parallel.distributed.launchers import is_rank_zero
 from phantom_parallel.energy.results import format_share
 from phantom_parallel.families.registry import DEFAULT_FAMILY, family_names, get_family
@@ -51,11 +57,7 @@ class TrainOptions(LaunchOptions, JsonOption):
         if self.json:
             print(json_text(summary.to_dict() | {"network": None if network is None else network.to_dict()}))
         else:
-            self.show(summary, config, network)
-
-    def show(self, summary: Summary, config: TrainConfig, network: Network | None) -> None:
-        """Print the results for people."""
-        _show(summary, config, self.out, network)
+            _show(summary, config, self.out, network)
 
 
 def options_for(family: str | None, arguments: list[str]) -> tuple[type[Any], dict[str, Any]]:
@@ -85,12 +87,14 @@ def _show(summary: Summary, config: TrainConfig, out: Path, network: Network | N
     ended = f"the target {target} was not reached" if missed else "done"
     table.add_row("ended", f"{ended}, step {summary.step:,}")
     table.add_row("loss", f"{summary.loss:.5g}, held out {summary.eval_loss:.5g}")
+    if summary.teacher_loss is not None:
+        table.add_row("held out before", f"{summary.initial_loss:.5g}, of the teacher {summary.teacher_loss:.5g}")
     if summary.accuracy is not None:
         table.add_row("accuracy", f"{summary.accuracy:.1%} of held-out rows")
     table.add_row(
         "time", f"{summary.seconds:.2f} s in steps, blocked in exchanges: {format_share(summary.blocked_share)}"
     )
-    table.add_row("rate", f"{summary.samples_per_second:,.0f} {config.row}s/s")
+    table.add_row("rate", f"{summary.samples_per_second:,.3g} {config.row}s/s")
     table.add_row("parameters", f"{summary.parameters:,}")
     if network is not None:
         table.add_row("network", network.describe())
