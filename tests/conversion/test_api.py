@@ -9,8 +9,8 @@ from torch import nn
 import phantom_parallel
 from phantom_parallel import PhantomLinear, convert
 from phantom_parallel.conversion.api import next_token_loss
-from phantom_parallel.conversion.budget import GhostCurve, ghosts_for_budget
 from phantom_parallel.conversion.layers import find_layers, output_importance
+from phantom_parallel.conversion.sequential import GhostCurve, ghosts_for_budget
 
 
 @pytest.fixture(autouse=True)
@@ -34,12 +34,6 @@ def rows(count: int = 400) -> torch.Tensor:
 
 def difference(model: nn.Module, dense: nn.Module, x: torch.Tensor) -> float:
     return float((model(x) - dense(x)).detach().square().mean().sqrt() / dense(x).detach().std())
-
-
-def test_the_function_is_not_hidden_by_a_module_of_the_package():
-    import phantom_parallel.conversion.run
-
-    assert callable(phantom_parallel.convert)
 
 
 def test_the_error_falls_with_ghosts_to_none_at_full_rank():

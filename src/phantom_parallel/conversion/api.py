@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -16,7 +16,6 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from phantom_parallel.conversion.budget import GhostCurve, ghosts_for_budget
 from phantom_parallel.conversion.layers import (
     EXCLUDED,
     DenseLayer,
@@ -25,7 +24,15 @@ from phantom_parallel.conversion.layers import (
     find_layers,
     output_importance,
 )
-from phantom_parallel.conversion.sequential import DensePass, GroupReport, convert_group, dense_pass, ghost_curves
+from phantom_parallel.conversion.sequential import (
+    DensePass,
+    GhostCurve,
+    GroupReport,
+    convert_group,
+    dense_pass,
+    ghost_curves,
+    ghosts_for_budget,
+)
 from phantom_parallel.conversion.stages import (
     Call,
     call_of,
@@ -43,6 +50,7 @@ from phantom_parallel.utils.files import write_bytes
 from phantom_parallel.utils.layout import positive
 
 Progress = Callable[[str, float], None]
+Stored = tuple[dict[str, Tensor], Any]  # tensors by name, and plain data
 _IMPORTANCE_BATCHES = 8  # batches, at most, over whose gradients the importance of outputs is averaged
 _PARAMETERS = ("local", "compress", "decompress")
 _MEASURING, _CONVERTING = 2, 6  # work of a stage, relative to a pass of all batches through it
@@ -50,19 +58,12 @@ _MEASURING, _CONVERTING = 2, 6  # work of a stage, relative to a pass of all bat
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """How a model was converted.
+    """How a model was converted."""
 
-    Args:
-        blocks: Blocks of all layers.
-        rows: Rows of calibration data, without padding.
-        groups: The layers that share an input, in the order of their conversion.
-        unstaged: Layers outside the stages that the model consists of. For each of them the complete model runs.
-    """
-
-    blocks: int
-    rows: int
-    groups: tuple[GroupReport, ...]
-    unstaged: tuple[str, ...] = ()
+    blocks: int  # of all layers
+    rows: int  # of calibration data, without padding
+    groups: tuple[GroupReport, ...]  # layers that share an input, in the order of their conversion
+    unstaged: tuple[str, ...] = ()  # layers outside the stages of the model: for each of them the complete model runs
 
     @property
     def multiply_adds(self) -> int:
@@ -201,9 +202,9 @@ class _Conversion:
         self.blocks, self.steps, self.folder, self.progress = blocks, steps, folder, progress
         self.masks = [padding_mask(batch) for batch in batches]
         self.calls: list[Call] = [call_of(batch) for batch in batches]
-        names = [layer.name for layer in layers]
-        self.stages = find_stages(model, names, batches)
-        self.outside = [name for name in names if not any(stage.holds(name) for stage in self.stages.chain)]
+        self.names = [layer.name for layer in layers]
+        self.stages = find_stages(model, self.names, batches)
+        self.outside = [name for name in self.names if not any(stage.holds(name) for stage in self.stages.chain)]
         self.rows = self._count_rows()
         self.digest = "" if folder is None else _digest((*model.state_dict().values(), *tree_leaves(batches)))
         self.work_done, self.work = 0.0, 1.0
@@ -214,9 +215,8 @@ class _Conversion:
         first = self.layers[0]
         rows = 0
         for call, mask in zip(self.calls, self.masks, strict=True):
-            inputs, _, _ = run_stage(
-                self.model, call, inputs_of={first.name: first.module}, outputs_of={}, until=first.name
-            )
+            modules = {first.name: first.module}
+            inputs, _, _ = run_stage(self.model, call, inputs_of=modules, outputs_of={}, until=first.name)
             if first.name not in inputs:
                 raise ValueError(f"{first.name} is not used by the model on the calibration data: exclude it")
             x = rows_of(inputs[first.name], mask)
@@ -243,14 +243,14 @@ class _Conversion:
         if budget is not None:
             ghosts = self._divide(budget, importance, outside)
         assert ghosts is not None
-        by_name = {layer.name: ghosts if isinstance(ghosts, int) else ghosts[layer.name] for layer in self.layers}
+        by_name = {name: ghosts if isinstance(ghosts, int) else ghosts[name] for name in self.names}
         convert_part = partial(self._convert_part, by_name, importance)
 
         before, after = self._order(outside)
         convert_part("layers before the stages", self.model, self.calls, before)
         stages = self.stages  # as they are called by the converted model
         if before is not None and chain:
-            stages = capture_stages(self.model, chain[0].name.rpartition(".")[0], self.batches)
+            stages = capture_stages(self.model, chain[0].name.rpartition(".")[0], self.batches) or stages
         converted_streams = stages.streams
         for stage, converted in zip(chain, stages.chain, strict=True):
             dense = self._dense_pass(stage.name, stage.module, stage.calls(streams))
@@ -262,9 +262,7 @@ class _Conversion:
 
     def _dense_pass(self, name: str, module: nn.Module, calls: Sequence[Call]) -> DensePass:
         """The pass of a stage, or of the complete model for the layers outside the stages."""
-        inside = (
-            self.outside if not name else [layer.name for layer in self.layers if layer.name.startswith(f"{name}.")]
-        )
+        inside = [name_ for name_ in self.names if name_.startswith(f"{name}.")] if name else self.outside
         return dense_pass(name, module, calls, [layer for layer in self.layers if layer.name in inside], self.masks)
 
     def _order(self, outside: DensePass | None) -> tuple[DensePass | None, DensePass | None]:
@@ -287,78 +285,66 @@ class _Conversion:
         calls: Sequence[Call],
         dense: DensePass | None,
     ) -> None:
-        """Convert the groups of a stage, or take the layers that an interrupted conversion has finished."""
+        """Convert the groups of a stage."""
         if dense is None:
             return
-        cache = self._cache(ghosts, self.steps)
-        if (stored := cache.read(name)) is not None:
-            tensors, values = stored
-            reports = [GroupReport(**value | {"layers": tuple(value["layers"])}) for value in values]
-            for report in reports:
-                for layer in report.layers:
+
+        def compute() -> Stored:
+            reports = []
+            for group in dense.groups:
+                self.progress(f"converting {group[0].name}", self.work_done / self.work)
+                settings: dict[str, Any] = {"blocks": self.blocks, "ghosts": ghosts[group[0].name], "steps": self.steps}
+                report = convert_group(self.model, module, calls, group, dense, **settings, importance=importance)
+                reports.append(asdict(report))
+                self.work_done += _CONVERTING / len(dense.groups)
+            layers = {name: self.model.get_submodule(name) for report in reports for name in report["layers"]}
+            return {f"{name}.{part}": t for name, m in layers.items() for part, t in m.state_dict().items()}, reports
+
+        tensors, reports = self._stored(name, _CONVERTING, compute, ghosts, self.steps)
+        for values in reports:
+            report = GroupReport(**values | {"layers": tuple(values["layers"])})
+            self.groups.append(report)
+            for layer in report.layers:  # which an earlier conversion has finished
+                if not isinstance(self.model.get_submodule(layer), PhantomLinear):
                     local, compress, decompress = (tensors[f"{layer}.{part}"] for part in _PARAMETERS)
                     bias, error = tensors.get(f"{layer}.bias"), report.relative_error
                     phantom = PhantomLinear.from_weights(
                         local, compress, decompress, bias, blocks=self.blocks, relative_error=error
                     )
                     self.model.set_submodule(layer, phantom)
-            self.work_done += _CONVERTING
-        else:
-            reports = []
-            for group in dense.groups:
-                self.progress(f"converting {group[0].name}", self.work_done / self.work)
-                settings: dict[str, Any] = {"blocks": self.blocks, "ghosts": ghosts[group[0].name], "steps": self.steps}
-                report = convert_group(self.model, module, calls, group, dense, **settings, importance=importance)
-                reports.append(report)
-                self.work_done += _CONVERTING / len(dense.groups)
-            layers = {layer: self.model.get_submodule(layer) for report in reports for layer in report.layers}
-            tensors = {f"{layer}.{part}": t for layer, m in layers.items() for part, t in m.state_dict().items()}
-            cache.write(name, tensors, [report.to_dict() for report in reports])
-        self.groups += reports
-
-    def _cache(self, *settings: Any) -> "_Cache":
-        names = [layer.name for layer in self.layers]
-        return _Cache(self.folder, self.digest, self.blocks, names, self.loss is not None, *settings)
 
     def _importance(self, work: float) -> dict[str, Tensor] | None:
         """Importance of the outputs of all layers."""
-        if self.loss is None:
+        loss, batches = self.loss, self.batches[:_IMPORTANCE_BATCHES]
+        if loss is None:
             return None
-        cache = self._cache()
-        if (stored := cache.read("importance")) is not None:
-            self.work_done += work
-            return stored[0]
-        batches = self.batches[:_IMPORTANCE_BATCHES]
-        self.progress("measuring gradients", 0.0)
 
         def finished(batch: int) -> None:
             self.work_done += work / len(batches)
             self.progress("measuring gradients", self.work_done / self.work)
 
-        importance = output_importance(self.model, self.layers, batches, self.loss, finished)
-        cache.write("importance", importance)
-        return importance
+        def compute() -> Stored:
+            self.progress("measuring gradients", 0.0)
+            return output_importance(self.model, self.layers, batches, loss, finished), None
+
+        return self._stored("importance", work, compute)[0]
 
     def _divide(
         self, budget: float, importance: Mapping[str, Tensor] | None, outside: DensePass | None
     ) -> dict[str, int]:
         """The ghosts of each layer for a budget, from the dense model's own inputs."""
         curves: dict[str, GhostCurve] = {}
-        cache = self._cache()
 
         def measure(name: str, dense: DensePass) -> None:
-            stored = cache.read(f"curves {name}")
-            if stored is not None:
-                gains, shapes = stored
-                for key, (in_features, out_features, layers) in shapes.items():
-                    curves[key] = GhostCurve(in_features, out_features, gains[key], tuple(layers))
-            else:
+            def compute() -> Stored:
                 self.progress(f"measuring {name}", self.work_done / self.work)
-                found = ghost_curves(dense, self.blocks, importance)
-                shapes = {key: (c.in_features, c.out_features, c.layers) for key, c in found.items()}
-                cache.write(f"curves {name}", {key: curve.gains for key, curve in found.items()}, shapes)
-                curves.update(found)
-            self.work_done += _MEASURING
+                measured = ghost_curves(dense, self.blocks, importance)
+                shapes = {key: (c.in_features, c.out_features, c.layers) for key, c in measured.items()}
+                return {key: curve.gains for key, curve in measured.items()}, shapes
+
+            gains, shapes = self._stored(f"curves {name}", _MEASURING, compute)
+            for key, (in_features, out_features, layers) in shapes.items():
+                curves[key] = GhostCurve(in_features, out_features, gains[key], tuple(layers))
 
         if outside is not None:
             measure("layers outside the stages", outside)
@@ -370,32 +356,24 @@ class _Conversion:
         ghosts = ghosts_for_budget(curves, self.blocks, budget)
         return {layer: ghosts[name] for name, curve in curves.items() for layer in curve.layers}
 
-
-class _Cache:
-    """Finished parts of a conversion in a folder, under a digest of all that they depend on. Without a folder, none."""
-
-    def __init__(self, folder: Path | None, *settings: Any) -> None:
-        self._folder, self._key = folder, sha256(json.dumps(settings).encode()).hexdigest()[:16]
-
-    def _path(self, name: str) -> Path:
-        assert self._folder is not None
-        return self._folder / f"{name.replace(' ', '-')}-{self._key}.safetensors"
-
-    def read(self, name: str) -> tuple[dict[str, Tensor], Any] | None:
-        """The tensors and the value of a part; None if it was not finished."""
-        if self._folder is None:
-            return None
-        try:
-            with safe_open(self._path(name), "pt") as file:
-                return {key: file.get_tensor(key) for key in file.keys()}, json.loads(file.metadata()["value"])  # noqa: SIM118
-        except (OSError, SafetensorError):
-            return None
-
-    def write(self, name: str, tensors: Mapping[str, Tensor], value: Any = None) -> None:
-        if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            data = save({key: tensor.contiguous() for key, tensor in tensors.items()}, {"value": json.dumps(value)})
-            write_bytes(self._path(name), data)
+    def _stored(self, name: str, work: float, compute: Callable[[], Stored], *settings: Any) -> Stored:
+        """What ``compute`` returns, or what it returned in an earlier conversion: parts are stored in the folder, under
+        a digest of all that they depend on.
+        """
+        done = self.work_done + work
+        result = path = None
+        if self.folder is not None:
+            key = json.dumps([self.digest, self.blocks, self.names, self.loss is not None, *settings])
+            path = self.folder / f"{name.replace(' ', '-')}-{sha256(key.encode()).hexdigest()[:16]}.safetensors"
+            with suppress(OSError, SafetensorError), safe_open(path, "pt") as file:
+                result = {key: file.get_tensor(key) for key in file.keys()}, json.loads(file.metadata()["value"])  # noqa: SIM118
+        if result is None:
+            result = tensors, value = compute()
+            if path is not None:
+                data = save({key: t.contiguous() for key, t in tensors.items()}, {"value": json.dumps(value)})
+                write_bytes(path, data)
+        self.work_done = done
+        return result
 
 
 def _digest(values: Iterable[Any]) -> str:

@@ -6,6 +6,7 @@ squared error. It makes errors of different layers comparable: a budget goes whe
 they lower the relative error of outputs that do not matter.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
@@ -39,17 +40,13 @@ def find_layers(model: nn.Module, include: Sequence[str], exclude: Sequence[str]
         ValueError: If there are none, or one of them has non-finite weights or shares its weight with another module.
     """
     layers: list[DenseLayer] = []
-    owners: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     for name, module in model.named_modules():
         if not any(fnmatchcase(name, pattern) for pattern in include):
             continue
         if any(fnmatchcase(name, pattern) for pattern in exclude) or (layer := _dense_layer(name, module)) is None:
             continue
-        if owners.get(id(module._parameters["weight"]), 0) > 1:
+        if owners[id(module._parameters["weight"])] > 1:
             raise ValueError(f"{name} shares its weight with another module: exclude it")
         for tensor in (layer.weight, layer.bias):
             if tensor is not None and not tensor.isfinite().all():
@@ -101,14 +98,8 @@ def output_importance(
     loss: Loss,
     progress: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Tensor]:
-    """The mean square of the gradient with respect to each output of each layer, by name, in float64.
-
-    Args:
-        model: The dense model.
-        layers: Its linear layers.
-        batches: Calibration data. Each batch counts alike; padding does not count.
-        loss: The mean loss of a batch.
-        progress: Called with the number of finished batches.
+    """The mean square of the gradient of ``loss`` with respect to each output of each layer, by name, in float64. Each
+    batch counts alike; padding does not count. ``progress`` is called with the number of finished batches.
 
     Raises:
         ValueError: If a gradient is not finite, or a layer has none.

@@ -12,8 +12,7 @@ from torch import nn
 
 from phantom_parallel.checkpoint.model import CONFIG, family_of, read_config, save_model
 from phantom_parallel.conversion.api import ConversionReport, convert
-from phantom_parallel.conversion.budget import BudgetTooSmall
-from phantom_parallel.conversion.sequential import GroupReport
+from phantom_parallel.conversion.sequential import BudgetTooSmall, GroupReport
 from phantom_parallel.families.base import Converter
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.infer.predict import check_folder
@@ -82,32 +81,17 @@ class Point:
 
 @dataclass(frozen=True)
 class ConvertResult:
-    """Results of ``phantom model convert``.
+    """Results of ``phantom model convert``."""
 
-    Args:
-        model: Folder of the dense model.
-        out: Folder of the phantom model.
-        blocks: Its blocks.
-        rows: Rows of calibration data.
-        kept: Share of the converted layers' multiply-adds that is left.
-        dense_loss: Held-out loss of the dense model.
-        loss: Held-out loss of the phantom model.
-        groups: The layers that share an input.
-        curve: All conversions that were tried.
-    """
-
-    model: str
-    out: str
+    model: str  # folder of the dense model
+    out: str  # folder of the phantom model
     blocks: int
-    rows: int
-    kept: float
-    dense_loss: float
-    loss: float
-    groups: tuple[GroupReport, ...]
-    curve: tuple[Point, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    rows: int  # of calibration data
+    kept: float  # share of the converted layers' multiply-adds that is left
+    dense_loss: float  # held-out loss of the dense model
+    loss: float  # held-out loss of the phantom model
+    groups: tuple[GroupReport, ...]  # layers that share an input
+    curve: tuple[Point, ...]  # all conversions that were tried
 
 
 def convert_folder(config: ConvertConfig, *, show: bool = False) -> ConvertResult:
@@ -207,11 +191,7 @@ class _Trials:
             else:
                 low = budget
         if best is None:
-            nearest = min(self.curve, key=lambda point: point.loss, default=Point(1.0, self.dense_loss))
-            raise ValueError(
-                f"no conversion keeps the loss within max_loss={max_loss}: with {nearest.kept:.0%} of the "
-                f"multiply-adds it is {nearest.loss:.4g}, the dense model has {self.dense_loss:.4g}"
-            )
+            raise ValueError(f"no conversion keeps max_loss={max_loss}: use fewer blocks or a larger one")
         return best
 
     def _loss(self, model: nn.Module) -> float:
@@ -233,7 +213,7 @@ class _Trials:
 
         def complete(folder: Path) -> None:
             self.converter.complete(self.config.model, folder)
-            write_json(folder / REPORT, result.to_dict())
+            write_json(folder / REPORT, asdict(result))
 
         save_model(model, self.config.out, overwrite=self.config.overwrite, complete=complete)
         return result
@@ -274,6 +254,3 @@ def heal_config(model: Path) -> type[TrainConfig]:
     """Class of the settings that heal the model in a folder."""
     config: type[TrainConfig] = get_family(family_of(check_folder(model))).require("heal_config")
     return config
-
-
-__all__ = ["REPORT", "ConvertConfig", "ConvertResult", "Point", "convert_folder", "heal", "heal_config"]

@@ -11,18 +11,18 @@ few positions whose stream is a thousand times as large as that of all others, a
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from phantom_parallel.conversion.budget import GhostCurve
 from phantom_parallel.conversion.layers import DenseLayer, stack_by_blocks, unstack_blocks
 from phantom_parallel.conversion.stages import Call, first_tensor, rows_of, run_stage
 from phantom_parallel.nn.fit import OutputFit, damped, fit_outputs, ghost_spectrum, solve
 from phantom_parallel.nn.linear import PhantomLinear
+from phantom_parallel.utils.layout import BlockLayout
 
 # Names of output projections in the usual models. Whether they add to the residual stream is checked by numbers.
 OUTPUT_PROJECTIONS = (
@@ -33,26 +33,14 @@ OUTPUT_PROJECTIONS = (
 
 @dataclass(frozen=True)
 class GroupReport:
-    """How layers that share an input were converted.
+    """How layers that share an input were converted."""
 
-    Args:
-        layers: Names of the layers.
-        ghosts: Ghosts of each block.
-        relative_error: Root of the squared error of the outputs over their power, on the calibration data.
-        multiply_adds: Of one row, after the conversion.
-        dense_multiply_adds: Before it.
-        corrected: Whether the error of the residual stream was part of the target.
-    """
-
-    layers: tuple[str, ...]
-    ghosts: int
-    relative_error: float
-    multiply_adds: int
-    dense_multiply_adds: int
-    corrected: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    layers: tuple[str, ...]  # their names
+    ghosts: int  # of each block
+    relative_error: float  # root of the squared error of the outputs over their power, on the calibration data
+    multiply_adds: int  # of one row, after the conversion
+    dense_multiply_adds: int  # before it
+    corrected: bool  # whether the error of the residual stream was part of the target
 
 
 @dataclass
@@ -176,18 +164,9 @@ def convert_group(
     steps: int,
     importance: Mapping[str, Tensor] | None = None,
 ) -> GroupReport:
-    """Replace the layers of a group by phantom layers that share their ghosts.
-
-    Args:
-        model: The model.
-        module: The stage that holds the layers, or the model. The layers that run before are converted.
-        calls: Arguments of the converted stage, by batch.
-        group: The layers.
-        dense: The same stage's activations while it was dense.
-        blocks: Blocks of the new layers.
-        ghosts: Ghosts of each block.
-        steps: Alternating steps of the fit, at most.
-        importance: Of each layer's outputs, by name.
+    """Replace the layers of a group by phantom layers that share their ghosts. ``module`` is the stage that holds them,
+    or the model, whose layers before them are converted; ``calls`` are its arguments, by batch, and ``dense`` are its
+    activations while it was dense.
     """
     corrected = len(group) == 1 and group[0].name in dense.projections
     moments = _measure(model, module, calls, group, dense, corrected=corrected, relative=importance is not None)
@@ -281,6 +260,26 @@ def _phantom_layers(
     return phantoms
 
 
+class BudgetTooSmall(ValueError):
+    """The blocks alone cost more than the budget."""
+
+
+@dataclass(frozen=True)
+class GhostCurve:
+    """By how much ghosts lower the error of layers that share an input."""
+
+    in_features: int
+    out_features: int  # of all layers together
+    gains: Tensor  # (block_in,): fall of the squared error by each ghost, in descending order
+    layers: tuple[str, ...] = ("",)  # their names; each computes the ghosts for itself
+
+    def cost(self, blocks: int, ghosts: int) -> int:
+        """Multiply-adds of the phantom layers, of one row."""
+        compress = self.in_features * ghosts
+        layout = BlockLayout(self.in_features, self.out_features, blocks, ghosts)
+        return layout.weights + (len(self.layers) - 1) * compress
+
+
 @torch.no_grad()
 def ghost_curves(dense: DensePass, blocks: int, importance: Mapping[str, Tensor] | None) -> dict[str, GhostCurve]:
     """By how much ghosts lower the error of each group of a dense stage, by the name of its first layer.
@@ -305,3 +304,45 @@ def ghost_curves(dense: DensePass, blocks: int, importance: Mapping[str, Tensor]
         names = tuple(layer.name for layer in group)
         curves[first] = GhostCurve(weight.shape[1], weight.shape[0], gains / max(power, 1e-300), names)
     return curves
+
+
+def ghosts_for_budget(
+    curves: Mapping[str, GhostCurve], blocks: int, budget: float, *, multiple: int = 4
+) -> dict[str, int]:
+    """Ghosts of each group of layers, so that all of them together keep at most ``budget`` of the multiply-adds. They
+    are multiples of ``multiple``, where blocks are large enough.
+
+    Each ghost of a layer lowers the error of its outputs by an amount that falls from ghost to ghost. Layers get ghosts
+    while the fall per multiply-add is above a threshold that is common to all, which is found by bisection.
+
+    Raises:
+        BudgetTooSmall: If the blocks alone cost more than the budget.
+    """
+    dense = sum(curve.in_features * curve.out_features for curve in curves.values())
+    rates = {name: curve.gains / (curve.cost(blocks, 2) - curve.cost(blocks, 1)) for name, curve in curves.items()}
+
+    def ghosts_at(threshold: float) -> dict[str, int]:
+        ghosts = {}
+        for name, curve in curves.items():
+            most = curve.in_features // blocks
+            step = multiple if most >= 16 * multiple else 1
+            wanted = int((rates[name] > threshold).sum())
+            ghosts[name] = min(most, max(1, step, round(wanted / step) * step))
+        return ghosts
+
+    def share(ghosts: dict[str, int]) -> float:
+        return sum(curve.cost(blocks, ghosts[name]) for name, curve in curves.items()) / dense
+
+    least = share(ghosts_at(float("inf")))
+    if least > budget:
+        raise BudgetTooSmall(
+            f"blocks={blocks} and the fewest ghosts keep {least:.1%} of the multiply-adds already, got a budget of "
+            f"{budget:.1%}: use a larger budget, or more blocks"
+        )
+    low, high = 0.0, float(torch.cat(list(rates.values())).max()) * 2 + 1e-300
+    if share(ghosts_at(low)) <= budget:
+        return ghosts_at(low)
+    for _ in range(60):
+        middle = (low * high) ** 0.5 if low > 0 else high / 1e12
+        low, high = (low, middle) if share(ghosts_at(middle)) <= budget else (middle, high)
+    return ghosts_at(high)

@@ -8,6 +8,7 @@ stages are the modules of one ``nn.ModuleList``; a linear layer outside of them 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 
 
-@dataclass
+@dataclass(eq=False)
 class Stage:
     """A module of the model, and the arguments that it is called with besides the stream, by batch."""
 
@@ -76,49 +77,37 @@ def find_stages(model: nn.Module, names: Sequence[str], batches: Sequence[Any]) 
         if isinstance(module, nn.ModuleList) and len(module) > 1
     }
     for prefix in sorted((prefix for prefix, held in lists.items() if held), key=lists.__getitem__, reverse=True):
-        if _is_chain(model, list(model.get_submodule(prefix).children()), batches[0]):
-            return capture_stages(model, prefix, batches)
+        if (stages := capture_stages(model, prefix, batches)) is not None:
+            return stages
     return Stages([], [])
 
 
 @torch.no_grad()
-def _is_chain(model: nn.Module, modules: Sequence[nn.Module], batch: Any) -> bool:
-    seen: list[tuple[int, Tensor, Tensor]] = []
-
-    def record(index: int) -> Callable[..., None]:
-        def hook(_: nn.Module, args: Any, output: Any) -> None:
-            if args and isinstance(args[0], Tensor):
-                seen.append((index, args[0], first_tensor(output)))
-
-        return hook
-
-    args, kwargs = call_of(batch)
-    with _hooked([module.register_forward_hook(record(i)) for i, module in enumerate(modules)]):
-        model(*args, **kwargs)
-    if [index for index, _, _ in seen] != list(range(len(modules))):
-        return False
-    return all(torch.equal(seen[i][2], seen[i + 1][1]) for i in range(len(seen) - 1))
-
-
-@torch.no_grad()
-def capture_stages(model: nn.Module, prefix: str, batches: Sequence[Any]) -> Stages:
-    """The stages of a list of modules, with the arguments that the model gives them."""
-    modules = list(model.get_submodule(prefix).children())
-    stages = [Stage(f"{prefix}.{index}", module, []) for index, module in enumerate(modules)]
+def capture_stages(model: nn.Module, prefix: str, batches: Sequence[Any]) -> Stages | None:
+    """The stages of a list of modules, with the arguments that the model gives them; None if they are not a chain."""
+    stages = [
+        Stage(f"{prefix}.{index}", module, []) for index, module in enumerate(model.get_submodule(prefix).children())
+    ]
     streams: list[Tensor] = []
+    seen: list[tuple[Stage, Any, Any, Tensor]] = []
 
     def record(stage: Stage) -> Callable[..., None]:
-        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-            stage.arguments.append((args[1:], kwargs))
-            if stage is stages[0]:
-                streams.append(args[0])
+        def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if args and isinstance(args[0], Tensor):
+                seen.append((stage, args, kwargs, first_tensor(output)))
 
         return hook
 
-    hooks = [stage.module.register_forward_pre_hook(record(stage), with_kwargs=True) for stage in stages]
-    with _hooked(hooks):
+    with _hooked([stage.module.register_forward_hook(record(stage), with_kwargs=True) for stage in stages]):
         for args, kwargs in map(call_of, batches):
+            seen.clear()
             model(*args, **kwargs)
+            in_order = [stage for stage, *_ in seen] == stages
+            if not in_order or not all(torch.equal(a[3], b[1][0]) for a, b in pairwise(seen)):
+                return None
+            streams.append(seen[0][1][0])
+            for stage, given, keywords, _ in seen:
+                stage.arguments.append((given[1:], keywords))
     return Stages(stages, streams)
 
 
@@ -144,17 +133,11 @@ def run_stage(
     outputs_of: dict[str, nn.Module],
     until: str | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
-    """Run a stage, or the model, on one batch.
-
-    Args:
-        module: The stage.
-        call: Its arguments.
-        inputs_of: Modules whose inputs are recorded, by name.
-        outputs_of: Modules whose outputs are recorded, by name.
-        until: Name of the module before which the pass may end.
+    """Run a stage, or the model, on one batch; the pass may end before the module ``until``.
 
     Returns:
-        Inputs and outputs by name, in the order of execution, and what the stage returns; None if the pass ended early.
+        Inputs and outputs of these modules by name, in the order of execution, and what the stage returns; None if the
+        pass ended early.
     """
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
