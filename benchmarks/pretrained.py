@@ -53,7 +53,7 @@ class Bench:
         parts = split_text(prose() if options.text is None else options.text.read_bytes())
         for path, part in zip((self.training, held_out), parts, strict=True):
             write_bytes(path, part)
-        self.dense = self.converter.load_dense(options.model).eval()
+        self.dense: GPT = load_model(options.model, strategy="dense").eval()
         length, config = options.length, self.dense.config
         tokens = read_tokens(options.model, held_out, config)
         windows = min(_HELD_OUT, len(tokens) // (length + 1))
@@ -80,7 +80,7 @@ class Bench:
             self.batches,
             blocks=blocks,
             budget=budget,
-            include=GPTConverter.maps,
+            include=GPTConverter.linear_layers,
             exclude=(),
             loss=self.converter.objective(),
             folder=stages,
@@ -98,7 +98,7 @@ class Bench:
     @torch.no_grad()
     def low_rank(self, model: GPT, budget: float) -> float:
         """Replace every linear layer by two of rank r, each calibrated on the inputs that the layers before it give."""
-        layers = find_layers(model, GPTConverter.maps, ())
+        layers = find_layers(model, GPTConverter.linear_layers, ())
         chain, streams = find_stages(model, [layer.name for layer in layers], self.batches)
         kept = 0
         for stage in chain:
@@ -118,7 +118,7 @@ class Bench:
     @torch.no_grad()
     def drop_layers(self, model: GPT, budget: float) -> float:
         """Remove the layers that turn the stream least."""
-        names = [layer.name for layer in find_layers(model, GPTConverter.maps, ())]
+        names = [layer.name for layer in find_layers(model, GPTConverter.linear_layers, ())]
         stages, streams = find_stages(model, names, self.batches[:1])
         alike = []
         for stage in stages:

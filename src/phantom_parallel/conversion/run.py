@@ -3,14 +3,15 @@
 import copy
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from phantom_parallel.checkpoint.model import CONFIG, family_of, read_config, save_model
+from phantom_parallel.checkpoint.model import CONFIG, family_of, load_model, read_config, save_model
 from phantom_parallel.conversion.api import ConversionReport, convert
 from phantom_parallel.conversion.sequential import BudgetTooSmall, GroupReport
 from phantom_parallel.families.base import Converter
@@ -94,6 +95,14 @@ class ConvertResult:
     curve: tuple[Point, ...]  # all conversions that were tried
 
 
+class _Trial(NamedTuple):
+    """A conversion of a copy of the model, with its held-out loss."""
+
+    report: ConversionReport
+    model: nn.Module
+    loss: float
+
+
 def convert_folder(config: ConvertConfig, *, show: bool = False) -> ConvertResult:
     """Convert the model of a folder. If an interrupted conversion is run again, it continues after its last finished
     stage.
@@ -108,115 +117,100 @@ def convert_folder(config: ConvertConfig, *, show: bool = False) -> ConvertResul
     if (config.ghosts is None or config.curve) and not converter.own_ghosts:
         raise ValueError(f"all layers of the family {family.name} have the same ghosts: give ghosts, not a budget")
     check_replaceable(config.out, config.overwrite, CONFIG, config.model)
-    converter.check(settings, config.blocks, config.ghosts or 1)
-    batches = converter.batches(config.model, settings, config.calibration, config.rows, config.length)
-    dense = converter.load_dense(config.model)
+    if settings.strategy == "phantom":
+        raise ValueError(f"{config.model} is a phantom model already: give a dense one")
+    replace(settings, strategy="phantom", blocks=config.blocks, ghosts=config.ghosts or 1)  # raises if it cannot be
+    batches, held_out = converter.batches(config.model, settings, config.calibration, config.rows, config.length)
+    dense = load_model(config.model, strategy="dense").eval()
     unfinished = config.out.parent / f".{config.out.name}.converting"
     unfinished.mkdir(parents=True, exist_ok=True)
+    points: list[Point] = []
+    count = len(config.curve) + (1 if config.max_loss is None else _SEARCH_STEPS)
+    started = 0  # conversions
+
+    def loss_of(model: nn.Module) -> float:
+        return fmean(converter.loss(model, dense, batch) for batch in held_out)
+
+    def run_trial(budget: float | None) -> _Trial:
+        """Convert a copy of the dense model with a budget, or with the ghosts of the config, and measure its loss."""
+        nonlocal started
+        model, first, started = copy.deepcopy(dense), True, started + 1
+
+        def progress(step: str, share: float) -> None:
+            nonlocal first
+            if first:  # what an earlier conversion has finished took no time
+                display.skip(100 * share / count)
+                first = False
+            trial = f", conversion {started} of {count}" if count > 1 else ""
+            display.update(100 * (started - 1 + share) / count, title=f"{step}{trial}, percent")
+
+        report = convert(
+            model,
+            batches,
+            blocks=config.blocks,
+            ghosts=config.ghosts if budget is None else None,
+            budget=budget,
+            include=converter.linear_layers,
+            exclude=(),
+            loss=converter.objective(),
+            steps=config.steps,
+            folder=unfinished,
+            progress=progress,
+        )
+        phantom = converter.phantom(model, config.blocks, report.ghosts)
+        trial = _Trial(report, phantom, loss_of(phantom))
+        points.append(Point(report.kept, trial.loss))
+        return trial
+
     with FolderLock(unfinished) as lock, ProgressDisplay(show=show) as display:
         lock.acquire()
-        trials = _Trials(config, converter, dense, *batches, display, unfinished)
+        dense_loss = loss_of(dense)
+        display.stage("converting, percent", 100)
         for budget in config.curve:
-            trials.run(budget)
-        report, model = trials.search(config.max_loss) if config.max_loss is not None else trials.run(config.budget)
-        result = trials.write(report, model)
+            run_trial(budget)
+        if config.max_loss is None:
+            chosen = run_trial(config.budget)
+        else:
+            chosen = _smallest(run_trial, 1 / config.blocks, dense_loss + config.max_loss)
+        report = chosen.report
+        result = ConvertResult(
+            model=str(config.model),
+            out=str(config.out),
+            blocks=report.blocks,
+            rows=report.rows,
+            kept=report.kept,
+            dense_loss=dense_loss,
+            loss=chosen.loss,
+            groups=report.groups,
+            curve=tuple(sorted(points, key=lambda point: point.kept)),
+        )
+
+        def complete(folder: Path) -> None:
+            converter.complete(config.model, folder)
+            write_json(folder / REPORT, asdict(result))
+
+        save_model(chosen.model, config.out, overwrite=config.overwrite, complete=complete)
         shutil.rmtree(unfinished, ignore_errors=True)
     return result
 
 
-class _Trials:
-    """Conversions of copies of one model, with the held-out loss of each."""
-
-    def __init__(
-        self,
-        config: ConvertConfig,
-        converter: Converter,
-        dense: nn.Module,
-        batches: list[Any],
-        held_out: list[Any],
-        display: ProgressDisplay,
-        folder: Path,
-    ) -> None:
-        self.config, self.converter, self.dense, self.display = config, converter, dense.eval(), display
-        self.batches, self.held_out, self.folder = batches, held_out, folder
-        self.dense_loss = self._loss(dense)
-        self.curve: list[Point] = []
-        self.trial, self.trials = 0, len(config.curve) + (1 if config.max_loss is None else _SEARCH_STEPS)
-        display.stage("converting, percent", 100)
-
-    def run(self, budget: float | None) -> tuple[ConversionReport, nn.Module]:
-        """Convert a copy of the dense model with a budget, or with the ghosts of the config, and measure its loss."""
-        model = copy.deepcopy(self.dense)
-        self.trial += 1
-        restored = False
-
-        def progress(step: str, share: float) -> None:
-            nonlocal restored
-            done = 100 * (self.trial - 1 + share) / self.trials
-            if not restored:  # what an earlier conversion has finished took no time
-                restored = True
-                self.display.skip(100 * share / self.trials)
-            trial = f", conversion {self.trial} of {self.trials}" if self.trials > 1 else ""
-            self.display.update(done, title=f"{step}{trial}, percent")
-
-        report = convert(
-            model,
-            self.batches,
-            blocks=self.config.blocks,
-            ghosts=self.config.ghosts if budget is None else None,
-            budget=budget,
-            include=self.converter.maps,
-            exclude=(),
-            loss=self.converter.objective(),
-            steps=self.config.steps,
-            folder=self.folder,
-            progress=progress,
-        )
-        phantom = self.converter.phantom(model, self.config.blocks, report.ghosts)
-        self.curve.append(Point(report.kept, self._loss(phantom)))
-        return report, phantom
-
-    def search(self, max_loss: float) -> tuple[ConversionReport, nn.Module]:
-        """Find the smallest budget whose loss is within bounds, by bisection."""
-        low, high, best = 1.0 / self.config.blocks, 1.0, None
-        for _ in range(_SEARCH_STEPS):
-            budget = (low + high) / 2
-            try:
-                candidate = self.run(budget)
-            except BudgetTooSmall:
-                low = budget
-                continue
-            if self.curve[-1].loss <= self.dense_loss + max_loss:
-                best, high = candidate, budget
-            else:
-                low = budget
-        if best is None:
-            raise ValueError(f"no conversion keeps max_loss={max_loss}: use fewer blocks or a larger one")
-        return best
-
-    def _loss(self, model: nn.Module) -> float:
-        return fmean(self.converter.loss(model, self.dense, batch) for batch in self.held_out)
-
-    def write(self, report: ConversionReport, model: nn.Module) -> ConvertResult:
-        """Write the model, with the results in its folder."""
-        result = ConvertResult(
-            model=str(self.config.model),
-            out=str(self.config.out),
-            blocks=report.blocks,
-            rows=report.rows,
-            kept=report.kept,
-            dense_loss=self.dense_loss,
-            loss=next(point.loss for point in reversed(self.curve) if point.kept == report.kept),
-            groups=report.groups,
-            curve=tuple(sorted(self.curve, key=lambda point: point.kept)),
-        )
-
-        def complete(folder: Path) -> None:
-            self.converter.complete(self.config.model, folder)
-            write_json(folder / REPORT, asdict(result))
-
-        save_model(model, self.config.out, overwrite=self.config.overwrite, complete=complete)
-        return result
+def _smallest(run_trial: Callable[[float], _Trial], low: float, bound: float) -> _Trial:
+    """The conversion with the smallest budget above ``low`` whose loss is within the bound, by bisection."""
+    high, best = 1.0, None
+    for _ in range(_SEARCH_STEPS):
+        budget = (low + high) / 2
+        try:
+            trial = run_trial(budget)
+        except BudgetTooSmall:
+            low = budget
+            continue
+        if trial.loss <= bound:
+            best, high = trial, budget
+        else:
+            low = budget
+    if best is None:
+        raise ValueError(f"no conversion has a held-out loss of at most {bound:.4g}: give a larger max_loss")
+    return best
 
 
 def heal(

@@ -90,16 +90,10 @@ class Family:
 class Converter(ABC):
     """The family's part of converting dense models to phantom models. Runs in one process."""
 
-    maps: ClassVar[tuple[str, ...]] = ("*",)  # patterns of the linear layers that a phantom model divides into blocks
+    linear_layers: ClassVar[tuple[str, ...]] = (
+        "*",
+    )  # patterns of the linear layers that a phantom model divides into blocks
     own_ghosts: ClassVar[bool] = False  # whether each of them may have its own number of ghosts
-
-    @abstractmethod
-    def load_dense(self, path: Path) -> "nn.Module":
-        """Load a dense model as modules whose linear layers are ``nn.Linear``."""
-
-    @abstractmethod
-    def check(self, config: Any, blocks: int, ghosts: int) -> None:
-        """Raise ValueError if a model of this config cannot be divided into so many blocks and ghosts."""
 
     @abstractmethod
     def batches(self, path: Path, config: Any, data: Path, rows: int, length: int) -> tuple[list[Any], list[Any]]:

@@ -15,10 +15,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel.checkpoint.model import CONFIG, family_of, load_model, read_config
 from phantom_parallel.distributed.errors import Interrupted
@@ -70,7 +69,7 @@ class InferConfig:
     ranks: int = 1
     """Ranks that share the model."""
     wire: WireFormat = "full"
-    """Format in which features travel between ranks, of both models."""
+    """Format in which features are sent between ranks, of both models."""
     profile: str | None = None
     """As for `default_power_profile`."""
 
@@ -335,36 +334,22 @@ def predict(
             np.lib.format.write_array_header_1_0(file, header)
         for first in range(0, count, batch):
             rows = slice(first, min(first + batch, count))
-            whole = _gather_on_rank_zero(_wait_for(model(read_rows(model, inputs, rows))), model)
-            if whole is not None:
-                bad = ~whole.isfinite()
-                non_finite += torch.stack([bad.sum(), bad.any(1).sum()]).cpu()
-            if file is not None and whole is not None:
-                file.write(np.ascontiguousarray(whole.to("cpu", dtype).numpy()).tobytes())
+            out_rows = _outputs(model, read_rows(model, inputs, rows))
+            bad = ~out_rows.isfinite()
+            non_finite += torch.stack([bad.sum(), bad.any(1).sum()]).cpu()
+            if file is not None:
+                file.write(np.ascontiguousarray(out_rows.to("cpu", dtype).numpy()).tobytes())
             if report is not None:
                 report(rows.stop)
-            if _on_any_rank(stop.requested, model.mesh) and rows.stop < count:
+            if any(all_gather_objects(stop.requested, model.mesh)) and rows.stop < count:  # all ranks stop together
                 raise Interrupted(f"stopped at row {rows.stop} of {count}")
-    return NonFinite(*all_gather_objects(non_finite.tolist(), model.mesh)[0])
+    return NonFinite(*non_finite.tolist())
 
 
-def _gather_on_rank_zero(out: Tensor, model: RowModel) -> Tensor | None:
-    """Return outputs with all features: on rank 0 if features are sharded, otherwise on every rank."""
-    if not model.shards_features:
-        return out
-    ranks = rank_group(model.mesh)
-    parts = [torch.empty_like(out) for _ in range(ranks.size)] if ranks.rank == 0 else None
-    dist.gather(out.contiguous(), parts, group=model.mesh.get_group(), group_dst=0)
-    return None if parts is None else torch.cat(parts, -1)
-
-
-def _on_any_rank(requested: bool, mesh: DeviceMesh | None) -> bool:
-    """Return whether any rank received a signal, so that all ranks stop together."""
-    if mesh is None:
-        return requested
-    flag = torch.tensor([float(requested)], device=mesh.device_type)
-    dist.all_reduce(flag, group=mesh.get_group())
-    return bool(flag.item())
+def _outputs(model: RowModel, x: Tensor) -> Tensor:
+    """The model's outputs with all features, on every rank."""
+    out = _wait_for(model(x))
+    return gather_features(out, model.mesh) if model.shards_features else out
 
 
 @torch.inference_mode()
@@ -373,11 +358,6 @@ def largest_difference(first: RowModel, second: RowModel, x: Callable[[RowModel]
 
     ``x`` returns a model's inputs. Outputs that are not finite in both models count as equal. Every rank calls this.
     """
-
-    def outputs(model: RowModel) -> Tensor:
-        out = _wait_for(model(x(model)))
-        return (gather_features(out, model.mesh) if model.shards_features else out).double()
-
-    a, b = outputs(first), outputs(second)
+    a, b = (_outputs(model, x(model)).double() for model in (first, second))
     difference = torch.where(a.isfinite() | b.isfinite(), (a - b).abs().nan_to_num(nan=torch.inf), 0.0)
     return float(difference.max()), float(a.nan_to_num(0.0, 0.0, 0.0).abs().max())

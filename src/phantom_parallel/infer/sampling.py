@@ -79,7 +79,7 @@ class GenerateConfig(Sampling):
     ranks: int = 1
     """Ranks that share the model."""
     wire: WireFormat = "full"
-    """Format in which features travel between ranks."""
+    """Format in which features are sent between ranks."""
     profile: str | None = None
     """Hardware profile of modelled energy."""
 

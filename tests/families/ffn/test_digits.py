@@ -48,16 +48,6 @@ def test_targets_are_the_classes_again_and_again():
     assert (counts.min(), counts.max()) == (174, 183)  # as scikit-learn says of them
 
 
-def test_inputs_keep_what_tells_the_digits_apart():
-    """Least squares on the inputs finds the classes, as it does on the pixels."""
-    data = open_data(CONFIG)
-    train_rows = data.training_rows
-    x = torch.cat([data.x, torch.ones(data.rows, 1)], 1).double()
-    weights = torch.linalg.lstsq(x[:train_rows], data.y[:train_rows, :10].double(), driver="gelsd").solution
-    found = (x[train_rows:] @ weights).argmax(1) == data.y[train_rows:, :10].argmax(1)
-    assert found.double().mean() > 0.9
-
-
 def test_a_phantom_model_learns_them():
     assert trained(CONFIG)[1] > 0.93
 
@@ -87,11 +77,6 @@ def test_scores_of_ranks_with_fewer_features_than_classes_add_up():
     found = sum(scores(out[:, part], part, 64) for part in (slice(first, first + 8) for first in range(0, 64, 8)))
     expected = torch.stack([out[:, digit::10].mean(1) for digit in range(10)], 1)
     assert torch.allclose(found, expected, rtol=1e-12)
-
-
-def test_other_data_have_no_accuracy():
-    config = FFNTrainConfig.of(width=16, ghosts=2, teacher_ghosts=2, batch=8, samples=64, steps=2)
-    assert train(config, ParallelContext())[1].accuracy is None
 
 
 @pytest.mark.parametrize("name", ["digits", "mnist"])

@@ -10,7 +10,6 @@ from torch import nn
 
 from phantom_parallel import FFN, FFNConfig, load_model, save_model
 from phantom_parallel.cli import main as program
-from phantom_parallel.cost.planner import ModelSizes
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.families.ffn.config import FFNTrainConfig
 from phantom_parallel.families.ffn.data import Batches, open_data
@@ -35,15 +34,10 @@ def config(data: str, strategy: str = "phantom", **settings) -> FFNTrainConfig:
     return FFNTrainConfig.of(data=data, strategy=strategy, **usual | blocks | settings)
 
 
-def curve(one: FFNTrainConfig, folder: str | None = None, resume: str | None = None) -> list[float]:
+def curve(training: FFNTrainConfig) -> list[float]:
     losses = []
-    train(
-        one,
-        ParallelContext.create(one.ranks, one.dp, CPU),
-        checkpoints=None if folder is None else Path(folder),
-        resume=None if resume is None else Path(resume),
-        report=lambda record: losses.append(record.loss),
-    )
+    parallel = ParallelContext.create(training.ranks, training.dp, CPU)
+    train(training, parallel, report=lambda record: losses.append(record.loss))
     return losses
 
 
@@ -98,12 +92,6 @@ def test_digits_may_have_a_target_for_each_class():
     assert rows.y.sum(1).eq(1).all()
 
 
-def test_a_resumed_training_is_the_same(data, tmp_path):
-    one = config(data, checkpoint_every=4)
-    expected = curve(one, str(tmp_path))
-    assert curve(one, resume=str(tmp_path / "step-000004")) == expected[4:]
-
-
 def saved(folder: str) -> bool:
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
     model = FFN(FFNConfig(WIDTH, 3, blocks=4, ghosts=2, in_features=IN, out_features=OUT), mesh=mesh)
@@ -135,13 +123,6 @@ def test_a_model_is_saved_and_read_on_other_ranks(ranks, tmp_path):
 def test_blocks_and_ranks_must_divide_both(data, settings, message):
     with pytest.raises(ValueError, match=message):
         config(data, **settings)
-
-
-def test_sizes_of_plans_have_every_kind_of_layer():
-    sizes = ModelSizes("ffn", {"width": WIDTH, "depth": 4, "in_features": IN, "out_features": OUT})
-    assert sizes.config.linear_features == ((IN, WIDTH), (WIDTH, WIDTH), (WIDTH, OUT))
-    assert sizes.summary == "width 16, depth 4, 8 in, 4 out"
-    assert ModelSizes("ffn", {"width": WIDTH, "depth": 4}).config.linear_features == ((WIDTH, WIDTH),)
 
 
 def phantom(*arguments: str | Path) -> int:

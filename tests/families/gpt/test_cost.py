@@ -10,9 +10,7 @@ from phantom_parallel import GPT, GPTConfig
 from phantom_parallel.cost.dryrun import count_step, differences, dry_run, memory_differences
 from phantom_parallel.cost.ledger import Ledger
 from phantom_parallel.cost.steps import build_step
-from phantom_parallel.cost.timing import Clock, forward_time, step_time
 from phantom_parallel.families.gpt.cost import GPTShape
-from tests.cost.test_hardware import toy
 
 
 def shape_of(strategy: str, ranks: int, **settings) -> GPTShape:
@@ -223,34 +221,6 @@ def test_inference_mode_counts_as_much(ranks):
     for with_gradients, without, inference in ranks(2)(modes, "megatron"):
         assert with_gradients == without
         assert inference[0] >= without[0]  # DTensor may cut otherwise there, but what runs is counted
-
-
-def test_times_follow_the_counts():
-    for strategy, size in (("dense", 1), ("megatron", 4), ("phantom", 4)):
-        shape = shape_of(strategy, size)
-        step = step_time(shape, toy())
-        assert set(step.phases) == {"forward", "backward", "sync", "update"}
-        assert (step.exposed == 0) == (size == 1)
-        assert len(step.layers) == len(shape.costs)
-        assert step.energy is not None
-        again = step_time(replace(shape, activation_checkpointing=True), toy())
-        assert again.phases["backward"].compute > step.phases["backward"].compute
-        assert again.phases["forward"] == step.phases["forward"]
-        slower = forward_time(shape.decode(1000), toy()), forward_time(shape.decode(10), toy())
-        assert slower[0].total > slower[1].total
-        assert slower[0].exposed == slower[1].exposed
-
-
-def test_an_attention_kernel_by_hand():
-    """One kernel: the scores never reach memory."""
-    shape = shape_of("dense", 1)
-    attention = shape.costs[2]
-    slow = toy()
-    clock = Clock(slow)
-    flops = sum(p.flops for p in attention.products if p.phase == "forward")
-    peak = slow.peak["fp32"].value * slow.efficiency["fp32"].value
-    overheads = slow.product_overhead_seconds.value + slow.layer_overhead_seconds.value
-    assert clock.layer(attention, "forward").compute == pytest.approx(overheads + flops / peak)
 
 
 @pytest.mark.parametrize(

@@ -89,17 +89,6 @@ def test_fsdp2_over_a_mesh_of_copies_blocks_and_ranks_inside(ranks):
     assert max(ranks(8)(fully_sharded, True, False, "phantom", blocks=2, ghosts=4)) < 1e-10
 
 
-def accumulated() -> float:
-    model = filled(config_of(tie_embeddings=True), one_mesh())
-    for inputs, targets in zip(*(t.chunk(2) for t in gpt_reference.tokens(24)), strict=True):
-        model.loss(inputs, targets).mul(0.5).backward()
-    return worst(model, reference(config_of(tie_embeddings=True)))
-
-
-def test_gradient_accumulation(ranks):
-    assert max(ranks(4)(accumulated)) < 1e-10
-
-
 def trained(strategy: str, cut: dict[str, int], steps: int = 4) -> tuple[dict[str, torch.Tensor], list[float]]:
     mesh = one_mesh() if torch.distributed.is_initialized() else None
     model = filled(config_of(strategy, **cut), mesh)
@@ -157,14 +146,6 @@ def test_a_model_saved_on_four_ranks_is_the_same_on_one_and_two(ranks, tmp_path,
     for size in (1, 2):
         for found in ranks(size)(read, path):
             assert relative_error(found, expected) < 1e-11
-
-
-def test_a_dense_model_comes_back_as_it_was(tmp_path):
-    model = GPT(config_of("dense", tie_embeddings=True))
-    save_model(model, tmp_path / "model")
-    again = load_model(tmp_path / "model")
-    assert torch.equal(logits_of(again), logits_of(model))
-    assert load_model(tmp_path / "model", dtype=torch.bfloat16).embedding.weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

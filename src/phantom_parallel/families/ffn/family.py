@@ -8,7 +8,6 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from phantom_parallel.checkpoint.model import load_model, read_config
 from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.energy import PowerProfile
 from phantom_parallel.families.base import Converter, Family
@@ -26,16 +25,7 @@ class FFNConverter(Converter):
     the dense model's outputs, relative to their mean square.
     """
 
-    maps: ClassVar[tuple[str, ...]] = ("layers.*",)
-
-    def load_dense(self, path: Path) -> FFN:
-        if read_config(path).strategy == "phantom":
-            raise ValueError(f"{path} is a phantom model already: give a dense one")
-        model: FFN = load_model(path, strategy="dense")
-        return model
-
-    def check(self, config: FFNConfig, blocks: int, ghosts: int) -> None:
-        replace(config, strategy="phantom", blocks=blocks, ghosts=ghosts)
+    linear_layers: ClassVar[tuple[str, ...]] = ("layers.*",)
 
     def batches(
         self, path: Path, config: FFNConfig, data: Path, rows: int, length: int

@@ -57,7 +57,7 @@ class FFN(nn.Module):
         mesh: One-dimensional device mesh of the ranks that share the model.
         device: Of the parameters; on the meta device call ``reset_parameters`` of the layers after ``to_empty``.
         dtype: Of the parameters.
-        wire: Format in which features and their gradients travel between the ranks of the mesh, as for
+        wire: Format in which features and their gradients are sent between the ranks of the mesh, as for
             `PhantomLinear`.
         reshard_after_forward: For ``fsdp``, whether to free the gathered weights of a layer after its forward pass.
     """

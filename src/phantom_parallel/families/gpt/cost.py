@@ -290,7 +290,7 @@ def _embedding(shape: GPTShape) -> LayerCost:
 def _layer(
     shape: GPTShape, to_qkv: int | None, to_out: int | None, to_gate_up: int | None, to_down: int | None
 ) -> tuple[LayerCost, ...]:
-    """The parts of a layer whose maps have these numbers of ghosts."""
+    """The parts of a layer whose linear layers have these numbers of ghosts."""
     features = shape.model.qkv_features
     parts: tuple[LayerCost, ...]
     if shape.model.parallel_block:
@@ -314,7 +314,7 @@ def _layer(
 
 
 def _into(shape: GPTShape, name: str, out_features: int, ghosts: int | None, *, bias: bool = False) -> LayerCost:
-    """A norm and the map after it: from the stream to features that are cut between heads or pieces."""
+    """A norm and the linear layer after it: from the stream to features that are cut between heads or pieces."""
     rows, stream = shape.rows, shape.stream
     statistics = rows * shape.precise_bytes  # r of each row
     streamed = (5 * rows * stream, 6 * rows * stream)  # the norm, and the sum into the stream
@@ -382,7 +382,7 @@ def _attention(shape: GPTShape) -> LayerCost:
         parameters=(),
         products=products,
         exchanges=(),
-        kept=q + kv + copied + raw,  # the result is the next map's input
+        kept=q + kv + copied + raw,  # the result is the next layer's input
         kept_bytes=shape.rows * heads * shape.precise_bytes,
         streamed=(2 * q + 2 * cached + turning, 4 * q + 4 * cached + turning),
         fused=True,

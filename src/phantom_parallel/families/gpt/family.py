@@ -9,7 +9,6 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from phantom_parallel.checkpoint.model import load_model, read_config
 from phantom_parallel.checkpoint.pretrained import copy_kept_files
 from phantom_parallel.families.base import Converter, Family
 from phantom_parallel.families.gpt.config import MODULES, GPTConfig, GPTTrainConfig
@@ -30,20 +29,8 @@ _BATCH_SIZE = 8  # sequences of a batch
 class GPTConverter(Converter):
     """Every map of a layer gets its own ghosts; embedding and head stay."""
 
-    maps: ClassVar[tuple[str, ...]] = tuple(f"layers.*.{name}" for name in MODULES)
+    linear_layers: ClassVar[tuple[str, ...]] = tuple(f"layers.*.{name}" for name in MODULES)
     own_ghosts: ClassVar[bool] = True
-
-    def load_dense(self, path: Path) -> GPT:
-        config = read_config(path)
-        if config.strategy == "phantom":
-            raise ValueError(f"{path} is a phantom model already: give a dense one")
-        model: GPT = load_model(path, strategy="dense")
-        return model
-
-    def check(self, config: GPTConfig, blocks: int, ghosts: int) -> None:
-        if config.parallel_block:
-            raise ValueError("models with parallel_block cannot be converted")
-        replace(config, strategy="phantom", blocks=blocks, ghosts=ghosts)
 
     def batches(
         self, path: Path, config: GPTConfig, data: Path, rows: int, length: int

@@ -336,8 +336,8 @@ class GPT(nn.Module):
 
     On a mesh, ``phantom`` holds blocks / ranks blocks of the residual stream, with their heads, on each rank; a layer
     has four collectives forward and four backward, which carry ghosts. ``megatron`` replicates the stream and shards
-    the maps with torch's own column and row styles, with two all-reduces of the stream per layer forward and two
-    backward; with another ``wire`` than "full" the products are the same and the exchanges are this library's. With
+    the linear layers with torch's own column and row styles, with two all-reduces of the stream per layer each way;
+    with another ``wire`` than "full" the products are the same and the exchanges are this library's. With
     ``parallel_block``, a layer has half as many. ``dense`` runs in one process. Tokens, losses and logits are
     replicated.
 
@@ -352,8 +352,8 @@ class GPT(nn.Module):
         mesh: One-dimensional device mesh to shard the model over.
         device: Of the parameters; on the meta device call ``reset_parameters`` of the layers after ``to_empty``.
         dtype: Of the parameters.
-        wire: Format in which features and their gradients travel between the ranks of the mesh, as for `PhantomLinear`.
-            Sums of norms and of the loss, and rows of a tied head, are never rounded.
+        wire: Format in which features and their gradients are sent between ranks, as for `PhantomLinear`. Sums of norms
+            and of the loss, and rows of a tied head, are never rounded.
         activation_checkpointing: Save only the inputs of the layers and recompute the rest in backward, collectives
             included. Also an attribute.
         reshard_after_forward: For ``fsdp``, whether to free the gathered weights of a layer after its forward pass.

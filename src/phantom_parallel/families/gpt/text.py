@@ -9,7 +9,6 @@ import hashlib
 import shutil
 import sysconfig
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,20 +99,20 @@ def check_text(config: TextSettings) -> None:
     open_text(config)
 
 
-def _files(config: TextSettings) -> Iterator[Path]:
+def _files(config: TextSettings) -> list[Path]:
     if config.data == PYTHON:
-        home = Path(sysconfig.get_paths()["stdlib"])
-        files = [path for path in home.rglob("*.py") if not _EXCLUDED & set(path.relative_to(home).parts)]
-        return iter(sorted(files, key=lambda path: path.relative_to(home).as_posix()))
-    path = Path(config.data)
-    if path.is_file():
-        return iter([path])
-    if not path.is_dir():
-        raise ValueError(f"there is no text {path}: give {PYTHON}, a file, or a folder of files")
-    files = [file for file in path.rglob(config.pattern) if file.is_file()]
-    if not files:
-        raise ValueError(f"no file in {path} matches {config.pattern!r}: give another pattern")
-    return iter(sorted(files, key=lambda file: file.relative_to(path).as_posix()))
+        folder = Path(sysconfig.get_paths()["stdlib"])
+        files = [path for path in folder.rglob("*.py") if not _EXCLUDED & set(path.relative_to(folder).parts)]
+    else:
+        folder = Path(config.data)
+        if folder.is_file():
+            return [folder]
+        if not folder.is_dir():
+            raise ValueError(f"there is no text {folder}: give {PYTHON}, a file, or a folder of files")
+        files = [file for file in folder.rglob(config.pattern) if file.is_file()]
+        if not files:
+            raise ValueError(f"no file in {folder} matches {config.pattern!r}: give another pattern")
+    return sorted(files, key=lambda file: file.relative_to(folder).as_posix())
 
 
 def _read(config: TextSettings) -> bytes:
@@ -140,13 +139,8 @@ def _digest(text: bytes, config: TextSettings) -> str:
 
 def _encode(text: bytes, config: TextSettings, digest: str, tokenizer: Tokenizer | None) -> Text:
     training, held_out = split_text(text)
-    if tokenizer is not None:
-        pass
-    elif config.tokenizer == "bytes":
-        tokenizer = ByteTokenizer()
-    else:
-        assert config.vocab is not None
-        tokenizer = BPETokenizer.train(training, config.vocab)  # without the held-out text
+    if tokenizer is None:  # trained without the held-out text
+        tokenizer = ByteTokenizer() if config.tokenizer == "bytes" else BPETokenizer.train(training, config.vocab)
     return Text(tokenizer.encode(training), tokenizer.encode(held_out), tokenizer, digest)
 
 
