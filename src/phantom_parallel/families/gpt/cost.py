@@ -400,92 +400,68 @@ def _head(shape: GPTShape, parts: int = 1) -> LayerCost:
     """The norm, the projection to logits, and the loss or the last position's logits, of one of so many interleaved
     parts times their number. The parts share the head's weight.
     """
+    model, ranks, dim, train = shape.model, shape.ranks, shape.model.dim, shape.mode == "train"
+    phantom, precise, here = shape.strategy == "phantom", shape.precise_bytes, model.vocab // ranks
     by_rows = False
-    if shape.strategy == "phantom" and shape.mode == "train" and shape.inside == 1:
-        rows, model = parts * shape.rows, shape.model
+    if phantom and train and shape.inside == 1:
         words = {"word_bytes": shape.word_bytes, "weight_bytes": shape.word_bytes, "parts": parts}
-        by_rows = head_splits_rows(rows, model.dim, model.vocab, shape.ranks, wire=shape.wire, **words)
-    each = _head_by_rows(shape) if by_rows else _head_by_vocabulary(shape)
-    if parts == 1:
-        return each
-    shared = shape.model.vocab * shape.model.dim if by_rows else shape.exchanged_rows
-    cost = in_turns(replace(each, kept=each.kept - shared), parts, once=("W", "dW"))
+        by_rows = head_splits_rows(parts * shape.rows, dim, model.vocab, ranks, wire=shape.wire, **words)
+    if by_rows:
+        rows, tokens, shared = shape.rows // ranks, model.vocab, model.vocab * dim
+        # log-probabilities and r of each row, all targets, the sum of their weights, and how many count
+        kept_bytes = rows * (tokens + 1) * precise + (shape.rows + 1) * INDEX_BYTES + precise
+    else:
+        rows, tokens, shared = shape.rows if train else shape.batch, here, shape.exchanged_rows
+        kept_bytes = _loss_bytes(shape) + (0 if phantom else shape.norm_bytes(rows))
+    parameters = (shape.stream,) if model.tie_embeddings else (shape.stream, here * dim)
+    cost = LayerCost(
+        name="head",
+        parameters=parameters,
+        products=(
+            Product("W y", "forward", 1, rows, dim, tokens),
+            Product("dW = d^T y", "backward", 1, tokens, rows, dim),
+            Product("W^T d", "backward", 1, rows, tokens, dim),
+        ),
+        exchanges=between_ranks(_head_exchanges(shape, rows, by_rows)),
+        kept=rows * dim + (shape.rows * shape.stream if phantom else 0),
+        kept_bytes=kept_bytes,
+        streamed=(rows * (2 * dim + 3 * tokens), rows * (3 * dim + 3 * tokens)),
+        leading=(shape.stream, here)[: len(parameters)],
+    )
+    cost = cost if parts == 1 else in_turns(cost, parts, once=("W", "dW"))
     return replace(cost, kept=cost.kept + shared)
 
 
-def _head_by_rows(shape: GPTShape) -> LayerCost:
-    ranks, dim, vocab = shape.ranks, shape.model.dim, shape.model.vocab
-    rows, weight = shape.rows // ranks, vocab * dim // ranks
-    y = Exchange("y", "forward", "all_to_all", ranks, rows * shape.stream)
-    dy = Exchange("dy", "backward", "all_to_all", ranks, rows * shape.stream, ("dW = d^T y",))
-    y, dy = (shape.with_sums(on_wire(e, rows, shape.wire), rows) for e in (y, dy))
-    return LayerCost(
-        name="head",
-        parameters=_head_parameters(shape),
-        products=_head_products(rows, dim, vocab),
-        exchanges=(
+def _head_exchanges(shape: GPTShape, rows: int, by_rows: bool) -> list[Exchange]:
+    ranks, wire, meanwhile = shape.ranks, shape.wire, ("dW = d^T y",)
+    here, numbers = shape.model.vocab // ranks, max(1, 4 // shape.word_bytes)  # words of a number of the loss
+    words = rows * shape.stream
+    y = Exchange("y", "forward", "all_to_all" if by_rows else "all_gather", ranks, words)
+    dy = Exchange("dy", "backward", "all_to_all" if by_rows else "reduce_scatter", ranks, words, meanwhile)
+    y, dy = (shape.with_sums(on_wire(e, rows, wire), rows) for e in (y, dy))
+    if by_rows:
+        weight = here * shape.model.dim
+        return [
             Exchange("W", "forward", "all_gather", ranks, weight, background=True),
             y,
-            Exchange("loss", "forward", "all_gather", ranks, max(1, 4 // shape.word_bytes)),
+            Exchange("loss", "forward", "all_gather", ranks, numbers),
             dy,
             Exchange("dW", "backward", "reduce_scatter", ranks, weight, background=True),
-        ),
-        kept=rows * dim + shape.rows * shape.stream + vocab * dim,
-        # log-probabilities and r of each row, all targets, the sum of their weights, and how many count
-        kept_bytes=rows * (vocab + 1) * shape.precise_bytes + (shape.rows + 1) * INDEX_BYTES + shape.precise_bytes,
-        streamed=_head_streamed(rows, dim, vocab),
-    )
-
-
-def _head_by_vocabulary(shape: GPTShape) -> LayerCost:
-    rows = shape.rows if shape.mode == "train" else shape.batch
-    here, ranks, dim, wire = shape.model.vocab // shape.ranks, shape.ranks, shape.model.dim, shape.wire
-    phantom = shape.strategy == "phantom"
+        ]
     exchanges = []
     if shape.exchanged_rows and shape.mode != "decode":
-        piece = here * dim // ranks
+        piece = shape.exchanged_rows // ranks
         exchanges.append(Exchange("W", "forward", "all_to_all", ranks, piece))
         exchanges.append(Exchange("dW", "backward", "all_to_all", ranks, piece))
-    if phantom:
-        gathered = Exchange("y", "forward", "all_gather", ranks, rows * shape.stream)
-        scattered = Exchange("dy", "backward", "reduce_scatter", ranks, rows * shape.stream, ("dW = d^T y",))
-        whole = [shape.with_sums(on_wire(e, rows, wire), rows) for e in (gathered, scattered)]
-        exchanges += [part for e in whole for part in over_blocks(e, shape.blocks)]
+    if shape.strategy == "phantom":
+        exchanges += [part for e in (y, dy) for part in over_blocks(e, shape.blocks)]
     else:
-        exchanges += summed_on_wire("dy", "backward", ranks, rows, dim, wire, ("dW = d^T y",))
+        exchanges += summed_on_wire("dy", "backward", ranks, rows, shape.model.dim, wire, meanwhile)
     if shape.mode == "train":
-        last = Exchange("loss", "forward", "all_gather", ranks, rows * 3 * max(1, 4 // shape.word_bytes))
+        last = Exchange("loss", "forward", "all_gather", ranks, rows * 3 * numbers)
     else:
         last = on_wire(Exchange("logits", "forward", "all_gather", ranks, rows * here), rows, wire)
-    exchanges += over_blocks(last, shape.blocks)
-    kept = rows * dim + (rows * shape.stream if phantom else 0) + shape.exchanged_rows
-    return LayerCost(
-        name="head",
-        parameters=_head_parameters(shape),
-        products=_head_products(rows, dim, here),
-        exchanges=between_ranks(exchanges),
-        kept=kept,
-        kept_bytes=_loss_bytes(shape) + (0 if phantom else shape.norm_bytes(rows)),
-        streamed=_head_streamed(rows, dim, here),
-        leading=(shape.stream, here)[: len(_head_parameters(shape))],
-    )
-
-
-def _head_parameters(shape: GPTShape) -> tuple[int, ...]:
-    weight = () if shape.model.tie_embeddings else (shape.model.vocab // shape.ranks * shape.model.dim,)
-    return (shape.stream, *weight)
-
-
-def _head_products(rows: int, dim: int, tokens: int) -> tuple[Product, ...]:
-    return (
-        Product("W y", "forward", 1, rows, dim, tokens),
-        Product("dW = d^T y", "backward", 1, tokens, rows, dim),
-        Product("W^T d", "backward", 1, rows, tokens, dim),
-    )
-
-
-def _head_streamed(rows: int, dim: int, tokens: int) -> tuple[int, int]:
-    return rows * (2 * dim + 3 * tokens), rows * (3 * dim + 3 * tokens)
+    return exchanges + over_blocks(last, shape.blocks)
 
 
 def _loss_bytes(shape: GPTShape) -> int:
