@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -96,8 +96,7 @@ def run(config: InferConfig, *, show: bool = False) -> dict[str, Any]:
         RankDied: If a rank died.
     """
     model = check_model(config.model, config.ranks)
-    family = get_family(model.config.family)
-    family.require("as_tensor")
+    as_tensor = get_family(model.config.family).require("as_tensor")
     model.config.check_ranks(config.ranks)
     features = model.config.model_features
     if config.inputs is not None:
@@ -106,8 +105,7 @@ def run(config: InferConfig, *, show: bool = False) -> dict[str, Any]:
     if launch_device_type(config.ranks) == "cpu":  # accelerators have memories of their own
         words = _parameters(model) + 2 * config.batch * sum(features)
         if config.against == "tensor":
-            dense = replace(model.config, strategy=family.baseline, blocks=None, ghosts=None)
-            words += _parameters(family.model(dense, device="meta"))
+            words += _parameters(as_tensor(model))
         check_memory(config.ranks, words * next(model.parameters()).element_size())
     if config.out is not None:
         _check_out(config.out, config)

@@ -175,7 +175,7 @@ def as_tensor(model: FFN) -> FFN:
     Every rank of the model's mesh calls this. A rank holds one whole dense layer at a time.
     """
     parameter = next(model.parameters())
-    config = replace(model.config, strategy="tensor", blocks=None, ghosts=None)
+    config = replace(model.config, strategy="tensor", blocks=None, ghosts=None, low_rank=None)
     baseline = FFN(config, mesh=model.mesh, device="meta", dtype=parameter.dtype, wire=model.wire)
     baseline.to_empty(device=to_local(parameter).device)
     for sharded, layer in zip(baseline.layers, model.layers, strict=True):
@@ -189,6 +189,9 @@ def as_tensor(model: FFN) -> FFN:
 
 def _dense(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
     """Return a layer's whole weight and bias."""
+    if isinstance(layer, LowRankLinear):
+        up, bias = layer.up.weight, layer.up.bias
+        return full_tensor(up) @ full_tensor(layer.down.weight), None if bias is None else full_tensor(bias)
     dense = layer.to_dense() if isinstance(layer, PhantomLinear | TensorLinear) else layer
     assert isinstance(dense, nn.Linear)  # torch's own, in a Megatron pair
     return full_tensor(dense.weight), None if dense.bias is None else full_tensor(dense.bias)
