@@ -94,7 +94,8 @@ def _show(summary: Summary, config: TrainConfig, out: Path, network: Network | N
     table.add_row(
         "time", f"{summary.seconds:.2f} s in steps, blocked in exchanges: {format_share(summary.blocked_share)}"
     )
-    table.add_row("rate", f"{summary.samples_per_second:,.3g} {config.row}s/s")
+    rate = summary.samples_per_second
+    table.add_row("rate", f"{rate:,.{0 if rate >= 10 else 2}f} {config.row}s/s")
     table.add_row("parameters", f"{summary.parameters:,}")
     if network is not None:
         table.add_row("network", network.describe())
