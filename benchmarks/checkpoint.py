@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from benchmarks.timing import about, measured_on_ranks, write
 from phantom_parallel import load_model, save_model
 from phantom_parallel.checkpoint.shards import storage_group
-from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.objects import all_gather_objects
+from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.families.ffn.config import FFNTrainConfig
 from phantom_parallel.nn.sharded import full_tensor
 from phantom_parallel.train import checkpoint

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.timing import about, measured_on_ranks, write
-from phantom_parallel.distributed.context import ParallelContext
+from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.distributed.signals import StopRequest
 from phantom_parallel.energy import load_power_profile
 from phantom_parallel.families.gpt.config import GPTTrainConfig

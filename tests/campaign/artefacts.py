@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import multiprocessing
 from pathlib import Path
 
 WIDTH = 8
@@ -40,18 +39,7 @@ def make_artefacts(root: Path) -> Path:
     """Make a training of an FFN (``ffn``) and of a transformer (``gpt``), dense ones (``dense``, ``dense-gpt``), the
     transformer as a folder of Hugging Face (``pretrained``), a comparison (``comparison``) with its ``preset.toml`` and
     ``two-ranks.toml``, ``hardware.toml``, and data (``x.npy``, ``text.txt``); below ``root``, which must not exist.
-
-    In a process of their own: importing the commands here would slow every later fork and spawn.
     """
-    process = multiprocessing.get_context("spawn").Process(target=_make, args=(root,))
-    process.start()
-    process.join()
-    if process.exitcode:
-        raise RuntimeError(f"the files for the campaign were not made: exit code {process.exitcode}")
-    return root
-
-
-def _make(root: Path) -> None:
     import numpy as np
 
     from phantom_parallel.cli import main as program
@@ -78,3 +66,4 @@ def _make(root: Path) -> None:
     phantom("train", "--out", root / "dense", "--strategy", "dense", "--width", WIDTH, "--batch", 8, *TEACHER)
     phantom("model", "export", "--model", root / "gpt" / "model", "--out", root / "pretrained")
     phantom("compare", "--preset", root / "preset.toml", "--out", root / "comparison")
+    return root

@@ -39,27 +39,19 @@ class Case(NamedTuple):
     difference: str
 
 
-def draw(number: int, seed: int) -> Case:
-    """The case of a number."""
-    random = Random(f"{seed} differ {number}")
-    family, ranks = random.choice(("ffn", "gpt")), random.choice((2, 3, 4))
-    return Case(family, ranks, random.randrange(ranks), random.choice(list(DIFFERENCES[family])))
-
-
 def run(tally: Tally, count: int, seed: int, first: int = 0) -> None:
     """Try ``count`` cases from ``first`` on."""
     pools = dict[int, Pool]()
-    try:
-        for number in range(first, first + count):
-            case = draw(number, seed)
-            if case.ranks not in pools or pools[case.ranks].closed or pools[case.ranks].worn:
-                pools[case.ranks] = Pool(case.ranks)
-            again = f"python -m tests.campaign --seed {seed} --inputs 0 --kills 0 --disks 0"
-            again += f" --differences 1 --first {number}"
-            tally.add(GROUP, str(case), _problems(pools[case.ranks], case), again)
-    finally:
-        for pool in pools.values():
-            pool.close()
+    for number in range(first, first + count):
+        random = Random(f"{seed} differ {number}")
+        family, ranks = random.choice(("ffn", "gpt")), random.choice((2, 3, 4))
+        case = Case(family, ranks, random.randrange(ranks), random.choice(list(DIFFERENCES[family])))
+        if ranks not in pools or pools[ranks].closed:
+            pools[ranks] = Pool(ranks)
+        again = f"python -m tests.campaign --seed {seed} --inputs 0 --kills 0 --disks 0"
+        tally.add(GROUP, str(case), _problems(pools[ranks], case), f"{again} --differences 1 --first {number}")
+    for pool in pools.values():
+        pool.close()
 
 
 def _problems(pool: Pool, case: Case) -> list[Problem]:

@@ -15,39 +15,23 @@ import tempfile
 import tomllib
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from functools import cache, partial
-from multiprocessing import get_context
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest import mock
 
+import numpy as np
+
+from phantom_parallel.cli import main as program
+from phantom_parallel.distributed import launch
 from tests.campaign.artefacts import EVERY, FFN, GPT, TEACHER, make_artefacts
 from tests.campaign.tally import Problem, Tally
 
 CPU_SECONDS = 30  # that a case may take
 MOST_CHARACTERS = 3_000  # of a message
 ODD_VALUES: tuple[Any, ...] = (0, -1, 3, 1.5, 1e30, True, "x", "", "é☃", [], {}, "../missing")
-ODD_WORDS = (
-    "0",
-    "-1",
-    "1",
-    "3",
-    "7",
-    "1.5",
-    "1e9",
-    "nan",
-    "inf",
-    "",
-    "x",
-    "None",
-    "true",
-    "gpt",
-    "é☃",
-    ".",
-    "/missing",
-)
+ODD_WORDS = ("0", "-1", "3", "1.5", "1e9", "nan", "", "x", "true", "gpt", "é☃", "/missing")
 NOT_A_NUMBER = re.compile(r"\b(?:nan|inf|NaN|Infinity)\b")
 
 
@@ -60,39 +44,24 @@ class _OutOfTime(BaseException):
 
 
 def run(tally: Tally, count: int, seed: int, first: int = 0) -> None:
-    """Try ``count`` cases from ``first`` on, in two processes."""
+    """Try ``count`` cases from ``first`` on. Commands that would start ranks end there."""
     if not count:
         return
+    again = f"python -m tests.campaign --seed {seed} --kills 0 --disks 0 --differences 0 --inputs 1 --first "
+    before = signal.signal(signal.SIGPROF, _raise(_OutOfTime))
     with tempfile.TemporaryDirectory(prefix="campaign-") as temporary:
         artefacts = make_artefacts(Path(temporary) / "artefacts")
-        again = f"python -m tests.campaign --seed {seed} --kills 0 --disks 0 --differences 0 --inputs 1 --first "
-        with ProcessPoolExecutor(2, get_context("spawn"), initializer=_prepare) as pool:
-            numbers = range(first, first + count)
-            results = pool.map(partial(_attempt, artefacts, seed), numbers)
-            for number in numbers:
-                try:
-                    tally.add(*next(results), f"{again}{number}")
-                except BrokenProcessPool as error:
-                    tally.add("inputs", f"case {number} or the next one", [("crash", str(error))], f"{again}{number}")
-                    return
+        with mock.patch.object(launch, "_check_main_is_imported", _raise(_Accepted)), mock.patch.dict(os.environ):
+            for number in range(first, first + count):
+                tally.add(*_attempt(artefacts, seed, number), f"{again}{number}")
+    signal.signal(signal.SIGPROF, before)
 
 
-def _prepare() -> None:
-    """Import everything once, and let commands that would start ranks end there."""
-    import torch
+def _raise(error: type[BaseException]) -> Callable[..., None]:
+    def function(*arguments: object) -> None:
+        raise error
 
-    import phantom_parallel.report.html  # noqa: F401  imports matplotlib
-    from phantom_parallel.distributed import launch
-
-    def accepted() -> None:
-        raise _Accepted
-
-    def out_of_time(number: int, frame: Any) -> None:
-        raise _OutOfTime
-
-    torch.set_num_threads(1)
-    launch._check_main_is_imported = accepted
-    signal.signal(signal.SIGPROF, out_of_time)
+    return function
 
 
 def _attempt(artefacts: Path, seed: int, number: int) -> tuple[str, str, list[Problem]]:
@@ -107,8 +76,6 @@ def _attempt(artefacts: Path, seed: int, number: int) -> tuple[str, str, list[Pr
 
 
 def _problems(arguments: list[str], folder: Path) -> Iterator[Problem]:
-    from phantom_parallel.cli import main as program
-
     out, err = io.StringIO(), io.StringIO()
     os.chdir(folder)
     os.environ |= {"PHANTOM_PROFILES": str(folder / "profiles"), "XDG_CACHE_HOME": str(folder / "cache")}
@@ -143,8 +110,6 @@ def _problems(arguments: list[str], folder: Path) -> Iterator[Problem]:
 
 def _damage(path: Path, random: Random) -> str:
     """Damage one file as a person might; what was done."""
-    import numpy as np
-
     data, how = path.read_bytes(), random.choice(("missing", "empty", "short", "other", *["value"] * 6))
     if how == "value" and path.suffix in (".json", ".toml"):
         values = json.loads(data) if path.suffix == ".json" else tomllib.loads(data.decode())
@@ -195,23 +160,14 @@ def _toml(values: dict[str, Any]) -> str:
 Made = tuple[str, list[object]]  # what was done, and the command
 
 
-def _folder(name: str, *command: object, below: str = "") -> Callable[[Path, Path, Random], Made]:
-    """Cases of a folder in which one file is damaged; its place in the command is ``...``."""
+def _damaged(name: str, *command: object, below: str = "") -> Callable[[Path, Path, Random], Made]:
+    """Cases of a file that is damaged, or a folder in which one is; its place in the command is ``...``."""
 
     def make(artefacts: Path, folder: Path, random: Random) -> Made:
-        copy = shutil.copytree(artefacts / name, folder / "damaged")
-        change = _damage(random.choice(sorted(p for p in (copy / below).rglob("*") if p.is_file())), random)
-        return change, _placed(command, copy, artefacts, folder)
-
-    return make
-
-
-def _file(name: str, *command: object) -> Callable[[Path, Path, Random], Made]:
-    """Cases of one damaged file; its place in the command is ``...``."""
-
-    def make(artefacts: Path, folder: Path, random: Random) -> Made:
-        copy = Path(shutil.copy(artefacts / name, folder))
-        return _damage(copy, random), _placed(command, copy, artefacts, folder)
+        source, copy = artefacts / name, folder / Path(name).name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, copy)
+        files = sorted(path for path in (copy / below).rglob("*") if path.is_damaged()) if source.is_dir() else [copy]
+        return _damage(random.choice(files), random), _placed(command, copy, artefacts, folder)
 
     return make
 
@@ -242,8 +198,6 @@ BASES: dict[str, list[object]] = {
 @cache
 def _options_of(name: str) -> list[str]:
     """The options of a command, from its help, but those whose large values are valid and take long."""
-    from phantom_parallel.cli import main as program
-
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         program.main([*name.split(), "--help"])
@@ -263,22 +217,20 @@ def _options(artefacts: Path, folder: Path, random: Random) -> Made:
 
 
 CASES: dict[str, Callable[[Path, Path, Random], Made]] = {
-    "FFN model": _folder("ffn/model", "infer", "--model", ..., "--turns", 1, "--batch", 4, "--json"),
-    "transformer": _folder("gpt/model", "generate", "--model", ..., "--prompt", "def", "--tokens", 2, "--json"),
-    "export": _folder("gpt/model", "model", "export", "--model", ..., "--out", "OUT"),
-    "pretrained": _folder("pretrained", "model", "import", "--from", ..., "--out", "OUT"),
-    "conversion": _folder("dense/model", "model", "convert", "--model", ..., "--calibration", "@x.npy", "--out", "OUT",
+    "FFN model": _damaged("ffn/model", "infer", "--model", ..., "--turns", 1, "--batch", 4, "--json"),
+    "transformer": _damaged("gpt/model", "generate", "--model", ..., "--prompt", "def", "--tokens", 2, "--json"),
+    "pretrained": _damaged("pretrained", "model", "import", "--from", ..., "--out", "OUT"),
+    "conversion": _damaged("dense/model", "model", "convert", "--model", ..., "--calibration", "@x.npy", "--out", "OUT",
                           *SHAPE, "--json"),
-    "calibration data": _file("x.npy", "model", "convert", "--model", "@dense/model", "--calibration", ..., "--out",
+    "calibration data": _damaged("x.npy", "model", "convert", "--model", "@dense/model", "--calibration", ..., "--out",
                               "OUT", *SHAPE, "--json"),
-    "checkpoint": _folder("ffn", "train", "--out", ..., "--resume", "--steps", 6, below="checkpoints"),
-    "run folder": _folder("gpt", "train", "gpt", "--out", ..., "--resume", "--steps", 6),
-    "inputs": _file("x.npy", "infer", "--model", "@ffn/model", "--inputs", ..., "--turns", 1, "--json"),
-    "text": _file("text.txt", "train", "gpt", "--out", "OUT", "--data", ..., *GPT, *EVERY, "--steps", 1),
-    "preset": _file("preset.toml", "compare", "--preset", ..., "--out", "OUT"),
-    "hardware profile": _file("hardware.toml", "plan", "--width", 64, "--depth", 2, "--batch", 32, "--devices", 8,
+    "checkpoint": _damaged("ffn", "train", "--out", ..., "--resume", "--steps", 6, below="checkpoints"),
+    "run folder": _damaged("gpt", "train", "gpt", "--out", ..., "--resume", "--steps", 6),
+    "inputs": _damaged("x.npy", "infer", "--model", "@ffn/model", "--inputs", ..., "--turns", 1, "--json"),
+    "text": _damaged("text.txt", "train", "gpt", "--out", "OUT", "--data", ..., *GPT, *EVERY, "--steps", 1),
+    "preset": _damaged("preset.toml", "compare", "--preset", ..., "--out", "OUT"),
+    "hardware profile": _damaged("hardware.toml", "plan", "--width", 64, "--depth", 2, "--batch", 32, "--devices", 8,
                               "--hardware", ..., "--json"),
-    "comparison": _folder("comparison", "compare", "--preset", "@preset.toml", "--out", ..., "--resume"),
-    "results": _folder("comparison", "compare", "--out", ..., "--report-only"),
+    "comparison": _damaged("comparison", "compare", "--preset", "@preset.toml", "--out", ..., "--resume"),
     "options": _options,
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Kills at random moments, frozen ranks and full disks: nothing stays behind or is lost, what is resumed is equal.
+"""Kills at random moments and full disks: nothing stays behind or is lost, what is resumed is equal.
 
 Every command is killed one to three times, resumed after each, and compared with one that nothing happened to: a
 training by the losses of every step and the model's bytes.
@@ -9,17 +9,21 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import phantom_parallel
 from tests.campaign.artefacts import GPT, TEACHER, make_artefacts
-from tests.campaign.processes import Command, send, start
 from tests.campaign.tally import Problem, Tally
+from tests.distributed.sockets import processes_with
 
 # What is sent to whom, and the exit codes that are right then. Signals that end a process give shells 128 + number.
 HOW: dict[str, tuple[str, signal.Signals, tuple[int, ...]]] = {
@@ -33,6 +37,69 @@ HOW: dict[str, tuple[str, signal.Signals, tuple[int, ...]]] = {
 FFN = ["--width", "16", "--depth", "2", "--blocks", "2", "--ghosts", "2", "--batch", "8", *TEACHER]
 STEPS = ["--steps", "120", "--log-every", "1", "--eval-every", "10", "--checkpoint-every", "3", "--seed", "3"]
 DISK = 4 << 20  # bytes
+
+
+MARK = "PHANTOM_CAMPAIGN_MARK"  # in the environment of what is started, by which what is left behind is found
+ORPHAN_SECONDS = 15.0  # in which the ranks of a launcher that ended must be gone
+DEADLINE = 900.0  # seconds: far above what any command here needs on a busy machine, so that it only ends a hang
+
+
+class Command:
+    """``phantom`` with these arguments, with its stderr in a file of ``folder``."""
+
+    def __init__(self, folder: Path, *arguments: object) -> None:
+        self.mark = uuid.uuid4().hex
+        self._err = folder / f"{self.mark[:8]}.err"
+        source, root = Path(phantom_parallel.__file__).parents[1], Path(__file__).parents[2]
+        environment = {MARK: self.mark, "PYTHONPATH": f"{source}:{root}", "OMP_NUM_THREADS": "1"}
+        with open(self._err, "wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "phantom_parallel.cli.main", *map(str, arguments)],
+                env=os.environ | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+            )
+
+    def ranks(self) -> list[int]:
+        """The processes of its ranks."""
+        return [pid for pid in processes_with(MARK, self.mark) if pid != self.process.pid]
+
+    def wait(self) -> int | None:
+        """The exit code; None if it did not end in time, and then it is killed."""
+        with suppress(subprocess.TimeoutExpired):
+            return self.process.wait(DEADLINE)
+        for pid in processes_with(MARK, self.mark):
+            send(pid, signal.SIGKILL)
+        self.process.wait()
+        return None
+
+    def orphans(self) -> Iterator[Problem]:
+        """Processes that still run some seconds after the command has ended; they are killed then."""
+        until = time.monotonic() + ORPHAN_SECONDS
+        while (left := processes_with(MARK, self.mark)) and time.monotonic() < until:
+            time.sleep(0.1)
+        for pid in left:
+            send(pid, signal.SIGKILL)
+            yield "orphan", f"process {pid} is left after {ORPHAN_SECONDS:.0f} s"
+
+    @property
+    def stderr(self) -> str:
+        return self._err.read_text(errors="replace")
+
+    def catches_signals(self) -> bool:
+        """Whether the command's own handler of SIGTERM is at work: before that, Python answers with a traceback."""
+        with suppress(OSError, StopIteration):
+            status = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+            caught = next(line for line in status if line.startswith("SigCgt:"))
+            return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+        return False
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process that may have ended."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 @dataclass(frozen=True)
@@ -52,7 +119,7 @@ class Job:
 
     def start(self, folder: Path, out: Path) -> Command:
         resumes = self.marker is not None and (out / self.marker).is_file()
-        return start(folder, *self.arguments, "--out", out, *(["--resume"] if resumes else []))
+        return Command(folder, *self.arguments, "--out", out, *(["--resume"] if resumes else []))
 
 
 def jobs(root: Path) -> list[Job]:
@@ -71,8 +138,8 @@ def jobs(root: Path) -> list[Job]:
     ]
 
 
-def run(tally: Tally, count: int, seed: int, *, frozen: int = 0) -> None:
-    """Kill commands ``count`` times, and freeze a rank ``frozen`` times."""
+def run(tally: Tally, count: int, seed: int) -> None:
+    """Kill commands ``count`` times."""
     again = f"python -m tests.campaign --seed {seed} --inputs 0 --disks 0 --differences 0 --kills {count}"
     with tempfile.TemporaryDirectory(prefix="campaign-") as temporary:
         root = Path(temporary)
@@ -93,9 +160,6 @@ def run(tally: Tally, count: int, seed: int, *, frozen: int = 0) -> None:
             tally.add(f"resumed: {job.name}", f"attempt {number}", _finished(folder, job, expected), again)
             shutil.rmtree(folder)
             number, left = number + 1, left - kills
-        for attempt in range(frozen):
-            rank = attempt % 2
-            tally.add("frozen rank", f"rank {rank}", _frozen(root / f"frozen {attempt}", rank), again)
 
 
 def _reference(folder: Path, job: Job) -> tuple[float, dict[str, Any]]:
@@ -120,8 +184,7 @@ def _killed(command: Command, how: str, after: float) -> Iterator[Problem]:
         time.sleep(0.05)
         send(command.process.pid, number)
     code = command.wait()
-    if left := command.left_behind():
-        yield "orphan", f"{len(left)} processes are left after 15 s"
+    yield from command.orphans()
     if code is None:
         yield "hang", "the launcher did not end"
     elif alive and pids and code not in (*codes, 0):
@@ -138,8 +201,7 @@ def _finished(folder: Path, job: Job, expected: dict[str, Any]) -> Iterator[Prob
     if code != (2 if complete else 0) and "is complete" not in command.stderr:
         yield "lost", f"exit code {code}: {command.stderr[-800:]}"
         return
-    if left := command.left_behind():
-        yield "orphan", f"{len(left)} processes are left after 15 s"
+    yield from command.orphans()
     if litter := [path.name for path in folder.rglob(".writing-*")]:
         yield "lost", f"unfinished files are left: {litter}"
     values = job.read(folder / "run")
@@ -167,31 +229,6 @@ def _read_comparison(out: Path) -> dict[str, Any]:
     return values
 
 
-def _long_training(folder: Path, ranks: int, *more: object) -> tuple[Command, Path]:
-    """A training that has written its first checkpoint."""
-    out = folder / "run"
-    steps = ("--steps", 1_000_000, "--log-every", 5, "--eval-every", 50, "--checkpoint-every", 5)
-    command = start(folder, "train", "--out", out, *FFN, "--width", 64, *steps, "--ranks", ranks, *more)
-    until = time.monotonic() + 300
-    while not [*out.glob("checkpoints/step-*")] and time.monotonic() < until and command.process.poll() is None:
-        time.sleep(0.05)
-    return command, out
-
-
-def _frozen(folder: Path, rank: int) -> Iterator[Problem]:
-    """Stop one rank: the error must name it, and nothing may stay behind."""
-    folder.mkdir()
-    command, _ = _long_training(folder, 2, "--timeout", 6)
-    send(command.ranks()[rank], signal.SIGSTOP)
-    code = command.wait(300.0)
-    if left := command.left_behind():
-        yield "orphan", f"{len(left)} processes are left after 15 s"
-    if code != 1:
-        yield "hang" if code is None else "exit code", f"{code}, expected 1: {command.stderr[-500:]}"
-    elif f"rank {rank} " not in command.stderr:
-        yield "message", f"does not name the rank: {command.stderr[-500:]}"
-
-
 def fill_disks(tally: Tally, count: int, seed: int) -> None:
     """Fill the disk of ``count`` trainings, where this user may mount one of a few megabytes."""
     again = f"python -m tests.campaign --seed {seed} --inputs 0 --kills 0 --differences 0 --disks {count}"
@@ -210,7 +247,11 @@ def fill_disks(tally: Tally, count: int, seed: int) -> None:
 
 def _filled(disk: Path, ranks: int, left: int) -> Iterator[Problem]:
     """Fill the disk while a training runs; the training must continue once there is space again."""
-    command, out = _long_training(disk, ranks)
+    out, steps = disk / "run", ("--steps", 1_000_000, "--log-every", 5, "--eval-every", 50, "--checkpoint-every", 5)
+    command = Command(disk, "train", "--out", out, *FFN, "--width", 64, *steps, "--ranks", ranks)
+    until = time.monotonic() + 300
+    while not [*out.glob("checkpoints/step-*")] and time.monotonic() < until and command.process.poll() is None:
+        time.sleep(0.05)
     ballast, free = disk / "ballast", os.statvfs(disk)
     with open(ballast, "wb", buffering=0) as file:
         for _ in range(max(0, free.f_bavail * free.f_frsize - left) // 4096):
@@ -227,7 +268,7 @@ def _filled(disk: Path, ranks: int, left: int) -> Iterator[Problem]:
         yield "message", f"does not name the path and the last checkpoint: {command.stderr[-800:]}"
     ballast.unlink()
     last = max((int(path.name[5:]) for path in out.glob("checkpoints/step-*")), default=0)
-    command = start(disk, "train", "--out", out, "--resume", "--steps", last + 10)
+    command = Command(disk, "train", "--out", out, "--resume", "--steps", last + 10)
     if (code := command.wait()) != 0:
         yield "lost", f"with space again, exit code {code}: {command.stderr[-800:]}"
     elif litter := [path.name for path in out.rglob(".writing-*")]:

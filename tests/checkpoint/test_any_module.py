@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial
 
 from phantom_parallel import PhantomLinear, load_model, save_model, shard_features
-from phantom_parallel.distributed.errors import RankDied
 from phantom_parallel.distributed.launch import launch
+from phantom_parallel.distributed.signals import RankDied
 from phantom_parallel.nn.sharded import full_tensor
 
 
@@ -148,13 +148,6 @@ def test_a_module_without_memory_is_not_filled(tmp_path):
     save_model(nn.Linear(3, 3), tmp_path / "model")
     with pytest.raises(ValueError, match=r"weight is on the meta device.*to_empty"):
         load_model(tmp_path / "model", into=nn.Linear(3, 3, device="meta"))
-
-
-def test_a_name_that_safetensors_reserves_is_refused(tmp_path):
-    module = nn.Module()
-    module.register_parameter("__metadata__", nn.Parameter(torch.ones(2)))
-    with pytest.raises(ValueError, match="which safetensors uses itself: rename it"):
-        save_model(module, tmp_path / "model")
 
 
 def partial_sums(path: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -85,8 +85,8 @@ def output(model, mesh) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("config", "written_on", "read_on"),
     [
-        *((config, *sizes) for config in (PHANTOM, TENSOR, MEGATRON) for sizes in ((4, 2), (1, 8), (2, 1))),
-        *((SHARED, *sizes) for sizes in ((4, 1), (1, 8), (8, 2), (2, 4))),
+        *((config, *sizes) for config in (PHANTOM, TENSOR, MEGATRON) for sizes in ((4, 2), (2, 1))),
+        *((SHARED, *sizes) for sizes in ((4, 1), (1, 8), (2, 4))),
     ],
 )
 def test_models_move_between_numbers_of_ranks(ranks, tmp_path, written_on, read_on, config):
@@ -106,19 +106,6 @@ def test_a_folder_that_exists_is_kept_unless_overwritten(tmp_path):
     torch.testing.assert_close(load_model(tmp_path / "model").layers[0].local, other.layers[0].local)
 
 
-def test_a_failed_write_leaves_the_old_model_and_nothing_else(tmp_path, monkeypatch):
-    first = saved(tmp_path)
-
-    def fail(*args, **kwargs):
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr("phantom_parallel.checkpoint.shards.write_file", fail)
-    with pytest.raises(OSError, match="no space left"):
-        save_model(FFN(PHANTOM), tmp_path / "model", overwrite=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    torch.testing.assert_close(load_model(tmp_path / "model").layers[0].local, first.layers[0].local)
-
-
 def change_config(folder: Path, change) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text())
@@ -129,7 +116,6 @@ def change_config(folder: Path, change) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda f: (f / "config.json").unlink(), "config.json"),
         (lambda f: (f / "config.json").write_text("{"), "config.json"),
         (lambda f: (f / "config.json").write_text("{}"), "is not a Phantom Parallel model"),
         (lambda f: change_config(f, lambda c: c.update(version=99)), "has version 99"),
@@ -148,14 +134,6 @@ def test_a_damaged_model_is_an_error_that_names_the_folder(tmp_path, damage, mes
     with pytest.raises(ValueError, match=message) as caught:
         load_model(tmp_path / "model")
     assert str(tmp_path / "model") in str(caught.value)
-
-
-def test_someone_elses_tensors_are_refused(tmp_path):
-    saved(tmp_path)
-    path = tmp_path / "model" / "model.safetensors"
-    save_file(load_file(path) | {"extra": torch.ones(2)}, path)
-    with pytest.raises(ValueError, match=r"unexpected \['extra'\]"):
-        load_model(tmp_path / "model")
 
 
 def test_a_changed_byte_is_noticed_on_request(tmp_path):

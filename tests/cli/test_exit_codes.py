@@ -12,7 +12,7 @@ import pytest
 from phantom_parallel.cli import exit_codes
 from phantom_parallel.cli import main as program
 from phantom_parallel.cli.exit_codes import exit_code, print_error
-from phantom_parallel.distributed.errors import Interrupted, LossDiverged, RankDied
+from phantom_parallel.distributed.signals import Interrupted, LossDiverged, RankDied
 
 DEADLINE = 60.0  # seconds: far above what is needed, so that it only ends a hang
 

@@ -215,7 +215,7 @@ def test_phantom_infer_sends_transformers_here(folder, capfd):
 
 
 def test_more_ranks_than_memory_allows_are_refused(folder, capfd, monkeypatch):
-    monkeypatch.setattr("phantom_parallel.utils.resources.available_bytes", lambda: 1 << 27)
+    monkeypatch.setattr("phantom_parallel.distributed.launch.available_bytes", lambda: 1 << 27)
     assert phantom("--model", folder / "model", "--prompt", "a", "--ranks", "2") == 2
     assert "ranks=2 need at least 0.2 GiB of memory, 0.1 GiB are free" in failed(capfd)
 

@@ -234,9 +234,9 @@ def test_an_output_folder_with_something_in_it_is_kept(tmp_path, capfd):
 
 
 def test_more_ranks_than_memory_allows_are_refused(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("phantom_parallel.utils.resources.available_bytes", lambda: 1 << 27)
+    monkeypatch.setattr("phantom_parallel.distributed.launch.available_bytes", lambda: 1 << 27)
     assert phantom(tmp_path / "run", *SMALL, "--ranks", "2") == 2
-    assert "ranks=2 times dp=1 need at least 0.2 GiB of memory, 0.1 GiB are free" in failed(capfd)
+    assert "ranks=2 need at least 0.2 GiB of memory, 0.1 GiB are free" in failed(capfd)
     assert not (tmp_path / "run").exists()
 
 
@@ -329,7 +329,7 @@ def rank_of(parent: int, rank: int) -> int:
             command = (path / "cmdline").read_text()
         except OSError:
             continue
-        if int(stat[1]) == parent and "_rank.py" in command:
+        if int(stat[1]) == parent and "run_rank" in command:
             children.append(int(path.name))
     return sorted(children)[rank]
 

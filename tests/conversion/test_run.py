@@ -8,7 +8,7 @@ import torch
 
 from phantom_parallel import FFN, GPT, FFNConfig, GPTConfig, gather_features, load_model, save_model, shard_features
 from phantom_parallel.cli.main import main
-from phantom_parallel.utils.lock import FolderLock
+from phantom_parallel.utils.files import FolderLock
 
 TEXT = "Every block keeps its features and sends a few ghosts to the others. " * 300
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import pytest
 
-from phantom_parallel.distributed import _namespaces
+from phantom_parallel.distributed import hosts as namespaces
 from phantom_parallel.distributed.hosts import Hosts, why_unavailable
 from phantom_parallel.distributed.launch import launch, launch_defaults
 from phantom_parallel.utils.network import Network
@@ -82,26 +82,7 @@ def test_launch_defaults_are_used_where_a_launch_has_none():
     assert launch(1, workers.namespace) == os.readlink("/proc/self/ns/net")
 
 
-def test_a_link_that_is_down_is_found():
-    with Hosts(Network(3)) as hosts:
-        assert hosts.unreachable() == []
-        set_link(hosts.descriptors(1)[0], "down")
-        assert hosts.unreachable() == [1]
-        set_link(hosts.descriptors(1)[0], "up")
-        assert hosts.unreachable() == []
-
-
-def set_link(descriptor, state):
-    """Set the link of a host up or down, from a process of its own."""
-    code = (
-        f"import ctypes, sys; assert ctypes.CDLL(None).setns({descriptor}, 0) == 0\n"
-        "from pyroute2 import IPRoute\n"
-        "with IPRoute() as ip:\n"
-        f"    ip.link('set', index=ip.link_lookup(ifname='eth0')[0], state='{state}')\n"
-    )
-    subprocess.run([sys.executable, "-c", code], pass_fds=(descriptor,), check=True)
-
-
+@pytest.mark.slow
 def test_without_privileges_hosts_are_in_a_user_namespace():
     def drop():
         for capability in (CAP_NET_ADMIN, CAP_SYS_ADMIN):
@@ -126,20 +107,20 @@ def test_a_system_that_forbids_namespaces_gets_one_line_with_what_would_help(mon
     def refuse(name, *arguments):
         raise OSError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(_namespaces, "_call", refuse)
-    with pytest.raises(_namespaces.Forbidden, match=r"does not allow network namespaces .* run as root, or allow"):
-        _namespaces.build({"hosts": 1, "rate": None, "inside": None, "delay": 0.0, "loss": 0.0})
+    monkeypatch.setattr(namespaces, "_call", refuse)
+    with pytest.raises(OSError, match=r"does not allow network namespaces .* run as root, or allow"):
+        namespaces.build({"hosts": 1, "rate": None, "inside": None, "delay": 0.0, "loss": 0.0})
 
 
 def test_a_kernel_without_netem_is_named():
     try:
-        Hosts(Network(1, delay=1e-3)).close()
+        with Hosts(Network(1, delay=1e-3)):
+            pass
     except OSError as error:
         message = str(error)
     else:
         pytest.skip("this kernel has netem")
-    assert "queueing discipline netem" in message
-    assert "leave out --link-delay" in message
+    assert "sch_netem for --link-delay" in message
 
 
 def test_a_killed_launcher_leaves_no_rank_and_no_namespace(tmp_path, mark):
@@ -166,10 +147,10 @@ def test_a_killed_launcher_leaves_no_rank_and_no_namespace(tmp_path, mark):
 
 
 def test_addresses_are_those_of_hosts():
-    assert [_namespaces.address(host) for host in (0, 1, 249, 250)] == [
+    assert [namespaces.address(host) for host in (0, 1, 249, 250)] == [
         "10.78.0.1",
         "10.78.0.2",
         "10.78.0.250",
         "10.78.1.1",
     ]
-    assert socket.inet_aton(_namespaces.address(63))
+    assert socket.inet_aton(namespaces.address(63))

@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -62,14 +63,14 @@ def test_other_objects_are_refused(value):
 @pytest.mark.parametrize("name", ["subprocess:Popen", "phantom_parallel.nn:PhantomLinear", "os:system", "no.such:Name"])
 def test_a_message_makes_no_other_objects_than_plain_ones(name):
     with pytest.raises(TypeError, match="plain data"):
-        decode(msgspec.msgpack.encode({"!": "class", "class": name, "fields": {}}))
+        decode(msgspec.msgpack.encode({"!": name, "of": {}}))
 
 
 def exchange() -> tuple:
     """What is gathered and broadcast, and the errors that are raised on all ranks."""
     group, rank = torch.distributed.group.WORLD, torch.distributed.get_rank()
     gathered = all_gather_objects({"rank": rank, "text": "x" * 1000 * rank}, group)
-    path = broadcast_from_rank_zero(lambda: Path("of rank 0"), torch.device("cpu"))
+    path = broadcast_from_rank_zero(lambda: Path("of rank 0"))
     errors = []
     for error in (FileNotFoundError(2, "no such file", "data"), ValueError("wrong"), KeyError("other")):
         try:
@@ -77,7 +78,7 @@ def exchange() -> tuple:
         except Exception as raised:
             errors.append((type(raised).__name__, str(raised)))
     try:
-        broadcast_from_rank_zero(lambda: int("no number"), torch.device("cpu"))
+        broadcast_from_rank_zero(lambda: int("no number"))
     except ValueError as raised:
         errors.append((type(raised).__name__, str(raised)))
     return [(one["rank"], len(one["text"])) for one in gathered], path, errors
@@ -94,96 +95,40 @@ def test_ranks_gather_broadcast_and_raise_together(ranks):
 
 
 USUAL = {"in_features": 16, "out_features": 16, "blocks": 4, "ghosts": 2}
+ODD = {  # what rank 1 has instead, and what every rank says then
+    "rank 1 has ghosts=3, the others 2": {"ghosts": 3},
+    "rank 1 has blocks=8, the others 4": {"blocks": 8},
+    "rank 1 has blocks=2, the others 4": {"blocks": 2},  # on which ranks would share blocks
+    "rank 1 has in_features=32, the others 16": {"in_features": 32},
+    "rank 1 has dtype='torch.float64', the others 'torch.float32'": {"dtype": torch.float64},
+    "rank 1 has ghosts=999, the others 2": {"ghosts": 999},
+    "rank 1 has bias=False, the others True": {"bias": False},
+}
 
 
-def build(odd: dict) -> str:
-    """Rank 1 uses other arguments."""
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    arguments = USUAL | odd if mesh.get_local_rank() == 1 else USUAL
-    with pytest.raises(RanksDisagree) as caught:
-        PhantomLinear(**arguments, mesh=mesh)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("odd", "message"),
-    [
-        ({"ghosts": 3}, "rank 1 has ghosts=3, the others 2"),
-        ({"blocks": 8}, "rank 1 has blocks=8, the others 4"),
-        ({"blocks": 2}, "rank 1 has blocks=2, the others 4"),  # on which ranks would share blocks
-        ({"in_features": 32}, "rank 1 has in_features=32, the others 16"),
-        ({"dtype": torch.float64}, "rank 1 has dtype='torch.float64', the others 'torch.float32'"),
-        ({"ghosts": 999}, "rank 1 has ghosts=999, the others 2"),
-        ({"bias": False}, "rank 1 has bias=False, the others True"),
-    ],
-)
-def test_every_rank_gets_an_error_that_names_the_odd_one(ranks, odd, message):
-    for text in ranks(4)(build, odd):
-        assert message in text
-
-
-def build_other_layer() -> str:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    layer, arguments = (
-        (TensorLinear, {"in_features": 16, "out_features": 16})
-        if mesh.get_local_rank() == 0
-        else (PhantomLinear, USUAL)
+def errors_of_layers() -> dict[str, str]:
+    """What this rank, one of four, is told of layers that ranks cannot build together, by a part of it."""
+    mesh, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    rank = mesh.get_local_rank()
+    layers = {part: partial(PhantomLinear, **USUAL | (odd if rank == 1 else {})) for part, odd in ODD.items()}
+    layers["rank 0 has layer='TensorLinear', the others 'PhantomLinear'"] = (
+        partial(TensorLinear, 16, 16) if rank == 0 else partial(PhantomLinear, **USUAL)
     )
-    with pytest.raises(RanksDisagree) as caught:
-        layer(**arguments, mesh=mesh)
-    return str(caught.value)
+    layers["4 ranks do not divide blocks=6: run on 3 or 6 ranks"] = partial(PhantomLinear, 24, 24, blocks=6, ghosts=2)
+    layers["4 ranks do not divide in_features=18: run on 3 or 6 ranks"] = partial(TensorLinear, 18, 24)
+    layers["'dp', 'tp'"] = lambda mesh: PhantomLinear(**USUAL, mesh=square)
+    layers["takes 4 features, this rank's share of 16 over 4 ranks"] = lambda mesh: PhantomLinear(**USUAL, mesh=mesh)(
+        torch.randn(3, 16)
+    )
+    messages = {}
+    for part, layer in layers.items():
+        with pytest.raises(RanksDisagree if part.startswith("rank ") else ValueError) as caught:
+            layer(mesh=mesh)
+        messages[part] = str(caught.value)
+    return messages
 
 
-def test_different_layers_are_told_apart(ranks):
-    for text in ranks(4)(build_other_layer):
-        assert "rank 0 has layer='TensorLinear', the others 'PhantomLinear'" in text
-
-
-def build_with_blocks(blocks: int, width: int) -> str:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    with pytest.raises(ValueError, match="ranks do not divide") as caught:
-        PhantomLinear(width, width, blocks=blocks, ghosts=2, mesh=mesh)
-    return str(caught.value)
-
-
-def test_ranks_that_do_not_divide_the_blocks(ranks):
-    for text in ranks(4)(build_with_blocks, 6, 24):
-        assert (
-            "4 ranks do not divide blocks=6: run on 3 or 6 ranks, or build the model with a multiple of 4 blocks"
-            in text
-        )
-
-
-def build_tensor() -> str:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    with pytest.raises(ValueError, match="4 ranks do not divide in_features=18: run on 3 or 6 ranks") as caught:
-        TensorLinear(18, 24, mesh=mesh)
-    return str(caught.value)
-
-
-def test_ranks_that_do_not_divide_the_features(ranks):
-    assert all("in_features=18" in text for text in ranks(4)(build_tensor))
-
-
-def two_dimensional() -> str:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    with pytest.raises(ValueError, match=r'one-dimensional mesh.*mesh\["tp"\]') as caught:
-        PhantomLinear(**USUAL, mesh=mesh)
-    return str(caught.value)
-
-
-def test_a_mesh_of_two_dimensions_is_refused(ranks):
-    assert all("'dp', 'tp'" in text for text in ranks(4)(two_dimensional))
-
-
-def whole_input() -> str:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    layer = PhantomLinear(**USUAL, mesh=mesh)
-    with pytest.raises(ValueError, match="takes 8 features, this rank's share of 16 over 2 ranks") as caught:
-        layer(torch.randn(3, 16))
-    return str(caught.value)
-
-
-def test_a_whole_input_on_a_mesh_is_pointed_to_shard_features(ranks):
-    for text in ranks(2)(whole_input):
-        assert "shard_features" in text
+def test_every_rank_is_told_why_a_layer_cannot_be_built_and_which_rank_is_the_odd_one(ranks):
+    for messages in ranks(4)(errors_of_layers):
+        for part, message in messages.items():
+            assert part in message

@@ -106,13 +106,14 @@ def test_the_first_launch_of_a_command_announces_its_ranks(capfd):
     assert capfd.readouterr().err == f"2 ranks on 1 host, cpu, gloo, torch {version}\n"
 
 
-def test_ranks_of_a_cuda_build_without_a_gpu_start(tmp_path):
-    """Every launch failed there, as torch's default backend is that of the accelerator it was built for."""
+def test_ranks_of_a_cuda_build_without_a_gpu_run_a_function_of_the_main_script(tmp_path):
+    """Torch's default backend is that of the accelerator it was built for."""
     script = tmp_path / "script.py"
     script.write_text(
         "import torch\n"
         "torch._C._get_accelerator = lambda: torch.device('cuda')\n"
         "from phantom_parallel.distributed.launch import launch\n"
+        "print('main' if __name__ == '__main__' else 'imported')\n"
         "def work(device):\n"
         "    import torch.distributed as dist\n"
         "    dist.all_reduce(total := torch.ones(1))\n"
@@ -122,4 +123,5 @@ def test_ranks_of_a_cuda_build_without_a_gpu_start(tmp_path):
     )
     found = subprocess.run([sys.executable, script], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
-    assert found.stdout == "('cpu', 'gloo', 2.0)\n"
+    assert "('cpu', 'gloo', 2.0)" in found.stdout
+    assert [found.stdout.count(word) for word in ("imported", "main")] == [2, 1]

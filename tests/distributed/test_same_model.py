@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from phantom_parallel import FFN, GPT, FFNConfig, GPTConfig
-from phantom_parallel.distributed.context import ParallelContext
-from phantom_parallel.distributed.fully_sharded import reduce_gradients
+from phantom_parallel.distributed.data_parallel import reduce_gradients
 from phantom_parallel.distributed.pipeline import Pipeline, ends
+from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.families.ffn.config import FFNTrainConfig
 from phantom_parallel.nn.sharded import full_tensor
 from phantom_parallel.train.optimizer import PartsOptimizer

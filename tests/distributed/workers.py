@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel.distributed import objects
-from phantom_parallel.distributed.errors import Interrupted
 from phantom_parallel.distributed.launchers import is_rank_zero, launched_externally
 from phantom_parallel.distributed.objects import RanksDisagree, all_gather_objects, raise_on_all_ranks
-from phantom_parallel.distributed.signals import StopRequest
+from phantom_parallel.distributed.signals import Interrupted, StopRequest
 from phantom_parallel.families.registry import family_names
 from tests.distributed.sockets import listening_addresses
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel import load_model
-from phantom_parallel.distributed.errors import Interrupted
+from phantom_parallel.distributed.signals import Interrupted
 from phantom_parallel.families.ffn.model import as_tensor
 from phantom_parallel.infer.predict import NonFinite, largest_difference, open_inputs, predict, read_rows
 from tests.infer.models import WIDTH, known, rows

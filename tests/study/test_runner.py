@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from phantom_parallel.distributed.errors import Interrupted, LossDiverged
 from phantom_parallel.distributed.objects import RanksDisagree
-from phantom_parallel.distributed.signals import StopRequest
+from phantom_parallel.distributed.signals import Interrupted, LossDiverged, StopRequest
 from phantom_parallel.families.ffn.config import FFNTrainConfig
 from phantom_parallel.study import runner as runner_module
 from phantom_parallel.study.runner import NETWORKS, CellRunner, RunOptions, cell_runner, resolve_networks

@@ -1,4 +1,4 @@
-"""Files and folders appear whole or not at all, with the permissions of the umask."""
+"""Files and folders appear whole or not at all, with the permissions of the umask, and dead processes keep no lock."""
 
 import errno
 import json
@@ -8,14 +8,14 @@ import signal
 import stat
 import subprocess
 import sys
-import threading
+import time
 from pathlib import Path
 from typing import BinaryIO
 
 import pytest
 
-from phantom_parallel.utils import files
 from phantom_parallel.utils.files import (
+    FolderLock,
     atomic_file,
     atomic_folder,
     check_replaceable,
@@ -128,36 +128,22 @@ def test_a_folder_that_is_not_finished_leaves_the_old_one(tmp_path, overwrite):
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("exchange", [True, False], ids=["exchanged", "renamed twice"])
-def test_a_new_folder_takes_the_place_of_an_old_one(tmp_path, monkeypatch, exchange):
-    if not exchange:
-        monkeypatch.setattr(files, "_exchange", lambda first, second: False)
+def test_a_folder_is_put_back_if_the_new_one_cannot_take_its_place(tmp_path, monkeypatch):
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{name}.txt").write_text(name)
+    rename = os.rename
+    monkeypatch.setattr(os, "rename", lambda source, target: rename(source, target) if source.name == "old" else fail())
+
+    def fail():
+        monkeypatch.undo()
+        raise OSError("no such luck")
+
+    with pytest.raises(OSError, match="no such luck"):
+        replace_folder(tmp_path / "new", tmp_path / "old")
+    assert contents(tmp_path) == {"old/old.txt": "old", "new/new.txt": "new"}
     replace_folder(tmp_path / "new", tmp_path / "old")
     assert contents(tmp_path) == {"old/new.txt": "new"}
-
-
-def test_a_folder_that_is_replaced_exists_at_any_moment(tmp_path):
-    for name in ("first", "folder"):
-        (tmp_path / name).mkdir()
-    if not files._exchange(tmp_path / "first", tmp_path / "folder"):
-        pytest.skip("the system cannot exchange names")
-    missing, done = [], threading.Event()
-
-    def watch():
-        while not done.is_set():
-            missing.append(not (tmp_path / "folder").exists())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    for number in range(50):
-        with atomic_folder(tmp_path / "folder", overwrite=True) as scratch:
-            (scratch / "file").write_text(str(number))
-    done.set()
-    watcher.join()
-    assert not any(missing)
 
 
 KILLED = """
@@ -187,28 +173,6 @@ def test_a_writer_that_is_killed_leaves_the_old_files_and_scratch_that_is_remove
     (tmp_path / ".writing-link").symlink_to(target)
     remove_scratch(tmp_path)
     assert contents(tmp_path) == before
-
-
-def test_the_next_writer_removes_what_a_killed_one_of_the_same_name_has_left(tmp_path):
-    assert subprocess.run([sys.executable, "-c", KILLED, tmp_path], check=False).returncode == -signal.SIGKILL
-    others = {".writing-b.txt-01234567": "of another file", ".writing-a.txt-mine": "a user's own"}
-    for name, text in others.items():
-        (tmp_path / name).write_text(text)
-    assert len([*tmp_path.iterdir()]) == len(others) + 2
-    write_text(tmp_path / "a.txt", "new")
-    with atomic_folder(tmp_path / "folder") as folder:
-        (folder / "new.txt").write_text("new")
-    assert contents(tmp_path) == others | {"a.txt": "new", "folder/new.txt": "new"}
-
-
-def test_a_writer_leaves_the_unfinished_files_of_one_that_runs(tmp_path):
-    with atomic_file(tmp_path / "a.txt") as first, atomic_folder(tmp_path / "folder", overwrite=True) as folder:
-        write_text(tmp_path / "a.txt", "second")
-        with atomic_folder(tmp_path / "folder") as second:
-            (second / "second.txt").write_text("second")
-        first.write(b"first")
-        (folder / "first.txt").write_text("first")
-    assert contents(tmp_path) == {"a.txt": "first", "folder/first.txt": "first"}
 
 
 def test_json_files_and_text_are_valid_json(tmp_path):
@@ -262,3 +226,57 @@ def test_what_a_folder_is_made_from_is_not_replaced(tmp_path):
         with pytest.raises(FileExistsError, match=f"{folder} holds .*, which is read: choose another folder"):
             check_replaceable(folder, True, "config.json", source / ".." / "model")
     check_replaceable(source, True, "config.json", tmp_path / "another")
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from phantom_parallel.utils.files import FolderLock
+lock = FolderLock(Path(sys.argv[1]))
+getattr(lock, sys.argv[2])()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def holder(folder, how: str) -> subprocess.Popen:
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder), how], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_process_that_was_killed_does_not_keep_its_lock(tmp_path):
+    process = holder(tmp_path, "acquire")
+    try:
+        with pytest.raises(BlockingIOError, match=f"{tmp_path} is in use"):
+            FolderLock(tmp_path).acquire()
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    with FolderLock(tmp_path) as lock:
+        lock.acquire()
+        assert stat.S_IMODE((tmp_path / FolderLock.NAME).stat().st_mode) == 0o600
+
+
+def test_processes_that_joined_keep_it_for_their_dead_launcher_until_they_end(tmp_path):
+    launcher, worker = holder(tmp_path, "acquire"), holder(tmp_path, "join")
+    try:
+        os.kill(launcher.pid, signal.SIGKILL)
+        launcher.wait()
+        with pytest.raises(BlockingIOError, match="is in use"):
+            FolderLock(tmp_path).acquire(patience=0.2)
+        begin = time.monotonic()
+        subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -9 {worker.pid}"])
+        FolderLock(tmp_path).acquire(patience=20.0)  # the launcher is dead: worth waiting for
+        assert time.monotonic() - begin < 15
+    finally:
+        worker.kill()
+        worker.wait()
+
+
+def test_a_lock_is_released_with_its_block(tmp_path):
+    with FolderLock(tmp_path) as lock:
+        lock.acquire()
+        with pytest.raises(BlockingIOError, match="is in use"):
+            FolderLock(tmp_path).acquire()
+    FolderLock(tmp_path).acquire()

@@ -3,6 +3,7 @@
 import pytest
 
 from phantom_parallel.utils.network import LinkName, Network, format_rate, parse_delay, parse_loss, parse_rate
+from phantom_parallel.utils.parsing import convert
 
 
 @pytest.mark.parametrize(
@@ -13,8 +14,6 @@ from phantom_parallel.utils.network import LinkName, Network, format_rate, parse
         ("1Gbit", 1e9),
         ("2.5gbit", 2.5e9),
         ("12mbps", 96e6),  # bytes a second
-        ("64kibit", 65536),
-        ("100000", 100000),  # bits, as in tc
         ("none", None),
     ],
 )
@@ -29,7 +28,7 @@ def test_rates_that_cannot_be_are_refused_with_the_value(text):
     assert repr(text) in str(error.value)
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("0", 0.0), ("1ms", 1e-3), ("50us", 5e-5), ("0.5s", 0.5), ("20", 2e-5)])
+@pytest.mark.parametrize(("text", "seconds"), [("0", 0.0), ("1ms", 1e-3), ("50us", 5e-5), ("0.5s", 0.5)])
 def test_delays_are_read_as_tc_reads_them(text, seconds):
     assert parse_delay(text) == pytest.approx(seconds)
 
@@ -66,6 +65,6 @@ def test_ranks_are_spread_evenly_with_neighbours_on_one_host():
 
 def test_a_network_survives_its_dictionary():
     network = Network(2, "100mbit", 1e8, delay=1e-3)
-    assert Network.from_dict(network.to_dict()) == network
+    assert convert(network.to_dict(), Network, "a file") == network
     assert "100 Mbit/s" in network.describe()
     assert format_rate(112.5e6) == "112.5 Mbit/s"

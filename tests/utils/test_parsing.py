@@ -12,7 +12,6 @@ from phantom_parallel.utils.parsing import (
     decode_json,
     decode_toml,
     field_docs,
-    is_finite,
 )
 
 
@@ -88,11 +87,6 @@ def test_the_documentation_of_fields_is_that_of_the_class_and_its_bases():
     outer = {"size": "Number of things, in all.", "inner": "What is inside."}
     assert field_docs(Outer) == outer
     assert field_docs(Further) == outer | {"more": "Whether there is more."}
-
-
-def test_finite_numbers_are_no_bools_and_fit_into_a_float():
-    assert all(is_finite(value) for value in (0, -1, 1.5, 10**308))
-    assert not any(is_finite(value) for value in (True, None, "1", float("nan"), float("inf"), 10**400))
 
 
 def test_a_mistyped_name_is_answered_with_the_closest_one():

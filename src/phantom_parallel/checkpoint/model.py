@@ -39,23 +39,10 @@ from phantom_parallel.distributed.objects import all_gather_objects, barrier, pr
 from phantom_parallel.families.registry import family_names, get_family
 from phantom_parallel.utils.files import atomic_folder, check_replaceable, write_json
 from phantom_parallel.utils.parsing import check_keys, convert
-from phantom_parallel.utils.strategies import get_strategy
-from phantom_parallel.utils.wire import WireFormat
-
-__all__ = [
-    "StoredModel",
-    "consolidate_model",
-    "family_of",
-    "load_model",
-    "read_config",
-    "save_model",
-    "verify_model",
-    "write_model",
-]
+from phantom_parallel.utils.strategies import WireFormat, get_strategy
 
 FORMAT, VERSION = "phantom-parallel", 1
 CONFIG = "config.json"
-_RESERVED = "__metadata__"  # in the header of a safetensors file
 _ROUNDING = 1e-2  # of a tensor's largest value: copies that differ by less have drifted by rounding
 
 
@@ -89,33 +76,27 @@ def save_model(
         OSError: On every rank, if the model cannot be written.
         ValueError: If a tensor cannot be saved, such as one that is no DTensor and differs between ranks.
     """
-    path = _target(path)
+    path, config = _target(path), getattr(model, "config", None)
     tensors = _tensors_of(model)
+    parts = {name: Part.of(tensor) for name, tensor in tensors.items()}
     group = _storage_group(model, tensors)
     on_every_rank(lambda: check_replaceable(path, overwrite, CONFIG) if rank_in(group) == 0 else None, group)
     _check_copies(tensors, group)
 
     def finish(scratch: Path, files: dict[str, str]) -> None:
         if consolidate:
-            files = _consolidate(scratch, files, scratch, max_shard_size)
-        if complete is not None:
-            complete(scratch)
-        write_json(scratch / CONFIG, _describe(getattr(model, "config", None), files))
+            digests = _consolidate(scratch, scratch, max_shard_size)
+            for name in files:
+                (scratch / name).unlink()
+            files = digests
+        _complete(scratch, config, files, complete)
 
-    parts = {name: Part.of(tensor) for name, tensor in tensors.items()}
     try:
         if group is None:
             layouts = [TensorLayout(name, part.shape, part.values.dtype) for name, part in parts.items()]
-            config, limit = getattr(model, "config", None), max_shard_size
-            write_model(
-                config,
-                layouts,
-                lambda name: parts[name].values,
-                path,
-                overwrite=overwrite,
-                max_shard_size=limit,
-                complete=complete,
-            )
+            with atomic_folder(path, overwrite=overwrite) as scratch:
+                files = write_tensors(scratch, layouts, lambda name: parts[name].values, max_shard_size)
+                _complete(scratch, config, files, complete)
         else:
             save_parts(parts, path, group, prefix="shard", finish=finish)
     except OSError as error:
@@ -132,36 +113,34 @@ def write_model(
     max_shard_size: int = MAX_SHARD_SIZE,
     complete: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write a model that no process holds whole: one file of its tensors at a time is made. One process calls this.
-
-    Args:
-        config: The model's config, of a family.
-        layouts: Its tensors.
-        load: Returns the tensor of a name; called once for each.
-        path: As for `save_model`.
-        overwrite: As for `save_model`.
-        max_shard_size: As for `save_model`.
-        complete: As for `save_model`.
+    """Write a model that no process holds whole, as `save_model` does: ``load`` returns the tensor of a name, and is
+    called once for each of ``layouts``. One process calls this, and holds one file of tensors at a time.
     """
     path = _target(path)
     check_replaceable(path, overwrite, CONFIG)
     with atomic_folder(path, overwrite=overwrite) as scratch:
         files = write_tensors(scratch, layouts, load, max_shard_size)
-        if complete is not None:
-            complete(scratch)
-        write_json(scratch / CONFIG, _describe(config, files))
+        _complete(scratch, config, files, complete)
+
+
+def _complete(folder: Path, config: Any, files: dict[str, str], complete: Callable[[Path], None] | None) -> None:
+    """Add the caller's files and the description, which comes last."""
+    if complete is not None:
+        complete(folder)
+    about: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+    if getattr(config, "family", None) in family_names():
+        strategy = get_strategy(config.strategy)
+        if strategy.shards_rows or strategy.splits_depth:
+            config = replace(config, strategy="dense")
+        about |= {"family": config.family, "config": asdict(config)}
+    write_json(folder / CONFIG, about | {"files": files})
 
 
 class StoredModel:
     """A model on disk, whose description and shapes of tensors are checked when it is opened.
 
-    Args:
-        path: The folder.
-        strategy: As for `load_model`.
-        into: A module that the model is to fill; None for a model of a family.
-
     Attributes:
-        config: The model's config; None if it is to fill a module.
+        config: The model's config; None if it is to fill the module ``into``.
         tensors: Its tensors.
         dtype: Their dtype.
     """
@@ -262,7 +241,7 @@ def consolidate_model(path: str | os.PathLike[str], *, max_shard_size: int = MAX
         for file in path.iterdir():
             if file.is_file() and file.name not in {*about["files"], CONFIG, INDEX}:
                 shutil.copy2(file, scratch)
-        files = _consolidate(path, {}, scratch, max_shard_size)
+        files = _consolidate(path, scratch, max_shard_size)
         write_json(scratch / CONFIG, about | {"files": files})
 
 
@@ -286,13 +265,10 @@ def read_config(path: str | os.PathLike[str]) -> Any:
     return _config(read_description(about, "model", FORMAT, VERSION), about)
 
 
-def _consolidate(shards: Path, files: Iterable[str], target: Path, limit: int) -> dict[str, str]:
-    """Make files of whole tensors in ``target`` from ``shards``, of which ``files`` are removed."""
+def _consolidate(shards: Path, target: Path, limit: int) -> dict[str, str]:
+    """Make files of whole tensors in ``target`` from ``shards``; their digests."""
     stored = StoredTensors(shards)
-    digests = write_tensors(target, list(stored.layouts.values()), stored.load, limit)
-    for name in files:
-        (shards / name).unlink()
-    return digests
+    return write_tensors(target, list(stored.layouts.values()), stored.load, limit)
 
 
 def _storage_group(model: nn.Module, tensors: Mapping[str, Tensor]) -> Group:
@@ -314,8 +290,6 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise ValueError(f"{name} is a {type(value).__name__}: only tensors can be saved")
-        if name == _RESERVED:
-            raise ValueError(f"a tensor cannot be saved by the name {name}, which safetensors uses itself: rename it")
         if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
             raise ValueError(f"{name} is a DTensor of partial sums, {value.placements}: redistribute it before saving")
     return {name: value.detach() for name, value in tensors.items()}
@@ -336,24 +310,11 @@ def _check_copies(tensors: Mapping[str, Tensor], group: Group) -> None:
         extremes = torch.stack([values, -values])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
         spread, largest = float(extremes.sum(0).max()), float(extremes.max())
+        problem = f"{name} is no DTensor, and differs between ranks by up to {spread:.3g}"
+        if spread > _ROUNDING * largest:
+            raise ValueError(f"{problem}: it would be saved once. Shard it, or give it the same gradients on all ranks")
         if spread > 0:
-            problem = f"{name} is no DTensor, and differs between ranks by up to {spread:.3g}"
-            if spread > _ROUNDING * largest:
-                raise ValueError(
-                    f"{problem}: it would be saved once. Shard it over the mesh, give it the same gradients on all "
-                    "ranks, or save what each rank has of it by other means"
-                )
             warnings.warn(f"{problem}, as by rounding: it is saved as one rank has it", UserWarning, stacklevel=3)
-
-
-def _describe(config: Any, files: dict[str, str]) -> dict[str, Any]:
-    about: dict[str, Any] = {"format": FORMAT, "version": VERSION}
-    if getattr(config, "family", None) in family_names():
-        strategy = get_strategy(config.strategy)
-        if strategy.shards_rows or strategy.splits_depth:
-            config = replace(config, strategy="dense")
-        about |= {"family": config.family, "config": asdict(config)}
-    return about | {"files": files}
 
 
 def _config(about: dict[str, Any], path: Path, strategy: str | None = None) -> Any:

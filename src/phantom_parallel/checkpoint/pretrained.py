@@ -30,13 +30,9 @@ _FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes of safetensors
 
 
 class PretrainedModel:
-    """A pretrained model on disk.
-
-    Args:
-        path: A folder with ``config.json`` and safetensors files, a folder with one GGUF file, or a GGUF file.
+    """A pretrained model: a folder with ``config.json`` and safetensors files, one with a GGUF file, or a GGUF file.
 
     Attributes:
-        path: The folder or file.
         config: The model's settings, as ``config.json`` has them.
         shapes: Shape of each tensor by name. All are of floating point, and in one file each.
         files: Contents of the files of `KEPT_FILES` that the model has.
@@ -75,31 +71,26 @@ class PretrainedModel:
         for file in files:
             try:
                 with safe_open(file, framework="pt") as opened:
-                    found = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no dictionary)
-                    kinds = {name: one.get_dtype() for name, one in found.items()}
-                    self.shapes |= {name: tuple(one.get_shape()) for name, one in found.items()}
+                    tensors = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no dictionary)
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{file} is not a readable safetensors file: {error}") from None
-            for name, kind in kinds.items():
-                if kind not in _FLOATS:
+            for name, tensor in tensors.items():
+                if (kind := tensor.get_dtype()) not in _FLOATS:
                     raise ValueError(f"{file}: {name} is of the dtype {kind}: only {', '.join(_FLOATS)} are supported")
-                if name in where:
-                    raise ValueError(f"{name} is in {where[name]} and in {file}: one of them must go")
-                where[name] = file
+                self.shapes[name], where[name] = tuple(tensor.get_shape()), file
         for name, file in index.items():
             if where.get(name) != file:
                 raise ValueError(f"{self.path / INDEX} has the tensor {name} in {file.name}, which does not hold it")
 
         def load(name: str) -> Tensor:
             with safe_open(where[name], framework="pt") as opened:
-                found: Tensor = opened.get_tensor(name)
-            return found
+                return opened.get_tensor(name)
 
         return load
 
     def _decode_gguf(self, file: Path) -> Callable[[str], Tensor]:
         try:
-            import gguf
+            import gguf  # noqa: F401
             import transformers
         except ImportError:
             raise ValueError(
@@ -110,7 +101,6 @@ class PretrainedModel:
         where: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
         with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere), redirect_stdout(nowhere):  # progress bars
             try:
-                _check_layers(gguf.GGUFReader(file))
                 model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **where)
                 tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, **where)
             except Exception as error:  # of any class: a damaged file fails anywhere in the libraries
@@ -127,14 +117,6 @@ class PretrainedModel:
         tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         return lambda name: tensors[name]
-
-
-def _check_layers(file: Any) -> None:
-    """Raise ValueError if a GGUF file declares more layers than it can have, which would all be built."""
-    architecture = file.fields["general.architecture"].contents()
-    layers = file.fields[f"{architecture}.block_count"].contents()
-    if layers > len(file.tensors):
-        raise ValueError(f"it declares {layers} layers, and has {len(file.tensors)} tensors")
 
 
 def copy_kept_files(source: Path, folder: Path) -> None:

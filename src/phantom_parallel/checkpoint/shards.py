@@ -9,8 +9,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
@@ -35,7 +35,6 @@ T = TypeVar("T")
 Group = dist.ProcessGroup | None  # None: this process alone
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # as Hugging Face names them
 MAX_SHARD_SIZE = 5 << 30  # bytes of a file of whole tensors
-_CPU = torch.device("cpu")
 _TIMEOUT = timedelta(hours=2)  # for the slowest rank's disk; a rank that dies ends the wait at once
 _storage_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
@@ -133,31 +132,25 @@ def save_parts(
 ) -> None:
     """Write the parts of all ranks to a folder that takes the place of ``path`` once it is complete.
 
-    Every rank of ``group`` calls this. What several ranks hold is written by one of them.
-
-    Args:
-        parts: This rank's parts by name.
-        path: The folder, the same for every rank.
-        group: The ranks that write.
-        prefix: Beginning of the names of the files.
-        finish: Called on rank 0 with the folder and the digest of each file, once the files of all ranks are there.
+    Every rank of ``group`` calls this. What several ranks hold is written by one of them. Names of files begin with
+    ``prefix``; ``finish`` is called on rank 0 with the folder and the digest of each file, once all files are there.
 
     Raises:
         OSError: On every rank, if one of them could not write or ``finish`` raised. It names the rank.
     """
     own = _assigned(parts, group)
     number, count = rank_in(group) + 1, 1 if group is None else dist.get_world_size(group)
+    file = f"{prefix}-{number:05d}-of-{count:05d}.safetensors"
 
-    def write(scratch: Path) -> dict[str, str]:
+    def write() -> dict[str, str]:
         if not scratch.is_dir():
             raise FileNotFoundError(f"{path.parent} is not the folder of rank 0: all ranks need a shared file system")
-        file = f"{prefix}-{number:05d}-of-{count:05d}.safetensors"
         offsets = {name: {"saved_offsets": list(part.offsets)} for name, part in own.items()}
         tensors = {name: part.values for name, part in own.items()}
         about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
         return {file: write_file(scratch / file, tensors, about)} if own else {}
 
-    def complete(scratch: Path, files: dict[str, str]) -> None:
+    def complete() -> None:
         if rank_in(group) == 0:
             finish(scratch, files)
             replace_folder(scratch, path)
@@ -168,10 +161,12 @@ def save_parts(
         except OSError as error:
             raise OSError(f"{error.strerror or error} on rank {dist.get_rank()}" if group else str(error)) from None
 
-    with _shared_scratch(path, group) as scratch:
-        written = on_every_rank(lambda: naming_rank(lambda: write(scratch)), group)
+    with ExitStack() as stack:
+        make = lambda: stack.enter_context(scratch_folder(path))  # noqa: E731
+        scratch = make() if group is None else broadcast_from_rank_zero(make, group)
+        written = on_every_rank(lambda: naming_rank(write), group)
         files = {file: digest for each in all_gather_objects(written, group) for file, digest in each.items()}
-        on_every_rank(lambda: naming_rank(lambda: complete(scratch, files)), group)
+        on_every_rank(lambda: naming_rank(complete), group)
 
 
 def _assigned(parts: Parts, group: Group) -> Parts:
@@ -184,17 +179,6 @@ def _assigned(parts: Parts, group: Group) -> Parts:
             holders.setdefault((name, *offsets), []).append(rank)
     writers = {key: ranks[index % len(ranks)] for index, (key, ranks) in enumerate(sorted(holders.items()))}
     return {name: part for name, part in present.items() if writers[(name, *part.offsets)] == rank_in(group)}
-
-
-@contextmanager
-def _shared_scratch(path: Path, group: Group) -> Iterator[Path]:
-    """Yield a new folder beside ``path``, the same on every rank of ``group``, and remove what is left of it after."""
-    with ExitStack() as stack:
-        if group is None:
-            yield stack.enter_context(scratch_folder(path))
-        else:
-            make = lambda: str(stack.enter_context(scratch_folder(path)))  # noqa: E731
-            yield Path(broadcast_from_rank_zero(make, _CPU, group))
 
 
 @dataclass(frozen=True)
@@ -213,12 +197,8 @@ class TensorLayout:
 def write_tensors(
     folder: Path, layouts: Iterable[TensorLayout], load: Callable[[str], Tensor], limit: int = MAX_SHARD_SIZE
 ) -> dict[str, str]:
-    """Write whole tensors to files of at most ``limit`` bytes in a folder, of which one at a time is in memory.
-
-    If there are several files, there is an index of them as Hugging Face has it.
-
-    Returns:
-        The digest of each file by name.
+    """Write whole tensors to files of at most ``limit`` bytes, of which one at a time is in memory, and an index of
+    them as Hugging Face has it if there are several. Returns the digest of each file by name.
     """
     plan: list[list[TensorLayout]] = [[]]
     for layout in layouts:
@@ -260,10 +240,6 @@ def write_file(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str])
 
 class StoredTensors:
     """The tensors of a folder, whatever number of ranks wrote them. The headers are read when it is opened.
-
-    Attributes:
-        folder: The folder.
-        layouts: The layout of each tensor by name.
 
     Raises:
         ValueError: If a file is missing or not readable.
@@ -328,14 +304,8 @@ class _PartsPlanner(DefaultLoadPlanner):
 def read_description(path: Path, subject: str, kind: str, version: int) -> dict[str, Any]:
     """Read the JSON object that describes the tensors beside it.
 
-    Args:
-        path: The JSON file.
-        subject: What is described, for errors.
-        kind: Expected value of "format".
-        version: Value of "version" that can be read.
-
     Raises:
-        ValueError: If the file is not readable, or is of another kind or version.
+        ValueError: If the file is not readable, or its "format" and "version" are not ``kind`` and ``version``.
     """
     try:
         about = json.loads(read_text(path))
@@ -349,10 +319,8 @@ def read_description(path: Path, subject: str, kind: str, version: int) -> dict[
 
 
 def verify(description: Path) -> None:
-    """Compare files with the digests that were taken when they were written. One process calls this.
-
-    Args:
-        description: ``config.json`` of a model, or ``checkpoint.json`` of a training's checkpoint.
+    """Compare the files beside ``config.json`` of a model or ``checkpoint.json`` of a checkpoint with the digests that
+    were taken when they were written. One process calls this.
 
     Raises:
         ValueError: If there is no digest, or a file is missing or has changed since it was written.

@@ -18,8 +18,7 @@ from phantom_parallel.cost.terms import Optimizer, Phase, Shape
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
 from phantom_parallel.study.units import quantity
 from phantom_parallel.utils.files import json_text, write_json, write_text
-from phantom_parallel.utils.strategies import StrategyName
-from phantom_parallel.utils.wire import in_words
+from phantom_parallel.utils.strategies import StrategyName, wire_suffix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +104,7 @@ class DryRunOptions(ModelOptions, WireOption, JsonOption):
             console.print(f"wrote {path}", markup=False, soft_wrap=True)
 
     def _title(self, layout: Layout) -> str:
-        return f"{layout}, rank {self.rank}\n{self.model.config.summary}, batch {self.batch:,}{in_words(self.wire)}"
+        return f"{layout}, rank {self.rank}\n{self.model.config.summary}, batch {self.batch:,}{wire_suffix(self.wire)}"
 
 
 def options_for(family: str | None, arguments: list[str]) -> tuple[type[DryRunOptions], dict[str, Any]]:

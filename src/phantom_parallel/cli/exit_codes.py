@@ -17,9 +17,8 @@ import sys
 from types import FrameType
 from typing import TextIO, cast
 
-from phantom_parallel.distributed.errors import Interrupted, LossDiverged, RankDied
 from phantom_parallel.distributed.launchers import global_rank, is_on_first_host, reports_error
-from phantom_parallel.distributed.signals import recorded, stop_signals
+from phantom_parallel.distributed.signals import Interrupted, LossDiverged, RankDied, recorded, stop_signals
 
 FAILED, MISTAKE, OUTPUT_CLOSED = 1, 2, 128 + 13
 _MOST_CHARACTERS = 2_000  # of a message: it may repeat a value of a file

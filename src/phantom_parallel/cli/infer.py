@@ -14,7 +14,7 @@ from phantom_parallel.energy.power import POLLED_TIME
 from phantom_parallel.infer.predict import InferConfig, run
 from phantom_parallel.utils.files import json_text
 from phantom_parallel.utils.parsing import printable
-from phantom_parallel.utils.wire import in_words
+from phantom_parallel.utils.strategies import wire_suffix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,9 @@ def add_costs(table: Table, title: str, item: str, costs: list[dict[str, Any]]) 
 def cost_table(report: dict[str, Any], subject: str) -> Table:
     """An empty table with a column for each model that was measured."""
     ranks = "1 rank" if report["ranks"] == 1 else f"{report['ranks']} ranks"
-    table = Table("", *report["measured"], title=f"{ranks} ({report['device']}), {subject}{in_words(report['wire'])}")
+    table = Table(
+        "", *report["measured"], title=f"{ranks} ({report['device']}), {subject}{wire_suffix(report['wire'])}"
+    )
     for column in table.columns[1:]:
         column.justify = "right"
     return table

@@ -13,7 +13,7 @@ from phantom_parallel.cli.train import TrainOptions, train_options
 from phantom_parallel.conversion.run import ConvertConfig, ConvertResult, convert_folder, heal_config
 from phantom_parallel.families.registry import family_names, get_family
 from phantom_parallel.infer.predict import check_folder
-from phantom_parallel.train.run_dir import read_config
+from phantom_parallel.train.run import read_config
 from phantom_parallel.utils.files import json_text
 from phantom_parallel.utils.parsing import printable
 

@@ -21,7 +21,7 @@ from phantom_parallel.families.registry import family_names, get_family
 from phantom_parallel.utils.network import Network
 from phantom_parallel.utils.parsing import choose_from, field_docs
 from phantom_parallel.utils.settings import Setting
-from phantom_parallel.utils.wire import WireFormat
+from phantom_parallel.utils.strategies import WireFormat
 
 if TYPE_CHECKING:
     from phantom_parallel.cost.planner import ModelSizes

@@ -20,7 +20,7 @@ from phantom_parallel.distributed.launchers import is_rank_zero
 from phantom_parallel.energy.results import format_share
 from phantom_parallel.families.registry import DEFAULT_FAMILY, family_names, get_family
 from phantom_parallel.train import Summary, TrainConfig, run
-from phantom_parallel.train.run_dir import read_config
+from phantom_parallel.train.run import read_config
 from phantom_parallel.utils.files import json_text
 from phantom_parallel.utils.network import Network
 

@@ -19,9 +19,8 @@ from phantom_parallel.families.registry import get_family
 from phantom_parallel.infer.predict import check_folder
 from phantom_parallel.nn.fit import STEPS
 from phantom_parallel.train import Summary, TrainConfig, run
-from phantom_parallel.utils.files import check_replaceable, write_json
+from phantom_parallel.utils.files import FolderLock, check_replaceable, remove_scratch, write_json
 from phantom_parallel.utils.layout import positive
-from phantom_parallel.utils.lock import FolderLock
 from phantom_parallel.utils.progress import ProgressDisplay
 
 REPORT = "conversion.json"
@@ -164,6 +163,7 @@ def convert_folder(config: ConvertConfig, *, show: bool = False) -> ConvertResul
 
     with FolderLock(unfinished) as lock, ProgressDisplay(show=show) as display:
         lock.acquire()
+        remove_scratch(config.out.parent, config.out.name)
         dense_loss = loss_of(dense)
         display.stage("converting, percent", 100)
         for budget in config.curve:

@@ -9,7 +9,7 @@ from phantom_parallel.cost.terms import (
     summed_on_wire,
 )
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
-from phantom_parallel.utils.wire import WireFormat
+from phantom_parallel.utils.strategies import WireFormat
 
 
 def phantom_layer(

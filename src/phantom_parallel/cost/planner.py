@@ -19,8 +19,14 @@ from phantom_parallel.cost.terms import Shape
 from phantom_parallel.cost.timing import Clock, StepTime
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.utils.layout import nearest_divisors, positive
-from phantom_parallel.utils.strategies import DEFAULT_GHOSTS, StrategyName, default_blocks, get_strategy
-from phantom_parallel.utils.wire import WireFormat, in_words
+from phantom_parallel.utils.strategies import (
+    DEFAULT_GHOSTS,
+    StrategyName,
+    WireFormat,
+    default_blocks,
+    get_strategy,
+    wire_suffix,
+)
 
 Goal = Literal["time", "energy", "devices"]
 
@@ -203,7 +209,7 @@ class PlanRequest(PlanSettings):
     @property
     def summary(self) -> str:
         """The model and what it is planned for, for titles."""
-        return f"{self.model.config.summary}, batch {self.batch:,}, {self.dtype}{in_words(self.wire)}"
+        return f"{self.model.config.summary}, batch {self.batch:,}, {self.dtype}{wire_suffix(self.wire)}"
 
 
 @dataclass(frozen=True)

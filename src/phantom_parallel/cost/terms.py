@@ -23,8 +23,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from phantom_parallel.utils.layout import check_micro_batches, nearest_divisors
 from phantom_parallel.utils.settings import Features, HasModel, NonNegativeInt, PositiveInt, Ranks, validate
-from phantom_parallel.utils.strategies import StrategyName, get_strategy
-from phantom_parallel.utils.wire import SCALE_BYTES, WIRE_WORD_BYTES, WireFormat
+from phantom_parallel.utils.strategies import SCALE_BYTES, WIRE_WORD_BYTES, StrategyName, WireFormat, get_strategy
 
 Phase = Literal["forward", "backward", "sync"]
 Optimizer = Literal["sgd", "momentum", "adam"]

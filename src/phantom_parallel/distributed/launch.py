@@ -3,55 +3,82 @@
 Local ranks listen on nothing but the loopback interface, or on the links of the emulated hosts that they run on: they
 meet through a file that they inherit, and send their results through socket pairs that they inherit. What they send to
 the launcher is pickled; what they send each other is not, see `objects`. Ranks end with their launcher, however it
-ends: its end of the socket pairs is closed then. `_rank` is the other side of all this.
+ends: its end of the socket pairs is closed then. `run_rank` is the other side of all this.
 """
 
+import ctypes
+import faulthandler
 import multiprocessing
+import multiprocessing.spawn
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.spawn import get_preparation_data
 from multiprocessing.util import _args_from_interpreter_flags  # type: ignore[attr-defined]
-from typing import IO, Any, TypeVar
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple, TypeVar
 
-from phantom_parallel.distributed import _rank
-from phantom_parallel.distributed._namespaces import INTERFACE
-from phantom_parallel.distributed._rank import Assignment, Failure
-from phantom_parallel.distributed.errors import Interrupted, RankDied
-from phantom_parallel.distributed.hosts import Hosts
+from phantom_parallel.distributed.hosts import INTERFACE, Hosts, enter_namespace
 from phantom_parallel.distributed.launchers import is_rank_zero, launched_externally, rank_variables
-from phantom_parallel.distributed.signals import StopRequest
+from phantom_parallel.distributed.signals import Interrupted, RankDied, StopRequest
 from phantom_parallel.utils.network import Network
-from phantom_parallel.utils.resources import check_local_ranks
 
 T = TypeVar("T")
-TIMEOUT = timedelta(seconds=60)  # of an exchange: how long a rank waits for another one
 Report = Callable[[Any], None]
+TIMEOUT = timedelta(seconds=60)  # of an exchange: how long a rank waits for another one
+MACHINE_RANKS = "PHANTOM_MACHINE_RANKS"  # ranks that this launcher started on this machine, on all its emulated hosts
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # glibc would return the pages of gradients to the system after every step and fault them in again, depending on sizes.
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
-MACHINE_RANKS = "PHANTOM_MACHINE_RANKS"  # ranks that this launcher started on this machine, on all its emulated hosts
+PROCESS_BYTES = 100 << 20  # memory of a process that has imported torch, at least
 TICK = 0.1  # seconds between looks at processes and signals
 GRACE = 2.0  # seconds in which other ranks may fail as well, or write their stacks, after the first one failed
 STOP_GRACE = 30.0  # seconds in which ranks may end by themselves after a signal
 EXIT_GRACE = 10.0  # seconds for a process to exit after it has sent its result
 _STOPPED = "does not run: its process is stopped (SIGSTOP) or hangs in a system call"
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+_RUN_RANK = (
+    "import sys; sys.path[:] = sys.argv.pop().split('\\n'); from phantom_parallel.distributed.launch import run_rank; "
+    "run_rank(*map(int, sys.argv[1:]))"
+)
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
+START_TIMEOUT = timedelta(hours=1)  # for the imports of all ranks; a rank that fails in them ends the launch at once
+# gloo and NCCL report a lost or silent peer as a RuntimeError that only its text tells apart.
+_LOST = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe", re.I)
+_TIMED_OUT = re.compile(r"timed out|timeout", re.I)
 
 
-@dataclass(frozen=True)
-class LaunchDefaults:
-    """What a launch uses where its caller does not choose: see `launch_defaults`.
+@dataclass
+class _Defaults:
+    """What launches use where their caller does not choose; ``announces`` is for the first one."""
+
+    timeout: timedelta = TIMEOUT
+    network: Network | None = None
+    device: str = "auto"
+    announces: bool = False
+
+
+_DEFAULTS: ContextVar[_Defaults] = ContextVar("launch_defaults", default=_Defaults())  # noqa: B039 (never changed)
+
+
+@contextmanager
+def launch_defaults(
+    timeout: timedelta = TIMEOUT, network: Network | None = None, device: str = "auto", *, announces: bool = False
+) -> Iterator[None]:
+    """Launches inside this block use these where they are not given their own.
 
     Args:
         timeout: How long an exchange between ranks may take.
@@ -59,31 +86,9 @@ class LaunchDefaults:
         device: The type of device of each rank; ``"auto"`` for accelerators if there is one for each local rank.
         announces: Whether the first launch prints, on stderr, what its ranks run on.
     """
-
-    timeout: timedelta = TIMEOUT
-    network: Network | None = None
-    device: str = "auto"
-    announces: bool = False
-    _announced: list[bool] = field(default_factory=list)
-
-    def announce(self) -> bool:
-        """Whether the launch that asks is the one that announces."""
-        first = self.announces and not self._announced
-        self._announced.append(True)
-        return first
-
-
-_DEFAULTS: ContextVar[LaunchDefaults] = ContextVar("launch_defaults", default=LaunchDefaults())  # noqa: B039 (frozen)
-
-
-@contextmanager
-def launch_defaults(
-    timeout: timedelta = TIMEOUT, network: Network | None = None, device: str = "auto", *, announces: bool = False
-) -> Iterator[None]:
-    """Launches inside this block use these where they are not given their own, see `LaunchDefaults`."""
     if network is not None and device not in ("auto", "cpu"):
         raise ValueError(f"ranks on emulated hosts use the CPU, got device={device}: leave out --device or --hosts")
-    token = _DEFAULTS.set(LaunchDefaults(timeout, network, device, announces))
+    token = _DEFAULTS.set(_Defaults(timeout, network, device, announces))
     try:
         yield
     finally:
@@ -106,6 +111,32 @@ def launch_device_type(size: int, network: Network | None = None) -> str:
 
 def _local_ranks(size: int) -> int:
     return int(rank_variables(os.environ).get("LOCAL_WORLD_SIZE", size))
+
+
+def threads_for(size: int) -> int:
+    """Threads of each of ``size`` local ranks: cores over ranks, and at least one."""
+    return max(1, (os.cpu_count() or 1) // size)
+
+
+def available_bytes() -> int | None:
+    """Memory that Linux would give to new processes; None elsewhere, where it is unknown."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def check_memory(ranks: int, more: int = 0) -> None:
+    """Raise ValueError if so many local processes, with ``more`` bytes together besides, do not fit into this machine's
+    memory: later, the OOM killer would pick a victim.
+    """
+    needed, free = ranks * PROCESS_BYTES + more, available_bytes()
+    if free is not None and needed > free:
+        raise ValueError(
+            f"ranks={ranks} need at least {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free: use "
+            "fewer ranks, a smaller model or less data, or several hosts (torchrun, srun)"
+        )
 
 
 def launch(
@@ -141,41 +172,28 @@ def launch(
     _check_main_is_imported()
     defaults = _DEFAULTS.get()
     timeout, network = timeout or defaults.timeout, network or defaults.network
-    if network is not None and launched_externally():
-        raise ValueError("emulated hosts are for ranks that this command starts itself: leave out --hosts and --link")
-    announces = defaults.announce()
-    if (size > 1 or network is not None) and not launched_externally():
-        return launch_local(
-            size, work, *args, timeout=timeout, network=network, on_report=on_report, announces=announces
-        )
-    from phantom_parallel.distributed.process_group import (  # a launcher needs no torch
-        join_ranks,
-        process_group,
-        run_line,
-        select_device,
-    )
+    external = launched_externally()
+    if not external and (size > 1 or network is not None):
+        return launch_local(size, work, *args, timeout=timeout, network=network, on_report=on_report)
+    from phantom_parallel.distributed.process_group import join_ranks, process_group, run_line, select_device
 
-    announces = announces and is_rank_zero()
-    if launched_externally():
+    if external:
+        if network is not None:
+            raise ValueError("emulated hosts are for ranks that this command starts itself: leave out --hosts, --link")
         os.environ.update(rank_variables(os.environ))
-        started = int(os.environ["WORLD_SIZE"])
-        if started != size:
+        if (started := int(os.environ["WORLD_SIZE"])) != size:
             raise ValueError(f"{started} processes were started, {size} are needed (ranks times dp)")
-        device = select_device(_local_ranks(size), defaults.device)
-        reports = {} if on_report is None else {"report": on_report if os.environ["RANK"] == "0" else _rank.discard}
-        try:
-            with process_group(timeout, device, **join_ranks(timeout)):
-                if announces:
-                    print(run_line(device), file=sys.stderr, flush=True)
-                return work(device, *args, **reports)
-        except RuntimeError as error:
-            if _rank.kind_of(error) == "own":
-                raise
-            raise RankDied(f"an exchange with another rank failed: {' '.join(str(error).split())}") from error
-    device = select_device(1, defaults.device)
-    if announces:
-        print(run_line(device), file=sys.stderr, flush=True)
-    return work(device, *args, **({} if on_report is None else {"report": on_report}))
+    device = select_device(_local_ranks(size), defaults.device)
+    reports = {} if on_report is None else {"report": on_report if is_rank_zero() else _discard}
+    try:
+        with process_group(timeout, device, **join_ranks(timeout)) if external else nullcontext():
+            if _announces(defaults) and is_rank_zero():
+                print(run_line(device), file=sys.stderr, flush=True)
+            return work(device, *args, **reports)
+    except RuntimeError as error:
+        if not external or _kind_of(error) == "own":
+            raise
+        raise RankDied(f"an exchange with another rank failed: {' '.join(str(error).split())}") from error
 
 
 def launch_local(
@@ -187,59 +205,51 @@ def launch_local(
     on_report: Report | None = None,
     device_type: str | None = None,
     keep_freed_memory: bool = True,
-    announces: bool = False,
 ) -> T:
     """Call ``work(device, *args)`` on ``size`` local processes in one process group, also if ``size`` is 1.
 
     Each process has cores/ranks threads. The arguments are those of `launch`, and:
 
     Args:
-        device_type: As ``device`` of `LaunchDefaults`, and by default that; ranks on emulated hosts use the CPU.
+        device_type: As ``device`` of `launch_defaults`, and by default that; ranks on emulated hosts use the CPU.
         keep_freed_memory: Whether glibc keeps freed memory in the process, which makes the time of a step depend less
             on sizes.
-        announces: Whether rank 0 prints what the ranks run on, on stderr.
     """
     _check_main_is_imported()
     defaults = _DEFAULTS.get()
     timeout, network = timeout or defaults.timeout, network or defaults.network
-    device_type = device_type or defaults.device
-    check_local_ranks(size)
+    device_type = "cpu" if network is not None else device_type or defaults.device
+    check_memory(size)
     payload, preparation = _prepare(work, args)
+    threads, reports, announces = threads_for(size), on_report is not None, _announces(defaults)
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         store, inherited = stack.enter_context(_meeting_file())
         hosts: Hosts | None = None
         if network is not None:
             network.check_ranks(size)
-            hosts, device_type = stack.enter_context(Hosts(network)), "cpu"
+            hosts = stack.enter_context(Hosts(network))
         ranks: list[_Rank] = []
         for number in range(size):
+            environment = _environment(number, size, keep_freed_memory, network)
             host = None if network is None else network.host_of(number, size)
-            environment = _environment(number, size, keep_freed_memory, hosts)
-            rank = _start(number, environment, inherited, host, hosts)
-            stack.callback(rank.end)
-            ranks.append(rank)
+            namespaces = () if hosts is None or host is None else hosts.descriptors(host)
+            ranks.append(_start(number, environment, preparation["sys_path"], namespaces, inherited, host))
+            stack.callback(ranks[-1].end)
         for rank in ranks:
-            assignment = Assignment(
-                rank=rank.number,
-                size=size,
-                timeout=timeout,
-                work=payload,
-                preparation=preparation,
-                store=store,
-                device=device_type,
-                threads=threads_for(size),
-                reports=on_report is not None,
-                announces=announces,
+            assignment = _Assignment(
+                rank.number, size, timeout, payload, preparation, store, device_type, threads, reports, announces
             )
-            rank.send(preparation["sys_path"])
-            rank.send(assignment)
-        return _Supervisor(ranks, stop, timeout, on_report, hosts).run()
+            with suppress(OSError):  # that a rank has ended is noticed elsewhere
+                rank.connection.send_bytes(pickle.dumps(assignment))
+        return _Supervisor(ranks, stop, timeout, on_report).run()
 
 
-def threads_for(size: int) -> int:
-    """Threads of each of ``size`` local ranks: cores over ranks, and at least one."""
-    return max(1, (os.cpu_count() or 1) // size)
+def _announces(defaults: _Defaults) -> bool:
+    """Whether the launch that asks is the first one, which announces what its ranks run on."""
+    first = defaults.announces
+    defaults.announces = False
+    return first
 
 
 def _check_main_is_imported() -> None:
@@ -259,22 +269,21 @@ def _prepare(work: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bytes, di
             f"the work of a rank must be a function at the top level of a module, with picklable arguments: {error}"
         ) from None
     everything: dict[str, Any] = {**get_preparation_data("rank")}
-    wanted = {"sys_path", "sys_argv", "dir", "orig_dir"}
-    preparation = {name: value for name, value in everything.items() if name in wanted}
+    preparation = {name: everything[name] for name in ("sys_path", "sys_argv", "dir", "orig_dir")}
     if b"__main__" in payload:  # only then must a rank import the main script
-        found = {name: value for name, value in everything.items() if name.startswith("init_main_from_")}
-        if not found or not os.path.isfile(found.get("init_main_from_path", __file__)):  # such as <stdin>
+        main = {name: value for name, value in everything.items() if name.startswith("init_main_from_")}
+        if not main or not os.path.isfile(main.get("init_main_from_path", __file__)):  # such as <stdin>
             raise ValueError(
                 f"{getattr(work, '__qualname__', work)} is defined in an interactive session, where ranks cannot "
                 "import it: put it into a file"
             )
-        preparation |= found
+        preparation |= main
     return payload, preparation
 
 
-def _environment(rank: int, size: int, keep_freed_memory: bool, hosts: Hosts | None) -> dict[str, str]:
+def _environment(rank: int, size: int, keep_freed_memory: bool, network: Network | None) -> dict[str, str]:
     """Environment variables of a rank."""
-    local, interface = (size, LOOPBACK) if hosts is None else (size // hosts.network.hosts, INTERFACE)
+    local, interface = (size, LOOPBACK) if network is None else (size // network.hosts, INTERFACE)
     return {
         **os.environ,
         **(KEEP_FREED_MEMORY if keep_freed_memory else {}),
@@ -308,23 +317,75 @@ def _meeting_file() -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _start(
-    number: int, environment: dict[str, str], inherited: tuple[int, ...], host: int | None, hosts: Hosts | None
+    number: int,
+    environment: dict[str, str],
+    path: list[str],
+    namespaces: tuple[int, ...],
+    inherited: tuple[int, ...],
+    host: int | None,
 ) -> "_Rank":
     """Start the process of a rank, in a process group of its own: signals from a terminal reach the launcher alone."""
     stacks = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `_Rank.end`)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        fds: tuple[int, ...] = (theirs.fileno(), stacks.fileno())
-        if hosts is not None and host is not None:
-            fds += hosts.descriptors(host)
+        fds = (theirs.fileno(), stacks.fileno(), *namespaces)
+        arguments = [str(os.getpid()), *map(str, fds), "\n".join(path)]
         process = subprocess.Popen(
-            [sys.executable, *_args_from_interpreter_flags(), "-P", _rank.__file__, str(os.getpid()), *map(str, fds)],
+            [sys.executable, *_args_from_interpreter_flags(), "-P", "-c", _RUN_RANK, *arguments],
             env=environment,
             stdin=subprocess.DEVNULL,
             pass_fds=(*fds, *inherited),
             process_group=0,
         )
         return _Rank(number, process, Connection(ours.detach()), stacks, host)
+
+
+class _Assignment(NamedTuple):
+    """What a rank is to do: ``work`` is the pickled function and its arguments, ``preparation`` how multiprocessing
+    prepares a process to unpickle it, and ``store`` the file through which the ranks meet.
+    """
+
+    rank: int
+    size: int
+    timeout: timedelta
+    work: bytes
+    preparation: dict[str, Any]
+    store: str
+    device: str
+    threads: int
+    reports: bool  # whether the function takes ``report``
+    announces: bool  # whether rank 0 prints what the ranks run on
+
+
+class _Failure(NamedTuple):
+    """An exception that ended a rank's work."""
+
+    summary: str  # type, message and place in one line
+    stack: str
+    kind: Literal["own", "lost", "timeout"]  # the rank's own error, or of another rank that was lost or timed out
+    error: tuple[str, tuple[Any, ...]] | None  # for `rebuild_error`, where the launcher raises it as it is
+
+    @classmethod
+    def of(cls, error: BaseException) -> "_Failure":
+        from phantom_parallel.distributed.objects import describe_error
+
+        frames = traceback.extract_tb(error.__traceback__)
+        place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+        summary = f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
+        described = describe_error(error)
+        return cls(
+            summary, "".join(frames.format()), _kind_of(error), None if described[0] == "RuntimeError" else described
+        )
+
+
+def _kind_of(error: BaseException) -> Literal["own", "lost", "timeout"]:
+    """Whether an error is a rank's own, or follows from another rank that was lost or timed out."""
+    if isinstance(error, RuntimeError):
+        if _TIMED_OUT.search(str(error)):
+            return "timeout"
+        if _LOST.search(str(error)):
+            return "lost"
+    return "own"
 
 
 @dataclass
@@ -338,7 +399,7 @@ class _Rank:
     host: int | None  # the emulated host that it runs on
     done: bool = False
     failed: float | None = None  # when it was noticed that the rank failed or died
-    failure: Failure | None = None  # None if it died
+    failure: _Failure | None = None  # None if it died
     error: Exception | None = None  # to be raised as it is, if it is of such a type
 
     def __str__(self) -> str:
@@ -348,18 +409,14 @@ class _Rank:
     def running(self) -> bool:
         return not self.done and self.failed is None
 
-    def fail(self, failure: Failure) -> None:
+    def fail(self, failure: _Failure) -> None:
         """Record that the work of the rank has failed."""
-        self.failure, self.failed = failure, time.monotonic()
-        with suppress(Exception):  # its class may not be importable here
-            self.error = None if failure.exception is None else pickle.loads(failure.exception)
-        if self.error is not None:
-            self.error.add_note(f"On {self}:\n{failure.stack}")
+        from phantom_parallel.distributed.objects import rebuild_error
 
-    def send(self, message: Any) -> None:
-        """Send a message; that a rank has ended is noticed elsewhere."""
-        with suppress(OSError):
-            self.connection.send_bytes(pickle.dumps(message))
+        self.failure, self.failed = failure, time.monotonic()
+        if failure.error is not None:
+            self.error = rebuild_error(*failure.error)
+            self.error.add_note(f"On {self}:\n{failure.stack}")
 
     def stack(self) -> str:
         """What the rank has written about its stack, the innermost frame first."""
@@ -374,6 +431,20 @@ class _Rank:
         self.connection.close()
         self.stacks.close()
 
+    def cause(self) -> Exception:
+        """The error to raise where this rank is the cause."""
+        if self.error is not None:
+            return self.error
+        if self.failure is not None:
+            error = RankDied(f"{self} failed, and the others were stopped: {self.failure.summary}")
+            error.add_note(f"On {self}:\n{self.failure.stack}")
+            return error
+        code = self.process.wait()
+        end = f"killed by {signal.Signals(-code).name}" if code < 0 else f"its process left with exit code {code}"
+        if stack := self.stack():
+            print(f"stack of {self}:\n{stack}", file=sys.stderr)
+        return RankDied(f"{self} died, and the others were stopped: {end}")
+
 
 class _Supervisor:
     """Runs until every rank has sent its result, or raises what ended them.
@@ -383,27 +454,15 @@ class _Supervisor:
     otherwise the ranks that others have waited for in vain.
     """
 
-    def __init__(
-        self,
-        ranks: Sequence[_Rank],
-        stop: StopRequest,
-        timeout: timedelta,
-        on_report: Report | None,
-        hosts: Hosts | None,
-    ) -> None:
-        self.ranks, self.stop, self.timeout, self.on_report, self.hosts = ranks, stop, timeout, on_report, hosts
+    def __init__(self, ranks: Sequence[_Rank], stop: StopRequest, timeout: timedelta, on_report: Report | None) -> None:
+        self.ranks, self.stop, self.on_report = ranks, stop, on_report
+        self.seconds = timeout.total_seconds()
         self.result: Any = None
         self._stopping: float | None = None  # when a signal was forwarded
         self._open = {rank.connection: rank for rank in ranks}
 
     def run(self) -> Any:
-        """Return the result of rank 0.
-
-        Raises:
-            RankDied: If a rank died, did not answer, or raised an error that is not of the following.
-            Exception: An error of a type that ranks pass on, as it is; `Interrupted` also where ranks ended by the
-                signal that was forwarded to them.
-        """
+        """Return the result of rank 0, or raise what ended the ranks, see `launch`."""
         while not all(rank.done for rank in self.ranks):
             self._receive()
             for rank in self.ranks:
@@ -472,25 +531,14 @@ class _Supervisor:
         if not own and (stopped or self._stopping is not None):
             name = self.stop.received[0].name if self.stop.received else "a signal"
             return stopped[0] if stopped else Interrupted(f"stopped by {name}")
-        for rank in failed:
-            if rank in own or rank.failure is None:
-                return _explained(rank)
+        first = next((rank for rank in failed if rank in own or rank.failure is None), None)
+        if first is not None:
+            return first.cause()
         silent = self._without_answer()
-        lost = (
-            [] if self.hosts is None or any("stopped" in why for why in silent.values()) else self.hosts.unreachable()
-        )
-        if lost:
-            names = ", ".join(str(rank) for rank in self.ranks if rank.host in lost)
-            return RankDied(
-                f"{names} could not be reached for {self.timeout.total_seconds():g} s, and all ranks were stopped: "
-                f"the link of host {', '.join(map(str, lost))} is down or broken"
-            )
         if not silent:
-            return _explained(failed[0])
+            return failed[0].cause()
         reasons = ", ".join(f"{rank} {why}" for rank, why in silent.items())
-        return RankDied(
-            f"an exchange timed out after {self.timeout.total_seconds():g} s: {reasons}; see the stacks above"
-        )
+        return RankDied(f"an exchange timed out after {self.seconds:g} s: {reasons}; see the stacks above")
 
     def _without_answer(self) -> dict[str, str]:
         """Print the stacks of all ranks after a timeout, and return the ranks that took no part, with their state.
@@ -517,16 +565,86 @@ class _Supervisor:
         return silent or waiting
 
 
-def _explained(rank: _Rank) -> Exception:
-    """The error to raise where a rank is the cause."""
-    if rank.error is not None:
-        return rank.error
-    if rank.failure is None:
-        code = rank.process.wait()
-        end = f"killed by {signal.Signals(-code).name}" if code < 0 else f"its process left with exit code {code}"
-        if stack := rank.stack():
-            print(f"stack of {rank}:\n{stack}", file=sys.stderr)
-        return RankDied(f"{rank} died, and the others were stopped: {end}")
-    error = RankDied(f"{rank} failed, and the others were stopped: {rank.failure.summary}")
-    error.add_note(f"On {rank}:\n{rank.failure.stack}")
-    return error
+def run_rank(launcher: int, channel: int, stacks: int, *namespaces: int) -> None:
+    """Run a rank.
+
+    Args:
+        launcher: Process that started this one.
+        channel: Descriptor of a socket pair whose other end the launcher alone holds.
+        stacks: Descriptor of the file that SIGUSR1 and crashes write a stack to.
+        namespaces: Descriptors of the emulated host that the rank runs on: network and user namespace.
+    """
+    library = ctypes.CDLL(None)
+    if namespaces:
+        # While there is one thread still, and before the lines below: a new user namespace undoes the signal at the
+        # launcher's end, and would hide the process from its own user.
+        for descriptor in reversed(namespaces):
+            enter_namespace(descriptor)
+            os.close(descriptor)
+        library.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
+    if sys.platform == "linux":
+        library.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it died before the line above
+        os._exit(1)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the work handles it, a signal ends the rank without a word
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    faulthandler.enable(stacks, all_threads=False)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)
+    connection = Connection(channel)
+    try:
+        message = connection.recv_bytes()
+    except EOFError:
+        os._exit(1)
+    threading.Thread(target=_end_with, args=(connection,), name="lifeline", daemon=True).start()
+
+    def send(kind: str, value: Any = None) -> None:
+        # Not Connection.send: with torch loaded, that shares tensors through a server instead of sending them.
+        connection.send_bytes(pickle.dumps((kind, value)))
+
+    try:
+        assignment: _Assignment = pickle.loads(message)
+        send("result", _join_and_work(assignment, send))
+    except BaseException as error:
+        send("failure", _Failure.of(error))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # a process group that has lost a rank may not come to an end
+
+
+def _end_with(connection: Connection) -> None:
+    """End this process when the launcher does, which sends nothing more, in whatever way it ends."""
+    try:
+        connection.recv_bytes()
+    finally:
+        os._exit(1)
+
+
+def _join_and_work(assignment: _Assignment, send: Any) -> Any:
+    """Join the other ranks and work; the result on rank 0."""
+    process: Any = multiprocessing.current_process()
+    process._inheriting = True  # a script without `if __name__ == "__main__"` gets multiprocessing's error
+    multiprocessing.spawn.prepare(assignment.preparation)
+    work, args = pickle.loads(assignment.work)
+    del process._inheriting
+    import torch
+    import torch.distributed as dist
+
+    from phantom_parallel.distributed.process_group import process_group, run_line, select_device
+
+    rank, size = assignment.rank, assignment.size
+    report = (lambda value: send("report", value)) if rank == 0 else _discard
+    torch.set_num_threads(assignment.threads)
+    device = select_device(size, assignment.device)
+    store: Any = dist.FileStore(assignment.store, size)  # type: ignore[attr-defined]
+    store.set(f"imported/{rank}", b"")
+    store.wait([f"imported/{other}" for other in range(size)], START_TIMEOUT)  # from here on, the timeout counts
+    with process_group(assignment.timeout, device, store=store, rank=rank, world_size=size):
+        if assignment.announces and rank == 0:
+            print(run_line(device), file=sys.stderr, flush=True)
+        result = work(device, *args, **({"report": report} if assignment.reports else {}))
+    return result if rank == 0 else None
+
+
+def _discard(value: Any) -> None:
+    """Reports are rank 0's."""

@@ -1,8 +1,7 @@
 """Ranks that another launcher has started, such as ``torchrun``, ``srun`` or ``mpirun``: what the environment says.
 
-The variables of every launcher in `LAUNCHERS` are translated to torch's (RANK, WORLD_SIZE, LOCAL_RANK,
-LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Imports nothing heavy, so that a command line can use it before torch is
-loaded.
+The variables of every launcher are translated to torch's (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT). Imports nothing heavy, so that a command line can use it before torch is loaded.
 """
 
 import os
@@ -12,78 +11,53 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-JOB = "PHANTOM_JOB"  # identifies the job and step whose ranks belong together
 _PORTS = range(10_000, 30_000)  # below those that systems assign to outgoing connections
 
 
-class Launcher(NamedTuple):
-    """The variables by which a launcher describes a rank. Of several names, the first that is set counts.
-
-    Args:
-        rank: Its rank. The launcher is recognized by this variable.
-        size: Number of ranks.
-        local_rank: Its rank among those of its host.
-        local_size: Number of ranks on its host, or Slurm's list of such numbers.
-        job: Variables that together identify the job and step.
+class _Launcher(NamedTuple):
+    """The variables by which a launcher, recognized by ``rank``, describes a rank. Of several, the first that is set
+    counts; those of ``job`` together identify the job and step.
     """
 
-    name: str
     rank: str
-    size: tuple[str, ...]
-    local_rank: tuple[str, ...]
-    local_size: tuple[str, ...]
-    job: tuple[str, ...] = ()
+    size: str
+    local_rank: str
+    local_size: str
+    job: str
+
+
+def _mpi(prefix: str, job: str) -> _Launcher:
+    return _Launcher(f"{prefix}_RANK", f"{prefix}_SIZE", f"{prefix}_LOCAL_RANK", f"{prefix}_LOCAL_SIZE", job)
 
 
 # Launchers that are started by others come first: mpirun starts its daemons with srun.
-LAUNCHERS = (
-    Launcher("torchrun", "RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",), (JOB,)),
-    Launcher(
-        "Open MPI",
-        "OMPI_COMM_WORLD_RANK",
-        ("OMPI_COMM_WORLD_SIZE",),
-        ("OMPI_COMM_WORLD_LOCAL_RANK",),
-        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
-        ("PMIX_NAMESPACE",),
-    ),
-    Launcher(
-        "JSM",
-        "JSM_NAMESPACE_RANK",
-        ("JSM_NAMESPACE_SIZE",),
-        ("JSM_NAMESPACE_LOCAL_RANK",),
-        ("JSM_NAMESPACE_LOCAL_SIZE",),
-        ("LSB_JOBID", "JSM_NAMESPACE_ID"),
-    ),
-    Launcher(
-        "PALS",
+_LAUNCHERS = {
+    "torchrun": _Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ""),
+    "Open MPI": _mpi("OMPI_COMM_WORLD", "PMIX_NAMESPACE"),
+    "JSM": _mpi("JSM_NAMESPACE", "LSB_JOBID JSM_NAMESPACE_ID"),
+    "PALS": _Launcher(
         "PALS_RANKID",
-        ("PALS_SIZE", "PMI_SIZE"),
-        ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
-        ("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
-        ("PALS_APID",),
+        "PALS_SIZE PMI_SIZE",
+        "PALS_LOCAL_RANKID PMI_LOCAL_RANK",
+        "PALS_LOCAL_SIZE PMI_LOCAL_SIZE",
+        "PALS_APID",
     ),
-    Launcher("Flux", "FLUX_TASK_RANK", ("FLUX_JOB_SIZE",), ("FLUX_TASK_LOCAL_ID",), (), ("FLUX_JOB_ID",)),
-    Launcher(
-        "Slurm",
+    "Flux": _Launcher("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "", "FLUX_JOB_ID"),
+    "Slurm": _Launcher(
         "SLURM_PROCID",
-        ("SLURM_STEP_NUM_TASKS",),
-        ("SLURM_LOCALID",),
-        ("SLURM_STEP_TASKS_PER_NODE",),
-        ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_LOCALID",
+        "SLURM_STEP_TASKS_PER_NODE",
+        "SLURM_JOB_ID SLURM_STEP_ID",
     ),
-    Launcher(
-        "PMI",
-        "PMI_RANK",
-        ("PMI_SIZE",),
-        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-        ("PMI_JOBID",),
+    "PMI": _Launcher(
+        "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID PMI_LOCAL_RANK", "MPI_LOCALNRANKS PMI_LOCAL_SIZE", "PMI_JOBID"
     ),
-)
+}
 
 
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Translate the variables of a launcher to torch's, and `JOB`.
+    """Translate the variables of a launcher to torch's.
 
     Returns:
         The variables; empty in a process that no launcher has started, or as the only one. MASTER_ADDR is empty where
@@ -92,18 +66,20 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     Raises:
         ValueError: If a variable is missing or is not a number. The message names it.
     """
-    launcher = _launcher(environment)
-    if launcher is None:
+    name = next((name for name in _LAUNCHERS if _is_task_of(name, environment)), None)
+    if name is None:
         return {}
-    rank = _number(environment, (launcher.rank,), least=0)
+    launcher = _LAUNCHERS[name]
+    rank = _number(environment, launcher.rank, least=0)
     size = _number(environment, launcher.size, least=1)
-    if size == 1 and launcher.name != "torchrun":
+    if size == 1 and name != "torchrun":
         return {}
-    local_size = _number(environment, launcher.local_size, default=_ranks_per_host(environment, size), least=1)
-    local_rank = _number(environment, launcher.local_rank, default=rank % local_size, least=0)
     if rank >= size:
-        raise ValueError(f"{launcher.rank}={rank} must be below {_first(environment, launcher.size)}={size}")
-    job = ".".join(environment.get(name, "") for name in launcher.job)
+        raise ValueError(f"{launcher.rank}={rank} must be below the number of ranks, {size}")
+    hosts = _number(environment, "FLUX_JOB_NNODES", default=1, least=1)
+    local_size = _number(environment, launcher.local_size, default=-(-size // hosts), least=1)
+    local_rank = _number(environment, launcher.local_rank, default=rank % local_size, least=0)
+    job = ".".join(environment.get(variable, "") for variable in launcher.job.split())
     port = _PORTS[zlib.crc32(job.encode()) % len(_PORTS)] if job.strip(".") else 29_500
     return {
         "RANK": str(rank),
@@ -111,8 +87,7 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(local_size),
         "MASTER_ADDR": environment.get("MASTER_ADDR") or _master(environment, size, local_size),
-        "MASTER_PORT": str(_number(environment, ("MASTER_PORT",), default=port, least=1)),
-        JOB: job,
+        "MASTER_PORT": str(_number(environment, "MASTER_PORT", default=port, least=1)),
     }
 
 
@@ -130,14 +105,14 @@ def external_ranks() -> int:
     return int(rank_variables(os.environ).get("WORLD_SIZE", "1"))
 
 
-def is_rank_zero() -> bool:
-    """Whether this process is rank 0; True in a process that is not part of a launch."""
-    return global_rank() == 0
-
-
 def global_rank() -> int:
     """Rank of this process in its launch; 0 in a process that is not part of one."""
     return int(_variables().get("RANK", "0"))
+
+
+def is_rank_zero() -> bool:
+    """Whether this process is rank 0; True in a process that is not part of a launch."""
+    return global_rank() == 0
 
 
 def is_local_rank_zero() -> bool:
@@ -176,19 +151,15 @@ def first_host(hosts: str) -> str:
     return "".join(part or "" for part in match.groups())
 
 
-def _launcher(environment: Mapping[str, str]) -> Launcher | None:
-    for launcher in LAUNCHERS:
-        if launcher.rank in environment:
-            if launcher.name == "Slurm" and not _is_slurm_task(environment):
-                continue
-            return launcher
-    return None
-
-
-def _is_slurm_task(environment: Mapping[str, str]) -> bool:
-    """Whether this is a task of a step: a batch script is none, nor are ranks of an mpiexec that srun has started."""
-    tasks = environment.get("SLURM_STEP_NUM_TASKS")
-    return tasks is not None and environment.get("PMI_SIZE", tasks) == tasks
+def _is_task_of(name: str, environment: Mapping[str, str]) -> bool:
+    """Whether this launcher started this process. Slurm's batch scripts are no tasks of a step, nor are ranks of an
+    mpiexec that srun has started.
+    """
+    if name == "Slurm":
+        tasks = environment.get("SLURM_STEP_NUM_TASKS")
+        if tasks is None or environment.get("PMI_SIZE", tasks) != tasks:
+            return False
+    return _LAUNCHERS[name].rank in environment
 
 
 def _variables() -> dict[str, str]:
@@ -199,13 +170,9 @@ def _variables() -> dict[str, str]:
         return {}
 
 
-def _first(environment: Mapping[str, str], names: tuple[str, ...]) -> str:
-    """The first of these variables that is set, otherwise the first."""
-    return next((name for name in names if name in environment), names[0])
-
-
-def _number(environment: Mapping[str, str], names: tuple[str, ...], *, least: int, default: int | None = None) -> int:
-    name = _first(environment, names) if names else ""
+def _number(environment: Mapping[str, str], names: str, *, least: int, default: int | None = None) -> int:
+    """The number of the first of these variables that is set."""
+    name = next((name for name in names.split() if name in environment), names.partition(" ")[0])
     text = environment.get(name)
     if text is None and default is not None:
         return default
@@ -214,11 +181,6 @@ def _number(environment: Mapping[str, str], names: tuple[str, ...], *, least: in
         given = "is not set" if text is None else f"is {text!r}"
         raise ValueError(f"{name} {given}, and must be a whole number of at least {least}: a launcher sets it")
     return int(match.group())
-
-
-def _ranks_per_host(environment: Mapping[str, str], size: int) -> int:
-    """Ranks of each host where the launcher has no variable for them."""
-    return -(-size // _number(environment, ("FLUX_JOB_NNODES",), default=1, least=1))
 
 
 def _master(environment: Mapping[str, str], size: int, local_size: int) -> str:

@@ -7,7 +7,7 @@ only become such an object.
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -19,13 +19,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from phantom_parallel.distributed.signals import Interrupted, LossDiverged
+
 T = TypeVar("T")
 Group = DeviceMesh | dist.ProcessGroup | None
-_TAG = "!"  # key of what stands for an object that msgpack does not have
+_TAG, _CONTENT = "!", "of"  # keys of what stands for an object that msgpack does not have
 
 
 class RanksDisagree(ValueError):
     """Ranks that share a layer were given different arguments for it."""
+
+
+# Types that an error keeps on its way to other ranks and to the launcher, subclasses first.
+_ERRORS = {
+    kind.__name__: kind for kind in (FileExistsError, OSError, RanksDisagree, ValueError, Interrupted, LossDiverged)
+}
 
 
 def all_gather_objects(value: T, group: Group) -> list[T]:
@@ -39,13 +47,17 @@ def all_gather_objects(value: T, group: Group) -> list[T]:
     size = dist.get_world_size(group)
     if size == 1 or dist.get_backend(group) == "fake":
         return [value] * size
-    message = _message(value, group)
+    device = dist.distributed_c10d._get_object_coll_device(group)  # the CPU, where possible
+    message = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8).to(device)
     lengths = [torch.zeros_like(message[:1], dtype=torch.int64) for _ in range(size)]
     dist.all_gather(lengths, lengths[0].new_tensor([len(message)]), group=group)
     longest = max(int(length) for length in lengths)
     messages = [message.new_empty(longest) for _ in range(size)]
     dist.all_gather(messages, torch.cat([message, message.new_zeros(longest - len(message))]), group=group)
-    return [_decode(message[: int(length)]) for message, length in zip(messages, lengths, strict=True)]
+    return [
+        decode(message[: int(length)].cpu().numpy().tobytes())
+        for message, length in zip(messages, lengths, strict=True)
+    ]
 
 
 def barrier(group: Group) -> None:
@@ -57,7 +69,7 @@ def barrier(group: Group) -> None:
         dist.barrier(group)
 
 
-def broadcast_from_rank_zero(work: Callable[[], T], device: torch.device, group: dist.ProcessGroup | None = None) -> T:
+def broadcast_from_rank_zero(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Call ``work`` on the first rank of ``group`` and return its result on every rank.
 
     ValueError and OSError raised by it are raised on every rank. By default the group is all ranks; without a process
@@ -66,25 +78,14 @@ def broadcast_from_rank_zero(work: Callable[[], T], device: torch.device, group:
     if not dist.is_initialized():
         return work()
     group = dist.distributed_c10d._get_default_group() if group is None else group
-    result, error = None, None
-    if dist.get_rank(group) == 0:
+    result, error, first = None, None, dist.get_rank(group) == 0
+    if first:
         try:
             result = work()
         except (ValueError, OSError) as raised:
             error = raised
-    message = _message((result, None if error is None else _describe(error)), group)
-    length = torch.full_like(message[:1], len(message), dtype=torch.int64)
-    dist.broadcast(length, group=group, group_src=0)
-    if dist.get_rank(group) > 0:
-        message = message.new_empty(int(length))
-    dist.broadcast(message, group=group, group_src=0)
-    if error is not None:
-        raise error
-    if dist.get_rank(group) > 0:
-        result, description = _decode(message)
-        if description is not None:
-            raise _error(*description)
-    return result  # type: ignore[return-value]
+    raise_on_all_ranks(error, group)
+    return all_gather_objects(result, group)[0]  # type: ignore[return-value]
 
 
 def raise_on_all_ranks(error: Exception | None, group: Group) -> None:
@@ -93,31 +94,24 @@ def raise_on_all_ranks(error: Exception | None, group: Group) -> None:
     Every rank calls this, with its own error or None, so that no rank waits for another one that gave up. On other
     ranks an error is rebuilt from its message: as a ValueError, an OSError, or else a RuntimeError.
     """
-    errors = all_gather_objects(None if error is None else _describe(error), group)
+    errors = all_gather_objects(None if error is None else describe_error(error), group)
     first = next((rank for rank, description in enumerate(errors) if description is not None), None)
     if first is not None:
         own = group is None or dist.get_rank(process_group_of(group)) == first
-        raise error if own and error is not None else _error(*errors[first])  # type: ignore[misc]
+        raise error if own and error is not None else rebuild_error(*errors[first])  # type: ignore[misc]
 
 
-def _describe(error: Exception) -> tuple[str, tuple[Any, ...]]:
-    """Type and arguments of an error; its subclass is lost, but OSError chooses that by the number of the error."""
+def describe_error(error: BaseException) -> tuple[str, tuple[Any, ...]]:
+    """Type and arguments of an error, for `rebuild_error`."""
     if isinstance(error, OSError) and error.errno:
-        return "OSError", (error.errno, error.strerror, error.filename)
-    if isinstance(error, OSError):
-        return "FileExistsError" if isinstance(error, FileExistsError) else "OSError", (str(error),)
-    kinds = {RanksDisagree: "RanksDisagree", ValueError: "ValueError"}
-    return next((name for kind, name in kinds.items() if isinstance(error, kind)), "RuntimeError"), (str(error),)
+        return "OSError", (error.errno, error.strerror, error.filename)  # whose subclass follows from the number
+    name = next((name for name, kind in _ERRORS.items() if isinstance(error, kind)), "RuntimeError")
+    return name, (str(error),)
 
 
-def _error(kind: str, arguments: tuple[Any, ...]) -> Exception:
-    kinds = {
-        "OSError": OSError,
-        "FileExistsError": FileExistsError,
-        "RanksDisagree": RanksDisagree,
-        "ValueError": ValueError,
-    }
-    return kinds.get(kind, RuntimeError)(*arguments)
+def rebuild_error(kind: str, arguments: tuple[Any, ...]) -> Exception:
+    """An error that another process has described."""
+    return _ERRORS.get(kind, RuntimeError)(*arguments)
 
 
 def check_agreement(subject: str, settings: dict[str, Any], group: Group) -> None:
@@ -126,33 +120,25 @@ def check_agreement(subject: str, settings: dict[str, Any], group: Group) -> Non
     Values are compared by their representation.
 
     Raises:
-        RanksDisagree: On every rank, naming the ranks that differ from the majority.
+        RanksDisagree: On every rank, naming the ranks that differ from the majority; without a majority, as of two
+            ranks, nobody can say who is right, and all are named.
     """
     if group is None or group.size() == 1:
         return
     gathered = all_gather_objects({name: repr(value) for name, value in settings.items()}, group)
-    if message := differences(gathered, dist.get_process_group_ranks(process_group_of(group))):
-        raise RanksDisagree(f"ranks disagree on {subject}: {message}")
-
-
-def differences(settings: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> str:
-    """Which of ``ranks`` differ from the majority and in what, given the settings of each; empty if none does.
-
-    Without a majority, as of two ranks, nobody can say who is right, and all are named.
-    """
+    ranks = dist.get_process_group_ranks(process_group_of(group))
     parts: list[str] = []
-    for name in sorted({name for each in settings for name in each}):
-        values = [each.get(name, "nothing") for each in settings]
+    for name in sorted({name for each in gathered for name in each}):
+        values = [each.get(name, "nothing") for each in gathered]
         usual, count = Counter(values).most_common(1)[0]
-        if 2 * count <= len(values):
-            parts += [f"rank {rank} has {name}={value}" for rank, value in zip(ranks, values, strict=True)]
-        else:
-            parts += [
-                f"rank {rank} has {name}={value}, the others {usual}"
-                for rank, value in zip(ranks, values, strict=True)
-                if value != usual
-            ]
-    return "; ".join(parts)
+        majority = 2 * count > len(values)
+        parts += [
+            f"rank {rank} has {name}={value}" + (f", the others {usual}" if majority else "")
+            for rank, value in zip(ranks, values, strict=True)
+            if not (majority and value == usual)
+        ]
+    if parts:
+        raise RanksDisagree(f"ranks disagree on {subject}: {'; '.join(parts)}")
 
 
 def process_group_of(group: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
@@ -160,6 +146,20 @@ def process_group_of(group: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup
     if isinstance(group, DeviceMesh):
         return group.get_group() if group.ndim == 1 else group._flatten().get_group()
     return group
+
+
+def refuse_pickles() -> None:
+    """Let torch's own object collectives raise in this process instead of unpickling what arrives: gloo and NCCL accept
+    connections from any process that can reach them.
+    """
+    c10d: Any = dist.distributed_c10d
+    for name in ("_pickler", "_unpickler"):  # torch's own places for other picklers
+        assert hasattr(c10d, name)
+        setattr(c10d, name, _refuse)
+
+
+def _refuse(file: object) -> Any:
+    raise RuntimeError("objects between ranks are not pickled: use phantom_parallel.distributed.objects")
 
 
 def encode(value: Any) -> bytes:
@@ -183,30 +183,6 @@ def decode(message: bytes) -> Any:
         raise RuntimeError(f"a message was received that no rank of this launch has sent: {error}") from None
 
 
-def refuse_pickles() -> None:
-    """Let torch's own object collectives raise in this process instead of unpickling what arrives: gloo and NCCL accept
-    connections from any process that can reach them.
-    """
-    c10d: Any = dist.distributed_c10d
-    for name in ("_pickler", "_unpickler"):  # torch's own places for other picklers
-        assert hasattr(c10d, name)
-        setattr(c10d, name, _refuse)
-
-
-def _refuse(file: object) -> Any:
-    raise RuntimeError("objects between ranks are not pickled: use phantom_parallel.distributed.objects")
-
-
-def _message(value: Any, group: dist.ProcessGroup) -> Tensor:
-    """The bytes of an object, on the device on which the ranks of ``group`` exchange such: the CPU, where possible."""
-    device = dist.distributed_c10d._get_object_coll_device(group)
-    return torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8).to(device)
-
-
-def _decode(message: Tensor) -> Any:
-    return decode(message.cpu().numpy().tobytes())
-
-
 def _plain(value: Any) -> Any:
     """What msgpack has: others become dictionaries with a tag."""
     kind = type(value)
@@ -216,40 +192,49 @@ def _plain(value: Any) -> Any:
         return [_plain(entry) for entry in value]
     if kind is dict and _TAG not in value and all(type(key) is str for key in value):
         return {key: _plain(entry) for key, entry in value.items()}
+    for base in (int, float, str):  # such as a NumPy number
+        if isinstance(value, base) and not isinstance(value, Enum):
+            return base(value)
+    tag, content = _tagged(value)
+    return {_TAG: tag, _CONTENT: _plain(content)}
+
+
+def _tagged(value: Any) -> tuple[str, Any]:
+    """The tag of an object, and what it is made of."""
+    kind = type(value)
     if isinstance(value, dict):
-        return {_TAG: "dict", "items": [[_plain(key), _plain(entry)] for key, entry in value.items()]}
+        return "dict", [list(item) for item in value.items()]
     if isinstance(value, Enum):
-        return {_TAG: "enum", "class": _name(kind), "name": value.name}
+        return _name(kind), value.name
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return {
-            _TAG: "class",
-            "class": _name(kind),
-            "fields": {name: _plain(getattr(value, name)) for name in value._fields},
-        }
+        return _name(kind), {name: getattr(value, name) for name in value._fields}
     if is_dataclass(value):
-        own = {field.name: _plain(getattr(value, field.name)) for field in fields(value) if field.init}
-        return {_TAG: "class", "class": _name(kind), "fields": own}
+        return _name(kind), {field.name: getattr(value, field.name) for field in fields(value) if field.init}
     if isinstance(value, (tuple, set, frozenset)):
-        name = next(base.__name__ for base in (tuple, set, frozenset) if isinstance(value, base))
-        return {_TAG: name, "items": [_plain(entry) for entry in value]}
+        return next(base.__name__ for base in (tuple, set, frozenset) if isinstance(value, base)), list(value)
     if isinstance(value, Path):
-        return {_TAG: "path", "path": str(value)}
+        return "path", str(value)
     if isinstance(value, Tensor):
         values = value.detach().cpu().contiguous()
         data = values.reshape(-1).view(torch.uint8).numpy().tobytes()
-        return {_TAG: "tensor", "dtype": str(values.dtype), "shape": list(values.shape), "data": data}
-    for base in (int, float, str):  # such as a NumPy number
-        if isinstance(value, base):
-            return base(value)
+        return "tensor", [str(values.dtype), list(values.shape), data]
     raise TypeError(f"ranks exchange plain data, not {kind.__module__}.{kind.__qualname__}")
 
 
-def _tagged_fields(value: Any, names: Sequence[str]) -> dict[str, Any]:
-    return {
-        _TAG: "class",
-        "class": _name(type(value)),
-        "fields": {name: _plain(getattr(value, name)) for name in names},
-    }
+def _tensor(content: tuple[str, list[int], bytes]) -> Tensor:
+    name, shape, data = content
+    dtype = getattr(torch, name.removeprefix("torch."))
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
+
+
+_REBUILD: dict[str, Callable[[Any], Any]] = {
+    "dict": dict,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "path": Path,
+    "tensor": _tensor,
+}
 
 
 def _rebuilt(value: Any) -> Any:
@@ -260,21 +245,11 @@ def _rebuilt(value: Any) -> Any:
         return value
     if _TAG not in value:
         return {key: _rebuilt(entry) for key, entry in value.items()}
-    match value[_TAG]:
-        case "dict":
-            return {_rebuilt(key): _rebuilt(entry) for key, entry in value["items"]}
-        case "tuple" | "set" | "frozenset" as name:
-            return {"tuple": tuple, "set": set, "frozenset": frozenset}[name](map(_rebuilt, value["items"]))
-        case "path":
-            return Path(value["path"])
-        case "tensor":
-            dtype = getattr(torch, value["dtype"].removeprefix("torch."))
-            flat = torch.frombuffer(bytearray(value["data"]), dtype=torch.uint8) if value["data"] else torch.empty(0)
-            return flat.view(dtype).reshape(value["shape"]) if value["data"] else flat.to(dtype).reshape(value["shape"])
-        case "enum":
-            return _class(value["class"])[value["name"]]
-        case _:
-            return _class(value["class"])(**{name: _rebuilt(entry) for name, entry in value["fields"].items()})
+    tag, content = value[_TAG], _rebuilt(value[_CONTENT])
+    if tag in _REBUILD:
+        return _REBUILD[tag](content)
+    kind = _class(tag)
+    return kind[content] if issubclass(kind, Enum) else kind(**content)
 
 
 def _name(kind: type) -> str:

@@ -22,16 +22,12 @@ Run = Callable[[Tensor, Tensor | None], Tensor]
 
 
 class Pipeline:
-    """The stages of a model, one on each rank of a mesh.
+    """The stages of a model, one on each rank of a one-dimensional mesh, in the order of the stages.
 
-    Args:
-        model: This rank's stage.
-        run: ``run(x, targets)`` computes it. On the first stage x is the model's input, on the others what the stage
-            before returned. On the last stage there are targets, and ``run`` returns the mean loss over the rows.
-        mesh: One-dimensional mesh of the ranks, in the order of the stages.
-        stream: ``stream(rows)`` makes a tensor on the meta device of the shape and dtype that stages hand on.
-        micro_batches: Micro-batches that the rows of `forward_backward` are split into.
-        device: This rank's device.
+    ``run(x, targets)`` computes this rank's stage ``model``. On the first stage x is the model's input, on the others
+    what the stage before returned. On the last stage there are targets, and ``run`` returns the mean loss over the
+    rows. ``stream(rows)`` makes a tensor on the meta device of the shape and dtype that stages hand on, and
+    ``micro_batches`` is what the rows of `forward_backward` are split into.
     """
 
     def __init__(

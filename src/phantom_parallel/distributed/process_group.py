@@ -1,35 +1,81 @@
-"""The default process group of a rank and the rank's device."""
+"""The default process group of a rank, the rank's device, and which ranks share its model or hold copies of it."""
 
 import itertools
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from phantom_parallel.distributed.errors import Interrupted
 from phantom_parallel.distributed.launch import MACHINE_RANKS
-from phantom_parallel.distributed.launchers import JOB, launched_externally
+from phantom_parallel.distributed.launchers import launched_externally
 from phantom_parallel.distributed.objects import refuse_pickles
+from phantom_parallel.distributed.signals import Interrupted
 
 _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 _stores: dict[tuple[str, int], tuple[Any, Iterator[int]]] = {}
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """Position of this process among the ranks of a job.
+
+    Args:
+        tp: Mesh of the ranks that share this process's model; None where it has the model to itself.
+        dp: Mesh of the data-parallel copies; None where there is one.
+        device: This rank's device.
+        group: All ranks together; the default process group if None.
+    """
+
+    tp: DeviceMesh | None = None
+    dp: DeviceMesh | None = None
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def create(cls, ranks: int, dp: int, device: torch.device) -> "ParallelContext":
+        """Build the meshes in the default process group of ``ranks * dp`` processes; ranks that share a model are
+        neighbours.
+        """
+        if ranks * dp == 1:
+            return cls(device=device)
+        mesh = init_device_mesh(device.type, (dp, ranks), mesh_dim_names=("dp", "tp"))
+        world: Any = dist.group.WORLD
+        for group in mesh.get_all_groups():  # torch gives half an hour to groups of some ranks
+            dist.distributed_c10d._set_pg_timeout(world._get_backend(device).options._timeout, group)
+        return cls(mesh["tp"] if ranks > 1 else None, mesh["dp"] if dp > 1 else None, device)
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.single_process else dist.get_rank()
+
+    @property
+    def single_process(self) -> bool:
+        return self.tp is None and self.dp is None
+
+    @property
+    def tp_rank(self) -> int:
+        """Rank of this process among those that share its model."""
+        return 0 if self.tp is None else self.tp.get_local_rank()
+
+    @property
+    def dp_rank(self) -> int:
+        """Index of this process's data-parallel copy."""
+        return 0 if self.dp is None else self.dp.get_local_rank()
 
 
 @contextmanager
 def process_group(timeout: timedelta, device: torch.device, **arguments: Any) -> Iterator[None]:
     """Initialize the default process group, and destroy it once every rank has left the block.
 
+    ``arguments`` are those of `torch.distributed.init_process_group`; by default the environment names the other ranks.
     From here on, torch's own object collectives, which would unpickle what arrives, raise in this process.
-
-    Args:
-        timeout: How long an exchange may take.
-        device: The device of this rank, which determines the backend.
-        arguments: For `torch.distributed.init_process_group`; by default the environment names the other ranks.
 
     Raises:
         OSError: If the other ranks cannot be joined.
@@ -47,17 +93,15 @@ def process_group(timeout: timedelta, device: torch.device, **arguments: Any) ->
 
 
 def join_ranks(timeout: timedelta) -> dict[str, Any]:
-    """Where the ranks that another launcher has started meet, as arguments of `process_group`.
-
-    Torchrun has a store of its own. Otherwise rank 0 has one at MASTER_ADDR:MASTER_PORT, and ranks that belong to
-    another job or step than it are refused: ports may coincide.
+    """Where the ranks that another launcher has started meet, as arguments of `process_group`: torchrun has a store of
+    its own, otherwise rank 0 has one at MASTER_ADDR:MASTER_PORT, for all launches of a process.
 
     Raises:
-        OSError: If the address cannot be resolved, or ranks of another job use it.
+        OSError: If the address cannot be resolved, or nobody answers there.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return {}
-    address, port, job = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), os.environ.get(JOB, "")
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if not address:
         raise ValueError("MASTER_ADDR is not set: set it to the name of the host of rank 0")
@@ -65,15 +109,9 @@ def join_ranks(timeout: timedelta) -> dict[str, Any]:
         socket.getaddrinfo(address, port)
     except OSError as error:
         raise OSError(f"the host of rank 0, MASTER_ADDR={address}, cannot be resolved: {error.strerror}") from None
-    if (address, port) not in _stores:  # one for all launches of a process
+    if (address, port) not in _stores:
         with _errors_of_joining():
             store = dist.TCPStore(address, port, is_master=rank == 0, timeout=timeout, wait_for_workers=False)  # type: ignore[attr-defined]
-            if rank == 0:
-                store.set(JOB, job)
-            elif (other := store.get(JOB).decode()) != job:
-                raise OSError(
-                    f"the ranks at {address}:{port} are of job {other!r}, this one is of {job!r}: set MASTER_PORT"
-                )
         _stores[address, port] = (store, itertools.count())
     store, launches = _stores[address, port]
     return {"store": dist.PrefixStore(f"launch{next(launches)}", store), "rank": rank, "world_size": size}  # type: ignore[attr-defined]
@@ -89,11 +127,8 @@ def _errors_of_joining() -> Iterator[None]:
 
 
 def device_type_for(local_ranks: int, wanted: str = "auto") -> str:
-    """The type of device that ``local_ranks`` ranks of this host run on.
-
-    Args:
-        local_ranks: Number of ranks on this host.
-        wanted: ``"auto"`` for an accelerator for each rank if there are enough, otherwise the CPU; or a type.
+    """The type of device that ``local_ranks`` ranks of this host run on: ``wanted``, or with ``"auto"`` an accelerator
+    for each rank if there are enough, otherwise the CPU.
 
     Raises:
         ValueError: If ``wanted`` is an accelerator, and this host does not have one for each rank.
@@ -142,7 +177,7 @@ def describe_run(device: torch.device) -> dict[str, Any]:
         "hosts": max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))),
         "device": "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device),
         "backend": backend_for(device).rpartition(":")[2] if dist.is_initialized() else None,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
     }
 
 

@@ -1,11 +1,26 @@
-"""SIGINT, SIGTERM and SIGHUP as a request that a loop grants at its next boundary."""
+"""What ends ranks: errors that keep their type between a rank and its launcher, and signals as a request to stop.
+
+Imports nothing heavy: a command handles signals before anything else is loaded.
+"""
 
 import signal
 import threading
 from types import FrameType
 from typing import Any
 
-recorded: list[signal.Signals] = []  # by every context of this process, for its exit code
+recorded: list[signal.Signals] = []  # by every `StopRequest` of this process, for its exit code
+
+
+class RankDied(RuntimeError):
+    """A rank failed or did not answer, and the other ranks were stopped."""
+
+
+class Interrupted(RuntimeError):
+    """The work was stopped by SIGINT or SIGTERM."""
+
+
+class LossDiverged(RuntimeError):
+    """The loss or a weight is not finite."""
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -17,8 +32,8 @@ def stop_signals() -> list[signal.Signals]:
 
 
 class StopRequest:
-    """Context in which `stop_signals` are only recorded. Off the main thread, which alone may handle signals, nothing
-    changes.
+    """Context in which `stop_signals` are only recorded, for a loop to obey at its next boundary. Off the main thread,
+    which alone may handle signals, nothing changes.
     """
 
     def __init__(self) -> None:
@@ -33,7 +48,7 @@ class StopRequest:
     @property
     def insistent(self) -> bool:
         """Whether a second signal has come. SIGHUP does not count: a terminal and its shell may both send it."""
-        return len([number for number in self.received[1:] if number != signal.SIGHUP]) > 0
+        return any(number != signal.SIGHUP for number in self.received[1:])
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():

@@ -20,10 +20,9 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel.checkpoint.model import CONFIG, family_of, load_model, read_config
-from phantom_parallel.distributed.errors import Interrupted
-from phantom_parallel.distributed.launch import launch, launch_device_type
+from phantom_parallel.distributed.launch import check_memory, launch, launch_device_type
 from phantom_parallel.distributed.objects import all_gather_objects, check_agreement
-from phantom_parallel.distributed.signals import StopRequest
+from phantom_parallel.distributed.signals import Interrupted, StopRequest
 from phantom_parallel.energy.meter import EnergyMeter, synchronize
 from phantom_parallel.energy.power import PowerProfile
 from phantom_parallel.families.registry import get_family
@@ -31,14 +30,12 @@ from phantom_parallel.infer.measure import Call, Cost, default_power_profile, me
 from phantom_parallel.nn.sharded import to_local
 from phantom_parallel.ops.collectives import rank_group
 from phantom_parallel.ops.features import gather_features
-from phantom_parallel.train.run_dir import MODEL
-from phantom_parallel.utils import resources
+from phantom_parallel.train.run import MODEL
 from phantom_parallel.utils.arrays import FORMATS, StoredArray, open_array, readable
 from phantom_parallel.utils.files import atomic_file
 from phantom_parallel.utils.layout import positive
 from phantom_parallel.utils.progress import ProgressDisplay
-from phantom_parallel.utils.strategies import get_strategy
-from phantom_parallel.utils.wire import WireFormat, check_wire
+from phantom_parallel.utils.strategies import WireFormat, check_wire, get_strategy
 
 # A model that maps rows of features to rows of features: its config has ``model_features``, the numbers of features in
 # and out. Where ``shards_features``, its inputs and outputs are this rank's features.
@@ -145,16 +142,6 @@ def check_folder(path: Path) -> Path:
     except ValueError as error:
         raise ValueError(f"{error}{hint}") from None
     return path
-
-
-def check_memory(ranks: int, model_bytes: int) -> None:
-    """Raise ValueError if models of ``model_bytes`` on all ranks together do not fit into this machine's memory."""
-    needed, free = ranks * resources.PROCESS_BYTES + model_bytes, resources.available_bytes()
-    if free is not None and needed > free:
-        raise ValueError(
-            f"ranks={ranks} need at least {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free: "
-            "use fewer ranks, a smaller batch, or no model to compare with"
-        )
 
 
 def _check_out(out: Path, config: InferConfig) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from phantom_parallel.utils.layout import positive
-from phantom_parallel.utils.wire import WireFormat, check_wire
+from phantom_parallel.utils.strategies import WireFormat, check_wire
 
 MAX_SEED = (1 << 63) - 1  # of a torch generator
 

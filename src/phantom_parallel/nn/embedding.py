@@ -23,7 +23,7 @@ from phantom_parallel.ops.collectives import Group, RankGroup, block_group, flat
 from phantom_parallel.ops.head import PrefetchedWeight, begin_rows, end_rows, row_logits, vocabulary_logits
 from phantom_parallel.ops.linear import Begun
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
-from phantom_parallel.utils.wire import WireFormat, head_splits_rows
+from phantom_parallel.utils.strategies import WireFormat, head_splits_rows
 
 
 class FeatureEmbedding(nn.Module):

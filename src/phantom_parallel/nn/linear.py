@@ -22,7 +22,7 @@ from phantom_parallel.ops.blocks import check_real
 from phantom_parallel.ops.collectives import RankGroup, block_group, flat_mesh, rank_group, require_flat
 from phantom_parallel.ops.linear import Begun, begin_phantom, end_phantom
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
-from phantom_parallel.utils.wire import WireFormat
+from phantom_parallel.utils.strategies import WireFormat
 
 
 class PhantomLinear(FeatureSharded):

@@ -11,7 +11,7 @@ from phantom_parallel.nn.sharded import to_local
 from phantom_parallel.ops.collectives import RankGroup, rank_group
 from phantom_parallel.ops.features import gather_features
 from phantom_parallel.ops.megatron import column_linear, row_embedding, row_linear
-from phantom_parallel.utils.wire import WireFormat
+from phantom_parallel.utils.strategies import WireFormat
 
 
 def column_style(wire: WireFormat = "full", *, gather: bool = False) -> ParallelStyle:

@@ -13,7 +13,7 @@ from phantom_parallel.nn.sharded import check_frozen, shard_parameter, to_local
 from phantom_parallel.ops import normed_phantom_linear
 from phantom_parallel.ops.collectives import flat_mesh, require_flat
 from phantom_parallel.ops.linear import Begun, begin_phantom, end_phantom
-from phantom_parallel.utils.wire import WireFormat
+from phantom_parallel.utils.strategies import WireFormat
 
 
 class NormedPhantomLinear(nn.Module):

@@ -14,7 +14,7 @@ from phantom_parallel.nn.fit import keep_modes, warn_about_conversion
 from phantom_parallel.nn.linear import PhantomLinear
 from phantom_parallel.nn.sharded import full_tensor, shard_parameter
 from phantom_parallel.ops.collectives import flat_mesh
-from phantom_parallel.utils.wire import WireFormat, check_wire
+from phantom_parallel.utils.strategies import WireFormat, check_wire
 
 ELEMENTWISE = (
     *(nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh),

@@ -41,7 +41,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from phantom_parallel.ops.blocks import is_batched, is_creating_graph
 from phantom_parallel.ops.wire import decode, decode_exact, encode
-from phantom_parallel.utils.wire import WireFormat, check_wire
+from phantom_parallel.utils.strategies import WireFormat, check_wire
 
 _c10d = torch.ops._c10d_functional
 _all_gather, _reduce_scatter = _c10d.all_gather_into_tensor.default, _c10d.reduce_scatter_tensor.default

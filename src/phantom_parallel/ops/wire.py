@@ -14,7 +14,7 @@ as they fill. A row that has a value which is not finite arrives as NaN in int8.
 import torch
 from torch import Tensor
 
-from phantom_parallel.utils.wire import SCALE_BYTES
+from phantom_parallel.utils.strategies import SCALE_BYTES
 
 LARGEST = 127
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # rows of zeros have a scale too

@@ -11,8 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from phantom_parallel.utils.layout import positive
-from phantom_parallel.utils.strategies import STRATEGIES, Strategy, StrategyName, default_blocks, get_strategy
-from phantom_parallel.utils.wire import WireFormat, check_wire
+from phantom_parallel.utils.strategies import (
+    STRATEGIES,
+    Strategy,
+    StrategyName,
+    WireFormat,
+    check_wire,
+    default_blocks,
+    get_strategy,
+)
 
 COPIES, PHANTOM_COPIES = "copies", "phantom-copies"
 LAYOUTS: dict[str, StrategyName] = {COPIES: "dense", PHANTOM_COPIES: "phantom"}  # strategy of each model

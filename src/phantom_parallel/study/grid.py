@@ -71,10 +71,8 @@ from phantom_parallel.study.runner import (
 from phantom_parallel.study.search import search
 from phantom_parallel.study.settings import LOOPBACK, Settings
 from phantom_parallel.train.run import check_memory
-from phantom_parallel.utils.files import write_json
-from phantom_parallel.utils.lock import FolderLock
+from phantom_parallel.utils.files import FolderLock, write_json
 from phantom_parallel.utils.parsing import convert
-from phantom_parallel.utils.resources import check_local_ranks
 
 T = TypeVar("T")
 IDLE_TIMEOUT = timedelta(hours=12)  # of the collectives in which ranks wait while a cell runs on the others
@@ -129,8 +127,6 @@ def _check(settings: Settings, local: bool) -> None:
         config.task().check(config)
         if local and launch_device_type(config.ranks * config.dp) == "cpu":
             check_memory(config)
-    if local:
-        check_local_ranks(settings.world_size)
 
 
 def _launches(settings: Settings, options: RunOptions) -> list[str | None]:

@@ -26,21 +26,18 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel._version import __version__
 from phantom_parallel.cost.calibrate import network_of
-from phantom_parallel.distributed.context import ParallelContext
-from phantom_parallel.distributed.errors import Interrupted, LossDiverged
 from phantom_parallel.distributed.hosts import why_unavailable
 from phantom_parallel.distributed.launch import MACHINE_RANKS, threads_for
 from phantom_parallel.distributed.launchers import is_rank_zero
 from phantom_parallel.distributed.objects import broadcast_from_rank_zero, check_agreement
-from phantom_parallel.distributed.process_group import describe_run
-from phantom_parallel.distributed.signals import StopRequest
+from phantom_parallel.distributed.process_group import ParallelContext, describe_run
+from phantom_parallel.distributed.signals import Interrupted, LossDiverged, StopRequest
 from phantom_parallel.energy import EnergyMeter, PowerProfile, load_power_profile
 from phantom_parallel.study.results import CurvePoint, Run, RunStatus
 from phantom_parallel.study.settings import LOOPBACK, Settings
 from phantom_parallel.train import Record, TrainConfig, train
 from phantom_parallel.train.loop import Trainer
-from phantom_parallel.utils.files import is_unused, read_bytes, remove_scratch, write_json
-from phantom_parallel.utils.lock import FolderLock
+from phantom_parallel.utils.files import FolderLock, is_unused, read_bytes, remove_scratch, write_json
 from phantom_parallel.utils.network import Network
 from phantom_parallel.utils.parsing import convert, decode_json
 from phantom_parallel.utils.progress import ProgressDisplay
@@ -160,7 +157,7 @@ class CellRunner:
 
     def broadcast(self, work: Callable[[], T]) -> T:
         """Call ``work`` on rank 0 and return its result, which is plain data, on all ranks."""
-        return broadcast_from_rank_zero(work, self.device)
+        return broadcast_from_rank_zero(work)
 
     def train(self, name: str, config: TrainConfig) -> Run:
         """Train on the ranks of ``config``, or read the cell of that name from the folder; the result on all ranks."""
@@ -371,7 +368,7 @@ def _affordable(limit: float, step_seconds: float, context: ParallelContext) -> 
     if math.isinf(limit) or step_seconds <= 0:
         return sys.maxsize
     count = int(limit / step_seconds)
-    return count if context.single_process else broadcast_from_rank_zero(lambda: count, context.device, context.group)
+    return count if context.single_process else broadcast_from_rank_zero(lambda: count, context.group)
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -7,12 +7,13 @@ their code. `BackgroundWriter` writes while training continues.
 
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from phantom_parallel.checkpoint.shards import (
     Group,
@@ -28,9 +29,10 @@ from phantom_parallel.checkpoint.shards import (
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.optimizer import PartsOptimizer, state_keys
 from phantom_parallel.utils.files import remove_folder, write_json
+from phantom_parallel.utils.parsing import convert
 
 FORMAT, VERSION = "phantom-parallel-checkpoint", 1
-ABOUT = "checkpoint.json"
+DESCRIPTION = "checkpoint.json"
 _GRACE = 1.0  # seconds that a failed run waits for a write under way
 
 
@@ -46,7 +48,7 @@ class Progress:
     summary: dict[str, Any] | None = None
 
 
-def found_in(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a folder, oldest first."""
     return sorted(
         (path for path in folder.glob("step-*") if path.name[5:].isdigit() and path.is_dir()),
@@ -96,11 +98,11 @@ def write(parts: Parts, config: TrainConfig, progress: Progress, folder: Path, g
     about = {"format": FORMAT, "version": VERSION, "task": config.kind, **asdict(progress), "config": config.to_dict()}
 
     def finish(scratch: Path, files: dict[str, str]) -> None:
-        write_json(scratch / ABOUT, about | {"files": files})
+        write_json(scratch / DESCRIPTION, about | {"files": files})
 
     save_parts(parts, path, group, prefix="state", finish=finish)
     if rank_in(group) == 0:
-        for old in found_in(folder)[: -config.keep]:
+        for old in list_checkpoints(folder)[: -config.keep]:
             remove_folder(old)
     return path
 
@@ -110,26 +112,23 @@ class BackgroundWriter:
 
     The ranks' threads communicate through that group, so that they do not disturb the collectives of training, and a
     write ends the same way on every rank, at slightly different times.
-
-    Args:
-        ranks: All ranks that write; None for one process.
     """
 
     def __init__(self, ranks: Group) -> None:
         self.group = storage_group(ranks)
         self._thread: threading.Thread | None = None
-        self._result: Path | None = None
-        self._error: BaseException | None = None
+        self._write: Future[Path] = Future()
 
     def start(self, work: Callable[[], Path]) -> None:
         """Run ``work`` in the background, after the write before it."""
         self.wait()
+        write = self._write = Future()
 
         def run() -> None:
             try:
-                self._result = work()
+                write.set_result(work())
             except BaseException as error:  # raised by `wait`
-                self._error = error
+                write.set_exception(error)
 
         self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self._thread.start()
@@ -137,31 +136,18 @@ class BackgroundWriter:
     @property
     def failed(self) -> bool:
         """Whether the write under way has failed on this rank."""
-        return self._error is not None
+        return self._write.done() and self._write.exception() is not None
 
     def wait(self) -> Path | None:
-        """Wait for the write under way.
-
-        Returns:
-            What the latest write returned; None if there was none.
-
-        Raises:
-            BaseException: What the write raised. It is raised once.
-        """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-        return self._result
+        """Wait for the write under way and return or raise what it did, once; None if there is none."""
+        if self._thread is None:
+            return None
+        self._thread.join()
+        write, self._write, self._thread = self._write, Future(), None
+        return write.result()
 
     def close(self, *, failed: bool) -> None:
-        """Let a write under way end.
-
-        Args:
-            failed: Whether this rank failed, and the others perhaps with it: then it does not wait for them for long.
-        """
+        """Let a write under way end; for a moment only if this rank ``failed``, and the others perhaps with it."""
         if self._thread is not None:
             self._thread.join(_GRACE if failed else None)
 
@@ -203,42 +189,33 @@ def _empty_state(part: Tensor, key: str, fused: bool) -> Tensor:
     return torch.empty_like(part, memory_format=torch.contiguous_format, requires_grad=False)
 
 
-def _expected(model: nn.Module, config: TrainConfig) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        shapes[f"model.{name}"] = tuple(parameter.shape)
-        for key in state_keys(config):
-            shapes[_of(name, key)] = () if key == "step" else tuple(parameter.shape)
-    return shapes
-
-
 def _check(path: Path, config: TrainConfig) -> tuple[Progress, StoredTensors]:
-    progress = _progress(read_description(path / ABOUT, "checkpoint", FORMAT, VERSION), path, config)
+    progress = _progress(read_description(path / DESCRIPTION, "checkpoint", FORMAT, VERSION), path, config)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, parameter in config.task().outline(config).named_parameters():
+        if parameter.requires_grad:
+            shapes[f"model.{name}"] = tuple(parameter.shape)
+            for key in state_keys(config):
+                shapes[_of(name, key)] = () if key == "step" else tuple(parameter.shape)
     stored = StoredTensors(path)
-    stored.check(_expected(config.task().outline(config), config), "this training")
+    stored.check(shapes, "this training")
     return progress, stored
 
 
 def _progress(about: dict[str, Any], path: Path, config: TrainConfig) -> Progress:
-    step, seconds, earlier = about.get("step"), about.get("seconds"), about.get("config")
-    if not (isinstance(step, int) and isinstance(seconds, int | float) and isinstance(earlier, dict)) or step < 1:
-        raise ValueError(f"{path / ABOUT} is not a Phantom Parallel checkpoint: expected a step, seconds and a config")
-    task, data, summary = about.get("task"), about.get("data"), about.get("summary")
-    if task != config.kind:
-        raise ValueError(f"{path} is of a training of the kind {task!r}, not {config.kind!r}: resume it as that")
-    config.check_resumes(earlier, str(path))
-    if data != config.task().data_digest(config):
+    names = [field.name for field in fields(Progress)]
+    progress = convert({name: about.get(name) for name in names}, Progress, str(path / DESCRIPTION))
+    step, summary = progress.step, progress.summary
+    if about.get("task") != config.kind:
+        raise ValueError(f"{path} is of a training of the kind {about.get('task')!r}, not {config.kind!r}")
+    config.check_resumes(about.get("config", {}), str(path))
+    if progress.data != config.task().data_digest(config):
         raise ValueError(f"{path} was trained on data that have changed since: resume with the same")
-    ended = isinstance(summary, dict) and _still_ends(summary, step, config)
-    if step >= config.steps and not ended:
+    if summary is not None:  # does it end there with these settings too?
+        loss, target = summary.get("eval_loss"), config.target_loss
+        reached = summary.get("status") == "target" and target is not None and loss is not None and loss <= target
+        if step == config.steps or reached:
+            return progress
+    if step >= config.steps:
         raise ValueError(f"{path} has reached step {step} already: resume with more steps than {config.steps}")
-    return Progress(step, float(seconds), data, summary if ended else None)
-
-
-def _still_ends(summary: dict[str, Any], step: int, config: TrainConfig) -> bool:
-    """Whether a training that ended at ``step`` ends there with these settings too."""
-    loss = summary.get("eval_loss")
-    reached = config.target_loss is not None and isinstance(loss, int | float) and loss <= config.target_loss
-    return step == config.steps or (summary.get("status") == "target" and reached)
+    return replace(progress, summary=None)

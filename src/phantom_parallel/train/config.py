@@ -24,8 +24,7 @@ from phantom_parallel.utils.settings import (
     Ranks,
     validate,
 )
-from phantom_parallel.utils.strategies import DEFAULT_GHOSTS, Strategy, default_blocks, get_strategy
-from phantom_parallel.utils.wire import WireFormat
+from phantom_parallel.utils.strategies import DEFAULT_GHOSTS, Strategy, WireFormat, default_blocks, get_strategy
 
 if TYPE_CHECKING:
     from phantom_parallel.train.task import Task

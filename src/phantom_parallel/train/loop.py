@@ -20,11 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phantom_parallel.checkpoint.shards import storage_group
-from phantom_parallel.distributed.context import ParallelContext
-from phantom_parallel.distributed.errors import LossDiverged
 from phantom_parallel.distributed.objects import all_gather_objects, raise_on_all_ranks
-from phantom_parallel.distributed.process_group import describe_run
-from phantom_parallel.distributed.signals import StopRequest
+from phantom_parallel.distributed.process_group import ParallelContext, describe_run
+from phantom_parallel.distributed.signals import LossDiverged, StopRequest
 from phantom_parallel.energy.time_split import TimeSplitRecorder, TimeTotals, can_split_time, timer_for
 from phantom_parallel.train import checkpoint
 from phantom_parallel.train.checkpoint import BackgroundWriter, Progress
@@ -32,8 +30,6 @@ from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.optimizer import PartsOptimizer
 from phantom_parallel.train.task import Task
 from phantom_parallel.utils.files import cache_folder
-
-__all__ = ["ParallelContext", "Record", "Summary", "train"]
 
 Status = Literal["target", "steps", "interrupted"]
 POLL_SECONDS = 0.5  # between two agreements on whether a rank wants a boundary
@@ -59,26 +55,15 @@ class Record:
     teacher_loss: float | None = None  # held-out loss of the model that is learned from, where there is one
 
 
-@dataclass(frozen=True)
-class Summary:
-    """How a training ended. ``seconds`` are those of its steps alone: neither evaluation nor saving. So are
-    ``compute_seconds`` and ``blocked_seconds``, sums over all ranks since the training began or was resumed; they are
-    None where the time is not split, as in :class:`Record`.
+@dataclass(frozen=True, kw_only=True)
+class Summary(Record):
+    """How a training ended: the last record, with the latest held-out loss and accuracy, and rates since the training
+    began or was resumed. ``seconds`` are those of its steps alone: neither evaluation nor saving.
     """
 
     status: Status
-    step: int
-    loss: float
-    eval_loss: float | None  # the latest
-    seconds: float
-    samples_per_second: float
-    blocked_share: float | None
-    compute_seconds: float | None
-    blocked_seconds: float | None
     parameters: int
     checkpoint: str | None
-    accuracy: float | None = None  # the latest, where rows have classes
-    teacher_loss: float | None = None  # held-out loss of the model that is learned from, where there is one
     initial_loss: float | None = None  # held-out loss before the first step, where it was measured
     run: dict[str, Any] | None = None  # ranks, hosts, device, backend and torch, as `describe_run` has them
 
@@ -171,7 +156,7 @@ class Trainer:
         start = last = self.clock.totals()
         record, last_step = None, first
         status: Status = "steps"
-        poll = _BoundaryPoll(self._mean, first)
+        poll = _BoundaryPoll(self)
         for step in range(first + 1, config.steps + 1):
             with self.clock.step():
                 loss = self._step(step - 1)
@@ -184,7 +169,7 @@ class Trainer:
             ran = now.since(start)
             share = loss / config.row_shards if self.task.counts else 0.0 * loss
             blocked = ran.blocked_seconds
-            total, asked, failures, *spent = self._sum(
+            total, asked, failures, *spent = self.sum_over_ranks(
                 share, stop.requested, failed, ran.step_seconds - blocked, blocked
             )
             if failures:
@@ -244,22 +229,16 @@ class Trainer:
         sums = torch.zeros(2, device=self.parallel.device)
         for piece in held.tensor_split(config.row_shards)[self._row_shard].tensor_split(pieces):
             sums += self.task.measure(piece)
-        loss, hits = self._sum(sums[0] if self.task.counts else 0.0 * sums[0], float(sums[1]))
+        loss, hits = self.sum_over_ranks(sums[0] if self.task.counts else 0.0 * sums[0], float(sums[1]))
         self._eval_loss = loss / len(held)
         self._accuracy = hits / len(held) if self.task.classifies else None
 
-    def _sum(self, value: Tensor, *more: float) -> list[float]:
+    def sum_over_ranks(self, value: Tensor, *more: float) -> list[float]:
         """Numbers, each summed over all ranks."""
         numbers = torch.stack([value.double(), *value.new_tensor(more, dtype=torch.float64)])
         if not self.parallel.single_process:
             dist.all_reduce(numbers, group=self.parallel.group)
         return numbers.tolist()
-
-    def _mean(self, *values: float) -> list[float]:
-        """Numbers, each averaged over all ranks."""
-        ranks = 1 if self._group is None else dist.get_world_size(self._group)
-        first, *more = values
-        return [total / ranks for total in self._sum(torch.tensor(first, device=self.parallel.device), *more)]
 
     def _record(self, loss: float, steps: int, here: TimeTotals, everywhere: list[float]) -> Record:
         step, config = self.progress.step, self.config
@@ -314,18 +293,15 @@ class Trainer:
         return f"the last good checkpoint is {self.last_checkpoint}"
 
     def _report(self, report: Callable[[Record], None] | None, record: Record) -> None:
-        """Let rank 0 report. Where a training has a folder and its disk is full, all ranks stop together."""
+        """Let rank 0 report. If its disk is full, all ranks stop together."""
         error: OSError | None = None
         if report is not None and self.parallel.rank == 0:
             try:
                 report(record)
             except OSError as raised:
-                error = raised
-        if self.checkpoints is None and error is not None:
-            raise error
-        if self.checkpoints is not None and self._smallest(error is None) == 0:
-            message = f"the metrics cannot be written: {error}; {self._last_checkpoint()}"
-            raise_on_all_ranks(None if error is None else OSError(message), self._group)
+                error = OSError(f"the metrics cannot be written: {raised}; {self._last_checkpoint()}")
+        if report is not None:
+            raise_on_all_ranks(error, self._group)
 
     def _save(self) -> None:
         """Write a checkpoint in the background: every rank copies its own part, and writes it while training goes on.
@@ -336,22 +312,12 @@ class Trainer:
             return
         parts = checkpoint.parts_of(self.optimizer)
         # A finite loss does not vouch for the update after it.
-        bad = checkpoint.non_finite(parts)
-        if self._smallest(bad is None) == 0:
-            name = next(filter(None, all_gather_objects(bad, self._group)))
+        if name := next(filter(None, all_gather_objects(checkpoint.non_finite(parts), self._group)), None):
             raise self._diverged(f"{name} is not finite after step {self.progress.step}")
         self._settle()  # one at a time
         staged, progress = checkpoint.stage(parts), self.progress
         config, folder, group = self.config, self.checkpoints, self._writer.group
         self._writer.start(lambda: checkpoint.write(staged, config, progress, folder, group))
-
-    def _smallest(self, index: int) -> int:
-        """The smallest of the ranks' numbers."""
-        if self._group is None:
-            return index
-        smallest = torch.tensor(index, device=self.parallel.device)
-        dist.all_reduce(smallest, dist.ReduceOp.MIN, group=self._group)
-        return int(smallest)
 
     def _settle(self) -> None:
         """Wait for the checkpoint that is being written, if one is."""
@@ -365,27 +331,21 @@ class Trainer:
                 f"{self._last_checkpoint()}"
             ) from None
 
-    def _final_checkpoint(self) -> str | None:
-        if self.checkpoints is not None:
-            return str(checkpoint.path_of(self.checkpoints, self.progress.step))
-        return None if self.last_checkpoint is None else str(self.last_checkpoint)
-
     def _summary(self, status: Status, record: Record, spent: TimeTotals, steps: int) -> Summary:
-        seconds = spent.step_seconds
+        path = self.last_checkpoint
+        if self.checkpoints is not None:
+            path = checkpoint.path_of(self.checkpoints, self.progress.step)
+        latest = {
+            "eval_loss": self._eval_loss,
+            "accuracy": self._accuracy,
+            "samples_per_second": steps * self.config.batch / spent.step_seconds if spent.step_seconds else 0.0,
+            "blocked_share": self._blocked_share(spent),
+        }
         return Summary(
+            **asdict(record) | latest,
             status=status,
-            step=self.progress.step,
-            loss=record.loss,
-            eval_loss=self._eval_loss,
-            seconds=self.progress.seconds,
-            samples_per_second=steps * self.config.batch / seconds if seconds else 0.0,
-            blocked_share=self._blocked_share(spent),
-            compute_seconds=record.compute_seconds,
-            blocked_seconds=record.blocked_seconds,
             parameters=self.parameters,
-            checkpoint=self._final_checkpoint(),
-            accuracy=self._accuracy,
-            teacher_loss=self.task.teacher_loss,
+            checkpoint=None if path is None else str(path),
             initial_loss=self.task.initial_loss,
             run=describe_run(self.parallel.device),
         )
@@ -394,31 +354,25 @@ class Trainer:
 class _BoundaryPoll:
     """Ranks agree now and then on whether one of them wants a boundary, without a collective in every step.
 
-    The steps at which they do are the same on all ranks: each agreement has the mean duration of a step, and the next
-    follows as many steps later as fit into `POLL_SECONDS`.
-
-    Args:
-        mean: Averages numbers over ranks.
-        step: The step that was done last.
+    The steps at which they do are the same on all ranks: each agreement has the sum of the ranks' durations of a step,
+    and the next follows as many steps later as fit into `POLL_SECONDS`.
     """
 
-    def __init__(self, mean: Callable[..., list[float]], step: int) -> None:
-        self._mean, self._last, self._next = mean, step, step + 1
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self._last, self._next = trainer, trainer.progress.step, trainer.progress.step + 1
         self._time = time.monotonic()
 
     def wanted(self, step: int, here: bool) -> bool:
-        """Return whether a rank wants a boundary, as far as the ranks know after ``step``. Every rank calls this.
-
-        Args:
-            step: The step.
-            here: Whether this rank wants one.
+        """Whether a rank wants a boundary after ``step``, as far as the ranks know. Every rank calls this, and ``here``
+        is whether it wants one.
         """
         if step < self._next:
             return False
-        now = time.monotonic()
-        ranks, seconds = self._mean(float(here), (now - self._time) / (step - self._last))
-        self._last, self._next, self._time = step, step + max(1, int(POLL_SECONDS / seconds)), now
-        return ranks > 0
+        now, device = time.monotonic(), self._trainer.parallel.device
+        mine = torch.tensor((now - self._time) / (step - self._last), device=device)
+        seconds, wanting, ranks = self._trainer.sum_over_ranks(mine, here, 1.0)
+        self._last, self._next, self._time = step, step + max(1, int(POLL_SECONDS * ranks / seconds)), now
+        return wanting > 0
 
 
 def _keep_compiled_code_private() -> None:

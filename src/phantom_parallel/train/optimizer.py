@@ -4,13 +4,15 @@ Updates are elementwise, so that parts are independent, and the overhead of DTen
 small models. All strategies are treated alike.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
-from phantom_parallel.distributed.context import ParallelContext
+from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.nn.linear import parameter_groups
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.utils.strategies import get_strategy
@@ -19,15 +21,13 @@ from phantom_parallel.utils.strategies import get_strategy
 class PartsOptimizer:
     """SGD or AdamW over this rank's parts of the parameters.
 
-    Args:
-        model: The model. A stage of a pipeline names what an earlier stage holds as well in ``repeated_parameters``.
-        config: Optimizer, learning rates and clipping.
-        parallel: The ranks.
-        sharded_over_copies: Whether parameters are sharded over the data-parallel copies as well, as FSDP2 does.
+    A stage of a pipeline names what an earlier stage holds as well in ``model.repeated_parameters``. With
+    ``sharded_over_copies``, parameters are sharded over the data-parallel copies as well, as FSDP2 does.
 
     Attributes:
         parameters: The parameters that are trained, by name.
         parts: This rank's part of each, which shares the parameter's storage.
+        keys: Names of the states of each parameter, as in torch.optim.
         fused: Whether updates are fused.
     """
 
@@ -48,12 +48,11 @@ class PartsOptimizer:
             group["initial_lr"] = group["lr"]
         # Fused updates assume contiguous tensors without checking.
         self.fused = all(part.is_contiguous() for part in self.parts.values())
-        self._optimizer = _make(groups, config, self.fused)
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Names of the states of each parameter, as in torch.optim."""
-        return state_keys(self._config)
+        self.keys = state_keys(config)
+        common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": self.fused}
+        self._optimizer: Optimizer = (
+            AdamW(groups, **common) if config.optimizer == "adamw" else SGD(groups, momentum=config.momentum, **common)
+        )
 
     def state(self, name: str) -> dict[str, Tensor]:
         """Return the states of the part ``name``; loading a checkpoint fills them in place."""
@@ -110,12 +109,6 @@ def state_keys(config: TrainConfig) -> tuple[str, ...]:
     if config.optimizer == "adamw":
         return ("step", "exp_avg", "exp_avg_sq")
     return ("momentum_buffer",) if config.momentum else ()
-
-
-def _make(groups: list[dict[str, object]], config: TrainConfig, fused: bool) -> Optimizer:
-    if config.optimizer == "adamw":
-        return AdamW(groups, lr=config.lr, weight_decay=config.weight_decay, fused=fused)
-    return SGD(groups, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay, fused=fused)
 
 
 def _own(parameter: Tensor) -> Tensor:

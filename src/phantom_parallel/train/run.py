@@ -1,8 +1,15 @@
-"""A training from its settings to a folder of results, on ranks that are started here or that somebody else started."""
+"""A training from its settings to a folder of results, on ranks that are started here or that somebody else started.
 
+The folder has ``config.json``, ``metrics.jsonl``, ``checkpoints/``, ``summary.json`` and ``model/``.
+"""
+
+import json
 import os
+from dataclasses import asdict
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,20 +17,31 @@ from torch import nn
 
 from phantom_parallel.checkpoint.model import save_model
 from phantom_parallel.checkpoint.shards import storage_group
-from phantom_parallel.distributed.context import ParallelContext
-from phantom_parallel.distributed.errors import Interrupted, RankDied
+from phantom_parallel.distributed import launch as launching
 from phantom_parallel.distributed.launch import launch, launch_device_type
 from phantom_parallel.distributed.launchers import launched_externally
 from phantom_parallel.distributed.objects import broadcast_from_rank_zero, check_agreement, raise_on_all_ranks
+from phantom_parallel.distributed.process_group import ParallelContext
+from phantom_parallel.distributed.signals import Interrupted, RankDied
 from phantom_parallel.energy.results import format_share
+from phantom_parallel.families.registry import get_family
 from phantom_parallel.train import checkpoint
-from phantom_parallel.train import run_dir as output
-from phantom_parallel.train.config import TrainConfig
+from phantom_parallel.train.config import HEAL, TrainConfig
 from phantom_parallel.train.loop import Record, Summary, train
 from phantom_parallel.train.optimizer import state_keys
-from phantom_parallel.utils import resources
-from phantom_parallel.utils.lock import FolderLock
+from phantom_parallel.utils.files import (
+    FolderLock,
+    is_unused,
+    read_bytes,
+    read_text,
+    remove_scratch,
+    write_bytes,
+    write_json,
+)
 from phantom_parallel.utils.progress import ProgressDisplay
+
+CONFIG, METRICS, SUMMARY, CHECKPOINTS, MODEL = "config.json", "metrics.jsonl", "summary.json", "checkpoints", "model"
+BOARD = "tensorboard"
 
 
 def run(config: TrainConfig, out: str | os.PathLike[str], *, resume: bool = False, show: bool = False) -> Summary:
@@ -37,7 +55,7 @@ def run(config: TrainConfig, out: str | os.PathLike[str], *, resume: bool = Fals
         show: Whether to show progress on stderr.
 
     Raises:
-        ValueError, OSError: For what a user got wrong, before any rank starts; OSError also if the disk is full.
+        ValueError, OSError: For invalid settings or files, before any rank starts; OSError also if the disk is full.
         Interrupted, RankDied, LossDiverged: Later; they name the last checkpoint.
     """
     config, path = config.with_absolute_data(), Path(out).absolute()
@@ -46,12 +64,11 @@ def run(config: TrainConfig, out: str | os.PathLike[str], *, resume: bool = Fals
         if not joined:
             if launch_device_type(config.ranks * config.dp) == "cpu":  # accelerators have memories of their own
                 check_memory(config)
-            resources.check_local_ranks(config.ranks * config.dp)
-            latest = output.prepare(config, path, resume, lock)
+            latest = prepare(config, path, resume, lock)
         try:
             return launch(config.ranks * config.dp, _work, config, path, latest, joined, resume, show)
         except Interrupted as error:
-            saved = output.last_checkpoint(path) is not None
+            saved = last_checkpoint(path) is not None
             error.args = (f"{error}{', continue with --resume' if saved else '; there is no checkpoint yet'}",)
             raise
         except RankDied as error:
@@ -60,22 +77,157 @@ def run(config: TrainConfig, out: str | os.PathLike[str], *, resume: bool = Fals
 
 
 def check_memory(config: TrainConfig) -> None:
-    """Raise ValueError if the ranks cannot fit into this machine's memory: later, the OOM killer picks a victim.
-
-    They need weights, gradients, optimizer states, data, and the copies of weights and states that a checkpoint is
-    written from.
+    """Raise ValueError if the ranks cannot fit into this machine's memory with weights, gradients, optimizer states,
+    data, and the copies of weights and states that a checkpoint is written from.
     """
     task = config.task()
     parameters = sum(parameter.numel() for parameter in task.outline(config).parameters())
     states = sum(key != "step" for key in state_keys(config))
     words = config.replicas * parameters * (2 + states + 1 + states)
-    needed = config.ranks * config.dp * resources.PROCESS_BYTES + 4 * words + config.dp * task.data_bytes(config)
-    free = resources.available_bytes()
-    if free is not None and needed > free:
+    launching.check_memory(config.ranks * config.dp, 4 * words + config.dp * task.data_bytes(config))
+
+
+def prepare(config: TrainConfig, out: Path, resume: bool, lock: FolderLock) -> Path | None:
+    """Check the data and the folder, then make the folder and lock it. One process does this before any rank trains.
+
+    Returns:
+        The checkpoint to continue from; None to start at step 0.
+
+    Raises:
+        ValueError: If the data, the folder or the checkpoint in it do not fit.
+        OSError: If the folder cannot be made, is not empty and ``resume`` is False, or another training is in it.
+    """
+    task = config.task()
+    task.check(config)
+    _check_folder(config, out, resume)
+    out.mkdir(parents=True, exist_ok=True)
+    lock.acquire()
+    _check_folder(config, out, resume)  # again, now that nobody else writes
+    for folder in (out, out / CHECKPOINTS):
+        remove_scratch(folder)
+    latest = last_checkpoint(out) if resume else None
+    step = 0
+    if latest is not None:
+        progress = checkpoint.check(latest, config)
+        step = progress.step
+        if progress.summary is not None and _is_complete(out, step):
+            raise ValueError(
+                f"{out} is complete: it ended at step {step}, and its model is in {out / MODEL}; "
+                "resume with more steps or another target loss"
+            )
+    kind = {} if config.kind == config.family else {"kind": config.kind}
+    write_json(out / CONFIG, {"family": config.family} | kind | config.to_dict())  # first: now it can be resumed
+    task.prepare(config, out)
+    if resume:
+        _drop_after(out / METRICS, step)
+    return latest
+
+
+def read_config(out: Path, family: str | None = None, *, heals: bool = False) -> tuple[str | None, dict[str, Any]]:
+    """The family and the settings of the training in the folder ``out``; nothing where there is no training.
+
+    Raises:
+        ValueError: If the training is of another family than ``family``, or is of ``phantom model heal`` and ``heals``
+            is False, or the other way round.
+    """
+    path = out / CONFIG
+    if not path.is_file():
+        return family, {}
+    try:
+        settings = json.loads(read_text(path))
+        healed, known = settings.pop("kind", None) == HEAL, settings.pop("family", None)
+        chosen = get_family(known)
+        config: type[TrainConfig] = chosen.require("heal_config") if healed else chosen.train_config
+        settings = config.from_dict(settings).to_dict()
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is not readable as the settings of a training: {error}") from None
+    if healed != heals:
         raise ValueError(
-            f"ranks={config.ranks} times dp={config.dp} need at least {needed / 2**30:.1f} GiB of memory, "
-            f"{free / 2**30:.1f} GiB are free: use fewer ranks or copies, a smaller model, or fewer samples"
+            f"{out} is a folder of phantom {'model heal' if healed else 'train'}: resume it by that command"
         )
+    if family not in (None, known):
+        raise ValueError(f"{out} holds a training of the family {known}, not {family}: phantom train {known} --resume")
+    return known, settings
+
+
+def last_checkpoint(out: Path) -> Path | None:
+    """The latest checkpoint of a training's folder."""
+    return next(reversed(checkpoint.list_checkpoints(out / CHECKPOINTS)), None)
+
+
+def _check_folder(config: TrainConfig, out: Path, resume: bool) -> None:
+    """Raise if ``out`` is not what ``resume`` needs: a new or empty folder, or one of this training."""
+    ours = (out / CONFIG).is_file()
+    if not resume:
+        if out.exists() and not (out.is_dir() and is_unused(out)):
+            hint = "add --resume (resume=True) to continue the training in it, or choose another" if ours else ""
+            raise FileExistsError(f"{out} exists and is not an empty folder: {hint or 'choose another'}")
+        return
+    if last_checkpoint(out) is not None:
+        return
+    if not ours:
+        if (out / FolderLock.NAME).exists() and is_unused(out):
+            return  # killed before its settings were written
+        raise ValueError(f"there is no checkpoint in {out / CHECKPOINTS} to resume from: train without resume")
+    if (out / SUMMARY).exists() or (out / MODEL).exists():  # which starting again would replace
+        raise ValueError(
+            f"{out} has the model or the summary of a training, but {out / CHECKPOINTS} has no checkpoint to "
+            "resume from: restore the checkpoints, or train into another folder"
+        )
+    # Nothing was saved yet: it starts again.
+    config.check_resumes(read_config(out, config.family, heals=config.kind == HEAL)[1], str(out))
+
+
+def _is_complete(out: Path, step: int) -> bool:
+    """Whether the model and the summary of a training that ended at ``step`` are there."""
+    try:
+        summary = json.loads(read_text(out / SUMMARY))
+        ended = summary["step"] == step and summary["status"] != "interrupted"
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+    return ended and (out / MODEL / "config.json").is_file()
+
+
+def _drop_after(path: Path, step: int) -> None:
+    """Drop what was logged after the checkpoint, since it will be logged again, and a line cut short by a crash."""
+    if not path.exists():
+        return
+    lines = []
+    for line in read_bytes(path).splitlines(keepends=True):
+        try:
+            if json.loads(line)["step"] <= step:
+                lines.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue
+    write_bytes(path, b"".join(lines))
+
+
+class Log:
+    """``metrics.jsonl``, and TensorBoard's files beside it where that is installed."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self._board: Any = None
+
+    def __enter__(self) -> "Log":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._board is not None:
+            self._board.close()
+
+    def append(self, record: Record) -> None:
+        with open(self._out / METRICS, "a") as file:
+            file.write(json.dumps(asdict(record)) + "\n")
+        if self._board is None and find_spec("tensorboard") is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # What an earlier run logged from here on is hidden, as it is dropped from the lines.
+            self._board = SummaryWriter(self._out / BOARD, purge_step=record.step)
+        if self._board is not None:
+            for name, value in asdict(record).items():
+                if name != "step" and value is not None:
+                    self._board.add_scalar(name, value, record.step)
 
 
 def _work(
@@ -85,30 +237,23 @@ def _work(
     with FolderLock(out) as lock:
         if joined:
             check_agreement("the settings of the training", config.to_dict(), dist.group.WORLD)
-            latest = broadcast_from_rank_zero(lambda: output.prepare(config, out, resume, lock), device)
-        if not lock.held:
-            lock.join()
-        context = ParallelContext.create(config.ranks, config.dp, device)
-        return _train(config, out, latest, context, show, again=resume and latest is None)
+            latest = broadcast_from_rank_zero(lambda: prepare(config, out, resume, lock))
+        lock.join()
+        parallel = ParallelContext.create(config.ranks, config.dp, device)
+        log, display = Log(out), ProgressDisplay(show=show and parallel.rank == 0)
 
+        def report(record: Record) -> None:
+            log.append(record)
+            display.update(record.step, _progress_note(record, config), line=True)
 
-def _train(
-    config: TrainConfig, out: Path, latest: Path | None, parallel: ParallelContext, show: bool, *, again: bool
-) -> Summary:
-    log, display = output.Log(out), ProgressDisplay(show=show and parallel.rank == 0)
-
-    def report(record: Record) -> None:
-        log.append(record)
-        display.update(record.step, _progress_note(record, config), line=True)
-
-    with log, display:
-        if again:
-            display.print(f"there is no checkpoint in {out / output.CHECKPOINTS} yet: starting at step 0")
-        display.stage("step", config.steps, done=0 if latest is None else checkpoint.step_of(latest))
-        model, summary = train(config, parallel, checkpoints=out / output.CHECKPOINTS, resume=latest, report=report)
-    if summary.status != "interrupted":
-        _write_model(model, config, out, parallel)
-    broadcast_from_rank_zero(lambda: output.write_summary(out, summary), parallel.device)
+        with log, display:
+            if resume and latest is None:
+                display.print(f"there is no checkpoint in {out / CHECKPOINTS} yet: starting at step 0")
+            display.stage("step", config.steps, done=0 if latest is None else checkpoint.step_of(latest))
+            model, summary = train(config, parallel, checkpoints=out / CHECKPOINTS, resume=latest, report=report)
+        if summary.status != "interrupted":
+            _write_model(model, config, out, parallel)
+        broadcast_from_rank_zero(lambda: _write_summary(out, summary))
     if summary.status == "interrupted":
         raise Interrupted(f"stopped at step {summary.step}")
     return summary
@@ -126,16 +271,20 @@ def _write_model(model: nn.Module, config: TrainConfig, out: Path, parallel: Par
     """Write the model: one data-parallel copy of it, unless it is cut over the copies."""
     error: OSError | None = None
     if parallel.dp_rank == 0 or config.replicas == 1:
-        complete = partial(config.task().complete, out)
         try:
-            save_model(model, out / output.MODEL, overwrite=True, complete=complete)
+            save_model(model, out / MODEL, overwrite=True, complete=partial(config.task().complete, out))
         except OSError as raised:
             error = OSError(f"{raised}{_survives(out)}")
     raise_on_all_ranks(error, None if parallel.single_process else storage_group(parallel.group or dist.group.WORLD))
 
 
+def _write_summary(out: Path, summary: Summary) -> None:
+    """Write ``summary.json``. For a training that ended, this comes last: the folder is complete once it is there."""
+    write_json(out / SUMMARY, summary.to_dict())
+
+
 def _survives(out: Path) -> str:
-    last = output.last_checkpoint(out)
-    return (
-        "; there is no checkpoint yet" if last is None else f"; the last checkpoint is {last}: continue with --resume"
-    )
+    last = last_checkpoint(out)
+    if last is None:
+        return "; there is no checkpoint yet"
+    return f"; the last checkpoint is {last}: continue with --resume"

@@ -7,10 +7,9 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from phantom_parallel.distributed.context import ParallelContext
-from phantom_parallel.distributed.data_parallel import average_gradients
-from phantom_parallel.distributed.fully_sharded import reduce_gradients
+from phantom_parallel.distributed.data_parallel import average_gradients, reduce_gradients
 from phantom_parallel.distributed.pipeline import Pipeline
+from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.train.config import TrainConfig
 
 C = TypeVar("C", bound=TrainConfig)
@@ -22,31 +21,19 @@ class Task(ABC, Generic[C]):
     Static methods are called before any rank starts. A row is the unit in which the task counts its data. A loss is
     *this rank's share* of the loss, on which the loop calls backward; the shares of the ranks that share a model and
     have ``counts`` set sum up to its loss. The others hold a copy of the same value.
-
-    Attributes:
-        classifies: Whether `measure` returns the number of rows that were classified correctly.
-        config: The settings of the training.
-        parallel: The ranks.
-        model: The model.
-        counts: Whether this rank's share is part of the sum.
-        held_out: The rows that are evaluated.
-        digest: `data_digest` of the data that were opened.
-        teacher_loss: Held-out loss of the model that is learned from, where there is one.
-        initial_loss: Held-out loss before the first step, where the model is not an initial one.
-        pipeline: What runs the stages of a model, one on each rank; None where every rank runs all layers.
     """
 
-    classifies: ClassVar[bool] = False
+    classifies: ClassVar[bool] = False  # whether `measure` counts the rows that were classified correctly
 
     config: C
     parallel: ParallelContext
     model: nn.Module
-    counts: bool
-    held_out: Tensor
-    digest: str | None = None
-    teacher_loss: float | None = None
-    initial_loss: float | None = None
-    pipeline: Pipeline | None = None
+    counts: bool  # whether this rank's share is part of the sum
+    held_out: Tensor  # the rows that are evaluated
+    digest: str | None = None  # `data_digest` of the data that were opened
+    teacher_loss: float | None = None  # held-out loss of the model that is learned from, where there is one
+    initial_loss: float | None = None  # held-out loss before the first step, where the model is not an initial one
+    pipeline: Pipeline | None = None  # what runs the stages of a model, one on each rank
 
     @abstractmethod
     def __init__(self, config: C, parallel: ParallelContext) -> None: ...
@@ -81,9 +68,7 @@ class Task(ABC, Generic[C]):
 
     @abstractmethod
     def rows_of(self, step: int) -> Tensor:
-        """Return the (batch,) rows of a step, counted from 0, of all copies together: a function of the seed and the
-        step.
-        """
+        """Return the (batch,) rows of a step, counted from 0, of all copies: a function of the seed and the step."""
 
     def new_objective(self, step: int) -> bool:
         """Return whether the loss of this step is another than that of the step before. The optimizer then forgets
@@ -100,13 +85,8 @@ class Task(ABC, Generic[C]):
         raise NotImplementedError
 
     def forward_backward(self, rows: Tensor, weight: float, *, last: bool) -> Tensor:
-        """Accumulate the gradients of ``weight`` times the mean loss of these rows.
-
-        Args:
-            rows: Rows of this rank, or of all stages of a pipeline.
-            weight: Their share of the rows of a step.
-            last: Whether these are the last rows of the step. Fully sharded gradients are accumulated whole before, and
-                reduced over ranks only then.
+        """Accumulate the gradients of ``weight`` times the mean loss of these rows; ``weight`` is their share of the
+        rows of a step. Fully sharded gradients are reduced over ranks with the ``last`` rows of the step.
 
         Returns:
             ``weight`` times this rank's share of the loss.

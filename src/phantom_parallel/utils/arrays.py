@@ -6,9 +6,8 @@ Nothing is unpickled.
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,14 +19,9 @@ FORMATS = (".npy", ".npz", ".safetensors")
 _NUMBERS = re.compile(r"B?F(8|16|32|64)(_\w+)?|[IU](8|16|32|64)")  # dtypes of safetensors
 
 
-@dataclass(frozen=True)
-class StoredArray:
-    """An array in a file.
-
-    Args:
-        shape: The shape.
-        read: Reads rows and features of a two-dimensional array, in the dtype of the file.
-        mapped: The memory-mapped array, for the format .npy.
+class StoredArray(NamedTuple):
+    """An array in a file: ``read`` reads rows and features of a two-dimensional one in the dtype of the file, and
+    ``mapped`` is the memory-mapped array, for the format .npy.
     """
 
     shape: tuple[int, ...]
@@ -55,7 +49,11 @@ def open_array(path: Path, name: str) -> StoredArray:
             other errors as well, now or when rows are read: use `readable` around both.
     """
     if path.suffix == ".safetensors":
-        return _open_safetensors(path, name)
+        file = safe_open(path, framework="pt")
+        _check_name(name, list(file.keys()))
+        tensor = file.get_slice(name)
+        _check_numbers(tensor.get_dtype(), _NUMBERS.fullmatch(tensor.get_dtype()) is not None)
+        return StoredArray(tuple(tensor.get_shape()), lambda rows, features: tensor[rows, features])
     array = np.load(path, mmap_mode="r", allow_pickle=False)
     if path.suffix == ".npz":
         _check_name(name, array.files)
@@ -67,14 +65,6 @@ def open_array(path: Path, name: str) -> StoredArray:
         return torch.from_numpy(np.array(array[rows, features], dtype=array.dtype.newbyteorder("="), order="C"))
 
     return StoredArray(array.shape, read, array if path.suffix == ".npy" else None)
-
-
-def _open_safetensors(path: Path, name: str) -> StoredArray:
-    file = safe_open(path, framework="pt")
-    _check_name(name, list(file.keys()))
-    tensor = file.get_slice(name)
-    _check_numbers(tensor.get_dtype(), _NUMBERS.fullmatch(tensor.get_dtype()) is not None)
-    return StoredArray(tuple(tensor.get_shape()), lambda rows, features: tensor[rows, features])
 
 
 def _check_name(name: str, names: list[str]) -> None:

@@ -1,23 +1,19 @@
-"""Files and folders that appear whole or not at all, and JSON in them."""
+"""Files and folders that appear whole or not at all, JSON in them, and locks on folders."""
 
-import ctypes
 import errno
-import fcntl
 import json
-import math
 import os
-import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
-from phantom_parallel.utils.lock import FolderLock
+import msgspec
+from filelock import FileLock, Timeout
 
 _SCRATCH = ".writing-"  # prefix of unfinished files: hidden, and distinct from a user's own files
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -29,10 +25,9 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _naming(path):
-        scratch, handle = _open_scratch(path)
+    scratch = _scratch_beside(path)
     try:
-        with _naming(path), open(handle, "wb") as file:
+        with _naming(path), open(scratch, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -78,59 +73,53 @@ def check_replaceable(path: Path, overwrite: bool, marker: str, source: Path | N
 @contextmanager
 def scratch_folder(path: Path) -> Iterator[Path]:
     """Yield a new folder beside ``path``, for several processes to fill before one calls `replace_folder`, and remove
-    what is left of it after. Those that killed writers of ``path`` have left are removed first.
+    what is left of it after.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch, handle = _open_scratch(path, folder=True)
+    scratch = _scratch_beside(path)
+    scratch.mkdir(parents=True)
     try:
         yield scratch
     finally:
-        os.close(handle)
-        remove_folder(scratch)
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def replace_folder(new: Path, path: Path) -> None:
+    """Let the folder ``new``, once its files are on the disk, take the place of ``path``, which is renamed before."""
+    for file in filter(Path.is_file, new.rglob("*")):
+        with open(file, "rb") as opened:
+            os.fsync(opened.fileno())
+    old = _scratch_beside(path)
+    if path.exists():
+        os.rename(path, old)
+    try:
+        os.rename(new, path)
+    except OSError:
+        if old.exists():
+            os.rename(old, path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+    _sync_folder(path.parent)
 
 
 def remove_folder(path: Path) -> None:
     """Remove a folder, or as much of it as can be removed, if it exists. Nobody sees a part of it under its name."""
-    scratch = path
-    if not path.name.startswith(_SCRATCH):
-        with suppress(OSError):
-            scratch = path.rename(_scratch_beside(path))
-    shutil.rmtree(scratch, ignore_errors=True)
+    with suppress(OSError):
+        path = path.rename(_scratch_beside(path))
+    shutil.rmtree(path, ignore_errors=True)
 
 
-def replace_folder(new: Path, path: Path) -> None:
-    """Let the folder ``new``, once its files are on the disk, take the place of ``path``.
-
-    On Linux the two are exchanged in one operation, so that ``path`` exists at any moment.
-    """
-    for file in filter(Path.is_file, new.rglob("*")):
-        with open(file, "rb") as opened:
-            os.fsync(opened.fileno())
-    if not path.exists():
-        os.rename(new, path)
-    else:
-        if not _exchange(new, path):
-            old = _scratch_beside(path)
-            os.rename(path, old)
-            try:
-                os.rename(new, path)
-            except OSError:
-                os.rename(old, path)
-                raise
-            new = old
-        remove_folder(new)
-    _sync_folder(path.parent)
+def remove_scratch(folder: Path, name: str = "*") -> None:
+    """Remove what killed writers of ``name`` in ``folder`` have left. No writer may be active there."""
+    for path in folder.glob(f"{_SCRATCH}{name}-*"):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def is_unused(folder: Path) -> bool:
     """Whether nothing is in a folder but locks and what killed writers have left."""
     return all(path.name.startswith((FolderLock.NAME, _SCRATCH)) for path in folder.iterdir())
-
-
-def remove_scratch(folder: Path) -> None:
-    """Remove unfinished files and folders of writers that were killed. No writer may be active in ``folder``."""
-    for path in folder.glob(f"{_SCRATCH}*"):
-        _remove(path)
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
@@ -164,15 +153,8 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 def json_text(value: Any) -> str:
     """Serialize to JSON. NaN and infinities, which JSON does not have, become null."""
-    return json.dumps(_finite_or_none(value), indent=2, allow_nan=False)
-
-
-def _finite_or_none(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite_or_none(item) for key, item in value.items()}
-    return [_finite_or_none(item) for item in value] if isinstance(value, list | tuple) else value
+    encoded = msgspec.json.encode(value, enc_hook=lambda entry: str(entry) if isinstance(entry, str) else float(entry))
+    return msgspec.json.format(encoded, indent=2).decode()
 
 
 def cache_folder() -> Path:
@@ -180,42 +162,54 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "phantom-parallel"
 
 
-def _open_scratch(path: Path, *, folder: bool = False) -> tuple[Path, int]:
-    """Make and open a file or folder beside ``path``, and lock it, so that others see that its writer runs. Those of
-    writers of ``path`` that were killed are removed first.
+class FolderLock:
+    """A lock on the folder of a run, which a process that has died does not keep.
+
+    The first process of a run acquires it; the ranks that it launches `join`, so that the folder stays locked until
+    they have ended as well, whatever became of the first process. Locks are files in the folder, which must exist when
+    the lock is acquired.
     """
-    abandoned = re.compile(re.escape(f"{_SCRATCH}{path.name}-") + r"[0-9a-f]{8}")
-    for scratch in [other for other in path.parent.iterdir() if abandoned.fullmatch(other.name)]:
-        with suppress(OSError):  # its writer runs, or has just finished
-            handle = os.open(scratch, os.O_RDONLY)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove(scratch)
-            finally:
-                os.close(handle)
-    while True:
-        scratch = _scratch_beside(path)
+
+    NAME: ClassVar[str] = ".lock"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._main, self._ranks = (FileLock(folder / f"{self.NAME}{end}", mode=0o600) for end in ("", "-ranks"))
+
+    def acquire(self, patience: float = 20.0) -> None:
+        """Lock the folder for this process and those that join it.
+
+        Args:
+            patience: Seconds to wait for ranks whose first process has died, which are about to end.
+
+        Raises:
+            BlockingIOError: If another run holds it.
+        """
         try:
-            if folder:
-                scratch.mkdir()
-            handle = os.open(scratch, os.O_RDONLY if folder else os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        except FileNotFoundError:
-            if path.parent.is_dir():
-                continue  # another writer has removed it, as it was not locked yet
-            raise
-        with suppress(OSError):  # some file systems have no locks, and nothing is removed there either
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        if scratch.exists():
-            return scratch, handle
-        os.close(handle)
+            self._main.acquire(timeout=0)
+            self._ranks.acquire(timeout=patience)
+            self._ranks.release()
+        except Timeout:
+            self._main.release()
+            raise BlockingIOError(
+                f"{self._folder} is in use by another process: wait until it has ended, or choose another folder"
+            ) from None
+
+    def join(self) -> None:
+        """Keep the folder locked until this rank has ended, or another one that was first."""
+        with suppress(Timeout):
+            self._ranks.acquire(timeout=0)
+
+    def __enter__(self) -> "FolderLock":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._main.release()
+        self._ranks.release()
 
 
-def _remove(path: Path) -> None:
-    """Remove a file or folder, or as much of it as can be removed."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+def _scratch_beside(path: Path) -> Path:
+    return path.parent / f"{_SCRATCH}{path.name}-{secrets.token_hex(4)}"
 
 
 def _sync_folder(folder: Path) -> None:
@@ -235,16 +229,3 @@ def _naming(path: Path) -> Iterator[None]:
         if error.errno in _NO_ROOM and not error.filename:
             error.filename = str(path)
         raise
-
-
-def _exchange(first: Path, second: Path) -> bool:
-    """Exchange two names in one operation; False where the system or the file system cannot."""
-    try:
-        rename = ctypes.CDLL(None).renameat2
-    except (AttributeError, OSError):
-        return False
-    return rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0
-
-
-def _scratch_beside(path: Path) -> Path:
-    return path.parent / f"{_SCRATCH}{path.name}-{secrets.token_hex(4)}"

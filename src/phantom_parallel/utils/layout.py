@@ -13,12 +13,11 @@ _LIMITS = {
     **dict.fromkeys(("depth", "layers", "teacher_depth"), MAX_LAYERS),
     **dict.fromkeys(("ranks", "dp"), MAX_RANKS),
 }
-_MAX_DIVISOR = 1 << 20  # of the search below; every divisor of a number up to 2^40 is found
 
 
 def nearest_divisors(number: int, wanted: int) -> str:
     """The divisors of ``number`` on either side of ``wanted``, for an error message."""
-    small = [d for d in range(1, min(isqrt(number), _MAX_DIVISOR) + 1) if number % d == 0]
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
     divisors = sorted({*small, *(number // d for d in small)})
     near = [d for d in divisors if d < wanted][-1:] + [d for d in divisors if d > wanted][:1]
     return " or ".join(map(str, near))
@@ -28,8 +27,7 @@ def check_at_most(limit: int, **sizes: int) -> None:
     """Raise ValueError if a size is larger than ``limit``, before anything of that size is built."""
     for name, value in sizes.items():
         if value > limit:
-            shown = value if value < 10**20 else "a number of more than 20 digits"
-            raise ValueError(f"{name} must be at most {limit}, got {shown}")
+            raise ValueError(f"{name} must be at most {limit}, got {value}")
 
 
 def positive(**sizes: object) -> None:
@@ -82,19 +80,14 @@ class BlockLayout:
     ranks: int = 1
 
     def __post_init__(self) -> None:
-        positive(in_features=self.in_features, out_features=self.out_features, blocks=self.blocks, ghosts=self.ghosts)
-        positive(ranks=self.ranks)
-        check_at_most(MAX_FEATURES, in_features=self.in_features, out_features=self.out_features)
+        positive(blocks=self.blocks, ghosts=self.ghosts)
+        _check_features(self.in_features, self.out_features, self.ranks)
         if self.blocks < 2:
             raise ValueError(f"blocks must be at least 2, got {self.blocks} (use nn.Linear)")
-        common = gcd(self.in_features, self.out_features)
         for name, features in (("in_features", self.in_features), ("out_features", self.out_features)):
             if features % self.blocks:
-                raise ValueError(
-                    f"blocks={self.blocks} does not divide {name}={features}: the nearest that divide "
-                    f"in_features={self.in_features} and out_features={self.out_features} "
-                    f"are {nearest_divisors(common, self.blocks)}"
-                )
+                near = nearest_divisors(gcd(self.in_features, self.out_features), self.blocks)
+                raise ValueError(f"blocks={self.blocks} does not divide {name}={features}: use {near}")
         check_block_ranks(self.blocks, self.ranks)
         if self.ghosts > self.block_in:
             raise ValueError(
@@ -178,12 +171,13 @@ class RowLayout:
     ranks: int = 1
 
     def __post_init__(self) -> None:
-        positive(in_features=self.in_features, out_features=self.out_features, ranks=self.ranks)
-        check_at_most(MAX_FEATURES, in_features=self.in_features, out_features=self.out_features)
-        common = gcd(self.in_features, self.out_features)
+        _check_features(self.in_features, self.out_features, self.ranks)
         for name, features in (("in_features", self.in_features), ("out_features", self.out_features)):
             if features % self.ranks:
-                raise ValueError(
-                    f"{self.ranks} ranks do not divide {name}={features}: "
-                    f"run on {nearest_divisors(common, self.ranks)} ranks"
-                )
+                near = nearest_divisors(gcd(self.in_features, self.out_features), self.ranks)
+                raise ValueError(f"{self.ranks} ranks do not divide {name}={features}: run on {near} ranks")
+
+
+def _check_features(in_features: int, out_features: int, ranks: int) -> None:
+    positive(in_features=in_features, out_features=out_features, ranks=ranks)
+    check_at_most(MAX_FEATURES, in_features=in_features, out_features=out_features)

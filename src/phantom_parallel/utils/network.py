@@ -10,54 +10,38 @@ from typing import Any
 
 MAX_HOSTS = 64
 _SLOWEST, _FASTEST = 8e3, 3e10  # bits a second; the kernel counts bytes a second in 32 bits
-_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)(bit|bps)?", re.I)
-_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|ms|us|msec|usec|sec)?", re.I)
-_PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
-_SECONDS = {"s": 1.0, "sec": 1.0, "ms": 1e-3, "msec": 1e-3, "us": 1e-6, "usec": 1e-6, "": 1e-6}
-LIKE = "like:"
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(bit|bps)", re.I)
+_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|ms|us)|0", re.I)
+_PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 NO_LINK = "none"
 
 
 @dataclass(frozen=True)
 class ScaledLink:
-    """How the rate of a link was chosen so that a rank has the FLOP-to-byte ratio of a device of another machine.
+    """How the rate of a link was chosen so that a rank has the FLOP-to-byte ratio of a device of another machine."""
 
-    Args:
-        profile: Name of that machine's hardware profile.
-        dtype: Precision of the products that are compared.
-        flops: Measured FLOP/s of one rank, with all ranks at work.
-        ratio: FLOPs that a device of the profile does while one byte crosses its link between nodes.
-        inside_ratio: The same for the links inside a node; None where ranks of a host are not slowed down.
-    """
-
-    profile: str
-    dtype: str
-    flops: float
-    ratio: float
-    inside_ratio: float | None = None
+    profile: str  # name of that machine's hardware profile
+    dtype: str  # precision of the products that are compared
+    flops: float  # measured FLOP/s of one rank, with all ranks at work
+    ratio: float  # FLOPs that a device of the profile does while one byte crosses its link between nodes
+    inside_ratio: float | None = None  # inside a node; None where ranks of a host are not slowed down
 
 
 @dataclass(frozen=True)
 class Network:
     """Hosts on one machine, each a network namespace with a link to a common bridge.
 
-    Args:
-        hosts: Number of hosts. Ranks are spread over them evenly, neighbours on one host.
-        link: The link as the user described it: ``"100mbit"``, ``"like:frontier-mi250x"``, ``"none"``.
-        rate: Bits a second of a host's link, in each direction; None for a link that is not slowed down.
-        inside: Bits a second of the loopback interface of a host; None if it is not slowed down.
-        delay: Seconds that a packet takes longer, one way.
-        loss: Fraction of packets that are lost.
-        scaled: How ``rate`` was chosen, for a link like another machine's.
+    Ranks are spread over the hosts evenly, neighbours on one host.
     """
 
     hosts: int
-    link: str = NO_LINK
-    rate: float | None = None
-    inside: float | None = None
-    delay: float = 0.0
-    loss: float = 0.0
-    scaled: ScaledLink | None = None
+    link: str = NO_LINK  # as the user described it: 100mbit, like:frontier-mi250x, none
+    rate: float | None = None  # bits a second of a host's link, each way; None for a link that is not slowed down
+    inside: float | None = None  # bits a second of the loopback interface of a host; None if it is not slowed down
+    delay: float = 0.0  # seconds that a packet takes longer, one way
+    loss: float = 0.0  # fraction of packets that are lost
+    scaled: ScaledLink | None = None  # how ``rate`` was chosen, for a link like another machine's
 
     def __post_init__(self) -> None:
         if not 1 <= self.hosts <= MAX_HOSTS:
@@ -83,31 +67,24 @@ class Network:
         return rank // (ranks // self.hosts)
 
     def describe(self) -> str:
-        """One sentence for reports: what was emulated, and at which rate."""
-        hosts = "1 emulated host" if self.hosts == 1 else f"{self.hosts} emulated hosts"
-        text = f"{hosts} (network namespaces on one machine)"
-        text += ", links not slowed down" if self.rate is None else f", links of {format_rate(self.rate)} each way"
+        """One line for reports: what was emulated, and at which rate."""
+        link = "links not slowed down" if self.rate is None else f"links of {format_rate(self.rate)} each way"
+        parts = [f"{self.hosts} emulated host{'s' * (self.hosts > 1)} (network namespaces on one machine)", link]
         if self.inside is not None:
-            text += f", {format_rate(self.inside)} inside a host"
+            parts.append(f"{format_rate(self.inside)} inside a host")
         if self.delay:
-            text += f", {1e3 * self.delay:g} ms delay"
+            parts.append(f"{1e3 * self.delay:g} ms delay")
         if self.loss:
-            text += f", {self.loss:.2%} of packets lost"
+            parts.append(f"{self.loss:.2%} of packets lost")
         if self.scaled is not None:
-            text += (
-                f"; chosen so that a rank, which reaches {self.scaled.flops / 1e9:.1f} GFLOP/s in {self.scaled.dtype}, "
-                f"does {self.scaled.ratio:,.0f} FLOPs while a byte crosses its link, as a device of "
-                f"{self.scaled.profile} does"
+            parts.append(
+                f"{self.scaled.ratio:,.0f} FLOPs a byte as a device of {self.scaled.profile}, at "
+                f"{self.scaled.flops / 1e9:.1f} GFLOP/s ({self.scaled.dtype}) a rank"
             )
-        return text
+        return ", ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "Network":
-        scaled = data.get("scaled")
-        return cls(**{**data, "scaled": None if scaled is None else ScaledLink(**scaled)})
 
 
 @dataclass(frozen=True)
@@ -120,9 +97,9 @@ class LinkName:
     @classmethod
     def parse(cls, link: str) -> "LinkName | None":
         """The parts of ``like:PROFILE[:inside]``; None for a link that is a rate."""
-        if not link.startswith(LIKE):
+        if not link.startswith("like:"):
             return None
-        profile, colon, tier = link.removeprefix(LIKE).partition(":")
+        profile, colon, tier = link.removeprefix("like:").partition(":")
         if not profile or (colon and tier != "inside"):
             raise ValueError(f"link must be like:PROFILE or like:PROFILE:inside, got {link!r}")
         return cls(profile, bool(colon))
@@ -132,22 +109,20 @@ def parse_rate(text: str) -> float | None:
     """Bits a second of a rate as ``tc`` writes it: 100mbit, 1gbit, 12mbps (bytes); None for ``none``."""
     if text == NO_LINK:
         return None
-    found = _RATE.fullmatch(text.strip())
-    if found is None:
+    if (match := _RATE.fullmatch(text.strip())) is None:
         raise ValueError(f"link must be a rate such as 100mbit or 1gbit, none, or like:PROFILE[:inside], got {text!r}")
-    number, prefix, unit = found.groups()
-    rate = float(number) * _PREFIX[prefix.lower()] * (8 if (unit or "bit").lower() == "bps" else 1)
+    number, prefix, unit = match.groups()
+    rate = float(number) * _PREFIX[prefix.lower()] * (8 if unit.lower() == "bps" else 1)
     if not _SLOWEST <= rate <= _FASTEST:
         raise ValueError(f"link must be from 8kbit to 30gbit, got {text!r}")
     return rate
 
 
 def parse_delay(text: str) -> float:
-    """Seconds of a time as ``tc`` writes it: 1ms, 50us; a bare number counts microseconds."""
-    found = _TIME.fullmatch(text.strip())
-    if found is None:
+    """Seconds of a time as ``tc`` writes it: 1ms, 50us."""
+    if (match := _TIME.fullmatch(text.strip())) is None:
         raise ValueError(f"delay must be a time such as 1ms or 50us, got {text!r}")
-    return float(found.group(1)) * _SECONDS[(found.group(2) or "").lower()]
+    return float(match[1]) * _SECONDS[match[2].lower()] if match[1] else 0.0
 
 
 def parse_loss(text: str) -> float:

@@ -5,7 +5,6 @@ say about fields and names.
 import ast
 import difflib
 import inspect
-import math
 import re
 import textwrap
 import tomllib
@@ -17,20 +16,16 @@ from typing import Any, TypeVar, get_args, get_type_hints
 import msgspec
 
 T = TypeVar("T")
-_CONTROL_CHARACTERS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _docs: dict[type, dict[str, str]] = {}  # reading sources takes most of the time in which a command reads its options
+_CONTROL_CHARACTERS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 def convert(data: Any, kind: type[T], source: str) -> T:
-    """Build a dataclass from plain data. Types are checked; whole numbers are accepted where a float is expected.
-
-    Args:
-        data: What a JSON or TOML parser returned.
-        kind: The type to build.
-        source: Where the data come from, for the error.
+    """Build a dataclass from what a JSON or TOML parser returned.
 
     Raises:
-        ValueError: If a value has the wrong type, a field is missing, or the class itself refuses the values.
+        ValueError: Naming ``source``, if a value has the wrong type, a field is missing, or the class itself refuses
+            the values.
     """
     try:
         return msgspec.convert(data, kind)
@@ -61,14 +56,6 @@ def check_keys(data: Mapping[str, Any], known: Iterable[str], source: str) -> No
         raise ValueError(f"{source} has unknown settings {', '.join(unknown)}; known are {', '.join(sorted(known))}")
 
 
-def is_finite(value: object) -> bool:
-    """Whether ``value`` is an int or a float, no bool, and finite as a float: 10**400 is not."""
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:
-        return False
-
-
 def printable(text: str) -> str:
     """Escape control characters other than newlines and tabs: in a name or in generated text, they could control the
     terminal that shows it.
@@ -84,17 +71,7 @@ def choose_from(wrong: str, known: Iterable[str]) -> str:
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """The string under each field of a class and of its bases, by the field's name.
-
-    Example::
-
-        @dataclass
-        class Config:
-            width: int = 64
-            '''Features of every layer.'''
-
-        field_docs(Config)  # {"width": "Features of every layer."}
-    """
+    """The string under each field of a class and of its bases, by the field's name."""
     if kind in _docs:
         return _docs[kind]
     docs = _docs[kind] = dict[str, str]()

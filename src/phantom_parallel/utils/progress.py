@@ -37,43 +37,32 @@ class LenientStderr:
 
 
 class ProgressDisplay:
-    """One bar with a title and a note. Does nothing unless ``show``, as on all ranks but the first. The work goes on if
-    nobody can read it any more.
-
-    Example::
-
-        with ProgressDisplay(show=True) as display:
-            display.stage("measuring", total=20)
-            for turn in range(20):
-                ...
-                display.update(turn + 1, f"loss {loss:.4g}")
+    """A bar with a title and a note, as a context. Does nothing unless ``show``, as on all ranks but the first. The
+    work goes on if nobody can read it any more.
     """
 
     def __init__(self, *, show: bool = True) -> None:
         self._console = Console(file=cast(TextIO, LenientStderr()), highlight=False, soft_wrap=True)
         self._show, self._terminal = show, self._console.is_terminal
         columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}")
-        self._bar = Progress(*columns, console=self._console)
+        self._bar = Progress(*columns, console=self._console, disable=not (show and self._terminal))
         self._task = self._bar.add_task("starting", total=None, note="")
         self._title, self._total = "", 0.0
         self._start = self._last = time.monotonic()
         self._first = 0.0  # what was done already when the stage began
 
     def __enter__(self) -> "ProgressDisplay":
-        if self._show and self._terminal:
-            self._bar.start()
+        self._bar.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._show and self._terminal:
-            self._bar.stop()
+        self._bar.stop()
 
     def stage(self, title: str, total: float, done: float = 0.0) -> None:
         """Begin a stage of ``total`` units, of which ``done`` were finished before."""
         self._title, self._total, self._first = title, total, done
         self._start = time.monotonic()
-        if self._show and self._terminal:
-            self._bar.reset(self._task, description=title, total=total, completed=int(done), note="")
+        self._bar.reset(self._task, description=title, total=total, completed=int(done), note="")
 
     def set_total(self, total: float) -> None:
         """Change the number of units of the stage, if a better estimate is available."""
@@ -88,33 +77,26 @@ class ProgressDisplay:
         every few seconds, at the end, and whenever ``line`` is True.
         """
         self._title = self._title if title is None else title
-        if not self._show:
-            return
         note = "  ".join(part for part in (note, self._time_left(done)) if part)
         count = f"{int(done):,}/{self._total:,.0f}" if self._total else f"{int(done):,}"
         heading = f"{self._title} {count}".strip()
-        if self._terminal:
-            self._bar.update(self._task, description=heading, completed=done, total=self._total, note=note)
-            return
-        now = time.monotonic()
-        if line or done >= self._total or now - self._last > _LINE_SECONDS:
-            self._last = now
-            self._console.print(f"{heading} {note}".rstrip(), markup=False)
+        self._bar.update(self._task, description=heading, completed=done, total=self._total, note=note)
+        self._print_line(f"{heading} {note}".rstrip(), now=line or done >= self._total)
 
     def note(self, text: str) -> None:
         """Show what is being done, in work whose length is not known. Without a terminal, at most every few seconds."""
-        if not self._show:
-            return
-        if self._terminal:
-            self._bar.update(self._task, description=text, note="")
-        elif time.monotonic() - self._last > _LINE_SECONDS:
-            self._last = time.monotonic()
-            self._console.print(text, markup=False)
+        self._bar.update(self._task, description=text, note="")
+        self._print_line(text)
 
     def print(self, line: str) -> None:
         """Print a line above the bar."""
         if self._show:
             self._console.print(line, markup=False)
+
+    def _print_line(self, line: str, *, now: bool = False) -> None:
+        if not self._terminal and (now or time.monotonic() - self._last > _LINE_SECONDS):
+            self._last = time.monotonic()
+            self.print(line)
 
     def _time_left(self, done: float) -> str:
         finished = done - self._first

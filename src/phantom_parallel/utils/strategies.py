@@ -1,41 +1,41 @@
-"""The list of strategies: how a model is parallelised over ranks, and the rules of each."""
+"""The strategies by which a model is parallelised over ranks, with the rules of each, and the formats in which features
+are sent between ranks (`ops.wire` has their codec).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from phantom_parallel.utils.layout import positive
-from phantom_parallel.utils.wire import WireFormat, check_wire
 
 StrategyName = Literal["phantom", "tensor", "megatron", "dense", "lowrank", "fsdp", "pipeline"]
 DEFAULT_GHOSTS = 16
+WireFormat = Literal["full", "bf16", "int8"]
+WIRE_FORMATS: tuple[WireFormat, ...] = get_args(WireFormat)
+WIRE_WORD_BYTES: dict[str, int] = {"bf16": 2, "int8": 1}  # of a value; "full" has those of the products
+SCALE_BYTES: dict[str, int] = {"full": 0, "bf16": 0, "int8": 4}  # of a row
+
+
+def check_wire(wire: object) -> WireFormat:
+    """Return a wire format; raise ValueError if it is none."""
+    if wire not in WIRE_FORMATS:
+        raise ValueError(f"wire must be one of {', '.join(WIRE_FORMATS)}, got {wire!r}")
+    return wire
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """How a model is parallelised over the ranks that share it.
-
-    Args:
-        name: As options and files have it.
-        summary: One line for help texts.
-        explanation: One line for readers of a report who do not know the strategies.
-        single_rank: Whether a model must not be shared by several ranks.
-        has_blocks: Whether the model has blocks and ghosts of its own, and is not the dense model.
-        low_rank: Whether the model's matrices have a low rank, and it is not the dense model.
-        shards_features: Whether activations between layers are sharded by features, on a mesh.
-        shards_rows: Whether the ranks of a model divide the rows of its batch among themselves.
-        splits_depth: Whether the ranks of a model hold consecutive layers of it, as the stages of a pipeline.
-    """
+    """How a model is parallelised over the ranks that share it."""
 
     name: StrategyName
-    summary: str
-    explanation: str
-    single_rank: bool = False
-    has_blocks: bool = False
-    low_rank: bool = False
-    shards_features: bool = False
-    shards_rows: bool = False
-    splits_depth: bool = False
+    summary: str  # for help texts
+    explanation: str  # for readers of a report who do not know the strategies
+    single_rank: bool = False  # whether a model must not be shared by several ranks
+    has_blocks: bool = False  # whether the model has blocks and ghosts of its own, and is not the dense model
+    low_rank: bool = False  # whether the model's matrices have a low rank, and it is not the dense model
+    shards_features: bool = False  # whether activations between layers are sharded by features, on a mesh
+    shards_rows: bool = False  # whether the ranks of a model divide the rows of its batch among themselves
+    splits_depth: bool = False  # whether ranks hold consecutive layers of a model, as the stages of a pipeline
 
     @property
     def same_model(self) -> bool:
@@ -132,3 +132,29 @@ def get_strategy(name: object, among: Sequence[str] = tuple(STRATEGIES)) -> Stra
 def default_blocks(ranks: int) -> int:
     """Return the default number of blocks of a phantom model: the larger of 4 and the number of ranks."""
     return max(4, ranks)
+
+
+def wire_suffix(wire: WireFormat) -> str:
+    """A short format as titles add it; empty for full."""
+    return "" if wire == "full" else f", {wire} on the wire"
+
+
+def row_bytes(features: int, wire: WireFormat, word_bytes: int, exact_bytes: int = 0) -> int:
+    """Bytes of a row on the wire: its features, its scale, and what is never rounded."""
+    return features * WIRE_WORD_BYTES.get(wire, word_bytes) + SCALE_BYTES[wire] + exact_bytes
+
+
+def head_splits_rows(
+    rows: int, dim: int, vocab: int, ranks: int, *, wire: WireFormat, word_bytes: int, weight_bytes: int, parts: int = 1
+) -> bool:
+    """Whether the head of a language model on features sharded over ranks sends less in a training step if each rank
+    takes some of the rows (sequences times positions), and not some of the vocabulary (`ops.head`).
+
+    Features have ``word_bytes`` at full precision, numbers of the head's weight ``weight_bytes``, and the rows go
+    through the head in ``parts`` equal parts.
+    """
+    if ranks == 1 or rows % (ranks * parts):
+        return False
+    features = 2 * row_bytes(dim // ranks, wire, word_bytes, exact_bytes=4)
+    by_rows = rows // ranks * features + 2 * (vocab * dim // ranks) * weight_bytes
+    return by_rows < rows * (features + 3 * 4)  # which has three numbers of the loss for each row

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from phantom_parallel import FFN
-from phantom_parallel.distributed.context import ParallelContext
+from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.families.ffn.config import FFNTrainConfig
 from phantom_parallel.families.ffn.data import Batches, _cache, check_data, open_data
 

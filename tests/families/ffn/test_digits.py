@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 import torch
 
-from phantom_parallel.distributed.context import ParallelContext
+from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.families.ffn.config import FFNTrainConfig
 from phantom_parallel.families.ffn.data import _load, check_data, open_data, scores
 from phantom_parallel.families.ffn.data import _mixed_pixels as images

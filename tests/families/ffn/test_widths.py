@@ -10,7 +10,7 @@ from torch import nn
 
 from phantom_parallel import FFN, FFNConfig, load_model, save_model
 from phantom_parallel.cli import main as program
-from phantom_parallel.distributed.context import ParallelContext
+from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.families.ffn.config import FFNTrainConfig
 from phantom_parallel.families.ffn.data import Batches, open_data
 from phantom_parallel.train import train

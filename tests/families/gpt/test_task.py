@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from phantom_parallel import GPT, RanksDisagree, load_model
-from phantom_parallel.distributed.context import ParallelContext
+from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.families.ffn.config import FFNTrainConfig
 from phantom_parallel.families.gpt.config import GPTTrainConfig
 from phantom_parallel.families.gpt.text import open_text, windows

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.launchers import is_rank_zero
 from phantom_parallel.distributed.objects import raise_on_all_ranks
+from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.families.ffn.config import DATA_SETS, PIXELS, TEACHERS, FFNConfig, FFNTrainConfig, open_arrays
 from phantom_parallel.families.ffn.fields import FIELDS, load_fields
 from phantom_parallel.families.ffn.model import FFN

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from phantom_parallel.distributed.context import ParallelContext
+from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.energy import PowerProfile
 from phantom_parallel.families.base import Converter, Family
 from phantom_parallel.families.ffn.config import FFNConfig, FFNTrainConfig

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from phantom_parallel.checkpoint.shards import own_part
-from phantom_parallel.distributed.fully_sharded import shard_fully
+from phantom_parallel.distributed.data_parallel import shard_fully
 from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.families.ffn.config import FFNConfig
 from phantom_parallel.nn import PhantomLinear, TensorLinear
@@ -22,8 +22,7 @@ from phantom_parallel.nn.megatron import column_style, row_style
 from phantom_parallel.nn.sharded import broadcast_seed, full_tensor, to_local
 from phantom_parallel.ops.collectives import flat_mesh, rank_group
 from phantom_parallel.utils.layout import stage_layers
-from phantom_parallel.utils.strategies import get_strategy
-from phantom_parallel.utils.wire import WireFormat
+from phantom_parallel.utils.strategies import WireFormat, get_strategy
 
 
 def _identity(x: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from phantom_parallel.distributed.context import ParallelContext
-from phantom_parallel.distributed.fully_sharded import compile_layers
+from phantom_parallel.distributed.data_parallel import compile_layers
 from phantom_parallel.distributed.pipeline import Pipeline
+from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.families.ffn.config import PIXELS, TEACHERS, FFNTrainConfig
 from phantom_parallel.families.ffn.data import Batches, check_data, open_data, scores
 from phantom_parallel.families.ffn.fields import FIELDS

@@ -68,8 +68,7 @@ from phantom_parallel.nn.attention import Cache
 from phantom_parallel.nn.sharded import to_local
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
 from phantom_parallel.utils.settings import Features, NonNegativeInt, PositiveInt
-from phantom_parallel.utils.strategies import StrategyName, get_strategy
-from phantom_parallel.utils.wire import head_splits_rows
+from phantom_parallel.utils.strategies import StrategyName, get_strategy, head_splits_rows
 
 Mode = Literal["train", "prefill", "decode"]
 INDEX_BYTES = 8  # of a token

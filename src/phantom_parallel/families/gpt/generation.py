@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.objects import check_agreement
+from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.energy.meter import EnergyMeter, synchronize
 from phantom_parallel.energy.power import PowerProfile
 from phantom_parallel.families.gpt.config import GPTConfig, GPTTrainConfig

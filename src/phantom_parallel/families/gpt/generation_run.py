@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel.checkpoint.model import load_model
-from phantom_parallel.distributed.launch import launch, launch_device_type
+from phantom_parallel.distributed.launch import check_memory, launch, launch_device_type
 from phantom_parallel.distributed.launchers import launched_externally
 from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.energy.power import PowerProfile
@@ -36,7 +36,7 @@ from phantom_parallel.families.gpt.generation import Generation, check_room, gen
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.families.gpt.tokens import RowText, encode_prompt, find_tokenizer, stop_tokens
 from phantom_parallel.infer.measure import default_power_profile
-from phantom_parallel.infer.predict import check_memory, check_model, strategy_on
+from phantom_parallel.infer.predict import check_model, strategy_on
 from phantom_parallel.infer.sampling import GenerateConfig
 from phantom_parallel.utils.parsing import printable
 from phantom_parallel.utils.progress import ProgressDisplay

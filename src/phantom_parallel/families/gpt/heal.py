@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from phantom_parallel.checkpoint.model import load_model, read_config
 from phantom_parallel.checkpoint.pretrained import copy_kept_files
-from phantom_parallel.distributed.context import ParallelContext
 from phantom_parallel.distributed.objects import check_agreement
+from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.families.gpt.config import GPTConfig, TextTrainConfig
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.families.gpt.task import GPTTask

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from phantom_parallel.distributed.fully_sharded import shard_fully
+from phantom_parallel.distributed.data_parallel import shard_fully
 from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.families.gpt.config import GPTConfig, RopeScaling, check_interleave
 from phantom_parallel.nn.attention import Attention, Cache, attend, rotary_tables
@@ -42,8 +42,7 @@ from phantom_parallel.ops.collectives import (
 from phantom_parallel.ops.head import PrefetchedWeight
 from phantom_parallel.ops.megatron import column_linear
 from phantom_parallel.utils.layout import positive, stage_layers
-from phantom_parallel.utils.strategies import get_strategy
-from phantom_parallel.utils.wire import WireFormat
+from phantom_parallel.utils.strategies import WireFormat, get_strategy
 
 # A part of a batch: it yields wherever an exchange has begun whose result it needs next. Meanwhile, the other parts
 # compute up to the same place. Gradients follow in the opposite order, by autograd's own rule: of what is ready, it

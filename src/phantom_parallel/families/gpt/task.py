@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from phantom_parallel.distributed.context import ParallelContext
-from phantom_parallel.distributed.fully_sharded import compile_layers, shard_fully
+from phantom_parallel.distributed.data_parallel import compile_layers, shard_fully
 from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.distributed.pipeline import Pipeline, ends
+from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.families.gpt.config import GPTTrainConfig
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.families.gpt.text import check_text, open_text, text_digest, windows

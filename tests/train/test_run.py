@@ -2,7 +2,7 @@
 
 import json
 import shutil
-import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,25 +12,12 @@ from safetensors.torch import load_file
 from phantom_parallel.distributed.objects import RanksDisagree
 from phantom_parallel.families.ffn.config import FFNTrainConfig
 from phantom_parallel.train import Record, run
-from phantom_parallel.train import run_dir as output
+from phantom_parallel.train.run import Log, read_config
 
+MODULE = import_module("phantom_parallel.train.run")  # the package has a function of that name
 CONFIG = FFNTrainConfig.of(
     width=16, depth=1, blocks=4, ghosts=2, teacher_ghosts=2, batch=8, samples=64, steps=4, checkpoint_every=2
 )
-
-
-def record(step: int, eval_loss: float | None = None) -> Record:
-    return Record(
-        step,
-        0.5,
-        eval_loss,
-        lr=0.1,
-        seconds=1.0,
-        samples_per_second=8.0,
-        blocked_share=0.0,
-        compute_seconds=1.0,
-        blocked_seconds=0.0,
-    )
 
 
 def test_lines_after_the_checkpoint_are_logged_again_and_not_twice(tmp_path):
@@ -47,9 +34,9 @@ def test_tensorboards_own_reader_finds_what_was_logged(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with output.Log(tmp_path) as log:
-        log.append(record(5))
-        log.append(record(10, eval_loss=0.75))
+    with Log(tmp_path) as log:
+        for step, eval_loss in ((5, None), (10, 0.75)):
+            log.append(Record(step, 0.5, eval_loss, 0.1, 1.0, 8.0, 0.0, 1.0, 0.0))
     read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in read.Scalars("loss")] == [(5, 0.5), (10, 0.5)]
     assert [(event.step, event.value) for event in read.Scalars("eval_loss")] == [(10, 0.75)]
@@ -60,9 +47,6 @@ MORE = CONFIG.updated(steps=6)
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
     return load_file(out / "model" / "model.safetensors")
-
-
-RUN = sys.modules["phantom_parallel.train.run"]  # the function has the same name
 
 
 def killed(monkeypatch, module, name: str, config: FFNTrainConfig, out: Path, *, resume: bool = False) -> None:
@@ -81,7 +65,7 @@ def killed(monkeypatch, module, name: str, config: FFNTrainConfig, out: Path, *,
 def test_a_run_killed_before_its_model_was_written_is_finished_by_resume(tmp_path, monkeypatch, target):
     config = CONFIG.updated(target_loss=target, eval_every=2)
     expected = run(config, tmp_path / "whole")
-    killed(monkeypatch, RUN, "save_model", config, tmp_path / "run")
+    killed(monkeypatch, MODULE, "save_model", config, tmp_path / "run")
     assert not (tmp_path / "run" / "model").exists()
     lines = (tmp_path / "run" / "metrics.jsonl").read_text()
 
@@ -98,21 +82,21 @@ def test_a_run_killed_before_its_model_was_written_is_finished_by_resume(tmp_pat
 def test_an_older_model_does_not_pass_for_the_one_that_is_missing(tmp_path, monkeypatch):
     run(CONFIG, tmp_path)
     older = weights(tmp_path)
-    killed(monkeypatch, RUN, "save_model", MORE, tmp_path, resume=True)
+    killed(monkeypatch, MODULE, "save_model", MORE, tmp_path, resume=True)
     assert all(torch.equal(older[name], tensor) for name, tensor in weights(tmp_path).items())
     assert run(MORE, tmp_path, resume=True).step == 6
     assert not all(torch.equal(older[name], tensor) for name, tensor in weights(tmp_path).items())
 
 
 def test_a_model_killed_before_its_summary_was_written_is_finished_by_resume(tmp_path, monkeypatch):
-    killed(monkeypatch, output, "write_summary", CONFIG, tmp_path)
+    killed(monkeypatch, MODULE, "_write_summary", CONFIG, tmp_path)
     assert (tmp_path / "model").exists()
     assert run(CONFIG, tmp_path, resume=True).step == 4
     assert (tmp_path / "summary.json").exists()
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again_with_resume(tmp_path, monkeypatch):
-    killed(monkeypatch, RUN, "train", CONFIG, tmp_path / "run")
+    killed(monkeypatch, MODULE, "train", CONFIG, tmp_path / "run")
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     with pytest.raises(FileExistsError, match="is not an empty folder: add --resume"):
         run(CONFIG, tmp_path / "run")
@@ -126,14 +110,16 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again_with_resume(tmp_p
 @pytest.mark.parametrize("name", ["write_json", "prepare"])
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_run_killed_while_its_folder_was_set_up_can_be_started_or_resumed(tmp_path, monkeypatch, name, resume):
-    module = output if name == "write_json" else CONFIG.task()
+    module = MODULE if name == "write_json" else CONFIG.task()
     killed(monkeypatch, module, name, CONFIG, tmp_path / "run")
     (tmp_path / "run" / ".writing-config.json-12ab34cd").write_text('{"fam')
+    (tmp_path / "run" / ".writing-model-ab12cd34").mkdir()
     if name == "prepare" and not resume:  # its settings are written: a training to continue
         with pytest.raises(FileExistsError, match="--resume"):
             run(CONFIG, tmp_path / "run")
     else:
         assert run(CONFIG, tmp_path / "run", resume=resume).step == 4
+        assert not list(tmp_path.rglob(".writing-*"))
 
 
 def test_a_model_whose_checkpoints_are_gone_is_not_replaced_by_a_training_from_step_zero(tmp_path):
@@ -154,17 +140,6 @@ def test_a_folder_that_is_no_training_is_not_offered_to_be_resumed(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_what_killed_writers_left_is_removed_at_the_next_start(tmp_path):
-    run(CONFIG, tmp_path)
-    left = [tmp_path / "checkpoints" / ".writing-step-000004-ab12", tmp_path / ".writing-model-cd34"]
-    for folder in left:
-        folder.mkdir()
-        (folder / "state-00001-of-00001.safetensors").write_bytes(b"half")
-    (tmp_path / ".writing-summary.json-ef56").write_text("{")
-    run(MORE, tmp_path, resume=True)
-    assert not list(tmp_path.rglob(".writing-*"))
-
-
 def test_a_second_training_in_a_folder_is_refused_while_the_first_runs(tmp_path, monkeypatch):
     refused = []
 
@@ -174,25 +149,27 @@ def test_a_second_training_in_a_folder_is_refused_while_the_first_runs(tmp_path,
                 run(MORE, tmp_path, resume=resume)
             refused.append(str(caught.value))
 
-    monkeypatch.setattr(output.Log, "append", look)
+    monkeypatch.setattr(Log, "append", look)
     run(CONFIG, tmp_path)
     assert f"{tmp_path} is in use by another process" in refused[0]
     monkeypatch.undo()
     assert run(MORE, tmp_path, resume=True).step == 6
 
 
-@pytest.mark.parametrize("text", ["[]", "{", '{"family": "none"}', '{"unknown": 1}'])
-def test_files_that_hold_no_settings_are_an_error_that_names_the_file(tmp_path, text):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", ""),
+        ("{", ""),
+        ('{"family": "none"}', ""),
+        (json.dumps({"family": "ffn"} | FFNTrainConfig.of().to_dict() | {"steps": "many"}), "steps"),
+        (json.dumps({"family": "ffn"} | FFNTrainConfig.of().to_dict() | {"width": -1}), "width"),
+    ],
+)
+def test_files_that_hold_no_settings_are_an_error_that_names_the_file(tmp_path, text, message):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=r"config\.json is not readable as the settings of a training"):
-        output.read_config(tmp_path)
-
-
-@pytest.mark.parametrize(("name", "value"), [("steps", "many"), ("lr", 10**400), ("bias", 1), ("width", -1)])
-def test_settings_of_a_wrong_type_or_value_are_an_error_that_names_file_and_field(tmp_path, name, value):
-    (tmp_path / "config.json").write_text(json.dumps({"family": "ffn"} | FFNTrainConfig.of().to_dict() | {name: value}))
-    with pytest.raises(ValueError, match=rf"config\.json is not readable as the settings of a training: {name}"):
-        output.read_config(tmp_path)
+    with pytest.raises(ValueError, match=rf"config\.json is not readable as the settings of a training: {message}"):
+        read_config(tmp_path)
 
 
 def disagreeing(folder: str) -> str:
@@ -200,7 +177,7 @@ def disagreeing(folder: str) -> str:
     rank = torch.distributed.get_rank()
     config = CONFIG.updated(ranks=2, steps=4 + rank)
     with pytest.raises(RanksDisagree) as raised:
-        sys.modules[run.__module__]._work(torch.device("cpu"), config, Path(folder) / "run", None, True, False, False)
+        MODULE._work(torch.device("cpu"), config, Path(folder) / "run", None, True, False, False)
     return str(raised.value)
 
 
