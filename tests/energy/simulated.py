@@ -101,8 +101,8 @@ class FakeNvml:
     class NVMLError_NotSupported(NVMLError):  # noqa: N801 - the library's own name
         pass
 
-    def __init__(self, energy: dict[str, int | None], watts: float = 50.0) -> None:
-        self.energy, self.watts = energy, watts
+    def __init__(self, energy: dict[str, int | None]) -> None:
+        self.energy = energy
         self.broken: str | None = None
 
     def nvmlInit(self) -> None:  # noqa: N802
@@ -127,9 +127,6 @@ class FakeNvml:
         if self.energy[handle] is None:
             raise self.NVMLError_NotSupported("Not Supported")
         return self.energy[handle]
-
-    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:  # noqa: N802
-        return round(self.watts * 1e3)
 
 
 class FakeAmdSmi:

@@ -6,18 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from phantom_parallel.energy import (
-    Component,
-    Discovery,
-    EnergyMeter,
-    PowerProfile,
-    Provenance,
-    Scope,
-    discover,
-    meter,
-    sensors,
-)
-from phantom_parallel.energy.sensors import EnergySample, SensorSpec
+from phantom_parallel.energy import EnergyMeter, PowerProfile, Provenance, Scope, discover, meter, sensors
+from phantom_parallel.energy.results import Component
+from phantom_parallel.energy.sensors.base import Discovery, EnergySample, SensorSpec
 from tests.energy.simulated import FakeClock
 
 PROFILE = PowerProfile("toy", compute_watts=100.0, communication_watts=40.0, idle_watts=10.0, source="made up")
@@ -47,25 +38,14 @@ def test_windows_nest_and_have_paths(clock):
     meter = EnergyMeter(sources=[Steady(clock)], clock=clock, device="cpu")
     with meter.window("train") as outer:
         clock.now += 2.0
-        with meter.window("epoch") as first:
+        with meter.window("epoch") as first, first.step():
             clock.now += 3.0
-        with meter.window("epoch") as second:
+        with meter.window("epoch") as second, second.step():
             clock.now += 4.0
     assert [w.joules for w in (outer, first, second)] == pytest.approx([900, 300, 400])
     assert (outer.result.path, first.result.path, second.result.name) == (("train",), ("train", "epoch"), "epoch")
+    assert (outer.result.steps, first.result.steps) == (2, 1)
     assert "train/epoch: 3 s, 300 J, 100 W (counter, device)" in str(first.result)
-
-
-def test_steps_are_counted_in_the_windows_around_them(clock):
-    meter = EnergyMeter(sources=[Steady(clock)], clock=clock, device="cpu")
-    with meter.window("train") as outer:
-        with outer.step():
-            clock.now += 1.0
-        with meter.window("epoch") as inner:
-            for _ in range(3):
-                with inner.step():
-                    clock.now += 1.0
-    assert (inner.result.steps, outer.result.steps) == (3, 4)
 
 
 def test_a_window_has_no_result_while_open_or_when_left_by_an_exception(clock):
@@ -87,7 +67,11 @@ def test_a_machine_with_nothing_gives_none_and_says_so(tmp_path, clock):
     assert found.hints
     with EnergyMeter(sources=found.sources, clock=clock, device="cpu").window("load") as window:
         clock.now += 1.0
-    assert (window.joules, window.result.mean_watts, window.result.provenance) == (None, None, Provenance.UNAVAILABLE)
+    assert (window.joules, window.result.total.mean_watts, window.result.total.provenance) == (
+        None,
+        None,
+        Provenance.UNAVAILABLE,
+    )
     assert window.result.rows == ()
     assert window.result.seconds == 1.0
     assert str(window.result) == (
@@ -130,6 +114,8 @@ def test_figures_of_different_provenance_are_never_added(clock):
     totals = {total.provenance: total.joules for total in window.result.totals()}
     assert totals == {Provenance.COUNTER: 200.0, Provenance.INTEGRATED_POWER: 100.0, Provenance.MODELLED: 200.0}
     assert window.joules == 200.0
+    assert window.result.total.excluded == ("steady/1 (integrated_power)",)
+    assert "without steady/1" in str(window.result)
 
 
 def test_the_sampling_thread_reads_and_ends_with_the_window(clock):
@@ -161,4 +147,4 @@ def test_a_counter_that_fell_voids_the_window(tmp_path, clock):
     with EnergyMeter(sources=[source], clock=clock, device="cpu").window("load") as window:
         clock.now += 2.0
     assert window.joules is None
-    assert "fell by 2 J" in window.result.reason
+    assert "fell by 2 J" in window.result.total.reason

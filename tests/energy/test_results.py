@@ -2,16 +2,8 @@
 
 import json
 
-from phantom_parallel.energy import (
-    Component,
-    EnergyMeter,
-    PowerProfile,
-    Provenance,
-    Scope,
-    SensorEnergy,
-    TimeSplit,
-    WindowResult,
-)
+from phantom_parallel.energy import EnergyMeter, PowerProfile, Provenance, Scope, WindowResult
+from phantom_parallel.energy.results import Component, SensorEnergy, TimeSplit
 from tests.energy.simulated import FakeClock
 
 SPLITS = (TimeSplit(0, "host", 6.0, 3.0, 1.0), TimeSplit(1, "host", 5.0, 4.0, 1.0))

@@ -4,6 +4,7 @@ import _thread
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from phantom_parallel import PhantomLinear
-from phantom_parallel.energy import EnergyMeter, TimeSplit
+from phantom_parallel.energy import EnergyMeter
+from phantom_parallel.energy.results import TimeSplit
 from phantom_parallel.energy.time_split import (
     EventTimer,
     HostTimer,
@@ -74,7 +76,7 @@ def classic(mesh):
     return lambda: dist.all_reduce(torch.ones(4), group=mesh.get_group())
 
 
-def count_waits(make: str) -> tuple[int, int]:
+def count_waits(make: str) -> int:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     work = globals()[make](mesh)
     work()  # not observed: compiles
@@ -90,11 +92,13 @@ def count_waits(make: str) -> tuple[int, int]:
     return observed
 
 
-@pytest.mark.parametrize(
-    ("make", "waits"), [("phantom", 2), ("compiled", 2), ("functional", 1), ("dtensor", 1), ("classic", 1)]
-)
-def test_every_kind_of_wait_is_observed_and_only_while_an_observer_is_registered(ranks, make, waits):
-    assert ranks(2)(count_waits, make) == [waits, waits]
+def count_all_waits() -> dict[str, int]:
+    return {make: count_waits(make) for make in ("phantom", "compiled", "functional", "dtensor", "classic")}
+
+
+def test_every_kind_of_wait_is_observed_and_only_while_an_observer_is_registered(ranks):
+    for waits in ranks(2)(count_all_waits):
+        assert waits == {"phantom": 2, "compiled": 2, "functional": 1, "dtensor": 1, "classic": 1}
 
 
 def other_threads_run_during_a_wait(folder: str) -> bool:
@@ -240,20 +244,11 @@ def test_windows_within_a_step_take_their_share_of_it():
 def test_the_readings_of_the_meter_are_idle_time_of_the_enclosing_window(in_step, monkeypatch):
     work = SimulatedWork()
     monkeypatch.setattr("phantom_parallel.energy.meter.barrier", lambda group: work.blocked(0.5))
-    with work.meter.window("train") as outer:
-        step = outer.step() if in_step else None
-        if step:
-            step.__enter__()
+    with work.meter.window("train") as outer, outer.step() if in_step else nullcontext():
         work.compute(3.0)
         with work.meter.window("inner"):
             work.compute(2.0)
-        if step:
-            step.__exit__(None, None, None)
-    assert seconds_of(outer) == (
-        5.0,
-        0.0,
-        2.0,
-    )  # two barriers to open the inner one, one to close it, one to close this
+    assert seconds_of(outer) == (5.0, 0.0, 2.0)  # two barriers to open the inner one, one to close it and one this
 
 
 def test_steps_do_not_nest():
@@ -314,11 +309,14 @@ def test_events_are_released_once_the_device_has_reached_them(monkeypatch, drain
     assert sum(clock.totals().seconds.values()) == pytest.approx(500.0)
 
 
-def splits(device: str) -> tuple[bool, bool]:
+def splits() -> dict[str, tuple[bool, bool]]:
     sharded = nn.Sequential(fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,))))
-    return can_split_time(sharded, torch.device(device)), can_split_time(nn.Linear(4, 4), torch.device(device))
+    devices = {name: torch.device(name) for name in ("cpu", "cuda")}
+    return {
+        name: (can_split_time(sharded, device), can_split_time(nn.Linear(4, 4), device))
+        for name, device in devices.items()
+    }
 
 
-@pytest.mark.parametrize(("device", "fsdp"), [("cpu", True), ("cuda", False)])
-def test_on_an_accelerator_the_waits_of_fsdp2_are_seen_by_no_hook(ranks, device, fsdp):
-    assert ranks(1)(splits, device) == [(fsdp, True)]
+def test_on_an_accelerator_the_waits_of_fsdp2_are_seen_by_no_hook(ranks):
+    assert ranks(1)(splits) == [{"cpu": (True, True), "cuda": (False, True)}]

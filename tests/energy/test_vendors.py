@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from phantom_parallel.energy import Component, EnergyMeter, Provenance, discover
+from phantom_parallel.energy import EnergyMeter, Provenance, discover
+from phantom_parallel.energy.results import Component
 from phantom_parallel.energy.sensors import probe_amd, probe_nvidia
 from tests.energy.simulated import FakeAmdSmi, FakeClock, FakeNvml
 
@@ -22,7 +23,7 @@ def test_nvidia_counts_the_energy_counter_in_millijoules():
         nvml.energy["GPU-a"] += 400_000
         nvml.energy["GPU-b"] += 123_456
     assert window.joules == pytest.approx(523.456, abs=1e-9)
-    assert window.result.provenance is Provenance.COUNTER
+    assert window.result.total.provenance is Provenance.COUNTER
     assert [row.sensor for row in window.result.rows] == ["nvidia/GPU-a", "nvidia/GPU-b"]
 
 
@@ -48,34 +49,6 @@ def test_a_rank_counts_its_own_gpu_alone(device, counted, rocm, monkeypatch):
     assert gpus_of(device, monkeypatch, rocm=rocm) == [sensors[index] for index in counted]
 
 
-def test_nvidia_integrates_power_only_where_there_is_no_counter_and_says_so():
-    nvml, clock = FakeNvml({"GPU-new": 1, "GPU-old": None}, watts=50.0), FakeClock()
-    meter = metered(probe_nvidia(nvml=nvml, clock=clock), clock)
-    assert meter._reader.period == pytest.approx(0.1)
-    with meter.window("load") as window:
-        meter._reader.stop()  # the test is the sampler
-        for watts in (50.0, 50.0, 150.0, 150.0):  # trapezoids: 25 + 50 + 75 J
-            nvml.watts = watts
-            clock.now += 0.5
-            meter._reader.read(fresh=False)
-        nvml.energy["GPU-new"] += 7_000
-    kinds = {total.provenance: total.joules for total in window.result.totals()}
-    assert kinds == {Provenance.COUNTER: 7.0, Provenance.INTEGRATED_POWER: 175.0}
-    assert window.joules == 7.0  # the two are never added
-    assert window.result.total.excluded == ("GPU 1 NVIDIA H100 (integrated_power)",)
-    assert "without GPU 1" in str(window.result)
-
-
-def test_power_that_was_not_sampled_is_not_guessed():
-    nvml, clock = FakeNvml({"GPU-old": None}), FakeClock()
-    meter = metered(probe_nvidia(nvml=nvml, clock=clock), clock)
-    with meter.window("load") as window:
-        meter._reader.stop()
-        clock.now += 30.0
-    assert window.joules is None
-    assert "no power sample for 30 s" in window.result.reason
-
-
 def test_nvidia_failures_are_named(tmp_path):
     nvml, clock = FakeNvml({"GPU-a": 1}), FakeClock()
     probe = probe_nvidia(nvml=nvml, clock=clock)
@@ -83,7 +56,9 @@ def test_nvidia_failures_are_named(tmp_path):
         clock.now += 2.0
         nvml.broken = "GPU is lost"
     assert window.joules is None
-    assert "GPU is lost" in window.result.reason
+    assert "GPU is lost" in window.result.total.reason
+    old = probe_nvidia(nvml=FakeNvml({"GPU-old": None}))
+    assert (old.sources, old.problems) == ((), ("NVIDIA GPU 0: Not Supported",))
     assert probe_nvidia(nvml=nvml, driver=tmp_path).problems == ("NVML does not start: GPU is lost",)
     assert probe_nvidia(nvml=nvml, driver=tmp_path / "none").hints == ("NVIDIA GPUs: no driver is loaded",)
 

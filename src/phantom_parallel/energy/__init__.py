@@ -3,35 +3,9 @@
 Every figure has a provenance (counter, integrated_power, modelled, unavailable) and a scope (device, node).
 """
 
-from phantom_parallel.energy.meter import EnergyMeter, Window
+from phantom_parallel.energy.meter import EnergyMeter
 from phantom_parallel.energy.power import PowerProfile, load_power_profile
-from phantom_parallel.energy.results import (
-    Component,
-    EnergyTotal,
-    Provenance,
-    Scope,
-    SensorEnergy,
-    TimeSplit,
-    WindowResult,
-    format_joules,
-    format_share,
-)
-from phantom_parallel.energy.sensors import Discovery, discover
+from phantom_parallel.energy.results import Provenance, Scope, WindowResult
+from phantom_parallel.energy.sensors import discover
 
-__all__ = [
-    "Component",
-    "Discovery",
-    "EnergyMeter",
-    "EnergyTotal",
-    "PowerProfile",
-    "Provenance",
-    "Scope",
-    "SensorEnergy",
-    "TimeSplit",
-    "Window",
-    "WindowResult",
-    "discover",
-    "format_joules",
-    "format_share",
-    "load_power_profile",
-]
+__all__ = ["EnergyMeter", "PowerProfile", "Provenance", "Scope", "WindowResult", "discover", "load_power_profile"]

@@ -24,14 +24,15 @@ import torch.distributed as dist
 from phantom_parallel.distributed.objects import all_gather_objects, barrier
 from phantom_parallel.energy.power import PowerProfile, load_power_profile
 from phantom_parallel.energy.results import Component, Provenance, Scope, SensorEnergy, TimeSplit, WindowResult
-from phantom_parallel.energy.sensors import (
+from phantom_parallel.energy.sensors import discover
+from phantom_parallel.energy.sensors.base import (
     Clock,
     Discovery,
+    EnergySample,
     ReadFailure,
     SensorReading,
     SensorSource,
     SensorSpec,
-    discover,
 )
 from phantom_parallel.energy.time_split import Timer, TimeSplitRecorder, TimeTotals, timer_for
 
@@ -67,29 +68,21 @@ Available = tuple[Host, tuple[SensorSpec, ...]]  # a rank's host, and the sensor
 def assign_sensors(available: Sequence[Available], rank: int) -> dict[str, bool]:
     """Return the ids of the sensors that ``rank`` reads, each with whether it is part of totals.
 
-    A rank reads those that no lower rank can. Of several sources for a component of a host, the best is counted.
-
-    Args:
-        available: what each rank can read, in rank order.
-        rank: the rank to assign sensors to.
+    ``available`` is what each rank can read, in rank order. A rank reads those that no lower rank of its host can. Of
+    several sources for a component of a host, the best is counted.
     """
 
     def priority(spec: SensorSpec) -> int:
         return SOURCE_PRIORITY.index(spec.source) if spec.source in SOURCE_PRIORITY else len(SOURCE_PRIORITY)
 
-    host, specs = available[rank]
-    on_host = [
-        (other, spec)
-        for other, (its_host, its_specs) in enumerate(available)
-        if its_host.key == host.key
-        for spec in its_specs
-    ]
-    taken = {spec.id for other, spec in on_host if other < rank}
+    key = available[rank][0].key
+    on_host = [spec for host, specs in available if host.key == key for spec in specs]
+    taken = {spec.id for host, specs in available[:rank] if host.key == key for spec in specs}
     best: dict[tuple[Component, Scope], int] = {}
-    for _, spec in on_host:
-        measured = spec.component, spec.scope
-        best[measured] = min(best.get(measured, len(SOURCE_PRIORITY)), priority(spec))
-    return {spec.id: priority(spec) == best[spec.component, spec.scope] for spec in specs if spec.id not in taken}
+    for spec in sorted(on_host, key=priority):
+        best.setdefault((spec.component, spec.scope), priority(spec))
+    own = [spec for spec in available[rank][1] if spec.id not in taken]
+    return {spec.id: priority(spec) == best[spec.component, spec.scope] for spec in own}
 
 
 class SensorReader:
@@ -188,9 +181,7 @@ class EnergyMeter:
         device: the device of this rank, which is synchronized at the ends of windows. Default: the current accelerator
             of torch, or the CPU.
         sources: the sensors to use. Default: those that :func:`discover` finds for ``device``.
-        clock: for simulation. Default: the clock of the process.
-        host: for simulation. Default: this machine.
-        timer: for simulation. Default: the timer of the device.
+        clock, host, timer: for simulation. Default: those of this process, machine and device.
 
     Example::
 
@@ -231,15 +222,10 @@ class EnergyMeter:
         self._recorder: TimeSplitRecorder | None = None
         if time_split or profile is not None:
             self._recorder = TimeSplitRecorder(self.device.type, timer or timer_for(self.device, clock))
-        self._counted = self._assign_sensors()
+        gathered = all_gather_objects(msgspec.to_builtins((self.host, self.discovery.specs)), group)
+        self._counted = assign_sensors([msgspec.convert(plain, Available) for plain in gathered], self._rank)
         self._reader = SensorReader(self.discovery.sources, list(self._counted))
         self._open: list[Window] = []
-
-    def _assign_sensors(self) -> dict[str, bool]:
-        """Agree with the other ranks on which of them reads which sensor."""
-        own = msgspec.to_builtins((self.host, self.discovery.specs))
-        gathered = all_gather_objects(own, self._group)
-        return assign_sensors([msgspec.convert(plain, Available) for plain in gathered], self._rank)
 
     @contextmanager
     def window(self, name: str) -> Iterator[Window]:
@@ -291,16 +277,8 @@ class EnergyMeter:
             barrier(self._group)
             last = self._reader.read(fresh=True)
             rows = tuple(self._sensor_energy(spec, readings[spec.id], last[spec.id]) for spec in self._reader.specs)
-            measurement = RankMeasurement(
-                window.path,
-                self.scope,
-                self.host.name,
-                self._clock() - start,
-                rows,
-                window._steps,
-                busy_seconds,
-                self.profile,
-            )
+            at = window.path, self.scope, self.host.name, self._clock() - start
+            measurement = RankMeasurement(*at, rows, window._steps, busy_seconds, self.profile)
             gathered = all_gather_objects(msgspec.to_builtins(measurement), self._group)
             return merge_ranks([msgspec.convert(plain, RankMeasurement) for plain in gathered])
 
@@ -333,20 +311,19 @@ class EnergyMeter:
 
 def _difference(before: SensorReading, after: SensorReading) -> tuple[float | None, float, str]:
     """Return joules, seconds and, if there are no joules, the reason."""
-    if isinstance(before, ReadFailure):
-        return None, 0.0, before.reason
-    if isinstance(after, ReadFailure):
-        return None, 0.0, after.reason
+    for reading in (before, after):
+        if isinstance(reading, ReadFailure):
+            return None, 0.0, reading.reason
+    assert isinstance(before, EnergySample)
+    assert isinstance(after, EnergySample)
     joules, seconds = after.joules - before.joules, after.seconds - before.seconds
     if before.epoch != after.epoch:
-        reason = f"void: the counter was interrupted within the window, from {before.epoch!r} to {after.epoch!r}"
-    elif joules == 0:
-        reason = f"the counter did not move in {seconds:.3g} s: it is stalled, or slower than the window"
-    elif joules < 0:
-        reason = f"void: the counter fell by {-joules:.6g} J within the window"
-    else:
-        return joules, seconds, ""
-    return None, seconds, reason
+        return None, seconds, f"void: the counter was interrupted within the window: {after.epoch}"
+    if joules == 0:
+        return None, seconds, f"the counter did not move in {seconds:.3g} s: it is stalled, or slower than the window"
+    if joules < 0:
+        return None, seconds, f"void: the counter fell by {-joules:.6g} J within the window"
+    return joules, seconds, ""
 
 
 def merge_ranks(measurements: Sequence[RankMeasurement]) -> WindowResult:
@@ -358,9 +335,8 @@ def merge_ranks(measurements: Sequence[RankMeasurement]) -> WindowResult:
     seconds = max(measurement.seconds for measurement in measurements)
     rows = [row for measurement in measurements for row in measurement.rows]
     time_splits = []
-    for rank, measurement in enumerate(measurements):
-        if measurement.busy_seconds is None:
-            continue
+    for rank, measurement in enumerate(measurements if first.busy_seconds is not None else ()):
+        assert measurement.busy_seconds is not None
         compute, communication = measurement.busy_seconds
         # A rank that finished before the slowest one was idle for the rest of the window.
         idle = max(seconds - compute - communication, 0.0)

@@ -33,14 +33,6 @@ POLLED_TIME = (
 class PowerProfile:
     """Power that one rank draws in each of the states that the time split tells apart.
 
-    Args:
-        name: identifies the profile in results and reports.
-        compute_watts: power while the rank computes.
-        communication_watts: power while the rank is blocked in the wait for a collective. It is neither idle nor full
-            power, so it should be measured.
-        idle_watts: power while the rank has nothing to do: between steps, or finished before the slowest rank.
-        source: where the watts come from (a measurement, a data sheet, an assumption), reported with every figure.
-
     Example::
 
         profile = PowerProfile("mine", 340.0, 160.0, 48.0, source="measured with a wall meter")
@@ -49,9 +41,9 @@ class PowerProfile:
 
     name: str
     compute_watts: float
-    communication_watts: float
-    idle_watts: float
-    source: str
+    communication_watts: float  # blocked in the wait for a collective: neither idle nor full power, to be measured
+    idle_watts: float  # between steps, or finished before the slowest rank
+    source: str  # of the watts (a measurement, a data sheet, an assumption), reported with every figure
 
     def __post_init__(self) -> None:
         for field in ("compute_watts", "communication_watts", "idle_watts"):
@@ -96,13 +88,8 @@ def load_power_profile(name: str | None = None, ranks: int = 1) -> PowerProfile:
             the assumed power of a CPU core.
         ranks: how many ranks compute at the same time. CPU cores are shared by the ranks of a host.
     """
-    if name is None or name == ASSUMED_CORE:
-        return assumed_cpu_profile(ranks)
-    return PowerProfile.from_hardware(load_profile(name))
-
-
-def assumed_cpu_profile(ranks: int = 1) -> PowerProfile:
-    """Return the assumed power of each of ``ranks`` ranks on CPUs: that of a core times the cores of a rank."""
+    if name is not None and name != ASSUMED_CORE:
+        return PowerProfile.from_hardware(load_profile(name))
     cores = cores_per_rank(ranks)
     source = (
         f"assumed, not measured: a CPU core draws {CORE_COMPUTE_WATTS:g} W in compute, {CORE_COMMUNICATION_WATTS:g} W "

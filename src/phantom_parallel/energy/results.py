@@ -15,7 +15,7 @@ class Provenance(StrEnum):
     """How a figure in joules was obtained. Figures of different provenance are never added."""
 
     COUNTER = "counter"  # difference of a hardware energy counter
-    INTEGRATED_POWER = "integrated_power"  # sampled power, integrated by the meter
+    INTEGRATED_POWER = "integrated_power"  # sampled power, integrated by a sensor of another package
     MODELLED = "modelled"  # measured seconds times the watts of a power profile
     UNAVAILABLE = "unavailable"  # no figure
 
@@ -136,11 +136,7 @@ class WindowResult:
     ranks: int = 1
 
     def totals(self, scope: Scope | None = None) -> tuple[EnergyTotal, ...]:
-        """Return one total for each scope and provenance that has rows, the best provenance first.
-
-        Args:
-            scope: restricts the totals to one scope. Default: all scopes.
-        """
+        """Return one total for each scope (or ``scope`` alone) and provenance, the best provenance first."""
         scopes = list(Scope) if scope is None else [scope]
         return tuple(total for scope in scopes for total in _totals(self.rows, scope, self.seconds))
 
@@ -159,22 +155,6 @@ class WindowResult:
         return self.total.joules
 
     @property
-    def mean_watts(self) -> float | None:
-        return self.total.mean_watts
-
-    @property
-    def provenance(self) -> Provenance:
-        return self.total.provenance
-
-    @property
-    def valid(self) -> bool:
-        return self.total.valid
-
-    @property
-    def reason(self) -> str:
-        return self.total.reason
-
-    @property
     def mean_time_split(self) -> TimeSplit | None:
         """The mean over ranks, with rank -1; None if the time split was not measured."""
         if not self.time_splits:
@@ -189,7 +169,7 @@ class WindowResult:
         for row, record in zip(self.rows, plain["rows"], strict=True):
             record["watts"] = row.watts
         plain["totals"] = [asdict(total) | {"mean_watts": total.mean_watts} for total in self.totals()]
-        plain["total"] = asdict(self.total) | {"mean_watts": self.mean_watts}
+        plain["total"] = asdict(self.total) | {"mean_watts": self.total.mean_watts}
         return plain
 
     def __str__(self) -> str:

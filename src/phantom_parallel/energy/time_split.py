@@ -15,7 +15,7 @@ Python started for something else, such as writing a checkpoint, waits beside th
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -95,8 +95,7 @@ class TimeCategory(Enum):
     STEP = "step"
     WAIT_IN_STEP = "wait in step"
     WAIT_OUTSIDE = "wait outside"
-    METER_IN_STEP = "meter in step"
-    METER_OUTSIDE = "meter outside"
+    METER = "meter"  # its barriers and readings, which belong to no step
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,8 @@ class TimeTotals:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds inside steps, without those of the meter."""
-        return self.seconds[TimeCategory.STEP] - self.seconds[TimeCategory.METER_IN_STEP]
+        """Seconds inside steps."""
+        return self.seconds[TimeCategory.STEP]
 
     @property
     def blocked_seconds(self) -> float:
@@ -123,26 +122,12 @@ class TimeTotals:
         """Return the compute and communication seconds of a window whose body took ``body_seconds``."""
         communication = self.blocked_seconds + self.seconds[TimeCategory.WAIT_OUTSIDE]
         if self.step_seconds > 0:
-            compute = self.step_seconds - self.blocked_seconds
-        else:
-            metered = self.seconds[TimeCategory.METER_IN_STEP] + self.seconds[TimeCategory.METER_OUTSIDE]
-            compute = body_seconds - communication - metered
-        return max(compute, 0.0), communication
+            return max(self.step_seconds - self.blocked_seconds, 0.0), communication
+        return max(body_seconds - communication - self.seconds[TimeCategory.METER], 0.0), communication
 
 
 class TimeSplitRecorder:
-    """Records steps, and the waits for tensors on one type of device, between :meth:`start` and :meth:`stop`.
-
-    Example::
-
-        recorder = TimeSplitRecorder("cpu", HostTimer())
-        recorder.start()
-        before = recorder.totals()
-        with recorder.step():
-            train_step()
-        print(recorder.totals().since(before).blocked_seconds)
-        recorder.stop()
-    """
+    """Records steps, and the waits for tensors on one type of device, between :meth:`start` and :meth:`stop`."""
 
     def __init__(self, device_type: str, timer: Timer) -> None:
         self._device_type, self._timer = device_type, timer
@@ -176,13 +161,21 @@ class TimeSplitRecorder:
     @contextmanager
     def meter_time(self) -> Iterator[None]:
         """Context manager around the meter's barriers and readings, which are idle time for the program."""
+        self._interrupt_step()
         start, self._in_meter = self._timer.mark(), True
         try:
             yield
         finally:
             self._in_meter = False
-            in_step = self._step_start is not None
-            self._record(TimeCategory.METER_IN_STEP if in_step else TimeCategory.METER_OUTSIDE, start)
+            self._record(TimeCategory.METER, start)
+            if self._step_start is not None:
+                self._step_start = self._timer.mark()
+
+    def _interrupt_step(self) -> None:
+        """Record the part of an open step until now, and begin the next part."""
+        if self._step_start is not None:
+            self._record(TimeCategory.STEP, self._step_start)
+            self._step_start = self._timer.mark()
 
     def begin_wait(self) -> Any:
         # Autograd's threads are started by C++: Python represents them by dummies.
@@ -197,9 +190,7 @@ class TimeSplitRecorder:
 
     def totals(self) -> TimeTotals:
         """Return the totals so far. Waits for the device."""
-        if self._step_start is not None:  # a window that opens or closes inside a step gets its part of the step
-            self._record(TimeCategory.STEP, self._step_start)
-            self._step_start = self._timer.mark()
+        self._interrupt_step()  # a window that opens or closes inside a step gets its part of the step
         self._sum_pending(wait=True)
         return TimeTotals(dict(self._sums))
 
@@ -231,34 +222,29 @@ def observe_waits(device_type: str, observer: WaitObserver) -> Iterator[None]:
     ``_c10d_functional::wait_tensor``: a Python kernel goes in front of the backend's own. ``torch.distributed`` waits
     through ``Work.wait``, which is wrapped. This costs a few microseconds per wait, and nothing without observers.
     """
-    if not _observers:
-        dist.Work.wait = _observed_work_wait  # type: ignore[assignment, method-assign]
-    if device_type not in _observers:
-        _observers[device_type] = []
+    if device_type not in _libraries:
         _libraries[device_type] = _install_kernel(device_type)
-    _observers[device_type].append(observer)
+    dist.Work.wait = _observed_work_wait  # type: ignore[assignment, method-assign]
+    _observers.append(observer)
     try:
         yield
     finally:
-        _observers[device_type].remove(observer)
-        if not _observers[device_type]:
-            _libraries.pop(device_type)._destroy()
-            del _observers[device_type]
+        _observers.remove(observer)
         if not _observers:
             dist.Work.wait = _work_wait  # type: ignore[method-assign]
+            while _libraries:
+                _libraries.popitem()[1]._destroy()
 
 
-# By type of device. The hooks are those of the process, and so are these.
-_observers: dict[str, list[WaitObserver]] = {}
-_libraries: dict[str, torch.library.Library] = {}
+# The hooks are those of the process, and so are these.
+_observers: list[WaitObserver] = []
+_libraries: dict[str, torch.library.Library] = {}  # by type of device
 _work_wait = dist.Work.wait
 
 
 def _install_kernel(device_type: str) -> torch.library.Library:
-    observers = _observers[device_type]
-
     def wait(keyset: Any, tensor: Tensor) -> Tensor:
-        return _observed(observers, lambda: _wait_tensor.redispatch(_ANY_BACKEND, tensor))
+        return _observed(lambda: _wait_tensor.redispatch(_ANY_BACKEND, tensor))
 
     library = torch.library.Library("_c10d_functional", "IMPL")
     library.impl("wait_tensor", wait, torch._C._dispatch_key_for_device(device_type), with_keyset=True)
@@ -266,13 +252,11 @@ def _install_kernel(device_type: str) -> torch.library.Library:
 
 
 def _observed_work_wait(work: dist.Work, *args: Any, **kwargs: Any) -> bool:
-    # A work does not say which device it is for, so observers of every device type are called.
-    observers = [observer for registered in _observers.values() for observer in registered]
-    return _observed(observers, lambda: _work_wait(work, *args, **kwargs))
+    return _observed(lambda: _work_wait(work, *args, **kwargs))
 
 
-def _observed(observers: Iterable[WaitObserver], wait: Callable[[], T]) -> T:
-    marks = [(observer, observer.begin_wait()) for observer in observers]
+def _observed(wait: Callable[[], T]) -> T:
+    marks = [(observer, observer.begin_wait()) for observer in _observers]
     try:
         return wait()
     finally:

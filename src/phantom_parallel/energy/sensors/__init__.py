@@ -9,33 +9,10 @@ from pathlib import Path
 
 import torch
 
-from phantom_parallel.energy.sensors.base import (
-    Clock,
-    Discovery,
-    EnergySample,
-    ReadFailure,
-    SensorReading,
-    SensorSource,
-    SensorSpec,
-)
+from phantom_parallel.energy.sensors.base import Clock, Discovery
 from phantom_parallel.energy.sensors.cray import PM_COUNTERS, probe_cray
 from phantom_parallel.energy.sensors.gpus import probe_amd, probe_nvidia
 from phantom_parallel.energy.sensors.rapl import POWERCAP, probe_rapl
-
-__all__ = [
-    "Clock",
-    "Discovery",
-    "EnergySample",
-    "ReadFailure",
-    "SensorReading",
-    "SensorSource",
-    "SensorSpec",
-    "discover",
-    "probe_amd",
-    "probe_cray",
-    "probe_nvidia",
-    "probe_rapl",
-]
 
 ENTRY_POINTS = "phantom_parallel.sensors"
 

@@ -4,7 +4,7 @@ A probe is a function ``probe(device, *, clock) -> Discovery``. Those of this pa
 add their own as entry points of the group ``phantom_parallel.sensors``.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -19,25 +19,15 @@ MIN_UPDATES = 10
 
 @dataclass(frozen=True)
 class SensorSpec:
-    """Description of one physical sensor.
+    """Description of one physical sensor."""
 
-    Args:
-        id: ``SOURCE/NAME``, unique on its host.
-        label: for display.
-        component: what the sensor measures.
-        scope: how much of the machine it covers.
-        provenance: how its joules are obtained.
-        resolution_seconds: seconds between updates of its value.
-        max_unread_seconds: how long it may go unread before it loses count; None if it never does.
-    """
-
-    id: str
+    id: str  # SOURCE/NAME, unique on its host
     label: str
     component: Component
     scope: Scope
     provenance: Provenance
-    resolution_seconds: float
-    max_unread_seconds: float | None = None
+    resolution_seconds: float  # between updates of its value
+    max_unread_seconds: float | None = None  # after which it loses count; None if it never does
 
     @property
     def source(self) -> str:
@@ -67,6 +57,7 @@ class ReadFailure:
 
 
 SensorReading = EnergySample | ReadFailure
+ReadCounter = Callable[[float], EnergySample]  # from the time of the reading
 
 
 class SensorSource(Protocol):
@@ -75,14 +66,28 @@ class SensorSource(Protocol):
     specs: tuple[SensorSpec, ...]
 
     def read(self, ids: Collection[str], *, fresh: bool = True) -> dict[str, SensorReading]:
-        """Read the sensors ``ids``.
-
-        Args:
-            ids: which of ``specs`` to read.
-            fresh: whether to wait for the next update where the source knows when it arrives. The ends of windows need
-                this; reads in between do not.
-        """
+        """Read the sensors ``ids``; with ``fresh`` after the next update, where the source knows when it arrives."""
         ...
+
+
+class CounterSource:
+    """Sensors of which each is read by a function of the time; ``errors`` are what these functions raise."""
+
+    def __init__(
+        self, counters: Mapping[SensorSpec, ReadCounter], errors: tuple[type[Exception], ...], clock: Clock
+    ) -> None:
+        self.specs = tuple(counters)
+        self._counters = {spec.id: read for spec, read in counters.items()}
+        self._errors, self._clock = errors, clock
+
+    def read(self, ids: Collection[str], *, fresh: bool = True) -> dict[str, SensorReading]:
+        readings: dict[str, SensorReading] = {}
+        for name in ids:
+            try:
+                readings[name] = self._counters[name](self._clock())
+            except self._errors as error:
+                readings[name] = ReadFailure(str(error))
+        return readings
 
 
 @dataclass(frozen=True)

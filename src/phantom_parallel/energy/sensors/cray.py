@@ -79,12 +79,7 @@ def probe_cray(
 ) -> Discovery:
     """Look for pm_counters in the directory ``root``.
 
-    Args:
-        root: the directory.
-        accelerators: whether to include the node's accelerators. Their numbers do not identify torch's devices, so it
-            is all of them or none.
-        clock: takes the time of readings.
-        sleep: waits for the next update.
+    Numbers of ``accelerators`` do not identify torch's devices, so it is all of the node's or none.
     """
     if not (root / "energy").exists():
         return Discovery()  # no hint: they cannot be installed, they belong to the machine

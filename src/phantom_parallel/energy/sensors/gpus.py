@@ -1,7 +1,6 @@
 """GPUs: NVIDIA's through nvidia-ml-py (``pynvml``), AMD's through amdsmi.
 
-NVIDIA   total energy in millijoules since the driver was loaded. GPUs before Volta have no such counter: for those,
-         power is sampled and integrated, with that provenance.
+NVIDIA   total energy in millijoules since the driver was loaded.
 AMD      the energy accumulator times its resolution, in microjoules. An MI250X is a package of two dies, which torch
          sees as two devices. It has one counter, reported by the first die, so it is one sensor.
 
@@ -11,7 +10,6 @@ built for none.
 
 import importlib
 import time
-from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,59 +19,18 @@ import torch
 from phantom_parallel.energy.results import Component, Provenance, Scope
 from phantom_parallel.energy.sensors.base import (
     Clock,
+    CounterSource,
     Discovery,
     EnergySample,
-    ReadFailure,
-    SensorReading,
+    ReadCounter,
     SensorSpec,
 )
 
 COUNTER_SECONDS = 0.1  # the slowest update that has been observed
-SAMPLE_SECONDS = 0.1  # seconds between power samples
-MAX_GAP_SECONDS = 1.0  # over a longer gap, the power in between would be a guess
 NVIDIA_DRIVER, AMD_DRIVER = Path("/proc/driver/nvidia"), Path("/dev/kfd")
 NVIDIA_INSTALL = "NVIDIA GPUs: pip install nvidia-ml-py"
 AMD_INSTALL = "AMD GPUs: install amdsmi, of the same release as ROCm (pip install amdsmi)"
 TWO_DIES = "MI250"  # part of the market name of packages with two dies
-
-ReadTotal = Callable[[float], EnergySample]  # from the time of the reading
-
-
-class GpuSource:
-    """Reads the counters of GPUs, each by a function; ``error`` is what these raise."""
-
-    def __init__(self, totals: Mapping[SensorSpec, ReadTotal], error: type[Exception], clock: Clock) -> None:
-        self.specs = tuple(totals)
-        self._totals = {spec.id: read for spec, read in totals.items()}
-        self._error, self._clock = error, clock
-
-    def read(self, ids: Collection[str], *, fresh: bool = True) -> dict[str, SensorReading]:
-        readings: dict[str, SensorReading] = {}
-        for name in ids:
-            try:
-                readings[name] = self._totals[name](self._clock())
-            except self._error as error:
-                readings[name] = ReadFailure(str(error))
-        return readings
-
-
-class PowerIntegrator:
-    """Trapezoidal rule over power samples, as a running total of joules. ``watts`` reads the power."""
-
-    def __init__(self, watts: Callable[[], float]) -> None:
-        self._watts, self._joules, self._epoch = watts, 0.0, "sampled power"
-        self._last: tuple[float, float] | None = None
-
-    def __call__(self, now: float) -> EnergySample:
-        watts = self._watts()
-        if self._last is not None:
-            last_time, last_watts = self._last
-            elapsed = now - last_time
-            self._joules += elapsed * (last_watts + watts) / 2
-            if elapsed > MAX_GAP_SECONDS:
-                self._epoch = f"no power sample for {elapsed:.3g} s up to {now:.3f}"
-        self._last = (now, watts)
-        return EnergySample(now, self._joules, self._epoch)
 
 
 def probe_nvidia(
@@ -83,58 +40,47 @@ def probe_nvidia(
     clock: Clock = time.perf_counter,
     driver: Path = NVIDIA_DRIVER,
 ) -> Discovery:
-    """Look for the NVIDIA GPU of a rank.
+    """Look for the NVIDIA GPU of a rank, or without a device for every GPU that torch sees.
 
-    Args:
-        device: the rank's device. Default: None, every GPU that torch sees.
-        nvml: the module to use. Default: ``pynvml``.
-        clock: takes the time of readings.
-        driver: exists if the NVIDIA driver is loaded.
+    ``nvml`` is the module ``pynvml``, and ``driver`` exists if the NVIDIA driver is loaded.
     """
-    if nvml is None:
-        try:
-            nvml = importlib.import_module("pynvml")
-        except ImportError:
-            if driver.exists():
-                return Discovery(problems=(f"{driver} exists, but pynvml is not installed; {NVIDIA_INSTALL}",))
-            return Discovery(hints=(NVIDIA_INSTALL,))
+    try:
+        nvml = nvml or importlib.import_module("pynvml")
+    except ImportError:
+        return _missing(driver, f"{driver} exists, but pynvml is not installed; {NVIDIA_INSTALL}", NVIDIA_INSTALL)
     try:
         nvml.nvmlInit()
         count = nvml.nvmlDeviceGetCount()
     except nvml.NVMLError as error:
-        if driver.exists():
-            return Discovery(problems=(f"NVML does not start: {error}",))
-        return Discovery(hints=("NVIDIA GPUs: no driver is loaded",))
+        return _missing(driver, f"NVML does not start: {error}", "NVIDIA GPUs: no driver is loaded")
     own = _torch_gpus(device, rocm=False)
     uuids = None if own is None else {f"GPU-{gpu.uuid}" for gpu in own}
-    totals: dict[SensorSpec, ReadTotal] = {}
+    counters: dict[SensorSpec, ReadCounter] = {}
     problems = []
     for index in range(count):
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             uuid = nvml.nvmlDeviceGetUUID(handle)
             if uuids is None or uuid in uuids:
-                spec, read = _nvidia_sensor(nvml, handle, f"nvidia/{uuid}", f"GPU {index}")
-                totals[spec] = read
+                read = partial(_read_nvidia, nvml, handle)
+                read(clock())
+                counters[_spec(f"nvidia/{uuid}", f"GPU {index} {nvml.nvmlDeviceGetName(handle)}")] = read
         except nvml.NVMLError as error:
             problems.append(f"NVIDIA GPU {index}: {error}")
-    return Discovery((GpuSource(totals, nvml.NVMLError, clock),) if totals else (), tuple(problems))
+    return Discovery((CounterSource(counters, (nvml.NVMLError,), clock),) if counters else (), tuple(problems))
 
 
-def _nvidia_sensor(nvml: Any, handle: Any, name: str, label: str) -> tuple[SensorSpec, ReadTotal]:
-    label = f"{label} {nvml.nvmlDeviceGetName(handle)}"
-    try:
-        nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-    except nvml.NVMLError_NotSupported:
-        nvml.nvmlDeviceGetPowerUsage(handle)  # raises if there is no power reading either
-        method = Provenance.INTEGRATED_POWER, SAMPLE_SECONDS, MAX_GAP_SECONDS
-        integrator = PowerIntegrator(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3)
-        return SensorSpec(name, label, Component.GPU, Scope.DEVICE, *method), integrator
+def _spec(name: str, label: str) -> SensorSpec:
+    return SensorSpec(name, label, Component.GPU, Scope.DEVICE, Provenance.COUNTER, COUNTER_SECONDS)
 
-    def read(now: float) -> EnergySample:
-        return EnergySample(now, nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3)
 
-    return SensorSpec(name, label, Component.GPU, Scope.DEVICE, Provenance.COUNTER, COUNTER_SECONDS), read
+def _missing(driver: Path, problem: str, hint: str) -> Discovery:
+    """A library that cannot be used is a problem where its driver is loaded."""
+    return Discovery(problems=(problem,)) if driver.exists() else Discovery(hints=(hint,))
+
+
+def _read_nvidia(nvml: Any, handle: Any, now: float) -> EnergySample:
+    return EnergySample(now, nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3)
 
 
 def probe_amd(
@@ -145,13 +91,10 @@ def probe_amd(
     driver: Path = AMD_DRIVER,
 ) -> Discovery:
     """Look for the AMD GPU, or package of two dies, of a rank. Like :func:`probe_nvidia`; ``smi`` is ``amdsmi``."""
-    if smi is None:
-        try:
-            smi = importlib.import_module("amdsmi")
-        except (ImportError, OSError, KeyError) as error:  # the last two if it cannot load the ROCm library
-            if driver.exists():
-                return Discovery(problems=(f"{driver} exists, but amdsmi does not load ({error}); {AMD_INSTALL}",))
-            return Discovery(hints=(AMD_INSTALL,))
+    try:
+        smi = smi or importlib.import_module("amdsmi")
+    except (ImportError, OSError, KeyError) as error:  # the last two if it cannot load the ROCm library
+        return _missing(driver, f"{driver} exists, but amdsmi does not load ({error}); {AMD_INSTALL}", AMD_INSTALL)
     try:
         smi.amdsmi_init()
         dies = sorted(
@@ -160,13 +103,11 @@ def probe_amd(
         )
         packages = _packages(smi, dies)
     except smi.AmdSmiException as error:
-        if driver.exists():
-            remedy = f"the user must be in the groups that own {driver} (usually render and video)"
-            return Discovery(problems=(f"amdsmi does not start: {error}; {remedy}",))
-        return Discovery(hints=("AMD GPUs: no driver is loaded",))
+        remedy = f"the user must be in the groups that own {driver} (usually render and video)"
+        return _missing(driver, f"amdsmi does not start: {error}; {remedy}", "AMD GPUs: no driver is loaded")
     own = _torch_gpus(device, rocm=True)
     addresses = own and {f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}" for gpu in own}
-    totals: dict[SensorSpec, ReadTotal] = {}
+    counters: dict[SensorSpec, ReadCounter] = {}
     problems = []
     for number, package in enumerate(packages):
         if addresses is not None and not any(bdf.rsplit(".", 1)[0] in addresses for bdf, _ in package):
@@ -179,9 +120,8 @@ def probe_amd(
         except smi.AmdSmiException as error:
             problems.append(f"{label}: no energy counter: {error}")
             continue
-        spec = SensorSpec(f"amd/{bdf}", label, Component.GPU, Scope.DEVICE, Provenance.COUNTER, COUNTER_SECONDS)
-        totals[spec] = read
-    return Discovery((GpuSource(totals, smi.AmdSmiException, clock),) if totals else (), tuple(problems))
+        counters[_spec(f"amd/{bdf}", label)] = read
+    return Discovery((CounterSource(counters, (smi.AmdSmiException,), clock),) if counters else (), tuple(problems))
 
 
 def _packages(smi: Any, dies: list[tuple[str, Any]]) -> list[list[tuple[str, Any]]]:

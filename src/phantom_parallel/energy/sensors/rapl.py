@@ -12,17 +12,15 @@ packages and is left out.
 
 import re
 import time
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from phantom_parallel.energy.results import Component, Provenance, Scope
 from phantom_parallel.energy.sensors.base import (
     Clock,
+    CounterSource,
     Discovery,
     EnergySample,
-    ReadFailure,
-    SensorReading,
     SensorSpec,
     describe_os_error,
 )
@@ -47,8 +45,8 @@ class _Zone:
     total_uj: int = 0  # with wraps undone
     epoch: str = "uninterrupted"
 
-    def advance(self, now_uj: int, now: float) -> None:
-        elapsed = now - self.last_seconds
+    def read(self, now: float) -> EnergySample:
+        now_uj, elapsed = int(self.file.read_text()), now - self.last_seconds
         used_uj = now_uj - self.last_uj
         if used_uj < 0:
             used_uj += self.range_uj
@@ -58,29 +56,7 @@ class _Zone:
             self.epoch = f"unread for {elapsed:.3g} s at {now:.3f}: it may have wrapped more than once"
         self.total_uj += used_uj
         self.last_uj, self.last_seconds = now_uj, now
-
-
-class RaplSource:
-    """Reads the zones of one powercap tree."""
-
-    def __init__(self, zones: list[_Zone], clock: Clock) -> None:
-        self._zones = {zone.spec.id: zone for zone in zones}
-        self._clock = clock
-        self.specs = tuple(zone.spec for zone in zones)
-
-    def read(self, ids: Collection[str], *, fresh: bool = True) -> dict[str, SensorReading]:
-        readings: dict[str, SensorReading] = {}
-        for name in ids:
-            zone = self._zones[name]
-            try:
-                zone.advance(int(zone.file.read_text()), self._clock())
-            except OSError as error:
-                readings[name] = ReadFailure(describe_os_error(zone.file, error, REMEDY))
-            except ValueError as error:
-                readings[name] = ReadFailure(f"{zone.file}: {error}")
-            else:
-                readings[name] = EnergySample(zone.last_seconds, zone.total_uj / 1e6, zone.epoch)
-        return readings
+        return EnergySample(now, self.total_uj / 1e6, self.epoch)
 
 
 def probe_rapl(root: Path = POWERCAP, *, clock: Clock = time.perf_counter) -> Discovery:
@@ -102,7 +78,8 @@ def probe_rapl(root: Path = POWERCAP, *, clock: Clock = time.perf_counter) -> Di
             problems.append(f"{folder}: {error}")
         else:
             zones += [] if zone is None else [zone]
-    return Discovery((RaplSource(zones, clock),) if zones else (), tuple(problems))
+    source = CounterSource({zone.spec: zone.read for zone in zones}, (OSError, ValueError), clock)
+    return Discovery((source,) if zones else (), tuple(problems))
 
 
 def _open(folder: Path, clock: Clock) -> _Zone | None:
