@@ -3,14 +3,10 @@
 import io
 
 import pytest
-import torch
 from rich.console import Console
-from torch.distributed.device_mesh import init_device_mesh
 
-from phantom_parallel import GPT
 from phantom_parallel.cli.dryrun import message_table
 from phantom_parallel.cost.dryrun import Messages, dry_run, profile, profile_of
-from phantom_parallel.cost.ledger import Ledger
 from tests.cost.shapes import ffn
 from tests.families.gpt.test_cost import name_of, shape_of
 
@@ -35,27 +31,6 @@ def test_messages_are_those_of_the_code_that_runs(shape):
     found |= counts(profile_of(dry_run(shape.prefill()).ledger), "prefill")
     found |= counts(profile_of(dry_run(shape.decode()).ledger), "decode")
     assert found == expected
-
-
-def measured(strategy: str) -> list[Messages]:
-    """All-reduces only: on gloo the other exchanges are built from all-to-all."""
-    shape = shape_of(strategy, 2)
-    model = GPT(shape.prefill(8).model, mesh=init_device_mesh("cpu", (2,)))
-    tokens = torch.zeros(shape.batch, 5, dtype=torch.long)
-    with torch.no_grad(), Ledger() as ledger:
-        cache = model.new_cache(shape.batch)
-        with ledger.phase("prefill"):
-            model.logits(tokens, cache, last=True)
-        with ledger.phase("decode"):
-            model.logits(tokens[:, :1], cache, last=True)
-    return profile_of(ledger)
-
-
-def test_a_ledgers_own_phases(ranks):
-    expected = counts([row for row in profile(shape_of("megatron", 2)) if row.operation == "all_reduce"])
-    for rows in ranks(2)(measured, "megatron"):
-        found = counts([row for row in rows if row.operation == "all_reduce"])
-        assert found == {key: value for key, value in expected.items() if key[0] in ("prefill", "decode")}
 
 
 def test_a_layer_by_hand():

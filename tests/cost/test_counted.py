@@ -12,18 +12,17 @@ from phantom_parallel.cost.steps import build_step
 from phantom_parallel.families.ffn.cost import FFNShape
 from tests.cost.shapes import ffn
 
-ESTIMATED = 0.3  # relative error of the activations of fsdp and pipelines
 cached_dry_run = cache(dry_run)  # tests look at the same runs
 
 
-def count(shape: FFNShape) -> tuple[list[str], int, FFNShape]:
-    """Where the formulas differ from what this rank did, the bytes it kept, and the shape with its rank."""
+def count(shape: FFNShape) -> list[str]:
+    """Where the formulas differ from what this rank did."""
     mesh = init_device_mesh("cpu", (shape.dp, shape.ranks), mesh_dim_names=("dp", "tp"))
     shape = replace(shape, rank=mesh["tp"].get_local_rank())
     step = build_step(shape, mesh["tp"] if shape.ranks > 1 else None)
     ledger, memory = count_step(step, shape, mesh["dp"])
     wrong = differences(shape, ledger, native=False, root=type(step.model).__name__)
-    return wrong, memory.activations, shape
+    return wrong + memory_differences(shape, memory)
 
 
 def phantom(ranks: int, blocks: int, **settings) -> FFNShape:
@@ -41,37 +40,27 @@ def name_of(shape: FFNShape) -> str:
 
 SHAPES = [
     phantom(1, 4),
-    phantom(2, 2),
     phantom(2, 8, activation="gelu"),
-    phantom(4, 4, bias=False, input_grad=True),
-    phantom(4, 8, word_bytes=8, activation="tanh"),
+    phantom(4, 4, bias=False, input_grad=True, word_bytes=8, activation="tanh"),
     phantom(2, 4, dp=2),
-    phantom(4, 2, activation="gelu"),
     phantom(4, 2, input_grad=True, bias=False),
     phantom(8, 4),
     phantom(4, 2, dp=2),
     other("dense", 1),
     other("dense", 1, activation="silu", input_grad=True),
-    other("tensor", 2),
-    other("tensor", 4, activation="gelu", bias=False),
     other("tensor", 4, word_bytes=2, input_grad=True, activation="identity"),
     other("tensor", 2, dp=2),
     other("lowrank", 1, low_rank=4, activation="gelu"),
-    other("lowrank", 2, low_rank=4),
     other("lowrank", 4, low_rank=4, bias=False, input_grad=True, wire="int8"),
     other("lowrank", 2, low_rank=3, dp=2),
-    other("megatron", 2),
     other("megatron", 2, depth=2, activation="gelu"),
     other("megatron", 4, depth=4, bias=False, input_grad=True),
-    other("megatron", 2, dp=2),
     phantom(2, 4, in_features=16, out_features=8),
-    phantom(4, 4, in_features=64, activation="gelu", bias=False),
     phantom(4, 2, in_features=16, out_features=8),
     other("tensor", 4, in_features=8, out_features=12),
     other("tensor", 2, dp=2, depth=1, in_features=16, out_features=6),
     other("megatron", 2, in_features=8, out_features=6, activation="gelu"),
     other("megatron", 4, depth=2, in_features=16, out_features=4, input_grad=True),
-    other("dense", 1, in_features=5, out_features=3),
     phantom(2, 4, wire="bf16", input_grad=True),
     phantom(4, 8, wire="int8"),
     phantom(4, 2, wire="int8", input_grad=True),
@@ -79,36 +68,34 @@ SHAPES = [
     other("tensor", 2, wire="bf16", word_bytes=8),
     other("megatron", 4, wire="int8", input_grad=True),
     other("megatron", 2, wire="bf16", depth=2, word_bytes=2),
-    other("fsdp", 1, activation="gelu"),
     other("fsdp", 2, dp=2, activation="gelu"),
     other("fsdp", 4, width=30, batch=8),  # ranks divide neither weights nor biases
     other("fsdp", 4, width=3, batch=4, dp=2),  # one rank holds nothing
     other("fsdp", 2, reshard_after_forward=False, word_bytes=2, bias=False, input_grad=True),
-    other("pipeline", 1),
     other("pipeline", 2, dp=2, activation="gelu", micro_batches=3),
     other("pipeline", 4, depth=5, batch=12, micro_batches=12, activation="silu"),
     other("pipeline", 4, depth=4, batch=8, activation="identity", word_bytes=2, bias=False),
-    other("pipeline", 2, input_grad=True, word_bytes=8, activation="tanh"),
 ]
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("shape", SHAPES, ids=name_of)
 def test_formulas_equal_the_ledger_on_real_ranks(ranks, shape):
-    for wrong, kept, seen in ranks(shape.ranks * shape.dp)(count, shape):
+    for wrong in ranks(shape.ranks * shape.dp)(count, shape):
         assert wrong == []
-        assert kept == pytest.approx(seen.memory.activations, rel=0.0 if seen.splits_work else ESTIMATED)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=name_of)
 def test_a_dry_run_counts_what_real_ranks_do(shape):
-    for rank in range(shape.ranks):
-        here = replace(shape, rank=rank)
-        found = cached_dry_run(here)
-        assert found.differences == []
+    runs = [cached_dry_run(replace(shape, rank=rank)) for rank in range(shape.ranks)]
+    for run in runs:
+        assert run.differences == []
         for near in (1, 2, 4):
-            assert found.ledger.moved_of(near=near) == here.moved_bytes(near=near)
-        assert found.ledger.moved_of(near=shape.ranks * shape.dp) == here.moved_bytes()
+            assert run.ledger.moved_of(near=near) == run.shape.moved_bytes(near=near)
+        assert run.ledger.moved_of(near=shape.ranks * shape.dp) == run.shape.moved_bytes()
+    assert shape.dp * sum(run.ledger.flops for run in runs) == shape.over_all_ranks(lambda s: 2 * s.multiply_adds())
+    assert shape.dp * sum(run.ledger.moved_bytes for run in runs) == shape.over_all_ranks(lambda s: s.moved_bytes())
+    assert shape.dp * sum(run.memory.total for run in runs) == shape.over_all_ranks(lambda s: s.memory.total)
 
 
 @pytest.mark.parametrize("shape", [phantom(2, 8), phantom(2, 4, dp=2), other("tensor", 4, depth=12)], ids=str)
@@ -142,20 +129,6 @@ def test_the_depth_of_a_tree_can_be_limited():
     assert len(two) == 3
 
 
-def test_a_wrong_formula_of_whole_layers_is_named_by_its_term():
-    sharded, staged = other("fsdp", 2), other("pipeline", 2, rank=1)
-    kept = replace(sharded, reshard_after_forward=False)
-    wrong = differences(kept, cached_dry_run(sharded).ledger, native=True, root="FSDPFFN")
-    assert len(wrong) == 1
-    assert "'backward', 'all_gather'" in wrong[0]
-    assert "counted 2, in no formula" in wrong[0]
-    wrong = differences(other("fsdp", 2, width=34), cached_dry_run(sharded).ledger, native=True, root="FSDPFFN")
-    assert any("exchange weights and" in line and "predicted 3, counted 0" in line for line in wrong)
-    wrong = differences(replace(staged, micro_batches=3), cached_dry_run(staged).ledger, native=True)
-    assert any("exchange its gradient" in line and "predicted 3, counted 0" in line for line in wrong)
-    assert any("own features of layers.2" in line for line in wrong)
-
-
 def test_a_wrong_formula_is_named_by_its_term():
     ledger = cached_dry_run(phantom(2, 4)).ledger
     wrong = differences(phantom(2, 4).updated(ghosts=3), ledger, native=True)
@@ -163,6 +136,11 @@ def test_a_wrong_formula_is_named_by_its_term():
     assert any("exchange g" in line and "predicted 3, counted 0" in line for line in wrong)
     assert not any("L x" in line for line in wrong)
     assert any("in no formula" in line for line in wrong)
+    sharded = other("fsdp", 2)
+    kept = replace(sharded, reshard_after_forward=False)
+    (wrong,) = differences(kept, cached_dry_run(sharded).ledger, native=True, root="FSDPFFN")
+    assert "'backward', 'all_gather'" in wrong
+    assert "counted 2, in no formula" in wrong
 
 
 @pytest.mark.parametrize(
@@ -183,18 +161,6 @@ def test_dry_runs_of_hundreds_of_ranks(shape):
     assert found.differences == []
     assert found.ledger.flops == 2 * shape.multiply_adds()
     assert found.ledger.moved_bytes == shape.moved_bytes()
-    assert memory_differences(shape, found.memory) == []
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
-def test_totals_are_the_sum_over_ranks(shape):
-    runs = [cached_dry_run(replace(shape, rank=rank)) for rank in range(shape.ranks)]
-    assert shape.dp * sum(run.ledger.flops for run in runs) == shape.over_all_ranks(lambda one: 2 * one.multiply_adds())
-    assert shape.dp * sum(run.ledger.moved_bytes for run in runs) == shape.over_all_ranks(lambda one: one.moved_bytes())
-    total = shape.over_all_ranks(lambda one: one.memory.total)
-    assert shape.dp * sum(run.memory.total for run in runs) == pytest.approx(
-        total, rel=0.0 if shape.splits_work else ESTIMATED
-    )
 
 
 def test_a_dry_run_leaves_no_process_group_behind():

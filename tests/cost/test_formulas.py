@@ -1,6 +1,7 @@
 """The formulas against the tables of the method, computed here by hand."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,6 +72,24 @@ def test_memory_follows_the_optimizer_and_the_word():
     assert (sgd.optimizer, adam.optimizer) == (0, 2 * 2 * 2 * 64)
     assert sgd.activations == 2 * 2 * 3 * 8
     assert adam.total == adam.parameters + adam.gradients + adam.optimizer + adam.activations
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "make"),
+    [
+        ("sgd", lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
+        ("momentum", lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)),
+        ("adam", torch.optim.AdamW),
+    ],
+)
+def test_the_state_of_an_optimizer_is_torchs(optimizer, make):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    model(torch.ones(3, 8)).sum().backward()
+    made = make(model.parameters())
+    made.step()
+    tensors = [value for state in made.state.values() for name, value in state.items() if name != "step"]
+    kept = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    assert ffn("dense", 8, 2, batch=3, optimizer=optimizer).memory.optimizer == kept
 
 
 def test_the_whole_models_parameters():

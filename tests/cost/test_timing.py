@@ -32,17 +32,7 @@ def shapes(**common: int) -> Iterator[FFNShape]:
 def test_a_product_takes_overhead_and_arithmetic_and_memory() -> None:
     # 2 products of (3, 4) by (4, 5): 240 FLOP at 50 a second, 2 (12 + 20 + 15) words of 4 bytes at 10 a second
     assert Clock(toy()).product(Product("", "forward", 2, 3, 4, 5)) == pytest.approx(3 + 240 / 50 + 376 / 10)
-
-
-def test_bf16_is_faster_by_its_peak_and_by_its_words() -> None:
     assert Clock(toy(), "bf16").product(Product("", "forward", 2, 3, 4, 5)) == pytest.approx(3 + 240 / 200 + 188 / 10)
-
-
-def test_efficiency_grows_with_size() -> None:
-    reached = [2 * n**3 / Clock(toy()).product(Product("", "forward", 1, n, n, n)) for n in (2, 8, 32, 512, 10**5)]
-    assert reached == sorted(reached)
-    assert reached[0] == pytest.approx(16 / (3 + 16 / 50 + 12 * 4 / 10))
-    assert reached[-1] == pytest.approx(50, rel=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -59,18 +49,17 @@ def test_efficiency_grows_with_size() -> None:
         ("reduce_scatter", 16, 8.0, 7 + 3 * (5 + 4) + 3 * (2 + 4)),
         ("all_reduce", 16, 32.0, 7 + 2 * 3 * (2 + 1) + min(2 * 3 * (5 + 1), 2 * 2 * 5 + 2 * 4)),
         ("all_gather", 1, 8.0, 0.0),
+        # 4 on a node: in pairs 3 x (2 + 2) s, through others 2 x (2 + 2 x 2) s; 0.08 bytes: 3 x 2.01 s, 2 x 2.02 s
+        ("all_to_all", 4, 16.0, 7 + 12),
+        ("all_to_all", 4, 0.08, 7 + 4.04),
+        # 2 nodes of 4: 32 bytes to each inside, then 64 bytes to the other node
+        ("all_to_all", 8, 16.0, 7 + 3 * (2 + 4) + (5 + 32)),
+        ("send", 4, 16.0, 7 + 2 + 16 / 8),
+        ("send", 8, 16.0, 7 + 5 + 16 / 2),
     ],
 )
 def test_exchanges_by_hand(op: str, ranks: int, size: float, seconds: float) -> None:
     assert Clock(toy()).collective(op, ranks, size) == pytest.approx(seconds)  # type: ignore[arg-type]
-
-
-def test_an_all_to_all_by_hand() -> None:
-    # 4 on a node: in pairs 3 x (2 + 2) s, through others 2 x (2 + 2 x 2) s; 0.08 bytes: 3 x 2.01 s, 2 x 2.02 s
-    assert Clock(toy()).collective("all_to_all", 4, 16.0) == pytest.approx(7 + 12)
-    assert Clock(toy()).collective("all_to_all", 4, 0.08) == pytest.approx(7 + 4.04)
-    # 2 nodes of 4: 32 bytes to each inside, then 64 bytes to the other node
-    assert Clock(toy()).collective("all_to_all", 8, 16.0) == pytest.approx(7 + 3 * (2 + 4) + (5 + 32))
 
 
 def test_a_large_gather_of_small_messages_takes_the_tree() -> None:
@@ -95,12 +84,6 @@ def test_a_dense_step_by_hand() -> None:
     assert step.total == step.compute == pytest.approx(2 * one + 44.8)
 
 
-def test_activations_between_layers_read_and_write_memory() -> None:
-    shape = ffn("dense", 4, 2, batch=2, bias=False)
-    first, second = step_time(shape, toy()).layers
-    assert second["forward"].compute - first["forward"].compute == pytest.approx(2 * 8 * 4 / 10)
-
-
 def test_between_megatron_pairs_activations_are_whole() -> None:
     layers = step_time(ffn("megatron", 4, 3, ranks=2, batch=2, bias=False), toy()).layers
     # (2, 2) by (2, 4), then (2, 4) by (4, 2): 32 FLOP and 20 words each; activations of 2 x 4 / 2, then of 2 x 4 words.
@@ -121,14 +104,9 @@ def test_only_the_products_named_hide_an_exchange() -> None:
     assert slow.hidden == pytest.approx(local)
     assert slow.exposed == pytest.approx(1000 + 3 - local)
     assert slow.compute == span.compute
-
-
-def test_overlap_is_the_part_of_an_exchange_that_can_be_hidden() -> None:
-    shape = ffn("phantom", 8, 1, ranks=2, batch=2, blocks=2, ghosts=1, bias=False)
-    for overlap in (0.0, 0.25, 1.0):
+    for overlap in (0.0, 0.25):
         span = Clock(toy(overlap=overlap)).layer(shape.costs[0], "forward")
-        assert span.hidden == pytest.approx(overlap * 10)
-        assert span.exposed == pytest.approx((1 - overlap) * 10)
+        assert (span.hidden, span.exposed) == pytest.approx((overlap * 10, (1 - overlap) * 10))
 
 
 def test_megatron_hides_nothing() -> None:
@@ -145,19 +123,11 @@ def test_gradients_of_copies_are_summed_in_the_open() -> None:
 def test_energy_is_power_times_time_and_marked() -> None:
     shape = ffn("tensor", 32, 4, ranks=4, batch=16, dp=2)
     step = step_time(shape, toy())
-    assert step.energy_per_rank.joules == pytest.approx(10 * step.compute + 4 * step.exposed)
-    assert step.energy.joules == pytest.approx(8 * step.energy_per_rank.joules)
+    assert step.energy.joules == pytest.approx(8 * (10 * step.compute + 4 * step.exposed))
     assert step.energy.provenance == "modelled"
+    dark = toy(compute_watts=None, communication_watts=None, idle_watts=None)
+    assert step_time(shape, dark).energy is None
     assert step.total == pytest.approx(step.compute + step.exposed)
-
-
-def test_without_watts_energy_is_none_and_not_nought() -> None:
-    step = step_time(
-        ffn("dense", 4, 1),
-        toy(compute_watts=None, communication_watts=None, idle_watts=None),
-    )
-    assert step.energy is None
-    assert step.energy_per_rank is None
 
 
 def test_inference_is_the_forward_phase() -> None:
@@ -211,12 +181,9 @@ def test_more_bandwidth_is_never_slower(faster: float, field: str, latency: floa
         assert step_time(shape, quick).total <= step_time(shape, slow).total * (1 + 1e-12)
 
 
-def test_ranks_beyond_the_machine_are_refused() -> None:
+def test_what_the_machine_does_not_have_is_refused() -> None:
     with pytest.raises(ValueError, match="2048 devices are more than the 1024 of profile 'toy': use at most 1024"):
         step_time(ffn("tensor", 2048, 1, ranks=1024, dp=2), toy())
-
-
-def test_a_shape_of_other_words_is_refused() -> None:
     with pytest.raises(ValueError, match="make it with word_bytes=2"):
         step_time(ffn("dense", 4, 1), toy(), "bf16")
     with pytest.raises(ValueError, match="dtype 'fp8' has no peak in profile 'toy': it has fp32, bf16"):

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from phantom_parallel.cost.layers import Stage
 from phantom_parallel.cost.terms import Exchange
 from phantom_parallel.cost.timing import Clock, step_time
-from phantom_parallel.cost.whole_layers import Stage
 from phantom_parallel.families.ffn.cost import FFNShape
 from tests.cost.shapes import ffn
 from tests.cost.test_hardware import toy
@@ -51,7 +51,7 @@ def test_a_stage_sends_each_micro_batch_once_in_each_direction():
     assert sum(shape.multiply_adds() for shape in ends) == dense.multiply_adds()
 
 
-@pytest.mark.parametrize("layers", range(2, 13))
+@pytest.mark.parametrize("layers", [2, 5, 8, 12])
 def test_kinds_of_stages_are_all_that_there_are(layers):
     for stages in range(2, layers + 1):
         all_of_them = [Stage(layers, stages, index, stages) for index in range(stages)]
@@ -91,9 +91,9 @@ def simulate(times: list[tuple[float, float]], hop: float, micro_batches: int) -
     return max(free)
 
 
-@pytest.mark.parametrize("micro_batches", [4, 8, 32])
-@pytest.mark.parametrize("depth", [8, 9, 11])
-@pytest.mark.parametrize("overhead", [0, 7, 200])
+@pytest.mark.parametrize("micro_batches", [4, 32])
+@pytest.mark.parametrize("depth", [8, 11])
+@pytest.mark.parametrize("overhead", [0, 200])
 def test_the_time_of_a_pipeline_is_that_of_a_simulated_one(micro_batches, depth, overhead):
     profile = toy(collective_overhead_seconds=overhead)
     clock, rows = Clock(profile), 64 // micro_batches
@@ -120,12 +120,6 @@ def test_more_micro_batches_leave_less_of_a_pipeline_idle():
     shapes = [ffn("pipeline", 64, 8, ranks=8, batch=64, micro_batches=m, optimizer="sgd") for m in (8, 16, 64)]
     shares = [(found := step_time(shape, profile)).idle / found.total for shape in shapes]
     assert shares == sorted(shares, reverse=True)
-
-
-def test_stages_on_other_nodes_send_over_the_slower_link():
-    clock = Clock(toy())
-    assert clock.collective("send", 4, 16.0) == 7 + 2 + 16 / 8
-    assert clock.collective("send", 8, 16.0) == 7 + 5 + 16 / 2
 
 
 def test_fsdp_hides_exchanges_behind_products_but_for_the_first():

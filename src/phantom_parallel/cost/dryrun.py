@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
@@ -42,27 +41,24 @@ class DryRun:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        settings = self.shape.to_dict()
-        settings["batch"] = self.shape.batch * self.shape.dp  # over all copies, as options have it
+        shape, ledger, phases = self.shape, self.ledger, ("forward", "backward", "sync")
         return {
-            "settings": settings,
-            "flops": {phase: self.ledger.flops_of(phase) for phase in ("forward", "backward")},
-            "sent_bytes": {phase: self.ledger.moved_of(phase) for phase in ("forward", "backward", "sync")},
-            "sent_bytes_inside_blocks": {
-                phase: self.ledger.moved_of(phase, near=self.shape.inside) for phase in ("forward", "backward", "sync")
-            },
+            "settings": shape.to_dict() | {"batch": shape.batch * shape.dp},  # over all copies, as options have it
+            "flops": {phase: ledger.flops_of(phase) for phase in phases[:2]},
+            "sent_bytes": {phase: ledger.moved_of(phase) for phase in phases},
+            "sent_bytes_inside_blocks": {phase: ledger.moved_of(phase, near=shape.inside) for phase in phases},
             "memory_bytes": asdict(self.memory) | {"total": self.memory.total},
             "all_ranks": {
-                "flops": self.shape.over_all_ranks(lambda shape: 2 * shape.multiply_adds()),
-                "sent_bytes": self.shape.over_all_ranks(lambda shape: shape.moved_bytes()),
-                "memory_bytes": self.shape.over_all_ranks(lambda shape: shape.memory.total),
+                "flops": shape.over_all_ranks(lambda shape: 2 * shape.multiply_adds()),
+                "sent_bytes": shape.over_all_ranks(lambda shape: shape.moved_bytes()),
+                "memory_bytes": shape.over_all_ranks(lambda shape: shape.memory.total),
             },
-            "parameters": self.shape.parameters,
-            "model_parameters": self.shape.model_parameters,
+            "parameters": shape.parameters,
+            "model_parameters": shape.model_parameters,
             "formulas_agree": not self.differences,
             "differences": self.differences,
             "seconds": self.seconds,
-            "ledger": self.ledger.to_dict(),
+            "ledger": ledger.to_dict(),
         }
 
 
@@ -93,44 +89,39 @@ def count_step(
 ) -> tuple[Ledger, Memory]:
     """Run a step, on any device, and count this rank's operations and the memory that lasts through it.
 
-    The activations of FSDP2 and of pipelines are those of the formulas, which estimate them: gathered weights and
-    buffers between stages come and go as torch schedules them.
+    The optimizer's state is that of the formulas; and so are the activations of FSDP2 and of pipelines, which are
+    estimates: gathered weights and buffers between stages come and go as torch schedules them.
 
     Args:
         step: The model and its pass.
-        shape: What the step was built from: its optimizer, and how ranks share the model.
+        shape: What the step was built from.
         copies: The mesh of data-parallel copies, over which gradients are averaged.
     """
-    model = step.model
-    parameters = sum(_bytes(p) for p in model.parameters())
+    parameters = sum(_bytes(p) for p in step.model.parameters())
     if isinstance(step, InferencePass):
         with torch.no_grad(), Ledger() as ledger:  # not inference mode: see `Ledger`
             held = step.forward()
         return ledger, Memory(parameters, gradients=0, optimizer=0, activations=sum(map(_bytes, held)))
+    memory = shape.memory
     with Ledger() as ledger:
-        if get_strategy(shape.strategy).splits_layers or shape.ranks == 1:
-            activations = saved_activation_bytes(step)
+        if shape.splits_work:
+            memory = replace(memory, activations=saved_activation_bytes(step))
         else:
-            activations = shape.memory.activations
             step.run()
         with ledger.phase("sync"):
             step.finish()
-            average_gradients(model, copies)
-    return ledger, Memory(
-        parameters=parameters,
-        gradients=sum(_bytes(p.grad) for p in model.parameters() if p.grad is not None),
-        optimizer=_optimizer_bytes(model, shape.optimizer),
-        activations=activations,
-    )
+            average_gradients(step.model, copies)
+    gradients = sum(_bytes(p.grad) for p in step.model.parameters() if p.grad is not None)
+    return ledger, replace(memory, parameters=parameters, gradients=gradients)
 
 
 def memory_differences(shape: Shape, counted: Memory) -> list[str]:
-    """Where the formulas' memory and the counted one differ; the activations of FSDP2 and pipelines are estimates."""
+    """Where the formulas' memory and the counted one differ."""
     expected = asdict(shape.memory)
     return [
         f"memory of {name}: predicted {expected[name]}, counted {size}"
         for name, size in asdict(counted).items()
-        if size != expected[name] and (name != "activations" or shape.splits_work)
+        if size != expected[name]
     ]
 
 
@@ -185,30 +176,6 @@ class _Attention(torch.autograd.Function):
 def _bytes(tensor: Tensor) -> int:
     part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return part.numel() * part.element_size()
-
-
-def _shards(model: nn.Module) -> list[Tensor]:
-    """A rank's parts of fully sharded parameters with their gradients, as plain tensors."""
-    shards = []
-    for parameter in model.parameters():
-        assert isinstance(parameter, DTensor)
-        part: Tensor = parameter.to_local().detach().requires_grad_()
-        part.grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else None
-        shards.append(part)
-    return shards
-
-
-def _optimizer_bytes(model: nn.Module, optimizer: str) -> int:
-    """State of the size of parameters after one step of the real optimizer; step counters are left out."""
-    made: torch.optim.Optimizer
-    parameters = _shards(model) if isinstance(model, FSDPModule) else list(model.parameters())
-    if optimizer == "adam":
-        made = torch.optim.AdamW(parameters, foreach=False)
-    else:
-        made = torch.optim.SGD(parameters, lr=0.1, momentum=0.9 if optimizer == "momentum" else 0.0, foreach=False)
-    made.step()
-    states = [value for state in made.state.values() for name, value in state.items() if name != "step"]
-    return sum(_bytes(value) for value in states if isinstance(value, Tensor))
 
 
 def differences(shape: Shape, ledger: Ledger, *, native: bool, root: str = "FFN") -> list[str]:

@@ -112,7 +112,7 @@ class Profile:
 
 WATTS = ("compute_watts", "communication_watts", "idle_watts")
 GROUPS = {"peak": WORD_BYTES, "efficiency": WORD_BYTES, "inside": Tier.__annotations__, "between": Tier.__annotations__}
-_UNITS = {"devices": "devices", "bytes": "B", "bandwidth": "B/s", "seconds": "s", "watts": "W", "peak": "FLOP/s"}
+_UNITS = {"bytes": "B", "bandwidth": "B/s", "seconds": "s", "watts": "W", "peak": "FLOP/s"}
 
 
 def _unit(name: str) -> str:
@@ -134,10 +134,8 @@ def list_profiles() -> dict[str, Path]:
 def load_profile(name_or_path: str | Path) -> Profile:
     """The profile of that name, or in that file."""
     text = str(name_or_path)
-    if isinstance(name_or_path, Path) or text.endswith(".toml") or os.sep in text:
-        path = Path(name_or_path)
-    else:
-        path = _find(text, exclude=())
+    is_path = isinstance(name_or_path, Path) or text.endswith(".toml") or os.sep in text
+    path = Path(name_or_path) if is_path else _find(text, exclude=())
     return convert(_read(path, seen=()), Profile, str(path))
 
 
@@ -184,7 +182,10 @@ def _with_source(value: Any, path: Path) -> Any:
 
 def dump_profile(profile: Profile, path: str | Path) -> None:
     """Write a profile as a file that loads back equal. The file appears whole or not at all."""
-    lines = [f"{name} = {_text(getattr(profile, name))}" for name in ("name", "description", "device")]
+    lines = [
+        f"{name} = {json.dumps(getattr(profile, name), ensure_ascii=False)}"
+        for name in ("name", "description", "device")
+    ]
     section = ""
     for name, figure, _ in profile.figures():
         group, _, key = name.rpartition(".")
@@ -192,10 +193,7 @@ def dump_profile(profile: Profile, path: str | Path) -> None:
             lines += ["", f"[{group}]"]
             section = group
         mark = ", uncertain = true" if figure.uncertain else ""
-        lines.append(f"{key} = {{ value = {figure.value!r}, source = {_text(figure.source)}{mark} }}")
+        lines.append(
+            f"{key} = {{ value = {figure.value!r}, source = {json.dumps(figure.source, ensure_ascii=False)}{mark} }}"
+        )
     write_text(path, "\n".join(lines) + "\n")
-
-
-def _text(text: str) -> str:
-    """A TOML string: JSON's escapes are TOML's too, but for the one control character that JSON leaves as it is."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

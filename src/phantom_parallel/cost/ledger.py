@@ -295,17 +295,7 @@ def _product_shape(op: str, args: Any) -> tuple[int, int, int, int]:
 
 
 # Names of operations begin with these, but for underscores; others move nothing, or are the other half of a send.
-_OPS = (
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "send",
-)
+_OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send")
 
 
 def _moved(op: str, ranks: int, message: int) -> int:

@@ -358,22 +358,15 @@ def _other_layouts(request: PlanRequest, layout: Layout) -> Iterator[Layout]:
     strategy = get_strategy(layout.strategy)
     if strategy.shards_rows:
         yield from (layout, layout._replace(reshard_after_forward=False))
-    elif strategy.splits_depth:
-        yield from (layout._replace(micro_batches=count) for count in _micro_batches(request, layout))
+    elif strategy.splits_depth:  # micro-batches as requested, or powers of two times the ranks that divide the rows
+        rows, counts = (
+            request.batch // layout.dp,
+            [layout.ranks << power for power in range(request.batch.bit_length())],
+        )
+        possible = [counts[0], *(count for count in counts[1:] if rows % count == 0)]  # the first is dropped if need be
+        yield from (layout._replace(micro_batches=count) for count in request.micro_batches or possible)
     else:
         yield layout
-
-
-def _micro_batches(request: PlanRequest, layout: Layout) -> Iterator[int]:
-    """Micro-batches to consider: those of the request, or each twice as many as the one before."""
-    if request.micro_batches or request.batch % layout.dp:
-        yield from request.micro_batches or (layout.ranks,)
-        return
-    rows, count = request.batch // layout.dp, layout.ranks
-    yield count  # left out with the reason if it does not divide the rows
-    while 2 * count <= rows and rows % (2 * count) == 0:
-        count *= 2
-        yield count
 
 
 def _block_layouts(request: PlanRequest, strategy: StrategyName, ranks: int, copies: int) -> Iterator[Layout]:

@@ -105,13 +105,8 @@ class Exchange:
 
 
 def bytes_within(moved: int, ranks: int, stride: int, near: int) -> int:
-    """Of the bytes that a rank sends to all of a group, those to ranks among its own ``near`` consecutive ones.
-
-    Args:
-        moved: Bytes that a rank sends, equally many to each other rank.
-        ranks: Ranks of the group.
-        stride: Distance of one rank of the group to the next.
-        near: Number of consecutive ranks that are near to each other, such as the ranks of a block or of a node.
+    """Of the bytes that a rank sends, equally many to each other rank of a group, those to ranks among its own ``near``
+    consecutive ones, such as those of a block or of a node.
     """
     return moved * (min(ranks, max(1, near // stride)) - 1) // (ranks - 1) if ranks > 1 else 0
 
@@ -146,12 +141,9 @@ def on_wire(exchange: Exchange, rows: int, wire: WireFormat) -> Exchange:
     """An exchange of so many rows in a wire format."""
     if wire == "full":
         return exchange
-    return replace(
-        exchange,
-        op="all_to_all" if exchange.op == "reduce_scatter" else exchange.op,
-        wire_word_bytes=WIRE_WORD_BYTES[wire],
-        extra_bytes=exchange.extra_bytes + rows * SCALE_BYTES[wire],
-    )
+    op: Op = "all_to_all" if exchange.op == "reduce_scatter" else exchange.op
+    extra = exchange.extra_bytes + rows * SCALE_BYTES[wire]
+    return replace(exchange, op=op, wire_word_bytes=WIRE_WORD_BYTES[wire], extra_bytes=extra)
 
 
 def summed_on_wire(

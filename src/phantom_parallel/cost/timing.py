@@ -16,8 +16,9 @@ tier's latency and bandwidth; w as in `cost.terms`, in bytes; f: the overlap. ``
 assumptions. Every energy is modelled.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import repeat
 from math import inf
 from typing import Literal, NamedTuple
 
@@ -41,6 +42,12 @@ class PhaseTime(NamedTuple):
         return self.compute + self.exposed
 
 
+def _summed(spans: Iterable[PhaseTime], weights: Iterable[float] | None = None) -> PhaseTime:
+    weighted = zip(spans, repeat(1.0) if weights is None else weights, strict=False)
+    products = [[weight * seconds for seconds in span] for span, weight in weighted]
+    return PhaseTime(*(sum(column) for column in zip(*products, strict=True)))
+
+
 @dataclass(frozen=True)
 class ModelledEnergy:
     """Joules from power times time: not measured, and always shown as modelled."""
@@ -54,22 +61,18 @@ class ModelledEnergy:
     def joules(self) -> float:
         return self.compute + self.communication + self.idle
 
-    def times(self, count: int) -> "ModelledEnergy":
-        return ModelledEnergy(count * self.compute, count * self.communication, count * self.idle)
-
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step of one rank, and what all ``devices`` draw during it; energies are None on a machine without watts.
+    """A step of one rank, and what all devices draw during it; the energy is None on a machine without watts.
 
     ``layers`` has one mapping from phase to time for each layer, ``phases`` their sums.
     """
 
     layers: tuple[Mapping[str, PhaseTime], ...]
     phases: Mapping[str, PhaseTime]
-    idle: float
-    devices: int
-    energy_per_rank: ModelledEnergy | None
+    idle: float = 0.0
+    energy: ModelledEnergy | None = None
 
     @property
     def compute(self) -> float:
@@ -86,11 +89,6 @@ class StepTime:
     @property
     def total(self) -> float:
         return self.compute + self.exposed + self.idle
-
-    @property
-    def energy(self) -> ModelledEnergy | None:
-        """Of all ranks of all data-parallel copies."""
-        return self.energy_per_rank and self.energy_per_rank.times(self.devices)
 
 
 def step_time(shape: Shape, profile: Profile, dtype: str = "fp32") -> StepTime:
@@ -181,33 +179,22 @@ class Clock:
                 f"dtype {self.dtype} has {self.word_bytes} bytes a word but the shape was made with word_bytes="
                 f"{shape.word_bytes}: make it with word_bytes={self.word_bytes}"
             )
-        devices = shape.ranks * shape.dp
-        self.profile.require_devices(devices)
+        self.profile.require_devices(shape.ranks * shape.dp)
         if shape.micro_batches is not None and shape.ranks > 1:
-            return self._pipeline(shape, phases)
-        layers, sums = self._rank(shape, phases)
-        compute = sum(span.compute for span in sums.values())
-        exposed = sum(span.exposed for span in sums.values())
-        return StepTime(layers, sums, 0.0, devices, self._energy(compute, exposed, 0.0))
+            step = self._pipeline(shape, phases)
+        else:
+            step = StepTime(*self._rank(shape, phases))
+        return replace(step, energy=self._energy(step, shape.ranks * shape.dp))
 
     def _rank(
         self, shape: Shape, phases: tuple[str, ...]
     ) -> tuple[tuple[Mapping[str, PhaseTime], ...], dict[str, PhaseTime]]:
         """The phases of each part on one rank, and their sums, with exchanges that belong to no part."""
-        timed: dict[int, dict[str, PhaseTime]] = {}
-        layers = []
-        for index in range(len(shape.costs)):
-            same = shape.same_as(index)
-            if same not in timed:
-                timed[same] = {phase: self._phase(shape, same, phase) for phase in phases}
-            layers.append(timed[same])
-        sums = {
-            phase: PhaseTime(*(sum(values) for values in zip(*(layer[phase] for layer in layers), strict=True)))
-            for phase in phases
-        }
-        for phase in phases:
-            sums[phase] = self._with_model_exchanges(shape, phase, sums[phase])
-        return tuple(layers), sums
+        indices = [shape.same_as(index) for index in range(len(shape.costs))]
+        timed = {index: {phase: self._phase(shape, index, phase) for phase in phases} for index in set(indices)}
+        layers = tuple(timed[index] for index in indices)
+        sums = {phase: _summed(layer[phase] for layer in layers) for phase in phases}
+        return layers, {phase: self._with_model_exchanges(shape, phase, span) for phase, span in sums.items()}
 
     def _with_model_exchanges(self, shape: Shape, phase: str, span: PhaseTime) -> PhaseTime:
         """Weights are gathered while the layer before computes, and gradients reduced while the next one does: all but
@@ -218,63 +205,47 @@ class Clock:
             for e in shape.model_exchanges
             if e.phase == phase and e.op != "send"
         ]
-        if not times:
-            return span
-        covered = 0.0 if phase == "sync" else min(self._overlap * (sum(times) - times[0]), span.compute)
+        covered = min(self._overlap * sum(times[1:]), span.compute) if phase != "sync" else 0.0
         return span._replace(exposed=span.exposed + sum(times) - covered, hidden=span.hidden + covered)
 
     def _pipeline(self, shape: Shape, phases: tuple[str, ...]) -> StepTime:
         """A step of 1F1B. Times are means over stages; a stage is idle while it waits for others to compute."""
         count, stages = shape.micro_batches or 1, shape.ranks
-        kinds = [(self._rank(stage, phases), weight / stages) for stage, weight in shape.stages()]
+        kinds = [self._rank(stage, phases) for stage, _ in shape.stages()]
+        shares = [like / stages for _, like in shape.stages()]
         passes = [phase for phase in phases if phase in STREAMED]
-        cycles = [(sum(spans[phase].compute for phase in passes) / count, share) for (_, spans), share in kinds]
-        rest = [phase for phase in phases if phase not in STREAMED]
-        mean = {
-            phase: PhaseTime(
-                *(sum(share * spans[phase][i] for (_, spans), share in kinds) for i in range(len(PhaseTime._fields)))
-            )
-            for phase in phases
-        }
+        cycles = [sum(spans[phase].compute for phase in passes) / count for _, spans in kinds]
+        mean = {phase: _summed((spans[phase] for _, spans in kinds), shares) for phase in phases}
         words = max(e.words for stage, _ in shape.stages() for e in stage.model_exchanges if e.op == "send")
         sent = (count + stages - 1) * (stages - 1) / stages * self.collective("send", stages, words * self.word_bytes)
         for phase in passes:
             mean[phase] = mean[phase]._replace(exposed=sent)
-        total = stages * sum(share * cycle for cycle, share in cycles) + (count - 1) * max(cycle for cycle, _ in cycles)
-        total += len(passes) * sent + max(sum(spans[phase].total for phase in rest) for (_, spans), _ in kinds)
-        compute, exposed = sum(span.compute for span in mean.values()), sum(span.exposed for span in mean.values())
-        idle = max(0.0, total - compute - exposed)
-        energy = self._energy(compute, exposed, idle)
-        return StepTime(kinds[0][0][0], mean, idle, stages * shape.dp, energy)
+        total = stages * sum(share * cycle for cycle, share in zip(cycles, shares, strict=True))
+        total += (count - 1) * max(cycles) + len(passes) * sent
+        total += max(sum(span.total for phase, span in spans.items() if phase not in STREAMED) for _, spans in kinds)
+        idle = max(0.0, total - sum(span.total for span in mean.values()))
+        return StepTime(kinds[0][0], mean, idle)
 
     def _phase(self, shape: Shape, index: int, phase: str) -> PhaseTime:
         layer = shape.costs[index]
         if phase == "sync":
             return self.sync(layer, shape.ranks, shape.dp)
         if phase == "update":
-            return PhaseTime(compute=self.elementwise(_update_words(shape, layer)))
+            states = OPTIMIZER_STATES[shape.optimizer]  # parameter and gradient are read, the parameter is written
+            return PhaseTime(compute=self.elementwise(sum(layer.parameters) * (3 + 2 * states)))
         span = self.layer(layer, phase)
         return span._replace(compute=span.compute + self.elementwise(layer.streamed[STREAMED[phase]]))
 
-    def _energy(self, compute: float, exposed: float, idle: float) -> ModelledEnergy | None:
+    def _energy(self, step: StepTime, devices: int) -> ModelledEnergy | None:
+        """Of all ranks of all data-parallel copies."""
         watts = self.profile
         if watts.compute_watts is None or watts.communication_watts is None or watts.idle_watts is None:
             return None
         return ModelledEnergy(
-            compute=watts.compute_watts.value * compute,
-            communication=watts.communication_watts.value * exposed,
-            idle=watts.idle_watts.value * idle,
+            compute=devices * watts.compute_watts.value * step.compute,
+            communication=devices * watts.communication_watts.value * step.exposed,
+            idle=devices * watts.idle_watts.value * step.idle,
         )
-
-
-def elementwise_words(shape: Shape) -> int:
-    """Words that a training step moves outside of products and exchanges: activations and the update."""
-    return sum(_update_words(shape, layer) + sum(layer.streamed) for layer in shape.costs)
-
-
-def _update_words(shape: Shape, layer: LayerCost) -> int:
-    """Read the parameter and its gradient, write the parameter, read and write each state."""
-    return sum(layer.parameters) * (3 + 2 * OPTIMIZER_STATES[shape.optimizer])
 
 
 def _tier(op: Op, ranks: int, contribution: float, latency: float, seconds_per_byte: float) -> float:

@@ -8,10 +8,18 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from phantom_parallel.cost.layers import column_layer, low_rank_layer, phantom_layer, row_layer, tensor_layer
+from phantom_parallel.cost.layers import (
+    Group,
+    Stage,
+    column_layer,
+    fully_sharded,
+    low_rank_layer,
+    phantom_layer,
+    row_layer,
+    tensor_layer,
+)
 from phantom_parallel.cost.steps import DTYPES, FAKE, TrainingStep, on_device
 from phantom_parallel.cost.terms import Exchange, LayerCost, Memory, Shape, representative
-from phantom_parallel.cost.whole_layers import Group, Stage, fully_sharded
 from phantom_parallel.distributed.pipeline import Pipeline
 from phantom_parallel.families.ffn.config import FFNConfig
 from phantom_parallel.families.ffn.model import FFN

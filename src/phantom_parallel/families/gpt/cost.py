@@ -44,7 +44,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from phantom_parallel.cost.layers import column_layer, phantom_layer, row_layer
+from phantom_parallel.cost.layers import Group, Stage, column_layer, fully_sharded, phantom_layer, row_layer
 from phantom_parallel.cost.steps import DTYPES, FAKE, InferencePass, TrainingStep, on_device
 from phantom_parallel.cost.terms import (
     Exchange,
@@ -60,7 +60,6 @@ from phantom_parallel.cost.terms import (
     recomputed,
     summed_on_wire,
 )
-from phantom_parallel.cost.whole_layers import Group, Stage, fully_sharded
 from phantom_parallel.distributed.pipeline import Pipeline, ends
 from phantom_parallel.families.gpt.config import GPTConfig, check_interleave
 from phantom_parallel.families.gpt.model import GPT
