@@ -9,7 +9,6 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-import tyro
 
 from phantom_parallel.cli.main import main
 from phantom_parallel.cli.plan import options_for
@@ -39,24 +38,6 @@ def run(capsys: pytest.CaptureFixture[str], **options: object) -> str:
     return capsys.readouterr().out
 
 
-def test_the_options_are_read_from_the_command_line() -> None:
-    words = "--width 4096 --depth 4 --batch 64 --devices 8 --ghosts 8 16 --blocks 8 --dp 1 2 --strategy phantom tensor"
-    found = tyro.cli(Options, args=[*words.split(), "--goal", "energy", "--memory-gib", "40", "--json"])
-    assert found == Options(
-        width=4096,
-        depth=4,
-        batch=64,
-        devices=8,
-        strategy=("phantom", "tensor"),
-        blocks=(8,),
-        ghosts=(8, 16),
-        dp=(1, 2),
-        goal="energy",
-        memory_gib=40.0,
-        json=True,
-    )
-
-
 def test_the_tables_fit_a_terminal_and_mark_energy_as_modelled(capsys: pytest.CaptureFixture[str]) -> None:
     shown = run(capsys)
     assert max(map(len, shown.splitlines())) <= 80
@@ -66,7 +47,12 @@ def test_the_tables_fit_a_terminal_and_mark_energy_as_modelled(capsys: pytest.Ca
         assert word in shown
     for strategy in set(get_family("ffn").strategies) - {"lowrank"}:
         assert strategy in shown
+    assert "loss not compared" in shown
     assert "pipeline/8: 8 micro-batches" in run(capsys, strategy=("pipeline",))
+    known = run(capsys, min_ghosts=16)
+    assert "not compared" not in known
+    assert "kept, by your minimum" in known
+    assert "more layouts: --json or --out gives all." in run(capsys, devices=256, batch=256)
 
 
 def test_a_short_format_on_the_wire_shortens_exchanges(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,13 +67,6 @@ def test_a_short_format_on_the_wire_shortens_exchanges(capsys: pytest.CaptureFix
     assert "int8 on the wire" in run(capsys, wire="int8")
 
 
-def test_the_table_says_that_loss_was_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "loss not compared" in run(capsys)
-    known = run(capsys, min_ghosts=16)
-    assert "not compared" not in known
-    assert "kept, by your minimum" in known
-
-
 def test_a_machine_without_watts_shows_no_energy(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (own / "dark.toml").write_text('base = "dgx-a100"\npower = "unavailable"\n')
     shown = run(capsys, hardware="dark")
@@ -96,11 +75,6 @@ def test_a_machine_without_watts_shows_no_energy(own: Path, capsys: pytest.Captu
     found = json.loads(run(capsys, hardware="dark", json=True))
     assert found["energy_provenance"] == "unavailable"
     assert found["best"]["modelled_joules_per_step"] is None
-
-
-def test_long_tables_say_what_they_leave_out(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = run(capsys, devices=1024, batch=1024)
-    assert "more layouts: --json or --out gives all." in shown
 
 
 def test_json_is_the_whole_answer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,40 +127,22 @@ def test_figures_come_with_their_numbers(written: tuple[list[Path], str]) -> Non
 
 
 def test_equal_plans_give_equal_files(written: tuple[list[Path], str]) -> None:
-    (one, two), _ = written
-    names = sorted(path.name for path in one.iterdir())
-    assert names
-    assert names == sorted(path.name for path in two.iterdir())
-    for name in names:
-        assert (one / name).read_bytes() == (two / name).read_bytes(), name
+    first, second = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in written[0])
+    assert first == second
 
 
-@pytest.mark.parametrize("words", [FFN_WORDS, GPT_WORDS])
-def test_without_figures_matplotlib_is_not_imported(words: str) -> None:
+def test_without_figures_matplotlib_is_not_imported() -> None:
     code = (
         "import sys; from phantom_parallel.cli.main import main; "
-        f"assert main({['plan', *words.split()]}) == 0; "
+        f"assert main({['plan', *GPT_WORDS.split()]}) == 0; "
         "assert 'matplotlib' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60, text=True)
+    assert max(map(len, ran.stdout.splitlines())) <= 80
+    assert "dim 512, 2 layers, 8 heads, context 256, vocabulary 1,024" in " ".join(ran.stdout.split())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"blocks": (6,)}, "blocks=6 does not divide"),
-        ({"memory_gib": 0.0001}, "nothing fits in 0.0001 GiB"),
-        ({"devices": 5000}, "5000 devices are more than the 1120"),
-        ({"hardware": "abacus"}, "there is no profile 'abacus'"),
-    ],
-)
-def test_bad_input_is_one_clear_error(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        Options(**{**MODEL, **options}).run()  # type: ignore[arg-type]
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("goal", ["time", "energy", "devices"])
+@pytest.mark.parametrize("goal", ["time", "energy"])
 def test_a_transformer_is_planned_as_a_feed_forward_network_is(
     goal: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,13 +171,6 @@ def test_a_transformer_is_planned_as_a_feed_forward_network_is(
     assert layout["model_parameters"] == shape.model_parameters
 
 
-def test_the_tables_of_a_transformer_fit_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *GPT_WORDS.split()]) == 0
-    shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 80
-    assert "dim 512, 2 layers, 8 heads, context 256, vocabulary 1,024" in " ".join(shown.split())
-
-
 def test_ffn_is_the_default_family(capsys: pytest.CaptureFixture[str]) -> None:
     shown = []
     for words in (["plan"], ["plan", "ffn"]):
@@ -237,9 +186,10 @@ def test_ffn_is_the_default_family(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "message"),
     [
         ("--blocks 3", "blocks=3 does not divide dim=512"),
-        ("--heads 6", "heads=6 does not divide dim=512"),
+        ("--hardware abacus", "there is no profile 'abacus'"),
         ("--ghosts 257", "ghosts=257 is more than a block can show: use at most 256"),
-        ("--dp 3", "dp=3 does not divide batch=16: use 2 or 4"),
+        ("--dp 3", "nothing can run on 8 devices: dp=3 does not divide batch=16: use 2 or 4"),
+        ("--devices 5000", "5000 devices are more than the 1120"),
         ("--memory-gib 0.001", "nothing fits in 0.001 GiB a device"),
     ],
 )
@@ -247,4 +197,6 @@ def test_an_impossible_transformer_is_one_line_and_exit_code_2(
     words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", *GPT_WORDS.split(), *words.split()]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+    error = capsys.readouterr().err
+    assert message in " ".join(error.split())
+    assert "Traceback" not in error

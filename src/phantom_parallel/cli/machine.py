@@ -29,7 +29,8 @@ from phantom_parallel.utils.progress import ProgressDisplay
 
 if TYPE_CHECKING:
     from phantom_parallel.distributed.launch import Report
-    from phantom_parallel.energy import Discovery, WindowResult
+    from phantom_parallel.energy import WindowResult
+    from phantom_parallel.energy.sensors.base import Discovery
 
 
 @dataclass(frozen=True)
@@ -91,15 +92,10 @@ def _profile_table(profile: Profile) -> Table:
     table.add_column("")
     table.add_column("source", overflow="fold")
     for name, figure, unit in profile.figures():
-        table.add_row(name, figure_text(figure.value, unit), "*" * figure.uncertain, escape(figure.source))
+        table.add_row(name, quantity(figure.value, unit), "*" * figure.uncertain, escape(figure.source))
     if not profile.has_power:
         table.add_row("power", "unavailable", "", "no watts in this profile, so no energies")
     return table
-
-
-def figure_text(value: float, unit: str) -> str:
-    """A figure of a profile with its unit."""
-    return f"{value:,} {unit}" if unit == "devices" else quantity(value, unit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,10 +136,8 @@ class MeasureOptions(NetworkOptions, JsonOption):
             dump_profile(profile, path)
             written[profile.name] = {name: figure.value for name, figure, _ in profile.figures()} | {"file": str(path)}
             if not self.json:
-                print(f"{profile.name}: {profile.description}")
-                for name, figure, unit in profile.figures():
-                    print(f"  {name:<32}{figure_text(figure.value, unit):>16}")
-                print(f"  written to {path}")
+                Console().print(_profile_table(profile))
+                print(f"written to {path}")
         if self.json:
             print(json_text(written))
 
@@ -237,7 +231,7 @@ class SensorsOptions:
 
 
 def _show_sensors(discovery: "Discovery", result: "WindowResult") -> None:
-    from phantom_parallel.energy import format_joules
+    from phantom_parallel.energy.results import format_joules
 
     console = Console(highlight=False, soft_wrap=True)
     if not discovery.specs:

@@ -1,7 +1,8 @@
 """Figures of plans, dry runs and conversions, each as PNG and as SVG."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -15,21 +16,31 @@ from phantom_parallel.report.plots import LOOKS, SECOND_PHANTOM, fitted_legend, 
 from phantom_parallel.report.tables import csv_text
 from phantom_parallel.utils.files import write_text
 
+STEP_TIME, ENERGY = "step time, ms (modelled)", "energy of a step on all devices, J (modelled)"
+
 
 def draw_scaling(request: PlanRequest, curves: Mapping[str, Sequence[Candidate]], folder: Path) -> list[Path]:
     """Step time and modelled energy against devices, one curve a strategy."""
-    powered = request.profile.has_power
-    figure = Figure(figsize=(11 if powered else 6, 4.6), layout="constrained")
-    axes = figure.subplots(1, 2 if powered else 1, squeeze=False)[0]
-    _curves(
-        axes[0], curves, [[1e3 * c.seconds for c in curve] for curve in curves.values()], "step time, ms (modelled)"
-    )
-    if powered:
-        joules = [[c.joules or 0.0 for c in curve] for curve in curves.values()]
-        _curves(axes[1], curves, joules, "energy of a step on all devices, J (modelled)")
-    of_curves = [candidate for curve in curves.values() for candidate in curve]
-    figure.suptitle(f"Scaling at a fixed batch\n{_subject(request)}{another_model(of_curves)}", fontsize=11)
-    handles, _ = axes[0].get_legend_handles_labels()
+    panels: dict[str, Callable[[Candidate], float]] = {STEP_TIME: lambda c: 1e3 * c.seconds}
+    if request.profile.has_power:
+        panels[ENERGY] = lambda c: c.joules or 0.0
+    figure = Figure(figsize=(0.5 + 5.25 * len(panels), 4.6), layout="constrained")
+    panel_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    phantoms = [name for name in curves if name.startswith("phantom") and not name.endswith(TWO_LEVEL)]
+    counts = sorted({c.devices for curve in curves.values() for c in curve})
+    for axes, (label, height) in zip(panel_axes, panels.items(), strict=True):
+        for name, curve in curves.items():
+            second = name.removesuffix(TWO_LEVEL) in phantoms[1:]
+            colour, marker = SECOND_PHANTOM if second else LOOKS[curve[0].layout.strategy]
+            style = {"color": colour, "marker": marker, "linestyle": "--" if name.endswith(TWO_LEVEL) else "-"}
+            axes.plot([c.devices for c in curve], [height(c) for c in curve], markersize=4.5, label=name, **style)
+        axes.set(xscale="log", xlabel="devices", ylabel=label)
+        log_axis(axes, "y")
+        axes.set_xticks(counts, [str(count) for count in counts])
+        axes.minorticks_off()
+        axes.grid(visible=True, which="major", alpha=0.25)
+    _title(figure, "Scaling at a fixed batch", request, [c for curve in curves.values() for c in curve])
+    handles, _ = panel_axes[0].get_legend_handles_labels()
     fitted_legend(figure, handles, columns=len(handles))
     return save(figure, folder / "scaling")
 
@@ -38,15 +49,20 @@ def draw_tradeoff(plan: Plan, folder: Path) -> list[Path]:
     """Every layout by step time and modelled energy, with the frontier and the best under the goal."""
     figure = Figure(figsize=(7.5, 5.2), layout="constrained")
     axes = figure.subplots()
+
+    def points(candidates: Iterable[Candidate]) -> tuple[list[float], list[float]]:
+        pairs = [(1e3 * c.seconds, c.joules or 0.0) for c in candidates]
+        return [seconds for seconds, _ in pairs], [joules for _, joules in pairs]
+
     for strategy, (colour, marker) in LOOKS.items():
-        found = [c for c in plan.candidates if c.layout.strategy == strategy]
-        if found:
-            label = strategy
-            if strategy == "phantom" and plan.request.min_ghosts:
-                label = f"phantom, at least {plan.request.min_ghosts} ghosts"
-            _scatter(axes, found, colour, marker, label)
-    _frontier(axes, plan.frontier_same_model, "frontier of the dense model", "dashed")
-    _frontier(axes, plan.frontier, "frontier", "solid")
+        layouts = [c for c in plan.candidates if c.layout.strategy == strategy]
+        known = strategy == "phantom" and plan.request.min_ghosts
+        label = f"phantom, at least {plan.request.min_ghosts} ghosts" if known else strategy
+        if layouts:
+            axes.scatter(*points(layouts), color=colour, marker=marker, s=22, alpha=0.75, lw=0, label=label, zorder=2)
+    line: dict[str, Any] = {"where": "post", "color": "black", "linewidth": 1.2, "zorder": 3}
+    axes.step(*points(plan.frontier_same_model), "--", label="frontier of the dense model", **line)
+    axes.step(*points(plan.frontier), "-", label="frontier", **line)
     best = plan.best
     axes.annotate(
         f"best for {plan.request.goal}:\n{best.layout}",
@@ -59,54 +75,23 @@ def draw_tradeoff(plan: Plan, folder: Path) -> list[Path]:
     )
     log_axis(axes, "x")
     log_axis(axes, "y")
-    axes.set_xlabel("step time, ms (modelled)")
-    axes.set_ylabel("energy of a step on all devices, J (modelled)")
+    axes.set(xlabel=STEP_TIME, ylabel=ENERGY)
     axes.grid(visible=True, which="major", alpha=0.25)
-    warning = another_model(plan.candidates)
-    figure.suptitle(f"Time and energy of each layout\n{_subject(plan.request)}{warning}", fontsize=11)
+    _title(figure, "Time and energy of each layout", plan.request, plan.candidates)
     handles, _ = axes.get_legend_handles_labels()
     fitted_legend(figure, handles, columns=4)
     return save(figure, folder / "time-energy")
 
 
-def _curves(axes: Axes, curves: Mapping[str, Sequence[Candidate]], values: list[list[float]], label: str) -> None:
-    phantoms = [name for name in curves if name.startswith("phantom") and not name.endswith(TWO_LEVEL)]
-    for (name, curve), heights in zip(curves.items(), values, strict=True):
-        colour, marker = LOOKS[curve[0].layout.strategy]
-        if name.removesuffix(TWO_LEVEL) in phantoms[1:]:
-            colour, marker = SECOND_PHANTOM
-        line = {"color": colour, "marker": marker, "linestyle": "dashed" if name.endswith(TWO_LEVEL) else "solid"}
-        axes.plot([c.devices for c in curve], heights, markersize=4.5, label=name, **line)  # type: ignore[arg-type]
-    counts = sorted({c.devices for curve in curves.values() for c in curve})
-    axes.set(xscale="log", xlabel="devices", ylabel=label)
-    log_axis(axes, "y")
-    axes.set_xticks(counts, [str(count) for count in counts])
-    axes.minorticks_off()
-    axes.grid(visible=True, which="major", alpha=0.25)
-
-
-def _scatter(axes: Axes, found: list[Candidate], colour: str, marker: str, label: str) -> None:
-    times, joules = [1e3 * c.seconds for c in found], [c.joules or 0.0 for c in found]
-    axes.scatter(times, joules, color=colour, marker=marker, s=22, alpha=0.75, linewidths=0, label=label, zorder=2)
-
-
-def _frontier(axes: Axes, front: Sequence[Candidate], label: str, style: str) -> None:
-    times, joules = [1e3 * c.seconds for c in front], [c.joules or 0.0 for c in front]
-    axes.step(times, joules, where="post", color="black", linestyle=style, linewidth=1.2, label=label, zorder=3)
-
-
-def _subject(request: PlanRequest) -> str:
-    return f"{request.summary}, on {request.profile.name}"
-
-
-def another_model(candidates: Sequence[Candidate]) -> str:
-    """A line for the title where phantom models stand beside the dense one, and nothing is known of their loss."""
-    phantom = [one.parameters for one in candidates if one.loss == NOT_COMPARED]
-    dense = [one.parameters for one in candidates if not one.layout.blocks]
-    if not phantom:
-        return ""
-    smaller = ", smaller" if dense and max(phantom) < min(dense) else ""
-    return f"\nphantom is another{smaller} model than the dense one: its loss is not compared here"
+def _title(figure: Figure, title: str, request: PlanRequest, candidates: Sequence[Candidate]) -> None:
+    """A title that says where phantom models stand beside the dense one, and nothing is known of their loss."""
+    phantom = [c.parameters for c in candidates if c.loss == NOT_COMPARED]
+    dense = [c.parameters for c in candidates if not c.layout.blocks]
+    text = f"{title}\n{request.summary}, on {request.profile.name}"
+    if phantom:
+        smaller = ", smaller" if dense and max(phantom) < min(dense) else ""
+        text += f"\nphantom is another{smaller} model than the dense one: its loss is not compared here"
+    figure.suptitle(text, fontsize=11)
 
 
 # Dry runs
@@ -123,17 +108,14 @@ def draw_messages(profiles: Mapping[str, Sequence[Messages]], title: str) -> Fig
     gets.
     """
     phases = phases_of(profiles)
-    if not phases:
-        raise ValueError("one rank sends nothing, so there is no communication to draw: use more ranks")
     colours = {name: next((LOOKS[s][0] for s in LOOKS if name.startswith(s)), "black") for name in profiles}
     columns = min(2, len(phases))
     lines = -(-len(phases) // columns)
     figure = Figure(figsize=(5.6 * columns, 1.4 + 2.9 * lines), layout="constrained")
     panels = list(figure.subplots(lines, columns, squeeze=False, sharey=True).flat)
     for panel, phase in zip(panels, phases, strict=False):
-        _message_points(
-            panel, {name: [row for row in rows if row.phase == phase] for name, rows in profiles.items()}, colours
-        )
+        of_phase = {name: [row for row in rows if row.phase == phase] for name, rows in profiles.items()}
+        _message_points(panel, of_phase, colours)
         panel.set_title(phase, fontsize=11)
     for panel in panels[: len(phases)][-columns:]:
         panel.set_xlabel("size of a message, up to (what a rank hands in)", fontsize=9)
@@ -180,7 +162,7 @@ def _size(size: int) -> str:
 def _messages_legend(figure: Figure, profiles: Mapping[str, Sequence[Messages]], colours: Mapping[str, str]) -> None:
     used = {row.operation for rows in profiles.values() for row in rows}
     handles: list[Artist] = [Patch(color=colours[name], label=name) for name in profiles]
-    for operation in (*(one for one in MARKERS if one in used), *sorted(used - MARKERS.keys())):
+    for operation in sorted(used, key=[*MARKERS, *sorted(used - MARKERS.keys())].index):
         marker, label = MARKERS.get(operation, OTHER_MARKER), operation.replace("_", "-")
         handles.append(Line2D([], [], color="grey", marker=marker, markersize=7, linestyle="none", label=label))
     fitted_legend(figure, handles, columns=len(handles))
@@ -197,11 +179,7 @@ def draw_curve(
     """Draw the loss against the share of the converted maps' multiply-adds, one curve a method, as PNG and as SVG, and
     write the points as CSV beside them.
 
-    Args:
-        curves: For each method, points of share and loss.
-        dense_loss: The dense model's loss, drawn as a line.
-        path: The files, without their suffixes.
-        unit: What the loss is.
+    ``path`` is that of the files, without their suffixes, and ``unit`` what the loss is.
     """
     with plot_style():
         figure: Figure
