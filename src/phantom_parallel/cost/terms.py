@@ -18,7 +18,7 @@ family has its own shape in ``families/<family>/cost.py``.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
 
 from phantom_parallel.utils.layout import check_micro_batches, nearest_divisors
@@ -119,7 +119,7 @@ class LayerCost:
     times only. ``fused``: the products are one kernel, which leaves nothing in memory in between.
     """
 
-    name: str
+    name: str = field(compare=False)  # so that parts that repeat are equal, and timed once
     parameters: tuple[int, ...]  # of each parameter, this rank's part
     products: tuple[Product, ...]
     exchanges: tuple[Exchange, ...]
@@ -289,10 +289,6 @@ class Shape(HasModel):
     def costs(self) -> tuple[LayerCost, ...]:
         """The model's parts in order."""
         raise NotImplementedError
-
-    def same_as(self, index: int) -> int:
-        """The first part with the cost of part ``index``: parts that repeat are timed once."""
-        return index
 
     @property
     def repeated(self) -> int:

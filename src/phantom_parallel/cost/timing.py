@@ -190,9 +190,8 @@ class Clock:
         self, shape: Shape, phases: tuple[str, ...]
     ) -> tuple[tuple[Mapping[str, PhaseTime], ...], dict[str, PhaseTime]]:
         """The phases of each part on one rank, and their sums, with exchanges that belong to no part."""
-        indices = [shape.same_as(index) for index in range(len(shape.costs))]
-        timed = {index: {phase: self._phase(shape, index, phase) for phase in phases} for index in set(indices)}
-        layers = tuple(timed[index] for index in indices)
+        timed = {part: {phase: self._phase(shape, part, phase) for phase in phases} for part in set(shape.costs)}
+        layers = tuple(timed[part] for part in shape.costs)
         sums = {phase: _summed(layer[phase] for layer in layers) for phase in phases}
         return layers, {phase: self._with_model_exchanges(shape, phase, span) for phase, span in sums.items()}
 
@@ -226,8 +225,7 @@ class Clock:
         idle = max(0.0, total - sum(span.total for span in mean.values()))
         return StepTime(kinds[0][0], mean, idle)
 
-    def _phase(self, shape: Shape, index: int, phase: str) -> PhaseTime:
-        layer = shape.costs[index]
+    def _phase(self, shape: Shape, layer: LayerCost, phase: str) -> PhaseTime:
         if phase == "sync":
             return self.sync(layer, shape.ranks, shape.dp)
         if phase == "update":

@@ -186,12 +186,6 @@ def test_recomputing_costs_a_forward_pass_of_the_layers():
     assert again.multiply_adds("forward") == plain.multiply_adds("forward")
 
 
-def test_a_part_costs_what_its_first_like_does():
-    shape = shape_of("phantom", 2, layers=4)
-    for index, part in enumerate(shape.costs):
-        assert replace(part, name="") == replace(shape.costs[shape.same_as(index)], name="")
-
-
 def test_a_wrong_formula_is_named_by_its_term():
     ledger = dry_run(shape_of("phantom", 2)).ledger
     wrong = differences(shape_of("phantom", 2, ghosts=3), ledger, native=True, root="GPT")

@@ -110,9 +110,6 @@ class FFNShape(Shape):
         kinds = {0: self.ranks} if self.stage is None else self.stage.kinds()
         return [(replace(self, rank=rank), count) for rank, count in kinds.items()]
 
-    def same_as(self, index: int) -> int:
-        return representative(index, len(self.costs))
-
     @property
     def repeated(self) -> int:
         """The row layers' bias of the strategy megatron."""

@@ -176,15 +176,6 @@ class GPTShape(Shape):
         kinds = {0: self.ranks} if self.stage is None else self.stage.kinds()
         return [(replace(self, rank=rank), count) for rank, count in kinds.items()]
 
-    def same_as(self, index: int) -> int:
-        if self.stage is not None:
-            return index
-        if index in (0, len(self.costs) - 1):
-            return index
-        layer, part = divmod(index - 1, self.parts_of_layer)
-        ghosts = self.model.ghosts_of_layers
-        return 1 + ghosts.index(ghosts[layer]) * self.parts_of_layer + part
-
     @property
     def parts_of_layer(self) -> int:
         """qkv, attention, out, gate_up, down; in parallel qkv_gate_up, attention, out_down."""
