@@ -51,8 +51,8 @@ def change_about(path: Path, **values) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda p: (p / "checkpoint.json").write_text("{"), "is not a readable checkpoint description"),
-        (lambda p: (p / "checkpoint.json").write_text("[]"), "is not a Phantom Parallel checkpoint"),
+        (lambda p: (p / "checkpoint.json").write_text("{"), "checkpoint.json is not readable"),
+        (lambda p: (p / "checkpoint.json").write_text("{}"), "is not a Phantom Parallel checkpoint"),
         (lambda p: change_about(p, version=9), "has version 9"),
         (lambda p: change_about(p, step="two"), "step: Expected"),
         (lambda p: (p / STATE).unlink(), "missing"),

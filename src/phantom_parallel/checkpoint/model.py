@@ -127,13 +127,13 @@ def _complete(folder: Path, config: Any, files: dict[str, str], complete: Callab
     """Add the caller's files and the description, which comes last."""
     if complete is not None:
         complete(folder)
-    about: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+    description: dict[str, Any] = {"format": FORMAT, "version": VERSION}
     if getattr(config, "family", None) in family_names():
         strategy = get_strategy(config.strategy)
         if strategy.shards_rows or strategy.splits_depth:
             config = replace(config, strategy="dense")
-        about |= {"family": config.family, "config": asdict(config)}
-    write_json(folder / CONFIG, about | {"files": files})
+        description |= {"family": config.family, "config": asdict(config)}
+    write_json(folder / CONFIG, description | {"files": files})
 
 
 class StoredModel:
@@ -149,10 +149,10 @@ class StoredModel:
         self, path: str | os.PathLike[str], *, strategy: str | None = None, into: nn.Module | None = None
     ) -> None:
         path = Path(path)
-        about = read_description(path / CONFIG, "model", FORMAT, VERSION)
+        description = read_description(path / CONFIG, "model", FORMAT, VERSION)
         self.config: Any = None
         if into is None:
-            self.config = _config(about, path / CONFIG, strategy)
+            self.config = _config(description, path / CONFIG, strategy)
             into = self.build(device="meta")
         elif on_meta := [name for name, tensor in into.state_dict().items() if tensor.is_meta]:
             raise ValueError(f"{on_meta[0]} is on the meta device: give it memory first, with to_empty(device=...)")
@@ -235,14 +235,14 @@ def consolidate_model(path: str | os.PathLike[str], *, max_shard_size: int = MAX
     One process calls this. It holds one of the new files at a time.
     """
     path = Path(path).absolute()
-    about = read_description(path / CONFIG, "model", FORMAT, VERSION)
+    description = read_description(path / CONFIG, "model", FORMAT, VERSION)
     verify(path / CONFIG)
     with atomic_folder(path, overwrite=True) as scratch:
         for file in path.iterdir():
-            if file.is_file() and file.name not in {*about["files"], CONFIG, INDEX}:
+            if file.is_file() and file.name not in {*description["files"], CONFIG, INDEX}:
                 shutil.copy2(file, scratch)
         files = _consolidate(path, scratch, max_shard_size)
-        write_json(scratch / CONFIG, about | {"files": files})
+        write_json(scratch / CONFIG, description | {"files": files})
 
 
 def verify_model(path: str | os.PathLike[str]) -> None:
@@ -261,8 +261,8 @@ def family_of(path: str | os.PathLike[str]) -> str:
 
 def read_config(path: str | os.PathLike[str]) -> Any:
     """Config of the model in the folder ``path``. Its tensors are not read."""
-    about = Path(path) / CONFIG
-    return _config(read_description(about, "model", FORMAT, VERSION), about)
+    file = Path(path) / CONFIG
+    return _config(read_description(file, "model", FORMAT, VERSION), file)
 
 
 def _consolidate(shards: Path, target: Path, limit: int) -> dict[str, str]:
@@ -317,9 +317,9 @@ def _check_copies(tensors: Mapping[str, Tensor], group: Group) -> None:
             warnings.warn(f"{problem}, as by rounding: it is saved as one rank has it", UserWarning, stacklevel=3)
 
 
-def _config(about: dict[str, Any], path: Path, strategy: str | None = None) -> Any:
-    """The config that the description ``about`` of the file ``path`` has, with another strategy if one is given."""
-    name, settings = about.get("family"), about.get("config")
+def _config(description: dict[str, Any], path: Path, strategy: str | None = None) -> Any:
+    """The config that the file ``path`` describes, with another strategy if one is given."""
+    name, settings = description.get("family"), description.get("config")
     if name not in family_names():
         raise ValueError(
             f"{path} describes a module that belongs to no model family ({', '.join(family_names())}): "

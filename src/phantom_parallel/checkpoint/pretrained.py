@@ -17,7 +17,7 @@ from torch import Tensor
 
 from phantom_parallel.checkpoint.model import CONFIG
 from phantom_parallel.checkpoint.shards import INDEX, WEIGHTS
-from phantom_parallel.utils.files import read_bytes, read_text, write_bytes
+from phantom_parallel.utils.files import read_bytes, read_json, read_text, write_bytes
 
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -152,17 +152,6 @@ def read_kept_files(folder: Path) -> dict[str, bytes]:
     return files if template is None else files | {CHAT_TEMPLATE: template.encode()}
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object of a file; ValueError if there is none."""
-    try:
-        found = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not readable: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold an object, got {type(found).__name__}")
-    return found
-
-
 def _gguf_file(path: Path) -> Path | None:
     if path.is_file():
         if path.suffix != ".gguf":
@@ -172,10 +161,10 @@ def _gguf_file(path: Path) -> Path | None:
         raise ValueError(f"there is no folder {path}")
     if (path / CONFIG).is_file():
         return None
-    found = sorted(file for file in path.glob("*.gguf") if file.is_file())
-    if len(found) != 1:
-        raise ValueError(f"{path} is no pretrained model: there is neither {CONFIG} nor one GGUF file ({len(found)})")
-    return found[0]
+    files = sorted(file for file in path.glob("*.gguf") if file.is_file())
+    if len(files) != 1:
+        raise ValueError(f"{path} is no pretrained model: there is neither {CONFIG} nor one GGUF file ({len(files)})")
+    return files[0]
 
 
 def _safetensors_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:

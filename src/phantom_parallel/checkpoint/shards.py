@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from phantom_parallel.distributed.objects import all_gather_objects, broadcast_from_rank_zero, raise_on_all_ranks
-from phantom_parallel.utils.files import read_text, replace_folder, scratch_folder, write_json
+from phantom_parallel.utils.files import read_json, replace_folder, scratch_folder, write_json
 
 T = TypeVar("T")
 Group = dist.ProcessGroup | None  # None: this process alone
@@ -147,8 +147,8 @@ def save_parts(
             raise FileNotFoundError(f"{path.parent} is not the folder of rank 0: all ranks need a shared file system")
         offsets = {name: {"saved_offsets": list(part.offsets)} for name, part in own.items()}
         tensors = {name: part.values for name, part in own.items()}
-        about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
-        return {file: write_file(scratch / file, tensors, about)} if own else {}
+        header = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+        return {file: write_file(scratch / file, tensors, header)} if own else {}
 
     def complete() -> None:
         if rank_in(group) == 0:
@@ -253,11 +253,11 @@ class StoredTensors:
         except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{folder} has a file that is not readable as safetensors: {error}") from None
         stored: dict[str, Any] = self._metadata.state_dict_metadata
-        for name, about in stored.items():
-            if sum(prod(chunk.sizes) for chunk in about.chunks) != prod(about.size):
+        for name, tensor in stored.items():
+            if sum(prod(chunk.sizes) for chunk in tensor.chunks) != prod(tensor.size):
                 raise ValueError(f"{folder} does not have all of {name}: a file is missing")
         self.layouts = {
-            name: TensorLayout(name, tuple(about.size), about.properties.dtype) for name, about in stored.items()
+            name: TensorLayout(name, tuple(tensor.size), tensor.properties.dtype) for name, tensor in stored.items()
         }
 
     @torch.no_grad()
@@ -307,15 +307,12 @@ def read_description(path: Path, subject: str, kind: str, version: int) -> dict[
     Raises:
         ValueError: If the file is not readable, or its "format" and "version" are not ``kind`` and ``version``.
     """
-    try:
-        about = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not a readable {subject} description: {error}") from None
-    if not isinstance(about, dict) or about.get("format") != kind:
+    description = read_json(path)
+    if description.get("format") != kind:
         raise ValueError(f'{path} is not a Phantom Parallel {subject}: expected "format": "{kind}"')
-    if about.get("version") != version:
-        raise ValueError(f"{path} has version {about.get('version')!r}, this release reads {version}")
-    return about
+    if description.get("version") != version:
+        raise ValueError(f"{path} has version {description.get('version')!r}, this release reads {version}")
+    return description
 
 
 def verify(description: Path) -> None:
@@ -326,7 +323,7 @@ def verify(description: Path) -> None:
         ValueError: If there is no digest, or a file is missing or has changed since it was written.
     """
     try:
-        files = json.loads(read_text(description))["files"]
+        files = read_json(description)["files"]
         for name, digest in files.items():
             with open(description.parent / Path(name).name, "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != digest:

@@ -13,14 +13,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from rich.console import Console
 
 from phantom_parallel.checkpoint.model import family_of
-from phantom_parallel.checkpoint.pretrained import CHAT_TEMPLATE, TOKENIZER_CONFIG, read_json
+from phantom_parallel.checkpoint.pretrained import CHAT_TEMPLATE, TOKENIZER_CONFIG
 from phantom_parallel.cli.infer import add_costs, cost_table, print_table
 from phantom_parallel.cli.options import Flag, JsonOption, LaunchOptions, ProfileOption, RanksOption, WireOption
 from phantom_parallel.distributed.launchers import is_rank_zero
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.infer.predict import check_folder
 from phantom_parallel.infer.sampling import GenerateConfig
-from phantom_parallel.utils.files import json_text, read_text
+from phantom_parallel.utils.files import json_text, read_json, read_text
 from phantom_parallel.utils.parsing import printable
 
 

@@ -95,10 +95,16 @@ def write(parts: Parts, config: TrainConfig, progress: Progress, folder: Path, g
     Every rank of ``group`` calls this with its own parts. What went wrong on one rank is raised on all.
     """
     path = path_of(folder, progress.step)
-    about = {"format": FORMAT, "version": VERSION, "task": config.kind, **asdict(progress), "config": config.to_dict()}
+    description = {
+        "format": FORMAT,
+        "version": VERSION,
+        "task": config.kind,
+        **asdict(progress),
+        "config": config.to_dict(),
+    }
 
     def finish(scratch: Path, files: dict[str, str]) -> None:
-        write_json(scratch / DESCRIPTION, about | {"files": files})
+        write_json(scratch / DESCRIPTION, description | {"files": files})
 
     save_parts(parts, path, group, prefix="state", finish=finish)
     if rank_in(group) == 0:
@@ -202,13 +208,13 @@ def _check(path: Path, config: TrainConfig) -> tuple[Progress, StoredTensors]:
     return progress, stored
 
 
-def _progress(about: dict[str, Any], path: Path, config: TrainConfig) -> Progress:
+def _progress(description: dict[str, Any], path: Path, config: TrainConfig) -> Progress:
     names = [field.name for field in fields(Progress)]
-    progress = convert({name: about.get(name) for name in names}, Progress, str(path / DESCRIPTION))
+    progress = convert({name: description.get(name) for name in names}, Progress, str(path / DESCRIPTION))
     step, summary = progress.step, progress.summary
-    if about.get("task") != config.kind:
-        raise ValueError(f"{path} is of a training of the kind {about.get('task')!r}, not {config.kind!r}")
-    config.check_resumes(about.get("config", {}), str(path))
+    if description.get("task") != config.kind:
+        raise ValueError(f"{path} is of a training of the kind {description.get('task')!r}, not {config.kind!r}")
+    config.check_resumes(description.get("config", {}), str(path))
     if progress.data != config.task().data_digest(config):
         raise ValueError(f"{path} was trained on data that have changed since: resume with the same")
     if summary is not None:  # does it end there with these settings too?

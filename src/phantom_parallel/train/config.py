@@ -6,7 +6,6 @@ model as ``model``. The texts under the fields are what ``phantom train --help``
 
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -212,12 +211,6 @@ class TrainConfig(HasModel):
     def with_absolute_data(self) -> Self:
         """The same settings with an absolute path of the data, for processes with another working directory."""
         return self if self.data in self.named_data else replace(self, data=os.path.abspath(self.data))
-
-    @classmethod
-    def from_dict(cls, settings: Mapping[str, Any]) -> Self:
-        if not isinstance(settings, Mapping):
-            raise ValueError(f"settings of a training must be an object, got {type(settings).__name__}")
-        return super().from_dict(settings)
 
     def check_resumes(self, earlier: dict[str, Any], where: str) -> None:
         """Raise ValueError, naming the setting, if this cannot continue a training with the settings ``earlier``."""

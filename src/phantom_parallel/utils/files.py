@@ -135,6 +135,17 @@ def read_text(path: str | os.PathLike[str]) -> str:
     return read_bytes(path).decode()
 
 
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read the JSON object of a file; ValueError, which names the file, if there is none."""
+    try:
+        value = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not readable: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold an object, got {type(value).__name__}")
+    return value
+
+
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     """Write a whole file atomically."""
     with atomic_file(path) as file:

@@ -3,17 +3,6 @@
 from dataclasses import dataclass
 from math import gcd, isqrt
 
-MAX_FEATURES = 1 << 24  # of a layer, a vocabulary or a context
-MAX_LAYERS = 10_000
-MAX_RANKS = 1 << 20
-MAX_COUNT = 1 << 40  # of anything else, such as steps or rows
-# Limits by the name of a size. Sizes beyond them would hang: layers are built one by one, and processes are started.
-_LIMITS = {
-    **dict.fromkeys(("width", "dim", "hidden", "vocab", "context", "batch", "inference_batch"), MAX_FEATURES),
-    **dict.fromkeys(("depth", "layers", "teacher_depth"), MAX_LAYERS),
-    **dict.fromkeys(("ranks", "dp"), MAX_RANKS),
-}
-
 
 def nearest_divisors(number: int, wanted: int) -> str:
     """The divisors of ``number`` on either side of ``wanted``, for an error message."""
@@ -23,19 +12,11 @@ def nearest_divisors(number: int, wanted: int) -> str:
     return " or ".join(map(str, near))
 
 
-def check_at_most(limit: int, **sizes: int) -> None:
-    """Raise ValueError if a size is larger than ``limit``, before anything of that size is built."""
-    for name, value in sizes.items():
-        if value > limit:
-            raise ValueError(f"{name} must be at most {limit}, got {value}")
-
-
 def positive(**sizes: object) -> None:
-    """Raise ValueError unless every size is a positive whole number, and at most the limit for its name."""
+    """Raise ValueError unless every size is a positive whole number."""
     for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be a positive whole number, got {value!r}")
-        check_at_most(_LIMITS.get(name, MAX_COUNT), **{name: value})
 
 
 def stage_layers(layers: int, stages: int, stage: int = 0) -> range:
@@ -80,8 +61,8 @@ class BlockLayout:
     ranks: int = 1
 
     def __post_init__(self) -> None:
-        positive(blocks=self.blocks, ghosts=self.ghosts)
-        _check_features(self.in_features, self.out_features, self.ranks)
+        positive(in_features=self.in_features, out_features=self.out_features, blocks=self.blocks, ghosts=self.ghosts)
+        positive(ranks=self.ranks)
         if self.blocks < 2:
             raise ValueError(f"blocks must be at least 2, got {self.blocks} (use nn.Linear)")
         for name, features in (("in_features", self.in_features), ("out_features", self.out_features)):
@@ -171,13 +152,8 @@ class RowLayout:
     ranks: int = 1
 
     def __post_init__(self) -> None:
-        _check_features(self.in_features, self.out_features, self.ranks)
+        positive(in_features=self.in_features, out_features=self.out_features, ranks=self.ranks)
         for name, features in (("in_features", self.in_features), ("out_features", self.out_features)):
             if features % self.ranks:
                 near = nearest_divisors(gcd(self.in_features, self.out_features), self.ranks)
                 raise ValueError(f"{self.ranks} ranks do not divide {name}={features}: run on {near} ranks")
-
-
-def _check_features(in_features: int, out_features: int, ranks: int) -> None:
-    positive(in_features=in_features, out_features=out_features, ranks=ranks)
-    check_at_most(MAX_FEATURES, in_features=in_features, out_features=out_features)

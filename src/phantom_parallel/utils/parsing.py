@@ -91,11 +91,11 @@ def field_docs(kind: type) -> dict[str, str]:
 def _explained(error: Exception, kind: Any, source: str) -> str:
     text, _, path = _reason(error).partition(" - at `$")
     key = path.rstrip("`").lstrip(".")
-    if found := re.match("Object missing required field `(.*)`", text):
-        text = f"{found[1]} is missing"
-    if is_dataclass(kind) and (found := re.match("Invalid enum value (.*)", text)):
+    if match := re.match("Object missing required field `(.*)`", text):
+        text = f"{match[1]} is missing"
+    if is_dataclass(kind) and (match := re.match("Invalid enum value (.*)", text)):
         choices = get_args(get_type_hints(kind).get(key))
-        text = f"must be one of {', '.join(map(str, choices))}, got {found[1]}" if choices else text
+        text = f"must be one of {', '.join(map(str, choices))}, got {match[1]}" if choices else text
     return ": ".join(part for part in (source, key, text.replace("`", "")) if part)
 
 

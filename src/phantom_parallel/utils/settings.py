@@ -23,7 +23,6 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, g
 import msgspec
 from msgspec import Meta
 
-from phantom_parallel.utils.layout import MAX_COUNT, MAX_FEATURES, MAX_LAYERS, MAX_RANKS
 from phantom_parallel.utils.parsing import field_docs
 from phantom_parallel.utils.strategies import StrategyName
 
@@ -32,11 +31,12 @@ def _whole(most: int) -> Meta:
     return Meta(ge=1, le=most, description="a positive whole number")
 
 
-PositiveInt = Annotated[int, _whole(MAX_COUNT)]
-Features = Annotated[int, _whole(MAX_FEATURES)]
-Layers = Annotated[int, _whole(MAX_LAYERS)]
-Ranks = Annotated[int, _whole(MAX_RANKS)]
-NonNegativeInt = Annotated[int, Meta(ge=0, le=MAX_COUNT, description="a whole number of 0 or more")]
+# Sizes beyond these limits would hang: layers are built one by one, and processes are started.
+PositiveInt = Annotated[int, _whole(1 << 40)]
+Features = Annotated[int, _whole(1 << 24)]
+Layers = Annotated[int, _whole(10_000)]
+Ranks = Annotated[int, _whole(1 << 20)]
+NonNegativeInt = Annotated[int, Meta(ge=0, le=1 << 40, description="a whole number of 0 or more")]
 PositiveFloat = Annotated[float, Meta(gt=0, le=1e300, description="a number above 0")]
 NonNegativeFloat = Annotated[float, Meta(ge=0, le=1e300, description="a number of 0 or more")]
 
@@ -96,13 +96,13 @@ class Setting(NamedTuple):
 
 def settings_of(kind: type, defaults: Mapping[str, Any] | None = None) -> dict[str, Setting]:
     """The fields of a config that are options, by name, with other defaults where they are given."""
-    docs, hints, found = field_docs(kind), _hints(kind), dict[str, Setting]()
+    docs, hints, settings = field_docs(kind), _hints(kind), dict[str, Setting]()
     for field in fields(kind):
         if field.init and field.metadata.get("option", True):
             default = (defaults or {}).get(field.name, field.default)
             hint = hints[field.name] | None if default is None else hints[field.name]
-            found[field.name] = Setting(hint, default, docs.get(field.name, ""))
-    return found
+            settings[field.name] = Setting(hint, default, docs.get(field.name, ""))
+    return settings
 
 
 class HasModel:
@@ -113,9 +113,7 @@ class HasModel:
     """
 
     model: Any
-    model_defaults: ClassVar[
-        Mapping[str, Any]
-    ] = {}  # other defaults of the model's settings; None if `filled` sets them
+    model_defaults: ClassVar[Mapping[str, Any]] = {}  # of the model's settings; None if `filled` sets them
 
     @classmethod
     def model_class(cls) -> type[Any] | None:
@@ -144,6 +142,8 @@ class HasModel:
         Raises:
             ValueError: If a setting is unknown, missing or wrong.
         """
+        if not isinstance(settings, Mapping):
+            raise ValueError(f"settings of {cls.__name__} must be an object, got {type(settings).__name__}")
         model, own = cls.model_class(), {field.name for field in fields(cls) if field.init}  # type: ignore[arg-type]
         of_model = {field.name for field in fields(model)} if model is not None else set()
         known = own - {"model"} | of_model if model is not None else own

@@ -30,14 +30,13 @@ from phantom_parallel.checkpoint.pretrained import (
     TOKENIZER,
     PretrainedModel,
     copy_kept_files,
-    read_json,
 )
 from phantom_parallel.checkpoint.shards import TensorLayout, write_tensors
 from phantom_parallel.families.gpt.config import MODULES, GPTConfig, RopeScaling
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.families.gpt.tokens import BPETokenizer
 from phantom_parallel.nn.linear import PhantomLinear
-from phantom_parallel.utils.files import atomic_folder, check_replaceable, write_bytes, write_json
+from phantom_parallel.utils.files import atomic_folder, check_replaceable, read_json, write_bytes, write_json
 
 MODEL_TYPES = ("llama", "mistral", "qwen2")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}

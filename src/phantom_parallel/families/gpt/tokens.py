@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from phantom_parallel.checkpoint.pretrained import GENERATION_CONFIG, TOKENIZER_CONFIG, read_json
-from phantom_parallel.utils.files import read_bytes, write_text
+from phantom_parallel.checkpoint.pretrained import GENERATION_CONFIG, TOKENIZER_CONFIG
+from phantom_parallel.utils.files import read_bytes, read_json, write_text
 
 FILE = "tokenizer.json"
 _PIECE = 1 << 16  # bytes of text that are encoded at once, up to the end of a line
