@@ -12,7 +12,6 @@ import re
 import shutil
 import signal
 import tempfile
-import tomllib
 import traceback
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -111,18 +110,24 @@ def _problems(arguments: list[str], folder: Path) -> Iterator[Problem]:
 def _damage(path: Path, random: Random) -> str:
     """Damage one file as a person might; what was done."""
     data, how = path.read_bytes(), random.choice(("missing", "empty", "short", "other", *["value"] * 6))
-    if how == "value" and path.suffix in (".json", ".toml"):
-        values = json.loads(data) if path.suffix == ".json" else tomllib.loads(data.decode())
-        change = _change_value(values, random)
-        path.write_text(json.dumps(values) if path.suffix == ".json" else _toml(values))
-        return f"{path.name}: {change}"
-    if how == "value" and path.suffix == ".npy":
+    if how == "value" and path.suffix == ".json":
+        values = json.loads(data)
+        how = _change_value(values, random)
+        path.write_text(json.dumps(values))
+    elif how == "value" and path.suffix == ".toml":
+        lines = data.decode().splitlines()
+        number = random.choice([number for number, line in enumerate(lines) if " = " in line])
+        key, _, value = lines[number].partition(" = ")
+        lines[number] = random.choice((f"{key}s = {value}", "", *(f"{key} = {json.dumps(odd)}" for odd in ODD_VALUES)))
+        how = f"{key}: {lines[number]!r}"
+        path.write_text("\n".join(lines))
+    elif how == "value" and path.suffix == ".npy":
         array = np.load(path)
         array[3, 2] = np.nan
         changed = random.choice((array, array[:, :-1], array[0], array.astype("complex64"), array.astype("U8")))
         np.save(path, changed)
-        return f"{path.name}: {changed.dtype} {changed.shape}"
-    if how == "missing":
+        how = f"{changed.dtype} {changed.shape}"
+    elif how == "missing":
         path.unlink()
     else:
         path.write_bytes({"empty": b"", "other": b"\x89PNG\r\n" + bytes(100)}.get(how, data[: len(data) // 2]))
@@ -146,17 +151,6 @@ def _change_value(values: Any, random: Random) -> str:
     return f"{key} = {values[key]!r}"
 
 
-def _toml(values: dict[str, Any]) -> str:
-    """TOML of nested tables: JSON's values are inline values of TOML, but for those of tables."""
-
-    def inline(value: Any) -> str:
-        if isinstance(value, dict):
-            return "{" + ", ".join(f"{json.dumps(key)} = {inline(entry)}" for key, entry in value.items()) + "}"
-        return f"[{', '.join(map(inline, value))}]" if isinstance(value, list) else json.dumps(value)
-
-    return "".join(f"{json.dumps(key)} = {inline(value)}\n" for key, value in values.items())
-
-
 Made = tuple[str, list[object]]  # what was done, and the command
 
 
@@ -166,7 +160,7 @@ def _damaged(name: str, *command: object, below: str = "") -> Callable[[Path, Pa
     def make(artefacts: Path, folder: Path, random: Random) -> Made:
         source, copy = artefacts / name, folder / Path(name).name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, copy)
-        files = sorted(path for path in (copy / below).rglob("*") if path.is_damaged()) if source.is_dir() else [copy]
+        files = sorted(path for path in (copy / below).rglob("*") if path.is_file()) if source.is_dir() else [copy]
         return _damage(random.choice(files), random), _placed(command, copy, artefacts, folder)
 
     return make

@@ -111,10 +111,9 @@ def test_a_socket_that_is_open_to_the_network_would_be_seen():
         assert "0.0.0.0" in listening_addresses([os.getpid()])
 
 
-@pytest.mark.parametrize("by", ["ours", "torchs"])
-def test_a_pickle_that_arrives_from_another_rank_is_not_unpickled(tmp_path, by):
-    with pytest.raises(RankDied, match="rank 0 failed"):
-        launch(2, workers.send_pickle, str(tmp_path / "touched"), by)
+def test_a_pickle_that_arrives_from_another_rank_is_not_unpickled(tmp_path):
+    with pytest.raises(RankDied, match=r"rank 0 failed.*objects between ranks are not pickled"):
+        launch(2, workers.send_pickle, str(tmp_path / "touched"))
     assert not (tmp_path / "touched").exists()
     pickle.loads(pickle.dumps(workers.Touch(str(tmp_path / "touched"))))
     assert (tmp_path / "touched").exists()  # what unpickling would have done
