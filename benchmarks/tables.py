@@ -38,6 +38,7 @@ from phantom_parallel.utils.files import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+Rows = Callable[[dict[str, Any]], Iterator[Sequence[str]]]
 
 # Rows of a comparison that the README leaves to the report.
 DETAILS = ("ranks", "learning rate", "reached the target", "energy, measured", "inference energy per sample")
@@ -108,9 +109,19 @@ def _cell(results: Results, strategy: str, place: str = "") -> Cell:
     return cell
 
 
-def _lines(headings: Sequence[str], rows: Iterator[Sequence[str]], align: str = "---:") -> str:
-    lines = [headings, ["---", *[align] * (len(headings) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def table(*names: str) -> Callable[[Rows], Rows]:
+    """Register a function that makes the rows of these tables from a result file, the headings first."""
+
+    def register(rows: Rows) -> Rows:
+        def text(path: Path) -> str:
+            headings, *others = rows(_read(path))
+            lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *others]
+            return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+        TABLES.update(dict.fromkeys(names, text))
+        return rows
+
+    return register
 
 
 def detailed_comparison(path: Path) -> str:
@@ -124,21 +135,22 @@ def brief_comparison(path: Path) -> str:
     return "\n".join(line for line in detailed_comparison(path).splitlines() if not line.startswith(starts))
 
 
-def looser_targets(path: Path) -> str:
+TABLES: dict[str, Callable[[Path], str]] = {
+    "compare-gpt": detailed_comparison,
+    "compare-quick-brief": brief_comparison,
+}
+
+
+@table("compare-quick-targets")
+def looser_targets(data: dict[str, Any]) -> Iterator[Sequence[str]]:
     """What phantom takes to losses above the target, from the curves of the same runs."""
-    results = _results(path)
+    results = _results(_file("compare-quick"))
     columns = (("tensor", "seconds"), ("tensor", "joules"), ("tensor", "steps"), ("megatron", "seconds"))
-
-    def row(loss: float) -> list[str]:
-        ratios = [_ratio_at(results, "phantom", to, measure, loss) for to, measure in columns]
-        return [
-            f"{loss:.2f}",
-            *(_shown(one, "mean" if name == "steps" else "") for one, (_, name) in zip(ratios, columns, strict=True)),
-        ]
-
     headings = ("time, of tensor's", "modelled energy, of tensor's", "steps, of tensor's", "time, of megatron's")
-    assert results.target_loss is not None
-    return _lines(("held-out loss", *headings), (row(loss) for loss in (*LOOSER_TARGETS, results.target_loss)))
+    yield "held-out loss", *headings
+    for loss in (*LOOSER_TARGETS, data["target_loss"]):
+        ratios = [(_ratio_at(results, "phantom", to, measure, loss), measure) for to, measure in columns]
+        yield f"{loss:.2f}", *(_shown(value, "mean" if measure == "steps" else "") for value, measure in ratios)
 
 
 def _ratio_at(results: Results, strategy: str, to: str, measure: str, loss: float) -> Interval | None:
@@ -146,10 +158,8 @@ def _ratio_at(results: Results, strategy: str, to: str, measure: str, loss: floa
 
     def values(name: str) -> dict[int, float]:
         field = {"steps": "step"}.get(measure, measure)
-        reached = {
-            run.seed: next((point for point in run.curve if point.loss <= loss), None)
-            for run in _cell(results, name).runs
-        }
+        runs = _cell(results, name).runs
+        reached = {run.seed: next((point for point in run.curve if point.loss <= loss), None) for run in runs}
         if None in reached.values():
             raise ValueError(f"{name} of {results.name} did not reach a loss of {loss}")
         return {seed: getattr(point, field) for seed, point in reached.items()}
@@ -158,199 +168,133 @@ def _ratio_at(results: Results, strategy: str, to: str, measure: str, loss: floa
     return ratio_interval([(mine[seed], theirs[seed]) for seed in mine])
 
 
-def layer_steps(path: Path) -> str:
-    rows = (
-        [
-            f"{row['ranks']}, {row['width']}",
-            re.sub(r"\D", "", name),
-            f"{ratios['weights']:.3f}",
-            _quartiles(ratios["of megatron"]),
-            _quartiles(ratios["of tensor"]),
-        ]
-        for row in _read(path)["step"]
-        for name, ratios in row["phantom"].items()
-    )
-    headings = (
-        "ranks, width",
-        "blocks",
-        "multiply-adds",
-        "time, of torch's column/row pair",
-        "time, of `TensorLinear`",
-    )
-    return _lines(headings, rows)
+@table("layers-step")
+def layer_steps(data: dict[str, Any]) -> Iterator[Sequence[str]]:
+    pair = "time, of torch's column/row pair"
+    yield "ranks, width", "blocks", "multiply-adds", pair, "time, of `TensorLinear`"
+    for row in data["step"]:
+        for name, ratios in row["phantom"].items():
+            times = (_quartiles(ratios[f"of {other}"]) for other in ("megatron", "tensor"))
+            yield f"{row['ranks']}, {row['width']}", re.sub(r"\D", "", name), f"{ratios['weights']:.3f}", *times
 
 
-def layer_forward(path: Path) -> str:
-    rows = (
-        [str(row["batch"]), f"{row['multiply-adds']:.3f}", _quartiles(row["phantom/dense"])]
-        for row in _read(path)["forward"]
-    )
-    return _lines(("batch", "multiply-adds", "time, of `nn.Linear`"), rows)
+@table("layers-forward")
+def layer_forward(data: dict[str, Any]) -> Iterator[Sequence[str]]:
+    yield "batch", "multiply-adds", "time, of `nn.Linear`"
+    for row in data["forward"]:
+        yield str(row["batch"]), f"{row['multiply-adds']:.3f}", _quartiles(row["phantom/dense"])
 
 
-def transformer(path: Path) -> str:
-    kinds = ("step", "prefill", "decode")
-    rows = (
-        [
-            str(row["ranks"]),
-            "parallel" if row.get("parallel_block") else "serial",
-            *(_quartiles(row[kind]["phantom/megatron"]) for kind in kinds),
-            _quartiles(row["decode"]["phantom without polling/megatron"]),
-        ]
-        for row in _read(path)["rows"]
-    )
-    prefill = f"prefill of {_read(path)['settings']['sequence']} tokens"
-    names = "ranks", "attention and SwiGLU", "training step", prefill, "decode, a token", "decode without polling"
-    return _lines(names, rows)
+@table("transformer")
+def transformer(data: dict[str, Any]) -> Iterator[Sequence[str]]:
+    prefill = f"prefill of {data['settings']['sequence']} tokens"
+    yield "ranks", "attention and SwiGLU", "training step", prefill, "decode, a token", "decode without polling"
+    for row in data["rows"]:
+        times = (_quartiles(row[kind]["phantom/megatron"]) for kind in ("step", "prefill", "decode"))
+        blocks = "parallel" if row.get("parallel_block") else "serial"
+        yield str(row["ranks"]), blocks, *times, _quartiles(row["decode"]["phantom without polling/megatron"])
 
 
-def validation(path: Path) -> str:
+@table("validation", "validation-hosts")
+def validation(data: dict[str, Any]) -> Iterator[Sequence[str]]:
     names = ("ranks", "width", "depth", "batch", "blocks", "ghosts")
-
-    def row(outcome: dict[str, Any]) -> Iterator[str]:
-        yield from (str(outcome["setting"][name]) for name in names)
-        for strategy in ("phantom", "tensor"):
-            for seconds in (outcome["measured"][strategy], outcome["predicted"][strategy]):
-                yield f"{1e3 * seconds:.1f}"
-        yield from (f"{outcome['measured_ratio']:.3f}", f"{outcome['predicted_ratio']:.3f}", f"{outcome['error']:+.0%}")
-
-    headings = (*names, "phantom", "model", "tensor", "model", "ratio", "model", "error")
-    return _lines(headings, (list(row(outcome)) for outcome in _read(path)["outcomes"]))
+    yield *names, "phantom", "model", "tensor", "model", "ratio", "model", "error"
+    for row in data["outcomes"]:
+        pairs = [(row["measured"][name], row["predicted"][name]) for name in ("phantom", "tensor")]
+        times = (f"{1e3 * seconds:.1f}" for pair in pairs for seconds in pair)
+        ratios = (f"{row[kind]:.3f}" for kind in ("measured_ratio", "predicted_ratio"))
+        yield *(str(row["setting"][name]) for name in names), *times, *ratios, f"{row['error']:+.0%}"
 
 
-def checkpoint(path: Path) -> str:
+@table("checkpoint")
+def checkpoint(data: dict[str, Any]) -> Iterator[Sequence[str]]:
     """Memory of a rank while it saves and loads, over what it holds."""
     kinds = ("save", "gathered", "load", "save_model", "load_model")
-
-    def row(found: dict[str, Any]) -> list[str]:
-        cells = (f"{max(0.0, found[kind]['peak']):.0f} MiB" for kind in kinds)
-        return [str(found["ranks"]), f"{found['state']:.0f} MiB", f"{found['tensor']:.0f} MiB", *cells]
-
     headings = ("ranks", "own state", "largest tensor", "save", "save, gathered", "load")
-    return _lines((*headings, "`save_model`", "`load_model`"), map(row, _read(path)["rows"]))
+    yield *headings, "`save_model`", "`load_model`"
+    for row in data["rows"]:
+        sizes = [row["state"], row["tensor"], *(max(0.0, row[kind]["peak"]) for kind in kinds)]
+        yield str(row["ranks"]), *(f"{size:.0f} MiB" for size in sizes)
 
 
-def two_level(path: Path) -> str:
+@table("two-level")
+def two_level(data: dict[str, Any]) -> Iterator[Sequence[str]]:
     """Steps on emulated hosts: times, bytes that a rank sends, and the two-level phantom's time of each."""
-
-    def row(found: dict[str, Any], name: str) -> list[str]:
-        rank, ratio = found["of a rank"][name], found["two-level phantom of"].get(name)
-        sent = (quantity(rank[f"bytes {where}"], "B") for where in ("inside", "between"))
-        times = f"{_quartiles(found['milliseconds'][name], 1)} ms"
-        return [f"{found['width']:,}", name, times, "" if ratio is None else _quartiles(ratio), *sent]
-
-    headings = ("width", "strategy", "step", "two-level phantom, of it", "sent inside hosts", "sent between hosts")
-    return _lines(headings, (row(found, name) for found in _read(path)["step"] for name in found["milliseconds"]))
+    yield "width", "strategy", "step", "two-level phantom, of it", "sent inside hosts", "sent between hosts"
+    for row in data["step"]:
+        for name, times in row["milliseconds"].items():
+            ratio = row["two-level phantom of"].get(name)
+            sent = (quantity(row["of a rank"][name][f"bytes {where}"], "B") for where in ("inside", "between"))
+            shares = "" if ratio is None else _quartiles(ratio)
+            yield f"{row['width']:,}", name, f"{_quartiles(times, 1)} ms", shares, *sent
 
 
-def plan_scaling(path: Path) -> str:
+@table("plan-scaling")
+def plan_scaling(data: dict[str, Any]) -> Iterator[Sequence[str]]:
     """Modelled steps and energy on more and more devices, in the columns that `phantom plan` has."""
-    scaling = _read(path)["scaling"]
-    found = {name: {one["devices"]: one for one in rows} for name, rows in scaling.items()}
+    columns = {name: {plan["devices"]: plan for plan in plans} for name, plans in data["scaling"].items()}
 
-    def cell(one: dict[str, Any] | None) -> str:
-        if one is None:
+    def cell(plan: dict[str, Any] | None) -> str:
+        if plan is None:
             return ""
-        inside = one["ranks_per_block"] or 1
-        layout = f", {one['blocks']} x {inside}" if inside > 1 else ""
-        each = quantity(one["modelled_joules_per_sample"], "J")
-        return f"{quantity(one['step_seconds'], 's')}, {each}{layout}"
+        inside = plan["ranks_per_block"] or 1
+        layout = f", {plan['blocks']} x {inside}" if inside > 1 else ""
+        energy = quantity(plan["modelled_joules_per_sample"], "J")
+        return f"{quantity(plan['step_seconds'], 's')}, {energy}{layout}"
 
-    devices = sorted({number for rows in found.values() for number in rows})
-    headings = ("devices", *(f"{name}: step, energy a sample" for name in found))
-    return _lines(
-        headings, ([f"{number:,}", *(cell(rows.get(number)) for rows in found.values())] for number in devices)
-    )
+    yield "devices", *(f"{name}: step, energy a sample" for name in columns)
+    for number in sorted({number for plans in columns.values() for number in plans}):
+        yield f"{number:,}", *(cell(plans.get(number)) for plans in columns.values())
 
 
-def step_stack(path: Path) -> str:
+@table("step-stack")
+def step_stack(data: dict[str, Any]) -> Iterator[Sequence[str]]:
     """A step as a stack of products, exchanges and the rest, and phantom's time beside its FLOPs."""
-
-    def row(found: dict[str, Any], name: str) -> list[str]:
-        one, ratio = found["strategies"][name], found["phantom of"].get(name)
-        parts = (f"{one['stack'][part]:.1f}" for part in ("products", "exchanges", "rest"))
-        shares = ("", "") if ratio is None else (f"{ratio['flops']:.2f}", _quartiles(ratio["time"]))
-        step = _quartiles(one["milliseconds"], 1)
-        return [found["family"], f"{found['width']:,}", name, step, *parts, *shares]
-
-    headings = ("model", "width", "strategy", "step, ms", "products", "exchanges", "rest")
-    rows = (row(found, name) for found in _read(path)["step"] for name in found["strategies"])
-    return _lines((*headings, "phantom's FLOPs, of it", "phantom's time, of it"), rows)
+    parts = ("products", "exchanges", "rest")
+    yield "model", "width", "strategy", "step, ms", *parts, "phantom's FLOPs, of it", "phantom's time, of it"
+    for row in data["step"]:
+        for name, step in row["strategies"].items():
+            ratio = row["phantom of"].get(name)
+            shares = ("", "") if ratio is None else (f"{ratio['flops']:.2f}", _quartiles(ratio["time"]))
+            stack = (f"{step['stack'][part]:.1f}" for part in parts)
+            yield row["family"], f"{row['width']:,}", name, _quartiles(step["milliseconds"], 1), *stack, *shares
 
 
-def pretrained_curve(path: Path) -> str:
+@table("pretrained-curve")
+def pretrained_curve(data: dict[str, Any]) -> Iterator[Sequence[str]]:
     """Held-out loss of a pretrained model by the ways to fewer multiply-adds."""
-    data = _read(path)
     methods = list(dict.fromkeys(point["method"] for point in data["points"]))
-
-    def row(budget: float) -> list[str]:
-        found = {point["method"]: point for point in data["points"] if point["budget"] == budget}
-        cells = (f"{found[name]['loss']:.2f} at {found[name]['kept']:.0%}" if name in found else "" for name in methods)
-        return [f"{budget:.0%}", *cells]
-
-    budgets = sorted({point["budget"] for point in data["points"]}, reverse=True)
-    everything = ["100%", *([f"{data['dense_loss']:.2f}"] * len(methods))]
-    return _lines(("multiply-adds kept", *methods), iter([everything, *map(row, budgets)]))
+    points = {(point["method"], point["budget"]): point for point in data["points"]}
+    texts = {key: f"{point['loss']:.2f} at {point['kept']:.0%}" for key, point in points.items()}
+    yield "multiply-adds kept", *methods
+    yield "100%", *([f"{data['dense_loss']:.2f}"] * len(methods))
+    for budget in sorted({budget for _, budget in points}, reverse=True):
+        yield f"{budget:.0%}", *(texts.get((method, budget), "") for method in methods)
 
 
-def pretrained_heal(path: Path) -> str:
+@table("pretrained-heal")
+def pretrained_heal(data: dict[str, Any]) -> Iterator[Sequence[str]]:
     """Held-out loss of a converted model before and after healing."""
-    data = _read(path)
-    cells = [
-        f"{data['settings']['budget']:.0%}",
-        *(f"{data[name]:.2f}" for name in ("dense_loss", "loss_before", "loss")),
-    ]
-    cells += [f"{data['seconds'] / 60:.0f}", f"{data['tokens']:,}"]
-    headings = ("multiply-adds kept", "dense", "converted", "healed", "minutes", "tokens")
-    return _lines(headings, iter([cells]))
+    yield "multiply-adds kept", "dense", "converted", "healed", "minutes", "tokens"
+    losses = (f"{data[name]:.2f}" for name in ("dense_loss", "loss_before", "loss"))
+    yield f"{data['settings']['budget']:.0%}", *losses, f"{data['seconds'] / 60:.0f}", f"{data['tokens']:,}"
 
 
-def pretrained_speed(path: Path) -> str:
+@table("pretrained-speed")
+def pretrained_speed(data: dict[str, Any]) -> Iterator[Sequence[str]]:
     """Prefill and decode of a converted model against Megatron."""
-
-    def rows() -> Iterator[list[str]]:
-        for place, found in _read(path)["rows"].items():
-            for name, cost in found["measured"].items():
-                for phase in ("prefill", "decode"):
-                    each = cost[phase]
-                    joules = each["joules_per_token"]
-                    cells = [f"{1e3 * each['seconds']:.0f} ms", f"{each['bytes_per_token']:,.0f}"]
-                    yield [place, name, phase, *cells, "" if joules is None else f"{joules:.3g}"]
-
-    headings = ("where", "strategy", "phase", "time", "bytes a token", "modelled joules a token")
-    return _lines(headings, rows())
+    yield "where", "strategy", "phase", "time", "bytes a token", "modelled joules a token"
+    for place, row in data["rows"].items():
+        for name, cost in row["measured"].items():
+            for phase in ("prefill", "decode"):
+                each = cost[phase]
+                joules = "" if each["joules_per_token"] is None else f"{each['joules_per_token']:.3g}"
+                yield place, name, phase, f"{1e3 * each['seconds']:.0f} ms", f"{each['bytes_per_token']:,.0f}", joules
 
 
-def campaign(path: Path) -> str:
-    """Attempts to break the commands: how many of each group were tried, clean and bad."""
-    found = _read(path)
-    groups = [*found["groups"].items(), ("**all**", found)]
-    rows = ([name, f"{one['tried']:,}", f"{one['tried'] - one['bad']:,}", f"{one['bad']:,}"] for name, one in groups)
-    return _lines(("attempts", "tried", "clean", "bad"), rows)
-
-
-TABLES: dict[str, Callable[[Path], str]] = {
-    "campaign": campaign,
-    "checkpoint": checkpoint,
-    "compare-gpt": detailed_comparison,
-    "compare-quick-brief": brief_comparison,
-    "compare-quick-targets": looser_targets,
-    "layers-step": layer_steps,
-    "layers-forward": layer_forward,
-    "plan-scaling": plan_scaling,
-    "pretrained-curve": pretrained_curve,
-    "pretrained-heal": pretrained_heal,
-    "pretrained-speed": pretrained_speed,
-    "step-stack": step_stack,
-    "transformer": transformer,
-    "two-level": two_level,
-    "validation": validation,
-    "validation-hosts": validation,
-}
-
-
-def _quartiles(found: dict[str, float], digits: int = 2) -> str:
-    return f"{found['median']:.{digits}f} ({found['low']:.{digits}f} to {found['high']:.{digits}f})"
+def _quartiles(values: dict[str, float], digits: int = 2) -> str:
+    median, low, high = (f"{values[name]:.{digits}f}" for name in ("median", "low", "high"))
+    return f"{median} ({low} to {high})"
 
 
 def value(spec: str) -> str:

@@ -151,7 +151,8 @@ def commands() -> str:
         words = name.split()
         lines += [f"## phantom {name}".strip(), "", "```text", _help([*words, "--help"]), "```", ""]
         module = import_module(f"{COMMANDS}.{cli.COMMANDS[name].module}") if name else None
-        others = family_names()[1:] if hasattr(module, "options_for") else ()
+        options = getattr(module, cli.COMMANDS[name].options) if name else None
+        others = family_names()[1:] if options and not isinstance(options, type) else ()
         for variant in others:
             lines += [f"## phantom {name} {variant}", "", "```text", _help([*words, variant, "--help"]), "```", ""]
     return "\n".join(lines)

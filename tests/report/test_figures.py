@@ -1,6 +1,5 @@
 """Figures of comparisons and studies: what is drawn where."""
 
-import itertools
 from dataclasses import replace
 from statistics import median
 
@@ -22,40 +21,22 @@ def lines(figure):
 
 
 def test_a_comparison_has_all_its_figures():
-    found = drawn(make_results())
-    assert list(found) == ["ratios", "loss-time", "loss-energy", "parts", "bytes", "flops", "learning-rates"]
-    for figure in found.values():
+    comparison = drawn(make_results())
+    assert list(comparison) == ["ratios", "loss-time", "loss-energy", "parts", "bytes", "flops", "learning-rates"]
+    for figure in comparison.values():
         assert figure.caption
         assert figure.figure.axes[0].get_xlabel()
-        texts = [one for one in figure.figure.findobj(lambda artist: hasattr(artist, "get_fontsize")) if one.get_text()]
+        texts = figure.figure.findobj(lambda artist: hasattr(artist, "get_fontsize") and artist.get_text())
         assert min(text.get_fontsize() for text in texts) >= 9
     assert list(drawn(make_results(trials=(), cells=()))) == []
 
 
 def test_curves_end_at_the_median_time_to_the_target():
     results = make_results()
-    axes = drawn(results)["loss-time"].figure.axes[0]
-    ends = [line.get_xydata()[0] for line in axes.lines if line.get_markersize() == 8]
-    assert [x for x, _ in ends] == pytest.approx([median(run.seconds for run in cell.runs) for cell in results.cells])
-    assert [y for _, y in ends] == [results.target_loss] * 3
-
-
-def test_the_median_curve_goes_as_far_as_half_of_the_seeds():
-    quick = [(0.0, 1.0), (1.0, 0.5), (2.0, 0.25)]
-    slow = [(0.0, 1.0), (2.0, 0.5), (4.0, 0.25)]
-    stuck = [(0.0, 1.0), (3.0, 0.5)]
-    assert drawings.median_curve([quick, slow, stuck], 0.25) == [(0.0, 1.0), (2.0, 0.5), (4.0, 0.25)]
-    assert drawings.median_curve([quick, stuck], 0.25)[-1] == (2.0, 0.5)  # between 1 and 3; one in two goes on
-    between = drawings.median_curve([quick, [(0.0, 1.0), (1.0, 0.75)], [(0.0, 1.0), (9.0, 0.75)]], 0.25)
-    assert between[-1] == (1.0, 0.75)  # of 0.5, 1 and 9 seconds
-    seeds = [
-        [(0.0, 1.0), (2.0, 0.4), (3.0, 0.1)],
-        [(0.0, 1.0), (4.0, 0.3), (5.0, 0.19)],
-        [(0.0, 1.0), (7.0, 0.25), (8.0, 0.15)],
-    ]  # runs stop at the first evaluation below the target: how far below says nothing of the others
-    typical = drawings.median_curve(seeds, 0.2)
-    assert typical[-1] == (5.0, 0.2)
-    assert all(before < after for (before, _), (after, _) in itertools.pairwise(typical))
+    curves = lines(drawn(results)["loss-time"])
+    for cell in results.cells:
+        x, y = curves[cell.strategy].get_xydata()[-1]
+        assert (x, y) == pytest.approx((median(run.seconds for run in cell.runs), results.target_loss))
 
 
 def test_parts_of_a_step_add_up_to_it():

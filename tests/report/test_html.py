@@ -4,13 +4,14 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import asdict
 from html.parser import HTMLParser
 
 import pytest
 
 from phantom_parallel.report import html as report
 from phantom_parallel.study.notes import headline, notes
-from phantom_parallel.study.results import Results, to_json
+from phantom_parallel.study.results import Results
 from phantom_parallel.utils.network import Network
 from phantom_parallel.utils.parsing import decode_json
 from phantom_parallel.utils.strategies import STRATEGIES
@@ -95,7 +96,7 @@ def test_figures_take_their_colours_from_the_page(pages):
 
 def test_what_comes_from_data_is_escaped(tmp_path):
     results = make_results(name=SCRIPT, question=SCRIPT, command=SCRIPT, environment={SCRIPT: SCRIPT})
-    data = json.dumps(to_json(results)).replace("tensor", SCRIPT)  # a file by somebody else could have it
+    data = json.dumps(asdict(results)).replace("tensor", SCRIPT)  # a file by somebody else could have it
     text = report.write_report(decode_json(data.encode(), Results, "renamed"), tmp_path).read_text()
     assert "script" not in Page(text).tags
     assert "&lt;script&gt;" in text

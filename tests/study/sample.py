@@ -3,10 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
-from phantom_parallel.study.results import Cell, CurvePoint, InferenceResult, Power, Results, Run, Trial
+from phantom_parallel.energy import PowerProfile
+from phantom_parallel.study.results import Cell, CurvePoint, InferenceResult, Results, Run, Trial
 
 TARGET = 0.05
-POWER = Power("cpu-core", 6.0, 4.5, 2.0, "assumed of one core of a server CPU")
+POWER = PowerProfile("cpu-core", 6.0, 4.5, 2.0, "assumed of one core of a server CPU")
 ENVIRONMENT = {"torch": "2.13.0", "backend": "gloo", "cores": 2, "processes": 4, "device": "cpu"}
 # Of each strategy: seconds of a step, steps to the loss, share blocked, parameters, bytes and FLOPs of a step.
 NATURE = {

@@ -24,8 +24,8 @@ FFN = get_family("ffn").strategies
     ],
 )
 def test_a_name_is_a_strategy_a_layout_and_a_wire(name, strategy, layout, wire):
-    found = get_contender(name, FFN, {"ranks": 4})
-    assert (found.name, found.strategy, (found.ranks, found.dp), found.wire) == (name, strategy, layout, wire)
+    made = get_contender(name, FFN, {"ranks": 4})
+    assert (made.name, made.base.strategy, (made.ranks, made.dp), made.wire) == (name, strategy, layout, wire)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -44,14 +44,13 @@ def test_other_files_are_refused(tmp_path, text):
     [
         (("wall_seconds",), "long", "wall_seconds"),
         (("cells", 0, "runs", 0, "curve", 0, "loss"), None, "cells[0].runs[0].curve[0].loss"),
-        (("cells", 0, "runs", 0, "curve", 1, "step"), 0, "steps of a curve must ascend"),
         (("cells", 0, "runs", 0, "status"), "lost", "'lost'"),
         (("power",), {}, "power: name is missing"),
         (("target_loss",), float("inf"), "JSON is malformed"),
     ],
 )
 def test_values_of_a_wrong_type_are_named(tmp_path, path, value, message):
-    data = json.loads(json.dumps(results.to_json(make_results())))
+    data = json.loads(json.dumps(asdict(make_results())))
     place = data
     for key in path[:-1]:
         place = place[key]

@@ -28,12 +28,6 @@ class KnownTrainings:
             status="target" if reached else "steps",
             steps=min(needed, config.steps),
             loss=needed / 1000,
-            seconds=1.0,
-            compute_seconds=1.0,
-            blocked_seconds=0.0,
-            joules=None,
-            measured_joules=None,
-            measured_by="unavailable",
         )
 
 
@@ -42,8 +36,8 @@ def candidate(*, lr: float, steps: int) -> FFNTrainConfig:
 
 
 def chosen(runner: KnownTrainings, settings: SearchSettings) -> float:
-    found = search({"tensor": candidate}, settings, runner.train, lambda trials: None)
-    return next(one.lr for one in found["tensor"] if one.chosen)
+    trials = search({"tensor": candidate}, settings, runner.train)
+    return next(trial.lr for trial in trials["tensor"] if trial.chosen)
 
 
 def test_fewest_steps_to_the_target_win_and_hopeless_trials_stop_early():
@@ -80,7 +74,5 @@ def test_a_diverged_trial_is_never_the_best():
 
 def test_candidates_take_turns():
     runner = KnownTrainings({0.1: 50, 0.2: 30, 0.4: 90})
-    search(
-        {"a": candidate, "b": candidate}, SearchSettings((0.1, 0.2, 0.4), steps=100), runner.train, lambda trials: None
-    )
+    search({"a": candidate, "b": candidate}, SearchSettings((0.1, 0.2, 0.4), steps=100), runner.train)
     assert [name.split()[1] for name, _, _ in runner.trained] == ["a", "b"] * 3

@@ -2,13 +2,11 @@
 
 import json
 import re
-from dataclasses import replace
 
 import pytest
 
-from phantom_parallel.study.analysis import counts
 from phantom_parallel.study.contenders import DENSE
-from phantom_parallel.study.grid import least_sent
+from phantom_parallel.study.grid import counts
 from phantom_parallel.study.settings import Settings, names_of, read_settings, varied_by
 from phantom_parallel.utils.parsing import convert
 
@@ -47,19 +45,21 @@ def test_on_hosts_fsdp_and_pipelines_share_the_dense_models_curve_in_every_varia
     settings = read_settings(folder, name)
     for cell in {contender.cell for contender in settings.contenders}:
         group = [one for one in settings.contenders if one.function == (DENSE, cell)]
-        assert {"megatron", "dense", "fsdp", "pipeline"} <= {one.strategy for one in group}
+        assert {"megatron", "dense", "fsdp", "pipeline"} <= {one.base.strategy for one in group}
         for contender in group:
             for variant in settings.variants(contender):
                 assert min(counts(settings.config(variant)).values()) > 0
-        (pipeline,) = (one for one in group if one.strategy == "pipeline")
-        (fsdp,) = (one for one in group if one.strategy == "fsdp")
-        assert len(least_sent(settings, settings.variants(pipeline))) == len(settings.variants(pipeline)) > 1
-        assert least_sent(settings, settings.variants(fsdp)) == [replace(fsdp, frees_weights=False)]
+        numbers = {one.base.strategy: len(settings.variants(one)) for one in group}
+        assert numbers["fsdp"] == 2
+        assert numbers["pipeline"] > 1
 
 
 def test_all_strategies_that_cut_layers_try_the_same_interleaved_parts():
     settings = read_settings("presets", "gpt-hosts")
-    tried = {one.name: [variant.interleave for variant in settings.variants(one)] for one in settings.contenders}
+    tried = {
+        one.name: [dict(variant.tuned).get("interleave") for variant in settings.variants(one)]
+        for one in settings.contenders
+    }
     cutting = ("phantom", "megatron", "phantom+int8", "megatron+int8")
     assert {name: tried[name] for name in cutting} == {name: [1, 2] for name in cutting}
     assert tried["copies"] == tried["phantom-copies"] == [None]
@@ -109,7 +109,7 @@ def test_cells_are_combinations_of_lists_which_changes_replace():
         ("[training]\nwidth = 9\ndepth = 1\nblocks = 2\nghosts = 1", "blocks=2"),
         ("[search]\nlearning_rates = [0.2, 0.1]", "[0.2, 0.1]"),
         ("[search]\nlearning_rates = 0", "search.learning_rates: Expected array"),
-        ("training = 3", "[training] must be a table"),
+        ("training = 3", "training must be [training]"),
         ("= nonsense", "not readable as TOML"),
         ('seeds = "3"', "seeds: Expected int, got str"),
         ("target_loss = nan", "target_loss"),
@@ -118,15 +118,10 @@ def test_cells_are_combinations_of_lists_which_changes_replace():
         ("[training]\nschedule = 'steep'", "'steep'"),
         ("[training]\ndepth = 1000000000", "depth must be at most"),
         ('[[cells]]\nstrategy = "phantom"\ncolour = "red"', "colour"),
-        ("cells = 3", "cells must be tables"),
+        ("cells = 3", "cells must be [[cells]]"),
         ('[reference]\nstrategy = "dense"\n[[cells]]\nstrategy = "tensor"', "no cell matches the reference"),
         ('measure = "luck"', "'luck'"),
-        ('link = "100mbit"', "--hosts"),
-        ("hosts = 3\n[training]\nranks = 4", "4 ranks"),
-        ('hosts = 4\nlink = "like:abacus"\n[training]\nranks = 4', "abacus"),
         ("timed_seconds = 0", "timed_seconds"),
-        ('links = ["loopback", "100mbit"]', "100mbit"),
-        ('hosts = 2\nlinks = ["fast"]\n[training]\nranks = 2', "100mbit"),
         ('hosts = 2\nlinks = ["1gbit", "1gbit"]\n[training]\nranks = 2', "links must be different"),
         ('hosts = 2\nlinks = ["1gbit", "2gbit"]\nshare_curves = false\n[training]\nranks = 2', "shared curves"),
         ("hosts = 2\ntimeout = 0.5\n[training]\nranks = 2", "timeout"),

@@ -1,13 +1,92 @@
-"""``phantom compare``: train every strategy to the same loss, and show what it cost."""
+"""``phantom compare`` and ``phantom study``: run the settings of a file, write the report, and print the answer.
+
+Every setting and every field of the family's training is an option. Its help text is the documentation of that field,
+and its default is the value in the file, so that ``--help`` shows what would be run. A setting that the cells of a
+study vary takes several values.
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import MISSING, asdict, dataclass, make_dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, get_type_hints
 
-from phantom_parallel.cli.options import ranks_of_launcher, value_of
-from phantom_parallel.cli.setting_options import SettingOptions, with_settings
+import tyro
+from rich.console import Console
+
+from phantom_parallel.cli.options import Flag, JsonOption, LaunchOptions, NetworkOptions, ranks_of_launcher, value_of
+from phantom_parallel.distributed.launch import launch_defaults
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
-from phantom_parallel.study.settings import Folder
+from phantom_parallel.report.html import write_report
+from phantom_parallel.report.tables import terminal_table
+from phantom_parallel.study.grid import run_grid
+from phantom_parallel.study.notes import headline, notes
+from phantom_parallel.study.results import FILE, Results, load
+from phantom_parallel.study.settings import (
+    SEARCH_PREFIX,
+    Folder,
+    SearchSettings,
+    Settings,
+    names_of,
+    read_settings,
+    training_fields,
+    varied_by,
+)
+from phantom_parallel.utils.files import json_text
+from phantom_parallel.utils.parsing import choose_from, field_docs
+
+MAX_NOTES = 4  # in the terminal; the report has all
+_FLAGS = ("--resume", "--report-only", "--json", "--help", "-h")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettingOptions(LaunchOptions, JsonOption):
+    """Options of a command that runs the settings of a file."""
+
+    folder: ClassVar[Folder]  # of the package's files
+    family: ClassVar[str]
+    file: ClassVar[str]  # name or path of the settings whose values are the defaults
+    defaults: ClassVar[Mapping[str, Any]]
+
+    out: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="")] = None
+    """Folder for the report, figures, tables and results.json; new or empty unless --resume. By default a folder named
+    after the command and the time."""
+    resume: Flag = False
+    """Continue in --out: trainings that are finished there are not run again."""
+    report_only: Flag = False
+    """Run nothing: write the report in --out again from its results.json."""
+
+    def run(self) -> None:
+        """Run the settings, or read earlier results; write the report and print the results on rank 0."""
+        if (self.resume or self.report_only) and self.out is None:
+            raise ValueError(f"--{'resume' if self.resume else 'report-only'} needs --out, the folder to continue in")
+        if self.report_only:
+            assert self.out is not None
+            self.show(load(self.out / FILE), self.out)
+            return
+        given = {name: getattr(self, name) for name in self.defaults}
+        changes = {name: value for name, value in given.items() if value != self.defaults[name]}
+        settings = read_settings(self.folder, self.file, changes, self.family)
+        command = "compare" if self.folder == "presets" else "study"
+        out = self.out or Path(f"{command}-{settings.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}")
+        with launch_defaults(device=self.device, announces=True):
+            results = run_grid(settings, out.absolute(), resume=self.resume, show=True)
+        if results is not None:
+            self.show(results, out)
+
+    def show(self, results: Results, out: Path) -> None:
+        """Write the report, and print JSON, or the headline, the table and the notes that matter most."""
+        page = write_report(results, out)
+        if self.json:
+            print(json_text(asdict(results)))
+            return
+        console = Console(highlight=False)
+        for sentence in headline(results):
+            console.print(sentence, markup=False, style="bold")
+        console.print(terminal_table(results))
+        for note in notes(results)[:MAX_NOTES]:
+            console.print(f"- {note}", markup=False)
+        console.print(f"Report: {page}", markup=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +100,6 @@ class CompareOptions(SettingOptions):
     --resume continues from there.
     """
 
-    command: ClassVar[str] = "compare"
     folder: ClassVar[Folder] = "presets"
 
     preset: str = ""
@@ -29,18 +107,83 @@ class CompareOptions(SettingOptions):
     and gpt-hosts. On loopback: quick, planted, digits, standard and gpt. For a cluster: paper."""
 
 
-def options_for(family: str | None, arguments: list[str]) -> tuple[type[SettingOptions], Mapping[str, Any]]:
-    """The options of a comparison, with the values of the preset in ``arguments`` as defaults.
+@dataclass(frozen=True, kw_only=True)
+class StudyOptions(SettingOptions):
+    """Run a study: cells that differ in a few settings, each trained or timed.
 
-    Args:
-        family: The family that the preset must be of; any if None.
-        arguments: Those of the command, not parsed yet.
-
-    Raises:
-        ValueError: If there is no such preset, or it is about another family.
+    links: time to the loss of every strategy against the rate of the links between hosts. batch: the same against the
+    batch size, on one link. ghosts: loss and cost against the number of ghosts. scaling: a fixed width on 1 to 8 ranks,
+    and modelled on more. smaller: phantom models on fewer ranks that reach the loss of a tensor-parallel model on more.
+    width: the width from which phantom is faster. wider: transformers, and a wider one at equal energy. Options replace
+    the values of the study, and phantom study ghosts --help shows those of ghosts. Ctrl-C keeps the cells that are
+    finished, and --resume continues from there.
     """
+
+    folder: ClassVar[Folder] = "studies"
+
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
+    """links, batch, ghosts, scaling, smaller, width, wider, or a TOML file."""
+
+
+def compare_options(family: str | None, arguments: list[str]) -> tuple[type[SettingOptions], Mapping[str, Any]]:
+    """The options of a comparison, with the values of the preset in ``arguments`` as defaults."""
     preset = value_of("--preset", arguments) or get_family(family or DEFAULT_FAMILY).default_preset
     if preset is None:
         raise ValueError(f"there is no preset for the family {family}: give --preset and a TOML file")
-    options = with_settings(CompareOptions, preset, family)
+    options = _with_settings(CompareOptions, preset, family)
     return options, {"preset": preset} | ranks_of_launcher(arguments, options.defaults["dp"])
+
+
+def study_options(family: str | None, arguments: list[str]) -> tuple[type[SettingOptions], Mapping[str, Any]]:
+    """The options of the study in ``arguments``, with its values as defaults."""
+    known = names_of("studies")
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        is_value = before.startswith("-") and "=" not in before and before not in _FLAGS
+        if not is_value and (argument in known or (not argument.startswith("-") and Path(argument).is_file())):
+            return _with_settings(StudyOptions, argument, family), {}
+    words = [word for word in arguments if not word.startswith("-")]
+    if words and "--help" not in arguments and "-h" not in arguments:
+        raise ValueError(f"there is no {words[0]!r}: {choose_from(words[0], known)}, or give a TOML file")
+    return StudyOptions, {}
+
+
+def _with_settings(base: type[SettingOptions], file: str, family: str | None) -> type[SettingOptions]:
+    """The options of ``base`` and those of the settings in a file, with their values as defaults."""
+    settings, varied = read_settings(base.folder, file, family=family), varied_by(base.folder, file)
+    options: dict[str, tuple[Any, Any]] = {}
+    where = f", of the {'preset' if base.folder == 'presets' else 'study'} {settings.name}"
+
+    def add(name: str, kind: Any, text: str, default: Any, origin: str = where) -> None:
+        if name in varied:
+            kind, default = tuple[type(varied[name][0]), ...], varied[name]  # type: ignore[misc]
+
+        def hint(shown: str) -> str:
+            absent = "" if "by default" in text.lower() else "(default: none)"
+            return f"(default: {shown}{origin})" if shown != "None" else absent
+
+        options[name] = Annotated[kind, tyro.conf.arg(help=text, help_behavior_hint=hint)], default
+
+    def add_fields(owner: type, values: Any, prefix: str = "", without: tuple[str, ...] = ()) -> None:
+        hints = get_type_hints(owner, include_extras=True)
+        for name, text in field_docs(owner).items():
+            if hasattr(values, name) and name not in without:
+                add(name if name == "learning_rates" else prefix + name, hints[name], text, getattr(values, name))
+
+    named = all("strategy" in cell for cell in settings.cells)
+    add_fields(Settings, settings, without=("family", "strategies") if named else ("family",))
+    add_fields(NetworkOptions, settings)
+    add_fields(SearchSettings, settings.search, SEARCH_PREFIX)
+    known, given = get_family(settings.family).train_config.settings(), settings.training
+    for name in training_fields(settings.family):
+        kind, default, text = known[name]
+        in_file = name in given or name in varied
+        add(name, kind, text, given.get(name, None if default is MISSING else default), where if in_file else "")
+    defaults = {name: default for name, (_, default) in options.items()}
+    return make_dataclass(
+        base.__name__,
+        [(name, hint, default) for name, (hint, default) in options.items()],
+        bases=(base,),
+        namespace={"family": settings.family, "file": file, "defaults": defaults, "__doc__": base.__doc__},
+        frozen=True,
+        kw_only=True,
+    )

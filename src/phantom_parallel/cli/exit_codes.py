@@ -21,7 +21,6 @@ from phantom_parallel.distributed.launchers import global_rank, is_on_first_host
 from phantom_parallel.distributed.signals import Interrupted, LossDiverged, RankDied, recorded, stop_signals
 
 FAILED, MISTAKE, OUTPUT_CLOSED = 1, 2, 128 + 13
-_MOST_CHARACTERS = 2_000  # of a message: it may repeat a value of a file
 _received: list[int] = []  # numbers of signals
 
 
@@ -60,11 +59,8 @@ def report_error(error: BaseException) -> None:
 
 
 def print_error(message: str, *, prefix: str = "error") -> None:
-    """Print a line on stderr, once on each host: the ranks of an external launch fail together.
-
-    Args:
-        message: The error.
-        prefix: What the line begins with, before the rank if that is on another host than rank 0.
+    """Print a line on stderr, once on each host: the ranks of an external launch fail together. On another host than
+    rank 0's, it names the rank.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -72,28 +68,13 @@ def print_error(message: str, *, prefix: str = "error") -> None:
     from phantom_parallel.utils.parsing import printable
     from phantom_parallel.utils.progress import LenientStderr
 
-    if len(message) > _MOST_CHARACTERS:
-        half = _MOST_CHARACTERS // 2
-        left_out = len(message) - 2 * half
-        message = f"{message[:half]} [... {left_out:,} characters ...] {message[-half:]}"
-    if reports_error():
-        rank = "" if is_on_first_host() else f"on rank {global_rank()}"
-        start = " ".join(filter(None, (prefix, rank)))
-        console = Console(file=cast(TextIO, LenientStderr()), highlight=False, soft_wrap=True)  # keeps the exit code
-        console.print((f"[bold red]{start}:[/] " if start else "") + escape(printable(message)))
-
-
-def open_missing_streams() -> None:
-    """Connect standard streams that are closed to the null device, in this process and those that it starts.
-
-    Otherwise the next files that are opened would get their descriptors, and what a library prints would go into them.
-    """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            opened = os.open(os.devnull, os.O_RDWR)  # the lowest free descriptor, so that it is that of the stream
-            os.set_inheritable(opened, True)
-            if opened == number:
-                setattr(sys, name, open(opened, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
+    if not reports_error():
+        return
+    if len(message) > 2_000:  # it may repeat a value of a file
+        message = f"{message[:1_000]} [...] {message[-1_000:]}"
+    start = " ".join(filter(None, (prefix, "" if is_on_first_host() else f"on rank {global_rank()}")))
+    console = Console(file=cast(TextIO, LenientStderr()), highlight=False, soft_wrap=True)  # keeps the exit code
+    console.print((f"[bold red]{start}:[/] " if start else "") + escape(printable(message)))
 
 
 def stop_output() -> int:

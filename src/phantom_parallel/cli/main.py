@@ -2,9 +2,9 @@
 
 A command is a frozen dataclass in a module of ``phantom_parallel.cli``: its fields are the options, its docstring is
 the help, and its ``run()`` does the work. A command on models of a family, which the word after the command names, has
-a function ``options_for(family, arguments)`` in its module instead. It returns such a class, and defaults that take the
-place of the class's own. Modules are imported only when they are needed, so that ``--help`` is quick and one command's
-dependencies do not burden another.
+a function of the family and the arguments instead. It returns such a class, and defaults that take the place of the
+class's own. Modules are imported only when they are needed, so that ``--help`` is quick and one command's dependencies
+do not burden another.
 """
 
 import importlib
@@ -19,16 +19,18 @@ class Command(NamedTuple):
 
     module: str
     purpose: str
-    options: str = "Options"  # its class, or function such as ``options_for``, which a module may have instead
+    options: str = "options_for"  # the function or the class in the module
 
 
 # The order is that of the help.
 COMMANDS: dict[str, Command] = {
-    "compare": Command("compare", "train every strategy to the same loss, and show what it cost"),
-    "study": Command("study", "the paper's experiments and related ones: ghosts, scaling, links, ..."),
+    "compare": Command("compare", "train every strategy to the same loss, and show what it cost", "compare_options"),
+    "study": Command(
+        "compare", "the paper's experiments and related ones: ghosts, scaling, links, ...", "study_options"
+    ),
     "train": Command("train", "train a model on local ranks or a cluster's"),
-    "generate": Command("generate", "text from a transformer"),
-    "infer": Command("infer", "predictions of a trained model, and what a sample costs"),
+    "generate": Command("generate", "text from a transformer", "Options"),
+    "infer": Command("infer", "predictions of a trained model, and what a sample costs", "Options"),
     "plan": Command("plan", "compare strategies and layouts for a model and a machine"),
     "dryrun": Command("dryrun", "what one rank of many would compute, send and keep"),
     "model import": Command("model", "a pretrained Llama, Mistral or Qwen2 of Hugging Face", "ImportOptions"),
@@ -44,7 +46,6 @@ GROUPS = {
     "model": "models from other libraries and to them: import, convert, heal, export",
     "machine": "hardware profiles, measured or published: show, measure, check, sensors",
 }
-NAMED = ("study",)  # commands whose first word may be the name of something else than a family
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -52,27 +53,17 @@ def main(arguments: list[str] | None = None) -> int:
 
     Without ``arguments``, this is the program of the process: it takes the arguments and handles the signals of it.
     """
-    if arguments is None:
+    is_program = arguments is None
+    if is_program:
         exit_codes.exit_on_signals()
-        exit_codes.open_missing_streams()
     try:
-        return _main(sys.argv[1:] if arguments is None else arguments, handle_signals=arguments is None)
+        _run(sys.argv[1:] if arguments is None else arguments, handle_signals=is_program)
+        sys.stdout.flush()
     except BrokenPipeError:  # the reader of the output has closed it, as `| head` does
         return exit_codes.stop_output()
     except SystemExit as leaving:
         if isinstance(leaving.__context__, BrokenPipeError):  # which rich turns into exit code 1
             return exit_codes.stop_output()
-        raise
-    finally:
-        if arguments is None:
-            exit_codes.exit_on_signals()  # until the interpreter has ended
-
-
-def _main(arguments: list[str], handle_signals: bool) -> int:
-    try:
-        _run(arguments, handle_signals)
-        sys.stdout.flush()
-    except (SystemExit, BrokenPipeError):
         raise
     except BaseException as error:
         code = exit_codes.exit_code(error)
@@ -80,6 +71,9 @@ def _main(arguments: list[str], handle_signals: bool) -> int:
             raise
         exit_codes.report_error(error)
         return code
+    finally:
+        if is_program:
+            exit_codes.exit_on_signals()  # until the interpreter has ended
     return 0
 
 
@@ -113,20 +107,23 @@ def _run(arguments: list[str], handle_signals: bool) -> None:
 
 def _parse(name: str, arguments: list[str]) -> Any:
     """The options of a command, filled from its arguments."""
-    from phantom_parallel.cli.options import check_first_word, parse, split_family
+    from phantom_parallel.cli.options import parse
+    from phantom_parallel.families.registry import family_names
+    from phantom_parallel.utils.parsing import choose_from
 
     if "--" in arguments:
         raise ValueError(f"'--' is not an option: every value has a name, see phantom {name} --help")
-    command = COMMANDS[name]
-    module = importlib.import_module(f"phantom_parallel.cli.{command.module}")
-    family, rest = split_family(arguments)
-    options = getattr(module, command.options, None) or module.options_for
+    options = getattr(importlib.import_module(f"phantom_parallel.cli.{COMMANDS[name].module}"), COMMANDS[name].options)
     if isinstance(options, type):
         return parse(options, f"phantom {name}", arguments)
-    if name not in NAMED:
-        check_first_word(rest, name, family)
-    chosen, defaults = options(family, rest)
-    return parse(chosen, " ".join(["phantom", name, *([family] if family else [])]), rest, defaults)
+    families = arguments[:1] if arguments[:1] and arguments[0] in family_names() else []
+    rest = arguments[len(families) :]
+    if rest and not rest[0].startswith("-") and name != "study":  # which begins with its own name
+        if families:
+            raise ValueError(f"unexpected {rest[0]!r} after {families[0]}: see phantom {name} {families[0]} --help")
+        raise ValueError(f"there is no model family {rest[0]!r}: {choose_from(rest[0], family_names())}")
+    made, defaults = options(families[0] if families else None, rest)
+    return parse(made, " ".join(["phantom", name, *families]), rest, defaults)
 
 
 def _subcommands(group: str) -> dict[str, str]:
@@ -136,11 +133,12 @@ def _subcommands(group: str) -> dict[str, str]:
 def _help(group: str | None = None) -> None:
     """Print the commands, or those of a group."""
     commands = {name: command.purpose for name, command in COMMANDS.items() if " " not in name} | GROUPS
-    print(f"usage: phantom {f'{group} ' if group else ''}COMMAND [OPTIONS]\n")
+    start = f"phantom {group} " if group else "phantom "
+    print(f"usage: {start}COMMAND [OPTIONS]\n")
     print(GROUPS[group].partition(":")[0] if group else "Phantom parallelism for PyTorch.", end="\n\ncommands:\n")
     for name, purpose in (_subcommands(group) if group else commands).items():
         print(f"  {name:<10}{purpose}")
-    print(f"\nphantom {f'{group} ' if group else ''}COMMAND --help shows a command's options.")
+    print(f"\n{start}COMMAND --help shows a command's options.")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """Options that several commands share, with one name and one help text, and the parser of options."""
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, make_dataclass
 from datetime import timedelta
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -19,7 +19,7 @@ from phantom_parallel.distributed.launchers import (
 )
 from phantom_parallel.families.registry import family_names, get_family
 from phantom_parallel.utils.network import Network
-from phantom_parallel.utils.parsing import choose_from, field_docs
+from phantom_parallel.utils.parsing import field_docs
 from phantom_parallel.utils.settings import Setting
 from phantom_parallel.utils.strategies import WireFormat
 
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
-# Groups of a command's help after its own options, in order, and the options in each. Options of a nested config are in
-# a group of its name.
+# Groups of a command's help after its own options, in order, and the options in each.
 GROUPS: dict[str, tuple[str, ...]] = {
     "model": ("blocks", "ghosts"),
     "data": (
@@ -91,26 +90,7 @@ class RanksOption:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimeoutOption:
-    """The option ``--timeout``."""
-
-    timeout: float = 60.0
-    """Seconds that a rank waits for another one in an exchange. After that, the rank that did not answer is named, and
-    all are stopped."""
-
-    def exchange_timeout(self) -> timedelta:
-        """The option as a time.
-
-        Raises:
-            ValueError: If it is not a time.
-        """
-        if not 1 <= self.timeout <= 1e6:
-            raise ValueError(f"timeout must be from 1 to 1,000,000 seconds, got {self.timeout:g}")
-        return timedelta(seconds=self.timeout)
-
-
-@dataclass(frozen=True, kw_only=True)
-class NetworkOptions(TimeoutOption):
+class NetworkOptions:
     """Options of commands that launch ranks: emulated hosts, their links, and how long exchanges may take."""
 
     hosts: int | None = None
@@ -126,20 +106,22 @@ class NetworkOptions(TimeoutOption):
     link_loss: str = "0%"
     """Packets that are lost, such as 0.1%; needs a kernel with netem."""
 
-    def network(self, ranks: int, dtype: str = "fp32") -> Network | None:
-        """The network of a launch of ``ranks`` ranks that compute in ``dtype``; None without emulated hosts."""
-        from phantom_parallel.cost.calibrate import network_of
-
-        options = {"dtype": dtype, "delay": self.link_delay, "loss": self.link_loss}
-        return network_of(self.hosts, self.link, ranks, **options)
+    timeout: float = 60.0
+    """Seconds that a rank waits for another one in an exchange. After that, the rank that did not answer is named, and
+    all are stopped."""
 
     @contextmanager
     def launching(self, ranks: int, dtype: str = "fp32") -> Iterator[Network | None]:
-        """Launches inside this block run on the network and with the timeout of the options."""
+        """Launches of ``ranks`` ranks inside this block run on the network of the options, which it returns, and with
+        their timeout. A link like another machine's depends on the ``dtype`` of products.
+        """
+        from phantom_parallel.cost.calibrate import network_of
         from phantom_parallel.distributed.launch import launch_defaults
 
-        timeout, network = self.exchange_timeout(), self.network(ranks, dtype)
-        with launch_defaults(timeout, network, getattr(self, "device", "auto"), announces=True):
+        if not 1 <= self.timeout <= 1e6:
+            raise ValueError(f"timeout must be from 1 to 1,000,000 seconds, got {self.timeout:g}")
+        network = network_of(self.hosts, self.link, ranks, dtype=dtype, delay=self.link_delay, loss=self.link_loss)
+        with launch_defaults(timedelta(seconds=self.timeout), network, getattr(self, "device", "auto"), announces=True):
             yield network
 
 
@@ -153,21 +135,50 @@ class LaunchOptions(NetworkOptions):
 
 
 def parse(options: type[Any], prog: str, arguments: list[str], defaults: Mapping[str, Any] | None = None) -> Any:
-    """Parse a command's options.
+    """Parse a command's options into its dataclass.
 
     Args:
-        options: A dataclass. Fields that are dataclasses themselves are options too, without a prefix.
+        options: A dataclass.
         prog: The command, for its help.
         arguments: The arguments.
         defaults: Replace those of the class; names that it does not have are ignored.
     """
-    leaves = list(_leaves(options, defaults or {}, None))
-    if len(leaves) <= _MAX_UNGROUPED:
-        leaves = [replace(leaf, group=None) for leaf in leaves]
+    own = [option for option in fields(options) if option.init]
+    hints, docs, given = get_type_hints(options, include_extras=True), field_docs(options), defaults or {}
+    members: dict[str, list[tuple[str, Any, Any]]] = {"": [], **{group: [] for group in GROUPS}}
+    for option in own:
+        group = next((group for group, names in GROUPS.items() if option.name in names), "")
+        default = {"default": given.get(option.name, option.default), "default_factory": option.default_factory}
+        default.pop("default_factory" if default["default"] is not MISSING else "default")
+        kind = _described(hints[option.name], docs.get(option.name), default.get("default", MISSING))
+        member = (option.name, kind, field(kw_only=True, **default))
+        members[group if len(own) > _MAX_UNGROUPED else ""].append(member)
+    for group in GROUPS:
+        if len(members[group]) < 2:  # no group of its own
+            members[""] += members.pop(group)
+    ungrouped = members.pop("")
+    groups = {  # their names are not those of options, such as --model
+        f"{group}_group": Annotated[make_dataclass(group, held, frozen=True), tyro.conf.arg(name=group)]
+        for group, held in members.items()
+    }
+    parser = make_dataclass(options.__name__, [*ungrouped, *((name, kind, field()) for name, kind in groups.items())])
+    parser.__doc__ = options.__doc__
     with _printed_once() if launched_externally() else nullcontext():
-        parsed = tyro.cli(_grouped(options, leaves), prog=prog, args=arguments, config=(tyro.conf.OmitArgPrefixes,))
-    owners = {leaf.name: parsed if leaf.group is None else getattr(parsed, _member(leaf.group)) for leaf in leaves}
-    return _build(options, {name: getattr(owner, name) for name, owner in owners.items()})
+        parsed: Any = tyro.cli(parser, prog=prog, args=arguments, config=(tyro.conf.OmitArgPrefixes,))
+    values = {key: value for name in groups for key, value in vars(getattr(parsed, name)).items()}
+    return options(**values, **{name: getattr(parsed, name) for name, _, _ in ungrouped})
+
+
+def _described(kind: Any, text: str | None, default: Any) -> Any:
+    """An option's type with its help. ``INT`` stands for the value of an optional number, where the parser would write
+    ``{None}|INT``.
+    """
+    first, *others = get_args(kind) if get_origin(kind) is Annotated else (kind,)
+    members = [get_args(member)[0] if get_origin(member) is Annotated else member for member in get_args(first)]
+    optional = type(None) in members and len(members) == 2 and isinstance(members[0], type)
+    metavar, hint = members[0].__name__.upper() if optional else None, "" if default is None else None
+    shown = tyro.conf.arg(help=text, metavar=metavar, help_behavior_hint=hint)
+    return Annotated[first, shown, *others]  # innermost, so that a text which the option has already replaces it
 
 
 @contextmanager
@@ -183,97 +194,6 @@ def _printed_once() -> Iterator[None]:
         raise
 
 
-@dataclass(frozen=True)
-class _Leaf:
-    """An option: a field of a command's class, or of a config that it holds."""
-
-    name: str
-    group: str | None  # of the help; None for the command's own options
-    kind: Any
-    default: Any  # a dataclass field
-
-
-def _leaves(options: type[Any], defaults: Mapping[str, Any], parent: str | None) -> Iterator[_Leaf]:
-    hints, docs = get_type_hints(options, include_extras=True), field_docs(options)
-    for option in fields(options):
-        kind = hints[option.name]
-        if not option.init:
-            continue
-        if is_dataclass(kind):
-            yield from _leaves(cast(type[Any], kind), defaults, option.name)
-            continue
-        value = defaults.get(option.name, option.default)
-        default = field(default=value, kw_only=True)
-        if option.default_factory is not MISSING and option.name not in defaults:
-            default = field(default_factory=option.default_factory, kw_only=True)
-        first, *others = get_args(kind) if get_origin(kind) is Annotated else (kind,)
-        if option.name in docs:  # innermost, so that a text which the option has already replaces it
-            hint = "" if value is None else None
-            others = [
-                tyro.conf.arg(help=docs[option.name], metavar=_metavar(first), help_behavior_hint=hint),
-                *others,
-            ]
-        group = next((group for group, names in GROUPS.items() if option.name in names), parent)
-        yield _Leaf(option.name, group, Annotated[first, *others] if others else first, default)
-
-
-def _metavar(kind: Any) -> str | None:
-    """What stands for the value of an optional option: ``INT``, where the parser would write ``{None}|INT``."""
-    members = get_args(kind)
-    if type(None) not in members or len(members) != 2 or not isinstance(members[0], type):
-        return None
-    return members[0].__name__.upper()
-
-
-def _member(group: str) -> str:
-    """Field of a group in the class for the parser, which has options of its own, such as ``--model``."""
-    return f"{group}_group"
-
-
-def _grouped(options: type[Any], leaves: Iterable[_Leaf]) -> type[Any]:
-    """A class for the parser that has the command's own options, and holds a class for each group of the others."""
-    members: dict[str | None, list[tuple[str, Any, Any]]] = {None: [], **{group: [] for group in GROUPS}}
-    for leaf in leaves:
-        members.setdefault(leaf.group, []).append((leaf.name, leaf.kind, leaf.default))
-    own = members.pop(None)
-    groups = [
-        (_member(group), Annotated[make_dataclass(group, held, frozen=True), tyro.conf.arg(name=group)], field())
-        for group, held in members.items()
-        if group is not None and held
-    ]
-    parser = make_dataclass(options.__name__, [*own, *groups], frozen=True)
-    parser.__doc__ = options.__doc__
-    return parser
-
-
-def _build(options: type[Any], values: Mapping[str, Any]) -> Any:
-    """The options from their values, the dataclasses that they hold first."""
-    hints = get_type_hints(options)
-    return options(
-        **{
-            option.name: _build(hints[option.name], values) if is_dataclass(hints[option.name]) else values[option.name]
-            for option in fields(options)
-            if option.init
-        }
-    )
-
-
-def split_family(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Split off the first argument if it is the name of a family."""
-    if arguments and arguments[0] in family_names():
-        return arguments[0], arguments[1:]
-    return None, arguments
-
-
-def check_first_word(arguments: list[str], command: str, family: str | None) -> None:
-    """Raise a ValueError if ``arguments``, without a family's name, begin with a word that is no option."""
-    if not arguments or arguments[0].startswith("-"):
-        return
-    if family is None:
-        raise ValueError(f"there is no model family {arguments[0]!r}: {choose_from(arguments[0], family_names())}")
-    raise ValueError(f"unexpected {arguments[0]!r} after {family}: see phantom {command} {family} --help")
-
-
 def value_of(option: str, arguments: list[str]) -> str | None:
     """Return the value of an option such as ``--out`` among arguments that are not parsed yet."""
     for index, argument in enumerate(arguments):
@@ -285,11 +205,8 @@ def value_of(option: str, arguments: list[str]) -> str | None:
 
 
 def ranks_of_launcher(arguments: list[str], dp: int = 1) -> dict[str, int]:
-    """The default of ``--ranks`` where another launcher has started the ranks: their number over ``--dp``.
-
-    Args:
-        arguments: Those of the command, not parsed yet.
-        dp: Copies of the model if ``arguments`` have none.
+    """The default of ``--ranks`` where another launcher has started the ranks: their number over ``--dp`` in
+    ``arguments``, which are not parsed yet, or over ``dp``.
     """
     if not launched_externally() or value_of("--ranks", arguments) or value_of("--tp", arguments):
         return {}
@@ -301,11 +218,6 @@ def folder_of(arguments: list[str]) -> Path | None:
     """Return the value of ``--out`` among arguments that are not parsed yet."""
     value = value_of("--out", arguments)
     return None if value is None else Path(value)
-
-
-def command_line() -> str:
-    """Return the command as the user typed it."""
-    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def option_fields(settings: dict[str, Setting]) -> list[tuple[str, Any, Any]]:

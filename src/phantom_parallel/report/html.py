@@ -20,12 +20,11 @@ from phantom_parallel.report.plots import (
     CaptionedFigure,
     save,
 )
-from phantom_parallel.study.contenders import LAYOUTS
+from phantom_parallel.study.contenders import BASES
 from phantom_parallel.study.notes import headline, notes
 from phantom_parallel.study.results import Results
 from phantom_parallel.study.units import plain, quantity
 from phantom_parallel.utils.files import write_text
-from phantom_parallel.utils.strategies import STRATEGIES
 
 # Colours of the figures and their names in the page, which has another set for dark screens.
 COLOURS = {INK: "ink", MUTED: "muted", GRID: "grid", SURFACE: "surface", SECOND_PHANTOM[0]: "other"} | {
@@ -91,10 +90,7 @@ def inline(figure: CaptionedFigure) -> Markup:
 def explanation(name: str) -> str:
     """What a contender does, whatever the format of the values that it exchanges."""
     base, *layout = re.split("[@+]", name)
-    if base in LAYOUTS:
-        model = "phantom model with all its blocks" if STRATEGIES[LAYOUTS[base]].has_blocks else "dense model"
-        return f"every rank holds the whole {model} and works on rows of its own, and ranks exchange gradients"
-    text = STRATEGIES[base].explanation if base in STRATEGIES else ""
+    text = BASES[base].explanation if base in BASES else ""
     return f"{text}; copies exchange gradients" if "@" in name and not layout[0].endswith("x1") else text
 
 

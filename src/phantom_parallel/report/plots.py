@@ -143,7 +143,7 @@ def label_axis(axes: Axes, which: str, measure: str, values: Sequence[float], wo
     """
     axis = axes.xaxis if which == "x" else axes.yaxis
     if values and min(values) > 0 and max(values) > 4 * min(values):
-        log_axis(axes, which)
+        log_axis(axes, which, max(values) / min(values))
     axis.set_label_text(words or measure_label(measure, to_the_loss=False))
     axis.set_major_formatter(unit_formatter(measure))
 
@@ -156,11 +156,11 @@ def unit_formatter(measure: str) -> Formatter:
     return StrMethodFormatter("{x:,.6g}") if unit in ("", "steps") else EngFormatter(unit)
 
 
-def log_axis(axes: Axes, which: str) -> None:
-    """Make an axis logarithmic, with ticks between the decades: there may be only one decade in a figure."""
+def log_axis(axes: Axes, which: str, span: float = 1.0) -> None:
+    """Make an axis logarithmic, with ticks between the decades if the values ``span`` few of them."""
     axis = axes.xaxis if which == "x" else axes.yaxis
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=9))
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if span < 100 else (1.0,), numticks=9))
     axis.set_minor_formatter(NullFormatter())
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(StrMethodFormatter("{x:,.6g}"))

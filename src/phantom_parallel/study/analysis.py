@@ -2,80 +2,47 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from statistics import fmean, geometric_mean, median
 
 from scipy import stats
 
-from phantom_parallel.families.registry import get_family
 from phantom_parallel.study.contenders import PHANTOM_COPIES
 from phantom_parallel.study.results import Cell, Results, Run
 from phantom_parallel.study.units import TO_THE_LOSS, Interval
-from phantom_parallel.train.config import TrainConfig
 
 BASELINES = ("tensor", "megatron")
 LEADS = ("phantom", PHANTOM_COPIES)
 COUNTS = ("parameters", "flops_per_step", "bytes_per_step", "memory_bytes")
-# How measures are read off a run and the counts of its cell.
-_OF_RUN: dict[str, Callable[[Run, Cell], float | None]] = {
-    "steps": lambda run, _: run.steps,
-    "seconds": lambda run, _: run.seconds,
-    "joules": lambda run, _: run.joules,
-    "measured_joules": lambda run, _: run.measured_joules,
-    "flops": lambda run, cell: run.steps * cell.flops_per_step,
-    "bytes": lambda run, cell: run.steps * cell.bytes_per_step,
-    "loss": lambda run, _: run.loss,
-    "loss_at_equal_steps": lambda run, _: run.loss_at_equal_steps,
-    "loss_at_equal_energy": lambda run, _: run.loss_at_equal_energy,
-    "step_seconds": lambda run, _: run.step_seconds,
-    "joules_per_sample": lambda run, cell: (
-        run.joules / run.steps / cell.batch if run.joules is not None and run.steps else None
-    ),
-    "blocked_share": lambda run, _: run.blocked_share,
-}
 
 
 def mean_interval(values: Sequence[float], most: float = math.inf) -> Interval | None:
     """The mean of a quantity from 0 to ``most``, with its 95 % confidence interval clipped to that; None without
     values.
     """
-    if not values:
-        return None
-    mean, half = fmean(values), _half_width(values)
-    if half is None:
-        return Interval(mean, None, None, 1)
-    return Interval(mean, max(mean - half, 0.0), min(mean + half, most), len(values))
+    interval = _interval(values)
+    if interval is None or interval.low is None or interval.high is None:
+        return interval
+    return replace(interval, low=max(interval.low, 0.0), high=min(interval.high, most))
 
 
 def ratio_interval(pairs: Sequence[tuple[float, float]]) -> Interval | None:
     """The geometric mean of first / second with the interval of the logarithms; None without positive pairs."""
-    logs = [math.log(first) - math.log(second) for first, second in pairs if first > 0 and second > 0]
-    if not logs:
+    logs = _interval([math.log(first) - math.log(second) for first, second in pairs if first > 0 and second > 0])
+    if logs is None:
         return None
-    mean, half = fmean(logs), _half_width(logs)
-    if half is None:
-        return Interval(math.exp(mean), None, None, 1)
-    return Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half), len(logs))
+    mean, low, high = (None if value is None else math.exp(value) for value in (logs.mean, logs.low, logs.high))
+    assert mean is not None
+    return Interval(mean, low, high, logs.count)
 
 
-def _half_width(values: Sequence[float]) -> float | None:
-    """Half the width of Student's 95 % interval of the mean; None of a single value."""
+def _interval(values: Sequence[float]) -> Interval | None:
+    """The mean with Student's 95 % interval, which a single value does not have."""
     if len(values) < 2:
-        return None
-    return float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
-
-
-def counts(config: TrainConfig) -> dict[str, int]:
-    """Counts by the cost formulas: parameters of the model, FLOPs and bytes sent per step over all ranks, and bytes of
-    memory of the rank that needs most.
-    """
-    shape = get_family(config.family).shape.of_training(config)
-    return {
-        "parameters": shape.model_parameters,
-        "flops_per_step": shape.over_all_ranks(lambda shape: 2 * shape.multiply_adds()),
-        "bytes_per_step": shape.over_all_ranks(lambda shape: shape.moved_bytes()),
-        "memory_bytes": max(stage.memory.total for stage, _ in shape.stages()),
-    }
+        return Interval(values[0], None, None, 1) if values else None
+    mean, half = fmean(values), float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
+    return Interval(mean, mean - half, mean + half, len(values))
 
 
 def complete(results: Results, run: Run) -> bool:
@@ -88,8 +55,17 @@ def by_seed(results: Results, cell: Cell, measure: str) -> dict[int, float]:
     if measure in COUNTS:
         return {run.seed: getattr(cell, measure) for run in cell.runs}
     runs = [run for run in cell.runs if measure not in TO_THE_LOSS or complete(results, run)]
-    values = {run.seed: _OF_RUN[measure](run, cell) for run in runs}
+    values = {run.seed: _value(run, cell, measure) for run in runs}
     return {seed: value for seed, value in values.items() if value is not None}
+
+
+def _value(run: Run, cell: Cell, measure: str) -> float | None:
+    if measure in ("flops", "bytes"):
+        return float(run.steps * getattr(cell, f"{measure}_per_step"))
+    if measure == "joules_per_sample":
+        return run.joules / run.steps / cell.batch if run.joules is not None and run.steps else None
+    value: float | None = getattr(run, measure)
+    return value
 
 
 def mean(results: Results, cell: Cell, measure: str) -> Interval | None:
@@ -116,19 +92,20 @@ def ratio(results: Results, cell: Cell, other: Cell, measure: str) -> Interval |
     """
     name, _, batch = measure.partition(", batch ")
     if batch:
-        pairs = [_inference(name, int(batch), one) for one in (cell, other)]
-        return ratio_interval([(pairs[0], pairs[1])]) if pairs[0] and pairs[1] else None
+        mine, theirs = (inference_value(each, name, int(batch)) for each in (cell, other))
+        return ratio_interval([(mine, theirs)]) if mine and theirs else None
     if measure in COUNTS:
         return ratio_interval([(getattr(cell, measure), getattr(other, measure))])
-    mine, theirs = by_seed(results, cell, measure), by_seed(results, other, measure)
-    return ratio_interval([(mine[seed], theirs[seed]) for seed in sorted(mine.keys() & theirs.keys())])
+    first, second = by_seed(results, cell, measure), by_seed(results, other, measure)
+    return ratio_interval([(first[seed], second[seed]) for seed in sorted(first.keys() & second.keys())])
 
 
-def _inference(name: str, batch: int, cell: Cell) -> float | None:
-    entry = next((entry for entry in cell.inference if entry.batch == batch), None)
-    if entry is None:
+def inference_value(cell: Cell, name: str, batch: int) -> float | None:
+    """Latency, or energy of a sample, in inference with a batch size."""
+    entries = {entry.batch: entry for entry in cell.inference}
+    if batch not in entries:
         return None
-    return entry.latency_seconds if name == "latency" else entry.joules_per_sample
+    return entries[batch].latency_seconds if name == "latency" else entries[batch].joules_per_sample
 
 
 def inference_measures(cells: Sequence[Cell]) -> list[str]:
@@ -149,41 +126,34 @@ def peer(results: Results, cell: Cell, strategy: str) -> Cell | None:
     """
     reference = results.settings.get("reference")
     for other in results.cells:
-        shared = cell.settings.keys() & other.settings.keys()
-        if reference:
-            same = all(({"strategy": other.strategy} | other.settings).get(key) == reference[key] for key in reference)
-        else:
-            same = all(cell.settings[key] == other.settings[key] for key in shared)
-        if (other.strategy, other.link, other.hardware) == (strategy, cell.link, cell.hardware) and same:
+        settings = {"strategy": other.strategy} | other.settings
+        wanted = reference or {name: value for name, value in cell.settings.items() if name in settings}
+        same = all(settings.get(name) == value for name, value in wanted.items())
+        if same and (other.strategy, other.link, other.hardware) == (strategy, cell.link, cell.hardware):
             return other
     return None
 
 
-def ratios(results: Results, measures: Sequence[str] = ()) -> Iterator[tuple[Cell, Cell, str, Interval]]:
-    """Ratios of phantom to all others and of all others to the baselines, in every measure or in those given."""
+def ratios(results: Results) -> Iterator[tuple[Cell, Cell, str, Interval]]:
+    """Ratios of phantom to all others and of all others to the baselines, in every measure."""
     names = list(dict.fromkeys(cell.strategy for cell in results.cells))
     pairs = [(name, base) for base in BASELINES if base in names for name in names if name not in ("tensor", base)]
     pairs += [(name, other) for name in names if re.split("[@+]", name)[0] in LEADS for other in names if other != name]
-    every = measures or (*TO_THE_LOSS, "step_seconds", "parameters", "memory_bytes", *inference_measures(results.cells))
+    every = (*TO_THE_LOSS, "step_seconds", "parameters", "memory_bytes", *inference_measures(results.cells))
     for name, base in dict.fromkeys(pairs):
         for cell in (cell for cell in results.cells if cell.strategy == name):
-            other = peer(results, cell, base)
-            for measure in every if other is not None else ():
-                assert other is not None
-                if (value := ratio(results, cell, other, measure)) is not None:
-                    yield cell, other, measure, value
+            if other := peer(results, cell, base):
+                values = {measure: ratio(results, cell, other, measure) for measure in every}
+                yield from ((cell, other, measure, value) for measure, value in values.items() if value is not None)
 
 
 def ranking(results: Results, cells: Sequence[Cell], measure: str) -> list[tuple[Cell, Interval | None]]:
     """The cells that have a measure with every seed, the one with the least geometric mean first, each with the ratio
     of the first to it. Where that interval includes 1, the two are not significantly different.
     """
-    means = {}
-    for index, cell in enumerate(cells):
-        values = by_seed(results, cell, measure)
-        if cell.runs and len(values) == len(cell.runs) and min(values.values()) > 0:
-            means[index] = geometric_mean(values.values())
-    order = [cells[index] for index in sorted(means, key=lambda index: means[index])]
+    values = [by_seed(results, cell, measure).values() for cell in cells]
+    known = [index for index, cell in enumerate(cells) if values[index] and len(values[index]) == len(cell.runs)]
+    order = [cells[index] for index in sorted(known, key=lambda index: geometric_mean(values[index]))]
     return [(cell, None if cell is order[0] else ratio(results, order[0], cell, measure)) for cell in order]
 
 

@@ -1,15 +1,16 @@
 """Contenders: what is compared, by the names that settings and results have.
 
-A name is ``BASE[@RANKSxCOPIES][+WIRE]``. The base is a strategy of the family, whose model all ranks share unless the
-name says otherwise, or one of two layouts in which every rank has a whole model: ``copies`` of the dense one and
-``phantom-copies``. ``pipeline@2x2`` has two copies of a pipeline of two ranks, and ``tensor+int8`` sends int8.
+A name is ``BASE[@RANKSxCOPIES][+WIRE]``. The base is an entry of `BASES`: a strategy, whose model all ranks share, or
+one such as ``copies``, in which every rank has a whole dense model. ``pipeline@2x2`` is two copies of a pipeline of two
+ranks, and ``tensor+int8`` sends int8. A new kind of contender is an entry.
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from phantom_parallel.study.units import labelled
 from phantom_parallel.utils.layout import positive
 from phantom_parallel.utils.strategies import (
     STRATEGIES,
@@ -18,96 +19,98 @@ from phantom_parallel.utils.strategies import (
     WireFormat,
     check_wire,
     default_blocks,
-    get_strategy,
 )
 
 COPIES, PHANTOM_COPIES = "copies", "phantom-copies"
-LAYOUTS: dict[str, StrategyName] = {COPIES: "dense", PHANTOM_COPIES: "phantom"}  # strategy of each model
 EXACT_WIRE: WireFormat = "full"
 DENSE = "dense model"  # the function that strategies without blocks compute
 _NAME = re.compile(r"(?P<base>[^@+]+)(@(?P<ranks>\d{1,7})x(?P<dp>\d{1,7}))?(\+(?P<wire>[^@+]+))?")
+# Fields of a training that belong to strategies with this property, and are left out for others.
+_FIELDS_OF = {
+    "has_blocks": ("blocks", "ghosts", "lr_local", "lr_compress", "lr_decompress"),
+    "splits_depth": ("micro_batches",),
+    "shards_rows": ("reshard_after_forward",),
+    "splits_layers": ("interleave",),
+}
+Pairs = tuple[tuple[str, Any], ...]  # names and values of settings, which can be hashed
+
+
+@dataclass(frozen=True)
+class Base:
+    """What the first part of a name stands for."""
+
+    strategy: StrategyName  # of its model
+    explanation: str  # for readers of a report
+    whole: bool = False  # whether every rank has a whole model, and all of them are copies
+    fields: Pairs = ()  # of its training, which make it another model than that of the strategy
+
+
+def _copies(model: str) -> str:
+    return f"every rank holds the whole {model} and works on rows of its own, and ranks exchange gradients"
+
+
+BASES = {rules.name: Base(rules.name, rules.explanation, rules.single_rank) for rules in STRATEGIES.values()} | {
+    COPIES: Base("dense", _copies("dense model"), whole=True),
+    PHANTOM_COPIES: Base("phantom", _copies("phantom model with all its blocks"), whole=True),
+}
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A model, how it is laid out over the ranks, and the format in which ranks exchange features.
+    """A model, how it is laid out over the ranks, and the format in which ranks exchange features."""
 
-    Args:
-        name: As settings have it.
-        strategy: The strategy of its model.
-        ranks: Ranks that share a model.
-        dp: Copies of the model.
-        cell: Settings of its training that other cells of the grid do not share.
-        wire: Format of exchanged values.
-        micro_batches: Micro-batches of a pipeline; None until they are chosen, and for other strategies.
-        frees_weights: Whether fsdp frees gathered weights after the forward pass; None for other strategies.
-        interleave: Interleaved parts of a batch; None if the training has it, and for other strategies.
-    """
-
-    name: str
-    strategy: StrategyName
-    ranks: int
-    dp: int
-    cell: tuple[tuple[str, Any], ...] = ()
+    name: str  # as settings have it
+    base: Base
+    ranks: int  # that share a model
+    dp: int  # copies of the model
     wire: WireFormat = EXACT_WIRE
-    micro_batches: int | None = None
-    frees_weights: bool | None = None
-    interleave: int | None = None
+    cell: Pairs = ()  # settings of its training that other cells of the grid do not share
+    tuned: Pairs = ()  # settings of its training that are chosen by the shortest step
 
     @property
     def label(self) -> str:
         """The name with the settings of the cell."""
-        return " ".join([self.name, *(f"{name}={value}" for name, value in self.cell)])
-
-    @property
-    def function(self) -> tuple[str, tuple[tuple[str, Any], ...]]:
-        """What the contender computes: those with the same function have the same losses, up to rounding."""
-        if self.wire != EXACT_WIRE:
-            return self.name, self.cell  # what is rounded depends on what is exchanged
-        return DENSE if self.rules.same_model else self.strategy, self.cell
+        return labelled(self.name, dict(self.cell))
 
     @property
     def rules(self) -> Strategy:
-        return STRATEGIES[self.strategy]
+        return STRATEGIES[self.base.strategy]
+
+    @property
+    def function(self) -> tuple[str, Pairs]:
+        """What the contender computes: those with the same function have the same losses, up to rounding."""
+        if self.wire != EXACT_WIRE or self.base.fields:
+            return self.name, self.cell  # what is rounded depends on what is exchanged
+        return DENSE if self.rules.same_model else self.base.strategy, self.cell
 
     @property
     def variant(self) -> str:
         """What was chosen by the shortest step, in words; empty if nothing was."""
-        if self.micro_batches is not None:
-            return f"{self.micro_batches} micro-batches"
-        if self.interleave is not None:
-            return f"{self.interleave} interleaved parts" if self.interleave > 1 else ""
-        return "weights kept after the forward pass" if self.frees_weights is False else ""
+        return " ".join(f"{name}={value}" for name, value in self.tuned)
 
-    def fields(self, shared: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of its training that differ from ``shared``, those of all contenders of its cell."""
-        fields: dict[str, Any] = {"strategy": self.strategy, "ranks": self.ranks, "dp": self.dp, "wire": self.wire}
-        if self.rules.has_blocks and shared.get("blocks") is None:
-            fields["blocks"] = default_blocks(world_size(shared))  # the same model, however it is laid out
-        chosen = {
-            "micro_batches": self.micro_batches,
-            "interleave": self.interleave,
-            "reshard_after_forward": self.frees_weights,
-        }
-        return fields | {name: value for name, value in chosen.items() if value is not None}
+    def tuned_to(self, **settings: Any) -> "Contender":
+        """The contender with these settings of its training."""
+        return replace(self, tuned=tuple(settings.items()))
+
+    def training(self, shared: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of its training, given those that contenders of all cells share."""
+        fields = {**shared, **dict(self.cell)}
+        if fields.get("blocks") is None:
+            fields["blocks"] = default_blocks(world_size(fields))  # the same model, however it is laid out
+        fields |= {"strategy": self.base.strategy, "ranks": self.ranks, "dp": self.dp, "wire": self.wire}
+        fields |= dict(self.tuned + self.base.fields)
+        others = [name for kind, names in _FIELDS_OF.items() if not getattr(self.rules, kind) for name in names]
+        return {name: value for name, value in fields.items() if name not in others}
 
 
 def world_size(training: Mapping[str, Any]) -> int:
-    """Ranks of a training, over all copies."""
-    ranks, dp = ranks_of(training)
-    return ranks * dp
-
-
-def ranks_of(training: Mapping[str, Any]) -> tuple[int, int]:
-    """Ranks that share a model of a training, and copies; ValueError if one is not a positive whole number."""
+    """Ranks of a training, over all copies; ValueError if ranks or copies are not positive whole numbers."""
     ranks, dp = training.get("ranks", 1), training.get("dp", 1)
     positive(ranks=ranks, dp=dp)
-    return ranks, dp
+    return int(ranks * dp)
 
 
-def get_contender(
-    name: str, among: Sequence[StrategyName], training: Mapping[str, Any], cell: tuple[tuple[str, Any], ...] = ()
-) -> Contender:
+def get_contender(name: str, among: Sequence[str], training: Mapping[str, Any], cell: Pairs = ()) -> Contender:
     """The contender of that name.
 
     Args:
@@ -119,30 +122,25 @@ def get_contender(
     Raises:
         ValueError: If the name is not understood, or its layout is not one of that many ranks.
     """
-    known = (*among, *(layout for layout, strategy in LAYOUTS.items() if strategy in among))
+    known = [base for base, entry in BASES.items() if entry.strategy in among]
     parsed = _NAME.fullmatch(name) if isinstance(name, str) else None
-    base = parsed["base"] if parsed else name
-    if parsed is None or base not in known:
+    if parsed is None or parsed["base"] not in known:
         raise ValueError(
             f"strategies must be of {', '.join(known)}, also with a layout as in phantom@2x2 (ranks x copies) "
             f"and a format of exchanged values as in tensor+int8, got {name!r}"
         )
-    total = world_size(training)
-    rules = get_strategy(LAYOUTS.get(base, base))
-    single = base in LAYOUTS or rules.single_rank
-    ranks, dp = (1, total) if single else ranks_of(training)
+    base, total = BASES[parsed["base"]], world_size(training)
+    ranks, dp = (1, total) if base.whole else (training.get("ranks", 1), training.get("dp", 1))
     if parsed["ranks"] is not None:
         ranks, dp = int(parsed["ranks"]), int(parsed["dp"])
         positive(ranks=ranks, dp=dp)
-        if base in LAYOUTS or ranks * dp != total:
+        if parsed["base"] not in STRATEGIES or ranks * dp != total:
             raise ValueError(f"{name!r} must have ranks times copies = {total}, and a strategy: phantom@1x{total}")
-    sends_features = ranks > 1 and not (rules.shards_rows or rules.splits_depth)
+    sends_features = ranks > 1 and STRATEGIES[base.strategy].splits_layers
     wire = check_wire(parsed["wire"] or (training.get("wire", EXACT_WIRE) if sends_features else EXACT_WIRE))
     if wire != EXACT_WIRE and not sends_features:
-        raise ValueError(f"{name!r}: ranks of {rules.name} exchange no features that could be sent as {wire}")
-    return Contender(
-        name, rules.name, ranks, dp, cell, wire, frees_weights=True if rules.shards_rows and ranks > 1 else None
-    )
+        raise ValueError(f"{name!r}: ranks of {base.strategy} exchange no features that could be sent as {wire}")
+    return Contender(name, base, ranks, dp, wire, cell)
 
 
 def models_of(contenders: Iterable[Contender], share: bool) -> dict[str, list[Contender]]:
@@ -153,8 +151,6 @@ def models_of(contenders: Iterable[Contender], share: bool) -> dict[str, list[Co
     for contender in contenders:
         groups.setdefault(contender.function if share else contender.label, []).append(contender)
     return {
-        group[0].label
-        if len(group) == 1
-        else " ".join([function[0], *(f"{name}={value}" for name, value in function[1])]): group
-        for function, group in groups.items()
+        group[0].label if len(group) == 1 else labelled(group[0].function[0], dict(group[0].cell)): group
+        for group in groups.values()
     }

@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -33,22 +33,14 @@ from phantom_parallel.cost.hardware import load_profile
 from phantom_parallel.cost.timing import step_time
 from phantom_parallel.distributed.launch import launch, launch_device_type
 from phantom_parallel.distributed.launchers import is_rank_zero, launched_externally
-from phantom_parallel.energy import PowerProfile, load_power_profile
-from phantom_parallel.energy.power import (
-    ASSUMED_CORE,
-    CORE_COMMUNICATION_WATTS,
-    CORE_COMPUTE_WATTS,
-    CORE_IDLE_WATTS,
-)
+from phantom_parallel.energy import load_power_profile
 from phantom_parallel.families.registry import get_family
-from phantom_parallel.study.analysis import counts
-from phantom_parallel.study.contenders import EXACT_WIRE, Contender, models_of, ranks_of
+from phantom_parallel.study.contenders import EXACT_WIRE, Contender, models_of
 from phantom_parallel.study.results import (
     FILE,
     Cell,
     CurvePoint,
     InferenceResult,
-    Power,
     Results,
     Run,
     SharedModel,
@@ -63,19 +55,18 @@ from phantom_parallel.study.runner import (
     CellRunner,
     RunOptions,
     cell_runner,
-    command,
     environment,
     prepare_folder,
     resolve_networks,
 )
 from phantom_parallel.study.search import search
 from phantom_parallel.study.settings import LOOPBACK, Settings
+from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.run import check_memory
 from phantom_parallel.utils.files import FolderLock, write_json
 from phantom_parallel.utils.parsing import convert
 
 T = TypeVar("T")
-IDLE_TIMEOUT = timedelta(hours=12)  # of the collectives in which ranks wait while a cell runs on the others
 # Largest relative difference of losses that is rounding, by the precision of products. Orders of summation differ, and
 # the optimizer divides gradients by their own size, so that rounding of the smallest ones grows with the steps.
 TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}
@@ -93,15 +84,15 @@ def run_grid(settings: Settings, out: Path, *, resume: bool = False, show: bool 
     Returns:
         The results; None on ranks other than 0 of an external launcher.
     """
-    clock, local = time.monotonic(), not launched_externally()
+    clock, started, local = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds"), not launched_externally()
     _check(settings, local)
     with FolderLock(out) as lock:
         networks, no_hosts = resolve_networks(settings, settings.configs()[0].dtype, out)
-        options = RunOptions(out, resume, show, local, command(), networks=networks, no_hosts=no_hosts)
+        options = RunOptions(out, resume, show, local, networks, no_hosts=no_hosts)
         launches = _launches(settings, options)
+        reused = len(list((out / CELLS).glob("*.json")))
         if local:
             prepare_folder(out, settings.to_dict(), resume, lock)
-            options = replace(options, reused=len(list((out / CELLS).glob("*.json"))))
             if networks:
                 write_json(out / NETWORKS, {link: network.to_dict() for link, network in networks.items()})
         elif len(launches) > 1:
@@ -110,11 +101,14 @@ def run_grid(settings: Settings, out: Path, *, resume: bool = False, show: bool 
             print(f"Ranks exchange over loopback: hosts cannot be emulated here: {no_hosts}", file=sys.stderr)
         for link in launches:
             network = None if link is None else networks.get(link)
-            here = replace(options, link=link)
-            launch(settings.world_size, _work, settings, here, timeout=IDLE_TIMEOUT, network=network)
+            timeout = timedelta(seconds=settings.timeout)
+            launch(settings.world_size, _work, settings, replace(options, link=link), timeout=timeout, network=network)
     if not local and not is_rank_zero():
         return None
-    results = replace(load(out / FILE), wall_seconds=time.monotonic() - clock)
+    name = Path(sys.argv[0]).name
+    command = " ".join(["phantom" if name == "main.py" else name, *sys.argv[1:]])
+    seconds = time.monotonic() - clock
+    results = replace(load(out / FILE), command=command, started=started, wall_seconds=seconds, reused=reused)
     save(results, out / FILE)
     return results
 
@@ -148,51 +142,34 @@ def grid_on_rank(device: torch.device, settings: Settings, options: RunOptions) 
     links = [link for link in _launches(settings, options) if link is not None]
     with cell_runner(device, settings, options) as runner:
         runner.expect(_expected(settings, len(links)))
-        losses = find_losses(settings, runner, len(links)) if settings.measure == "loss" else None
+        losses = find_losses(settings, runner) if settings.measure == "loss" else None
         if options.link is None:
             return None
         cells: list[Cell] = []
         for link in links[: links.index(options.link) + 1]:
             if losses is not None and not settings.share_curves:
-                trained = {contender: losses.runs[losses.models[contender.label]] for contender in losses.chosen}
-                cells += [_cell(settings, contender, runs, link) for contender, runs in trained.items()]
+                cells += [_cell(settings, contender, losses.of(contender), link) for contender in losses.chosen]
             else:
                 cells += _time_link(settings, runner, losses, link, on_network=link in options.networks)
         if options.link != links[-1]:
             return None
         cells += [_modelled_cell(settings, contender) for contender in settings.modelled_contenders]
         inference = _measure_inference(settings, runner)
-    cells = [replace(cell, inference=tuple(inference.get(cell.strategy, ()))) for cell in cells]
-    target = None if losses is None else losses.target
-    return Results(
+    results = Results(
         name=settings.name,
         question=settings.question,
-        command=options.command,
-        started=options.started,
-        wall_seconds=0.0,  # set by the caller
         settings=settings.to_dict(),
         environment=environment(device),
-        power=_power(load_power_profile(settings.profile)),
-        cells=tuple(cells),
-        target_loss=target,
-        target_from=None if losses is None or target is None else losses.target_from,
-        trials=() if losses is None else losses.trials,
-        shared=() if losses is None else losses.shared,
+        power=runner.power(settings.world_size),
+        cells=tuple(replace(cell, inference=tuple(inference.get(cell.strategy, ()))) for cell in cells),
         networks={link: options.networks[link] for link in links if link in options.networks} or None,
         no_hosts=options.no_hosts,
-        reused=options.reused,
     )
-
-
-def _power(profile: PowerProfile) -> Power:
-    """The watts of a profile for results: those of a core if they are assumed, which do not depend on how many ranks
-    share it, else those of a device.
-    """
-    if profile.name != ASSUMED_CORE:
-        watts = profile.compute_watts, profile.communication_watts, profile.idle_watts
-        return Power(profile.name, *watts, source=profile.source, per="device")
-    watts = CORE_COMPUTE_WATTS, CORE_COMMUNICATION_WATTS, CORE_IDLE_WATTS
-    return Power(ASSUMED_CORE, *watts, source="assumed, not measured, of a CPU core; ranks share the cores", per="core")
+    if losses is None:
+        return results
+    origin = None if losses.target is None else losses.target_from
+    figures: dict[str, Any] = {"target_loss": losses.target, "target_from": origin}
+    return replace(results, **figures, trials=losses.trials, shared=losses.shared)
 
 
 def _expected(settings: Settings, links: int) -> int:
@@ -204,6 +181,19 @@ def _expected(settings: Settings, links: int) -> int:
     trained = len(models) * (len(settings.search.learning_rates) + settings.seeds)
     shared = sum(len(group) for group in models.values() if len(group) > 1)
     return trained + shared + (timed if settings.share_curves else 0)
+
+
+def counts(config: TrainConfig) -> dict[str, int]:
+    """Counts by the cost formulas: parameters of the model, FLOPs and bytes sent per step over all ranks, and bytes of
+    memory of the rank that needs most.
+    """
+    shape = get_family(config.family).shape.of_training(config)
+    return {
+        "parameters": shape.model_parameters,
+        "flops_per_step": shape.over_all_ranks(lambda shape: 2 * shape.multiply_adds()),
+        "bytes_per_step": shape.over_all_ranks(lambda shape: shape.moved_bytes()),
+        "memory_bytes": max(stage.memory.total for stage, _ in shape.stages()),
+    }
 
 
 # Losses
@@ -222,8 +212,12 @@ class Losses:
     target: float | None  # the loss that all are trained to, if there is one
     target_from: Literal["settings", "search", "reference"]
 
+    def of(self, contender: Contender) -> Sequence[Run]:
+        """The runs of a contender's model."""
+        return self.runs[self.models[contender.label]]
 
-def find_losses(settings: Settings, runner: CellRunner, links: int = 1) -> Losses:
+
+def find_losses(settings: Settings, runner: CellRunner) -> Losses:
     """Search for learning rates and train every model, each by the fastest contender that computes it."""
     chosen, timings = choose_variants(settings, runner)
     models = models_of(chosen, settings.share_curves)
@@ -233,29 +227,30 @@ def find_losses(settings: Settings, runner: CellRunner, links: int = 1) -> Losse
         for model, group in models.items()
         if len(group) > 1
     ]
-    labelled = {contender.label: contender for contender in chosen}
+    labels = {contender.label: contender for contender in chosen}
     trainers = {model: group[0] for model, group in models.items()}
-    trainers |= {check.model: labelled[check.trained_by] for check in shared}
-    later = len(chosen) * settings.seeds * links if settings.share_curves else 0
-    references = {model: one for model, one in trainers.items() if settings.is_reference(one)}
-    others = {model: one for model, one in trainers.items() if model not in references}
+    trainers |= {check.model: labels[check.trained_by] for check in shared}
+    references = {model: contender for model, contender in trainers.items() if settings.is_reference(contender)}
+    others = {model: contender for model, contender in trainers.items() if model not in references}
+    target = settings.target_loss if settings.equal_loss else None
+    target_from: Literal["settings", "search", "reference"] = "settings"
     trials: list[Trial] = []
     runs: dict[str, list[Run]] = {}
-    given = settings.equal_loss and settings.reference is None
-    target: float | None = settings.target_loss if given else None
-    target_from: Literal["settings", "search", "reference"] = "settings"
-    for group in filter(None, (references, others)):
-        tried = _search(settings, runner, group, target, later + settings.seeds * len(trainers))
-        trials += tried
-        if settings.equal_loss and target is None and settings.reference is None:
-            target, target_from = _reached_by_all(tried), "search"
-        runs |= _train(settings, runner, group, trials, target)
-        if group is references:
-            final = [run.loss for mine in runs.values() for run in mine if run.loss is not None]
-            if not final:
-                raise ValueError(f"the cells of the reference {settings.reference} reached no finite loss")
-            target, target_from = max(final), "reference"  # which every run of the reference has reached
-    if target_from == "reference":
+    steps, stops = settings.steps, True
+    if references:
+        trials = _search(settings, runner, references, None)
+        runs = _train(settings, runner, references, trials, steps, None)
+        final = [run.loss for model in references for run in runs[model] if run.loss is not None]
+        if not final:
+            raise ValueError(f"the cells of the reference {settings.reference} reached no finite loss")
+        target, target_from = max(final), "reference"  # which every run of the reference has reached
+        steps, stops = settings.at_most or steps, settings.stop_at_target
+    trials += _search(settings, runner, others, target)
+    if settings.equal_loss and target is None:
+        target, target_from = _reached_by_all(trials), "search"
+    runs |= _train(settings, runner, others, trials, steps, target if stops else None)
+    if references:
+        assert target is not None
         runs = _to_the_reference(settings, runs, list(references), target)
     return Losses(
         chosen,
@@ -269,26 +264,34 @@ def find_losses(settings: Settings, runner: CellRunner, links: int = 1) -> Losse
     )
 
 
-def choose_variants(settings: Settings, runner: CellRunner) -> tuple[tuple[Contender, ...], dict[Contender, Run]]:
-    """Every contender in the variant with the shortest step, and the timings of a few steps: of all that share a model
-    with others or have several variants. All have the same steps, so that their losses can be compared.
+def choose_variants(
+    settings: Settings, runner: CellRunner, link: str = ""
+) -> tuple[tuple[Contender, ...], dict[Contender, Run]]:
+    """Every contender in the variant with the shortest step, and the timings of a few steps of those with several.
+
+    Where losses are trained, which is on no ``link``, all that share a model with others are timed for the same number
+    of steps, so that their losses can be compared.
     """
     groups = models_of(settings.contenders, settings.share_curves).values()
-    shared = {contender.label for group in groups if len(group) > 1 for contender in group}
+    shared = {contender.label for group in groups if len(group) > 1 and not link for contender in group}
+    seed, steps = settings.search.seed, max(1, settings.timed_steps // 2)
     timings: dict[Contender, Run] = {}
+    chosen = []
     for contender in settings.contenders:
         variants = settings.variants(contender)
+        if link and contender.rules.shards_rows:  # variants compute the same, and differ in what they send
+            variants = (min(variants, key=lambda variant: counts(settings.config(variant))["bytes_per_step"]),)
         for variant in variants if len(variants) > 1 or contender.label in shared else ():
-            timings[variant] = _try(settings, runner, variant)
-    chosen = tuple(fastest(settings.variants(contender), timings) for contender in settings.contenders)
-    return chosen, timings
+            config = settings.config(variant, lr=settings.search.learning_rates[0], seed=seed)
+            limit = settings.timed_seconds if link else math.inf
+            timings[variant] = runner.time(timing_name(variant, seed, link), config, steps, limit=limit)
+        chosen.append(min(variants, key=lambda variant: _step_seconds(timings.get(variant))))
+    return tuple(chosen), timings
 
 
-def _try(settings: Settings, runner: CellRunner, variant: Contender, link: str = "", limit: float = math.inf) -> Run:
-    """A few timed steps of one variant, in at most ``limit`` seconds or with the fewest that are timed."""
-    seed = settings.search.seed
-    config = settings.config(variant, lr=settings.search.learning_rates[0], seed=seed)
-    return runner.time(timing_name(variant, seed, link), config, max(1, settings.timed_steps // 2), limit=limit)
+def _step_seconds(run: Run | None) -> float:
+    """The time of a step; that of a run that diverged or was not timed comes last."""
+    return (run and run.step_seconds) or math.inf
 
 
 def timing_name(contender: Contender, seed: int, link: str) -> str:
@@ -297,25 +300,16 @@ def timing_name(contender: Contender, seed: int, link: str) -> str:
     return " ".join(filter(None, parts))
 
 
-def fastest(variants: Sequence[Contender], timings: Mapping[Contender, Run]) -> Contender:
-    """The one with the shortest step; those that diverged or were not timed come last."""
-    return min(variants, key=lambda one: (one in timings and timings[one].step_seconds) or math.inf)
-
-
 def check_same_model(model: str, timings: Mapping[str, Run], tolerance: float) -> SharedModel:
-    """Compare the losses of contenders that should compute the same model with the medians over them.
-
-    Args:
-        model: Name of the model.
-        timings: By contender, the same steps with the same seed and learning rate.
-        tolerance: The largest relative difference that is rounding.
+    """Compare the losses of contenders that should compute the same model, after the same steps with the same seed and
+    learning rate, with the medians over them. A relative difference up to ``tolerance`` is rounding.
     """
     middle = [median(losses) for losses in zip(*(run.losses for run in timings.values() if run.losses), strict=True)]
     differences = {name: _difference(run.losses, middle) for name, run in timings.items()}
     steps = WARM_UP + max(run.steps for run in timings.values())
     check = SharedModel(model, next(iter(timings)), steps, tolerance, differences)
     equal = [name for name in timings if name not in check.differing] or list(timings)
-    return replace(check, trained_by=min(equal, key=lambda name: timings[name].step_seconds or math.inf))
+    return replace(check, trained_by=min(equal, key=lambda name: _step_seconds(timings[name])))
 
 
 def _difference(losses: Sequence[float], others: Sequence[float]) -> float | None:
@@ -325,16 +319,16 @@ def _difference(losses: Sequence[float], others: Sequence[float]) -> float | Non
 
 
 def _search(
-    settings: Settings, runner: CellRunner, models: Mapping[str, Contender], target: float | None, later: int
+    settings: Settings, runner: CellRunner, models: Mapping[str, Contender], target: float | None
 ) -> list[Trial]:
     """The trials of the search for a learning rate of every model but those that take another's."""
-    seed, same, before = settings.search.seed, same_rate(settings), runner.done
+    same = same_rate(settings)
     candidates = {
-        model: partial(settings.config, contender, seed=seed, target=target)
+        model: partial(settings.config, contender, seed=settings.search.seed, target=target)
         for model, contender in models.items()
         if model not in same
     }
-    tried = search(candidates, settings.search, runner.train, lambda number: runner.expect(before + number + later))
+    tried = search(candidates, settings.search, runner.train)
     return [trial for trials in tried.values() for trial in trials]
 
 
@@ -343,13 +337,10 @@ def same_rate(settings: Settings) -> dict[str, str]:
     of a strategy that is there at full precision too.
     """
     groups = models_of(settings.contenders, settings.share_curves)
-    exact = {_layout(one): model for model, group in groups.items() for one in group if one.wire == EXACT_WIRE}
-    short = {model: _layout(group[0]) for model, group in groups.items() if group[0].wire != EXACT_WIRE}
-    return {} if settings.search.wires else {model: exact[at] for model, at in short.items() if at in exact}
-
-
-def _layout(contender: Contender) -> tuple[Any, ...]:
-    return contender.strategy, contender.ranks, contender.dp, contender.cell
+    models = {contender.label: model for model, group in groups.items() for contender in group}
+    short = [contender for contender in settings.contenders if "+" in contender.name and not settings.search.wires]
+    exact = {models[each.label]: models.get(replace(each, name=each.name.partition("+")[0]).label) for each in short}
+    return {model: other for model, other in exact.items() if other is not None}
 
 
 def _reached_by_all(trials: Iterable[Trial]) -> float:
@@ -368,41 +359,38 @@ def _train(
     runner: CellRunner,
     models: Mapping[str, Contender],
     trials: Iterable[Trial],
+    steps: int,
     target: float | None,
 ) -> dict[str, list[Run]]:
     """Train every model once for each seed, in rotating order, with the learning rate of the search."""
     rates = {trial.model: trial.lr for trial in trials if trial.chosen}
-    rates |= {model: rates[other] for model, other in same_rate(settings).items()}
-    to_reference = settings.reference is not None and target is not None
-    steps = (settings.at_most or settings.steps) if to_reference else settings.steps
-    stop = None if to_reference and not settings.stop_at_target else target
+    rates |= {model: rates[other] for model, other in same_rate(settings).items() if other in rates}
     runs: dict[str, list[Run]] = {model: [] for model in models}
     for seed in range(settings.seeds):
         for model in in_turn(list(models), seed):
-            config = settings.config(models[model], lr=rates[model], seed=seed, steps=steps, target=stop)
+            config = settings.config(models[model], lr=rates[model], seed=seed, steps=steps, target=target)
             runs[model].append(runner.train(f"{model} seed={seed} lr={config.lr:g}", config))
     return runs
 
 
 def in_turn(names: Sequence[T], turn: int) -> list[T]:
     """The names in an order that begins with another one each turn."""
-    first = turn % len(names)
+    first = turn % len(names) if names else 0
     return [*names[first:], *names[:first]]
 
 
 def _to_the_reference(
-    settings: Settings, runs: Mapping[str, Sequence[Run]], references: Sequence[str], target: float | None
+    settings: Settings, runs: Mapping[str, Sequence[Run]], references: Sequence[str], target: float
 ) -> dict[str, list[Run]]:
     """Runs with their figures at the loss of the reference, and with the losses at its steps and within its energy."""
-    assert target is not None
     budgets = {
         seed: median(spent)
         for seed in range(settings.seeds)
-        if (spent := [runs[model][seed].joules or 0.0 for model in references if runs[model][seed].joules])
+        if (spent := [joules for model in references if (joules := runs[model][seed].joules)])
     }
     return {
-        model: [to_target(run, target, settings.steps, budgets.get(run.seed)) for run in mine]
-        for model, mine in runs.items()
+        model: [to_target(run, target, settings.steps, budgets.get(run.seed)) for run in trained]
+        for model, trained in runs.items()
     }
 
 
@@ -429,41 +417,17 @@ def _time_link(
     settings: Settings, runner: CellRunner, losses: Losses | None, link: str, *, on_network: bool
 ) -> list[Cell]:
     """Time steps of every contender on a link, seed by seed in rotating order, each with its own learning rate."""
-    chosen = losses.chosen if losses is not None and not on_network else _choose_on_link(settings, runner, link)
+    chosen = losses.chosen if losses and not on_network else choose_variants(settings, runner, link)[0]
     timings: dict[Contender, list[Run]] = {contender: [] for contender in chosen}
     for seed in range(settings.seeds):
         for contender in in_turn(chosen, seed):
-            lr = settings.search.learning_rates[0]
-            if losses is not None:
-                lr = losses.runs[losses.models[contender.label]][seed].lr
-            config = settings.config(contender, lr=lr, seed=seed)
-            name = timing_name(contender, seed, link)
+            lr = losses.of(contender)[seed].lr if losses else settings.search.learning_rates[0]
+            config, name = settings.config(contender, lr=lr, seed=seed), timing_name(contender, seed, link)
             run = runner.time(name, config, settings.timed_steps, limit=settings.timed_seconds)
             timings[contender].append(run)
     if losses is None:
         return [_cell(settings, contender, runs, link) for contender, runs in timings.items()]
     return [_shared_cell(settings, contender, runs, losses, link) for contender, runs in timings.items()]
-
-
-def _choose_on_link(settings: Settings, runner: CellRunner, link: str) -> tuple[Contender, ...]:
-    """The contenders, each in the variant with the shortest step on this network."""
-    chosen = []
-    for contender in settings.contenders:
-        variants = least_sent(settings, settings.variants(contender))
-        timed = variants if len(variants) > 1 else ()
-        timings = {variant: _try(settings, runner, variant, link, settings.timed_seconds) for variant in timed}
-        chosen.append(fastest(variants, timings))
-    return tuple(chosen)
-
-
-def least_sent(settings: Settings, variants: Sequence[Contender]) -> list[Contender]:
-    """The variants that send least by the formulas, on ranks that a network connects. Variants of fsdp compute the same
-    and differ in what they send; those of others differ in when they send it.
-    """
-    if variants[0].frees_weights is None:
-        return list(variants)
-    sent = [counts(settings.config(variant))["bytes_per_step"] for variant in variants]
-    return [variant for variant, count in zip(variants, sent, strict=True) if count == min(sent)]
 
 
 def _cell(settings: Settings, contender: Contender, runs: Iterable[Run], link: str, model: str | None = None) -> Cell:
@@ -491,21 +455,15 @@ def _shared_cell(settings: Settings, contender: Contender, timings: Sequence[Run
     model = losses.models[contender.label]
     trained_by = None if losses.trained_by[model] == contender.label else losses.trained_by[model]
     differs = any(contender.label in shared.differing for shared in losses.shared)
-    runs = [
-        shared_run(run, timing, trained_by=trained_by, differs=differs)
-        for run, timing in zip(losses.runs[model], timings, strict=True)
-    ]
+    pairs = zip(losses.runs[model], timings, strict=True)
+    runs = [shared_run(run, timing, trained_by=trained_by, differs=differs) for run, timing in pairs]
     return _cell(settings, contender, runs, link, model)
 
 
 def shared_run(run: Run, timing: Run, *, trained_by: str | None = None, differs: bool = False) -> Run:
-    """The training of a contender, made of the steps and losses of ``run`` and of its own time of a step.
-
-    Args:
-        run: A training of the same model with the same seed.
-        timing: Timed steps of the contender.
-        trained_by: Who was trained, if it was another contender.
-        differs: Whether the contender was seen to compute another model, so that the losses are not its own.
+    """The training of a contender, made of the steps and losses of ``run``, a training of the same model with the same
+    seed by ``trained_by``, and of its own timed steps. ``differs``: the contender was seen to compute another model, so
+    that the losses are not its own.
     """
     if not timing.steps:
         return replace(timing, lr=run.lr, trained_by=trained_by, timed_steps=0)
@@ -533,22 +491,18 @@ def shared_run(run: Run, timing: Run, *, trained_by: str | None = None, differs:
 
 def _modelled_cell(settings: Settings, contender: Contender) -> Cell:
     """A cell whose step is computed by the cost formulas for a hardware profile."""
-    config = settings.config(contender)
-    profile = load_profile(settings.hardware)
+    config, profile = settings.config(contender), load_profile(settings.hardware)
     step = step_time(get_family(config.family).shape.of_training(config), profile)
     ranks = config.ranks * config.dp
     run = Run(
-        seed=0,
-        lr=config.lr,
-        status="timed",
+        0,
+        config.lr,
+        "timed",
         steps=1,
-        loss=None,
         seconds=step.total,
         compute_seconds=ranks * (step.total - step.exposed),
         blocked_seconds=ranks * step.exposed,
         joules=step.energy.joules if step.energy else None,
-        measured_joules=None,
-        measured_by="unavailable",
     )
     return replace(_cell(settings, contender, [run], "modelled"), hardware=profile.name)
 
@@ -558,26 +512,22 @@ def _measure_inference(settings: Settings, runner: CellRunner) -> dict[str, list
 
     Left out are strategies whose ranks work on rows or layers of their own, and studies of several cells.
     """
-    measured: dict[str, list[InferenceResult]] = {}
-    if settings.cells != ({},) or settings.measure != "loss":
-        return measured
-    ranks, _ = ranks_of(settings.training)
-    among = [
-        contender
+    configs = {
+        contender.name: settings.config(contender)
         for contender in settings.contenders
-        if (contender.ranks, contender.wire) == (ranks, EXACT_WIRE)
+        if (contender.ranks, contender.wire) == (settings.training.get("ranks", 1), EXACT_WIRE)
         and not (contender.rules.shards_rows or contender.rules.splits_depth)
-    ]
-    configs = {contender.name: settings.config(contender) for contender in among}
-    first = next(iter(configs.values()), None)
-    if first is None:
-        return measured
+    }
+    if settings.cells != ({},) or settings.measure != "loss" or not configs:
+        return {}
+    first = next(iter(configs.values()))
     context, power = runner.context_for(first), runner.power(first.ranks)
     if context is None or context.dp_rank:
-        return measured
-    family = get_family(settings.family)
+        return {}
+    measured: dict[str, list[InferenceResult]] = {}
     for batch in settings.inference_batches:
-        values = family.measure_inference(configs, context, batch, turns=settings.inference_turns, power=power)
+        measure = get_family(settings.family).measure_inference
+        values = measure(configs, context, batch, turns=settings.inference_turns, power=power)
         for name, fields in values.items():
             measured.setdefault(name, []).append(convert(fields, InferenceResult, "inference"))
     return measured

@@ -9,15 +9,16 @@ counters has no measured joules. Means, ratios and intervals are derived, see `a
 """
 
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+from phantom_parallel.energy import PowerProfile
+from phantom_parallel.study.units import labelled
 from phantom_parallel.utils.files import read_bytes, write_json
 from phantom_parallel.utils.network import Network
 from phantom_parallel.utils.parsing import decode_json
 
-FILE, FORMAT, VERSION = "results.json", "phantom-parallel-results", 1
+FILE = "results.json"
 
 # Target reached, steps used up, loss not finite, another model than the one whose losses it should share, or steps that
 # were timed without training to a loss.
@@ -48,24 +49,19 @@ class Run:
     lr: float
     status: RunStatus
     steps: int
-    loss: float | None  # held-out loss at the end
-    seconds: float
-    compute_seconds: float | None  # None where the time is not split
-    blocked_seconds: float | None
-    joules: float | None  # modelled
-    measured_joules: float | None  # from the machine's sensors, with evaluations
-    measured_by: str  # provenance of that figure
+    loss: float | None = None  # held-out loss at the end
+    seconds: float = 0.0
+    compute_seconds: float | None = None  # None where the time is not split
+    blocked_seconds: float | None = None
+    joules: float | None = None  # modelled
+    measured_joules: float | None = None  # from the machine's sensors, with evaluations
+    measured_by: str = "unavailable"  # provenance of that figure
     curve: tuple[CurvePoint, ...] = ()
     losses: tuple[float, ...] = ()  # of timed steps: of a few of them, on their rows and held out
     trained_by: str | None = None  # None: by itself
     timed_steps: int | None = None  # None: all steps
     loss_at_equal_steps: float | None = None  # after the steps of the reference
     loss_at_equal_energy: float | None = None  # within the modelled energy of the reference
-
-    def __post_init__(self) -> None:
-        for before, after in pairwise(self.curve):
-            if after.step <= before.step:
-                raise ValueError(f"the steps of a curve must ascend, got {after.step} after {before.step}")
 
     @property
     def reached(self) -> bool:
@@ -181,19 +177,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        return " ".join([self.strategy, *(f"{name}={value}" for name, value in self.settings.items())])
-
-
-@dataclass(frozen=True)
-class Power:
-    """The watts that modelled joules are computed with, and of what they are. Ranks that share a core share them."""
-
-    name: str
-    compute_watts: float
-    communication_watts: float
-    idle_watts: float
-    source: str
-    per: Literal["core", "device", "rank"] = "core"
+        return labelled(self.strategy, self.settings)
 
 
 @dataclass(frozen=True)
@@ -202,13 +186,13 @@ class Results:
 
     name: str
     question: str
-    command: str
-    started: str  # ISO date and time, UTC
-    wall_seconds: float
     settings: dict[str, Any]
     environment: dict[str, Any]
-    power: Power
+    power: PowerProfile  # the watts of a rank that modelled joules are computed with
     cells: tuple[Cell, ...]
+    command: str = ""
+    started: str = ""  # ISO date and time, UTC
+    wall_seconds: float = 0.0
     target_loss: float | None = None  # None: trained for the same steps, or timed only
     target_from: Literal["settings", "search", "reference"] | None = None
     trials: tuple[Trial, ...] = ()
@@ -216,6 +200,8 @@ class Results:
     networks: dict[str, Network] | None = None  # emulated hosts by link
     no_hosts: str | None = None  # why hosts could not be emulated, where loopback took their place
     reused: int = 0  # runs that an earlier call had finished
+    format: Literal["phantom-parallel-results"] = "phantom-parallel-results"
+    version: Literal[1] = 1
 
     @property
     def is_comparison(self) -> bool:
@@ -232,29 +218,14 @@ class Results:
         return tuple(dict.fromkeys(cell.link for cell in self.cells if cell.hardware is None))
 
 
-def to_json(results: Results) -> dict[str, Any]:
-    """The results as plain data."""
-    return {"format": FORMAT, "version": VERSION} | asdict(results)
-
-
 def save(results: Results, path: Path) -> None:
     """Write results atomically."""
-    write_json(path, to_json(results))
-
-
-@dataclass(frozen=True)
-class _Header:
-    format: str
-    version: int
+    write_json(path, asdict(results))
 
 
 def load(path: Path) -> Results:
     """Read what `save` wrote; ValueError if the file is not readable as results."""
     try:
-        text = read_bytes(path)
-        header = decode_json(text, _Header, "the header")
-        if (header.format, header.version) != (FORMAT, VERSION):
-            raise ValueError(f"format {header.format!r} version {header.version}; expected {FORMAT!r} {VERSION}")
-        return decode_json(text, Results, "results")
+        return decode_json(read_bytes(path), Results, "results")
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not a result of phantom compare or phantom study: {error}") from None

@@ -16,9 +16,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,15 +39,15 @@ from phantom_parallel.train import Record, TrainConfig, train
 from phantom_parallel.train.loop import Trainer
 from phantom_parallel.utils.files import FolderLock, is_unused, read_bytes, remove_scratch, write_json
 from phantom_parallel.utils.network import Network
-from phantom_parallel.utils.parsing import convert, decode_json
+from phantom_parallel.utils.parsing import decode_json
 from phantom_parallel.utils.progress import ProgressDisplay
 
-T = TypeVar("T")
 SETTINGS, CELLS, FIGURES, NETWORKS = "settings.json", "cells", "figures", "networks.json"
+IDLE_TIMEOUT = timedelta(hours=12)  # for which ranks wait while a cell runs on the others
 WARM_UP = 2  # steps before those that are timed, or one if time is limited: buffers are allocated, connections opened
 MIN_TIMED_STEPS = 2
 _NEVER = 10**9
-_ENDED = {"target": "reached the target", "steps": "all steps done", "diverged": "diverged", "timed": "timed"}
+_ENDED = {"target": "reached the target", "steps": "all steps done", "diverged": "diverged"}
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,9 @@ class RunOptions:
     resume: bool = False  # whether the folder may be one that an earlier call has begun
     show: bool = False  # whether to show progress on stderr
     local: bool = True  # whether the ranks are started by this package, and not by torchrun or srun
-    command: str = ""  # command line, for the report
-    started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     networks: dict[str, Network] = field(default_factory=dict)  # emulated hosts by link, of all launches
     link: str | None = LOOPBACK  # of this launch; None for the one that trains losses before any link is measured
     no_hosts: str | None = None  # why hosts could not be emulated, where loopback takes their place
-    reused: int = 0  # cells that an earlier call had finished
 
 
 def prepare_folder(out: Path, settings: dict[str, Any], resume: bool, lock: FolderLock) -> None:
@@ -87,8 +84,7 @@ def _check_folder(out: Path, settings: dict[str, Any], resume: bool) -> None:
     path = out / SETTINGS
     if not resume:
         if out.exists() and not (out.is_dir() and is_unused(out)):
-            hint = "choose another, or resume" if path.is_file() else "choose another"
-            raise FileExistsError(f"{out} exists and is not an empty folder: {hint}")
+            raise FileExistsError(f"{out} exists and is not an empty folder: choose another, or --resume a run in it")
         return
     if not path.exists():
         raise ValueError(f"there is nothing to resume in {out}: run without resume")
@@ -105,17 +101,19 @@ def resolve_networks(settings: Settings, dtype: str, out: Path) -> tuple[dict[st
     Raises:
         OSError: If it cannot, and the settings do not allow it.
     """
-    links = [link for link in settings.all_links if link != LOOPBACK]
+    options = {"dtype": dtype, "delay": settings.link_delay, "loss": settings.link_loss}
+    if settings.hosts is None:
+        network_of(None, settings.link, settings.world_size, **options)  # refuses options of hosts
     path = out / NETWORKS
     known = decode_json(read_bytes(path), dict[str, Network], str(path)) if path.exists() else {}
-    reason = why_unavailable() if any(link not in known for link in links) else None
+    missing = [link for link in settings.all_links if link != LOOPBACK and link not in known]
+    reason = why_unavailable() if missing else None
     if reason is not None:
         if settings.hosts_optional:
             return {}, reason
         raise OSError(reason)
-    options = {"dtype": dtype, "delay": settings.link_delay, "loss": settings.link_loss}
-    for link in links:
-        network = known.get(link) or network_of(settings.hosts, link, settings.world_size, **options)
+    for link in missing:
+        network = network_of(settings.hosts, link, settings.world_size, **options)
         assert network is not None
         known[link] = network
     return known, None
@@ -130,7 +128,7 @@ def cell_runner(device: torch.device, settings: Settings, options: RunOptions) -
         if not options.local:
             given = settings.to_dict()
             check_agreement("the settings", given | {"resume": options.resume}, dist.group.WORLD)
-            runner.broadcast(lambda: prepare_folder(options.out, given, options.resume, lock))
+            broadcast_from_rank_zero(lambda: prepare_folder(options.out, given, options.resume, lock))
         yield runner
 
 
@@ -138,26 +136,18 @@ class CellRunner:
     """Runs trainings and timed steps on one rank together with the others."""
 
     def __init__(
-        self,
-        device: torch.device,
-        settings: Settings,
-        options: RunOptions,
-        display: ProgressDisplay,
-        stop: StopRequest,
+        self, device: torch.device, settings: Settings, options: RunOptions, display: ProgressDisplay, stop: StopRequest
     ) -> None:
-        self.device = device
-        self.done = 0  # cells that are finished
+        self.device, self.done = device, 0  # cells that are finished
         self._settings, self._options, self._display, self._stop = settings, options, display, stop
         self._contexts: dict[tuple[int, int], ParallelContext | None] = {}
+        self._world = dist.get_world_size() if dist.is_initialized() else 1
+        self._patient = dist.new_group(timeout=IDLE_TIMEOUT) if self._world > 1 else None
         display.stage("starting", 0)
 
     def expect(self, total: int) -> None:
-        """Set the total number of cells, for the display."""
+        """Set about how many cells there are, for the display."""
         self._display.set_total(total)
-
-    def broadcast(self, work: Callable[[], T]) -> T:
-        """Call ``work`` on rank 0 and return its result, which is plain data, on all ranks."""
-        return broadcast_from_rank_zero(work)
 
     def train(self, name: str, config: TrainConfig) -> Run:
         """Train on the ranks of ``config``, or read the cell of that name from the folder; the result on all ranks."""
@@ -168,133 +158,119 @@ class CellRunner:
         they may take, see `time_steps`.
         """
 
-        def work(context: ParallelContext) -> Run | None:
-            def record(entry: Record) -> None:
-                share = min(0.999, entry.step / (WARM_UP + steps))
-                self._display.update(self.done + share, f"step {entry.step}", title=name)
+        def work(context: ParallelContext) -> Run:
+            def report(entry: Record) -> None:
+                self._show(name, entry.step / (WARM_UP + steps), f"step {entry.step}")
 
-            run = time_steps(config, context, steps, self._stop, limit=limit, report=record)
-            return None if context.rank else replace(run, joules=self._joules(config, run))
+            run = time_steps(config, context, steps, self._stop, limit=limit, report=report)
+            return replace(run, joules=self._joules(config, run) if run.steps else None)
 
         return self._cell(name, config, work)
 
-    def _cell(self, name: str, config: TrainConfig, work: Callable[[ParallelContext], Run | None]) -> Run:
+    def _cell(self, name: str, config: TrainConfig, work: Callable[[ParallelContext], Run]) -> Run:
         path = self._options.out / CELLS / f"{re.sub(r'[^A-Za-z0-9_.=-]', '-', name)}.json"
-        cell = self.broadcast(lambda: _read_cell(path))
-        fresh = cell is None
-        if cell is None:
-            if self.broadcast(lambda: self._stop.requested):
+        run = broadcast_from_rank_zero(lambda: _read_cell(path))
+        finished = run is not None
+        if finished:
+            self._display.skip()
+        else:
+            if broadcast_from_rank_zero(lambda: self._stop.requested):
                 raise Interrupted("stopped by a signal")
-            self._display.update(self.done, title=name)
-            context, run = self.context_for(config), None
+            self._show(name, 0.0)
+            context, size = self.context_for(config), config.ranks * config.dp
             if context is not None:
                 if self._options.local and self.device.type == "cpu":
-                    torch.set_num_threads(threads_for(config.ranks * config.dp))
+                    torch.set_num_threads(threads_for(size))
                 run = work(context)
-            cell = self.broadcast(lambda: _write_cell(path, run))
-        else:
-            self._display.skip()
+            group = self._patient if size < self._world else None
+            run = broadcast_from_rank_zero(lambda: _write_cell(path, run), group)
+        assert run is not None
         self.done += 1
-        result = convert(cell, Run, str(path))
-        self._display.update(self.done, _outcome(result), title=name, line=fresh)
-        return result
+        self._display.update(self.done, _outcome(run), title=name, line=not finished)
+        return run
+
+    def _show(self, name: str, share: float, note: str = "") -> None:
+        """Show how far the current cell is."""
+        self._display.update(self.done + min(0.999, share), note, title=name)
 
     def context_for(self, config: TrainConfig) -> ParallelContext | None:
-        """The parallel context of this rank in a training; None if it has no part in it."""
+        """The parallel context of this rank in a training; None if it has no part in it. Exchanges of a cell take the
+        timeout of the settings at most, whatever the other ranks do meanwhile.
+        """
         key = (config.ranks, config.dp)
         if key not in self._contexts:
             self._contexts[key] = self._create_context(*key)
         return self._contexts[key]
 
+    def _create_context(self, ranks: int, dp: int) -> ParallelContext | None:
+        if self._world == 1:
+            return ParallelContext(device=self.device)
+        timeout = timedelta(seconds=self._settings.timeout)
+        group = dist.new_group(range(ranks * dp), timeout=timeout)  # collective over all ranks, as the mesh is
+        mesh = init_device_mesh(self.device.type, (dp, ranks), mesh_dim_names=("dp", "tp"))
+        if dist.get_rank() >= ranks * dp:
+            return None
+        for part in mesh.get_all_groups():  # torch gives half an hour to groups of some ranks
+            dist.distributed_c10d._set_pg_timeout(timeout, part)
+        return ParallelContext(mesh["tp"] if ranks > 1 else None, mesh["dp"] if dp > 1 else None, self.device, group)
+
     def power(self, ranks: int) -> PowerProfile:
         """The watts of each of ``ranks`` ranks, which share the CPU cores."""
         return load_power_profile(self._settings.profile, ranks)
 
-    def _create_context(self, ranks: int, dp: int) -> ParallelContext | None:
-        size = ranks * dp
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        if world == 1:
-            return ParallelContext(device=self.device)
-        timeout = timedelta(seconds=self._settings.timeout)
-        group = dist.new_group(range(size), timeout=timeout)  # collective over all ranks, as the mesh is
-        mesh = init_device_mesh(self.device.type, (dp, ranks), mesh_dim_names=("dp", "tp"))
-        if dist.get_rank() >= size:
-            return None
-        return ParallelContext(mesh["tp"] if ranks > 1 else None, mesh["dp"] if dp > 1 else None, self.device, group)
-
-    def _train(self, config: TrainConfig, context: ParallelContext, name: str) -> Run | None:
-        """Train on this rank; the result on rank 0."""
+    def _train(self, config: TrainConfig, context: ParallelContext, name: str) -> Run:
         curve: list[CurvePoint] = []
-        last: list[Record] = []
+        run = Run(config.seed, config.lr, "diverged", 0)
 
-        def record(entry: Record) -> None:
+        def report(entry: Record) -> None:
+            nonlocal run
             loss = entry.loss if entry.eval_loss is None else entry.eval_loss
-            note = f"step {entry.step}/{config.steps}  loss {loss:.4g}"
-            self._display.update(self.done + min(0.999, entry.step / config.steps), note, title=name)
+            self._show(name, entry.step / config.steps, f"step {entry.step}/{config.steps}  loss {loss:.4g}")
+            joules = self._joules(config, entry)
             if entry.eval_loss is not None:
-                curve.append(CurvePoint(entry.step, entry.eval_loss, entry.seconds, self._joules(config, entry)))
-            last[:] = [entry]
+                curve.append(CurvePoint(entry.step, entry.eval_loss, entry.seconds, joules))
+            times = {key: getattr(entry, key) for key in ("seconds", "compute_seconds", "blocked_seconds")}
+            run = replace(run, steps=entry.step, joules=joules, curve=tuple(curve), **times)
 
         meter = EnergyMeter(None if context.single_process else context.group, device=self.device)
-        status: RunStatus
-        measured = None
         try:
             with meter.window("training") as window:
-                _, summary = train(config, context, report=record)
-            measured = window.result.total
-            if summary.status == "interrupted":
-                raise Interrupted("stopped by a signal")
-            status = summary.status
+                _, summary = train(config, context, report=report)
         except LossDiverged:
-            status = "diverged"
-        if context.rank:
-            return None
-        if not last:  # diverged at once
-            return _diverged(config)
-        return Run(
-            seed=config.seed,
-            lr=config.lr,
+            return run
+        if summary.status == "interrupted":
+            raise Interrupted("stopped by a signal")
+        status: RunStatus = summary.status
+        total = window.result.total
+        return replace(
+            run,
             status=status,
-            steps=last[0].step,
-            loss=None if status == "diverged" or not curve else curve[-1].loss,
-            seconds=last[0].seconds,
-            compute_seconds=last[0].compute_seconds,
-            blocked_seconds=last[0].blocked_seconds,
-            joules=self._joules(config, last[0]),
-            measured_joules=None if measured is None or not measured.valid else measured.joules,
-            measured_by="unavailable" if measured is None else str(measured.provenance),
-            curve=tuple(curve),
+            loss=curve[-1].loss if curve else None,
+            measured_joules=total.joules if total.valid else None,
+            measured_by=str(total.provenance),
         )
 
     def _joules(self, config: TrainConfig, spent: Record | Run) -> float | None:
-        """Modelled energy of all ranks. Within steps a rank computes or is blocked, and is never idle. None without
-        steps, and where the time is not split.
-        """
-        without_steps = isinstance(spent, Run) and not spent.steps
-        if spent.compute_seconds is None or spent.blocked_seconds is None or without_steps:
+        """Modelled energy of all ranks, which in steps compute or are blocked; None where the time is not split."""
+        if spent.compute_seconds is None or spent.blocked_seconds is None:
             return None
         return self.power(config.ranks * config.dp).joules(spent.compute_seconds, spent.blocked_seconds)
 
 
-def _diverged(config: TrainConfig) -> Run:
-    """A run without a finished step."""
-    return Run(config.seed, config.lr, "diverged", 0, None, 0.0, 0.0, 0.0, None, None, "unavailable")
-
-
-def _read_cell(path: Path) -> dict[str, Any] | None:
-    """The cell of a file as plain data, if there is one; ValueError if it is not readable."""
+def _read_cell(path: Path) -> Run | None:
+    """The cell of a file, if there is one; ValueError if it is not readable."""
     if not path.exists():
         return None
     try:
-        return asdict(decode_json(read_bytes(path), Run, "cell"))
+        return decode_json(read_bytes(path), Run, "cell")
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not readable as a finished cell: {error}; remove it to run it again") from None
 
 
-def _write_cell(path: Path, run: Run | None) -> dict[str, Any]:
+def _write_cell(path: Path, run: Run | None) -> Run:
     assert run is not None  # rank 0 has a part in every cell
     write_json(path, asdict(run))
-    return asdict(run)
+    return run
 
 
 def _outcome(run: Run) -> str:
@@ -343,20 +319,18 @@ def time_steps(
                 with meter.window("steps") as window:
                     summaries.append(trainer.run(stop, report))
         except LossDiverged:
-            return _diverged(config)
+            return Run(config.seed, config.lr, "diverged", 0)
         if summaries[-1].status == "interrupted":
             raise Interrupted("stopped by a signal")
         last, total = summaries[-1], window.result.total
         return Run(
-            seed=config.seed,
-            lr=config.lr,
-            status="timed",
-            steps=steps,
-            loss=None,
+            config.seed,
+            config.lr,
+            "timed",
+            steps,
             seconds=trainer.progress.seconds - before,
             compute_seconds=last.compute_seconds,
             blocked_seconds=last.blocked_seconds,
-            joules=None,
             measured_joules=total.joules if total.valid else None,
             measured_by=str(total.provenance),
             losses=tuple(loss for end in summaries for loss in (end.loss, end.eval_loss) if loss is not None),
@@ -391,15 +365,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def command() -> str:
-    """The command line of this process; ``python -m phantom_parallel.cli.main`` is ``phantom``."""
-    name = Path(sys.argv[0]).name
-    return " ".join(["phantom" if name == "main.py" else name, *sys.argv[1:]])
-
-
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or "unknown"
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+    path = Path("/proc/cpuinfo")
+    model = re.search(r"model name\s*:\s*(.*)", path.read_text()) if path.exists() else None
+    return model[1] if model else platform.processor() or "unknown"

@@ -14,28 +14,26 @@ of the same form:
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from importlib.resources import files
 from itertools import product
 from math import inf
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from phantom_parallel.cost.calibrate import network_of
-from phantom_parallel.cost.hardware import load_profile
+from msgspec import Meta
+
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
 from phantom_parallel.study.contenders import Contender, get_contender, world_size
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.utils.files import read_text
-from phantom_parallel.utils.layout import positive
-from phantom_parallel.utils.network import NO_LINK, LinkName
+from phantom_parallel.utils.network import NO_LINK
 from phantom_parallel.utils.parsing import check_keys, choose_from, convert, decode_toml
-from phantom_parallel.utils.strategies import get_strategy
+from phantom_parallel.utils.settings import NonNegativeInt, PositiveFloat, PositiveInt
 
 Folder = Literal["presets", "studies"]
 LOOPBACK = "loopback"  # the link of ranks without hosts
 SEARCH_PREFIX = "search_"  # of options of the search, whose names the grid has too
-PHANTOM_ONLY = ("blocks", "ghosts", "lr_local", "lr_compress", "lr_decompress")
 _SET_HERE = frozenset({"strategy", "lr", "seed", "steps", "target_loss", "log_every", "checkpoint_every", "keep"})
 
 
@@ -54,16 +52,16 @@ class SearchSettings:
 
     learning_rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
     """Learning rates to try for every strategy, in ascending order."""
-    steps: int = 100
+    steps: PositiveInt = 100
     """Steps of a trial in the search for a learning rate."""
-    seed: int = 1000
+    seed: NonNegativeInt = 1000
     """Seed of the trials in the search for a learning rate."""
-    extend: int = 2
+    extend: NonNegativeInt = 2
     """How many times the learning rates may be extended beyond an end of the list."""
-    micro_batches: tuple[int, ...] = ()
+    micro_batches: tuple[PositiveInt, ...] = ()
     """Numbers of micro-batches to try for pipelines, of which the one with the shortest step is used; by default 1, 2
     and 4 times their ranks."""
-    interleave: tuple[int, ...] = ()
+    interleave: tuple[PositiveInt, ...] = ()
     """Numbers of interleaved parts of a batch to try, for strategies that cut layers over ranks; the one with the
     shortest step is used. If empty, that of the training."""
     wires: bool = True
@@ -71,16 +69,9 @@ class SearchSettings:
     at full precision, where that is compared too."""
 
     def __post_init__(self) -> None:
-        positive(steps=self.steps)
         rates = self.learning_rates
         if not rates or not all(0 < rate < inf for rate in rates) or sorted(set(rates)) != list(rates):
             raise ValueError(f"learning_rates must be one or more ascending numbers above 0, got {list(rates)}")
-        if self.seed < 0 or self.extend < 0:
-            raise ValueError(f"seed and extend must be 0 or more, got {self.seed} and {self.extend}")
-        for number in self.micro_batches:
-            positive(micro_batches=number)
-        for number in self.interleave:
-            positive(interleave=number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,25 +95,25 @@ class Settings:
     """Held-out loss to train to; by default the loss that every strategy reached in the search."""
     equal_loss: bool = True
     """Whether all are trained to the same loss; otherwise all train for the same steps, and losses are compared."""
-    steps: int = 500
+    steps: PositiveInt = 500
     """Maximum number of steps of a training."""
-    at_most: int | None = None
+    at_most: PositiveInt | None = None
     """Maximum number of steps of a cell that is trained to the loss of the reference; by default --steps."""
     stop_at_target: bool = True
     """Whether such a cell stops at that loss, or continues to the maximum number of steps."""
-    seeds: int = 3
+    seeds: PositiveInt = 3
     """Trainings of every strategy, or rounds of timed steps."""
     share_curves: bool = True
     """Whether strategies that compute the same model share one search and one curve of loss against steps, and the time
     of a step is measured for each of them; otherwise each of them is trained to the loss by itself."""
-    timed_steps: int = 12
+    timed_steps: PositiveInt = 12
     """Steps that are timed for every strategy and seed."""
-    timed_seconds: float = 3.0
+    timed_seconds: PositiveFloat = 3.0
     """Time that these steps may take: of slower steps, fewer are timed, and at least 2."""
     search: SearchSettings = field(default_factory=SearchSettings)
-    inference_batches: tuple[int, ...] = (1, 64)
+    inference_batches: tuple[PositiveInt, ...] = (1, 64)
     """Batch sizes that inference is measured with, in comparisons."""
-    inference_turns: int = 20
+    inference_turns: PositiveInt = 20
     """Timed turns of inference for every strategy and batch size."""
     hardware: str = "frontier-mi250x"
     """Hardware profile of the modelled cells."""
@@ -136,48 +127,22 @@ class Settings:
     one of --link."""
     link_delay: str = "0"
     link_loss: str = "0%"
-    timeout: float = 60.0
+    timeout: Annotated[float, Meta(ge=1, le=1e6)] = 60.0
     hosts_optional: bool = False
     """Whether to run on loopback, and to say so, where this system cannot emulate hosts."""
 
     def __post_init__(self) -> None:
         if not self.strategies or len(set(self.strategies)) != len(self.strategies):
             raise ValueError(f"strategies must be one or more, each once, got {list(self.strategies)}")
-        if not self.cells:
-            raise ValueError("a study needs at least one cell")
-        counts = {name: getattr(self, name) for name in ("steps", "seeds", "timed_steps", "inference_turns")}
-        positive(**counts, at_most=self.at_most or 1)
-        for batch in self.inference_batches:
-            positive(inference_batch=batch)
-        if not 0 < self.timed_seconds < inf:
-            raise ValueError(f"timed_seconds must be a number above 0, got {self.timed_seconds}")
-        if not 1 <= self.timeout <= 1e6:
-            raise ValueError(f"timeout must be from 1 to 1,000,000 seconds, got {self.timeout:g}")
         self.configs()
-        for cell in self.modelled:
-            self.config(self._contender(cell.get("strategy", ""), cell))
+        for contender in self.modelled_contenders:
+            self.config(contender)
         if self.reference is not None and not any(map(self.is_reference, self.contenders)):
             raise ValueError(f"no cell matches the reference {self.reference}: add one that has these settings")
         if len(set(self.links)) != len(self.links):
             raise ValueError(f"links must be different from each other, got {list(self.links)}")
         if len(self.links) > 1 and self.measure == "loss" and not self.share_curves:
             raise ValueError("several links need shared curves: leave out --no-share-curves")
-        for link in self.all_links:
-            self._check_link(link)
-
-    def _check_link(self, link: str) -> None:
-        """Raise ValueError for mistakes in the settings of the network, without measuring anything."""
-        if link == LOOPBACK:
-            if self.hosts is None:
-                network_of(None, self.link, self.world_size, delay=self.link_delay, loss=self.link_loss)
-            return
-        if self.hosts is None:
-            raise ValueError(f"the link {link} is one of emulated hosts: give their number with --hosts")
-        like = LinkName.parse(link)
-        if like is not None:
-            load_profile(like.profile)
-        known = link if like is None else None
-        network_of(self.hosts, known, self.world_size, delay=self.link_delay, loss=self.link_loss)
 
     @property
     def all_links(self) -> tuple[str, ...]:
@@ -193,14 +158,14 @@ class Settings:
             for name in ((cell["strategy"],) if "strategy" in cell else self.strategies)
         )
 
-    def _contender(self, name: str, cell: Mapping[str, Any]) -> Contender:
-        own = {key: value for key, value in cell.items() if key != "strategy"}
-        return get_contender(name, get_family(self.family).strategies, self.training | own, tuple(own.items()))
-
     @property
     def modelled_contenders(self) -> tuple[Contender, ...]:
         """What is computed by the cost formulas."""
-        return tuple(self._contender(cell["strategy"], cell) for cell in self.modelled)
+        return tuple(self._contender(cell.get("strategy", ""), cell) for cell in self.modelled)
+
+    def _contender(self, name: str, cell: Mapping[str, Any]) -> Contender:
+        own = {key: value for key, value in cell.items() if key != "strategy"}
+        return get_contender(name, get_family(self.family).strategies, self.training | own, tuple(own.items()))
 
     @property
     def world_size(self) -> int:
@@ -217,36 +182,29 @@ class Settings:
         micro-batches, whether fsdp frees gathered weights after the forward pass, and the interleaved parts of a batch
         where ranks share layers.
         """
-        if contender.frees_weights is not None:
-            return tuple(replace(contender, frees_weights=frees) for frees in (True, False))
-        if contender.ranks > 1 and contender.rules.splits_layers and self.search.interleave:
-            return tuple(replace(contender, interleave=parts) for parts in self.search.interleave)
-        if not contender.rules.splits_depth or contender.ranks == 1:
+        if contender.ranks == 1:
             return (contender,)
-        numbers = self.search.micro_batches or tuple(times * contender.ranks for times in (1, 2, 4))
-        rows = int((self.training | dict(contender.cell)).get("batch", 0)) // contender.dp
-        fitting = [number for number in numbers if number >= contender.ranks and rows % number == 0]
-        return tuple(replace(contender, micro_batches=number) for number in fitting or numbers)
+        if contender.rules.shards_rows:
+            return tuple(contender.tuned_to(reshard_after_forward=frees) for frees in (True, False))
+        if contender.rules.splits_depth:
+            numbers = self.search.micro_batches or tuple(times * contender.ranks for times in (1, 2, 4))
+            rows = int((self.training | dict(contender.cell)).get("batch", 0)) // contender.dp
+            fitting = [number for number in numbers if number >= contender.ranks and rows % number == 0]
+            return tuple(contender.tuned_to(micro_batches=number) for number in fitting or numbers)
+        return tuple(contender.tuned_to(interleave=parts) for parts in self.search.interleave) or (contender,)
 
     def config(
         self, contender: Contender, *, lr: float = 1e-3, seed: int = 0, steps: int = 0, target: float | None = None
     ) -> TrainConfig:
         """The training of one contender, for ``steps`` or those of the settings, until ``target``."""
-        settings = self.training | dict(contender.cell)
-        settings |= contender.fields(settings)
-        strategy = get_strategy(contender.strategy, get_family(self.family).strategies)
-        others: tuple[str, ...] = () if strategy.has_blocks else PHANTOM_ONLY
-        others += () if strategy.splits_depth else ("micro_batches",)
-        others += () if strategy.shards_rows else ("reshard_after_forward",)
-        others += () if strategy.splits_layers else ("interleave",)
-        every = settings.get("eval_every", 10)
-        own = {name: value for name, value in settings.items() if name not in others}
-        own |= {"lr": lr, "seed": seed, "steps": steps or self.steps, "target_loss": target, "eval_every": every}
-        own |= {"log_every": every, "checkpoint_every": 10**9}
+        training = contender.training(self.training)
+        every = training.get("eval_every", 10)
+        training |= {"lr": lr, "seed": seed, "steps": steps or self.steps, "target_loss": target, "eval_every": every}
         try:
-            return get_family(self.family).train_config.from_dict(own)
+            own = {"log_every": every, "checkpoint_every": 10**9}
+            return get_family(self.family).train_config.from_dict(training | own)
         except ValueError as error:
-            raise ValueError(f"the training of {strategy.name}: {error}") from None
+            raise ValueError(f"the training of {contender.base.strategy}: {error}") from None
 
     def configs(self) -> list[TrainConfig]:
         """A training of every contender in every variant; ValueError if one is not possible."""
@@ -275,17 +233,13 @@ def read_settings(
             ``learning_rates`` have the prefix ``search_``. Several values of a setting that cells vary replace theirs.
         family: The model family that the file must be of, if given.
     """
-    name, data = _load(folder, name_or_path)
-    data.setdefault("family", DEFAULT_FAMILY)
+    data: dict[str, Any] = {"family": DEFAULT_FAMILY, "training": {}, "search": {}, "cells": [{}], "modelled": []}
+    data |= _load(folder, name_or_path)
     if family not in (None, data["family"]):
         raise ValueError(f"{name_or_path} is about models of the family {data['family']}, not {family}")
     training = training_fields(data["family"])
-    search = tuple(field.name for field in fields(SearchSettings))
-    for part, known in (("training", training), ("search", search)):
-        if not isinstance(data.setdefault(part, {}), dict):
-            raise ValueError(f"{name_or_path}: [{part}] must be a table, got {data[part]!r}")
-        check_keys(data[part], known, f"{name_or_path}: [{part}]")
-    varied = varied_settings(data, name_or_path)
+    search = [field.name for field in fields(SearchSettings)]
+    varied = _varied(data)
     for key, value in (changes or {}).items():
         short = key.removeprefix(SEARCH_PREFIX)
         if key in varied:
@@ -299,44 +253,46 @@ def read_settings(
         else:
             data[key] = value
     check_keys(data, [field.name for field in fields(Settings)], name_or_path)
+    check_keys(data["training"], training, f"{name_or_path}: [training]")
+    check_keys(data["search"], search, f"{name_or_path}: [search]")
     for part in ("cells", "modelled"):
-        tables = data.get(part, [{}] if part == "cells" else [])
-        for table in tables:
+        for table in data[part]:
             check_keys(table, ("strategy", *training), f"{name_or_path}: [[{part}]]")
-        data[part] = [cell for table in tables for cell in _expanded(table)]
-    return convert({"name": name} | data, Settings, name_or_path)
+        data[part] = [cell for table in data[part] for cell in _expanded(table)]
+    return convert(data, Settings, name_or_path)
 
 
-def varied_settings(data: Mapping[str, Any], source: str) -> dict[str, tuple[Any, ...]]:
-    """The settings that [[cells]] of a file have lists of, with all their values; strategies are left out."""
+def varied_by(folder: Folder, name_or_path: str) -> dict[str, tuple[Any, ...]]:
+    """The settings that the cells of a preset or a study vary, with their values."""
+    return _varied(_load(folder, name_or_path))
+
+
+def _varied(data: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     varied: dict[str, list[Any]] = {}
-    for part in ("cells", "modelled"):
-        tables = data.get(part, [])
-        if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-            raise ValueError(f"{source}: {part} must be tables: [[{part}]]")
-    for table in data.get("cells", []):
+    for table in data.get("cells", ()):
         for name, values in table.items():
             if isinstance(values, list) and name != "strategy":
                 varied.setdefault(name, []).extend(values)
     return {name: tuple(dict.fromkeys(values)) for name, values in varied.items()}
 
 
-def varied_by(folder: Folder, name_or_path: str) -> dict[str, tuple[Any, ...]]:
-    """The settings that the cells of a preset or a study vary, with their values."""
-    return varied_settings(_load(folder, name_or_path)[1], name_or_path)
-
-
-def _load(folder: Folder, name_or_path: str) -> tuple[str, dict[str, Any]]:
-    known = names_of(folder)
+def _load(folder: Folder, name_or_path: str) -> dict[str, Any]:
+    """The tables of a file, with its name."""
+    known, path = names_of(folder), Path(name_or_path)
     if name_or_path in known:
-        return name_or_path, decode_toml((_packaged(folder) / f"{name_or_path}.toml").read_text(), name_or_path)
-    path = Path(name_or_path)
-    if not path.exists():
+        data = decode_toml((_packaged(folder) / f"{name_or_path}.toml").read_text(), name_or_path)
+    elif path.exists():
+        try:
+            data = decode_toml(read_text(path), str(path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not readable as TOML: {error}") from None
+    else:
         raise ValueError(f"there is no {name_or_path!r}: {choose_from(name_or_path, known)}, or give a TOML file")
-    try:
-        return path.stem, decode_toml(read_text(path), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not readable as TOML: {error}") from None
+    for part, kind in (("training", dict), ("search", dict), ("cells", list), ("modelled", list)):
+        tables = data.get(part, kind())
+        if not isinstance(tables, kind) or (kind is list and not all(isinstance(table, dict) for table in tables)):
+            raise ValueError(f"{name_or_path}: {part} must be {f'[[{part}]]' if kind is list else f'[{part}]'}")
+    return {"name": path.stem} | data
 
 
 def _packaged(folder: Folder) -> Any:

@@ -1,8 +1,9 @@
 """Measures with their labels and units, and figures as text: three significant digits, a unit and its prefix."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 # Name of a measure in results, its label, and the unit of its values.
 MEASURES: dict[str, tuple[str, str]] = {
@@ -47,14 +48,16 @@ class Interval:
 def measure_label(measure: str, to_the_loss: bool = True) -> str:
     """The label of a measure, as ``time to the loss``. A suffix such as that of ``latency, batch 64`` is kept."""
     name, comma, rest = measure.partition(",")
-    label = MEASURES[name][0] if name in MEASURES else name.replace("_", " ")
-    return f"{label} to the loss" if to_the_loss and measure in TO_THE_LOSS else label + comma + rest
+    return (
+        f"{MEASURES[name][0]} to the loss"
+        if to_the_loss and measure in TO_THE_LOSS
+        else MEASURES[name][0] + comma + rest
+    )
 
 
 def measure_unit(measure: str) -> str:
     """The unit of a measure's values."""
-    name = measure.partition(",")[0]
-    return MEASURES[name][1] if name in MEASURES else ""
+    return MEASURES[measure.partition(",")[0]][1]
 
 
 def format_measure(
@@ -67,13 +70,8 @@ def format_measure(
 
 
 def quantity(value: float, unit: str, among: Sequence[float | None] = ()) -> str:
-    """A value with a unit, as ``12.3 ms`` or ``4.1 kJ``; without a unit ``1,200,000``.
-
-    Args:
-        value: The value in base units.
-        unit: Its base unit.
-        among: The values that it stands beside in a column: all of them get the same prefix, so that they can be
-            compared at a glance.
+    """A value with a unit, as ``12.3 ms`` or ``4.1 kJ``; without a unit ``1,200,000``. ``among`` are the values that it
+    stands beside in a column: all of them get the same prefix, so that they can be compared at a glance.
     """
     if unit == "%":
         return f"{100 * value:.1f} %"
@@ -125,3 +123,8 @@ def listed(words: Iterable[str]) -> str:
 def counted(count: int, noun: str) -> str:
     """A number of things, as ``1 rank`` or ``4 ranks``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def labelled(name: str, settings: Mapping[str, Any]) -> str:
+    """A name with settings, as ``phantom ghosts=4``."""
+    return " ".join([name, *(f"{key}={value}" for key, value in settings.items())])
