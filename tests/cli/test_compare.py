@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from phantom_parallel.cli import main as program
+from phantom_parallel.study.settings import SearchSettings, Settings
 
 SMALL = """
 target_loss = 0.6
@@ -116,12 +117,20 @@ def test_a_study_is_run_and_resumed(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["reused"] == 4
 
 
-def test_values_that_cells_vary_are_options(tmp_path, capsys):
+def test_options_replace_settings_training_search_and_what_cells_vary(tmp_path, preset, monkeypatch):
+    """Those of the file are kept where an option is left out."""
+    asked: list[Settings] = []
+    monkeypatch.setattr("phantom_parallel.cli.compare.run_grid", lambda settings, *_, **__: asked.append(settings))
     (tmp_path / "own.toml").write_text(STUDY)
-    command = ("study", "--timed-steps", 1, "--batch", 4, 8, "--out", tmp_path / "out", tmp_path / "own.toml", "--json")
-    assert phantom(*command) == 0
-    settings = json.loads(capsys.readouterr().out)["settings"]
-    assert (settings["timed_steps"], settings["cells"]) == (1, [{"batch": 4}, {"batch": 8}])
+    assert phantom("study", "--timed-steps", 1, "--batch", 4, 8, "--out", tmp_path / "out", tmp_path / "own.toml") == 0
+    options = ("--weight-decay", 0.5, "--search-steps", 5, "--seeds", 1, "--strategies", "tensor")
+    assert phantom("compare", "--preset", preset, *options, "--no-bias", "--no-search-wires") == 0
+    study, comparison = asked
+    assert (study.timed_steps, study.cells) == (1, ({"batch": 4}, {"batch": 8}))
+    assert (comparison.seeds, comparison.strategies) == (1, ("tensor",))
+    training = comparison.training
+    assert (training["weight_decay"], training["bias"], training["width"]) == (0.5, False, 16)
+    assert comparison.search == SearchSettings((0.02, 0.04), steps=5, extend=0, wires=False)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +147,7 @@ def test_values_that_cells_vary_are_options(tmp_path, capsys):
         (("study", "speed"), "there is no 'speed': there are batch, ghosts, links, scaling"),
         (("compare", "ffn", "--preset", "gpt", "--out", "OUT"), "gpt is about models of the family gpt, not ffn"),
         (("study", "ghosts", "--width", 10, "--out", "OUT"), "blocks=4 does not divide in_features=10"),
-        (("study", "ghosts", "--search-steps", 0, "--out", "OUT"), "steps must be a positive whole number, got 0"),
+        (("study", "ghosts", "--search-steps", 0, "--out", "OUT"), "search.steps: Expected int >= 1"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(tmp_path, capsys, arguments, message):
@@ -212,18 +221,3 @@ def test_help_shows_the_values_of_the_preset(capsys, monkeypatch, arguments, sho
         assert part in text
     for part in hidden:
         assert f" {part}" not in text
-
-
-def test_every_training_field_and_setting_of_the_search_is_an_option(tmp_path, preset, capsys):
-    """Those of the file are kept where an option is left out, and replaced where it is given."""
-    out = tmp_path / "out"
-    options = ("--weight-decay", 0.5, "--search-steps", 5, "--steps", 5, "--seeds", 1, "--strategies", "tensor")
-    switches = ("--no-bias", "--no-search-wires")
-    assert phantom("compare", "--preset", preset, *options, *switches, "--out", out, "--json") == 0
-    settings = json.loads(capsys.readouterr().out)["settings"]
-    assert settings["training"]["weight_decay"] == 0.5
-    assert settings["training"]["bias"] is False
-    assert settings["training"]["width"] == 16
-    unset = {"micro_batches": [], "interleave": [], "wires": False}
-    assert settings["search"] == {"learning_rates": [0.02, 0.04], "steps": 5, "seed": 1000, "extend": 0} | unset
-    assert settings["strategies"] == ["tensor"]

@@ -31,7 +31,7 @@ def test_the_results_of_the_documentation_are_read(path):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", '{"format": "other"}', "[" * 5000, '{"format": "phantom-parallel-results", "version": 9}'],
+    ["", "[]", '{"format": "other"}', '{"format": "phantom-parallel-results", "version": 9}'],
 )
 def test_other_files_are_refused(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
@@ -45,7 +45,6 @@ def test_other_files_are_refused(tmp_path, text):
         (("wall_seconds",), "long", "wall_seconds"),
         (("cells", 0, "runs", 0, "curve", 0, "loss"), None, "cells[0].runs[0].curve[0].loss"),
         (("cells", 0, "runs", 0, "status"), "lost", "'lost'"),
-        (("power",), {}, "power: name is missing"),
         (("target_loss",), float("inf"), "JSON is malformed"),
     ],
 )
