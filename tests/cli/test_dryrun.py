@@ -59,14 +59,14 @@ def test_fsdp_and_pipelines_agree_with_their_formulas(capsys, arguments, family)
 
 
 def test_the_batch_is_that_of_all_copies(capsys):
-    small = ["dryrun", "--strategy", "tensor", "--width", "64", "--depth", "1", "--ranks", "2", "--json"]
+    small = ["dryrun", "--strategy", "lowrank", "--low-rank", "4", "--width", "64", "--depth", "1", "--ranks", "2"]
     found = []
     for copies in ("1", "4"):
-        assert main([*small, "--batch", "64", "--dp", copies]) == 0
+        assert main([*small, "--batch", "64", "--dp", copies, "--json"]) == 0
         found.append(json.loads(capsys.readouterr().out))
     one, four = found
     assert one["settings"]["batch"] == four["settings"]["batch"] == 64
-    assert one["flops"]["forward"] == 2 * 64 * 64 * 64 // 2
+    assert one["flops"]["forward"] == 2 * 64 * (64 + 64) * 4 // 2
     assert four["flops"]["forward"] * 4 == one["flops"]["forward"]
     assert four["all_ranks"]["flops"] == one["all_ranks"]["flops"]
 

@@ -148,12 +148,8 @@ def _profile(seconds: Coefficients, ranks: int, hosts: int = 1, source: str = "a
 def measure(ranks: int, steps: Sequence[Shape], report: Report, seconds: float = 0.2) -> Measured:
     """Measure products, exchanges and the training steps ``steps`` on local ranks.
 
-    Args:
-        ranks: Local ranks.
-        steps: Shapes on as many ranks.
-        report: Gets messages about the progress.
-        seconds: How long a product or an exchange is measured, so that it spans several time slices; a training step is
-            measured four times as long.
+    A product or an exchange is measured for ``seconds``, so that it spans several time slices; a training step four
+    times as long. ``report`` gets messages about the progress.
     """
     return launch_local(ranks, _measure, steps, seconds, device_type="cpu", on_report=report)
 
@@ -219,11 +215,7 @@ def time_calls(
 ) -> dict[str, float]:
     """Seconds of a call of each function while every rank makes it: mean over calls and ranks, median over turns.
 
-    Args:
-        runs: The functions, which take turns.
-        turns: Turns of each.
-        calls: Calls of a turn; by default as many as take ``seconds`` in all turns.
-        seconds: How long each function is measured.
+    Functions take ``turns`` turns of ``calls`` calls, or of as many calls as take ``seconds`` in all turns.
     """
     counts = {name: calls or _calls_within(run, seconds / turns) for name, run in runs.items()}
     means: dict[str, list[float]] = {name: [] for name in runs}
@@ -255,10 +247,8 @@ def fit_profile(
 ) -> Profile:
     """The profile whose time model comes closest to what was measured, by relative least squares.
 
-    Args:
-        measured: What was measured.
-        watts: Of a rank while it computes, waits for an exchange, and is idle, if they are known.
-        network: The emulated hosts that it was measured on.
+    ``watts`` are those of a rank while it computes, waits for an exchange, and is idle, if they are known; ``network``
+    is the emulated hosts that it was measured on.
     """
     ranks, threads = measured.ranks, threads_for(measured.ranks)
     source = f"measured on {ranks} local ranks with {threads} threads each, {date.today()}"
@@ -303,16 +293,9 @@ def validate(
 ) -> list[dict[str, Any]]:
     """Time the training steps of ``models`` on local ranks, and compare them with the time model.
 
-    Args:
-        ranks: Local ranks.
-        profile: The machine's profile for so many ranks.
-        models: The phantom model and the baseline of each comparison, by strategy.
-        turns: Turns of three steps that each model gets.
-        report: Gets messages about the progress.
-
-    Returns:
-        A record for each comparison: its ``setting``, seconds ``measured`` and ``predicted`` by strategy, the ratios of
-        phantom to the baseline, and the ``error`` of the predicted ratio relative to the measured one.
+    Each of ``models`` has the phantom model and the baseline, by strategy, which get ``turns`` turns of three steps.
+    The result has a record for each: its ``setting``, seconds ``measured`` and ``predicted`` by strategy, the ratios of
+    phantom to the baseline, and the ``error`` of the predicted ratio relative to the measured one.
     """
     measured = launch_local(ranks, _run_all, models, turns, device_type="cpu", on_report=report)
     return [compare(shapes, seconds, profile) for shapes, seconds in zip(models, measured, strict=True)]
@@ -361,13 +344,9 @@ def network_of(
     Args:
         hosts: Number of emulated hosts; None for ranks on loopback.
         link: A rate such as ``"100mbit"``, ``"none"``, or ``"like:PROFILE[:inside]"``, which measures the FLOP/s of a
-            rank. None is ``"none"``.
+            rank in ``dtype``.
         ranks: All ranks that are launched.
-        dtype: Precision in which FLOP/s are compared.
         delay, loss: Of packets, as ``tc`` writes them.
-
-    Raises:
-        ValueError: If an option is wrong, or belongs to ``hosts``, which is not given.
     """
     if hosts is None:
         for name, value, unset in (("link", link, None), ("link-delay", delay, "0"), ("link-loss", loss, "0%")):

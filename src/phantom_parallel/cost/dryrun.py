@@ -90,12 +90,8 @@ def count_step(
     """Run a step, on any device, and count this rank's operations and the memory that lasts through it.
 
     The optimizer's state is that of the formulas; and so are the activations of FSDP2 and of pipelines, which are
-    estimates: gathered weights and buffers between stages come and go as torch schedules them.
-
-    Args:
-        step: The model and its pass.
-        shape: What the step was built from.
-        copies: The mesh of data-parallel copies, over which gradients are averaged.
+    estimates: gathered weights and buffers between stages come and go as torch schedules them. Gradients are averaged
+    over the mesh of data-parallel ``copies``.
     """
     parameters = sum(_bytes(p) for p in step.model.parameters())
     if isinstance(step, InferencePass):

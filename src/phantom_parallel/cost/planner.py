@@ -77,18 +77,10 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a model that is planned or dry-run, apart from its layout.
-
-    Args:
-        family: The model's family.
-        settings: Settings of the family's shape and of its model, but those of `Layout`.
-
-    Raises:
-        ValueError: If there is no such model.
-    """
+    """The sizes of a model that is planned or dry-run, apart from its layout. ValueError if there is no such model."""
 
     family: str
-    settings: dict[str, Any]
+    settings: dict[str, Any]  # of the family's shape and of its model, but those of `Layout`
 
     def __post_init__(self) -> None:
         assert self.config is not None  # sizes that are not possible raise here
@@ -97,18 +89,12 @@ class ModelSizes:
     def config(self) -> Any:
         """Config of the model that computes the dense function."""
         family = get_family(self.family)
-        return family.shape.of(**self.settings, strategy=family.baseline).model
+        settings = {name: value for name, value in self.settings.items() if name != "low_rank"}
+        return family.shape.of(**settings, strategy=family.baseline).model
 
     def shape(self, layout: Layout, *, batch: int, **run: Any) -> Shape:
-        """The shape of a step.
-
-        Args:
-            layout: How the model is laid out.
-            batch: Rows over all data-parallel copies.
-            **run: Further settings of the shape: ``word_bytes``, ``wire``, ``optimizer``, ``rank``.
-
-        Raises:
-            ValueError: If the model cannot be laid out like this.
+        """The shape of a step on ``batch`` rows over all data-parallel copies; ``run`` are its further settings:
+        ``word_bytes``, ``wire``, ``optimizer``, ``rank``. ValueError if the model cannot be laid out like this.
         """
         positive(dp=layout.dp, batch=batch)
         if batch % layout.dp:
@@ -299,11 +285,7 @@ def frontier(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
 
 
 def plan(request: PlanRequest) -> Plan:
-    """Time every layout of a model.
-
-    Raises:
-        ValueError: If nothing fits; the message names the nearest change that would.
-    """
+    """Time every layout of a model. ValueError if nothing fits: the message names the nearest change that would."""
     candidates, dropped = _evaluate(request, _layouts(request, _counts(request.devices)))
     if not candidates:
         raise ValueError(_nearest(request, dropped))

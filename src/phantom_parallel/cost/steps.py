@@ -18,23 +18,14 @@ DTYPES = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16}  # by the bytes
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """A model and its forward pass on one batch.
+    """A model and its forward pass on one batch."""
 
-    Args:
-        model: This rank's part of it.
-        loss: Runs the forward pass and returns a scalar.
-        constants: Tensors that the model holds besides its parameters, and that are no activations.
-        recomputed: Modules whose forward pass is repeated in backward: only their first argument is kept.
-        pipeline: What runs the stages, if the model is one; ``loss`` then runs backward as well.
-        finish: Called after backward, for gradients that ranks of a model sum.
-    """
-
-    model: nn.Module
-    loss: Callable[[], Tensor]
-    constants: tuple[Tensor, ...] = ()
-    recomputed: tuple[nn.Module, ...] = ()
-    pipeline: Pipeline | None = None
-    finish: Callable[[], None] = lambda: None
+    model: nn.Module  # this rank's part of it
+    loss: Callable[[], Tensor]  # runs the forward pass and returns a scalar
+    constants: tuple[Tensor, ...] = ()  # that the model holds besides its parameters, and that are no activations
+    recomputed: tuple[nn.Module, ...] = ()  # modules whose forward pass is repeated: only their first argument is kept
+    pipeline: Pipeline | None = None  # what runs the stages, if the model is one; `loss` then runs backward as well
+    finish: Callable[[], None] = lambda: None  # called after backward, for gradients that ranks of a model sum
 
     def run(self) -> None:
         """Run the forward and the backward pass."""
@@ -54,10 +45,7 @@ class InferencePass:
 def build_step(shape: Shape, mesh: DeviceMesh | None, *, device: str = "cpu") -> TrainingStep | InferencePass:
     """Build the model of a shape on this rank of ``mesh``, with random data.
 
-    Args:
-        shape: What to build.
-        mesh: The ranks that share the model; None for one.
-        device: A device, or ``FAKE`` within a ``FakeTensorMode``, for models that do not run on the meta device.
+    ``device`` may be ``FAKE`` within a ``FakeTensorMode``, for models that do not run on the meta device.
     """
     return get_family(shape.family).build_step(shape, mesh, device=device)
 

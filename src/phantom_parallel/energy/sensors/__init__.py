@@ -26,11 +26,7 @@ def discover(
 ) -> Discovery:
     """Find the sensors that this process can read: those of the host's CPUs and memory, and of its GPUs.
 
-    Args:
-        device: the device of this rank: other GPUs are left out. Default: None, every GPU that torch sees.
-        powercap: directory of the RAPL zones.
-        pm_counters: directory of Cray's counters.
-        clock: takes the time of readings.
+    With the ``device`` of this rank, other GPUs are left out.
     """
     results = [
         probe_nvidia(device, clock=clock),
