@@ -11,7 +11,7 @@ FSDP2 and pipelines run whole layers of the dense model, so that no formula of a
 
 ``fully_shard`` divides each parameter by its first dimension, and pads what ranks do not divide: w has the padding, a
 rank's own parameters do not. A pipeline keeps, about, the activations of as many micro-batches as stages follow, this
-one included, what its stages receive into for all micro-batches, and the outputs that wait for their gradients.
+one included.
 """
 
 from collections.abc import Iterable, Sequence
@@ -274,11 +274,6 @@ class Stage:
         out = () if self.is_last else (Exchange("stream", "forward", "send", self.stages, words),)
         back = () if self.is_first else (Exchange("its gradient", "backward", "send", self.stages, words),)
         return (out + back) * self.micro_batches
-
-    def kept(self, words: int) -> int:
-        """Words that the stage keeps besides its parts: what it receives into, and outputs that wait for gradients."""
-        received = (not self.is_first) + (not self.is_last)
-        return words * (received * self.micro_batches + (0 if self.is_last else self.in_flight))
 
     def kinds(self) -> dict[int, int]:
         """Stages that differ in work, each with the number of stages like it; it is the one that keeps most."""

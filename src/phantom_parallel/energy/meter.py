@@ -34,7 +34,7 @@ from phantom_parallel.energy.sensors.base import (
     SensorSource,
     SensorSpec,
 )
-from phantom_parallel.energy.time_split import Timer, TimeSplitRecorder, TimeTotals, timer_for
+from phantom_parallel.energy.time_split import Timer, TimeSplitRecorder, timer_for
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # If several sources measure the same component of a host, the first of these is counted. The others are only reported.
@@ -235,52 +235,41 @@ class EnergyMeter:
         """
         if not name or "/" in name:
             raise ValueError(f"the name of a window must not be empty or contain a slash, got {name!r}")
-        outer = self._open[-1].path if self._open else ()
-        window = Window(self, (*outer, name))
-        start = self._begin_window(outermost=not self._open)
+        outermost, recorder = not self._open, self._recorder
+        window = Window(self, (name,) if outermost else (*self._open[-1].path, name))
+        synchronize(self.device)
+        with self._meter_time():
+            barrier(self._group)
+            first = self._reader.read(fresh=True)
+            barrier(self._group)  # no rank starts to work while another still reads
         self._open.append(window)
         try:
+            if outermost:
+                self._reader.start()
+                if recorder is not None:
+                    recorder.start()
+            start, totals = self._clock(), None if recorder is None else recorder.totals()
             yield window
-            window._result = self._end_window(window, *start)
+            synchronize(self.device)
+            # Taken before the barrier: the wait for other ranks is not work of this rank.
+            body = self._clock() - start
+            busy = recorder.totals().since(totals).busy(body) if recorder is not None and totals is not None else None
+            with self._meter_time():
+                barrier(self._group)
+                last = self._reader.read(fresh=True)
+                rows = tuple(self._sensor_energy(spec, first[spec.id], last[spec.id]) for spec in self._reader.specs)
+                at = window.path, self.scope, self.host.name, self._clock() - start
+                measured = msgspec.to_builtins(RankMeasurement(*at, rows, window._steps, busy, self.profile))
+                gathered = all_gather_objects(measured, self._group)
+                window._result = merge_ranks([msgspec.convert(plain, RankMeasurement) for plain in gathered])
         finally:
             self._open.pop()
             if self._open:
                 self._open[-1]._steps += window._steps
             else:
                 self._reader.stop()
-                if self._recorder is not None:
-                    self._recorder.stop()
-
-    def _begin_window(self, outermost: bool) -> tuple[dict[str, SensorReading], float, TimeTotals | None]:
-        """Return the first readings, the time, and the totals of the time split."""
-        synchronize(self.device)
-        with self._meter_time():
-            barrier(self._group)
-            readings = self._reader.read(fresh=True)
-            barrier(self._group)  # no rank starts to work while another still reads
-            if outermost:
-                self._reader.start()
-        if self._recorder is not None and outermost:
-            self._recorder.start()
-        return readings, self._clock(), None if self._recorder is None else self._recorder.totals()
-
-    def _end_window(
-        self, window: Window, readings: dict[str, SensorReading], start: float, totals: TimeTotals | None
-    ) -> WindowResult:
-        synchronize(self.device)
-        # Taken before the barrier: the wait for other ranks is not work of this rank.
-        body_seconds = self._clock() - start
-        busy_seconds = None
-        if self._recorder is not None and totals is not None:
-            busy_seconds = self._recorder.totals().since(totals).busy(body_seconds)
-        with self._meter_time():
-            barrier(self._group)
-            last = self._reader.read(fresh=True)
-            rows = tuple(self._sensor_energy(spec, readings[spec.id], last[spec.id]) for spec in self._reader.specs)
-            at = window.path, self.scope, self.host.name, self._clock() - start
-            measurement = RankMeasurement(*at, rows, window._steps, busy_seconds, self.profile)
-            gathered = all_gather_objects(msgspec.to_builtins(measurement), self._group)
-            return merge_ranks([msgspec.convert(plain, RankMeasurement) for plain in gathered])
+                if recorder is not None:
+                    recorder.stop()
 
     def _meter_time(self) -> AbstractContextManager[None]:
         return nullcontext() if self._recorder is None else self._recorder.meter_time()

@@ -127,7 +127,7 @@ class FFNShape(Shape):
         if self.stage is not None:
             words = self.batch // self.stage.micro_batches * self.model.width
             activated = len(self.stage.own) - 1 if activation in KEEPS_INPUT else 0
-            return self.stage.kept(words) + activated * self.stage.in_flight * words
+            return activated * self.stage.in_flight * words
         extra = 0
         for index in range(1, self.model.depth):
             if activation in KEEPS_INPUT:

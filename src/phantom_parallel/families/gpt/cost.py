@@ -191,9 +191,7 @@ class GPTShape(Shape):
     def memory(self) -> Memory:
         """In inference, activations are the cache, with the rows of a tied head where an exchange made them."""
         if self.mode == "train":
-            kept, stage = super().memory, self.stage
-            between = 0 if stage is None else stage.kept(self.rows // stage.micro_batches * self.model.dim)
-            return replace(kept, activations=kept.activations + self.word_bytes * between)
+            return super().memory
         positions = self.batch * (self.past + self.sequence)
         cached = 2 * self.model.layers * positions * self.model.kv_heads // self.ranks * self.model.head_dim
         return Memory(self.word_bytes * self.parameters, 0, 0, self.word_bytes * (cached + self.exchanged_rows))
