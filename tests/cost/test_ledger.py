@@ -4,7 +4,6 @@ import json
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -129,13 +128,3 @@ def test_collectives_dtensors_and_fsdp2_are_counted_as_what_this_rank_does(ranks
         assert collectives["moved_bytes"] == 60 + 40 + 3 * 120
         assert whole == 4 * cut
         assert sharded == {"all_gather": 3 * 64 * 4 // 4, "reduce_scatter": 3 * 64 * 4 // 4}
-
-
-def test_the_table_shows_sums():
-    with Ledger() as ledger:
-        torch.randn(100, 100) @ torch.randn(100, 1000)
-    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(ledger.table())
-    text = console.export_text()
-    assert "mm" in text
-    assert "0.020" in text
