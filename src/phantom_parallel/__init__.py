@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         TensorLinear,
         parameter_groups,
     )
+    from phantom_parallel.nn.order import ReorderFeatures, find_feature_order
     from phantom_parallel.ops import gather_features, shard_features
 
 __all__ = [
@@ -35,10 +36,12 @@ __all__ = [
     "PhantomParallel",
     "PowerProfile",
     "RanksDisagree",
+    "ReorderFeatures",
     "TensorLinear",
     "__version__",
     "consolidate_model",
     "convert",
+    "find_feature_order",
     "gather_features",
     "heal",
     "load_model",
@@ -63,6 +66,7 @@ _HOMES = {
         *("PhantomLinear", "PhantomParallel", "RanksDisagree", "TensorLinear"),
         "parameter_groups",
     ),
+    "phantom_parallel.nn.order": ("ReorderFeatures", "find_feature_order"),
     "phantom_parallel.ops": ("gather_features", "shard_features"),
 }
 
