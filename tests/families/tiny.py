@@ -125,9 +125,6 @@ class TinyTask(Task[TinyTrainConfig]):
         errors = (self.model(self.x[rows]) - 2 * self.x[rows]).square().sum() / self.config.model.features
         return torch.stack([errors, torch.zeros_like(errors)])
 
-    def compile(self) -> None:
-        pass
-
 
 @dataclass(frozen=True)
 class TinyShape(Shape):

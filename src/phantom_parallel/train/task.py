@@ -1,13 +1,15 @@
 """The interface between the training loop and a family: a model, its data and its loss."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from phantom_parallel.distributed.data_parallel import average_gradients, reduce_gradients
+from phantom_parallel.distributed.data_parallel import average_gradients, compile_layers, reduce_gradients
 from phantom_parallel.distributed.pipeline import Pipeline
 from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.train.config import TrainConfig
@@ -34,6 +36,7 @@ class Task(ABC, Generic[C]):
     teacher_loss: float | None = None  # held-out loss of the model that is learned from, where there is one
     initial_loss: float | None = None  # held-out loss before the first step, where the model is not an initial one
     pipeline: Pipeline | None = None  # what runs the stages of a model, one on each rank
+    _forward: Callable[..., Tensor]  # the model, or what it was compiled to
 
     @abstractmethod
     def __init__(self, config: C, parallel: ParallelContext) -> None: ...
@@ -109,9 +112,12 @@ class Task(ABC, Generic[C]):
         loss that is not finite, so that the learning rate is not blamed for the data.
         """
 
-    @abstractmethod
     def compile(self) -> None:
-        """Compile the model that `loss` runs, with torch.compile."""
+        """Compile ``_forward``, by which `loss` runs the model; of a fully sharded model, its layers."""
+        if isinstance(self.model, FSDPModule):
+            compile_layers(cast(nn.ModuleList, self.model.layers))
+        else:
+            self._forward = cast(Callable[..., Tensor], torch.compile(self.model))
 
     @property
     def sharded_over_copies(self) -> bool:

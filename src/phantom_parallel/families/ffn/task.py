@@ -1,14 +1,12 @@
 """Training of an FFN on rows of arrays, with the mean squared error as the loss."""
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
-from phantom_parallel.distributed.data_parallel import compile_layers
 from phantom_parallel.distributed.pipeline import Pipeline
 from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.families.ffn.config import PIXELS, TEACHERS, FFNTrainConfig
@@ -33,7 +31,7 @@ class FFNTask(Task[FFNTrainConfig]):
         strategy, reshard = get_strategy(config.strategy), config.reshard_after_forward
         where: dict[str, Any] = {"mesh": parallel.tp, "device": parallel.device, "wire": config.wire}
         self.model = FFN(config.model, **where, reshard_after_forward=reshard)
-        self._forward: Callable[[Tensor], Tensor] = self.model
+        self._forward = self.model
         sharded = self.model.shards_features
         self.counts = sharded or strategy.shards_rows or parallel.tp_rank == 0
         if strategy.splits_depth and parallel.tp is not None:
@@ -93,12 +91,6 @@ class FFNTask(Task[FFNTrainConfig]):
             out, y = self._predict(self.model, rows)
         squares = (out - y).square().sum() / self.config.model.model_features[1]
         return torch.stack([squares, self._hits(out, y) if self.classifies else torch.zeros_like(squares)])
-
-    def compile(self) -> None:
-        if isinstance(self.model, FSDPModule):
-            compile_layers(self.model.layers)
-        else:
-            self._forward = cast(Callable[[Tensor], Tensor], torch.compile(self.model))
 
     def _predict(self, forward: Callable[[Tensor], Tensor], rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the model's outputs and the targets of these rows, with this rank's features."""

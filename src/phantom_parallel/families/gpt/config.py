@@ -15,7 +15,6 @@ MODULES = ("attention.qkv.linear", "attention.out", "mlp.gate_up.linear", "mlp.d
 PYTHON = "python"
 BYTES = 256
 _MAX_VOCAB = 1 << 16  # tokens are cached in two bytes
-_LLAMA3 = ("low_freq_factor", "high_freq_factor", "original_context")
 
 
 @dataclass(frozen=True)
@@ -26,17 +25,15 @@ class RopeScaling:
     """``linear`` divides all rates by ``factor``; ``llama3`` divides those of long wavelengths only."""
     factor: PositiveFloat
     """The divisor."""
-    low_freq_factor: PositiveFloat | None = None
+    low_freq_factor: PositiveFloat = 1.0
     """For ``llama3``: wavelengths above original_context / low_freq_factor are divided fully."""
-    high_freq_factor: PositiveFloat | None = None
+    high_freq_factor: PositiveFloat = 4.0
     """For ``llama3``: wavelengths below original_context / high_freq_factor are kept."""
-    original_context: PositiveInt | None = None
+    original_context: PositiveInt = 8192
     """For ``llama3``: positions of the original training."""
 
     def __post_init__(self) -> None:
         validate(self)
-        if self.kind == "llama3" and (missing := [name for name in _LLAMA3 if getattr(self, name) is None]):
-            raise ValueError(f"rope_scaling of the kind llama3 needs {', '.join(missing)}")
 
 
 @dataclass(frozen=True)

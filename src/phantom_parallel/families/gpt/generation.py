@@ -33,20 +33,12 @@ OnToken = Callable[[Tensor], Sequence[bool] | None]
 
 @dataclass(frozen=True)
 class Generation:
-    """Generated tokens, the same on every rank.
+    """Generated tokens, the same on every rank. A row that has reached a stop token repeats it until all rows have."""
 
-    Args:
-        tokens: (batch, generated).
-        lengths: Number of valid tokens of each row. A row that has reached a stop token, which counts, repeats it until
-            all rows have.
-        prefill_seconds: Seconds until the first token, on this rank.
-        decode_seconds: Seconds of each token after it.
-    """
-
-    tokens: Tensor
-    lengths: list[int]
-    prefill_seconds: float
-    decode_seconds: list[float]
+    tokens: Tensor  # (batch, generated)
+    lengths: list[int]  # valid tokens of each row, with a stop token
+    prefill_seconds: float  # until the first token, on this rank
+    decode_seconds: list[float]  # of each token after it
 
 
 class Prompts(NamedTuple):

@@ -136,14 +136,6 @@ class ParallelLayer(nn.Module):
     piece of the hidden width:
 
         q_1 ... q_g  k  v  gate  up  |  q_1 ... q_g  k  v  gate  up  |  ...        and back:  heads  hidden  |  ...
-
-    Args:
-        qkv_gate_up: Norm and projection to the features of this rank's pieces.
-        out_down: Projection from what they give back to the stream.
-        layer: Index of the layer in the cache.
-        head_dim: Features of a head.
-        queries_per_kv: Query heads that share one head of keys and values.
-        width: Hidden features of the SwiGLU in each piece.
     """
 
     def __init__(
@@ -183,14 +175,11 @@ def rotary_rates(head_dim: int, base: float, scaling: RopeScaling | None = None)
     slow = rates / scaling.factor
     if scaling.kind == "linear":
         return slow
-    low, high, context = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_context
-    assert low is not None
-    assert high is not None
-    assert context is not None
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
     # 1 where more than ``high`` turns fit into the original context, 0 for fewer than ``low``, and linear in between.
-    turns = context * rates / (2 * pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return kept * rates + (1 - kept) * slow
+    turns = scaling.original_context * rates / (2 * pi)
+    share = ((turns - low) / (high - low)).clamp(0, 1)
+    return share * rates + (1 - share) * slow
 
 
 class ReplicatedStreamHead(NormedLinear):

@@ -128,11 +128,7 @@ def export_model(model: Path, out: Path, *, dtype: str | None = None, overwrite:
 
 
 def config_of(settings: dict[str, Any], source: Path) -> GPTConfig:
-    """The config of a pretrained model, from its settings.
-
-    Raises:
-        ValueError: If it has something that the family has not, by its name.
-    """
+    """The config of a pretrained model, from its settings; ValueError if it has something that the family has not."""
     try:
         return _config_of(settings)
     except KeyError as error:

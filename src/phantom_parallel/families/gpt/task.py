@@ -1,15 +1,12 @@
 """Training of a GPT on windows of text, with the cross-entropy as the loss."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
-from phantom_parallel.distributed.data_parallel import compile_layers, shard_fully
+from phantom_parallel.distributed.data_parallel import shard_fully
 from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.distributed.pipeline import Pipeline, ends
 from phantom_parallel.distributed.process_group import ParallelContext
@@ -49,7 +46,7 @@ class GPTTask(Task[GPTTrainConfig]):
         if config.fsdp:
             assert parallel.dp is not None
             shard_fully(self.model, self.model.layers, parallel.dp, reshard_after_forward=config.reshard_after_forward)
-        self._forward: Callable[..., Tensor] = self.model
+        self._forward = self.model
         self._ends: dist.ProcessGroup | None = None
         if strategy.splits_depth and parallel.tp is not None:
             self.pipeline = Pipeline(
@@ -112,12 +109,6 @@ class GPTTask(Task[GPTTrainConfig]):
             with self.autocast():
                 total = self.model.loss(tokens, targets).float() * len(rows)
         return torch.stack([total, torch.zeros_like(total)])
-
-    def compile(self) -> None:
-        if isinstance(self.model, FSDPModule):
-            compile_layers(self.model.layers)
-        else:
-            self._forward = cast(Callable[..., Tensor], torch.compile(self.model))
 
     def _run_stage(self, x: Tensor, targets: Tensor | None) -> Tensor:
         """Run this rank's stage of a pipeline: the stream for the next one, or the mean loss."""
