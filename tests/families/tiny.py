@@ -1,6 +1,7 @@
 """A third model family, one linear layer, which the library does not know: registered from the tests alone."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from phantom_parallel import PhantomLinear, TensorLinear
 from phantom_parallel.cost.layers import phantom_layer, tensor_layer
 from phantom_parallel.cost.steps import DTYPES, TrainingStep
-from phantom_parallel.cost.terms import LayerCost, Shape
+from phantom_parallel.cost.terms import Exchange, LayerCost, Shape
 from phantom_parallel.families.base import Family
 from phantom_parallel.families.registry import register_family
 from phantom_parallel.train.config import TrainConfig
@@ -134,12 +135,12 @@ class TinyShape(Shape):
 
     model: TinyConfig
 
-    @property
-    def costs(self) -> tuple[LayerCost, ...]:
+    @cached_property
+    def terms(self) -> tuple[tuple[LayerCost, ...], tuple[Exchange, ...]]:
         layout, given = self.model.layout(self.ranks), {"input_grad": False, "wire": self.wire, "name": "map"}
         if isinstance(layout, BlockLayout):
-            return (phantom_layer(layout, self.batch, **given),)
-        return (tensor_layer(layout, self.batch, rank=self.rank, **given),)
+            return (phantom_layer(layout, self.batch, **given),), ()
+        return (tensor_layer(layout, self.batch, rank=self.rank, **given),), ()
 
 
 def build_step(shape: TinyShape, mesh: Any, *, device: str = "cpu") -> TrainingStep:

@@ -4,9 +4,9 @@ the cost of a token.
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -14,8 +14,8 @@ from rich.console import Console
 
 from phantom_parallel.checkpoint.model import family_of
 from phantom_parallel.checkpoint.pretrained import CHAT_TEMPLATE, TOKENIZER_CONFIG
-from phantom_parallel.cli.infer import add_costs, cost_table, print_table
-from phantom_parallel.cli.options import Flag, JsonOption, LaunchOptions, ProfileOption, RanksOption, WireOption
+from phantom_parallel.cli.infer import RunOptions, add_costs, cost_table, print_table
+from phantom_parallel.cli.options import Flag
 from phantom_parallel.distributed.launchers import is_rank_zero
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.infer.predict import check_folder
@@ -25,7 +25,7 @@ from phantom_parallel.utils.parsing import printable
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(RanksOption, WireOption, LaunchOptions, ProfileOption, JsonOption, GenerateConfig):
+class Options(RunOptions, GenerateConfig):
     """Generate text with a trained transformer, on any number of ranks that divides its blocks.
 
     The text is written to stdout as it is generated, until the model ends it, and a line about the time to stderr.
@@ -35,19 +35,14 @@ class Options(RanksOption, WireOption, LaunchOptions, ProfileOption, JsonOption,
     option or input file, 130 stopped by SIGINT, 143 by SIGTERM.
     """
 
+    config_class: ClassVar[type[Any]] = GenerateConfig
+
     prompt: tuple[str, ...] = ()
     """The prompt, or several, which may differ in length: each is continued as it would be by itself."""
     prompt_file: Path | None = None
     """File with the prompt in UTF-8, used without changes."""
     chat: Flag = False
     measure: Flag = False
-
-    def __post_init__(self) -> None:
-        """`config` checks the options."""
-
-    def config(self) -> GenerateConfig:
-        settings: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(GenerateConfig)}
-        return GenerateConfig(**settings | {"ranks": self.rank_count()})
 
     def run(self) -> None:
         config = self.config()

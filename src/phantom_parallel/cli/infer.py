@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -18,7 +18,21 @@ from phantom_parallel.utils.strategies import wire_suffix
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(RanksOption, WireOption, LaunchOptions, ProfileOption, JsonOption, InferConfig):
+class RunOptions(RanksOption, WireOption, LaunchOptions, ProfileOption, JsonOption):
+    """Options of commands that run and measure a trained model, and are a config of that."""
+
+    config_class: ClassVar[type[Any]]
+
+    def __post_init__(self) -> None:
+        """`config` checks the options."""
+
+    def config(self) -> Any:
+        settings: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self.config_class)}
+        return self.config_class(**settings | {"ranks": self.rank_count()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(RunOptions, InferConfig):
     """Run a trained model on any number of ranks that divides its blocks, and measure latency, throughput, bytes and
     energy per sample.
 
@@ -26,14 +40,9 @@ class Options(RanksOption, WireOption, LaunchOptions, ProfileOption, JsonOption,
     0 done, 1 a rank died, 2 invalid option or input file, 130 stopped by SIGINT, 143 by SIGTERM.
     """
 
+    config_class: ClassVar[type[Any]] = InferConfig
+
     overwrite: Flag = False
-
-    def __post_init__(self) -> None:
-        """`config` checks the options."""
-
-    def config(self) -> InferConfig:
-        settings: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(InferConfig)}
-        return InferConfig(**settings | {"ranks": self.rank_count()})
 
     def run(self) -> None:
         config = self.config()

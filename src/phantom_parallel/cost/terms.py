@@ -19,6 +19,7 @@ family has its own shape in ``families/<family>/cost.py``.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
 
 from phantom_parallel.utils.layout import check_micro_batches, nearest_divisors
@@ -285,10 +286,15 @@ class Shape(HasModel):
         """Whether ranks share the work of each layer, or there is one rank; otherwise they run whole layers."""
         return self.ranks == 1 or get_strategy(self.strategy).splits_layers
 
+    @cached_property
+    def terms(self) -> tuple[tuple[LayerCost, ...], tuple[Exchange, ...]]:
+        """The model's parts in order, and the exchanges that belong to none of them."""
+        raise NotImplementedError
+
     @property
     def costs(self) -> tuple[LayerCost, ...]:
         """The model's parts in order."""
-        raise NotImplementedError
+        return self.terms[0]
 
     @property
     def repeated(self) -> int:
@@ -341,7 +347,7 @@ class Shape(HasModel):
     @property
     def model_exchanges(self) -> tuple[Exchange, ...]:
         """Those of weights that are gathered, or of a stream between stages, which belong to no part."""
-        return ()
+        return self.terms[1]
 
     @property
     def copies_exchanges(self) -> Iterator[Exchange]:

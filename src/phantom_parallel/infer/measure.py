@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,7 @@ from phantom_parallel.energy.power import PowerProfile, load_power_profile
 from phantom_parallel.energy.results import MEASURED, Provenance, Scope
 from phantom_parallel.energy.time_split import TimeSplitRecorder, timer_for
 from phantom_parallel.utils.layout import positive
+from phantom_parallel.utils.strategies import WireFormat, check_wire
 
 TURN_SECONDS = 0.02  # approximate length of a turn: shorter calls are repeated
 MAX_REPEATS = 100  # of a call in a turn
@@ -38,6 +40,32 @@ MIN_P95_TURNS = 20  # of fewer turns, the 95th percentile is the maximum
 SENSOR_ROUNDS = 2  # windows for each call
 SENSOR_MARGIN = 1.25  # length of a window relative to the shortest that the sensors resolve
 MAX_SENSOR_SECONDS = 20.0  # sensors that need longer windows are not used
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Settings of commands that run and measure a trained model. The texts under the fields are their help."""
+
+    model: Path
+    """Folder of a model, such as OUT/model of phantom train."""
+    turns: int = 20
+    """How often each model is timed, in turn."""
+    ranks: int = 1
+    """Ranks that share the model."""
+    wire: WireFormat = "full"
+    """Format in which features are sent between ranks."""
+    profile: str | None = None
+    """Hardware profile of modelled energy, as for `default_power_profile`."""
+
+    def __post_init__(self) -> None:
+        positive(ranks=self.ranks, turns=self.turns)
+        check_wire(self.wire)
+        object.__setattr__(self, "model", Path(self.model).absolute())
+
+    def describe(self, power: "PowerProfile | None") -> dict[str, Any]:
+        """What a report says of the run, with the watts of modelled energy."""
+        profile = {"profile": power and power.name, "profile_source": power and power.source}
+        return {"model": str(self.model), "ranks": self.ranks, "wire": self.wire, **profile}
 
 
 class Call(NamedTuple):

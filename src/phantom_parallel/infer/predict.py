@@ -4,7 +4,6 @@
 appears whole or not at all; `measure` times the model and its baseline on random rows.
 """
 
-import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -26,7 +25,7 @@ from phantom_parallel.distributed.signals import Interrupted, StopRequest
 from phantom_parallel.energy.meter import EnergyMeter, synchronize
 from phantom_parallel.energy.power import PowerProfile
 from phantom_parallel.families.registry import get_family
-from phantom_parallel.infer.measure import Call, Cost, default_power_profile, measure_calls
+from phantom_parallel.infer.measure import Call, Cost, RunConfig, default_power_profile, measure_calls
 from phantom_parallel.nn.sharded import to_local
 from phantom_parallel.ops.collectives import rank_group
 from phantom_parallel.ops.features import gather_features
@@ -35,7 +34,7 @@ from phantom_parallel.utils.arrays import FORMATS, StoredArray, open_array, read
 from phantom_parallel.utils.files import atomic_file
 from phantom_parallel.utils.layout import positive
 from phantom_parallel.utils.progress import ProgressDisplay
-from phantom_parallel.utils.strategies import WireFormat, check_wire, get_strategy
+from phantom_parallel.utils.strategies import get_strategy
 
 # A model that maps rows of features to rows of features: its config has ``model_features``, the numbers of features in
 # and out. Where ``shards_features``, its inputs and outputs are this rank's features.
@@ -43,11 +42,9 @@ RowModel = Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferConfig:
-    """What to run and measure. The texts under the fields are the help of ``phantom infer``."""
+class InferConfig(RunConfig):
+    """What to run and measure by ``phantom infer``."""
 
-    model: Path
-    """Folder of a model, such as OUT/model of phantom train."""
     inputs: Path | None = None
     """Rows to predict from: a file .npy, or .npz or .safetensors with an array x, (rows, features). Without it,
     random rows are measured."""
@@ -59,21 +56,13 @@ class InferConfig:
     """Rows of a forward pass."""
     against: Literal["tensor", "none"] = "tensor"
     """Measure the tensor-parallel model that computes the same function as well, or nothing."""
-    turns: int = 20
-    """How often each model is timed, in turn."""
     seed: int = 0
     """Seed of random rows."""
-    ranks: int = 1
-    """Ranks that share the model."""
-    wire: WireFormat = "full"
-    """Format in which features are sent between ranks, of both models."""
-    profile: str | None = None
-    """As for `default_power_profile`."""
 
     def __post_init__(self) -> None:
-        positive(ranks=self.ranks, batch=self.batch, turns=self.turns)
-        check_wire(self.wire)
-        for name in ("model", "inputs", "out"):
+        super().__post_init__()
+        positive(batch=self.batch)
+        for name in ("inputs", "out"):
             if (path := getattr(self, name)) is not None:
                 object.__setattr__(self, name, Path(path).absolute())
         if self.out is not None and self.inputs is None:
@@ -107,16 +96,8 @@ def run(config: InferConfig, *, show: bool = False) -> dict[str, Any]:
     if config.out is not None:
         _check_out(config.out, config)
     result = launch(config.ranks, _work, config, power, show)
-    return {
-        "model": os.fspath(config.model),
-        "ranks": config.ranks,
-        "wire": config.wire,
-        "batch": config.batch,
-        "out": None if config.out is None else os.fspath(config.out),
-        "profile": None if power is None else power.name,
-        "profile_source": None if power is None else power.source,
-        **result,
-    }
+    out = None if config.out is None else str(config.out)
+    return config.describe(power) | {"batch": config.batch, "out": out, **result}
 
 
 def check_model(path: Path, ranks: int) -> Any:

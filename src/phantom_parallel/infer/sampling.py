@@ -7,14 +7,13 @@ are not sorted by probability, rounding of the logits moves the borders between 
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from phantom_parallel.infer.measure import RunConfig
 from phantom_parallel.utils.layout import positive
-from phantom_parallel.utils.strategies import WireFormat, check_wire
 
 MAX_SEED = (1 << 63) - 1  # of a torch generator
 
@@ -55,11 +54,9 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(Sampling):
-    """What to generate, and whether to measure it. The texts under the fields are the help of ``phantom generate``."""
+class GenerateConfig(Sampling, RunConfig):
+    """What to generate, and whether to measure it, by ``phantom generate``."""
 
-    model: Path
-    """Folder of a model, such as OUT/model of phantom train gpt."""
     chat: bool = False
     """The prompt is a message, which the model's chat template puts into its place. Without a prompt, messages are read
     from stdin, a line each."""
@@ -74,24 +71,15 @@ class GenerateConfig(Sampling):
     """Measure the cost of a token after the text: time, FLOPs, bytes and energy of prefill and decode."""
     against: Literal["megatron", "none"] = "none"
     """Measure a tensor-parallel model of the same sizes with random weights as well."""
-    turns: int = 20
-    """How often each model is timed, in turn."""
-    ranks: int = 1
-    """Ranks that share the model."""
-    wire: WireFormat = "full"
-    """Format in which features are sent between ranks."""
-    profile: str | None = None
-    """Hardware profile of modelled energy."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        positive(ranks=self.ranks, batch=self.batch, turns=self.turns)
+        Sampling.__post_init__(self)
+        RunConfig.__post_init__(self)
+        positive(batch=self.batch)
         if self.tokens is not None:
             positive(tokens=self.tokens)
         if "" in self.stop:
             raise ValueError("a text to stop at must not be empty")
-        check_wire(self.wire)
-        object.__setattr__(self, "model", Path(self.model).absolute())
         object.__setattr__(self, "measure", self.measure or self.against != "none")
 
     @property

@@ -45,11 +45,10 @@ class FFNShape(Shape):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        assert self._terms is not None  # layouts that are not possible raise here
+        assert self.terms is not None  # layouts that are not possible raise here
 
     @cached_property
-    def _terms(self) -> tuple[tuple[LayerCost, ...], tuple[Exchange, ...]]:
-        """The layers, and the exchanges that belong to none of them."""
+    def terms(self) -> tuple[tuple[LayerCost, ...], tuple[Exchange, ...]]:
         depth = self.model.depth
         if self.splits_work:
             costs: dict[int, LayerCost] = {}
@@ -97,14 +96,6 @@ class FFNShape(Shape):
             unpaired = index == self.model.depth - 1
             return column_layer(layout, self.batch, input_grad=input_grad, gather=unpaired, **given)
         return tensor_layer(layout, self.batch, input_grad=input_grad, rank=self.rank, **given)
-
-    @property
-    def costs(self) -> tuple[LayerCost, ...]:
-        return self._terms[0]
-
-    @property
-    def model_exchanges(self) -> tuple[Exchange, ...]:
-        return self._terms[1]
 
     def stages(self) -> list[tuple[Self, int]]:
         kinds = {0: self.ranks} if self.stage is None else self.stage.kinds()

@@ -113,7 +113,7 @@ class GPTShape(Shape):
             raise ValueError(f"interleave={self.interleave} does not divide the {self.batch} sequences of a copy")
         if self.mode != "train" and not self.splits_work:
             raise ValueError(f"the strategy {self.strategy} is for training: {self.mode} runs on ranks by megatron")
-        assert self._terms is not None  # layouts that are not possible raise here
+        assert self.terms is not None  # layouts that are not possible raise here
 
     @classmethod
     def of_training(cls, config: Any) -> Self:
@@ -126,8 +126,7 @@ class GPTShape(Shape):
         )
 
     @cached_property
-    def _terms(self) -> Costs:
-        """The parts, and the exchanges that belong to none of them."""
+    def terms(self) -> Costs:
         if self.splits_work:
             return tuple(self._parts()), ()
         return _fsdp_costs(self) if self.stage is None else _pipeline_costs(self, self.stage)
@@ -163,14 +162,6 @@ class GPTShape(Shape):
         """One more token for each sequence, after ``past`` positions."""
         past = self.sequence if past is None else past
         return self.updated(mode="decode", past=past, sequence=1, context=max(self.model.context, past + 1))
-
-    @property
-    def costs(self) -> tuple[LayerCost, ...]:
-        return self._terms[0]
-
-    @property
-    def model_exchanges(self) -> tuple[Exchange, ...]:
-        return self._terms[1]
 
     def stages(self) -> list[tuple[Self, int]]:
         kinds = {0: self.ranks} if self.stage is None else self.stage.kinds()

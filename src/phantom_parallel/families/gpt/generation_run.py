@@ -80,17 +80,9 @@ def run(
             write(event)
 
     result = launch(config.ranks, _serve, config, [request], power, show, on_report=on_event)
-    return {
-        "model": os.fspath(config.model),
-        "ranks": config.ranks,
-        "wire": config.wire,
-        "sampling": asdict(config.sampling),
-        "prompts": texts,
-        "prompt_lengths": [len(prompt) for prompt in request["prompts"]],
-        "profile": None if power is None else power.name,
-        "profile_source": None if power is None else power.source,
-        **result,
-    }
+    lengths = [len(prompt) for prompt in request["prompts"]]
+    asked = {"sampling": asdict(config.sampling), "prompts": texts, "prompt_lengths": lengths}
+    return config.describe(power) | asked | result
 
 
 def converse(

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,25 +23,11 @@ _LONG_WORD = re.compile(r"(\S{1024}|\s{1024})")
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # to which the first bytes of a character decode
 
 
-class Tokenizer(Protocol):
-    """Encodes text to tokens and decodes tokens to text."""
-
-    def encode(self, text: bytes, *, special_tokens: bool = False) -> NDArray[Any]:
-        """Tokens of a text. ``special_tokens``: with those that the tokenizer puts around a whole text, if any."""
-
-    def decode(self, tokens: Iterable[int]) -> str: ...
-
-    def token(self, text: str) -> int | None:
-        """The token of a special text such as ``<|im_end|>``; None if there is none."""
-
-    def save(self, folder: Path) -> None:
-        """Write the files that `load_tokenizer` needs to an existing folder."""
-
-
 class ByteTokenizer:
     """Every token is a byte."""
 
     def encode(self, text: bytes, *, special_tokens: bool = False) -> NDArray[Any]:
+        """Tokens of a text. ``special_tokens``: with those that the tokenizer puts around a whole text, if any."""
         return np.frombuffer(text, dtype=np.uint8)
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -49,10 +35,11 @@ class ByteTokenizer:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
     def token(self, text: str) -> int | None:
+        """The token of a special text such as ``<|im_end|>``; None if there is none."""
         return None
 
     def save(self, folder: Path) -> None:
-        pass  # no file is needed
+        """Write the files that `load_tokenizer` needs to an existing folder: none."""
 
 
 class BPETokenizer:
@@ -118,6 +105,9 @@ class BPETokenizer:
 
     def save(self, folder: Path) -> None:
         write_text(folder / FILE, self._tokenizer.to_str(pretty=True))
+
+
+Tokenizer = ByteTokenizer | BPETokenizer
 
 
 def tokenizers_library() -> Any:
