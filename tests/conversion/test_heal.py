@@ -55,7 +55,7 @@ def divergence(folder: Path, model: Path) -> float:
 
 def test_the_divergence_falls_and_the_model_comes_closer_to_its_teacher(folder, once):
     summary, metrics = once
-    losses = [one["loss"] for one in metrics]
+    losses = [line["loss"] for line in metrics]
     assert losses[-1] < losses[4]  # divergence, after the steps of single layers
     assert summary["teacher_loss"] < summary["eval_loss"] < summary["initial_loss"]
     assert divergence(folder, folder / "once" / "model") < 0.9 * divergence(folder, folder / "phantom")
@@ -72,7 +72,7 @@ def test_the_optimizer_starts_anew_with_the_divergence(folder, once):
 
 def test_layers_that_learn_by_themselves_lower_their_errors_and_the_loss(folder):
     summary, metrics = healed(folder, "layers", steps=24, layer_steps=24)
-    losses = [one["loss"] for one in metrics]
+    losses = [line["loss"] for line in metrics]
     assert sum(losses[-4:]) < sum(losses[:4])
     assert summary["eval_loss"] < summary["initial_loss"]
 
@@ -90,7 +90,7 @@ def test_ranks_and_resuming_change_nothing(folder, once):
     summary, metrics = once
     healed(folder, "twice", steps=7, ranks=2)
     found, again = healed(folder, "twice", ranks=2, resume=True)
-    assert [one["loss"] for one in again] == pytest.approx([one["loss"] for one in metrics], rel=1e-3)
+    assert [line["loss"] for line in again] == pytest.approx([line["loss"] for line in metrics], rel=1e-3)
     for name in ("eval_loss", "initial_loss", "teacher_loss"):
         assert found[name] == pytest.approx(summary[name], rel=1e-3)
 
@@ -128,17 +128,8 @@ def test_mistakes_are_one_line(folder, tmp_path, capsys):
         ("phantom", "dense", str(tmp_path / "none.txt"), "there is no text"),
         ("phantom", "dense", str(tmp_path / "short.txt"), "too few for a window"),
     ):
-        arguments = [
-            "model",
-            "heal",
-            "--model",
-            str(folder / model),
-            "--teacher",
-            str(folder / teacher),
-            "--data",
-            data,
-        ]
-        assert main([*arguments, "--context", "32", "--out", str(tmp_path / "out")]) == 2
+        paths = ["--model", str(folder / model), "--teacher", str(folder / teacher), "--data", data]
+        assert main(["model", "heal", *paths, "--context", "32", "--out", str(tmp_path / "out")]) == 2
         error = capsys.readouterr().err.strip()
         assert message in error
         assert error.count("\n") == 0

@@ -56,7 +56,7 @@ def test_a_gpt_converts_and_computes_the_same_on_ranks(tmp_path, capsys, ranks):
         arguments = command(tmp_path / "dense", tmp_path / "text.txt", tmp_path / f"p{ghosts}", "--ghosts", str(ghosts))
         assert main(arguments) == 0
         found.append(json.loads(capsys.readouterr().out))
-    losses = [one["loss"] for one in found]
+    losses = [result["loss"] for result in found]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] == pytest.approx(found[0]["dense_loss"], abs=1e-4)
     assert losses[0] > losses[-1] + 0.05

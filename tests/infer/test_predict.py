@@ -153,12 +153,7 @@ def test_safetensors_in_bfloat16(tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("array", "message"),
-    [
-        (X[:, :5], r"got \(7, 5\)"),
-        (X[0], r"got \(6,\)"),
-        (X[:0], r"got \(0, 6\)"),
-        (X > 3, "must hold real numbers"),
-    ],
+    [(X[:, :5], r"got \(7, 5\)"), (X[0], r"got \(6,\)"), (X[:0], r"got \(0, 6\)"), (X > 3, "must hold real numbers")],
 )
 def test_arrays_that_do_not_fit(tmp_path, name, array, message):
     with pytest.raises(ValueError, match=message):

@@ -79,10 +79,7 @@ def test_dense_and_tensor_start_from_the_same_weights():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"strategy": "magic"},
-            "strategy must be one of phantom, tensor, .* got 'magic'",
-        ),
+        ({"strategy": "magic"}, "strategy must be one of phantom, tensor, .* got 'magic'"),
         ({"activation": "swish"}, "activation must be one of relu, gelu"),
         ({"depth": 0}, "depth must be a positive whole number, got 0"),
         ({"blocks": None}, "needs blocks and ghosts, got blocks=None"),

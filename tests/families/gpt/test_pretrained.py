@@ -18,10 +18,7 @@ transformers = pytest.importorskip("transformers")
 KINDS = {
     "llama": {"kind": "llama"},
     "llama-tied-llama3": {"kind": "llama", "tie_word_embeddings": True, "rope_parameters": LLAMA3},
-    "llama-linear": {
-        "kind": "llama",
-        "rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
-    },
+    "llama-linear": {"kind": "llama", "rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}},
     "mistral": {"kind": "mistral", "rms_norm_eps": 1e-3, "sliding_window": None},
     "qwen2": {"kind": "qwen2", "tie_word_embeddings": True},
 }
