@@ -38,14 +38,10 @@ def test_compile_of_the_full_graph():
     assert compiled(config_of(layers=1), False) < 1e-11
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "changes"),
-    [
-        (2, {"tie_embeddings": True}),
-        (2, {"vocab": 8}),
-        pytest.param(4, {"tie_embeddings": True, "blocks": 2, "ghosts": 4}, marks=pytest.mark.slow),
-    ],
+    [(2, {"tie_embeddings": True}), (2, {"vocab": 8}), (4, {"tie_embeddings": True, "blocks": 2, "ghosts": 4})],
     ids=["tied", "more rows than tokens", "two levels"],
 )
 def test_compile_of_the_full_graph_on_ranks(ranks, size, changes):
