@@ -556,13 +556,11 @@ class _Supervisor:
         for rank in self.ranks:
             stack = rank.failure.stack if rank.failure is not None else rank.stack()
             print(f"stack of {rank}:\n{stack.rstrip() or '  none: the process does not run'}", file=sys.stderr)
-        silent: dict[str, str] = {}
-        waiting: dict[str, str] = {}
+        states: dict[str, str] = {}
         for rank in running:
             place = next((line.strip() for line in rank.stack().splitlines() if line.startswith("  File ")), "")
-            group = waiting if "/torch/" in place else silent
-            group[str(rank)] = f"is at {place}" if place else _STOPPED
-        return silent or waiting
+            states[str(rank)] = f"is at {place}" if place else _STOPPED
+        return {rank: state for rank, state in states.items() if "/torch/" not in state} or states
 
 
 def run_rank(launcher: int, channel: int, stacks: int, *namespaces: int) -> None:

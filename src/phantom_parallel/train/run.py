@@ -33,7 +33,7 @@ from phantom_parallel.utils.files import (
     FolderLock,
     is_unused,
     read_bytes,
-    read_text,
+    read_json,
     remove_scratch,
     write_bytes,
     write_json,
@@ -134,12 +134,12 @@ def read_config(out: Path, family: str | None = None, *, heals: bool = False) ->
     if not path.is_file():
         return family, {}
     try:
-        settings = json.loads(read_text(path))
+        settings = read_json(path)
         healed, known = settings.pop("kind", None) == HEAL, settings.pop("family", None)
         chosen = get_family(known)
         config: type[TrainConfig] = chosen.require("heal_config") if healed else chosen.train_config
         settings = config.from_dict(settings).to_dict()
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} is not readable as the settings of a training: {error}") from None
     if healed != heals:
         raise ValueError(
@@ -181,10 +181,10 @@ def _check_folder(config: TrainConfig, out: Path, resume: bool) -> None:
 def _is_complete(out: Path, step: int) -> bool:
     """Whether the model and the summary of a training that ended at ``step`` are there."""
     try:
-        summary = json.loads(read_text(out / SUMMARY))
-        ended = summary["step"] == step and summary["status"] != "interrupted"
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        summary = read_json(out / SUMMARY)
+    except ValueError:
         return False
+    ended = summary.get("step") == step and summary.get("status") != "interrupted"
     return ended and (out / MODEL / "config.json").is_file()
 
 
