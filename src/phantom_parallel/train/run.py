@@ -139,7 +139,7 @@ def read_config(out: Path, family: str | None = None, *, heals: bool = False) ->
         chosen = get_family(known)
         config: type[TrainConfig] = chosen.require("heal_config") if healed else chosen.train_config
         settings = config.from_dict(settings).to_dict()
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is not readable as the settings of a training: {error}") from None
     if healed != heals:
         raise ValueError(
