@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
@@ -49,11 +50,6 @@ def contents(folder: Path) -> dict[str, str]:
 
 def write_half(file: BinaryIO, error: type[BaseException]) -> None:
     file.write(b"half")
-    raise error
-
-
-def fill_and_fail(folder: Path, error: type[BaseException]) -> None:
-    (folder / "new.txt").write_text("new")
     raise error
 
 
@@ -104,28 +100,17 @@ def test_a_folder_appears_when_the_block_ends(tmp_path):
     assert contents(tmp_path) == {"new/folder/sub/a.txt": "a"}
 
 
-def test_an_existing_folder_is_refused_or_replaced_as_a_whole(tmp_path):
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_folder_is_replaced_as_a_whole_or_left_as_it_was(tmp_path, fails):
     path = tmp_path / "folder"
     path.mkdir()
     (path / "old.txt").write_text("old")
-    with pytest.raises(FileExistsError, match="folder exists"), atomic_folder(path):
-        pytest.fail("an existing folder was to be filled")
-    with atomic_folder(path, overwrite=True) as folder:
+    with pytest.raises(RuntimeError) if fails else nullcontext(), atomic_folder(path) as folder:
         (folder / "new.txt").write_text("new")
         assert contents(path) == {"old.txt": "old"}
-    assert contents(tmp_path) == {"folder/new.txt": "new"}
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_folder_that_is_not_finished_leaves_the_old_one(tmp_path, overwrite):
-    path, before = tmp_path / "folder", {}
-    if overwrite:
-        path.mkdir()
-        (path / "old.txt").write_text("old")
-        before = {"folder/old.txt": "old"}
-    with pytest.raises(RuntimeError), atomic_folder(path, overwrite=overwrite) as folder:
-        fill_and_fail(folder, RuntimeError)
-    assert contents(tmp_path) == before
+        if fails:
+            raise RuntimeError
+    assert contents(tmp_path) == ({"folder/old.txt": "old"} if fails else {"folder/new.txt": "new"})
 
 
 def test_a_folder_is_put_back_if_the_new_one_cannot_take_its_place(tmp_path, monkeypatch):
@@ -152,7 +137,7 @@ from pathlib import Path
 from phantom_parallel.utils.files import atomic_file, atomic_folder
 
 path = Path(sys.argv[1])
-with atomic_file(path / "a.txt") as file, atomic_folder(path / "folder", overwrite=True) as folder:
+with atomic_file(path / "a.txt") as file, atomic_folder(path / "folder") as folder:
     file.write(b"half")
     file.flush()
     (folder / "new.txt").write_text("half")

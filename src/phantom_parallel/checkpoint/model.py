@@ -94,7 +94,7 @@ def save_model(
     try:
         if group is None:
             layouts = [TensorLayout(name, part.shape, part.values.dtype) for name, part in parts.items()]
-            with atomic_folder(path, overwrite=overwrite) as scratch:
+            with atomic_folder(path) as scratch:
                 files = write_tensors(scratch, layouts, lambda name: parts[name].values, max_shard_size)
                 _complete(scratch, config, files, complete)
         else:
@@ -118,7 +118,7 @@ def write_model(
     """
     path = _target(path)
     check_replaceable(path, overwrite, CONFIG)
-    with atomic_folder(path, overwrite=overwrite) as scratch:
+    with atomic_folder(path) as scratch:
         files = write_tensors(scratch, layouts, load, max_shard_size)
         _complete(scratch, config, files, complete)
 
@@ -237,7 +237,7 @@ def consolidate_model(path: str | os.PathLike[str], *, max_shard_size: int = MAX
     path = Path(path).absolute()
     description = read_description(path / CONFIG, "model", FORMAT, VERSION)
     verify(path / CONFIG)
-    with atomic_folder(path, overwrite=True) as scratch:
+    with atomic_folder(path) as scratch:
         for file in path.iterdir():
             if file.is_file() and file.name not in {*description["files"], CONFIG, INDEX}:
                 shutil.copy2(file, scratch)

@@ -38,16 +38,12 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def atomic_folder(path: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
+def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a new folder to fill, which becomes ``path`` once the block has ended without an exception.
 
-    Raises:
-        FileExistsError: If ``path`` exists and ``overwrite`` is False. With ``overwrite``, the old folder is removed
-            only after the new one is complete.
+    A folder of that name is removed only then. `check_replaceable` tells whether it may be.
     """
     path = Path(path)
-    if path.exists() and not overwrite:
-        raise FileExistsError(f"{path} exists: choose another folder, or overwrite it (--overwrite, overwrite=True)")
     with scratch_folder(path) as scratch, _naming(path):
         yield scratch
         replace_folder(scratch, path)

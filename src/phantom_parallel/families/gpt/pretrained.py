@@ -115,7 +115,7 @@ def export_model(model: Path, out: Path, *, dtype: str | None = None, overwrite:
     written = stored.dtype if dtype is None else DTYPES[dtype]
     sources = {name: weight for weight in _weights(stored.config) for name in weight.tensors}
     layouts = [TensorLayout(name, weight.tensors[name], written) for name, weight in sources.items()]
-    with atomic_folder(out, overwrite=overwrite) as scratch:
+    with atomic_folder(out) as scratch:
         write_tensors(
             scratch, layouts, lambda name: _to_pretrained(name, sources[name], stored).to(written).contiguous()
         )
