@@ -71,12 +71,12 @@ def test_predictions_and_what_they_cost(folder, capfd, ranks):
     assert report["compared_rows"] == 4
     assert report["largest_prediction"] == pytest.approx(np.abs(expected()[:4]).max())
     assert report["largest_difference"] <= 1e-11 * report["largest_prediction"]
-    found = report["measured"]
-    assert list(found) == ["phantom", "tensor"]
+    actual = report["measured"]
+    assert list(actual) == ["phantom", "tensor"]
     for name, moved in (("phantom", phantom_bytes), ("tensor", tensor_bytes)):
-        assert found[name]["bytes"] == moved(ranks)
-    assert found["tensor"]["flops"] == 2 * DEPTH * WIDTH**2
-    assert found["tensor"]["parameters"] == DEPTH * (WIDTH**2 + WIDTH)
+        assert actual[name]["bytes"] == moved(ranks)
+    assert actual["tensor"]["flops"] == 2 * DEPTH * WIDTH**2
+    assert actual["tensor"]["parameters"] == DEPTH * (WIDTH**2 + WIDTH)
     assert sorted(path.name for path in out.parent.iterdir()) == ["out.npy"]
 
 

@@ -116,9 +116,9 @@ def test_a_budget_gives_each_map_its_own_ghosts_and_is_kept():
 
 def test_ghosts_go_where_the_error_falls_most():
     steep, flat = GhostCurve(64, 64, 2.0 ** -torch.arange(16.0)), GhostCurve(64, 64, torch.full((16,), 1e-6))
-    found = ghosts_for_budget({"steep": steep, "flat": flat}, 4, 0.5, multiple=1)
-    assert found["steep"] > found["flat"]
-    used = steep.cost(4, found["steep"]) + flat.cost(4, found["flat"])
+    actual = ghosts_for_budget({"steep": steep, "flat": flat}, 4, 0.5, multiple=1)
+    assert actual["steep"] > actual["flat"]
+    used = steep.cost(4, actual["steep"]) + flat.cost(4, actual["flat"])
     assert used <= 0.5 * 2 * 64 * 64
     with pytest.raises(ValueError, match="blocks=2 and the fewest ghosts keep"):
         ghosts_for_budget({"steep": steep}, 2, 0.3)
@@ -162,10 +162,10 @@ def test_stages_of_another_model_or_of_other_data_are_not_used(tmp_path):
     with torch.no_grad():
         list(other.parameters())[-1].mul_(2)  # of the last layer alone
     for changed, batches in ((other, [x[:150], x[150:]]), (dense, [x[:150], 2 * x[150:]])):
-        expected, found = copy.deepcopy(changed), copy.deepcopy(changed)
+        expected, actual = copy.deepcopy(changed), copy.deepcopy(changed)
         convert(expected, batches, blocks=4, ghosts=2)
-        convert(found, batches, blocks=4, ghosts=2, folder=tmp_path)
-        torch.testing.assert_close(found(x), expected(x), atol=1e-9, rtol=1e-9)
+        convert(actual, batches, blocks=4, ghosts=2, folder=tmp_path)
+        torch.testing.assert_close(actual(x), expected(x), atol=1e-9, rtol=1e-9)
 
 
 def test_gradients_and_errors_are_measured_once_for_all_budgets(tmp_path):
@@ -204,13 +204,13 @@ def test_padding_is_not_data():
     tokens = torch.randint(60, (6, 40), generator=torch.Generator().manual_seed(0))
     padded = {"input_ids": torch.cat([tokens, torch.zeros(6, 200, dtype=torch.long)], 1)}
     padded["attention_mask"] = (torch.arange(240) < 40).long().expand(6, -1)
-    found = []
+    actual = []
     for batch in ({"input_ids": tokens}, padded):
         model = copy.deepcopy(dense)
         report = convert(model, [batch], blocks=4, ghosts=2, exclude=("pooler*",))
         assert report.rows == 240
-        found.append(model(tokens).last_hidden_state.detach())
-    torch.testing.assert_close(found[1], found[0], atol=1e-3, rtol=1e-3)
+        actual.append(model(tokens).last_hidden_state.detach())
+    torch.testing.assert_close(actual[1], actual[0], atol=1e-3, rtol=1e-3)
 
 
 def test_padding_has_no_importance():
@@ -274,7 +274,7 @@ def test_a_cache_of_keys_and_values_is_not_used():
     """It would hold those of the dense pass while the converted layers are measured."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    tokens, found = torch.randint(60, (6, 50)), []
+    tokens, actual = torch.randint(60, (6, 50)), []
     for cached in (False, True):
         torch.manual_seed(0)
         config = transformers.LlamaConfig(
@@ -284,9 +284,9 @@ def test_a_cache_of_keys_and_values_is_not_used():
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
         for parameter in model.parameters():
             parameter.data.mul_(3.0)
-        found.append([group.relative_error for group in convert(model, [tokens], blocks=4, ghosts=1).groups])
+        actual.append([group.relative_error for group in convert(model, [tokens], blocks=4, ghosts=1).groups])
         assert model.config.use_cache == cached
-    assert found[0] == pytest.approx(found[1])
+    assert actual[0] == pytest.approx(actual[1])
 
 
 def test_a_converted_module_survives_save_and_load(tmp_path):

@@ -89,25 +89,25 @@ def test_embedding_and_head_stay_unless_they_are_trained(folder, once):
 def test_ranks_and_resuming_change_nothing(folder, once):
     summary, metrics = once
     healed(folder, "twice", steps=7, ranks=2)
-    found, again = healed(folder, "twice", ranks=2, resume=True)
+    actual, again = healed(folder, "twice", ranks=2, resume=True)
     assert [line["loss"] for line in again] == pytest.approx([line["loss"] for line in metrics], rel=1e-3)
     for name in ("eval_loss", "initial_loss", "teacher_loss"):
-        assert found[name] == pytest.approx(summary[name], rel=1e-3)
+        assert actual[name] == pytest.approx(summary[name], rel=1e-3)
 
 
 def test_resuming_in_one_process_is_exact(folder, once):
     healed(folder, "resumed", steps=7)
-    found, _ = healed(folder, "resumed", resume=True)
-    assert found["eval_loss"] == once[0]["eval_loss"]
+    actual, _ = healed(folder, "resumed", resume=True)
+    assert actual["eval_loss"] == once[0]["eval_loss"]
 
 
 def test_the_command_heals_and_the_model_generates(folder, capsys):
     paths = [f"--{name}={folder / path}" for name, path in (("model", "phantom"), ("teacher", "dense"))]
     options = ["--steps", "2", "--batch", "2", "--context", "32", "--json", "--data", str(folder / "text.txt")]
     assert main(["model", "heal", *paths, *options, "--out", str(folder / "cli")]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["step"] == 2
-    assert found["teacher_loss"] < found["initial_loss"]
+    actual = json.loads(capsys.readouterr().out)
+    assert actual["step"] == 2
+    assert actual["teacher_loss"] < actual["initial_loss"]
     assert main(["generate", "--model", str(folder / "cli" / "model"), "--prompt", "Every", "--tokens", "3"]) == 0
     assert main(["model", "heal", "--resume", "--out", str(folder / "cli"), "--steps", "3"]) == 0
     capsys.readouterr()

@@ -40,7 +40,7 @@ def first_outputs(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def test_weights_are_mean_squares_of_the_gradients_of_single_rows():
     model, x = Gated(), rows()
     trained = [parameter.requires_grad for parameter in model.parameters()]
-    found = output_importance(model, find_layers(model, ("*",), ()), [x[:48], x[48:]], first_outputs)
+    actual = output_importance(model, find_layers(model, ("*",), ()), [x[:48], x[48:]], first_outputs)
     expected = {name: torch.zeros(size, dtype=torch.float64) for name, size in (("gate", 18), ("up", 18), ("down", 12))}
     for row in x:
         gate, up = model.gate(row).detach().requires_grad_(), model.up(row).detach().requires_grad_()
@@ -49,7 +49,7 @@ def test_weights_are_mean_squares_of_the_gradients_of_single_rows():
         for name, gradient in zip(expected, torch.autograd.grad(loss, (gate, up, down)), strict=True):
             expected[name] += gradient.square() / len(x)
     for name, values in expected.items():
-        torch.testing.assert_close(found[name], values.clamp_min(1e-2 * float(values.mean())))
+        torch.testing.assert_close(actual[name], values.clamp_min(1e-2 * float(values.mean())))
     assert [parameter.requires_grad for parameter in model.parameters()] == trained
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module._forward_hooks for module in model.modules())

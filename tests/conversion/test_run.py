@@ -51,13 +51,13 @@ def logits_on_ranks(path, tokens, size):
 def test_a_gpt_converts_and_computes_the_same_on_ranks(tmp_path, capsys, ranks):
     dense = trained_gpt(tmp_path / "dense", tie_embeddings=True)
     (tmp_path / "text.txt").write_text(TEXT)
-    found = []
+    actual = []
     for ghosts in (1, 8):  # 8 are all features of a block
         arguments = command(tmp_path / "dense", tmp_path / "text.txt", tmp_path / f"p{ghosts}", "--ghosts", str(ghosts))
         assert main(arguments) == 0
-        found.append(json.loads(capsys.readouterr().out))
-    losses = [result["loss"] for result in found]
-    assert losses[-1] == pytest.approx(found[0]["dense_loss"], abs=1e-4)
+        actual.append(json.loads(capsys.readouterr().out))
+    losses = [result["loss"] for result in actual]
+    assert losses[-1] == pytest.approx(actual[0]["dense_loss"], abs=1e-4)
     assert losses[0] > losses[-1] + 0.05
     model = load_model(tmp_path / "p1")
     assert model.config.strategy == "phantom"
@@ -81,12 +81,12 @@ def test_budgets_give_a_curve_and_a_bound_on_the_loss(tmp_path, capsys):
     model, text = tmp_path / "dense", tmp_path / "text.txt"
     figure = ["--figure", str(tmp_path / "curve")]
     assert main(command(model, text, tmp_path / "p", "--budget", "0.6", "--curve", "0.5", "0.8", *figure)) == 0
-    found = json.loads(capsys.readouterr().out)
-    shares, losses = [p["kept"] for p in found["curve"]], [p["loss"] for p in found["curve"]]
+    actual = json.loads(capsys.readouterr().out)
+    shares, losses = [p["kept"] for p in actual["curve"]], [p["loss"] for p in actual["curve"]]
     assert len(shares) == 3
     assert all(share <= bound for share, bound in zip(shares, (0.5, 0.6, 0.8), strict=True))
     assert losses == sorted(losses, reverse=True)
-    assert len({group["ghosts"] for group in found["groups"]}) > 1
+    assert len({group["ghosts"] for group in actual["groups"]}) > 1
     assert (tmp_path / "curve.png").is_file()
     assert main(command(model, text, tmp_path / "q", "--max-loss", "0.2")) == 0
     bounded = json.loads(capsys.readouterr().out)
@@ -120,8 +120,8 @@ def test_a_feed_forward_network_converts_by_the_same_command(tmp_path, capsys, r
     rows = torch.from_numpy(x[:5])
     torch.testing.assert_close(load_model(tmp_path / "p8")(rows), dense(rows), atol=1e-4, rtol=1e-4)
     expected = load_model(tmp_path / "p4")(rows)
-    for found in ranks(2)(outputs_on_ranks, tmp_path / "p4", rows, 2):
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    for actual in ranks(2)(outputs_on_ranks, tmp_path / "p4", rows, 2):
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     assert main(command(tmp_path / "dense", tmp_path / "x.npy", tmp_path / "b", "--budget", "0.5")) == 2
     assert "the same ghosts" in capsys.readouterr().err
 
@@ -175,7 +175,7 @@ def test_the_benchmark_compares_three_ways_at_the_same_cost(tmp_path, capsys):
     folders = ["--work", str(tmp_path / "work"), "--out", str(tmp_path)]
     model, text = str(tmp_path / "dense"), str(tmp_path / "text.txt")
     pretrained.main(["--model", model, "--text", text, "--parts", "curve", *folders, *sizes])
-    found = json.loads((tmp_path / "pretrained-curve.json").read_text())
-    assert sorted(point["method"] for point in found["points"]) == ["dropped layers", "low rank", "phantom"]
-    assert all(point["kept"] <= 0.6 and point["loss"] > found["dense_loss"] for point in found["points"])
+    actual = json.loads((tmp_path / "pretrained-curve.json").read_text())
+    assert sorted(point["method"] for point in actual["points"]) == ["dropped layers", "low rank", "phantom"]
+    assert all(point["kept"] <= 0.6 and point["loss"] > actual["dense_loss"] for point in actual["points"])
     assert (tmp_path / "work" / "curve.png").is_file()

@@ -82,10 +82,10 @@ def test_dryrun_agrees_with_its_formulas(capfd):
 def test_plan_chooses_among_its_strategies(capfd):
     given = ["--features", "4096", "--batch", "64", "--devices", "8", "--hardware", "dgx-a100"]
     assert main(["plan", "tiny", *given, "--json"]) == 0
-    found = json.dumps(printed(capfd))
-    assert "phantom" in found
-    assert "tensor" in found
-    assert "megatron" not in found
+    actual = json.dumps(printed(capfd))
+    assert "phantom" in actual
+    assert "tensor" in actual
+    assert "megatron" not in actual
 
 
 def test_compare_trains_it_to_the_same_loss(tmp_path, capfd):
@@ -110,7 +110,7 @@ def test_compare_trains_it_to_the_same_loss(tmp_path, capfd):
     )
     given = ["--preset", str(tmp_path / "tiny.toml"), "--out", str(tmp_path / "out")]
     assert main(["compare", "tiny", *given, "--json"]) == 0
-    found = printed(capfd)
-    assert [cell["strategy"] for cell in found["cells"]] == ["phantom", "tensor"]
-    assert all(run["status"] == "target" for cell in found["cells"] for run in cell["runs"])
+    actual = printed(capfd)
+    assert [cell["strategy"] for cell in actual["cells"]] == ["phantom", "tensor"]
+    assert all(run["status"] == "target" for cell in actual["cells"] for run in cell["runs"])
     assert (tmp_path / "out" / "report.html").exists()

@@ -123,22 +123,22 @@ def sensed(**settings):
 
 
 def test_sensors_go_before_the_model():
-    source, found = sensed()
-    for cost in found.values():
+    source, actual = sensed()
+    for cost in actual.values():
         assert cost.provenance == "counter"
         assert cost.joules == pytest.approx(3.0 / BATCH)
     assert source.readings == 2 * 2 * 2  # both ends of two windows of each model
 
 
 def test_where_a_sensor_fails_for_one_model_all_are_modelled():
-    _, found = sensed(fails=True)
-    assert {cost.provenance for cost in found.values()} == {"modelled"}
+    _, actual = sensed(fails=True)
+    assert {cost.provenance for cost in actual.values()} == {"modelled"}
 
 
 def test_sensors_that_need_long_windows_are_left_alone():
-    source, found = sensed(resolution=MAX_SENSOR_SECONDS)
+    source, actual = sensed(resolution=MAX_SENSOR_SECONDS)
     assert source.readings == 0
-    assert {cost.provenance for cost in found.values()} == {"modelled"}
+    assert {cost.provenance for cost in actual.values()} == {"modelled"}
 
 
 def disagree_on_rank():

@@ -31,9 +31,9 @@ def test_predictions_are_those_of_the_dense_maths_on_any_ranks(tmp_path, ranks, 
     x[5, 1] = x[9, 20] = np.nan
     np.save(tmp_path / "x.npy", x)
     results = ranks(size)(predict_on_rank, truth.save(tmp_path / "model"), tmp_path / "x.npy", out, 4)
-    found = np.load(out)
-    assert found.dtype == np.float64
-    np.testing.assert_allclose(found, truth.expected(torch.from_numpy(x)).numpy(), rtol=1e-11, atol=1e-11)
+    actual = np.load(out)
+    assert actual.dtype == np.float64
+    np.testing.assert_allclose(actual, truth.expected(torch.from_numpy(x)).numpy(), rtol=1e-11, atol=1e-11)
     assert results == [([4, 8, 11], NonFinite(values=2 * WIDTH, rows=2))] * size
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out.npy", "x.npy"]
 
@@ -46,10 +46,10 @@ def test_predictions_in_one_process(tmp_path, strategy, batch):
     np.savez(tmp_path / "x.npz", x=x)
     bad = predict(truth.model, open_inputs(tmp_path / "x.npz", WIDTH), batch, out=tmp_path / "out.npy")
     assert bad == (WIDTH, 1)
-    found, expected = np.load(tmp_path / "out.npy"), truth.expected(torch.from_numpy(x).double()).numpy()
-    assert found.dtype == np.float32
-    assert np.isnan(found[3]).all()
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.nanmax(np.abs(expected)))
+    actual, expected = np.load(tmp_path / "out.npy"), truth.expected(torch.from_numpy(x).double()).numpy()
+    assert actual.dtype == np.float32
+    assert np.isnan(actual[3]).all()
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4 * np.nanmax(np.abs(expected)))
 
 
 def test_a_model_in_bfloat16_predicts_float32(tmp_path):
@@ -80,7 +80,7 @@ def models_on_rank(model, inputs):
     model, inputs = load_model(model, mesh=mesh), open_inputs(inputs, WIDTH)
     baseline = as_tensor(model)
     weights = [layer.weight.detach().to_local() for layer in baseline.layers]
-    return weights, largest_difference(model, baseline, lambda one: read_rows(one, inputs, slice(0, 6)))
+    return weights, largest_difference(model, baseline, lambda m: read_rows(m, inputs, slice(0, 6)))
 
 
 @pytest.mark.parametrize("strategy", ["phantom", "megatron"])
@@ -89,8 +89,8 @@ def test_the_tensor_parallel_model_holds_rows_of_the_dense_weight(tmp_path, rank
     np.save(tmp_path / "x.npy", x)
     results = ranks(2)(models_on_rank, truth.save(tmp_path / "model"), tmp_path / "x.npy")
     for index, weight in enumerate(truth.weights):
-        found = torch.cat([weights[index] for weights, _ in results])
-        torch.testing.assert_close(found, weight, rtol=1e-12, atol=1e-12)
+        actual = torch.cat([weights[index] for weights, _ in results])
+        torch.testing.assert_close(actual, weight, rtol=1e-12, atol=1e-12)
     largest = float(truth.expected(torch.from_numpy(x)).abs().max())
     for _, (difference, prediction) in results:
         assert difference <= 1e-11 * largest
@@ -98,17 +98,17 @@ def test_the_tensor_parallel_model_holds_rows_of_the_dense_weight(tmp_path, rank
 
 
 def test_a_difference_is_found_and_what_is_no_number_agrees_with_itself():
-    one, other = known().model, known().model
+    model, other = known().model, known().model
     with torch.no_grad():
         other.layers[-1].bias[3] += 0.5
     x = torch.from_numpy(rows(4))
-    assert largest_difference(one, other, lambda _: x)[0] == pytest.approx(0.5)
+    assert largest_difference(model, other, lambda _: x)[0] == pytest.approx(0.5)
     x[1] = torch.nan
-    assert largest_difference(one, other, lambda _: x)[0] == pytest.approx(0.5)
-    assert largest_difference(one, one, lambda _: x)[0] == 0
+    assert largest_difference(model, other, lambda _: x)[0] == pytest.approx(0.5)
+    assert largest_difference(model, model, lambda _: x)[0] == 0
     with torch.no_grad():
         other.layers[-1].bias[3] = torch.nan
-    assert largest_difference(one, other, lambda _: x)[0] == float("inf")
+    assert largest_difference(model, other, lambda _: x)[0] == float("inf")
 
 
 X = np.arange(7 * 6, dtype=np.float32).reshape(7, 6)
@@ -139,8 +139,8 @@ def test_every_format_and_kind_of_number(tmp_path, name, dtype):
 @pytest.mark.parametrize("name", ["a.npy", "a.npz"])
 def test_columns_first_and_another_byte_order(tmp_path, name):
     for array in (np.asfortranarray(X), X.astype(">f4")):
-        found = open_inputs(write(tmp_path / name, array), 6)
-        assert np.array_equal(found.read(slice(1, 5), slice(3, 6)).numpy(), X[1:5, 3:])
+        actual = open_inputs(write(tmp_path / name, array), 6)
+        assert np.array_equal(actual.read(slice(1, 5), slice(3, 6)).numpy(), X[1:5, 3:])
 
 
 def test_safetensors_in_bfloat16(tmp_path):

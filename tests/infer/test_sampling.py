@@ -13,14 +13,14 @@ def by_hand(logits: list[float], temperature: float, top_k: int | None, top_p: f
     weights = [math.exp(value / temperature) for value in logits]
     order = sorted(range(len(logits)), key=lambda token: -weights[token])[:top_k]
     total = sum(weights[token] for token in order)
-    kept, reached = [], 0.0
+    chosen, reached = [], 0.0
     for token in order:
-        kept.append(token)
+        chosen.append(token)
         reached += weights[token] / total
         if top_p is not None and reached >= top_p:
             break
-    total = sum(weights[token] for token in kept)
-    return [weights[token] / total if token in kept else 0.0 for token in range(len(logits))]
+    total = sum(weights[token] for token in chosen)
+    return [weights[token] / total if token in chosen else 0.0 for token in range(len(logits))]
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
@@ -28,9 +28,9 @@ def by_hand(logits: list[float], temperature: float, top_k: int | None, top_p: f
 @pytest.mark.parametrize("top_p", [None, 0.05, 0.5, 0.9, 1.0])
 def test_probabilities_are_those_of_the_definition(temperature, top_k, top_p):
     logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(1))
-    found = probabilities(logits, Sampling(temperature, top_k, top_p))
+    actual = probabilities(logits, Sampling(temperature, top_k, top_p))
     expected = [by_hand(row, temperature, top_k, top_p) for row in logits.double().tolist()]
-    torch.testing.assert_close(found / found.sum(-1, keepdim=True), torch.tensor(expected, dtype=torch.float64))
+    torch.testing.assert_close(actual / actual.sum(-1, keepdim=True), torch.tensor(expected, dtype=torch.float64))
 
 
 def test_a_draw_is_where_the_sums_pass_it():

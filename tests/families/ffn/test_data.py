@@ -57,17 +57,17 @@ def shared(training: FFNTrainConfig, cut: bool) -> tuple:
 @pytest.mark.parametrize("teacher", ["planted", "random"])
 @pytest.mark.parametrize(("count", "copies"), [(2, 1), (2, 2), (4, 1)])
 def test_ranks_share_a_teachers_work_and_get_the_same_data(ranks, teacher, count, copies):
-    one = config(data=teacher, samples=1100, ranks=count, dp=copies)  # 5 chunks: the last round is not full
+    training = config(data=teacher, samples=1100, ranks=count, dp=copies)  # 5 chunks: the last round is not full
     whole = open_data(config(data=teacher, samples=1100))
     share = WIDTH // count
     total = 0
-    for tp_rank, x, y, evaluated in ranks(count * copies)(shared, one, True):
+    for tp_rank, x, y, evaluated in ranks(count * copies)(shared, training, True):
         own = slice(tp_rank * share, (tp_rank + 1) * share)
         assert torch.equal(x, whole.x[:, own])
         assert torch.equal(y, whole.y[:, own])
         total += evaluated
     assert total == 5 * 256  # each chunk once in all
-    for _, x, y, _ in ranks(count * copies)(shared, one, False):  # megatron holds whole features
+    for _, x, y, _ in ranks(count * copies)(shared, training, False):  # megatron holds whole features
         assert torch.equal(x, whole.x)
         assert torch.equal(y, whole.y)
 
@@ -94,8 +94,8 @@ def lacking_on_rank_1(training: FFNTrainConfig) -> torch.Tensor:
 
 
 def test_ranks_of_which_one_lacks_the_data_make_them_together(ranks):
-    found = ranks(2)(lacking_on_rank_1, config(ranks=2))
-    assert torch.equal(torch.cat(found, 1), open_data(config()).y)
+    actual = ranks(2)(lacking_on_rank_1, config(ranks=2))
+    assert torch.equal(torch.cat(actual, 1), open_data(config()).y)
 
 
 def test_the_seed_decides_the_data_and_not_the_default_generator():

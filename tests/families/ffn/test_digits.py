@@ -34,8 +34,8 @@ def test_ranks_have_the_features_of_the_whole():
 
 def test_images_are_those_that_scikit_learn_returns():
     pixels, labels = sklearn.load_digits(return_X_y=True)
-    found, classes = _load("digits")
-    assert (found == pixels).all()
+    actual, classes = _load("digits")
+    assert (actual == pixels).all()
     assert (classes == labels).all()
 
 
@@ -57,10 +57,10 @@ def test_any_ranks_and_copies_report_the_same(ranks):
     config = CONFIG.updated(steps=20)
     loss, accuracy = trained(config)
     for count, copies in ((4, 1), (1, 2)):
-        found = ranks(count * copies)(trained, config.updated(ranks=count, dp=copies))
-        assert found[0][0] == pytest.approx(loss, rel=1e-3)
-        assert found[0][1] == pytest.approx(accuracy, abs=0.01)  # a row or two that two classes share
-        assert len(set(found)) == 1
+        actual = ranks(count * copies)(trained, config.updated(ranks=count, dp=copies))
+        assert actual[0][0] == pytest.approx(loss, rel=1e-3)
+        assert actual[0][1] == pytest.approx(accuracy, abs=0.01)  # a row or two that two classes share
+        assert len(set(actual)) == 1
 
 
 def test_the_accuracy_is_that_of_the_whole_model():
@@ -74,9 +74,9 @@ def test_the_accuracy_is_that_of_the_whole_model():
 
 def test_scores_of_ranks_with_fewer_features_than_classes_add_up():
     out = torch.randn(5, 64, dtype=torch.float64)
-    found = sum(scores(out[:, part], part, 64) for part in (slice(first, first + 8) for first in range(0, 64, 8)))
+    actual = sum(scores(out[:, part], part, 64) for part in (slice(first, first + 8) for first in range(0, 64, 8)))
     expected = torch.stack([out[:, digit::10].mean(1) for digit in range(10)], 1)
-    assert torch.allclose(found, expected, rtol=1e-12)
+    assert torch.allclose(actual, expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["digits", "mnist"])

@@ -47,8 +47,8 @@ def run_on_ranks(strategy: str, depth: int) -> torch.Tensor:
 def test_a_strategy_is_the_same_function_on_any_number_of_ranks(ranks, strategy, depth):
     expected = ranks(1)(run_on_ranks, strategy, depth)[0]
     for size in (2, 4):
-        for found in ranks(size)(run_on_ranks, strategy, depth):
-            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        for actual in ranks(size)(run_on_ranks, strategy, depth):
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_low_rank_layer_is_a_dense_layer_of_that_rank():

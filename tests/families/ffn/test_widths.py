@@ -45,44 +45,44 @@ def test_the_models_widths_are_those_of_the_data_unless_they_are_set(data):
     assert config(data).model.model_features == (IN, OUT)
     assert config("planted", teacher_ghosts=2).model.model_features == (WIDTH, WIDTH)
     assert config("planted", teacher_ghosts=2, in_features=8, out_features=32).model.model_features == (8, 32)
-    found = config(data, width=IN)  # the inputs have the width: nothing is set for them
-    assert (found.model.in_features, found.model.out_features) == (None, OUT)
+    actual = config(data, width=IN)  # the inputs have the width: nothing is set for them
+    assert (actual.model.in_features, actual.model.out_features) == (None, OUT)
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", ["phantom", "tensor", "megatron", "dense", "fsdp", "pipeline"])
 def test_losses_are_those_of_a_plain_loop_and_the_same_on_any_ranks(ranks, data, strategy):
-    one = config(data, strategy)
-    torch.manual_seed(one.seed)
-    dense = [layer.to_dense() for layer in FFN(one.model).layers]
+    run = config(data, strategy)
+    torch.manual_seed(run.seed)
+    dense = [layer.to_dense() for layer in FFN(run.model).layers]
     plain = nn.Sequential(dense[0], nn.ReLU(), dense[1])
     assert [tuple(layer.weight.shape) for layer in dense] == [(WIDTH, IN), (OUT, WIDTH)]
-    rows, optimizer, expected = open_data(one), torch.optim.AdamW(plain.parameters(), one.lr, weight_decay=0), []
-    batches = Batches(rows.training_rows, one.batch, one.seed)
-    for step in range(one.steps):
+    rows, optimizer, expected = open_data(run), torch.optim.AdamW(plain.parameters(), run.lr, weight_decay=0), []
+    batches = Batches(rows.training_rows, run.batch, run.seed)
+    for step in range(run.steps):
         x, y = rows.take(batches.rows_of(step))
         loss = nn.functional.mse_loss(plain(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         expected.append(loss.item())
-    found = curve(one)
-    compared = 1 if strategy == "phantom" else one.steps  # its factors are not updated as their product would be
-    assert found[:compared] == pytest.approx(expected[:compared], rel=1e-4)
+    actual = curve(run)
+    compared = 1 if strategy == "phantom" else run.steps  # its factors are not updated as their product would be
+    assert actual[:compared] == pytest.approx(expected[:compared], rel=1e-4)
     for count, copies in ((2, 1), (2, 2)) if strategy != "dense" else ((1, 2),):
-        everywhere = ranks(count * copies)(curve, one.updated(ranks=count, dp=copies))
-        assert everywhere[0] == pytest.approx(found, rel=1e-4)
+        everywhere = ranks(count * copies)(curve, run.updated(ranks=count, dp=copies))
+        assert everywhere[0] == pytest.approx(actual, rel=1e-4)
 
 
 @pytest.mark.parametrize("teacher", ["planted", "random"])
 def test_teachers_have_the_widths_of_the_model(ranks, teacher):
-    one = config(teacher, teacher_ghosts=2, samples=ROWS, in_features=IN, out_features=OUT)
-    whole = open_data(one)
+    run = config(teacher, teacher_ghosts=2, samples=ROWS, in_features=IN, out_features=OUT)
+    whole = open_data(run)
     assert (whole.x.shape, whole.y.shape) == ((ROWS, IN), (ROWS, OUT))
-    parts = [open_data(one, rank, 2) for rank in range(2)]
+    parts = [open_data(run, rank, 2) for rank in range(2)]
     assert torch.equal(torch.cat([part.x for part in parts], 1), whole.x)
     assert torch.equal(torch.cat([part.y for part in parts], 1), whole.y)
-    assert curve(one) == pytest.approx(ranks(2)(curve, one.updated(ranks=2))[0], rel=1e-4)
+    assert curve(run) == pytest.approx(ranks(2)(curve, run.updated(ranks=2))[0], rel=1e-4)
 
 
 def test_digits_may_have_a_target_for_each_class():

@@ -52,7 +52,7 @@ def make_pretrained(folder: Path, kind: str = "llama", *, shard: str = "5GB", **
 
 def greedy(model: Any, prompt: torch.Tensor, tokens: int) -> list[int]:
     length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
-    found = model.generate(
+    actual = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0, eos_token_id=None, **length
     )
-    return found[0, prompt.shape[1] :].tolist()
+    return actual[0, prompt.shape[1] :].tolist()

@@ -92,11 +92,11 @@ def test_formulas_equal_the_ledger_on_real_ranks(ranks, shape):
 @pytest.mark.parametrize("shape", SHAPES, ids=name_of)
 def test_a_dry_run_counts_what_real_ranks_do(shape):
     for step in (shape, shape.prefill(), shape.decode(7)):
-        found = dry_run(replace(step, rank=step.ranks - 1))
-        assert found.differences == []
-        assert found.ledger.flops == 2 * step.multiply_adds()
-        assert found.ledger.moved_bytes == step.moved_bytes()
-        assert found.memory == step.memory
+        actual = dry_run(replace(step, rank=step.ranks - 1))
+        assert actual.differences == []
+        assert actual.ledger.flops == 2 * step.multiply_adds()
+        assert actual.ledger.moved_bytes == step.moved_bytes()
+        assert actual.memory == step.memory
 
 
 @pytest.mark.parametrize(
@@ -144,11 +144,11 @@ def test_a_dense_layer_by_hand():
 
 def test_four_exchanges_of_ghosts_a_layer_by_hand():
     """With R = 4, q = 1 and k = 2: all others' ghosts, and a word of squares before two of the four maps."""
-    one, two = (shape_of("phantom", 4, layers=layers) for layers in (1, 2))
+    single, two = (shape_of("phantom", 4, layers=layers) for layers in (1, 2))
     a_layer = 3 * 15 * 4 * (3 + 2 + 3 + 2)
     for phase in ("forward", "backward"):
-        assert two.moved_bytes(phase) - one.moved_bytes(phase) == a_layer
-        of_layer = [e for cost in one.costs[1:-1] for e in cost.exchanges if e.phase == phase]
+        assert two.moved_bytes(phase) - single.moved_bytes(phase) == a_layer
+        of_layer = [e for cost in single.costs[1:-1] for e in cost.exchanges if e.phase == phase]
         assert len(of_layer) == 4
     whole = [shape_of("megatron", 4, layers=layers).moved_bytes("forward") for layers in (1, 2)]
     assert whole[1] - whole[0] == 2 * (2 * 3 * 15 * 64 * 4 // 4)  # two all-reduces of the stream
@@ -161,8 +161,8 @@ def test_a_head_takes_rows_where_that_sends_less():
     larger = shape_of("phantom", 4, **MANY_ROWS | {"vocab": 96})
     assert sum(e.moved_bytes(4) for e in larger.costs[-1].exchanges) == 3 * 96 * (2 * (16 + 1) + 3) * 4
     for vocab in range(8, 128, 8):
-        one = shape_of("phantom", 4, **MANY_ROWS | {"vocab": vocab})
-        sent = sum(e.moved_bytes(4) for e in one.costs[-1].exchanges)
+        single = shape_of("phantom", 4, **MANY_ROWS | {"vocab": vocab})
+        sent = sum(e.moved_bytes(4) for e in single.costs[-1].exchanges)
         assert sent <= 12 + min(3 * 96 * 37 * 4, 3 * (2 * 24 * 17 + 2 * vocab * 16) * 4)
     assert not [e for e in shape.prefill().costs[-1].exchanges if e.op == "all_to_all"]
 
@@ -200,12 +200,12 @@ def modes(strategy: str) -> list[tuple[int, int]]:
     """FLOPs and bytes of a forward pass with gradients, without, and in inference mode."""
     model = GPT(shape_of(strategy, 2).model, mesh=init_device_mesh("cpu", (2,)))
     tokens = torch.zeros(3, 5, dtype=torch.long)
-    found = []
+    actual = []
     for mode in (torch.enable_grad(), torch.no_grad(), torch.inference_mode()):
         with mode, Ledger() as ledger:
             model.logits(tokens)
-        found.append((ledger.flops, ledger.moved_bytes))
-    return found
+        actual.append((ledger.flops, ledger.moved_bytes))
+    return actual
 
 
 def test_inference_mode_counts_as_much(ranks):

@@ -65,8 +65,8 @@ def test_greedy_tokens_are_those_of_plain_maths(strategy, tied, dtype):
 def test_greedy_tokens_are_identical_on_any_number_of_ranks(ranks, strategy, size, tied):
     config = config_of(strategy, tie_embeddings=tied, context=CONTEXT)
     wanted = expected(config)
-    for found in ranks(size)(greedy_on_ranks, config, torch.float32):
-        assert found == wanted
+    for actual in ranks(size)(greedy_on_ranks, config, torch.float32):
+        assert actual == wanted
 
 
 UNEQUAL = (1, 5, 3, 4)
@@ -79,15 +79,15 @@ def unequal_prompts() -> list[torch.Tensor]:
 
 def continued_alone(config: GPTConfig) -> list[list[int]]:
     """The greedy tokens of each prompt, by plain maths in float64."""
-    params, found = gpt_reference.draw(GPT(config, device="meta")), []
+    params, actual = gpt_reference.draw(GPT(config, device="meta")), []
     for prompt in unequal_prompts():
         row = prompt[None]
         for _ in range(TOKENS):
             two = gpt_reference.logits(params, config, row)[:, -1].topk(2)
             assert (two.values[:, 0] - two.values[:, 1]).min() > 1e-4
             row = torch.cat([row, two.indices[:, :1]], 1)
-        found.append(row[0, -TOKENS:].tolist())
-    return found
+        actual.append(row[0, -TOKENS:].tolist())
+    return actual
 
 
 def unequal_on_ranks(config: GPTConfig) -> list[list[int]]:

@@ -48,7 +48,7 @@ def write_gguf(reference, tokenizer: dict, path) -> None:
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
     writer.add_vocab_size(config.vocab_size)
     vocab = tokenizer["model"]["vocab"]
-    pieces = [piece for piece, _ in sorted(vocab.items(), key=lambda one: one[1])]
+    pieces = [piece for piece, _ in sorted(vocab.items(), key=lambda item: item[1])]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(pieces)
     merges = [" ".join(merge) if isinstance(merge, list) else merge for merge in tokenizer["model"]["merges"]]

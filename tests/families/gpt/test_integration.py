@@ -108,9 +108,9 @@ def test_training_takes_the_same_steps_on_any_number_of_ranks(ranks, strategy, c
     expected, losses = trained(strategy, cut)
     assert losses[-1] < losses[0] - 0.05
     for size in (2, 4):
-        for found, same in ranks(size)(trained, strategy, cut):
+        for actual, same in ranks(size)(trained, strategy, cut):
             assert same == pytest.approx(losses, rel=1e-10)
-            assert max(relative_error(found[name], expected[name]) for name in expected) < 1e-8
+            assert max(relative_error(actual[name], expected[name]) for name in expected) < 1e-8
 
 
 def write(path: str, config: GPTConfig) -> torch.Tensor:
@@ -140,8 +140,8 @@ def test_a_model_saved_on_four_ranks_is_the_same_on_one_and_two(ranks, tmp_path,
     assert again.config == config
     assert relative_error(logits_of(again), expected) < 1e-11
     for size in (1, 2):
-        for found in ranks(size)(read, path):
-            assert relative_error(found, expected) < 1e-11
+        for actual in ranks(size)(read, path):
+            assert relative_error(actual, expected) < 1e-11
 
 
 @pytest.mark.parametrize(

@@ -45,10 +45,10 @@ def errors(config: GPTConfig, mesh=None, batch: int = 2, **kwargs) -> dict[str, 
     inputs, targets = gpt_reference.tokens(config.vocab, batch)
     loss = model.loss(inputs, targets)
     loss.backward()
-    found = {"loss": loss.detach(), "logits": model.logits(inputs), **gradients(model)}
+    actual = {"loss": loss.detach(), "logits": model.logits(inputs), **gradients(model)}
     expected = reference(config, batch)
-    assert found.keys() == expected.keys()
-    return {name: relative_error(found[name], expected[name]) for name in expected}
+    assert actual.keys() == expected.keys()
+    return {name: relative_error(actual[name], expected[name]) for name in expected}
 
 
 def errors_on_ranks(*args, **kwargs) -> dict[str, float]:
@@ -74,8 +74,8 @@ VARIANTS = {
 def test_loss_logits_and_all_gradients_equal_plain_maths(strategy, variant):
     if strategy != "phantom" and "blocks" in VARIANTS[variant]:
         pytest.skip("only phantom has blocks")
-    found = errors(config_of(strategy, **VARIANTS[variant]))
-    assert max(found.values()) < 1e-11, found
+    actual = errors(config_of(strategy, **VARIANTS[variant]))
+    assert max(actual.values()) < 1e-11, actual
 
 
 @pytest.mark.sampled(3)
@@ -83,8 +83,8 @@ def test_loss_logits_and_all_gradients_equal_plain_maths(strategy, variant):
     ("size", "variant"), [*((size, variant) for size in (1, 2, 4) for variant in VARIANTS), (8, "two blocks")]
 )
 def test_phantom_is_the_same_model_on_any_number_of_ranks(ranks, size, variant):
-    for found in ranks(size)(errors_on_ranks, config_of(**VARIANTS[variant])):
-        assert max(found.values()) < 1e-10, found
+    for actual in ranks(size)(errors_on_ranks, config_of(**VARIANTS[variant])):
+        assert max(actual.values()) < 1e-10, actual
 
 
 @pytest.mark.sampled(3)
@@ -92,8 +92,8 @@ def test_phantom_is_the_same_model_on_any_number_of_ranks(ranks, size, variant):
 @pytest.mark.parametrize(("strategy", "size"), [("phantom", 1), ("phantom", 2), ("phantom", 4), ("megatron", 2)])
 def test_parts_of_a_batch_that_take_turns_are_the_same_model(ranks, strategy, size, changes):
     config = config_of(strategy, **changes)
-    for found in ranks(size)(errors_on_ranks, config, batch=4, interleave=2):
-        assert max(found.values()) < 1e-10, found
+    for actual in ranks(size)(errors_on_ranks, config, batch=4, interleave=2):
+        assert max(actual.values()) < 1e-10, actual
 
 
 def test_what_cannot_take_turns_is_refused():
@@ -162,8 +162,8 @@ def test_a_head_by_rows_sends_its_weight_before_all_else_and_its_gradient_while_
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
 def test_megatron_is_the_same_model_on_any_number_of_ranks(ranks, size, tied):
-    for found in ranks(size)(errors_on_ranks, config_of("megatron", tie_embeddings=tied, parallel_block=tied)):
-        assert max(found.values()) < 1e-10, found
+    for actual in ranks(size)(errors_on_ranks, config_of("megatron", tie_embeddings=tied, parallel_block=tied)):
+        assert max(actual.values()) < 1e-10, actual
 
 
 def test_the_comparison_fails_where_two_ghosts_are_swapped():
@@ -190,12 +190,12 @@ def counted(config: GPTConfig, recompute: bool) -> dict[str, dict[str, int]]:
     inputs, targets = gpt_reference.tokens(config.vocab)
     with Ledger() as ledger:
         model.loss(inputs, targets).backward()
-    found: dict[str, dict[str, int]] = {"forward": {}, "backward": {}}
+    actual: dict[str, dict[str, int]] = {"forward": {}, "backward": {}}
     for entry, count in ledger.collectives.items():
         parts = entry.module.split(".")
         place = ".".join(parts[1:3]) if "layers" in parts else "ends"
-        found[entry.phase][place] = found[entry.phase].get(place, 0) + count
-    return found
+        actual[entry.phase][place] = actual[entry.phase].get(place, 0) + count
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -209,16 +209,16 @@ def counted(config: GPTConfig, recompute: bool) -> dict[str, dict[str, int]]:
     ],
 )
 def test_exchanges_of_a_layer_each_way_and_no_other(ranks, strategy, settings, layer, ends):
-    for found in ranks(2)(counted, config_of(strategy, **settings), False):
-        assert found["forward"] == {"layers.0": layer, "layers.1": layer, "ends": ends[0]}
-        assert sum(found["backward"].values()) == 2 * layer + ends[1]
+    for actual in ranks(2)(counted, config_of(strategy, **settings), False):
+        assert actual["forward"] == {"layers.0": layer, "layers.1": layer, "ends": ends[0]}
+        assert sum(actual["backward"].values()) == 2 * layer + ends[1]
 
 
 def test_recomputing_repeats_the_forward_exchanges_and_changes_no_number(ranks):
-    for found in ranks(2)(counted, config_of(), True):
-        assert sum(found["backward"].values()) == 8 + 1 + 8
-    for found in ranks(2)(errors_on_ranks, config_of(), activation_checkpointing=True):
-        assert max(found.values()) < 1e-10
+    for actual in ranks(2)(counted, config_of(), True):
+        assert sum(actual["backward"].values()) == 8 + 1 + 8
+    for actual in ranks(2)(errors_on_ranks, config_of(), activation_checkpointing=True):
+        assert max(actual.values()) < 1e-10
 
 
 def decoded(config: GPTConfig, on_ranks: bool) -> tuple[float, int]:
@@ -288,9 +288,9 @@ def test_the_same_seed_draws_the_same_weights_on_any_number_of_ranks(ranks, stra
     if strategy == "megatron":
         for name, value in weights(config_of("dense", tie_embeddings=tied)).items():
             assert torch.equal(value, expected[name])
-    for found in (*ranks(2)(weights, config), ranks(4)(weights, config)[0]):
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for actual in (*ranks(2)(weights, config), ranks(4)(weights, config)[0]):
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
     assert ("head.weight" in expected or "head.linear.weight" in expected) is not tied
 
 

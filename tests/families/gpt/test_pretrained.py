@@ -239,12 +239,12 @@ def test_commands_from_a_folder_to_text_and_back(tmp_path, capsys):
     assert load_model(model).config.context == 48
     capsys.readouterr()
     assert main(["generate", "--model", model, "--prompt", "ghost", "--chat", "--tokens", "6", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    actual = json.loads(capsys.readouterr().out)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "hf" / "tokenizer.json"))
     tokenizer.chat_template = TEMPLATE
     asked = tokenizer.apply_chat_template([{"role": "user", "content": "ghost"}], add_generation_prompt=True)
     prompt = torch.tensor([asked["input_ids"]])
-    assert found["tokens"] == [greedy(reference, prompt, 6)]
+    assert actual["tokens"] == [greedy(reference, prompt, 6)]
     assert main(["model", "export", "--model", model, "--out", out]) == 0
     assert transformers.AutoModelForCausalLM.from_pretrained(out).config.model_type == "llama"
     for template in ("{{ 1 / 0 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"):

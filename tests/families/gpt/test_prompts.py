@@ -71,10 +71,10 @@ def test_byte_pairs(tmp_path):
     tokenizer.save(tmp_path)  # as a training that has not come to its end leaves it
     assert isinstance(find_tokenizer(model), BPETokenizer)
     (tmp_path / "tokenizer.json").rename(model / "tokenizer.json")
-    found = find_tokenizer(model)
-    assert found.encode(TEXT.encode()).tolist() == tokenizer.encode(TEXT.encode()).tolist()
+    actual = find_tokenizer(model)
+    assert actual.encode(TEXT.encode()).tolist() == tokenizer.encode(TEXT.encode()).tolist()
     with pytest.raises(ValueError, match="vocabulary is 24"):
-        encode_prompt(TEXT, found, 24)
+        encode_prompt(TEXT, actual, 24)
 
 
 def tokenizer_json(**changes) -> dict:

@@ -76,11 +76,11 @@ def curve(reported: dict) -> list[float]:
     return [loss for loss, _ in reported.values()]
 
 
-def close(found: dict, expected: dict) -> bool:
-    assert found.keys() == expected.keys()
+def close(actual: dict, expected: dict) -> bool:
+    assert actual.keys() == expected.keys()
     for step, (loss, held_out) in expected.items():
-        assert found[step][0] == pytest.approx(loss, rel=1e-4)
-        assert (found[step][1] is None) if held_out is None else found[step][1] == pytest.approx(held_out, rel=1e-4)
+        assert actual[step][0] == pytest.approx(loss, rel=1e-4)
+        assert (actual[step][1] is None) if held_out is None else actual[step][1] == pytest.approx(held_out, rel=1e-4)
     return True
 
 
@@ -104,10 +104,10 @@ def test_losses_are_those_of_a_plain_loop_in_torch(phantom):
     with torch.no_grad():
         tokens, targets = windows(text.held_out, text.held_out_starts(config), config.context)
         held_out = torch.nn.functional.cross_entropy(model.logits(tokens).flatten(0, 1), targets.flatten())
-    found = here(config)
+    actual = here(config)
     assert max(norms) > config.max_grad_norm  # so that clipping is tested
-    assert curve(found) == pytest.approx(expected, rel=1e-4)
-    assert found[config.steps][1] == pytest.approx(held_out.item(), rel=1e-4)
+    assert curve(actual) == pytest.approx(expected, rel=1e-4)
+    assert actual[config.steps][1] == pytest.approx(held_out.item(), rel=1e-4)
 
 
 ELSEWHERE = [
@@ -126,8 +126,8 @@ def test_losses_are_the_same_on_any_ranks_copies_and_with_fsdp(ranks, phantom, s
     expected = here(config)
     for variant in variants:
         changed = config.updated(**variant)
-        found = ranks(changed.ranks * changed.dp)(losses, changed, os.environ["XDG_CACHE_HOME"])[0]
-        assert close(found, expected), variant
+        actual = ranks(changed.ranks * changed.dp)(losses, changed, os.environ["XDG_CACHE_HOME"])[0]
+        assert close(actual, expected), variant
 
 
 def other_text_on_rank_1(config: GPTTrainConfig, cache: str) -> str:
@@ -156,7 +156,7 @@ def test_resumed_is_uninterrupted_to_the_bit_and_to_rounding_elsewhere(ranks, ph
     config = phantom.updated(ranks=2, dp=2, **change)
     cache = os.environ["XDG_CACHE_HOME"]
     expected = ranks(4)(losses, config, cache, str(tmp_path))[0]
-    rest = {step: found for step, found in expected.items() if step > 4}
+    rest = {step: actual for step, actual in expected.items() if step > 4}
     resume = str(tmp_path / "step-000004")
     assert ranks(4)(losses, config, cache, None, resume)[0] == rest
     assert close(here(config.updated(ranks=1, dp=1, fsdp=False), resume=resume), rest)

@@ -83,29 +83,29 @@ def test_a_window_is_tokens_and_those_after_them(tmp_path):
 
 
 def test_the_seed_and_the_step_decide_the_windows_and_all_fit(tmp_path):
-    one = config(written(tmp_path, LINES[:300]), context=20)
-    text = open_text(one)
-    drawn = torch.cat([text.starts(step, one) for step in range(400)])
+    settings = config(written(tmp_path, LINES[:300]), context=20)
+    text = open_text(settings)
+    drawn = torch.cat([text.starts(step, settings) for step in range(400)])
     assert (int(drawn.min()), int(drawn.max())) == (0, len(text.training) - 21)
     windows(text.training, drawn, 20)  # none beyond the end
-    assert torch.equal(text.starts(3, one), open_text(one).starts(3, one))
-    assert not torch.equal(text.starts(3, one), text.starts(4, one))
-    assert not torch.equal(text.starts(3, one), text.starts(3, one.updated(seed=1)))
+    assert torch.equal(text.starts(3, settings), open_text(settings).starts(3, settings))
+    assert not torch.equal(text.starts(3, settings), text.starts(4, settings))
+    assert not torch.equal(text.starts(3, settings), text.starts(3, settings.updated(seed=1)))
 
 
 @pytest.mark.parametrize("wanted", [1, 2, 7, 1000])
 def test_held_out_windows_do_not_overlap(tmp_path, wanted):
-    one = config(written(tmp_path), eval_windows=wanted)
-    text = open_text(one)
-    starts = text.held_out_starts(one)
+    settings = config(written(tmp_path), eval_windows=wanted)
+    text = open_text(settings)
+    starts = text.held_out_starts(settings)
     assert len(starts) == min(wanted, (len(text.held_out) - 1) // 16)
     assert all(later - earlier >= 16 for earlier, later in zip(starts.tolist(), starts.tolist()[1:], strict=False))
     assert int(starts[-1]) + 17 <= len(text.held_out)
 
 
 def test_tokens_are_kept_on_disk_and_mapped(tmp_path, cache, monkeypatch):
-    one = config(written(tmp_path))
-    first = open_text(one)
+    settings = config(written(tmp_path))
+    first = open_text(settings)
     assert isinstance(first.training, np.memmap)
     (folder,) = (cache / "phantom-parallel" / "text").iterdir()
     assert folder.name == first.digest
@@ -115,10 +115,10 @@ def test_tokens_are_kept_on_disk_and_mapped(tmp_path, cache, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(text_module, "_encode", fail)
-        assert np.array_equal(open_text(one).training, first.training)
+        assert np.array_equal(open_text(settings).training, first.training)
     file = folder / "training.npy"  # damaged: made anew
     file.write_bytes(file.read_bytes()[:-50])
-    assert bytes(open_text(one).training) == text_module.split_text(LINES.encode())[0]
+    assert bytes(open_text(settings).training) == text_module.split_text(LINES.encode())[0]
 
 
 def test_without_a_place_on_disk_tokens_are_in_memory(tmp_path, monkeypatch):
@@ -130,8 +130,8 @@ def test_without_a_place_on_disk_tokens_are_in_memory(tmp_path, monkeypatch):
 
 def test_a_byte_pair_encoding_gives_back_the_text_and_is_shorter(tmp_path):
     pytest.importorskip("tokenizers")
-    one = config(written(tmp_path), tokenizer="bpe", vocab=300)
-    text = open_text(one)
+    settings = config(written(tmp_path), tokenizer="bpe", vocab=300)
+    text = open_text(settings)
     tokenizer = text.tokenizer
     assert isinstance(tokenizer, BPETokenizer)
     assert tokenizer.vocab == 300
@@ -142,7 +142,7 @@ def test_a_byte_pair_encoding_gives_back_the_text_and_is_shorter(tmp_path):
     assert tokenizer.decode(tokenizer.encode("nie gesehen: ∑ 語".encode())) == "nie gesehen: ∑ 語"
     tokenizer.save(tmp_path)
     assert np.array_equal(load_tokenizer(tmp_path).encode(LINES.encode()), tokenizer.encode(LINES.encode()))
-    assert np.array_equal(open_text(one).training, text.training)  # from disk
+    assert np.array_equal(open_text(settings).training, text.training)  # from disk
 
 
 def test_long_words_are_cut_to_train_an_encoding_and_no_others():

@@ -49,12 +49,14 @@ def test_formulas_equal_the_ledger_on_real_ranks(ranks, shape):
 @pytest.mark.parametrize("shape", SHAPES, ids=name_of)
 def test_a_dry_run_counts_every_rank_and_their_sums(shape):
     runs = [dry_run(replace(shape, rank=rank)) for rank in range(shape.ranks)]
-    for found in runs:
-        assert found.differences == []
-        assert found.memory.activations == pytest.approx(found.shape.memory.activations, rel=0.2)
-    total = shape.dp * sum(found.ledger.moved_bytes for found in runs)
+    for actual in runs:
+        assert actual.differences == []
+        assert actual.memory.activations == pytest.approx(actual.shape.memory.activations, rel=0.2)
+    total = shape.dp * sum(actual.ledger.moved_bytes for actual in runs)
     assert runs[0].to_dict()["all_ranks"]["sent_bytes"] == total
-    assert shape.over_all_ranks(lambda one: 2 * one.multiply_adds()) == shape.dp * sum(run.ledger.flops for run in runs)
+    assert shape.over_all_ranks(lambda rank: 2 * rank.multiply_adds()) == shape.dp * sum(
+        run.ledger.flops for run in runs
+    )
 
 
 @pytest.mark.slow
@@ -69,7 +71,7 @@ def test_the_model_has_as_many_parameters_however_it_is_divided():
     for strategy in ("fsdp", "pipeline"):
         shape = shape_of(strategy, 4, layers=4, batch=4, tie_embeddings=True)
         assert shape.model_parameters == dense
-        held = shape.over_all_ranks(lambda one: one.parameters)
+        held = shape.over_all_ranks(lambda rank: rank.parameters)
         assert held == dense + (48 * 64 if strategy == "pipeline" else 0)  # both ends hold the embedding
 
 
