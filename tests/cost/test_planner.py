@@ -171,6 +171,7 @@ def test_scaling_uses_exactly_so_many_devices_and_the_best_of_them() -> None:
     assert [c.devices for c in curves["dense"]] == [2, 4, 8, 16, 32, 64]  # the batch divides no further
     eight = [c for c in plan(wanted).candidates if c.devices == 8 and c.layout.strategy == "megatron"]
     assert curves["megatron"][2].seconds == min(c.seconds for c in eight)
+    assert "tensor" in scaling(request(ghosts=(2,), min_ghosts=4))  # without phantom
     small = scaling(request(toy(max_devices=16), width=2048, batch=64))
     assert max(c.devices for curve in small.values() for c in curve) == 16
 

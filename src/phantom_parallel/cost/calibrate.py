@@ -123,6 +123,7 @@ def _profile(seconds: Coefficients, ranks: int, hosts: int = 1, source: str = "a
     def rate(seconds_each: float) -> float:
         return 1 / seconds_each if seconds_each else math.inf
 
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     latency = figure(0.0, "; in the overhead of an exchange")
     between = Tier(latency, figure(rate(seconds.between_byte if hosts > 1 else seconds.sent_byte)))
     return Profile(
@@ -131,7 +132,7 @@ def _profile(seconds: Coefficients, ranks: int, hosts: int = 1, source: str = "a
         device=f"{platform.machine()} CPU, {threads_for(ranks)} threads",
         devices_per_node=figure(ranks // hosts),
         max_devices=figure(ranks, "; measured on no other number of ranks"),
-        memory_bytes=Figure(physical_memory() / ranks, "physical memory over ranks"),
+        memory_bytes=Figure(memory / ranks, "physical memory over ranks"),
         memory_bandwidth=figure(rate(seconds.read_byte)),
         write_bandwidth=figure(rate(seconds.written_byte), "; with the cost of fresh memory"),
         peak={"fp32": figure(rate(seconds.flop), "; reached by products of the sizes tried")},
@@ -281,11 +282,6 @@ def fit_non_negative(samples: Sequence[Sample]) -> Coefficients:
     scale = np.maximum(np.abs(x).max(0), 1e-300)
     solution, _ = nnls(x / scale, weights)
     return Coefficients(*np.maximum(solution / scale, MIN_SECONDS).tolist())
-
-
-def physical_memory() -> int:
-    """Bytes of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def validate(

@@ -300,7 +300,7 @@ def scaling(request: PlanRequest, counts: tuple[int, ...] = SCALING_COUNTS) -> d
     """
     most = request.profile.max_devices.value
     choices = [ghosts for ghosts in request.ghost_choices if ghosts >= (request.min_ghosts or 1)]
-    ends = tuple(sorted({min(choices), max(choices)}))
+    ends = tuple(sorted({min(choices), max(choices)})) if choices else request.ghosts
     curves: dict[str, list[Candidate]] = {}
     for count in (count for count in counts if count <= most):
         at_count = replace(request, devices=max(count, *request.dp, 1), ghosts=ends)

@@ -125,18 +125,9 @@ def probe_amd(
 
 
 def _packages(smi: Any, dies: list[tuple[str, Any]]) -> list[list[tuple[str, Any]]]:
-    """Group dies, which are sorted by PCI address, into packages of one or two."""
-    packages: list[list[tuple[str, Any]]] = []
-    second_die_follows = False
-    for bdf, handle in dies:
-        two_dies = TWO_DIES in _market_name(smi, handle).upper()
-        if two_dies and second_die_follows:
-            packages[-1].append((bdf, handle))
-            second_die_follows = False
-        else:
-            packages.append([(bdf, handle)])
-            second_die_follows = two_dies
-    return packages
+    """Group dies, which are sorted by PCI address, into packages; a host has one kind of them."""
+    size = 2 if dies and TWO_DIES in _market_name(smi, dies[0][1]).upper() else 1
+    return [dies[first : first + size] for first in range(0, len(dies), size)]
 
 
 def _market_name(smi: Any, handle: Any) -> str:
