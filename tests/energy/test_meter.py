@@ -1,5 +1,6 @@
 """The meter's windows, on simulated sensors and on none."""
 
+import json
 import threading
 from types import SimpleNamespace
 
@@ -116,6 +117,20 @@ def test_figures_of_different_provenance_are_never_added(clock):
     assert window.joules == 200.0
     assert window.result.total.excluded == ("steady/1 (integrated_power)",)
     assert "without steady/1" in str(window.result)
+
+
+def test_json_keeps_provenance_scope_and_null(clock):
+    meter = EnergyMeter(sources=[Steady(clock, watts=0.0)], clock=clock, device="cpu", profile=PROFILE)
+    with meter.window("load") as window:
+        clock.now += 1.0
+    plain = json.loads(json.dumps(window.result.to_dict(), allow_nan=False))
+    figures = [plain["total"], *plain["totals"], *plain["rows"]]
+    assert [figure["joules"] for figure in figures] == [None, None, 100.0, None, 100.0]
+    assert [figure["provenance"] for figure in figures[1:]] == ["unavailable", "modelled"] * 2
+    assert {figure["scope"] for figure in figures} == {"device"}
+    assert (plain["rows"][1]["watts"], plain["rows"][1]["watts_source"]) == (100.0, "made up")
+    split = {"rank": 0, "compute_seconds": 1.0, "communication_seconds": 0.0, "idle_seconds": 0.0}
+    assert plain["time_splits"] == [split | {"host": meter.host.name}]
 
 
 def test_the_sampling_thread_reads_and_ends_with_the_window(clock):
