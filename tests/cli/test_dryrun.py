@@ -148,7 +148,7 @@ def test_communication_of_a_feed_forward_network_is_beside_the_tensor_baseline(c
     [
         (["--ghosts", "4", "--heads", "6"], "heads=6 does not divide dim=64"),
         (["--strategy", "dense"], "dense runs on one rank"),
-        (["--ghosts", "17"], "ghosts=17 is larger than a block of 16 features"),
+        (["--ghosts", "17"], "ghosts=17 is larger than a block of 16 input features"),
         (["--strategy", "fsdp", "--mode", "decode"], "fsdp is for training: decode runs on ranks by megatron"),
         (["--ghosts", "4", "--out", "x"], "--out x is where --communication writes to"),
         (["--ghosts", "4", "--communication", "--mode", "decode"], "leave out --mode decode"),
