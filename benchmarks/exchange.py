@@ -16,14 +16,7 @@ import torch
 from benchmarks.timing import interleave, local_mesh
 from phantom_parallel.distributed.launch import Report, launch_local
 from phantom_parallel.ops import collectives
-from phantom_parallel.ops.collectives import (
-    RankGroup,
-    finish_all_gather,
-    finish_reduce_scatter,
-    rank_group,
-    start_all_gather,
-    start_reduce_scatter,
-)
+from phantom_parallel.ops.collectives import RankGroup, finish, rank_group, start_all_gather, start_reduce_scatter
 
 SIZES = ((64, 16), (512, 16), (64, 1024))  # rows, words of a row
 RANKS = (2, 4, 8)
@@ -36,10 +29,8 @@ def compare(device: torch.device, report: Report) -> None:
         x, slices = torch.randn(rows, words), torch.randn(ranks.size, rows, words)
         contestants = {}
         for name, how in (("all_to_all", ranks), ("native", ranks._replace(native=True))):
-            contestants[f"gather {name}"] = lambda x=x, how=how: finish_all_gather(start_all_gather(x, how), how)
-            contestants[f"scatter {name}"] = lambda s=slices, how=how: finish_reduce_scatter(
-                start_reduce_scatter(s, how), how
-            )
+            contestants[f"gather {name}"] = lambda x=x, how=how: finish(start_all_gather(x, how))
+            contestants[f"scatter {name}"] = lambda s=slices, how=how: finish(start_reduce_scatter(s, how))
         times = interleave(contestants, turns=60, warmup=10)
         report((f"{rows}, {words}", {name: 1e6 * timing.median for name, timing in times.items()}))
 
@@ -67,7 +58,7 @@ def _short_gather(group: RankGroup, policy: collectives.Backoff) -> Callable[[],
     def gather() -> None:
         collectives.backoff = policy
         for _ in range(GATHERS):
-            finish_all_gather(start_all_gather(x, group), group)
+            finish(start_all_gather(x, group))
 
     return gather
 

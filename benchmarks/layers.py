@@ -26,13 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from benchmarks.timing import about, interleave, measured_on_ranks, milliseconds, shown, write
 from phantom_parallel import PhantomLinear, TensorLinear
-from phantom_parallel.ops.collectives import (
-    finish_all_gather,
-    finish_reduce_scatter,
-    rank_group,
-    start_all_gather,
-    start_reduce_scatter,
-)
+from phantom_parallel.ops.collectives import finish, rank_group, start_all_gather, start_reduce_scatter
 
 BATCH, GHOSTS = 64, 16
 MORE_BLOCKS = 8  # beside one block a rank, as in the paper: blocks are not ranks
@@ -124,9 +118,9 @@ def exchanges_alone(mesh: DeviceMesh, held: int) -> Callable[[], None]:
 
     def run() -> None:
         for _ in range(2):
-            finish_all_gather(start_all_gather(g, ranks), ranks)
+            finish(start_all_gather(g, ranks))
         for _ in range(2):
-            finish_reduce_scatter(start_reduce_scatter(h, ranks), ranks)
+            finish(start_reduce_scatter(h, ranks))
 
     return run
 

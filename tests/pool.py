@@ -156,7 +156,7 @@ def _replace_groups(rank: int, size: int, store: str) -> None:
     if groups == 1:
         return
     dist.destroy_process_group()
-    collectives._cached_levels.clear()
+    collectives.make_levels.cache_clear()
     shards._storage_groups.clear()
     _init_group(rank, size, store)
 

@@ -9,7 +9,6 @@ from torch.distributed._local_tensor import LocalIntNode, LocalTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from phantom_parallel.ops import RankGroup
-from phantom_parallel.ops.collectives import Group, TwoLevelGroup
 
 
 @contextmanager
@@ -27,7 +26,7 @@ def simulated_ranks(size: int) -> Iterator[tuple[LocalTensorMode, RankGroup]]:
         dist.destroy_process_group()
 
 
-def simulated_levels(ranks: RankGroup, blocks: int) -> Group:
+def simulated_levels(ranks: RankGroup, blocks: int) -> RankGroup:
     """The same ranks with two levels, where they are more than the blocks."""
     inside = ranks.size // blocks
     if inside <= 1:
@@ -39,4 +38,4 @@ def simulated_levels(ranks: RankGroup, blocks: int) -> Group:
         return RankGroup(rank, len(members), dist.new_group(list(members)).group_name, native=True)
 
     across = level(range(0, ranks.size, inside), lambda rank: rank // inside)
-    return TwoLevelGroup(ranks, across, level(range(inside), lambda rank: rank % inside))
+    return ranks._replace(inter_block=across, intra_block=level(range(inside), lambda rank: rank % inside))

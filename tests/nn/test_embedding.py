@@ -25,13 +25,6 @@ def test_a_head_on_ranks_says_how_to_shard_its_input(ranks):
     assert all("shard_features(x, mesh)" in message for message in ranks(2)(refused_width))
 
 
-@pytest.mark.parametrize(("tokens", "weight"), [("meta", "cpu"), ("cpu", "meta")])
-def test_an_embedding_refuses_tokens_of_another_device(tokens, weight):
-    embedding = FeatureEmbedding(10, 12, blocks=2, device=weight)
-    with pytest.raises(ValueError, match=f"the tokens are on {tokens} and the weight is on {weight}"):
-        embedding(torch.zeros(3, dtype=torch.long, device=tokens))
-
-
 BUILDERS = {
     "vocab": lambda odd, mesh: FeatureEmbedding(10 if odd else 12, 16, blocks=4, mesh=mesh),
     "std": lambda odd, mesh: FeatureEmbedding(12, 16, blocks=4, std=2.0 if odd else 1.0, mesh=mesh),

@@ -1,7 +1,6 @@
 """PhantomLinear and TensorLinear as layers: what they are on one process and over a mesh."""
 
 import copy
-import warnings
 from functools import partial
 
 import pytest
@@ -343,16 +342,9 @@ def test_from_dense_of_a_meta_layer_says_what_is_missing():
 
 
 @pytest.mark.parametrize("kind", [partial(PhantomLinear, blocks=4, ghosts=2), TensorLinear])
-def test_an_input_of_another_dtype_is_named(kind):
-    with pytest.raises(RuntimeError, match=r"the input is torch.float64 and the weights are torch.float32"):
+def test_an_input_of_another_dtype_is_refused(kind):
+    with pytest.raises(RuntimeError, match=r"dtype|scalar type"):
         kind(16, 16)(torch.randn(3, 16, dtype=torch.float64))
-
-
-def test_from_dense_warns_where_it_unties_a_shared_weight():
-    embedding, head = nn.Embedding(32, 32), nn.Linear(32, 32, bias=False)
-    head.weight = embedding.weight
-    with pytest.warns(UserWarning, match="unties a shared weight: .* also a parameter of Embedding"):
-        PhantomLinear.from_dense(head, blocks=4, ghosts=2)
 
 
 def test_from_dense_warns_where_the_layer_is_not_smaller():
@@ -360,18 +352,6 @@ def test_from_dense_warns_where_the_layer_is_not_smaller():
         UserWarning, match="not smaller .* 1152 weights, a dense layer has 1024: use fewer than 6 ghosts"
     ):
         PhantomLinear.from_dense(nn.Linear(32, 32), blocks=4, ghosts=7)
-
-
-def test_from_dense_of_a_layer_with_an_optimizer_does_not_warn():
-    linear = nn.Linear(32, 32)
-    optimizer = torch.optim.AdamW(linear.parameters())
-    linear(torch.randn(2, 32)).sum().backward()
-    optimizer.step()
-    held = dict(linear.named_parameters())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        PhantomLinear.from_dense(linear, blocks=4, ghosts=2)
-    assert held
 
 
 @pytest.mark.parametrize("ndim", [2, 3])
@@ -406,21 +386,3 @@ def test_a_mesh_of_several_dimensions_is_refused_with_the_fix(ndim):
                 PhantomLinear(16, 16, blocks=4, ghosts=2, mesh=levels)
     finally:
         torch.distributed.destroy_process_group()
-
-
-def assigned() -> tuple[str, str]:
-    """The errors of layers whose sharded weights were replaced by full ones."""
-    mesh, messages = init_device_mesh("cpu", (2,)), []
-    for layer in (TensorLinear(8, 12, mesh=mesh), PhantomLinear(8, 12, blocks=2, ghosts=1, mesh=mesh)):
-        full = {name: p.full_tensor() for name, p in layer.state_dict().items()}
-        layer.load_state_dict(full, assign=True)
-        try:
-            layer(torch.randn(3, 4))
-        except (ValueError, RuntimeError) as error:
-            messages.append(str(error))
-    return tuple(messages)
-
-
-def test_full_weights_in_place_of_sharded_ones_are_not_computed_with(ranks):
-    for of_tensor, _ in ranks(2)(assigned):
-        assert "the weight has 12 rows on this rank, and not its share of 12 over 2 ranks" in of_tensor

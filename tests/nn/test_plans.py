@@ -239,21 +239,3 @@ def test_a_plan_with_a_replicated_stream_exchanges_the_stream_and_the_ghosts(ran
     stream = (size - 1) * rows * dim // size * word
     ghosts = 2 * 7 * (size - 1) * rows * (BLOCKS // size) * 2 * word  # each way
     assert set(ranks(2)(replicated_stream_bytes, name)) == {layers * (gathers * stream + ghosts)}
-
-
-def untied() -> list[str]:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    model = Llama(tie=True)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        parallelize_module(model, mesh, {"lm_head": PhantomParallel(blocks=4, ghosts=1, init="fresh")})
-        parallelize_module(model.model.layers[0].mlp, mesh, {"up_proj": PhantomParallel(blocks=4, ghosts=8)})
-    return [str(one.message) for one in caught if one.category is UserWarning]
-
-
-def test_the_style_warns_where_it_unties_a_weight_or_makes_a_layer_larger(ranks):
-    for texts in ranks(2)(untied):
-        shared, larger = texts
-        assert "unties a shared weight" in shared
-        assert "also a parameter of Embedding" in shared
-        assert "not smaller than the dense one: 32 -> 48 features with blocks=4 and ghosts=8" in larger

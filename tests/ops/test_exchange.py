@@ -62,20 +62,15 @@ def exchange(strategy: str, blocks: int, native: bool, needs: str) -> dict[str, 
     }
 
 
-@pytest.mark.parametrize(("size", "blocks"), [(2, 2), (2, 8), (4, 4), (4, 8)])
-def test_phantom_sends_ghosts_once_each_way(ranks, size, blocks):
-    words = ROWS * (blocks // size) * GHOSTS
-    for found in ranks(size)(exchange, "phantom", blocks, True, "all"):
-        assert found["forward"] == [("all_gather_into_tensor", 4 * words)]
-        assert found["backward"] == [("reduce_scatter_tensor", 4 * words * size)]
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_tensor_sends_whole_activations_once_each_way(ranks, size):
-    words = ROWS * BLOCK_IN
-    for found in ranks(size)(exchange, "tensor", size, True, "all"):
-        assert found["forward"] == [("all_gather_into_tensor", 4 * words)]
-        assert found["backward"] == [("reduce_scatter_tensor", 4 * words * size)]
+@pytest.mark.parametrize(
+    ("strategy", "size", "blocks", "words"),
+    [*(("phantom", size, blocks, blocks // size * GHOSTS) for size in (2, 4) for blocks in (size, 8)),
+     *(("tensor", size, size, BLOCK_IN) for size in (2, 4))],
+)  # fmt: skip
+def test_ghosts_or_activations_are_sent_once_each_way(ranks, strategy, size, blocks, words):
+    for found in ranks(size)(exchange, strategy, blocks, True, "all"):
+        assert found["forward"] == [("all_gather_into_tensor", 4 * ROWS * words)]
+        assert found["backward"] == [("reduce_scatter_tensor", 4 * ROWS * words * size)]
 
 
 @pytest.mark.parametrize("strategy", ["phantom", "tensor"])
@@ -98,19 +93,16 @@ def test_exchange_starts_before_the_local_products_and_is_waited_for_after_them(
             assert "product" in order[start : order.index("wait_tensor")], order
 
 
-@pytest.mark.parametrize(("size", "blocks"), [(1, 4), (2, 2), (2, 8), (4, 4)])
-def test_multiply_adds_equal_the_formula(ranks, size, blocks):
-    """torch's own counter on a rank: L, C and D each once a row forward, twice backward."""
-    held = blocks // size
-    weights = held * (BLOCK_OUT * BLOCK_IN + GHOSTS * BLOCK_IN + (blocks - 1) * GHOSTS * BLOCK_OUT)
-    for found in ranks(size)(exchange, "phantom", blocks, True, "all"):
-        assert found["flops"] == [2 * ROWS * weights, 4 * ROWS * weights]
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_tensor_multiply_adds_equal_the_formula(ranks, size):
-    weights = BLOCK_OUT * size * BLOCK_IN
-    for found in ranks(size)(exchange, "tensor", size, True, "all"):
+@pytest.mark.parametrize(
+    ("strategy", "size", "blocks"),
+    [("phantom", 1, 4), ("phantom", 2, 2), ("phantom", 2, 8), ("phantom", 4, 4), ("tensor", 1, 1), ("tensor", 4, 4)],
+)
+def test_multiply_adds_equal_the_formula(ranks, strategy, size, blocks):
+    """torch's own counter on a rank: every weight once a row forward, twice backward."""
+    weights = blocks // size * (BLOCK_OUT * BLOCK_IN + GHOSTS * BLOCK_IN + (blocks - 1) * GHOSTS * BLOCK_OUT)
+    if strategy == "tensor":
+        weights = BLOCK_OUT * size * BLOCK_IN
+    for found in ranks(size)(exchange, strategy, blocks, True, "all"):
         assert found["flops"] == [2 * ROWS * weights, 4 * ROWS * weights]
 
 
@@ -120,24 +112,19 @@ L_PART, D_PART, C_PART = BLOCK_OUT * BLOCK_IN, GHOSTS * BLOCK_OUT, GHOSTS * BLOC
 
 
 @pytest.mark.parametrize(
-    ("needs", "sends", "products"),
+    ("strategy", "needs", "sends", "products"),
     [
-        ("x", True, D_PART + L_PART + C_PART),
-        ("local", False, L_PART),
-        ("decompress", False, D_PART),
-        ("compress", True, D_PART + C_PART),
-        ("local decompress", False, L_PART + D_PART),
-        ("x local compress", True, D_PART + 2 * L_PART + 2 * C_PART),
+        ("phantom", "x", True, D_PART + L_PART + C_PART),
+        ("phantom", "local", False, L_PART),
+        ("phantom", "decompress", False, D_PART),
+        ("phantom", "compress", True, D_PART + C_PART),
+        ("phantom", "local decompress", False, L_PART + D_PART),
+        ("phantom", "x local compress", True, D_PART + 2 * L_PART + 2 * C_PART),
+        ("tensor", "x", True, 2 * L_PART),
+        ("tensor", "weight", False, 2 * L_PART),
     ],
 )
-def test_nothing_is_computed_or_sent_for_what_needs_no_gradient(ranks, needs, sends, products):
-    for found in ranks(2)(exchange, "phantom", 2, True, needs):
-        assert len(found["backward"]) == sends
-        assert found["flops"][1] == 2 * ROWS * products
-
-
-@pytest.mark.parametrize(("needs", "sends", "products"), [("x", True, 2 * L_PART), ("weight", False, 2 * L_PART)])
-def test_tensor_computes_and_sends_nothing_for_what_needs_no_gradient(ranks, needs, sends, products):
-    for found in ranks(2)(exchange, "tensor", 2, True, needs):
+def test_nothing_is_computed_or_sent_for_what_needs_no_gradient(ranks, strategy, needs, sends, products):
+    for found in ranks(2)(exchange, strategy, 2, True, needs):
         assert len(found["backward"]) == sends
         assert found["flops"][1] == 2 * ROWS * products

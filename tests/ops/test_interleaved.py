@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from phantom_parallel.ops import SINGLE_RANK, RankGroup, normed_phantom_linear, phantom_linear
+from phantom_parallel.ops import SINGLE_RANK, RankGroup, phantom_linear
 from phantom_parallel.ops.collectives import rank_group
 from phantom_parallel.ops.head import begin_rows, end_rows, row_logits
 from phantom_parallel.ops.linear import begin_phantom, end_phantom
@@ -27,7 +27,7 @@ def inputs_of(reference: Phantom, group: RankGroup, normed: bool, x: torch.Tenso
 def in_one(inputs: list[torch.Tensor], group: RankGroup, normed: bool) -> torch.Tensor:
     x, extra, *weights = inputs
     if normed:
-        return normed_phantom_linear(x, extra, *weights, eps=EPS, blocks=4, group=group)
+        return phantom_linear(x, *weights, norm=extra, eps=EPS, blocks=4, group=group)
     return phantom_linear(x, *weights, extra, blocks=4, group=group)
 
 

@@ -6,13 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from phantom_parallel.ops import SINGLE_RANK, gather_normed, normed_phantom_linear
-from phantom_parallel.ops.collectives import Group, rank_group
-from tests.ops.test_phantom import group_of
+from phantom_parallel.ops import SINGLE_RANK, RankGroup, phantom_linear
+from phantom_parallel.ops.collectives import rank_group
+from phantom_parallel.ops.head import vocabulary_logits
+from tests.ops.test_phantom import TRANSFORMS, dense, group_of
 from tests.reference import Phantom, relative_error
 from tests.simulated import simulated_levels, simulated_ranks
 
 EPS = 0.03  # large enough to show where it is left out
+
+
+def normed_phantom_linear(x: torch.Tensor, norm: torch.Tensor, *weights: torch.Tensor, **where) -> torch.Tensor:
+    return phantom_linear(x, *weights, norm=norm, **where)
 
 
 def norm_weight(reference: Phantom) -> torch.Tensor:
@@ -37,7 +42,7 @@ def expected_of(reference: Phantom) -> dict[str, torch.Tensor]:
     return found | {"x": dx, "norm": d_weight}
 
 
-def compare(reference: Phantom, ranks: Group = SINGLE_RANK) -> dict[str, float]:
+def compare(reference: Phantom, ranks: RankGroup = SINGLE_RANK) -> dict[str, float]:
     def share(t: torch.Tensor, dim: int = 0) -> torch.Tensor:
         return t.chunk(ranks.size, dim)[ranks.rank]
 
@@ -78,7 +83,7 @@ def test_output_and_gradients_equal_dense_on_real_ranks(ranks, size, blocks, nat
         assert max(errors.values()) < 1e-11, errors
 
 
-@pytest.mark.parametrize(("size", "blocks"), [(64, 16), (256, 64)])
+@pytest.mark.parametrize(("size", "blocks"), [(64, 16), pytest.param(256, 64, marks=pytest.mark.slow)])
 def test_hundreds_of_simulated_ranks_equal_dense(size, blocks):
     inside = size // blocks
     reference = Phantom.random(blocks, 2 * inside, 3 * inside, inside, rows=(3,))
@@ -117,7 +122,7 @@ def gathered(native: bool, blocks: int) -> dict[str, float]:
         t.chunk(ranks.size, dim)[ranks.rank].clone().requires_grad_()
         for t, dim in zip((x, weight, head), dims, strict=True)
     ]
-    own = torch.nn.functional.linear(gather_normed(mine[0], mine[1], eps=EPS, group=ranks), mine[2])
+    own = vocabulary_logits(*mine, eps=EPS, group=ranks)
     own.backward(d.chunk(ranks.size, -1)[ranks.rank])
     errors = {"z": relative_error(own, z.chunk(ranks.size, -1)[ranks.rank])}
     for name, found, expected, dim in zip(("x", "norm", "head"), mine, whole, dims, strict=True):
@@ -168,24 +173,9 @@ def test_frozen_weights_get_no_gradient():
         weights[index].requires_grad_(False).grad = None
 
 
-def composed(x, norm, local, compress, decompress, blocks: int) -> torch.Tensor:
+def composed(x, norm, *weights, blocks: int) -> torch.Tensor:
     """RMSNorm and the dense map of the same weights, from torch's own functions."""
-    p, m_out, k = blocks, local.shape[0] // blocks, compress.shape[0] // blocks
-    rows = []
-    for i in range(p):
-        row = []
-        for j in range(p):
-            step = (j - i) % p - 1
-            source = decompress[i * m_out : (i + 1) * m_out, step * k : (step + 1) * k]
-            row.append(local[i * m_out : (i + 1) * m_out] if i == j else source @ compress[j * k : (j + 1) * k])
-        rows.append(torch.cat(row, 1))
-    return torch.nn.functional.linear(torch.nn.functional.rms_norm(x, norm.shape, norm, EPS), torch.cat(rows))
-
-
-def second_derivatives(function, inputs, d) -> list[torch.Tensor]:
-    """Gradients of |dLoss/d(inputs)|^2 by the inputs and by the output gradient."""
-    first = torch.autograd.grad(function(*inputs), inputs, d, create_graph=True)
-    return list(torch.autograd.grad(sum((g**2).sum() for g in first), [*inputs, d]))
+    return dense(torch.nn.functional.rms_norm(x, norm.shape, norm, EPS), *weights, None, blocks)
 
 
 def leaves(reference: Phantom) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -193,55 +183,30 @@ def leaves(reference: Phantom) -> tuple[list[torch.Tensor], torch.Tensor]:
     return [t.detach().clone().requires_grad_() for t in inputs], reference.d.clone().requires_grad_()
 
 
-def test_second_derivatives_equal_those_of_the_composed_function():
-    reference = Phantom.random(3, 2, 3, 1, rows=(4,))
-    inputs, d = leaves(reference)
-    found = second_derivatives(lambda *t: normed_phantom_linear(*t, eps=EPS, blocks=3), inputs, d)
-    expected = second_derivatives(lambda *t: composed(*t, blocks=3), inputs, d)
-    for one, other in zip(found, expected, strict=True):
-        assert relative_error(one, other) < 1e-11
-
-
-def test_second_derivatives_skip_frozen_inputs():
-    reference = Phantom.random(3, 2, 3, 1, rows=(4,))
-    inputs, d = leaves(reference)
-    inputs[1].requires_grad_(False)
-    needed = [inputs[0], *inputs[2:]]
+@pytest.mark.parametrize("frozen", [False, True], ids=["all", "frozen_norm"])
+def test_second_derivatives_equal_those_of_the_composed_function(frozen):
+    inputs, d = leaves(Phantom.random(3, 2, 3, 1, rows=(4,)))
+    inputs[1].requires_grad_(not frozen)
+    needed = [t for t in inputs if t.requires_grad]
     results = []
     for function in (lambda: normed_phantom_linear(*inputs, eps=EPS, blocks=3), lambda: composed(*inputs, blocks=3)):
         first = torch.autograd.grad(function(), needed, d, create_graph=True)
-        results.append(torch.autograd.grad(sum((g**2).sum() for g in first), needed))
+        results.append(torch.autograd.grad(sum((g**2).sum() for g in first), [*needed, d]))
     for one, other in zip(*results, strict=True):
         assert relative_error(one, other) < 1e-11
 
 
-def test_second_derivatives_of_gathered_features():
-    x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
-    norm = torch.rand(6, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradgradcheck(lambda x, norm: gather_normed(x, norm, eps=EPS), (x, norm))
+def test_second_derivatives_of_a_head():
+    inputs = [torch.rand(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 6), (6,), (4, 6))]
+    assert torch.autograd.gradgradcheck(lambda *t: vocabulary_logits(*t, eps=EPS, group=SINGLE_RANK), inputs)
 
 
-def test_transforms_of_torch_func_equal_the_composed_function():
-    inputs, _ = leaves(Phantom.random(3, 2, 3, 1, rows=(4,)))
-
-    def loss(function):
-        return lambda *t: function(*t).sin().sum()
-
-    def ours(*t):
-        return normed_phantom_linear(*t, eps=EPS, blocks=3)
-
-    def theirs(*t):
-        return composed(*t, blocks=3)
-
-    every = tuple(range(5))
-    for one, other in zip(
-        torch.func.grad(loss(ours), every)(*inputs), torch.func.grad(loss(theirs), every)(*inputs), strict=True
-    ):
-        assert relative_error(one, other) < 1e-12
-    tangents = tuple(torch.randn_like(t) for t in inputs)
-    assert (
-        relative_error(
-            torch.func.jvp(ours, tuple(inputs), tangents)[1], torch.func.jvp(theirs, tuple(inputs), tangents)[1]
-        )
-        < 1e-12
+@pytest.mark.parametrize("transform", ["grad", "jvp"])
+def test_transforms_of_torch_func_equal_the_composed_function(transform):
+    inputs = tuple(t.detach() for t in leaves(Phantom.random(3, 2, 3, 1, rows=(4,)))[0])
+    found, expected = (
+        TRANSFORMS[transform](f, inputs)
+        for f in (lambda *t: normed_phantom_linear(*t, eps=EPS, blocks=3), lambda *t: composed(*t, blocks=3))
     )
+    for one, other in zip(found, expected, strict=True):
+        assert relative_error(one, other) < 1e-12

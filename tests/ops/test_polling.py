@@ -11,7 +11,7 @@ from phantom_parallel.ops.collectives import (
     MAX_SKIPPED,
     SHORT_BYTES,
     Backoff,
-    finish_all_gather,
+    finish,
     poll,
     rank_group,
     start_all_gather,
@@ -25,10 +25,10 @@ def gather(words: int, ledger_on: int | None) -> tuple[bool, list[list[float]]]:
     if group.rank == ledger_on:
         with Ledger():
             pending = start_all_gather(x, group)
-            arrived = finish_all_gather(pending, group).values
+            arrived = finish(pending).values
     else:
         pending = start_all_gather(x, group)
-        arrived = finish_all_gather(pending, group).values
+        arrived = finish(pending).values
     return pending.work is not None, arrived[:, 0, :1].tolist()
 
 

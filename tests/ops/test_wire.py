@@ -10,17 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from phantom_parallel.ops import (
-    SINGLE_RANK,
-    RankGroup,
-    gather_features,
-    gather_normed,
-    normed_phantom_linear,
-    phantom_linear,
-    shard_features,
-    tensor_linear,
-)
+from phantom_parallel.ops import SINGLE_RANK, RankGroup, gather_features, phantom_linear, shard_features, tensor_linear
 from phantom_parallel.ops.collectives import block_group, rank_group
+from phantom_parallel.ops.head import vocabulary_logits
 from phantom_parallel.ops.megatron import column_linear, row_embedding, row_linear
 from phantom_parallel.ops.wire import decode, decode_exact, encode
 from tests.reference import Phantom, relative_error
@@ -142,15 +134,8 @@ def phantom_errors(wire: str, native: bool, blocks: int, normed: bool) -> dict[s
     if normed:
         del inputs["bias"]
         inputs["norm"] = share(norm)
-
-        def function(x, norm, **weights):
-            return normed_phantom_linear(x, norm, **weights, eps=EPS, blocks=blocks, group=group)
-    else:
-
-        def function(**given):
-            return phantom_linear(**given, blocks=blocks, group=group)
-
-    found = run(function, inputs, share(reference.d, -1))
+    where = {"eps": EPS if normed else None, "blocks": blocks, "group": group}
+    found = run(lambda **given: phantom_linear(**given, **where), inputs, share(reference.d, -1))
     return errors_of(found, expected_phantom(reference, group, wire, norm))
 
 
@@ -252,7 +237,12 @@ def feature_errors(wire: str, native: bool) -> dict[str, float]:
     expected = {"z": xs[r], "x": np.concatenate([rounded(one, wire) for one in np.split(d, size, 1)], 1)}
     errors |= {f"shard {name}": error for name, error in errors_of(found, expected).items()}
 
-    found = run(lambda x, norm: gather_normed(x, norm, eps=EPS, group=group), {"x": xs[r], "norm": ns[r]}, parts[r])
+    identity = torch.eye(16, dtype=torch.float64)  # as the head's weight: its logits are the gathered features
+    found = run(
+        lambda x, norm: vocabulary_logits(x, norm, identity, eps=EPS, group=group),
+        {"x": xs[r], "norm": ns[r]},
+        parts[r],
+    )
     rms = (np.square(x).mean(1, keepdims=True) + EPS) ** -0.5
     y = rms * np.concatenate([rounded(ns[s] * xs[s], wire) for s in range(size)], 1)
     t = sum((part * y).sum(1, keepdims=True) for part in parts)

@@ -36,14 +36,7 @@ from phantom_parallel.cost.steps import TrainingStep, build_step
 from phantom_parallel.cost.terms import Product, Shape
 from phantom_parallel.cost.timing import Clock, step_time
 from phantom_parallel.distributed.launch import Report, launch_local, threads_for
-from phantom_parallel.ops.collectives import (
-    RankGroup,
-    finish_all_gather,
-    finish_reduce_scatter,
-    rank_group,
-    start_all_gather,
-    start_reduce_scatter,
-)
+from phantom_parallel.ops.collectives import RankGroup, finish, rank_group, start_all_gather, start_reduce_scatter
 from phantom_parallel.utils.network import (
     NO_LINK,
     LinkName,
@@ -205,8 +198,8 @@ def _exchange_pair(words: int, ranks: RankGroup) -> Callable[[], Any]:
     x = torch.randn(64, words // 64)
 
     def run() -> Tensor:
-        gathered = finish_all_gather(start_all_gather(x, ranks), ranks).values
-        return finish_reduce_scatter(start_reduce_scatter(gathered, ranks), ranks).values
+        gathered = finish(start_all_gather(x, ranks)).values
+        return finish(start_reduce_scatter(gathered, ranks)).values
 
     return run
 

@@ -109,8 +109,6 @@ class Attention(nn.Module):
         self.layer, self.head_dim, self.queries_per_kv = layer, head_dim, queries_per_kv
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None = None) -> Tensor:
-        if x.dim() != 3:
-            raise ValueError(f"Attention takes (batch, positions, features), got an input of shape {tuple(x.shape)}")
         z: Tensor = self.out(self.mix(self.qkv(x), cos, sin, cache))
         return z
 
@@ -121,16 +119,8 @@ class Attention(nn.Module):
 
 
 def attend(grouped: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None, layer: int) -> Tensor:
-    """Causal attention of grouped heads.
-
-    Args:
-        grouped: (batch, t, local kv heads, g + 2, head_dim): of each group the queries, the key and the value.
-        cos, sin: `rotary_tables` of the positions.
-        cache: The cache, if there is one.
-        layer: Index of the layer in the cache.
-
-    Returns:
-        (batch, local heads, t, head_dim).
+    """Causal attention of the queries, key and value of each group, (batch, t, local kv heads, g + 2, head_dim), with
+    `rotary_tables` of the positions: (batch, local heads, t, head_dim).
     """
     t, queries_per_kv = grouped.shape[1], grouped.shape[3] - 2
     rotated = rotate(grouped[..., :-1, :], cos, sin)

@@ -1,25 +1,16 @@
 """The embedding and the head of a language model whose residual stream is sharded by features."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.nn.init import init_columns, init_rows
-from phantom_parallel.nn.sharded import (
-    broadcast_seed,
-    check_features,
-    check_frozen,
-    shard_parameter,
-    to_local,
-)
-from phantom_parallel.ops import gather_normed, vocabulary_rows
-from phantom_parallel.ops.blocks import cast_for_autocast, check_real
-from phantom_parallel.ops.collectives import Group, RankGroup, block_group, flat_mesh, rank_group, require_flat
+from phantom_parallel.nn.sharded import broadcast_seed, check_features, check_settings, shard_parameter, to_local
+from phantom_parallel.ops import vocabulary_rows
+from phantom_parallel.ops.blocks import cast_for_autocast
+from phantom_parallel.ops.collectives import block_group, flat_mesh, rank_group, require_flat
 from phantom_parallel.ops.head import PrefetchedWeight, begin_rows, end_rows, row_logits, vocabulary_logits
 from phantom_parallel.ops.linear import Begun
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
@@ -35,9 +26,7 @@ class FeatureEmbedding(nn.Module):
         blocks: Number of blocks of features. Each block is initialized from its own generator, so that the weight is
             the same on any number of ranks that divides ``blocks`` or is a multiple of it.
         std: Standard deviation of the initial weights.
-        mesh: As for `PhantomLinear`.
-        device: As for `PhantomLinear`.
-        dtype: As for `PhantomLinear`.
+        mesh, device, dtype: As for `PhantomLinear`.
     """
 
     weight: nn.Parameter
@@ -57,9 +46,7 @@ class FeatureEmbedding(nn.Module):
         self.vocab, self.dim, self.blocks, self.std = vocab, dim, blocks, std
         self.mesh = mesh = flat_mesh(mesh)
         self.group = rank_group(mesh)
-        check_real(dtype or torch.get_default_dtype())
-        settings = {"vocab": vocab, "dim": dim, "blocks": blocks, "std": std}
-        check_agreement("a FeatureEmbedding", settings | {"dtype": str(dtype or torch.get_default_dtype())}, mesh)
+        check_settings(self, mesh, dtype, vocab=vocab, dim=dim, blocks=blocks, std=std)
         self.layout = BlockLayout(dim, dim, blocks, max(1, self.group.size // blocks), self.group.size)
         device = device or (None if mesh is None else mesh.device_type)
         weight = torch.empty(vocab, dim // self.group.size, device=device, dtype=dtype)
@@ -75,10 +62,6 @@ class FeatureEmbedding(nn.Module):
         init_columns(to_local(self.weight), layout=self.layout, rank=self.group.rank, seed=seed, std=self.std)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        if tokens.device != self.weight.device:  # of the meta device, torch would return uninitialized memory
-            raise ValueError(
-                f"the tokens are on {tokens.device} and the weight is on {self.weight.device}: move one to the other"
-            )
         return F.embedding(tokens, to_local(self.weight))
 
     def extra_repr(self) -> str:
@@ -100,10 +83,8 @@ class VocabularyHead(nn.Module):
             blocks and then inside of them.
         tie_embeddings: Whether the head shares the weight of an embedding.
         eps: Added to the mean square.
-        mesh: As for `PhantomLinear`.
         wire: As for `PhantomLinear`; rows of a tied weight are never rounded.
-        device: As for `PhantomLinear`.
-        dtype: As for `PhantomLinear`.
+        mesh, device, dtype: As for `PhantomLinear`.
     """
 
     norm: nn.Parameter
@@ -123,11 +104,9 @@ class VocabularyHead(nn.Module):
     ) -> None:
         super().__init__()
         self.vocab, self.dim, self.eps = vocab, dim, eps
-        check_real(dtype or torch.get_default_dtype())
-        settings: dict[str, Any] = {"vocab": vocab, "dim": dim, "blocks": blocks, "eps": eps}
-        settings |= {"tie_embeddings": tie_embeddings, "wire": wire, "dtype": str(dtype or torch.get_default_dtype())}
-        check_agreement("a VocabularyHead", settings, flat_mesh(mesh))
-        self.group: Group = rank_group(mesh, wire) if blocks is None else block_group(mesh, blocks, wire)
+        settings = {"vocab": vocab, "dim": dim, "blocks": blocks, "eps": eps, "wire": wire}
+        check_settings(self, mesh, dtype, **settings, tie_embeddings=tie_embeddings)
+        self.group = rank_group(mesh, wire) if blocks is None else block_group(mesh, blocks, wire)
         self.mesh = mesh = flat_mesh(mesh)
         RowLayout(dim, vocab, self.group.size)
         device, size = device or (None if mesh is None else mesh.device_type), self.group.size
@@ -152,18 +131,14 @@ class VocabularyHead(nn.Module):
         check_features(self, x, self.dim, self.group)
         norm = to_local(self.norm)
         if isinstance(rows, PrefetchedWeight):
-            z = row_logits(x, norm, rows.whole(), eps=self.eps, group=require_flat(self.group))
-            return check_frozen(z, self.norm, self.weight)
+            return row_logits(x, norm, rows.whole(), eps=self.eps, group=self.group)
         if rows is None:
             if self.weight is None:
                 raise ValueError(
                     "a head with tie_embeddings=True needs its rows: head(x, head.tied_rows(embedding.weight))"
                 )
             rows = to_local(self.weight)
-        if self.group.size == 1:
-            return F.linear(gather_normed(x, norm, eps=self.eps), rows)
-        z = vocabulary_logits(x, norm, rows, eps=self.eps, group=self.group)
-        return check_frozen(z, self.norm, self.weight)
+        return vocabulary_logits(x, norm, rows, eps=self.eps, group=self.group)
 
     def begin(self, x: Tensor) -> Begun:
         """Start ``forward`` with a weight in flight: features travel until `end`."""
@@ -172,7 +147,7 @@ class VocabularyHead(nn.Module):
 
     def end(self, begun: Begun, whole: Tensor) -> Tensor:
         """All logits of this rank's rows of what `begin` has begun, with the whole weight."""
-        return end_rows(begun, whole, eps=self.eps, group=require_flat(self.group))
+        return end_rows(begun, whole, eps=self.eps, group=self.group)
 
     def send_weight(self, rows: int, tied: Tensor | None = None, parts: int = 1) -> PrefetchedWeight | None:
         """Start to send the weight to all ranks, for a loss of so many rows, if that then moves fewer bytes; otherwise
@@ -182,12 +157,12 @@ class VocabularyHead(nn.Module):
         the rows that ``forward`` is called with.
         """
         weight, dim = (self.weight, 0) if tied is None else (tied, 1)
-        if weight is None or not isinstance(self.group, RankGroup):
+        if weight is None or self.group.inter_block is not None:
             return None
         (word,) = cast_for_autocast(to_local(self.norm.detach()))
         sizes = rows, self.dim, self.vocab, self.group.size
-        given: dict[str, Any] = {"wire": self.group.wire, "word_bytes": word.element_size()}
-        if not head_splits_rows(*sizes, **given, weight_bytes=weight.element_size(), parts=parts):
+        widths = {"word_bytes": word.element_size(), "weight_bytes": weight.element_size()}
+        if not head_splits_rows(*sizes, wire=self.group.wire, **widths, parts=parts):
             return None
         return PrefetchedWeight(to_local(weight), dim, self.group)
 

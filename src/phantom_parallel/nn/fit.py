@@ -19,8 +19,6 @@ diagonal, so that all steps use the same, regular S, and a layer with as many gh
 dense layer again.
 """
 
-import gc
-import sys
 import warnings
 from math import ceil
 from typing import NamedTuple
@@ -101,12 +99,7 @@ def _floored(eigenvalues: Tensor) -> Tensor:
 
 def ghost_spectrum(s: Tensor, weight: Tensor, *, blocks: int) -> list[tuple[Tensor, Tensor]]:
     """For each source j, how much each ghost lowers the squared error at most, in descending order (m_in,), and the
-    ghosts themselves, the rows of a (m_in, m_in).
-
-    Args:
-        s: The damped covariance (n_in, n_in).
-        weight: (n_out, n_in).
-        blocks: Number of blocks.
+    ghosts themselves, the rows of a (m_in, m_in). ``s`` is the damped covariance.
     """
     m = len(s) // blocks
     ss = s.view(blocks, m, blocks, m)
@@ -239,15 +232,8 @@ def keep_modes(linear: nn.Linear, layer: nn.Module) -> None:
         parameter.requires_grad_(like is None or like.requires_grad)
 
 
-def warn_about_conversion(linear: nn.Linear, layout: BlockLayout) -> None:
-    """Issue a UserWarning if the dense weight is shared with another module, or if the phantom layer is not smaller."""
-    if owners := _other_owners(linear):
-        warnings.warn(
-            f"the conversion to a phantom layer unties a shared weight: the weight of this {type(linear).__name__} is "
-            f"also a parameter of {', '.join(owners)}, which keeps the dense weight",
-            UserWarning,
-            stacklevel=3,
-        )
+def warn_about_size(layout: BlockLayout) -> None:
+    """Issue a UserWarning if a phantom layer is not smaller than the dense one that it replaces."""
     dense = layout.in_features * layout.out_features
     if layout.weights >= dense:
         warnings.warn(
@@ -257,22 +243,3 @@ def warn_about_conversion(linear: nn.Linear, layout: BlockLayout) -> None:
             UserWarning,
             stacklevel=3,
         )
-
-
-def _other_owners(linear: nn.Linear) -> list[str]:
-    """Class names of other modules that have the layer's weight as a parameter.
-
-    A parameter has no list of its modules, so the garbage collector is searched; but only if the reference count shows
-    that there may be others, as this visits all objects of the process.
-    """
-    weight = linear._parameters.get("weight")
-    if weight is None:  # computed from others, as of a pruned or normed layer
-        return []
-    if sys.getrefcount(weight) <= 3:  # the layer's own dictionary, the variable here and the argument
-        return []
-    holders = {id(holder) for holder in gc.get_referrers(weight) if type(holder) is dict}
-    holders.discard(id(linear._parameters))
-    if not holders:
-        return []
-    modules = (candidate for candidate in gc.get_objects() if issubclass(type(candidate), nn.Module))
-    return [type(module).__name__ for module in modules if id(module.__dict__.get("_parameters")) in holders]

@@ -6,20 +6,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from phantom_parallel.distributed.objects import all_gather_objects, check_agreement
-from phantom_parallel.nn.fit import damped, fit_outputs, fit_source, keep_modes, warn_about_conversion
+from phantom_parallel.distributed.objects import all_gather_objects
+from phantom_parallel.nn.fit import damped, fit_outputs, fit_source, keep_modes, warn_about_size
 from phantom_parallel.nn.init import init_phantom, init_rows
 from phantom_parallel.nn.sharded import (
     FeatureSharded,
     broadcast_seed,
-    check_frozen,
+    check_settings,
     full_tensor,
     shard_parameter,
     to_local,
 )
 from phantom_parallel.ops import phantom_linear, tensor_linear
-from phantom_parallel.ops.blocks import check_real
-from phantom_parallel.ops.collectives import RankGroup, block_group, flat_mesh, rank_group, require_flat
+from phantom_parallel.ops.collectives import block_group, flat_mesh, rank_group, require_flat
 from phantom_parallel.ops.linear import Begun, begin_phantom, end_phantom
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
 from phantom_parallel.utils.strategies import WireFormat
@@ -77,9 +76,14 @@ class PhantomLinear(FeatureSharded):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self._set_layout(in_features, out_features, bias, blocks, ghosts, mesh, wire, dtype, gain)
+        self.in_features, self.out_features, self.blocks, self.ghosts = in_features, out_features, blocks, ghosts
+        self.mesh, self.gain = flat_mesh(mesh), gain
+        self.relative_error: float | None = None  # of the fit, for a layer made from a dense one
+        settings = {"in_features": in_features, "out_features": out_features, "bias": bias, "blocks": blocks}
+        check_settings(self, mesh, dtype, **settings, ghosts=ghosts, wire=wire, gain=gain)
+        self.layout = layout = BlockLayout(in_features, out_features, blocks, ghosts, rank_group(self.mesh).size)
+        self.group = block_group(mesh, blocks, wire)  # once ranks agree on the blocks
         kwargs: dict[str, Any] = {"device": device or (None if mesh is None else mesh.device_type), "dtype": dtype}
-        layout = self.layout
         self.local = self._empty(out_features, layout.block_in, **kwargs)
         self.compress = self._empty(blocks * ghosts, layout.block_in, **kwargs)
         self.decompress = self._empty(out_features, (blocks - 1) * ghosts, **kwargs)
@@ -87,71 +91,38 @@ class PhantomLinear(FeatureSharded):
         if not self.local.is_meta:
             self.reset_parameters()
 
-    def _set_layout(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool,
-        blocks: int,
-        ghosts: int,
-        mesh: DeviceMesh | None,
-        wire: WireFormat,
-        dtype: torch.dtype | None,
-        gain: float = 1.0,
-    ) -> None:
-        self.in_features, self.out_features, self.blocks, self.ghosts = in_features, out_features, blocks, ghosts
-        self.mesh, self.gain = flat_mesh(mesh), gain
-        self.relative_error: float | None = None  # of the fit, for a layer made from a dense one
-        check_real(dtype or torch.get_default_dtype())
-        settings = {
-            "layer": "PhantomLinear",
-            "in_features": in_features,
-            "out_features": out_features,
-            "bias": bias,
-            "blocks": blocks,
-            "ghosts": ghosts,
-            "wire": wire,
-            "gain": gain,
-            "dtype": str(dtype or torch.get_default_dtype()),
-        }
-        check_agreement("a PhantomLinear", settings, self.mesh)
-        self.layout = BlockLayout(in_features, out_features, blocks, ghosts, rank_group(self.mesh).size)
-        self.group = block_group(mesh, blocks, wire)  # once ranks agree on the blocks
-
     def reset_parameters(self, seed: int | None = None) -> None:
         """Initialize the weights, identically on any number of ranks. The seed is by default drawn by rank 0."""
-        weights = [None if p is None else to_local(p) for p in (self.local, self.compress, self.decompress, self.bias)]
-        where: dict[str, Any] = {"layout": self.layout, "rank": self.group.rank, "gain": self.gain}
-        init_phantom(*weights, **where, seed=broadcast_seed(seed, self.mesh))  # type: ignore[arg-type]
+        weights = to_local(self.local), to_local(self.compress), to_local(self.decompress), self._local_bias()
+        seed = broadcast_seed(seed, self.mesh)
+        init_phantom(*weights, layout=self.layout, rank=self.group.rank, seed=seed, gain=self.gain)
 
     def forward(self, x: Tensor) -> Tensor:
-        self._check_input(x)
-        bias = None if self.bias is None else to_local(self.bias)
-        weights = to_local(self.local), to_local(self.compress), to_local(self.decompress)
-        z = phantom_linear(x, *weights, bias, blocks=self.blocks, group=self.group)
-        return check_frozen(z, self.local, self.compress, self.decompress)
+        return self.after_norm(x, None, None)
 
-    def begin(self, x: Tensor) -> Begun:
-        """Start ``forward``: its ghosts travel until `end`. On one level of ranks only, and uncompiled."""
+    def after_norm(self, x: Tensor, norm: Tensor | None, eps: float | None) -> Tensor:
+        """``forward`` of the features x after an RMSNorm with these local weights, if given."""
+        self._check_input(x)
+        weights = to_local(self.local), to_local(self.compress), to_local(self.decompress), self._local_bias()
+        return phantom_linear(x, *weights, norm=norm, eps=eps, blocks=self.blocks, group=self.group)
+
+    def begin(self, x: Tensor, norm: Tensor | None = None) -> Begun:
+        """Start `after_norm`: its ghosts travel until `end`. On one level of ranks only, and uncompiled."""
         self._check_input(x)
         weights, group = (to_local(self.local), to_local(self.compress)), require_flat(self.group)
-        return begin_phantom(x, None, *weights, blocks=self.blocks, group=group)
+        return begin_phantom(x, norm, *weights, blocks=self.blocks, group=group)
 
-    def end(self, begun: Begun) -> Tensor:
+    def end(self, begun: Begun, eps: float | None = None) -> Tensor:
         """The result of what `begin` has begun."""
-        bias = None if self.bias is None else to_local(self.bias)
-        where: dict[str, Any] = {"eps": None, "blocks": self.blocks, "group": require_flat(self.group)}
-        z = end_phantom(begun, to_local(self.decompress), bias, **where)
-        return check_frozen(z, self.local, self.compress, self.decompress)
+        decompress, bias = to_local(self.decompress), self._local_bias()
+        return end_phantom(begun, decompress, bias, eps=eps, blocks=self.blocks, group=self.group)
 
     @torch.no_grad()
     def to_dense(self) -> nn.Linear:
         """The equivalent ``nn.Linear``: W_ii = L_i, W_ij = D_ij C_j. On a mesh every rank calls this."""
         p, m_in, m_out = self.blocks, self.layout.block_in, self.layout.block_out
-        local, compress = (
-            full_tensor(self.local).view(p, m_out, m_in),
-            full_tensor(self.compress).view(p, self.ghosts, m_in),
-        )
+        local = full_tensor(self.local).view(p, m_out, m_in)
+        compress = full_tensor(self.compress).view(p, self.ghosts, m_in)
         decompress = full_tensor(self.decompress).view(p, m_out, p - 1, self.ghosts)
         dense = self._empty_dense(local)
         weight = dense.weight.view(p, m_out, p, m_in)
@@ -181,53 +152,45 @@ class PhantomLinear(FeatureSharded):
         inputs, and the error is the root of E |W x - W' x|^2 / E |W x|^2. Without it, the *weights* are closest in the
         Frobenius norm, and the error is |W - W'| / |W|; of a trained model little is left then.
 
-        On a mesh every rank passes the full layer and fits the blocks whose compressors it will hold. A UserWarning is
-        issued if the weight was shared with another module, which the new layer does not share, or if the new layer is
-        larger than the dense one. Parameters require gradients if those of ``linear`` do.
+        On a mesh every rank passes the full layer and fits the blocks whose compressors it will hold. A weight that
+        another module shares is no longer shared. A UserWarning is issued if the new layer is larger than the dense
+        one. Parameters require gradients if those of ``linear`` do.
         """
         if linear.weight.is_meta:
             raise ValueError("the dense layer is on the meta device: load its weights before it is fitted")
-        layer = cls.__new__(cls)
-        nn.Module.__init__(layer)
-        layer._fit(linear, blocks, ghosts, mesh, wire, covariance)
-        warn_about_conversion(linear, layer.layout)
+        shape = linear.in_features, linear.out_features, linear.bias is not None
+        cut: dict[str, Any] = {"blocks": blocks, "ghosts": ghosts, "mesh": mesh, "wire": wire}
+        layer = cls(*shape, **cut, device="meta", dtype=linear.weight.dtype)
+        layer._fit(linear, covariance)
+        warn_about_size(layer.layout)
         keep_modes(linear, layer)
         return layer
 
     @torch.no_grad()
-    def _fit(
-        self,
-        linear: nn.Linear,
-        blocks: int,
-        ghosts: int,
-        mesh: DeviceMesh | None,
-        wire: WireFormat,
-        covariance: Tensor | None,
-    ) -> None:
-        weight = full_tensor(linear.weight)
-        bias = None if linear.bias is None else full_tensor(linear.bias)
-        shape = linear.in_features, linear.out_features, bias is not None
-        self._set_layout(*shape, blocks, ghosts, mesh, wire, weight.dtype)
+    def _fit(self, linear: nn.Linear, covariance: Tensor | None) -> None:
+        weight, n = full_tensor(linear.weight), self.in_features
         if covariance is None:
-            *whole, lost = self._fit_weights(weight)
+            local, compress, decompress, lost = self._fit_weights(weight)
             power = float(weight.double().square().sum())
         else:
-            n = self.in_features
             if covariance.shape != (n, n) or not covariance.isfinite().all():
                 raise ValueError(f"the covariance must be finite and ({n}, {n}), got {tuple(covariance.shape)}")
             s = damped(covariance.to(weight.device))
-            fit = fit_outputs(s, weight, blocks=blocks, ghosts=ghosts)
+            fit = fit_outputs(s, weight, blocks=self.blocks, ghosts=self.ghosts)
             fit = all_gather_objects(fit, self.mesh)[0]  # the same on every rank, whatever the rounding of each
-            whole, lost = [fit.local, fit.compress, fit.decompress], max(fit.squared_error, 0.0)
+            local, compress, decompress, lost = *fit[:3], max(fit.squared_error, 0.0)
             power = float((weight.double() @ s * weight.double()).sum())
-
-        def own(whole: Tensor) -> nn.Parameter:
-            rows = whole.to(weight).chunk(self.group.size)[self.group.rank].clone()
-            return shard_parameter(rows, self.mesh)
-
-        self.local, self.compress, self.decompress = map(own, whole)
-        self.bias = None if bias is None else own(bias)
+        wholes = {"local": local, "compress": compress, "decompress": decompress}
+        if linear.bias is not None:
+            wholes["bias"] = full_tensor(linear.bias)
+        for name, whole in wholes.items():
+            self._shard(name, whole.to(weight))
         self.relative_error = (lost / max(power, 1e-300)) ** 0.5
+
+    def _shard(self, name: str, whole: Tensor, *, requires_grad: bool = True) -> None:
+        """Make this rank's rows of a full tensor the parameter ``name``."""
+        rows = whole.chunk(self.group.size)[self.group.rank].clone()
+        self.register_parameter(name, shard_parameter(rows, self.mesh, requires_grad=requires_grad))
 
     def _fit_weights(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
         """L, C and D of the full layer, and the squared error. The first rank of block j fits C_j and all D_ij."""
@@ -255,10 +218,8 @@ class PhantomLinear(FeatureSharded):
         relative_error: float | None = None,
     ) -> Self:
         """A layer of one process that holds these weights, shaped as its parameters are."""
-        layer = cls.__new__(cls)
-        nn.Module.__init__(layer)
-        ghosts, features = compress.shape[0] // blocks, (blocks * local.shape[1], local.shape[0])
-        layer._set_layout(*features, bias is not None, blocks, ghosts, None, "full", local.dtype)
+        features, ghosts = (blocks * local.shape[1], local.shape[0]), compress.shape[0] // blocks
+        layer = cls(*features, bias is not None, blocks=blocks, ghosts=ghosts, device="meta", dtype=local.dtype)
         layer.local, layer.compress, layer.decompress = map(nn.Parameter, (local, compress, decompress))
         layer.bias = None if bias is None else nn.Parameter(bias)
         layer.relative_error = relative_error
@@ -284,18 +245,13 @@ class TensorLinear(FeatureSharded):
     see torch's ``ColwiseParallel`` and ``RowwiseParallel``.
 
     Args:
-        in_features: Input features of the full layer, independent of the number of ranks.
-        out_features: Output features of the full layer.
-        bias: Whether the layer has a bias.
+        in_features, out_features, bias, device, dtype: As for `PhantomLinear`.
         mesh: One-dimensional device mesh to shard the features over.
         gain: Gain of the activation before this layer; the initial variance is gain^2 / in_features.
         wire: Format in which features and their gradients travel between ranks, as for `PhantomLinear`.
-        device: As for `PhantomLinear`.
-        dtype: As for `PhantomLinear`.
     """
 
     weight: nn.Parameter
-    group: RankGroup
 
     def __init__(
         self,
@@ -313,10 +269,8 @@ class TensorLinear(FeatureSharded):
         self.in_features, self.out_features, self.gain = in_features, out_features, gain
         self.mesh = mesh = flat_mesh(mesh)
         self.group = rank_group(mesh, wire)
-        check_real(dtype or torch.get_default_dtype())
-        settings = {"layer": "TensorLinear", "in_features": in_features, "out_features": out_features, "bias": bias}
-        settings |= {"wire": wire, "gain": gain, "dtype": str(dtype or torch.get_default_dtype())}
-        check_agreement("a TensorLinear", settings, mesh)
+        settings = {"in_features": in_features, "out_features": out_features, "bias": bias}
+        check_settings(self, mesh, dtype, **settings, wire=wire, gain=gain)
         RowLayout(in_features, out_features, self.group.size)
         kwargs: dict[str, Any] = {"device": device or (None if mesh is None else mesh.device_type), "dtype": dtype}
         self.weight = self._empty(out_features, in_features, **kwargs)
@@ -326,20 +280,13 @@ class TensorLinear(FeatureSharded):
 
     def reset_parameters(self, seed: int | None = None) -> None:
         """Initialize the weights, identically on any number of ranks. The seed is by default drawn by rank 0."""
-        bias = None if self.bias is None else to_local(self.bias)
         where = {"out_features": self.out_features, "rank": self.group.rank, "ranks": self.group.size}
-        init_rows(to_local(self.weight), bias, **where, seed=broadcast_seed(seed, self.mesh), gain=self.gain)
+        seed = broadcast_seed(seed, self.mesh)
+        init_rows(to_local(self.weight), self._local_bias(), **where, seed=seed, gain=self.gain)
 
     def forward(self, x: Tensor) -> Tensor:
         self._check_input(x)
-        bias, weight = None if self.bias is None else to_local(self.bias), to_local(self.weight)
-        if weight.shape[0] * self.group.size != self.out_features:
-            raise ValueError(
-                f"the weight has {weight.shape[0]} rows on this rank, and not its share of {self.out_features} over "
-                f"{self.group.size} ranks: load a state dict of DTensors, or without assign=True"
-            )
-        z = tensor_linear(x, weight, bias, group=self.group)
-        return check_frozen(z, self.weight)
+        return tensor_linear(x, to_local(self.weight), self._local_bias(), group=self.group)
 
     @torch.no_grad()
     def to_dense(self) -> nn.Linear:
@@ -352,10 +299,8 @@ class TensorLinear(FeatureSharded):
         return dense
 
     def extra_repr(self) -> str:
-        return (
-            f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}{self._rank_repr()}; "
-            "exchanges full activations"
-        )
+        shape = f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}"
+        return f"{shape}{self._rank_repr()}; exchanges full activations"
 
 
 def parameter_groups(

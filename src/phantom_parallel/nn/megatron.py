@@ -1,7 +1,5 @@
 """Megatron's column and row styles: torch's own at full precision, and the same with another format on the wire."""
 
-from typing import Any
-
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, distribute_module
@@ -20,7 +18,7 @@ def column_style(wire: WireFormat = "full", *, gather: bool = False) -> Parallel
     """
     if wire == "full":
         return ColwiseParallel(output_layouts=Replicate() if gather else None)
-    return _WireColumn(wire, gather)
+    return _WireStyle(ColwiseParallel(), _ColumnLinear, wire, gather=gather)
 
 
 def row_style(wire: WireFormat = "full", *, embedding: bool = False) -> ParallelStyle:
@@ -29,7 +27,7 @@ def row_style(wire: WireFormat = "full", *, embedding: bool = False) -> Parallel
     """
     if wire == "full":
         return RowwiseParallel(input_layouts=Replicate() if embedding else None)
-    return _WireRow(wire)
+    return _WireStyle(RowwiseParallel(), _RowEmbedding if embedding else _RowLinear, wire)
 
 
 class _ColumnLinear(nn.Linear):
@@ -55,41 +53,24 @@ class _RowEmbedding(nn.Embedding):
         return row_embedding(tokens, to_local(self.weight), group=self.group)
 
 
-class _WireColumn(ColwiseParallel):
-    """Parameters as `ColwiseParallel` shards them; the products are local, and the exchanges are ours."""
-
-    def __init__(self, wire: WireFormat, gather: bool) -> None:
-        super().__init__()
-        self.wire, self.gather = wire, gather
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return _become(_ColumnLinear, module, device_mesh, self._partition_linear_fn, self.wire, gather=self.gather)
-
-
-class _WireRow(RowwiseParallel):
-    """Parameters as `RowwiseParallel` shards them; the products are local, and the exchanges are ours."""
-
-    def __init__(self, wire: WireFormat) -> None:
-        super().__init__()
-        self.wire = wire
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if isinstance(module, nn.Embedding):
-            return _become(_RowEmbedding, module, device_mesh, self._partition_embedding_fn, self.wire)
-        return _become(_RowLinear, module, device_mesh, self._partition_linear_fn, self.wire)
-
-
-def _become(
-    kind: type[Any], module: nn.Module, mesh: DeviceMesh, partition: Any, wire: WireFormat, **settings: bool
-) -> nn.Module:
-    """Shard a module's parameters, and give it the forward of ``kind``. The module itself must change, as
-    `parallelize_module` discards what a style returns for a child.
-    """
-    distribute_module(module, mesh, partition)
-    module.__class__ = kind
-    module.__dict__.update(settings, group=rank_group(mesh, wire))
-    return module
-
-
 def _local_bias(linear: nn.Linear) -> Tensor | None:
     return None if linear.bias is None else to_local(linear.bias)
+
+
+class _WireStyle(ParallelStyle):
+    """Parameters as a style of torch shards them; the products are local, and the exchanges are ours. The module itself
+    must change, as `parallelize_module` discards what a style returns for a child.
+    """
+
+    def __init__(self, style: ColwiseParallel | RowwiseParallel, kind: type[nn.Module], wire: WireFormat, **more: bool):
+        super().__init__()
+        self.style, self.kind, self.wire, self.more = style, kind, wire, more
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        style, is_embedding = self.style, isinstance(module, nn.Embedding)
+        style.src_data_rank = self.src_data_rank
+        partition = style._partition_embedding_fn if is_embedding else style._partition_linear_fn
+        distribute_module(module, device_mesh, partition)
+        module.__class__ = self.kind
+        module.__dict__.update(self.more, group=rank_group(device_mesh, self.wire))
+        return module

@@ -1,18 +1,13 @@
 """RMSNorm and the linear map that follows it, as one module: on sharded features the two share a collective."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.nn.linear import PhantomLinear
-from phantom_parallel.nn.sharded import check_frozen, shard_parameter, to_local
-from phantom_parallel.ops import normed_phantom_linear
-from phantom_parallel.ops.collectives import flat_mesh, require_flat
-from phantom_parallel.ops.linear import Begun, begin_phantom, end_phantom
+from phantom_parallel.nn.sharded import check_settings, shard_parameter, to_local
+from phantom_parallel.ops.linear import Begun
 from phantom_parallel.utils.strategies import WireFormat
 
 
@@ -23,17 +18,9 @@ class NormedPhantomLinear(nn.Module):
     features are. Use it wherever a phantom layer follows a norm: the norm then costs one more word per row.
 
     Args:
-        in_features: As for `PhantomLinear`.
-        out_features: As for `PhantomLinear`.
-        bias: As for `PhantomLinear`.
-        blocks: As for `PhantomLinear`.
-        ghosts: As for `PhantomLinear`.
+        in_features, out_features, bias, blocks, ghosts, mesh, gain, device, dtype: As for `PhantomLinear`.
         eps: Added to the mean square.
-        mesh: As for `PhantomLinear`.
-        gain: As for `PhantomLinear`.
         wire: As for `PhantomLinear`; the norm's sums are never rounded.
-        device: As for `PhantomLinear`.
-        dtype: As for `PhantomLinear`.
     """
 
     norm: nn.Parameter
@@ -55,12 +42,13 @@ class NormedPhantomLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.eps = eps
-        check_agreement("a NormedPhantomLinear", {"eps": eps}, flat_mesh(mesh))
-        kwargs: dict[str, Any] = {"mesh": mesh, "gain": gain, "wire": wire, "device": device, "dtype": dtype}
-        self.linear = PhantomLinear(in_features, out_features, bias, blocks=blocks, ghosts=ghosts, **kwargs)
-        local = self.linear.local
-        width = in_features // self.linear.group.size
-        self.norm = shard_parameter(torch.ones(width, device=local.device, dtype=local.dtype), self.linear.mesh)
+        check_settings(self, mesh, dtype, eps=eps)
+        cut = {"blocks": blocks, "ghosts": ghosts}
+        self.linear = PhantomLinear(
+            in_features, out_features, bias, **cut, mesh=mesh, gain=gain, wire=wire, device=device, dtype=dtype
+        )
+        ones = torch.ones(in_features // self.linear.group.size, device=self.linear.local.device, dtype=dtype)
+        self.norm = shard_parameter(ones, self.linear.mesh)
 
     def reset_parameters(self, seed: int | None = None) -> None:
         """Initialize the map as `PhantomLinear` does, and set the norm's weight to one."""
@@ -68,29 +56,15 @@ class NormedPhantomLinear(nn.Module):
         self.linear.reset_parameters(seed)
 
     def forward(self, x: Tensor) -> Tensor:
-        linear = self.linear
-        linear._check_input(x)
-        weights = to_local(linear.local), to_local(linear.compress), to_local(linear.decompress)
-        where: dict[str, Any] = {"blocks": linear.blocks, "group": linear.group}
-        z = normed_phantom_linear(x, to_local(self.norm), *weights, self._bias(), eps=self.eps, **where)
-        return check_frozen(z, self.norm, linear.local, linear.compress, linear.decompress)
+        return self.linear.after_norm(x, to_local(self.norm), self.eps)
 
     def begin(self, x: Tensor) -> Begun:
         """As `PhantomLinear.begin`."""
-        linear = self.linear
-        linear._check_input(x)
-        weights = to_local(self.norm), to_local(linear.local), to_local(linear.compress)
-        return begin_phantom(x, *weights, blocks=linear.blocks, group=require_flat(linear.group))
+        return self.linear.begin(x, to_local(self.norm))
 
     def end(self, begun: Begun) -> Tensor:
         """As `PhantomLinear.end`."""
-        linear = self.linear
-        where: dict[str, Any] = {"eps": self.eps, "blocks": linear.blocks, "group": require_flat(linear.group)}
-        z = end_phantom(begun, to_local(linear.decompress), self._bias(), **where)
-        return check_frozen(z, self.norm, linear.local, linear.compress, linear.decompress)
-
-    def _bias(self) -> Tensor | None:
-        return None if self.linear.bias is None else to_local(self.linear.bias)
+        return self.linear.end(begun, self.eps)
 
     def extra_repr(self) -> str:
         return f"eps={self.eps}"

@@ -8,10 +8,10 @@ from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from phantom_parallel.distributed.objects import all_gather_objects
+from phantom_parallel.distributed.objects import all_gather_objects, check_agreement
 from phantom_parallel.nn.init import draw_seed
-from phantom_parallel.ops.blocks import is_creating_graph, refuse_transforms
-from phantom_parallel.ops.collectives import Group
+from phantom_parallel.ops.blocks import check_real, is_creating_graph, refuse_transforms
+from phantom_parallel.ops.collectives import RankGroup, flat_mesh
 
 
 def shard_parameter(rows: Tensor, mesh: DeviceMesh | None, *, requires_grad: bool = True) -> nn.Parameter:
@@ -32,38 +32,17 @@ class _ToLocal(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        _check_version(ctx.parameter, ctx.version)
+        # Autograd's own check does not see this: operations on a DTensor count its versions, and not those of the shard
+        # that is saved. Steps of optimizers with foreach=True or fused=True, torch counts for no DTensor.
+        if ctx.parameter._version != ctx.version:
+            raise RuntimeError(
+                f"a sharded parameter of shape {tuple(ctx.parameter.shape)} that is needed for the gradient was "
+                "modified by an inplace operation after the forward pass, such as a step of an optimizer: call "
+                "backward before it is modified"
+            )
         if is_creating_graph():
             return DTensor.from_local(grad, ctx.spec.mesh, ctx.spec.placements, run_check=False)
         return DTensor(grad, ctx.spec, requires_grad=False)
-
-
-def _check_version(parameter: Tensor, version: int) -> None:
-    """Raise RuntimeError if a parameter was changed in place since ``version``. Autograd's own check does not see it:
-    operations on a DTensor count its versions, and not those of the shard that is saved for backward. Nor do steps of
-    optimizers with ``foreach=True`` or ``fused=True``, which torch counts for no DTensor.
-    """
-    if parameter._version != version:
-        raise RuntimeError(
-            f"a sharded parameter of shape {tuple(parameter.shape)} that is needed for the gradient was modified by an "
-            f"inplace operation after the forward pass, such as a step of an optimizer: it is at version "
-            f"{parameter._version}, expected version {version}. Call backward before it is modified"
-        )
-
-
-def check_frozen(z: Tensor, *parameters: Tensor | None) -> Tensor:
-    """z, whose backward raises if a sharded parameter without a gradient of its own was modified in the meantime."""
-    if z.requires_grad and not torch.compiler.is_compiling():
-        frozen = [p for p in parameters if isinstance(p, DTensor) and not p.requires_grad and not p.is_inference()]
-        if frozen:
-            versions = [(parameter, parameter._version) for parameter in frozen]
-
-            def check(grad: Tensor) -> None:
-                for parameter, version in versions:
-                    _check_version(parameter, version)
-
-            z.register_hook(check)
-    return z
 
 
 def to_local(parameter: Tensor) -> Tensor:
@@ -90,22 +69,23 @@ def broadcast_seed(seed: int | None, mesh: DeviceMesh | None) -> int:
     return seed
 
 
-def check_features(layer: nn.Module, x: Tensor, features: int, group: Group) -> None:
+def check_settings(layer: nn.Module, mesh: DeviceMesh | None, dtype: torch.dtype | None, **settings: Any) -> None:
+    """Raise ValueError if the dtype of a layer's parameters is complex, and RanksDisagree if ranks make others."""
+    dtype = dtype or torch.get_default_dtype()
+    check_real(dtype)
+    name = type(layer).__name__
+    check_agreement(f"a {name}", {"layer": name, **settings, "dtype": str(dtype)}, flat_mesh(mesh))
+
+
+def check_features(layer: nn.Module, x: Tensor, features: int, group: RankGroup) -> None:
     """Raise ValueError unless the last dimension of x is this rank's share of ``features``."""
     expected = features // group.size
-    if x.dim() and x.shape[-1] == expected:
-        return
-    share = hint = ""
-    if group.size > 1:
-        share = f", this rank's share of {features} over {group.size} ranks"
-        if x.dim() and x.shape[-1] == features:
-            hint = (
-                ": shard it with shard_features(x, mesh), or in a parallelize_module plan pass "
-                "input_layouts=Replicate()"
-            )
-    raise ValueError(
-        f"{type(layer).__name__} takes {expected} features{share}, got an input of shape {tuple(x.shape)}{hint}"
-    )
+    if x.dim() == 0 or x.shape[-1] != expected:
+        share = f", this rank's share of {features} over {group.size} ranks" if group.size > 1 else ""
+        hint = ": shard it with shard_features(x, mesh), or in a plan pass input_layouts=Replicate()" if share else ""
+        raise ValueError(
+            f"{type(layer).__name__} takes {expected} features{share}, got an input of shape {tuple(x.shape)}{hint}"
+        )
 
 
 class FeatureSharded(nn.Module):
@@ -115,10 +95,13 @@ class FeatureSharded(nn.Module):
     out_features: int
     bias: nn.Parameter | None
     mesh: DeviceMesh | None
-    group: Group
+    group: RankGroup
 
     def _empty(self, rows: int, *columns: int, **kwargs: Any) -> nn.Parameter:
         return shard_parameter(torch.empty(rows // self.group.size, *columns, **kwargs), self.mesh)
+
+    def _local_bias(self) -> Tensor | None:
+        return None if self.bias is None else to_local(self.bias)
 
     def _check_input(self, x: Tensor) -> None:
         check_features(self, x, self.in_features, self.group)

@@ -8,21 +8,18 @@ hold this rank's shard, and the group of ranks as an explicit argument.
 from phantom_parallel.ops.collectives import SINGLE_RANK, RankGroup
 from phantom_parallel.ops.features import gather_features, shard_features
 from phantom_parallel.ops.head import (
-    gather_normed,
     row_cross_entropy,
     vocabulary_cross_entropy,
     vocabulary_kl_divergence,
     vocabulary_rows,
 )
-from phantom_parallel.ops.linear import normed_phantom_linear, phantom_linear
+from phantom_parallel.ops.linear import phantom_linear
 from phantom_parallel.ops.tensor import tensor_linear
 
 __all__ = [
     "SINGLE_RANK",
     "RankGroup",
     "gather_features",
-    "gather_normed",
-    "normed_phantom_linear",
     "phantom_linear",
     "row_cross_entropy",
     "shard_features",

@@ -23,9 +23,8 @@ def merge_blocks(xs: Tensor) -> Tensor:
 
 def unflatten_rows(z: Tensor, x: Tensor) -> Tensor:
     """(B, b) -> (..., b) for the rows of x (..., a): where a gradient is recorded not a view, of which FSDP2 warns."""
-    if not z.requires_grad:
-        return z.view(*x.shape[:-1], z.shape[-1])
-    result: Tensor = torch.ops.aten._unsafe_view.default(z, [*x.shape[:-1], z.shape[-1]])
+    view: Any = torch.ops.aten._unsafe_view.default if z.requires_grad else torch.Tensor.view
+    result: Tensor = view(z, [*x.shape[:-1], z.shape[-1]])
     return result
 
 
@@ -73,11 +72,7 @@ class _NoGradContext:
 
 
 def apply_function(function: type[Function], *args: Any) -> Tensor:
-    """``function.apply``; only its forward where no gradient is recorded, which avoids autograd's overhead.
-
-    Raises:
-        RuntimeError: If a transform is active, for which the caller has no composed form.
-    """
+    """``function.apply``; only its forward where no gradient is recorded, which avoids autograd's overhead."""
     refuse_transforms()
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return function.apply(*args)
@@ -115,10 +110,8 @@ def is_creating_graph() -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether a transform of ``torch.func`` or forward-mode differentiation is active.
-
-    Neither can see through an ``autograd.Function`` that saves intermediate results: the operators here then compose
-    differentiable functions of torch instead, in one process.
+    """Whether a transform of ``torch.func`` or forward-mode differentiation is active. Neither can see through an
+    ``autograd.Function`` that saves intermediate results: in one process, operators then compose functions of torch.
     """
     if torch.compiler.is_compiling():
         return False
@@ -131,21 +124,10 @@ def is_batched(d: Tensor) -> bool:
 
 
 def check_operands(x: Tensor, weight: Tensor) -> None:
-    """Raise ValueError if x has no dimension, a dtype is complex, or x and the weight are on different devices."""
-    if x.dim() == 0:
-        raise ValueError("the input must have at least one dimension, the features; got a 0-D tensor")
-    check_real(x.dtype)
-    check_real(weight.dtype)
+    """Raise ValueError if a dtype is complex, or if x and the weight are on different devices."""
+    check_real(x.dtype if x.is_complex() else weight.dtype)
     if weight.device != x.device:
         raise ValueError(f"the input is on {x.device} and the weights are on {weight.device}: move one to the other")
-
-
-def check_same_dtype(x: Tensor, weight: Tensor) -> None:
-    """Raise RuntimeError, as ``nn.Linear`` does, if a product has operands of different dtypes."""
-    if x.dtype != weight.dtype:
-        raise RuntimeError(
-            f"the input is {x.dtype} and the weights are {weight.dtype}: cast one to the other, or use torch.autocast"
-        )
 
 
 def check_real(dtype: torch.dtype) -> None:

@@ -2,13 +2,12 @@
 
     all-gather       (B, c) on every rank     ->  (R, B, c), the same on every rank
     reduce-scatter   (R, B, c) on every rank  ->  (B, c), rank r's slice r summed over ranks
-    all-to-all       (R B, c) on every rank   ->  (R B, c), slice r from rank r: gloo's other two are built from it
-    exchange         (R B, c) on every rank   ->  (R, B, c), the same for features
+    all-to-all       (R B, c) on every rank   ->  (R, B, c), slice r from rank r: gloo's other two are built from it
 
-A *start* returns immediately with a tensor whose contents are in flight; a *finish* waits on that very tensor. Inductor
-loses track of a wait on a view of it, and the products would then read data that has not arrived. Both are functional
-collectives of torch, so they run in eager mode, trace under ``torch.compile`` and are visible to every dispatch mode.
-A group of one rank sends nothing.
+A *start* returns immediately with a message in flight; `finish` waits on that very tensor. Inductor loses track of a
+wait on a view of it, and the products would then read data that has not arrived. Both are functional collectives of
+torch, so they run in eager mode, trace under ``torch.compile`` and are visible to every dispatch mode. A group of one
+rank sends nothing.
 
 Gathered and scattered rows travel in the group's wire format (`ops.wire`). In a short format a reduce-scatter is an
 all-to-all whose slices are decoded and then summed here, so that no sum is ever rounded to the format. A rank's own
@@ -24,11 +23,12 @@ exchange ghosts (`inter_block`). What all R ranks need passes the slow links bet
 
 **Polling.** For a short message of gloo a rank polls for a while before it sleeps: to put a thread to sleep and to wake
 it takes longer than a few hundred bytes take to a neighbour, and a token that is decoded waits for two such messages in
-each layer. A rank that polls yields its core in between. The time counts as computing and not as waiting (`energy`), as
-the core is not idle. Only the wait differs, so that ranks may differ in whether they poll: under ``torch.compile`` and
-dispatch modes, which see the functional collective, none does.
+each layer. A rank that polls yields its core in between; the time counts as computing (`energy`), as the core is not
+idle. Only the wait differs, so that ranks may differ in whether they poll: under ``torch.compile`` and dispatch modes,
+which see the functional collective, none does.
 """
 
+import functools
 import os
 import time
 from typing import Any, NamedTuple
@@ -47,7 +47,6 @@ _c10d = torch.ops._c10d_functional
 _all_gather, _reduce_scatter = _c10d.all_gather_into_tensor.default, _c10d.reduce_scatter_tensor.default
 _all_to_all, _wait = _c10d.all_to_all_single.default, _c10d.wait_tensor.default
 
-
 LEVELS = ("blocks", "inside")  # dimensions of a mesh on which several ranks share each block
 
 
@@ -59,71 +58,25 @@ class RankGroup(NamedTuple):
     name: str  # of the process group: a string can be copied, pickled and compiled, a ProcessGroup cannot
     native: bool  # whether to use the backend's all-gather and reduce-scatter, or build both from all-to-all
     wire: WireFormat = "full"  # the format that features travel in
+    inter_block: Any = None  # where several ranks share each block: the p ranks with this one's place, by their block
+    intra_block: Any = None  # and the t ranks of this one's block, by their place
 
     def with_wire(self, wire: WireFormat) -> "RankGroup":
-        return self._replace(wire=wire)
+        """The same ranks with another format, on both levels."""
+        if self.inter_block is None:
+            return self._replace(wire=wire)
+        inter, intra = self.inter_block._replace(wire=wire), self.intra_block._replace(wire=wire)
+        return self._replace(wire=wire, inter_block=inter, intra_block=intra)
 
 
 SINGLE_RANK = RankGroup(rank=0, size=1, name="", native=True)
 
 
-class TwoLevelGroup(NamedTuple):
-    """The ranks that share a layer, several for each block, as one of them sees them."""
-
-    world: RankGroup  # R ranks: rank r = i t + s
-    inter_block: RankGroup  # the p ranks with this one's place, by their block
-    intra_block: RankGroup  # the t ranks of this one's block, by their place
-
-    @property
-    def rank(self) -> int:
-        return self.world.rank
-
-    @property
-    def size(self) -> int:
-        return self.world.size
-
-    @property
-    def wire(self) -> WireFormat:
-        return self.world.wire
-
-    def with_wire(self, wire: WireFormat) -> "TwoLevelGroup":
-        return TwoLevelGroup(*(group._replace(wire=wire) for group in self))
-
-
-Group = RankGroup | TwoLevelGroup
-
-
-def world_group(group: Group) -> RankGroup:
-    """All ranks, as one level."""
-    return group.world if isinstance(group, TwoLevelGroup) else group
-
-
-def require_flat(group: Group) -> RankGroup:
-    """The ranks of a group that has one level.
-
-    Raises:
-        ValueError: If several ranks share a block.
-    """
-    if isinstance(group, TwoLevelGroup):
+def require_flat(group: RankGroup) -> RankGroup:
+    """The group; a ValueError if several ranks share a block."""
+    if group.inter_block is not None:
         raise ValueError("layers on more ranks than blocks cannot be interleaved: use at most as many ranks as blocks")
     return group
-
-
-class Pending(NamedTuple):
-    """A message in flight, and what it is decoded to: x with its exact columns, of which this rank's are here."""
-
-    message: Tensor
-    columns: int
-    dtype: torch.dtype
-    exact: Tensor | None
-    work: dist.Work | None = None  # of a short message, to poll
-
-
-class Arrived(NamedTuple):
-    """What a collective of features returns; ``exact`` is None if none was sent."""
-
-    values: Tensor
-    exact: Any = None
 
 
 def rank_group(mesh: DeviceMesh | RankGroup | None, wire: WireFormat = "full") -> RankGroup:
@@ -141,24 +94,18 @@ def rank_group(mesh: DeviceMesh | RankGroup | None, wire: WireFormat = "full") -
 
 def process_group(group: dist.ProcessGroup, device_type: str, wire: WireFormat = "full") -> RankGroup:
     """A process group as this rank sees it."""
+    config = str(dist.get_backend_config(group))  # one name for all device types, or cpu:gloo,cuda:nccl
+    backend = dict(entry.split(":") for entry in config.split(",")).get(device_type) if ":" in config else config
     # gloo's all-gather and reduce-scatter take longer than its all-to-all of the same volume, above all when ranks
     # outnumber cores (benchmarks/exchange.py). NCCL, RCCL and the fake backend use their own.
-    native = _backend(group, device_type) != "gloo"
-    return RankGroup(dist.get_rank(group), dist.get_world_size(group), group.group_name, native, wire)
+    return RankGroup(dist.get_rank(group), dist.get_world_size(group), group.group_name, backend != "gloo", wire)
 
 
-_cached_levels: dict[
-    tuple[str, int], tuple[dist.ProcessGroup, TwoLevelGroup]
-] = {}  # by the name of the group and by blocks
-
-
-def block_group(mesh: DeviceMesh | None, blocks: int, wire: WireFormat = "full") -> Group:
+def block_group(mesh: DeviceMesh | None, blocks: int, wire: WireFormat = "full") -> RankGroup:
     """The ranks of a mesh that share ``blocks`` blocks; on more ranks than blocks, with their two levels.
 
-    Args:
-        mesh: A one-dimensional mesh, whose two levels are then made, or one with the dimensions (blocks, inside).
-        blocks: Number of blocks. Every rank of the mesh calls this with the same number.
-        wire: Format in which features travel, on both levels.
+    ``mesh`` is one-dimensional, and its two levels are then made, or has the dimensions (blocks, inside). Every rank
+    of it calls this with the same number of blocks.
 
     Raises:
         ValueError: If the mesh has other dimensions, or another number of blocks.
@@ -170,18 +117,17 @@ def block_group(mesh: DeviceMesh | None, blocks: int, wire: WireFormat = "full")
                 f"a mesh of {mesh.size(0)} blocks with {mesh.size(1)} ranks inside each is for layers with "
                 f"blocks={mesh.size(0)}, got blocks={blocks}"
             )
-        return TwoLevelGroup(world, *(process_group(mesh.get_group(dim), mesh.device_type, wire) for dim in (0, 1)))
+        inter_block, intra_block = (process_group(mesh.get_group(dim), mesh.device_type, wire) for dim in (0, 1))
+        return world._replace(inter_block=inter_block, intra_block=intra_block)
     if mesh is None or world.size <= blocks or world.size % blocks:
         return world
-    group = mesh.get_group()
-    cached = _cached_levels.get((world.name, blocks))
-    if cached is None or cached[0] is not group:  # a name may return after all groups were destroyed
-        cached = group, _make_levels(group, world, blocks, mesh.device_type)
-        _cached_levels[world.name, blocks] = cached
-    return cached[1].with_wire(wire)
+    return make_levels(mesh.get_group(), blocks, mesh.device_type).with_wire(wire)
 
 
-def _make_levels(group: dist.ProcessGroup, world: RankGroup, blocks: int, device_type: str) -> TwoLevelGroup:
+@functools.cache
+def make_levels(group: dist.ProcessGroup, blocks: int, device_type: str) -> RankGroup:
+    """The two levels of a process group of more ranks than blocks, made once."""
+    world = process_group(group, device_type)
     ranks, t = dist.get_process_group_ranks(group), world.size // blocks
     block, place = divmod(world.rank, t)
     # Only members take part, in the same order everywhere: first the groups of blocks, which are disjoint.
@@ -189,7 +135,7 @@ def _make_levels(group: dist.ProcessGroup, world: RankGroup, blocks: int, device
         process_group(dist.new_group(members, use_local_synchronization=True), device_type)
         for members in (ranks[block * t : (block + 1) * t], ranks[place::t])
     )
-    return TwoLevelGroup(world, inter_block, intra_block)
+    return world._replace(inter_block=inter_block, intra_block=intra_block)
 
 
 def flat_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
@@ -200,35 +146,119 @@ def flat_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
     """
     if mesh is None or mesh.ndim == 1:
         return mesh
-    if mesh.mesh_dim_names == LEVELS:
+    names = mesh.mesh_dim_names
+    if names == LEVELS:
         return mesh._flatten()
-    raise ValueError(_wrong_mesh(mesh))
+    fix = 'name its dimensions, mesh_dim_names=("dp", "tp"), and pass mesh["tp"]'
+    if names:
+        fix = f'pass one of them, such as mesh["{"tp" if "tp" in names else names[-1]}"]'
+    raise ValueError(
+        f"features are sharded over a one-dimensional mesh or one with the dimensions {LEVELS}, "
+        f"got one of shape {tuple(mesh.shape)} with dimensions {names}: {fix}"
+    )
 
 
 def check_output_grad(d: Tensor, group: RankGroup) -> None:
     """Raise RuntimeError if a backward across ranks gets a batch of gradients d, or is itself recorded."""
-    if group.size == 1 or not (is_batched(d) or is_creating_graph()):
-        return
-    which = "batched gradients (is_grads_batched=True, vectorize=True)"
-    if is_creating_graph():
-        which = "second derivatives (create_graph=True)"
-    raise RuntimeError(f"{which} are supported in one process only, not on features sharded over ranks")
+    if group.size > 1 and (is_creating_graph() or is_batched(d)):
+        raise RuntimeError(
+            "second derivatives (create_graph=True) and batched gradients (is_grads_batched=True, vectorize=True) are "
+            "supported in one process only, not on features sharded over ranks"
+        )
 
 
-def _wrong_mesh(mesh: DeviceMesh) -> str:
-    names = mesh.mesh_dim_names
-    text = f"features are sharded over a one-dimensional mesh or one with the dimensions {LEVELS}, got one of shape "
-    text += str(tuple(mesh.shape))
-    if not names:
-        return f'{text}: name its dimensions, mesh_dim_names=("dp", "tp"), and pass mesh["tp"]'
-    best = "tp" if "tp" in names else names[-1]
-    return f'{text} with dimensions {names}: pass one of them, such as mesh["{best}"]'
+class Pending(NamedTuple):
+    """A message in flight, or in one process what would arrive."""
+
+    message: Tensor
+    exact: Tensor | None  # as sent
+    columns: int  # of the values in a row
+    dtype: torch.dtype  # that they are decoded to
+    group: RankGroup
+    is_sum: bool = False
+    work: dist.Work | None = None  # of a short message, to poll
 
 
-def _backend(group: dist.ProcessGroup, device_type: str) -> str:
-    """The backend for a device type; a configuration is one name for all types, or ``cpu:gloo,cuda:nccl``."""
-    config = str(dist.get_backend_config(group))
-    return dict(entry.split(":") for entry in config.split(",")).get(device_type, "") if ":" in config else config
+class Arrived(NamedTuple):
+    """What a collective of features returns; ``exact`` is None if none was sent."""
+
+    values: Tensor
+    exact: Any = None
+
+
+def start_all_gather(x: Tensor, group: RankGroup, exact: Tensor | None = None) -> Pending:
+    """Start to send x (B, c) and its exact columns (B, e) to every rank. Of all: (R, B, c) and (R, B, e)."""
+    if group.size == 1:
+        return Pending(x.unsqueeze(0), None if exact is None else exact.unsqueeze(0), x.shape[1], x.dtype, group)
+    exact = _at_least_as_wide(exact, x, group)
+    message = encode(x, group.wire, exact)
+    work = None
+    if group.native:
+        sent = _call(_all_gather, message.contiguous(), group.size, group.name)
+    else:
+        rows = message.expand(group.size, *message.shape).reshape(group.size * message.shape[0], message.shape[1])
+        if _is_short(rows, group.size):
+            sent, work = _send_short(rows, group)
+        else:
+            sent = _send(rows, group)
+    return Pending(sent, exact, x.shape[1], x.dtype, group, work=work)
+
+
+def start_all_to_all(x: Tensor, group: RankGroup, exact: Tensor | None = None) -> Pending:
+    """Start to send slice r of x (R B, c) and of its exact columns (R B, e) to rank r. Of all: (R, B, c), (R, B, e)."""
+    if group.size == 1:
+        return start_all_gather(x, group, exact)
+    exact = _at_least_as_wide(exact, x, group)
+    return Pending(_send(encode(x, group.wire, exact), group), exact, x.shape[1], x.dtype, group)
+
+
+def _at_least_as_wide(exact: Tensor | None, x: Tensor, group: RankGroup) -> Tensor | None:
+    """Exact columns that fill whole columns of a message in x's own dtype."""
+    narrow = exact is not None and group.wire == "full" and exact.element_size() < x.element_size()
+    return exact.to(x.dtype) if exact is not None and narrow else exact
+
+
+def start_reduce_scatter(x: Tensor, group: RankGroup, exact: Tensor | None = None) -> Pending:
+    """Start to sum slice r of x (R, B, c) on rank r, and exact columns (B, e) on every rank: (B, c) and (B, e).
+
+    At full precision the exact columns are rounded to the dtype of x, with which they are summed.
+    """
+    if group.size == 1:
+        return Pending(x.squeeze(0), exact, x.shape[2], x.dtype, group)
+    if exact is not None:
+        exact = (exact.to(x.dtype) if group.wire == "full" else exact).expand(group.size, *exact.shape)  # (R, B, e)
+    message = encode(x, group.wire, exact)
+    rows = message.reshape(message.shape[0] * message.shape[1], message.shape[2])  # (R B, c + e)
+    if group.native and group.wire == "full":
+        sent = _call(_reduce_scatter, rows, "sum", group.size, group.name)
+    else:
+        sent = _send(rows, group)
+    return Pending(sent, exact, x.shape[2], x.dtype, group, is_sum=True)
+
+
+def finish(pending: Pending) -> Arrived:
+    """Wait for a message: its values, and its exact columns."""
+    message, exact, columns, dtype, group, is_sum, work = pending
+    if group.size == 1:
+        return Arrived(message, exact)
+    if work is not None:
+        poll(work)
+    arrived = _call(_wait, message)
+    by_rank = not (is_sum and group.native and group.wire == "full")
+    if by_rank:
+        arrived = arrived.view(group.size, arrived.shape[0] // group.size, arrived.shape[1])  # (R, B, c + e)
+    if is_sum and group.wire == "full":
+        total = arrived.sum(0) if by_rank else arrived  # (B, c + e)
+        return Arrived(total[:, :columns], None if exact is None else total[:, columns:])
+    values = decode(arrived, group.wire, columns, dtype)
+    sums = None if exact is None else decode_exact(arrived, group.wire, columns, exact.dtype)
+    return Arrived(values.sum(0), None if sums is None else sums.sum(0)) if is_sum else Arrived(values, sums)
+
+
+def _send(rows: Tensor, group: RankGroup) -> Tensor:
+    """Start to send slice r of rows (R B, c) to rank r."""
+    splits = [rows.shape[0] // group.size] * group.size
+    return _call(_all_to_all, rows, splits, splits, group.name)
 
 
 def _call(op: Any, *args: Any) -> Tensor:
@@ -239,6 +269,33 @@ def _call(op: Any, *args: Any) -> Tensor:
         return op(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args)
+
+
+def all_gather(x: Tensor, group: RankGroup, exact: Tensor | None = None) -> Arrived:
+    """x (B, c) and exact columns (B, e) of all ranks, in their order: (R, B, c) and (R, B, e)."""
+    if group.inter_block is None:
+        return finish(start_all_gather(x, group, exact))
+    values, sums = finish(start_all_gather(x, group.inter_block, exact))  # (p, B, c), (p, B, e)
+    sums = None if sums is None else sums.flatten(0, 1)
+    values, sums = finish(start_all_gather(values.flatten(0, 1), group.intra_block, sums))  # (t, p B, c), (t, p B, e)
+    return Arrived(_in_rank_order(values, group), None if sums is None else _in_rank_order(sums, group))
+
+
+def _in_rank_order(arrived: Tensor, group: RankGroup) -> Tensor:
+    """(t, p B, c), by place and block -> (R, B, c), by rank."""
+    return arrived.unflatten(1, (group.inter_block.size, -1)).transpose(0, 1).flatten(0, 1)
+
+
+def reduce_scatter(x: Tensor, group: RankGroup, exact: Tensor | None = None) -> Arrived:
+    """This rank's slice of x (R, B, c) and the exact columns (B, e), summed over ranks: (B, c) and (B, e)."""
+    if group.inter_block is None:
+        return finish(start_reduce_scatter(x, group, exact))
+    p, t = group.inter_block.size, group.intra_block.size
+    slices = x.unflatten(0, (p, t)).transpose(0, 1).flatten(1, 2)  # (t, p B, c)
+    exact = None if exact is None else exact.repeat(p, 1)
+    values, sums = finish(start_reduce_scatter(slices, group.intra_block, exact))  # (p B, c), (p B, e)
+    sums = None if sums is None else sums[: x.shape[1]]  # the same for each block
+    return finish(start_reduce_scatter(values.unflatten(0, (p, -1)), group.inter_block, sums))
 
 
 SHORT_BYTES = 4096  # to each rank
@@ -266,7 +323,7 @@ class Backoff:
 backoff = Backoff()  # of this process
 
 
-def is_short(rows: Tensor, ranks: int) -> bool:
+def _is_short(rows: Tensor, ranks: int) -> bool:
     """Whether to poll for the slices of these rows, of which each rank gets one. Not where a gradient is recorded: only
     the functional collective has a derivative.
     """
@@ -277,11 +334,11 @@ def is_short(rows: Tensor, ranks: int) -> bool:
     return rows.numel() * rows.element_size() <= SHORT_BYTES * ranks and not torch._C._len_torch_dispatch_stack()
 
 
-def send_short(rows: Tensor, splits: list[int], group_name: str) -> tuple[Tensor, dist.Work]:
-    """Start an all-to-all, and return the tensor to wait on, as the functional collective does, and the work."""
-    arriving = torch.empty(rows.shape, dtype=rows.dtype)
-    group: Any = _resolve_process_group(group_name)  # type: ignore[arg-type]
-    work: dist.Work = group.alltoall_base(arriving, rows.contiguous(), splits, splits, dist.AllToAllOptions())
+def _send_short(rows: Tensor, group: RankGroup) -> tuple[Tensor, dist.Work]:
+    """`_send` without the functional collective: the tensor to wait on, and the work to poll."""
+    arriving, splits = torch.empty(rows.shape, dtype=rows.dtype), [rows.shape[0] // group.size] * group.size
+    backend: Any = _resolve_process_group(group.name)  # type: ignore[arg-type]
+    work: dist.Work = backend.alltoall_base(arriving, rows.contiguous(), splits, splits, dist.AllToAllOptions())
     _register_work(arriving, work)
     return arriving, work
 
@@ -297,131 +354,3 @@ def poll(work: dist.Work) -> None:
     while not (arrived := work.is_completed()) and time.perf_counter() < end:
         _yield_cpu()
     backoff.update(timed_out=not arrived)
-
-
-def start_all_gather(x: Tensor, group: RankGroup, exact: Tensor | None = None) -> Pending:
-    """Start to send x (B, c) and its exact columns (B, e) to every rank."""
-    if group.size == 1:
-        return Pending(x, x.shape[1], x.dtype, exact)
-    exact = _at_least_as_wide(exact, x, group)
-    message = encode(x, group.wire, exact)
-    if group.native:
-        return Pending(_call(_all_gather, message.contiguous(), group.size, group.name), x.shape[1], x.dtype, exact)
-    rows = message.expand(group.size, *message.shape).reshape(group.size * message.shape[0], message.shape[1])
-    if is_short(rows, group.size):
-        sent, work = send_short(rows, _equal_splits(rows, group), group.name)
-        return Pending(sent, x.shape[1], x.dtype, exact, work)
-    return Pending(start_all_to_all(rows, group), x.shape[1], x.dtype, exact)
-
-
-def _at_least_as_wide(exact: Tensor | None, x: Tensor, group: RankGroup) -> Tensor | None:
-    """Exact columns that fill whole columns of a message in x's own dtype."""
-    narrow = exact is not None and group.wire == "full" and exact.element_size() < x.element_size()
-    return exact.to(x.dtype) if exact is not None and narrow else exact
-
-
-def finish_all_gather(pending: Pending, group: RankGroup) -> Arrived:
-    """Wait for the tensors of all ranks: (R, B, c), and the exact columns (R, B, e)."""
-    message, columns, dtype, exact, work = pending
-    if group.size == 1:
-        return Arrived(message.unsqueeze(0), None if exact is None else exact.unsqueeze(0))
-    if work is not None:
-        poll(work)
-    arrived = _by_rank(_call(_wait, message), group)
-    return Arrived(
-        decode(arrived, group.wire, columns, dtype),
-        None if exact is None else decode_exact(arrived, group.wire, columns, exact.dtype),
-    )
-
-
-def start_reduce_scatter(x: Tensor, group: RankGroup, exact: Tensor | None = None) -> Pending:
-    """Start to sum slice r of x (R, B, c) on rank r, and exact columns (B, e) on every rank.
-
-    At full precision the exact columns are rounded to the dtype of x, with which they are summed.
-    """
-    columns, dtype = x.shape[2], x.dtype
-    if group.size == 1:
-        return Pending(x, columns, dtype, exact)
-    if exact is not None:
-        exact = (exact.to(dtype) if group.wire == "full" else exact).expand(group.size, *exact.shape)  # (R, B, e)
-    message = encode(x, group.wire, exact)
-    rows = message.reshape(message.shape[0] * message.shape[1], message.shape[2])  # (R B, c + e)
-    if group.native and group.wire == "full":
-        return Pending(_call(_reduce_scatter, rows, "sum", group.size, group.name), columns, dtype, exact)
-    return Pending(start_all_to_all(rows, group), columns, dtype, exact)
-
-
-def finish_reduce_scatter(pending: Pending, group: RankGroup) -> Arrived:
-    """Wait for this rank's sum: (B, c), and the sum of the exact columns (B, e)."""
-    message, columns, dtype, exact, _ = pending
-    if group.size == 1:
-        return Arrived(message.squeeze(0), exact)
-    arrived = _call(_wait, message)
-    if group.wire != "full":
-        slices = _by_rank(arrived, group)
-        values = decode(slices, group.wire, columns, dtype).sum(0)
-        return Arrived(values, None if exact is None else decode_exact(slices, group.wire, columns, exact.dtype).sum(0))
-    total = arrived if group.native else _by_rank(arrived, group).sum(0)  # (B, c + e)
-    return Arrived(total[:, :columns], None if exact is None else total[:, columns:])
-
-
-def _by_rank(rows: Tensor, group: RankGroup) -> Tensor:
-    """(R B, c) -> (R, B, c)."""
-    return rows.view(group.size, rows.shape[0] // group.size, rows.shape[1])
-
-
-def start_exchange(x: Tensor, group: RankGroup, exact: Tensor | None = None) -> Pending:
-    """Start to send slice r of x (R B, c) and of its exact columns (R B, e) to rank r."""
-    if group.size == 1:
-        return Pending(x, x.shape[1], x.dtype, exact)
-    exact = _at_least_as_wide(exact, x, group)
-    return Pending(start_all_to_all(encode(x, group.wire, exact), group), x.shape[1], x.dtype, exact)
-
-
-def finish_exchange(pending: Pending, group: RankGroup) -> Arrived:
-    """Wait for every rank's slice: (R, B, c), and its exact columns (R, B, e)."""
-    return finish_all_gather(pending, group)  # which waits for the same
-
-
-def start_all_to_all(rows: Tensor, group: RankGroup) -> Tensor:
-    """Start to send slice r of rows (R B, c) to rank r; slice r of the result comes from rank r."""
-    splits = _equal_splits(rows, group)
-    return _call(_all_to_all, rows, splits, splits, group.name)
-
-
-def _equal_splits(rows: Tensor, group: RankGroup) -> list[int]:
-    return [rows.shape[0] // group.size] * group.size
-
-
-def finish_all_to_all(pending: Tensor) -> Tensor:
-    """Wait for every rank's slice: (R B, c)."""
-    arrived: Tensor = _call(_wait, pending)
-    return arrived
-
-
-def all_gather(x: Tensor, group: Group, exact: Tensor | None = None) -> Arrived:
-    """x (B, c) and exact columns (B, e) of all ranks, in their order: (R, B, c) and (R, B, e)."""
-    if isinstance(group, RankGroup):
-        return finish_all_gather(start_all_gather(x, group, exact), group)
-    values, sums = finish_all_gather(start_all_gather(x, group.inter_block, exact), group.inter_block)  # (p, B, c)
-    again = start_all_gather(values.flatten(0, 1), group.intra_block, None if sums is None else sums.flatten(0, 1))
-    values, sums = finish_all_gather(again, group.intra_block)  # (t, p B, c)
-    return Arrived(_in_rank_order(values, group), None if sums is None else _in_rank_order(sums, group))
-
-
-def reduce_scatter(x: Tensor, group: Group, exact: Tensor | None = None) -> Arrived:
-    """This rank's slice of x (R, B, c) and the exact columns (B, e), summed over ranks: (B, c) and (B, e)."""
-    if isinstance(group, RankGroup):
-        return finish_reduce_scatter(start_reduce_scatter(x, group, exact), group)
-    p, t = group.inter_block.size, group.intra_block.size
-    slices = x.unflatten(0, (p, t)).transpose(0, 1).flatten(1, 2)  # (t, p B, c)
-    pending = start_reduce_scatter(slices, group.intra_block, None if exact is None else exact.repeat(p, 1))
-    values, sums = finish_reduce_scatter(pending, group.intra_block)  # (p B, c), (p B, e)
-    sums = None if sums is None else sums[: x.shape[1]]  # the same for each block
-    pending = start_reduce_scatter(values.unflatten(0, (p, -1)), group.inter_block, sums)
-    return finish_reduce_scatter(pending, group.inter_block)
-
-
-def _in_rank_order(arrived: Tensor, group: TwoLevelGroup) -> Tensor:
-    """(t, p B, c), by place and block -> (R, B, c), by rank."""
-    return arrived.unflatten(1, (group.inter_block.size, -1)).transpose(0, 1).flatten(0, 1)

@@ -11,40 +11,31 @@ from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 
 from phantom_parallel.ops.blocks import apply_function, merge_blocks, split_blocks
-from phantom_parallel.ops.collectives import Group, TwoLevelGroup, all_gather, rank_group, reduce_scatter
+from phantom_parallel.ops.collectives import RankGroup, all_gather, rank_group, reduce_scatter
 
 
-def take_features(x: Tensor, group: Group) -> Tensor:
+def take_features(x: Tensor, group: RankGroup) -> Tensor:
     """This rank's slice of the last dimension."""
     width = x.shape[-1] // group.size
     return x[..., group.rank * width : (group.rank + 1) * width]
 
 
-def all_gather_features(x: Tensor, group: Group) -> Tensor:
+def all_gather_features(x: Tensor, group: RankGroup) -> Tensor:
     """(..., m) on every rank -> (..., R m)."""
     gathered = all_gather(x.reshape(-1, x.shape[-1]), group).values
     return merge_blocks(gathered).view(*x.shape[:-1], group.size * x.shape[-1])
 
 
-def reduce_scatter_features(x: Tensor, group: Group) -> Tensor:
+def reduce_scatter_features(x: Tensor, group: RankGroup) -> Tensor:
     """(..., R m) on every rank -> (..., m), this rank's slice of the sum."""
     slices = split_blocks(x.reshape(-1, x.shape[-1]), group.size)
     own = reduce_scatter(slices, group).values
     return own.view(*x.shape[:-1], x.shape[-1] // group.size)
 
 
-def _group_of(mesh: DeviceMesh | Group | None) -> Group:
-    return mesh if isinstance(mesh, TwoLevelGroup) else rank_group(mesh)
-
-
-def _check_dimensions(x: Tensor) -> None:
-    if x.dim() == 0:
-        raise ValueError("the input must have at least one dimension, the features; got a 0-D tensor")
-
-
 class _Shard(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
         ctx.group = group
         return take_features(x, group).clone(memory_format=torch.contiguous_format)  # of a single row too
 
@@ -55,7 +46,7 @@ class _Shard(Function):
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, partial_grad: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: RankGroup, partial_grad: bool) -> Tensor:
         ctx.group, ctx.partial_grad = group, partial_grad
         return all_gather_features(x, group).detach()  # no view, which autograd would not let users modify
 
@@ -65,12 +56,11 @@ class _Gather(Function):
         return back(d, ctx.group), None, None
 
 
-def shard_features(x: Tensor, mesh: DeviceMesh | Group | None) -> Tensor:
+def shard_features(x: Tensor, mesh: DeviceMesh | RankGroup | None) -> Tensor:
     """Forward: keep this rank's features of a replicated x; backward: all-gather, so that every rank has the complete
     gradient of x.
     """
-    group = _group_of(mesh)
-    _check_dimensions(x)
+    group = rank_group(mesh)
     if x.shape[-1] % group.size:
         raise ValueError(
             f"{group.size} ranks do not divide the {x.shape[-1]} features of an input of shape {tuple(x.shape)}"
@@ -78,13 +68,12 @@ def shard_features(x: Tensor, mesh: DeviceMesh | Group | None) -> Tensor:
     return x if group.size == 1 else apply_function(_Shard, x, group)
 
 
-def gather_features(x: Tensor, mesh: DeviceMesh | Group | None, *, partial_grad: bool = False) -> Tensor:
+def gather_features(x: Tensor, mesh: DeviceMesh | RankGroup | None, *, partial_grad: bool = False) -> Tensor:
     """Forward: all-gather of features; backward: this rank's slice of the gradient.
 
     This is correct where every rank computes the same from the result, such as the same loss. Where each rank computes
     its own part (a vocabulary-parallel head), every rank has a partial gradient: ``partial_grad=True`` makes the
     backward a reduce-scatter.
     """
-    group = _group_of(mesh)
-    _check_dimensions(x)
+    group = rank_group(mesh)
     return x if group.size == 1 else apply_function(_Gather, x, group, partial_grad)

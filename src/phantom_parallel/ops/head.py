@@ -36,83 +36,34 @@ from phantom_parallel.ops.blocks import (
 from phantom_parallel.ops.collectives import (
     SINGLE_RANK,
     Arrived,
-    Group,
     Pending,
     RankGroup,
     all_gather,
     check_output_grad,
-    finish_all_gather,
-    finish_all_to_all,
-    finish_exchange,
-    finish_reduce_scatter,
+    finish,
     reduce_scatter,
     start_all_gather,
     start_all_to_all,
-    start_exchange,
     start_reduce_scatter,
-    world_group,
 )
 from phantom_parallel.ops.features import gather_features
 from phantom_parallel.ops.linear import Begun, refuse_second_derivative
 from phantom_parallel.ops.rms import inverse_rms, norm_grads, partial_t, squares_of
+from phantom_parallel.ops.wire import precise
 
 IGNORED = -100  # the target of rows that do not count, as torch has it
 
 
-def gather_normed(x: Tensor, norm: Tensor, *, eps: float, group: Group = SINGLE_RANK) -> Tensor:
-    """RMSNorm and gather of all features. Forward: all-gather of features and squares; backward: reduce-scatter.
-
-    ``x`` is (..., m), this rank's features; the result is (..., R m). Each rank's gradient of it is partial: it is the
-    input of work that is split over ranks, such as a vocabulary-parallel head.
+def vocabulary_logits(x: Tensor, norm: Tensor, weight: Tensor, *, eps: float, group: RankGroup) -> Tensor:
+    """This rank's logits (..., V / R) of x (..., m), with its rows W (V / R, n). Forward: all-gather of features and
+    squares; backward: reduce-scatter. In one process derivatives are those of `phantom_linear`.
     """
-    check_operands(x, norm)
-    dtype = cast_for_autocast(x)[0].dtype
-    rows = x.reshape(-1, x.shape[-1])
+    rows, weight, dtype = _operands(x, weight)
     if is_transformed() and group.size == 1:
         y, _ = _gather_normed(rows, norm, eps, group, dtype)
+        logits = torch.mm(y, weight.t())
     else:
-        y = apply_function(_GatherNormed, rows, norm, eps, group, dtype)
-    return y.view(*x.shape[:-1], y.shape[-1])
-
-
-def _gather_normed(x: Tensor, norm: Tensor, eps: float, group: Group, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """y (B, R m) and r (B, 1)."""
-    return normed_features(all_gather((x * norm).to(dtype), group, squares_of(x)), eps)
-
-
-class _GatherNormed(Function):
-    """r arrives together with the features and is applied to them immediately. Saved: x, r and the result."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, norm: Tensor, eps: float, group: Group, dtype: torch.dtype) -> Tensor:
-        y, r = _gather_normed(x, norm, eps, group, dtype)
-        ctx.save_for_backward(x, norm, r, y)
-        ctx.eps, ctx.group = eps, group
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
-        x, norm, r, y = ctx.saved_tensors
-        group: Group = ctx.group
-        check_output_grad(d, world_group(group))
-        if is_creating_graph():  # what is saved has no graph: compute it again
-            y, r = _gather_normed(x, norm, ctx.eps, group, y.dtype)
-        du, t = reduce_scatter(split_blocks(d, group.size), group, partial_t(d, y))  # (B, m), (B, 1)
-        return *norm_grads(du, x, x * r, norm, r, t, group), None, None, None
-
-
-def normed_features(arrived: Arrived, eps: float) -> tuple[Tensor, Tensor]:
-    """y (rows, n) and r (rows, 1) of w x (R, rows, m) that has arrived from all ranks with its squares (R, rows, 1)."""
-    features, squares = arrived
-    r = inverse_rms(squares, features.shape[0] * features.shape[2], eps)
-    return (merge_blocks(features) * r).to(features.dtype), r
-
-
-def vocabulary_logits(x: Tensor, norm: Tensor, weight: Tensor, *, eps: float, group: Group) -> Tensor:
-    """This rank's logits (..., V / R) of x (..., m), with its rows W (V / R, n). Forward: all-gather of features and
-    squares; backward: reduce-scatter.
-    """
-    logits = _logits(_VocabularyLogits, x, norm, weight, eps, group)
+        logits = apply_function(_VocabularyLogits, rows, norm, weight, eps, group, dtype)
     return unflatten_rows(logits, x)
 
 
@@ -120,15 +71,28 @@ def row_logits(x: Tensor, norm: Tensor, weight: Tensor, *, eps: float, group: Ra
     """All logits (T / R, V) of this rank's rows of x (T, m), with the whole W (V, n). R divides T. Forward: all-to-all
     of features and squares; backward: all-to-all.
     """
-    return _logits(_RowLogits, x, norm, weight, eps, group)
-
-
-def _logits(function: Any, x: Tensor, norm: Tensor, weight: Tensor, eps: float, group: Group) -> Tensor:
-    check_operands(x, weight)
-    dtype = cast_for_autocast(x)[0].dtype
-    (weight,) = cast_for_autocast(weight)
-    logits: Tensor = apply_function(function, x.reshape(-1, x.shape[-1]), norm, weight, eps, group, dtype)
+    rows, weight, dtype = _operands(x, weight)
+    logits: Tensor = apply_function(_RowLogits, rows, norm, weight, eps, group, dtype)
     return logits
+
+
+def _operands(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, torch.dtype]:
+    """The rows of x, the weight, and the dtype of their product."""
+    check_operands(x, weight)
+    (weight,) = cast_for_autocast(weight)
+    return x.reshape(-1, x.shape[-1]), weight, cast_for_autocast(x)[0].dtype
+
+
+def _gather_normed(x: Tensor, norm: Tensor, eps: float, group: RankGroup, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """y (B, R m) and r (B, 1)."""
+    return _normed(all_gather((x * norm).to(dtype), group, squares_of(x)), eps)
+
+
+def _normed(arrived: Arrived, eps: float) -> tuple[Tensor, Tensor]:
+    """y (rows, n) and r (rows, 1) of w x (R, rows, m) that has arrived from all ranks with its squares (R, rows, 1)."""
+    features, squares = arrived
+    r = inverse_rms(squares, features.shape[0] * features.shape[2], eps)
+    return (merge_blocks(features) * r).to(features.dtype), r
 
 
 class _VocabularyLogits(Function):
@@ -136,26 +100,25 @@ class _VocabularyLogits(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, norm: Tensor, weight: Tensor, eps: float, group: Group, dtype: torch.dtype
+        ctx: Any, x: Tensor, norm: Tensor, weight: Tensor, eps: float, group: RankGroup, dtype: torch.dtype
     ) -> Tensor:
         y, r = _gather_normed(x, norm, eps, group, dtype)  # (T, n), (T, 1)
         ctx.save_for_backward(x, norm, weight, r, y)
-        ctx.group = group
+        ctx.eps, ctx.group = eps, group
         return torch.mm(y, weight.t())  # (T, V / R)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         x, norm, weight, r, y = ctx.saved_tensors
-        group: Group = ctx.group
-        check_output_grad(d, world_group(group))
+        group: RankGroup = ctx.group
+        check_output_grad(d, group)
+        if is_creating_graph():  # what is saved has no graph: compute it again
+            y, r = _gather_normed(x, norm, ctx.eps, group, y.dtype)
         dy = torch.mm(d, weight)  # partial: (T, n)
         slices, part = split_blocks(dy, group.size), partial_t(dy, y)  # (R, T, m), (T, 1)
-        pending = start_reduce_scatter(slices, group, part) if isinstance(group, RankGroup) else None  # in flight
+        pending = start_reduce_scatter(slices, group, part) if group.inter_block is None else None  # in flight
         d_weight = torch.mm(d.t(), y) if ctx.needs_input_grad[2] else None  # (V / R, n), overlapped
-        if pending is None:
-            du, t = reduce_scatter(slices, group, part)
-        else:
-            du, t = finish_reduce_scatter(pending, world_group(group))
+        du, t = reduce_scatter(slices, group, part) if pending is None else finish(pending)
         return *norm_grads(du, x, x * r, norm, r, t, group), d_weight, None, None, None
 
 
@@ -166,8 +129,8 @@ class _RowLogits(Function):
     def forward(
         ctx: Any, x: Tensor, norm: Tensor, weight: Tensor, eps: float, group: RankGroup, dtype: torch.dtype
     ) -> Tensor:
-        pending = start_exchange((x * norm).to(dtype), group, squares_of(x))  # (T, m) and squares, in flight
-        y, r = normed_features(finish_exchange(pending, group), eps)  # (T / R, n), (T / R, 1)
+        pending = start_all_to_all((x * norm).to(dtype), group, squares_of(x))  # (T, m) and squares
+        y, r = _normed(finish(pending), eps)  # (T / R, n), (T / R, 1)
         ctx.save_for_backward(x, norm, weight, r, y)
         ctx.group = group
         return torch.mm(y, weight.t())  # (T / R, V)
@@ -175,34 +138,32 @@ class _RowLogits(Function):
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         x, norm, weight, r, y = ctx.saved_tensors
-        group = ctx.group
-        check_output_grad(d, group)
-        pending = start_row_gradients(d, weight, y, r, group)  # in flight
+        check_output_grad(d, ctx.group)
+        pending = _start_row_gradients(d, weight, y, r, ctx.group)  # in flight
         d_weight = torch.mm(d.t(), y) if ctx.needs_input_grad[2] else None  # (V, n), overlapped
-        return *finish_row_gradients(pending, x, norm, group), d_weight, None, None, None
+        return *_finish_row_gradients(pending, x, norm), d_weight, None, None, None
 
 
-def start_row_gradients(d: Tensor, weight: Tensor, y: Tensor, r: Tensor, group: RankGroup) -> Pending:
+def _start_row_gradients(d: Tensor, weight: Tensor, y: Tensor, r: Tensor, group: RankGroup) -> Pending:
     """Start to send du and c of this rank's rows to the ranks of the features."""
     dy = torch.mm(d, weight)  # (T / R, n)
     c = r.square() * partial_t(dy, y) / dy.shape[1]  # (T / R, 1), of all features
     slices = split_blocks(dy * r.to(dy.dtype), group.size)  # du by the rank of the features: (R, T / R, m)
     sums = c.expand(group.size, *c.shape)  # (R, T / R, 1)
-    return start_exchange(slices.reshape(-1, slices.shape[2]), group, sums.reshape(-1, 1))
+    return start_all_to_all(slices.reshape(-1, slices.shape[2]), group, sums.reshape(-1, 1))
 
 
-def finish_row_gradients(pending: Pending, x: Tensor, norm: Tensor, group: RankGroup) -> tuple[Tensor, Tensor]:
+def _finish_row_gradients(pending: Pending, x: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
     """dx (T, m) and dw (m), from the du and c of all rows."""
-    du, c = (arrived.flatten(0, 1) for arrived in finish_exchange(pending, group))  # (T, m), (T, 1)
+    du, c = (arrived.flatten(0, 1) for arrived in finish(pending))  # (T, m), (T, 1)
     dx = torch.addcmul(du * norm, x, c.to(x.dtype), value=-1)
     return dx.to(x.dtype), (du * x).sum(0).to(norm.dtype)
 
 
 def begin_rows(x: Tensor, norm: Tensor, *, group: RankGroup) -> Begun:
     """Start `row_logits` of x (..., m)."""
-    dtype = cast_for_autocast(x)[0].dtype
-    begun = Begun(x, group)
-    begun.token = apply_function(_BeginRows, x.reshape(-1, x.shape[-1]), norm, group, dtype, begun)
+    begun, rows = Begun(x, group), x.reshape(-1, x.shape[-1])
+    begun.token = apply_function(_BeginRows, rows, norm, group, cast_for_autocast(x)[0].dtype, begun)
     return begun
 
 
@@ -218,16 +179,15 @@ class _BeginRows(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, norm: Tensor, group: RankGroup, dtype: torch.dtype, begun: Begun) -> Tensor:
-        begun.pending = start_exchange((x * norm).to(dtype), group, squares_of(x))  # (T, m) and squares
+        begun.pending = start_all_to_all((x * norm).to(dtype), group, squares_of(x))  # (T, m) and squares
         ctx.save_for_backward(x, norm)
-        ctx.group, ctx.begun = group, begun
+        ctx.begun = begun
         return x.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         pending, _, _ = ctx.begun.take()
-        x, norm = ctx.saved_tensors
-        return *finish_row_gradients(pending, x, norm, ctx.group), None, None, None
+        return *_finish_row_gradients(pending, *ctx.saved_tensors), None, None, None
 
 
 class _EndRows(Function):
@@ -236,17 +196,17 @@ class _EndRows(Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, weight: Tensor, eps: float, group: RankGroup, begun: Begun) -> Tensor:
         pending, _, _ = begun.take()
-        y, r = normed_features(finish_exchange(pending, group), eps)  # (T / R, n), (T / R, 1)
+        y, r = _normed(finish(pending), eps)  # (T / R, n), (T / R, 1)
         ctx.save_for_backward(weight, y, r)
         ctx.group, ctx.begun = group, begun
         return torch.mm(y, weight.t())
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
-        weight, y, r = ctx.saved_tensors
         refuse_second_derivative()
+        weight, y, r = ctx.saved_tensors
         if ctx.needs_input_grad[0]:
-            ctx.begun.pending = start_row_gradients(d, weight, y, r, ctx.group)  # in flight
+            ctx.begun.pending = _start_row_gradients(d, weight, y, r, ctx.group)  # in flight
         d_weight = torch.mm(d.t(), y) if ctx.needs_input_grad[1] else None  # (V, n)
         return d.new_empty(0), d_weight, None, None, None
 
@@ -256,37 +216,24 @@ class PrefetchedWeight:
 
     Forward: async all-gather, from construction to `whole`. Backward: async reduce-scatter, from the gradient of
     `whole` until all gradients of what was computed after construction exist. Neither is rounded for the wire.
-
-    Args:
-        weight: This rank's part.
-        dim: The dimension by which it is sharded.
-        group: The ranks.
+    ``weight`` is this rank's part, and ``dim`` the dimension by which it is sharded over the ranks of ``group``.
     """
 
     def __init__(self, weight: Tensor, dim: int, group: RankGroup) -> None:
         self.dim, self.group = dim, group._replace(wire="full")
-        self.pending: Pending | None = None
+        self.pending: Any = None
         self._whole: Tensor | None = None
-        self._compiled = weight if torch.compiler.is_compiling() else None  # the compiler moves exchanges by itself
-        if self._compiled is None:
-            self._token: Tensor = apply_function(_StartGather, weight, self)
+        if torch.compiler.is_compiling():  # the compiler moves exchanges by itself
+            whole = gather_features(weight if dim else weight.t(), self.group, partial_grad=True)
+            self._whole = whole if dim else whole.t()
+        else:
+            self._token = apply_function(_StartGather, weight, self)
 
     def whole(self) -> Tensor:
         """The whole weight; the first call waits for it."""
         if self._whole is None:
-            self._whole = self._finish()
+            self._whole = apply_function(_FinishGather, self._token, self)
         return self._whole
-
-    def _finish(self) -> Tensor:
-        if self._compiled is not None:
-            weight = self._compiled if self.dim else self._compiled.t()
-            whole = gather_features(weight, self.group, partial_grad=True)
-            return whole if self.dim else whole.t()
-        return apply_function(_FinishGather, self._token, self)
-
-    def by_rank(self, whole: Tensor) -> Tensor:
-        """The parts of a whole tensor: (R, a, b)."""
-        return split_blocks(whole, self.group.size) if self.dim else whole.unflatten(0, (self.group.size, -1))
 
 
 class _StartGather(Function):
@@ -302,28 +249,27 @@ class _StartGather(Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        prefetched = ctx.prefetched
-        pending, prefetched.pending = prefetched.pending, None
-        return finish_reduce_scatter(pending, prefetched.group).values, None
+        pending, ctx.prefetched.pending = ctx.prefetched.pending, None
+        return finish(pending).values, None
 
 
 class _FinishGather(Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, prefetched: PrefetchedWeight) -> Tensor:
         ctx.prefetched = prefetched
-        assert prefetched.pending is not None
         pending, prefetched.pending = prefetched.pending, None
-        arrived = finish_all_gather(pending, prefetched.group).values  # (R, a, b)
+        arrived = finish(pending).values  # (R, a, b)
         return merge_blocks(arrived) if prefetched.dim else arrived.flatten(0, 1)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
-        prefetched = ctx.prefetched
-        prefetched.pending = start_reduce_scatter(prefetched.by_rank(d), prefetched.group)
+        group = ctx.prefetched.group
+        parts = split_blocks(d, group.size) if ctx.prefetched.dim else d.unflatten(0, (group.size, -1))  # (R, a, b)
+        ctx.prefetched.pending = start_reduce_scatter(parts, group)
         return d.new_empty(0), None
 
 
-def vocabulary_rows(weight: Tensor, *, group: Group = SINGLE_RANK) -> Tensor:
+def vocabulary_rows(weight: Tensor, *, group: RankGroup = SINGLE_RANK) -> Tensor:
     """(V, n / R), sharded by features, to (V / R, n), sharded by rows. Forward and backward: one all-to-all.
 
     It moves (R-1)/R^2 V n words per rank, independent of the number of inputs to the head. A reduce-scatter of partial
@@ -331,7 +277,7 @@ def vocabulary_rows(weight: Tensor, *, group: Group = SINGLE_RANK) -> Tensor:
     """
     if group.size == 1:
         return weight
-    rows: Tensor = apply_function(_VocabularyRows, weight, world_group(group))  # no two ranks need the same rows
+    rows: Tensor = apply_function(_VocabularyRows, weight, group._replace(wire="full"))
     return rows
 
 
@@ -339,16 +285,16 @@ class _VocabularyRows(Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, group: RankGroup) -> Tensor:
         ctx.group = group
-        arrived = finish_all_to_all(start_all_to_all(weight.contiguous(), group))  # (R V/R, n/R): by features
-        return merge_blocks(arrived.view(group.size, -1, weight.shape[1]))
+        return merge_blocks(finish(start_all_to_all(weight.contiguous(), group)).values)  # (R, V/R, n/R): by features
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
         slices = split_blocks(d, ctx.group.size)  # (R, V/R, n/R)
-        return finish_all_to_all(start_all_to_all(slices.reshape(-1, slices.shape[2]), ctx.group)), None
+        pending = start_all_to_all(slices.reshape(-1, slices.shape[2]), ctx.group)
+        return finish(pending).values.flatten(0, 1), None
 
 
-def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, *, group: Group = SINGLE_RANK) -> Tensor:
+def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, *, group: RankGroup = SINGLE_RANK) -> Tensor:
     """The mean cross-entropy over rows, the same on every rank. Forward: one all-gather of 3 numbers per row; backward:
     none, since each rank has the gradient of its own logits.
 
@@ -359,7 +305,7 @@ def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, *, group: Group = 
         loss = log(sum_r s_r exp(a_r)) - logit of the target
     """
     rows, flat = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    rows = rows.to(precise(rows.dtype))
     if group.size == 1:
         return F.cross_entropy(rows, flat, ignore_index=IGNORED)
     _check_targets(flat, group.size * rows.shape[1])
@@ -374,8 +320,10 @@ def row_cross_entropy(logits: Tensor, targets: Tensor, *, group: RankGroup) -> T
     flat = targets.reshape(-1)
     _check_targets(flat, logits.shape[1])
     own = flat.narrow(0, group.rank * logits.shape[0], logits.shape[0])
-    precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    part = F.cross_entropy(precise, own, reduction="sum", ignore_index=IGNORED) / (flat != IGNORED).sum()
+    part = (
+        F.cross_entropy(logits.to(precise(logits.dtype)), own, reduction="sum", ignore_index=IGNORED)
+        / (flat != IGNORED).sum()
+    )
     return gather_features(part.view(1, 1), group._replace(wire="full")).sum()
 
 
@@ -395,7 +343,7 @@ def _check_targets(targets: Tensor, vocab: int) -> None:
 
 class _CrossEntropy(Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: RankGroup) -> Tensor:
         width, counted = logits.shape[1], targets != IGNORED  # (B)
         index = targets - group.rank * width
         here = ((index >= 0) & (index < width)).unsqueeze(1)  # (B, 1)
@@ -419,13 +367,13 @@ class _CrossEntropy(Function):
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
         weights, scale, index, here = ctx.saved_tensors  # of a row that does not count: scale 0, and not here
-        check_output_grad(d, world_group(ctx.group))
+        check_output_grad(d, ctx.group)
         grad = weights * (scale * d).unsqueeze(1)  # the probabilities
         at_target = torch.where(here, -d / ctx.count, 0.0)  # where no row counts, that is infinite
         return grad.scatter_add_(1, index, at_target), None, None  # less one at the target
 
 
-def vocabulary_kl_divergence(logits: Tensor, teacher: Tensor, *, group: Group = SINGLE_RANK) -> Tensor:
+def vocabulary_kl_divergence(logits: Tensor, teacher: Tensor, *, group: RankGroup = SINGLE_RANK) -> Tensor:
     """The mean Kullback-Leibler divergence of the teacher's distributions from the model's, in nats, the same on every
     rank. Forward: one all-gather of 5 numbers per row; backward: none, since each rank has the gradient of its own
     logits.
@@ -437,22 +385,20 @@ def vocabulary_kl_divergence(logits: Tensor, teacher: Tensor, *, group: Group = 
     No gradient reaches the teacher.
     """
     rows, targets = (x.reshape(-1, x.shape[-1]) for x in (logits, teacher.detach()))
-    dtype = torch.promote_types(rows.dtype, torch.float32)
+    dtype = precise(rows.dtype)
     loss: Tensor = apply_function(_Divergence, rows.to(dtype), targets.to(dtype), group)
     return loss
 
 
 class _Divergence(Function):
     @staticmethod
-    def forward(ctx: Any, z: Tensor, u: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, z: Tensor, u: Tensor, group: RankGroup) -> Tensor:
         tops = z.amax(1, keepdim=True), u.amax(1, keepdim=True)  # (B, 1) each
         p, q = (z - tops[0]).exp_(), (u - tops[1]).exp_()  # (B, V / R): not yet divided by their sums
         distance = (u - z).mul_(q).sum(1, keepdim=True)  # (B, 1)
         known = torch.cat([tops[0], p.sum(1, keepdim=True), tops[1], q.sum(1, keepdim=True), distance], 1)  # (B, 5)
-        if group.size == 1:
-            gathered = known.T.unsqueeze(1)  # (5, R, B)
-        else:  # the exponents of what follows: never rounded
-            gathered = all_gather(known, group.with_wire("full")).values.permute(2, 0, 1)
+        exact = group.with_wire("full")  # the exponents of what follows: never rounded
+        gathered = all_gather(known, exact).values.permute(2, 0, 1)  # (5, R, B)
         of_z, of_u = _log_sum(*gathered[:2]), _log_sum(*gathered[2:4])  # (B) each
         distance = (gathered[4] * (gathered[2] - of_u).exp()).sum(0)
         p *= (tops[0] - of_z.unsqueeze(1)).exp()

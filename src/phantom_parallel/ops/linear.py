@@ -1,4 +1,4 @@
-"""`phantom_linear` and `normed_phantom_linear`: the equations of `ops.phantom` and `ops.two_level` under autograd.
+"""`phantom_linear`: the equations of `ops.phantom` and `ops.two_level` under autograd.
 
 `_Phantom` is begin and end in one. The same in two parts, `begin_phantom` and `end_phantom`, leaves time for the
 products of other rows in between: a batch in two halves begins one, then the other, ends the first, and so on, so that
@@ -18,20 +18,12 @@ from phantom_parallel.ops.blocks import (
     apply_function,
     cast_for_autocast,
     check_operands,
-    check_same_dtype,
     is_creating_graph,
     is_transformed,
     unflatten_rows,
 )
-from phantom_parallel.ops.collectives import (
-    SINGLE_RANK,
-    Group,
-    Pending,
-    RankGroup,
-    TwoLevelGroup,
-    check_output_grad,
-    world_group,
-)
+from phantom_parallel.ops.collectives import SINGLE_RANK, Pending, RankGroup, check_output_grad
+from phantom_parallel.ops.phantom import Spec
 
 
 def phantom_linear(
@@ -41,62 +33,30 @@ def phantom_linear(
     decompress: Tensor,
     bias: Tensor | None = None,
     *,
+    norm: Tensor | None = None,
+    eps: float | None = None,
     blocks: int,
-    group: Group = SINGLE_RANK,
+    group: RankGroup = SINGLE_RANK,
 ) -> Tensor:
     """z = L x + D C x + b. Forward: all-gather of the ghosts; backward: reduce-scatter of their gradient.
 
-    ``x`` is (..., q m_in), this rank's features; the result is (..., q m_out). With a `TwoLevelGroup` several ranks
-    share a block, as `ops.two_level` has it, and q = 1 / t. In one process second derivatives, ``torch.func``
-    transforms and forward-mode derivatives are supported.
+    ``x`` is (..., q m_in), this rank's features; the result is (..., q m_out). With the weights ``norm`` (q m_in) of an
+    RMSNorm and its ``eps``, the map is that of the normed x, and the norm's sums are piggybacked on both exchanges.
+    Where several ranks share each block, as `ops.two_level` has it, q = 1 / t. In one process second derivatives,
+    ``torch.func`` transforms and forward-mode derivatives are supported.
     """
     check_operands(x, local)
-    x, local, compress, decompress, bias = cast_for_autocast(x, local, compress, decompress, bias)
-    check_same_dtype(x, local)
-    return _apply(x, None, local, compress, decompress, bias, None, blocks, group)
-
-
-def normed_phantom_linear(
-    x: Tensor,
-    norm: Tensor,
-    local: Tensor,
-    compress: Tensor,
-    decompress: Tensor,
-    bias: Tensor | None = None,
-    *,
-    eps: float,
-    blocks: int,
-    group: Group = SINGLE_RANK,
-) -> Tensor:
-    """RMSNorm, then the phantom map L + D C, and + b. Forward: all-gather of ghosts and squares; backward:
-    reduce-scatter.
-
-    ``x`` is (..., q m_in), this rank's features, and ``norm`` (q m_in) their weights; the result is (..., q m_out), in
-    the dtype of the map's weights. Groups and derivatives are those of `phantom_linear`.
-    """
-    check_operands(x, local)
+    if norm is None:
+        (x,) = cast_for_autocast(x)
     local, compress, decompress, bias = cast_for_autocast(local, compress, decompress, bias)
-    return _apply(x, norm, local, compress, decompress, bias, eps, blocks, group)
-
-
-def _apply(
-    x: Tensor,
-    norm: Tensor | None,
-    local: Tensor,
-    compress: Tensor,
-    decompress: Tensor,
-    bias: Tensor | None,
-    eps: float | None,
-    blocks: int,
-    group: Group,
-) -> Tensor:
+    spec = Spec(blocks, group, eps)
     rows = x.reshape(-1, x.shape[-1])  # (B, q m_in)
     if is_transformed() and group.size == 1:  # transforms see through the equations, and not through a Function
-        z = _equations(rows, norm, local, compress, decompress, eps, blocks, group)[0]
+        z = _equations(rows, norm, local, compress, decompress, spec)[0]
         return unflatten_rows(z if bias is None else z + bias, x)
     saves_output = norm is not None and bias is None
     version = OutputVersion() if saves_output and not torch.compiler.is_compiling() else None
-    z = apply_function(_Phantom, rows, norm, local, compress, decompress, bias, eps, blocks, group, version)
+    z = apply_function(_Phantom, rows, norm, local, compress, decompress, bias, spec, version)
     if saves_output and version is None:  # a compiler must see that memory is shared
         return z.view(*x.shape[:-1], z.shape[-1])
     z = unflatten_rows(z, x)
@@ -105,20 +65,17 @@ def _apply(
     return z
 
 
+def _level(group: RankGroup) -> Any:
+    return phantom if group.inter_block is None else two_level
+
+
 def _equations(
-    x: Tensor,
-    norm: Tensor | None,
-    local: Tensor,
-    compress: Tensor,
-    decompress: Tensor,
-    eps: float | None,
-    blocks: int,
-    group: Group,
+    x: Tensor, norm: Tensor | None, local: Tensor, compress: Tensor, decompress: Tensor, spec: Spec
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The result without bias (B, q m_out), the gathered ghosts, r (B, 1), and of two levels the block's x."""
-    level: Any = two_level if isinstance(group, TwoLevelGroup) else phantom
-    pending, partial, block = level.begin(x, norm, local, compress, blocks, group)
-    return *level.end(pending, partial, decompress, eps, x.shape[1] * group.size, blocks, group), block
+    level = _level(spec.group)
+    pending, partial, block = level.begin(x, norm, local, compress, spec)
+    return *level.end(pending, partial, decompress, x.shape[1] * spec.group.size, spec), block
 
 
 class _Phantom(Function):
@@ -126,61 +83,50 @@ class _Phantom(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        norm: Tensor | None,
-        local: Tensor,
-        compress: Tensor,
-        decompress: Tensor,
-        bias: Tensor | None,
-        eps: float | None,
-        blocks: int,
-        group: Group,
+        ctx: Any, x: Tensor, norm: Any, local: Tensor, compress: Tensor, decompress: Tensor, bias: Any, spec: Spec,
         version: OutputVersion | None,
-    ) -> Tensor:
-        y, ghosts, r, block = _equations(x, norm, local, compress, decompress, eps, blocks, group)
+    ) -> Tensor:  # fmt: skip
+        y, ghosts, r, block = _equations(x, norm, local, compress, decompress, spec)
         need_x, need_norm, need_local, need_compress, need_decompress = ctx.needs_input_grad[:5]
-        need_h = need_x or need_norm or need_compress
-        need_inputs = norm is not None or need_local or need_compress
+        has_norm, need_h = norm is not None, need_x or need_norm or need_compress
+        need_inputs = has_norm or need_local or need_compress
         ctx.save_for_backward(
             x if need_inputs or block is not None else None,  # of two levels always: the cost formulas count it
             block if need_inputs else None,
             norm,
-            local if norm is not None or need_h else None,
+            local if has_norm or need_h else None,
             compress if need_h else None,
-            decompress if norm is not None or need_h else None,
-            ghosts if norm is not None or need_decompress else None,
+            decompress if has_norm or need_h else None,
+            ghosts if has_norm or need_decompress else None,
             r,
-            y if norm is not None else None,
+            y if has_norm else None,
         )
-        ctx.eps, ctx.blocks, ctx.group, ctx.version = eps, blocks, group, version
-        return _add_bias(y, bias, is_saved=norm is not None)
+        ctx.spec, ctx.version = spec, version
+        return _add_bias(y, bias, is_saved=has_norm)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         x, block, norm, local, compress, decompress, ghosts, r, y = ctx.saved_tensors
-        blocks, group = ctx.blocks, ctx.group
-        level: Any = two_level if isinstance(group, TwoLevelGroup) else phantom
-        need_x, need_norm, need_local, need_compress, need_decompress, need_bias = ctx.needs_input_grad[:6]
+        spec, level = ctx.spec, _level(ctx.spec.group)
+        need_x, need_norm, _, need_compress, need_decompress, need_bias = ctx.needs_input_grad[:6]
         need_h = need_x or need_norm or need_compress
-        check_output_grad(d, world_group(group))
+        check_output_grad(d, spec.group)
         if is_creating_graph() and need_h:  # what is saved has no graph: compute it again
             if x is not None:
-                y, ghosts, r, _ = _equations(x, norm, local, compress, decompress, ctx.eps, blocks, group)
+                y, ghosts, r, _ = _equations(x, norm, local, compress, decompress, spec)
                 y = None if norm is None else y
             elif need_decompress:
                 raise RuntimeError("a second derivative by x and decompress needs local or compress to require grad")
         elif ctx.version is not None and ctx.version.is_modified:
-            y = level.result_again(x, norm, block, local, decompress, ghosts, r, blocks, group)
+            y = level.add_ghosts(level.local_product(x, norm, block, local, spec), ghosts, decompress, r, spec)
 
-        needs = {"need_h": need_h, "need_decompress": need_decompress}
-        pending, d_decompress = level.end_backward(d, decompress, ghosts, r, y, blocks, group, **needs)
-        d_bias = d.sum(0) if need_bias else None  # (q m_out), overlapped
-        needs = {"need_x": need_x, "need_norm": need_norm, "need_local": need_local, "need_compress": need_compress}
-        dx, d_norm, d_local, d_compress = level.begin_backward(
-            pending, d, r, x, block, norm, local, compress, blocks, group, **needs
+        pending, d_decompress = level.end_backward(
+            d, decompress, ghosts, r, y, spec, need_h=need_h, need_decompress=need_decompress
         )
-        return dx, d_norm, d_local, d_compress, d_decompress, d_bias, None, None, None, None
+        d_bias = d.sum(0) if need_bias else None  # (q m_out), overlapped
+        needs = ctx.needs_input_grad[:4]
+        grads = level.begin_backward(pending, d, r, x, block, norm, local, compress, spec, needs)
+        return *grads, d_decompress, d_bias, None, None
 
 
 def _add_bias(y: Tensor, bias: Tensor | None, *, is_saved: bool) -> Tensor:
@@ -214,12 +160,12 @@ class Begun:
 def begin_phantom(
     x: Tensor, norm: Tensor | None, local: Tensor, compress: Tensor, *, blocks: int, group: RankGroup
 ) -> Begun:
-    """Start `phantom_linear`, or with a norm `normed_phantom_linear`, of x (..., q m_in)."""
+    """Start `phantom_linear` of x (..., q m_in)."""
     check_operands(x, local)
     x = x if norm is not None else cast_for_autocast(x)[0]
     local, compress = cast_for_autocast(local, compress)
-    begun = Begun(x, group)
-    begun.token = apply_function(_Begin, x.reshape(-1, x.shape[-1]), norm, local, compress, blocks, group, begun)
+    begun, rows = Begun(x, group), x.reshape(-1, x.shape[-1])
+    begun.token = apply_function(_Begin, rows, norm, local, compress, Spec(blocks, group), begun)
     return begun
 
 
@@ -228,7 +174,7 @@ def end_phantom(
 ) -> Tensor:
     """The result of a map that has begun, (..., q m_out). ``eps`` is the norm's, if it has one."""
     decompress, bias = cast_for_autocast(decompress, bias)
-    z: Tensor = apply_function(_End, begun.token, decompress, bias, eps, blocks, group, begun)
+    z: Tensor = apply_function(_End, begun.token, decompress, bias, Spec(blocks, group, eps), begun)
     return z.view(*begun.shape, z.shape[-1])
 
 
@@ -237,65 +183,45 @@ class _Begin(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        norm: Tensor | None,
-        local: Tensor,
-        compress: Tensor,
-        blocks: int,
-        group: RankGroup,
-        begun: Begun,
+        ctx: Any, x: Tensor, norm: Tensor | None, local: Tensor, compress: Tensor, spec: Spec, begun: Begun
     ) -> Tensor:
-        begun.pending, begun.partial, _ = phantom.begin(x, norm, local, compress, blocks, group)
+        begun.pending, begun.partial, _ = phantom.begin(x, norm, local, compress, spec)
         ctx.save_for_backward(x, norm, local, compress)
-        ctx.blocks, ctx.group, ctx.begun = blocks, group, begun
+        ctx.spec, ctx.begun = spec, begun
         return x.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         x, norm, local, compress = ctx.saved_tensors
         pending, d, r = ctx.begun.take()
-        names = ("need_x", "need_norm", "need_local", "need_compress")
-        needs = dict(zip(names, ctx.needs_input_grad[:4], strict=True))
-        grads = phantom.begin_backward(
-            pending, d, r, x, None, norm, local, compress, ctx.blocks, ctx.group, **needs
-        )  # once h has arrived
-        return *grads, None, None, None
+        needs = ctx.needs_input_grad[:4]
+        grads = phantom.begin_backward(pending, d, r, x, None, norm, local, compress, ctx.spec, needs)  # h has arrived
+        return *grads, None, None
 
 
 class _End(Function):
     """Saved: the gathered ghosts, and with a norm r and the result."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        token: Tensor,
-        decompress: Tensor,
-        bias: Tensor | None,
-        eps: float | None,
-        blocks: int,
-        group: RankGroup,
-        begun: Begun,
-    ) -> Tensor:
+    def forward(ctx: Any, token: Tensor, decompress: Tensor, bias: Tensor | None, spec: Spec, begun: Begun) -> Tensor:
         pending, partial, _ = begun.take()
-        y, ghosts, r = phantom.end(pending, partial, decompress, eps, begun.features, blocks, group)
-        ctx.save_for_backward(decompress, ghosts, r, y if eps is not None else None)
-        ctx.blocks, ctx.group, ctx.begun = blocks, group, begun
-        return _add_bias(y, bias, is_saved=eps is not None)
+        y, ghosts, r = phantom.end(pending, partial, decompress, begun.features, spec)
+        has_norm = spec.eps is not None
+        ctx.save_for_backward(decompress, ghosts, r, y if has_norm else None)
+        ctx.spec, ctx.begun = spec, begun
+        return _add_bias(y, bias, is_saved=has_norm)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
-        decompress, ghosts, r, y = ctx.saved_tensors
-        begun: Begun = ctx.begun
         refuse_second_derivative()
-        need_token, need_decompress, need_bias = ctx.needs_input_grad[:3]
-        needs = {"need_h": need_token, "need_decompress": need_decompress}
-        begun.pending, d_decompress = phantom.end_backward(
-            d, decompress, ghosts, r, y, ctx.blocks, ctx.group, **needs
+        decompress, ghosts, r, y = ctx.saved_tensors
+        need_h, need_decompress, need_bias = ctx.needs_input_grad[:3]
+        ctx.begun.pending, d_decompress = phantom.end_backward(
+            d, decompress, ghosts, r, y, ctx.spec, need_h=need_h, need_decompress=need_decompress
         )  # h in flight
-        begun.partial, begun.scale = d, r
+        ctx.begun.partial, ctx.begun.scale = d, r
         d_bias = d.sum(0) if need_bias else None  # (q m_out)
-        return d.new_empty(0), d_decompress, d_bias, None, None, None, None
+        return d.new_empty(0), d_decompress, d_bias, None, None
 
 
 def refuse_second_derivative() -> None:

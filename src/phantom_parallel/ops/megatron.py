@@ -18,12 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phantom_parallel.ops.blocks import apply_function, cast_for_autocast, check_operands, split_blocks, unflatten_rows
-from phantom_parallel.ops.collectives import (
-    RankGroup,
-    check_output_grad,
-    finish_reduce_scatter,
-    start_reduce_scatter,
-)
+from phantom_parallel.ops.collectives import RankGroup, check_output_grad, finish, start_reduce_scatter
 from phantom_parallel.ops.features import all_gather_features, reduce_scatter_features
 
 
@@ -45,8 +40,8 @@ def row_embedding(tokens: Tensor, weight: Tensor, *, group: RankGroup) -> Tensor
     """Look up tokens in a weight (V / R, n) sharded by rows. Forward: all-reduce; backward: no exchange."""
     index = tokens - group.rank * weight.shape[0]
     here = (index >= 0) & (index < weight.shape[0])
-    found = F.embedding(index.clamp_(0, weight.shape[0] - 1), weight)  # (..., n)
-    return sum_over_ranks(found * here.unsqueeze(-1), group)
+    rows = F.embedding(index.clamp_(0, weight.shape[0] - 1), weight)  # (..., n)
+    return sum_over_ranks(rows * here.unsqueeze(-1), group)
 
 
 def sum_over_ranks(x: Tensor, group: RankGroup) -> Tensor:
@@ -78,7 +73,7 @@ class _ColumnLinear(Function):
         d_weight = torch.mm(d.t(), x) if need_weight else None  # (m_out, n_in), overlapped
         d_bias = d.sum(0) if need_bias else None  # (m_out)
         if need_x:
-            dx = all_gather_features(finish_reduce_scatter(pending, group).values, group)
+            dx = all_gather_features(finish(pending).values, group)
         return dx, d_weight, d_bias, None
 
 

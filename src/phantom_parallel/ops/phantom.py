@@ -26,6 +26,8 @@ overlapping windows of one matrix.
     bias        (q m_out)             b_i
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -38,94 +40,94 @@ from phantom_parallel.ops.blocks import (
     split_blocks,
     weight_grad,
 )
-from phantom_parallel.ops.collectives import (
-    Pending,
-    RankGroup,
-    finish_all_gather,
-    finish_reduce_scatter,
-    start_all_gather,
-    start_reduce_scatter,
-)
+from phantom_parallel.ops.collectives import Pending, RankGroup, finish, start_all_gather, start_reduce_scatter
 from phantom_parallel.ops.rms import inverse_rms, norm_grads, partial_t, scale_rows, squares_of
 
 
-def begin(
-    x: Tensor, norm: Tensor | None, local: Tensor, compress: Tensor, blocks: int, group: RankGroup
-) -> tuple[Pending, Tensor, None]:
+class Spec(NamedTuple):
+    """What a map is apart from its tensors."""
+
+    blocks: int
+    group: RankGroup
+    eps: float | None = None  # of the norm; None without one
+
+
+def begin(x: Tensor, norm: Tensor | None, local: Tensor, compress: Tensor, spec: Spec) -> tuple[Pending, Tensor, None]:
     """Send C x of x (B, q m_in), and compute L x (q, B, m_out). With a norm (q m_in), of w x."""
-    us = split_blocks(x if norm is None else (x * norm).to(local.dtype), blocks // group.size)  # u: (q, B, m_in)
+    us = _blocks_of(x if norm is None else (x * norm).to(local.dtype), spec)  # u: (q, B, m_in)
     ghosts = merge_blocks(matmul_blocks(us, compress))  # g = C u: (B, q k)
-    pending = start_all_gather(ghosts, group, None if norm is None else squares_of(x))  # in flight
+    pending = start_all_gather(ghosts, spec.group, None if norm is None else squares_of(x))  # in flight
     return pending, matmul_blocks(us, local), None  # L u: (q, B, m_out), overlapped
 
 
 def end(
-    pending: Pending, zs: Tensor, decompress: Tensor, eps: float | None, features: int, blocks: int, group: RankGroup
+    pending: Pending, zs: Tensor, decompress: Tensor, features: int, spec: Spec
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """L x + D g (B, q m_out); with the norm's eps, times r (B, 1). Returns it, all ghosts (R, B, q k), and r."""
-    gathered, squares = finish_all_gather(pending, group)  # (R, B, q k), (R, B, 1)
-    r = None if eps is None else inverse_rms(squares, features, eps)  # (B, 1)
-    return _add_ghosts(zs, gathered, decompress, r, blocks, group), gathered, r
+    gathered, squares = finish(pending)  # (R, B, q k), (R, B, 1)
+    r = None if spec.eps is None else inverse_rms(squares, features, spec.eps)  # (B, 1)
+    return add_ghosts(zs, gathered, decompress, r, spec), gathered, r
 
 
-def _add_ghosts(
-    zs: Tensor, gathered: Tensor, decompress: Tensor, r: Tensor | None, blocks: int, group: RankGroup
-) -> Tensor:
-    zs = matmul_blocks(ghosts_of_others(gathered, blocks, group), decompress, add_to=zs)  # + D g: (q, B, m_out)
-    z = merge_blocks(zs)  # (B, q m_out)
+def add_ghosts(zs: Tensor, gathered: Tensor, decompress: Tensor, r: Tensor | None, spec: Spec) -> Tensor:
+    """r (L x + D g): (B, q m_out)."""
+    others = ghosts_of_others(gathered, spec.blocks, spec.group)  # (q, B, (p-1) k)
+    z = merge_blocks(matmul_blocks(others, decompress, add_to=zs))  # + D g: (B, q m_out)
     return z if r is None else scale_rows(z, r)
 
 
-def result_again(
-    x: Tensor, norm: Tensor, held: None, local: Tensor, decompress: Tensor, gathered: Tensor, r: Tensor, blocks: int,
-    group: RankGroup,
-) -> Tensor:  # fmt: skip
-    """The result with a norm from what is saved for backward, without an exchange."""
-    us = split_blocks((x * norm).to(local.dtype), blocks // group.size)  # (q, B, m_in)
-    return _add_ghosts(matmul_blocks(us, local), gathered, decompress, r, blocks, group)
+def local_product(x: Tensor, norm: Tensor, held: None, local: Tensor, spec: Spec) -> Tensor:
+    """L w x (q, B, m_out) from what is saved for backward."""
+    return matmul_blocks(_blocks_of((x * norm).to(local.dtype), spec), local)
 
 
 def end_backward(
-    d: Tensor, decompress: Tensor, gathered: Tensor, r: Tensor | None, y: Tensor | None, blocks: int, group: RankGroup,
+    d: Tensor, decompress: Tensor, gathered: Tensor, r: Tensor | None, y: Tensor | None, spec: Spec,
     *, need_h: bool, need_decompress: bool,
 ) -> tuple[Pending | None, Tensor | None]:  # fmt: skip
     """Send h of d (B, q m_out), and compute dD. With a norm, from its r and the result y (B, q m_out)."""
     pending = d_decompress = None
-    ds = split_blocks(d, blocks // group.size)  # (q, B, m_out)
+    ds = _blocks_of(d, spec)  # (q, B, m_out)
     if need_h:
-        h = sum_by_source(matmul_blocks_t(ds, decompress), blocks, group)  # partial h: (R, B, q k)
-        pending = start_reduce_scatter(h, group, None if y is None else partial_t(d, y))  # in flight
+        h = sum_by_source(matmul_blocks_t(ds, decompress), spec.blocks, spec.group)  # partial h: (R, B, q k)
+        pending = start_reduce_scatter(h, spec.group, None if y is None else partial_t(d, y))  # in flight
     if need_decompress:
         ghosts = gathered if r is None else (gathered * r).to(d.dtype)  # (R, B, q k), so that d needs no r
-        d_decompress = weight_grad(ds, ghosts_of_others(ghosts, blocks, group))  # d^T g: (q m_out, (p-1) k), overlapped
+        others = ghosts_of_others(ghosts, spec.blocks, spec.group)
+        d_decompress = weight_grad(ds, others)  # d^T g: (q m_out, (p-1) k), overlapped
     return pending, d_decompress
 
 
 def begin_backward(
     pending: Pending | None, d: Tensor, r: Tensor | None, x: Tensor, held: None, norm: Tensor | None, local: Tensor,
-    compress: Tensor, blocks: int, group: RankGroup, *, need_x: bool, need_norm: bool, need_local: bool,
-    need_compress: bool,
+    compress: Tensor, spec: Spec, needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """dx, dw, dL and dC of d (B, q m_out), once h has arrived."""
     dx = d_norm = d_local = d_compress = None
-    ds = split_blocks(d, blocks // group.size)  # (q, B, m_out)
+    need_x, need_norm, need_local, need_compress = needs
+    ds = _blocks_of(d, spec)  # (q, B, m_out)
     if need_local or need_compress or norm is not None:
         xr = x if r is None else x * r  # (B, q m_in), so that d needs no r
-        us = split_blocks(xr if norm is None else (xr * norm).to(local.dtype), blocks // group.size)  # (q, B, m_in)
+        us = _blocks_of(xr if norm is None else (xr * norm).to(local.dtype), spec)  # (q, B, m_in)
     if need_local:
         d_local = weight_grad(ds, us)  # d^T u: (q m_out, m_in), overlapped
     if need_x or need_norm:
         dus = matmul_blocks_t(ds, local)  # L^T d: (q, B, m_in), overlapped
     if pending is not None:
-        h, t = finish_reduce_scatter(pending, group)  # (B, q k), (B, 1)
-        hs = split_blocks(h, blocks // group.size)  # h: (q, B, k)
+        h, t = finish(pending)  # (B, q k), (B, 1)
+        hs = _blocks_of(h, spec)  # h: (q, B, k)
         if need_compress:
             d_compress = weight_grad(hs, us)  # h^T u: (q k, m_in)
         if need_x or need_norm:
             dx = merge_blocks(matmul_blocks_t(hs, compress, add_to=dus))  # + C^T h: (B, q m_in)
             if norm is not None and r is not None:
-                dx, d_norm = norm_grads(dx, x, xr, norm, r, t, group)
+                dx, d_norm = norm_grads(dx, x, xr, norm, r, t, spec.group)
     return dx, d_norm, d_local, d_compress
+
+
+def _blocks_of(x: Tensor, spec: Spec) -> Tensor:
+    """(B, q m) -> (q, B, m)."""
+    return split_blocks(x, spec.blocks // spec.group.size)
 
 
 def ghosts_of_others(gathered: Tensor, blocks: int, group: RankGroup) -> Tensor:

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from phantom_parallel.ops.blocks import is_transformed
-from phantom_parallel.ops.collectives import Group
+from phantom_parallel.ops.collectives import RankGroup
+from phantom_parallel.ops.wire import precise
 
 
 def squares_of(x: Tensor) -> Tensor:
     """This rank's part of the sum of squares of a row of x (B, m): (B, 1)."""
-    return torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=precise(x)).square()
+    return torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=precise(x.dtype)).square()
 
 
 def inverse_rms(squares: Tensor, features: int, eps: float) -> Tensor:
@@ -40,18 +41,13 @@ def scale_rows(y: Tensor, r: Tensor) -> Tensor:
 
 def partial_t(d: Tensor, y: Tensor) -> Tensor:
     """This rank's part of t, the sum of d y: (B, 1)."""
-    return (d * y).sum(1, keepdim=True, dtype=precise(d))
+    return (d * y).sum(1, keepdim=True, dtype=precise(d.dtype))
 
 
 def norm_grads(
-    du: Tensor, x: Tensor, xr: Tensor, norm: Tensor, r: Tensor, t: Tensor, group: Group
+    du: Tensor, x: Tensor, xr: Tensor, norm: Tensor, r: Tensor, t: Tensor, group: RankGroup
 ) -> tuple[Tensor, Tensor]:
     """dx and dw, from du without its factor r."""
     share = t / -(xr.shape[1] * group.size)  # (B, 1)
     dx = torch.addcmul(du * norm, xr, share.to(xr.dtype)) * r
     return dx.to(x.dtype), (du * xr).sum(0).to(norm.dtype)
-
-
-def precise(x: Tensor) -> torch.dtype:
-    """The dtype of sums over features: float32 or better."""
-    return torch.promote_types(x.dtype, torch.float32)

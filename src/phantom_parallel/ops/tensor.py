@@ -22,7 +22,6 @@ from phantom_parallel.ops.blocks import (
     apply_function,
     cast_for_autocast,
     check_operands,
-    check_same_dtype,
     is_transformed,
     merge_blocks,
     split_blocks,
@@ -32,8 +31,7 @@ from phantom_parallel.ops.collectives import (
     SINGLE_RANK,
     RankGroup,
     check_output_grad,
-    finish_all_gather,
-    finish_reduce_scatter,
+    finish,
     start_all_gather,
     start_reduce_scatter,
 )
@@ -46,7 +44,6 @@ def tensor_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, grou
     """
     check_operands(x, weight)
     x, weight, bias = cast_for_autocast(x, weight, bias)
-    check_same_dtype(x, weight)
     if is_transformed() and group.size == 1:
         return F.linear(x, weight, bias)
     z: Tensor = apply_function(_TensorLinear, x.reshape(-1, x.shape[-1]), weight, bias, group)
@@ -64,7 +61,7 @@ class _TensorLinear(Function):
         end = own + x.shape[1]
         pending = start_all_gather(x, group)  # (R, B, m_in), in flight
         z = torch.mm(x, weight[:, own:end].t())  # (B, m_out), overlapped
-        gathered = x if group.size == 1 else merge_blocks(finish_all_gather(pending, group).values)  # (B, n_in)
+        gathered = x if group.size == 1 else merge_blocks(finish(pending).values)  # (B, n_in)
         if group.size > 1:
             z = add_product(z, gathered[:, :own], weight[:, :own].t())
             z = add_product(z, gathered[:, end:], weight[:, end:].t())
@@ -93,5 +90,5 @@ class _TensorLinear(Function):
         if need_bias:
             d_bias = d.sum(0)  # (m_out)
         if need_x:
-            dx = finish_reduce_scatter(pending, group).values  # (B, m_in)
+            dx = finish(pending).values  # (B, m_in)
         return dx, d_weight, d_bias, None

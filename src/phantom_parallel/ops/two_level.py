@@ -26,28 +26,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phantom_parallel.ops.blocks import add_product, merge_blocks, split_blocks
-from phantom_parallel.ops.collectives import (
-    Pending,
-    TwoLevelGroup,
-    finish_all_gather,
-    finish_reduce_scatter,
-    start_all_gather,
-    start_reduce_scatter,
-)
+from phantom_parallel.ops.collectives import Pending, RankGroup, finish, start_all_gather, start_reduce_scatter
+from phantom_parallel.ops.phantom import Spec
 from phantom_parallel.ops.rms import inverse_rms, norm_grads, partial_t, scale_rows, squares_of
 
 
 def begin(
-    x: Tensor, norm: Tensor | None, local: Tensor, compress: Tensor, blocks: int, group: TwoLevelGroup
+    x: Tensor, norm: Tensor | None, local: Tensor, compress: Tensor, spec: Spec
 ) -> tuple[Pending, Tensor, Tensor]:
     """Gather x (B, m_in / t) of the block, send C x, and compute L x (B, m_out / t). Also returns x_i (B, m_in), or
     with a norm w x of the whole block.
     """
+    group = spec.group
     u = x if norm is None else (x * norm).to(local.dtype)  # u_i[s]: (B, m_in / t)
     pending = start_all_gather(u, group.intra_block, None if norm is None else squares_of(x))  # in flight
     width, own = u.shape[1], group.intra_block.rank * u.shape[1]
     z = torch.mm(u, local.narrow(1, own, width).t())  # L's product of this rank's own: (B, m_out / t), overlapped
-    gathered, squares = finish_all_gather(pending, group.intra_block)  # (t, B, m_in / t), (t, B, 1)
+    gathered, squares = finish(pending)  # (t, B, m_in / t), (t, B, 1)
     us = merge_blocks(gathered)  # u_i: (B, m_in)
     if group.wire != "full":
         us.narrow(1, own, width).copy_(u)  # the product used it as it is
@@ -59,60 +54,57 @@ def begin(
 
 
 def end(
-    pending: Pending, z: Tensor, decompress: Tensor, eps: float | None, features: int, blocks: int, group: TwoLevelGroup
+    pending: Pending, z: Tensor, decompress: Tensor, features: int, spec: Spec
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """L x + D g (B, m_out / t); with the norm's eps, times r (B, 1). Returns it, the ghosts of all other blocks in ring
     order (B, (p-1) k), and r.
     """
-    arrived, squares = finish_all_gather(pending, group.inter_block)  # g_j[s]: (p, B, k / t), (p, B, 1)
-    pending = start_all_gather(arrived.reshape(-1, arrived.shape[2]), group.intra_block)  # (p B, k / t), in flight
-    r = None if eps is None else inverse_rms(squares, features, eps)  # (B, 1)
-    gathered = finish_all_gather(pending, group.intra_block).values  # g_j: (t, p B, k / t)
-    ghosts = _others_in_ring(gathered, group)  # (B, (p-1) k)
-    return _add_ghosts(z, ghosts, decompress, r), ghosts, r
+    arrived, squares = finish(pending)  # g_j[s]: (p, B, k / t), (p, B, 1)
+    pending = start_all_gather(arrived.reshape(-1, arrived.shape[2]), spec.group.intra_block)  # in flight
+    r = None if spec.eps is None else inverse_rms(squares, features, spec.eps)  # (B, 1)
+    gathered = finish(pending).values  # g_j: (t, p B, k / t)
+    ghosts = _others_in_ring(gathered, spec.group)  # (B, (p-1) k)
+    return add_ghosts(z, ghosts, decompress, r, spec), ghosts, r
 
 
-def _add_ghosts(z: Tensor, ghosts: Tensor, decompress: Tensor, r: Tensor | None) -> Tensor:
-    z = add_product(z, ghosts, decompress.t())  # + D g: (B, m_out / t)
+def add_ghosts(z: Tensor, ghosts: Tensor, decompress: Tensor, r: Tensor | None, spec: Spec) -> Tensor:
+    """r (L x + D g): (B, m_out / t)."""
+    z = add_product(z, ghosts, decompress.t())
     return z if r is None else scale_rows(z, r)
 
 
-def result_again(
-    x: Tensor, norm: Tensor, us: Tensor, local: Tensor, decompress: Tensor, ghosts: Tensor, r: Tensor, blocks: int,
-    group: TwoLevelGroup,
-) -> Tensor:  # fmt: skip
-    """The result with a norm from what is saved for backward, without an exchange."""
-    return _add_ghosts(torch.mm(us, local.t()), ghosts, decompress, r)
+def local_product(x: Tensor, norm: Tensor, us: Tensor, local: Tensor, spec: Spec) -> Tensor:
+    """L w x (B, m_out / t) from what is saved for backward."""
+    return torch.mm(us, local.t())
 
 
 def end_backward(
-    d: Tensor, decompress: Tensor, ghosts: Tensor, r: Tensor | None, y: Tensor | None, blocks: int,
-    group: TwoLevelGroup, *, need_h: bool, need_decompress: bool,
+    d: Tensor, decompress: Tensor, ghosts: Tensor, r: Tensor | None, y: Tensor | None, spec: Spec,
+    *, need_h: bool, need_decompress: bool,
 ) -> tuple[Pending | None, Tensor | None]:  # fmt: skip
     """Send h of d (B, m_out / t), and compute dD. With a norm, from its r and the result y (B, m_out / t)."""
     pending = d_decompress = None
-    p, t = group.inter_block.size, group.intra_block.size
+    group = spec.group
     if need_h:
         h = _by_source(torch.mm(d, decompress), group)  # this rank's part of h: (t, p, B, k / t)
-        pending = start_reduce_scatter(h.reshape(t, -1, h.shape[3]), group.intra_block)  # in flight
+        pending = start_reduce_scatter(h.flatten(1, 2), group.intra_block)  # in flight
     if need_decompress:
         scaled = ghosts if r is None else (ghosts * r).to(d.dtype)  # so that d needs no r
         d_decompress = torch.mm(d.t(), scaled)  # d^T g: (m_out / t, (p-1) k), overlapped
     if pending is not None:
-        total = finish_reduce_scatter(pending, group.intra_block).values  # (p B, k / t)
-        total = total.view(p, total.shape[0] // p, total.shape[1])  # by block
+        total = finish(pending).values.view(h.shape[1:])  # by block: (p, B, k / t)
         pending = start_reduce_scatter(total, group.inter_block, None if y is None else partial_t(d, y))  # in flight
     return pending, d_decompress
 
 
 def begin_backward(
     pending: Pending | None, d: Tensor, r: Tensor | None, x: Tensor, us: Tensor, norm: Tensor | None, local: Tensor,
-    compress: Tensor, blocks: int, group: TwoLevelGroup, *, need_x: bool, need_norm: bool, need_local: bool,
-    need_compress: bool,
+    compress: Tensor, spec: Spec, needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """dx, dw, dL and dC of d (B, m_out / t), once h has arrived."""
     dx = d_norm = d_local = d_compress = None
-    need_dx = need_x or need_norm
+    need_x, need_norm, need_local, need_compress = needs
+    group, need_dx = spec.group, need_x or need_norm
     if need_dx:
         dus = _slices_by_place(d, local, group)  # L^T d: (t, B, m_in / t), overlapped
     if r is not None:
@@ -120,7 +112,7 @@ def begin_backward(
     if need_local and not need_dx:
         d_local = torch.mm(d.t(), us)  # overlapped with h: there is no dx
     if pending is not None:
-        h, t = finish_reduce_scatter(pending, group.inter_block)  # h_i[s]: (B, k / t); t of this place: (B, 1)
+        h, t = finish(pending)  # h_i[s]: (B, k / t); t of this place: (B, 1)
     if need_dx:
         dus = _slices_by_place(h, compress, group, add_to=dus)  # + C^T h
         pending = start_reduce_scatter(dus, group.intra_block, t)  # in flight
@@ -130,20 +122,20 @@ def begin_backward(
         d_compress = torch.mm(h.t(), us)  # h^T u: (k / t, m_in), overlapped
     if need_dx:
         assert pending is not None
-        dx, t = finish_reduce_scatter(pending, group.intra_block)  # (B, m_in / t), (B, 1)
+        dx, t = finish(pending)  # (B, m_in / t), (B, 1)
         if norm is not None and r is not None:
             dx, d_norm = norm_grads(dx, x, x * r, norm, r, t, group)
     return dx, d_norm, d_local, d_compress
 
 
-def _slices_by_place(d: Tensor, weight: Tensor, group: TwoLevelGroup, add_to: Tensor | None = None) -> Tensor:
+def _slices_by_place(d: Tensor, weight: Tensor, group: RankGroup, add_to: Tensor | None = None) -> Tensor:
     """W^T d by the place of the features, as the exchange needs them: (B, b) with W (b, m_in) -> (t, B, m_in / t)."""
     t = group.intra_block.size
     slices, ds = split_blocks(weight, t), d.expand(t, *d.shape)  # (t, b, m_in / t), (t, B, b)
     return torch.bmm(ds, slices) if add_to is None else add_product(add_to, ds, slices)
 
 
-def _others_in_ring(gathered: Tensor, group: TwoLevelGroup) -> Tensor:
+def _others_in_ring(gathered: Tensor, group: RankGroup) -> Tensor:
     """Ghosts of all other blocks in ring order, from all by place and block: (t, p B, k / t) -> (B, (p-1) k)."""
     p, t = group.inter_block.size, group.intra_block.size
     by_place = gathered.view(t, p, gathered.shape[1] // p, gathered.shape[2])  # (t, p, B, k / t)
@@ -151,7 +143,7 @@ def _others_in_ring(gathered: Tensor, group: TwoLevelGroup) -> Tensor:
     return ring[:, : p - 1].flatten(1)
 
 
-def _by_source(h: Tensor, group: TwoLevelGroup) -> Tensor:
+def _by_source(h: Tensor, group: RankGroup) -> Tensor:
     """The conjugate of `_others_in_ring`: (B, (p-1) k) -> (t, p, B, k / t), with zeros for the own block."""
     p, t = group.inter_block.size, group.intra_block.size
     slices = h.reshape(h.shape[0], p - 1, t, h.shape[1] // ((p - 1) * t)).permute(2, 1, 0, 3)  # (t, p-1, B, k / t)

@@ -26,7 +26,7 @@ def encode(x: Tensor, wire: str, exact: Tensor | None = None) -> Tensor:
     if wire == "bf16":
         parts = [x.to(torch.bfloat16)]
     elif wire == "int8":
-        x = x.to(_precise(x.dtype))
+        x = x.to(precise(x.dtype))
         scale = (x.abs().amax(-1, keepdim=True) / LARGEST).to(torch.float32).clamp_min(_SMALLEST_SCALE)  # (..., 1)
         parts = [(x / scale).round_().to(torch.int8), scale.view(torch.int8)]
     if exact is not None:
@@ -39,7 +39,7 @@ def decode(message: Tensor, wire: str, columns: int, dtype: torch.dtype) -> Tens
     x = message[..., :columns]
     if wire == "int8":
         scale = _as(message[..., columns : columns + SCALE_BYTES[wire]], torch.float32)  # (..., 1)
-        return x.to(_precise(dtype)).mul_(scale).to(dtype)
+        return x.to(precise(dtype)).mul_(scale).to(dtype)
     return x.to(dtype)
 
 
@@ -53,5 +53,6 @@ def _as(columns: Tensor, dtype: torch.dtype) -> Tensor:
     return columns.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
-def _precise(dtype: torch.dtype) -> torch.dtype:
+def precise(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums over features and of scales: float32 or better."""
     return torch.promote_types(dtype, torch.float32)

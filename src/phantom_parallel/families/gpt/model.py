@@ -30,15 +30,7 @@ from phantom_parallel.nn.megatron import column_style, row_style
 from phantom_parallel.nn.normed import NormedLinear, NormedPhantomLinear, rms_norm
 from phantom_parallel.nn.sharded import broadcast_seed, to_local
 from phantom_parallel.ops import gather_features, row_cross_entropy, vocabulary_cross_entropy
-from phantom_parallel.ops.collectives import (
-    SINGLE_RANK,
-    Group,
-    RankGroup,
-    block_group,
-    flat_mesh,
-    rank_group,
-    world_group,
-)
+from phantom_parallel.ops.collectives import SINGLE_RANK, RankGroup, block_group, flat_mesh, rank_group
 from phantom_parallel.ops.head import PrefetchedWeight
 from phantom_parallel.ops.megatron import column_linear
 from phantom_parallel.utils.layout import positive, stage_layers
@@ -376,7 +368,7 @@ class GPT(nn.Module):
         config.check_ranks(ranks.size)
         strategy.check_wire(wire)
         check_interleave(interleave, strategy, ranks.size, config.blocks, activation_checkpointing)
-        self.group: Group = ranks if strategy.splits_layers else SINGLE_RANK  # which share the work of a layer
+        self.group: RankGroup = ranks if strategy.splits_layers else SINGLE_RANK  # which share the work of a layer
         if config.blocks is not None:
             self.group = block_group(mesh, config.blocks, wire)
         whole = range(config.layers)
@@ -509,7 +501,7 @@ class GPT(nn.Module):
             return x
         if weight is not None and targets is not None:
             logits = self.head(x, weight)  # (batch t / R, V)
-            return row_cross_entropy(logits, targets, group=world_group(self.group))
+            return row_cross_entropy(logits, targets, group=self.group)
         rows = self._tied_rows() if cache is None else cache.head
         if cache is not None:
             cache.position += tokens.shape[1]
@@ -551,7 +543,7 @@ class GPT(nn.Module):
                 return vocabulary_cross_entropy(self.head(x, rows), targets, group=self.group)
             begun = self.head.begin(x)
             yield
-            return row_cross_entropy(self.head.end(begun, weight.whole()), targets, group=world_group(self.group))
+            return row_cross_entropy(self.head.end(begun, weight.whole()), targets, group=self.group)
 
         chunks = zip(tokens.chunk(parts), targets.chunk(parts), strict=True)
         return torch.stack(interleave_microbatches([part(*chunk) for chunk in chunks])).mean()
