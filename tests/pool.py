@@ -1,4 +1,4 @@
-"""Real local ranks, started once and reused: a pool of gloo workers that run functions of the test modules.
+"""Real local ranks, started once and reused: a pool of workers that run functions of the test modules.
 
 Workers come from a fork server that has imported torch already, so that a pool of eight starts in about a second.
 """
@@ -43,16 +43,15 @@ class Pool:
     order of rank.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, backend: str = "gloo") -> None:
         self.size, self.calls = size, 0
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._workers = []
         for rank in range(size):
             ours, theirs = _context.Pipe()
-            worker = _context.Process(
-                target=_serve, args=(rank, size, os.path.join(self._folder.name, "store"), theirs), daemon=True
-            )
+            where = rank, size, os.path.join(self._folder.name, "store"), backend
+            worker = _context.Process(target=_serve, args=(*where, theirs), daemon=True)
             worker.start()
             theirs.close()
             self._pipes.append(ours)
@@ -107,13 +106,16 @@ class Pool:
         self._folder.cleanup()
 
 
-def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, size: int, store: str, backend: str, pipe: Connection) -> None:
     import torch
+
+    from tests.device import delayed
 
     torch.set_num_threads(1)
     gc.freeze()  # what is imported stays: `_replace_groups` collects after most calls, which took most of their time
     _share_device()
-    _init_group(rank, size, f"{store}-0")
+    delayed.register()
+    _init_group(rank, size, f"{store}-0", backend)
     calls = 0
     while True:
         try:
@@ -125,20 +127,20 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
             result = function(*args, **kwargs)
             pipe.send((True, result))
             calls += 1
-            _replace_groups(rank, size, f"{store}-{calls}")
+            _replace_groups(rank, size, f"{store}-{calls}", backend)
         except BaseException:  # DCP's CheckpointException is one; the test must see it
             pipe.send((False, traceback.format_exc()))
 
 
-def _init_group(rank: int, size: int, store: str) -> None:
+def _init_group(rank: int, size: int, store: str, backend: str) -> None:
     import torch.distributed as dist
 
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT)
+        backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT)
     )
 
 
-def _replace_groups(rank: int, size: int, store: str) -> None:
+def _replace_groups(rank: int, size: int, store: str, backend: str) -> None:
     """Destroy all process groups if a function has made some, so that a test does not depend on those before it.
 
     The new default group has a store of its own, as names of groups repeat.
@@ -158,7 +160,7 @@ def _replace_groups(rank: int, size: int, store: str) -> None:
     dist.destroy_process_group()
     collectives.make_levels.cache_clear()
     shards._storage_groups.clear()
-    _init_group(rank, size, store)
+    _init_group(rank, size, store, backend)
 
 
 def _share_device() -> None:
