@@ -115,14 +115,11 @@ def test_from_dense_without_bias_and_repr_of_the_fit():
 def test_repr_says_what_the_layer_is_and_saves():
     text = repr(PhantomLinear(4096, 4096, blocks=8, ghosts=16, device="meta"))
     for part in (
-        "4096 -> 4096",
-        "blocks=8",
-        "ghosts=16",
+        "4096 -> 4096, blocks=8, ghosts=16",
         "15.6% of a dense layer's weights",
-        "3.1% of tensor parallelism's exchange",
+        "3.1% of tensor parallelism's",
     ):
         assert part in text
-    assert "full activations" in repr(TensorLinear(8, 8))
 
 
 @pytest.mark.parametrize("blocks", [4, 8, 16])
@@ -295,22 +292,19 @@ def test_an_input_without_dimensions_or_on_another_device_is_named(kind):
 
 
 def test_complex_layers_are_refused_when_they_are_built_converted_or_run():
-    message = r"complex dtypes are not supported, got torch\.complex64"
-    with pytest.raises(ValueError, match=message):
-        PhantomLinear(16, 16, blocks=4, ghosts=2, dtype=torch.complex64)
-    with pytest.raises(ValueError, match=message):
-        TensorLinear(16, 16, dtype=torch.complex64)
-    with pytest.raises(ValueError, match=message):
-        FeatureEmbedding(16, 16, blocks=4, dtype=torch.complex64)
-    with pytest.raises(ValueError, match=message):
-        VocabularyHead(16, 16, dtype=torch.complex64)
-    with pytest.raises(ValueError, match=message):
-        PhantomLinear.from_dense(nn.Linear(16, 16, dtype=torch.complex64), blocks=4, ghosts=2)
-    layer = PhantomLinear(16, 16, blocks=4, ghosts=2)
-    with pytest.raises(ValueError, match=message):
-        layer(torch.randn(3, 16, dtype=torch.complex64))
-    with pytest.raises(ValueError, match=message):
-        layer.to(torch.complex64)(torch.randn(3, 16))
+    cut, layer = {"blocks": 4, "ghosts": 2}, PhantomLinear(16, 16, blocks=4, ghosts=2)
+    kwargs = {"dtype": torch.complex64}
+    for call in (
+        lambda: PhantomLinear(16, 16, **cut, **kwargs),
+        lambda: TensorLinear(16, 16, **kwargs),
+        lambda: FeatureEmbedding(16, 16, blocks=4, **kwargs),
+        lambda: VocabularyHead(16, 16, **kwargs),
+        lambda: PhantomLinear.from_dense(nn.Linear(16, 16, **kwargs), **cut),
+        lambda: layer(torch.randn(3, 16, **kwargs)),
+        lambda: layer.to(torch.complex64)(torch.randn(3, 16)),
+    ):
+        with pytest.raises(ValueError, match=r"complex dtypes are not supported, got torch\.complex64"):
+            call()
 
 
 def test_functional_call_and_grad_of_torch_func_equal_autograd():

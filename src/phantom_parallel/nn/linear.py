@@ -316,9 +316,8 @@ def parameter_groups(
         torch.optim.AdamW(parameter_groups(model, 1e-3, compress=0.5))
     """
     multipliers = {"local": local, "compress": compress, "decompress": decompress, "rest": 1.0}
-    for name, value in multipliers.items():
-        if not value >= 0:
-            raise ValueError(f"the learning-rate multiplier of {name} must be 0 or more, got {value}")
+    if min(multipliers.values()) < 0:
+        raise ValueError(f"learning-rate multipliers must be 0 or more, got {multipliers}")
     groups: dict[str, list[nn.Parameter]] = {name: [] for name in multipliers}
     seen: set[int] = set()
     for module in model.modules():
@@ -327,8 +326,5 @@ def parameter_groups(
                 seen.add(id(parameter))
                 group = name if isinstance(module, PhantomLinear) and name in groups else "rest"
                 groups[group].append(parameter)
-    return [
-        {"params": groups[name], "lr": lr * multipliers[name], "name": name, **defaults}
-        for name in multipliers
-        if groups[name]
-    ]
+    rates = {name: lr * multiplier for name, multiplier in multipliers.items() if groups[name]}
+    return [{"params": groups[name], "lr": rate, "name": name, **defaults} for name, rate in rates.items()]

@@ -72,8 +72,7 @@ def row_logits(x: Tensor, norm: Tensor, weight: Tensor, *, eps: float, group: Ra
     of features and squares; backward: all-to-all.
     """
     rows, weight, dtype = _operands(x, weight)
-    logits: Tensor = apply_function(_RowLogits, rows, norm, weight, eps, group, dtype)
-    return logits
+    return apply_function(_RowLogits, rows, norm, weight, eps, group, dtype)
 
 
 def _operands(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, torch.dtype]:
@@ -170,8 +169,7 @@ def begin_rows(x: Tensor, norm: Tensor, *, group: RankGroup) -> Begun:
 def end_rows(begun: Begun, weight: Tensor, *, eps: float, group: RankGroup) -> Tensor:
     """The logits (T / R, V) of a head that has begun, with the whole weight (V, n)."""
     (weight,) = cast_for_autocast(weight)
-    logits: Tensor = apply_function(_EndRows, begun.token, weight, eps, group, begun)
-    return logits
+    return apply_function(_EndRows, begun.token, weight, eps, group, begun)
 
 
 class _BeginRows(Function):
@@ -277,8 +275,7 @@ def vocabulary_rows(weight: Tensor, *, group: RankGroup = SINGLE_RANK) -> Tensor
     """
     if group.size == 1:
         return weight
-    rows: Tensor = apply_function(_VocabularyRows, weight, group._replace(wire="full"))
-    return rows
+    return apply_function(_VocabularyRows, weight, group._replace(wire="full"))
 
 
 class _VocabularyRows(Function):
@@ -309,8 +306,7 @@ def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, *, group: RankGrou
     if group.size == 1:
         return F.cross_entropy(rows, flat, ignore_index=IGNORED)
     _check_targets(flat, group.size * rows.shape[1])
-    loss: Tensor = apply_function(_CrossEntropy, rows, flat, group)
-    return loss
+    return apply_function(_CrossEntropy, rows, flat, group)
 
 
 def row_cross_entropy(logits: Tensor, targets: Tensor, *, group: RankGroup) -> Tensor:
@@ -386,8 +382,7 @@ def vocabulary_kl_divergence(logits: Tensor, teacher: Tensor, *, group: RankGrou
     """
     rows, targets = (x.reshape(-1, x.shape[-1]) for x in (logits, teacher.detach()))
     dtype = precise(rows.dtype)
-    loss: Tensor = apply_function(_Divergence, rows.to(dtype), targets.to(dtype), group)
-    return loss
+    return apply_function(_Divergence, rows.to(dtype), targets.to(dtype), group)
 
 
 class _Divergence(Function):

@@ -130,9 +130,7 @@ class _Phantom(Function):
 
 
 def _add_bias(y: Tensor, bias: Tensor | None, *, is_saved: bool) -> Tensor:
-    if bias is None:
-        return y
-    return y + bias if is_saved else y.add_(bias)
+    return y if bias is None else y + bias if is_saved else y.add_(bias)
 
 
 class Begun:

@@ -26,8 +26,7 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, grou
     """Forward: this rank's features of W x + b, no exchange; backward: all-reduce of the gradient of x."""
     check_operands(x, weight)
     x, weight, bias = cast_for_autocast(x, weight, bias)
-    z: Tensor = apply_function(_ColumnLinear, x.reshape(-1, x.shape[-1]), weight, bias, group)
-    return unflatten_rows(z, x)
+    return unflatten_rows(apply_function(_ColumnLinear, x.reshape(-1, x.shape[-1]), weight, bias, group), x)
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: RankGroup) -> Tensor:

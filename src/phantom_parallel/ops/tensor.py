@@ -46,8 +46,7 @@ def tensor_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, grou
     x, weight, bias = cast_for_autocast(x, weight, bias)
     if is_transformed() and group.size == 1:
         return F.linear(x, weight, bias)
-    z: Tensor = apply_function(_TensorLinear, x.reshape(-1, x.shape[-1]), weight, bias, group)
-    return unflatten_rows(z, x)
+    return unflatten_rows(apply_function(_TensorLinear, x.reshape(-1, x.shape[-1]), weight, bias, group), x)
 
 
 class _TensorLinear(Function):
