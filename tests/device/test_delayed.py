@@ -60,7 +60,7 @@ def largest(errors: Any) -> float:
 def phantom(blocks: int) -> list[Any]:
     inside = max(1, dist.get_world_size() // blocks)
     sizes = 3 * inside, 7 * inside, 2 * inside
-    return [module.on_rank(True, blocks, *sizes, rows=(2, 3)) for module in (test_phantom, test_normed)]
+    return [test_phantom.on_rank(True, normed, blocks, *sizes, rows=(2, 3)) for normed in (False, True)]
 
 
 def interleaved(normed: bool) -> bool:

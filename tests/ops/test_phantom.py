@@ -9,27 +9,59 @@ from torch.distributed.device_mesh import init_device_mesh
 from phantom_parallel.ops import SINGLE_RANK, RankGroup, phantom_linear
 from phantom_parallel.ops.collectives import block_group, rank_group
 from tests.reference import Phantom, relative_error
+from tests.simulated import simulated_levels, simulated_ranks
 
 NAMES = ("local", "compress", "decompress", "bias")
+EPS = 0.03  # of the norm; large enough to show where it is left out
+with_and_without_norm = pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
 
 
-def run(reference: Phantom, ranks: RankGroup = SINGLE_RANK, bias: bool = True) -> dict[str, torch.Tensor]:
-    """Output and all gradients of this rank's share."""
-    share = [t.chunk(ranks.size)[ranks.rank].clone().requires_grad_() for t in reference.packed().values()]
-    x = reference.x.chunk(ranks.size, -1)[ranks.rank].clone().requires_grad_()
-    z = phantom_linear(x, *share[:3], share[3] if bias else None, blocks=reference.blocks, group=ranks)
-    z.backward(reference.d.chunk(ranks.size, -1)[ranks.rank])
-    found = {"z": z.detach(), "x": x.grad, **dict(zip(NAMES, [t.grad for t in share], strict=True))}
-    return {name: t for name, t in found.items() if t is not None}
+def norm_weight(reference: Phantom) -> torch.Tensor:
+    width = reference.x.shape[-1]
+    return 1 + 0.4 * torch.randn(width, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
 
 
-def compare(reference: Phantom, ranks: RankGroup = SINGLE_RANK) -> dict[str, float]:
-    expected = reference.expected()
-    dims = {"z": -1, "x": -1}
-    return {
-        name: relative_error(found, expected[name].chunk(ranks.size, dims.get(name, 0))[ranks.rank])
-        for name, found in run(reference, ranks).items()
-    }
+def normalised(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return weight * x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
+
+
+def inputs_of(reference: Phantom, normed: bool) -> dict[str, torch.Tensor]:
+    """The tensors of the map, with a bias or with a norm."""
+    inputs = {"x": reference.x} | reference.packed()
+    if normed:
+        del inputs["bias"]
+        inputs["norm"] = norm_weight(reference)
+    return inputs
+
+
+def expected_of(reference: Phantom, normed: bool) -> dict[str, torch.Tensor]:
+    """The reference's own gradients; with a norm those of the map after it, and autograd through its definition."""
+    if not normed:
+        return reference.expected()
+    x, weight = reference.x.clone().requires_grad_(), norm_weight(reference).requires_grad_()
+    normal, zero = normalised(x, weight), torch.zeros_like(reference.bias)
+    found = Phantom(reference.L, reference.C, reference.D, zero, normal.detach(), reference.d).expected()
+    dx, d_weight = torch.autograd.grad(normal, (x, weight), found["x"])
+    del found["bias"]
+    return found | {"x": dx, "norm": d_weight}
+
+
+def results(reference: Phantom, normed: bool, group: RankGroup, share) -> dict[str, torch.Tensor]:
+    """Output and all gradients of what ``share(tensor, dim)`` holds."""
+    inputs = inputs_of(reference, normed)
+    inputs = {name: share(t, -1 if name == "x" else 0).requires_grad_() for name, t in inputs.items()}
+    z = phantom_linear(**inputs, eps=EPS if normed else None, blocks=reference.blocks, group=group)
+    z.backward(share(reference.d, -1))
+    return {"z": z.detach()} | {name: t.grad for name, t in inputs.items()}
+
+
+def compare(reference: Phantom, normed: bool = False, group: RankGroup = SINGLE_RANK) -> dict[str, float]:
+    def share(t: torch.Tensor, dim: int) -> torch.Tensor:
+        return t.chunk(group.size, dim)[group.rank].clone()
+
+    expected, found = expected_of(reference, normed), results(reference, normed, group, share)
+    assert found.keys() == expected.keys()
+    return {name: relative_error(t, share(expected[name], -1 if name in "zx" else 0)) for name, t in found.items()}
 
 
 def group_of(blocks: int, native: bool) -> RankGroup:
@@ -40,41 +72,40 @@ def group_of(blocks: int, native: bool) -> RankGroup:
     return made._replace(native=native or made.native, **levels)
 
 
-def on_rank(native: bool, blocks: int, *args, **kwargs) -> dict[str, float]:
-    return compare(Phantom.random(blocks, *args, **kwargs), group_of(blocks, native))
+def on_rank(native: bool, normed: bool, blocks: int, *args, **kwargs) -> dict[str, float]:
+    return compare(Phantom.random(blocks, *args, **kwargs), normed, group_of(blocks, native))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     blocks=st.integers(2, 7),
     block_in=st.integers(1, 6),
     block_out=st.integers(1, 6),
     ghosts=st.integers(1, 4),
     rows=st.lists(st.integers(0, 4), min_size=0, max_size=3).map(tuple),
+    normed=st.booleans(),
 )
-def test_any_shape_equals_dense_on_one_process(blocks, block_in, block_out, ghosts, rows):
-    errors = compare(Phantom.random(blocks, block_in, block_out, ghosts, rows))
-    assert set(errors) == {"z", "x", *NAMES}
-    assert max(errors.values()) < 1e-12, errors
+def test_any_shape_equals_dense_on_one_process(blocks, block_in, block_out, ghosts, rows, normed):
+    errors = compare(Phantom.random(blocks, block_in, block_out, ghosts, rows), normed)
+    assert max(errors.values()) < 1e-11, errors
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["all_to_all", "native"])
-@pytest.mark.parametrize(("block_in", "block_out"), [(5, 5), (3, 7)], ids=["square", "rectangular"])
-@pytest.mark.parametrize(("size", "blocks"), [(1, 4), (1, 8), (2, 4), (2, 8), (4, 4), (4, 8), (8, 8)])
-def test_output_and_gradients_equal_dense_on_real_ranks(ranks, size, blocks, block_in, block_out, native):
-    for errors in ranks(size)(on_rank, native, blocks, block_in, block_out, 2, rows=(2, 3)):
-        assert max(errors.values()) < 1e-12, errors
-
-
+@with_and_without_norm
 @pytest.mark.parametrize("native", [False, True], ids=["all_to_all", "native"])
 @pytest.mark.parametrize(
     ("size", "blocks", "block_in", "block_out", "ghosts"),
-    [(4, 2, 4, 4, 2), (6, 3, 4, 6, 4), (6, 2, 3, 9, 3), (8, 4, 6, 2, 4), (8, 2, 4, 8, 4)],
+    [
+        *((1, 4, 5, 5, 2), (1, 8, 3, 7, 2), (2, 4, 5, 5, 2), (2, 8, 3, 7, 2)),
+        *((4, 4, 3, 7, 2), (4, 8, 5, 5, 2), (8, 8, 3, 7, 2)),
+        # More ranks than blocks.
+        *((4, 2, 4, 4, 2), (6, 3, 4, 6, 4), (6, 2, 3, 9, 3), (8, 4, 6, 2, 4), (8, 2, 4, 8, 4)),
+    ],
 )
-def test_more_ranks_than_blocks_equal_dense_on_real_ranks(ranks, size, blocks, block_in, block_out, ghosts, native):
-    for errors in ranks(size)(on_rank, native, blocks, block_in, block_out, ghosts, rows=(2, 3)):
-        assert set(errors) == {"z", "x", *NAMES}
-        assert max(errors.values()) < 1e-12, errors
+def test_output_and_gradients_equal_dense_on_real_ranks(
+    ranks, size, blocks, block_in, block_out, ghosts, native, normed
+):
+    for errors in ranks(size)(on_rank, native, normed, blocks, block_in, block_out, ghosts, rows=(2, 3)):
+        assert max(errors.values()) < 1e-11, errors
 
 
 def test_comparison_fails_where_a_source_is_swapped():
@@ -82,15 +113,7 @@ def test_comparison_fails_where_a_source_is_swapped():
     reference = Phantom.random(4, 5, 5, 2)
     expected = reference.expected()["z"]
     reference.D[0][1], reference.D[0][2] = reference.D[0][2], reference.D[0][1]
-    assert relative_error(run(reference)["z"], expected) > 1e-2
-
-
-def test_works_without_bias():
-    reference = Phantom.random(4, 3, 5, 2)
-    reference.bias.zero_()
-    found = run(reference, bias=False)
-    assert "bias" not in found
-    assert relative_error(found["z"], reference.expected()["z"]) < 1e-12
+    assert relative_error(phantom_linear(*weights_and_input(reference), blocks=4), expected) > 1e-2
 
 
 def weights_and_input(reference: Phantom) -> list[torch.Tensor]:
@@ -122,31 +145,30 @@ def double_backward(blocks: int, normed: bool) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+@with_and_without_norm
 @pytest.mark.parametrize(("size", "blocks"), [(2, 4), (4, 2)], ids=["one_level", "two_levels"])
 def test_second_derivatives_across_ranks_are_refused_rather_than_wrong(ranks, size, blocks, normed):
     assert all("one process only" in text for text in ranks(size)(double_backward, blocks, normed))
 
 
 @pytest.mark.parametrize(
-    ("size", "blocks"), [(64, 128), (64, 16), *(pytest.param(256, p, marks=pytest.mark.slow) for p in (256, 64))]
+    ("size", "blocks", "normed"),
+    [
+        *((64, 128, False), (64, 16, False), (64, 16, True)),
+        *(pytest.param(256, *case, marks=pytest.mark.slow) for case in ((256, False), (64, False), (64, True))),
+    ],
 )
-def test_hundreds_of_simulated_ranks_equal_dense(size, blocks):
+def test_hundreds_of_simulated_ranks_equal_dense(size, blocks, normed):
     """Real numbers on every rank in one process: torch's LocalTensor mode over a fake process group."""
-    from tests.simulated import simulated_levels, simulated_ranks
-
     inside = max(1, size // blocks)
     reference = Phantom.random(blocks, 2 * inside, 3 * inside, inside, rows=(3,))
-    expected = reference.expected()
-    with simulated_ranks(size) as (mode, everyone):
-        ranks = simulated_levels(everyone, blocks)
-        share = [
-            mode.rank_map(lambda r, t=t: t.chunk(size)[r].clone()).requires_grad_() for t in reference.packed().values()
-        ]
-        x = mode.rank_map(lambda r: reference.x.chunk(size, -1)[r].clone()).requires_grad_()
-        z = phantom_linear(x, *share, blocks=blocks, group=ranks)
-        z.backward(mode.rank_map(lambda r: reference.d.chunk(size, -1)[r].clone()))
-        found = {"z": z.detach(), "x": x.grad, **dict(zip(NAMES, [t.grad for t in share], strict=True))}
+    expected = expected_of(reference, normed)
+    with simulated_ranks(size) as (mode, world):
+
+        def share(t: torch.Tensor, dim: int) -> torch.Tensor:
+            return mode.rank_map(lambda r: t.chunk(size, dim)[r].clone())
+
+        found = results(reference, normed, simulated_levels(world, blocks), share)
         parts = {name: [t._local_tensors[r] for r in range(size)] for name, t in found.items()}
     for name, pieces in parts.items():
         assert relative_error(torch.cat(pieces, -1 if name in "zx" else 0), expected[name]) < 1e-12, name
