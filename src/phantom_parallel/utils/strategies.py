@@ -139,11 +139,6 @@ def wire_suffix(wire: WireFormat) -> str:
     return "" if wire == "full" else f", {wire} on the wire"
 
 
-def row_bytes(features: int, wire: WireFormat, word_bytes: int, exact_bytes: int = 0) -> int:
-    """Bytes of a row on the wire: its features, its scale, and what is never rounded."""
-    return features * WIRE_WORD_BYTES.get(wire, word_bytes) + SCALE_BYTES[wire] + exact_bytes
-
-
 def head_splits_rows(
     rows: int, dim: int, vocab: int, ranks: int, *, wire: WireFormat, word_bytes: int, weight_bytes: int, parts: int = 1
 ) -> bool:
@@ -155,6 +150,7 @@ def head_splits_rows(
     """
     if ranks == 1 or rows % (ranks * parts):
         return False
-    features = 2 * row_bytes(dim // ranks, wire, word_bytes, exact_bytes=4)
+    # Bytes of a row's features, its scale, and a number that is never rounded; there and back.
+    features = 2 * (dim // ranks * WIRE_WORD_BYTES.get(wire, word_bytes) + SCALE_BYTES[wire] + 4)
     by_rows = rows // ranks * features + 2 * (vocab * dim // ranks) * weight_bytes
     return by_rows < rows * (features + 3 * 4)  # which has three numbers of the loss for each row
