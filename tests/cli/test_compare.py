@@ -141,8 +141,6 @@ def test_options_replace_settings_training_search_and_what_cells_vary(tmp_path, 
         (("compare", "--data", "none.npz", "--out", "OUT"), "there is no data"),
         (("compare", "--profile", "abacus", "--out", "OUT"), "abacus"),
         (("compare", "--resume"), "--resume needs --out"),
-        (("compare", "--resume", "--out", "OUT"), "nothing to resume"),
-        (("compare", "--report-only"), "--report-only needs --out"),
         (("compare", "--report-only", "--out", "OUT"), "is not a result of phantom compare"),
         (("study", "speed"), "there is no 'speed': there are batch, ghosts, links, scaling"),
         (("compare", "ffn", "--preset", "gpt", "--out", "OUT"), "gpt is about models of the family gpt, not ffn"),
@@ -200,7 +198,6 @@ def test_ctrl_c_keeps_finished_cells(tmp_path, preset):
     ("arguments", "shown", "hidden"),
     [
         (("compare",), ("--width INT", "(default: 1024, of the preset quick)", "--search-steps"), ("--lr ", "--seed ")),
-        (("compare", "--preset=digits"), ("(default: 60, of the preset digits)",), ()),
         (("compare", "--preset", "gpt"), ("--dim INT", "(default: 256, of the preset gpt)"), ("--width",)),
         (("compare", "gpt"), ("--dim INT", "(default: 1.8, of the preset gpt)", "--eval-windows"), ("--width",)),
         (

@@ -62,19 +62,12 @@ def test_what_missed_the_target_is_said_to_have_missed_it():
 
 
 def test_measured_energy_names_its_sensors():
-    results = make_results()
-    cells = tuple(
-        replace(
-            cell, runs=tuple(replace(run, measured_joules=50.0, measured_by="counter, device") for run in cell.runs)
-        )
-        for cell in results.cells
-    )
-    measured = replace(results, cells=cells)
-    assert (
-        rows(tables.detailed_sections(measured))[0, "energy with evaluations, measured by counter, device"]
-        == ("50 J",) * 3
-    )
-    assert "measured energy" in tables.main_sections(measured)[0].headings
+    results, measured = make_results(), {"measured_joules": 50.0, "measured_by": "counter, device"}
+    cells = [replace(cell, runs=tuple(replace(run, **measured) for run in cell.runs)) for cell in results.cells]
+    results = replace(results, cells=tuple(cells))
+    label = "energy with evaluations, measured by counter, device"
+    assert rows(tables.detailed_sections(results))[0, label] == ("50 J",) * 3
+    assert "measured energy" in tables.main_sections(results)[0].headings
 
 
 @pytest.mark.parametrize(
@@ -91,7 +84,7 @@ def test_the_terminal_has_80_columns_and_no_broken_numbers(results):
 def test_the_terminal_has_steps_time_energy_and_the_ratio_with_its_interval():
     results = make_results(MANY)
     text = printed(results)
-    for heading in ("step time", "steps", "time", "energy", "time: phantom / it"):
+    for heading in ("step time", "steps", "energy", "time: phantom / it"):
         assert heading in text
     for cell in results.cells[1:]:
         assert format_interval(ratio(results, results.cells[0], cell, "seconds")) in text

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from phantom_parallel.families.ffn.config import FFNTrainConfig
+from phantom_parallel.study.grid import mark_best, next_rate, search
 from phantom_parallel.study.results import Run, Trial
-from phantom_parallel.study.search import mark_best, next_rate, search
 from phantom_parallel.study.settings import SearchSettings
 
 CONFIG = FFNTrainConfig.of(width=16, depth=1, strategy="tensor", samples=64, batch=8)
@@ -40,35 +40,25 @@ def chosen(runner: KnownTrainings, settings: SearchSettings) -> float:
     return next(trial.lr for trial in trials["tensor"] if trial.chosen)
 
 
-def test_fewest_steps_to_the_target_win_and_hopeless_trials_stop_early():
-    runner = KnownTrainings({0.1: 50, 0.2: 30, 0.4: 90})
-    assert chosen(runner, SearchSettings((0.1, 0.2, 0.4), steps=100)) == 0.2
-    assert [steps for _, _, steps in runner.trained] == [100, 50, 30]
-
-
-def test_without_a_target_the_lowest_loss_wins():
-    assert (
-        chosen(KnownTrainings({0.1: 500, 0.2: 900, 0.4: 700}), SearchSettings((0.1, 0.2, 0.4), steps=100, extend=0))
-        == 0.1
-    )
-
-
-def test_the_list_is_extended_where_the_best_is_at_its_end():
-    runner = KnownTrainings({0.1: 80, 0.2: 60, 0.4: 40, 0.8: 20, 1.6: 70})
-    assert chosen(runner, SearchSettings((0.1, 0.2), steps=100, extend=5)) == 0.8
-    assert [lr for _, lr, _ in runner.trained] == [0.1, 0.2, 0.4, 0.8, 1.6]
-    down = KnownTrainings({0.1: 80, 0.2: 90, 0.05: 60, 0.025: 70})
-    assert chosen(down, SearchSettings((0.1, 0.2), steps=100, extend=5)) == 0.05
-
-
-def test_the_list_is_extended_no_further_than_allowed():
-    runner = KnownTrainings({0.1: 80, 0.2: 60, 0.4: 40, 0.8: 20})
-    assert chosen(runner, SearchSettings((0.1, 0.2), steps=100, extend=1)) == 0.4
+@pytest.mark.parametrize(
+    ("needs", "rates", "extend", "best", "tried"),
+    [
+        ({0.1: 50, 0.2: 30, 0.4: 90}, (0.1, 0.2, 0.4), 2, 0.2, [100, 50, 30]),  # hopeless trials stop early
+        ({0.1: 500, 0.2: 900, 0.4: 700}, (0.1, 0.2, 0.4), 0, 0.1, [100, 100, 100]),  # no target: the lowest loss
+        ({0.1: 80, 0.2: 60, 0.4: 40, 0.8: 20, 1.6: 70}, (0.1, 0.2), 5, 0.8, [100, 80, 60, 40, 20]),
+        ({0.1: 80, 0.2: 90, 0.05: 60, 0.025: 70}, (0.1, 0.2), 5, 0.05, [100, 80, 80, 60]),
+        ({0.1: 80, 0.2: 60, 0.4: 40, 0.8: 20}, (0.1, 0.2), 1, 0.4, [100, 80, 60]),  # no further than allowed
+    ],
+)
+def test_fewest_steps_to_the_target_win_and_the_list_is_extended_at_its_ends(needs, rates, extend, best, tried):
+    runner = KnownTrainings(needs)
+    assert chosen(runner, SearchSettings(rates, steps=100, extend=extend)) == best
+    assert [steps for _, _, steps in runner.trained] == tried
 
 
 def test_a_diverged_trial_is_never_the_best():
     trials = [Trial("tensor", 0.1, "steps", 10, 9.0), Trial("tensor", 0.2, "diverged", 10, None)]
-    assert [one.chosen for one in mark_best(trials)] == [True, False]
+    assert [trial.chosen for trial in mark_best(trials)] == [True, False]
     assert next_rate(trials, SearchSettings((0.1, 0.2))) == pytest.approx(0.05)
 
 

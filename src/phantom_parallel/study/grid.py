@@ -19,7 +19,7 @@ the losses and once for each link; every launch reads what the earlier ones left
 import math
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -59,8 +59,7 @@ from phantom_parallel.study.runner import (
     prepare_folder,
     resolve_networks,
 )
-from phantom_parallel.study.search import search
-from phantom_parallel.study.settings import LOOPBACK, Settings
+from phantom_parallel.study.settings import LOOPBACK, SearchSettings, Settings
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.run import check_memory
 from phantom_parallel.utils.files import FolderLock, write_json
@@ -330,6 +329,58 @@ def _search(
     }
     tried = search(candidates, settings.search, runner.train)
     return [trial for trials in tried.values() for trial in trials]
+
+
+def search(
+    candidates: Mapping[str, Callable[..., TrainConfig]],
+    settings: SearchSettings,
+    train: Callable[[str, TrainConfig], Run],
+) -> dict[str, list[Trial]]:
+    """Try learning rates for every candidate, in turns: in ascending order, and beyond an end of the list while the
+    best is at that end. Returns the trials of each in ascending order of the rate, with the best marked.
+
+    A trial is stopped as soon as it cannot be the best: after the steps that the best one needed to the target.
+
+    Args:
+        candidates: By the name of a model, its training, called with ``lr`` and ``steps``.
+        settings: The rates and how long to try them.
+        train: Runs a training of that name.
+    """
+    trials: dict[str, list[Trial]] = {name: [] for name in candidates}
+    pending = [(name, lr) for lr in settings.learning_rates for name in candidates]
+    while pending:
+        for name, lr in pending:
+            steps = min([settings.steps, *(trial.steps for trial in trials[name] if trial.status == "target")])
+            run = train(f"search {name} lr={lr:g}", candidates[name](lr=lr, steps=steps))
+            trials[name].append(Trial(name, lr, run.status, run.steps, run.loss))
+        further = {name: next_rate(tried, settings) for name, tried in trials.items()}
+        pending = [(name, lr) for name, lr in further.items() if lr is not None]
+    return {name: mark_best(tried) for name, tried in trials.items()}
+
+
+def mark_best(trials: Sequence[Trial]) -> list[Trial]:
+    """The trials in ascending order of the rate, with the best marked: of those that reached the target the one with
+    the fewest steps, else the one with the lowest loss.
+    """
+
+    def key(trial: Trial) -> tuple[int, float, float]:
+        loss = math.inf if trial.loss is None else trial.loss
+        return (0, trial.steps, loss) if trial.status == "target" else (1, loss, loss)
+
+    ordered = sorted(trials, key=lambda trial: trial.lr)
+    best = min(ordered, key=key)
+    return [replace(trial, chosen=trial is best) for trial in ordered]
+
+
+def next_rate(trials: Sequence[Trial], settings: SearchSettings) -> float | None:
+    """The next learning rate beyond the end at which the best one is, if there is one."""
+    rates = settings.learning_rates
+    if len(rates) < 2 or len(trials) >= len(rates) + settings.extend:
+        return None
+    ordered, factor = mark_best(trials), rates[1] / rates[0]
+    if ordered[-1].chosen:
+        return float(f"{ordered[-1].lr * factor:.6g}")
+    return float(f"{ordered[0].lr / factor:.6g}") if ordered[0].chosen else None
 
 
 def same_rate(settings: Settings) -> dict[str, str]:
