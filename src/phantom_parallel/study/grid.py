@@ -178,7 +178,7 @@ def _expected(settings: Settings, links: int) -> int:
     if settings.measure == "speed":
         return timed
     trained = len(models) * (len(settings.search.learning_rates) + settings.seeds)
-    shared = sum(len(group) for group in models.values() if len(group) > 1)
+    shared = sum(len(settings.variants(each)) for group in models.values() if len(group) > 1 for each in group)
     return trained + shared + (timed if settings.share_curves else 0)
 
 

@@ -88,10 +88,14 @@ def _first(results: Results) -> list[str]:
         order = ranking(results, [cell for cell in results.cells if _place(results, cell) == place], "seconds")
         if len(order) > 1:
             tied = [cell.strategy for cell, share in order[1:] if share and share.low and share.includes_one]
-            text = f"{order[0][0].strategy} ({listed(tied)}: {NOT_SIGNIFICANT})" if tied else order[0][0].strategy
-            winners.setdefault(text, []).append(place)
-    text = "; ".join(name if places == [""] else f"{name} at {listed(places)}" for name, places in winners.items())
-    return [f"Least time to the loss: {text}."] if text else []
+            if not place:
+                others = f"; {listed(tied)}: {NOT_SIGNIFICANT}" if tied else ""
+                return [f"Least time to the loss: {order[0][0].strategy}{others}."]
+            winners.setdefault(f"{order[0][0].strategy} *" if tied else order[0][0].strategy, []).append(place)
+    if not winners:
+        return []
+    text = "; ".join(f"{name} at {listed(places)}" for name, places in winners.items())
+    return [f"Least time to the loss: {text}.{f' *: others are {NOT_SIGNIFICANT}.' if '*' in text else ''}"]
 
 
 def notes(results: Results) -> list[str]:

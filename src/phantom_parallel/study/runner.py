@@ -138,7 +138,7 @@ class CellRunner:
     def __init__(
         self, device: torch.device, settings: Settings, options: RunOptions, display: ProgressDisplay, stop: StopRequest
     ) -> None:
-        self.device, self.done = device, 0  # cells that are finished
+        self.device, self.done, self._total = device, 0, 0  # cells that are finished, and about how many there are
         self._settings, self._options, self._display, self._stop = settings, options, display, stop
         self._contexts: dict[tuple[int, int], ParallelContext | None] = {}
         self._world = dist.get_world_size() if dist.is_initialized() else 1
@@ -147,7 +147,7 @@ class CellRunner:
 
     def expect(self, total: int) -> None:
         """Set about how many cells there are, for the display."""
-        self._display.set_total(total)
+        self._total = total
 
     def train(self, name: str, config: TrainConfig) -> Run:
         """Train on the ranks of ``config``, or read the cell of that name from the folder; the result on all ranks."""
@@ -176,6 +176,7 @@ class CellRunner:
         else:
             if broadcast_from_rank_zero(lambda: self._stop.requested):
                 raise Interrupted("stopped by a signal")
+            self._display.set_total(max(self._total, self.done + 1))
             self._show(name, 0.0)
             context, size = self.context_for(config), config.ranks * config.dp
             if context is not None:
