@@ -81,9 +81,9 @@ def test_two_ranks_are_compared_and_the_answer_comes_first(tmp_path, preset, cap
     assert max(map(len, lines[:-1])) <= 80
     assert sum(line.startswith("- ") for line in lines) <= 4
     assert "suits phantom" in printed.out  # the teacher is of its kind, which a reader must know
-    found = json.loads((out / "results.json").read_text())
-    assert [cell["strategy"] for cell in found["cells"]] == ["phantom", "tensor", "megatron"]
-    assert found["settings"]["training"]["ranks"] == 2
+    values = json.loads((out / "results.json").read_text())
+    assert [cell["strategy"] for cell in values["cells"]] == ["phantom", "tensor", "megatron"]
+    assert values["settings"]["training"]["ranks"] == 2
     assert "<svg" in (out / "report.html").read_text()
     names = {path.name for path in out.rglob("*")}
     assert {"runs.csv", "cells.csv", "ratios.csv", "settings.json", "cells", "figures"} <= names
@@ -93,9 +93,9 @@ def test_json_goes_to_stdout_alone_and_a_report_is_made_again(tmp_path, preset, 
     out = tmp_path / "out"
     command = ("compare", "--preset", preset, "--strategies", "phantom", "tensor", "--seeds", 1, "--out", out)
     assert phantom(*command, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert len(found["cells"]) == 2
-    assert found == json.loads((out / "results.json").read_text())
+    values = json.loads(capsys.readouterr().out)
+    assert len(values["cells"]) == 2
+    assert values == json.loads((out / "results.json").read_text())
     before = (out / "report.html").read_text()
     (out / "report.html").unlink()
     assert phantom("compare", "--out", out, "--report-only") == 0
@@ -149,7 +149,7 @@ def test_options_replace_settings_training_search_and_what_cells_vary(tmp_path, 
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(tmp_path, capsys, arguments, message):
-    given = [str(tmp_path / "out") if one == "OUT" else one for one in arguments]
+    given = [str(tmp_path / "out") if each == "OUT" else each for each in arguments]
     assert phantom(*given) == 2
     error = capsys.readouterr().err
     assert message in error

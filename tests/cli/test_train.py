@@ -131,11 +131,11 @@ def test_log_lines_have_a_held_out_loss_only_where_it_was_evaluated(tmp_path, ca
 def arrays(folder: Path, **values: dict) -> list[str]:
     """Options for data of 256 rows, with ``values`` at some places of x or y."""
     x = np.random.default_rng(0).standard_normal((256, 16), dtype=np.float32)
-    found = {"x": x, "y": np.tanh(x)}
+    data = {"x": x, "y": np.tanh(x)}
     for name, places in values.items():
         for place, value in places.items():
-            found[name][place] = value
-    np.savez(folder / "data.npz", **found)
+            data[name][place] = value
+    np.savez(folder / "data.npz", **data)
     return [*SMALL, "--data", str(folder / "data.npz"), "--steps", "40", "--json"]
 
 
@@ -166,8 +166,8 @@ def test_the_help_has_a_text_for_every_option(capsys, family):
 def test_resume_takes_what_is_not_given_from_the_folder(tmp_path, capfd):
     assert phantom(tmp_path / "run", "--lr", "0.002", "--batch", "32", "--steps", "4") == 0
     assert program.main(["train", "--out", str(tmp_path / "run"), "--resume", "--steps", "6", "--json"]) == 0
-    found = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert (found["lr"], found["batch"], found["steps"]) == (0.002, 32, 6)
+    values = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (values["lr"], values["batch"], values["steps"]) == (0.002, 32, 6)
 
 
 def failed(capfd) -> str:

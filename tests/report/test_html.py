@@ -136,11 +136,11 @@ def test_no_page_is_wider_than_its_window(pages, tmp_path, width):
     frames = "".join(f'<iframe width="{width}" src="{path.as_uri()}"></iframe>' for path in pages.values())
     asks = (
         "document.title = [...document.querySelectorAll('iframe')]"
-        ".map(one => one.contentDocument.documentElement.scrollWidth).join(' ')"
+        ".map(frame => frame.contentDocument.documentElement.scrollWidth).join(' ')"
     )
     asking = tmp_path / "asking.html"
     asking.write_text(f"<style>iframe {{ border: 0 }}</style>{frames}<script>onload = () => {{ {asks} }}</script>")
     shown = browse(asking, tmp_path, "--allow-file-access-from-files", "--dump-dom", "--window-size=1300,900")
-    widths = [int(one) for one in re.search(r"<title>(.*?)</title>", shown).group(1).split()]
+    widths = [int(each) for each in re.search(r"<title>(.*?)</title>", shown).group(1).split()]
     assert len(widths) == len(pages)
     assert max(widths) <= width

@@ -28,29 +28,29 @@ def printed(results, width=80):
 
 def test_details_of_a_comparison_are_the_numbers_of_its_runs():
     results = make_results()
-    found = rows(tables.detailed_sections(results))
+    values = rows(tables.detailed_sections(results))
     runs = results.cells[1].runs
     seconds, steps = fmean(run.seconds for run in runs), fmean(run.steps for run in runs)
-    assert found[0, "time to the loss"][1] == f"{seconds:.2f} s"
-    assert found[0, "steps to the loss"][1] == f"{steps:.0f}"
-    assert found[0, "FLOPs to the loss"][1] == f"{steps * 0.81:.1f} GFLOP"
-    assert found[0, "bytes exchanged to the loss"][1] == f"{steps * 4.194304:.0f} MB"
-    assert found[0, "reached the target"] == ("3 of 3",) * 3
-    assert found[0, "learning rate"] == ("0.004", "0.002", "0.002")
-    assert found[0, "share of time blocked"] == ("15.0 %", "55.0 %", "40.0 %")
-    assert found[0, "inference latency, batch 64"] == ("4.2 ms", "13 ms", "9.24 ms")
-    assert found[0, "energy, measured"] == ("unavailable",) * 3
+    assert values[0, "time to the loss"][1] == f"{seconds:.2f} s"
+    assert values[0, "steps to the loss"][1] == f"{steps:.0f}"
+    assert values[0, "FLOPs to the loss"][1] == f"{steps * 0.81:.1f} GFLOP"
+    assert values[0, "bytes exchanged to the loss"][1] == f"{steps * 4.194304:.0f} MB"
+    assert values[0, "reached the target"] == ("3 of 3",) * 3
+    assert values[0, "learning rate"] == ("0.004", "0.002", "0.002")
+    assert values[0, "share of time blocked"] == ("15.0 %", "55.0 %", "40.0 %")
+    assert values[0, "inference latency, batch 64"] == ("4.2 ms", "13 ms", "9.24 ms")
+    assert values[0, "energy, measured"] == ("unavailable",) * 3
     shares = [format_interval(ratio(results, results.cells[0], cell, "seconds")) for cell in results.cells[1:]]
-    assert found[1, "time to the loss"] == ("–", *shares)  # noqa: RUF001
+    assert values[1, "time to the loss"] == ("–", *shares)  # noqa: RUF001
 
 
 def test_what_missed_the_target_is_said_to_have_missed_it():
-    found = rows(tables.detailed_sections(make_results(missed=("tensor",))))
+    values = rows(tables.detailed_sections(make_results(missed=("tensor",))))
     for label in ("steps to the loss", "time to the loss", "FLOPs to the loss", "modelled energy to the loss"):
-        assert found[0, label][1] == "missed"
-        assert found[0, label][0] != "missed"
-    assert found[1, "time to the loss"][1] == "missed"
-    assert found[1, "step time"][1] not in ("missed", "unavailable")
+        assert values[0, label][1] == "missed"
+        assert values[0, label][0] != "missed"
+    assert values[1, "time to the loss"][1] == "missed"
+    assert values[1, "step time"][1] not in ("missed", "unavailable")
     results = make_results()
     cell = replace(results.cells[1], runs=tuple(replace(run, status="differs") for run in results.cells[1].runs))
     unsplit = replace(results.cells[0], runs=tuple(replace(run, compute_seconds=None) for run in results.cells[0].runs))
@@ -95,8 +95,8 @@ def test_studies_of_links_and_batches_have_a_column_for_each():
     assert sections[0].headings[1:] == ("loopback, batch 64", "100mbit, batch 64", "100mbit, batch 512")
     assert rows(sections)[0, "tensor"] == ("1 s", "12 s", "40 s")
     assert rows(sections)[0, "fsdp"][2] == "missed"
-    one = tables.main_sections(make_links((("loopback", 64), ("100mbit", 64))))
-    assert one[0].headings[1:] == ("loopback", "100mbit")
+    links = tables.main_sections(make_links((("loopback", 64), ("100mbit", 64))))
+    assert links[0].headings[1:] == ("loopback", "100mbit")
 
 
 def test_other_studies_have_a_row_for_each_cell():

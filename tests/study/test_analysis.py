@@ -78,7 +78,7 @@ def test_means_are_those_of_runs_that_reached_the_loss():
 def test_ratios_pair_runs_of_the_same_seed():
     results = make_results()
     phantom, tensor = cell_of(results, "phantom"), cell_of(results, "tensor")
-    logs = [math.log(one.seconds / other.seconds) for one, other in zip(phantom.runs, tensor.runs, strict=True)]
+    logs = [math.log(each.seconds / other.seconds) for each, other in zip(phantom.runs, tensor.runs, strict=True)]
     assert math.log(ratio(results, phantom, tensor, "seconds").mean) == pytest.approx(fmean(logs))
     assert ratio(results, phantom, tensor, "parameters").mean == pytest.approx(0.62 / 2.1)
     assert ratio(results, phantom, tensor, "latency, batch 64").mean == pytest.approx(0.010 / 0.031)

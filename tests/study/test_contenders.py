@@ -61,7 +61,7 @@ def test_a_family_without_dense_models_has_no_copies_of_them():
 def test_contenders_with_the_same_losses_are_together():
     names = ("phantom", "tensor", "copies", "phantom-copies", "tensor+int8", "megatron", "phantom+int8")
     groups = models_of([get_contender(name, FFN, {"ranks": 4}) for name in names], share=True)
-    assert {model: [one.name for one in group] for model, group in groups.items()} == {
+    assert {model: [each.name for each in group] for model, group in groups.items()} == {
         "phantom": ["phantom", "phantom-copies"],
         "dense model": ["tensor", "copies", "megatron"],
         "tensor+int8": ["tensor+int8"],
@@ -74,17 +74,17 @@ def test_contenders_with_the_same_losses_are_together():
 
 def test_the_wire_of_the_training_is_that_of_contenders_that_send_features():
     training = {"ranks": 4, "wire": "bf16"}
-    found = {
+    values = {
         name: get_contender(name, FFN, training).wire for name in ("tensor", "copies", "tensor+full", "phantom+int8")
     }
-    assert found == {"tensor": "bf16", "copies": "full", "tensor+full": "full", "phantom+int8": "int8"}
+    assert values == {"tensor": "bf16", "copies": "full", "tensor+full": "full", "phantom+int8": "int8"}
 
 
 def test_every_layout_trains_the_same_model_on_the_same_batch():
     settings = read_settings(
         "presets", "quick", {"ranks": 8, "blocks": None, "strategies": ("phantom", "phantom-copies")}
     )
-    ranks, copies = (settings.config(one) for one in settings.contenders)
+    ranks, copies = (settings.config(each) for each in settings.contenders)
     assert (ranks.ranks, ranks.dp, copies.ranks, copies.dp) == (8, 1, 1, 8)
     assert ranks.model == copies.model  # 8 blocks, though copies have one rank each
     assert ranks.blocks == 8

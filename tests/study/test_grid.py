@@ -151,12 +151,12 @@ def test_shared_curves_are_those_of_trainings_of_every_contender(made):
     shared, _, alone = made[0][0]
     assert {check.model for check in shared.shared} == {"dense model", "phantom"}
     assert not any(check.differing for check in shared.shared)
-    for one, other in zip(shared.cells, alone.cells, strict=True):
-        assert [run.steps for run in one.runs] == [run.steps for run in other.runs]
-        assert [run.loss for run in one.runs] == pytest.approx([run.loss for run in other.runs], rel=1e-3)
-        assert one.reached == other.reached == 2
-        assert (one.ranks, one.dp) == ((1, 2) if "copies" in one.strategy else (2, 1))
-        assert {run.timed_steps for run in one.runs} == {4}
+    for each, other in zip(shared.cells, alone.cells, strict=True):
+        assert [run.steps for run in each.runs] == [run.steps for run in other.runs]
+        assert [run.loss for run in each.runs] == pytest.approx([run.loss for run in other.runs], rel=1e-3)
+        assert each.reached == other.reached == 2
+        assert (each.ranks, each.dp) == ((1, 2) if "copies" in each.strategy else (2, 1))
+        assert {run.timed_steps for run in each.runs} == {4}
         assert {run.timed_steps for run in other.runs} == {None}
     trained_by = {check.model: check.trained_by for check in shared.shared}
     for cell in shared.cells:
@@ -192,7 +192,7 @@ def test_figures_are_those_of_the_runs(made):
     assert mean(alone, phantom, "flops").mean == pytest.approx(steps * 2 * 2 * shape.multiply_adds())
     for run in phantom.runs:
         assert run.joules == pytest.approx(alone.power.joules(run.compute_seconds, run.blocked_seconds))
-    pairs = [math.log(one.seconds / other.seconds) for one, other in zip(phantom.runs, tensor.runs, strict=True)]
+    pairs = [math.log(each.seconds / other.seconds) for each, other in zip(phantom.runs, tensor.runs, strict=True)]
     assert math.log(ratio(alone, phantom, tensor, "seconds").mean) == pytest.approx(sum(pairs) / 2)
     assert [entry.batch for entry in phantom.inference] == [4]
     assert phantom.inference[0].parameters == phantom.parameters

@@ -44,12 +44,12 @@ def test_settings_survive_json(folder, name):
 def test_on_hosts_fsdp_and_pipelines_share_the_dense_models_curve_in_every_variant(folder, name):
     settings = read_settings(folder, name)
     for cell in {contender.cell for contender in settings.contenders}:
-        group = [one for one in settings.contenders if one.function == (DENSE, cell)]
-        assert {"megatron", "dense", "fsdp", "pipeline"} <= {one.base.strategy for one in group}
+        group = [each for each in settings.contenders if each.function == (DENSE, cell)]
+        assert {"megatron", "dense", "fsdp", "pipeline"} <= {each.base.strategy for each in group}
         for contender in group:
             for variant in settings.variants(contender):
                 assert min(counts(settings.config(variant)).values()) > 0
-        numbers = {one.base.strategy: len(settings.variants(one)) for one in group}
+        numbers = {each.base.strategy: len(settings.variants(each)) for each in group}
         assert numbers["fsdp"] == 2
         assert numbers["pipeline"] > 1
 
@@ -57,8 +57,8 @@ def test_on_hosts_fsdp_and_pipelines_share_the_dense_models_curve_in_every_varia
 def test_all_strategies_that_cut_layers_try_the_same_interleaved_parts():
     settings = read_settings("presets", "gpt-hosts")
     tried = {
-        one.name: [dict(variant.tuned).get("interleave") for variant in settings.variants(one)]
-        for one in settings.contenders
+        each.name: [dict(variant.tuned).get("interleave") for variant in settings.variants(each)]
+        for each in settings.contenders
     }
     cutting = ("phantom", "megatron", "phantom+int8", "megatron+int8")
     assert {name: tried[name] for name in cutting} == {name: [1, 2] for name in cutting}
@@ -69,7 +69,7 @@ def test_all_strategies_that_cut_layers_try_the_same_interleaved_parts():
 
 def test_the_same_settings_for_all_but_what_is_phantoms_own():
     settings = read_settings("presets", "quick", {"lr_local": 0.5})
-    phantom, tensor = (settings.config(one, lr=0.1, seed=1, steps=10) for one in settings.contenders[:2])
+    phantom, tensor = (settings.config(each, lr=0.1, seed=1, steps=10) for each in settings.contenders[:2])
     assert (phantom.blocks, phantom.ghosts, phantom.lr_local) == (4, 16, 0.5)
     assert (tensor.blocks, tensor.ghosts, tensor.lr_local) == (None, None, 1.0)
     own = {"strategy": 0, "blocks": 0, "ghosts": 0, "lr_local": 0}
@@ -87,14 +87,14 @@ def test_changes_go_where_they_belong():
 def test_cells_are_combinations_of_lists_which_changes_replace():
     assert varied_by("studies", "ghosts") == {"ghosts": (1, 2, 4, 8, 16, 32, 64)}
     settings = read_settings("studies", "ghosts", {"ghosts": (2, 4), "width": 256})
-    assert [one.label for one in settings.contenders] == ["tensor", "phantom ghosts=2", "phantom ghosts=4"]
+    assert [each.label for each in settings.contenders] == ["tensor", "phantom ghosts=2", "phantom ghosts=4"]
     assert settings.training["width"] == 256
     batch = read_settings("studies", "batch", {"batch": (32, 64), "strategies": ("phantom", "copies")})
-    assert [one.label for one in batch.contenders] == [
+    assert [each.label for each in batch.contenders] == [
         f"{name} batch={batch}" for batch in (32, 64) for name in ("phantom", "copies")
     ]
     smaller = read_settings("studies", "smaller", {"ranks": (1,)})
-    assert [one.ranks for one in smaller.contenders] == [4, 1, 1]  # the reference keeps its ranks
+    assert [each.ranks for each in smaller.contenders] == [4, 1, 1]  # the reference keeps its ranks
 
 
 @pytest.mark.parametrize(
