@@ -19,10 +19,15 @@ def make(kind: str):
         config = transformers.GPT2Config(
             vocab_size=60, n_embd=24, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0
         )
-    else:
-        config = transformers.Qwen2Config(
+    elif kind == "bert":
+        config = transformers.BertConfig(
             vocab_size=60, hidden_size=24, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=4,
+            is_decoder=True, bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+    else:
+        config = transformers.CONFIG_MAPPING[kind](
+            vocab_size=60, hidden_size=24, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=4 if kind == "qwen2" else 2, head_dim=6, bos_token_id=0, eos_token_id=0,
         )  # fmt: skip
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
@@ -123,3 +128,66 @@ def test_layers_placed_by_hand_are_described_when_saved(tmp_path):
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     tokens = torch.arange(12).view(1, 12)
     torch.testing.assert_close(again(tokens).logits, model(tokens).logits)
+
+
+def outcome(folder, tokens, **kwargs):
+    """Logits, tokens of greedy generation, a loss and its gradients."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **kwargs).eval()
+    logits = model(tokens).logits
+    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    generated = model.generate(tokens[:1, :6], attention_mask=torch.ones_like(tokens[:1, :6]), **settings)
+    loss = model(tokens, labels=tokens).loss
+    loss.backward()
+    whole = {name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for name, p in model.named_parameters()}
+    model.save_pretrained(f"{folder}-again")
+    return logits.detach(), generated, loss.detach(), whole
+
+
+def outcome_on_rank(folder, tokens):
+    from transformers.distributed import DistributedConfig
+
+    plan = DistributedConfig(tp_size=2, tp_plan="auto")
+    result = outcome(folder, tokens, distributed_config=plan)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=plan)
+    layers = [module for module in model.modules() if isinstance(module, PhantomLinear)]
+    return *result, len(layers), all(2 * len(layer.local.to_local()) == layer.out_features for layer in layers)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "bert", "gpt2"])
+def test_ranks_equal_one_process(ranks, tmp_path, kind):
+    model, tokens = make(kind), torch.randint(60, (4, 40), generator=torch.Generator().manual_seed(0))
+    exclude = {
+        "llama": ("*layers.0.mlp.up_proj", "lm_head"),
+        "bert": ("cls.*",),
+    }  # a pattern of dense and phantom layers
+    convert(model, [tokens], blocks=4, ghosts=2, exclude=exclude.get(kind, ("lm_head",)))
+    folder = str(tmp_path / "model")
+    model.save_pretrained(folder)
+    logits, generated, loss, grads = outcome(folder, tokens)
+    for rank in ranks(2)(outcome_on_rank, folder, tokens):
+        torch.testing.assert_close(rank[0], logits)
+        assert rank[1].tolist() == generated.tolist()
+        torch.testing.assert_close(rank[2], loss)
+        assert rank[3].keys() == grads.keys()
+        for name, grad in grads.items():
+            torch.testing.assert_close(rank[3][name], grad, msg=lambda text, name=name: f"{name}: {text}")
+        assert rank[4] == {"llama": 13, "qwen3": 14, "bert": 12, "gpt2": 8}[kind]
+        assert rank[5]
+    again = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}-again")  # which ranks have saved
+    torch.testing.assert_close(again(tokens).logits, logits)
+
+
+def refused_on_rank(folder):
+    from transformers.distributed import DistributedConfig
+
+    with pytest.raises(ValueError, match=r"3 ranks do not fit .* use 1 or 2"):
+        transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=3))
+
+
+def test_ranks_that_do_not_fit_are_refused_before_the_weights_are_read(ranks, tmp_path):
+    model = make("llama")  # 4 heads, 2 key-value heads
+    convert(model, [torch.randint(60, (4, 40))], blocks=4, ghosts=2)
+    model.save_pretrained(tmp_path)
+    assert phantom_hf.fitting_ranks(tmp_path) == [1, 2]
+    (tmp_path / "model.safetensors").write_bytes(b"not read")
+    ranks(3)(refused_on_rank, str(tmp_path))

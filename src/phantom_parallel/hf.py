@@ -1,4 +1,4 @@
-"""Models of ``transformers`` with phantom layers, in one process: saving, loading and training them.
+"""Models of ``transformers`` with phantom layers: saving, loading and training them, in one process and on ranks.
 
 Importing this module registers phantom layers as a quantization method of ``transformers``, which is its hook for
 models whose modules are replaced before their weights load::
@@ -13,21 +13,32 @@ Without this import, ``transformers`` warns of the unknown method and would buil
 not in the checkpoint and would be initialized at random. Therefore each phantom layer is saved with a ``weight`` of one
 element beside its own parameters: a dense layer's shape differs, and ``from_pretrained`` fails.
 
-Ranks run models of the Llama architecture through ``phantom model import`` and ``phantom model convert``.
+On ranks, ``transformers`` shards the layers while it loads them, by parallel styles that this module registers. The
+model's own plan is used, or where ``transformers`` has none, phantom layers take and return all features::
+
+    plan = DistributedConfig(tp_size=2, tp_plan="auto")
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=plan)  # torchrun --nproc-per-node 2
 """
 
 import re
 from collections.abc import Callable
 from functools import wraps
+from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from phantom_parallel.nn.linear import PhantomLinear
+from phantom_parallel.ops.features import gather_features, shard_features
+from phantom_parallel.utils.layout import BlockLayout
 
 try:
-    from transformers import PreTrainedModel
+    from transformers import AutoConfig, PreTrainedModel
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+    from transformers.distributed.tensor_parallel import TensorParallelLayer, replace_layer_number_by_wildcard
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
     from transformers.quantizers.base import HfQuantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -37,7 +48,7 @@ except ImportError as error:
 METHOD = "phantom_parallel.hf"  # transformers shows it where this module was not imported
 _MARKER = "weight"
 
-__all__ = ["PhantomConfig", "PhantomQuantizer", "describe"]
+__all__ = ["PhantomConfig", "PhantomQuantizer", "PhantomStyle", "describe", "fitting_ranks"]
 
 
 @register_quantization_config(METHOD)
@@ -75,6 +86,24 @@ class PhantomQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
         model._keys_to_ignore_on_load_unexpected |= {rf"^{re.escape(name)}\.{_MARKER}$" for name in layers}  # type: ignore
         model.register_load_state_dict_pre_hook(_drop_markers)
 
+    def update_parallel_plan(self, model: Any, plan: dict[str, str]) -> None:
+        """Replace the styles of phantom layers in a plan, of the model's own or none, by their phantom counterparts."""
+        ranks = getattr(getattr(model.config, "distributed_config", None), "tp_size", 1)
+        if ranks > 1 and ranks not in (fit := fitting_ranks(model.config)):
+            raise ValueError(
+                f"{ranks} ranks do not fit the heads, key-value heads and blocks of this model: "
+                f"use {' or '.join(map(str, fit))}"
+            )
+        if plan is model.ep_plan:
+            return
+        pairs = {name: style for name, _ in model.named_modules() for end, style in _PAIRS if f".{name}".endswith(end)}
+        if not all(isinstance(model.get_submodule(name), PhantomLinear) for name in pairs):
+            pairs = {}  # a dense layer takes and returns all features
+        for name in self.quantization_config.layers:  # type: ignore[attr-defined]
+            pattern = replace_layer_number_by_wildcard(name)
+            style = plan.get(pattern) or pairs.get(name, "")
+            plan[pattern] = style if style.startswith("phantom") else _STYLES.get(style, "phantom")
+
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
         layers: dict[str, Any] = model.config.quantization_config.layers
         return model.state_dict() | {f"{name}.{_MARKER}": torch.zeros(1) for name in layers}, {}
@@ -92,6 +121,90 @@ class PhantomQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
         return True
 
 
+class PhantomStyle(TensorParallelLayer):  # type: ignore[misc, unused-ignore]
+    """Parallel style of phantom layers in plans of ``transformers``.
+
+    Args:
+        dense: Name of the style of layers that the plan matches as well and that are not phantom layers.
+        gather_output: Whether the output has all features, or those of this rank.
+    """
+
+    def __init__(self, dense: str, *, gather_output: bool) -> None:
+        self.dense, self.gather_output = dense, gather_output
+
+    def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
+        if not isinstance(module, PhantomLinear):
+            ALL_PARALLEL_STYLES[self.dense].shard_param(module, param, mesh)
+        elif (weight := module._parameters.get(param)) is not None:
+            shard = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)
+            module._parameters[param] = nn.Parameter(shard, requires_grad=weight.requires_grad)
+
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, PhantomLinear):
+            return ALL_PARALLEL_STYLES[self.dense].install_forward(module, mesh)
+        shape = module.in_features, module.out_features, module.bias is not None
+        module._set_layout(*shape, module.blocks, module.ghosts, mesh, "full", module.local.dtype, module.gain)
+        return super().install_forward(module, mesh)
+
+    def transform_inputs_pre_forward(self, module: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
+        x, *rest = args
+        if x.shape[-1] == module.in_features:
+            x = _shard_once(x, mesh)
+        return (x, *rest), kwargs
+
+    def transform_output_post_forward(self, module: nn.Module, output: Tensor, mesh: DeviceMesh) -> Tensor:
+        return gather_features(output, mesh) if self.gather_output else output
+
+
+def _shard_once(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's features of x. Layers that share an input share them, so that one all-gather returns its gradient."""
+    if torch.compiler.is_compiling():
+        return shard_features(x, mesh)
+    key = x._version, torch.is_grad_enabled(), mesh
+    if getattr(x, "_phantom_shard", (None,))[0] != key:
+        x._phantom_shard = key, shard_features(x, mesh)  # type: ignore[attr-defined]
+    return x._phantom_shard[1]  # type: ignore[attr-defined]
+
+
+_STYLES = {"colwise": "phantom_colwise", "rowwise": "phantom_rowwise"}  # counterparts of those of transformers
+_PAIRS = (  # of models for which transformers has no plan, BERT and GPT-2: how the names of layers end
+    *((f".attention.self.{name}", "colwise") for name in ("query", "key", "value")),
+    *((name, "colwise") for name in (".intermediate.dense", ".mlp.c_fc")),
+    *((name, "rowwise") for name in (".output.dense", ".mlp.c_proj")),
+)
+for _name, _style in {
+    "phantom_colwise": PhantomStyle("colwise", gather_output=False),
+    "phantom_rowwise": PhantomStyle("rowwise", gather_output=True),
+    "phantom": PhantomStyle("replicate", gather_output=True),
+}.items():
+    ALL_PARALLEL_STYLES.register(_name, _style)  # type: ignore[arg-type]
+
+
+def fitting_ranks(model: Any) -> list[int]:
+    """The numbers of ranks that a model with phantom layers can be sharded over, from its config alone.
+
+    They divide its heads and key-value heads, and divide the blocks of its layers or are multiples of them.
+
+    Args:
+        model: The folder of a saved model, or its config.
+    """
+    config = AutoConfig.from_pretrained(model) if isinstance(model, str | PathLike) else model
+    described = config.quantization_config
+    layers = described["layers"] if isinstance(described, dict) else described.layers
+    text = config.get_text_config()
+    heads = [text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads]
+    return [ranks for ranks in range(1, min(heads) + 1) if not any(n % ranks for n in heads) and _fits(layers, ranks)]
+
+
+def _fits(layers: dict[str, dict[str, Any]], ranks: int) -> bool:
+    try:
+        for layer in layers.values():
+            BlockLayout(**{name: size for name, size in layer.items() if name != "bias"}, ranks=ranks)
+    except ValueError:
+        return False
+    return True
+
+
 def describe(model: Any) -> None:
     """Write the phantom layers of a model into its config. ``save_pretrained`` does it by itself."""
     layers = {
@@ -107,7 +220,8 @@ def describe(model: Any) -> None:
     }
     if not layers:
         raise ValueError("the model has no phantom layers: convert it first")
-    if any(layer.mesh is not None for layer in model.modules() if isinstance(layer, PhantomLinear)):
+    sharded = any(layer.mesh is not None for layer in model.modules() if isinstance(layer, PhantomLinear))
+    if sharded and not model.is_distributed_loading_by_transformers:
         raise ValueError("phantom layers on a mesh cannot be saved by transformers: use phantom_parallel.save_model")
     if not isinstance(getattr(model, "hf_quantizer", None), PhantomQuantizer):
         model.register_load_state_dict_pre_hook(_drop_markers)
