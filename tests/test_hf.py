@@ -9,7 +9,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from phantom_parallel import PhantomLinear, convert  # noqa: E402
+from phantom_parallel import PhantomLinear, convert, replace_linear  # noqa: E402
 from phantom_parallel import hf as phantom_hf  # noqa: E402
 
 
@@ -191,3 +191,46 @@ def test_ranks_that_do_not_fit_are_refused_before_the_weights_are_read(ranks, tm
     assert phantom_hf.fitting_ranks(tmp_path) == [1, 2]
     (tmp_path / "model.safetensors").write_bytes(b"not read")
     ranks(3)(refused_on_rank, str(tmp_path))
+
+
+def test_layers_of_a_fresh_model_are_replaced_by_one_call(tmp_path):
+    model = make("llama")
+    names = replace_linear(model, blocks=4, ghosts=2, include=("*.mlp.*",))
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, PhantomLinear)}
+    assert list(layers) == names == [f"model.layers.{i}.mlp.{m}_proj" for i in (0, 1) for m in ("gate", "up", "down")]
+    for layer in layers.values():  # 0.02 is the initializer_range of the config
+        assert float(layer.to_dense().weight.detach().std()) == pytest.approx(0.02, rel=0.2)
+    tokens = torch.arange(12).view(1, 12)
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(again(tokens).logits, model(tokens).logits)
+
+
+def test_the_trainer_logs_joules_and_checkpoints_carry_them(tmp_path):
+    rows = [{"input_ids": row, "labels": row} for row in torch.arange(32).view(2, 16) % 7]
+    seen = []
+
+    class Tracker(transformers.TrainerCallback):
+        def on_log(self, args, state, control, logs, **kwargs):
+            seen.append(dict(logs))
+
+    def train(steps, **kwargs):
+        settings = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False}
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=steps, save_steps=3, logging_steps=2, **settings
+        )
+        trainer = transformers.Trainer(make("llama"), arguments, train_dataset=rows, callbacks=[Tracker()])
+        phantom_hf.EnergyCallback(profile="assumed-core").add_to(trainer)
+        trainer.train(**kwargs)
+        return [(log["step"], log["joules_modelled"]) for log in trainer.state.log_history]
+
+    first = train(4)
+    assert [step for step, _ in first] == [2, 4, 4]  # the last is the summary of the training
+    assert [log["joules_modelled"] for log in seen] == [joules for _, joules in first]
+    assert first[1][1] > first[0][1] > 0
+    state = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
+    stored = state["stateful_callbacks"]["EnergyCallback"]["attributes"]["joules"]["modelled"]
+    assert first[0][1] < stored < first[1][1]
+    resumed = train(6, resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert resumed[0] == first[0]  # the log of the checkpoint
+    assert resumed[-1][1] > resumed[1][1] > stored

@@ -7,7 +7,7 @@ from phantom_parallel._version import __version__
 
 if TYPE_CHECKING:
     from phantom_parallel.checkpoint.model import consolidate_model, load_model, save_model, verify_model
-    from phantom_parallel.conversion.api import convert
+    from phantom_parallel.conversion.api import convert, replace_linear
     from phantom_parallel.conversion.run import heal
     from phantom_parallel.cost.ledger import Ledger
     from phantom_parallel.energy import EnergyMeter, PowerProfile
@@ -46,6 +46,7 @@ __all__ = [
     "heal",
     "load_model",
     "parameter_groups",
+    "replace_linear",
     "save_model",
     "shard_features",
     "verify_model",
@@ -53,7 +54,7 @@ __all__ = [
 
 # Where each name lives. Looked up when first asked for: commands that only plan need not wait for torch.
 _HOMES = {
-    "phantom_parallel.conversion.api": ("convert",),
+    "phantom_parallel.conversion.api": ("convert", "replace_linear"),
     "phantom_parallel.conversion.run": ("heal",),
     "phantom_parallel.cost.ledger": ("Ledger",),
     "phantom_parallel.energy": ("EnergyMeter", "PowerProfile"),

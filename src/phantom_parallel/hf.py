@@ -31,12 +31,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from phantom_parallel.energy.running import RunningEnergy
 from phantom_parallel.nn.linear import PhantomLinear
 from phantom_parallel.ops.features import gather_features, shard_features
 from phantom_parallel.utils.layout import BlockLayout
 
 try:
-    from transformers import AutoConfig, PreTrainedModel
+    from transformers import AutoConfig, PreTrainedModel, TrainerCallback
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
     from transformers.distributed.tensor_parallel import TensorParallelLayer, replace_layer_number_by_wildcard
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -48,7 +49,7 @@ except ImportError as error:
 METHOD = "phantom_parallel.hf"  # transformers shows it where this module was not imported
 _MARKER = "weight"
 
-__all__ = ["PhantomConfig", "PhantomQuantizer", "PhantomStyle", "describe", "fitting_ranks"]
+__all__ = ["EnergyCallback", "PhantomConfig", "PhantomQuantizer", "PhantomStyle", "describe", "fitting_ranks"]
 
 
 @register_quantization_config(METHOD)
@@ -249,3 +250,52 @@ def _describe_before(save: Callable[..., None]) -> Callable[..., None]:
 
 
 PreTrainedModel.save_pretrained = _describe_before(PreTrainedModel.save_pretrained)  # type: ignore[method-assign]
+
+
+class EnergyCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Logs the joules of a training so far, whenever ``Trainer`` logs. Checkpoints carry them on.
+
+    In ``Trainer(callbacks=[EnergyCallback()])`` they come into ``trainer.state.log_history``; `add_to` has trackers log
+    them as well, which ``Trainer`` calls before the callbacks of its users.
+
+    Args:
+        profile: Power profile to model energy with where there are no sensors, as for `EnergyMeter`.
+        scope: ``"device"`` or ``"node"``, as for `EnergyMeter`.
+
+    Example::
+
+        EnergyCallback().add_to(trainer)
+    """
+
+    def __init__(self, profile: str | None = None, scope: str = "device") -> None:
+        self._energy = RunningEnergy(profile, scope)
+
+    def add_to(self, trainer: Any) -> None:
+        """Add the callback to a ``Trainer``, after that which decides when to log and before trackers."""
+        trainer.callback_handler.callbacks.insert(1, self)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._energy.start(
+            state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}).get("joules", {})
+        )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if control.should_save:
+            self._read(state)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        joules = self._read(state)
+        logs |= joules
+        state.log_history[-1] |= joules
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._energy.stop()
+
+    def _read(self, state: Any) -> dict[str, float]:
+        joules = self._energy.read()
+        settings = {"profile": self._energy.profile, "scope": self._energy.scope}
+        state.stateful_callbacks[type(self).__name__] = {
+            "args": settings,
+            "attributes": {"joules": dict(self._energy.joules)},
+        }
+        return joules

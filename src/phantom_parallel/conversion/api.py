@@ -152,6 +152,44 @@ def convert(
     return report
 
 
+def replace_linear(
+    model: nn.Module,
+    *,
+    blocks: int,
+    ghosts: int,
+    include: Sequence[str] = ("*",),
+    exclude: Sequence[str] = EXCLUDED,
+) -> list[str]:
+    """Replace linear layers of a model by newly initialized phantom layers, in place, to train it from scratch.
+
+    Their weights have the standard deviation of those that they replace. A model of ``transformers`` knows how to save
+    them afterwards; see `phantom_parallel.hf`.
+
+    Args:
+        model: The model, in one process.
+        blocks: Blocks of all layers; must divide the features of all of them.
+        ghosts: Ghosts of each block.
+        include: Patterns of the names of layers to replace, as ``fnmatch`` has them.
+        exclude: Patterns of the names of layers to leave; by default heads and embeddings.
+
+    Returns:
+        Names of the layers that were replaced.
+    """
+    layers = find_layers(model, include, exclude)
+    check_division(layers, blocks, ghosts)
+    for layer in layers:
+        weight = layer.weight
+        kwargs: dict[str, Any] = {"blocks": blocks, "ghosts": ghosts, "device": weight.device, "dtype": weight.dtype}
+        gain = float(weight.std()) * weight.shape[1] ** 0.5
+        made = PhantomLinear(weight.shape[1], weight.shape[0], layer.bias is not None, **kwargs, gain=gain)
+        model.set_submodule(layer.name, made)
+    if _is_pretrained(model):
+        from phantom_parallel.hf import describe
+
+        describe(model)
+    return [layer.name for layer in layers]
+
+
 def _is_pretrained(model: nn.Module) -> bool:
     """Whether this is a model of ``transformers``."""
     transformers = sys.modules.get("transformers")
