@@ -22,6 +22,7 @@ model's own plan is used, or where ``transformers`` has none, phantom layers tak
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from os import PathLike
 from typing import Any
@@ -33,6 +34,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from phantom_parallel.energy.running import RunningEnergy
 from phantom_parallel.nn.linear import PhantomLinear
+from phantom_parallel.ops.collectives import block_group
 from phantom_parallel.ops.features import gather_features, shard_features
 from phantom_parallel.utils.layout import BlockLayout
 
@@ -143,8 +145,8 @@ class PhantomStyle(TensorParallelLayer):  # type: ignore[misc, unused-ignore]
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, PhantomLinear):
             return ALL_PARALLEL_STYLES[self.dense].install_forward(module, mesh)
-        shape = module.in_features, module.out_features, module.bias is not None
-        module._set_layout(*shape, module.blocks, module.ghosts, mesh, "full", module.local.dtype, module.gain)
+        module.mesh, module.group = mesh, block_group(mesh, module.blocks)
+        module.layout = replace(module.layout, ranks=mesh.size())
         return super().install_forward(module, mesh)
 
     def transform_inputs_pre_forward(self, module: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
