@@ -21,6 +21,8 @@ FFN = get_family("ffn").strategies
         ("tensor+int8", "tensor", (4, 1), "int8"),
         ("phantom@2x2+bf16", "phantom", (2, 2), "bf16"),
         ("megatron@1x4", "megatron", (1, 4), "full"),
+        ("dense@1x1", "dense", (1, 1), "full"),
+        ("small-dense@1x2", "dense", (1, 2), "full"),
     ],
 )
 def test_a_name_is_a_strategy_a_layout_and_a_wire(name, strategy, layout, wire):
@@ -37,9 +39,9 @@ def test_a_name_is_a_strategy_a_layout_and_a_wire(name, strategy, layout, wire):
         ("tensor@2x", "strategies must be of"),
         ("tensor+int4", "wire must be one of full, bf16, int8, got 'int4'"),
         ("copies+int8", "'copies+int8': ranks of dense exchange no features"),
-        ("tensor@3x2", "'tensor@3x2' must have ranks times copies = 4"),
+        ("tensor@3x2", "'tensor@3x2' needs 6 ranks, and there are 4"),
         ("tensor@0x4", "ranks must be a positive whole number, got 0"),
-        ("copies@2x2", "must have ranks times copies = 4, and a strategy"),
+        ("copies@2x2", "the strategy dense runs on one rank, got ranks=2"),
     ],
 )
 def test_a_name_that_is_not_understood_is_refused_with_the_reason(name, message):

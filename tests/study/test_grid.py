@@ -18,7 +18,15 @@ from phantom_parallel.distributed.hosts import why_unavailable
 from phantom_parallel.families.ffn.task import FFNTask
 from phantom_parallel.study import results as results_module
 from phantom_parallel.study.analysis import mean, ratio
-from phantom_parallel.study.grid import check_same_model, grid_on_rank, run_grid, same_rate, shared_run, to_target
+from phantom_parallel.study.grid import (
+    check_same_model,
+    find_smaller,
+    grid_on_rank,
+    run_grid,
+    same_rate,
+    shared_run,
+    to_target,
+)
 from phantom_parallel.study.results import CurvePoint, Results, Run
 from phantom_parallel.study.runner import RunOptions
 from phantom_parallel.study.settings import Settings, read_settings
@@ -44,6 +52,7 @@ SMALL = {
     "inference_turns": 2,
     "strategies": STRATEGIES,
 }
+FIELDS = {"data": "poisson", "grid": 4}
 ONE = {"ranks": 1, "seeds": 1, "steps": 5, "search_steps": 5, "strategies": ("tensor",), "inference_batches": ()}
 TRAINING = """
 [training]
@@ -479,3 +488,42 @@ def test_transformers_are_compared_on_a_users_text(ranks, tmp_path):
         assert cell.parameters == sum(parameter.numel() for parameter in model.parameters())
         assert cell.inference[0].prompt == 8
     assert phantom.parameters < megatron.parameters
+
+
+@pytest.mark.parametrize(("least", "expected"), [(1, 2), (5, 6), (8, 8), (12, 12), (13, None)])
+def test_the_smallest_dense_model_that_reaches_the_loss_is_found_by_bisection(least, expected):
+    settings = small(strategies=("phantom", "small-dense"), **FIELDS)
+    tried: list[int] = []
+
+    class Runner:
+        def train(self, name: str, config) -> Run:
+            tried.append(config.model.width)
+            assert config.model.model_features == (16, 16)
+            return make_run("tensor", 0, missed=config.model.width < least)
+
+    smallest = find_smaller(settings, Runner())  # type: ignore[arg-type]
+    assert smallest == ({"width": expected, "in_features": 16, "out_features": 16} if expected else {})
+    assert len(set(tried)) <= 3
+
+
+def test_baselines_on_one_rank_and_smaller_ones_are_compared_at_the_same_loss(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    names = ("phantom", "phantom@1x1", "dense@1x1", "small-dense@1x1", "lowrank")
+    settings = small(strategies=names, seeds=1, target_loss=0.9, learning_rates=(0.02,), inference_batches=(), **FIELDS)
+    results = run_grid(settings, tmp_path / "out")
+    assert results is not None
+    cells = {cell.strategy: cell for cell in results.cells}
+    assert tuple(cells) == names
+    assert all(cell.reached == 1 for cell in cells.values())
+    assert cells["phantom"].runs[0].steps == cells["phantom@1x1"].runs[0].steps
+    assert (cells["phantom@1x1"].ranks, cells["phantom@1x1"].dp, cells["phantom@1x1"].bytes_per_step) == (1, 1, 0)
+    assert cells["small-dense@1x1"].parameters < cells["dense@1x1"].parameters
+    assert f"width={results.settings['smaller']['width']}" in cells["small-dense@1x1"].variant
+    assert cells["lowrank"].parameters == pytest.approx(cells["phantom"].parameters, rel=0.2)
+
+
+def test_a_smallest_model_needs_a_loss_and_data_that_do_not_depend_on_its_width():
+    with pytest.raises(ValueError, match="give target_loss"):
+        small(strategies=("phantom", "small-dense"), target_loss=None, **FIELDS)
+    with pytest.raises(ValueError, match="planted comes from a teacher"):
+        small(strategies=("phantom", "small-dense"))

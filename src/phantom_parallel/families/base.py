@@ -67,6 +67,8 @@ class Family:
     # (trainings by strategy, context, batch, turns=..., power=...) -> fields of `study.results.InferenceResult` by
     # strategy, measured with untrained models on the ranks that share one
     measure_inference: Callable[..., dict[str, dict[str, Any]]] = lambda *args, **kwargs: {}
+    # (training) -> settings of smaller models of the same kind, in ascending order
+    smaller_models: Callable[[Any], list[dict[str, Any]]] = lambda config: []
     # (training) -> what a reader of results must know about it, such as what its data are
     report_notes: Callable[[Any], Iterable[str]] = lambda config: ()
 

@@ -24,7 +24,7 @@ from matplotlib.ticker import (
     StrMethodFormatter,
 )
 
-from phantom_parallel.study.contenders import COPIES, DENSE, PHANTOM_COPIES
+from phantom_parallel.study.contenders import COPIES, DENSE, PHANTOM_COPIES, SMALL_DENSE
 from phantom_parallel.study.units import measure_label, measure_unit
 from phantom_parallel.utils.files import write_bytes, write_text
 
@@ -36,9 +36,15 @@ LOOKS = {
     "phantom": ("#009E73", "D"),
     "fsdp": ("#E69F00", "P"),
     "pipeline": ("#56B4E9", "X"),
+    "lowrank": ("#8C564B", "h"),
 }
 SECOND_PHANTOM = ("#CC79A7", "v")
-_LAYOUTS = {COPIES: LOOKS["dense"], DENSE: LOOKS["dense"], PHANTOM_COPIES: SECOND_PHANTOM}
+_LAYOUTS = {
+    COPIES: LOOKS["dense"],
+    DENSE: LOOKS["dense"],
+    PHANTOM_COPIES: SECOND_PHANTOM,
+    SMALL_DENSE: ("#999933", "d"),
+}
 INK, MUTED, GRID, SURFACE = "#1b1f24", "#59636e", "#d1d9e0", "#ffffff"
 DASHES: tuple[Any, ...] = ("solid", (0, (5, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
 MARKERS = "<>ph*8Hd"  # of further lines in the colour of one strategy

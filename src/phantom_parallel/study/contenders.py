@@ -2,7 +2,8 @@
 
 A name is ``BASE[@RANKSxCOPIES][+WIRE]``. The base is an entry of `BASES`: a strategy, whose model all ranks share, or
 one such as ``copies``, in which every rank has a whole dense model. ``pipeline@2x2`` is two copies of a pipeline of two
-ranks, and ``tensor+int8`` sends int8. A new kind of contender is an entry.
+ranks, ``dense@1x1`` has one rank while others are idle, and ``tensor+int8`` sends int8. A new kind of contender is an
+entry.
 """
 
 import re
@@ -21,13 +22,14 @@ from phantom_parallel.utils.strategies import (
     default_blocks,
 )
 
-COPIES, PHANTOM_COPIES = "copies", "phantom-copies"
+COPIES, PHANTOM_COPIES, SMALL_DENSE = "copies", "phantom-copies", "small-dense"
 EXACT_WIRE: WireFormat = "full"
 DENSE = "dense model"  # the function that strategies without blocks compute
 _NAME = re.compile(r"(?P<base>[^@+]+)(@(?P<ranks>\d{1,7})x(?P<dp>\d{1,7}))?(\+(?P<wire>[^@+]+))?")
 # Fields of a training that belong to strategies with this property, and are left out for others.
 _FIELDS_OF = {
-    "has_blocks": ("blocks", "ghosts", "lr_local", "lr_compress", "lr_decompress"),
+    "sized_by_blocks": ("blocks", "ghosts"),
+    "has_blocks": ("lr_local", "lr_compress", "lr_decompress"),
     "splits_depth": ("micro_batches",),
     "shards_rows": ("reshard_after_forward",),
     "splits_layers": ("interleave",),
@@ -42,7 +44,7 @@ class Base:
     strategy: StrategyName  # of its model
     explanation: str  # for readers of a report
     whole: bool = False  # whether every rank has a whole model, and all of them are copies
-    fields: Pairs = ()  # of its training, which make it another model than that of the strategy
+    smaller: bool = False  # whether its model is the smallest of its kind that reaches the loss
 
 
 def _copies(model: str) -> str:
@@ -52,6 +54,7 @@ def _copies(model: str) -> str:
 BASES = {rules.name: Base(rules.name, rules.explanation, rules.single_rank) for rules in STRATEGIES.values()} | {
     COPIES: Base("dense", _copies("dense model"), whole=True),
     PHANTOM_COPIES: Base("phantom", _copies("phantom model with all its blocks"), whole=True),
+    SMALL_DENSE: Base("dense", _copies("smallest dense model that reaches the loss"), whole=True, smaller=True),
 }
 
 
@@ -79,8 +82,10 @@ class Contender:
     @property
     def function(self) -> tuple[str, Pairs]:
         """What the contender computes: those with the same function have the same losses, up to rounding."""
-        if self.wire != EXACT_WIRE or self.base.fields:
+        if self.wire != EXACT_WIRE:
             return self.name, self.cell  # what is rounded depends on what is exchanged
+        if self.base.smaller:
+            return SMALL_DENSE, self.cell
         return DENSE if self.rules.same_model else self.base.strategy, self.cell
 
     @property
@@ -98,7 +103,7 @@ class Contender:
         if fields.get("blocks") is None:
             fields["blocks"] = default_blocks(world_size(fields))  # the same model, however it is laid out
         fields |= {"strategy": self.base.strategy, "ranks": self.ranks, "dp": self.dp, "wire": self.wire}
-        fields |= dict(self.tuned + self.base.fields)
+        fields |= dict(self.tuned)
         others = [name for kind, names in _FIELDS_OF.items() if not getattr(self.rules, kind) for name in names]
         return {name: value for name, value in fields.items() if name not in others}
 
@@ -134,8 +139,9 @@ def get_contender(name: str, among: Sequence[str], training: Mapping[str, Any], 
     if parsed["ranks"] is not None:
         ranks, dp = int(parsed["ranks"]), int(parsed["dp"])
         positive(ranks=ranks, dp=dp)
-        if parsed["base"] not in STRATEGIES or ranks * dp != total:
-            raise ValueError(f"{name!r} must have ranks times copies = {total}, and a strategy: phantom@1x{total}")
+        if ranks * dp > total:
+            raise ValueError(f"{name!r} needs {ranks * dp} ranks, and there are {total}")
+        STRATEGIES[base.strategy].check_ranks(ranks)
     sends_features = ranks > 1 and STRATEGIES[base.strategy].splits_layers
     wire = check_wire(parsed["wire"] or (training.get("wire", EXACT_WIRE) if sends_features else EXACT_WIRE))
     if wire != EXACT_WIRE and not sends_features:

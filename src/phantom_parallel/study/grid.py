@@ -141,6 +141,7 @@ def grid_on_rank(device: torch.device, settings: Settings, options: RunOptions) 
     links = [link for link in _launches(settings, options) if link is not None]
     with cell_runner(device, settings, options) as runner:
         runner.expect(_expected(settings, len(links)))
+        settings = replace(settings, smaller=find_smaller(settings, runner))
         losses = find_losses(settings, runner) if settings.measure == "loss" else None
         if options.link is None:
             return None
@@ -261,6 +262,26 @@ def find_losses(settings: Settings, runner: CellRunner) -> Losses:
         target,
         target_from,
     )
+
+
+def find_smaller(settings: Settings, runner: CellRunner) -> dict[str, Any]:
+    """The settings of the smallest dense model that reaches the loss with a learning rate of the search, by bisection;
+    empty if only the full size does, or none is asked for.
+    """
+    contender = next((contender for contender in settings.contenders if contender.base.smaller), None)
+    if contender is None or settings.measure != "loss":
+        return {}
+    sizes = get_family(settings.family).smaller_models(settings.config(contender))
+    trials = replace(settings.search, steps=settings.steps)
+    low, high = 0, len(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        tried = contender.tuned_to(**sizes[middle])
+        config = partial(settings.config, tried, seed=settings.search.seed, target=settings.target_loss)
+        name = f"{contender.label} {tried.variant}"
+        reached = any(trial.status == "target" for trial in search({name: config}, trials, runner.train)[name])
+        low, high = (low, middle) if reached else (middle + 1, high)
+    return sizes[high] if high < len(sizes) else {}
 
 
 def choose_variants(

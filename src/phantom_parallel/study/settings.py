@@ -88,11 +88,13 @@ class Settings:
     """Model family."""
     strategies: tuple[str, ...] = ("phantom", "tensor", "megatron")
     """What to compare: strategies, also as copies of the model (copies, phantom-copies), in a layout of ranks x copies
-    (phantom@2x2), or with another format of exchanged values (tensor+int8)."""
+    (phantom@2x2, dense@1x1 on one rank), or with another format of exchanged values (tensor+int8); small-dense is the
+    smallest dense model that reaches the loss."""
     measure: Literal["loss", "speed"] = "loss"
     """Whether to train to the loss, or to time steps only."""
     target_loss: float | None = None
     """Held-out loss to train to; by default the loss that every strategy reached in the search."""
+    smaller: dict[str, Any] = field(default_factory=dict)  # sizes of small-dense, found when it runs
     equal_loss: bool = True
     """Whether all are trained to the same loss; otherwise all train for the same steps, and losses are compared."""
     steps: PositiveInt = 500
@@ -139,6 +141,10 @@ class Settings:
             self.config(contender)
         if self.reference is not None and not any(map(self.is_reference, self.contenders)):
             raise ValueError(f"no cell matches the reference {self.reference}: add one that has these settings")
+        if (smaller := next((contender for contender in self.contenders if contender.base.smaller), None)) is not None:
+            get_family(self.family).smaller_models(self.config(smaller))
+            if self.target_loss is None:
+                raise ValueError("small-dense is the smallest dense model that reaches a loss: give target_loss")
         if len(set(self.links)) != len(self.links):
             raise ValueError(f"links must be different from each other, got {list(self.links)}")
         if len(self.links) > 1 and self.measure == "loss" and not self.share_curves:
@@ -165,7 +171,9 @@ class Settings:
 
     def _contender(self, name: str, cell: Mapping[str, Any]) -> Contender:
         own = {key: value for key, value in cell.items() if key != "strategy"}
-        return get_contender(name, get_family(self.family).strategies, self.training | own, tuple(own.items()))
+        strategies = get_family(self.family).strategies
+        contender = get_contender(name, strategies, self.training | own, tuple(own.items()))
+        return contender.tuned_to(**self.smaller) if contender.base.smaller else contender
 
     @property
     def world_size(self) -> int:

@@ -43,6 +43,11 @@ class Strategy:
         return not (self.has_blocks or self.low_rank)
 
     @property
+    def sized_by_blocks(self) -> bool:
+        """Whether blocks and ghosts give the size of the model: its own, or those of a phantom model to be equal to."""
+        return self.has_blocks or self.low_rank
+
+    @property
     def splits_layers(self) -> bool:
         """Whether the ranks of a model share the work of every layer."""
         return not (self.single_rank or self.shards_rows or self.splits_depth)

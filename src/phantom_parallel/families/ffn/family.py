@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.energy import PowerProfile
 from phantom_parallel.families.base import Converter, Family
-from phantom_parallel.families.ffn.config import FFNConfig, FFNTrainConfig
+from phantom_parallel.families.ffn.config import TEACHERS, FFNConfig, FFNTrainConfig
 from phantom_parallel.families.ffn.cost import FFNShape, build_step, step_shapes
 from phantom_parallel.families.ffn.model import FFN, as_tensor
 from phantom_parallel.families.ffn.task import FFNTask
@@ -75,6 +75,15 @@ def measure_inference(
     }
 
 
+def smaller_models(config: FFNTrainConfig) -> list[dict[str, Any]]:
+    """Narrower hidden layers; inputs and outputs stay. ValueError for teachers, which have the width of the model."""
+    if config.data in TEACHERS:
+        raise ValueError(f"a narrower model would have other data: {config.data} comes from a teacher of its width")
+    n_in, n_out = config.model.model_features
+    widths = [config.model.width * eighths // 8 for eighths in (1, 2, 3, 4, 6)]
+    return [{"width": width, "in_features": n_in, "out_features": n_out} for width in widths]
+
+
 def report_notes(config: FFNTrainConfig) -> Iterator[str]:
     """Caveats about the data."""
     if config.data == "planted":
@@ -99,5 +108,6 @@ FAMILY = Family(
     as_tensor=as_tensor,
     converter=FFNConverter,
     measure_inference=measure_inference,
+    smaller_models=smaller_models,
     report_notes=report_notes,
 )
