@@ -146,10 +146,15 @@ def start(rank, **variables):
     return subprocess.Popen([sys.executable, "-c", JOIN], env=os.environ | step, stderr=subprocess.PIPE, text=True)
 
 
-def test_ranks_of_a_step_join_for_several_launches():
+def test_a_rank_of_another_step_at_the_same_port_is_refused():
     with socket.create_server(("localhost", 0)) as free:
         port = str(free.getsockname()[1])
-    first, second = (start(rank, MASTER_PORT=port) for rank in (0, 1))
+    other = start(1, MASTER_PORT=port, SLURM_STEP_ID="1")
+    first = start(0, MASTER_PORT=port)
+    _, said = other.communicate()
+    assert "one line: " in said
+    assert "1234567.0" in said
+    second = start(1, MASTER_PORT=port)
     assert (first.wait(), second.wait()) == (0, 0), (first.stderr.read(), second.stderr.read())
 
 

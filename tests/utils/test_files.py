@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import BinaryIO
 
 import pytest
 
+from phantom_parallel.utils import files
 from phantom_parallel.utils.files import (
     FolderLock,
     atomic_file,
@@ -118,6 +120,7 @@ def test_a_folder_is_put_back_if_the_new_one_cannot_take_its_place(tmp_path, mon
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{name}.txt").write_text(name)
     rename = os.rename
+    monkeypatch.setattr(files, "_exchange", lambda first, second: False)
     monkeypatch.setattr(os, "rename", lambda source, target: rename(source, target) if source.name == "old" else fail())
 
     def fail():
@@ -129,6 +132,28 @@ def test_a_folder_is_put_back_if_the_new_one_cannot_take_its_place(tmp_path, mon
     assert contents(tmp_path) == {"old/old.txt": "old", "new/new.txt": "new"}
     replace_folder(tmp_path / "new", tmp_path / "old")
     assert contents(tmp_path) == {"old/new.txt": "new"}
+
+
+def test_a_folder_that_is_replaced_exists_at_any_moment(tmp_path):
+    for name in ("first", "folder"):
+        (tmp_path / name).mkdir()
+    if not files._exchange(tmp_path / "first", tmp_path / "folder"):
+        pytest.skip("the system cannot exchange names")
+    missing, done = [], threading.Event()
+
+    def watch():
+        while not done.is_set():
+            missing.append(not (tmp_path / "folder").exists())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for number in range(50):
+        with atomic_folder(tmp_path / "folder") as scratch:
+            (scratch / "file").write_text(str(number))
+    done.set()
+    watcher.join()
+    assert missing
+    assert not any(missing)
 
 
 KILLED = """

@@ -1,7 +1,8 @@
 """Ranks that another launcher has started, such as ``torchrun``, ``srun`` or ``mpirun``: what the environment says.
 
 The variables of every launcher are translated to torch's (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT). Imports nothing heavy, so that a command line can use it before torch is loaded.
+MASTER_PORT), and the job and step that ranks belong to are in `JOB`. Imports nothing heavy, so that a command line can
+use it before torch is loaded.
 """
 
 import os
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+JOB = "PHANTOM_JOB"
 _PORTS = range(10_000, 30_000)  # below those that systems assign to outgoing connections
 
 
@@ -32,7 +34,7 @@ def _mpi(prefix: str, job: str) -> _Launcher:
 
 # Launchers that are started by others come first: mpirun starts its daemons with srun.
 _LAUNCHERS = {
-    "torchrun": _Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ""),
+    "torchrun": _Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", JOB),
     "Open MPI": _mpi("OMPI_COMM_WORLD", "PMIX_NAMESPACE"),
     "JSM": _mpi("JSM_NAMESPACE", "LSB_JOBID JSM_NAMESPACE_ID"),
     "PALS": _Launcher(
@@ -57,7 +59,7 @@ _LAUNCHERS = {
 
 
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Translate the variables of a launcher to torch's.
+    """Translate the variables of a launcher to torch's, and `JOB`.
 
     Returns:
         The variables; empty in a process that no launcher has started, or as the only one. MASTER_ADDR is empty where
@@ -88,6 +90,7 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(local_size),
         "MASTER_ADDR": environment.get("MASTER_ADDR") or _master(environment, size, local_size),
         "MASTER_PORT": str(_number(environment, "MASTER_PORT", default=port, least=1)),
+        JOB: job,
     }
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from phantom_parallel.distributed.launch import MACHINE_RANKS
-from phantom_parallel.distributed.launchers import launched_externally
+from phantom_parallel.distributed.launchers import JOB, launched_externally
 from phantom_parallel.distributed.objects import refuse_pickles
 from phantom_parallel.distributed.signals import Interrupted
 
@@ -94,14 +94,15 @@ def process_group(timeout: timedelta, device: torch.device, **arguments: Any) ->
 
 def join_ranks(timeout: timedelta) -> dict[str, Any]:
     """Where the ranks that another launcher has started meet, as arguments of `process_group`: torchrun has a store of
-    its own, otherwise rank 0 has one at MASTER_ADDR:MASTER_PORT, for all launches of a process.
+    its own, otherwise rank 0 has one at MASTER_ADDR:MASTER_PORT, for all launches of a process. Ports may coincide, so
+    that ranks of another job or step than rank 0's are refused.
 
     Raises:
-        OSError: If the address cannot be resolved, or nobody answers there.
+        OSError: If the address cannot be resolved, nobody answers there, or ranks of another job do.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return {}
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address, port, job = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), os.environ.get(JOB, "")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if not address:
         raise ValueError("MASTER_ADDR is not set: set it to the name of the host of rank 0")
@@ -112,6 +113,12 @@ def join_ranks(timeout: timedelta) -> dict[str, Any]:
     if (address, port) not in _stores:
         with _errors_of_joining():
             store = dist.TCPStore(address, port, is_master=rank == 0, timeout=timeout, wait_for_workers=False)  # type: ignore[attr-defined]
+            if rank == 0:
+                store.set(JOB, job)
+            elif (other := store.get(JOB).decode()) != job:
+                raise OSError(
+                    f"the ranks at {address}:{port} are of job {other!r}, this one is of {job!r}: set MASTER_PORT"
+                )
         _stores[address, port] = (store, itertools.count())
     store, launches = _stores[address, port]
     return {"store": dist.PrefixStore(f"launch{next(launches)}", store), "rank": rank, "world_size": size}  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
 """Files and folders that appear whole or not at all, JSON in them, and locks on folders."""
 
+import ctypes
 import errno
 import json
 import os
@@ -14,6 +15,7 @@ import msgspec
 from filelock import FileLock, Timeout
 
 _SCRATCH = ".writing-"  # prefix of unfinished files: hidden, and distinct from a user's own files
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -80,21 +82,35 @@ def scratch_folder(path: Path) -> Iterator[Path]:
 
 
 def replace_folder(new: Path, path: Path) -> None:
-    """Let the folder ``new``, once its files are on the disk, take the place of ``path``, which is renamed before."""
+    """Let the folder ``new``, once its files are on the disk, take the place of ``path``.
+
+    On Linux the two are exchanged in one operation, so that ``path`` exists at any moment.
+    """
     for file in filter(Path.is_file, new.rglob("*")):
         with open(file, "rb") as opened:
             os.fsync(opened.fileno())
-    old = _scratch_beside(path)
-    if path.exists():
-        os.rename(path, old)
-    try:
+    if not path.exists():
         os.rename(new, path)
-    except OSError:
-        if old.exists():
+    elif not _exchange(new, path):
+        old = _scratch_beside(path)
+        os.rename(path, old)
+        try:
+            os.rename(new, path)
+        except OSError:
             os.rename(old, path)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+            raise
+        new = old
+    shutil.rmtree(new, ignore_errors=True)
     _sync_folder(path.parent)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two names in one operation; False where the system or the file system cannot."""
+    try:
+        rename = ctypes.CDLL(None).renameat2
+    except (AttributeError, OSError):
+        return False
+    return rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0
 
 
 def remove_folder(path: Path) -> None:
