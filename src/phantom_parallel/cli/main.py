@@ -33,6 +33,7 @@ COMMANDS: dict[str, Command] = {
     "infer": Command("infer", "predictions of a trained model, and what a sample costs", "Options"),
     "plan": Command("plan", "compare strategies and layouts for a model and a machine"),
     "dryrun": Command("dryrun", "what one rank of many would compute, send and keep"),
+    "doctor": Command("doctor", "check this machine and its ranks; run this first on a new one", "Options"),
     "model import": Command("model", "a pretrained Llama, Mistral or Qwen2 of Hugging Face", "ImportOptions"),
     "model convert": Command("model", "a dense model as a phantom model, fitted on calibration data", "ConvertOptions"),
     "model heal": Command("model", "train a converted model with the dense model as its teacher", "heal_options"),

@@ -142,7 +142,7 @@ def device_type_for(local_ranks: int, wanted: str = "auto") -> str:
     """
     if wanted == "cpu":
         return "cpu"
-    kind, visible = _accelerators()
+    kind, visible = accelerators()
     if wanted not in ("auto", kind):
         there = "no accelerator" if kind == "cpu" else f"{visible} of type {kind}"
         raise ValueError(f"device={wanted} is not available: torch {torch.__version__} sees {there} on this host")
@@ -191,7 +191,7 @@ def describe_run(device: torch.device) -> dict[str, Any]:
 def run_line(device: torch.device) -> str:
     """The first line of a run: ``4 ranks on 1 host, cpu, gloo, torch 2.13``."""
     run = describe_run(device)
-    kind, visible = _accelerators()
+    kind, visible = accelerators()
     unused = f" ({visible} {kind} for {run['ranks']} ranks)" if device.type == "cpu" != kind else ""
     ranks, hosts = (f"{run[name]} {name if run[name] > 1 else name[:-1]}" for name in ("ranks", "hosts"))
     version = ".".join(run["torch"].split(".")[:2])
@@ -200,12 +200,26 @@ def run_line(device: torch.device) -> str:
     )
 
 
-def _accelerators() -> tuple[str, int]:
+def accelerators() -> tuple[str, int]:
     """The type and number of accelerators that ranks can use; ``("cpu", 0)`` if there are none."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None or kind.type == "mps":  # mps has no float64 and no process groups
         return "cpu", 0
     return kind.type, torch.accelerator.device_count()
+
+
+def device_reason(local_ranks: int, device: torch.device) -> str:
+    """Why ranks of this host use ``device`` and its backend, in a sentence."""
+    kind, visible = accelerators()
+    backend = f"{device.type} ranks exchange by {backend_for(device).rpartition(':')[2]}"
+    if kind == "cpu":
+        return f"torch {torch.__version__} sees no accelerator on this host; {backend}"
+    if device.type == "cpu":
+        few = visible < local_ranks
+        why = f"fewer than the {local_ranks} ranks on this host" if few else "and --device or --hosts chooses the CPU"
+        return f"{visible} {kind} visible, {why}; {backend}"
+    bound = ", to which the launcher has bound this rank" if _bound_to_one(visible) else ""
+    return f"{visible} {kind} visible{bound} for {local_ranks} ranks on this host; {backend}"
 
 
 def _bound_to_one(visible: int) -> bool:
