@@ -41,6 +41,7 @@ from phantom_parallel.families.gpt.generation import generate
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.ops import collectives
 from phantom_parallel.ops.collectives import RankGroup, process_group
+from phantom_parallel.study.units import digits
 from phantom_parallel.train import train
 from phantom_parallel.train.checkpoint import list_checkpoints
 from phantom_parallel.utils.strategies import STRATEGIES
@@ -128,7 +129,7 @@ def _products(device: torch.device) -> Outcome:
         for name, error in by_dtype.items()
         if not error <= PRODUCT_ERRORS[name]
     ]
-    figure = ", ".join(f"{name} {rates[name] / 1e9:,.0f}" for name in rates) + " GFLOP/s a rank"
+    figure = ", ".join(f"{name} {digits(rates[name] / 1e9)}" for name in rates) + " GFLOP/s a rank"
     return Outcome(figure, {"flops": rates, "errors": gathered, "size": SIZE}, problems)
 
 
@@ -230,7 +231,10 @@ def _ffn_cases(ranks: int) -> dict[str, dict[str, Any]]:
     sizes = {"width": 64 * blocks, "depth": max(4, ranks + ranks % 2), "batch": 16 * ranks, "samples": 64 * ranks}
     # Smooth, so that no rounding decides which features are active.
     common = {**sizes, "activation": "tanh", "optimizer": "sgd", "lr": 0.5, "steps": 3}
-    own = {"phantom": {"blocks": blocks, "ghosts": 4}, "lowrank": {"low_rank": 8, "lr": 0.01}}
+    own: dict[str, dict[str, Any]] = {
+        "phantom": {"blocks": blocks, "ghosts": 4},
+        "lowrank": {"low_rank": 8, "lr": 0.01},
+    }
     names = [name for name, strategy in STRATEGIES.items() if ranks == 1 or not strategy.single_rank]
     cases = {name: {**common, "strategy": name, **own.get(name, {})} for name in names}
     return cases | {"phantom bf16": cases["phantom"] | {"dtype": "bf16"}}
