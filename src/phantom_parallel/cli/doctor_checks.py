@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel.checkpoint.model import load_model, save_model
-from phantom_parallel.cost.calibrate import physical_memory
 from phantom_parallel.distributed.launch import launch, launch_device_type, launch_local
 from phantom_parallel.distributed.launchers import is_rank_zero, launched_externally
 from phantom_parallel.distributed.objects import all_gather_objects
@@ -93,7 +92,7 @@ def _facts(device: torch.device) -> Outcome:
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "cores": os.cpu_count(),
-        "memory": physical_memory(),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "nccl": nccl,
@@ -139,8 +138,8 @@ def exchanges(ranks: int) -> Outcome:
 
 
 def _exchanges(device: torch.device) -> Outcome:
-    details, problems = dict[str, Any](), list[str]()
-    for place, group in _groups(device).items():
+    details, problems, groups = dict[str, Any](), list[str](), _groups(device)
+    for place, group in groups.items():
         for name, dtype in DTYPES.items():
             for op, wrong in _inexact(group, dtype, device).items():
                 if wrong:
@@ -155,7 +154,7 @@ def _exchanges(device: torch.device) -> Outcome:
                 rate = (group.size - 1) * LONG / long
                 details[f"{op} {name} {place}"] = {"seconds": short, "bytes_per_second": rate, "ranks": group.size}
     problems = sorted({problem for others in _gather(problems) for problem in others})
-    figures = [details[f"all_gather fp32 {place}"] for place in _groups(device)]
+    figures = [details[f"all_gather fp32 {place}"] for place in groups]
     figure = ", ".join(f"{1e6 * f['seconds']:,.0f} us, {f['bytes_per_second'] / 1e9:.3g} GB/s" for f in figures[-2:])
     return Outcome(f"{figure}{' (inside, between nodes)' if len(figures) > 1 else ''}", details, problems)
 
@@ -184,11 +183,11 @@ def _inexact(group: RankGroup, dtype: torch.dtype, device: torch.device) -> dict
     own = everything[group.rank].to(device)
     gathered = collectives.all_gather(own[0], group).values
     summed = collectives.reduce_scatter(own, group).values
-    swapped = collectives.finish_all_to_all(collectives.start_all_to_all(own.flatten(0, 1), group))
+    swapped = collectives.finish(collectives.start_all_to_all(own.flatten(0, 1), group)).values
     expected = {
         "all-gather": (gathered, everything[:, 0]),
         "reduce-scatter": (summed, everything[:, group.rank].sum(0)),
-        "all-to-all": (swapped, everything[:, group.rank].flatten(0, 1)),
+        "all-to-all": (swapped, everything[:, group.rank]),
     }
     return {name: int((result.cpu() != right).sum()) for name, (result, right) in expected.items()}
 
@@ -214,7 +213,7 @@ def _overlap(device: torch.device) -> Outcome:
         pending = collectives.start_all_gather(x, group)
         for _ in range(count):
             a @ a
-        collectives.finish_all_gather(pending, group)
+        collectives.finish(pending)
 
     together = _seconds(both, device)
     hidden = (count * product + exchange - together) / min(count * product, exchange)
