@@ -38,21 +38,51 @@ def run(capsys: pytest.CaptureFixture[str], **options: object) -> str:
     return capsys.readouterr().out
 
 
-def test_the_tables_fit_a_terminal_and_mark_energy_as_modelled(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_for_each_strategy_fits_a_terminal_and_phantom_has_its_break_even(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     shown = run(capsys)
-    assert max(map(len, shown.splitlines())) <= 80
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 24
     assert "…" not in shown
-    assert shown.startswith("Best for time: phantom on 8 ranks, 8 blocks, 4 ghosts: 245 µs a step")
-    for word in ("energies are modelled", "wait", "memory", "frontier", "mJ a"):
-        assert word in shown
-    for strategy in set(get_family("ffn").strategies) - {"lowrank"}:
-        assert strategy in shown
-    assert "loss not compared" in shown
-    assert "pipeline/8: 8 micro-batches" in run(capsys, strategy=("pipeline",))
-    known = run(capsys, min_ghosts=16)
-    assert "not compared" not in known
-    assert "kept, by your minimum" in known
-    assert "more layouts: --json or --out gives all." in run(capsys, devices=256, batch=256)
+    data = json.loads(run(capsys, json=True))
+    rows = data["best_of_each_strategy"]
+    assert [row["strategy"] for row in rows][-1] == "phantom"
+    assert {row["strategy"] for row in rows} == set(get_family("ffn").strategies) - {"lowrank"}
+    for row in rows:
+        assert sum(line.startswith(row["strategy"]) for line in lines) == 1
+    dense, phantom = [row for row in data["candidates"] if row["strategy"] != "phantom"], rows[-1]
+    time = min(row["step_seconds"] for row in dense) / phantom["step_seconds"]
+    energy = min(row["modelled_joules_per_step"] for row in dense) / phantom["modelled_joules_per_step"]
+    assert (phantom["break_even_time"], phantom["break_even_energy"]) == pytest.approx((time, energy))
+    assert f"{time:.2f}, {energy:.2f}" in shown
+    assert f"pays below {time:.2f} times (for time) and {energy:.2f} times (for energy)" in " ".join(shown.split())
+    assert phantom["ghosts"] == 16
+    assert [row["ghosts"] for row in json.loads(run(capsys, ghosts=(4, 8), json=True))["best_of_each_strategy"]][
+        -2:
+    ] == [4, 8]
+
+
+def test_all_layouts_are_shown_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    count = len(json.loads(run(capsys, json=True, strategy=("phantom", "tensor")))["candidates"])
+    shown = run(capsys, all=True, strategy=("phantom", "tensor"))
+    assert sum(line.startswith(("phantom ", "tensor ")) for line in shown.splitlines()) == count
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_the_steps_of_a_tuned_model_are_held_against_the_break_even(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "tune.json"
+    path.write_text(json.dumps({"best": {"blocks": 4, "ghosts": 8, "steps_ratio": {"mean": 1.5}}}))
+    (row,) = (row for row in json.loads(run(capsys, tuned=path, json=True))["best_of_each_strategy"] if row["blocks"])
+    assert (row["blocks"], row["ghosts"]) == (4, 8)
+    shown = " ".join(run(capsys, tuned=tmp_path).split())
+    assert f"Phantom, 4 blocks, 8 ghosts: 1.50 times the steps, {1.5 / row['break_even_time']:.2f} of the time" in shown
+    path.write_text(json.dumps({"best": None}))
+    with pytest.raises(ValueError, match="no phantom model that reached the loss"):
+        run(capsys, tuned=tmp_path)
 
 
 def test_a_short_format_on_the_wire_shortens_exchanges(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,15 +104,15 @@ def test_a_machine_without_watts_shows_no_energy(own: Path, capsys: pytest.Captu
     assert " J a step" not in shown
     found = json.loads(run(capsys, hardware="dark", json=True))
     assert found["energy_provenance"] == "unavailable"
-    assert found["best"]["modelled_joules_per_step"] is None
+    assert found["best_of_the_dense_model"]["modelled_joules_per_step"] is None
 
 
 def test_json_is_the_whole_answer(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(run(capsys, json=True, goal="energy"))
     assert found["energy_provenance"] == "modelled"
     rows = found["candidates"]
-    assert found["best"]["modelled_joules_per_step"] == min(row["modelled_joules_per_step"] for row in rows)
-    assert found["best_of_the_dense_model"]["strategy"] != "phantom"
+    dense = [row["modelled_joules_per_step"] for row in rows if row["computes_the_dense_model"]]
+    assert found["best_of_the_dense_model"]["modelled_joules_per_step"] == min(dense)
     assert [row["devices"] for row in found["scaling"]["tensor"]][:3] == [2, 4, 8]
     for row in rows:
         spent = row["compute_seconds"] + row["exposed_communication_seconds"] + row["idle_seconds"]
@@ -110,18 +140,15 @@ def test_figures_come_with_their_numbers(written: tuple[list[Path], str]) -> Non
         "scaling.csv",
         "scaling.png",
         "scaling.svg",
-        "time-energy.csv",
-        "time-energy.png",
-        "time-energy.svg",
+        "layouts.csv",
     }
     assert all(f"wrote {out / name}" in shown for name in names)
     assert (out / "scaling.png").read_bytes().startswith(b"\x89PNG")
-    assert "modelled" in (out / "time-energy.svg").read_text()
+    assert "modelled" in (out / "scaling.svg").read_text()
     data = json.loads((out / "plan.json").read_text())
-    with (out / "time-energy.csv").open(newline="") as file:
+    with (out / "layouts.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == len(data["candidates"])
-    assert sum(row["on_frontier"] == "True" for row in rows) == len(data["frontier"])
     with (out / "scaling.csv").open(newline="") as file:
         assert {row["curve"] for row in csv.DictReader(file)} == set(data["scaling"])
 
@@ -151,8 +178,8 @@ def test_a_transformer_is_planned_as_a_feed_forward_network_is(
     assert found["request"]["family"] == "gpt"
     assert {row["strategy"] for row in found["candidates"]} == set(get_family("gpt").strategies)
     measure = {"time": "step_seconds", "energy": "modelled_joules_per_step", "devices": "devices"}[goal]
-    assert found["best"][measure] == min(row[measure] for row in found["candidates"])
     layout = found["best_of_the_dense_model"]
+    assert layout[measure] == min(row[measure] for row in found["candidates"] if row["computes_the_dense_model"])
     shape = GPTShape.of(
         strategy=layout["strategy"],
         vocab=1024,

@@ -1,21 +1,17 @@
 """The planner: what it considers, what it drops and why, what it calls best, and what it says when nothing fits."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from phantom_parallel.cost.hardware import Profile, Tier, load_profile
 from phantom_parallel.cost.planner import (
     GIB,
-    Candidate,
     Layout,
     ModelSizes,
     PlanRequest,
-    frontier,
     plan,
     scaling,
 )
-from phantom_parallel.cost.timing import ModelledEnergy, PhaseTime, StepTime, step_time
+from phantom_parallel.cost.timing import step_time
 from tests.cost.shapes import ffn
 from tests.cost.test_hardware import figure, toy
 
@@ -24,11 +20,6 @@ def request(profile: Profile | None = None, **changes: object) -> PlanRequest:
     sizes = {name: changes.pop(name, default) for name, default in (("width", 64), ("depth", 4))}
     common: dict[str, object] = {"batch": 16, "devices": 8}
     return PlanRequest(model=ModelSizes("ffn", sizes), profile=profile or toy(), **{**common, **changes})  # type: ignore[arg-type]
-
-
-def candidate(seconds: float, joules: float, number: int = 0) -> Candidate:
-    energy = ModelledEnergy(joules, 0.0, 0.0)
-    return Candidate(Layout("dense", 1, 1 + number), StepTime((), {"x": PhaseTime(seconds)}, 0.0, energy), 1, 1, 1, "")
 
 
 def test_copies_of_dense_and_phantom_fsdp_and_pipelines_are_ranked_on_the_same_devices() -> None:
@@ -78,28 +69,50 @@ def test_the_network_decides() -> None:
     free = Tier(figure(0), figure(1e30))
     best = plan(
         request(toy(collective_overhead_seconds=0, inside=free, between=free), strategy=("dense", "tensor"))
-    ).best
+    ).best_dense
     assert (best.layout.strategy, best.devices) == ("tensor", 8)
-    assert plan(request(toy(collective_overhead_seconds=1e9))).best.layout == Layout("dense", 1, 1)
+    assert plan(request(toy(collective_overhead_seconds=1e9))).best_dense.layout == Layout("dense", 1, 1)
     thin = toy(overlap=0, inside=Tier(figure(0), figure(1e-3)), between=Tier(figure(0), figure(1e-3)))
     shared = plan(request(thin, dp=(1,), ghosts=(1, 8), strategy=("tensor", "megatron", "phantom")))
-    assert shared.best.layout.ghosts == 1
+    few, many = (shared.break_even(c)[0] for c in shared.best_of_each if c.layout.blocks)
+    assert few > many
 
 
 def test_each_goal_is_met() -> None:
     plans = {goal: plan(request(goal=goal)) for goal in ("time", "energy", "devices")}
-    candidates = plans["time"].candidates
-    assert plans["time"].best.seconds == min(c.seconds for c in candidates)
-    assert plans["energy"].best.joules == min(c.joules for c in candidates)
-    assert plans["devices"].best.devices == 1
+    candidates = [c for c in plans["time"].candidates if c.same_model]
+    assert plans["time"].best_dense.seconds == min(c.seconds for c in candidates)
+    assert plans["energy"].best_dense.joules == min(c.joules for c in candidates)
+    assert plans["devices"].best_dense.devices == 1
     alone = [c for c in candidates if c.devices == 1]
-    assert plans["devices"].best.seconds == min(c.seconds for c in alone)
+    assert plans["devices"].best_dense.seconds == min(c.seconds for c in alone)
+    for goal, answer in plans.items():
+        rows = answer.best_of_each
+        assert [c.same_model for c in rows] == sorted((c.same_model for c in rows), reverse=True)
+        phantoms = [c for c in answer.candidates if not c.same_model]
+        measure = {"time": "seconds", "energy": "joules", "devices": "devices"}[goal]
+        assert getattr(rows[-1], measure) == min(getattr(c, measure) for c in phantoms)
+
+
+def test_the_break_even_is_where_the_best_dense_layout_takes_as_long_to_the_loss() -> None:
+    answer = plan(request(ghosts=(2,)))
+    dense = [c for c in answer.candidates if c.same_model]
+    for c in answer.candidates:
+        time, energy = answer.break_even(c)
+        if c.same_model:
+            assert (time, energy) == (None, None)
+        else:
+            assert time * c.seconds == pytest.approx(min(d.seconds for d in dense))
+            assert energy * c.joules == pytest.approx(min(d.joules for d in dense))
+    alone = plan(request(strategy=("phantom",), ghosts=(2,)))
+    assert alone.best_dense is None
+    assert alone.break_even(alone.candidates[0]) == (None, None)
 
 
 def test_fewest_devices_are_those_that_have_the_memory() -> None:
     tight = ffn("tensor", 64, 4, ranks=2, batch=16).memory.total
     answer = plan(request(goal="devices", memory_gib=tight / GIB, strategy=("dense", "tensor")))
-    assert answer.best.layout == Layout("tensor", 2, 1)
+    assert answer.best_dense.layout == Layout("tensor", 2, 1)
     lost = next(entry for entry in answer.dropped if entry.layout == Layout("dense", 1, 1))
     assert lost.needs == ffn("dense", 64, 4, batch=16).memory.total
     assert "GiB a device, more than" in lost.reason
@@ -108,54 +121,16 @@ def test_fewest_devices_are_those_that_have_the_memory() -> None:
 def test_a_device_keeps_a_tenth_of_its_memory_free() -> None:
     total = ffn("dense", 64, 4, batch=16).memory.total
     roomy, tight = toy(memory_bytes=total / 0.89), toy(memory_bytes=total / 0.91)
-    assert plan(request(roomy, devices=1)).best.layout.strategy == "dense"
+    assert plan(request(roomy, devices=1)).best_dense.layout.strategy == "dense"
     with pytest.raises(ValueError, match="nothing fits"):
         plan(request(tight, devices=1))
 
 
-def test_loss_is_not_compared_unless_the_user_knows() -> None:
-    answer = plan(request())
-    assert answer.best_same_model.layout.strategy != "phantom"
-    assert all(c.same_model for c in answer.frontier_same_model)
-    assert plan(request(strategy=("phantom",))).best_same_model is None
-    losses = {c.layout.strategy: c.loss for c in answer.candidates}
-    assert losses["phantom"] == "not compared"
-    assert losses["tensor"] == "the dense model's"
-    known = plan(request(min_ghosts=4, ghosts=(2, 4, 8)))
-    kept = [c for c in known.candidates if c.layout.strategy == "phantom"]
-    assert {c.layout.ghosts for c in kept} == {4, 8}
-    assert {c.loss for c in kept} == {"kept, by your minimum"}
-    assert "ghosts=2 is below min_ghosts=4" in {entry.reason for entry in known.dropped}
-
-
-def test_ghosts_left_out_make_a_smaller_model() -> None:
-    dense = ffn("dense", 64, 4, batch=16).model_parameters
-    phantoms = [c for c in plan(request()).candidates if c.layout.strategy == "phantom"]
-    assert phantoms
-    assert all(c.parameters < dense for c in phantoms)
-
-
-@given(st.lists(st.tuples(st.floats(0.1, 100), st.floats(0.1, 100)), min_size=1, max_size=40))
-def test_the_frontier_is_what_nothing_beats(points: list[tuple[float, float]]) -> None:
-    candidates = [candidate(seconds, joules, number) for number, (seconds, joules) in enumerate(points)]
-    front = frontier(candidates)
-
-    def beats(a: Candidate, b: Candidate) -> bool:
-        return a.seconds <= b.seconds and a.joules <= b.joules and (a.seconds, a.joules) != (b.seconds, b.joules)
-
-    assert front
-    assert not any(beats(a, b) for a in candidates for b in front)
-    for other in candidates:  # and each that was left out is beaten or matched
-        assert other in front or any(a.seconds <= other.seconds and a.joules <= other.joules for a in front)
-    assert [c.seconds for c in front] == sorted({c.seconds for c in front})
-
-
-def test_without_watts_there_are_plans_but_no_frontier() -> None:
+def test_without_watts_there_are_times_but_no_energies() -> None:
     dark = toy(compute_watts=None, communication_watts=None, idle_watts=None)
     answer = plan(request(dark))
-    assert answer.frontier == ()
-    assert answer.best.joules is None
-    assert answer.best.seconds == plan(request()).best.seconds
+    assert answer.best_dense.joules is None
+    assert answer.best_dense.seconds == plan(request()).best_dense.seconds
     with pytest.raises(ValueError, match="no watts, so no energies"):
         request(dark, goal="energy")
 
@@ -171,7 +146,6 @@ def test_scaling_uses_exactly_so_many_devices_and_the_best_of_them() -> None:
     assert [c.devices for c in curves["dense"]] == [2, 4, 8, 16, 32, 64]  # the batch divides no further
     eight = [c for c in plan(wanted).candidates if c.devices == 8 and c.layout.strategy == "megatron"]
     assert curves["megatron"][2].seconds == min(c.seconds for c in eight)
-    assert "tensor" in scaling(request(ghosts=(2,), min_ghosts=4))  # without phantom
     small = scaling(request(toy(max_devices=16), width=2048, batch=64))
     assert max(c.devices for curve in small.values() for c in curve) == 16
 
@@ -233,7 +207,6 @@ def test_a_model_too_large_for_anything_is_said_to_be() -> None:
         ({"devices": 2048}, "use at most 1024"),
         ({"strategy": ("dense", "fast")}, "'fast'"),
         ({"dtype": "fp8"}, "'fp8' has no peak"),
-        ({"min_ghosts": 8, "ghosts": (2, 4), "strategy": ("phantom",)}, "below min_ghosts=8"),
     ],
 )
 def test_an_impossible_request_is_refused(changes: dict[str, object], message: str) -> None:

@@ -4,7 +4,7 @@ Every layout that the request allows is counted by `cost.terms` and timed by `co
 dropped with the reason. A step trains on the same ``batch`` rows however many copies share them, so steps compare.
 
 All strategies but phantom compute the same model. A phantom model is another one, and with few ghosts a smaller one:
-whether it reaches the same loss is not in these numbers. ``min_ghosts`` is the fewest that are known to keep the loss.
+how many steps it needs to the same loss is not in these numbers. `Plan.break_even` says how many it may need.
 Blocks are not ranks: copies of a phantom model with all its blocks on one device are layouts like any other.
 """
 
@@ -30,11 +30,9 @@ from phantom_parallel.utils.strategies import (
 
 Goal = Literal["time", "energy", "devices"]
 
-GHOST_SWEEP = (4, 8, 16, 32, 64)
 SCALING_COUNTS = tuple(2**power for power in range(1, 13))
 HEADROOM = 0.1  # of a device's memory, for temporary buffers and the allocator, when the user sets no limit
 GIB = 2**30
-NOT_COMPARED = "not compared"
 TWO_LEVEL = ", two-level"  # in names of curves
 
 
@@ -128,10 +126,8 @@ class PlanSettings:
     blocks: tuple[int, ...] = ()
     """Blocks of a phantom model; if left out, as many as ranks, and fewer that ranks of a node share; on one rank, as
     many as copies."""
-    ghosts: tuple[int, ...] = ()
-    """Ghosts of a phantom model; if left out, powers of two that make it smaller than the dense one."""
-    min_ghosts: int | None = None
-    """The fewest ghosts that are known to keep the loss."""
+    ghosts: tuple[int, ...] = (DEFAULT_GHOSTS,)
+    """Ghosts of a phantom model."""
     dp: tuple[int, ...] = ()
     """Data-parallel copies; whatever divides the batch if left out."""
     micro_batches: tuple[int, ...] = ()
@@ -154,7 +150,7 @@ class PlanRequest(PlanSettings):
     profile: Profile
 
     def __post_init__(self) -> None:
-        for name in ("batch", "devices", "min_ghosts", "blocks", "ghosts", "dp", "micro_batches"):
+        for name in ("batch", "devices", "blocks", "ghosts", "dp", "micro_batches"):
             value = getattr(self, name)
             for size in value if isinstance(value, tuple) else (value,):
                 if size is not None:
@@ -174,23 +170,17 @@ class PlanRequest(PlanSettings):
             raise ValueError(f"the memory limit must be positive, got {self.memory_gib}")
         if max(self.dp, default=1) > self.devices:
             raise ValueError(f"dp={max(self.dp)} needs more than {self.devices} devices: use at most {self.devices}")
-        fewest = min(self.ghosts, default=self.min_ghosts or 1)
+        fewest = min(self.ghosts)
         for blocks in self.blocks:  # blocks that are not possible raise here
             ghosts = fewest if blocks == min(self.blocks) else 1
             self.model.shape(Layout("phantom", 1, 1, blocks, ghosts), batch=1)
-        if not self.blocks and fewest > self.model.most_ghosts:
+        if "phantom" in self.strategy and not self.blocks and fewest > self.model.most_ghosts:
             raise ValueError(f"ghosts={fewest} is more than a block can show: use at most {self.model.most_ghosts}")
 
     @property
     def memory_limit(self) -> float:
         """Bytes of a device that may be used."""
         return self.memory_gib * GIB if self.memory_gib else (1 - HEADROOM) * self.profile.memory_bytes.value
-
-    @property
-    def ghost_choices(self) -> tuple[int, ...]:
-        if self.ghosts:
-            return self.ghosts
-        return (self.min_ghosts, 2 * self.min_ghosts, 4 * self.min_ghosts) if self.min_ghosts else GHOST_SWEEP
 
     @property
     def summary(self) -> str:
@@ -207,7 +197,6 @@ class Candidate:
     memory_bytes: int
     parameters: int  # of the whole model
     samples: int  # of one step
-    loss: str
 
     @property
     def devices(self) -> int:
@@ -240,48 +229,54 @@ class Dropped(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer: all that fits, the best under the goal, and the time-energy frontier (empty without watts)."""
+    """The answer: all that fits, and why the rest does not."""
 
     request: PlanRequest
     candidates: tuple[Candidate, ...]
     dropped: tuple[Dropped, ...]
 
     @property
-    def best(self) -> Candidate:
-        return min(self.candidates, key=lambda candidate: rank_by(self.request.goal, candidate))
+    def ranked(self) -> list[Candidate]:
+        """Layouts of the dense model and then of each phantom model, the best under the goal first in each."""
+
+        def key(candidate: Candidate) -> tuple[float, ...]:
+            layout = candidate.layout
+            return (layout.ghosts or 0, layout.blocks or 0, *rank_by(self.request.goal, candidate))
+
+        return sorted(self.candidates, key=key)
 
     @property
-    def best_same_model(self) -> Candidate | None:
-        """The best that computes the dense model, whose loss is not in question."""
-        same = [candidate for candidate in self.candidates if candidate.same_model]
-        return min(same, key=lambda candidate: rank_by(self.request.goal, candidate), default=None)
+    def best_of_each(self) -> list[Candidate]:
+        """The best layout of each strategy that computes the dense model, and then of phantom with so many ghosts."""
+        best: dict[tuple[str, int], Candidate] = {}
+        for candidate in sorted(self.candidates, key=lambda candidate: rank_by(self.request.goal, candidate)):
+            best.setdefault((candidate.layout.strategy, candidate.layout.ghosts or 0), candidate)
+        return [best[key] for key in sorted(best, key=lambda key: key[1])]
 
     @property
-    def frontier(self) -> tuple[Candidate, ...]:
-        return frontier(self.candidates)
+    def best_dense(self) -> Candidate | None:
+        """The best layout that computes the dense model."""
+        return self._least_dense(self.request.goal)
 
-    @property
-    def frontier_same_model(self) -> tuple[Candidate, ...]:
-        """The frontier of those that compute the dense model: few ghosts would leave none of them on the other."""
-        return frontier(candidate for candidate in self.candidates if candidate.same_model)
+    def _least_dense(self, goal: Goal) -> Candidate | None:
+        dense = [candidate for candidate in self.candidates if candidate.same_model]
+        return min(dense, key=lambda candidate: rank_by(goal, candidate), default=None)
+
+    def break_even(self, candidate: Candidate) -> tuple[float | None, float | None]:
+        """How many times the dense model's steps a phantom model may need before the dense layout with the least time
+        takes less time, and the one with the least energy less energy; None where either side is unknown.
+        """
+        fastest, frugal = self._least_dense("time"), self._least_dense("energy")
+        if candidate.same_model or fastest is None or frugal is None:
+            return None, None
+        energy = frugal.joules / candidate.joules if frugal.joules and candidate.joules else None
+        return fastest.seconds / candidate.seconds, energy
 
 
 def rank_by(goal: Goal, candidate: Candidate) -> tuple[float, ...]:
     """The goal first; the others break ties."""
     measures = {"time": candidate.seconds, "energy": candidate.joules or 0.0, "devices": float(candidate.devices)}
     return (measures.pop(goal), *measures.values())
-
-
-def frontier(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    """Those that no other beats in time without costing more energy, fastest first."""
-    powered = [(c.seconds, c.joules, c) for c in candidates if c.joules is not None]
-    best: list[Candidate] = []
-    least = float("inf")
-    for _, joules, candidate in sorted(powered, key=lambda entry: entry[:2]):
-        if joules < least:
-            best.append(candidate)
-            least = joules
-    return tuple(best)
 
 
 def plan(request: PlanRequest) -> Plan:
@@ -299,8 +294,7 @@ def scaling(request: PlanRequest, counts: tuple[int, ...] = SCALING_COUNTS) -> d
     levels, with several ranks in a block.
     """
     most = request.profile.max_devices.value
-    choices = [ghosts for ghosts in request.ghost_choices if ghosts >= (request.min_ghosts or 1)]
-    ends = tuple(sorted({min(choices), max(choices)})) if choices else request.ghosts
+    ends = tuple(sorted({min(request.ghosts), max(request.ghosts)}))
     curves: dict[str, list[Candidate]] = {}
     for count in (count for count in counts if count <= most):
         at_count = replace(request, devices=max(count, *request.dp, 1), ghosts=ends)
@@ -352,13 +346,10 @@ def _other_layouts(request: PlanRequest, layout: Layout) -> Iterator[Layout]:
 
 
 def _block_layouts(request: PlanRequest, strategy: StrategyName, ranks: int, copies: int) -> Iterator[Layout]:
-    sweeps_ghosts = not request.ghosts and not request.min_ghosts
     for blocks in request.blocks or _block_choices(request, ranks, copies):
-        for ghosts in request.ghost_choices:
+        for ghosts in request.ghosts:
             if not request.blocks and ghosts % max(1, ranks // blocks):
                 continue  # these blocks were not requested, and their ranks cannot share the ghosts
-            if sweeps_ghosts and ghosts >= request.model.break_even_ghosts(blocks):
-                continue  # these ghosts were not requested, and the dense model is cheaper
             yield Layout(strategy, ranks, copies, blocks, ghosts)
 
 
@@ -378,9 +369,6 @@ def _evaluate(request: PlanRequest, layouts: Iterable[Layout]) -> tuple[list[Can
     clock = Clock(request.profile, request.dtype)
     candidates, dropped = [], []
     for layout in layouts:
-        if request.min_ghosts and layout.ghosts is not None and layout.ghosts < request.min_ghosts:
-            dropped.append(Dropped(layout, f"ghosts={layout.ghosts} is below min_ghosts={request.min_ghosts}"))
-            continue
         try:
             words = WORD_BYTES[request.dtype]
             shape = request.model.shape(layout, batch=request.batch, word_bytes=words, wire=request.wire)
@@ -392,10 +380,7 @@ def _evaluate(request: PlanRequest, layouts: Iterable[Layout]) -> tuple[list[Can
             reason = f"needs {needs / GIB:.3g} GiB a device, more than {request.memory_limit / GIB:.3g}"
             dropped.append(Dropped(layout, reason, needs))
             continue
-        loss = "kept, by your minimum" if request.min_ghosts else NOT_COMPARED
-        if get_strategy(layout.strategy).same_model:
-            loss = "the dense model's"
-        candidates.append(Candidate(layout, clock.step(shape), needs, shape.model_parameters, request.batch, loss))
+        candidates.append(Candidate(layout, clock.step(shape), needs, shape.model_parameters, request.batch))
     return candidates, dropped
 
 
@@ -423,6 +408,6 @@ def _nearest(request: PlanRequest, dropped: list[Dropped]) -> str:
 
 def _fits_on(request: PlanRequest, count: int) -> bool:
     """Whether a layout fits that uses exactly so many devices."""
-    more = replace(request, devices=count, ghosts=(min(request.ghost_choices),))
+    more = replace(request, devices=count, ghosts=(min(request.ghosts),))
     layouts = (layout for layout in _layouts(more, _counts(count)) if layout.ranks * layout.dp == count)
     return any(_evaluate(more, [layout])[0] for layout in layouts)

@@ -1,8 +1,7 @@
 """Figures of plans, dry runs and conversions, each as PNG and as SVG."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -11,7 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from phantom_parallel.cost.dryrun import Messages, phases_of
-from phantom_parallel.cost.planner import NOT_COMPARED, TWO_LEVEL, Candidate, Plan, PlanRequest
+from phantom_parallel.cost.planner import TWO_LEVEL, Candidate, PlanRequest
 from phantom_parallel.report.plots import LOOKS, SECOND_PHANTOM, fitted_legend, log_axis, new_figure, plot_style, save
 from phantom_parallel.report.tables import csv_text
 from phantom_parallel.utils.files import write_text
@@ -45,47 +44,9 @@ def draw_scaling(request: PlanRequest, curves: Mapping[str, Sequence[Candidate]]
     return save(figure, folder / "scaling")
 
 
-def draw_tradeoff(plan: Plan, folder: Path) -> list[Path]:
-    """Every layout by step time and modelled energy, with the frontier and the best under the goal."""
-    figure = Figure(figsize=(7.5, 5.2), layout="constrained")
-    axes = figure.subplots()
-
-    def points(candidates: Iterable[Candidate]) -> tuple[list[float], list[float]]:
-        pairs = [(1e3 * c.seconds, c.joules or 0.0) for c in candidates]
-        return [seconds for seconds, _ in pairs], [joules for _, joules in pairs]
-
-    for strategy, (colour, marker) in LOOKS.items():
-        layouts = [c for c in plan.candidates if c.layout.strategy == strategy]
-        known = strategy == "phantom" and plan.request.min_ghosts
-        label = f"phantom, at least {plan.request.min_ghosts} ghosts" if known else strategy
-        if layouts:
-            axes.scatter(*points(layouts), color=colour, marker=marker, s=22, alpha=0.75, lw=0, label=label, zorder=2)
-    line: dict[str, Any] = {"where": "post", "color": "black", "linewidth": 1.2, "zorder": 3}
-    axes.step(*points(plan.frontier_same_model), "--", label="frontier of the dense model", **line)
-    axes.step(*points(plan.frontier), "-", label="frontier", **line)
-    best = plan.best
-    axes.annotate(
-        f"best for {plan.request.goal}:\n{best.layout}",
-        (1e3 * best.seconds, best.joules or 0.0),
-        xytext=(0.03, 0.93),
-        textcoords="axes fraction",
-        fontsize=9,
-        va="top",
-        arrowprops={"arrowstyle": "->", "color": "black", "linewidth": 0.8},
-    )
-    log_axis(axes, "x")
-    log_axis(axes, "y")
-    axes.set(xlabel=STEP_TIME, ylabel=ENERGY)
-    axes.grid(visible=True, which="major", alpha=0.25)
-    _title(figure, "Time and energy of each layout", plan.request, plan.candidates)
-    handles, _ = axes.get_legend_handles_labels()
-    fitted_legend(figure, handles, columns=4)
-    return save(figure, folder / "time-energy")
-
-
 def _title(figure: Figure, title: str, request: PlanRequest, candidates: Sequence[Candidate]) -> None:
     """A title that says where phantom models stand beside the dense one, and nothing is known of their loss."""
-    phantom = [c.parameters for c in candidates if c.loss == NOT_COMPARED]
+    phantom = [c.parameters for c in candidates if not c.same_model]
     dense = [c.parameters for c in candidates if not c.layout.blocks]
     text = f"{title}\n{request.summary}, on {request.profile.name}"
     if phantom:
