@@ -34,8 +34,9 @@ $(VENV)/dev: $(VENV)/run
 
 compare: $(VENV)/run
 	out=out/compare-$$(date -u +%Y%m%d-%H%M%S); \
-	$(BIN)/phantom compare --preset planted --out $$out-planted && \
-	$(BIN)/phantom compare --preset digits-hosts --hosts-optional --out $$out
+	$(BIN)/phantom compare --preset darcy-hosts --hosts-optional --out $$out && \
+	$(BIN)/phantom compare --preset digits-hosts --hosts-optional --out $$out-digits \
+		--strategies phantom tensor megatron small-dense@1x1 --seeds 2
 
 # Two processes at once, a file of tests at a time: tests with ranks wait more than they compute.
 test: lint

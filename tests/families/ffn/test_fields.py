@@ -1,5 +1,9 @@
 """Fields of elliptic equations, against analytic solutions and against each other."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from scipy.interpolate import RegularGridInterpolator
@@ -89,3 +93,11 @@ def test_tiles_of_a_mesh_are_regions_that_do_not_overlap():
     blocks = points[order_points(points, "tiles")].reshape(8, 32, 2)
     area = sum(np.prod(np.ptp(block, axis=0)) for block in blocks)
     assert area < 1.0
+
+
+def test_the_example_trains_and_draws(tmp_path):
+    script = Path(__file__).parents[3] / "examples" / "darcy.py"
+    picture = tmp_path / "darcy.png"
+    sizes = ["--grid", "16", "--samples", "64", "--steps", "2", "--out", str(picture)]
+    subprocess.run([sys.executable, script, *sizes], check=True, capture_output=True)
+    assert picture.stat().st_size > 10_000
