@@ -133,7 +133,8 @@ def test_layers_placed_by_hand_are_described_when_saved(tmp_path):
 def outcome(folder, tokens, **kwargs):
     """Logits, tokens of greedy generation, a loss and its gradients."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, **kwargs).eval()
-    logits = model(tokens).logits
+    with torch.inference_mode():
+        logits = model(tokens).logits
     settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     generated = model.generate(tokens[:1, :6], attention_mask=torch.ones_like(tokens[:1, :6]), **settings)
     loss = model(tokens, labels=tokens).loss

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,13 +34,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from phantom_parallel.energy.running import RunningEnergy
+from phantom_parallel.infer.evaluate import EvalConfig, Report, evaluate_text, read_texts
 from phantom_parallel.nn.linear import PhantomLinear
 from phantom_parallel.ops.collectives import block_group
 from phantom_parallel.ops.features import gather_features, shard_features
 from phantom_parallel.utils.layout import BlockLayout
 
 try:
-    from transformers import AutoConfig, PreTrainedModel, TrainerCallback
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback
+    from transformers.distributed.configuration_utils import DistributedConfig
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
     from transformers.distributed.tensor_parallel import TensorParallelLayer, replace_layer_number_by_wildcard
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -161,9 +164,9 @@ class PhantomStyle(TensorParallelLayer):  # type: ignore[misc, unused-ignore]
 
 def _shard_once(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """This rank's features of x. Layers that share an input share them, so that one all-gather returns its gradient."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not x.requires_grad:
         return shard_features(x, mesh)
-    key = x._version, torch.is_grad_enabled(), mesh
+    key = x._version, mesh
     if getattr(x, "_phantom_shard", (None,))[0] != key:
         x._phantom_shard = key, shard_features(x, mesh)  # type: ignore[attr-defined]
     return x._phantom_shard[1]  # type: ignore[attr-defined]
@@ -252,6 +255,17 @@ def _describe_before(save: Callable[..., None]) -> Callable[..., None]:
 
 
 PreTrainedModel.save_pretrained = _describe_before(PreTrainedModel.save_pretrained)  # type: ignore[method-assign]
+
+
+def evaluate(folder: Path, config: EvalConfig, report: Report) -> dict[str, float]:
+    """Perplexity and nats a token of a language model on a text, for ``phantom eval``. All ranks call this."""
+    text = read_texts(config.data)
+    plan = DistributedConfig(tp_size=config.ranks) if config.ranks > 1 else None
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=plan).eval()
+    encoded = AutoTokenizer.from_pretrained(folder)(text.decode(errors="replace"), add_special_tokens=False)
+    tokens = torch.tensor(encoded["input_ids"], device=model.device)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", len(tokens))
+    return evaluate_text(lambda batch: model(batch).logits, tokens, text, context, config, report)
 
 
 class EnergyCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]

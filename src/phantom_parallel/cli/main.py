@@ -31,6 +31,7 @@ COMMANDS: dict[str, Command] = {
     "train": Command("train", "train a model on local ranks or a cluster's"),
     "generate": Command("generate", "text from a transformer", "Options"),
     "infer": Command("infer", "predictions of a trained model, and what a sample costs", "Options"),
+    "eval": Command("eval", "perplexity, accuracy or error, beside the model it was converted from", "Options"),
     "plan": Command("plan", "compare strategies and layouts for a model and a machine"),
     "dryrun": Command("dryrun", "what one rank of many would compute, send and keep"),
     "doctor": Command("doctor", "check this machine and its ranks; run this first on a new one", "Options"),

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,7 +14,7 @@ from phantom_parallel.cli.train import TrainOptions, train_options
 from phantom_parallel.conversion.run import ConvertConfig, ConvertResult, convert_folder, heal_config
 from phantom_parallel.families.registry import family_names, get_family
 from phantom_parallel.infer.predict import check_folder
-from phantom_parallel.train.run import read_config
+from phantom_parallel.train.run import format_loss, read_config
 from phantom_parallel.utils.files import json_text
 from phantom_parallel.utils.parsing import printable
 
@@ -106,10 +107,11 @@ class ConvertOptions(ConvertConfig, JsonOption):
 def _summary(result: ConvertResult) -> str:
     worst = max(result.groups, key=lambda group: group.relative_error)
     ghosts = sorted(group.ghosts for group in result.groups)
+    shown = partial(format_loss, family=family_of(result.out))
     return (
         f"{result.out}: {result.kept:.1%} of the multiply-adds of {len(result.groups)} groups of layers, "
         f"{result.blocks} blocks, {ghosts[0]} to {ghosts[-1]} ghosts.\n"
-        f"Held-out loss {result.loss:.4f}, of the dense model {result.dense_loss:.4f}. Largest relative error "
+        f"Held-out loss {shown(result.loss)}, of the dense model {shown(result.dense_loss)}. Largest relative error "
         f"{worst.relative_error:.1%}, of {worst.layers[0]}."
     )
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, make_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +21,7 @@ from phantom_parallel.distributed.launchers import is_rank_zero
 from phantom_parallel.energy.results import format_share
 from phantom_parallel.families.registry import DEFAULT_FAMILY, family_names, get_family
 from phantom_parallel.train import Summary, TrainConfig, run
-from phantom_parallel.train.run import read_config
+from phantom_parallel.train.run import format_loss, read_config
 from phantom_parallel.utils.files import json_text
 from phantom_parallel.utils.network import Network
 
@@ -86,9 +87,10 @@ def _show(summary: Summary, config: TrainConfig, out: Path, network: Network | N
     missed = target is not None and summary.status != "target"
     ended = f"the target {target} was not reached" if missed else "done"
     table.add_row("ended", f"{ended}, step {summary.step:,}")
-    table.add_row("loss", f"{summary.loss:.5g}, held out {summary.eval_loss:.5g}")
+    shown = partial(format_loss, family=config.family)
+    table.add_row("loss", f"{summary.loss:.5g}, held out {shown(summary.eval_loss)}")
     if summary.teacher_loss is not None:
-        table.add_row("held out before", f"{summary.initial_loss:.5g}, of the teacher {summary.teacher_loss:.5g}")
+        table.add_row("held out before", f"{shown(summary.initial_loss)}, of the teacher {shown(summary.teacher_loss)}")
     if summary.accuracy is not None:
         table.add_row("accuracy", f"{summary.accuracy:.1%} of held-out rows")
     table.add_row(

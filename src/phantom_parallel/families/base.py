@@ -22,6 +22,7 @@ _COMMANDS = {
     "text_generation": "generate",
     "import_model": "model import",
     "export_model": "model export",
+    "evaluate": "eval",
     "converter": "model convert",
     "heal_config": "model heal",
 }
@@ -64,6 +65,9 @@ class Family:
     import_model: Callable[..., Any] | None = None
     # (model, out, dtype=..., overwrite=...) -> name of the architecture that was written for other libraries
     export_model: Callable[..., str] | None = None
+    # (model, folder, config, report) -> what `infer.evaluate.run` returns of a model
+    evaluate: Callable[..., dict[str, float]] | None = None
+    nats: bool = False  # whether losses are nats a token, whose exponential is the perplexity
     # (trainings by strategy, context, batch, turns=..., power=...) -> fields of `study.results.InferenceResult` by
     # strategy, measured with untrained models on the ranks that share one
     measure_inference: Callable[..., dict[str, dict[str, Any]]] = lambda *args, **kwargs: {}

@@ -4,6 +4,7 @@ The folder has ``config.json``, ``metrics.jsonl``, ``checkpoints/``, ``summary.j
 """
 
 import json
+import math
 import os
 from dataclasses import asdict
 from functools import partial
@@ -259,8 +260,14 @@ def _work(
     return summary
 
 
+def format_loss(loss: float | None, family: str) -> str:
+    """A held-out loss, with the perplexity where it is in nats a token."""
+    assert loss is not None
+    return f"{loss:.5g} (perplexity {math.exp(min(loss, 700.0)):.4g})" if get_family(family).nats else f"{loss:.5g}"
+
+
 def _progress_note(record: Record, config: TrainConfig) -> str:
-    held_out = "" if record.eval_loss is None else f"  held out {record.eval_loss:.4g}"
+    held_out = "" if record.eval_loss is None else f"  held out {format_loss(record.eval_loss, config.family)}"
     if held_out and record.teacher_loss is not None:
         held_out += f" (teacher {record.teacher_loss:.4g})"
     rate = f"{record.samples_per_second:,.0f} {config.row}s/s"

@@ -136,7 +136,7 @@ def open_data(config: FFNTrainConfig, rank: int = 0, ranks: int = 1, parallel: P
         return data
     error, group = None, None if parallel.single_process else parallel.group or dist.group.WORLD
     try:
-        data = _read(Path(config.data), config.model.model_features, features)
+        data = read_data(Path(config.data), config.model.model_features, features)
         _check_rows(data.rows, config)
         data.check_finite(torch.arange(data.training_rows, data.rows))
     except ValueError as raised:
@@ -162,7 +162,7 @@ def _check_rows(rows: int, config: FFNTrainConfig) -> None:
         )
 
 
-def _read(path: Path, expected: tuple[int, int], features: tuple[slice, slice]) -> Data:
+def read_data(path: Path, expected: tuple[int, int], features: tuple[slice, slice]) -> Data:
     """Read a user's arrays, whose inputs and targets have the ``expected`` numbers of features."""
     if not path.exists():
         raise ValueError(f"there is no data {path}: give {', '.join(DATA_SETS)}, or a folder or file of arrays x and y")

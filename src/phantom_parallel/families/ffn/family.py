@@ -13,10 +13,15 @@ from phantom_parallel.energy import PowerProfile
 from phantom_parallel.families.base import Converter, Family
 from phantom_parallel.families.ffn.config import PIXELS, TEACHERS, FFNConfig, FFNTrainConfig
 from phantom_parallel.families.ffn.cost import FFNShape, build_step, step_shapes
+from phantom_parallel.families.ffn.data import open_data, read_data, scores
 from phantom_parallel.families.ffn.fields import FIELDS
 from phantom_parallel.families.ffn.model import FFN, as_tensor
 from phantom_parallel.families.ffn.task import FFNTask
+from phantom_parallel.infer.evaluate import EvalConfig, Report
 from phantom_parallel.infer.predict import measure, open_inputs
+from phantom_parallel.nn.sharded import to_local
+from phantom_parallel.ops.features import gather_features, shard_features
+from phantom_parallel.train.run import MODEL, read_config
 
 _BATCH_ROWS = 1024  # rows of a batch of calibration data
 
@@ -85,6 +90,41 @@ def smaller_models(config: FFNTrainConfig) -> list[dict[str, Any]]:
     return [{"width": width, "in_features": n_in, "out_features": n_out} for width in widths]
 
 
+def evaluate(model: FFN, folder: Path, config: EvalConfig, report: Report) -> dict[str, float]:
+    """Mean squared error and the mean over rows of the relative error, and the accuracy of classes."""
+    training = next(filter(None, map(_training, config.folders)), None)
+    features = model.config.model_features
+    whole = slice(0, features[0]), slice(0, features[1])
+    if config.data is not None:
+        data = read_data(config.data, features, whole)
+        rows = torch.arange(data.rows)
+    elif training is not None:
+        data = open_data(training)
+        rows = torch.arange(data.training_rows, data.rows)
+    else:
+        raise ValueError(f"{folder} is not in the folder of a training: give --data, with arrays x and y")
+    classifies = training is not None and config.data is None and training.data in PIXELS
+    device, sums = to_local(next(model.parameters())).device, torch.zeros(3, dtype=torch.float64)
+    for part in rows.split(config.batch):
+        x, y = (values.to(device) for values in data.take(part))
+        out = model(shard_features(x, model.mesh) if model.shards_features else x)
+        out = gather_features(out, model.mesh) if model.shards_features else out
+        error = (out - y).double()
+        relative = error.norm(dim=1) / y.double().norm(dim=1).clamp_min(1e-30)
+        hits = torch.stack([scores(values, whole[1], features[1]) for values in (out, y)]).argmax(-1)
+        sums += torch.stack([error.square().mean(1).sum(), relative.sum(), (hits[0] == hits[1]).sum()]).cpu()
+        report(int(part[-1] - rows[0]) + 1, len(rows))
+    loss, relative_error, accuracy = (sums / len(rows)).tolist()
+    measured = {"loss": loss, "relative_error": relative_error, "rows": len(rows)}
+    return measured | ({"accuracy": accuracy} if classifies else {})
+
+
+def _training(model: Path) -> FFNTrainConfig | None:
+    """The training whose folder holds a model."""
+    family, settings = read_config(model.parent) if model.name == MODEL else (None, None)
+    return FFNTrainConfig.from_dict(settings) if settings and family == "ffn" else None
+
+
 def report_notes(config: FFNTrainConfig) -> Iterator[str]:
     """What the loss is, and caveats about the data."""
     if config.data in FIELDS:
@@ -114,5 +154,6 @@ FAMILY = Family(
     converter=FFNConverter,
     measure_inference=measure_inference,
     smaller_models=smaller_models,
+    evaluate=evaluate,
     report_notes=report_notes,
 )

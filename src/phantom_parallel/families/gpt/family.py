@@ -20,7 +20,8 @@ from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.families.gpt.pretrained import export_model, import_model
 from phantom_parallel.families.gpt.task import GPTTask
 from phantom_parallel.families.gpt.tokens import find_tokenizer
-from phantom_parallel.utils.files import read_bytes
+from phantom_parallel.infer.evaluate import EvalConfig, Report, evaluate_text, read_texts
+from phantom_parallel.nn.sharded import to_local
 
 _HELD_OUT = 16  # sequences, at most
 _BATCH_SIZE = 8  # sequences of a batch
@@ -78,19 +79,19 @@ def _mean_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return cast(GPT, model).loss(batch[:, :-1], batch[:, 1:])
 
 
-def read_tokens(model: Path, data: Path, config: GPTConfig) -> Tensor:
+def read_tokens(model: Path, data: Path | None, config: GPTConfig) -> Tensor:
     """The tokens of a text file, or of the files of a folder in the order of their names, by the model's tokenizer."""
-    if not data.exists():
-        raise ValueError(f"there is no text {data}: give a file, or a folder of files")
-    files = sorted(path for path in data.rglob("*") if path.is_file()) if data.is_dir() else [data]
-    try:
-        text = b"\n".join(read_bytes(path) for path in files)
-    except OSError as error:
-        raise ValueError(f"{data} is not readable as text: {error}") from None
-    tokens = torch.from_numpy(find_tokenizer(model).encode(text).astype("int64"))
+    tokens = torch.from_numpy(find_tokenizer(model).encode(read_texts(data)).astype("int64"))
     if len(tokens) and int(tokens.max()) >= config.vocab:
         raise ValueError(f"{data} has a token {int(tokens.max())}, but the model's vocabulary is {config.vocab}")
     return tokens
+
+
+def evaluate(model: GPT, folder: Path, config: EvalConfig, report: Report) -> dict[str, float]:
+    """Perplexity and nats a token on a text."""
+    text, device = read_texts(config.data), to_local(next(model.parameters())).device
+    tokens = read_tokens(folder, config.data, model.config).to(device)
+    return evaluate_text(model.logits, tokens, text, model.config.context, config, report)
 
 
 FAMILY = Family(
@@ -112,4 +113,6 @@ FAMILY = Family(
     import_model=import_model,
     export_model=export_model,
     measure_inference=measure_inference,
+    evaluate=evaluate,
+    nats=True,
 )

@@ -1,0 +1,162 @@
+"""``phantom eval``: how good a model is on data, beside the model that it was converted from."""
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+from phantom_parallel.checkpoint.model import CONFIG, family_of, load_model
+from phantom_parallel.distributed.launch import launch
+from phantom_parallel.distributed.objects import check_agreement
+from phantom_parallel.families.registry import get_family
+from phantom_parallel.infer.predict import check_folder, check_model, strategy_on
+from phantom_parallel.ops.collectives import rank_group
+from phantom_parallel.utils.files import read_bytes, read_json
+from phantom_parallel.utils.layout import positive
+from phantom_parallel.utils.progress import ProgressDisplay
+
+_LENGTH = 1024  # tokens of a window, at most, unless asked for
+Report = Callable[[int, int], None]  # units that are done, of how many
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """What to evaluate. The texts under the fields are the help of ``phantom eval``."""
+
+    model: Path
+    """Folder of a model: OUT/model of phantom train, that of phantom model import, convert or heal, or a language model
+    of transformers."""
+    against: Path | None = None
+    """Folder of a model that is evaluated beside it, such as the dense one that it was converted from."""
+    data: Path | None = None
+    """Text for a language model, a file or a folder of files. For a feed-forward network, arrays x and y as phantom
+    train takes them; by default the held-out rows of the training that made the model, or the one of --against."""
+    length: int | None = None
+    """Tokens of a window; by default the model's context, at most 1024."""
+    stride: int | None = None
+    """Tokens from a window to the next, which the others of the window precede; by default half a window."""
+    batch: int = 8
+    """Windows or rows of a forward pass."""
+    ranks: int = 1
+    """Ranks that share the model."""
+
+    def __post_init__(self) -> None:
+        positive(ranks=self.ranks, batch=self.batch)
+        for name in ("model", "against", "data"):
+            if (path := getattr(self, name)) is not None:
+                object.__setattr__(self, name, Path(path).absolute())
+        for name in ("length", "stride"):
+            if (value := getattr(self, name)) is not None:
+                positive(**{name: value})
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        return (self.model,) if self.against is None else (self.model, self.against)
+
+
+def run(config: EvalConfig, *, show: bool = False) -> dict[str, Any]:
+    """Evaluate the models, with progress on stderr if ``show`` is set.
+
+    Returns:
+        Plain data: the ``folder`` of ``model`` and ``against`` and what was measured, of a language model
+        ``perplexity``, ``nats`` a token, ``bits_per_byte`` and ``tokens``; of a feed-forward network ``loss``,
+        ``relative_error`` and ``rows``, and the ``accuracy`` where rows have classes.
+
+    Raises:
+        ValueError: If options or files are wrong.
+    """
+    for folder in config.folders:
+        if not is_transformers(folder):
+            get_family(family_of(check_folder(folder))).require("evaluate")
+            check_model(folder, config.ranks).config.check_ranks(config.ranks)
+    return launch(config.ranks, _work, config, show)
+
+
+def is_transformers(folder: Path) -> bool:
+    """Whether a folder holds a model of ``transformers``."""
+    return (folder / CONFIG).is_file() and "model_type" in read_json(folder / CONFIG)
+
+
+def _work(device: torch.device, config: EvalConfig, show: bool) -> dict[str, Any]:
+    """Run on one rank."""
+    mesh = None if config.ranks == 1 else init_device_mesh(device.type, (config.ranks,), mesh_dim_names=("tp",))
+    check_agreement("what to evaluate", {name: str(value) for name, value in asdict(config).items()}, mesh)
+    result = {}
+    with ProgressDisplay(show=show and rank_group(mesh).rank == 0) as display, torch.inference_mode():
+        for name, folder in zip(("model", "against"), config.folders, strict=False):
+            display.stage(f"evaluating {name}", 0)
+
+            def report(done: int, total: int) -> None:
+                display.set_total(total)
+                display.update(done)
+
+            if is_transformers(folder):
+                from phantom_parallel.hf import evaluate
+
+                measured = evaluate(folder, config, report)
+            else:
+                model = load_model(folder, mesh=mesh, device=device, strategy=strategy_on(folder, config.ranks)).eval()
+                measured = get_family(family_of(folder)).require("evaluate")(model, folder, config, report)
+            result[name] = {"folder": os.fspath(folder)} | measured
+    return result | {"ranks": config.ranks, "device": device.type}
+
+
+def read_texts(data: Path | None) -> bytes:
+    """A text file, or the files of a folder in the order of their names."""
+    if data is None or not data.exists():
+        which = "the model needs a text" if data is None else f"there is no text {data}"
+        raise ValueError(f"{which}: give a file, or a folder of files, as --data")
+    files = sorted(path for path in data.rglob("*") if path.is_file()) if data.is_dir() else [data]
+    try:
+        return b"\n".join(read_bytes(path) for path in files)
+    except OSError as error:
+        raise ValueError(f"{data} is not readable as text: {error}") from None
+
+
+def evaluate_text(
+    logits: Callable[[Tensor], Tensor],
+    tokens: Tensor,
+    text: bytes,
+    context: int,
+    config: EvalConfig,
+    report: Report,
+) -> dict[str, float]:
+    """Evaluate a language model on a text by windows that slide over it: each token but the first is predicted once,
+    from at least ``length - stride`` tokens before it where the text has them.
+
+    Args:
+        logits: (batch, t) tokens to (batch, t, vocab) logits.
+        tokens: The tokens of the text.
+        text: The text, whose bytes are counted.
+        context: Maximum number of tokens that the model takes.
+        config: Length and stride of the windows.
+        report: Called with the number of windows that are done, and of all.
+    """
+    predicted = len(tokens) - 1
+    if predicted < 1:
+        raise ValueError(f"{config.data} has {len(tokens)} tokens: give more text")
+    length = min(config.length or min(_LENGTH, context), predicted)
+    if length > context:
+        raise ValueError(f"length={length} is more than the model's context of {context} tokens")
+    stride = min(config.stride or max(1, length // 2), length)
+    ends = [*range(length, predicted, stride), predicted]  # of the windows, the last of which may overlap more
+    new = torch.tensor([end - before for before, end in zip([0, *ends], ends, strict=False)])
+    nats = 0.0
+    for first in range(0, len(ends), config.batch):
+        batch = torch.stack([tokens[end - length : end + 1] for end in ends[first : first + config.batch]])
+        losses = F.cross_entropy(logits(batch[:, :-1]).float().transpose(1, 2), batch[:, 1:], reduction="none")
+        counted = torch.arange(length, device=losses.device) >= length - new[first : first + len(batch), None].to(
+            losses.device
+        )
+        nats += float(losses.double()[counted].sum())
+        report(first + len(batch), len(ends))
+    mean = nats / predicted
+    bits = nats / math.log(2) / len(text)
+    return {"perplexity": math.exp(min(mean, 700.0)), "nats": mean, "bits_per_byte": bits, "tokens": predicted}

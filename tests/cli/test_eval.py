@@ -1,0 +1,132 @@
+"""``phantom eval`` as a user calls it, and its windows against a reference that takes one token at a time."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from phantom_parallel import FFN, FFNConfig, save_model
+from phantom_parallel.cli.main import main
+from phantom_parallel.infer.evaluate import EvalConfig, evaluate_text
+
+VOCAB = 11
+
+
+def table_logits(tokens):
+    """Logits that depend on all tokens so far, and on how many they are."""
+    table = torch.randn(97, VOCAB, generator=torch.Generator().manual_seed(1))
+    return table[(tokens.cumsum(1) + torch.arange(tokens.shape[1])) % 97]
+
+
+@pytest.mark.parametrize(("length", "stride", "batch"), [(8, 4, 2), (8, 8, 3), (5, 2, 8), (8, None, 1), (100, None, 1)])
+def test_every_token_is_predicted_once_from_the_window_that_reaches_it_first(length, stride, batch):
+    tokens = torch.randint(VOCAB, (31,), generator=torch.Generator().manual_seed(0))
+    config = EvalConfig(model=Path("m"), data=Path("t"), length=length, stride=stride, batch=batch)
+    measured = evaluate_text(table_logits, tokens, b"x" * 40, 100, config, lambda done, total: None)
+    nats, width, step = 0.0, min(length, 30), stride or min(length, 30) // 2
+    for target in range(1, 31):
+        end = width
+        while end < target:
+            end = min(end + step, 30)
+        before = tokens[None, end - width : target]
+        nats -= float(table_logits(before)[0, -1].log_softmax(-1)[tokens[target]])
+    assert measured["nats"] == pytest.approx(nats / 30)
+    assert measured["perplexity"] == pytest.approx(math.exp(nats / 30))
+    assert measured["bits_per_byte"] == pytest.approx(nats / math.log(2) / 40)
+    assert measured["tokens"] == 30
+
+
+def evaluated(capsys, *arguments) -> dict:
+    assert main(["eval", *map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_accuracy_is_that_of_the_training(tmp_path, capsys):
+    train = [
+        "train",
+        "ffn",
+        "--data",
+        "digits",
+        "--width",
+        "64",
+        "--depth",
+        "1",
+        "--strategy",
+        "dense",
+        "--steps",
+        "20",
+    ]
+    assert main([*train, "--ranks", "1", "--out", str(tmp_path / "run"), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    measured = evaluated(capsys, "--model", tmp_path / "run" / "model")["model"]
+    assert measured["accuracy"] == pytest.approx(summary["accuracy"])
+    assert measured["loss"] == pytest.approx(summary["eval_loss"], rel=1e-5)
+    assert measured["rows"] == 224
+
+
+def test_the_relative_error_of_arrays_is_the_mean_over_rows_on_any_ranks(tmp_path, capsys):
+    torch.manual_seed(0)
+    model = FFN(FFNConfig(width=16, depth=2, blocks=4, ghosts=2))
+    save_model(model, tmp_path / "model")
+    x, y = torch.randn(2, 20, 16)
+    np.savez(tmp_path / "data.npz", x=x.numpy(), y=y.numpy())
+    error = (model(x) - y).detach()
+    for ranks in (1, 2):
+        result = evaluated(
+            capsys, "--model", tmp_path / "model", "--data", tmp_path / "data.npz", "--ranks", ranks, "--batch", 7
+        )
+        assert result["model"]["relative_error"] == pytest.approx(float((error.norm(dim=1) / y.norm(dim=1)).mean()))
+        assert result["model"]["loss"] == pytest.approx(float(error.square().mean()))
+        assert "accuracy" not in result["model"]
+
+
+def test_a_model_of_transformers_beside_the_dense_one(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    from phantom_parallel import convert
+
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "while", "it", "rains"]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(sorted(set(words)))}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=16,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            max_position_embeddings=64,
+        )
+    ).eval()
+    ids = torch.tensor([tokenizer.encode(" ".join(words * 3)).ids])
+    expected = {"against": float(model(ids, labels=ids).loss.detach())}
+    (tmp_path / "text.txt").write_text(" ".join(words * 3))
+    for name in ("against", "model"):
+        if name == "model":
+            convert(model, [torch.randint(16, (4, 60))], blocks=4, ghosts=2)
+            expected["model"] = float(model(ids, labels=ids).loss.detach())
+        model.save_pretrained(tmp_path / name)
+        transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / name)
+    both = "--model", tmp_path / "model", "--against", tmp_path / "against", "--data", tmp_path / "text.txt"
+    measured = evaluated(capsys, *both)
+    for name, loss in expected.items():
+        assert measured[name]["nats"] == pytest.approx(loss, rel=1e-5)
+        assert measured[name]["tokens"] == len(words) * 3 - 1
+    assert main(["eval", *map(str, both)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [[f"{tmp_path.name}", "perplexity"], ["against", "perplexity"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [([], "give --data, with arrays x and y"), (["--data", "gone"], "there is no data"), (["--batch", "0"], "batch")],
+)
+def test_a_mistake_is_one_line(tmp_path, capsys, arguments, message):
+    save_model(FFN(FFNConfig(width=16, depth=1, blocks=4, ghosts=2)), tmp_path / "model")
+    assert main(["eval", "--model", str(tmp_path / "model"), *arguments]) == 2
+    assert message in capsys.readouterr().err
