@@ -67,20 +67,19 @@ def test_the_accuracy_is_that_of_the_training(tmp_path, capsys):
     assert measured["rows"] == 224
 
 
-def test_the_relative_error_of_arrays_is_the_mean_over_rows_on_any_ranks(tmp_path, capsys):
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_relative_error_of_arrays_is_the_mean_over_rows(tmp_path, capsys, ranks):
     torch.manual_seed(0)
     model = FFN(FFNConfig(width=16, depth=2, blocks=4, ghosts=2))
     save_model(model, tmp_path / "model")
     x, y = torch.randn(2, 20, 16)
     np.savez(tmp_path / "data.npz", x=x.numpy(), y=y.numpy())
     error = (model(x) - y).detach()
-    for ranks in (1, 2):
-        result = evaluated(
-            capsys, "--model", tmp_path / "model", "--data", tmp_path / "data.npz", "--ranks", ranks, "--batch", 7
-        )
-        assert result["model"]["relative_error"] == pytest.approx(float((error.norm(dim=1) / y.norm(dim=1)).mean()))
-        assert result["model"]["loss"] == pytest.approx(float(error.square().mean()))
-        assert "accuracy" not in result["model"]
+    data = "--data", tmp_path / "data.npz", "--ranks", ranks, "--batch", 7
+    measured = evaluated(capsys, "--model", tmp_path / "model", *data)["model"]
+    assert measured["relative_error"] == pytest.approx(float((error.norm(dim=1) / y.norm(dim=1)).mean()))
+    assert measured["loss"] == pytest.approx(float(error.square().mean()))
+    assert "accuracy" not in measured
 
 
 def test_a_model_of_transformers_beside_the_dense_one(tmp_path, capsys):
