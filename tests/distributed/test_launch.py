@@ -161,6 +161,13 @@ def test_a_rank_that_does_not_answer_ends_the_run_and_all_stacks_are_printed(how
     assert ("in fail" in stacks[2]) == (how == "hang")
 
 
+def test_after_a_timeout_of_nccl_the_stopped_rank_and_the_recorded_files_are_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "rank-"))
+    with pytest.raises(RankDied, match=r"timed out.*: rank 1 does not run") as caught:
+        launch(2, workers.abort_like_nccl, on_report=[].append)
+    assert str(caught.value).endswith(f"; the last collectives of NCCL are in {tmp_path}/rank-*")
+
+
 @pytest.mark.parametrize(("how", "error"), [("user", RanksDisagree), slow("file", FileNotFoundError)])
 def test_a_users_error_keeps_its_type(how, error):
     with pytest.raises(error) as caught:

@@ -214,6 +214,18 @@ def test_the_first_host_has_the_first_ranks(monkeypatch, rank, first):
 
 
 @pytest.mark.slow
+def test_a_process_of_torchrun_takes_part_in_several_launches(tmp_path):
+    script = tmp_path / "twice.py"
+    script.write_text(
+        "from phantom_parallel.distributed.launch import launch\n"
+        "from tests.distributed.workers import return_nothing\n"
+        "for _ in range(3): launch(2, return_nothing)\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert subprocess.run([*torchrun, str(script)], timeout=120).returncode == 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "line"),
     [(["--ranks", "2", "--width", "63"], "error: blocks=4 does not divide"), (["--nonsense"], "Unrecognized options:")],

@@ -67,6 +67,16 @@ def fail(device: torch.device, how: str, report=print) -> None:
     dist.barrier()
 
 
+def abort_like_nccl(device: torch.device, report) -> None:
+    """Rank 1 is stopped, and rank 0 ends as NCCL's watchdog ends it: it writes its last collectives, and aborts."""
+    report("waiting")
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    Path(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + "0").write_bytes(b"")
+    os.abort()
+
+
 def fail_together(device: torch.device) -> None:
     """One rank has an error, and all raise it."""
     error = OSError("disk full") if dist.get_rank() == 1 else None

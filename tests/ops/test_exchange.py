@@ -1,13 +1,17 @@
 """What is sent: the collectives of a running layer, counted by op, number and bytes, against the formula."""
 
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from phantom_parallel.ops import phantom_linear, tensor_linear
-from phantom_parallel.ops.collectives import rank_group
+from phantom_parallel.ops.collectives import make_levels, rank_group
 
 ROWS, BLOCK_IN, BLOCK_OUT, GHOSTS = 6, 8, 4, 2
 
@@ -128,3 +132,14 @@ def test_nothing_is_computed_or_sent_for_what_needs_no_gradient(ranks, strategy,
     for found in ranks(2)(exchange, strategy, 2, True, needs):
         assert len(found["backward"]) == sends
         assert found["flops"][1] == 2 * ROWS * products
+
+
+def timeouts_of_levels() -> list[float]:
+    group = dist.new_group(timeout=timedelta(seconds=77))
+    levels = make_levels(group, 1, "cpu")
+    made = (_resolve_process_group(level.name) for level in (levels.inter_block, levels.intra_block))
+    return [each._get_backend(torch.device("cpu")).options._timeout.total_seconds() for each in made]
+
+
+def test_groups_of_two_levels_keep_the_timeout_of_the_group(ranks):
+    assert ranks(2)(timeouts_of_levels) == [[77.0, 77.0]] * 2

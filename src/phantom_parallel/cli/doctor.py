@@ -137,7 +137,7 @@ class Options(LaunchOptions):
         from phantom_parallel.cli import doctor_checks
 
         try:
-            with self.launching(ranks):
+            with self.launching(ranks, announces=False):
                 outcome = getattr(doctor_checks, name)(ranks)
         except doctor_checks.Skipped as reason:
             return {"status": "skipped", "figure": str(reason)}

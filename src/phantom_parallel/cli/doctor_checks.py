@@ -96,6 +96,7 @@ def _facts(device: torch.device) -> Outcome:
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "nccl": nccl,
+        "fp32_products": torch.get_float32_matmul_precision(),  # highest: without tf32
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)},
     }
     kinds = {rank["device"].partition(":")[0] for rank in gathered}

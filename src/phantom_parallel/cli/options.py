@@ -111,7 +111,7 @@ class NetworkOptions:
     all are stopped."""
 
     @contextmanager
-    def launching(self, ranks: int, dtype: str = "fp32") -> Iterator[Network | None]:
+    def launching(self, ranks: int, dtype: str = "fp32", *, announces: bool = True) -> Iterator[Network | None]:
         """Launches of ``ranks`` ranks inside this block run on the network of the options, which it returns, and with
         their timeout. A link like another machine's depends on the ``dtype`` of products.
         """
@@ -121,7 +121,9 @@ class NetworkOptions:
         if not 1 <= self.timeout <= 1e6:
             raise ValueError(f"timeout must be from 1 to 1,000,000 seconds, got {self.timeout:g}")
         network = network_of(self.hosts, self.link, ranks, dtype=dtype, delay=self.link_delay, loss=self.link_loss)
-        with launch_defaults(timedelta(seconds=self.timeout), network, getattr(self, "device", "auto"), announces=True):
+        with launch_defaults(
+            timedelta(seconds=self.timeout), network, getattr(self, "device", "auto"), announces=announces
+        ):
             yield network
 
 

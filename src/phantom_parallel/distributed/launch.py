@@ -8,6 +8,7 @@ ends: its end of the socket pairs is closed then. `run_rank` is the other side o
 
 import ctypes
 import faulthandler
+import glob
 import multiprocessing
 import multiprocessing.spawn
 import os
@@ -54,6 +55,7 @@ _RUN_RANK = (
     "import sys; sys.path[:] = sys.argv.pop().split('\\n'); from phantom_parallel.distributed.launch import run_rank; "
     "run_rank(*map(int, sys.argv[1:]))"
 )
+_RECORDS = "TORCH_FR_DUMP_TEMP_FILE"  # the path that the flight recorder's files begin with
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 START_TIMEOUT = timedelta(hours=1)  # for the imports of all ranks; a rank that fails in them ends the launch at once
 # gloo and NCCL report a lost or silent peer as a RuntimeError that only its text tells apart.
@@ -180,7 +182,7 @@ def launch(
     if external:
         if network is not None:
             raise ValueError("emulated hosts are for ranks that this command starts itself: leave out --hosts, --link")
-        os.environ.update(rank_variables(os.environ))
+        os.environ.update(rank_variables(os.environ) | _flight_recorder())
         if (started := int(os.environ["WORLD_SIZE"])) != size:
             raise ValueError(f"{started} processes were started, {size} are needed (ranks times dp)")
     device = select_device(_local_ranks(size), defaults.device)
@@ -193,7 +195,8 @@ def launch(
     except RuntimeError as error:
         if not external or _kind_of(error) == "own":
             raise
-        raise RankDied(f"an exchange with another rank failed: {' '.join(str(error).split())}") from error
+        summary = " ".join(str(error).split())
+        raise RankDied(f"an exchange with another rank failed: {summary}{_recorded()}") from error
 
 
 def launch_local(
@@ -245,6 +248,19 @@ def launch_local(
         return _Supervisor(ranks, stop, timeout, on_report).run()
 
 
+def _flight_recorder() -> dict[str, str]:
+    """Variables by which torch writes the last collectives of NCCL to files after a timeout; a user's own count."""
+    files = os.path.join(tempfile.gettempdir(), f"phantom-nccl-{os.getpid()}-rank-")
+    ours = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", _RECORDS: files}
+    return {name: os.environ.get(name, value) for name, value in ours.items()}
+
+
+def _recorded() -> str:
+    """Where the flight recorder has written, for an error; empty if it has not."""
+    files = _flight_recorder()[_RECORDS]
+    return f"; the last collectives of NCCL are in {files}*" if glob.glob(f"{glob.escape(files)}*") else ""
+
+
 def _announces(defaults: _Defaults) -> bool:
     """Whether the launch that asks is the first one, which announces what its ranks run on."""
     first = defaults.announces
@@ -287,6 +303,7 @@ def _environment(rank: int, size: int, keep_freed_memory: bool, network: Network
     return {
         **os.environ,
         **(KEEP_FREED_MEMORY if keep_freed_memory else {}),
+        **_flight_recorder(),
         "OMP_NUM_THREADS": str(threads_for(size)),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank % local),
@@ -531,22 +548,24 @@ class _Supervisor:
         if not own and (stopped or self._stopping is not None):
             name = self.stop.received[0].name if self.stop.received else "a signal"
             return stopped[0] if stopped else Interrupted(f"stopped by {name}")
-        first = next((rank for rank in failed if rank in own or rank.failure is None), None)
+        recorded = _recorded()
+        # NCCL's watchdog ends a rank by SIGABRT after a timeout.
+        aborted = [rank for rank in failed if recorded and rank.process.poll() == -signal.SIGABRT]
+        first = next((rank for rank in failed if rank in own or (rank.failure is None and rank not in aborted)), None)
         if first is not None:
             return first.cause()
-        silent = self._without_answer()
+        timed_out = aborted or any(rank.failure is not None and rank.failure.kind == "timeout" for rank in failed)
+        silent = self._without_answer() if timed_out else {}
         if not silent:
             return failed[0].cause()
         reasons = ", ".join(f"{rank} {why}" for rank, why in silent.items())
-        return RankDied(f"an exchange timed out after {self.seconds:g} s: {reasons}; see the stacks above")
+        return RankDied(f"an exchange timed out after {self.seconds:g} s: {reasons}; see the stacks above{recorded}")
 
     def _without_answer(self) -> dict[str, str]:
         """Print the stacks of all ranks after a timeout, and return the ranks that took no part, with their state.
 
         A rank whose innermost frame is in torch may be waiting itself, and is named only if no other is left.
         """
-        if not any(rank.failure is not None and rank.failure.kind == "timeout" for rank in self.ranks):
-            return {}
         running = [rank for rank in self.ranks if rank.running]
         for rank in running:
             rank.process.send_signal(signal.SIGUSR1)

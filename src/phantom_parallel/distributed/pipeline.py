@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.pipelining._utils import InferenceMode
 
+from phantom_parallel.ops.collectives import subgroup
 from phantom_parallel.utils.layout import check_micro_batches
 
 Run = Callable[[Tensor, Tensor | None], Tensor]
@@ -133,6 +134,4 @@ def ends(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     ranks = dist.get_process_group_ranks(mesh.get_group())
     if mesh.get_local_rank() not in (0, mesh.size() - 1):
         return None
-    return (
-        mesh.get_group() if len(ranks) == 2 else dist.new_group([ranks[0], ranks[-1]], use_local_synchronization=True)
-    )
+    return mesh.get_group() if len(ranks) == 2 else subgroup([ranks[0], ranks[-1]], mesh.get_group())

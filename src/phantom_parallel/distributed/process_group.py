@@ -93,15 +93,13 @@ def process_group(timeout: timedelta, device: torch.device, **arguments: Any) ->
 
 
 def join_ranks(timeout: timedelta) -> dict[str, Any]:
-    """Where the ranks that another launcher has started meet, as arguments of `process_group`: torchrun has a store of
-    its own, otherwise rank 0 has one at MASTER_ADDR:MASTER_PORT, for all launches of a process. Ports may coincide, so
-    that ranks of another job or step than rank 0's are refused.
+    """Where the ranks that another launcher has started meet, as arguments of `process_group`: a store at
+    MASTER_ADDR:MASTER_PORT, which is torchrun's or rank 0's, for all launches of a process. Ports may coincide, so that
+    ranks of another job or step than rank 0's are refused.
 
     Raises:
         OSError: If the address cannot be resolved, nobody answers there, or ranks of another job do.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return {}
     address, port, job = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), os.environ.get(JOB, "")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if not address:
@@ -111,8 +109,9 @@ def join_ranks(timeout: timedelta) -> dict[str, Any]:
     except OSError as error:
         raise OSError(f"the host of rank 0, MASTER_ADDR={address}, cannot be resolved: {error.strerror}") from None
     if (address, port) not in _stores:
+        own = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
         with _errors_of_joining():
-            store = dist.TCPStore(address, port, is_master=rank == 0, timeout=timeout, wait_for_workers=False)  # type: ignore[attr-defined]
+            store = dist.TCPStore(address, port, is_master=own, timeout=timeout, wait_for_workers=False)  # type: ignore[attr-defined]
             if rank == 0:
                 store.set(JOB, job)
             elif (other := store.get(JOB).decode()) != job:
@@ -121,7 +120,9 @@ def join_ranks(timeout: timedelta) -> dict[str, Any]:
                 )
         _stores[address, port] = (store, itertools.count())
     store, launches = _stores[address, port]
-    return {"store": dist.PrefixStore(f"launch{next(launches)}", store), "rank": rank, "world_size": size}  # type: ignore[attr-defined]
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives ranks that it restarts
+    prefixed = dist.PrefixStore(f"attempt{attempt}/launch{next(launches)}", store)  # type: ignore[attr-defined]
+    return {"store": prefixed, "rank": rank, "world_size": size}
 
 
 @contextmanager

@@ -132,10 +132,17 @@ def make_levels(group: dist.ProcessGroup, blocks: int, device_type: str) -> Rank
     block, place = divmod(world.rank, t)
     # Only members take part, in the same order everywhere: first the groups of blocks, which are disjoint.
     intra_block, inter_block = (
-        process_group(dist.new_group(members, use_local_synchronization=True), device_type)
+        process_group(subgroup(members, group), device_type)
         for members in (ranks[block * t : (block + 1) * t], ranks[place::t])
     )
     return world._replace(inter_block=inter_block, intra_block=intra_block)
+
+
+def subgroup(members: list[int], group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A new process group of some members of a group, with its timeout: torch would give it half an hour."""
+    device = dist.distributed_c10d._get_object_coll_device(group)
+    options = getattr(group._get_backend(torch.device(device)), "options", None)
+    return dist.new_group(members, getattr(options, "_timeout", None), use_local_synchronization=True)
 
 
 def flat_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:

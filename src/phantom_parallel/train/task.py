@@ -129,6 +129,14 @@ class Task(ABC, Generic[C]):
         if not self.sharded_over_copies:
             average_gradients(self.model, self.parallel.dp)
 
+    def to_device(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Move a batch to this rank's device: from pinned memory, so that the host does not wait for the copy."""
+        device = self.parallel.device
+        if device.type == "cpu":
+            return inputs, targets
+        inputs, targets = (values.pin_memory().to(device, non_blocking=True) for values in (inputs, targets))
+        return inputs, targets
+
     def autocast(self) -> torch.autocast:
         """Return the context of the training's precision."""
         kind = self.parallel.device.type

@@ -78,8 +78,7 @@ class FFNTask(Task[FFNTrainConfig]):
         return (out - y).square().sum() / (len(rows) * self.config.model.model_features[1])
 
     def load(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        x, y = (values.to(self.parallel.device) for values in self._data.take(rows))
-        return x, y
+        return self.to_device(*self._data.take(rows))
 
     def measure(self, rows: Tensor) -> Tensor:
         if self.pipeline is not None:

@@ -147,6 +147,9 @@ def check_request(config: GPTConfig, prompts: Prompts, tokens: int, sampling: Sa
     if len(shape) != 2 or 0 in shape or dtype.is_floating_point:
         raise ValueError(f"prompts must be (batch, length) whole numbers, at least one, got {dtype} {shape}")
     check_room(config, shape[1], tokens)
+    low, high = (int(token) for token in prompts.tokens.aminmax())
+    if low < 0 or high >= config.vocab:  # an accelerator would abort, or compute something else
+        raise ValueError(f"tokens must lie from 0 to {config.vocab - 1}, got {low if low < 0 else high}")
     sampling.check_vocabulary(config.vocab)
 
 

@@ -210,7 +210,7 @@ class HealTask(GPTTask):
         return 0 < step == self.config.layer_steps
 
     def loss(self, rows: Tensor) -> Tensor:
-        tokens, _ = self._to_device(windows(self._text.training, rows, self.config.context))
+        tokens, _ = self.to_device(*windows(self._text.training, rows, self.config.context))
         assert self.config.layer_steps is not None
         with self.autocast():
             if self._step < self.config.layer_steps:
@@ -246,7 +246,7 @@ class HealTask(GPTTask):
         """Mean cross-entropy of the held-out windows."""
         total = 0.0
         for rows in self.held_out.split(self.config.micro_batch):
-            pair = self._to_device(windows(self._text.held_out, rows, self.config.context))
+            pair = self.to_device(*windows(self._text.held_out, rows, self.config.context))
             with self.autocast():
                 total += float(model.loss(*pair)) * len(rows)
         return total / len(self.held_out)

@@ -92,7 +92,7 @@ class GPTTask(Task[GPTTrainConfig]):
             return self._forward(*self.load(rows)).float()
 
     def load(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return self._to_device(windows(self._text.training, rows, self.config.context))
+        return self.to_device(*windows(self._text.training, rows, self.config.context))
 
     def average(self) -> None:
         if self._ends is not None:  # the first and the last stage hold the shared embedding, each with its own gradient
@@ -101,7 +101,7 @@ class GPTTask(Task[GPTTrainConfig]):
 
     def measure(self, rows: Tensor) -> Tensor:
         evaluated = rows if len(rows) else self.held_out[:1]  # with FSDP every copy takes part in the exchanges
-        tokens, targets = self._to_device(windows(self._text.held_out, evaluated, self.config.context))
+        tokens, targets = self.to_device(*windows(self._text.held_out, evaluated, self.config.context))
         if self.pipeline is not None:
             loss = self.pipeline.forward(tokens, targets)
             total = torch.zeros((), device=self.parallel.device) if loss is None else loss * len(rows)
@@ -114,7 +114,3 @@ class GPTTask(Task[GPTTrainConfig]):
         """Run this rank's stage of a pipeline: the stream for the next one, or the mean loss."""
         with self.autocast():
             return self._forward(x, targets).float()
-
-    def _to_device(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        tokens, targets = (part.to(self.parallel.device) for part in pair)
-        return tokens, targets
