@@ -1,5 +1,10 @@
 """Phantom layers and the energy callback in trainings by Lightning."""
 
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -48,3 +53,12 @@ def test_joules_are_logged_and_go_through_checkpoints(tmp_path):
     second, more, _ = fit(tmp_path, 6, tmp_path / "checkpoint")
     assert first + second == pytest.approx(whole)
     assert more > joules
+
+
+@pytest.mark.slow
+def test_the_example_trains_on_two_ranks():
+    example = Path(__file__).resolve().parent.parent / "examples" / "lightning_ranks.py"
+    run = subprocess.run([sys.executable, example], capture_output=True, text=True, check=True)
+    logged = ast.literal_eval(run.stdout.splitlines()[-1])
+    assert logged["loss"] < 0.35  # the variance of the targets is 0.39
+    assert logged["joules_modelled"] > 0
