@@ -33,6 +33,7 @@ COMMANDS: dict[str, Command] = {
     "infer": Command("infer", "predictions of a trained model, and what a sample costs", "Options"),
     "eval": Command("eval", "perplexity, accuracy or error, beside the model it was converted from", "Options"),
     "plan": Command("plan", "compare strategies and layouts for a model and a machine"),
+    "tune": Command("tune", "the blocks and ghosts that reach the loss at the least cost on a machine"),
     "dryrun": Command("dryrun", "what one rank of many would compute, send and keep"),
     "doctor": Command("doctor", "check this machine and its ranks; run this first on a new one", "Options"),
     "model import": Command("model", "a pretrained Llama, Mistral or Qwen2 of Hugging Face", "ImportOptions"),

@@ -1,0 +1,124 @@
+"""``phantom tune``: what it recommends where the steps that every model needs are known, and what it writes."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from phantom_parallel.cli.main import main
+from phantom_parallel.study import runner as runner_module
+from phantom_parallel.study.results import CurvePoint, Run
+
+SLOW = 'base = "dgx-a100"\n[peak]\nfp32 = 2e8\n[inside]\nbandwidth = 1e8\n'
+WORDS = (
+    "tune --width 64 --depth 2 --data planted --samples 256 --batch 32 --devices 4 --blocks 2 4 --ghosts 4 8 --steps 80"
+)
+
+
+@pytest.fixture
+def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A machine on which phantom's step is cheaper even if the model is small."""
+    monkeypatch.setenv("PHANTOM_PROFILES", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "slow.toml").write_text(SLOW)
+    return "slow"
+
+
+def decay(monkeypatch: pytest.MonkeyPatch, scale: dict[tuple[int | None, int | None], float]) -> list[str]:
+    """Let losses decay exponentially over the steps of ``scale``, by blocks and ghosts, at the rate 0.002 and slower at
+    others. Returns the trainings that were run.
+    """
+    names = []
+
+    def train(self, config, context, name):
+        names.append(name)
+        tau = (
+            scale[config.blocks, config.ghosts]
+            * (1 + abs(math.log(config.lr / 2e-3)))
+            * (1 + 0.01 * (config.seed % 1000))
+        )
+        points, status = [], "steps"
+        for step in range(10, config.steps + 1, 10):
+            points.append(CurvePoint(step, math.exp(-step / tau), 0.01 * step, None))
+            if config.target_loss is not None and points[-1].loss <= config.target_loss * (1 + 1e-12):
+                status = "target"
+                break
+        end = points[-1]
+        return Run(config.seed, config.lr, status, end.step, end.loss, end.seconds, curve=tuple(points))
+
+    monkeypatch.setattr(runner_module.CellRunner, "_train", train)
+    return names
+
+
+EQUAL = {(None, None): 20.0, (2, 4): 60.0, (4, 4): 90.0, (2, 8): 40.0, (4, 8): 20.0}
+
+
+def test_the_model_with_the_dense_models_steps_and_a_cheaper_step_is_recommended(
+    slow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = decay(monkeypatch, EQUAL)
+    out = tmp_path / "out"
+    words = [*WORDS.split(), "--hardware", slow, "--out", str(out)]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("Use phantom with 4 blocks and 8 ghosts: it takes 0.")
+    assert max(len(line) for line in shown.splitlines() if not line.startswith(("torchrun", "Result"))) <= 80
+    assert "--nproc-per-node 4 -m phantom_parallel.cli.main train ffn --strategy phantom --ranks 4" in shown
+    data = json.loads((out / "tune.json").read_text())
+    assert data["best"]["steps_ratio"]["mean"] == pytest.approx(1.0)
+    step = data["best"]["step_seconds"] / data["dense"]["step_seconds"]
+    assert data["best"]["time_ratio"]["mean"] == pytest.approx(step)
+    assert data["target_loss"] == pytest.approx(math.exp(-80 / (20 * 1.02)))  # the worst of three seeds
+    ratios = {
+        (row["blocks"], row["ghosts"]): row["steps_ratio"]["mean"] for row in data["candidates"] if row["steps_ratio"]
+    }
+    assert ratios[2, 8] == pytest.approx(2.0, rel=0.1)
+    assert set(data["learning_rates"].values()) == {0.002}
+    count = len(names)
+    assert main([*words, "--resume", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["best"] == data["best"]
+    assert len(names) == count
+    plan = "plan --width 64 --depth 2 --batch 32 --devices 4 --hardware slow"
+    assert main([*plan.split(), "--tuned", str(out)]) == 0
+    assert "Phantom, 4 blocks, 8 ghosts: 1.00 times the steps" in capsys.readouterr().out
+
+
+def test_slow_phantom_models_are_not_recommended(
+    slow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decay(monkeypatch, {key: 20.0 if key == (None, None) else 50.0 for key in EQUAL})
+    assert main([*WORDS.split(), "--hardware", slow, "--out", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("Do not use phantom here: phantom with")
+    assert "Train the dense model with:" in shown
+    decay(monkeypatch, {key: 20.0 if key == (None, None) else 500.0 for key in EQUAL})
+    assert main([*WORDS.split(), "--hardware", slow, "--out", str(tmp_path / "more")]) == 0
+    assert "no candidate reached the loss" in capsys.readouterr().out
+
+
+def test_nothing_is_trained_where_no_phantom_model_has_a_cheaper_step(
+    slow: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*WORDS.split(), "--hardware", "dgx-a100", "--out", str(tmp_path / "out"), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["verdict"].startswith("Do not use phantom here: no candidate has a cheaper step than dense on 1 ranks")
+    assert data["best"] is None
+    assert not list((tmp_path / "out" / "cells").glob("*"))
+
+
+def test_a_target_is_needed_and_resume_needs_a_folder(slow: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(WORDS.split()) == 2
+    assert "run phantom machine measure --ranks 4, or give --hardware" in " ".join(capsys.readouterr().err.split())
+    assert main([*WORDS.split(), "--resume"]) == 2
+    assert "--resume needs --out" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_transformers_are_tuned_by_the_same_code(slow: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "tune gpt --dim 32 --layers 1 --heads 4 --context 16 --batch 4 --eval-windows 4 --max-bytes 20000"
+    grid = "--devices 4 --blocks 2 --ghosts 4 --steps 20 --seeds 1 --learning-rates 0.002 --hardware slow --json"
+    assert main([*words.split(), *grid.split(), "--out", str(tmp_path / "out")]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["family"] == "gpt"
+    assert [(row["blocks"], row["ghosts"]) for row in data["candidates"]] == [(2, 4)]
