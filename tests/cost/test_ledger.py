@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -9,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from phantom_parallel.cost.ledger import Ledger
+from phantom_parallel.cost.ledger import Ledger, _collective
 
 
 def test_a_small_network_by_hand():
@@ -128,3 +129,19 @@ def test_collectives_dtensors_and_fsdp2_are_counted_as_what_this_rank_does(ranks
         assert collectives["moved_bytes"] == 60 + 40 + 3 * 120
         assert whole == 4 * cut
         assert sharded == {"all_gather": 3 * 64 * 4 // 4, "reduce_scatter": 3 * 64 * 4 // 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [
+        ("all_gather_into_tensor", "all_gather"),
+        ("all_gather_single", "all_gather"),
+        ("reduce_scatter_single", "reduce_scatter"),
+        ("all_to_all_single", "all_to_all"),
+        ("_reduce_scatter_base_", "reduce_scatter"),
+        ("shard_dim_alltoall", "all_to_all"),
+        ("wait_tensor", None),
+    ],
+)
+def test_old_and_new_names_of_collectives_are_known(name, op):
+    assert _collective(name) == op

@@ -155,8 +155,7 @@ class Ledger(TorchDispatchMode):
             self.products[ProductEntry(self._phase(), self._module(), packet.__name__, *shape, flops)] += 1
 
     def _book_collective(self, func: Any, args: Any) -> None:
-        name = func._overloadpacket.__name__.replace("_", "").removeprefix("sharddim")
-        op = next((op for op in _OPS if name.startswith(op.replace("_", ""))), None)
+        op = _collective(func._overloadpacket.__name__)
         if op is None:
             return
         group = _group(args)
@@ -296,6 +295,11 @@ def _product_shape(op: str, args: Any) -> tuple[int, int, int, int]:
 
 # Names of operations begin with these, but for underscores; others move nothing, or are the other half of a send.
 _OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send")
+
+
+def _collective(name: str) -> str | None:
+    name = name.replace("_", "").removeprefix("sharddim")
+    return next((op for op in _OPS if name.startswith(op.replace("_", ""))), None)
 
 
 def _moved(op: str, ranks: int, message: int) -> int:
