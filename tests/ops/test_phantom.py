@@ -46,11 +46,11 @@ def expected_of(reference: Phantom, normed: bool) -> dict[str, torch.Tensor]:
     return found | {"x": dx, "norm": d_weight}
 
 
-def results(reference: Phantom, normed: bool, group: RankGroup, share) -> dict[str, torch.Tensor]:
+def results(inputs: dict[str, torch.Tensor], reference: Phantom, group: RankGroup, share) -> dict[str, torch.Tensor]:
     """Output and all gradients of what ``share(tensor, dim)`` holds."""
-    inputs = inputs_of(reference, normed)
+    eps = EPS if "norm" in inputs else None
     inputs = {name: share(t, -1 if name == "x" else 0).requires_grad_() for name, t in inputs.items()}
-    z = phantom_linear(**inputs, eps=EPS if normed else None, blocks=reference.blocks, group=group)
+    z = phantom_linear(**inputs, eps=eps, blocks=reference.blocks, group=group)
     z.backward(share(reference.d, -1))
     return {"z": z.detach()} | {name: t.grad for name, t in inputs.items()}
 
@@ -59,7 +59,7 @@ def compare(reference: Phantom, normed: bool = False, group: RankGroup = SINGLE_
     def share(t: torch.Tensor, dim: int) -> torch.Tensor:
         return t.chunk(group.size, dim)[group.rank].clone()
 
-    expected, found = expected_of(reference, normed), results(reference, normed, group, share)
+    expected, found = expected_of(reference, normed), results(inputs_of(reference, normed), reference, group, share)
     assert found.keys() == expected.keys()
     return {name: relative_error(t, share(expected[name], -1 if name in "zx" else 0)) for name, t in found.items()}
 
@@ -162,13 +162,13 @@ def test_hundreds_of_simulated_ranks_equal_dense(size, blocks, normed):
     """Real numbers on every rank in one process: torch's LocalTensor mode over a fake process group."""
     inside = max(1, size // blocks)
     reference = Phantom.random(blocks, 2 * inside, 3 * inside, inside, rows=(3,))
-    expected = expected_of(reference, normed)
+    inputs, expected = inputs_of(reference, normed), expected_of(reference, normed)  # in the mode, ranks draw others
     with simulated_ranks(size) as (mode, world):
 
         def share(t: torch.Tensor, dim: int) -> torch.Tensor:
             return mode.rank_map(lambda r: t.chunk(size, dim)[r].clone())
 
-        found = results(reference, normed, simulated_levels(world, blocks), share)
+        found = results(inputs, reference, simulated_levels(world, blocks), share)
         parts = {name: [t._local_tensors[r] for r in range(size)] for name, t in found.items()}
     for name, pieces in parts.items():
         assert relative_error(torch.cat(pieces, -1 if name in "zx" else 0), expected[name]) < 1e-12, name

@@ -77,6 +77,8 @@ class PretrainedModel:
             for name, tensor in tensors.items():
                 if (kind := tensor.get_dtype()) not in _FLOATS:
                     raise ValueError(f"{file}: {name} is of the dtype {kind}: only {', '.join(_FLOATS)} are supported")
+                if name in where:
+                    raise ValueError(f"{name} is in {where[name]} and in {file}: keep one of the two")
                 self.shapes[name], where[name] = tuple(tensor.get_shape()), file
         for name, file in index.items():
             if where.get(name) != file:

@@ -193,7 +193,7 @@ def test_a_wrong_formula_is_named_by_its_term():
     assert not any("L x" in line for line in wrong)
     wrong = differences(shape_of("phantom", 2, sequence=3, batch=5), ledger, native=True, root="GPT")
     assert len(wrong) == 4
-    assert "products of GPT.layers.1.attention backward: predicted 14400 FLOPs, counted 24000" in wrong
+    assert any("layers.1.attention" in line and "predicted 14400, counted 24000" in line for line in wrong)
 
 
 def modes(strategy: str) -> list[tuple[int, int]]:
