@@ -81,7 +81,7 @@ class TuneOptions(JsonOption):
         profile = _target(self.hardware, self.devices)
         devices = self.devices or int(profile.devices_per_node.value)
         training = {name: getattr(self, name) for name in self.training} | {"eval_every": self.eval_every}
-        warmup = training.get("warmup", 0)
+        search = SearchSettings(self.learning_rates, steps=max(1, self.steps // 4, training.get("warmup", 0) + 1))
         settings = Settings(
             name="tune",
             family=self.family,
@@ -90,29 +90,16 @@ class TuneOptions(JsonOption):
             steps=self.steps,
             target_loss=self.target_loss,
             seeds=self.seeds,
-            search=SearchSettings(self.learning_rates, steps=max(1, self.steps // 4, warmup + 1)),
+            search=search,
         )
         config = settings.configs()[0]
-        request = PlanRequest(
-            model=sizes_of(config),
-            profile=profile,
-            batch=config.batch,
-            devices=devices,
-            goal=self.goal,
-            dtype=config.dtype,
-        )
+        what: dict[str, Any] = {"model": sizes_of(config), "batch": config.batch, "dtype": config.dtype}
+        request = PlanRequest(**what, profile=profile, devices=devices, goal=self.goal)
         blocks = self.blocks or tuple(count for count in (2, 4, 8, 16) if count <= max(2, devices))
         out = self.out or Path(f"tune-{self.family}-{datetime.now(UTC):%Y%m%d-%H%M%S}")
         with launch_defaults(device=self.device, announces=True):
-            result = tune(
-                settings,
-                request,
-                product(blocks, self.ghosts),
-                out.absolute(),
-                minutes=self.minutes,
-                resume=self.resume,
-                show=True,
-            )
+            how: dict[str, Any] = {"minutes": self.minutes, "resume": self.resume, "show": True}
+            result = tune(settings, request, product(blocks, self.ghosts), out.absolute(), **how)
         command = _command(result, self)
         data = as_data(result, command)
         write_json(out / RESULT, data)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from phantom_parallel.cost.planner import Candidate, Layout, ModelSizes, PlanRequest, plan, rank_by
+from phantom_parallel.cost.planner import Candidate, Layout, ModelSizes, PlanRequest, plan
 from phantom_parallel.cost.terms import optimizer_of
 from phantom_parallel.distributed.launch import launch
 from phantom_parallel.study.analysis import ratio_interval
@@ -32,6 +32,7 @@ from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.utils.files import FolderLock
 
 RESULT = "tune.json"
+EQUAL = Interval(1.0, None, None, 1)
 FINALISTS = 3
 AT_MOST = 3  # times the dense model's steps that a phantom model is trained for
 # Parts of the budget: for the dense model's seeds, for searches of phantom models, and up to the last rung.
@@ -47,7 +48,7 @@ class Tuned:
     layout: Candidate  # the best on the machine
     dense: Candidate
     goal: str
-    steps: Interval | None = None  # over seeds; without an interval where it is an estimate or there is one seed
+    steps: Interval | None = EQUAL  # over seeds; without an interval where it is an estimate or there is one seed
     estimated: bool = True  # whether the steps are those to the loss of a short training, and not to the target
     reached: bool = False  # whether it reached the target with every seed
 
@@ -61,14 +62,9 @@ class Tuned:
         return self._times(self.layout.joules / self.dense.joules) if known else None  # type: ignore[operator]
 
     @property
-    def step_cost(self) -> float:
-        """What a step costs of the dense model's, in the measure of the goal."""
-        return rank_by(self.goal, self.layout)[0] / rank_by(self.goal, self.dense)[0]  # type: ignore[arg-type]
-
-    @property
     def cost(self) -> Interval | None:
         """The cost to the loss, in the measure of the goal."""
-        return self._times(self.step_cost)
+        return self.time if self.goal == "time" else self.energy
 
     def _times(self, factor: float) -> Interval | None:
         if self.steps is None:
@@ -127,7 +123,9 @@ def _candidates(
     models, reasons = [], []
     for blocks, ghosts in grid:
         try:
-            replace(settings, cells=(_cell(blocks, ghosts),))  # refuses models that are not possible
+            replace(
+                settings, cells=({"strategy": "phantom", "blocks": blocks, "ghosts": ghosts},)
+            )  # refuses models that are not possible
             own = replace(request, strategy=("phantom",), blocks=(blocks,), ghosts=(ghosts,))
             models.append(Tuned(blocks, ghosts, plan(own).best_of_each[0], dense, request.goal))
         except ValueError as error:
@@ -135,10 +133,6 @@ def _candidates(
     if not models:
         raise ValueError(f"no phantom model of these blocks and ghosts is possible: {reasons[0]}")
     return models
-
-
-def _cell(blocks: int, ghosts: int) -> dict[str, Any]:
-    return {"strategy": "phantom", "blocks": blocks, "ghosts": ghosts}
 
 
 def tune(
@@ -166,14 +160,15 @@ def tune(
     dense = plan(replace(request, strategy=others)).best_dense
     assert dense is not None
     models = _candidates(settings, request, grid, dense)
-    cheaper = [model for model in models if model.step_cost < 1]
-    cells = [_cell(model.blocks, model.ghosts) for model in cheaper]
+    cheaper = [model for model in models if model.cost and model.cost.mean < 1]
+    cells = [{"strategy": "phantom", "blocks": model.blocks, "ghosts": model.ghosts} for model in cheaper]
     settings = replace(settings, cells=({"strategy": "dense"}, *cells))
     first = settings.configs()[0]
     first.task().check(first)
     with FolderLock(out) as lock:
         prepare_folder(out, settings.to_dict(), resume, lock)
-        result = TuneResult(request, dense, settings.target_loss, (), {}, tuple(models), len(models) - len(cheaper))
+        untrained = tuple(replace(model, steps=None) for model in models)
+        result = TuneResult(request, dense, settings.target_loss, (), {}, untrained, len(models) - len(cheaper))
         if cheaper:
             result = launch(1, _measure, settings, RunOptions(out, resume, show), result, cheaper, 60 * minutes)
     return result
@@ -216,6 +211,7 @@ def _measure(
         runs = [to_target(run, target, settings.steps, None) for run in runs]
         affordable = max(FINALISTS, int(_SEARCH_SHARE * budget / max(one_search, 1e-9)))
         phantoms = phantoms[:: -(-len(phantoms) // affordable)]  # evenly over blocks and ghosts
+        named = {contender.label: named[contender.label] for contender in phantoms}
         rates |= search_rates(phantoms)
         steps, left = settings.search.steps, {contender.label: contender for contender in phantoms}
         while True:
