@@ -106,7 +106,7 @@ class TuneResult:
     def pays(self) -> bool:
         """Whether a phantom model is cheaper to the loss, and its interval says so."""
         cost = self.best.cost if self.best else None
-        return cost is not None and (cost.mean if cost.high is None else cost.high) < 1
+        return cost is not None and cost.high is not None and cost.high < 1
 
 
 def sizes_of(config: TrainConfig) -> ModelSizes:
@@ -219,8 +219,7 @@ def _measure(
                 config = settings.config(contender, lr=rates[label], seed=settings.search.seed, steps=steps)
                 first = steps == settings.search.steps
                 name = f"search {label} lr={config.lr:g}" if first else f"rung {label} steps={steps} lr={config.lr:g}"
-                ratio = Interval(_relative_steps(train(name, config), runs[0]), None, None, 1)
-                named[label] = replace(named[label], steps=ratio)
+                named[label] = replace(named[label], steps=_relative_steps(train(name, config), runs[0]))
             order = sorted(left, key=lambda label: _mean_cost(named[label]))
             if spent() > _RUNGS_SHARE * budget or len(left) <= FINALISTS or 2 * steps > settings.steps:
                 break
@@ -258,12 +257,13 @@ def _target(settings: Settings, runs: Sequence[Run]) -> float:
     return settings.target_loss
 
 
-def _relative_steps(run: Run, dense: Run) -> float:
-    """Steps of a run over those after which the dense model first had its last loss; infinite if it diverged."""
+def _relative_steps(run: Run, dense: Run) -> Interval | None:
+    """Steps of a run over those after which the dense model first had its lowest loss; None if it diverged."""
     if run.loss is None:
-        return float("inf")
+        return None
     loss = min(point.loss for point in run.curve)
-    return run.steps / next((point.step for point in dense.curve if point.loss <= loss), dense.curve[-1].step)
+    steps = next((point.step for point in dense.curve if point.loss <= loss), dense.curve[-1].step)
+    return Interval(run.steps / steps, None, None, 1)
 
 
 def _mean_cost(model: Tuned) -> float:
