@@ -44,7 +44,7 @@ class DelayedWork(dist._Work):
         for output in outputs:
             _bytes(output).fill_(0xFF)
         for t, value in zip(inputs, self.sent, strict=True):
-            if not any(t is output for output in outputs):
+            if not any(t is output for output in outputs) and not torch.equal(_bytes(t), value):
                 _bytes(t).copy_(value)  # a gather in place: the input is a part of the output
         self.poisoned = [_bytes(t).clone() for t in outputs]
 
@@ -138,6 +138,10 @@ class DelayedGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> DelayedWork:
         return self._start(tensors, tensors, lambda: self._gloo.broadcast(tensors, opts).wait())
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> DelayedWork:
+        parts = [part for group in inputs for part in group]
+        return self._start(parts, outputs, lambda: self._gloo.scatter(outputs, inputs, opts).wait())
 
     def all_gather_single(self, output: Tensor, x: Tensor, opts: Any = None) -> DelayedWork:
         parts = list(output.view(self._size, -1).unbind(0))
