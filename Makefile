@@ -7,7 +7,7 @@ PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 .PHONY: help venv compare test test-all campaign lint docs bench clean
 
 help:
-	@echo "make compare  train on real data to the same loss on emulated hosts, by phantom, tensor parallel, FSDP2 and others; show what it cost"
+	@echo "make compare  train to the same loss on emulated hosts, by phantom, tensor parallel, Megatron and others; show what it cost"
 	@echo "make venv     make $(VENV) with everything pinned in constraints.txt"
 	@echo "make test     lint, then the tests but those of the second tier"
 	@echo "make test-all lint, then all tests"
@@ -34,7 +34,8 @@ $(VENV)/dev: $(VENV)/run
 
 compare: $(VENV)/run
 	out=out/compare-$$(date -u +%Y%m%d-%H%M%S); \
-	$(BIN)/phantom compare --preset darcy-hosts --hosts-optional --out $$out && \
+	$(BIN)/phantom compare --preset darcy-hosts --hosts-optional --out $$out --strategies phantom tensor megatron \
+		phantom+int8 megatron+int8 phantom@1x1 dense@1x1 small-dense@1x1 && \
 	$(BIN)/phantom compare --preset digits-hosts --hosts-optional --out $$out-digits \
 		--strategies phantom tensor megatron small-dense@1x1 --seeds 2
 
