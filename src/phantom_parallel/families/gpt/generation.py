@@ -110,10 +110,10 @@ def generate(
     """
     sampling, ends = Sampling(temperature, top_k, top_p, seed), sorted(set(stop or ()))
     prompts = Prompts.of(prompt_tokens)
+    _check_agreement(model, prompts, tokens=tokens, stop=ends, **asdict(sampling))  # first: no rank waits for another
     check_request(model.config, prompts, tokens, sampling)
     if ends and not 0 <= ends[0] <= ends[-1] < model.config.vocab:
         raise ValueError(f"stop must be tokens from 0 to {model.config.vocab - 1}, got {ends}")
-    _check_agreement(model, prompts, tokens=tokens, stop=ends, **asdict(sampling))
     device = to_local(model.embedding.weight).device
     cache, sampler, stops = prompts.new_cache(model, tokens), Sampler(sampling), torch.tensor(ends, device=device)
     inputs = prompts.tokens.to(device, torch.long)
