@@ -127,7 +127,8 @@ def test_files_of_the_package_that_are_named_exist(page):
 @every_page
 def test_python_snippets_run(page, ranks, tmp_path):
     for size, parts in snippets(page):
-        ranks(size)(run_snippets, str(page.relative_to(ROOT)), parts, tmp_path)
+        done = ranks(size)(run_snippets, str(page.relative_to(ROOT)), parts, tmp_path)
+        assert len(done) == size  # a snippet that raises is a RankFailed, with its line
 
 
 def snippets(page):
@@ -170,7 +171,7 @@ def test_a_snippet_that_fails_is_reported_with_its_line(ranks, tmp_path):
 @every_page
 def test_toml_snippets_are_valid(page):
     for _, code in blocks(page, "toml"):
-        tomllib.loads(code)
+        assert tomllib.loads(code)
 
 
 def commands():
