@@ -76,11 +76,10 @@ def _attempt(artefacts: Path, seed: int, number: int) -> tuple[str, str, list[Pr
 
 def _problems(arguments: list[str], folder: Path) -> Iterator[Problem]:
     out, err = io.StringIO(), io.StringIO()
-    os.chdir(folder)
     os.environ |= {"PHANTOM_PROFILES": str(folder / "profiles"), "XDG_CACHE_HOME": str(folder / "cache")}
     signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code: Any = program.main(arguments)
     except SystemExit as error:
         code = error.code or 0
@@ -91,7 +90,6 @@ def _problems(arguments: list[str], folder: Path) -> Iterator[Problem]:
         return
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        os.chdir("/")
     if "Traceback (most recent call last)" in err.getvalue():
         yield "traceback", err.getvalue()[-1500:]
     elif code == 0 and "--json" in arguments:

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,8 @@ from phantom_parallel.cli.main import main
 from phantom_parallel.cli.options import ranks_of_launcher
 from phantom_parallel.cli.train import options_for
 from phantom_parallel.distributed.launchers import first_host, is_on_first_host, rank_variables, reports_error
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 # As srun sets them for the sixth task of --nodes 2 --ntasks 8.
 STEP = {
@@ -222,7 +225,8 @@ def test_a_process_of_torchrun_takes_part_in_several_launches(tmp_path):
         "for _ in range(3): launch(2, return_nothing)\n"
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    assert subprocess.run([*torchrun, str(script)], timeout=120).returncode == 0
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    assert subprocess.run([*torchrun, str(script)], env=environment, timeout=120).returncode == 0
 
 
 @pytest.mark.slow
