@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from phantom_parallel._version import __version__
 
 if TYPE_CHECKING:
-    from phantom_parallel.checkpoint.model import consolidate_model, load_model, save_model, verify_model
+    from phantom_parallel.checkpoint.model import load_model, save_model, verify_model
     from phantom_parallel.conversion.api import convert, replace_linear
     from phantom_parallel.conversion.run import heal
     from phantom_parallel.cost.ledger import Ledger
@@ -39,7 +39,6 @@ __all__ = [
     "ReorderFeatures",
     "TensorLinear",
     "__version__",
-    "consolidate_model",
     "convert",
     "find_feature_order",
     "gather_features",
@@ -58,7 +57,7 @@ _HOMES = {
     "phantom_parallel.conversion.run": ("heal",),
     "phantom_parallel.cost.ledger": ("Ledger",),
     "phantom_parallel.energy": ("EnergyMeter", "PowerProfile"),
-    "phantom_parallel.checkpoint.model": ("consolidate_model", "load_model", "save_model", "verify_model"),
+    "phantom_parallel.checkpoint.model": ("load_model", "save_model", "verify_model"),
     "phantom_parallel.families.ffn.config": ("FFNConfig",),
     "phantom_parallel.families.ffn.model": ("FFN",),
     "phantom_parallel.families.gpt.config": ("GPTConfig",),

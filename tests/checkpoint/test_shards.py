@@ -1,4 +1,4 @@
-"""Folders that ranks write and read together: torch's own reader, digests, and errors that all ranks raise."""
+"""Folders that ranks write and read together: torch's own reader, and errors that all ranks raise."""
 
 import errno
 import json
@@ -20,7 +20,6 @@ from phantom_parallel.checkpoint.shards import (
     group_of,
     save_parts,
     storage_group,
-    verify,
     write_file,
     write_tensors,
 )
@@ -49,14 +48,10 @@ def cut(mesh) -> dict[str, torch.Tensor]:
     }
 
 
-def finish(folder: Path, files: dict[str, str]) -> None:
-    (folder / "about.json").write_text(json.dumps({"files": files}))
-
-
 def write(path: str) -> None:
     tensors = cut(init_device_mesh("cpu", (dist.get_world_size(),)))
     parts = {name: Part.of(tensor) for name, tensor in tensors.items()}
-    save_parts(parts, Path(path), storage_group(group_of(tensors.values())), prefix="state", finish=finish)
+    save_parts(parts, Path(path), storage_group(group_of(tensors.values())), prefix="state", finish=lambda folder: None)
 
 
 def gathered(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -104,25 +99,18 @@ def test_what_several_ranks_hold_is_written_once(ranks, tmp_path):
     assert counts == {"rows": 3, "columns": 4} | dict.fromkeys(("replicated", "plain", "step", "flags", "empty"), 1)
 
 
-def test_a_missing_file_and_a_changed_byte_are_errors(ranks, tmp_path):
+def test_a_missing_and_a_short_file_are_errors(ranks, tmp_path):
     path = tmp_path / "folder"
     ranks(2)(write, str(path))
-    verify(path / "about.json")
     file = path / "state-00002-of-00002.safetensors"
     data = file.read_bytes()
-    file.write_bytes(data[:-1] + b"\x55")
-    with pytest.raises(ValueError, match=f"{file.name} has changed"):
-        verify(path / "about.json")
     file.write_bytes(data[:-1])
     with pytest.raises(ValueError, match="folder has a file that is not readable as safetensors"):
         StoredTensors(path)
     file.write_bytes(data)
-    file = path / "state-00001-of-00002.safetensors"
-    file.unlink()
+    (path / "state-00001-of-00002.safetensors").unlink()
     with pytest.raises(ValueError, match="does not have all of columns"):
         StoredTensors(path)
-    with pytest.raises(ValueError, match=file.name):
-        verify(path / "about.json")
 
 
 def fail_on_one_rank(path: str, failing: int) -> str:
@@ -141,7 +129,7 @@ def fail_on_one_rank(path: str, failing: int) -> str:
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_full_disk_on_one_rank_is_raised_on_all_and_leaves_nothing(ranks, tmp_path, failing):
     found = ranks(2)(fail_on_one_rank, str(tmp_path / "folder"), failing)
-    assert found == [f"No space left on device on rank {failing}"] * 2
+    assert found == [f"{tmp_path / 'folder'} cannot be written: No space left on device on rank {failing}"] * 2
     assert not list(tmp_path.iterdir())
 
 

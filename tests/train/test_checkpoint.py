@@ -16,7 +16,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from phantom_parallel.checkpoint import shards
-from phantom_parallel.checkpoint.shards import verify
 from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.families.ffn.config import FFNTrainConfig
 from phantom_parallel.train import checkpoint, train
@@ -77,7 +76,7 @@ def test_a_damaged_checkpoint_is_an_error_that_names_it(saved, damage, message):
     [
         ({"lr": 0.5}, r"was trained with lr=0.001, not 0.5: resume with the same"),
         ({"depth": 2}, r"was trained with depth=1, not 2"),
-        ({"steps": 2}, "has reached step 2 already: resume with more steps than 2"),
+        ({"steps": 2}, "has reached step 2 already: resume with more steps"),
     ],
 )
 def test_someone_elses_checkpoint_is_an_error_that_names_the_difference(saved, change, message):
@@ -121,15 +120,6 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     expected, found = (load_file(tmp_path / name / "step-000002" / STATE) for name in ("expected", "late"))
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
-
-
-def test_a_changed_byte_is_noticed_on_request(saved):
-    verify(saved / "checkpoint.json")
-    data = bytearray((saved / STATE).read_bytes())
-    data[-100] ^= 1
-    (saved / STATE).write_bytes(data)
-    with pytest.raises(ValueError, match=f"{STATE} has changed since it was written"):
-        verify(saved / "checkpoint.json")
 
 
 def state_of(config: FFNTrainConfig, path: str) -> dict[str, torch.Tensor]:
@@ -203,10 +193,8 @@ def fails_on_rank_1(folder: str) -> tuple[str, int]:
 def test_a_full_disk_on_one_rank_ends_all_before_the_next_step_and_names_the_last_good_one(ranks, tmp_path):
     found = ranks(2)(fails_on_rank_1, str(tmp_path))
     for message, _ in found:
-        assert message == (
-            f"a checkpoint in {tmp_path} cannot be written: No space left on device on rank 1; "
-            f"the last good checkpoint is {tmp_path / 'step-000100'}"
-        )
+        assert "step-000200 cannot be written: No space left on device on rank 1" in message
+        assert message.endswith(f"the last good checkpoint is {tmp_path / 'step-000100'}")
     assert found[0][1] == found[1][1] < 300  # the next boundary, at which all ranks meet
     assert [path.name for path in tmp_path.iterdir()] == ["step-000100"]
 
@@ -244,7 +232,7 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path, count):
         found = checkpoint.list_checkpoints(tmp_path)
         assert 1 <= len(found) <= 3  # one may be about to be dropped
         for path in found:
-            Trainer(config.updated(ranks=1), ParallelContext(), None).resume(path)  # every byte is checked
+            Trainer(config.updated(ranks=1), ParallelContext(), None).resume(path)
         assert int(found[-1].name[5:]) > reached
         reached = int(found[-1].name[5:])
 

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import stat
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -167,11 +166,14 @@ def compiled_losses(config: FFNTrainConfig) -> tuple[dict[int, tuple], int]:
         return losses(config), len(seen)
 
 
-def test_a_compiled_model_learns_the_same():
+def test_a_compiled_model_learns_the_same_and_its_code_is_kept_in_the_users_own_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     expected = curve(losses(PHANTOM.updated(steps=3)))
     found, graphs = compiled_losses(PHANTOM.updated(compile=True, steps=3))
     assert curve(found) == pytest.approx(expected, rel=1e-4)
     assert graphs
+    assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(tmp_path)
 
 
 @pytest.mark.slow
@@ -309,22 +311,8 @@ def test_ranks_agree_on_a_boundary_twice_a_second_and_not_at_every_step(monkeypa
         polls.append(now[0])
         return [3 * float(seconds), 3 * here, 3 * ranks]
 
-    progress = SimpleNamespace(step=0)
-    trainer = SimpleNamespace(parallel=ParallelContext(), progress=progress, sum_over_ranks=sum_over_ranks)
-    poll = loop._BoundaryPoll(trainer)
+    trainer = SimpleNamespace(parallel=ParallelContext(), sum_over_ranks=sum_over_ranks, _polled=(0, 0.0), _next_poll=1)
     for step in range(1, 201):
         now[0] += 1 / 128
-        assert not poll.wanted(step, False)
+        assert not loop.Trainer._boundary_wanted(trainer, step, False)
     assert [round(128 * moment) for moment in polls] == [1, 65, 129, 193]
-
-
-def test_compiled_code_is_kept_in_the_users_own_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
-    loop._keep_compiled_code_private()
-    folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-    assert folder.is_relative_to(tmp_path)
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "chosen")
-    loop._keep_compiled_code_private()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "chosen"

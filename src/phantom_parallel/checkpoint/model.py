@@ -1,13 +1,10 @@
 """Models as a folder of safetensors files and ``config.json``: no pickle, so that loading a model runs no code from it.
 
-By default the folder has files of whole tensors, ``model.safetensors``, which any reader of safetensors takes. Ranks
-write their own parts, and rank 0 makes the whole files from those on the disk. A rank that reads takes its own part
-only.
+The folder has files of whole tensors, ``model.safetensors``, which any reader of safetensors takes. Ranks write their
+own parts, and rank 0 makes the whole files from those on the disk. A rank that reads takes its own part only.
 """
 
 import os
-import shutil
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -20,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from phantom_parallel.checkpoint.shards import (
-    INDEX,
     MAX_SHARD_SIZE,
     Group,
     Part,
@@ -31,8 +27,8 @@ from phantom_parallel.checkpoint.shards import (
     rank_in,
     read_description,
     save_parts,
+    sha256_of,
     storage_group,
-    verify,
     write_tensors,
 )
 from phantom_parallel.distributed.objects import all_gather_objects, barrier, process_group_of
@@ -51,7 +47,6 @@ def save_model(
     path: str | os.PathLike[str],
     *,
     overwrite: bool = False,
-    consolidate: bool = True,
     max_shard_size: int = MAX_SHARD_SIZE,
     complete: Callable[[Path], None] | None = None,
 ) -> None:
@@ -65,8 +60,6 @@ def save_model(
             loaded without ``into``.
         path: The folder.
         overwrite: Replace a folder that exists, once the new one is complete.
-        consolidate: Make whole tensors from the parts, on rank 0. If False, each rank's file stays as it is, which is
-            faster for large models; `consolidate_model` can follow later.
         max_shard_size: Largest size in bytes of a file of whole tensors. If the model is larger, there are several
             files, with an index as Hugging Face has it.
         complete: Called on rank 0 with the folder before it gets its name, to add files.
@@ -76,31 +69,25 @@ def save_model(
         OSError: On every rank, if the model cannot be written.
         ValueError: If a tensor cannot be saved, such as one that is no DTensor and differs between ranks.
     """
-    path, config = _target(path), getattr(model, "config", None)
-    tensors = _tensors_of(model)
+    path, config, tensors = _target(path), getattr(model, "config", None), _tensors_of(model)
     parts = {name: Part.of(tensor) for name, tensor in tensors.items()}
     group = _storage_group(model, tensors)
+    options: dict[str, Any] = {"overwrite": overwrite, "max_shard_size": max_shard_size, "complete": complete}
+    if group is None:
+        layouts = [TensorLayout(name, part.shape, part.values.dtype) for name, part in parts.items()]
+        write_model(config, layouts, lambda name: parts[name].values, path, **options)
+        return
     on_every_rank(lambda: check_replaceable(path, overwrite, CONFIG) if rank_in(group) == 0 else None, group)
     _check_copies(tensors, group)
 
-    def finish(scratch: Path, files: dict[str, str]) -> None:
-        if consolidate:
-            digests = _consolidate(scratch, scratch, max_shard_size)
-            for name in files:
-                (scratch / name).unlink()
-            files = digests
+    def finish(scratch: Path) -> None:
+        parts, stored = list(scratch.iterdir()), StoredTensors(scratch)
+        files = write_tensors(scratch, list(stored.layouts.values()), stored.load, max_shard_size)
+        for file in parts:
+            file.unlink()
         _complete(scratch, config, files, complete)
 
-    try:
-        if group is None:
-            layouts = [TensorLayout(name, part.shape, part.values.dtype) for name, part in parts.items()]
-            with atomic_folder(path) as scratch:
-                files = write_tensors(scratch, layouts, lambda name: parts[name].values, max_shard_size)
-                _complete(scratch, config, files, complete)
-        else:
-            save_parts(parts, path, group, prefix="shard", finish=finish)
-    except OSError as error:
-        raise OSError(f"the model {path} cannot be written: {error.strerror or error}") from None
+    save_parts(parts, path, group, prefix="shard", finish=finish)
 
 
 def write_model(
@@ -113,8 +100,8 @@ def write_model(
     max_shard_size: int = MAX_SHARD_SIZE,
     complete: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write a model that no process holds whole, as `save_model` does: ``load`` returns the tensor of a name, and is
-    called once for each of ``layouts``. One process calls this, and holds one file of tensors at a time.
+    """Write a model from one process that holds one file of tensors at a time: ``load`` returns the tensor of a name,
+    and is called once for each of ``layouts``. The rest is as for `save_model`.
     """
     path = _target(path)
     check_replaceable(path, overwrite, CONFIG)
@@ -137,12 +124,8 @@ def _complete(folder: Path, config: Any, files: dict[str, str], complete: Callab
 
 
 class StoredModel:
-    """A model on disk, whose description and shapes of tensors are checked when it is opened.
-
-    Attributes:
-        config: The model's config; None if it is to fill the module ``into``.
-        tensors: Its tensors.
-        dtype: Their dtype.
+    """A model on disk, whose description and shapes of tensors are checked when it is opened. Its ``config`` is None if
+    it is to fill the module ``into``.
     """
 
     def __init__(
@@ -229,29 +212,17 @@ def load_model(
     return model
 
 
-def consolidate_model(path: str | os.PathLike[str], *, max_shard_size: int = MAX_SHARD_SIZE) -> None:
-    """Replace the files of a model that ranks wrote with ``consolidate=False`` by files of whole tensors.
-
-    One process calls this. It holds one of the new files at a time.
-    """
-    path = Path(path).absolute()
-    description = read_description(path / CONFIG, "model", FORMAT, VERSION)
-    verify(path / CONFIG)
-    with atomic_folder(path) as scratch:
-        for file in path.iterdir():
-            if file.is_file() and file.name not in {*description["files"], CONFIG, INDEX}:
-                shutil.copy2(file, scratch)
-        files = _consolidate(path, scratch, max_shard_size)
-        write_json(scratch / CONFIG, description | {"files": files})
-
-
 def verify_model(path: str | os.PathLike[str]) -> None:
     """Compare the files of a model with the digests that were taken when they were written.
 
     Raises:
         ValueError: If a file is missing or has changed.
     """
-    verify(Path(path) / CONFIG)
+    path = Path(path)
+    for name, digest in read_description(path / CONFIG, "model", FORMAT, VERSION)["files"].items():
+        file = path / Path(name).name
+        if not file.is_file() or sha256_of(file) != digest:
+            raise ValueError(f"{path} is not as it was written: {name} has changed since, or is missing")
 
 
 def family_of(path: str | os.PathLike[str]) -> str:
@@ -265,12 +236,6 @@ def read_config(path: str | os.PathLike[str]) -> Any:
     return _config(read_description(file, "model", FORMAT, VERSION), file)
 
 
-def _consolidate(shards: Path, target: Path, limit: int) -> dict[str, str]:
-    """Make files of whole tensors in ``target`` from ``shards``; their digests."""
-    stored = StoredTensors(shards)
-    return write_tensors(target, list(stored.layouts.values()), stored.load, limit)
-
-
 def _storage_group(model: nn.Module, tensors: Mapping[str, Tensor]) -> Group:
     """The ranks that hold parts of a model, once all of them are there. The stages of a pipeline hold whole tensors."""
     mesh = getattr(model, "mesh", None)
@@ -281,11 +246,7 @@ def _storage_group(model: nn.Module, tensors: Mapping[str, Tensor]) -> Group:
 
 
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """What ``state_dict`` has, detached.
-
-    Raises:
-        ValueError: If it has something that cannot be saved.
-    """
+    """What ``state_dict`` has, detached; ValueError if it has something that cannot be saved."""
     tensors = model.state_dict()
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
@@ -296,11 +257,7 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _check_copies(tensors: Mapping[str, Tensor], group: Group) -> None:
-    """Raise on every rank if a tensor that is no DTensor differs between ranks, as it is saved once; warn if it does by
-    rounding.
-    """
-    if group is None:
-        return
+    """Raise on every rank if a tensor that is no DTensor, which is saved once, differs by more than rounding."""
     plain = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor) and tensor.numel()}
     shapes = all_gather_objects({name: list(tensor.shape) for name, tensor in plain.items()}, group)
     for name in [name for name in shapes[0] if all(name in each for each in shapes)]:
@@ -310,11 +267,11 @@ def _check_copies(tensors: Mapping[str, Tensor], group: Group) -> None:
         extremes = torch.stack([values, -values])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
         spread, largest = float(extremes.sum(0).max()), float(extremes.max())
-        problem = f"{name} is no DTensor, and differs between ranks by up to {spread:.3g}"
         if spread > _ROUNDING * largest:
-            raise ValueError(f"{problem}: it would be saved once. Shard it, or give it the same gradients on all ranks")
-        if spread > 0:
-            warnings.warn(f"{problem}, as by rounding: it is saved as one rank has it", UserWarning, stacklevel=3)
+            raise ValueError(
+                f"{name} is no DTensor, and differs between ranks by up to {spread:.3g}: it would be saved once. "
+                "Shard it, or give it the same gradients on all ranks"
+            )
 
 
 def _config(description: dict[str, Any], path: Path, strategy: str | None = None) -> Any:

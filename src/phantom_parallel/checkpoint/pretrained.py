@@ -66,9 +66,8 @@ class PretrainedModel:
             self.files[GENERATION_CONFIG] = (json.dumps(settings, indent=2) + "\n").encode()
 
     def _open_safetensors(self) -> Callable[[str], Tensor]:
-        files, index = _safetensors_files(self.path)
         where: dict[str, Path] = {}
-        for file in files:
+        for file in _safetensors_files(self.path):
             try:
                 with safe_open(file, framework="pt") as opened:
                     tensors = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no dictionary)
@@ -77,12 +76,7 @@ class PretrainedModel:
             for name, tensor in tensors.items():
                 if (kind := tensor.get_dtype()) not in _FLOATS:
                     raise ValueError(f"{file}: {name} is of the dtype {kind}: only {', '.join(_FLOATS)} are supported")
-                if name in where:
-                    raise ValueError(f"{name} is in {where[name]} and in {file}: keep one of the two")
                 self.shapes[name], where[name] = tuple(tensor.get_shape()), file
-        for name, file in index.items():
-            if where.get(name) != file:
-                raise ValueError(f"{self.path / INDEX} has the tensor {name} in {file.name}, which does not hold it")
 
         def load(name: str) -> Tensor:
             with safe_open(where[name], framework="pt") as opened:
@@ -133,10 +127,7 @@ def copy_kept_files(source: Path, folder: Path) -> None:
 
 def read_kept_files(folder: Path) -> dict[str, bytes]:
     """The contents of the files of `KEPT_FILES` in a model's folder. A chat template inside the tokenizer's settings is
-    also a file of its own.
-
-    Raises:
-        ValueError: If a file does not hold what it should: it may be a link to a private file of another kind.
+    also a file of its own. ValueError if a file is of another kind: it may be a link to a private one.
     """
     files: dict[str, bytes] = {}
     template = None
@@ -169,10 +160,10 @@ def _gguf_file(path: Path) -> Path | None:
     return files[0]
 
 
-def _safetensors_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
-    """The files of a model's tensors, and the file of each tensor if there is an index of them."""
+def _safetensors_files(folder: Path) -> list[Path]:
+    """The files of a model's tensors."""
     if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS], {}
+        return [folder / WEIGHTS]
     if not (folder / INDEX).is_file():
         pickled = next(folder.glob("*.bin"), None)
         hint = f"; {pickled.name} is a pickle, which could run code" if pickled is not None else ""
@@ -180,8 +171,4 @@ def _safetensors_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
     names = read_json(folder / INDEX).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(n, str) and Path(n).name == n for n in names.values()):
         raise ValueError(f'{folder / INDEX}: "weight_map" must give the file of each tensor')
-    files = [folder / name for name in sorted(set(names.values()))]
-    for file in files:
-        if not file.is_file():
-            raise ValueError(f"{file} is missing, which {INDEX} names")
-    return files, {name: folder / file for name, file in names.items()}
+    return [folder / name for name in sorted(set(names.values()))]

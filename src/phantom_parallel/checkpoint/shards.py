@@ -113,11 +113,7 @@ def rank_in(group: Group) -> int:
 
 
 def on_every_rank(work: Callable[[], T], group: Group) -> T:
-    """Run ``work`` on every rank of ``group`` and raise the error of the first rank that has one on all of them.
-
-    Returns:
-        What ``work`` returned on this rank.
-    """
+    """Run ``work`` on every rank of ``group`` and raise the error of the first rank that has one on all of them."""
     result, error = None, None
     try:
         result = work()
@@ -127,46 +123,45 @@ def on_every_rank(work: Callable[[], T], group: Group) -> T:
     return cast(T, result)
 
 
-def save_parts(
-    parts: Parts, path: Path, group: Group, *, prefix: str, finish: Callable[[Path, dict[str, str]], None]
-) -> None:
+def save_parts(parts: Parts, path: Path, group: Group, *, prefix: str, finish: Callable[[Path], None]) -> None:
     """Write the parts of all ranks to a folder that takes the place of ``path`` once it is complete.
 
     Every rank of ``group`` calls this. What several ranks hold is written by one of them. Names of files begin with
-    ``prefix``; ``finish`` is called on rank 0 with the folder and the digest of each file, once all files are there.
+    ``prefix``; ``finish`` is called on rank 0 with the folder, once all files are there.
 
     Raises:
-        OSError: On every rank, if one of them could not write or ``finish`` raised. It names the rank.
+        OSError: On every rank, if one of them could not write or ``finish`` raised. It names the folder and the rank.
     """
     own = _assigned(parts, group)
     number, count = rank_in(group) + 1, 1 if group is None else dist.get_world_size(group)
     file = f"{prefix}-{number:05d}-of-{count:05d}.safetensors"
 
-    def write() -> dict[str, str]:
+    def write() -> None:
         if not scratch.is_dir():
             raise FileNotFoundError(f"{path.parent} is not the folder of rank 0: all ranks need a shared file system")
         offsets = {name: {"saved_offsets": list(part.offsets)} for name, part in own.items()}
         tensors = {name: part.values for name, part in own.items()}
         header = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
-        return {file: write_file(scratch / file, tensors, header)} if own else {}
+        if own:
+            write_file(scratch / file, tensors, header)
 
     def complete() -> None:
         if rank_in(group) == 0:
-            finish(scratch, files)
+            finish(scratch)
             replace_folder(scratch, path)
 
-    def naming_rank(work: Callable[[], T]) -> T:
+    def naming(work: Callable[[], None]) -> None:
         try:
-            return work()
+            work()
         except OSError as error:
-            raise OSError(f"{error.strerror or error} on rank {dist.get_rank()}" if group else str(error)) from None
+            where = f" on rank {dist.get_rank()}" if group else ""
+            raise OSError(f"{path} cannot be written: {error.strerror or error}{where}") from None
 
     with ExitStack() as stack:
         make = lambda: stack.enter_context(scratch_folder(path))  # noqa: E731
         scratch = make() if group is None else broadcast_from_rank_zero(make, group)
-        written = on_every_rank(lambda: naming_rank(write), group)
-        files = {file: digest for each in all_gather_objects(written, group) for file, digest in each.items()}
-        on_every_rank(lambda: naming_rank(complete), group)
+        on_every_rank(lambda: naming(write), group)
+        on_every_rank(lambda: naming(complete), group)
 
 
 def _assigned(parts: Parts, group: Group) -> Parts:
@@ -207,19 +202,23 @@ def write_tensors(
         plan[-1].append(layout)
     files = [f"model-{index:05d}-of-{len(plan):05d}.safetensors" for index in range(1, len(plan) + 1)]
     files = [WEIGHTS] if len(plan) == 1 else files
-    digests = {
-        file: write_file(folder / file, {layout.name: load(layout.name) for layout in chosen}, {"format": "pt"})
-        for file, chosen in zip(files, plan, strict=True)
-    }
+    for file, chosen in zip(files, plan, strict=True):
+        write_file(folder / file, {layout.name: load(layout.name) for layout in chosen}, {"format": "pt"})
     if len(plan) > 1:
         where = {layout.name: file for file, chosen in zip(files, plan, strict=True) for layout in chosen}
         total = sum(layout.bytes for chosen in plan for layout in chosen)
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
-    return digests
+    return {file: sha256_of(folder / file) for file in files}
 
 
-def write_file(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
-    """Write a safetensors file, flush it to the disk, and return the SHA-256 of its bytes."""
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_file(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file and flush it to the disk."""
     ready: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
@@ -235,7 +234,6 @@ def write_file(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str])
         raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from None
     with open(path, "rb") as file:
         os.fsync(file.fileno())
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class StoredTensors:
@@ -302,31 +300,10 @@ class _PartsPlanner(DefaultLoadPlanner):
 
 
 def read_description(path: Path, subject: str, kind: str, version: int) -> dict[str, Any]:
-    """Read the JSON object that describes the tensors beside it.
-
-    Raises:
-        ValueError: If the file is not readable, or its "format" and "version" are not ``kind`` and ``version``.
-    """
+    """Read the JSON object that describes the tensors beside it; ValueError if it is of another kind or version."""
     description = read_json(path)
     if description.get("format") != kind:
         raise ValueError(f'{path} is not a Phantom Parallel {subject}: expected "format": "{kind}"')
     if description.get("version") != version:
         raise ValueError(f"{path} has version {description.get('version')!r}, this release reads {version}")
     return description
-
-
-def verify(description: Path) -> None:
-    """Compare the files beside ``config.json`` of a model or ``checkpoint.json`` of a checkpoint with the digests that
-    were taken when they were written. One process calls this.
-
-    Raises:
-        ValueError: If there is no digest, or a file is missing or has changed since it was written.
-    """
-    try:
-        files = read_json(description)["files"]
-        for name, digest in files.items():
-            with open(description.parent / Path(name).name, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                    raise ValueError(f"{name} has changed since it was written")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{description.parent} is not as it was written: {error}") from None

@@ -7,7 +7,7 @@ their code. `BackgroundWriter` writes while training continues.
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -50,10 +50,8 @@ class Progress:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a folder, oldest first."""
-    return sorted(
-        (path for path in folder.glob("step-*") if path.name[5:].isdigit() and path.is_dir()),
-        key=step_of,
-    )
+    paths = (path for path in folder.glob("step-*") if path.name[5:].isdigit() and path.is_dir())
+    return sorted(paths, key=step_of)
 
 
 def step_of(path: Path) -> int:
@@ -72,21 +70,13 @@ def parts_of(optimizer: PartsOptimizer) -> Parts:
     for name, parameter in optimizer.parameters.items():
         parts[f"model.{name}"] = Part.of(parameter)
         for key, values in optimizer.state(name).items():
-            parts[_of(name, key)] = Part.like(parameter, values) if values.dim() else Part.of(values)
+            parts[f"optimizer.{name}.{key}"] = Part.like(parameter, values) if values.dim() else Part.of(values)
     return parts
 
 
 def stage(parts: Parts) -> Parts:
     """Copies in the host's memory, so that training may continue while they are written."""
-    return {
-        name: Part(part.values.to("cpu", copy=True).contiguous(), part.offsets, part.shape)
-        for name, part in parts.items()
-    }
-
-
-def non_finite(parts: Parts) -> str | None:
-    """Name of the first of this rank's parts with a value that is not finite; None if there is none."""
-    return next((name for name, part in parts.items() if not bool(part.values.isfinite().all())), None)
+    return {name: replace(part, values=part.values.to("cpu", copy=True).contiguous()) for name, part in parts.items()}
 
 
 def write(parts: Parts, config: TrainConfig, progress: Progress, folder: Path, group: Group) -> Path:
@@ -95,18 +85,9 @@ def write(parts: Parts, config: TrainConfig, progress: Progress, folder: Path, g
     Every rank of ``group`` calls this with its own parts. What went wrong on one rank is raised on all.
     """
     path = path_of(folder, progress.step)
-    description = {
-        "format": FORMAT,
-        "version": VERSION,
-        "task": config.kind,
-        **asdict(progress),
-        "config": config.to_dict(),
-    }
-
-    def finish(scratch: Path, files: dict[str, str]) -> None:
-        write_json(scratch / DESCRIPTION, description | {"files": files})
-
-    save_parts(parts, path, group, prefix="state", finish=finish)
+    description = {"format": FORMAT, "version": VERSION, "task": config.kind, **asdict(progress)}
+    description["config"] = config.to_dict()
+    save_parts(parts, path, group, prefix="state", finish=lambda folder: write_json(folder / DESCRIPTION, description))
     if rank_in(group) == 0:
         for old in list_checkpoints(folder)[: -config.keep]:
             remove_folder(old)
@@ -122,8 +103,7 @@ class BackgroundWriter:
 
     def __init__(self, ranks: Group) -> None:
         self.group = storage_group(ranks)
-        self._thread: threading.Thread | None = None
-        self._write: Future[Path] = Future()
+        self._write: Future[Path] | None = None
 
     def start(self, work: Callable[[], Path]) -> None:
         """Run ``work`` in the background, after the write before it."""
@@ -136,35 +116,60 @@ class BackgroundWriter:
             except BaseException as error:  # raised by `wait`
                 write.set_exception(error)
 
-        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
-        self._thread.start()
+        threading.Thread(target=run, name="checkpoint", daemon=True).start()
 
     @property
     def failed(self) -> bool:
         """Whether the write under way has failed on this rank."""
-        return self._write.done() and self._write.exception() is not None
+        return self._write is not None and self._write.done() and self._write.exception() is not None
 
     def wait(self) -> Path | None:
         """Wait for the write under way and return or raise what it did, once; None if there is none."""
-        if self._thread is None:
-            return None
-        self._thread.join()
-        write, self._write, self._thread = self._write, Future(), None
-        return write.result()
+        write, self._write = self._write, None
+        return None if write is None else write.result()
 
     def close(self, *, failed: bool) -> None:
         """Let a write under way end; for a moment only if this rank ``failed``, and the others perhaps with it."""
-        if self._thread is not None:
-            self._thread.join(_GRACE if failed else None)
+        if self._write is not None:
+            wait([self._write], _GRACE if failed else None)
 
 
-def check(path: Path, config: TrainConfig) -> Progress:
+def open_checkpoint(path: Path, config: TrainConfig) -> tuple[Progress, StoredTensors]:
     """Read a checkpoint's description and the headers of its files, but not its tensors.
 
     Raises:
         ValueError: If it is damaged, incomplete, or of another training.
     """
-    return _check(path, config)[0]
+    description = read_description(path / DESCRIPTION, "checkpoint", FORMAT, VERSION)
+    if description.get("task") != config.kind:
+        raise ValueError(f"{path} is of a training of the kind {description.get('task')!r}, not {config.kind!r}")
+    config.check_resumes(description.get("config", {}), str(path))
+    values = {field.name: description.get(field.name) for field in fields(Progress)}
+    progress = convert(values, Progress, str(path / DESCRIPTION))
+    if progress.data != config.task().data_digest(config):
+        raise ValueError(f"{path} was trained on data that have changed since: resume with the same")
+    if not _ends(progress, config):
+        if progress.step >= config.steps:
+            raise ValueError(f"{path} has reached step {progress.step} already: resume with more steps")
+        progress = replace(progress, summary=None)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, parameter in config.task().outline(config).named_parameters():
+        if parameter.requires_grad:
+            shapes[f"model.{name}"] = tuple(parameter.shape)
+            for key in state_keys(config):
+                shapes[f"optimizer.{name}.{key}"] = () if key == "step" else tuple(parameter.shape)
+    stored = StoredTensors(path)
+    stored.check(shapes, "this training")
+    return progress, stored
+
+
+def _ends(progress: Progress, config: TrainConfig) -> bool:
+    """Whether a training that ended there ends there with these settings too."""
+    if progress.summary is None or progress.step == config.steps:
+        return progress.summary is not None
+    loss, target = progress.summary.get("eval_loss"), config.target_loss
+    reached = loss is not None and target is not None and loss <= target
+    return progress.summary.get("status") == "target" and reached
 
 
 def load(path: Path, optimizer: PartsOptimizer, config: TrainConfig, group: Group) -> Progress:
@@ -173,7 +178,7 @@ def load(path: Path, optimizer: PartsOptimizer, config: TrainConfig, group: Grou
     Raises:
         ValueError: On every rank, if the checkpoint does not fit.
     """
-    progress, stored = on_every_rank(lambda: _check(path, config), group)
+    progress, stored = on_every_rank(lambda: open_checkpoint(path, config), group)
     for name, part in optimizer.parts.items():
         for key in optimizer.keys:
             optimizer.state(name)[key] = _empty_state(part, key, optimizer.fused)
@@ -181,47 +186,8 @@ def load(path: Path, optimizer: PartsOptimizer, config: TrainConfig, group: Grou
     return progress
 
 
-def _of(name: str, key: str) -> str:
-    return f"optimizer.{name}.{key}"
-
-
 def _empty_state(part: Tensor, key: str, fused: bool) -> Tensor:
-    """Memory for what the optimizer keeps of ``part``, contiguous as fused updates need it.
-
-    AdamW has its step on the host, unless updates are fused.
-    """
-    if key == "step":
+    """Memory for what the optimizer keeps of ``part``, contiguous as fused updates need it."""
+    if key == "step":  # AdamW has it on the host, unless updates are fused
         return torch.empty((), device=part.device if fused else "cpu")
     return torch.empty_like(part, memory_format=torch.contiguous_format, requires_grad=False)
-
-
-def _check(path: Path, config: TrainConfig) -> tuple[Progress, StoredTensors]:
-    progress = _progress(read_description(path / DESCRIPTION, "checkpoint", FORMAT, VERSION), path, config)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, parameter in config.task().outline(config).named_parameters():
-        if parameter.requires_grad:
-            shapes[f"model.{name}"] = tuple(parameter.shape)
-            for key in state_keys(config):
-                shapes[_of(name, key)] = () if key == "step" else tuple(parameter.shape)
-    stored = StoredTensors(path)
-    stored.check(shapes, "this training")
-    return progress, stored
-
-
-def _progress(description: dict[str, Any], path: Path, config: TrainConfig) -> Progress:
-    names = [field.name for field in fields(Progress)]
-    progress = convert({name: description.get(name) for name in names}, Progress, str(path / DESCRIPTION))
-    step, summary = progress.step, progress.summary
-    if description.get("task") != config.kind:
-        raise ValueError(f"{path} is of a training of the kind {description.get('task')!r}, not {config.kind!r}")
-    config.check_resumes(description.get("config", {}), str(path))
-    if progress.data != config.task().data_digest(config):
-        raise ValueError(f"{path} was trained on data that have changed since: resume with the same")
-    if summary is not None:  # does it end there with these settings too?
-        loss, target = summary.get("eval_loss"), config.target_loss
-        reached = summary.get("status") == "target" and target is not None and loss is not None and loss <= target
-        if step == config.steps or reached:
-            return progress
-    if step >= config.steps:
-        raise ValueError(f"{path} has reached step {step} already: resume with more steps than {config.steps}")
-    return replace(progress, summary=None)

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phantom_parallel.checkpoint.shards import storage_group
-from phantom_parallel.distributed.objects import all_gather_objects, raise_on_all_ranks
+from phantom_parallel.checkpoint.shards import on_every_rank, storage_group
+from phantom_parallel.distributed.objects import all_gather_objects
 from phantom_parallel.distributed.process_group import ParallelContext, describe_run
 from phantom_parallel.distributed.signals import LossDiverged, StopRequest
 from phantom_parallel.energy.time_split import TimeSplitRecorder, TimeTotals, can_split_time, timer_for
@@ -128,6 +128,8 @@ class Trainer:
         self._eval_loss: float | None = None
         self._accuracy: float | None = None
         self._last_boundary = 0  # the step of the last boundary at which all was finite
+        self._polled = 0, time.monotonic()  # step and time at which ranks agreed on whether one wants a boundary
+        self._next_poll = 0
         self._group = None if parallel.single_process else parallel.group or dist.group.WORLD
         self._writer = None if checkpoints is None else BackgroundWriter(self._group)
 
@@ -141,7 +143,8 @@ class Trainer:
 
     def compile(self) -> None:
         """Compile both directions now, on rows of the usual shape, so that no step's time has it in it."""
-        _keep_compiled_code_private()
+        # Torch's default is a folder of a well-known name that another user may have made, and code there is run.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
         self.task.compile()
         self.task.forward_backward(self.task.rows_of(0)[: self.config.micro_batch], 1.0, last=True)
         self.task.model.zero_grad()
@@ -156,13 +159,13 @@ class Trainer:
         start = last = self.clock.totals()
         record, last_step = None, first
         status: Status = "steps"
-        poll = _BoundaryPoll(self)
+        self._polled, self._next_poll = (first, time.monotonic()), first + 1
         for step in range(first + 1, config.steps + 1):
             with self.clock.step():
                 loss = self._step(step - 1)
             every = (config.log_every, config.eval_every, config.checkpoint_every)
             failed = self._writer is not None and self._writer.failed
-            wanted = poll.wanted(step, stop.requested or failed)
+            wanted = self._boundary_wanted(step, stop.requested or failed)
             if not wanted and step < config.steps and all(step % interval for interval in every):
                 continue
             now = self.clock.totals()
@@ -277,14 +280,16 @@ class Trainer:
         """
         with suppress(OSError):
             self._settle()
-        error: ValueError | None = None
-        try:
+
+        def check() -> None:
             # A step may have spoilt the weights after its own loss, so the last boundary's data are checked as well.
             for step in range(max(self._last_boundary - 1, 0), self.progress.step):
                 self.task.check_rows(self._rows(step))
-        except ValueError as raised:
-            error = ValueError(f"{raised}; {self._last_checkpoint()}")
-        raise_on_all_ranks(error, self._group)
+
+        try:
+            on_every_rank(check, self._group)
+        except ValueError as error:
+            raise ValueError(f"{error}; {self._last_checkpoint()}") from None
         return LossDiverged(f"{message}: {self._last_checkpoint()}. A smaller lr, a warmup or max_grad_norm may help")
 
     def _last_checkpoint(self) -> str:
@@ -294,14 +299,12 @@ class Trainer:
 
     def _report(self, report: Callable[[Record], None] | None, record: Record) -> None:
         """Let rank 0 report. If its disk is full, all ranks stop together."""
-        error: OSError | None = None
-        if report is not None and self.parallel.rank == 0:
-            try:
-                report(record)
-            except OSError as raised:
-                error = OSError(f"the metrics cannot be written: {raised}; {self._last_checkpoint()}")
-        if report is not None:
-            raise_on_all_ranks(error, self._group)
+        if report is None:
+            return
+        try:
+            on_every_rank(lambda: report(record) if self.parallel.rank == 0 else None, self._group)
+        except OSError as error:
+            raise OSError(f"the metrics cannot be written: {error}; {self._last_checkpoint()}") from None
 
     def _save(self) -> None:
         """Write a checkpoint in the background: every rank copies its own part, and writes it while training goes on.
@@ -312,7 +315,8 @@ class Trainer:
             return
         parts = checkpoint.parts_of(self.optimizer)
         # A finite loss does not vouch for the update after it.
-        if name := next(filter(None, all_gather_objects(checkpoint.non_finite(parts), self._group)), None):
+        own = next((name for name, part in parts.items() if not bool(part.values.isfinite().all())), None)
+        if name := next(filter(None, all_gather_objects(own, self._group)), None):
             raise self._diverged(f"{name} is not finite after step {self.progress.step}")
         self._settle()  # one at a time
         staged, progress = checkpoint.stage(parts), self.progress
@@ -326,10 +330,21 @@ class Trainer:
         try:
             self.last_checkpoint = self._writer.wait() or self.last_checkpoint
         except OSError as error:
-            raise OSError(
-                f"a checkpoint in {self.checkpoints} cannot be written: {error.strerror or error}; "
-                f"{self._last_checkpoint()}"
-            ) from None
+            raise OSError(f"{error}; {self._last_checkpoint()}") from None
+
+    def _boundary_wanted(self, step: int, here: bool) -> bool:
+        """Whether a rank wants a boundary after ``step``, as far as the ranks know; ``here``: whether this one does.
+
+        The steps at which ranks agree are the same on all: each agreement has the sum of the ranks' durations of a
+        step, and the next follows as many steps later as fit into `POLL_SECONDS`.
+        """
+        if step < self._next_poll:
+            return False
+        (last, before), now = self._polled, time.monotonic()
+        own = torch.tensor((now - before) / (step - last), device=self.parallel.device)
+        seconds, wanting, ranks = self.sum_over_ranks(own, here, 1.0)
+        self._polled, self._next_poll = (step, now), step + max(1, int(POLL_SECONDS * ranks / seconds))
+        return wanting > 0
 
     def _summary(self, status: Status, record: Record, spent: TimeTotals, steps: int) -> Summary:
         path = self.last_checkpoint
@@ -349,40 +364,3 @@ class Trainer:
             initial_loss=self.task.initial_loss,
             run=describe_run(self.parallel.device),
         )
-
-
-class _BoundaryPoll:
-    """Ranks agree now and then on whether one of them wants a boundary, without a collective in every step.
-
-    The steps at which they do are the same on all ranks: each agreement has the sum of the ranks' durations of a step,
-    and the next follows as many steps later as fit into `POLL_SECONDS`.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self._last, self._next = trainer, trainer.progress.step, trainer.progress.step + 1
-        self._time = time.monotonic()
-
-    def wanted(self, step: int, here: bool) -> bool:
-        """Whether a rank wants a boundary after ``step``, as far as the ranks know. Every rank calls this, and ``here``
-        is whether it wants one.
-        """
-        if step < self._next:
-            return False
-        now, device = time.monotonic(), self._trainer.parallel.device
-        mine = torch.tensor((now - self._time) / (step - self._last), device=device)
-        seconds, wanting, ranks = self._trainer.sum_over_ranks(mine, here, 1.0)
-        self._last, self._next, self._time = step, step + max(1, int(POLL_SECONDS * ranks / seconds)), now
-        return wanting > 0
-
-
-def _keep_compiled_code_private() -> None:
-    """Let Inductor keep compiled code in the user's cache, unless the environment names another folder.
-
-    By default it is below the temporary directory, under a name that another user of the machine may have taken first,
-    and what is there is loaded and run.
-    """
-    folder = cache_folder() / "inductor"
-    if not os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
-        with suppress(OSError):  # without a place for it, torch's default stays
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import nn
 
 from phantom_parallel.checkpoint.model import save_model
-from phantom_parallel.checkpoint.shards import storage_group
+from phantom_parallel.checkpoint.shards import on_every_rank, storage_group
 from phantom_parallel.distributed import launch as launching
 from phantom_parallel.distributed.launch import launch, launch_device_type
 from phantom_parallel.distributed.launchers import launched_externally
-from phantom_parallel.distributed.objects import broadcast_from_rank_zero, check_agreement, raise_on_all_ranks
+from phantom_parallel.distributed.objects import broadcast_from_rank_zero, check_agreement
 from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.distributed.signals import Interrupted, RankDied
 from phantom_parallel.energy.results import format_share
@@ -68,12 +68,8 @@ def run(config: TrainConfig, out: str | os.PathLike[str], *, resume: bool = Fals
             latest = prepare(config, path, resume, lock)
         try:
             return launch(config.ranks * config.dp, _work, config, path, latest, joined, resume, show)
-        except Interrupted as error:
-            saved = last_checkpoint(path) is not None
-            error.args = (f"{error}{', continue with --resume' if saved else '; there is no checkpoint yet'}",)
-            raise
-        except RankDied as error:
-            error.args = (f"{error}{_survives(path)}",)
+        except (Interrupted, RankDied) as error:
+            error.args = (f"{error}; {_last_checkpoint_hint(path)}",)
             raise
 
 
@@ -93,10 +89,6 @@ def prepare(config: TrainConfig, out: Path, resume: bool, lock: FolderLock) -> P
 
     Returns:
         The checkpoint to continue from; None to start at step 0.
-
-    Raises:
-        ValueError: If the data, the folder or the checkpoint in it do not fit.
-        OSError: If the folder cannot be made, is not empty and ``resume`` is False, or another training is in it.
     """
     task = config.task()
     task.check(config)
@@ -109,7 +101,7 @@ def prepare(config: TrainConfig, out: Path, resume: bool, lock: FolderLock) -> P
     latest = last_checkpoint(out) if resume else None
     step = 0
     if latest is not None:
-        progress = checkpoint.check(latest, config)
+        progress, _ = checkpoint.open_checkpoint(latest, config)
         step = progress.step
         if progress.summary is not None and _is_complete(out, step):
             raise ValueError(
@@ -127,9 +119,8 @@ def prepare(config: TrainConfig, out: Path, resume: bool, lock: FolderLock) -> P
 def read_config(out: Path, family: str | None = None, *, heals: bool = False) -> tuple[str | None, dict[str, Any]]:
     """The family and the settings of the training in the folder ``out``; nothing where there is no training.
 
-    Raises:
-        ValueError: If the training is of another family than ``family``, or is of ``phantom model heal`` and ``heals``
-            is False, or the other way round.
+    ValueError if the training is of another family than ``family``, or is one of ``phantom model heal`` unless
+    ``heals``, or the other way round.
     """
     path = out / CONFIG
     if not path.is_file():
@@ -158,22 +149,19 @@ def last_checkpoint(out: Path) -> Path | None:
 
 def _check_folder(config: TrainConfig, out: Path, resume: bool) -> None:
     """Raise if ``out`` is not what ``resume`` needs: a new or empty folder, or one of this training."""
-    ours = (out / CONFIG).is_file()
+    ours, unused = (out / CONFIG).is_file(), out.is_dir() and is_unused(out)
     if not resume:
-        if out.exists() and not (out.is_dir() and is_unused(out)):
-            hint = "add --resume (resume=True) to continue the training in it, or choose another" if ours else ""
-            raise FileExistsError(f"{out} exists and is not an empty folder: {hint or 'choose another'}")
+        if out.exists() and not unused:
+            hint = "add --resume (resume=True) to continue the training in it, or " if ours else ""
+            raise FileExistsError(f"{out} exists and is not an empty folder: {hint}choose another")
         return
-    if last_checkpoint(out) is not None:
+    killed_before_settings = unused and (out / FolderLock.NAME).exists()
+    if last_checkpoint(out) is not None or killed_before_settings:
         return
-    if not ours:
-        if (out / FolderLock.NAME).exists() and is_unused(out):
-            return  # killed before its settings were written
-        raise ValueError(f"there is no checkpoint in {out / CHECKPOINTS} to resume from: train without resume")
-    if (out / SUMMARY).exists() or (out / MODEL).exists():  # which starting again would replace
+    if not ours or (out / SUMMARY).exists() or (out / MODEL).exists():  # which starting again would replace
         raise ValueError(
-            f"{out} has the model or the summary of a training, but {out / CHECKPOINTS} has no checkpoint to "
-            "resume from: restore the checkpoints, or train into another folder"
+            f"there is no checkpoint in {out / CHECKPOINTS} to resume from: restore the checkpoints, or train into "
+            "another folder without resume"
         )
     # Nothing was saved yet: it starts again.
     config.check_resumes(read_config(out, config.family, heals=config.kind == HEAL)[1], str(out))
@@ -276,13 +264,15 @@ def _progress_note(record: Record, config: TrainConfig) -> str:
 
 def _write_model(model: nn.Module, config: TrainConfig, out: Path, parallel: ParallelContext) -> None:
     """Write the model: one data-parallel copy of it, unless it is cut over the copies."""
-    error: OSError | None = None
-    if parallel.dp_rank == 0 or config.replicas == 1:
-        try:
+
+    def write() -> None:
+        if parallel.dp_rank == 0 or config.replicas == 1:
             save_model(model, out / MODEL, overwrite=True, complete=partial(config.task().complete, out))
-        except OSError as raised:
-            error = OSError(f"{raised}{_survives(out)}")
-    raise_on_all_ranks(error, None if parallel.single_process else storage_group(parallel.group or dist.group.WORLD))
+
+    try:
+        on_every_rank(write, None if parallel.single_process else storage_group(parallel.group or dist.group.WORLD))
+    except OSError as error:
+        raise OSError(f"{error}; {_last_checkpoint_hint(out)}") from None
 
 
 def _write_summary(out: Path, summary: Summary) -> None:
@@ -290,8 +280,6 @@ def _write_summary(out: Path, summary: Summary) -> None:
     write_json(out / SUMMARY, summary.to_dict())
 
 
-def _survives(out: Path) -> str:
+def _last_checkpoint_hint(out: Path) -> str:
     last = last_checkpoint(out)
-    if last is None:
-        return "; there is no checkpoint yet"
-    return f"; the last checkpoint is {last}: continue with --resume"
+    return "there is no checkpoint yet" if last is None else f"the last checkpoint is {last}: continue with --resume"

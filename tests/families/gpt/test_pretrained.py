@@ -178,26 +178,6 @@ def test_tensors_that_are_not_of_floating_point_are_refused(tmp_path, dtype):
         import_model(tmp_path / "hf", tmp_path / "model")
 
 
-@pytest.mark.parametrize(
-    ("holders", "named"),
-    [
-        (["second"], "has the tensor model.norm.weight in first.safetensors, which does not hold it"),
-        (["first", "second"], "model.norm.weight is in .*first.safetensors and in .*second.safetensors"),
-    ],
-)
-def test_a_tensor_that_is_not_where_the_index_has_it_or_in_two_files_is_refused(tmp_path, holders, named):
-    make_pretrained(tmp_path / "hf")
-    tensors = load_file(tmp_path / "hf" / "model.safetensors")
-    (tmp_path / "hf" / "model.safetensors").unlink()
-    norm = {"model.norm.weight": tensors.pop("model.norm.weight")}
-    save_file(tensors | (norm if "first" in holders else {}), tmp_path / "hf" / "first.safetensors")
-    save_file(norm, tmp_path / "hf" / "second.safetensors")
-    where = dict.fromkeys([*tensors, *norm], "first.safetensors") | {"other": "second.safetensors"}
-    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
-    with pytest.raises(ValueError, match=named):
-        import_model(tmp_path / "hf", tmp_path / "model")
-
-
 def test_pickles_and_missing_files_are_refused(tmp_path, capsys):
     make_pretrained(tmp_path / "hf")
     command = ["model", "import", "--from", str(tmp_path / "hf"), "--out", str(tmp_path / "model")]
