@@ -104,7 +104,7 @@ def test_other_weights_on_one_rank_are_noticed_in_the_losses(ranks):
     ("device", "ranks", "words"),
     [
         ("cuda", 4, "4 cuda visible for 4 ranks on this host; cuda ranks exchange by nccl"),
-        ("cpu", 8, "fewer than the 8"),
+        ("cpu", 8, "4 cuda visible for 8 ranks on this host; cpu ranks exchange by gloo"),
     ],
 )
 def test_the_reason_for_a_device_is_a_sentence(monkeypatch, device, ranks, words):

@@ -101,7 +101,7 @@ def test_families_that_were_registered_are_known_on_ranks(described):
 def test_ranks_listen_on_loopback_only_and_their_launcher_on_nothing(described):
     for rank in described["ranks"]:
         assert rank["listening"], "gloo listens somewhere: the test sees no sockets at all"
-        assert rank["listening"] <= LOOPBACK
+        assert set(rank["listening"]) <= LOOPBACK
     assert described["listening"] == set()
 
 
@@ -150,11 +150,10 @@ def test_the_rank_that_failed_first_is_named(how, message, capfd):
         assert "workers.py" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("how", "message"), [("freeze", "does not run"), ("hang", r"workers.py\", line \d+ in fail")])
-def test_a_rank_that_does_not_answer_ends_the_run_and_all_stacks_are_printed(how, message, capfd):
-    with pytest.raises(RankDied, match=f"timed out.*: rank 1 .*{message}") as caught:
+@pytest.mark.parametrize("how", [slow("freeze"), "hang"])
+def test_a_rank_that_does_not_answer_ends_the_run_and_all_stacks_are_printed(how, capfd):
+    with pytest.raises(RankDied, match=r"timed out.*: no answer from rank 1; see the stacks"):
         launch(2, workers.fail, how, timeout=timedelta(seconds=3), on_report=[].append)
-    assert "rank 0" not in str(caught.value)
     stacks = capfd.readouterr().err.split("stack of rank ")
     assert [stack[0] for stack in stacks[1:]] == ["0", "1"]
     assert "in fail" in stacks[1]
@@ -163,7 +162,7 @@ def test_a_rank_that_does_not_answer_ends_the_run_and_all_stacks_are_printed(how
 
 def test_after_a_timeout_of_nccl_the_stopped_rank_and_the_recorded_files_are_named(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "rank-"))
-    with pytest.raises(RankDied, match=r"timed out.*: rank 1 does not run") as caught:
+    with pytest.raises(RankDied, match=r"timed out.*: no answer from rank 1;") as caught:
         launch(2, workers.abort_like_nccl, on_report=[].append)
     assert str(caught.value).endswith(f"; the last collectives of NCCL are in {tmp_path}/rank-*")
 

@@ -1,11 +1,12 @@
 """Plain objects between ranks, and ranks that mean different layers, which find out when they build them."""
 
 import math
-from fractions import Fraction
+import pickle
 from functools import partial
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,31 +19,22 @@ from phantom_parallel.distributed.objects import (
     encode,
     raise_on_all_ranks,
 )
-from phantom_parallel.energy import Provenance
 from phantom_parallel.utils.network import Network
 
 PLAIN = [
-    None,
-    True,
-    -(2**63),
-    2**64 - 1,
-    math.inf,
-    "text",
-    b"bytes",
-    [1, (2.5, "b"), {"a": {3}, "b": frozenset()}],
-    {(1, 2): "tuple as key", "!": "key like a tag"},
-    Path("folder/file"),
-    Provenance.MODELLED,
+    [None, True, -(2**63), 2**64 - 1, math.inf, "text", b"bytes", {"a": {}}],
+    {(1, 2): "tuple as key"},
+    [Path("folder/file"), {"path": Path()}],
     Network(2, "100mbit", 1e8),
-    torch.device("cpu").type,
 ]
 
 
 @pytest.mark.parametrize("value", PLAIN, ids=str)
 def test_plain_data_arrive_as_they_were(value):
-    arrived = decode(encode(value))
+    arrived = decode(encode(value), type(value))
     assert arrived == value
     assert type(arrived) is type(value)
+    assert decode(encode((1, np.float64(0.5)))) == [1, 0.5]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
@@ -54,16 +46,16 @@ def test_tensors_arrive_as_they_were(dtype, shape):
     assert torch.equal(arrived, value)
 
 
-@pytest.mark.parametrize("value", [print, object(), range(3), torch.nn.Linear(1, 1), Fraction(1, 2)])
+@pytest.mark.parametrize("value", [print, object(), range(3), torch.nn.Linear(1, 1)])
 def test_other_objects_are_refused(value):
     with pytest.raises(TypeError, match="plain data"):
         encode([value])
 
 
-@pytest.mark.parametrize("name", ["subprocess:Popen", "phantom_parallel.nn:PhantomLinear", "os:system", "no.such:Name"])
-def test_a_message_makes_no_other_objects_than_plain_ones(name):
-    with pytest.raises(TypeError, match="plain data"):
-        decode(msgspec.msgpack.encode({"!": name, "of": {}}))
+@pytest.mark.parametrize("message", [pickle.dumps({"a": 1}), b"", msgspec.msgpack.encode({"hosts": "many"})])
+def test_messages_of_something_else_are_refused(message):
+    with pytest.raises(RuntimeError, match="no rank of this launch has sent"):
+        decode(message, Network)
 
 
 def exchange() -> tuple:
@@ -81,7 +73,7 @@ def exchange() -> tuple:
         broadcast_from_rank_zero(lambda: int("no number"))
     except ValueError as raised:
         errors.append((type(raised).__name__, str(raised)))
-    return [(one["rank"], len(one["text"])) for one in gathered], path, errors
+    return [(entry["rank"], len(entry["text"])) for entry in gathered], path, errors
 
 
 def test_ranks_gather_broadcast_and_raise_together(ranks):

@@ -28,7 +28,7 @@ def describe(device: torch.device, number: int, report) -> list[dict]:
     dist.barrier(dist.new_group([0, 1]))
     report(("from rank", dist.get_rank()))
     report(number)
-    found = {
+    seen = {
         "rank": dist.get_rank(),
         "rank_zero": is_rank_zero(),
         "launched": launched_externally(),
@@ -39,7 +39,7 @@ def describe(device: torch.device, number: int, report) -> list[dict]:
         "listening": listening_addresses([os.getpid()]),
         "sum": torch.arange(3.0),
     }
-    return all_gather_objects(found, mesh["tp"])
+    return all_gather_objects(seen, mesh["tp"])
 
 
 def fail(device: torch.device, how: str, report=print) -> None:
@@ -97,7 +97,7 @@ def send_pickle(device: torch.device, path: str) -> None:
     """Rank 1 sends pickles, as a process that took its place would, while rank 0 gathers objects, ours and torch's."""
     if dist.get_rank() == 1:
         message = pickle.dumps(Touch(path))
-        objects.encode, objects.decode = lambda value: message, lambda message: None
+        objects.encode, objects.decode = lambda value: message, lambda message, kind: None
         dist.distributed_c10d._pickler = pickle.Pickler
         dist.distributed_c10d._unpickler = pickle.Unpickler
     try:

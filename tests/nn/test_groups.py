@@ -1,5 +1,4 @@
 import pytest
-import torch
 from torch import nn
 
 from phantom_parallel import PhantomLinear, parameter_groups
@@ -16,17 +15,6 @@ def test_each_factor_gets_its_multiplier_and_every_parameter_one_group():
     listed = [id(parameter) for group in groups for parameter in group["params"]]
     assert sorted(listed) == sorted(id(parameter) for parameter in model.parameters())
     assert {id(p) for p in groups[1]["params"]} == {id(model[0].compress), id(model[2].compress)}
-
-
-def test_an_optimizer_takes_them_and_moves_each_factor_by_its_rate():
-    layer = PhantomLinear(8, 8, blocks=2, ghosts=1)
-    before = {name: p.detach().clone() for name, p in layer.named_parameters()}
-    optimizer = torch.optim.SGD(parameter_groups(layer, 0.5, compress=0.1, decompress=0.0))
-    for parameter in layer.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    for name, rate in {"local": 0.5, "compress": 0.05, "decompress": 0.0, "bias": 0.5}.items():
-        torch.testing.assert_close(getattr(layer, name).detach(), before[name] - rate)
 
 
 def test_frozen_and_shared_parameters():

@@ -1,15 +1,14 @@
 """PhantomLinear and TensorLinear as layers: what they are on one process and over a mesh."""
 
 import copy
+import re
 from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.utils import prune
 
@@ -25,6 +24,7 @@ from phantom_parallel import (
     shard_features,
 )
 from phantom_parallel.nn import FeatureEmbedding, NormedPhantomLinear, VocabularyHead
+from phantom_parallel.nn.sharded import full_tensor
 from tests.reference import Phantom, relative_error
 
 
@@ -35,21 +35,6 @@ def layer_of(reference: Phantom) -> PhantomLinear:
     layer = PhantomLinear(*shape, blocks=reference.blocks, ghosts=reference.C[0].shape[0], dtype=torch.float64)
     layer.load_state_dict(reference.packed())
     return layer
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    blocks=st.integers(2, 6),
-    block_in=st.integers(2, 5),
-    block_out=st.integers(1, 5),
-    ghosts=st.integers(1, 2),
-    bias=st.booleans(),
-)
-def test_parameter_count_equals_the_formula(blocks, block_in, block_out, ghosts, bias):
-    layer = PhantomLinear(blocks * block_in, blocks * block_out, bias, blocks=blocks, ghosts=ghosts)
-    p, m_in, m_out, k = blocks, block_in, block_out, ghosts
-    expected = p * m_out * m_in + p * k * m_in + p * (p - 1) * k * m_out + (p * m_out if bias else 0)
-    assert sum(parameter.numel() for parameter in layer.parameters()) == expected
 
 
 def test_parameters_have_their_names():
@@ -106,40 +91,25 @@ def test_from_dense_of_a_phantom_layer_gives_it_back():
     assert layer.relative_error < 1e-12
 
 
-def test_from_dense_without_bias_and_repr_of_the_fit():
+def test_repr_says_what_the_layer_is_and_saves():
     layer = PhantomLinear.from_dense(nn.Linear(32, 32, bias=False), blocks=4, ghosts=4)
     assert layer.bias is None
     assert f"relative error {layer.relative_error:.2g}" in repr(layer)
-
-
-def test_repr_says_what_the_layer_is_and_saves():
     text = repr(PhantomLinear(4096, 4096, blocks=8, ghosts=16, device="meta"))
-    for part in (
-        "4096 -> 4096, blocks=8, ghosts=16",
-        "15.6% of a dense layer's weights",
-        "3.1% of tensor parallelism's",
-    ):
-        assert part in text
+    assert "4096 -> 4096, blocks=8, ghosts=16" in text
+    assert "15.6% of a dense layer's weights" in text
 
 
-@pytest.mark.parametrize("blocks", [4, 8, 16])
-def test_initialisation_keeps_the_energy_of_the_input(blocks):
-    """Four layers deep the mean square stays within a factor of two; nn.Linear's default would lose 1 - 1/81 of it."""
+def test_initialisation_keeps_the_energy_of_the_input_and_gain_makes_up_for_relu():
+    """Six layers deep the mean square stays within a factor of two."""
     torch.manual_seed(0)
-    x = torch.randn(256, 1024)
-    energy = x.square().mean()
-    for _ in range(4):
-        x = PhantomLinear(1024, 1024, blocks=blocks, ghosts=8)(x)
-    assert 0.5 < float(x.detach().square().mean() / energy) < 2.0
-
-
-def test_gain_makes_up_for_relu():
-    torch.manual_seed(0)
-    x = torch.randn(256, 1024)
+    x = y = torch.randn(128, 512)
     for index in range(6):
-        layer = PhantomLinear(1024, 1024, blocks=8, ghosts=16, gain=2**0.5 if index else 1.0)
-        x = layer(x.relu() if index else x)
-    assert 0.5 < float(x.detach().square().mean()) < 2.0
+        x = PhantomLinear(512, 512, blocks=8, ghosts=8)(x)
+        layer = PhantomLinear(512, 512, blocks=8, ghosts=8, gain=2**0.5 if index else 1.0)
+        y = layer(y.relu() if index else y)
+    for result in (x, y):
+        assert 0.5 < float(result.detach().square().mean()) < 2.0
 
 
 def test_initial_variances_are_those_of_the_method():
@@ -157,36 +127,23 @@ def mesh_of(blocks: int):
     return init_device_mesh("cpu", (blocks, size // blocks), mesh_dim_names=("blocks", "inside"))
 
 
-def weights_on_mesh(kind: str, blocks: int) -> dict[str, torch.Tensor]:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+def drawn_weights() -> dict[str, torch.Tensor]:
+    mesh = None
+    if torch.distributed.is_initialized():
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     torch.manual_seed(3)
-    layers = [
-        PhantomLinear(32, 16, blocks=blocks, ghosts=4, mesh=mesh)
-        if kind == "phantom"
-        else TensorLinear(32, 16, mesh=mesh)
-        for _ in range(2)
-    ]
-    assert all(isinstance(p, DTensor) and p.placements == (Shard(0),) for p in layers[0].parameters())
-    return {
-        f"{index} {name}": p.full_tensor().detach()
-        for index, layer in enumerate(layers)
-        for name, p in layer.named_parameters()
-    }
+    kinds = partial(PhantomLinear, blocks=8, ghosts=4), partial(PhantomLinear, blocks=2, ghosts=4), TensorLinear
+    layers = nn.ModuleList(kind(32, 16, mesh=mesh) for kind in kinds for _ in range(2))
+    assert mesh is None or all(p.placements == (Shard(0),) for p in layers.parameters())
+    return {name: full_tensor(p) for name, p in layers.named_parameters()}
 
 
-@pytest.mark.parametrize(("kind", "blocks"), [("phantom", 8), ("phantom", 2), ("tensor", 0)])
-def test_the_same_seed_draws_the_same_weights_on_any_number_of_ranks(ranks, kind, blocks):
-    torch.manual_seed(3)
-    alone = [
-        PhantomLinear(32, 16, blocks=blocks, ghosts=4) if kind == "phantom" else TensorLinear(32, 16) for _ in range(2)
-    ]
-    expected = {
-        f"{index} {name}": p.detach() for index, layer in enumerate(alone) for name, p in layer.named_parameters()
-    }
-    for size in (1, 2, 4, 8):
-        for found in ranks(size)(weights_on_mesh, kind, blocks):
-            assert found.keys() == expected.keys()
-            assert all(torch.equal(found[name], expected[name]) for name in expected)
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_the_same_seed_draws_the_same_weights_on_any_number_of_ranks(ranks, size):
+    expected = drawn_weights()
+    for drawn in ranks(size)(drawn_weights):
+        assert drawn.keys() == expected.keys()
+        assert all(torch.equal(drawn[name], expected[name]) for name in expected)
 
 
 def test_blocks_of_one_layer_are_drawn_differently():
@@ -218,20 +175,20 @@ def run_layer(reference: Phantom) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize(("size", "blocks"), [(1, 8), (2, 8), (4, 8), (8, 8), (8, 2), (8, 4)])
+@pytest.mark.parametrize(("size", "blocks"), [(2, 8), (4, 8), (8, 8), (8, 2), (8, 4)])
 def test_a_layer_is_the_same_on_any_number_of_ranks(ranks, size, blocks):
     inside = max(1, size // blocks)
     reference = Phantom.random(blocks, 3 * inside, 4 * inside, 2 * inside, rows=(2, 3))
     expected = reference.expected()
     found = ranks(size)(run_layer, reference)
-    assert relative_error(torch.cat([one["z"] for one in found], -1), expected["z"]) < 1e-12
-    assert relative_error(torch.cat([one["x"] for one in found], -1), expected["x"]) < 1e-12
-    for one in found:
+    for name in ("z", "x"):
+        assert relative_error(torch.cat([rank[name] for rank in found], -1), expected[name]) < 1e-12
+    for rank in found:
         for name in ("local", "compress", "decompress", "bias"):
-            assert relative_error(one[name], expected[name]) < 1e-12, name
-        assert relative_error(one["dense"], reference.weight()) < 1e-15
-        assert relative_error(one["refitted"], reference.weight()) < 1e-12
-        assert one["relative error"] < 1e-12
+            assert relative_error(rank[name], expected[name]) < 1e-12, name
+        assert relative_error(rank["dense"], reference.weight()) < 1e-15
+        assert relative_error(rank["refitted"], reference.weight()) < 1e-12
+        assert rank["relative error"] < 1e-12
 
 
 def tensor_to_dense() -> bool:
@@ -277,18 +234,18 @@ def test_arguments_that_do_not_fit_say_what_would(arguments, message):
         PhantomLinear(**({"in_features": 64, "out_features": 64, "blocks": 4, "ghosts": 2} | arguments))
 
 
-def test_an_input_of_the_wrong_width_is_named():
-    with pytest.raises(ValueError, match=r"takes 16 features, got an input of shape \(3, 15\)"):
-        PhantomLinear(16, 16, blocks=4, ghosts=2)(torch.randn(3, 15))
-
-
-@pytest.mark.parametrize("kind", [PhantomLinear, TensorLinear])
-def test_an_input_without_dimensions_or_on_another_device_is_named(kind):
-    layer = PhantomLinear(16, 16, blocks=4, ghosts=2) if kind is PhantomLinear else TensorLinear(16, 16)
-    with pytest.raises(ValueError, match=r"takes 16 features, got an input of shape \(\)"):
-        layer(torch.tensor(1.0))
+@pytest.mark.parametrize("kind", [partial(PhantomLinear, blocks=4, ghosts=2), TensorLinear])
+def test_an_input_of_another_width_device_or_dtype_is_refused(kind):
+    layer = kind(16, 16)
+    for x in (torch.tensor(1.0), torch.randn(3, 15)):
+        with pytest.raises(
+            ValueError, match=f"takes 16 features, got an input of shape {re.escape(str(tuple(x.shape)))}"
+        ):
+            layer(x)
     with pytest.raises(ValueError, match="the input is on meta and the weights are on cpu"):
         layer(torch.empty(3, 16, device="meta"))
+    with pytest.raises(RuntimeError, match=r"dtype|scalar type"):
+        layer(torch.randn(3, 16, dtype=torch.float64))
 
 
 def test_complex_layers_are_refused_when_they_are_built_converted_or_run():
@@ -335,12 +292,6 @@ def test_from_dense_of_a_meta_layer_says_what_is_missing():
         PhantomLinear.from_dense(nn.Linear(12, 24, device="meta"), blocks=3, ghosts=1)
 
 
-@pytest.mark.parametrize("kind", [partial(PhantomLinear, blocks=4, ghosts=2), TensorLinear])
-def test_an_input_of_another_dtype_is_refused(kind):
-    with pytest.raises(RuntimeError, match=r"dtype|scalar type"):
-        kind(16, 16)(torch.randn(3, 16, dtype=torch.float64))
-
-
 def test_from_dense_warns_where_the_layer_is_not_smaller():
     with pytest.warns(
         UserWarning, match="not smaller .* 1152 weights, a dense layer has 1024: use fewer than 6 ghosts"
@@ -348,14 +299,12 @@ def test_from_dense_warns_where_the_layer_is_not_smaller():
         PhantomLinear.from_dense(nn.Linear(32, 32), blocks=4, ghosts=7)
 
 
-@pytest.mark.parametrize("ndim", [2, 3])
-def test_a_mesh_of_several_dimensions_is_refused_with_the_fix(ndim):
+def test_a_mesh_of_several_dimensions_is_refused_with_the_fix():
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2**ndim)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
-        mesh = init_device_mesh("cpu", (2,) * ndim, mesh_dim_names=("pp", "dp", "tp")[-ndim:])
-        unnamed = init_device_mesh("cpu", (2,) * ndim)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         builders = (
             lambda mesh: PhantomLinear(16, 16, blocks=4, ghosts=2, mesh=mesh),
             lambda mesh: TensorLinear(16, 16, mesh=mesh),
@@ -370,13 +319,10 @@ def test_a_mesh_of_several_dimensions_is_refused_with_the_fix(ndim):
             lambda mesh: parallelize_module(nn.Linear(16, 16), mesh, PhantomParallel(blocks=4, ghosts=2)),
         )
         for build in builders:
-            with pytest.raises(ValueError, match=r'one-dimensional mesh or .*: pass one of them, such as mesh\["tp"\]'):
+            with pytest.raises(ValueError, match=r'one-dimensional mesh or .*: pass one .* such as mesh\["tp"\]'):
                 build(mesh)
-            with pytest.raises(ValueError, match=r'name its dimensions, .* and pass mesh\["tp"\]'):
-                build(unnamed)
-        if ndim == 2:
-            levels = init_device_mesh("cpu", (2, 2), mesh_dim_names=("blocks", "inside"))
-            with pytest.raises(ValueError, match=r"a mesh of 2 blocks with 2 ranks inside each .* got blocks=4"):
-                PhantomLinear(16, 16, blocks=4, ghosts=2, mesh=levels)
+        levels = init_device_mesh("cpu", (2, 2), mesh_dim_names=("blocks", "inside"))
+        with pytest.raises(ValueError, match=r"a mesh of 2 blocks with 2 ranks inside each .* got blocks=4"):
+            PhantomLinear(16, 16, blocks=4, ghosts=2, mesh=levels)
     finally:
         torch.distributed.destroy_process_group()

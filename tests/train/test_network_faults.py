@@ -142,7 +142,6 @@ def test_a_frozen_rank_is_named_with_its_host_within_the_timeout(training, expec
     os.kill(run.rank(2), signal.SIGSTOP)
     code, line, seconds = run.ended()
     assert code == 1
-    assert "rank 2 (host 2) does not run" in line
-    assert "SIGSTOP" in line
+    assert "no answer from rank 2 (host 2);" in line
     assert seconds < TIMEOUT + 20
     assert_resumes_to(expected, run.out, "--ranks", "3", "--hosts", "3", "--link", "none")

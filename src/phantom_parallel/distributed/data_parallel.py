@@ -43,11 +43,9 @@ def average_gradients(model: nn.Module, mesh: DeviceMesh | None) -> None:
 def shard_fully(
     model: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, *, reshard_after_forward: bool = True
 ) -> None:
-    """Shard the parameters of a model over ``mesh`` in place, by torch's ``fully_shard``.
-
-    Each of ``layers``, in the order in which they run, is a group of parameters, and the rest of the model one more.
-    The next layer's weights are gathered while a layer computes. With gloo both collectives are built from all-to-all,
-    as those of all strategies are: its own ones take longer.
+    """Shard the parameters of a model over ``mesh`` in place, by torch's ``fully_shard``: a group for each of
+    ``layers``, in the order in which they run, and one for the rest. The next layer's weights are gathered while a
+    layer computes. With gloo both collectives are built from all-to-all, as those of all strategies are.
     """
     last = len(layers) - 1
     groups: list[Any] = [

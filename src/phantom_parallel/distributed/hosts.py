@@ -37,11 +37,7 @@ _FAST = 5e8  # bits a second; from here on, packets of 9,000 bytes, as clusters 
 
 
 class Hosts:
-    """The namespaces of a network, as a context.
-
-    Raises:
-        OSError: If the system does not allow them; the message says what would help.
-    """
+    """The namespaces of a network, as a context; OSError says what would help if the system does not allow them."""
 
     def __init__(self, network: "Network") -> None:
         if sys.platform != "linux":
@@ -105,10 +101,8 @@ def _main() -> None:
 
 
 def build(network: dict[str, Any]) -> list[int]:
-    """Make the namespaces and their links, in a process of its own.
-
-    Returns:
-        Descriptors of the switch, the hosts, and the user namespace if there is one.
+    """Make the namespaces and their links: descriptors of the switch, the hosts, and the user namespace if there is
+    one.
     """
     try:
         from pyroute2 import IPRoute

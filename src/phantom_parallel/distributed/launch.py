@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.spawn import get_preparation_data
 from multiprocessing.util import _args_from_interpreter_flags  # type: ignore[attr-defined]
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 from phantom_parallel.distributed.hosts import INTERFACE, Hosts, enter_namespace
 from phantom_parallel.distributed.launchers import is_rank_zero, launched_externally, rank_variables
@@ -46,18 +46,18 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # glibc would return the pages of gradients to the system after every step and fault them in again, depending on sizes.
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
 PROCESS_BYTES = 100 << 20  # memory of a process that has imported torch, at least
-TICK = 0.1  # seconds between looks at processes and signals
-GRACE = 2.0  # seconds in which other ranks may fail as well, or write their stacks, after the first one failed
+TICK = 0.1  # seconds between checks for signals
+GRACE = 2.0  # seconds in which other ranks may fail as well after the first one failed
+STACK_SECONDS = 0.5  # for a rank to print its stack
 STOP_GRACE = 30.0  # seconds in which ranks may end by themselves after a signal
 EXIT_GRACE = 10.0  # seconds for a process to exit after it has sent its result
-_STOPPED = "does not run: its process is stopped (SIGSTOP) or hangs in a system call"
+START_TIMEOUT = timedelta(hours=1)  # for the imports of all ranks; a rank that fails in them ends the launch at once
 _RUN_RANK = (
     "import sys; sys.path[:] = sys.argv.pop().split('\\n'); from phantom_parallel.distributed.launch import run_rank; "
     "run_rank(*map(int, sys.argv[1:]))"
 )
 _RECORDS = "TORCH_FR_DUMP_TEMP_FILE"  # the path that the flight recorder's files begin with
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
-START_TIMEOUT = timedelta(hours=1)  # for the imports of all ranks; a rank that fails in them ends the launch at once
 # gloo and NCCL report a lost or silent peer as a RuntimeError that only its text tells apart.
 _LOST = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe", re.I)
 _TIMED_OUT = re.compile(r"timed out|timeout", re.I)
@@ -65,12 +65,14 @@ _TIMED_OUT = re.compile(r"timed out|timeout", re.I)
 
 @dataclass
 class _Defaults:
-    """What launches use where their caller does not choose; ``announces`` is for the first one."""
-
     timeout: timedelta = TIMEOUT
     network: Network | None = None
     device: str = "auto"
-    announces: bool = False
+    announces: bool = False  # of the first launch
+
+    def take_announces(self) -> bool:
+        first, self.announces = self.announces, False
+        return first
 
 
 _DEFAULTS: ContextVar[_Defaults] = ContextVar("launch_defaults", default=_Defaults())  # noqa: B039 (never changed)
@@ -80,13 +82,9 @@ _DEFAULTS: ContextVar[_Defaults] = ContextVar("launch_defaults", default=_Defaul
 def launch_defaults(
     timeout: timedelta = TIMEOUT, network: Network | None = None, device: str = "auto", *, announces: bool = False
 ) -> Iterator[None]:
-    """Launches inside this block use these where they are not given their own.
-
-    Args:
-        timeout: How long an exchange between ranks may take.
-        network: The emulated hosts that local ranks run on; None for loopback.
-        device: The type of device of each rank; ``"auto"`` for accelerators if there is one for each local rank.
-        announces: Whether the first launch prints, on stderr, what its ranks run on.
+    """Launches inside this block use these where they are not given their own: the timeout of an exchange, the emulated
+    hosts of local ranks, and the type of device, by default accelerators if there is one for each local rank. With
+    ``announces``, the first launch prints on stderr what its ranks run on.
     """
     if network is not None and device not in ("auto", "cpu"):
         raise ValueError(f"ranks on emulated hosts use the CPU, got device={device}: leave out --device or --hosts")
@@ -98,11 +96,7 @@ def launch_defaults(
 
 
 def launch_device_type(size: int, network: Network | None = None) -> str:
-    """The type of device that a launch of ``size`` ranks would use, on this host: ``"cpu"``, ``"cuda"``, ...
-
-    Raises:
-        ValueError: If `launch_defaults` have a device of which there are too few.
-    """
+    """The type of device that a launch of ``size`` ranks would use, on this host: ``"cpu"``, ``"cuda"``, ..."""
     from phantom_parallel.distributed.process_group import device_type_for
 
     defaults = _DEFAULTS.get()
@@ -156,7 +150,7 @@ def launch(
 
     Args:
         size: Number of ranks.
-        work: Function of a module, called as ``work(device, *args)``; several ranks share the default process group.
+        work: Function of a module; several ranks share the default process group.
         args: Further arguments; they must be picklable.
         timeout: How long an exchange between ranks may take; by default that of `launch_defaults`.
         network: The emulated hosts that local ranks run on; by default those of `launch_defaults`.
@@ -172,9 +166,8 @@ def launch(
         ValueError, OSError, LossDiverged: If ``work`` raised them on a rank.
     """
     _check_main_is_imported()
-    defaults = _DEFAULTS.get()
+    defaults, external = _DEFAULTS.get(), launched_externally()
     timeout, network = timeout or defaults.timeout, network or defaults.network
-    external = launched_externally()
     if not external and (size > 1 or network is not None):
         return launch_local(size, work, *args, timeout=timeout, network=network, on_report=on_report)
     from phantom_parallel.distributed.process_group import join_ranks, process_group, run_line, select_device
@@ -189,7 +182,7 @@ def launch(
     reports = {} if on_report is None else {"report": on_report if is_rank_zero() else _discard}
     try:
         with process_group(timeout, device, **join_ranks(timeout)) if external else nullcontext():
-            if _announces(defaults) and is_rank_zero():
+            if defaults.take_announces() and is_rank_zero():
                 print(run_line(device), file=sys.stderr, flush=True)
             return work(device, *args, **reports)
     except RuntimeError as error:
@@ -209,14 +202,8 @@ def launch_local(
     device_type: str | None = None,
     keep_freed_memory: bool = True,
 ) -> T:
-    """Call ``work(device, *args)`` on ``size`` local processes in one process group, also if ``size`` is 1.
-
-    Each process has cores/ranks threads. The arguments are those of `launch`, and:
-
-    Args:
-        device_type: As ``device`` of `launch_defaults`, and by default that; ranks on emulated hosts use the CPU.
-        keep_freed_memory: Whether glibc keeps freed memory in the process, which makes the time of a step depend less
-            on sizes.
+    """`launch` on ``size`` local processes in one process group, also if ``size`` is 1. With ``keep_freed_memory``,
+    glibc keeps freed memory in the process, which makes the time of a step depend less on sizes.
     """
     _check_main_is_imported()
     defaults = _DEFAULTS.get()
@@ -224,7 +211,6 @@ def launch_local(
     device_type = "cpu" if network is not None else device_type or defaults.device
     check_memory(size)
     payload, preparation = _prepare(work, args)
-    threads, reports, announces = threads_for(size), on_report is not None, _announces(defaults)
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         store, inherited = stack.enter_context(_meeting_file())
@@ -234,18 +220,17 @@ def launch_local(
             hosts = stack.enter_context(Hosts(network))
         ranks: list[_Rank] = []
         for number in range(size):
-            environment = _environment(number, size, keep_freed_memory, network)
+            environment = _environment(number, size, network) | (KEEP_FREED_MEMORY if keep_freed_memory else {})
             host = None if network is None else network.host_of(number, size)
             namespaces = () if hosts is None or host is None else hosts.descriptors(host)
             ranks.append(_start(number, environment, preparation["sys_path"], namespaces, inherited, host))
             stack.callback(ranks[-1].end)
+        reports, announces = on_report is not None, defaults.take_announces()
+        assignment = pickle.dumps((timeout, payload, preparation, store, device_type, reports, announces))
         for rank in ranks:
-            assignment = _Assignment(
-                rank.number, size, timeout, payload, preparation, store, device_type, threads, reports, announces
-            )
-            with suppress(OSError):  # that a rank has ended is noticed elsewhere
-                rank.connection.send_bytes(pickle.dumps(assignment))
-        return _Supervisor(ranks, stop, timeout, on_report).run()
+            with suppress(OSError):  # that a rank has ended is noticed below
+                rank.connection.send_bytes(assignment)
+        return _supervise(ranks, stop, timeout, on_report)
 
 
 def _flight_recorder() -> dict[str, str]:
@@ -259,13 +244,6 @@ def _recorded() -> str:
     """Where the flight recorder has written, for an error; empty if it has not."""
     files = _flight_recorder()[_RECORDS]
     return f"; the last collectives of NCCL are in {files}*" if glob.glob(f"{glob.escape(files)}*") else ""
-
-
-def _announces(defaults: _Defaults) -> bool:
-    """Whether the launch that asks is the first one, which announces what its ranks run on."""
-    first = defaults.announces
-    defaults.announces = False
-    return first
 
 
 def _check_main_is_imported() -> None:
@@ -297,12 +275,10 @@ def _prepare(work: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bytes, di
     return payload, preparation
 
 
-def _environment(rank: int, size: int, keep_freed_memory: bool, network: Network | None) -> dict[str, str]:
-    """Environment variables of a rank."""
+def _environment(rank: int, size: int, network: Network | None) -> dict[str, str]:
     local, interface = (size, LOOPBACK) if network is None else (size // network.hosts, INTERFACE)
     return {
         **os.environ,
-        **(KEEP_FREED_MEMORY if keep_freed_memory else {}),
         **_flight_recorder(),
         "OMP_NUM_THREADS": str(threads_for(size)),
         "RANK": str(rank),
@@ -333,78 +309,6 @@ def _meeting_file() -> Iterator[tuple[str, tuple[int, ...]]]:
         os.close(descriptor)
 
 
-def _start(
-    number: int,
-    environment: dict[str, str],
-    path: list[str],
-    namespaces: tuple[int, ...],
-    inherited: tuple[int, ...],
-    host: int | None,
-) -> "_Rank":
-    """Start the process of a rank, in a process group of its own: signals from a terminal reach the launcher alone."""
-    stacks = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `_Rank.end`)
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        fds = (theirs.fileno(), stacks.fileno(), *namespaces)
-        arguments = [str(os.getpid()), *map(str, fds), "\n".join(path)]
-        process = subprocess.Popen(
-            [sys.executable, *_args_from_interpreter_flags(), "-P", "-c", _RUN_RANK, *arguments],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            pass_fds=(*fds, *inherited),
-            process_group=0,
-        )
-        return _Rank(number, process, Connection(ours.detach()), stacks, host)
-
-
-class _Assignment(NamedTuple):
-    """What a rank is to do: ``work`` is the pickled function and its arguments, ``preparation`` how multiprocessing
-    prepares a process to unpickle it, and ``store`` the file through which the ranks meet.
-    """
-
-    rank: int
-    size: int
-    timeout: timedelta
-    work: bytes
-    preparation: dict[str, Any]
-    store: str
-    device: str
-    threads: int
-    reports: bool  # whether the function takes ``report``
-    announces: bool  # whether rank 0 prints what the ranks run on
-
-
-class _Failure(NamedTuple):
-    """An exception that ended a rank's work."""
-
-    summary: str  # type, message and place in one line
-    stack: str
-    kind: Literal["own", "lost", "timeout"]  # the rank's own error, or of another rank that was lost or timed out
-    error: tuple[str, tuple[Any, ...]] | None  # for `rebuild_error`, where the launcher raises it as it is
-
-    @classmethod
-    def of(cls, error: BaseException) -> "_Failure":
-        from phantom_parallel.distributed.objects import describe_error
-
-        frames = traceback.extract_tb(error.__traceback__)
-        place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
-        summary = f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
-        described = describe_error(error)
-        return cls(
-            summary, "".join(frames.format()), _kind_of(error), None if described[0] == "RuntimeError" else described
-        )
-
-
-def _kind_of(error: BaseException) -> Literal["own", "lost", "timeout"]:
-    """Whether an error is a rank's own, or follows from another rank that was lost or timed out."""
-    if isinstance(error, RuntimeError):
-        if _TIMED_OUT.search(str(error)):
-            return "timeout"
-        if _LOST.search(str(error)):
-            return "lost"
-    return "own"
-
-
 @dataclass
 class _Rank:
     """A rank as its launcher knows it."""
@@ -412,12 +316,12 @@ class _Rank:
     number: int
     process: subprocess.Popen[bytes]
     connection: Connection
-    stacks: IO[bytes]  # the rank writes its stack here when it crashes, and on SIGUSR1
     host: int | None  # the emulated host that it runs on
     done: bool = False
     failed: float | None = None  # when it was noticed that the rank failed or died
-    failure: _Failure | None = None  # None if it died
-    error: Exception | None = None  # to be raised as it is, if it is of such a type
+    kind: str = "died"  # of its failure, as `_kind_of` has it
+    error: Exception | None = None  # that it has reported
+    traceback: str = ""
 
     def __str__(self) -> str:
         return f"rank {self.number}" + ("" if self.host is None else f" (host {self.host})")
@@ -426,170 +330,136 @@ class _Rank:
     def running(self) -> bool:
         return not self.done and self.failed is None
 
-    def fail(self, failure: _Failure) -> None:
-        """Record that the work of the rank has failed."""
+    def fail(self, kind: str, description: tuple[str, tuple[Any, ...]], summary: str, stack: str) -> None:
+        """Record an error that the rank has reported."""
         from phantom_parallel.distributed.objects import rebuild_error
 
-        self.failure, self.failed = failure, time.monotonic()
-        if failure.error is not None:
-            self.error = rebuild_error(*failure.error)
-            self.error.add_note(f"On {self}:\n{failure.stack}")
-
-    def stack(self) -> str:
-        """What the rank has written about its stack, the innermost frame first."""
-        self.stacks.seek(0)
-        return self.stacks.read().decode(errors="replace")
+        self.failed, self.kind, self.traceback = time.monotonic(), kind, stack
+        self.error = rebuild_error(*description)
+        if type(self.error) is RuntimeError:  # of any other type
+            self.error = RankDied(f"{self} failed, and the others were stopped: {summary}")
+        self.error.add_note(f"On {self}:\n{stack}")
 
     def end(self) -> None:
         """Kill the process if it runs, and release what belongs to it."""
-        if self.process.poll() is None:
-            self.process.kill()
+        self.process.kill()
         self.process.wait()
         self.connection.close()
-        self.stacks.close()
 
     def cause(self) -> Exception:
         """The error to raise where this rank is the cause."""
         if self.error is not None:
             return self.error
-        if self.failure is not None:
-            error = RankDied(f"{self} failed, and the others were stopped: {self.failure.summary}")
-            error.add_note(f"On {self}:\n{self.failure.stack}")
-            return error
         code = self.process.wait()
         end = f"killed by {signal.Signals(-code).name}" if code < 0 else f"its process left with exit code {code}"
-        if stack := self.stack():
-            print(f"stack of {self}:\n{stack}", file=sys.stderr)
         return RankDied(f"{self} died, and the others were stopped: {end}")
 
 
-class _Supervisor:
-    """Runs until every rank has sent its result, or raises what ended them.
+def _start(
+    number: int,
+    environment: dict[str, str],
+    path: list[str],
+    namespaces: tuple[int, ...],
+    inherited: tuple[int, ...],
+    host: int | None,
+) -> _Rank:
+    """Start the process of a rank, in a process group of its own: signals from a terminal reach the launcher alone."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        fds = (theirs.fileno(), *namespaces)
+        arguments = [str(os.getpid()), *map(str, fds), "\n".join(path)]
+        process = subprocess.Popen(
+            [sys.executable, *_args_from_interpreter_flags(), "-P", "-c", _RUN_RANK, *arguments],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            pass_fds=(*fds, *inherited),
+            process_group=0,
+        )
+        return _Rank(number, process, Connection(ours.detach()), host)
+
+
+def _supervise(ranks: list[_Rank], stop: StopRequest, timeout: timedelta, on_report: Report | None) -> Any:
+    """Return the result of rank 0 once all have sent theirs, or raise what ended the ranks, see `launch`.
 
     A rank that loses another one fails as well, sometimes sooner than the other one's end is noticed. So the first
-    failure starts a short grace period, after which the cause is chosen: a rank that died or an error of a rank's own,
-    otherwise the ranks that others have waited for in vain.
+    failure starts a short grace period, after which the cause is chosen.
     """
-
-    def __init__(self, ranks: Sequence[_Rank], stop: StopRequest, timeout: timedelta, on_report: Report | None) -> None:
-        self.ranks, self.stop, self.on_report = ranks, stop, on_report
-        self.seconds = timeout.total_seconds()
-        self.result: Any = None
-        self._stopping: float | None = None  # when a signal was forwarded
-        self._open = {rank.connection: rank for rank in ranks}
-
-    def run(self) -> Any:
-        """Return the result of rank 0, or raise what ended the ranks, see `launch`."""
-        while not all(rank.done for rank in self.ranks):
-            self._receive()
-            for rank in self.ranks:
-                if rank.running and rank.process.poll() is not None and not self._has_message(rank):
-                    rank.failed = time.monotonic()
-            if self.stop.requested and self._stopping is None:
-                self._stopping = time.monotonic()
-                for rank in self.ranks:
-                    if rank.process.poll() is None:
-                        rank.process.send_signal(signal.SIGTERM)
-            if self._time_is_up():
-                raise self._cause()
-        for rank in self.ranks:
-            with suppress(subprocess.TimeoutExpired):  # then the caller kills it; the result is here
-                rank.process.wait(EXIT_GRACE)
-        return self.result
-
-    def _receive(self) -> None:
-        for connection in wait(list(self._open), timeout=TICK):
-            assert isinstance(connection, Connection)
-            rank = self._open[connection]
+    result: Any = None
+    stopping: float | None = None  # when a signal was forwarded
+    connected: dict[Any, _Rank] = {rank.connection: rank for rank in ranks}
+    while not all(rank.done for rank in ranks):
+        for connection in wait(list(connected), timeout=TICK):
+            rank = connected[connection]
             try:
-                kind, value = pickle.loads(connection.recv_bytes())
+                kind, *values = pickle.loads(rank.connection.recv_bytes())
             except (EOFError, OSError):
-                del self._open[connection]  # the process ends
+                del connected[connection]
+                rank.failed = time.monotonic() if rank.running else rank.failed
                 continue
             if kind == "report":
-                assert self.on_report is not None
-                self.on_report(value)
+                assert on_report is not None
+                on_report(*values)
             elif kind == "failure":
-                rank.fail(value)
+                rank.fail(*values)
             else:
                 rank.done = True
-                self.result = value if rank.number == 0 else self.result
-        if not self._open:
-            time.sleep(TICK)
+                result = values[0] if rank.number == 0 else result
+        now = time.monotonic()
+        if stop.requested and stopping is None:
+            stopping = now
+            for rank in ranks:
+                rank.process.send_signal(signal.SIGTERM)
+        if stopping is not None and (stop.insistent or now > stopping + STOP_GRACE):
+            raise _cause(ranks, stop, timeout)
+        if failed := [rank for rank in ranks if rank.failed is not None]:
+            grace = STOP_GRACE if all(isinstance(rank.error, Interrupted) for rank in failed) else GRACE
+            if now > min(rank.failed or now for rank in failed) + grace or not any(rank.running for rank in ranks):
+                raise _cause(ranks, stop, timeout)
+    for rank in ranks:
+        with suppress(subprocess.TimeoutExpired):  # then the caller kills it; the result is here
+            rank.process.wait(EXIT_GRACE)
+    return result
 
-    def _has_message(self, rank: _Rank) -> bool:
-        """Whether the next look at the connection may bring one: a process may end right after it has sent it."""
-        try:
-            return rank.connection in self._open and rank.connection.poll()
-        except OSError:
-            return False
 
-    def _failed(self) -> list[_Rank]:
-        """The ranks that failed, in the order in which they did."""
-        return sorted((rank for rank in self.ranks if rank.failed is not None), key=lambda rank: rank.failed or 0.0)
+def _cause(ranks: list[_Rank], stop: StopRequest, timeout: timedelta) -> Exception:
+    """The error to raise for what has happened to the ranks: of a rank that died or has an error of its own, otherwise
+    of the ranks that others have waited for in vain.
+    """
+    failed = sorted((rank for rank in ranks if rank.failed is not None), key=lambda rank: rank.failed or 0.0)
+    stopped = [rank.error for rank in failed if isinstance(rank.error, Interrupted)]
+    own = [rank for rank in failed if rank.kind == "own" and not isinstance(rank.error, Interrupted)]
+    if not own and stopped:
+        return stopped[0]
+    if not own and stop.requested:
+        return Interrupted(f"stopped by {stop.received[0].name}")
+    recorded = _recorded()
+    # NCCL's watchdog ends a rank by SIGABRT after a timeout.
+    aborted = [rank for rank in failed if recorded and rank.process.poll() == -signal.SIGABRT]
+    for rank in failed:
+        if rank in own or (rank.kind == "died" and rank not in aborted):
+            return rank.cause()
+    silent = ", ".join(str(rank) for rank in ranks if rank.running)
+    if not silent or not (aborted or any(rank.kind == "timeout" for rank in failed)):
+        return failed[0].cause()
+    _print_stacks(ranks)
+    seconds = timeout.total_seconds()
+    return RankDied(
+        f"an exchange timed out after {seconds:g} s: no answer from {silent}; see the stacks above{recorded}"
+    )
 
-    def _time_is_up(self) -> bool:
-        """Whether it is time to kill the ranks that still run: none does, or a grace period is over."""
-        now, failed = time.monotonic(), self._failed()
-        if self._stopping is not None and (self.stop.insistent or now > self._stopping + STOP_GRACE):
-            return True
-        if not failed or not any(rank.running for rank in self.ranks):
-            return bool(failed)
-        assert failed[0].failed is not None
-        grace = STOP_GRACE if all(isinstance(rank.error, Interrupted) for rank in failed) else GRACE
-        return now > failed[0].failed + grace
 
-    def _cause(self) -> Exception:
-        """The error to raise for what has happened to the ranks."""
-        failed = self._failed()
-        stopped = [rank.error for rank in failed if isinstance(rank.error, Interrupted)]
-        raised = [rank for rank in failed if rank.failure is not None and rank.failure.kind == "own"]
-        own = [rank for rank in raised if not isinstance(rank.error, Interrupted)]
-        if not own and (stopped or self._stopping is not None):
-            name = self.stop.received[0].name if self.stop.received else "a signal"
-            return stopped[0] if stopped else Interrupted(f"stopped by {name}")
-        recorded = _recorded()
-        # NCCL's watchdog ends a rank by SIGABRT after a timeout.
-        aborted = [rank for rank in failed if recorded and rank.process.poll() == -signal.SIGABRT]
-        first = next((rank for rank in failed if rank in own or (rank.failure is None and rank not in aborted)), None)
-        if first is not None:
-            return first.cause()
-        timed_out = aborted or any(rank.failure is not None and rank.failure.kind == "timeout" for rank in failed)
-        silent = self._without_answer() if timed_out else {}
-        if not silent:
-            return failed[0].cause()
-        reasons = ", ".join(f"{rank} {why}" for rank, why in silent.items())
-        return RankDied(f"an exchange timed out after {self.seconds:g} s: {reasons}; see the stacks above{recorded}")
-
-    def _without_answer(self) -> dict[str, str]:
-        """Print the stacks of all ranks after a timeout, and return the ranks that took no part, with their state.
-
-        A rank whose innermost frame is in torch may be waiting itself, and is named only if no other is left.
-        """
-        running = [rank for rank in self.ranks if rank.running]
-        for rank in running:
+def _print_stacks(ranks: list[_Rank]) -> None:
+    """Print the stacks of all ranks after a timeout. Those that run do so on SIGUSR1, unless they are stopped."""
+    for rank in ranks:
+        print(f"stack of {rank}:\n{rank.traceback}", file=sys.stderr, flush=True)
+        if rank.running:
             rank.process.send_signal(signal.SIGUSR1)
-        end = time.monotonic() + GRACE
-        while not all(rank.stack() for rank in running) and time.monotonic() < end:
-            time.sleep(TICK)
-        for rank in self.ranks:
-            stack = rank.failure.stack if rank.failure is not None else rank.stack()
-            print(f"stack of {rank}:\n{stack.rstrip() or '  none: the process does not run'}", file=sys.stderr)
-        states: dict[str, str] = {}
-        for rank in running:
-            place = next((line.strip() for line in rank.stack().splitlines() if line.startswith("  File ")), "")
-            states[str(rank)] = f"is at {place}" if place else _STOPPED
-        return {rank: state for rank, state in states.items() if "/torch/" not in state} or states
+            time.sleep(STACK_SECONDS)
 
 
-def run_rank(launcher: int, channel: int, stacks: int, *namespaces: int) -> None:
-    """Run a rank.
-
-    Args:
-        launcher: Process that started this one.
-        channel: Descriptor of a socket pair whose other end the launcher alone holds.
-        stacks: Descriptor of the file that SIGUSR1 and crashes write a stack to.
-        namespaces: Descriptors of the emulated host that the rank runs on: network and user namespace.
+def run_rank(launcher: int, channel: int, *namespaces: int) -> None:
+    """Run a rank that the process ``launcher`` has started. The other arguments are descriptors: of a socket pair whose
+    other end the launcher alone holds, and of the emulated host's network and user namespace.
     """
     library = ctypes.CDLL(None)
     if namespaces:
@@ -606,27 +476,42 @@ def run_rank(launcher: int, channel: int, stacks: int, *namespaces: int) -> None
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the work handles it, a signal ends the rank without a word
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    faulthandler.enable(stacks, all_threads=False)
-    faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)
+    faulthandler.enable(all_threads=False)
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
+    os.set_inheritable(channel, False)
     connection = Connection(channel)
     try:
-        message = connection.recv_bytes()
+        assignment = connection.recv_bytes()
     except EOFError:
         os._exit(1)
     threading.Thread(target=_end_with, args=(connection,), name="lifeline", daemon=True).start()
 
-    def send(kind: str, value: Any = None) -> None:
+    def send(*message: Any) -> None:
         # Not Connection.send: with torch loaded, that shares tensors through a server instead of sending them.
-        connection.send_bytes(pickle.dumps((kind, value)))
+        connection.send_bytes(pickle.dumps(message))
 
     try:
-        assignment: _Assignment = pickle.loads(message)
-        send("result", _join_and_work(assignment, send))
+        send("result", _join_and_work(send, *pickle.loads(assignment)))
     except BaseException as error:
-        send("failure", _Failure.of(error))
+        from phantom_parallel.distributed.objects import describe_error
+
+        frames = traceback.extract_tb(error.__traceback__)
+        place = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}"
+        summary = f"{type(error).__name__}: {' '.join(str(error).split())} ({place})"
+        send("failure", _kind_of(error), describe_error(error), summary, "".join(frames.format()))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # a process group that has lost a rank may not come to an end
+
+
+def _kind_of(error: BaseException) -> Literal["own", "lost", "timeout"]:
+    """Whether an error is a rank's own, or follows from another rank that was lost or timed out."""
+    if isinstance(error, RuntimeError):
+        if _TIMED_OUT.search(str(error)):
+            return "timeout"
+        if _LOST.search(str(error)):
+            return "lost"
+    return "own"
 
 
 def _end_with(connection: Connection) -> None:
@@ -637,29 +522,38 @@ def _end_with(connection: Connection) -> None:
         os._exit(1)
 
 
-def _join_and_work(assignment: _Assignment, send: Any) -> Any:
+def _join_and_work(
+    send: Any,
+    timeout: timedelta,
+    payload: bytes,
+    preparation: dict[str, Any],
+    store_path: str,
+    device_type: str,
+    reports: bool,
+    announces: bool,
+) -> Any:
     """Join the other ranks and work; the result on rank 0."""
     process: Any = multiprocessing.current_process()
     process._inheriting = True  # a script without `if __name__ == "__main__"` gets multiprocessing's error
-    multiprocessing.spawn.prepare(assignment.preparation)
-    work, args = pickle.loads(assignment.work)
+    multiprocessing.spawn.prepare(preparation)
+    work, args = pickle.loads(payload)
     del process._inheriting
     import torch
     import torch.distributed as dist
 
     from phantom_parallel.distributed.process_group import process_group, run_line, select_device
 
-    rank, size = assignment.rank, assignment.size
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     report = (lambda value: send("report", value)) if rank == 0 else _discard
-    torch.set_num_threads(assignment.threads)
-    device = select_device(size, assignment.device)
-    store: Any = dist.FileStore(assignment.store, size)  # type: ignore[attr-defined]
+    torch.set_num_threads(threads_for(size))
+    device = select_device(size, device_type)
+    store: Any = dist.FileStore(store_path, size)  # type: ignore[attr-defined]
     store.set(f"imported/{rank}", b"")
     store.wait([f"imported/{other}" for other in range(size)], START_TIMEOUT)  # from here on, the timeout counts
-    with process_group(assignment.timeout, device, store=store, rank=rank, world_size=size):
-        if assignment.announces and rank == 0:
+    with process_group(timeout, device, store=store, rank=rank, world_size=size):
+        if announces and rank == 0:
             print(run_line(device), file=sys.stderr, flush=True)
-        result = work(device, *args, **({"report": report} if assignment.reports else {}))
+        result = work(device, *args, **({"report": report} if reports else {}))
     return result if rank == 0 else None
 
 

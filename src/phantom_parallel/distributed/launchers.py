@@ -59,14 +59,9 @@ _LAUNCHERS = {
 
 
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Translate the variables of a launcher to torch's, and `JOB`.
-
-    Returns:
-        The variables; empty in a process that no launcher has started, or as the only one. MASTER_ADDR is empty where
-        the host of rank 0 is not known.
-
-    Raises:
-        ValueError: If a variable is missing or is not a number. The message names it.
+    """Translate the variables of a launcher to torch's, and `JOB`: none in a process that no launcher has started, or
+    as the only one; MASTER_ADDR is empty where the host of rank 0 is not known. A ValueError names a variable that is
+    missing or is not a number.
     """
     name = next((name for name in _LAUNCHERS if _is_task_of(name, environment)), None)
     if name is None:
@@ -95,11 +90,7 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def launched_externally() -> bool:
-    """Whether this process is one rank of several that another launcher has started.
-
-    Raises:
-        ValueError: If the launcher's variables are incomplete, see `rank_variables`.
-    """
+    """Whether this process is one rank of several that another launcher has started."""
     return bool(rank_variables(os.environ))
 
 
@@ -129,10 +120,8 @@ def is_on_first_host() -> bool:
 
 
 def reports_error() -> bool:
-    """Whether this process prints an error that ends it, so that ranks which fail together print it once on each host.
-
-    Under ``torchrun`` that is the first one to call this: as soon as one rank has left, torchrun ends the others, which
-    then may not have printed theirs. Elsewhere it is the first rank of the host.
+    """Whether this process prints an error that ends it, so that ranks which fail together print it once on each host:
+    the first rank of the host, or under ``torchrun``, which ends the others as soon as one has left, the first to ask.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is None:
@@ -155,10 +144,7 @@ def first_host(hosts: str) -> str:
 
 
 def _is_task_of(name: str, environment: Mapping[str, str]) -> bool:
-    """Whether this launcher started this process. Slurm's batch scripts are no tasks of a step, nor are ranks of an
-    mpiexec that srun has started.
-    """
-    if name == "Slurm":
+    if name == "Slurm":  # batch scripts are no tasks of a step, nor are ranks of an mpiexec that srun has started
         tasks = environment.get("SLURM_STEP_NUM_TASKS")
         if tasks is None or environment.get("PMI_SIZE", tasks) != tasks:
             return False

@@ -1,15 +1,12 @@
 """Python objects between ranks: gathering, broadcasting, errors that all ranks raise together, and agreement.
 
-Objects are plain data: numbers, strings, bytes, containers of such, paths, tensors, enums, and dataclasses and named
-tuples of this package. They are encoded with msgpack, and nothing that arrives is unpickled or imported: a message can
-only become such an object.
+Objects are plain data: numbers, strings, bytes, containers of such, paths and tensors, and dataclasses where the
+receiver names their type. They are encoded with msgpack, and nothing that arrives is unpickled or imported. Tuples and
+sets arrive as lists.
 """
 
-import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +20,7 @@ from phantom_parallel.distributed.signals import Interrupted, LossDiverged
 
 T = TypeVar("T")
 Group = DeviceMesh | dist.ProcessGroup | None
-_TAG, _CONTENT = "!", "of"  # keys of what stands for an object that msgpack does not have
+_PATH, _TENSOR = 1, 2  # extensions of msgpack
 
 
 class RanksDisagree(ValueError):
@@ -36,10 +33,9 @@ _ERRORS = {
 }
 
 
-def all_gather_objects(value: T, group: Group) -> list[T]:
-    """Gather an object from each rank of ``group``, in the order of ranks; None is this process alone.
-
-    Ranks of a ``fake`` process group all hold the same object.
+def all_gather_objects(value: T, group: Group, kind: Any = Any) -> list[T]:
+    """Gather an object of the type ``kind`` from each rank of ``group``, in the order of ranks; None is this process
+    alone. Ranks of a ``fake`` process group all hold the same object.
     """
     if group is None:
         return [value]
@@ -54,10 +50,7 @@ def all_gather_objects(value: T, group: Group) -> list[T]:
     longest = max(int(length) for length in lengths)
     messages = [message.new_empty(longest) for _ in range(size)]
     dist.all_gather(messages, torch.cat([message, message.new_zeros(longest - len(message))]), group=group)
-    return [
-        decode(message[: int(length)].cpu().numpy().tobytes())
-        for message, length in zip(messages, lengths, strict=True)
-    ]
+    return [decode(m[: int(n)].cpu().numpy().tobytes(), kind) for m, n in zip(messages, lengths, strict=True)]
 
 
 def barrier(group: Group) -> None:
@@ -69,8 +62,8 @@ def barrier(group: Group) -> None:
         dist.barrier(group)
 
 
-def broadcast_from_rank_zero(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Call ``work`` on the first rank of ``group`` and return its result on every rank.
+def broadcast_from_rank_zero(work: Callable[[], T], group: dist.ProcessGroup | None = None, kind: Any = Any) -> T:
+    """Call ``work`` on the first rank of ``group`` and return its result, of the type ``kind``, on every rank.
 
     ValueError and OSError raised by it are raised on every rank. By default the group is all ranks; without a process
     group, this process alone.
@@ -78,21 +71,21 @@ def broadcast_from_rank_zero(work: Callable[[], T], group: dist.ProcessGroup | N
     if not dist.is_initialized():
         return work()
     group = dist.distributed_c10d._get_default_group() if group is None else group
-    result, error, first = None, None, dist.get_rank(group) == 0
-    if first:
+    result: Any = None
+    error = None
+    if dist.get_rank(group) == 0:
         try:
             result = work()
         except (ValueError, OSError) as raised:
             error = raised
     raise_on_all_ranks(error, group)
-    return all_gather_objects(result, group)[0]  # type: ignore[return-value]
+    return all_gather_objects(result, group, kind | None)[0]
 
 
 def raise_on_all_ranks(error: Exception | None, group: Group) -> None:
-    """Raise the error of any rank of ``group`` on every rank of it: that of the first rank that has one.
-
-    Every rank calls this, with its own error or None, so that no rank waits for another one that gave up. On other
-    ranks an error is rebuilt from its message: as a ValueError, an OSError, or else a RuntimeError.
+    """Raise the error of the first rank of ``group`` that has one on every rank. Each calls this, with its own error or
+    None, so that no rank waits for another one that gave up. On other ranks it is a ValueError, an OSError, or else a
+    RuntimeError.
     """
     errors = all_gather_objects(None if error is None else describe_error(error), group)
     first = next((rank for rank, description in enumerate(errors) if description is not None), None)
@@ -115,13 +108,9 @@ def rebuild_error(kind: str, arguments: tuple[Any, ...]) -> Exception:
 
 
 def check_agreement(subject: str, settings: dict[str, Any], group: Group) -> None:
-    """Compare ``settings`` over the ranks of ``group``, before a difference becomes a hang or a wrong result.
-
-    Values are compared by their representation.
-
-    Raises:
-        RanksDisagree: On every rank, naming the ranks that differ from the majority; without a majority, as of two
-            ranks, nobody can say who is right, and all are named.
+    """Compare ``settings``, by their representation, over the ranks of ``group``, before a difference becomes a hang or
+    a wrong result. RanksDisagree is raised on every rank and names those that differ from the majority; without one,
+    all.
     """
     if group is None or group.size() == 1:
         return
@@ -163,108 +152,38 @@ def _refuse(file: object) -> Any:
 
 
 def encode(value: Any) -> bytes:
-    """A plain object as bytes.
-
-    Raises:
-        TypeError: If it is not plain data.
-    """
-    return msgspec.msgpack.encode(_plain(value))
+    """A plain object as bytes; TypeError if it is none."""
+    return msgspec.msgpack.encode(value, enc_hook=_extended)
 
 
-def decode(message: bytes) -> Any:
-    """The object that `encode` was given.
-
-    Raises:
-        RuntimeError: If the message is of something else: another process may have connected to this rank.
-    """
+def decode(message: bytes, kind: Any = Any) -> Any:
+    """The object that `encode` was given, of the type ``kind``; RuntimeError if the message is of something else."""
     try:
-        return _rebuilt(msgspec.msgpack.decode(message))
-    except msgspec.DecodeError as error:
+        return msgspec.msgpack.decode(message, type=kind, ext_hook=_restored)
+    except (msgspec.MsgspecError, TypeError) as error:
         raise RuntimeError(f"a message was received that no rank of this launch has sent: {error}") from None
 
 
-def _plain(value: Any) -> Any:
-    """What msgpack has: others become dictionaries with a tag."""
-    kind = type(value)
-    if value is None or kind in (bool, int, float, str, bytes):
-        return value
-    if kind is list:
-        return [_plain(entry) for entry in value]
-    if kind is dict and _TAG not in value and all(type(key) is str for key in value):
-        return {key: _plain(entry) for key, entry in value.items()}
-    for base in (int, float, str):  # such as a NumPy number
-        if isinstance(value, base) and not isinstance(value, Enum):
-            return base(value)
-    tag, content = _tagged(value)
-    return {_TAG: tag, _CONTENT: _plain(content)}
-
-
-def _tagged(value: Any) -> tuple[str, Any]:
-    """The tag of an object, and what it is made of."""
-    kind = type(value)
-    if isinstance(value, dict):
-        return "dict", [list(item) for item in value.items()]
-    if isinstance(value, Enum):
-        return _name(kind), value.name
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return _name(kind), {name: getattr(value, name) for name in value._fields}
-    if is_dataclass(value):
-        return _name(kind), {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-    if isinstance(value, (tuple, set, frozenset)):
-        return next(base.__name__ for base in (tuple, set, frozenset) if isinstance(value, base)), list(value)
+def _extended(value: Any) -> Any:
+    """What msgpack does not have, as an extension of it."""
     if isinstance(value, Path):
-        return "path", str(value)
+        return msgspec.msgpack.Ext(_PATH, str(value).encode())
     if isinstance(value, Tensor):
         values = value.detach().cpu().contiguous()
         data = values.reshape(-1).view(torch.uint8).numpy().tobytes()
-        return "tensor", [str(values.dtype), list(values.shape), data]
-    raise TypeError(f"ranks exchange plain data, not {kind.__module__}.{kind.__qualname__}")
+        return msgspec.msgpack.Ext(_TENSOR, encode((str(values.dtype), values.shape, data)))
+    for base in (float, str, tuple):  # such as a NumPy number
+        if isinstance(value, base):
+            return base(value)  # type: ignore[arg-type]
+    raise TypeError(f"ranks exchange plain data, not {type(value).__module__}.{type(value).__qualname__}")
 
 
-def _tensor(content: tuple[str, list[int], bytes]) -> Tensor:
-    name, shape, data = content
+def _restored(code: int, data: memoryview) -> Any:
+    """What `_extended` was given."""
+    if code == _PATH:
+        return Path(bytes(data).decode())
+    name, shape, values = decode(bytes(data), tuple[str, tuple[int, ...], bytes])
     dtype = getattr(torch, name.removeprefix("torch."))
-    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
-
-
-_REBUILD: dict[str, Callable[[Any], Any]] = {
-    "dict": dict,
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "path": Path,
-    "tensor": _tensor,
-}
-
-
-def _rebuilt(value: Any) -> Any:
-    """What `_plain` was given."""
-    if isinstance(value, list):
-        return [_rebuilt(entry) for entry in value]
-    if not isinstance(value, dict):
-        return value
-    if _TAG not in value:
-        return {key: _rebuilt(entry) for key, entry in value.items()}
-    tag, content = value[_TAG], _rebuilt(value[_CONTENT])
-    if tag in _REBUILD:
-        return _REBUILD[tag](content)
-    kind = _class(tag)
-    return kind[content] if issubclass(kind, Enum) else kind(**content)
-
-
-def _name(kind: type) -> str:
-    name = f"{kind.__module__}:{kind.__qualname__}"
-    _class(name)
-    return name
-
-
-def _class(name: str) -> Any:
-    """A dataclass, named tuple or enum of this package that has been imported already."""
-    module, _, path = name.partition(":")
-    kind: Any = sys.modules.get(module)
-    for part in path.split("."):
-        kind = getattr(kind, part, None)
-    plain = isinstance(kind, type) and (is_dataclass(kind) or hasattr(kind, "_fields") or issubclass(kind, Enum))
-    if not plain or module.partition(".")[0] != __name__.partition(".")[0]:
-        raise TypeError(f"ranks exchange plain data, not {name}")
-    return kind
+    return (
+        torch.frombuffer(bytearray(values), dtype=dtype).reshape(shape) if values else torch.empty(shape, dtype=dtype)
+    )

@@ -56,12 +56,8 @@ class Pipeline:
         return self.stage == self.stages - 1
 
     def forward_backward(self, x: Tensor, targets: Tensor, weight: float = 1.0) -> Tensor:
-        """Compute and accumulate the gradients of ``weight`` times the mean loss of some rows.
-
-        Every stage calls this with the same rows; the first uses x, and the last the targets.
-
-        Returns:
-            ``weight`` times the mean loss on the last stage, 0 on the others.
+        """Accumulate the gradients of ``weight`` times the mean loss of some rows, and return that on the last stage, 0
+        on the others. Every stage calls this with the same rows; the first uses x, and the last the targets.
         """
         schedule = self._schedule(len(x))
         self._scale = weight / self.micro_batches
@@ -87,15 +83,8 @@ class Pipeline:
         if rows not in self._schedules:
             check_micro_batches(self.micro_batches, rows, self.stages)
             between = self._stream(rows // self.micro_batches).requires_grad_()
-            stage = _Stage(
-                self.model,
-                self.stage,
-                self.stages,
-                self.device,
-                input_args=between,
-                output_args=between,
-                group=self.group,
-            )
+            shapes: dict[str, Any] = {"input_args": between, "output_args": between}
+            stage = _Stage(self.model, self.stage, self.stages, self.device, **shapes, group=self.group)
             stage.pipeline = self
             self._schedules[rows] = _Schedule(stage, self.micro_batches, lambda loss, _: loss * self._scale)
         return self._schedules[rows]

@@ -24,19 +24,12 @@ _stores: dict[tuple[str, int], tuple[Any, Iterator[int]]] = {}
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """Position of this process among the ranks of a job.
+    """Position of this process among the ranks of a job."""
 
-    Args:
-        tp: Mesh of the ranks that share this process's model; None where it has the model to itself.
-        dp: Mesh of the data-parallel copies; None where there is one.
-        device: This rank's device.
-        group: All ranks together; the default process group if None.
-    """
-
-    tp: DeviceMesh | None = None
-    dp: DeviceMesh | None = None
+    tp: DeviceMesh | None = None  # ranks that share this process's model; None where it has the model to itself
+    dp: DeviceMesh | None = None  # data-parallel copies; None where there is one
     device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
-    group: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None = None  # all ranks together; the default process group if None
 
     @classmethod
     def create(cls, ranks: int, dp: int, device: torch.device) -> "ParallelContext":
@@ -72,13 +65,9 @@ class ParallelContext:
 
 @contextmanager
 def process_group(timeout: timedelta, device: torch.device, **arguments: Any) -> Iterator[None]:
-    """Initialize the default process group, and destroy it once every rank has left the block.
-
-    ``arguments`` are those of `torch.distributed.init_process_group`; by default the environment names the other ranks.
-    From here on, torch's own object collectives, which would unpickle what arrives, raise in this process.
-
-    Raises:
-        OSError: If the other ranks cannot be joined.
+    """Initialize the default process group, with ``arguments`` of `torch.distributed.init_process_group`, and destroy
+    it once every rank has left the block; OSError if the other ranks cannot be joined. From here on, torch's own object
+    collectives, which would unpickle what arrives, raise in this process.
     """
     refuse_pickles()
     with _errors_of_joining():
@@ -95,10 +84,7 @@ def process_group(timeout: timedelta, device: torch.device, **arguments: Any) ->
 def join_ranks(timeout: timedelta) -> dict[str, Any]:
     """Where the ranks that another launcher has started meet, as arguments of `process_group`: a store at
     MASTER_ADDR:MASTER_PORT, which is torchrun's or rank 0's, for all launches of a process. Ports may coincide, so that
-    ranks of another job or step than rank 0's are refused.
-
-    Raises:
-        OSError: If the address cannot be resolved, nobody answers there, or ranks of another job do.
+    ranks of another job or step than rank 0's are refused; OSError says why ranks cannot meet.
     """
     address, port, job = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), os.environ.get(JOB, "")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -135,11 +121,8 @@ def _errors_of_joining() -> Iterator[None]:
 
 
 def device_type_for(local_ranks: int, wanted: str = "auto") -> str:
-    """The type of device that ``local_ranks`` ranks of this host run on: ``wanted``, or with ``"auto"`` an accelerator
-    for each rank if there are enough, otherwise the CPU.
-
-    Raises:
-        ValueError: If ``wanted`` is an accelerator, and this host does not have one for each rank.
+    """The type of device that ``local_ranks`` ranks of this host run on: ``wanted``, of which there must be one for
+    each rank, or with ``"auto"`` an accelerator for each rank if there are enough, otherwise the CPU.
     """
     if wanted == "cpu":
         return "cpu"
@@ -167,10 +150,8 @@ def select_device(local_ranks: int, wanted: str = "auto") -> torch.device:
 
 
 def backend_for(device: torch.device) -> str:
-    """The backend of process groups of ranks on such a device, for `torch.distributed.init_process_group`.
-
-    By default torch would choose that of the accelerator it was built for, whether or not there is one. Objects and
-    barriers use gloo on accelerators too.
+    """The backend of ranks on such a device. By default torch would choose that of the accelerator it was built for,
+    whether or not there is one. Objects and barriers use gloo on accelerators too.
     """
     if device.type == "cpu":
         return "gloo"
@@ -212,15 +193,9 @@ def accelerators() -> tuple[str, int]:
 def device_reason(local_ranks: int, device: torch.device) -> str:
     """Why ranks of this host use ``device`` and its backend, in a sentence."""
     kind, visible = accelerators()
-    backend = f"{device.type} ranks exchange by {backend_for(device).rpartition(':')[2]}"
-    if kind == "cpu":
-        return f"torch {torch.__version__} sees no accelerator on this host; {backend}"
-    if device.type == "cpu":
-        few = visible < local_ranks
-        why = f"fewer than the {local_ranks} ranks on this host" if few else "and --device or --hosts chooses the CPU"
-        return f"{visible} {kind} visible, {why}; {backend}"
-    bound = ", to which the launcher has bound this rank" if _bound_to_one(visible) else ""
-    return f"{visible} {kind} visible{bound} for {local_ranks} ranks on this host; {backend}"
+    seen = f"torch {torch.__version__} sees no accelerator" if kind == "cpu" else f"{visible} {kind} visible"
+    backend = backend_for(device).rpartition(":")[2]
+    return f"{seen} for {local_ranks} ranks on this host; {device.type} ranks exchange by {backend}"
 
 
 def _bound_to_one(visible: int) -> bool:

@@ -16,18 +16,15 @@ from torch import Tensor, nn
 
 @dataclass
 class Cache:
-    """Keys and values of past positions, for this rank's heads: (layers, batch, local kv heads, length, head_dim).
-
-    ``position`` is the number of filled positions. ``starts`` is the first valid position of each row, (batch,), where
-    rows are padded on the left to the length of the longest; None where all are valid. ``head`` holds the rows of a
-    tied head if these need a collective: the weights must not change while a cache is in use.
+    """Keys and values of past positions, for this rank's heads: (layers, batch, local kv heads, length, head_dim). The
+    weights must not change while a cache is in use.
     """
 
     keys: Tensor
     values: Tensor
-    position: int = 0
-    head: Tensor | None = None
-    starts: Tensor | None = None
+    position: int = 0  # number of filled positions
+    head: Tensor | None = None  # rows of a tied head, if these need a collective
+    starts: Tensor | None = None  # first valid position of each row, (batch,), where rows are padded on the left
 
     @property
     def length(self) -> int:
@@ -93,14 +90,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention between the projection to queries, keys and values and the output projection.
-
-    Args:
-        qkv: Projection to the features of this rank's heads, ordered by groups.
-        out: Projection from the features of this rank's query heads.
-        layer: Index of the layer in the cache.
-        head_dim: Features of a head.
-        queries_per_kv: Query heads that share one head of keys and values.
+    """Causal self-attention between the projection ``qkv`` to the features of this rank's heads, ordered by groups, and
+    the output projection ``out``. ``layer`` is the index of the layer in the cache.
     """
 
     def __init__(self, qkv: nn.Module, out: nn.Module, *, layer: int, head_dim: int, queries_per_kv: int) -> None:

@@ -21,10 +21,8 @@ class FeatureEmbedding(nn.Module):
     """An embedding sharded by features: all tokens in, this rank's features out, without a collective.
 
     Args:
-        vocab: Number of tokens.
-        dim: Features of the full embedding, independent of the number of ranks.
-        blocks: Number of blocks of features. Each block is initialized from its own generator, so that the weight is
-            the same on any number of ranks that divides ``blocks`` or is a multiple of it.
+        vocab, dim: Number of tokens, and features of the full embedding, independent of the number of ranks.
+        blocks: Number of blocks of features, each of which is initialized from its own generator.
         std: Standard deviation of the initial weights.
         mesh, device, dtype: As for `PhantomLinear`.
     """
@@ -72,19 +70,16 @@ class VocabularyHead(nn.Module):
     """RMSNorm and the map to logits, sharded by vocabulary: this rank's features in, this rank's logits out.
 
     Forward all-gathers the features together with the norm's squares; backward reduce-scatters their gradient. Where
-    that moves fewer bytes, logits for a loss can be computed by rows instead: see `send_weight`. A head
-    with ``tie_embeddings`` has no weight of its own: ``forward`` takes its rows, which ``tied_rows`` makes from the
-    embedding's weight. The loss of such logits is ``phantom_parallel.ops.vocabulary_cross_entropy``.
+    that moves fewer bytes, logits for a loss can be computed by rows instead: see `send_weight`. The loss of such
+    logits is ``phantom_parallel.ops.vocabulary_cross_entropy``.
 
     Args:
-        vocab: Number of tokens.
-        dim: Features of the full residual stream, independent of the number of ranks.
-        blocks: Number of blocks of the stream's features. On more ranks than blocks, features are gathered across
-            blocks and then inside of them.
-        tie_embeddings: Whether the head shares the weight of an embedding.
+        vocab, dim: Number of tokens, and features of the full residual stream, independent of the number of ranks.
+        blocks: Number of blocks of the stream's features: on more ranks, features are gathered across blocks first.
+        tie_embeddings: Whether the head has no weight of its own: ``forward`` takes rows that ``tied_rows`` makes from
+            the embedding's weight.
         eps: Added to the mean square.
-        wire: As for `PhantomLinear`; rows of a tied weight are never rounded.
-        mesh, device, dtype: As for `PhantomLinear`.
+        mesh, wire, device, dtype: As for `PhantomLinear`; rows of a tied weight are never rounded.
     """
 
     norm: nn.Parameter

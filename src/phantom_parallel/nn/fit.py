@@ -1,7 +1,7 @@
 """From a dense linear layer to a phantom one, in closed form.
 
-**The closest weights** (`fit_source`). The diagonal blocks are kept: L_i = W_ii. The other blocks of column j, stacked,
-are approximated by [D_ij]_i C_j, of rank k; the closest matrix of that rank in the Frobenius norm is the truncated
+**The closest weights** (`fit_sources`). The diagonal blocks are kept: L_i = W_ii. The others of column j, stacked, are
+approximated by [D_ij]_i C_j, of rank k; the closest matrix of that rank in the Frobenius norm is the truncated
 singular value decomposition. Columns are independent, so the complete fit is optimal. The singular values are split
 evenly: D = U sqrt(S), C = sqrt(S) V^T.
 
@@ -24,6 +24,7 @@ from math import ceil
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phantom_parallel.utils.layout import BlockLayout
@@ -34,33 +35,32 @@ _REL_TOL = 1e-3  # relative fall of the error below which they end
 _EIGENVALUE_FLOOR = 1e-12  # relative to the largest; smaller eigenvalues are singular
 
 
-class SourceFit(NamedTuple):
-    """The fit of one source block's weights, with its squared error."""
-
-    compress: Tensor  # C_j: (k, m_in)
-    decompress: Tensor  # D_ij in ring order of the receivers, i = j+1, j+2, ..., j+p-1: (p-1, m_out, k)
-    squared_error: float
-
-    def cpu(self) -> "SourceFit":
-        """The same in the host's memory, to be sent to other ranks."""
-        return self._replace(compress=self.compress.cpu(), decompress=self.decompress.cpu())
+def ring(blocks: int) -> Tensor:
+    """The sources of each block i in ring order, j = i+1, i+2, ..., i+p-1: (p, p-1)."""
+    return (torch.arange(blocks)[:, None] + torch.arange(1, blocks)) % blocks
 
 
-def fit_source(weight: Tensor, source: int, *, blocks: int, ghosts: int) -> SourceFit:
-    """The best rank-k ghosts of one source block of a dense weight (n_out, n_in)."""
-    block_out, block_in = weight.shape[0] // blocks, weight.shape[1] // blocks
+def in_ring_order(decompress: Tensor) -> Tensor:
+    """D by receiver and source (p, p, m_out, k) to that of `PhantomLinear`, (p m_out, (p-1) k)."""
+    blocks = len(decompress)
+    return decompress[torch.arange(blocks)[:, None], ring(blocks)].transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def fit_sources(weight: Tensor, sources: range, *, blocks: int, ghosts: int) -> tuple[Tensor, Tensor, float]:
+    """The best rank-k ghosts of some source blocks of a dense weight (n_out, n_in): C_j (s, k, m_in), D_ij of all
+    receivers (p, s, m_out, k), zero for i = j, and the squared error.
+    """
     precise = torch.promote_types(weight.dtype, torch.float32)
-    column = weight[:, source * block_in : (source + 1) * block_in].to(precise).view(blocks, block_out, block_in)
-    receivers = [(source + step) % blocks for step in range(1, blocks)]
-    u, s, v = torch.linalg.svd(column[receivers].reshape(-1, block_in), full_matrices=False)
-    rank = min(ghosts, s.shape[0])  # with fewer singular values than ghosts, the rest stays zero
-    compress = s.new_zeros(ghosts, block_in)
-    decompress = s.new_zeros(u.shape[0], ghosts)
-    root = s[:rank].sqrt()
-    compress[:rank] = root[:, None] * v[:rank]
-    decompress[:, :rank] = u[:, :rank] * root
-    lost = float(s[rank:].double().square().sum())
-    return SourceFit(compress.to(weight.dtype), decompress.view(blocks - 1, block_out, ghosts).to(weight.dtype), lost)
+    columns = (
+        weight.unflatten(0, (blocks, -1)).unflatten(2, (blocks, -1)).permute(2, 0, 1, 3)[list(sources)].to(precise)
+    )
+    columns[range(len(sources)), list(sources)] = 0  # (s, p, m_out, m_in) without L
+    u, s, v = torch.linalg.svd(columns.flatten(1, 2), full_matrices=False)
+    more = max(0, ghosts - s.shape[1])  # with fewer singular values than ghosts, the rest is zero
+    root, lost = s[:, :ghosts].sqrt(), float(s[:, ghosts:].double().square().sum())
+    compress = F.pad(root.unsqueeze(2) * v[:, :ghosts], (0, 0, 0, more))
+    decompress = F.pad(u[..., :ghosts] * root.unsqueeze(1), (0, more)).unflatten(1, (blocks, -1)).transpose(0, 1)
+    return compress.to(weight.dtype), decompress.to(weight.dtype), lost
 
 
 class OutputFit(NamedTuple):
@@ -138,90 +138,70 @@ def fit_outputs(
         scale = (importance.double() / importance.double().mean()).sqrt().unsqueeze(1)
     weight, s = scale * weight.double(), covariance.double()
     compress = torch.stack([rows[:ghosts] for _, rows in ghost_spectrum(s, weight, blocks=blocks)])  # (p, k, m)
-    alternating = _AlternatingFit(s, weight, blocks, compress)
-    best = alternating.refit()
-    for _ in range(steps if ghosts < len(s) // blocks else 0):
-        alternating.improve_ghosts()
-        fit = alternating.refit()
-        converged = fit.squared_error > (1 - _REL_TOL) * best.squared_error
-        best = min(best, fit, key=lambda candidate: candidate.squared_error)
-        if converged:
+    power = (weight @ s * weight).sum(1)  # E y^2 of each output
+    target = (weight @ s).unflatten(0, (blocks, -1)).unflatten(2, (blocks, -1))  # E[y_i x_j^T]: (p, m_out, p, m)
+    s = s.unflatten(0, (blocks, -1)).unflatten(2, (blocks, -1))  # (p, m, p, m)
+    best = local, decompress, errors = _fit_local(s, target, power, compress)
+    best_ghosts = compress
+    for _ in range(steps if ghosts < s.shape[1] else 0):
+        compress = _fit_ghosts(s, target, compress, local, decompress)
+        local, decompress, errors = _fit_local(s, target, power, compress)
+        before, now = float(best[2].sum()), float(errors.sum())
+        if now < before:
+            best, best_ghosts = (local, decompress, errors), compress
+        if now > (1 - _REL_TOL) * before:
             break
-    errors = best.errors / scale.squeeze(1).square()
-    return balanced(OutputFit(best.local / scale, best.compress, best.decompress / scale, errors), blocks)
+    local, decompress, errors = best
+    compress, decompress = _balanced(best_ghosts, decompress)
+    decompress = in_ring_order(decompress) / scale
+    return OutputFit(
+        local.flatten(0, 1) / scale, compress.flatten(0, 1), decompress, errors / scale.squeeze(1).square()
+    )
 
 
-def balanced(fit: OutputFit, blocks: int) -> OutputFit:
+def _fit_local(s: Tensor, target: Tensor, power: Tensor, compress: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """L (p, m_out, m), D by receiver and source (p, p, m_out, k) and the squared errors, for given ghosts."""
+    p, k, m = compress.shape
+    ghosts_inputs = torch.einsum("jkm,jmin->jkin", compress, s)  # E[g_j x_i^T]
+    ghosts_ghosts = torch.einsum("jkin,iln->jkil", ghosts_inputs, compress)  # E[g_j g_i^T]
+    outputs_ghosts = torch.einsum("iojm,jkm->iojk", target, compress)  # E[y_i g_j^T]
+    decompress = target.new_zeros(p, p, target.shape[1], k)
+    local, explained = [], []
+    for i in range(p):
+        others = [j for j in range(p) if j != i]
+        gx = ghosts_inputs[others, :, i].reshape(-1, m)  # E[g x_i^T]
+        gg = ghosts_ghosts[others][:, :, others].reshape(len(gx), len(gx))
+        zz = torch.cat([torch.cat([s[i, :, i], gx.T], 1), torch.cat([gx, gg], 1)])
+        yz = torch.cat([target[i, :, i], outputs_ghosts[i][:, others].flatten(1)], 1)
+        weights = solve((zz + zz.T) / 2, yz)
+        explained.append((2 * weights * yz).sum(1) - (weights @ zz * weights).sum(1))
+        local.append(weights[:, :m])
+        decompress[i, others] = weights[:, m:].unflatten(1, (p - 1, k)).transpose(0, 1)
+    return torch.stack(local), decompress, power - torch.cat(explained)
+
+
+def _fit_ghosts(s: Tensor, target: Tensor, compress: Tensor, local: Tensor, decompress: Tensor) -> Tensor:
+    """C of one source after the other, for given L and D."""
+    compress = compress.clone()
+    for j in range(len(compress)):
+        own = decompress[:, j]  # (p, m_out, k), zero for receiver j
+        explained = torch.einsum("iolk,lkm->iom", decompress.transpose(1, 2), compress @ s[:, :, j])
+        residual = target[:, :, j] - local @ s[:, :, j] - explained + own @ (compress[j] @ s[j, :, j])
+        square = torch.einsum("iok,iol->kl", own, own)
+        right = torch.einsum("iok,iom->km", own, residual)
+        compress[j] = solve(s[j, :, j], solve(square, right.T).T)
+    return compress
+
+
+def _balanced(compress: Tensor, decompress: Tensor) -> tuple[Tensor, Tensor]:
     """The same function with each ghost scaled so that its row of C and its columns of D have the same mean square.
 
     The fit gives ghosts of unit variance: in a pretrained model, C is then 10 to 1,000 times as large as D, and an
     optimizer that changes all weights by as much, such as Adam, changes D too fast and C hardly.
     """
-    p, k = blocks, len(fit.compress) // blocks
-    sources = torch.tensor([[(i + step) % p for step in range(1, p)] for i in range(p)], device=fit.compress.device)
-    rows = fit.compress.square().mean(1)  # of each ghost: (p k)
-    pieces = fit.decompress.unflatten(0, (p, -1)).unflatten(2, (p - 1, k))  # (p, m_out, p-1, k), by receiver
-    columns = torch.zeros_like(rows).view(p, k)
-    columns.index_add_(0, sources.flatten(), pieces.square().mean(1).flatten(0, 1))
-    columns = columns.flatten() / (p - 1)
-    used = (rows > 0) & (columns > 0)
-    scale = torch.where(used, columns / rows, 1).pow(0.25)  # (p k)
-    into = scale.view(p, k)[sources].flatten(1)  # of each receiver's columns: (p, (p-1) k)
-    decompress = fit.decompress.unflatten(0, (p, -1)) / into.unsqueeze(1)
-    return fit._replace(compress=fit.compress * scale.unsqueeze(1), decompress=decompress.flatten(0, 1))
-
-
-class _AlternatingFit:
-    """L and D for given ghosts, and ghosts for given L and D, from products with S that both steps share."""
-
-    def __init__(self, s: Tensor, weight: Tensor, blocks: int, compress: Tensor) -> None:
-        self.p, self.m = blocks, len(s) // blocks
-        self.s = s.view(blocks, self.m, blocks, self.m)
-        self.target = (weight @ s).view(blocks, -1, blocks, self.m)  # E[y_i x_j^T]
-        self.power = (weight @ s * weight).sum(1)  # E y^2 of each output
-        self.compress = compress  # (p, k, m)
-        self.local: list[Tensor] = []
-        self.decompress: list[dict[int, Tensor]] = []
-
-    def refit(self) -> OutputFit:
-        """L and D together, for the current ghosts."""
-        p, k = self.p, self.compress.shape[1]
-        ghosts_inputs = torch.einsum("jkm,jmin->jkin", self.compress, self.s)  # E[g_j x_i^T]
-        ghosts_ghosts = torch.einsum("jkin,iln->jkil", ghosts_inputs, self.compress)  # E[g_j g_i^T]
-        outputs_ghosts = torch.einsum("iojm,jkm->iojk", self.target, self.compress)  # E[y_i g_j^T]
-        self.local, self.decompress = [], []
-        explained: list[Tensor] = []
-        for i in range(p):
-            ring = [(i + step) % p for step in range(1, p)]
-            gx = ghosts_inputs[ring, :, i].reshape(-1, self.m)  # E[g x_i^T]
-            gg = ghosts_ghosts[ring][:, :, ring].reshape(len(gx), len(gx))
-            zz = torch.cat([torch.cat([self.s[i, :, i], gx.T], 1), torch.cat([gx, gg], 1)])
-            yz = torch.cat([self.target[i, :, i], outputs_ghosts[i][:, ring].flatten(1)], 1)
-            weights = solve((zz + zz.T) / 2, yz)
-            explained.append((2 * weights * yz).sum(1) - (weights @ zz * weights).sum(1))
-            self.local.append(weights[:, : self.m])
-            self.decompress.append(dict(zip(ring, weights[:, self.m :].split(k, 1), strict=True)))
-        stacked = [torch.cat(list(of_receiver.values()), 1) for of_receiver in self.decompress]
-        errors = self.power - torch.cat(explained)
-        return OutputFit(torch.cat(self.local), self.compress.flatten(0, 1).clone(), torch.cat(stacked), errors)
-
-    def improve_ghosts(self) -> None:
-        """C of one source after the other, for the current L and D."""
-        p = self.p
-        for j in range(p):
-            square = self.compress.new_zeros(self.compress.shape[1], self.compress.shape[1])
-            right = torch.zeros_like(self.compress[j])
-            for i in range(p):
-                if i == j:
-                    continue
-                residual = self.target[i, :, j] - self.local[i] @ self.s[i, :, j]
-                for other, weights in self.decompress[i].items():
-                    if other != j:
-                        residual = residual - weights @ (self.compress[other] @ self.s[other, :, j])
-                own = self.decompress[i][j]
-                square += own.T @ own
-                right += own.T @ residual
-            self.compress[j] = solve(self.s[j, :, j], solve(square, right.T).T)
+    rows, columns = compress.square().mean(2), decompress.square().mean(2).sum(0) / (len(compress) - 1)  # (p, k)
+    scale = torch.where((rows > 0) & (columns > 0), columns / rows, 1).pow(0.25)
+    return compress * scale.unsqueeze(2), decompress / scale.unsqueeze(1)
 
 
 def keep_modes(linear: nn.Linear, layer: nn.Module) -> None:

@@ -7,7 +7,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from phantom_parallel.distributed.objects import all_gather_objects
-from phantom_parallel.nn.fit import damped, fit_outputs, fit_source, keep_modes, warn_about_size
+from phantom_parallel.nn.fit import (
+    damped,
+    fit_outputs,
+    fit_sources,
+    in_ring_order,
+    keep_modes,
+    ring,
+    warn_about_size,
+)
 from phantom_parallel.nn.init import init_phantom, init_rows
 from phantom_parallel.nn.sharded import (
     FeatureSharded,
@@ -27,15 +35,13 @@ from phantom_parallel.utils.strategies import WireFormat
 class PhantomLinear(FeatureSharded):
     """A linear layer that keeps blocks of features local and exchanges a few ghosts of each.
 
-    Use it in place of a wide ``nn.Linear``, or of tensor parallelism, where the exchange or the dense product costs too
-    much. Its weight is dense on the diagonal blocks and of rank ``ghosts`` off them; it is smaller and cheaper than a
-    dense layer while ``ghosts`` stays below ``layer.layout.break_even``, m (1 - 1/p) for square layers.
+    Its weight is dense on the diagonal blocks and of rank ``ghosts`` off them; it is smaller and cheaper than a dense
+    layer while ``ghosts`` stays below ``layer.layout.break_even``, m (1 - 1/p) for square layers.
 
     Without a mesh its input and output have all features, like those of ``nn.Linear``. With a mesh each rank holds
-    blocks / ranks blocks, and input and output are this rank's features; `shard_features` and `gather_features` convert
-    from and to all features. On more ranks than blocks, ranks / blocks neighbours share each block by tensor
-    parallelism, and only ghosts are exchanged between blocks. ``blocks`` belongs to the model and the mesh does not:
-    the layer computes the same function on any number of ranks that divides its blocks or is a multiple of them.
+    blocks / ranks blocks, and input and output are this rank's features (`shard_features`, `gather_features`). On more
+    ranks than blocks, ranks / blocks neighbours share each block by tensor parallelism. The layer computes the same
+    function on any number of ranks that divides its blocks or is a multiple of them.
 
     Args:
         in_features: Input features of the full layer, independent of the number of ranks.
@@ -120,17 +126,14 @@ class PhantomLinear(FeatureSharded):
     @torch.no_grad()
     def to_dense(self) -> nn.Linear:
         """The equivalent ``nn.Linear``: W_ii = L_i, W_ij = D_ij C_j. On a mesh every rank calls this."""
-        p, m_in, m_out = self.blocks, self.layout.block_in, self.layout.block_out
-        local = full_tensor(self.local).view(p, m_out, m_in)
-        compress = full_tensor(self.compress).view(p, self.ghosts, m_in)
-        decompress = full_tensor(self.decompress).view(p, m_out, p - 1, self.ghosts)
+        p, i, sources = self.blocks, torch.arange(self.blocks), ring(self.blocks)
+        local = full_tensor(self.local).unflatten(0, (p, -1))  # (p, m_out, m_in)
+        compress = full_tensor(self.compress).unflatten(0, (p, -1))  # (p, k, m_in)
+        decompress = full_tensor(self.decompress).unflatten(0, (p, -1)).unflatten(2, (p - 1, -1)).transpose(1, 2)
         dense = self._empty_dense(local)
-        weight = dense.weight.view(p, m_out, p, m_in)
-        for i in range(p):
-            weight[i, :, i] = local[i]
-            for step in range(1, p):
-                j = (i + step) % p
-                weight[i, :, j] = decompress[i, :, step - 1] @ compress[j]
+        weight = dense.weight.unflatten(0, (p, -1)).unflatten(2, (p, -1)).transpose(1, 2)  # (p, p, m_out, m_in)
+        weight[i, i] = local
+        weight[i[:, None], sources] = decompress @ compress[sources]
         if self.bias is not None:
             dense.bias.copy_(full_tensor(self.bias))
         return dense
@@ -152,9 +155,8 @@ class PhantomLinear(FeatureSharded):
         inputs, and the error is the root of E |W x - W' x|^2 / E |W x|^2. Without it, the *weights* are closest in the
         Frobenius norm, and the error is |W - W'| / |W|; of a trained model little is left then.
 
-        On a mesh every rank passes the full layer and fits the blocks whose compressors it will hold. A weight that
-        another module shares is no longer shared. A UserWarning is issued if the new layer is larger than the dense
-        one. Parameters require gradients if those of ``linear`` do.
+        On a mesh every rank passes the full layer. A weight that another module shares is no longer shared. Parameters
+        require gradients if those of ``linear`` do. A UserWarning is issued if the new layer is larger than the dense.
         """
         if linear.weight.is_meta:
             raise ValueError("the dense layer is on the meta device: load its weights before it is fitted")
@@ -176,9 +178,9 @@ class PhantomLinear(FeatureSharded):
             if covariance.shape != (n, n) or not covariance.isfinite().all():
                 raise ValueError(f"the covariance must be finite and ({n}, {n}), got {tuple(covariance.shape)}")
             s = damped(covariance.to(weight.device))
-            fit = fit_outputs(s, weight, blocks=self.blocks, ghosts=self.ghosts)
+            fit = tuple(fit_outputs(s, weight, blocks=self.blocks, ghosts=self.ghosts))
             fit = all_gather_objects(fit, self.mesh)[0]  # the same on every rank, whatever the rounding of each
-            local, compress, decompress, lost = *fit[:3], max(fit.squared_error, 0.0)
+            local, compress, decompress, lost = *fit[:3], max(float(fit[3].sum()), 0.0)
             power = float((weight.double() @ s * weight.double()).sum())
         wholes = {"local": local, "compress": compress, "decompress": decompress}
         if linear.bias is not None:
@@ -194,17 +196,14 @@ class PhantomLinear(FeatureSharded):
 
     def _fit_weights(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
         """L, C and D of the full layer, and the squared error. The first rank of block j fits C_j and all D_ij."""
-        layout, rank, p = self.layout, self.group.rank, self.blocks
-        sources = layout.blocks_of(rank) if layout.place_of(rank) == 0 else ()
-        own = [fit_source(weight, j, blocks=p, ghosts=self.ghosts).cpu() for j in sources]
-        fits = [fit for fits in all_gather_objects(own, self.mesh) for fit in fits]
-        decompress = torch.stack([fit.decompress for fit in fits])  # (p, p-1, m_out, k): receivers in ring order
-        steps = torch.arange(1, p)  # from receiver i to source j = i + step, whose receiver i = j + (p - step)
-        rows = [decompress[(i + steps) % p, p - 1 - steps].permute(1, 0, 2).flatten(1) for i in range(p)]
-        diagonal = weight.reshape(p, layout.block_out, p, layout.block_in).diagonal(dim1=0, dim2=2)  # (m_out, m_in, p)
-        compress = torch.cat([fit.compress for fit in fits])  # (p k, m_in)
-        lost = sum(fit.squared_error for fit in fits)
-        return diagonal.permute(2, 0, 1).flatten(0, 1), compress, torch.cat(rows), lost
+        rank, p = self.group.rank, self.blocks
+        sources = self.layout.blocks_of(rank) if self.layout.place_of(rank) == 0 else range(0)
+        own = fit_sources(weight, sources, blocks=p, ghosts=self.ghosts)
+        compress, decompress, lost = zip(*all_gather_objects(own, self.mesh), strict=True)
+        diagonal = weight.unflatten(0, (p, -1)).unflatten(2, (p, -1)).diagonal(dim1=0, dim2=2)  # (m_out, m_in, p)
+        by_receiver = torch.cat(decompress, 1)  # (p, p, m_out, k)
+        local = diagonal.permute(2, 0, 1).flatten(0, 1)
+        return local, torch.cat(compress).flatten(0, 1), in_ring_order(by_receiver), sum(lost)
 
     @classmethod
     def from_weights(
@@ -241,14 +240,8 @@ class TensorLinear(FeatureSharded):
     baseline.
 
     Each rank all-gathers full activations forward and reduce-scatters their gradient backward. The function is that of
-    ``nn.Linear``, on any number of ranks that divides the features. For the usual pair of layers with one all-reduce
-    see torch's ``ColwiseParallel`` and ``RowwiseParallel``.
-
-    Args:
-        in_features, out_features, bias, device, dtype: As for `PhantomLinear`.
-        mesh: One-dimensional device mesh to shard the features over.
-        gain: Gain of the activation before this layer; the initial variance is gain^2 / in_features.
-        wire: Format in which features and their gradients travel between ranks, as for `PhantomLinear`.
+    ``nn.Linear``, on any number of ranks that divides the features. The arguments are those of `PhantomLinear`; the
+    mesh is one-dimensional.
     """
 
     weight: nn.Parameter

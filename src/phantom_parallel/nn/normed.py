@@ -14,13 +14,9 @@ from phantom_parallel.utils.strategies import WireFormat
 class NormedPhantomLinear(nn.Module):
     """RMSNorm over all features, then a `PhantomLinear`: one collective forward and one backward for both.
 
-    Input and output are this rank's features, as for `PhantomLinear`. ``norm`` is the norm's weight, sharded as the
-    features are. Use it wherever a phantom layer follows a norm: the norm then costs one more word per row.
-
-    Args:
-        in_features, out_features, bias, blocks, ghosts, mesh, gain, device, dtype: As for `PhantomLinear`.
-        eps: Added to the mean square.
-        wire: As for `PhantomLinear`; the norm's sums are never rounded.
+    Use it wherever a phantom layer follows a norm: the norm then costs one more word per row, which is never rounded.
+    ``norm`` is the norm's weight, sharded as the features are, and ``eps`` is added to the mean square; the other
+    arguments are those of `PhantomLinear`.
     """
 
     norm: nn.Parameter

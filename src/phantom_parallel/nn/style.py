@@ -26,15 +26,11 @@ class PhantomParallel(ParallelStyle):
 
     An ``nn.Linear`` becomes the closest phantom layer (``PhantomLinear.from_dense``), or with ``init="fresh"`` a newly
     initialized one, for training from scratch. Elementwise activations that a pattern such as ``"layers.*"`` also
-    matches are left unchanged. On more ranks than blocks, neighbours share a block, as in `PhantomLinear`; the mesh may
-    then have the dimensions ``("blocks", "inside")``. A weight that another module shares is no longer shared. A
-    UserWarning is issued if the new layer is larger than the dense one.
+    matches are left unchanged. A weight that another module shares is no longer shared.
 
     Keyword Args:
-        blocks: Number of blocks of the phantom layer.
-        ghosts: Number of ghosts of each block.
+        blocks, ghosts, wire: As for `PhantomLinear`; so is the mesh.
         init: ``"fit"`` (default) or ``"fresh"``.
-        wire: Format in which ghosts travel between ranks, as for `PhantomLinear`.
         input_layouts: Placement of a plain input tensor: ``Shard(-1)`` (by features, the default), ``Replicate()`` or
             another shard. A DTensor input has its own placement.
         output_layouts: Placement of the output, ``Shard(-1)`` by default.

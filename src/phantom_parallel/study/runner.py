@@ -169,7 +169,7 @@ class CellRunner:
 
     def _cell(self, name: str, config: TrainConfig, work: Callable[[ParallelContext], Run]) -> Run:
         path = self._options.out / CELLS / f"{re.sub(r'[^A-Za-z0-9_.=-]', '-', name)}.json"
-        run = broadcast_from_rank_zero(lambda: _read_cell(path))
+        run = broadcast_from_rank_zero(lambda: _read_cell(path), kind=Run)
         finished = run is not None
         if finished:
             self._display.skip()
@@ -184,7 +184,7 @@ class CellRunner:
                     torch.set_num_threads(threads_for(size))
                 run = work(context)
             group = self._patient if size < self._world else None
-            run = broadcast_from_rank_zero(lambda: _write_cell(path, run), group)
+            run = broadcast_from_rank_zero(lambda: _write_cell(path, run), group, Run)
         assert run is not None
         self.done += 1
         self._display.update(self.done, _outcome(run), title=name, line=not finished)
