@@ -80,7 +80,6 @@ def apply_function(function: type[Function], *args: Any) -> Tensor:
 
 
 def refuse_transforms() -> None:
-    """Raise RuntimeError if a transform is active."""
     if is_transformed():
         raise RuntimeError(
             "torch.func transforms (grad, vmap, jvp, ...) and forward-mode derivatives are supported in one process "
@@ -110,8 +109,8 @@ def is_creating_graph() -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether a transform of ``torch.func`` or forward-mode differentiation is active. Neither can see through an
-    ``autograd.Function`` that saves intermediate results: in one process, operators then compose functions of torch.
+    """Whether a transform of ``torch.func`` or forward-mode differentiation is active, which cannot see through an
+    ``autograd.Function`` that saves intermediate results: operators of one process then compose functions of torch.
     """
     if torch.compiler.is_compiling():
         return False

@@ -23,9 +23,8 @@ exchange ghosts (`inter_block`). What all R ranks need passes the slow links bet
 
 **Polling.** For a short message of gloo a rank polls for a while before it sleeps: to put a thread to sleep and to wake
 it takes longer than a few hundred bytes take to a neighbour, and a token that is decoded waits for two such messages in
-each layer. A rank that polls yields its core in between; the time counts as computing (`energy`), as the core is not
-idle. Only the wait differs, so that ranks may differ in whether they poll: under ``torch.compile`` and dispatch modes,
-which see the functional collective, none does.
+each layer. The time counts as computing (`energy`). Only the wait differs, so that ranks may differ in whether they
+poll: under ``torch.compile`` and dispatch modes, which see the functional collective, none does.
 """
 
 import functools
@@ -80,11 +79,7 @@ def require_flat(group: RankGroup) -> RankGroup:
 
 
 def rank_group(mesh: DeviceMesh | RankGroup | None, wire: WireFormat = "full") -> RankGroup:
-    """The group of all ranks of a mesh that `flat_mesh` takes; without a mesh, a group of this process only.
-
-    Raises:
-        ValueError: If features cannot be sharded over the mesh, or if there is no such wire format.
-    """
+    """The group of all ranks of a mesh that `flat_mesh` takes; without a mesh, a group of this process only."""
     check_wire(wire)
     if isinstance(mesh, RankGroup):
         return mesh
@@ -102,13 +97,8 @@ def process_group(group: dist.ProcessGroup, device_type: str, wire: WireFormat =
 
 
 def block_group(mesh: DeviceMesh | None, blocks: int, wire: WireFormat = "full") -> RankGroup:
-    """The ranks of a mesh that share ``blocks`` blocks; on more ranks than blocks, with their two levels.
-
-    ``mesh`` is one-dimensional, and its two levels are then made, or has the dimensions (blocks, inside). Every rank
-    of it calls this with the same number of blocks.
-
-    Raises:
-        ValueError: If the mesh has other dimensions, or another number of blocks.
+    """The ranks of a mesh that share ``blocks`` blocks; on more ranks than blocks, with their two levels: those of the
+    mesh, or new groups, which every rank of it makes.
     """
     world = rank_group(mesh, wire)
     if mesh is not None and mesh.ndim == 2 and mesh.size(1) > 1:
@@ -146,22 +136,15 @@ def subgroup(members: list[int], group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def flat_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """The one-dimensional mesh that features are sharded over, of a mesh with that dimension or with `LEVELS`.
-
-    Raises:
-        ValueError: If the mesh has other dimensions.
-    """
+    """The one-dimensional mesh that features are sharded over, of a mesh with that dimension or with `LEVELS`."""
     if mesh is None or mesh.ndim == 1:
         return mesh
     names = mesh.mesh_dim_names
     if names == LEVELS:
         return mesh._flatten()
-    fix = 'name its dimensions, mesh_dim_names=("dp", "tp"), and pass mesh["tp"]'
-    if names:
-        fix = f'pass one of them, such as mesh["{"tp" if "tp" in names else names[-1]}"]'
     raise ValueError(
-        f"features are sharded over a one-dimensional mesh or one with the dimensions {LEVELS}, "
-        f"got one of shape {tuple(mesh.shape)} with dimensions {names}: {fix}"
+        f"features are sharded over a one-dimensional mesh or one with the dimensions {LEVELS}, got one of shape "
+        f'{tuple(mesh.shape)} with dimensions {names}: pass one of its dimensions, such as mesh["tp"]'
     )
 
 
@@ -313,10 +296,8 @@ _yield_cpu = getattr(os, "sched_yield", lambda: time.sleep(0))  # Windows has no
 
 class Backoff:
     """How many messages to wait for without polling before the next poll: twice as many after a poll that timed out,
-    and half as many after one in which the message arrived.
-
-    On a machine with other load, a rank that polls uses up its share of the cores, and the ranks that it waits for run
-    later because of it.
+    and half as many after one in which the message arrived. On a machine with other load, a rank that polls delays the
+    ranks that it waits for.
     """
 
     def __init__(self) -> None:

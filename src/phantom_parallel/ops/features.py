@@ -57,9 +57,7 @@ class _Gather(Function):
 
 
 def shard_features(x: Tensor, mesh: DeviceMesh | RankGroup | None) -> Tensor:
-    """Forward: keep this rank's features of a replicated x; backward: all-gather, so that every rank has the complete
-    gradient of x.
-    """
+    """Forward: keep this rank's features of a replicated x; backward: all-gather of the gradient."""
     group = rank_group(mesh)
     if x.shape[-1] % group.size:
         raise ValueError(
@@ -69,11 +67,8 @@ def shard_features(x: Tensor, mesh: DeviceMesh | RankGroup | None) -> Tensor:
 
 
 def gather_features(x: Tensor, mesh: DeviceMesh | RankGroup | None, *, partial_grad: bool = False) -> Tensor:
-    """Forward: all-gather of features; backward: this rank's slice of the gradient.
-
-    This is correct where every rank computes the same from the result, such as the same loss. Where each rank computes
-    its own part (a vocabulary-parallel head), every rank has a partial gradient: ``partial_grad=True`` makes the
-    backward a reduce-scatter.
+    """Forward: all-gather of features; backward: this rank's slice of the gradient, where every rank computes the same
+    from the result. Where each rank computes its own part, ``partial_grad=True`` makes the backward a reduce-scatter.
     """
     group = rank_group(mesh)
     return x if group.size == 1 else apply_function(_Gather, x, group, partial_grad)

@@ -60,10 +60,9 @@ def vocabulary_logits(x: Tensor, norm: Tensor, weight: Tensor, *, eps: float, gr
     """
     rows, weight, dtype = _operands(x, weight)
     if is_transformed() and group.size == 1:
-        y, _ = _gather_normed(rows, norm, eps, group, dtype)
-        logits = torch.mm(y, weight.t())
+        logits = torch.mm(_exchange_normed(rows, norm, eps, group, dtype, False)[0], weight.t())
     else:
-        logits = apply_function(_VocabularyLogits, rows, norm, weight, eps, group, dtype)
+        logits = apply_function(_Logits, rows, norm, weight, eps, group, dtype, False)
     return unflatten_rows(logits, x)
 
 
@@ -72,7 +71,7 @@ def row_logits(x: Tensor, norm: Tensor, weight: Tensor, *, eps: float, group: Ra
     of features and squares; backward: all-to-all.
     """
     rows, weight, dtype = _operands(x, weight)
-    return apply_function(_RowLogits, rows, norm, weight, eps, group, dtype)
+    return apply_function(_Logits, rows, norm, weight, eps, group, dtype, True)
 
 
 def _operands(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, torch.dtype]:
@@ -82,9 +81,12 @@ def _operands(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, torch.dtype]:
     return x.reshape(-1, x.shape[-1]), weight, cast_for_autocast(x)[0].dtype
 
 
-def _gather_normed(x: Tensor, norm: Tensor, eps: float, group: RankGroup, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """y (B, R m) and r (B, 1)."""
-    return _normed(all_gather((x * norm).to(dtype), group, squares_of(x)), eps)
+def _exchange_normed(
+    x: Tensor, norm: Tensor, eps: float, group: RankGroup, dtype: torch.dtype, by_rows: bool
+) -> tuple[Tensor, Tensor]:
+    """y (rows, n) and r (rows, 1), of all T rows or of this rank's T / R."""
+    u, squares = (x * norm).to(dtype), squares_of(x)
+    return _normed(finish(start_all_to_all(u, group, squares)) if by_rows else all_gather(u, group, squares), eps)
 
 
 def _normed(arrived: Arrived, eps: float) -> tuple[Tensor, Tensor]:
@@ -94,17 +96,24 @@ def _normed(arrived: Arrived, eps: float) -> tuple[Tensor, Tensor]:
     return (merge_blocks(features) * r).to(features.dtype), r
 
 
-class _VocabularyLogits(Function):
+class _Logits(Function):
     """Backward overlaps the exchange with dW. Saved: x, y, r and W."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, norm: Tensor, weight: Tensor, eps: float, group: RankGroup, dtype: torch.dtype
+        ctx: Any,
+        x: Tensor,
+        norm: Tensor,
+        weight: Tensor,
+        eps: float,
+        group: RankGroup,
+        dtype: torch.dtype,
+        by_rows: bool,
     ) -> Tensor:
-        y, r = _gather_normed(x, norm, eps, group, dtype)  # (T, n), (T, 1)
+        y, r = _exchange_normed(x, norm, eps, group, dtype, by_rows)
         ctx.save_for_backward(x, norm, weight, r, y)
-        ctx.eps, ctx.group = eps, group
-        return torch.mm(y, weight.t())  # (T, V / R)
+        ctx.eps, ctx.group, ctx.by_rows = eps, group, by_rows
+        return torch.mm(y, weight.t())  # (T, V / R), or by rows (T / R, V)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
@@ -112,35 +121,23 @@ class _VocabularyLogits(Function):
         group: RankGroup = ctx.group
         check_output_grad(d, group)
         if is_creating_graph():  # what is saved has no graph: compute it again
-            y, r = _gather_normed(x, norm, ctx.eps, group, y.dtype)
-        dy = torch.mm(d, weight)  # partial: (T, n)
-        slices, part = split_blocks(dy, group.size), partial_t(dy, y)  # (R, T, m), (T, 1)
-        pending = start_reduce_scatter(slices, group, part) if group.inter_block is None else None  # in flight
-        d_weight = torch.mm(d.t(), y) if ctx.needs_input_grad[2] else None  # (V / R, n), overlapped
-        du, t = reduce_scatter(slices, group, part) if pending is None else finish(pending)
-        return *norm_grads(du, x, x * r, norm, r, t, group), d_weight, None, None, None
-
-
-class _RowLogits(Function):
-    """Backward overlaps the exchange with dW. Saved: x, y, r and W."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, norm: Tensor, weight: Tensor, eps: float, group: RankGroup, dtype: torch.dtype
-    ) -> Tensor:
-        pending = start_all_to_all((x * norm).to(dtype), group, squares_of(x))  # (T, m) and squares
-        y, r = _normed(finish(pending), eps)  # (T / R, n), (T / R, 1)
-        ctx.save_for_backward(x, norm, weight, r, y)
-        ctx.group = group
-        return torch.mm(y, weight.t())  # (T / R, V)
-
-    @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
-        x, norm, weight, r, y = ctx.saved_tensors
-        check_output_grad(d, ctx.group)
-        pending = _start_row_gradients(d, weight, y, r, ctx.group)  # in flight
-        d_weight = torch.mm(d.t(), y) if ctx.needs_input_grad[2] else None  # (V, n), overlapped
-        return *_finish_row_gradients(pending, x, norm), d_weight, None, None, None
+            y, r = _exchange_normed(x, norm, ctx.eps, group, y.dtype, ctx.by_rows)
+        pending = None
+        if ctx.by_rows:
+            pending = _start_row_gradients(d, weight, y, r, group)  # in flight
+        else:
+            dy = torch.mm(d, weight)  # partial: (T, n)
+            slices, part = split_blocks(dy, group.size), partial_t(dy, y)  # (R, T, m), (T, 1)
+            if group.inter_block is None:
+                pending = start_reduce_scatter(slices, group, part)  # in flight
+        d_weight = torch.mm(d.t(), y) if ctx.needs_input_grad[2] else None  # that of W, overlapped
+        if ctx.by_rows:
+            assert pending is not None
+            grads = _finish_row_gradients(pending, x, norm)
+        else:
+            du, t = reduce_scatter(slices, group, part) if pending is None else finish(pending)
+            grads = norm_grads(du, x, x * r, norm, r, t, group)
+        return *grads, d_weight, None, None, None, None
 
 
 def _start_row_gradients(d: Tensor, weight: Tensor, y: Tensor, r: Tensor, group: RankGroup) -> Pending:
@@ -210,11 +207,9 @@ class _EndRows(Function):
 
 
 class PrefetchedWeight:
-    """A sharded weight (a, b) whose collectives overlap with the layers.
-
-    Forward: async all-gather, from construction to `whole`. Backward: async reduce-scatter, from the gradient of
-    `whole` until all gradients of what was computed after construction exist. Neither is rounded for the wire.
-    ``weight`` is this rank's part, and ``dim`` the dimension by which it is sharded over the ranks of ``group``.
+    """A weight (a, b), sharded by ``dim`` over ``group``, whose collectives overlap with the layers. Forward: async
+    all-gather, from construction to `whole`. Backward: async reduce-scatter, from the gradient of `whole` until all
+    gradients of what was computed after construction exist. Neither is rounded for the wire.
     """
 
     def __init__(self, weight: Tensor, dim: int, group: RankGroup) -> None:
@@ -268,10 +263,8 @@ class _FinishGather(Function):
 
 
 def vocabulary_rows(weight: Tensor, *, group: RankGroup = SINGLE_RANK) -> Tensor:
-    """(V, n / R), sharded by features, to (V / R, n), sharded by rows. Forward and backward: one all-to-all.
-
-    It moves (R-1)/R^2 V n words per rank, independent of the number of inputs to the head. A reduce-scatter of partial
-    logits would instead move (R-1)/R V words per input: more, as soon as there are n / R inputs.
+    """(V, n / R), sharded by features, to (V / R, n), sharded by rows. Forward and backward: one all-to-all, of
+    (R-1)/R^2 V n words per rank. A reduce-scatter of partial logits would move (R-1)/R V words per input of the head.
     """
     if group.size == 1:
         return weight
@@ -293,11 +286,8 @@ class _VocabularyRows(Function):
 
 def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, *, group: RankGroup = SINGLE_RANK) -> Tensor:
     """The mean cross-entropy over rows, the same on every rank. Forward: one all-gather of 3 numbers per row; backward:
-    none, since each rank has the gradient of its own logits.
-
-    ``logits`` is (..., V / R), this rank's part of the vocabulary; ``targets`` (...) are indices into all of it. Rows
-    whose target is -100 do not count, as in ``torch.nn.functional.cross_entropy``. With the largest logit a_r of rank
-    r, and s_r = sum exp(logits - a_r) over its part,
+    none. ``logits`` is (..., V / R), this rank's part of the vocabulary; ``targets`` (...) are indices into all of it,
+    or -100 for rows that do not count. With the largest logit a_r of rank r, and s_r = sum exp(logits - a_r),
 
         loss = log(sum_r s_r exp(a_r)) - logit of the target
     """
@@ -324,17 +314,15 @@ def row_cross_entropy(logits: Tensor, targets: Tensor, *, group: RankGroup) -> T
 
 
 def _check_targets(targets: Tensor, vocab: int) -> None:
-    """Raise IndexError for a target that is no token, as ``cross_entropy`` does in one process. Ranks would otherwise
-    take it for one of another rank's. On other devices than the CPU, reading the values would synchronize.
+    """Raise IndexError for a target that is no token: ranks would take it for one of another rank's. On other devices
+    than the CPU, reading the values would synchronize.
     """
     unreadable = torch.compiler.is_compiling() or is_transformed() or isinstance(targets, FakeTensor)
     if unreadable or targets.device.type != "cpu" or not targets.numel():
         return
     wrong = targets[((targets < 0) & (targets != IGNORED)) | (targets >= vocab)]
     if wrong.numel():
-        raise IndexError(
-            f"Target {int(wrong[0])} is out of bounds: targets lie from 0 to {vocab - 1}, or are {IGNORED}"
-        )
+        raise IndexError(f"Target {int(wrong[0])} is out of bounds: from 0 to {vocab - 1}, or {IGNORED}")
 
 
 class _CrossEntropy(Function):
@@ -371,14 +359,10 @@ class _CrossEntropy(Function):
 
 def vocabulary_kl_divergence(logits: Tensor, teacher: Tensor, *, group: RankGroup = SINGLE_RANK) -> Tensor:
     """The mean Kullback-Leibler divergence of the teacher's distributions from the model's, in nats, the same on every
-    rank. Forward: one all-gather of 5 numbers per row; backward: none, since each rank has the gradient of its own
-    logits.
-
-    ``logits`` z and ``teacher`` u are (..., V / R), this rank's part of the vocabulary. With the softmax q of all of u,
+    rank. Forward: one all-gather of 5 numbers per row; backward: none, and nothing for the teacher. ``logits`` z and
+    ``teacher`` u are (..., V / R), this rank's part of the vocabulary. With the softmax q of all of u,
 
         KL = sum q (u - z) - logsumexp(u) + logsumexp(z),    d KL / d z = softmax(z) - q
-
-    No gradient reaches the teacher.
     """
     rows, targets = (x.reshape(-1, x.shape[-1]) for x in (logits, teacher.detach()))
     dtype = precise(rows.dtype)

@@ -40,10 +40,9 @@ def phantom_linear(
 ) -> Tensor:
     """z = L x + D C x + b. Forward: all-gather of the ghosts; backward: reduce-scatter of their gradient.
 
-    ``x`` is (..., q m_in), this rank's features; the result is (..., q m_out). With the weights ``norm`` (q m_in) of an
-    RMSNorm and its ``eps``, the map is that of the normed x, and the norm's sums are piggybacked on both exchanges.
-    Where several ranks share each block, as `ops.two_level` has it, q = 1 / t. In one process second derivatives,
-    ``torch.func`` transforms and forward-mode derivatives are supported.
+    ``x`` is (..., q m_in), this rank's features; the result is (..., q m_out), where q = 1 / t if t ranks share each
+    block. With the weights ``norm`` (q m_in) of an RMSNorm and its ``eps``, the map is that of the normed x. In one
+    process second derivatives, ``torch.func`` transforms and forward-mode derivatives are supported.
     """
     check_operands(x, local)
     if norm is None:
@@ -134,10 +133,8 @@ def _add_bias(y: Tensor, bias: Tensor | None, *, is_saved: bool) -> Tensor:
 
 
 class Begun:
-    """A map that has begun: its message in flight, what is computed so far, and the token of its begin.
-
-    The token, which the autograd functions of begin and end share, has no values: it makes autograd run one backward
-    after the other.
+    """A map that has begun: its message in flight, what is computed so far, and a token without values, which makes
+    autograd run the backward of begin after that of end.
     """
 
     token: Tensor
