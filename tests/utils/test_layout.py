@@ -29,12 +29,7 @@ def test_each_rank_holds_whole_blocks_or_an_equal_part_of_one():
     few, equal, many = (BlockLayout(64, 32, 4, 4, ranks) for ranks in (2, 4, 8))
     assert [list(few.blocks_of(rank)) for rank in range(2)] == [[0, 1], [2, 3]]
     assert [list(equal.blocks_of(rank)) for rank in range(4)] == [[0], [1], [2], [3]]
-    assert [(list(many.blocks_of(rank)), many.place_of(rank)) for rank in range(4)] == [
-        ([0], 0),
-        ([0], 1),
-        ([1], 0),
-        ([1], 1),
-    ]
+    assert [(many.blocks_of(rank)[0], many.place_of(rank)) for rank in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert (few.inside, equal.inside, many.inside) == (1, 1, 2)
 
 

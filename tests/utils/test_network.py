@@ -2,30 +2,26 @@
 
 import pytest
 
-from phantom_parallel.utils.network import LinkName, Network, format_rate, parse_delay, parse_loss, parse_rate
+from phantom_parallel.utils.network import Network, format_rate, parse_delay, parse_likeness, parse_loss, parse_rate
 from phantom_parallel.utils.parsing import convert
 
 
 @pytest.mark.parametrize(
     ("text", "bits"),
-    [
-        ("100mbit", 100e6),
-        ("1gbit", 1e9),
-        ("1Gbit", 1e9),
-        ("2.5gbit", 2.5e9),
-        ("12mbps", 96e6),  # bytes a second
-        ("none", None),
-    ],
+    [("100mbit", 100e6), ("1Gbit", 1e9), ("2.5gbit", 2.5e9), ("12mbps", 96e6), ("none", None)],  # mbps: bytes
 )
 def test_rates_are_read_as_tc_reads_them(text, bits):
     assert parse_rate(text) == bits
 
 
-@pytest.mark.parametrize("text", ["", "fast", "100 apples", "-1mbit", "nan", "inf", "0", "1bit", "1tbit", "1e9"])
+@pytest.mark.parametrize("text", ["", "fast", "100 apples", "-1mbit", "nan", "0", "1e9"])
 def test_rates_that_cannot_be_are_refused_with_the_value(text):
     with pytest.raises(ValueError, match="link must be") as error:
         parse_rate(text)
     assert repr(text) in str(error.value)
+    for rate in (1.0, 1e12):
+        with pytest.raises(ValueError, match="link must be from 8 kbit/s to 30 Gbit/s"):
+            Network(2, rate=rate)
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("0", 0.0), ("1ms", 1e-3), ("50us", 5e-5), ("0.5s", 0.5)])
@@ -42,12 +38,12 @@ def test_losses_are_percentages():
 
 
 def test_links_like_a_machine_name_its_profile_and_tier():
-    assert LinkName.parse("100mbit") is None
-    assert LinkName.parse("like:dgx-h100") == LinkName("dgx-h100", inside=False)
-    assert LinkName.parse("like:dgx-h100:inside") == LinkName("dgx-h100", inside=True)
+    assert parse_likeness("100mbit") is None
+    assert parse_likeness("like:dgx-h100") == ("dgx-h100", False)
+    assert parse_likeness("like:dgx-h100:inside") == ("dgx-h100", True)
     for wrong in ("like:", "like:x:outside"):
         with pytest.raises(ValueError, match="like:PROFILE"):
-            LinkName.parse(wrong)
+            parse_likeness(wrong)
 
 
 @pytest.mark.parametrize("hosts", [0, -1, 65])

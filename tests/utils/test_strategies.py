@@ -3,7 +3,7 @@
 import pytest
 
 from phantom_parallel.families.registry import family_names, get_family
-from phantom_parallel.utils.strategies import DEFAULT_GHOSTS, STRATEGIES, default_blocks, get_strategy
+from phantom_parallel.utils.strategies import STRATEGIES, get_strategy
 
 
 def test_every_family_has_strategies_of_the_list_and_a_baseline_among_them():
@@ -36,11 +36,6 @@ def test_each_strategy_refuses_what_belongs_to_others(name):
     for blocks, ghosts in ((4, None), (None, 2), (None, None) if strategy.has_blocks else (4, 2)):
         with pytest.raises(ValueError, match="blocks and ghosts"):
             strategy.check_blocks(blocks, ghosts)
-
-
-def test_defaults_of_blocks_and_ghosts():
-    assert [default_blocks(ranks) for ranks in (1, 4, 6, 16)] == [4, 4, 6, 16]
-    assert DEFAULT_GHOSTS == 16
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -39,10 +39,10 @@ from phantom_parallel.distributed.launch import Report, launch_local, threads_fo
 from phantom_parallel.ops.collectives import RankGroup, finish, rank_group, start_all_gather, start_reduce_scatter
 from phantom_parallel.utils.network import (
     NO_LINK,
-    LinkName,
     Network,
     ScaledLink,
     parse_delay,
+    parse_likeness,
     parse_loss,
     parse_rate,
 )
@@ -343,23 +343,23 @@ def network_of(
                 raise ValueError(f"--{name} {value} is for links of emulated hosts: give their number with --hosts")
         return None
     link = NO_LINK if link is None else link
-    like = LinkName.parse(link)
+    like = parse_likeness(link)
     rate = parse_rate(link) if like is None else None
     network = Network(hosts, link, rate, delay=parse_delay(delay), loss=parse_loss(loss))
     network.check_ranks(ranks)
     if like is None:
         return network
-    profile = load_profile(like.profile)
+    profile = load_profile(like[0])
     profile.require_dtype(dtype)
     return scaled(network, ranks, profile, dtype, measure_flops(ranks, dtype))
 
 
 def scaled(network: Network, ranks: int, profile: Profile, dtype: str, flops: float) -> Network:
     """The network with the rates at which a rank that reaches ``flops`` FLOP/s has the ratios of ``profile``."""
-    like = LinkName.parse(network.link)
+    like = parse_likeness(network.link)
     assert like is not None
     local = ranks // network.hosts
-    ratio = flop_to_byte(profile, profile.inside if like.inside else profile.between, dtype)
+    ratio = flop_to_byte(profile, profile.inside if like[1] else profile.between, dtype)
     inside = flop_to_byte(profile, profile.inside, dtype) if local > 1 else None
     return replace(
         network,

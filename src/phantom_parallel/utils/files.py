@@ -1,7 +1,6 @@
 """Files and folders that appear whole or not at all, JSON in them, and locks on folders."""
 
 import ctypes
-import errno
 import json
 import os
 import secrets
@@ -16,7 +15,6 @@ from filelock import FileLock, Timeout
 
 _SCRATCH = ".writing-"  # prefix of unfinished files: hidden, and distinct from a user's own files
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
@@ -29,7 +27,7 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = _scratch_beside(path)
     try:
-        with _naming(path), open(scratch, "xb") as file:
+        with open(scratch, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -46,15 +44,14 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     A folder of that name is removed only then. `check_replaceable` tells whether it may be.
     """
     path = Path(path)
-    with scratch_folder(path) as scratch, _naming(path):
+    with scratch_folder(path) as scratch:
         yield scratch
         replace_folder(scratch, path)
 
 
 def check_replaceable(path: Path, overwrite: bool, marker: str, source: Path | None = None) -> None:
-    """Raise FileExistsError if something is at ``path`` that a new folder may not replace: anything at all without
-    ``overwrite``, and with it anything but an empty folder or one that has the file ``marker``, as the new one will.
-    What the new folder is made from, ``source``, is never replaced, nor is a folder around it.
+    """Raise FileExistsError if a new folder may not replace what is at ``path``. With ``overwrite`` it may replace an
+    empty folder or one that has the file ``marker``, but neither its own ``source`` nor a folder around that.
     """
     if not path.exists():
         return
@@ -70,9 +67,7 @@ def check_replaceable(path: Path, overwrite: bool, marker: str, source: Path | N
 
 @contextmanager
 def scratch_folder(path: Path) -> Iterator[Path]:
-    """Yield a new folder beside ``path``, for several processes to fill before one calls `replace_folder`, and remove
-    what is left of it after.
-    """
+    """Yield a new folder beside ``path``, to fill before `replace_folder`, and remove what is left of it after."""
     scratch = _scratch_beside(path)
     scratch.mkdir(parents=True)
     try:
@@ -82,9 +77,8 @@ def scratch_folder(path: Path) -> Iterator[Path]:
 
 
 def replace_folder(new: Path, path: Path) -> None:
-    """Let the folder ``new``, once its files are on the disk, take the place of ``path``.
-
-    On Linux the two are exchanged in one operation, so that ``path`` exists at any moment.
+    """Let the folder ``new``, once its files are on the disk, take the place of ``path``: on Linux in one operation, so
+    that ``path`` exists at any moment.
     """
     for file in filter(Path.is_file, new.rglob("*")):
         with open(file, "rb") as opened:
@@ -135,15 +129,12 @@ def is_unused(folder: Path) -> bool:
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """Read a whole file. Pipes and devices, which may not end, are refused with an OSError."""
-    path = Path(path)
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return path.read_bytes()
+    """Read a whole file."""
+    return Path(path).read_bytes()
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """Read a whole text file in UTF-8, as `read_bytes` does."""
+    """Read a whole text file in UTF-8."""
     return read_bytes(path).decode()
 
 
@@ -189,8 +180,7 @@ class FolderLock:
     """A lock on the folder of a run, which a process that has died does not keep.
 
     The first process of a run acquires it; the ranks that it launches `join`, so that the folder stays locked until
-    they have ended as well, whatever became of the first process. Locks are files in the folder, which must exist when
-    the lock is acquired.
+    they have ended as well, whatever became of the first process. The folder must exist.
     """
 
     NAME: ClassVar[str] = ".lock"
@@ -200,13 +190,8 @@ class FolderLock:
         self._main, self._ranks = (FileLock(folder / f"{self.NAME}{end}", mode=0o600) for end in ("", "-ranks"))
 
     def acquire(self, patience: float = 20.0) -> None:
-        """Lock the folder for this process and those that join it.
-
-        Args:
-            patience: Seconds to wait for ranks whose first process has died, which are about to end.
-
-        Raises:
-            BlockingIOError: If another run holds it.
+        """Lock the folder; BlockingIOError if another run holds it. Ranks whose first process has died, which are
+        about to end, are waited for.
         """
         try:
             self._main.acquire(timeout=0)
@@ -241,14 +226,3 @@ def _sync_folder(folder: Path) -> None:
     with suppress(OSError):
         os.fsync(handle)
     os.close(handle)
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Add ``path`` to the error of a disk without room for what is written there, which does not have it."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in _NO_ROOM and not error.filename:
-            error.filename = str(path)
-        raise

@@ -20,11 +20,7 @@ def positive(**sizes: object) -> None:
 
 
 def stage_layers(layers: int, stages: int, stage: int = 0) -> range:
-    """The layers of one stage of a pipeline. Stages have equally many, the first ones one more if they do not divide.
-
-    Raises:
-        ValueError: If there are fewer layers than stages.
-    """
+    """The layers of one stage of a pipeline. Stages have equally many, the first ones one more if need be."""
     if layers < stages:
         raise ValueError(
             f"a pipeline of {stages} ranks needs a layer for each, got {layers}: use at most {layers} ranks"
@@ -69,7 +65,7 @@ class BlockLayout:
             if features % self.blocks:
                 near = nearest_divisors(gcd(self.in_features, self.out_features), self.blocks)
                 raise ValueError(f"blocks={self.blocks} does not divide {name}={features}: use {near}")
-        check_block_ranks(self.blocks, self.ranks)
+        self._check_ranks()
         if self.ghosts > self.block_in:
             raise ValueError(
                 f"ghosts={self.ghosts} is larger than a block of {self.block_in} input features "
@@ -78,7 +74,26 @@ class BlockLayout:
             )
         sizes = {"input features": self.block_in, "output features": self.block_out, "ghosts": self.ghosts}
         for name, size in sizes.items():
-            check_inside(self.blocks, self.ranks, name, size)
+            if size % self.inside:
+                divisors = nearest_divisors(size, self.inside).split(" or ")
+                raise ValueError(
+                    f"{self.ranks} ranks are {self.inside} for each of {self.blocks} blocks, which do not divide a "
+                    f"block's {size} {name}: run on {' or '.join(str(self.blocks * int(d)) for d in divisors)} ranks"
+                )
+
+    def _check_ranks(self) -> None:
+        blocks, ranks = self.blocks, self.ranks
+        if ranks < blocks and blocks % ranks:
+            raise ValueError(
+                f"{ranks} ranks do not divide blocks={blocks}: run on {nearest_divisors(blocks, ranks)} ranks, "
+                f"or build the model with a multiple of {ranks} blocks"
+            )
+        if ranks > blocks and ranks % blocks:
+            below = ranks // blocks * blocks
+            raise ValueError(
+                f"{ranks} ranks are not a multiple of blocks={blocks}, to share a block among as many ranks each: "
+                f"run on {below} or {below + blocks} ranks"
+            )
 
     @property
     def inside(self) -> int:
@@ -115,32 +130,6 @@ class BlockLayout:
         """The ghosts at which weights, and with them multiply-adds, are as many as a dense layer's."""
         others = self.blocks - 1
         return others * self.block_in * self.block_out / (self.block_in + others * self.block_out)
-
-
-def check_block_ranks(blocks: int, ranks: int) -> None:
-    """Raise ValueError unless ranks hold equally many blocks, or blocks are shared by equally many ranks."""
-    if ranks < blocks and blocks % ranks:
-        raise ValueError(
-            f"{ranks} ranks do not divide blocks={blocks}: run on {nearest_divisors(blocks, ranks)} ranks, "
-            f"or build the model with a multiple of {ranks} blocks"
-        )
-    if ranks > blocks and ranks % blocks:
-        below = ranks // blocks * blocks
-        raise ValueError(
-            f"{ranks} ranks are not a multiple of blocks={blocks}, to share a block among as many ranks each: "
-            f"run on {below} or {below + blocks} ranks"
-        )
-
-
-def check_inside(blocks: int, ranks: int, name: str, size: int) -> None:
-    """Raise ValueError if the ranks that share a block cannot hold equal parts of the ``size`` ``name`` of it."""
-    inside = ranks // blocks
-    if inside > 1 and size % inside:
-        divisors = nearest_divisors(size, inside).split(" or ")
-        raise ValueError(
-            f"{ranks} ranks are {inside} for each of {blocks} blocks, which do not divide a block's {size} {name}: "
-            f"run on {' or '.join(str(blocks * int(divisor)) for divisor in divisors)} ranks"
-        )
 
 
 @dataclass(frozen=True)

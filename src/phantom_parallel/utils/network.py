@@ -46,10 +46,9 @@ class Network:
     def __post_init__(self) -> None:
         if not 1 <= self.hosts <= MAX_HOSTS:
             raise ValueError(f"hosts must be a whole number from 1 to {MAX_HOSTS}, got {self.hosts}")
-        for name in ("rate", "inside"):
-            value = getattr(self, name)
-            if value is not None and not _SLOWEST <= value <= _FASTEST:
-                raise ValueError(f"{name} must be from 8 kbit/s to 30 Gbit/s, got {format_rate(value)}")
+        for rate in (self.rate, self.inside):
+            if rate is not None and not _SLOWEST <= rate <= _FASTEST:
+                raise ValueError(f"link must be from 8 kbit/s to 30 Gbit/s, got {format_rate(rate)}")
         if not (math.isfinite(self.delay) and 0.0 <= self.delay <= 10.0):
             raise ValueError(f"delay must be from 0 to 10 seconds, got {self.delay}")
         if not 0.0 <= self.loss < 1.0:
@@ -87,22 +86,14 @@ class Network:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class LinkName:
-    """A link like another machine's: ``like:PROFILE`` between its nodes, ``like:PROFILE:inside`` inside a node."""
-
-    profile: str
-    inside: bool
-
-    @classmethod
-    def parse(cls, link: str) -> "LinkName | None":
-        """The parts of ``like:PROFILE[:inside]``; None for a link that is a rate."""
-        if not link.startswith("like:"):
-            return None
-        profile, colon, tier = link.removeprefix("like:").partition(":")
-        if not profile or (colon and tier != "inside"):
-            raise ValueError(f"link must be like:PROFILE or like:PROFILE:inside, got {link!r}")
-        return cls(profile, bool(colon))
+def parse_likeness(link: str) -> tuple[str, bool] | None:
+    """The profile of a link ``like:PROFILE[:inside]``, and whether it is inside a node; None for a rate."""
+    if not link.startswith("like:"):
+        return None
+    profile, colon, tier = link.removeprefix("like:").partition(":")
+    if not profile or (colon and tier != "inside"):
+        raise ValueError(f"link must be like:PROFILE or like:PROFILE:inside, got {link!r}")
+    return profile, bool(colon)
 
 
 def parse_rate(text: str) -> float | None:
@@ -112,10 +103,7 @@ def parse_rate(text: str) -> float | None:
     if (match := _RATE.fullmatch(text.strip())) is None:
         raise ValueError(f"link must be a rate such as 100mbit or 1gbit, none, or like:PROFILE[:inside], got {text!r}")
     number, prefix, unit = match.groups()
-    rate = float(number) * _PREFIX[prefix.lower()] * (8 if unit.lower() == "bps" else 1)
-    if not _SLOWEST <= rate <= _FASTEST:
-        raise ValueError(f"link must be from 8kbit to 30gbit, got {text!r}")
-    return rate
+    return float(number) * _PREFIX[prefix.lower()] * (8 if unit.lower() == "bps" else 1)
 
 
 def parse_delay(text: str) -> float:

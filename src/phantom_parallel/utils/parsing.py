@@ -8,7 +8,8 @@ import inspect
 import re
 import textwrap
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from itertools import pairwise
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -21,24 +22,15 @@ _CONTROL_CHARACTERS = {code: f"\\x{code:02x}" for code in (*range(32), *range(12
 
 
 def convert(data: Any, kind: type[T], source: str) -> T:
-    """Build a dataclass from what a JSON or TOML parser returned.
-
-    Raises:
-        ValueError: Naming ``source``, if a value has the wrong type, a field is missing, or the class itself refuses
-            the values.
-    """
-    try:
+    """Build a dataclass from what a JSON or TOML parser returned; ValueError names ``source`` and the key."""
+    with _explaining(kind, source):
         return msgspec.convert(data, kind)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise ValueError(_explained(error, kind, source)) from None
 
 
 def decode_json(text: bytes, kind: type[T], source: str) -> T:
     """Parse JSON into a dataclass, as `convert` does. NaN and infinities are refused."""
-    try:
+    with _explaining(kind, source):
         return msgspec.json.decode(text, type=kind)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise ValueError(_explained(error, kind, source)) from None
 
 
 def decode_toml(text: str, source: str) -> dict[str, Any]:
@@ -46,7 +38,7 @@ def decode_toml(text: str, source: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{source} is not readable as TOML: {_reason(error)}") from None
+        raise ValueError(f"{source} is not readable as TOML: {' '.join(str(error).split())}") from None
 
 
 def check_keys(data: Mapping[str, Any], known: Iterable[str], source: str) -> None:
@@ -88,18 +80,17 @@ def field_docs(kind: type) -> dict[str, str]:
     return docs
 
 
-def _explained(error: Exception, kind: Any, source: str) -> str:
-    text, _, path = _reason(error).partition(" - at `$")
-    key = path.rstrip("`").lstrip(".")
-    if match := re.match("Object missing required field `(.*)`", text):
-        text = f"{match[1]} is missing"
-    if is_dataclass(kind) and (match := re.match("Invalid enum value (.*)", text)):
-        choices = get_args(get_type_hints(kind).get(key))
-        text = f"must be one of {', '.join(map(str, choices))}, got {match[1]}" if choices else text
-    return ": ".join(part for part in (source, key, text.replace("`", "")) if part)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "the data are nested too deeply"
-    return re.sub(r"\s+", " ", str(error))
+@contextmanager
+def _explaining(kind: Any, source: str) -> Iterator[None]:
+    """Turn errors of msgspec into a ValueError of one line with the source and the key."""
+    try:
+        yield
+    except (msgspec.MsgspecError, RecursionError) as error:
+        text, _, path = " ".join(str(error).split()).partition(" - at `$")
+        key = path.rstrip("`").lstrip(".")
+        if match := re.match("Object missing required field `(.*)`", text):
+            text = f"{match[1]} is missing"
+        if is_dataclass(kind) and (match := re.match("Invalid enum value (.*)", text)):
+            choices = get_args(get_type_hints(kind).get(key))
+            text = f"must be one of {', '.join(map(str, choices))}, got {match[1]}" if choices else text
+        raise ValueError(": ".join(part for part in (source, key, text.replace("`", "")) if part)) from None

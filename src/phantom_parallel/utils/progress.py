@@ -37,9 +37,7 @@ class LenientStderr:
 
 
 class ProgressDisplay:
-    """A bar with a title and a note, as a context. Does nothing unless ``show``, as on all ranks but the first. The
-    work goes on if nobody can read it any more.
-    """
+    """A bar with a title and a note, as a context. Does nothing unless ``show``, as on all ranks but the first."""
 
     def __init__(self, *, show: bool = True) -> None:
         self._console = Console(file=cast(TextIO, LenientStderr()), highlight=False, soft_wrap=True)

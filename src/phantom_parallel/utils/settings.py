@@ -45,11 +45,7 @@ NO_OPTION = {"option": False}  # metadata of fields that commands do not offer a
 
 def validate(config: Any) -> None:
     """Check each field of a dataclass against its annotation, and convert the lists and tables of a file to its type.
-
-    A field whose default is None may be None.
-
-    Raises:
-        ValueError: Naming the field, what it must be, and its value.
+    A field whose default is None may be None. A ValueError names the field, what it must be, and its value.
     """
     kind: Any = type(config)
     for name, hint in _hints(kind).items():
@@ -106,10 +102,8 @@ def settings_of(kind: type, defaults: Mapping[str, Any] | None = None) -> dict[s
 
 
 class HasModel:
-    """A frozen dataclass that holds the config of a model as ``model``, as trainings and shapes of steps do.
-
-    In options and files, the settings of both are one flat table: `of` and `from_dict` make a config from them, and
-    `to_dict` returns them.
+    """A frozen dataclass that holds the config of a model as ``model``, as trainings and shapes of steps do. In options
+    and files, the settings of both are one flat table.
     """
 
     model: Any
@@ -136,17 +130,18 @@ class HasModel:
         return cls.from_dict(settings)
 
     @classmethod
-    def from_dict(cls, settings: Mapping[str, Any]) -> Self:
-        """Make a config from what `to_dict` returned.
+    def _model_fields(cls) -> set[str]:
+        model = cls.model_class()
+        return set() if model is None else {field.name for field in fields(model)}
 
-        Raises:
-            ValueError: If a setting is unknown, missing or wrong.
-        """
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> Self:
+        """Make a config from what `to_dict` returned; ValueError if a setting is unknown, missing or wrong."""
         if not isinstance(settings, Mapping):
             raise ValueError(f"settings of {cls.__name__} must be an object, got {type(settings).__name__}")
-        model, own = cls.model_class(), {field.name for field in fields(cls) if field.init}  # type: ignore[arg-type]
-        of_model = {field.name for field in fields(model)} if model is not None else set()
-        known = own - {"model"} | of_model if model is not None else own
+        model, of_model = cls.model_class(), cls._model_fields()
+        own = {field.name for field in fields(cls) if field.init}  # type: ignore[arg-type]
+        known = own if model is None else own - {"model"} | of_model
         if unknown := sorted(settings.keys() - known):
             raise ValueError(f"unknown settings {', '.join(unknown)}; known are {', '.join(sorted(known))}")
         try:
@@ -170,10 +165,8 @@ class HasModel:
 
     def updated(self, **changes: Any) -> Self:
         """The same config with other settings, of the model or its own."""
-        model = self.model_class()
-        names = {field.name for field in fields(model)} if model is not None else set()
-        if of_model := {name: value for name, value in changes.items() if name in names}:
-            changes = {name: value for name, value in changes.items() if name not in names}
+        of_model = {name: changes.pop(name) for name in self._model_fields() & changes.keys()}
+        if of_model:
             changes["model"] = replace(self.model, **of_model)
         return replace(self, **changes)  # type: ignore[type-var]
 

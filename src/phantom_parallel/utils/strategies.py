@@ -28,7 +28,6 @@ class Strategy:
     """How a model is parallelised over the ranks that share it."""
 
     name: StrategyName
-    summary: str  # for help texts
     explanation: str  # for readers of a report who do not know the strategies
     single_rank: bool = False  # whether a model must not be shared by several ranks
     has_blocks: bool = False  # whether the model has blocks and ghosts of its own, and is not the dense model
@@ -81,44 +80,37 @@ STRATEGIES: dict[str, Strategy] = {
     for strategy in (
         Strategy(
             "phantom",
-            "blocks that exchange ghosts",
             "every rank keeps its own blocks of features, and ranks exchange a few ghosts",
             has_blocks=True,
             shards_features=True,
         ),
         Strategy(
             "tensor",
-            "tensor parallelism with features cut in and out, as in the paper",
             "every rank holds some rows of each weight, and ranks exchange whole activations at every layer",
             shards_features=True,
         ),
         Strategy(
             "megatron",
-            "torch's own column and row styles in pairs",
             "layers in pairs are split by columns and then by rows, with one exchange of whole activations per pair",
         ),
         Strategy(
             "dense",
-            "the whole model on one rank",
             "every rank holds the whole model, and works on rows of its own",
             single_rank=True,
         ),
         Strategy(
             "lowrank",
-            "matrices of low rank, whose ranks exchange the values in between",
             "every matrix is a product of two thin ones, and ranks exchange the few values between these",
             low_rank=True,
             shards_features=True,
         ),
         Strategy(
             "fsdp",
-            "torch's fully_shard of the dense model",
             "every rank holds a part of each weight, gathers a whole layer to use it, and works on rows of its own",
             shards_rows=True,
         ),
         Strategy(
             "pipeline",
-            "torch's pipeline of stages with the 1F1B schedule",
             "every rank holds some consecutive layers, and micro-batches pass through the ranks one after another",
             splits_depth=True,
         ),
