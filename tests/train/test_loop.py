@@ -16,7 +16,7 @@ from phantom_parallel import FFN
 from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.distributed.signals import LossDiverged
 from phantom_parallel.families.ffn.config import FFNTrainConfig
-from phantom_parallel.families.ffn.data import Batches, open_data
+from phantom_parallel.families.ffn.data import open_data, rows_of_step
 from phantom_parallel.train import loop, train
 
 CPU = torch.device("cpu")
@@ -100,10 +100,9 @@ def test_losses_are_those_of_a_plain_loop_in_torch():
     layers = [layer.to_dense() for layer in FFN(config.model).layers]
     plain = torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[1])
     optimizer = torch.optim.AdamW(plain.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    batches = Batches(data.training_rows, config.batch, config.seed)
     expected, norms = [], []
     for step in range(config.steps):
-        x, y = data.take(batches.rows_of(step))
+        x, y = data.take(rows_of_step(step, rows=data.training_rows, batch=config.batch, seed=config.seed))
         loss = torch.nn.functional.mse_loss(plain(x), y)
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(plain.parameters(), config.max_grad_norm)))
@@ -262,8 +261,9 @@ def spoilt(config: FFNTrainConfig, folder: str) -> str:
 )
 def test_data_that_are_not_finite_are_named_and_not_taken_for_divergence(ranks, tmp_path, where, change):
     config = PHANTOM.updated(samples=128, steps=24, eval_every=24, checkpoint_every=3, **where, **change)
-    rows = Batches(112, config.batch, config.seed)
-    row = int(rows.rows_of(4)[-1])  # of the fifth step, in the last copy's part
+    row = int(
+        rows_of_step(4, rows=112, batch=config.batch, seed=config.seed)[-1]
+    )  # of the fifth step, in the last copy's part
     config = config.updated(data=data_with(tmp_path / "data", row, 9, np.inf))
     messages = ranks(config.ranks * config.dp)(spoilt, config, str(tmp_path / "checkpoints"))
     assert len(set(messages)) == 1

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from phantom_parallel.distributed.pipeline import Pipeline
 from phantom_parallel.families.registry import get_family
 
 FAKE = "fake"  # a device: the CPU, with tensors that have no data
+M = TypeVar("M", bound=nn.Module)
 DTYPES = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16}  # by the bytes of a word
 
 
@@ -50,11 +52,16 @@ def build_step(shape: Shape, mesh: DeviceMesh | None, *, device: str = "cpu") ->
     return get_family(shape.family).build_step(shape, mesh, device=device)
 
 
-def on_device(model: nn.Module, device: str) -> nn.Module:
-    """Give a model on the meta device memory on ``device``, uninitialized; none within a ``FakeTensorMode``."""
+def build_model(kind: type[M], shape: Shape, mesh: DeviceMesh | None, device: str, **settings: Any) -> M:
+    """The model of a shape on this rank; on the device ``FAKE`` on the CPU, without data."""
+    settings |= {"dtype": DTYPES[shape.word_bytes], "wire": shape.wire}
+    settings |= {"reshard_after_forward": shape.reshard_after_forward}
+    model = kind(shape.model, mesh=mesh, device="meta" if device == FAKE else device, **settings)
+    if device != FAKE:
+        return model
     if isinstance(model, FSDPModule):
-        return model.to_empty(device=device)
+        return model.to_empty(device="cpu")
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            module.register_parameter(name, nn.Parameter(torch.empty_like(parameter, device=device)))
+            module.register_parameter(name, nn.Parameter(torch.empty_like(parameter, device="cpu")))
     return model

@@ -7,7 +7,7 @@ import torch
 
 from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.families.ffn.config import FFNTrainConfig
-from phantom_parallel.families.ffn.data import _load, check_data, open_data, scores
+from phantom_parallel.families.ffn.data import _load_images, check_data, open_data, scores
 from phantom_parallel.families.ffn.data import _mixed_pixels as images
 from phantom_parallel.train import train
 
@@ -34,7 +34,7 @@ def test_ranks_have_the_features_of_the_whole():
 
 def test_images_are_those_that_scikit_learn_returns():
     pixels, labels = sklearn.load_digits(return_X_y=True)
-    actual, classes = _load("digits")
+    actual, classes = _load_images("digits")
     assert (actual == pixels).all()
     assert (classes == labels).all()
 

@@ -12,7 +12,7 @@ from phantom_parallel import FFN, FFNConfig, load_model, save_model
 from phantom_parallel.cli import main as program
 from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.families.ffn.config import FFNTrainConfig
-from phantom_parallel.families.ffn.data import Batches, open_data
+from phantom_parallel.families.ffn.data import open_data, rows_of_step
 from phantom_parallel.train import train
 
 CPU = torch.device("cpu")
@@ -58,9 +58,8 @@ def test_losses_are_those_of_a_plain_loop_and_the_same_on_any_ranks(ranks, data,
     plain = nn.Sequential(dense[0], nn.ReLU(), dense[1])
     assert [tuple(layer.weight.shape) for layer in dense] == [(WIDTH, IN), (OUT, WIDTH)]
     rows, optimizer, expected = open_data(run), torch.optim.AdamW(plain.parameters(), run.lr, weight_decay=0), []
-    batches = Batches(rows.training_rows, run.batch, run.seed)
     for step in range(run.steps):
-        x, y = rows.take(batches.rows_of(step))
+        x, y = rows.take(rows_of_step(step, rows=rows.training_rows, batch=run.batch, seed=run.seed))
         loss = nn.functional.mse_loss(plain(x), y)
         optimizer.zero_grad()
         loss.backward()

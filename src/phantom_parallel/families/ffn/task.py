@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from phantom_parallel.distributed.pipeline import Pipeline
 from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.families.ffn.config import PIXELS, TEACHERS, FFNTrainConfig
-from phantom_parallel.families.ffn.data import Batches, check_data, open_data, scores
+from phantom_parallel.families.ffn.data import check_data, open_data, rows_of_step, scores
 from phantom_parallel.families.ffn.fields import FIELDS
 from phantom_parallel.families.ffn.model import FFN
 from phantom_parallel.train.task import Task
@@ -45,8 +45,8 @@ class FFNTask(Task[FFNTrainConfig]):
                 device=parallel.device,
             )
             self.counts = self.pipeline.is_last
-        self._data = open_data(config, *((parallel.tp_rank, config.ranks) if sharded else (0, 1)), parallel)
-        self._batches = Batches(self._data.training_rows, config.batch, config.seed)
+        group = None if parallel.single_process else parallel.group or dist.group.WORLD
+        self._data = open_data(config, *((parallel.tp_rank, config.ranks) if sharded else (0, 1)), group)
         self.held_out = torch.arange(self._data.training_rows, self._data.rows)
 
     @staticmethod
@@ -68,7 +68,7 @@ class FFNTask(Task[FFNTrainConfig]):
         return self.config.data in PIXELS
 
     def rows_of(self, step: int) -> Tensor:
-        return self._batches.rows_of(step)
+        return rows_of_step(step, rows=self._data.training_rows, batch=self.config.batch, seed=self.config.seed)
 
     def check_rows(self, rows: Tensor) -> None:
         self._data.check_finite(rows)

@@ -1,5 +1,4 @@
-"""What one rank of a `phantom_parallel.GPT` computes, sends and keeps, in training and in inference, and these passes
-for dry runs and timing.
+"""What one rank of a `phantom_parallel.GPT` computes, sends and keeps, and these passes for dry runs and timing.
 
 T rows (sequences times positions) go through each part, in words a row and rank:
 
@@ -12,17 +11,13 @@ T rows (sequences times positions) go through each part, in words a row and rank
     loss          see below                                      all-gather  3
 
 n: features of the stream, m = n / R; q: blocks of a rank, k: ghosts. The one more word is the norm's squares forward,
-and backward its share of their gradient. Squares and the loss's numbers are float32 or better: with words of 2 bytes
-they take two each.
-
-With attention and SwiGLU in parallel, qkv and gate_up are one linear layer, and out and down are one.
+and backward its share of their gradient. Squares and the loss's numbers are float32 or better. With attention and
+SwiGLU in parallel, qkv and gate_up are one linear layer, and out and down are one. On R = p t ranks, t for each of p
+blocks, linear layers have the exchanges of two levels (`cost.layers`), and an all-gather or reduce-scatter of all ranks
+is one across blocks and one inside of them.
 
 Attention is Q K^T and A V, both of all positions: a causal mask saves nothing in these counts, as in torch's own.
 Backward computes Q K^T again, as fused kernels do. ``prefill`` and ``decode`` are forward passes that fill a cache.
-Parts are named as the modules are.
-
-On R = p t ranks, t for each of p blocks, linear layers have the exchanges of two levels (`cost.terms`), and an
-all-gather or reduce-scatter of all ranks is one across blocks and one inside of them.
 
 Of R ranks that hold features of the stream, each computes the head and the loss
 
@@ -45,7 +40,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from phantom_parallel.cost.layers import Group, Stage, column_layer, fully_sharded, phantom_layer, row_layer
-from phantom_parallel.cost.steps import DTYPES, FAKE, InferencePass, TrainingStep, on_device
+from phantom_parallel.cost.steps import DTYPES, FAKE, InferencePass, TrainingStep, build_model
 from phantom_parallel.cost.terms import (
     Exchange,
     LayerCost,
@@ -63,7 +58,6 @@ from phantom_parallel.cost.terms import (
 from phantom_parallel.distributed.pipeline import Pipeline, ends
 from phantom_parallel.families.gpt.config import GPTConfig, check_interleave
 from phantom_parallel.families.gpt.model import GPT
-from phantom_parallel.nn.attention import Cache
 from phantom_parallel.nn.sharded import to_local
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
 from phantom_parallel.utils.settings import Features, NonNegativeInt, PositiveInt
@@ -128,7 +122,7 @@ class GPTShape(Shape):
     @cached_property
     def terms(self) -> Costs:
         if self.splits_work:
-            return tuple(self._parts()), ()
+            return tuple(self._parts() if self.mode == "train" else map(_only_forward, self._parts())), ()
         return _fsdp_costs(self) if self.stage is None else _pipeline_costs(self, self.stage)
 
     @cached_property
@@ -214,22 +208,12 @@ class GPTShape(Shape):
             yield from (in_turns(cost, self.interleave) for cost in part.costs[:-1])
             yield _head(part, self.interleave)
             return
-        yield self._only_forward(_embedding(self))
-        made: dict[tuple[int | None, ...], list[LayerCost]] = {}
+        yield _embedding(self)
+        made: dict[tuple[int | None, ...], tuple[LayerCost, ...]] = {}
         for index, ghosts in enumerate(self.model.ghosts_of_layers):
-            if ghosts not in made:
-                made[ghosts] = [self._only_forward(part) for part in _layer(self, *ghosts)]
-            yield from (replace(part, name=f"layers.{index}.{part.name}") for part in made[ghosts])
-        yield self._only_forward(_head(self))
-
-    def _only_forward(self, cost: LayerCost) -> LayerCost:
-        """All of it for training; for inference nothing is kept and there is no backward."""
-        if self.mode == "train":
-            return cost
-        products = tuple(p for p in cost.products if p.phase == "forward")
-        exchanges = tuple(e for e in cost.exchanges if e.phase == "forward")
-        streamed = cost.streamed[0], 0
-        return replace(cost, products=products, exchanges=exchanges, kept=0, kept_bytes=0, streamed=streamed)
+            made[ghosts] = parts = made.get(ghosts) or _layer(self, *ghosts)
+            yield from (replace(part, name=f"layers.{index}.{part.name}") for part in parts)
+        yield _head(self)
 
     def with_sums(self, exchange: Exchange, rows: int) -> Exchange:
         """An exchange that also carries one of the norm's sums for each row. A reduce-scatter adds up words."""
@@ -241,27 +225,32 @@ class GPTShape(Shape):
         return 2 * rows * self.model.dim * self.precise_bytes
 
 
+def _only_forward(cost: LayerCost) -> LayerCost:
+    """A part in inference: nothing is kept and there is no backward."""
+    products = tuple(p for p in cost.products if p.phase == "forward")
+    exchanges = tuple(e for e in cost.exchanges if e.phase == "forward")
+    return replace(cost, products=products, exchanges=exchanges, kept=0, kept_bytes=0, streamed=(cost.streamed[0], 0))
+
+
 def _embedding(shape: GPTShape) -> LayerCost:
     """No product: rows of the weight are looked up. Cut by rows, each rank has those of some tokens only, and torch
     gives the gradient of all rows to each, unless a tied head adds its own.
     """
-    exchanges = []
-    if shape.strategy == "megatron":
-        exchanges += summed_on_wire("x", "forward", shape.ranks, shape.rows, shape.model.dim, shape.wire)
-    weight = shape.model.vocab * shape.model.dim // shape.ranks
-    words = shape.rows * shape.stream
-    by_rows = shape.strategy == "megatron" and shape.ranks > 1
-    by_torch, masks = by_rows and shape.wire == "full", by_rows and shape.wire != "full"
+    model, ranks, words = shape.model, shape.ranks, shape.rows * shape.stream
+    weight, by_rows, full = model.vocab * model.dim // ranks, shape.strategy == "megatron", shape.wire == "full"
+    exchanges = summed_on_wire("x", "forward", ranks, shape.rows, model.dim, shape.wire) if by_rows else []
+    masks = by_rows and ranks > 1 and not full
+    whole = by_rows and ranks > 1 and full and not model.tie_embeddings
     return LayerCost(
         name="embedding",
         parameters=(weight,),
         products=(),
         exchanges=between_ranks(exchanges),
         kept=0,
-        kept_bytes=shape.rows * (INDEX_BYTES + (1 if masks else 0)),
+        kept_bytes=shape.rows * (INDEX_BYTES + masks),
         streamed=(2 * words, 2 * words),
-        leading=(shape.model.vocab,),
-        whole_gradients=(weight * shape.ranks,) if by_torch and not shape.model.tie_embeddings else (),
+        leading=(model.vocab,),
+        whole_gradients=(weight * ranks,) if whole else (),
     )
 
 
@@ -269,18 +258,19 @@ def _layer(
     shape: GPTShape, to_qkv: int | None, to_out: int | None, to_gate_up: int | None, to_down: int | None
 ) -> tuple[LayerCost, ...]:
     """The parts of a layer whose linear layers have these numbers of ghosts."""
-    features = shape.model.qkv_features
+    model, attention = shape.model, _attention(shape)
     parts: tuple[LayerCost, ...]
-    if shape.model.parallel_block:
-        both = _into(shape, "qkv_gate_up", features + 2 * shape.model.hidden, to_qkv)
-        back = _back(shape, "out_down", shape.model.dim + shape.model.hidden, to_out)
-        parts = both, _attention(shape), _swiglu(shape, back)
+    if model.parallel_block:
+        parts = _into(shape, "qkv_gate_up", model.qkv_features + 2 * model.hidden, to_qkv), attention
+        last = _back(shape, "out_down", model.dim + model.hidden, to_out)
     else:
-        qkv = _into(shape, "attention.qkv", features, to_qkv, bias=shape.model.qkv_bias)
-        out = _back(shape, "attention.out", shape.model.dim, to_out)
-        gate_up = _into(shape, "mlp.gate_up", 2 * shape.model.hidden, to_gate_up)
-        down = _back(shape, "mlp.down", shape.model.hidden, to_down)
-        parts = qkv, _attention(shape), out, gate_up, _swiglu(shape, down)
+        qkv = _into(shape, "attention.qkv", model.qkv_features, to_qkv, bias=model.qkv_bias)
+        out = _back(shape, "attention.out", model.dim, to_out)
+        parts = qkv, attention, out, _into(shape, "mlp.gate_up", 2 * model.hidden, to_gate_up)
+        last = _back(shape, "mlp.down", model.hidden, to_down)
+    words = shape.rows * model.hidden // shape.ranks  # of silu(gate) up before the last projection
+    raw = 0 if shape.strategy == "phantom" else 2 * words  # gate and up, which phantom keeps anyway
+    parts = *parts, replace(last, kept=last.kept + words + raw, streamed=(5 * words, 8 * words))
     if not shape.activation_checkpointing or shape.mode != "train":
         return parts
     # What a layer ends with need not be computed again where backward asks for its input only, as a plain product's
@@ -333,11 +323,8 @@ def _blocks(shape: GPTShape, in_features: int, out_features: int, ghosts: int | 
 
 def _attention(shape: GPTShape) -> LayerCost:
     """Scores of each head of this rank, and the sums of values they weigh; the turning of queries and keys."""
-    heads, kv_heads, head_dim = (
-        shape.model.heads // shape.ranks,
-        shape.model.kv_heads // shape.ranks,
-        shape.model.head_dim,
-    )
+    heads, kv_heads = shape.model.heads // shape.ranks, shape.model.kv_heads // shape.ranks
+    head_dim = shape.model.head_dim
     each, t, s = shape.batch * heads, shape.sequence, shape.past + shape.sequence
     products = (
         Product("Q K^T", "forward", each, t, head_dim, s),
@@ -367,13 +354,6 @@ def _attention(shape: GPTShape) -> LayerCost:
     )
 
 
-def _swiglu(shape: GPTShape, down: LayerCost) -> LayerCost:
-    """The map back, with silu(gate) up before it."""
-    words = shape.rows * shape.model.hidden // shape.ranks
-    raw = 0 if shape.strategy == "phantom" else 2 * words  # gate and up, which phantom keeps anyway
-    return replace(down, kept=down.kept + words + raw, streamed=(5 * words, 8 * words))
-
-
 def _head(shape: GPTShape, parts: int = 1) -> LayerCost:
     """The norm, the projection to logits, and the loss or the last position's logits, of one of so many interleaved
     parts times their number. The parts share the head's weight.
@@ -390,7 +370,10 @@ def _head(shape: GPTShape, parts: int = 1) -> LayerCost:
         kept_bytes = rows * (tokens + 1) * precise + (shape.rows + 1) * INDEX_BYTES + precise
     else:
         rows, tokens, shared = shape.rows if train else shape.batch, here, shape.exchanged_rows
-        kept_bytes = _loss_bytes(shape) + (0 if phantom else shape.norm_bytes(rows))
+        # Weights of the logits, the norm's r and the target of each row; on ranks also what scales the weights and
+        # whether the target is here, and otherwise one number of the loss.
+        kept_bytes = shape.rows * ((here + 1) * precise + INDEX_BYTES) + (0 if phantom else shape.norm_bytes(rows))
+        kept_bytes += shape.rows * (precise + 1) if ranks > 1 else precise
     parameters = (shape.stream,) if model.tie_embeddings else (shape.stream, here * dim)
     cost = LayerCost(
         name="head",
@@ -442,15 +425,6 @@ def _head_exchanges(shape: GPTShape, rows: int, by_rows: bool) -> list[Exchange]
     return exchanges + over_blocks(last, shape.blocks)
 
 
-def _loss_bytes(shape: GPTShape) -> int:
-    """Weights of the logits, and of each row the norm's r, the target, and on ranks what scales the weights and whether
-    the target is here.
-    """
-    precise, several = shape.precise_bytes, shape.ranks > 1
-    row = shape.model.vocab // shape.ranks * precise + precise + INDEX_BYTES
-    return shape.rows * (row + (precise + 1 if several else 0)) + (0 if several else precise)
-
-
 def _fsdp_costs(shape: GPTShape) -> Costs:
     """Each layer is a group of parameters; embedding and head are another one, which is kept until backward."""
     dense = shape.dense(batch=shape.batch // shape.ranks)
@@ -483,18 +457,8 @@ def _pipeline_costs(shape: GPTShape, stage: Stage) -> Costs:
 def build_step(shape: GPTShape, mesh: DeviceMesh | None, *, device: str = "cpu") -> TrainingStep | InferencePass:
     """The model on this rank, and the pass of the shape's mode on random tokens."""
     dtype, where = DTYPES[shape.word_bytes], "cpu" if device == FAKE else device
-    model = GPT(
-        shape.model,
-        mesh=mesh,
-        device="meta" if device == FAKE else device,
-        dtype=dtype,
-        wire=shape.wire,
-        activation_checkpointing=shape.activation_checkpointing,
-        reshard_after_forward=shape.reshard_after_forward,
-        interleave=shape.interleave,
-    )
-    if device == FAKE:
-        on_device(model, where)
+    settings = {"activation_checkpointing": shape.activation_checkpointing, "interleave": shape.interleave}
+    model = build_model(GPT, shape, mesh, device, **settings)
     rows = shape.batch // shape.ranks if shape.strategy == "fsdp" else shape.batch
     tokens = torch.randint(shape.model.vocab, (rows, shape.sequence), device=where)
     if shape.mode != "train":
@@ -525,27 +489,19 @@ def build_step(shape: GPTShape, mesh: DeviceMesh | None, *, device: str = "cpu")
 def _inference(model: GPT, tokens: Tensor, past: int) -> InferencePass:
     """A cache made and filled by a prompt; or one that holds ``past`` positions already, filled by what follows."""
 
-    @torch.no_grad()
-    def new_cache() -> Cache:
-        return model.new_cache(tokens.shape[0], past + tokens.shape[1])
-
-    ready = new_cache() if past else None
+    length = past + tokens.shape[1]
+    ready = model.new_cache(tokens.shape[0], length) if past else None
 
     def forward() -> Iterable[Tensor]:
-        cache = ready or new_cache()
+        cache = ready or model.new_cache(tokens.shape[0], length)
         cache.position = past
         model.logits(tokens, cache, last=True)
-        held = [cache.keys, cache.values]
-        if cache.head is not None and _memory(cache.head) != _memory(model.embedding.weight):
-            held.append(cache.head)
-        return held
+        if cache.head is None or len({to_local(t).untyped_storage()._cdata for t in (cache.head, weight)}) == 1:
+            return cache.keys, cache.values
+        return cache.keys, cache.values, cache.head
 
+    weight = model.embedding.weight
     return InferencePass(model, forward)
-
-
-def _memory(tensor: Tensor) -> int:
-    """Which memory a tensor lies in."""
-    return to_local(tensor).untyped_storage()._cdata
 
 
 def step_shapes(ranks: int, *, held_out: bool) -> list[dict[str, Shape]]:
