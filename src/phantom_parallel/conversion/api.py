@@ -4,12 +4,13 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -40,7 +41,6 @@ from phantom_parallel.conversion.stages import (
     find_stages,
     first_tensor,
     padding_mask,
-    rows_of,
     run_stage,
     stage_outputs,
 )
@@ -50,10 +50,10 @@ from phantom_parallel.utils.files import write_bytes
 from phantom_parallel.utils.layout import positive
 
 Progress = Callable[[str, float], None]
+Importance = Mapping[str, Tensor] | None  # of each output of each layer
 Stored = tuple[dict[str, Tensor], Any]  # tensors by name, and plain data
 _IMPORTANCE_BATCHES = 8  # batches, at most, over whose gradients the importance of outputs is averaged
-_PARAMETERS = ("local", "compress", "decompress")
-_MEASURING, _CONVERTING = 2, 6  # work of a stage, relative to a pass of all batches through it
+_GRADIENTS, _MEASURING, _CONVERTING = 1, 2, 6  # work of a stage, roughly in passes of all batches through it
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,6 @@ class ConversionReport:
     def ghosts(self) -> dict[str, int]:
         """Ghosts of each layer by name."""
         return {name: group.ghosts for group in self.groups for name in group.layers}
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"multiply_adds": self.multiply_adds, "kept": self.kept}
 
 
 def convert(
@@ -143,12 +140,9 @@ def convert(
     if loss is None and _is_pretrained(model) and type(model).__name__.endswith("ForCausalLM"):
         loss = next_token_loss
     with _evaluating(model):
-        conversion = _Conversion(model, layers, batches, blocks, steps, folder, progress or (lambda *_: None), loss)
+        conversion = _Conversion(model, layers, batches, blocks, steps, loss, folder, progress or (lambda *_: None))
         report = conversion.run(ghosts, budget)
-    if _is_pretrained(model):
-        from phantom_parallel.hf import describe
-
-        describe(model)
+    _describe(model)
     return report
 
 
@@ -183,10 +177,7 @@ def replace_linear(
         gain = float(weight.std()) * weight.shape[1] ** 0.5
         made = PhantomLinear(weight.shape[1], weight.shape[0], layer.bias is not None, **kwargs, gain=gain)
         model.set_submodule(layer.name, made)
-    if _is_pretrained(model):
-        from phantom_parallel.hf import describe
-
-        describe(model)
+    _describe(model)
     return [layer.name for layer in layers]
 
 
@@ -194,6 +185,13 @@ def _is_pretrained(model: nn.Module) -> bool:
     """Whether this is a model of ``transformers``."""
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def _describe(model: nn.Module) -> None:
+    if _is_pretrained(model):
+        from phantom_parallel.hf import describe
+
+        describe(model)
 
 
 def next_token_loss(model: Any, batch: Any) -> Tensor:
@@ -223,7 +221,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class _Conversion:
-    """A conversion: layers outside the stages that run before them, stage after stage, and the layers after them."""
+    """A conversion: layers that run before the stages, stage after stage, and the layers after them."""
 
     def __init__(
         self,
@@ -232,9 +230,9 @@ class _Conversion:
         batches: list[Any],
         blocks: int,
         steps: int,
+        loss: Loss | None,
         folder: Path | None,
         progress: Progress,
-        loss: Loss | None,
     ) -> None:
         self.model, self.layers, self.batches, self.loss = model, layers, batches, loss
         self.blocks, self.steps, self.folder, self.progress = blocks, steps, folder, progress
@@ -243,48 +241,24 @@ class _Conversion:
         self.names = [layer.name for layer in layers]
         self.stages = find_stages(model, self.names, batches)
         self.outside = [name for name in self.names if not any(stage.holds(name) for stage in self.stages.chain)]
-        self.rows = self._count_rows()
         self.digest = "" if folder is None else _digest((*model.state_dict().values(), *tree_leaves(batches)))
-        self.work_done, self.work = 0.0, 1.0
+        self.rows, self.work_done, self.work = 0, 0.0, 1.0
         self.groups: list[GroupReport] = []
-
-    def _count_rows(self) -> int:
-        """Rows of calibration data. Raise ValueError if they are fewer than the features of a layer."""
-        first = self.layers[0]
-        rows = 0
-        for call, mask in zip(self.calls, self.masks, strict=True):
-            modules = {first.name: first.module}
-            inputs, _, _ = run_stage(self.model, call, inputs_of=modules, outputs_of={}, until=first.name)
-            if first.name not in inputs:
-                raise ValueError(f"{first.name} is not used by the model on the calibration data: exclude it")
-            x = rows_of(inputs[first.name], mask)
-            rows += len(x)
-            if not x.isfinite().all():
-                raise ValueError(f"the inputs of {first.name} are not finite on the calibration data")
-        needed = max(layer.weight.shape[1] for layer in self.layers)
-        if rows < needed:
-            raise ValueError(
-                f"the calibration data have {rows} rows, too few for a covariance of {needed} features: "
-                f"give at least {needed}, and better {10 * needed}"
-            )
-        return rows
 
     def run(self, ghosts: int | Mapping[str, int] | None, budget: float | None) -> ConversionReport:
         """Convert the model with these ghosts, or with those of a budget."""
         chain, streams = self.stages
-        # Work in passes of all batches through one stage, roughly: the unit of the progress.
-        parts = len(chain) + bool(self.outside)
-        gradients = 0.0 if self.loss is None else 3.0 * parts * min(1, _IMPORTANCE_BATCHES / len(self.batches))
-        self.work = gradients + (0 if budget is None else _MEASURING * parts) + _CONVERTING * parts
+        before, after = (self._dense_pass("", self.model, self.calls, names) for names in self._outside_by_order())
+        parts = len(chain) + (before is not None) + (after is not None)
+        gradients, measuring = (_GRADIENTS * parts, _MEASURING * parts) if self.loss else (0, _MEASURING * parts)
+        self.work = gradients + (0 if budget is None else measuring) + _CONVERTING * parts
         importance = self._importance(gradients)
-        outside = self._dense_pass("", self.model, self.calls) if self.outside else None
         if budget is not None:
-            ghosts = self._divide(budget, importance, outside)
+            ghosts = self._divide(budget, importance, measuring, [dense for dense in (before, after) if dense])
         assert ghosts is not None
-        by_name = {name: ghosts if isinstance(ghosts, int) else ghosts[name] for name in self.names}
+        by_name = dict.fromkeys(self.names, ghosts) if isinstance(ghosts, int) else ghosts
         convert_part = partial(self._convert_part, by_name, importance)
 
-        before, after = self._order(outside)
         convert_part("layers before the stages", self.model, self.calls, before)
         stages = self.stages  # as they are called by the converted model
         if before is not None and chain:
@@ -292,38 +266,85 @@ class _Conversion:
         converted_streams = stages.streams
         for stage, converted in zip(chain, stages.chain, strict=True):
             dense = self._dense_pass(stage.name, stage.module, stage.calls(streams))
+            assert dense is not None
             convert_part(stage.name, stage.module, converted.calls(converted_streams), dense)
             streams, converted_streams = dense.streams_after(), stage_outputs(converted, converted_streams)
         convert_part("layers after the stages", self.model, self.calls, after)
         self.progress("converted", 1.0)
         return ConversionReport(self.blocks, self.rows, tuple(self.groups), tuple(self.outside))
 
-    def _dense_pass(self, name: str, module: nn.Module, calls: Sequence[Call]) -> DensePass:
-        """The pass of a stage, or of the complete model for the layers outside the stages."""
-        inside = [name_ for name_ in self.names if name_.startswith(f"{name}.")] if name else self.outside
-        return dense_pass(name, module, calls, [layer for layer in self.layers if layer.name in inside], self.masks)
-
-    def _order(self, outside: DensePass | None) -> tuple[DensePass | None, DensePass | None]:
-        """The groups outside the stages that run before them, and the others."""
-        if outside is None or not self.stages.chain:
-            return outside, None
+    def _outside_by_order(self) -> tuple[list[str], list[str]]:
+        """The layers outside the stages that run before them, and the others."""
+        if not self.outside or not self.stages.chain:
+            return self.outside, []
         first = self.stages.chain[0]
-        modules = {group[0].name: group[0].module for group in outside.groups} | {first.name: first.module}
+        modules = {name: self.model.get_submodule(name) for name in self.outside} | {first.name: first.module}
         inputs, _, _ = run_stage(self.model, self.calls[0], inputs_of=modules, outputs_of={}, until=first.name)
-        before = [group for group in outside.groups if group[0].name in inputs]
-        after = [group for group in outside.groups if group[0].name not in inputs]
-        return tuple(replace(outside, groups=groups) if groups else None for groups in (before, after))  # type: ignore[return-value]
+        before = [name for name in self.outside if name in inputs]
+        return before, [name for name in self.outside if name not in inputs]
+
+    def _dense_pass(
+        self, stage: str, module: nn.Module, calls: Sequence[Call], names: Sequence[str] | None = None
+    ) -> DensePass | None:
+        """The pass of a stage, or of the complete model for these layers outside the stages, if there are any."""
+        if names is None:
+            names = [name for name in self.names if name.startswith(f"{stage}.")]
+        elif not names:
+            return None
+        dense = dense_pass(stage, module, calls, [layer for layer in self.layers if layer.name in names], self.masks)
+        self.rows = max(self.rows, *(sum(map(len, rows)) for rows in dense.inputs.values()), 0)
+        return dense
+
+    def _importance(self, work: float) -> Importance:
+        """Importance of the outputs of all layers; None without a loss."""
+        loss = self.loss
+        if loss is None:
+            return None
+
+        def compute() -> Stored:
+            self.progress("measuring gradients", 0.0)
+            return output_importance(self.model, self.layers, self.batches[:_IMPORTANCE_BATCHES], loss), None
+
+        return self._stored("importance", work, compute)[0]
+
+    def _divide(self, budget: float, importance: Importance, work: float, outside: list[DensePass]) -> dict[str, int]:
+        """The ghosts of each layer for a budget, from the dense model's own inputs."""
+
+        def compute() -> Stored:
+            curves: dict[str, GhostCurve] = {}
+            for dense in self._dense_passes(outside):
+                self.progress(f"measuring {dense.groups[0][0].name}", self.work_done / self.work)
+                curves |= ghost_curves(dense, self.blocks, importance)
+                self.work_done += work / (len(outside) + len(self.stages.chain))
+            return {name: curve.gains for name, curve in curves.items()}, {n: c.layers for n, c in curves.items()}
+
+        gains, groups = self._stored("curves", work, compute)
+        shapes = {layer.name: layer.weight.shape for layer in self.layers}
+        curves = {
+            first: GhostCurve(shapes[first][1], sum(shapes[name][0] for name in names), gains[first], tuple(names))
+            for first, names in groups.items()
+        }
+        ghosts = ghosts_for_budget(curves, self.blocks, budget)
+        return {name: ghosts[first] for first, names in groups.items() for name in names}
+
+    def _dense_passes(self, outside: list[DensePass]) -> Iterator[DensePass]:
+        yield from outside
+        chain, streams = self.stages
+        for stage in chain:
+            if (dense := self._dense_pass(stage.name, stage.module, stage.calls(streams))) is not None:
+                yield dense
+                streams = dense.streams_after()
 
     def _convert_part(
         self,
         ghosts: Mapping[str, int],
-        importance: Mapping[str, Tensor] | None,
+        importance: Importance,
         name: str,
         module: nn.Module,
         calls: Sequence[Call],
         dense: DensePass | None,
     ) -> None:
-        """Convert the groups of a stage."""
+        """Convert the groups of a stage, or set the layers that an earlier conversion has finished."""
         if dense is None:
             return
 
@@ -338,61 +359,16 @@ class _Conversion:
             layers = {name: self.model.get_submodule(name) for report in reports for name in report["layers"]}
             return {f"{name}.{part}": t for name, m in layers.items() for part, t in m.state_dict().items()}, reports
 
-        tensors, reports = self._stored(name, _CONVERTING, compute, ghosts, self.steps)
-        for values in reports:
-            report = GroupReport(**values | {"layers": tuple(values["layers"])})
+        tensors, values = self._stored(name, _CONVERTING, compute, ghosts, self.steps)
+        for report in msgspec.convert(values, list[GroupReport]):
             self.groups.append(report)
-            for layer in report.layers:  # which an earlier conversion has finished
+            for layer in report.layers:
                 if not isinstance(self.model.get_submodule(layer), PhantomLinear):
-                    local, compress, decompress = (tensors[f"{layer}.{part}"] for part in _PARAMETERS)
-                    bias, error = tensors.get(f"{layer}.bias"), report.relative_error
-                    phantom = PhantomLinear.from_weights(
-                        local, compress, decompress, bias, blocks=self.blocks, relative_error=error
-                    )
+                    local, compress, decompress = (tensors[f"{layer}.{p}"] for p in ("local", "compress", "decompress"))
+                    given = {"blocks": self.blocks, "relative_error": report.relative_error}
+                    bias = tensors.get(f"{layer}.bias")
+                    phantom = PhantomLinear.from_weights(local, compress, decompress, bias, **given)  # type: ignore[arg-type]
                     self.model.set_submodule(layer, phantom)
-
-    def _importance(self, work: float) -> dict[str, Tensor] | None:
-        """Importance of the outputs of all layers."""
-        loss, batches = self.loss, self.batches[:_IMPORTANCE_BATCHES]
-        if loss is None:
-            return None
-
-        def finished(batch: int) -> None:
-            self.work_done += work / len(batches)
-            self.progress("measuring gradients", self.work_done / self.work)
-
-        def compute() -> Stored:
-            self.progress("measuring gradients", 0.0)
-            return output_importance(self.model, self.layers, batches, loss, finished), None
-
-        return self._stored("importance", work, compute)[0]
-
-    def _divide(
-        self, budget: float, importance: Mapping[str, Tensor] | None, outside: DensePass | None
-    ) -> dict[str, int]:
-        """The ghosts of each layer for a budget, from the dense model's own inputs."""
-        curves: dict[str, GhostCurve] = {}
-
-        def measure(name: str, dense: DensePass) -> None:
-            def compute() -> Stored:
-                self.progress(f"measuring {name}", self.work_done / self.work)
-                measured = ghost_curves(dense, self.blocks, importance)
-                shapes = {key: (c.in_features, c.out_features, c.layers) for key, c in measured.items()}
-                return {key: curve.gains for key, curve in measured.items()}, shapes
-
-            gains, shapes = self._stored(f"curves {name}", _MEASURING, compute)
-            for key, (in_features, out_features, layers) in shapes.items():
-                curves[key] = GhostCurve(in_features, out_features, gains[key], tuple(layers))
-
-        if outside is not None:
-            measure("layers outside the stages", outside)
-        chain, streams = self.stages
-        for stage in chain:
-            dense = self._dense_pass(stage.name, stage.module, stage.calls(streams))
-            measure(stage.name, dense)
-            streams = dense.streams_after()
-        ghosts = ghosts_for_budget(curves, self.blocks, budget)
-        return {layer: ghosts[name] for name, curve in curves.items() for layer in curve.layers}
 
     def _stored(self, name: str, work: float, compute: Callable[[], Stored], *settings: Any) -> Stored:
         """What ``compute`` returns, or what it returned in an earlier conversion: parts are stored in the folder, under
@@ -422,6 +398,3 @@ def _digest(values: Iterable[Any]) -> str:
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-__all__ = ["ConversionReport", "convert"]

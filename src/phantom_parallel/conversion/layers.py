@@ -68,13 +68,13 @@ def _dense_layer(name: str, module: nn.Module) -> DenseLayer | None:
     return None
 
 
-def check_division(layers: Sequence[DenseLayer], blocks: int, ghosts: Mapping[str, int] | int = 1) -> None:
+def check_division(layers: Sequence[DenseLayer], blocks: int, ghosts: Mapping[str, int] | int) -> None:
     """Raise ValueError if a layer cannot be split into ``blocks`` blocks with its ghosts, by its name."""
     for layer in layers:
         if isinstance(ghosts, Mapping) and layer.name not in ghosts:
             raise ValueError(f"ghosts has no number for {layer.name}")
+        of_layer = ghosts[layer.name] if isinstance(ghosts, Mapping) else ghosts
         try:
-            of_layer = ghosts if isinstance(ghosts, int) else ghosts[layer.name]
             BlockLayout(layer.weight.shape[1], layer.weight.shape[0], blocks, of_layer)
         except ValueError as error:
             raise ValueError(f"{layer.name}: {error}") from None
@@ -92,14 +92,10 @@ def unstack_blocks(stacked: Tensor, sizes: Sequence[int], blocks: int) -> list[T
 
 
 def output_importance(
-    model: nn.Module,
-    layers: Sequence[DenseLayer],
-    batches: Sequence[Any],
-    loss: Loss,
-    progress: Callable[[int], None] = lambda done: None,
+    model: nn.Module, layers: Sequence[DenseLayer], batches: Sequence[Any], loss: Loss
 ) -> dict[str, Tensor]:
     """The mean square of the gradient of ``loss`` with respect to each output of each layer, by name, in float64. Each
-    batch counts alike; padding does not count. ``progress`` is called with the number of finished batches.
+    batch counts alike; padding does not count.
 
     Raises:
         ValueError: If a gradient is not finite, or a layer has none.
@@ -129,11 +125,10 @@ def output_importance(
         watched = [parameter for layer in layers for parameter in layer.module.parameters(recurse=False)]
         for parameter in watched:
             parameter.requires_grad_(True)
-        for index, batch in enumerate(batches):
+        for batch in batches:
             mask = padding_mask(batch)
             with torch.enable_grad():
                 torch.autograd.grad(loss(model, batch), watched, allow_unused=True)
-            progress(index + 1)
     for name, total in sums.items():
         total /= max(1, len(batches))
         if not total.isfinite().all() or not total.any():

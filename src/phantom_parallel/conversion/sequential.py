@@ -13,7 +13,7 @@ few positions whose stream is a thousand times as large as that of all others, a
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +93,13 @@ def dense_pass(
             values.append(written[projection])
         result.streams.append(stream)
         result.outputs.append(output if name else None)
+    for group in result.groups:
+        count, needed = sum(map(len, result.inputs[group[0].name])), group[0].weight.shape[1]
+        if count < needed:
+            raise ValueError(
+                f"the calibration data have {count} rows, too few for a covariance of {needed} features: "
+                f"give at least {needed}, and better {10 * needed}"
+            )
     return result
 
 
@@ -116,39 +123,15 @@ def _sums_up(stream: Any, written: dict[str, Tensor], output: Any) -> bool:
     return bool(torch.dist(sum(written.values(), stream), output) <= 1e-3 * torch.dist(stream, output))
 
 
-class _Moments:
-    """Sums over rows for the regression of y on x', in float64; of centred values if the layers have biases."""
+class _Moments(NamedTuple):
+    """Means over rows for the regression of y on x', in float64; of centred values if the layers have biases."""
 
-    def __init__(self, n_in: int, n_out: int, *, centred: bool) -> None:
-        self.centred = centred
-        self.s = torch.zeros(n_in, n_in, dtype=torch.float64)
-        self.cross = torch.zeros(n_out, n_in, dtype=torch.float64)  # E[(y - W x') x'^T]
-        self.mean_x, self.mean_r = torch.zeros(n_in, dtype=torch.float64), torch.zeros(n_out, dtype=torch.float64)
-        self.power = self.residual = 0.0  # E |y|^2, E |y - W x'|^2
-        self.weight = 0.0  # of all rows
-
-    def add(self, x: Tensor, residual: Tensor, y: Tensor, weights: Tensor | None = None) -> None:
-        """Add rows of x', of y - W x' - b, and of the dense outputs, with weights (rows,), by default 1."""
-        roots = torch.ones(len(x), 1, dtype=torch.float64) if weights is None else weights.double().sqrt().unsqueeze(1)
-        x, residual = roots * x.double(), roots * residual.double()
-        self.s += x.T @ x
-        self.cross += residual.T @ x
-        self.mean_x += (roots * x).sum(0)
-        self.mean_r += (roots * residual).sum(0)
-        self.power += float((roots * y.double()).square().sum())
-        self.residual += float(residual.square().sum())
-        self.weight += float(roots.square().sum())
-
-    def finish(self) -> "_Moments":
-        n = self.weight or 1.0
-        for sums in (self.s, self.cross, self.mean_x, self.mean_r):
-            sums /= n
-        self.power, self.residual = self.power / n, self.residual / n
-        if self.centred:
-            self.s -= torch.outer(self.mean_x, self.mean_x)
-            self.cross -= torch.outer(self.mean_r, self.mean_x)
-            self.residual -= float(self.mean_r.square().sum())
-        return self
+    s: Tensor  # E[x' x'^T]
+    cross: Tensor  # E[(y - W x') x'^T]
+    mean_x: Tensor
+    mean_r: Tensor  # E[y - W x']
+    power: float  # E |y|^2
+    residual: float  # E |y - W x'|^2
 
 
 @torch.no_grad()
@@ -215,7 +198,7 @@ def _measure(
     weight = torch.cat([layer.weight for layer in group])
     biases = [layer.bias for layer in group if layer.bias is not None]
     bias = torch.cat(biases) if len(biases) == len(group) else None
-    moments = _Moments(weight.shape[1], weight.shape[0], centred=bias is not None)
+    sums: list[Any] = [0.0] * 7
     writing = {name: model.get_submodule(name) for name in dense.projections} if corrected else {}
     for batch, call in enumerate(calls):
         inputs, written, _ = run_stage(
@@ -229,13 +212,22 @@ def _measure(
             for name, value in written.items():
                 lost = lost + dense.projections[name][batch] - value
             residual = residual + rows_of(lost, dense.masks[batch])
-        moments.add(own, residual, y, dense.row_weights(first, batch) if relative else None)
-    if not (moments.s.isfinite().all() and moments.cross.isfinite().all()):
+        weights = dense.row_weights(first, batch) if relative else None
+        roots = torch.ones(len(x), 1, dtype=torch.float64) if weights is None else weights.double().sqrt().unsqueeze(1)
+        own, residual, y = roots * own.double(), roots * residual.double(), roots * y.double()
+        products = own.T @ own, residual.T @ own, (roots * own).sum(0), (roots * residual).sum(0)
+        squares = (float(values.square().sum()) for values in (y, residual, roots))
+        sums = [total + value for total, value in zip(sums, (*products, *squares), strict=True)]
+    s, cross, mean_x, mean_r, power, square = (total / (sums[-1] or 1.0) for total in sums[:-1])
+    if not (s.isfinite().all() and cross.isfinite().all()):
         raise ValueError(
             f"inputs of {first} are not finite or too large on the calibration data: their covariance is not finite; "
             "use data of the kind that the model was trained on"
         )
-    return moments.finish()
+    if bias is not None:
+        s, cross = s - torch.outer(mean_x, mean_x), cross - torch.outer(mean_r, mean_x)
+        square -= float(mean_r.square().sum())
+    return _Moments(s, cross, mean_x, mean_r, power, square)
 
 
 def _phantom_layers(
@@ -251,7 +243,7 @@ def _phantom_layers(
     for layer, local, decompress, mean in zip(group, *parts, moments.mean_r.split(sizes), strict=True):
         own, shared, others = (part.to(layer.weight).clone() for part in (local, fit.compress, decompress))
         bias = layer.bias
-        if bias is not None and moments.centred:
+        if bias is not None and all(other.bias is not None for other in group):
             fitted = PhantomLinear.from_weights(own, shared, others, None, blocks=blocks).to_dense().weight
             bias = bias + (mean + (layer.weight - fitted).double() @ moments.mean_x).to(bias.dtype)
         bias = None if bias is None else bias.to(layer.weight)
