@@ -276,15 +276,14 @@ class EnergyCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     Args:
         profile: Power profile to model energy with where there are no sensors, as for `EnergyMeter`.
-        scope: ``"device"`` or ``"node"``, as for `EnergyMeter`.
 
     Example::
 
         EnergyCallback().add_to(trainer)
     """
 
-    def __init__(self, profile: str | None = None, scope: str = "device") -> None:
-        self._energy = RunningEnergy(profile, scope)
+    def __init__(self, profile: str | None = None) -> None:
+        self._energy = RunningEnergy(profile)
 
     def add_to(self, trainer: Any) -> None:
         """Add the callback to a ``Trainer``, after that which decides when to log and before trackers."""
@@ -309,9 +308,8 @@ class EnergyCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def _read(self, state: Any) -> dict[str, float]:
         joules = self._energy.read()
-        settings = {"profile": self._energy.profile, "scope": self._energy.scope}
         state.stateful_callbacks[type(self).__name__] = {
-            "args": settings,
+            "args": {"profile": self._energy.profile},
             "attributes": {"joules": dict(self._energy.joules)},
         }
         return joules

@@ -17,15 +17,14 @@ class EnergyCallback(Callback):  # type: ignore[misc, unused-ignore]
 
     Args:
         profile: Power profile to model energy with where there are no sensors, as for `EnergyMeter`.
-        scope: ``"device"`` or ``"node"``, as for `EnergyMeter`.
 
     Example::
 
         Trainer(callbacks=[EnergyCallback()])
     """
 
-    def __init__(self, profile: str | None = None, scope: str = "device") -> None:
-        self._energy = RunningEnergy(profile, scope)
+    def __init__(self, profile: str | None = None) -> None:
+        self._energy = RunningEnergy(profile)
         self._running = False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -158,7 +158,7 @@ def test_sensors_are_listed_with_a_reading_and_what_stands_in_the_way(server, ca
     output = capsys.readouterr().out
     assert "package-1" in output
     assert "memory of package 0" in output
-    assert "device total: unavailable" in output  # package 1 stands still
+    assert "total: unavailable" in output  # package 1 stands still
     assert "allow [it]" in output  # brackets are not markup
     assert "install more" in output
 

@@ -25,13 +25,12 @@ def load(node, joules: int) -> None:
     node.update(energy=10 * joules, cpu_energy=2 * joules, memory_energy=joules, **accelerators)
 
 
-def test_the_node_includes_its_accelerators_and_is_never_added_to_them(node):
+def test_accelerators_cpu_and_memory_are_counted_and_the_node_that_includes_them_is_not(node):
     clock = FakeClock()
     with metered(node, clock).window("load") as window:
         clock.now += 10.0
         load(node, 100)
     result = window.result
-    assert [(total.scope, total.joules) for total in result.totals()] == [("device", 700), ("node", 1000)]
     assert result.joules == 700
     assert next(row.joules for row in result.rows if row.label == "accelerator 3") == 100
 
@@ -41,7 +40,7 @@ def test_a_reading_waits_for_a_fresh_value(node):
     meter = metered(node, clock)
     before = node.words["freshness"]
     with meter.window("load") as window:
-        assert node.words["freshness"] == before + 1  # one tick for all seven files
+        assert node.words["freshness"] == before + 1  # one tick for all files
         clock.now += 2.0
         load(node, 10)
     assert node.words["freshness"] == before + 3
@@ -82,14 +81,14 @@ def test_values_from_two_updates_are_not_mixed(node, monkeypatch):
 
     def read(path: Path) -> str:
         text = read_text(path)
-        if path.name == "energy" and pending:
+        if path.name == "cpu_energy" and pending:
             pending.pop()
             load(node, 100)
         return text
 
     monkeypatch.setattr(Path, "read_text", read)
-    readings = source.read([spec.id for spec in source.specs], fresh=False)
-    assert readings["cray/energy"].joules == 2000
+    readings = source.read(fresh=False)
+    assert readings["cray/cpu_energy"].joules == 400
     assert readings["cray/accel0_energy"].joules == 250
 
 
@@ -99,5 +98,5 @@ def test_a_rank_on_the_cpu_does_not_count_the_accelerators(node, tmp_path):
             spec.component for spec in discover(torch.device(device), powercap=tmp_path, pm_counters=node.root).specs
         }
 
-    assert components("cpu") == {"cpu", "memory", "node"}
-    assert components("cuda:0") == {"cpu", "memory", "node", "gpu"}
+    assert components("cpu") == {"cpu", "memory"}
+    assert components("cuda:0") == {"cpu", "memory", "gpu"}

@@ -1,12 +1,11 @@
 """RAPL through powercap trees in the kernel's format."""
 
 import errno
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from phantom_parallel.energy import EnergyMeter, Provenance, Scope
+from phantom_parallel.energy import EnergyMeter, Provenance
 from phantom_parallel.energy.sensors import probe_rapl
 from phantom_parallel.energy.sensors.rapl import PLAUSIBLE_WATTS
 from tests.energy.simulated import PACKAGE_RANGE, FakeClock, Powercap, two_packages
@@ -24,14 +23,12 @@ def test_a_known_load_comes_back_to_the_joule(tmp_path):
             tree.use(f"intel-rapl:{package}", joules)
             tree.use(f"intel-rapl:{package}:0", joules - 100)  # cores: within the package
             tree.use(f"intel-rapl:{package}:1", 89)
-        tree.use("intel-rapl:2", 2500)  # the platform: packages and all else
+        tree.use("intel-rapl:2", 2500)  # the platform, which includes the packages
     result = window.result
     assert result.joules == 1234 + 567 + 2 * 89
     assert result.seconds == 10.0
     assert result.total.mean_watts == 197.9
-    assert (result.total.provenance, result.total.scope, result.total.valid) == (Provenance.COUNTER, Scope.DEVICE, True)
-    (node,) = result.totals(Scope.NODE)
-    assert node.joules == replace(result, scope=Scope.NODE).joules == 2500
+    assert (result.total.provenance, result.total.valid) == (Provenance.COUNTER, True)
     assert {row.label: row.joules for row in result.rows}["memory of package 1"] == 89
 
 
@@ -85,7 +82,7 @@ def test_a_stalled_counter_is_unavailable_and_not_zero(tmp_path):
     assert stalled.joules is None
     assert "did not move" in stalled.reason
     # Nor is the sum of the others passed off as the whole.
-    assert [total.joules for total in window.result.totals(Scope.DEVICE)] == [None]
+    assert [total.joules for total in window.result.totals] == [None]
     assert "package-1" in window.result.total.reason
 
 
@@ -116,7 +113,7 @@ def test_a_counter_without_permission_names_the_file_and_what_to_allow(tmp_path,
     deny(monkeypatch)
     probe = probe_rapl(tree.root)
     assert probe.sources == ()
-    assert len(probe.problems) == 5
+    assert len(probe.problems) == 4
     assert str(tmp_path / "powercap" / "intel-rapl:0" / "energy_uj") in probe.problems[0]
     assert "sudo chmod a+r" in probe.problems[0]
 

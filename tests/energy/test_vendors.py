@@ -58,7 +58,7 @@ def test_nvidia_failures_are_named(tmp_path):
     assert window.joules is None
     assert "GPU is lost" in window.result.total.reason
     old = probe_nvidia(nvml=FakeNvml({"GPU-old": None}))
-    assert (old.sources, old.problems) == ((), ("NVIDIA GPU 0: Not Supported",))
+    assert (old.sources, old.problems) == ((), ("GPU 0 NVIDIA H100: no energy counter: Not Supported",))
     assert probe_nvidia(nvml=nvml, driver=tmp_path).problems == ("NVML does not start: GPU is lost",)
     assert probe_nvidia(nvml=nvml, driver=tmp_path / "none").hints == ("NVIDIA GPUs: no driver is loaded",)
 

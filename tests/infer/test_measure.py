@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel import FFN, EnergyMeter, FFNConfig, Ledger, PowerProfile
 from phantom_parallel.distributed.objects import RanksDisagree
-from phantom_parallel.energy.results import Component, Provenance, Scope
+from phantom_parallel.energy.results import Component
 from phantom_parallel.energy.sensors.base import EnergySample, ReadFailure, SensorSpec
 from phantom_parallel.infer.measure import MAX_SENSOR_SECONDS, modelled_joules, p95
 from phantom_parallel.infer.predict import measure, random_rows
@@ -93,11 +93,7 @@ class Counted:
     name = "counted"
 
     def __init__(self, models, resolution=1e-4, fails=False):
-        self.specs = (
-            SensorSpec(
-                "counted/0", "counted", Component.CPU, Scope.DEVICE, Provenance.COUNTER, resolution_seconds=resolution
-            ),
-        )
+        self.specs = (SensorSpec("counted/0", "counted", Component.CPU, resolution_seconds=resolution),)
         self.forwards, self.readings, self.fails = 0, 0, fails
         for model in models.values():
             model.register_forward_hook(self.count)
@@ -105,7 +101,7 @@ class Counted:
     def count(self, *_):
         self.forwards += 1
 
-    def read(self, ids, *, fresh=True):
+    def read(self, *, fresh=True):
         self.readings += 1
         if self.fails and self.readings == 4:
             return {"counted/0": ReadFailure("gone")}

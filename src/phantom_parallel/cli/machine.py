@@ -237,15 +237,15 @@ def _show_sensors(discovery: "Discovery", result: "WindowResult") -> None:
     if not discovery.specs:
         console.print("No energy sensor can be read on this machine: energy is unavailable.")
         console.print("With a power profile, EnergyMeter(profile=...) models it and labels it as modelled.")
-    for total in result.totals():
-        console.print(f"{total.scope} total: {escape(str(total))}")
+    for total in result.totals:
+        console.print(f"total: {escape(str(total))}")
     if discovery.specs:
-        table = Table("sensor", "measures", "scope", "provenance", "joules", "watts", "note")
+        table = Table("sensor", "measures", "provenance", "joules", "watts", "note")
         specs = {spec.id: spec for spec in discovery.specs}
         for row in result.rows:
             note = row.reason if row.counted else f"{row.reason} not in the total: another source counts it".strip()
             watts = "unavailable" if row.watts is None else f"{row.watts:.4g}"
-            cells = specs[row.sensor].label, row.component, row.scope, row.provenance, format_joules(row.joules)
+            cells = specs[row.sensor].label, row.component, row.provenance, format_joules(row.joules)
             table.add_row(*(escape(str(cell)) for cell in (*cells, watts, note)))
         console.print(table)
     for title, lines in (("Cannot be read:", discovery.problems), ("To get more:", discovery.hints)):

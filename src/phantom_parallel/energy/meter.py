@@ -17,18 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import torch
 import torch.distributed as dist
 
 from phantom_parallel.distributed.objects import all_gather_objects, barrier
 from phantom_parallel.energy.power import PowerProfile, load_power_profile
-from phantom_parallel.energy.results import Component, Provenance, Scope, SensorEnergy, TimeSplit, WindowResult
+from phantom_parallel.energy.results import Component, Provenance, SensorEnergy, TimeSplit, WindowResult
 from phantom_parallel.energy.sensors import discover
 from phantom_parallel.energy.sensors.base import (
     Clock,
     Discovery,
-    EnergySample,
     ReadFailure,
     SensorReading,
     SensorSource,
@@ -62,14 +60,11 @@ def current_host() -> Host:
     return Host(name, BOOT_ID.read_text().strip() if BOOT_ID.exists() else name)
 
 
-Available = tuple[Host, tuple[SensorSpec, ...]]  # a rank's host, and the sensors that it can read
-
-
-def assign_sensors(available: Sequence[Available], rank: int) -> dict[str, bool]:
+def assign_sensors(available: Sequence[tuple[Host, tuple[SensorSpec, ...]]], rank: int) -> dict[str, bool]:
     """Return the ids of the sensors that ``rank`` reads, each with whether it is part of totals.
 
-    ``available`` is what each rank can read, in rank order. A rank reads those that no lower rank of its host can. Of
-    several sources for a component of a host, the best is counted.
+    ``available`` is each rank's host and what it can read, in rank order. A rank reads those that no lower rank of its
+    host can. Of several sources for a component of a host, the best is counted.
     """
 
     def priority(spec: SensorSpec) -> int:
@@ -78,23 +73,20 @@ def assign_sensors(available: Sequence[Available], rank: int) -> dict[str, bool]
     key = available[rank][0].key
     on_host = [spec for host, specs in available if host.key == key for spec in specs]
     taken = {spec.id for host, specs in available[:rank] if host.key == key for spec in specs}
-    best: dict[tuple[Component, Scope], int] = {}
+    best: dict[Component, int] = {}
     for spec in sorted(on_host, key=priority):
-        best.setdefault((spec.component, spec.scope), priority(spec))
-    own = [spec for spec in available[rank][1] if spec.id not in taken]
-    return {spec.id: priority(spec) == best[spec.component, spec.scope] for spec in own}
+        best.setdefault(spec.component, priority(spec))
+    return {s.id: priority(s) == best[s.component] for s in available[rank][1] if s.id not in taken}
 
 
 class SensorReader:
-    """Reads this rank's sensors, from one thread at a time, since sources keep state. Between :meth:`start` and
-    :meth:`stop` a thread reads once in ``period`` seconds, if a sensor needs it.
+    """Reads sources from one thread at a time, since they keep state. Between :meth:`start` and :meth:`stop` a thread
+    reads once in ``period`` seconds, if a sensor needs it.
     """
 
-    def __init__(self, sources: Sequence[SensorSource], ids: Sequence[str]) -> None:
-        own = [(source, [spec for spec in source.specs if spec.id in ids]) for source in sources]
-        self._sources = [(source, [spec.id for spec in specs]) for source, specs in own if specs]
-        self.specs = tuple(spec for _, specs in own for spec in specs)
-        limits = [spec.max_unread_seconds for spec in self.specs if spec.max_unread_seconds is not None]
+    def __init__(self, sources: Sequence[SensorSource]) -> None:
+        self._sources = sources
+        limits = [spec.max_unread_seconds for source in sources for spec in source.specs if spec.max_unread_seconds]
         self.period = min(limits) / READS_PER_UNREAD_LIMIT if limits else None
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -102,10 +94,7 @@ class SensorReader:
     def read(self, *, fresh: bool) -> dict[str, SensorReading]:
         """Read every sensor. See :meth:`SensorSource.read`."""
         with self._lock:
-            readings: dict[str, SensorReading] = {}
-            for source, ids in self._sources:
-                readings |= source.read(ids, fresh=fresh)
-            return readings
+            return {name: reading for source in self._sources for name, reading in source.read(fresh=fresh).items()}
 
     def start(self) -> None:
         if self.period is not None:
@@ -129,7 +118,6 @@ class RankMeasurement:
     """What one rank measured in a window. All ranks gather these when the window closes."""
 
     path: tuple[str, ...]
-    scope: Scope
     host: str
     seconds: float
     rows: tuple[SensorEnergy, ...]
@@ -137,25 +125,19 @@ class RankMeasurement:
     busy_seconds: tuple[float, float] | None  # compute and communication; None if not measured
     profile: PowerProfile | None
 
-    def __str__(self) -> str:
-        split, modelled = self.busy_seconds is not None, self.profile is not None
-        return f"{'/'.join(self.path)} ({self.scope}, time_split={split}, with a profile: {modelled})"
-
 
 class Window:
     """A measurement window, see :meth:`EnergyMeter.window`. It has a result once it is closed."""
 
-    def __init__(self, meter: "EnergyMeter", path: tuple[str, ...]) -> None:
-        self.path = path
-        self._meter = meter
+    def __init__(self, path: tuple[str, ...], recorder: TimeSplitRecorder | None) -> None:
+        self.path, self.steps = path, 0
+        self._recorder = recorder
         self._result: WindowResult | None = None
-        self._steps = 0
 
     def step(self) -> AbstractContextManager[None]:
         """Context manager around one step. Counts it; time outside of steps is idle time."""
-        self._steps += 1
-        recorder = self._meter._recorder
-        return nullcontext() if recorder is None else recorder.step()
+        self.steps += 1
+        return nullcontext() if self._recorder is None else self._recorder.step()
 
     @property
     def result(self) -> WindowResult:
@@ -174,7 +156,6 @@ class EnergyMeter:
     Args:
         group: the ranks that measure together. Every rank of it must create the meter and open and close the same
             windows; each rank gets the whole result. Default: None, this process alone.
-        scope: of the headline figure, ``"device"`` or ``"node"``. Results contain both where there are sensors.
         profile: power profile of this rank for the modelled figure, or the name or path of one, such as
             ``"dgx-a100"`` (see :func:`load_power_profile`). Implies ``time_split``. Default: None, nothing is modelled.
         time_split: whether to measure compute, exposed communication and idle seconds.
@@ -197,7 +178,6 @@ class EnergyMeter:
         self,
         group: dist.ProcessGroup | None = None,
         *,
-        scope: Scope | str = Scope.DEVICE,
         profile: PowerProfile | str | os.PathLike[str] | None = None,
         time_split: bool = False,
         device: torch.device | str | None = None,
@@ -206,25 +186,23 @@ class EnergyMeter:
         host: Host | None = None,
         timer: Timer | None = None,
     ) -> None:
-        if scope not in list(Scope):
-            raise ValueError(f"scope must be one of {', '.join(Scope)}, got {scope!r}")
-        self._group = group
+        self._group, self._clock = group, clock
         self._rank = 0 if group is None else dist.get_rank(group)
         if isinstance(profile, str | os.PathLike):
             profile = load_power_profile(os.fspath(profile), ranks=1 if group is None else dist.get_world_size(group))
-        self.scope, self.profile = Scope(scope), profile
+        self.profile = profile
         if device is None:
             device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
         self.device = torch.device(device)
         self.host = host or current_host()
         self.discovery = discover(self.device, clock=clock) if sources is None else Discovery(tuple(sources))
-        self._clock = clock
         self._recorder: TimeSplitRecorder | None = None
         if time_split or profile is not None:
             self._recorder = TimeSplitRecorder(self.device.type, timer or timer_for(self.device, clock))
-        gathered = all_gather_objects(msgspec.to_builtins((self.host, self.discovery.specs)), group)
-        self._counted = assign_sensors([msgspec.convert(plain, Available) for plain in gathered], self._rank)
-        self._reader = SensorReader(self.discovery.sources, list(self._counted))
+        self._counted = assign_sensors(all_gather_objects((self.host, self.discovery.specs), group), self._rank)
+        self._specs = [spec for spec in self.discovery.specs if spec.id in self._counted]
+        own = [source for source in self.discovery.sources if set(source.specs) & set(self._specs)]
+        self._reader = SensorReader(own)
         self._open: list[Window] = []
 
     @contextmanager
@@ -233,10 +211,8 @@ class EnergyMeter:
 
         If the body raises, the window has no result and the ranks are not synchronized, as others may never arrive.
         """
-        if not name or "/" in name:
-            raise ValueError(f"the name of a window must not be empty or contain a slash, got {name!r}")
         outermost, recorder = not self._open, self._recorder
-        window = Window(self, (name,) if outermost else (*self._open[-1].path, name))
+        window = Window((name,) if outermost else (*self._open[-1].path, name), recorder)
         synchronize(self.device)
         with self._meter_time():
             barrier(self._group)
@@ -257,15 +233,14 @@ class EnergyMeter:
             with self._meter_time():
                 barrier(self._group)
                 last = self._reader.read(fresh=True)
-                rows = tuple(self._sensor_energy(spec, first[spec.id], last[spec.id]) for spec in self._reader.specs)
-                at = window.path, self.scope, self.host.name, self._clock() - start
-                measured = msgspec.to_builtins(RankMeasurement(*at, rows, window._steps, busy, self.profile))
-                gathered = all_gather_objects(measured, self._group)
-                window._result = merge_ranks([msgspec.convert(plain, RankMeasurement) for plain in gathered])
+                rows = tuple(self._sensor_energy(spec, first[spec.id], last[spec.id]) for spec in self._specs)
+                seconds = self._clock() - start
+                measured = RankMeasurement(window.path, self.host.name, seconds, rows, window.steps, busy, self.profile)
+                window._result = merge_ranks(all_gather_objects(measured, self._group))
         finally:
             self._open.pop()
             if self._open:
-                self._open[-1]._steps += window._steps
+                self._open[-1].steps += window.steps
             else:
                 self._reader.stop()
                 if recorder is not None:
@@ -287,12 +262,10 @@ class EnergyMeter:
             sensor=spec.id,
             label=spec.label,
             component=spec.component,
-            scope=spec.scope,
             provenance=Provenance.UNAVAILABLE if joules is None else spec.provenance,
             joules=joules,
             seconds=seconds,
             rank=self._rank,
-            valid=not reason,
             reason=reason,
             counted=self._counted[spec.id],
         )
@@ -300,11 +273,10 @@ class EnergyMeter:
 
 def _difference(before: SensorReading, after: SensorReading) -> tuple[float | None, float, str]:
     """Return joules, seconds and, if there are no joules, the reason."""
-    for reading in (before, after):
-        if isinstance(reading, ReadFailure):
-            return None, 0.0, reading.reason
-    assert isinstance(before, EnergySample)
-    assert isinstance(after, EnergySample)
+    if isinstance(before, ReadFailure):
+        return None, 0.0, before.reason
+    if isinstance(after, ReadFailure):
+        return None, 0.0, after.reason
     joules, seconds = after.joules - before.joules, after.seconds - before.seconds
     if before.epoch != after.epoch:
         return None, seconds, f"void: the counter was interrupted within the window: {after.epoch}"
@@ -317,26 +289,23 @@ def _difference(before: SensorReading, after: SensorReading) -> tuple[float | No
 
 def merge_ranks(measurements: Sequence[RankMeasurement]) -> WindowResult:
     """Merge the measurements of all ranks, in rank order, into the result of the window."""
-    first = measurements[0]
-    for rank, measurement in enumerate(measurements):
-        if str(measurement) != str(first):
-            raise ValueError(f"ranks closed different windows: rank 0 {first}, rank {rank} {measurement}")
+    paths = ["/".join(measurement.path) for measurement in measurements]
+    if len(set(paths)) > 1:
+        raise ValueError(f"ranks closed different windows, in rank order: {', '.join(paths)}")
     seconds = max(measurement.seconds for measurement in measurements)
     rows = [row for measurement in measurements for row in measurement.rows]
     time_splits = []
-    for rank, measurement in enumerate(measurements if first.busy_seconds is not None else ()):
-        assert measurement.busy_seconds is not None
-        compute, communication = measurement.busy_seconds
-        # A rank that finished before the slowest one was idle for the rest of the window.
-        idle = max(seconds - compute - communication, 0.0)
-        time_splits.append(TimeSplit(rank, measurement.host, compute, communication, idle))
-        if measurement.profile is not None:
-            rows.append(_modelled_energy(time_splits[-1], measurement.profile))
+    for rank, measurement in enumerate(measurements):
+        if measurement.busy_seconds is not None:
+            compute, communication = measurement.busy_seconds
+            # A rank that finished before the slowest one was idle for the rest of the window.
+            idle = max(seconds - compute - communication, 0.0)
+            time_splits.append(TimeSplit(rank, measurement.host, compute, communication, idle))
+            if measurement.profile is not None:
+                rows.append(_modelled_energy(time_splits[-1], measurement.profile))
     return WindowResult(
-        name=first.path[-1],
-        path=first.path,
+        path=measurements[0].path,
         seconds=seconds,
-        scope=first.scope,
         rows=tuple(rows),
         time_splits=tuple(time_splits),
         steps=max(measurement.steps for measurement in measurements),
@@ -344,16 +313,15 @@ def merge_ranks(measurements: Sequence[RankMeasurement]) -> WindowResult:
     )
 
 
-def _modelled_energy(time_split: TimeSplit, profile: PowerProfile) -> SensorEnergy:
+def _modelled_energy(split: TimeSplit, profile: PowerProfile) -> SensorEnergy:
     return SensorEnergy(
-        host=time_split.host,
-        sensor=f"model/rank {time_split.rank}",
-        label=f"rank {time_split.rank} ({profile.name})",
+        host=split.host,
+        sensor=f"model/rank {split.rank}",
+        label=f"rank {split.rank} ({profile.name})",
         component=Component.OTHER,
-        scope=Scope.DEVICE,
         provenance=Provenance.MODELLED,
-        joules=profile.joules(time_split.compute_seconds, time_split.communication_seconds, time_split.idle_seconds),
-        seconds=time_split.seconds,
-        rank=time_split.rank,
+        joules=profile.joules(split.compute_seconds, split.communication_seconds, split.idle_seconds),
+        seconds=split.seconds,
+        rank=split.rank,
         watts_source=profile.source,
     )

@@ -46,15 +46,10 @@ class PowerProfile:
     source: str  # of the watts (a measurement, a data sheet, an assumption), reported with every figure
 
     def __post_init__(self) -> None:
-        for field in ("compute_watts", "communication_watts", "idle_watts"):
-            value = getattr(self, field)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"power profile {self.name!r}: {field} must be 0 W or more, got {value}")
-        busy = min(self.compute_watts, self.communication_watts)
-        if self.idle_watts > busy:
+        watts = (self.compute_watts, self.communication_watts, self.idle_watts)
+        if not all(0 <= value < math.inf for value in watts) or self.idle_watts > min(watts):
             raise ValueError(
-                f"power profile {self.name!r}: idle_watts={self.idle_watts} is above what the device draws at work "
-                f"({busy}); give idle_watts of at most that"
+                f"power profile {self.name!r}: watts must be 0 or more, and idle_watts the least, got {watts}"
             )
         if not self.source:
             raise ValueError(f"power profile {self.name!r}: source must say where the watts come from")

@@ -1,11 +1,11 @@
-"""The result of a measurement window. Every figure carries its provenance and scope.
+"""The result of a measurement window. Every figure carries its provenance.
 
-total of a scope   the sum over its counted rows of ONE provenance, with each physical sensor counted once
-unavailable        ``joules`` is None and prints as "unavailable"; it is never 0
-invalid            there is a figure but it is not reliable; ``reason`` says why
+total         the sum over counted rows of ONE provenance, with each physical sensor counted once
+unavailable   ``joules`` is None and prints as "unavailable"; it is never 0
+invalid       there is a figure but it is not reliable; ``reason`` says why
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -20,13 +20,6 @@ class Provenance(StrEnum):
     UNAVAILABLE = "unavailable"  # no figure
 
 
-class Scope(StrEnum):
-    """How much of the machine a figure covers. A node includes its devices, so the two are never added."""
-
-    DEVICE = "device"
-    NODE = "node"
-
-
 class Component(StrEnum):
     """The part of a machine that a sensor measures. On one host, two sources of the same component overlap."""
 
@@ -34,7 +27,6 @@ class Component(StrEnum):
     MEMORY = "memory"
     GPU = "gpu"
     OTHER = "other"
-    NODE = "node"
 
 
 MEASURED = (Provenance.COUNTER, Provenance.INTEGRATED_POWER)
@@ -53,7 +45,7 @@ def format_share(share: float | None) -> str:
     return "not split" if share is None else f"{share:.0%}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SensorEnergy:
     """Energy of one sensor, or the modelled energy of one rank, in one window."""
 
@@ -61,19 +53,13 @@ class SensorEnergy:
     sensor: str
     label: str
     component: Component
-    scope: Scope
     provenance: Provenance
     joules: float | None
     seconds: float  # between the two readings of this sensor
     rank: int  # the rank that read the sensor, or that was modelled
-    valid: bool = True
     reason: str = ""  # why the figure is unavailable or invalid
     counted: bool = True  # False if another source already counts this component of this host
     watts_source: str = ""  # where the watts of a modelled figure come from
-
-    def __post_init__(self) -> None:
-        assert (self.joules is None) == (self.provenance is Provenance.UNAVAILABLE)
-        assert self.joules is not None or (self.reason and not self.valid)
 
     @property
     def watts(self) -> float | None:
@@ -83,16 +69,16 @@ class SensorEnergy:
 
 @dataclass(frozen=True)
 class EnergyTotal:
-    """Sum over the counted rows of one scope and one provenance."""
+    """Sum over the counted rows of one provenance; invalid if there is a ``reason``."""
 
-    scope: Scope
     provenance: Provenance
     joules: float | None
     seconds: float
-    valid: bool
-    reason: str
-    sensors: tuple[str, ...] = ()
-    excluded: tuple[str, ...] = ()  # sensors of the scope that have another provenance and are not in the sum
+    reason: str = ""
+
+    @property
+    def valid(self) -> bool:
+        return not self.reason
 
     @property
     def mean_watts(self) -> float | None:
@@ -100,11 +86,10 @@ class EnergyTotal:
 
     def __str__(self) -> str:
         if self.joules is None:
-            return f"unavailable ({self.scope}: {self.reason})"
+            return f"unavailable ({self.reason})"
         watts = "" if self.mean_watts is None else f", {self.mean_watts:.4g} W"
-        invalid = "" if self.valid else f"; invalid: {self.reason}"
-        excluded = f"; without {', '.join(self.excluded)}" if self.excluded else ""
-        return f"{format_joules(self.joules)}{watts} ({self.provenance}, {self.scope}{excluded}{invalid})"
+        invalid = f"; invalid: {self.reason}" if self.reason else ""
+        return f"{format_joules(self.joules)}{watts} ({self.provenance}{invalid})"
 
 
 @dataclass(frozen=True)
@@ -126,29 +111,34 @@ class TimeSplit:
 class WindowResult:
     """Everything that a window measured. All ranks hold the same result."""
 
-    name: str
     path: tuple[str, ...]  # names of the enclosing windows, then its own
     seconds: float
-    scope: Scope  # of the headline figure
     rows: tuple[SensorEnergy, ...]
     time_splits: tuple[TimeSplit, ...] = ()  # in rank order; empty if the time split was not measured
     steps: int = 0
     ranks: int = 1
 
-    def totals(self, scope: Scope | None = None) -> tuple[EnergyTotal, ...]:
-        """Return one total for each scope (or ``scope`` alone) and provenance, the best provenance first."""
-        scopes = list(Scope) if scope is None else [scope]
-        return tuple(total for scope in scopes for total in _totals(self.rows, scope, self.seconds))
+    @property
+    def totals(self) -> tuple[EnergyTotal, ...]:
+        """One total for each provenance, the best provenance first."""
+        return tuple(self._totals())
+
+    def _totals(self) -> Iterator[EnergyTotal]:
+        counted = [row for row in self.rows if row.counted]
+        missing = [f"{row.label}: {row.reason}" for row in counted if row.joules is None]
+        if missing:  # a sum that lacks one of its sensors would be mistaken for the whole, so there is none
+            yield EnergyTotal(Provenance.UNAVAILABLE, None, self.seconds, "; ".join(missing))
+        for provenance in (Provenance.MODELLED,) if missing else (*MEASURED, Provenance.MODELLED):
+            if members := [row for row in counted if row.provenance is provenance]:
+                joules = sum(row.joules for row in members if row.joules is not None)
+                reason = "; ".join(f"{row.label}: {row.reason}" for row in members if row.reason)
+                yield EnergyTotal(provenance, joules, self.seconds, reason)
 
     @property
     def total(self) -> EnergyTotal:
-        """The headline: the best provenance of the requested scope, or an unavailable total with the reason."""
-        if totals := self.totals(self.scope):
-            return totals[0]
-        reason = f"no sensor of the {self.scope} can be read"
-        if self.scope is Scope.DEVICE:
-            reason += " and no power profile was given"
-        return EnergyTotal(self.scope, Provenance.UNAVAILABLE, None, self.seconds, False, reason)
+        """The headline: the total of the best provenance, or an unavailable one with the reason."""
+        reason = "no sensor can be read and no power profile was given"
+        return next(self._totals(), EnergyTotal(Provenance.UNAVAILABLE, None, self.seconds, reason))
 
     @property
     def joules(self) -> float | None:
@@ -165,12 +155,9 @@ class WindowResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as plain data for JSON, with all totals. An unavailable figure is None."""
-        plain = asdict(self)
-        for row, record in zip(self.rows, plain["rows"], strict=True):
-            record["watts"] = row.watts
-        plain["totals"] = [asdict(total) | {"mean_watts": total.mean_watts} for total in self.totals()]
-        plain["total"] = asdict(self.total) | {"mean_watts": self.total.mean_watts}
-        return plain
+        totals = [asdict(total) | {"mean_watts": total.mean_watts} for total in (self.total, *self.totals)]
+        rows = [asdict(row) | {"watts": row.watts} for row in self.rows]
+        return asdict(self) | {"rows": rows, "total": totals[0], "totals": totals[1:]}
 
     def __str__(self) -> str:
         lines = [f"{'/'.join(self.path)}: {self.seconds:.4g} s, {self.total}"]
@@ -180,21 +167,3 @@ class WindowResult:
                 f"exposed communication {split.communication_seconds:.4g} s, idle {split.idle_seconds:.4g} s"
             )
         return "\n".join(lines)
-
-
-def _totals(rows: Iterable[SensorEnergy], scope: Scope, seconds: float) -> Iterator[EnergyTotal]:
-    counted = [row for row in rows if row.scope is scope and row.counted]
-    unavailable = [row for row in counted if row.joules is None]
-    if unavailable:
-        # A sum that lacks one of its sensors would be mistaken for the whole, so there is none.
-        reason = "; ".join(f"{row.label}: {row.reason}" for row in unavailable)
-        yield EnergyTotal(scope, Provenance.UNAVAILABLE, None, seconds, False, reason)
-    for provenance in (Provenance.MODELLED,) if unavailable else (*MEASURED, Provenance.MODELLED):
-        members = [row for row in counted if row.provenance is provenance]
-        if members:
-            joules = sum(row.joules for row in members if row.joules is not None)
-            reasons = "; ".join(f"{row.label}: {row.reason}" for row in members if not row.valid)
-            sensors = tuple(row.sensor for row in members)
-            others = set(MEASURED) - {provenance} if provenance in MEASURED else ()
-            excluded = tuple(f"{row.label} ({row.provenance})" for row in counted if row.provenance in others)
-            yield EnergyTotal(scope, provenance, joules, seconds, not reasons, reasons, sensors, excluded)

@@ -14,11 +14,10 @@ class RunningEnergy:
 
     Args:
         profile: As for `EnergyMeter`.
-        scope: As for `EnergyMeter`.
     """
 
-    def __init__(self, profile: str | None = None, scope: str = "device") -> None:
-        self.profile, self.scope = profile, scope
+    def __init__(self, profile: str | None = None) -> None:
+        self.profile = profile
         self.joules: dict[str, float] = {}  # by provenance, as figures of different provenance are never added
         self._meter: EnergyMeter | None = None
         self._window = ExitStack()
@@ -26,7 +25,7 @@ class RunningEnergy:
     def start(self, joules: dict[str, float]) -> None:
         """Start with the joules of a checkpoint."""
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-        self._meter = EnergyMeter(group, scope=self.scope, profile=self.profile)
+        self._meter = EnergyMeter(group, profile=self.profile)
         self.joules = dict(joules)
         self._open()
 

@@ -17,9 +17,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any, Protocol, TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -89,41 +88,26 @@ def can_split_time(model: nn.Module, device: torch.device) -> bool:
     return device.type == "cpu" or not any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-class TimeCategory(Enum):
-    """What a recorded interval was spent on."""
-
-    STEP = "step"
-    WAIT_IN_STEP = "wait in step"
-    WAIT_OUTSIDE = "wait outside"
-    METER = "meter"  # its barriers and readings, which belong to no step
-
-
-@dataclass(frozen=True)
+@dataclass
 class TimeTotals:
-    """Seconds in each category since the recorder was created. The difference of two totals covers a window."""
+    """Seconds since the recorder was created. The difference of two totals covers a window."""
 
-    seconds: dict[TimeCategory, float]
-
-    @property
-    def step_seconds(self) -> float:
-        """Seconds inside steps."""
-        return self.seconds[TimeCategory.STEP]
-
-    @property
-    def blocked_seconds(self) -> float:
-        """Seconds inside steps that were spent blocked in waits for collectives."""
-        return self.seconds[TimeCategory.WAIT_IN_STEP]
+    step_seconds: float = 0.0
+    blocked_seconds: float = 0.0  # inside steps, in waits for collectives
+    blocked_outside: float = 0.0  # in waits outside of steps
+    meter_seconds: float = 0.0  # the meter's barriers and readings, which belong to no step
 
     def since(self, earlier: "TimeTotals") -> "TimeTotals":
         """Return the seconds between ``earlier`` and this total."""
-        return TimeTotals({category: self.seconds[category] - earlier.seconds[category] for category in TimeCategory})
+        before = asdict(earlier)
+        return TimeTotals(**{name: seconds - before[name] for name, seconds in asdict(self).items()})
 
     def busy(self, body_seconds: float) -> tuple[float, float]:
         """Return the compute and communication seconds of a window whose body took ``body_seconds``."""
-        communication = self.blocked_seconds + self.seconds[TimeCategory.WAIT_OUTSIDE]
+        communication = self.blocked_seconds + self.blocked_outside
         if self.step_seconds > 0:
             return max(self.step_seconds - self.blocked_seconds, 0.0), communication
-        return max(body_seconds - communication - self.seconds[TimeCategory.METER], 0.0), communication
+        return max(body_seconds - communication - self.meter_seconds, 0.0), communication
 
 
 class TimeSplitRecorder:
@@ -131,8 +115,8 @@ class TimeSplitRecorder:
 
     def __init__(self, device_type: str, timer: Timer) -> None:
         self._device_type, self._timer = device_type, timer
-        self._sums = dict.fromkeys(TimeCategory, 0.0)
-        self._pending: deque[tuple[TimeCategory, Any, Any]] = deque()
+        self._totals = TimeTotals()
+        self._pending: deque[tuple[str, Any, Any]] = deque()  # a field of the totals, and the marks of an interval
         self._step_start: Any = None  # the mark at which the open step began
         self._in_meter = False
         self._thread = threading.get_ident()
@@ -155,7 +139,7 @@ class TimeSplitRecorder:
         try:
             yield
         finally:
-            self._record(TimeCategory.STEP, self._step_start)
+            self._record("step_seconds", self._step_start)
             self._step_start = None
 
     @contextmanager
@@ -167,14 +151,14 @@ class TimeSplitRecorder:
             yield
         finally:
             self._in_meter = False
-            self._record(TimeCategory.METER, start)
+            self._record("meter_seconds", start)
             if self._step_start is not None:
                 self._step_start = self._timer.mark()
 
     def _interrupt_step(self) -> None:
         """Record the part of an open step until now, and begin the next part."""
         if self._step_start is not None:
-            self._record(TimeCategory.STEP, self._step_start)
+            self._record("step_seconds", self._step_start)
             self._step_start = self._timer.mark()
 
     def begin_wait(self) -> Any:
@@ -185,45 +169,39 @@ class TimeSplitRecorder:
 
     def end_wait(self, mark: Any) -> None:
         if mark is not None:
-            in_step = self._step_start is not None
-            self._record(TimeCategory.WAIT_IN_STEP if in_step else TimeCategory.WAIT_OUTSIDE, mark)
+            self._record("blocked_outside" if self._step_start is None else "blocked_seconds", mark)
 
     def totals(self) -> TimeTotals:
         """Return the totals so far. Waits for the device."""
         self._interrupt_step()  # a window that opens or closes inside a step gets its part of the step
         self._sum_pending(wait=True)
-        return TimeTotals(dict(self._sums))
+        return TimeTotals(**asdict(self._totals))
 
-    def _record(self, category: TimeCategory, start: Any) -> None:
+    def _record(self, field: str, start: Any) -> None:
         """Record the interval from ``start`` to now."""
-        self._pending.append((category, start, self._timer.mark()))
+        self._pending.append((field, start, self._timer.mark()))
         if len(self._pending) > _MAX_PENDING:
             self._sum_pending(wait=False)
 
     def _sum_pending(self, wait: bool) -> None:
         while self._pending and (wait or self._timer.ready(self._pending[0][2])):
-            category, start, end = self._pending.popleft()
-            self._sums[category] += self._timer.seconds(start, end)
-
-
-class WaitObserver(Protocol):
-    """Is called before and after each wait, on the thread that waits (autograd's threads included)."""
-
-    def begin_wait(self) -> Any: ...
-
-    def end_wait(self, mark: Any) -> None: ...
+            field, start, end = self._pending.popleft()
+            setattr(self._totals, field, getattr(self._totals, field) + self._timer.seconds(start, end))
 
 
 @contextmanager
-def observe_waits(device_type: str, observer: WaitObserver) -> Iterator[None]:
-    """Context manager that calls ``observer`` around every wait for a collective on ``device_type``.
+def observe_waits(device_type: str, observer: Any) -> Iterator[None]:
+    """Context manager that calls ``observer.begin_wait`` and ``end_wait`` around every wait for a collective on
+    ``device_type``, on the thread that waits (autograd's threads included).
 
     Functional collectives (the layers of this library, DTensor, compiled graphs) all wait through one operator,
     ``_c10d_functional::wait_tensor``: a Python kernel goes in front of the backend's own. ``torch.distributed`` waits
     through ``Work.wait``, which is wrapped. This costs a few microseconds per wait, and nothing without observers.
     """
     if device_type not in _libraries:
-        _libraries[device_type] = _install_kernel(device_type)
+        library = _libraries[device_type] = torch.library.Library("_c10d_functional", "IMPL")
+        key = torch._C._dispatch_key_for_device(device_type)
+        library.impl("wait_tensor", _observed_wait_tensor, key, with_keyset=True)
     dist.Work.wait = _observed_work_wait  # type: ignore[assignment, method-assign]
     _observers.append(observer)
     try:
@@ -237,18 +215,13 @@ def observe_waits(device_type: str, observer: WaitObserver) -> Iterator[None]:
 
 
 # The hooks are those of the process, and so are these.
-_observers: list[WaitObserver] = []
+_observers: list[Any] = []
 _libraries: dict[str, torch.library.Library] = {}  # by type of device
 _work_wait = dist.Work.wait
 
 
-def _install_kernel(device_type: str) -> torch.library.Library:
-    def wait(keyset: Any, tensor: Tensor) -> Tensor:
-        return _observed(lambda: _wait_tensor.redispatch(_ANY_BACKEND, tensor))
-
-    library = torch.library.Library("_c10d_functional", "IMPL")
-    library.impl("wait_tensor", wait, torch._C._dispatch_key_for_device(device_type), with_keyset=True)
-    return library
+def _observed_wait_tensor(keyset: Any, tensor: Tensor) -> Tensor:
+    return _observed(lambda: _wait_tensor.redispatch(_ANY_BACKEND, tensor))
 
 
 def _observed_work_wait(work: dist.Work, *args: Any, **kwargs: Any) -> bool:

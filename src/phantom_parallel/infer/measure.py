@@ -28,7 +28,7 @@ from phantom_parallel.distributed.launch import launch_device_type
 from phantom_parallel.distributed.objects import all_gather_objects, barrier, check_agreement
 from phantom_parallel.energy.meter import EnergyMeter
 from phantom_parallel.energy.power import PowerProfile, load_power_profile
-from phantom_parallel.energy.results import MEASURED, Provenance, Scope
+from phantom_parallel.energy.results import MEASURED, Provenance
 from phantom_parallel.energy.time_split import TimeSplitRecorder, timer_for
 from phantom_parallel.utils.layout import positive
 from phantom_parallel.utils.strategies import WireFormat, check_wire
@@ -195,7 +195,7 @@ def _measure_joules(
     calls: Mapping[str, Call], latencies: Mapping[str, NDArray[np.float64]], meter: EnergyMeter, mesh: DeviceMesh | None
 ) -> dict[str, tuple[float, Provenance]]:
     """Measure the joules of each call with sensors. Empty if there are none, or if they fail for one call."""
-    windows = [spec.shortest_window for spec in meter.discovery.specs if spec.scope is Scope.DEVICE]
+    windows = [spec.shortest_window for spec in meter.discovery.specs]
     shortest = max(all_gather_objects(max(windows, default=0.0), mesh))
     if not 0 < SENSOR_MARGIN * shortest <= MAX_SENSOR_SECONDS:
         return {}

@@ -4,12 +4,12 @@ A probe is a function ``probe(device, *, clock) -> Discovery``. Those of this pa
 add their own as entry points of the group ``phantom_parallel.sensors``.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from phantom_parallel.energy.results import Component, Provenance, Scope
+from phantom_parallel.energy.results import Component, Provenance
 
 Clock = Callable[[], float]
 
@@ -24,10 +24,9 @@ class SensorSpec:
     id: str  # SOURCE/NAME, unique on its host
     label: str
     component: Component
-    scope: Scope
-    provenance: Provenance
     resolution_seconds: float  # between updates of its value
     max_unread_seconds: float | None = None  # after which it loses count; None if it never does
+    provenance: Provenance = Provenance.COUNTER
 
     @property
     def source(self) -> str:
@@ -65,8 +64,8 @@ class SensorSource(Protocol):
 
     specs: tuple[SensorSpec, ...]
 
-    def read(self, ids: Collection[str], *, fresh: bool = True) -> dict[str, SensorReading]:
-        """Read the sensors ``ids``; with ``fresh`` after the next update, where the source knows when it arrives."""
+    def read(self, *, fresh: bool = True) -> dict[str, SensorReading]:
+        """Read every sensor, by id; with ``fresh`` after the next update, where the source knows when it arrives."""
         ...
 
 
@@ -77,16 +76,15 @@ class CounterSource:
         self, counters: Mapping[SensorSpec, ReadCounter], errors: tuple[type[Exception], ...], clock: Clock
     ) -> None:
         self.specs = tuple(counters)
-        self._counters = {spec.id: read for spec, read in counters.items()}
-        self._errors, self._clock = errors, clock
+        self._counters, self._errors, self._clock = counters, errors, clock
 
-    def read(self, ids: Collection[str], *, fresh: bool = True) -> dict[str, SensorReading]:
+    def read(self, *, fresh: bool = True) -> dict[str, SensorReading]:
         readings: dict[str, SensorReading] = {}
-        for name in ids:
+        for spec, read in self._counters.items():
             try:
-                readings[name] = self._counters[name](self._clock())
+                readings[spec.id] = read(self._clock())
             except self._errors as error:
-                readings[name] = ReadFailure(str(error))
+                readings[spec.id] = ReadFailure(str(error))
         return readings
 
 

@@ -1,15 +1,14 @@
-"""Cray ``pm_counters``: energy of a node, and of its accelerators, CPUs and memory, updated ten times a second.
+"""Cray ``pm_counters``: energy of a node's accelerators, CPUs and memory, updated ten times a second.
 
-Each file contains ``VALUE UNIT TIME us``. ``energy`` is that of the whole node, so it has node scope and the others
-have device scope. ``freshness`` increases with each update: readings at the ends of a window wait for the next update.
-``generation`` and ``startup`` change when the counters are reset, which voids a window.
+Each file contains ``VALUE UNIT TIME us``. ``freshness`` increases with each update: readings at the ends of a window
+wait for the next one. ``generation`` and ``startup`` change when the counters are reset, which voids a window.
 """
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
-from phantom_parallel.energy.results import Component, Provenance, Scope
+from phantom_parallel.energy.results import Component
 from phantom_parallel.energy.sensors.base import (
     Clock,
     Discovery,
@@ -33,14 +32,22 @@ class CraySource:
         self.specs = specs
         self._root, self._clock, self._sleep = root, clock, sleep
 
-    def read(self, ids: Collection[str], *, fresh: bool = True) -> dict[str, SensorReading]:
+    def read(self, *, fresh: bool = True) -> dict[str, SensorReading]:
+        ids = [spec.id for spec in self.specs]
         try:
             if fresh and (stalled := self._wait_for_update()):
                 return dict.fromkeys(ids, ReadFailure(stalled))
-            return self._read_together(ids)
+            # An update between two files would mix old and new values. The next attempt has a tenth of a second.
+            for _ in range(3):
+                freshness, now = self._word("freshness"), self._clock()
+                epoch = f"generation {self._word('generation')}, startup {self._word('startup')}"
+                joules = {name: float(self._word(name.split("/", 1)[1])) for name in ids}
+                if self._word("freshness") == freshness:
+                    break
         except OSError as error:
             path = Path(error.filename or self._root)
             return dict.fromkeys(ids, ReadFailure(describe_os_error(path, error, REMEDY)))
+        return {name: EnergySample(now, value, epoch) for name, value in joules.items()}
 
     def _wait_for_update(self) -> str | None:
         """Return None after an update, or an error message if there is none."""
@@ -51,23 +58,8 @@ class CraySource:
             self._sleep(POLL_SECONDS)
         return None
 
-    def _read_together(self, ids: Collection[str]) -> dict[str, SensorReading]:
-        # An update between two files would mix old and new values. The next attempt has a tenth of a second for itself.
-        for _ in range(3):
-            freshness, now = self._word("freshness"), self._clock()
-            epoch = f"generation {self._word('generation')}, startup {self._word('startup')}"
-            joules = {name: self._joules(name.split("/", 1)[1]) for name in ids}
-            if self._word("freshness") == freshness:
-                break
-        return {name: EnergySample(now, value, epoch) for name, value in joules.items()}
-
     def _word(self, file: str) -> str:
         return (self._root / file).read_text().split()[0]
-
-    def _joules(self, file: str) -> float:
-        value, unit = (self._root / file).read_text().split()[:2]
-        assert unit == "J", f"{file} is in {unit}"
-        return float(value)
 
 
 def probe_cray(
@@ -81,24 +73,18 @@ def probe_cray(
 
     Numbers of ``accelerators`` do not identify torch's devices, so it is all of the node's or none.
     """
-    if not (root / "energy").exists():
+    if not (root / "freshness").exists():
         return Discovery()  # no hint: they cannot be installed, they belong to the machine
     hertz = root / "raw_scan_hz"
     resolution = 1 / float(hertz.read_text().split()[0]) if hertz.exists() else 0.1
-    wanted = {
-        "energy": ("node", Component.NODE, Scope.NODE),
-        "cpu_energy": ("CPU", Component.CPU, Scope.DEVICE),
-        "memory_energy": ("memory", Component.MEMORY, Scope.DEVICE),
-    }
+    wanted = {"cpu_energy": ("CPU", Component.CPU), "memory_energy": ("memory", Component.MEMORY)}
     for path in sorted(root.glob("accel[0-9]*_energy")) if accelerators else ():
         number = path.name.removeprefix("accel").removesuffix("_energy")
-        wanted[path.name] = (f"accelerator {number}", Component.GPU, Scope.DEVICE)
+        wanted[path.name] = (f"accelerator {number}", Component.GPU)
     specs = tuple(
-        SensorSpec(f"cray/{file}", label, component, scope, Provenance.COUNTER, resolution)
-        for file, (label, component, scope) in wanted.items()
-        if (root / file).exists()
+        SensorSpec(f"cray/{file}", *measures, resolution) for file, measures in wanted.items() if (root / file).exists()
     )
     source = CraySource(root, specs, clock, sleep)
-    first = source.read([spec.id for spec in specs], fresh=False)
-    problems = sorted({reading.reason for reading in first.values() if isinstance(reading, ReadFailure)})
+    readings = source.read(fresh=False).values()
+    problems = sorted({reading.reason for reading in readings if isinstance(reading, ReadFailure)})
     return Discovery(() if problems else (source,), tuple(problems))

@@ -10,21 +10,15 @@ built for none.
 
 import importlib
 import time
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from phantom_parallel.energy.results import Component, Provenance, Scope
-from phantom_parallel.energy.sensors.base import (
-    Clock,
-    CounterSource,
-    Discovery,
-    EnergySample,
-    ReadCounter,
-    SensorSpec,
-)
+from phantom_parallel.energy.results import Component
+from phantom_parallel.energy.sensors.base import Clock, CounterSource, Discovery, EnergySample, ReadCounter, SensorSpec
 
 COUNTER_SECONDS = 0.1  # the slowest update that has been observed
 NVIDIA_DRIVER, AMD_DRIVER = Path("/proc/driver/nvidia"), Path("/dev/kfd")
@@ -50,33 +44,18 @@ def probe_nvidia(
         return _missing(driver, f"{driver} exists, but pynvml is not installed; {NVIDIA_INSTALL}", NVIDIA_INSTALL)
     try:
         nvml.nvmlInit()
-        count = nvml.nvmlDeviceGetCount()
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        gpus = [(nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle), handle) for handle in handles]
     except nvml.NVMLError as error:
         return _missing(driver, f"NVML does not start: {error}", "NVIDIA GPUs: no driver is loaded")
     own = _torch_gpus(device, rocm=False)
-    uuids = None if own is None else {f"GPU-{gpu.uuid}" for gpu in own}
-    counters: dict[SensorSpec, ReadCounter] = {}
-    problems = []
-    for index in range(count):
-        try:
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            uuid = nvml.nvmlDeviceGetUUID(handle)
-            if uuids is None or uuid in uuids:
-                read = partial(_read_nvidia, nvml, handle)
-                read(clock())
-                counters[_spec(f"nvidia/{uuid}", f"GPU {index} {nvml.nvmlDeviceGetName(handle)}")] = read
-        except nvml.NVMLError as error:
-            problems.append(f"NVIDIA GPU {index}: {error}")
-    return Discovery((CounterSource(counters, (nvml.NVMLError,), clock),) if counters else (), tuple(problems))
-
-
-def _spec(name: str, label: str) -> SensorSpec:
-    return SensorSpec(name, label, Component.GPU, Scope.DEVICE, Provenance.COUNTER, COUNTER_SECONDS)
-
-
-def _missing(driver: Path, problem: str, hint: str) -> Discovery:
-    """A library that cannot be used is a problem where its driver is loaded."""
-    return Discovery(problems=(problem,)) if driver.exists() else Discovery(hints=(hint,))
+    uuids = own and {f"GPU-{gpu.uuid}" for gpu in own}
+    sensors = (
+        (f"nvidia/{uuid}", f"GPU {index} {name}", partial(_read_nvidia, nvml, handle))
+        for index, (uuid, name, handle) in enumerate(gpus)
+        if uuids is None or uuid in uuids
+    )
+    return _readable(sensors, nvml.NVMLError, clock)
 
 
 def _read_nvidia(nvml: Any, handle: Any, now: float) -> EnergySample:
@@ -101,42 +80,42 @@ def probe_amd(
             ((str(smi.amdsmi_get_gpu_device_bdf(die)).lower(), die) for die in smi.amdsmi_get_processor_handles()),
             key=lambda die: die[0],
         )
-        packages = _packages(smi, dies)
+        name = str(smi.amdsmi_get_gpu_asic_info(dies[0][1])["market_name"]).strip() if dies else ""
     except smi.AmdSmiException as error:
         remedy = f"the user must be in the groups that own {driver} (usually render and video)"
         return _missing(driver, f"amdsmi does not start: {error}; {remedy}", "AMD GPUs: no driver is loaded")
+    size = 2 if TWO_DIES in name.upper() else 1  # a host has one kind of packages
+    packages = [dies[first : first + size] for first in range(0, len(dies), size)]
     own = _torch_gpus(device, rocm=True)
     addresses = own and {f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}" for gpu in own}
-    counters: dict[SensorSpec, ReadCounter] = {}
-    problems = []
-    for number, package in enumerate(packages):
-        if addresses is not None and not any(bdf.rsplit(".", 1)[0] in addresses for bdf, _ in package):
-            continue
-        bdf, handle = package[0]
-        label = f"GPU {'package ' if len(package) > 1 else ''}{number} {_market_name(smi, handle)}"
-        read = partial(_read_amd, smi, handle)
-        try:
-            read(clock())
-        except smi.AmdSmiException as error:
-            problems.append(f"{label}: no energy counter: {error}")
-            continue
-        counters[_spec(f"amd/{bdf}", label)] = read
-    return Discovery((CounterSource(counters, (smi.AmdSmiException,), clock),) if counters else (), tuple(problems))
-
-
-def _packages(smi: Any, dies: list[tuple[str, Any]]) -> list[list[tuple[str, Any]]]:
-    """Group dies, which are sorted by PCI address, into packages; a host has one kind of them."""
-    size = 2 if dies and TWO_DIES in _market_name(smi, dies[0][1]).upper() else 1
-    return [dies[first : first + size] for first in range(0, len(dies), size)]
-
-
-def _market_name(smi: Any, handle: Any) -> str:
-    return str(smi.amdsmi_get_gpu_asic_info(handle)["market_name"]).strip()
+    sensors = (
+        (f"amd/{package[0][0]}", f"GPU {'package ' * (size > 1)}{index} {name}", partial(_read_amd, smi, package[0][1]))
+        for index, package in enumerate(packages)
+        if addresses is None or any(bdf.rsplit(".", 1)[0] in addresses for bdf, _ in package)
+    )
+    return _readable(sensors, smi.AmdSmiException, clock)
 
 
 def _read_amd(smi: Any, handle: Any, now: float) -> EnergySample:
     count = smi.amdsmi_get_energy_count(handle)
     return EnergySample(now, float(count["energy_accumulator"]) * count["counter_resolution"] / 1e6)
+
+
+def _missing(driver: Path, problem: str, hint: str) -> Discovery:
+    """A library that cannot be used is a problem where its driver is loaded."""
+    return Discovery(problems=(problem,)) if driver.exists() else Discovery(hints=(hint,))
+
+
+def _readable(sensors: Iterable[tuple[str, str, ReadCounter]], error: type[Exception], clock: Clock) -> Discovery:
+    """Those of the sensors (id, label, counter) that can be read."""
+    counters, problems = dict[SensorSpec, ReadCounter](), []
+    for name, label, read in sensors:
+        try:
+            read(clock())
+            counters[SensorSpec(name, label, Component.GPU, COUNTER_SECONDS)] = read
+        except error as raised:
+            problems.append(f"{label}: no energy counter: {raised}")
+    return Discovery((CounterSource(counters, (error,), clock),) if counters else (), tuple(problems))
 
 
 def _torch_gpus(device: torch.device | None, *, rocm: bool) -> list[Any] | None:

@@ -1,10 +1,9 @@
 """Intel and AMD RAPL through Linux powercap: a counter for each CPU package, and one for its memory where present.
 
     intel-rapl:0      package-0   counted
-    intel-rapl:0:0    core        part of the package: left out
-    intel-rapl:0:1    uncore      part of the package: left out
+    intel-rapl:0:0    core        part of the package: left out, as is uncore
     intel-rapl:0:2    dram        not part of the package: counted
-    intel-rapl:1      psys        the platform including the packages: node scope, never added to them
+    intel-rapl:1      psys        the platform including the packages: left out
 
 ``energy_uj`` counts from 0 to ``max_energy_range_uj`` and wraps. intel-rapl-mmio is another interface to the same
 packages and is left out.
@@ -15,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from phantom_parallel.energy.results import Component, Provenance, Scope
+from phantom_parallel.energy.results import Component
 from phantom_parallel.energy.sensors.base import (
     Clock,
     CounterSource,
@@ -71,27 +70,23 @@ def probe_rapl(root: Path = POWERCAP, *, clock: Clock = time.perf_counter) -> Di
     zones, problems = [], []
     for folder in folders:
         try:
-            zone = _open(folder, clock)
+            if zone := _open(folder, clock):
+                zones.append(zone)
         except OSError as error:
             problems.append(describe_os_error(Path(error.filename or folder), error, REMEDY))
         except ValueError as error:
             problems.append(f"{folder}: {error}")
-        else:
-            zones += [] if zone is None else [zone]
     source = CounterSource({zone.spec: zone.read for zone in zones}, (OSError, ValueError), clock)
     return Discovery((source,) if zones else (), tuple(problems))
 
 
 def _open(folder: Path, clock: Clock) -> _Zone | None:
-    """Open the zone of a directory; None if another zone includes it."""
+    """Open the zone of a directory; None if it is part of another zone, or includes others."""
     name = (folder / "name").read_text().strip()
-    number = folder.name.split(":")[1]
     if name.startswith("package"):
-        measures = name, Component.CPU, Scope.DEVICE
+        measures = name, Component.CPU
     elif name == "dram":
-        measures = f"memory of package {number}", Component.MEMORY, Scope.DEVICE
-    elif name == "psys":
-        measures = "platform (psys)", Component.NODE, Scope.NODE
+        measures = f"memory of package {folder.name.split(':')[1]}", Component.MEMORY
     else:
         return None
     file = folder / "energy_uj"
@@ -99,6 +94,5 @@ def _open(folder: Path, clock: Clock) -> _Zone | None:
     if first == 0:
         raise ValueError("energy_uj reads 0: this zone does not count")
     range_uj = int((folder / "max_energy_range_uj").read_text())
-    unread_limit = range_uj / 1e6 / PLAUSIBLE_WATTS
-    spec = SensorSpec(f"rapl/{folder.name}", *measures, Provenance.COUNTER, RESOLUTION, unread_limit)
+    spec = SensorSpec(f"rapl/{folder.name}", *measures, RESOLUTION, range_uj / 1e6 / PLAUSIBLE_WATTS)
     return _Zone(spec, file, range_uj, first, clock())
