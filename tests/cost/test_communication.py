@@ -1,32 +1,8 @@
-"""The communication profile: formulas against counted messages, and what is made of it."""
+"""The communication profile by the formulas, which dry runs hold against the code."""
 
-import pytest
-
-from phantom_parallel.cost.dryrun import Messages, dry_run, profile, profile_of
+from phantom_parallel.cost.dryrun import Messages, profile
 from tests.cost.shapes import ffn
-from tests.families.gpt.test_cost import name_of, shape_of
-
-SHAPES = [
-    shape_of("phantom", 4),
-    shape_of("phantom", 2, tie_embeddings=True, activation_checkpointing=True, word_bytes=2),
-    shape_of("phantom", 4, blocks=2),
-    shape_of("megatron", 4),
-    shape_of("megatron", 2, tie_embeddings=True, dp=2),
-]
-
-
-def counts(rows: list[Messages], phase: str | None = None) -> dict[tuple[str, str, int, int, int], tuple[int, int]]:
-    """Without what is carried, which a ledger does not know."""
-    return {(phase or r.phase, r.operation, r.ranks, r.stride, r.message_bytes): (r.count, r.sent_bytes) for r in rows}
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
-def test_messages_are_those_of_the_code_that_runs(shape):
-    expected = counts(profile(shape))
-    found = counts(profile_of(dry_run(shape).ledger))
-    found |= counts(profile_of(dry_run(shape.prefill()).ledger), "prefill")
-    found |= counts(profile_of(dry_run(shape.decode()).ledger), "decode")
-    assert found == expected
+from tests.families.gpt.test_cost import shape_of
 
 
 def test_a_layer_by_hand():

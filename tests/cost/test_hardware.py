@@ -105,7 +105,6 @@ def test_a_base_may_lose_its_watts_or_gain_some(own: Path) -> None:
         ("overlap = nan", "overlap"),
         ('overlap = { source = "me" }', "overlap: value is missing"),
         ("devices_per_node = 2.5", "devices_per_node"),
-        ("devices_per_node = 4096", "devices_per_node=4096 is above max_devices"),
         ("memory_bandwith = 1e12", "memory_bandwith"),
         ("peak = { fp31 = 1.0 }", "fp31"),
         ("inside = { hops = 3 }", "hops"),
@@ -138,5 +137,5 @@ def test_bases_that_go_round_in_circles_end(own: Path) -> None:
 
 
 def test_watts_come_together() -> None:
-    with pytest.raises(ValueError, match="come together, got only compute_watts, communication_watts"):
+    with pytest.raises(ValueError, match="come together: give all of them or none"):
         toy(idle_watts=None)

@@ -10,12 +10,7 @@ from hypothesis import strategies as st
 
 from phantom_parallel.cost.hardware import Tier
 from phantom_parallel.cost.terms import Product, representative
-from phantom_parallel.cost.timing import (
-    Clock,
-    PhaseTime,
-    forward_time,
-    step_time,
-)
+from phantom_parallel.cost.timing import Clock, PhaseTime, step_time
 from phantom_parallel.families.ffn.cost import FFNShape
 from tests.cost.shapes import ffn
 from tests.cost.test_hardware import figure, toy
@@ -132,7 +127,8 @@ def test_energy_is_power_times_time_and_marked() -> None:
 
 def test_inference_is_the_forward_phase() -> None:
     for shape in shapes():
-        assert forward_time(shape, toy()).phases == {"forward": step_time(shape, toy()).phases["forward"]}
+        forward = step_time(shape, toy(), phases=("forward",)).phases
+        assert forward == {"forward": step_time(shape, toy()).phases["forward"]}
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 7, 8])
@@ -184,7 +180,7 @@ def test_more_bandwidth_is_never_slower(faster: float, field: str, latency: floa
 def test_what_the_machine_does_not_have_is_refused() -> None:
     with pytest.raises(ValueError, match="2048 devices are more than the 1024 of profile 'toy': use at most 1024"):
         step_time(ffn("tensor", 2048, 1, ranks=1024, dp=2), toy())
-    with pytest.raises(ValueError, match="make it with word_bytes=2"):
+    with pytest.raises(ValueError, match=r"make it with .*word_bytes=2"):
         step_time(ffn("dense", 4, 1), toy(), "bf16")
     with pytest.raises(ValueError, match="dtype 'fp8' has no peak in profile 'toy': it has fp32, bf16"):
         step_time(ffn("dense", 4, 1), toy(), "fp8")

@@ -5,13 +5,10 @@ validate               training steps that calibration has not seen, predicted a
 network_of             links of emulated hosts: a rate, or the FLOP-to-byte ratio of another machine
 
 With nothing hidden, the time model is linear in eight coefficients, so one least-squares fit over everything that was
-measured gives them all: matrix products and exchanges by themselves, which separate the rates, and whole training
-steps, which add overheads, cold caches and gradients in fresh memory. How often a coefficient enters is what the time
-model itself says on a machine where this coefficient is 1 and the others are 0.
-
-Local ranks share cores and memory, so each number of ranks has a profile of its own: everything is measured on as many
-ranks as the profile is for, all of them busy at once. A turn's time is the mean over its calls, not the median: where
-ranks outnumber cores, a call is undisturbed or waits for a whole time slice, and only the mean includes both.
+measured gives them all. How often a coefficient enters is what the time model itself says on a machine where this
+coefficient is 1 and the others are 0. Local ranks share cores and memory, so each number of ranks has a profile of its
+own. A turn's time is the mean over its calls, not the median: where ranks outnumber cores, a call is undisturbed or
+waits for a whole time slice, and only the mean includes both.
 """
 
 import math
@@ -20,7 +17,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import date
 from operator import methodcaller
 from typing import Any, NamedTuple
@@ -28,10 +25,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from phantom_parallel.cost.hardware import Figure, Profile, Tier, load_profile
+from phantom_parallel.cost.hardware import WATTS, Figure, Profile, Tier, load_profile
 from phantom_parallel.cost.steps import TrainingStep, build_step
 from phantom_parallel.cost.terms import Product, Shape
 from phantom_parallel.cost.timing import Clock, step_time
@@ -88,8 +84,7 @@ class Sample(NamedTuple):
     weight: float = 1.0
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """Mean seconds on this many ranks."""
 
     ranks: int
@@ -196,12 +191,7 @@ def _product(product: Product) -> Callable[[], Any]:
 def _exchange_pair(words: int, ranks: RankGroup) -> Callable[[], Any]:
     """An all-gather and the reduce-scatter that is its conjugate."""
     x = torch.randn(64, words // 64)
-
-    def run() -> Tensor:
-        gathered = finish(start_all_gather(x, ranks)).values
-        return finish(start_reduce_scatter(gathered, ranks)).values
-
-    return run
+    return lambda: finish(start_reduce_scatter(finish(start_all_gather(x, ranks)).values, ranks))
 
 
 def time_calls(
@@ -248,15 +238,10 @@ def fit_profile(
     source = f"measured on {ranks} local ranks with {threads} threads each, {date.today()}"
     source += f", on {network.describe()}" if network else ""
     profile = _profile(fit_non_negative(measured.samples), ranks, measured.hosts, source)
-    compute, communication, idle = (Figure(value, "given by the user") for value in watts) if watts else (None,) * 3
-    return replace(
-        profile,
-        name=profile_name(ranks, *((network.hosts, network.link) if network else ())),
-        description=profile.description + (f" on {network.hosts} hosts" if network else ""),
-        compute_watts=compute,
-        communication_watts=communication,
-        idle_watts=idle,
-    )
+    figures = {name: Figure(value, "given by the user") for name, value in zip(WATTS, watts or (), strict=False)}
+    name = profile_name(ranks, *((network.hosts, network.link) if network else ()))
+    description = profile.description + (f" on {network.hosts} hosts" if network else "")
+    return replace(profile, name=name, description=description, **figures)  # type: ignore[arg-type]
 
 
 def profile_name(ranks: int, hosts: int | None = None, link: str | None = None) -> str:
@@ -280,18 +265,17 @@ def fit_non_negative(samples: Sequence[Sample]) -> Coefficients:
 def validate(
     ranks: int, profile: Profile, models: Sequence[Mapping[str, Shape]], turns: int, report: Report
 ) -> list[dict[str, Any]]:
-    """Time the training steps of ``models`` on local ranks, and compare them with the time model.
-
-    Each of ``models`` has the phantom model and the baseline, by strategy, which get ``turns`` turns of three steps.
-    The result has a record for each: its ``setting``, seconds ``measured`` and ``predicted`` by strategy, the ratios of
-    phantom to the baseline, and the ``error`` of the predicted ratio relative to the measured one.
+    """Time the training steps of ``models``, each a phantom model and its baseline, on local ranks in turns of three
+    steps, and compare them with the time model: a record for each, as `compare` makes it.
     """
     measured = launch_local(ranks, _run_all, models, turns, device_type="cpu", on_report=report)
     return [compare(shapes, seconds, profile) for shapes, seconds in zip(models, measured, strict=True)]
 
 
 def compare(shapes: Mapping[str, Shape], measured: Mapping[str, float], profile: Profile) -> dict[str, Any]:
-    """A record of `validate`."""
+    """Seconds ``measured`` and ``predicted`` by strategy, the ratios of phantom to the baseline, and the ``error`` of
+    the predicted ratio relative to the measured one.
+    """
     predicted = {strategy: step_time(shape, profile).total for strategy, shape in shapes.items()}
     ratios = [seconds["phantom"] / seconds[list(shapes)[1]] for seconds in (measured, predicted)]
     settings = shapes["phantom"].to_dict()
@@ -311,9 +295,7 @@ def _run_all(
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))
     measured = []
     for index, shapes in enumerate(models):
-        settings = shapes["phantom"].to_dict()
-        sizes = ", ".join(f"{name} {settings[name]}" for name in shapes["phantom"].listed)
-        report(f"model {index + 1} of {len(models)}: {sizes}")
+        report(f"model {index + 1} of {len(models)}: {shapes['phantom'].model.summary}")
         torch.manual_seed(0)
         steps = {strategy: timed_step(shape, mesh) for strategy, shape in shapes.items()}
         measured.append(time_calls(steps, turns, calls=STEPS_PER_TURN))

@@ -7,8 +7,8 @@ the formulas.
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ContextDecorator, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from phantom_parallel.cost.ledger import Ledger, ProductEntry
 from phantom_parallel.cost.steps import FAKE, InferencePass, TrainingStep, build_step
-from phantom_parallel.cost.terms import Exchange, Memory, Product, Shape
+from phantom_parallel.cost.terms import Memory, Product, Shape
 from phantom_parallel.distributed.data_parallel import average_gradients
 from phantom_parallel.utils.strategies import get_strategy
 
@@ -65,8 +65,7 @@ class DryRun:
 def dry_run(shape: Shape) -> DryRun:
     """Run one step of rank ``shape.rank`` without data, in the shape's mode, and compare it with the formulas.
 
-    Tensors are on the meta device. FSDP2 and pipelines have fake tensors of the CPU, since they allocate and send by
-    the device.
+    Tensors are on the meta device, or fake ones of the CPU for FSDP2 and pipelines, which allocate by the device.
     """
     started = time.perf_counter()
     with ExitStack() as stack:
@@ -77,7 +76,7 @@ def dry_run(shape: Shape) -> DryRun:
             stack.enter_context(FakeTensorMode())
         step = build_step(shape, mesh, device=FAKE if fake else "meta")
         for module in step.recomputed if isinstance(step, TrainingStep) else ():
-            module.forward = _with_fused_attention(module.forward)  # autograd does not keep the mode for backward
+            module.forward = FusedAttention()(module.forward)  # autograd does not keep the mode for backward
         ledger, memory = count_step(step, shape, copies)
     wrong = differences(shape, ledger, native=True, root=type(step.model).__name__)
     wrong += memory_differences(shape, memory)
@@ -136,7 +135,7 @@ def fake_ranks(shape: Shape) -> Iterator[tuple[DeviceMesh | None, DeviceMesh | N
         dist.destroy_process_group()
 
 
-class FusedAttention(TorchFunctionMode):
+class FusedAttention(TorchFunctionMode, ContextDecorator):
     """Attention on meta tensors by the kernel that processors use, where torch would fall back to single products."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -144,14 +143,6 @@ class FusedAttention(TorchFunctionMode):
         if function is F.scaled_dot_product_attention:
             return _Attention.apply(*args[:3], kwargs.get("is_causal", False))
         return function(*args, **kwargs)
-
-
-def _with_fused_attention(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def fused(*args: Any, **kwargs: Any) -> Tensor:
-        with FusedAttention():
-            return forward(*args, **kwargs)
-
-    return fused
 
 
 class _Attention(torch.autograd.Function):
@@ -232,48 +223,33 @@ def _part_of(module: str, parts: set[str]) -> str:
 
 
 def saved_activation_bytes(step: TrainingStep) -> int:
-    """Run both passes of a step, and return the bytes of activations that it saves for backward."""
-    tracker = SavedActivationTracker((*step.model.parameters(), *step.constants))
+    """Run both passes of a step, and return the bytes that autograd has saved for backward after forward.
+
+    Each storage counts once, and the weights' do not. Modules that are recomputed keep their first argument.
+    """
+    alive: list[weakref.ref[Any]] = []
+
+    def pack(tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor)
+        alive.append(weakref.ref(saved))
+        return saved
+
+    def keep_input(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        alive.append(weakref.ref(arguments[0]))
+
     with ExitStack() as hooks:
         for module in step.recomputed:
-            hooks.callback(module.register_forward_pre_hook(tracker.track_input).remove)
-        with torch.autograd.graph.saved_tensors_hooks(tracker.pack, lambda saved: saved.tensor):
+            hooks.callback(module.register_forward_pre_hook(keep_input).remove)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
             loss = step.loss()
-        total = tracker.bytes
-        loss.backward()
+    held = [entry for reference in alive if (entry := reference()) is not None]
+    storages = [_storage_of(entry.tensor if isinstance(entry, _Saved) else entry) for entry in held]
+    weights = [_storage_of(weight) for weight in (*step.model.parameters(), *step.constants)]
+    sizes = {storage._cdata: storage.nbytes() for storage in storages}
+    total = sum(size for key, size in sizes.items() if key not in {storage._cdata for storage in weights})
+    del held
+    loss.backward()
     return total
-
-
-class SavedActivationTracker:
-    """Bytes of the tensors that autograd saves at the moment. Each storage counts once, and ``weights`` do not."""
-
-    def __init__(self, weights: Iterable[Tensor]) -> None:
-        self._weights = [storage_of(weight) for weight in weights]  # held, so that no other storage gets their address
-        self._excluded = {storage._cdata for storage in self._weights}
-        self._references: Counter[int] = Counter()
-        self.bytes = 0
-
-    def add(self, tensor: Tensor, holder: object) -> None:
-        """Count a tensor's storage until ``holder`` is gone."""
-        storage = storage_of(tensor)
-        self._references[storage._cdata] += 1
-        if self._references[storage._cdata] == 1 and storage._cdata not in self._excluded:
-            self.bytes += storage.nbytes()
-        weakref.finalize(holder, self._drop, storage).atexit = False
-
-    def _drop(self, storage: torch.UntypedStorage) -> None:
-        self._references[storage._cdata] -= 1
-        if not self._references[storage._cdata] and storage._cdata not in self._excluded:
-            self.bytes -= storage.nbytes()
-
-    def track_input(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        """A hook for modules that are recomputed in backward: their first argument is kept without being saved."""
-        self.add(arguments[0], arguments[0])
-
-    def pack(self, tensor: Tensor) -> "_Saved":
-        saved = _Saved(tensor)
-        self.add(tensor, saved)
-        return saved
 
 
 class _Saved:
@@ -283,7 +259,7 @@ class _Saved:
         self.tensor = tensor
 
 
-def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
     """The memory that a tensor lies in, of a DTensor this rank's."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
@@ -296,78 +272,40 @@ class Messages:
     """All messages of one operation and size in one phase, on one rank.
 
     ``message_bytes`` is what the rank hands in each time, ``sent_bytes`` what it must send for all of them (see
-    `cost.terms`). ``carries`` names the terms of the equations, and the parts they belong to, where they are known.
-    ``stride`` is the distance of one rank of the group to the next.
+    `cost.terms`). ``carries`` names the terms of the equations, and the parts they belong to. ``stride`` is the
+    distance of one rank of the group to the next.
     """
 
     phase: str
     operation: str
     ranks: int
-    count: int
+    stride: int
     message_bytes: int
+    count: int
     sent_bytes: int
-    carries: str = ""
-    stride: int = 1
+    carries: str
 
 
 def profile(shape: Shape) -> list[Messages]:
     """The messages of a training step by the formulas, after those of each pass of inference that the model has."""
-    return _merged(
-        Messages(
-            e.phase if mode == "train" else mode,
-            e.op,
-            e.ranks,
-            1,
-            e.message_bytes(shape.word_bytes),
-            e.moved_bytes(shape.word_bytes),
-            f"{e.term} of {part}" if part else e.term,
-            e.stride,
-        )
-        for mode, step in shape.passes().items()
-        for part, e in _of_parts(step)
-    )
-
-
-def profile_of(ledger: Ledger) -> list[Messages]:
-    """The messages that a ledger counted, under its phases, as set by ``with ledger.phase("decode")``."""
-    return _merged(
-        Messages(e.phase, e.op, e.ranks, count, e.message, count * e.moved, stride=e.stride)
-        for e, count in ledger.collectives.items()
-    )
-
-
-def _of_parts(shape: Shape) -> Iterator[tuple[str, Exchange]]:
-    """Exchanges with the part that they belong to, named the same in every layer; those of the model to none."""
-    for part in shape.costs:
-        last = part.name.rpartition(".")[2]
-        yield from (("layers" if last.isdigit() else last, exchange) for exchange in part.exchanges)
-    yield from (("", exchange) for exchange in (*shape.model_exchanges, *shape.copies_exchanges))
-
-
-def _merged(rows: Iterable[Messages]) -> list[Messages]:
-    groups: dict[tuple[str | int, ...], list[Messages]] = {}
-    for row in rows:
-        key = row.phase, row.operation, row.ranks, row.stride, row.message_bytes
-        groups.setdefault(key, []).append(row)
-    merged = [
-        replace(
-            group[0],
-            count=sum(row.count for row in group),
-            sent_bytes=sum(row.sent_bytes for row in group),
-            carries="; ".join(dict.fromkeys(row.carries for row in group if row.carries)),
-        )
-        for group in groups.values()
+    groups: dict[tuple[str, str, int, int, int], list[tuple[str, int]]] = {}  # what each message carries, and its bytes
+    for mode, step in shape.passes().items():
+        exchanges = [(part.name.rpartition(".")[2], e) for part in step.costs for e in part.exchanges]
+        exchanges += [("", e) for e in (*step.model_exchanges, *step.copies_exchanges)]
+        for part, e in exchanges:
+            term = f"{e.term} of {'layers' if part.isdigit() else part}" if part else e.term
+            phase = e.phase if mode == "train" else mode
+            key = phase, e.op, e.ranks, e.stride, e.message_bytes(shape.word_bytes)
+            groups.setdefault(key, []).append((term, e.moved_bytes(shape.word_bytes)))
+    rows = [
+        Messages(*key, len(sent), sum(size for _, size in sent), "; ".join(dict(sent))) for key, sent in groups.items()
     ]
-    return sorted(merged, key=lambda row: (_place(row.phase), row.operation, row.message_bytes))
-
-
-def _place(phase: str) -> int:
-    return PHASES.index(phase) if phase in PHASES else len(PHASES)
+    return sorted(rows, key=lambda row: (PHASES.index(row.phase), row.operation, row.message_bytes))
 
 
 def phases_of(profiles: Mapping[str, Sequence[Messages]]) -> list[str]:
     """The phases of several profiles, in order."""
-    return sorted(dict.fromkeys(row.phase for rows in profiles.values() for row in rows), key=_place)
+    return [phase for phase in PHASES if any(row.phase == phase for rows in profiles.values() for row in rows)]
 
 
 def as_rows(profiles: Mapping[str, Sequence[Messages]]) -> list[dict[str, Any]]:

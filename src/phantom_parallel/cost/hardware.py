@@ -9,7 +9,7 @@ another with ``base = "dgx-a100"`` and override single figures. What the figures
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -70,28 +70,21 @@ class Profile:
     idle_watts: Figure[NotNegative] | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in WATTS if getattr(self, name) is not None]
-        if given and len(given) < len(WATTS):
-            raise ValueError(f"{', '.join(WATTS)} come together, got only {', '.join(given)}")
+        if len({getattr(self, name) is None for name in WATTS}) > 1:
+            raise ValueError(f"{', '.join(WATTS)} come together: give all of them or none")
         if not self.peak or set(self.peak) != set(self.efficiency):
-            dtypes = " and ".join(", ".join(sorted(group)) or "none" for group in (self.peak, self.efficiency))
-            raise ValueError(f"peak and efficiency must have the same dtypes, got {dtypes}")
-        if self.devices_per_node.value > self.max_devices.value:
-            raise ValueError(f"devices_per_node={self.devices_per_node.value} is above max_devices")
+            raise ValueError(
+                f"peak and efficiency must have the same dtypes, got {sorted(self.peak)} and {sorted(self.efficiency)}"
+            )
 
     def figures(self) -> list[tuple[str, Figure[Any], str]]:
         """Every figure with its name in the file and its unit, those of groups last."""
-        flat: list[tuple[str, Figure[Any]]] = []
-        grouped: list[tuple[str, Figure[Any]]] = []
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Figure):
-                flat.append((field.name, value))
-            elif isinstance(value, Tier):
-                grouped += [(f"{field.name}.{name}", figure) for name, figure in vars(value).items()]
-            elif isinstance(value, Mapping):
-                grouped += [(f"{field.name}.{dtype}", figure) for dtype, figure in value.items()]
-        return [(name, figure, _unit(name)) for name, figure in (*flat, *grouped)]
+        flat = {name: value for name, value in vars(self).items() if isinstance(value, Figure)}
+        for group in GROUPS:
+            values = getattr(self, group)
+            members = vars(values) if isinstance(values, Tier) else values
+            flat |= {f"{group}.{name}": figure for name, figure in members.items()}
+        return [(name, figure, _unit(name)) for name, figure in flat.items()]
 
     @property
     def has_power(self) -> bool:
@@ -182,18 +175,11 @@ def _with_source(value: Any, path: Path) -> Any:
 
 def dump_profile(profile: Profile, path: str | Path) -> None:
     """Write a profile as a file that loads back equal. The file appears whole or not at all."""
-    lines = [
-        f"{name} = {json.dumps(getattr(profile, name), ensure_ascii=False)}"
-        for name in ("name", "description", "device")
-    ]
-    section = ""
+    values = {
+        name: json.dumps(getattr(profile, name), ensure_ascii=False) for name in ("name", "description", "device")
+    }
     for name, figure, _ in profile.figures():
-        group, _, key = name.rpartition(".")
-        if group != section:
-            lines += ["", f"[{group}]"]
-            section = group
         mark = ", uncertain = true" if figure.uncertain else ""
-        lines.append(
-            f"{key} = {{ value = {figure.value!r}, source = {json.dumps(figure.source, ensure_ascii=False)}{mark} }}"
-        )
-    write_text(path, "\n".join(lines) + "\n")
+        source = json.dumps(figure.source, ensure_ascii=False)
+        values[name] = f"{{ value = {figure.value!r}, source = {source}{mark} }}"
+    write_text(path, "".join(f"{name} = {value}\n" for name, value in values.items()))

@@ -6,7 +6,6 @@ through to the local products and collectives that it consists of, and those are
 passes through Python; without one there is nothing.
 """
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -75,9 +74,7 @@ Sums = tuple[int, int, int, int]  # products, FLOPs, collectives, bytes sent
 class Ledger(TorchDispatchMode):
     """Records FLOPs and communicated bytes of everything that runs within, on this rank.
 
-    With gradients, without, and in inference mode the same is counted; but in inference mode DTensor chooses layouts by
-    other rules, so that what it runs may itself be more than without gradients.
-
+    In inference mode DTensor chooses layouts by other rules, so that what it runs may be more than without gradients.
     Compiled code runs kernels of its own, which are not seen: count the model uncompiled, its work is the same.
 
     Phases are ``forward`` and ``backward``, or within ``ledger.phase("decode")`` the user's own. What is sent to a
@@ -97,7 +94,7 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.products: Counter[ProductEntry] = Counter()
         self.collectives: Counter[CollectiveEntry] = Counter()
-        self._named: list[str] = []
+        self._named: list[str] = []  # phases of the user's own
         self._fake_mode: Any = None  # in which the ledger is entered: its tensors are the program's own
         self._tracker = ModuleTracker()
 
@@ -137,22 +134,17 @@ class Ledger(TorchDispatchMode):
             return result  # DTensor asking for the shape of a whole result
         packet = _SAME_AS.get(func._overloadpacket, func._overloadpacket)
         if packet in flop_registry:
-            self._book_product(packet, args, kwargs, result)
+            if flops := flop_registry[packet](*args, **kwargs, out_val=result):
+                shape = _product_shape(packet.__name__, args)
+                self.products[ProductEntry(self._phase(), self._module(), packet.__name__, *shape, flops)] += 1
         elif func.namespace in ("_c10d_functional", "c10d", "_dtensor"):
             self._book_collective(func, args)
         return result
 
     def _is_own(self, args: Any) -> bool:
         """Whether fake tensors are those of a program that runs without data, as in a dry run."""
-        if self._fake_mode is None:
-            return False
-        return all(leaf.fake_mode is self._fake_mode for leaf in tree_leaves(args) if isinstance(leaf, FakeTensor))
-
-    def _book_product(self, packet: Any, args: Any, kwargs: Any, result: Any) -> None:
-        flops = flop_registry[packet](*args, **kwargs, out_val=result)
-        if flops:
-            shape = _product_shape(packet.__name__, args)
-            self.products[ProductEntry(self._phase(), self._module(), packet.__name__, *shape, flops)] += 1
+        fake = [leaf for leaf in tree_leaves(args) if isinstance(leaf, FakeTensor)]
+        return self._fake_mode is not None and all(leaf.fake_mode is self._fake_mode for leaf in fake)
 
     def _book_collective(self, func: Any, args: Any) -> None:
         op = _collective(func._overloadpacket.__name__)
@@ -166,10 +158,8 @@ class Ledger(TorchDispatchMode):
         handed_in = tree_leaves(args[1] if output_first else args[0])
         message = sum(tensor.numel() * tensor.element_size() for tensor in handed_in if isinstance(tensor, Tensor))
         backward = op == "send" and args[2] < dist.get_rank(group)  # stages of a pipeline send gradients to lower ranks
-        entry = CollectiveEntry(
-            self._phase(backward), self._module(), op, ranks, message, _moved(op, ranks, message), stride
-        )
-        self.collectives[entry] += 1
+        sizes = ranks, message, _moved(op, ranks, message), stride
+        self.collectives[CollectiveEntry(self._phase(backward), self._module(), op, *sizes)] += 1
 
     def _phase(self, backward: bool = False) -> str:
         if self._named:
@@ -216,12 +206,8 @@ class Ledger(TorchDispatchMode):
         return table
 
     def tree(self, depth: int | None = None) -> str:
-        """Products, FLOPs, collectives and sent bytes of each module, with those of the modules within it.
-
-        What ran outside of all modules, such as the averaging of gradients, is in the first line only.
-
-        Args:
-            depth: How many levels of modules to show; by default all.
+        """Products, FLOPs, collectives and sent bytes of each module, with those of the modules within it; of ``depth``
+        levels of modules, by default all. What ran outside of all modules is in the first line only.
         """
 
         def paths(entry: Entry) -> list[tuple[str, ...]]:
@@ -249,14 +235,11 @@ class Ledger(TorchDispatchMode):
     def _sums(self, keys: Callable[[Entry], Iterable[tuple[str, ...]]]) -> dict[tuple[str, ...], Sums]:
         """What was counted, by keys of entries."""
         sums: dict[tuple[str, ...], Sums] = {}
-        counts: list[tuple[Entry, Sums]] = [
-            *((e, (count, e.flops * count, 0, 0)) for e, count in self.products.items()),
-            *((e, (0, 0, count, e.moved * count)) for e, count in self.collectives.items()),
-        ]
-        for entry, (products, flops, collectives, moved) in counts:
+        counts: list[tuple[Entry, Sums]] = [(e, (n, e.flops * n, 0, 0)) for e, n in self.products.items()]
+        counts += [(e, (0, 0, n, e.moved * n)) for e, n in self.collectives.items()]
+        for entry, own in counts:
             for key in keys(entry):
-                p, f, c, m = sums.get(key, (0, 0, 0, 0))
-                sums[key] = p + products, f + flops, c + collectives, m + moved
+                sums[key] = tuple(map(sum, zip(sums.get(key, (0, 0, 0, 0)), own, strict=True)))  # type: ignore[assignment]
         return sums
 
     def to_dict(self) -> dict[str, Any]:
@@ -267,9 +250,6 @@ class Ledger(TorchDispatchMode):
             "products": [asdict(entry) | {"count": count} for entry, count in self.products.items()],
             "collectives": [asdict(entry) | {"count": count} for entry, count in self.collectives.items()],
         }
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=2)
 
 
 @cache

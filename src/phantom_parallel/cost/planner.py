@@ -11,7 +11,6 @@ Blocks are not ranks: copies of a phantom model with all its blocks on one devic
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from phantom_parallel.cost.hardware import WORD_BYTES, Profile
@@ -102,16 +101,6 @@ class ModelSizes:
             settings.pop("interleave", None)  # there are no exchanges to overlap
         return get_family(self.family).shape.of(**settings)
 
-    def break_even_ghosts(self, blocks: int) -> float:
-        """The ghosts at which phantom layers have as many weights as dense ones."""
-        dense = sum(n_in * n_out for n_in, n_out in self.config.linear_features) * (1 - 1 / blocks)
-        return dense / sum(n_in + (blocks - 1) * n_out for n_in, n_out in self.config.linear_features)
-
-    @property
-    def most_ghosts(self) -> int:
-        """The most ghosts that a block can have: the features of a block where there are two blocks."""
-        return min(n_in for n_in, _ in self.config.linear_features) // 2
-
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
@@ -153,8 +142,7 @@ class PlanRequest(PlanSettings):
         for name in ("batch", "devices", "blocks", "ghosts", "dp", "micro_batches"):
             value = getattr(self, name)
             for size in value if isinstance(value, tuple) else (value,):
-                if size is not None:
-                    positive(**{name: size})
+                positive(**{name: size})
         strategies = tuple(n for n in get_family(self.model.family).strategies if not get_strategy(n).low_rank)
         object.__setattr__(self, "strategy", self.strategy or strategies)
         for strategy in self.strategy:
@@ -162,20 +150,14 @@ class PlanRequest(PlanSettings):
         self.profile.require_dtype(self.dtype)
         self.profile.require_devices(self.devices)
         if self.goal == "energy" and not self.profile.has_power:
-            raise ValueError(
-                f"profile {self.profile.name!r} has no watts, so no energies: plan for time or devices, "
-                "or give compute_watts, communication_watts and idle_watts in a profile of your own"
-            )
+            raise ValueError(f"profile {self.profile.name!r} has no watts, so no energies: plan for time or devices")
         if self.memory_gib is not None and not self.memory_gib > 0:
             raise ValueError(f"the memory limit must be positive, got {self.memory_gib}")
         if max(self.dp, default=1) > self.devices:
             raise ValueError(f"dp={max(self.dp)} needs more than {self.devices} devices: use at most {self.devices}")
-        fewest = min(self.ghosts)
         for blocks in self.blocks:  # blocks that are not possible raise here
-            ghosts = fewest if blocks == min(self.blocks) else 1
+            ghosts = min(self.ghosts) if blocks == min(self.blocks) else 1
             self.model.shape(Layout("phantom", 1, 1, blocks, ghosts), batch=1)
-        if "phantom" in self.strategy and not self.blocks and fewest > self.model.most_ghosts:
-            raise ValueError(f"ghosts={fewest} is more than a block can show: use at most {self.model.most_ghosts}")
 
     @property
     def memory_limit(self) -> float:
@@ -256,21 +238,19 @@ class Plan:
     @property
     def best_dense(self) -> Candidate | None:
         """The best layout that computes the dense model."""
-        return self._least_dense(self.request.goal)
-
-    def _least_dense(self, goal: Goal) -> Candidate | None:
         dense = [candidate for candidate in self.candidates if candidate.same_model]
-        return min(dense, key=lambda candidate: rank_by(goal, candidate), default=None)
+        return min(dense, key=lambda candidate: rank_by(self.request.goal, candidate), default=None)
 
     def break_even(self, candidate: Candidate) -> tuple[float | None, float | None]:
         """How many times the dense model's steps a phantom model may need before the dense layout with the least time
         takes less time, and the one with the least energy less energy; None where either side is unknown.
         """
-        fastest, frugal = self._least_dense("time"), self._least_dense("energy")
-        if candidate.same_model or fastest is None or frugal is None:
+        dense = [other for other in self.candidates if other.same_model]
+        if candidate.same_model or not dense:
             return None, None
-        energy = frugal.joules / candidate.joules if frugal.joules and candidate.joules else None
-        return fastest.seconds / candidate.seconds, energy
+        joules = min((other.joules for other in dense if other.joules), default=None)
+        energy = joules / candidate.joules if joules and candidate.joules else None
+        return min(other.seconds for other in dense) / candidate.seconds, energy
 
 
 def rank_by(goal: Goal, candidate: Candidate) -> tuple[float, ...]:
@@ -280,7 +260,7 @@ def rank_by(goal: Goal, candidate: Candidate) -> tuple[float, ...]:
 
 
 def plan(request: PlanRequest) -> Plan:
-    """Time every layout of a model. ValueError if nothing fits: the message names the nearest change that would."""
+    """Time every layout of a model. ValueError if nothing fits: the message names what comes nearest."""
     candidates, dropped = _evaluate(request, _layouts(request, _counts(request.devices)))
     if not candidates:
         raise ValueError(_nearest(request, dropped))
@@ -335,10 +315,8 @@ def _other_layouts(request: PlanRequest, layout: Layout) -> Iterator[Layout]:
     if strategy.shards_rows:
         yield from (layout, layout._replace(reshard_after_forward=False))
     elif strategy.splits_depth:  # micro-batches as requested, or powers of two times the ranks that divide the rows
-        rows, counts = (
-            request.batch // layout.dp,
-            [layout.ranks << power for power in range(request.batch.bit_length())],
-        )
+        rows = request.batch // layout.dp
+        counts = [layout.ranks << power for power in range(request.batch.bit_length())]
         possible = [counts[0], *(count for count in counts[1:] if rows % count == 0)]  # the first is dropped if need be
         yield from (layout._replace(micro_batches=count) for count in request.micro_batches or possible)
     else:
@@ -348,9 +326,8 @@ def _other_layouts(request: PlanRequest, layout: Layout) -> Iterator[Layout]:
 def _block_layouts(request: PlanRequest, strategy: StrategyName, ranks: int, copies: int) -> Iterator[Layout]:
     for blocks in request.blocks or _block_choices(request, ranks, copies):
         for ghosts in request.ghosts:
-            if not request.blocks and ghosts % max(1, ranks // blocks):
-                continue  # these blocks were not requested, and their ranks cannot share the ghosts
-            yield Layout(strategy, ranks, copies, blocks, ghosts)
+            if request.blocks or ghosts % max(1, ranks // blocks) == 0:  # otherwise ranks cannot share the ghosts
+                yield Layout(strategy, ranks, copies, blocks, ghosts)
 
 
 def _block_choices(request: PlanRequest, ranks: int, copies: int) -> Iterator[int]:
@@ -385,29 +362,13 @@ def _evaluate(request: PlanRequest, layouts: Iterable[Layout]) -> tuple[list[Can
 
 
 def _nearest(request: PlanRequest, dropped: list[Dropped]) -> str:
-    """Why nothing is left, and the nearest thing that would work."""
+    """Why nothing is left, and what comes nearest."""
     heavy = [entry for entry in dropped if entry.needs is not None]
     if not heavy:
         reasons = {entry.reason for entry in dropped} or {f"no strategy of {', '.join(request.strategy)} applies"}
         return f"nothing can run on {request.devices} devices: {'; '.join(sorted(reasons)[:3])}"
     least = min(heavy, key=lambda entry: entry.needs or 0)
-    message = (
-        f"nothing fits in {request.memory_limit / GIB:.3g} GiB a device: the smallest, {least.layout}, "
-        f"needs {(least.needs or 0) / GIB:.3g} GiB. "
+    return (
+        f"nothing fits in {request.memory_limit / GIB:.3g} GiB a device: the smallest, {least.layout}, needs "
+        f"{(least.needs or 0) / GIB:.3g} GiB. Use more devices, a smaller batch, or more memory"
     )
-    rows, most = request.batch // least.layout.dp, request.profile.max_devices.value
-    doubled = (request.devices << power for power in range(1, (most // request.devices).bit_length()))
-    halved = ((rows >> power) * least.layout.dp for power in range(1, rows.bit_length()))
-    smaller = (batch for batch in halved if _evaluate(replace(request, batch=batch), [least.layout])[0])
-    larger = (count for count in doubled if _fits_on(request, count))
-    ways = [*(f"{count} devices" for count in islice(larger, 1)), *(f"batch={batch}" for batch in islice(smaller, 1))]
-    if not ways:
-        return message + "Neither more devices of this profile nor a smaller batch would do: give more memory"
-    return message + f"It would fit with {' or with '.join(ways)}"
-
-
-def _fits_on(request: PlanRequest, count: int) -> bool:
-    """Whether a layout fits that uses exactly so many devices."""
-    more = replace(request, devices=count, ghosts=(min(request.ghosts),))
-    layouts = (layout for layout in _layouts(more, _counts(count)) if layout.ranks * layout.dp == count)
-    return any(_evaluate(more, [layout])[0] for layout in layouts)

@@ -18,7 +18,6 @@ assumptions. Every energy is modelled.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import repeat
 from math import inf
 from typing import Literal, NamedTuple
 
@@ -42,10 +41,8 @@ class PhaseTime(NamedTuple):
         return self.compute + self.exposed
 
 
-def _summed(spans: Iterable[PhaseTime], weights: Iterable[float] | None = None) -> PhaseTime:
-    weighted = zip(spans, repeat(1.0) if weights is None else weights, strict=False)
-    products = [[weight * seconds for seconds in span] for span, weight in weighted]
-    return PhaseTime(*(sum(column) for column in zip(*products, strict=True)))
+def _summed(spans: Iterable[PhaseTime]) -> PhaseTime:
+    return PhaseTime(*(sum(column) for column in zip(*spans, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -64,13 +61,10 @@ class ModelledEnergy:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step of one rank, and what all devices draw during it; the energy is None on a machine without watts.
-
-    ``layers`` has one mapping from phase to time for each layer, ``phases`` their sums.
-    """
+    """A step of one rank, and what all devices draw during it; the energy is None on a machine without watts."""
 
     layers: tuple[Mapping[str, PhaseTime], ...]
-    phases: Mapping[str, PhaseTime]
+    phases: Mapping[str, PhaseTime]  # sums over layers
     idle: float = 0.0
     energy: ModelledEnergy | None = None
 
@@ -91,14 +85,11 @@ class StepTime:
         return self.compute + self.exposed + self.idle
 
 
-def step_time(shape: Shape, profile: Profile, dtype: str = "fp32") -> StepTime:
-    """A training step: forward, backward, the sum of gradients over copies, and the optimizer's update."""
-    return Clock(profile, dtype).step(shape)
-
-
-def forward_time(shape: Shape, profile: Profile, dtype: str = "fp32") -> StepTime:
-    """Inference: the forward pass alone."""
-    return Clock(profile, dtype).step(shape, phases=("forward",))
+def step_time(shape: Shape, profile: Profile, dtype: str = "fp32", phases: tuple[str, ...] = PHASES) -> StepTime:
+    """A training step: forward, backward, the sum of gradients over copies, and the optimizer's update; or the
+    ``phases`` of it that are run, such as forward alone in inference.
+    """
+    return Clock(profile, dtype).step(shape, phases)
 
 
 class Clock:
@@ -175,25 +166,18 @@ class Clock:
 
     def step(self, shape: Shape, phases: tuple[str, ...] = PHASES) -> StepTime:
         if shape.word_bytes != self.word_bytes:
-            raise ValueError(
-                f"dtype {self.dtype} has {self.word_bytes} bytes a word but the shape was made with word_bytes="
-                f"{shape.word_bytes}: make it with word_bytes={self.word_bytes}"
-            )
+            raise ValueError(f"the shape has words of {shape.word_bytes} bytes: make it with {self.word_bytes=}")
         self.profile.require_devices(shape.ranks * shape.dp)
-        if shape.micro_batches is not None and shape.ranks > 1:
-            step = self._pipeline(shape, phases)
-        else:
-            step = StepTime(*self._rank(shape, phases))
+        pipeline = shape.micro_batches is not None and shape.ranks > 1
+        step = self._pipeline(shape, phases) if pipeline else self._rank(shape, phases)
         return replace(step, energy=self._energy(step, shape.ranks * shape.dp))
 
-    def _rank(
-        self, shape: Shape, phases: tuple[str, ...]
-    ) -> tuple[tuple[Mapping[str, PhaseTime], ...], dict[str, PhaseTime]]:
+    def _rank(self, shape: Shape, phases: tuple[str, ...]) -> StepTime:
         """The phases of each part on one rank, and their sums, with exchanges that belong to no part."""
         timed = {part: {phase: self._phase(shape, part, phase) for phase in phases} for part in set(shape.costs)}
         layers = tuple(timed[part] for part in shape.costs)
         sums = {phase: _summed(layer[phase] for layer in layers) for phase in phases}
-        return layers, {phase: self._with_model_exchanges(shape, phase, span) for phase, span in sums.items()}
+        return StepTime(layers, {phase: self._with_model_exchanges(shape, phase, sums[phase]) for phase in phases})
 
     def _with_model_exchanges(self, shape: Shape, phase: str, span: PhaseTime) -> PhaseTime:
         """Weights are gathered while the layer before computes, and gradients reduced while the next one does: all but
@@ -209,21 +193,20 @@ class Clock:
 
     def _pipeline(self, shape: Shape, phases: tuple[str, ...]) -> StepTime:
         """A step of 1F1B. Times are means over stages; a stage is idle while it waits for others to compute."""
-        count, stages = shape.micro_batches or 1, shape.ranks
-        kinds = [self._rank(stage, phases) for stage, _ in shape.stages()]
-        shares = [like / stages for _, like in shape.stages()]
+        count, stages, kinds = shape.micro_batches or 1, shape.ranks, dict(shape.stages())
+        steps = [step for kind, like in kinds.items() for step in [self._rank(kind, phases)] * like]  # of each stage
         passes = [phase for phase in phases if phase in STREAMED]
-        cycles = [sum(spans[phase].compute for phase in passes) / count for _, spans in kinds]
-        mean = {phase: _summed((spans[phase] for _, spans in kinds), shares) for phase in phases}
-        words = max(e.words for stage, _ in shape.stages() for e in stage.model_exchanges if e.op == "send")
+        cycles = [sum(step.phases[phase].compute for phase in passes) / count for step in steps]
+        words = max(e.words for kind in kinds for e in kind.model_exchanges if e.op == "send")
         sent = (count + stages - 1) * (stages - 1) / stages * self.collective("send", stages, words * self.word_bytes)
-        for phase in passes:
-            mean[phase] = mean[phase]._replace(exposed=sent)
-        total = stages * sum(share * cycle for cycle, share in zip(cycles, shares, strict=True))
-        total += (count - 1) * max(cycles) + len(passes) * sent
-        total += max(sum(span.total for phase, span in spans.items() if phase not in STREAMED) for _, spans in kinds)
+        mean = {}
+        for phase in phases:
+            span = PhaseTime(*(seconds / stages for seconds in _summed(step.phases[phase] for step in steps)))
+            mean[phase] = span._replace(exposed=sent) if phase in passes else span
+        total = sum(cycles) + (count - 1) * max(cycles) + len(passes) * sent
+        total += max(sum(step.phases[phase].total for phase in phases if phase not in passes) for step in steps)
         idle = max(0.0, total - sum(span.total for span in mean.values()))
-        return StepTime(kinds[0][0], mean, idle)
+        return StepTime(steps[0].layers, mean, idle)
 
     def _phase(self, shape: Shape, layer: LayerCost, phase: str) -> PhaseTime:
         if phase == "sync":
