@@ -158,6 +158,9 @@ class PlanRequest(PlanSettings):
         for blocks in self.blocks:  # blocks that are not possible raise here
             ghosts = min(self.ghosts) if blocks == min(self.blocks) else 1
             self.model.shape(Layout("phantom", 1, 1, blocks, ghosts), batch=1)
+        most = min(n_in for n_in, _ in self.model.config.linear_features) // 2  # the features of one of two blocks
+        if "phantom" in self.strategy and min(self.ghosts) > most:
+            raise ValueError(f"ghosts={min(self.ghosts)} is more than a block can show: use at most {most}")
 
     @property
     def memory_limit(self) -> float:

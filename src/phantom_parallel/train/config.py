@@ -131,18 +131,15 @@ class TrainConfig(HasModel):
             raise ValueError(f"warmup={self.warmup} must be below steps={self.steps}")
         if not strategy.has_blocks and (self.lr_local, self.lr_compress, self.lr_decompress) != (1.0, 1.0, 1.0):
             raise ValueError(
-                f"lr_local, lr_compress and lr_decompress belong to the strategy phantom, not to {self.strategy}"
+                f"lr_local, lr_compress, lr_decompress belong to the strategy phantom, not {self.strategy}"
             )
         if not self.reshard_after_forward and not self.gathers_weights:
-            raise ValueError(
-                f"reshard_after_forward belongs to the strategy fsdp, not to {self.strategy}: leave it out"
-            )
+            raise ValueError(f"reshard_after_forward belongs to the strategy fsdp, not to {self.strategy}")
         if self.micro_batches is not None and not strategy.splits_depth:
-            raise ValueError(f"micro_batches belongs to the strategy pipeline, not to {self.strategy}: leave it out")
+            raise ValueError(f"micro_batches belongs to the strategy pipeline, not to {self.strategy}")
         if self.stage_micro_batches < self.ranks:
             raise ValueError(
-                f"micro_batches={self.micro_batches} is below ranks={self.ranks}: the 1F1B schedule needs at least "
-                "as many micro-batches as stages"
+                f"micro_batches={self.micro_batches} is below ranks={self.ranks}: 1F1B needs as many stages"
             )
         self._check_batch(strategy)
         if self.model_class() is not None:
@@ -156,12 +153,10 @@ class TrainConfig(HasModel):
             factors["micro_batches"] = self.stage_micro_batches
         pieces = math.prod(factors.values())
         if self.batch % pieces:
-            times = self.batch // pieces
-            raise ValueError(
-                f"batch={self.batch} is not a multiple of "
-                f"{' times '.join(f'{name}={value}' for name, value in factors.items())}: "
-                f"use {f'{times * pieces} or ' if times else ''}{(times + 1) * pieces}"
-            )
+            below = self.batch // pieces * pieces
+            product = " times ".join(f"{name}={value}" for name, value in factors.items())
+            near = f"{below} or {below + pieces}" if below else pieces
+            raise ValueError(f"batch={self.batch} is not a multiple of {product}: use {near}")
 
     @property
     def kind(self) -> str:
@@ -198,9 +193,7 @@ class TrainConfig(HasModel):
         return self.dp
 
     def lr_factor(self, step: int) -> float:
-        """Factor of the learning rates in step ``step``, counted from 0: a linear warm-up, then the schedule, which
-        reaches 0 after the last step.
-        """
+        """Factor of the learning rates in step ``step``, counted from 0: a linear warm-up, then the schedule."""
         if step < self.warmup:
             return (step + 1) / (self.warmup + 1)
         done = min(1.0, (step - self.warmup) / (self.steps - self.warmup))
@@ -216,7 +209,5 @@ class TrainConfig(HasModel):
         """Raise ValueError, naming the setting, if this cannot continue a training with the settings ``earlier``."""
         before = self.from_dict(earlier).to_dict()
         for name, value in self.to_dict().items():
-            if name not in self.may_change and before[name] != value:
-                raise ValueError(
-                    f"{where} was trained with {name}={before[name]!r}, not {value!r}: resume with the same"
-                )
+            if name not in self.may_change and (old := before[name]) != value:
+                raise ValueError(f"{where} was trained with {name}={old!r}, not {value!r}: resume with the same")

@@ -89,11 +89,10 @@ def train(
         report: Called on rank 0 at every boundary.
 
     Returns:
-        The model, with its parameters cut as they were trained, and how the training ended.
+        The model, with its parameters sharded as they were trained, and how the training ended.
 
     Raises:
-        LossDiverged: If the loss or a weight is not finite.
-        ValueError: If it is so because of data that are not finite.
+        LossDiverged: If the loss or a weight is not finite; ValueError, if it is so because of the data.
         OSError: On every rank, within half a second or after the step, if a checkpoint could not be written.
     """
     with ExitStack() as stack:
@@ -178,19 +177,18 @@ class Trainer:
             if failures:
                 self._settle()  # raises on all ranks: a write fails on all of them
             self.progress = Progress(step, before + ran.step_seconds, self.task.digest)
-            self._check_finite(total, step)
+            self._check_finite(total)
             record = self._record(total, step - last_step, now.since(last), spent)
-            self._check_finite(record.eval_loss or 0.0, step, "held-out loss")
+            self._check_finite(record.eval_loss or 0.0, "held-out loss")
             last, last_step = now, step
             self._last_boundary = step
             self._report(report, record)
             reached = record.eval_loss is not None and record.eval_loss <= (config.target_loss or -1.0)
-            done = reached or asked or step == config.steps
-            if not done and step % config.checkpoint_every == 0:
-                self._save()
-            if done:
+            if reached or asked or step == config.steps:
                 status = "target" if reached else "interrupted" if asked and step < config.steps else "steps"
                 break
+            if step % config.checkpoint_every == 0:
+                self._save()
         assert record is not None  # the last step is a boundary, and a checkpoint of it is not resumed
         summary = self._summary(status, record, self.clock.totals().since(start), self.progress.step - first)
         if status != "interrupted":
@@ -219,8 +217,8 @@ class Trainer:
     @property
     def _row_shard(self) -> int:
         """Which of the shares of rows this rank has."""
-        copy, own = self.parallel.dp_rank, self.config.row_shards // self.config.dp
-        return copy if own == 1 else copy * own + self.parallel.tp_rank
+        own = self.config.row_shards // self.config.dp
+        return self.parallel.dp_rank * own + (self.parallel.tp_rank if own > 1 else 0)
 
     @torch.no_grad()
     def evaluate(self) -> None:
@@ -264,13 +262,11 @@ class Trainer:
         )
 
     def _blocked_share(self, spent: TimeTotals) -> float | None:
-        if not self._splits_time:
-            return None
-        return spent.blocked_seconds / spent.step_seconds if spent.step_seconds else 0.0
+        return spent.blocked_seconds / max(spent.step_seconds, 1e-9) if self._splits_time else None
 
-    def _check_finite(self, loss: float, step: int, what: str = "loss") -> None:
+    def _check_finite(self, loss: float, what: str = "loss") -> None:
         if not math.isfinite(loss):
-            raise self._diverged(f"the {what} is {loss} at step {step}")
+            raise self._diverged(f"the {what} is {loss} at step {self.progress.step}")
 
     def _diverged(self, message: str) -> LossDiverged:
         """Return the error of a loss or a weight that is not finite. Every rank calls this.
@@ -353,14 +349,12 @@ class Trainer:
         latest = {
             "eval_loss": self._eval_loss,
             "accuracy": self._accuracy,
-            "samples_per_second": steps * self.config.batch / spent.step_seconds if spent.step_seconds else 0.0,
+            "samples_per_second": steps * self.config.batch / max(spent.step_seconds, 1e-9),
             "blocked_share": self._blocked_share(spent),
+            "status": status,
+            "parameters": self.parameters,
+            "checkpoint": None if path is None else str(path),
+            "initial_loss": self.task.initial_loss,
+            "run": describe_run(self.parallel.device),
         }
-        return Summary(
-            **asdict(record) | latest,
-            status=status,
-            parameters=self.parameters,
-            checkpoint=None if path is None else str(path),
-            initial_loss=self.task.initial_loss,
-            run=describe_run(self.parallel.device),
-        )
+        return Summary(**asdict(record) | latest)

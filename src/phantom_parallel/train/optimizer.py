@@ -19,16 +19,11 @@ from phantom_parallel.utils.strategies import get_strategy
 
 
 class PartsOptimizer:
-    """SGD or AdamW over this rank's parts of the parameters.
+    """SGD or AdamW over this rank's ``parts`` of the ``parameters`` that are trained, both by name; parts share the
+    storage of the parameters.
 
     A stage of a pipeline names what an earlier stage holds as well in ``model.repeated_parameters``. With
     ``sharded_over_copies``, parameters are sharded over the data-parallel copies as well, as FSDP2 does.
-
-    Attributes:
-        parameters: The parameters that are trained, by name.
-        parts: This rank's part of each, which shares the parameter's storage.
-        keys: Names of the states of each parameter, as in torch.optim.
-        fused: Whether updates are fused.
     """
 
     def __init__(
@@ -38,7 +33,7 @@ class PartsOptimizer:
         self._staged = get_strategy(config.strategy).splits_depth
         self._repeated: frozenset[str] = getattr(model, "repeated_parameters", frozenset())
         self.parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
-        self.parts = {name: _own(parameter) for name, parameter in self.parameters.items()}
+        self.parts = {name: _local(value.detach()).requires_grad_() for name, value in self.parameters.items()}
         own = {id(parameter): self.parts[name] for name, parameter in self.parameters.items()}
         groups = parameter_groups(
             model, config.lr, local=config.lr_local, compress=config.lr_compress, decompress=config.lr_decompress
@@ -86,10 +81,7 @@ class PartsOptimizer:
             dist.all_reduce(total, group=parallel.group)
         elif parallel.tp is not None:
             dist.all_reduce(total, group=parallel.tp.get_group())
-        scale = (max_norm / (total.sqrt() + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
-        for part in self.parts.values():
-            if part.grad is not None:
-                part.grad.mul_(scale)
+        torch.nn.utils.clip_grads_with_norm_(self.parts.values(), max_norm, total.sqrt())
 
     def _counts(self, name: str) -> bool:
         """Return whether this rank's part counts in a sum over ranks: of replicated parts, only the first one does."""
@@ -111,17 +103,12 @@ def state_keys(config: TrainConfig) -> tuple[str, ...]:
     return ("momentum_buffer",) if config.momentum else ()
 
 
-def _own(parameter: Tensor) -> Tensor:
-    detached = parameter.detach()
-    part = detached.to_local() if isinstance(detached, DTensor) else detached
-    return part.requires_grad_()
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _own_gradient(parameter: Tensor) -> Tensor | None:
     gradient = parameter.grad
-    if not isinstance(gradient, DTensor):
-        return None if gradient is None else gradient.contiguous()
-    assert isinstance(parameter, DTensor)
-    if gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(placements=parameter.placements)
-    return gradient.to_local().contiguous()
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        gradient = gradient.redistribute(placements=parameter.placements)  # which is nothing where they are the same
+    return None if gradient is None else _local(gradient).contiguous()

@@ -33,11 +33,11 @@ from phantom_parallel.train.optimizer import state_keys
 from phantom_parallel.utils.files import (
     FolderLock,
     is_unused,
-    read_bytes,
     read_json,
+    read_text,
     remove_scratch,
-    write_bytes,
     write_json,
+    write_text,
 )
 from phantom_parallel.utils.progress import ProgressDisplay
 
@@ -57,7 +57,7 @@ def run(config: TrainConfig, out: str | os.PathLike[str], *, resume: bool = Fals
 
     Raises:
         ValueError, OSError: For invalid settings or files, before any rank starts; OSError also if the disk is full.
-        Interrupted, RankDied, LossDiverged: Later; they name the last checkpoint.
+        Interrupted, RankDied, LossDiverged: They name the last checkpoint.
     """
     config, path = config.with_absolute_data(), Path(out).absolute()
     joined, latest = launched_externally(), None
@@ -169,26 +169,17 @@ def _check_folder(config: TrainConfig, out: Path, resume: bool) -> None:
 
 def _is_complete(out: Path, step: int) -> bool:
     """Whether the model and the summary of a training that ended at ``step`` are there."""
-    try:
-        summary = read_json(out / SUMMARY)
-    except ValueError:
+    if not (out / SUMMARY).is_file() or not (out / MODEL / "config.json").is_file():
         return False
-    ended = summary.get("step") == step and summary.get("status") != "interrupted"
-    return ended and (out / MODEL / "config.json").is_file()
+    summary = read_json(out / SUMMARY)
+    return summary.get("step") == step and summary.get("status") != "interrupted"
 
 
 def _drop_after(path: Path, step: int) -> None:
     """Drop what was logged after the checkpoint, since it will be logged again, and a line cut short by a crash."""
-    if not path.exists():
-        return
-    lines = []
-    for line in read_bytes(path).splitlines(keepends=True):
-        try:
-            if json.loads(line)["step"] <= step:
-                lines.append(line)
-        except (ValueError, KeyError, TypeError):
-            continue
-    write_bytes(path, b"".join(lines))
+    lines = read_text(path).splitlines(keepends=True) if path.exists() else []
+    whole = [line for line in lines if line.endswith("}\n")]
+    write_text(path, "".join(line for line in whole if json.loads(line)["step"] <= step))
 
 
 class Log:

@@ -18,11 +18,10 @@ C = TypeVar("C", bound=TrainConfig)
 
 
 class Task(ABC, Generic[C]):
-    """A model on the ranks of ``parallel``, its data and its loss.
+    """A model on the ranks of ``parallel``, its data, counted in rows, and its loss.
 
-    Static methods are called before any rank starts. A row is the unit in which the task counts its data. A loss is
-    *this rank's share* of the loss, on which the loop calls backward; the shares of the ranks that share a model and
-    have ``counts`` set sum up to its loss. The others hold a copy of the same value.
+    Static methods are called before any rank starts. A loss is *this rank's share* of the loss, on which the loop calls
+    backward; the shares of the ranks that share a model and have ``counts`` set sum up to its loss.
     """
 
     classifies: ClassVar[bool] = False  # whether `measure` counts the rows that were classified correctly
@@ -74,9 +73,7 @@ class Task(ABC, Generic[C]):
         """Return the (batch,) rows of a step, counted from 0, of all copies: a function of the seed and the step."""
 
     def new_objective(self, step: int) -> bool:
-        """Return whether the loss of this step is another than that of the step before. The optimizer then forgets
-        earlier gradients: their size says nothing about the new ones.
-        """
+        """Return whether the loss of this step is another than that of the step before: the optimizer starts anew."""
         return False
 
     @abstractmethod
@@ -88,11 +85,8 @@ class Task(ABC, Generic[C]):
         raise NotImplementedError
 
     def forward_backward(self, rows: Tensor, weight: float, *, last: bool) -> Tensor:
-        """Accumulate the gradients of ``weight`` times the mean loss of these rows; ``weight`` is their share of the
-        rows of a step. Fully sharded gradients are reduced over ranks with the ``last`` rows of the step.
-
-        Returns:
-            ``weight`` times this rank's share of the loss.
+        """Accumulate the gradients of ``weight``, the share of these rows of a step, times their mean loss, and return
+        this rank's share of that. Fully sharded gradients are reduced over ranks with the ``last`` rows of the step.
         """
         if self.pipeline is not None:
             return self.pipeline.forward_backward(*self.load(rows), weight)
@@ -103,17 +97,15 @@ class Task(ABC, Generic[C]):
 
     @abstractmethod
     def measure(self, rows: Tensor) -> Tensor:
-        """Return (2,): this rank's share of the summed losses of these held-out rows, and the number of rows that were
+        """Return (2,): this rank's share of the summed losses of these held-out rows, and how many of them were
         classified correctly if the task ``classifies``.
         """
 
     def check_rows(self, rows: Tensor) -> None:
-        """Raise ValueError if this rank's data of these rows to train on are not finite. The loop calls this after a
-        loss that is not finite, so that the learning rate is not blamed for the data.
-        """
+        """Raise ValueError if this rank's data of these rows are not finite: called after a loss that is not."""
 
     def compile(self) -> None:
-        """Compile ``_forward``, by which `loss` runs the model; of a fully sharded model, its layers."""
+        """Compile ``_forward``, by which `loss` runs the model, or the layers of a fully sharded model."""
         if isinstance(self.model, FSDPModule):
             compile_layers(cast(nn.ModuleList, self.model.layers))
         else:
@@ -134,10 +126,8 @@ class Task(ABC, Generic[C]):
         device = self.parallel.device
         if device.type == "cpu":
             return inputs, targets
-        inputs, targets = (values.pin_memory().to(device, non_blocking=True) for values in (inputs, targets))
-        return inputs, targets
+        return inputs.pin_memory().to(device, non_blocking=True), targets.pin_memory().to(device, non_blocking=True)
 
     def autocast(self) -> torch.autocast:
         """Return the context of the training's precision."""
-        kind = self.parallel.device.type
-        return torch.autocast(kind, torch.bfloat16, enabled=self.config.dtype == "bf16")
+        return torch.autocast(self.parallel.device.type, torch.bfloat16, enabled=self.config.dtype == "bf16")
