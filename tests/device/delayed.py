@@ -22,6 +22,12 @@ NCCL_DTYPES = {
     *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
 }
+COLLECTIVES = (  # of a group
+    *("allreduce", "allreduce_coalesced", "broadcast", "scatter", "allgather", "barrier"),
+    *("all_gather_single", "_allgather_base", "all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
+    *("reduce_scatter_single", "_reduce_scatter_base", "reduce_scatter_single_coalesced"),
+    *("reduce_scatter_tensor_coalesced", "all_to_all_single", "alltoall_base", "send", "recv"),
+)
 
 
 def register() -> None:
@@ -78,6 +84,27 @@ class DelayedWork(dist._Work):
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(outputs)
         return future
+
+
+class ReceivingWork(DelayedWork):
+    """A tensor that is on its way from another rank, outside of the order of collectives."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self.done:
+            self.complete()
+        return True
+
+
+class SendingWork(dist._Work):
+    """A copy of a tensor that is on its way to another rank."""
+
+    def __init__(self, tensors: Sequence[Tensor], work: Any) -> None:
+        super().__init__()
+        self.tensors, self.work = tensors, work
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.work.wait()
+        return True
 
 
 class DelayedGroup(dist.ProcessGroup):
@@ -168,6 +195,20 @@ class DelayedGroup(dist.ProcessGroup):
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], xs: list[Tensor], opts: Any = None) -> DelayedWork:
         return [self.reduce_scatter_single(output, x, opts) for output, x in zip(outputs, xs, strict=True)][-1]
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> SendingWork:
+        copies = [t.clone() for t in tensors]
+        return SendingWork(copies, self._gloo.send(copies, to, tag))
+
+    def recv(self, tensors: list[Tensor], of: int, tag: int) -> ReceivingWork:
+        buffers = [torch.empty_like(t) for t in tensors]
+        work = self._gloo.recv(buffers, of, tag)  # now: the other rank may wait for what it sends before it receives
+
+        def run() -> None:
+            work.wait()
+            torch._foreach_copy_(tensors, buffers)
+
+        return ReceivingWork(self, [], tensors, run)
 
     def barrier(self, opts: Any = None) -> DelayedWork:
         return self._start([], [], lambda: self._gloo.barrier().wait())

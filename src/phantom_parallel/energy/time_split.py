@@ -65,7 +65,8 @@ class EventTimer:
 
     def seconds(self, start: Any, end: Any) -> float:
         """Return the seconds between two marks. Waits until the device has reached the second."""
-        end.synchronize()
+        if not end.query():
+            end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
 
 

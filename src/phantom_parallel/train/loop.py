@@ -337,7 +337,7 @@ class Trainer:
         if step < self._next_poll:
             return False
         (last, before), now = self._polled, time.monotonic()
-        own = torch.tensor((now - before) / (step - last), device=self.parallel.device)
+        own = torch.tensor((now - before) / (step - last))  # on the host, which does not wait for a device
         seconds, wanting, ranks = self.sum_over_ranks(own, here, 1.0)
         self._polled, self._next_poll = (step, now), step + max(1, int(POLL_SECONDS * ranks / seconds))
         return wanting > 0

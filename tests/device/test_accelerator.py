@@ -1,0 +1,130 @@
+"""Commands on a simulated accelerator, against the same ones on one CPU rank."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phantom_parallel.cli.main import main
+from tests.device import accelerator
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not accelerator.is_buildable(), reason="needs g++"),
+]
+DATA = Path(__file__).resolve().parent.parent.parent / "README.md"
+SHORT = ("--steps", "6", "--log-every", "3", "--eval-every", "3")
+FFN = ("train", "--width", "32", "--depth", "2", "--batch", "16")
+GPT = ("train", "gpt", "--dim", "32", "--layers", "2", "--heads", "4", "--context", "16", "--batch", "8")
+GPT = (*GPT, "--eval-windows", "4", "--data", str(DATA))
+GHOSTS = ("--blocks", "2", "--ghosts", "4")
+SCRIPT = """
+import json, sys
+from phantom_parallel.cli.main import main
+from tests.device.accelerator import waits
+
+if __name__ == "__main__":
+    for arguments in json.loads(sys.argv[1]):
+        before = waits()
+        code = main(arguments) or 0
+        print("waits", json.dumps({kind: count - before[kind] for kind, count in waits().items()}))
+        if code:
+            sys.exit(code)
+"""
+
+
+def on_devices(count, *commands):
+    """Run commands one after the other in a process that has so many devices."""
+    lines = json.dumps([[str(word) for word in command] for command in commands])
+    run = [sys.executable, "-c", SCRIPT, lines]
+    return subprocess.run(run, env=accelerator.environment(count), capture_output=True, text=True, timeout=300)
+
+
+def summary(folder):
+    return json.loads((folder / "summary.json").read_text())
+
+
+def check(finished):
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return finished.stdout
+
+
+# A training, and the one on the CPU that it equals.
+STRATEGIES = {
+    "phantom": ((*FFN, *GHOSTS), ()),
+    "phantom, int8": ((*FFN, *GHOSTS), ("--wire", "int8")),
+    "phantom, copies": ((*FFN, *GHOSTS), ("--ranks", "1", "--dp", "2")),
+    "tensor": (FFN, ("--strategy", "tensor")),
+    "megatron": (FFN, ("--strategy", "megatron")),
+    "lowrank": ((*FFN, *GHOSTS, "--strategy", "lowrank"), ()),
+    "fsdp": (FFN, ("--strategy", "fsdp")),
+    "pipeline": (FFN, ("--strategy", "pipeline")),
+    "gpt phantom": ((*GPT, *GHOSTS), ()),
+    "gpt phantom, parallel block": ((*GPT, *GHOSTS, "--parallel-block"), ("--interleave", "2")),
+    "gpt megatron": (GPT, ("--strategy", "megatron")),
+    "gpt fsdp": (GPT, ("--strategy", "fsdp")),
+    "gpt pipeline": (GPT, ("--strategy", "pipeline")),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_training_on_two_devices_is_that_of_one_cpu_rank(name, tmp_path):
+    model, layout = STRATEGIES[name]
+    ranks = () if "--ranks" in layout else ("--ranks", "2")
+    command = (*model, *SHORT, *layout, *ranks)
+    run = on_devices(2, *((*command, "--dtype", dtype, "--out", tmp_path / dtype) for dtype in ("fp32", "bf16")))
+    assert "waits" in check(run)
+    assert "Simulated Accelerator, simulated_ccl" in run.stderr
+    dense = () if "--ghosts" in model else ("--strategy", "dense")
+    main([str(word) for word in (*model, *SHORT, *dense, "--out", tmp_path / "cpu")])
+    expected = summary(tmp_path / "cpu")["eval_loss"]
+    assert summary(tmp_path / "fp32")["eval_loss"] == pytest.approx(expected, rel=1e-3 if "int8" in name else 1e-6)
+    assert summary(tmp_path / "bf16")["eval_loss"] == pytest.approx(expected, rel=5e-3)
+
+
+@pytest.mark.parametrize("model", [(*FFN, *GHOSTS), (*GPT, *GHOSTS)], ids=["ffn", "gpt"])
+def test_the_host_waits_for_the_device_at_boundaries_alone(model, tmp_path):
+    runs = [(*model, "--steps", 2 * steps, "--log-every", steps, "--eval-every", steps) for steps in (2, 4, 8)]
+    printed = check(on_devices(1, *((*run, "--out", tmp_path / str(index)) for index, run in enumerate(runs))))
+    waits = [json.loads(line.removeprefix("waits ")) for line in printed.splitlines() if line.startswith("waits ")]
+    assert len(waits) == len(runs)
+    assert waits[0]["reads"] > 0  # the losses of both boundaries
+    assert waits[1:] == waits[:-1]
+
+
+def test_trained_resumed_run_converted_and_healed(tmp_path):
+    gpt, text = tmp_path / "gpt", tmp_path / "text"
+    text.write_text(DATA.read_text()[:6000])
+    dense = (*GPT, "--strategy", "dense", *SHORT, "--out", tmp_path / "dense")
+    train = (*GPT, *GHOSTS, "--log-every", "3", "--eval-every", "3", "--checkpoint-every", "3", "--out", gpt)
+    prompt = ("--prompt", "ghosts", "--tokens", "8", "--json")
+    converted = ("--model", tmp_path / "dense" / "model", "--out", tmp_path / "converted", "--calibration", text)
+    heal = ("--model", tmp_path / "converted", "--teacher", tmp_path / "dense" / "model", "--data", text)
+    check(
+        on_devices(
+            2,
+            (*train, "--ranks", "2", "--steps", "3"),
+            ("train", "--out", gpt, "--resume", "--ranks", "1", "--steps", "6"),
+            ("generate", "--model", gpt / "model", "--ranks", "2", *prompt),
+            ("eval", "--model", gpt / "model", "--ranks", "2", "--data", text),
+            dense,
+            ("model", "convert", *converted, "--length", "16", "--rows", "512", "--blocks", "2", "--budget", "0.8"),
+            ("model", "heal", *heal, "--ranks", "2", "--context", "16", *SHORT, "--out", tmp_path / "healed"),
+        )
+    )
+    main([str(word) for word in (*train[:-1], tmp_path / "cpu", "--steps", "6")])
+    assert summary(gpt)["eval_loss"] == pytest.approx(summary(tmp_path / "cpu")["eval_loss"], rel=1e-6)
+    assert math.isfinite(summary(tmp_path / "healed")["eval_loss"])
+
+
+def test_ranks_without_a_device_each_use_the_cpu_or_are_refused(tmp_path):
+    command = (*FFN, *GHOSTS, *SHORT, "--ranks", "2", "--out", tmp_path / "out")
+    shared = on_devices(1, command)
+    check(shared)
+    assert "cpu (1 simulated for 2 ranks), gloo" in shared.stderr
+    refused = on_devices(1, (*command[:-1], tmp_path / "other", "--device", "simulated"))
+    assert refused.returncode == 2
+    assert "Traceback" not in refused.stderr
