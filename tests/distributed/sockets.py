@@ -3,8 +3,10 @@
 import os
 import socket
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
+MARK = "PHANTOM_TEST_MARK"  # a variable of processes that a test has started
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 _LISTEN = "0A"
 
@@ -29,22 +31,14 @@ def processes_with(variable: str, value: str) -> list[int]:
 
 
 def _sockets_of(pid: int) -> set[int]:
-    found = set()
-    try:
-        for fd in os.listdir(f"/proc/{pid}/fd"):
-            try:
-                target = os.readlink(f"/proc/{pid}/fd/{fd}")
-            except OSError:
-                continue
-            if target.startswith("socket:["):
-                found.add(int(target[8:-1]))
-    except OSError:
-        pass  # the process has ended
-    return found
+    targets = []
+    with suppress(OSError):  # the process has ended, or closed one
+        targets = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_socket()]
+    return {int(target[8:-1]) for target in targets if target.startswith("socket:[")}
 
 
 def _listening() -> dict[int, str]:
-    found = {}
+    addresses = {}
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         path = Path("/proc/net") / table
         for line in path.read_text().splitlines()[1:] if path.exists() else ():
@@ -52,5 +46,5 @@ def _listening() -> dict[int, str]:
             if fields[3] == _LISTEN:
                 words = bytes.fromhex(fields[1].split(":")[0])
                 address = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))  # little-endian words
-                found[int(fields[9])] = socket.inet_ntop(family, address)
-    return found
+                addresses[int(fields[9])] = socket.inet_ntop(family, address)
+    return addresses

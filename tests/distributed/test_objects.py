@@ -18,6 +18,7 @@ from phantom_parallel.distributed.objects import (
     decode,
     encode,
     raise_on_all_ranks,
+    refuse_pickles,
 )
 from phantom_parallel.utils.network import Network
 
@@ -56,6 +57,34 @@ def test_other_objects_are_refused(value):
 def test_messages_of_something_else_are_refused(message):
     with pytest.raises(RuntimeError, match="no rank of this launch has sent"):
         decode(message, Network)
+
+
+class Touch:
+    """Makes a file when it is unpickled, as a stranger's object could run anything."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.path,)
+
+
+def test_torchs_own_object_collectives_unpickle_nothing(tmp_path, monkeypatch):
+    c10d, path, cpu = torch.distributed.distributed_c10d, tmp_path / "touched", torch.device("cpu")
+    message = torch.tensor(list(pickle.dumps(Touch(path))), dtype=torch.uint8)
+    for name in ("_pickler", "_unpickler"):
+        monkeypatch.setattr(c10d, name, getattr(c10d, name))
+    refuse_pickles()
+    for call in (
+        lambda: c10d._object_to_tensor(1, cpu, None),
+        lambda: c10d._tensor_to_object(message, len(message), None),
+    ):
+        with pytest.raises(RuntimeError, match="objects between ranks are not pickled"):
+            call()
+    assert not path.exists()
+    monkeypatch.undo()
+    c10d._tensor_to_object(message, len(message), None)
+    assert path.exists()  # what unpickling would have done
 
 
 def exchange() -> tuple:

@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import pickle
 import signal
 import socket
 import struct
@@ -13,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from phantom_parallel.distributed import objects
 from phantom_parallel.distributed.launchers import is_rank_zero, launched_externally
-from phantom_parallel.distributed.objects import RanksDisagree, all_gather_objects, raise_on_all_ranks
+from phantom_parallel.distributed.objects import RanksDisagree, all_gather_objects
 from phantom_parallel.distributed.signals import Interrupted, StopRequest
 from phantom_parallel.families.registry import family_names
 from tests.distributed.sockets import listening_addresses
@@ -75,38 +73,6 @@ def abort_like_nccl(device: torch.device, report) -> None:
     assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
     Path(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + "0").write_bytes(b"")
     os.abort()
-
-
-def fail_together(device: torch.device) -> None:
-    """One rank has an error, and all raise it."""
-    error = OSError("disk full") if dist.get_rank() == 1 else None
-    raise_on_all_ranks(error, dist.group.WORLD)
-
-
-class Touch:
-    """Makes a file when it is unpickled, as a stranger's object could run anything."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple:
-        return Path.touch, (Path(self.path),)
-
-
-def send_pickle(device: torch.device, path: str) -> None:
-    """Rank 1 sends pickles, as a process that took its place would, while rank 0 gathers objects, ours and torch's."""
-    if dist.get_rank() == 1:
-        message = pickle.dumps(Touch(path))
-        objects.encode, objects.decode = lambda value: message, lambda message, kind: None
-        dist.distributed_c10d._pickler = pickle.Pickler
-        dist.distributed_c10d._unpickler = pickle.Unpickler
-    try:
-        all_gather_objects(None, dist.group.WORLD)
-        refused = False
-    except RuntimeError as error:
-        refused = "no rank of this launch has sent" in str(error)
-    assert refused == (dist.get_rank() == 0)
-    dist.all_gather_object([None, None], None if dist.get_rank() == 0 else Touch(path))
 
 
 def run_until_stopped(device: torch.device, report) -> None:

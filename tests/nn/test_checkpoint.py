@@ -54,13 +54,7 @@ def load(path: str, blocks: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("blocks", "saved_on", "loaded_on"),
-    [
-        (8, 4, 2),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((8, 1, 4), (8, 2, 8), (2, 8, 1), (2, 1, 8), (4, 4, 8))
-        ),
-    ],
+    [(8, 4, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((8, 1, 4), (2, 8, 1), (4, 4, 8)))],
 )
 def test_training_goes_on_from_a_checkpoint_on_another_number_of_ranks(ranks, tmp_path, blocks, saved_on, loaded_on):
     expected = ranks(saved_on)(save, str(tmp_path), blocks)[0]

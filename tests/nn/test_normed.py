@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from phantom_parallel import gather_features, shard_features
-from phantom_parallel.nn import FeatureEmbedding, NormedPhantomLinear, VocabularyHead, parameter_groups
+from phantom_parallel.nn import FeatureEmbedding, NormedPhantomLinear, VocabularyHead
 
 
 def test_the_module_is_a_norm_and_its_dense_map():
@@ -36,29 +36,13 @@ def test_a_shorter_input_of_a_float64_layer_gives_the_same_on_ranks(ranks, dtype
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_parameters_are_in_the_groups_of_their_names():
-    layer = NormedPhantomLinear(16, 24, blocks=4, ghosts=2)
-    groups = {group["name"]: group["params"] for group in parameter_groups(layer, 0.1)}
-    assert {name: len(params) for name, params in groups.items()} == {
-        "local": 1,
-        "compress": 1,
-        "decompress": 1,
-        "rest": 1,
-    }
-
-
-def test_an_input_of_another_width_is_named():
-    with pytest.raises(ValueError, match=r"takes 16 features, got an input of shape \(2, 8\)"):
-        NormedPhantomLinear(16, 24, blocks=4, ghosts=2)(torch.randn(2, 8))
-
-
 def reset() -> list[tuple[str, torch.Tensor]]:
     """Modules made on the meta device and drawn afterwards, whole."""
     mesh = None
     if torch.distributed.is_initialized():
         mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     kwargs = {"mesh": mesh, "device": "meta"}
-    found = []
+    drawn = []
     for module in (
         NormedPhantomLinear(16, 24, blocks=4, ghosts=2, **kwargs),
         FeatureEmbedding(12, 16, blocks=4, std=0.5, **kwargs),
@@ -68,8 +52,8 @@ def reset() -> list[tuple[str, torch.Tensor]]:
         module.to_empty(device="cpu").reset_parameters(seed=4)
         for name, parameter in module.named_parameters():
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            found.append((f"{type(module).__name__}.{name}", whole.detach()))
-    return found
+            drawn.append((f"{type(module).__name__}.{name}", whole.detach()))
+    return drawn
 
 
 def test_what_was_made_on_the_meta_device_is_drawn_alike_on_any_number_of_ranks(ranks):

@@ -217,12 +217,6 @@ def test_a_sharded_stream_has_the_loss_and_gradients_of_one_process(ranks, tie_e
             assert relative_error(grads[name], parameter.grad) < 1e-11, name
 
 
-def test_a_tied_head_without_its_rows_says_how_to_get_them():
-    head = VocabularyHead(24, 32, tie_embeddings=True)
-    with pytest.raises(ValueError, match=r"needs its rows: head\(x, head\.tied_rows\(embedding\.weight\)\)"):
-        head(torch.randn(2, 32))
-
-
 def replicated_stream_bytes(name: str) -> int:
     model = parallelized(name, ghosts=2)
     with Ledger() as ledger:

@@ -84,28 +84,16 @@ def sharded() -> float:
     return check(lambda: {"layers.*": style()}, _features, _features)
 
 
+def between(layout) -> dict:
+    return {"layers.0": style(input_layouts=layout), "layers.1": style(), "layers.2": style(output_layouts=layout)}
+
+
 def replicated() -> float:
-    return check(
-        lambda: {
-            "layers.0": style(input_layouts=Replicate()),
-            "layers.1": style(),
-            "layers.2": style(output_layouts=Replicate()),
-        },
-        _all,
-        _all,
-    )
+    return check(lambda: between(Replicate()), _all, _all)
 
 
 def sequence_parallel() -> float:
-    return check(
-        lambda: {
-            "layers.0": style(input_layouts=Shard(1)),
-            "layers.1": style(),
-            "layers.2": style(output_layouts=Shard(1)),
-        },
-        _sequence,
-        _sequence,
-    )
+    return check(lambda: between(Shard(1)), _sequence, _sequence)
 
 
 def dtensors() -> float:
@@ -113,7 +101,7 @@ def dtensors() -> float:
 
 
 @pytest.mark.parametrize("layouts", [sharded, replicated, sequence_parallel, dtensors])
-@pytest.mark.parametrize("size", [2, 4, 8])  # on 8 ranks, 2 share each block
+@pytest.mark.parametrize("size", [2, 8])  # on 8 ranks, 2 share each block
 def test_layouts_give_the_same_outputs_and_gradients(ranks, size, layouts):
     assert max(ranks(size)(layouts)) < 1e-10
 
@@ -150,19 +138,6 @@ def test_ranks_with_different_weights_take_those_of_rank_0(ranks):
     assert all(ranks(4)(differently_drawn))
 
 
-def differently_shaped() -> str:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    linear = nn.Linear(WIDTH, WIDTH * (1 + mesh.get_local_rank() // 3))
-    with pytest.raises(ValueError, match="given to PhantomParallel") as caught:
-        parallelize_module(linear, mesh, PhantomParallel(blocks=BLOCKS, ghosts=GHOSTS))
-    return str(caught.value)
-
-
-def test_ranks_with_different_layers_are_told_which_one_is_odd(ranks):
-    for text in ranks(4)(differently_shaped):
-        assert "rank 3 has weight='(32, 16) of torch.float32 on cpu', the others '(16, 16)" in text
-
-
 def fresh() -> tuple[float, bool]:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, device="meta"))
@@ -197,15 +172,15 @@ def wrong() -> list[str]:
 def frozen_after_conversion(init: str) -> list[tuple[bool, list[bool]]]:
     """Whether layers train, and which of their parameters require gradients, after the style was applied."""
     mesh = init_device_mesh("cpu", (2,))
-    found = []
+    modes = []
     for layer in (nn.Linear(16, 16), PhantomLinear(16, 16, blocks=4, ghosts=1)):
         net = nn.Sequential(layer).eval()
         net[0].requires_grad_(False)
         net[0].bias.requires_grad_(True)
         parallelize_module(net, mesh, {"0": PhantomParallel(blocks=4, ghosts=1, init=init)})
         named = dict(net[0].named_parameters())
-        found.append((net[0].training, [named[n].requires_grad for n in ("local", "compress", "decompress", "bias")]))
-    return found
+        modes.append((net[0].training, [named[n].requires_grad for n in ("local", "compress", "decompress", "bias")]))
+    return modes
 
 
 @pytest.mark.parametrize("init", ["fit", "fresh"])
@@ -238,11 +213,6 @@ def test_modules_that_do_not_fit_are_named(ranks):
         assert "not yet sharded" in sharded
 
 
-def test_the_style_checks_its_arguments():
-    with pytest.raises(ValueError, match='init must be "fit" or "fresh", got \'zero\''):
-        PhantomParallel(blocks=4, ghosts=2, init="zero")
-
-
 def wrong_layouts() -> list[str]:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     texts = []
@@ -251,13 +221,10 @@ def wrong_layouts() -> list[str]:
         with pytest.raises(ValueError) as caught:  # noqa: PT011
             layer(torch.randn(2, features))
         texts.append(str(caught.value))
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
-        PhantomLinear(16, 16, blocks=4, ghosts=1, mesh=mesh)(torch.randn(2, 16))
-    return [*texts, str(caught.value)]
+    return texts
 
 
 def test_an_input_that_does_not_fit_the_plan_names_the_layout_that_would(ranks):
-    for all_features, own_features, layer in ranks(2)(wrong_layouts):
+    for all_features, own_features in ranks(2)(wrong_layouts):
         assert "takes 8 features, this rank's share of 16 over 2 ranks, got an input of shape (2, 4)" in own_features
-        for text in (all_features, layer):
-            assert "shard_features(x, mesh), or in a plan pass input_layouts=Replicate()" in text
+        assert "shard_features(x, mesh), or in a plan pass input_layouts=Replicate()" in all_features

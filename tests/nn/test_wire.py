@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from phantom_parallel import FFN, GPT, FFNConfig, GPTConfig, PhantomLinear, PhantomParallel, TensorLinear
@@ -44,8 +44,8 @@ def gradients(model: nn.Module, loss: torch.Tensor) -> torch.Tensor:
     """All gradients of the whole model, as one vector."""
     model.zero_grad()
     loss.backward()
-    found = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
-    return torch.cat([gradient.flatten() for gradient in found])
+    grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+    return torch.cat([gradient.flatten() for gradient in grads])
 
 
 CASES = [
@@ -126,19 +126,3 @@ def disagreeing() -> list[str]:
 def test_ranks_with_different_formats_are_refused(ranks):
     for texts in ranks(2)(disagreeing):
         assert all("wire='full'" in text or "wire='int8'" in text for text in texts), texts
-
-
-def styled() -> tuple[bool, str]:
-    mesh = one_mesh()
-    linear = nn.Linear(32, 32)
-    dense = PhantomLinear.from_dense(linear, **CUT).to_dense()
-    style = PhantomParallel(**CUT, wire="int8", input_layouts=Replicate(), output_layouts=Replicate())
-    parallelize_module(linear, mesh, style)
-    x = torch.randn(5, 32)
-    return 0 < relative_error(linear(x).detach(), dense(x).detach()) < 0.02, repr(linear)
-
-
-def test_the_style_passes_its_format_on(ranks):
-    for near, text in ranks(2)(styled):
-        assert near
-        assert "wire=int8" in text

@@ -82,11 +82,3 @@ def test_transforms_of_torch_func_equal_linear():
     for one, other in zip(found, expected, strict=True):
         assert relative_error(one, other) < 1e-12
     assert relative_error(torch.vmap(tensor_linear, (0, None, None))(x, weight, bias), x @ weight.T + bias) < 1e-12
-
-
-def test_complex_dtypes_and_other_devices_are_refused():
-    x, weight = torch.randn(2, 3), torch.randn(4, 3)
-    with pytest.raises(ValueError, match="complex dtypes are not supported"):
-        tensor_linear(x.to(torch.complex64), weight.to(torch.complex64))
-    with pytest.raises(ValueError, match="the input is on meta and the weights are on cpu"):
-        tensor_linear(x.to("meta"), weight)

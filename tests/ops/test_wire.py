@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from phantom_parallel.ops import SINGLE_RANK, RankGroup, gather_features, phantom_linear, shard_features, tensor_linear
 from phantom_parallel.ops.collectives import block_group, rank_group
 from phantom_parallel.ops.head import vocabulary_logits
-from phantom_parallel.ops.megatron import column_linear, row_embedding, row_linear
+from phantom_parallel.ops.tensor import column_linear, row_embedding, row_linear
 from phantom_parallel.ops.wire import decode, decode_exact, encode
 from tests.reference import Phantom, relative_error
 
@@ -54,9 +54,8 @@ def errors_of(found: dict[str, torch.Tensor], expected: dict[str, np.ndarray]) -
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
 @given(rows=st.integers(0, 5), columns=st.integers(1, 70), size=st.integers(-20, 20), seed=st.integers(0, 99))
 def test_the_codec_equals_its_equations(wire, dtype, rows, columns, size, seed):
-    x = (torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2.0**size).to(
-        dtype
-    )
+    generator = torch.Generator().manual_seed(seed)
+    x = (torch.randn(rows, columns, generator=generator, dtype=torch.float64) * 2.0**size).to(dtype)
     sums = x.to(torch.promote_types(dtype, torch.float32)).square().sum(1, keepdim=True)
     message = encode(x, wire, sums)
     scale = 4 if wire == "int8" else 0
@@ -180,11 +179,8 @@ def megatron_errors(wire: str, native: bool) -> dict[str, float]:
     r, size = group.rank, group.size
     x, weight, bias, d = draw((6, 16), (8, 16), (8,), (6, 8))
     ds, ws = np.split(d, size, 1), np.split(weight, size, 0)
-    found = run(
-        lambda **given: column_linear(**given, group=group),
-        {"x": x, "weight": ws[r], "bias": np.split(bias, size)[r]},
-        ds[r],
-    )
+    inputs = {"x": x, "weight": ws[r], "bias": np.split(bias, size)[r]}
+    found = run(lambda **given: column_linear(**given, group=group), inputs, ds[r])
     expected = {
         "z": x @ ws[r].T + np.split(bias, size)[r],
         "x": summed([ds[s] @ ws[s] for s in range(size)], wire),
@@ -194,11 +190,8 @@ def megatron_errors(wire: str, native: bool) -> dict[str, float]:
     errors = {f"column {name}": error for name, error in errors_of(found, expected).items()}
 
     xs, ws = np.split(x, size, 1), np.split(weight, size, 1)
-    found = run(
-        lambda **given: row_linear(**given, group=group),
-        {"x": xs[r], "weight": np.ascontiguousarray(ws[r]), "bias": bias},
-        d,
-    )
+    inputs = {"x": xs[r], "weight": np.ascontiguousarray(ws[r]), "bias": bias}
+    found = run(lambda **given: row_linear(**given, group=group), inputs, d)
     expected = {
         "z": summed([xs[s] @ ws[s].T for s in range(size)], wire) + bias,
         "x": d @ ws[r],
@@ -238,19 +231,12 @@ def feature_errors(wire: str, native: bool) -> dict[str, float]:
     errors |= {f"shard {name}": error for name, error in errors_of(found, expected).items()}
 
     identity = torch.eye(16, dtype=torch.float64)  # as the head's weight: its logits are the gathered features
-    found = run(
-        lambda x, norm: vocabulary_logits(x, norm, identity, eps=EPS, group=group),
-        {"x": xs[r], "norm": ns[r]},
-        parts[r],
-    )
+    inputs = {"x": xs[r], "norm": ns[r]}
+    found = run(lambda x, norm: vocabulary_logits(x, norm, identity, eps=EPS, group=group), inputs, parts[r])
     rms = (np.square(x).mean(1, keepdims=True) + EPS) ** -0.5
     y = rms * np.concatenate([rounded(ns[s] * xs[s], wire) for s in range(size)], 1)
     t = sum((part * y).sum(1, keepdims=True) for part in parts)
-    expected = {
-        "z": y,
-        "x": rms * (ns[r] * back - rms * xs[r] * t / 16),
-        "norm": (rms * xs[r] * back).sum(0),
-    }
+    expected = {"z": y, "x": rms * (ns[r] * back - rms * xs[r] * t / 16), "norm": (rms * xs[r] * back).sum(0)}
     return errors | {f"normed {name}": error for name, error in errors_of(found, expected).items()}
 
 
@@ -260,32 +246,6 @@ def test_the_other_maps_equal_float64_maths_that_rounds_what_travels(ranks, size
     for function in (tensor_errors, megatron_errors, feature_errors):
         for errors in ranks(size)(function, wire, native):
             assert max(errors.values()) < 1e-11, errors
-
-
-def distance(wire: str) -> tuple[float, float, bool]:
-    """The largest error of z against full precision, its bound from the equations, and whether dx is near."""
-    group = group_of(wire)
-    reference = Phantom.random(4, 5, 4, 3, rows=(6,))
-    results = []
-    for one in (group, group._replace(wire="full")):
-        share = [t.chunk(2)[one.rank].clone() for t in reference.packed().values()]
-        x = reference.x.chunk(2, -1)[one.rank].clone().requires_grad_()
-        z = phantom_linear(x, *share, blocks=4, group=one)
-        z.backward(reference.d.chunk(2, -1)[one.rank])
-        results.append((z.detach(), x.grad, share[2]))
-    ghosts = torch.cat([reference.x.chunk(4, -1)[j] @ reference.C[j].T for j in range(4)], 1)
-    largest = ghosts.abs().amax()
-    step = largest / 254 if wire == "int8" else largest / 256
-    bound = results[0][2].abs().sum(1).max() * step
-    difference = (results[0][0] - results[1][0]).abs().max()
-    return float(difference), float(bound * 1.0001), relative_error(results[0][1], results[1][1]) < 0.02
-
-
-@pytest.mark.parametrize("wire", ["bf16", "int8"])
-def test_errors_stay_within_the_bound_of_the_format(ranks, wire):
-    for difference, bound, near in ranks(2)(distance, wire):
-        assert 0 < difference <= bound
-        assert near
 
 
 def two_level_errors(wire: str) -> dict[str, float]:
@@ -344,8 +304,3 @@ def test_one_rank_rounds_nothing():
     inputs = [reference.x, *reference.packed().values()]
     group = SINGLE_RANK._replace(wire="int8")
     assert torch.equal(phantom_linear(*inputs, blocks=4, group=group), phantom_linear(*inputs, blocks=4))
-
-
-def test_unknown_formats_are_refused():
-    with pytest.raises(ValueError, match="wire must be one of full, bf16, int8, got 'fp4'"):
-        rank_group(None, "fp4")

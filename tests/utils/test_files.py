@@ -61,14 +61,6 @@ def test_a_file_that_is_not_finished_leaves_the_folder_as_it_was(tmp_path, befor
     assert contents(tmp_path) == before
 
 
-def test_data_are_flushed_to_the_disk_before_the_name_changes(tmp_path, monkeypatch):
-    calls, fsync, replace = [], os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda handle: (calls.append("fsync"), fsync(handle)))
-    monkeypatch.setattr(os, "replace", lambda old, new: (calls.append("replace"), replace(old, new)))
-    write_text(tmp_path / "a.txt", "text")
-    assert calls == ["fsync", "replace", "fsync"]  # the file, its name, and the folder
-
-
 def test_permissions_follow_the_umask(tmp_path):
     before = os.umask(0o027)
     write_text(tmp_path / "a.txt", "text")

@@ -143,22 +143,13 @@ def launch(
     network: Network | None = None,
     on_report: Report | None = None,
 ) -> T:
-    """Call ``work(device, *args)`` on each of ``size`` ranks.
+    """Call ``work(device, *args)``, a function of a module with picklable arguments, on each of ``size`` ranks, and
+    return its result on rank 0.
 
-    A process that another launcher has started (see `launchers`) joins the others as one rank. Otherwise one rank is
-    this process itself, and several are started as local processes, see `launch_local`.
-
-    Args:
-        size: Number of ranks.
-        work: Function of a module; several ranks share the default process group.
-        args: Further arguments; they must be picklable.
-        timeout: How long an exchange between ranks may take; by default that of `launch_defaults`.
-        network: The emulated hosts that local ranks run on; by default those of `launch_defaults`.
-        on_report: If given, ``work`` gets a keyword argument ``report``, and what rank 0 passes to it arrives here
-            while the work goes on.
-
-    Returns:
-        What ``work`` returned on rank 0; in a rank that was launched externally, what it returned there.
+    A process that another launcher has started (see `launchers`) joins the others as one rank, and returns its own
+    result. Otherwise one rank is this process itself, and several are started as local processes, see `launch_local`.
+    ``timeout`` and ``network`` are by default those of `launch_defaults`. With ``on_report``, ``work`` gets a keyword
+    argument ``report``, and what rank 0 passes to it arrives here while the work goes on.
 
     Raises:
         RankDied: If a rank died, did not answer in time, or raised any error but the following.

@@ -28,33 +28,19 @@ class _Launcher(NamedTuple):
     job: str
 
 
-def _mpi(prefix: str, job: str) -> _Launcher:
-    return _Launcher(f"{prefix}_RANK", f"{prefix}_SIZE", f"{prefix}_LOCAL_RANK", f"{prefix}_LOCAL_SIZE", job)
-
-
 # Launchers that are started by others come first: mpirun starts its daemons with srun.
+_TABLE = """
+torchrun RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE PHANTOM_JOB
+OpenMPI OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE PMIX_NAMESPACE
+JSM JSM_NAMESPACE_RANK JSM_NAMESPACE_SIZE JSM_NAMESPACE_LOCAL_RANK JSM_NAMESPACE_LOCAL_SIZE LSB_JOBID|JSM_NAMESPACE_ID
+PALS PALS_RANKID PALS_SIZE|PMI_SIZE PALS_LOCAL_RANKID|PMI_LOCAL_RANK PALS_LOCAL_SIZE|PMI_LOCAL_SIZE PALS_APID
+Flux FLUX_TASK_RANK FLUX_JOB_SIZE FLUX_TASK_LOCAL_ID - FLUX_JOB_ID
+Slurm SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID SLURM_STEP_TASKS_PER_NODE SLURM_JOB_ID|SLURM_STEP_ID
+PMI PMI_RANK PMI_SIZE MPI_LOCALRANKID|PMI_LOCAL_RANK MPI_LOCALNRANKS|PMI_LOCAL_SIZE PMI_JOBID
+"""
 _LAUNCHERS = {
-    "torchrun": _Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", JOB),
-    "Open MPI": _mpi("OMPI_COMM_WORLD", "PMIX_NAMESPACE"),
-    "JSM": _mpi("JSM_NAMESPACE", "LSB_JOBID JSM_NAMESPACE_ID"),
-    "PALS": _Launcher(
-        "PALS_RANKID",
-        "PALS_SIZE PMI_SIZE",
-        "PALS_LOCAL_RANKID PMI_LOCAL_RANK",
-        "PALS_LOCAL_SIZE PMI_LOCAL_SIZE",
-        "PALS_APID",
-    ),
-    "Flux": _Launcher("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "", "FLUX_JOB_ID"),
-    "Slurm": _Launcher(
-        "SLURM_PROCID",
-        "SLURM_STEP_NUM_TASKS",
-        "SLURM_LOCALID",
-        "SLURM_STEP_TASKS_PER_NODE",
-        "SLURM_JOB_ID SLURM_STEP_ID",
-    ),
-    "PMI": _Launcher(
-        "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID PMI_LOCAL_RANK", "MPI_LOCALNRANKS PMI_LOCAL_SIZE", "PMI_JOBID"
-    ),
+    name: _Launcher(*(variables.replace("|", " ") for variables in row))
+    for name, *row in map(str.split, _TABLE.strip().splitlines())
 }
 
 

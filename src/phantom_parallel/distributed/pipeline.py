@@ -25,10 +25,9 @@ Run = Callable[[Tensor, Tensor | None], Tensor]
 class Pipeline:
     """The stages of a model, one on each rank of a one-dimensional mesh, in the order of the stages.
 
-    ``run(x, targets)`` computes this rank's stage ``model``. On the first stage x is the model's input, on the others
-    what the stage before returned. On the last stage there are targets, and ``run`` returns the mean loss over the
-    rows. ``stream(rows)`` makes a tensor on the meta device of the shape and dtype that stages hand on, and
-    ``micro_batches`` is what the rows of `forward_backward` are split into.
+    ``run(x, targets)`` computes this rank's stage ``model`` of the model's input or what the stage before returned; on
+    the last stage there are targets, and it returns the mean loss over the rows. ``stream(rows)`` makes a tensor on the
+    meta device of the shape and dtype that stages send on.
     """
 
     def __init__(

@@ -32,9 +32,7 @@ def stop_signals() -> list[signal.Signals]:
 
 
 class StopRequest:
-    """Context in which `stop_signals` are only recorded, for a loop to obey at its next boundary. Off the main thread,
-    which alone may handle signals, nothing changes.
-    """
+    """Context in which `stop_signals` are recorded, for a loop to obey at its next boundary, on the main thread."""
 
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []

@@ -5,8 +5,7 @@ Open `linear` first: `PhantomLinear` is the method's layer. `sharded` has what a
 
 from phantom_parallel.distributed.objects import RanksDisagree
 from phantom_parallel.nn.embedding import FeatureEmbedding, VocabularyHead
-from phantom_parallel.nn.linear import PhantomLinear, TensorLinear, parameter_groups
-from phantom_parallel.nn.normed import NormedPhantomLinear
+from phantom_parallel.nn.linear import NormedPhantomLinear, PhantomLinear, TensorLinear, parameter_groups
 from phantom_parallel.nn.style import PhantomParallel
 
 __all__ = [

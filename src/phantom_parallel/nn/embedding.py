@@ -145,11 +145,9 @@ class VocabularyHead(nn.Module):
         return end_rows(begun, whole, eps=self.eps, group=self.group)
 
     def send_weight(self, rows: int, tied: Tensor | None = None, parts: int = 1) -> PrefetchedWeight | None:
-        """Start to send the weight to all ranks, for a loss of so many rows, if that then moves fewer bytes; otherwise
-        None. ``forward`` takes it, and ``phantom_parallel.ops.row_cross_entropy`` is the loss of what that returns.
-
-        ``tied`` is the embedding's weight, for a head with ``tie_embeddings``; ``parts`` the number of equal parts of
-        the rows that ``forward`` is called with.
+        """Start to send the weight, or that of a ``tied`` embedding, to all ranks, for a loss of so many rows in equal
+        ``parts``, if that then moves fewer bytes; otherwise None. ``forward`` takes it, and
+        ``phantom_parallel.ops.row_cross_entropy`` is the loss of what that returns.
         """
         weight, dim = (self.weight, 0) if tied is None else (tied, 1)
         if weight is None or self.group.inter_block is not None:

@@ -8,7 +8,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from phantom_parallel.nn.sharded import to_local
 from phantom_parallel.ops.collectives import RankGroup, rank_group
 from phantom_parallel.ops.features import gather_features
-from phantom_parallel.ops.megatron import column_linear, row_embedding, row_linear
+from phantom_parallel.ops.tensor import column_linear, row_embedding, row_linear
 from phantom_parallel.utils.strategies import WireFormat
 
 

@@ -10,16 +10,11 @@ _MAX_OPTIMAL = 1024  # features up to which leaves of the tree are put in the be
 
 
 def find_feature_order(x: Tensor) -> Tensor:
-    """Find an order of features in which correlated ones are neighbours, and thus share a block of a phantom layer.
+    """Indices of the features of samples x (rows, features), for `ReorderFeatures`, such that correlated ones are
+    neighbours and thus share a block of a phantom layer. A few thousand rows suffice.
 
     Features are clustered hierarchically by their absolute correlations, with average linkage. Where features have
     places in space, an order by regions needs no samples.
-
-    Args:
-        x: Samples, (rows, features); a few thousand rows suffice.
-
-    Returns:
-        Indices of the features, (features,), for `ReorderFeatures`.
     """
     if x.dim() != 2 or min(x.shape) < 2:
         raise ValueError(f"x must be (rows, features) with at least 2 of each, got {tuple(x.shape)}")
@@ -32,9 +27,7 @@ def find_feature_order(x: Tensor) -> Tensor:
 
 class ReorderFeatures(nn.Module):
     """Permute the last dimension, as the first module of a model; `inverse` restores the order as the last one.
-
-    Args:
-        order: Index of the input feature at each place of the output.
+    ``order`` is the index of the input feature at each place of the output.
 
     Example::
 

@@ -42,11 +42,9 @@ def readable(path: Path, purpose: str) -> Iterator[None]:
 
 
 def open_array(path: Path, name: str) -> StoredArray:
-    """Open a file .npy, or the array ``name`` of a file .npz, which is read into memory, or .safetensors.
-
-    Raises:
-        ValueError: If there is no such array, or it does not hold real numbers of at most 64 bits. Damaged files cause
-            other errors as well, now or when rows are read: use `readable` around both.
+    """Open a file .npy, or the array ``name`` of a file .npz, which is read into memory, or .safetensors; ValueError if
+    there is no such array of real numbers. Damaged files cause other errors as well, now or when rows are read: use
+    `readable` around both.
     """
     if path.suffix == ".safetensors":
         file = safe_open(path, framework="pt")

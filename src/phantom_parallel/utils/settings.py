@@ -1,16 +1,6 @@
 """Settings: dataclass fields that are validated by their annotations, and configs that hold the config of a model.
 
-A field's annotation states which values it may have, and the string under it what it is for, which help texts show::
-
-    @dataclass(frozen=True)
-    class Config:
-        width: Features
-        '''Features between layers.'''
-        bias: bool = True
-        '''Whether layers have a bias.'''
-
-        def __post_init__(self) -> None:
-            validate(self)
+A field's annotation states which values it may have, and the string under it what it is for, which help texts show.
 """
 
 import re
@@ -172,15 +162,12 @@ class HasModel:
 
     @property
     def strategy(self) -> StrategyName:
-        """How the model is sharded."""
         return self.model.strategy
 
     @property
     def blocks(self) -> int | None:
-        """Blocks of a phantom model."""
         return self.model.blocks
 
     @property
     def ghosts(self) -> int | None:
-        """Ghosts of a phantom model."""
         return self.model.ghosts

@@ -25,14 +25,13 @@ from phantom_parallel.families.gpt.config import GPTConfig, RopeScaling, check_i
 from phantom_parallel.nn.attention import Attention, Cache, attend, rotary_tables
 from phantom_parallel.nn.embedding import FeatureEmbedding, VocabularyHead
 from phantom_parallel.nn.init import init_rows
-from phantom_parallel.nn.linear import PhantomLinear
+from phantom_parallel.nn.linear import NormedLinear, NormedPhantomLinear, PhantomLinear, rms_norm
 from phantom_parallel.nn.megatron import column_style, row_style
-from phantom_parallel.nn.normed import NormedLinear, NormedPhantomLinear, rms_norm
 from phantom_parallel.nn.sharded import broadcast_seed, to_local
 from phantom_parallel.ops import gather_features, row_cross_entropy, vocabulary_cross_entropy
 from phantom_parallel.ops.collectives import SINGLE_RANK, RankGroup, block_group, flat_mesh, rank_group
 from phantom_parallel.ops.head import PrefetchedWeight
-from phantom_parallel.ops.megatron import column_linear
+from phantom_parallel.ops.tensor import column_linear
 from phantom_parallel.utils.layout import positive, stage_layers
 from phantom_parallel.utils.strategies import WireFormat, get_strategy
 
