@@ -35,7 +35,7 @@ from phantom_parallel.families.gpt.family import GPTConverter, read_tokens
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.families.gpt.text import split_text
 from phantom_parallel.nn.fit import damped
-from phantom_parallel.report.plan_figures import draw_curve
+from phantom_parallel.report.figures import draw_curve
 from phantom_parallel.utils.files import write_bytes
 
 PARTS = ("exact", "curve", "heal", "speed")

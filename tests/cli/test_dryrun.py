@@ -12,7 +12,7 @@ def test_the_table_says_that_formulas_agree(capsys):
     assert "Formulas and code agree in every term" in text
 
 
-@pytest.mark.parametrize(("wire", "row"), [("full", 4 * 16), ("bf16", 2 * 16), ("int8", 16 + 4)])
+@pytest.mark.parametrize(("wire", "row"), [("full", 4 * 16), ("int8", 16 + 4)])
 def test_json_has_the_counts_in_each_wire_format(capsys, wire, row):
     small = ["dryrun", "--strategy", "tensor", "--width", "64", "--depth", "2", "--ranks", "4", "--rank", "3", "--json"]
     assert main([*small, "--wire", wire]) == 0
@@ -47,28 +47,15 @@ def test_bytes_inside_blocks_and_between_them_are_told_apart(capsys):
 
 
 @pytest.mark.parametrize("arguments", [["--strategy", "fsdp"], ["--strategy", "pipeline", "--micro-batches", "8"]])
-@pytest.mark.parametrize("family", [["--width", "64"], ["gpt", "--vocab", "64", "--dim", "64", "--heads", "4"]])
+@pytest.mark.parametrize("family", [["gpt", "--vocab", "64", "--dim", "64", "--heads", "4"]])
 def test_fsdp_and_pipelines_agree_with_their_formulas(capsys, arguments, family):
-    depth = ["--depth", "4"] if family[0] != "gpt" else ["--layers", "4", "--context", "16"]
+    depth = ["--layers", "4", "--context", "16"]
     options = [*family, *depth, *arguments, "--ranks", "4", "--dp", "2", "--batch", "16", "--rank", "3"]
     assert main(["dryrun", *options]) == 0
     assert "Formulas and code agree in every term" in capsys.readouterr().out
     assert main(["dryrun", *options, "--communication"]) == 0
     shown = capsys.readouterr().out
     assert "send" in shown if "pipeline" in arguments else "all_gather" in shown
-
-
-def test_the_batch_is_that_of_all_copies(capsys):
-    small = ["dryrun", "--strategy", "lowrank", "--low-rank", "4", "--width", "64", "--depth", "1", "--ranks", "2"]
-    found = []
-    for copies in ("1", "4"):
-        assert main([*small, "--batch", "64", "--dp", copies, "--json"]) == 0
-        found.append(json.loads(capsys.readouterr().out))
-    one, four = found
-    assert one["settings"]["batch"] == four["settings"]["batch"] == 64
-    assert one["flops"]["forward"] == 2 * 64 * (64 + 64) * 4 // 2
-    assert four["flops"]["forward"] * 4 == one["flops"]["forward"]
-    assert four["all_ranks"]["flops"] == one["all_ranks"]["flops"]
 
 
 @pytest.mark.parametrize(
@@ -91,10 +78,8 @@ SMALL = ["dryrun", "gpt", "--vocab", "64", "--dim", "64", "--layers", "2", "--he
 SMALL += ["--context", "16", "--batch", "4", "--ranks", "4"]
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--ghosts", "4"], ["--strategy", "megatron"], ["--ghosts", "4", "--tie-embeddings"]]
-)
-@pytest.mark.parametrize("mode", ["train", "prefill", "decode"])
+@pytest.mark.parametrize("arguments", [["--ghosts", "4", "--tie-embeddings"], ["--strategy", "megatron"]])
+@pytest.mark.parametrize("mode", ["train", "decode"])
 def test_a_transformer_agrees_with_its_formulas(capsys, arguments, mode):
     assert main([*SMALL, *arguments, "--mode", mode]) == 0
     text = " ".join(capsys.readouterr().out.split())
@@ -113,34 +98,15 @@ def test_a_transformers_json_has_the_counts(capsys):
     assert found["sent_bytes"]["backward"] == 5 * (2 * 3 * rows * 64 * 4 // 4)
 
 
-def test_communication_is_a_table_and_files(capsys, tmp_path):
-    folder = tmp_path / "figures"
-    assert main([*SMALL, "--ghosts", "4", "--communication", "--out", str(folder)]) == 0
+def test_communication_is_a_table_or_json(capsys):
+    assert main([*SMALL, "--ghosts", "4", "--communication"]) == 0
     text = capsys.readouterr().out
     for word in ("prefill", "decode", "forward", "backward", "megatron", "all_reduce", "reduce_scatter"):
         assert word in text
-    assert sorted(path.name for path in folder.iterdir()) == [
-        f"communication.{k}" for k in ("csv", "json", "png", "svg")
-    ]
-    rows = json.loads((folder / "communication.json").read_text())
     assert main([*SMALL, "--ghosts", "4", "--communication", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == rows
-    assert len((folder / "communication.csv").read_text().splitlines()) == 1 + len(rows)
+    rows = json.loads(capsys.readouterr().out)
     whole = sum(row["sent_bytes"] for row in rows if row["profile"] == "megatron" and row["phase"] == "forward")
     assert whole == 5 * (2 * 3 * 64 * 64 * 4 // 4) + 3 * 64 * 3 * 4
-
-
-def test_communication_of_a_feed_forward_network_is_beside_the_tensor_baseline(capsys):
-    small = ["--width", "64", "--depth", "3", "--ranks", "4", "--blocks", "4", "--ghosts", "2", "--batch", "5"]
-    assert main(["dryrun", *small, "--communication", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    sent = {(row["profile"], row["phase"], row["operation"]): (row["count"], row["sent_bytes"]) for row in rows}
-    assert sent == {
-        ("phantom", "forward", "all_gather"): (3, 3 * 3 * 5 * 2 * 4),
-        ("phantom", "backward", "reduce_scatter"): (3, 3 * 3 * 5 * 2 * 4),
-        ("tensor", "forward", "all_gather"): (3, 3 * 3 * 5 * 16 * 4),
-        ("tensor", "backward", "reduce_scatter"): (2, 2 * 3 * 5 * 16 * 4),
-    }
 
 
 @pytest.mark.parametrize(
@@ -150,7 +116,6 @@ def test_communication_of_a_feed_forward_network_is_beside_the_tensor_baseline(c
         (["--strategy", "dense"], "dense runs on one rank"),
         (["--ghosts", "17"], "ghosts=17 is larger than a block of 16 input features"),
         (["--strategy", "fsdp", "--mode", "decode"], "fsdp is for training: decode runs on ranks by megatron"),
-        (["--ghosts", "4", "--out", "x"], "--out x is where --communication writes to"),
         (["--ghosts", "4", "--communication", "--mode", "decode"], "leave out --mode decode"),
         (["--strategy", "dense", "--ranks", "1", "--communication"], "one rank sends nothing"),
     ],
@@ -160,13 +125,3 @@ def test_bad_input_of_a_transformer_is_one_line_and_exit_code_2(capsys, argument
     error = capsys.readouterr().err
     assert message in " ".join(error.split())
     assert "Traceback" not in error
-
-
-def test_unknown_commands_and_options(capsys):
-    assert main(["machine", "check", "--ranks", "--", "--"]) == 2
-    assert "'--' is not an option" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as caught:
-        main(["dryrun", "--wings", "2"])
-    assert caught.value.code == 2
-    assert main([]) == 0
-    assert "dryrun" in capsys.readouterr().out

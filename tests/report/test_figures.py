@@ -7,8 +7,7 @@ import pytest
 from matplotlib.ticker import EngFormatter
 
 from phantom_parallel.report import figures as drawings
-from phantom_parallel.report.plots import label_axis, line_styles, new_figure, strategy_style
-from phantom_parallel.study.results import Trial
+from phantom_parallel.report.figures import label_axis, line_styles, new_figure, strategy_style
 from tests.study.sample import STUDIES, make_ghosts, make_links, make_results, make_run, make_scaling, make_smaller
 
 
@@ -22,7 +21,7 @@ def lines(figure):
 
 def test_a_comparison_has_all_its_figures():
     comparison = drawn(make_results())
-    assert list(comparison) == ["ratios", "loss-time", "loss-energy", "parts", "bytes", "flops", "learning-rates"]
+    assert list(comparison) == ["ratios", "loss-time", "loss-energy"]
     for figure in comparison.values():
         assert figure.caption
         assert figure.figure.axes[0].get_xlabel()
@@ -37,26 +36,6 @@ def test_curves_end_at_the_median_time_to_the_target():
     for cell in results.cells:
         x, y = curves[cell.strategy].get_xydata()[-1]
         assert (x, y) == pytest.approx((median(run.seconds for run in cell.runs), results.target_loss))
-
-
-def test_parts_of_a_step_add_up_to_it():
-    results = make_results()
-    run = results.cells[1].runs[1]
-    compute, blocked, idle = drawings.step_breakdown(results.cells[1], run)
-    assert compute + blocked + idle == pytest.approx(run.step_seconds)
-    assert blocked == pytest.approx(0.55 * 0.95 * run.step_seconds)
-    assert drawings.step_breakdown(results.cells[1], replace(run, compute_seconds=None, blocked_seconds=None)) is None
-
-
-def test_a_search_for_the_target_is_drawn_by_its_steps():
-    trials = (
-        Trial("phantom", 0.001, "target", 80, 0.05),
-        Trial("phantom", 0.002, "target", 60, 0.05, chosen=True),
-        Trial("phantom", 0.004, "steps", 60, 0.07),
-    )
-    figure = drawn(make_results(trials=trials))["learning-rates"]
-    assert "steps to the loss" in figure.figure.axes[0].get_ylabel()
-    assert [*zip(*lines(figure)["phantom"].get_data(), strict=True)] == [(0.001, 80), (0.002, 60)]
 
 
 def test_ratios_of_many_strategies_have_a_row_each():
@@ -113,4 +92,4 @@ def test_runs_without_steps_are_left_out():
     results = make_results(seeds=1)
     diverged = replace(make_run("tensor", 0), status="diverged", steps=0, loss=None, curve=())
     cells = (results.cells[0], replace(results.cells[1], runs=(diverged,)))
-    assert "parts" in drawn(replace(results, cells=cells))
+    assert "tensor" not in lines(drawn(replace(results, cells=cells))["loss-time"])

@@ -6,8 +6,7 @@ import pytest
 
 from phantom_parallel.cost.hardware import load_profile
 from phantom_parallel.cost.planner import ModelSizes, PlanRequest, scaling
-from phantom_parallel.report import plan_figures
-from tests.cost.test_communication import both
+from phantom_parallel.report import figures as drawings
 
 WARNING = "phantom is another, smaller model than the dense one: its loss is not compared here"
 
@@ -16,7 +15,7 @@ WARNING = "phantom is another, smaller model than the dense one: its loss is not
 def drawn(monkeypatch, tmp_path):
     """Draw the figure of a plan, and return all that were drawn as matplotlib has them."""
     figures = []
-    monkeypatch.setattr(plan_figures, "save", lambda figure, stem: figures.append(figure) or [])
+    monkeypatch.setattr(drawings, "save", lambda figure, stem: figures.append(figure) or [])
 
     def draw(**changes):
         request = PlanRequest(
@@ -26,7 +25,7 @@ def drawn(monkeypatch, tmp_path):
             profile=load_profile("dgx-a100"),
             **changes,
         )
-        plan_figures.draw_scaling(request, scaling(request), tmp_path)
+        drawings.draw_scaling(request, scaling(request), tmp_path)
         return figures
 
     return draw
@@ -63,20 +62,9 @@ def test_the_title_says_that_phantom_is_another_model(drawn):
         assert "another" not in figure.get_suptitle()
 
 
-def test_messages_have_a_panel_for_each_phase():
-    figure = plan_figures.draw_messages(both(), "Messages of one rank")
-    assert [panel.get_title() for panel in figure.axes] == ["prefill", "decode", "forward", "backward"]
-    backward = figure.axes[3]
-    heights = sorted(float(point.get_ydata()[0]) for point in backward.lines)
-    assert heights[-1] == sum(row.sent_bytes for row in both()["megatron"] if row.phase == "backward")
-    assert backward.get_yscale() == "log"
-    labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels == ["phantom, 4 blocks", "megatron", "all-gather", "reduce-scatter", "all-reduce"]
-
-
 def test_the_points_of_a_conversion_are_in_a_csv_file(tmp_path):
     curves = {"phantom": [(0.8, 2.5), (0.5, 3.0)], "low rank": [(0.5, 3.25)]}
-    written = plan_figures.draw_curve(curves, 2.25, tmp_path / "curve")
+    written = drawings.draw_curve(curves, 2.25, tmp_path / "curve")
     assert sorted(path.name for path in written) == ["curve.csv", "curve.png", "curve.svg"]
     with (tmp_path / "curve.csv").open(newline="") as file:
         rows = [(row["method"], float(row["kept"]), float(row["loss"])) for row in csv.DictReader(file)]

@@ -7,10 +7,10 @@ from statistics import fmean
 import pytest
 from scipy import stats
 
+from phantom_parallel.study import analysis
 from phantom_parallel.study.analysis import (
     by_seed,
     mean,
-    mean_interval,
     median_of,
     peer,
     ranking,
@@ -30,23 +30,27 @@ def cell_of(results, strategy, **settings):
 
 @pytest.mark.parametrize("values", [[1.0, 2.0, 3.0], [5.0, 5.5], [0.1 * n + 1 for n in range(40)]])
 def test_intervals_are_students(values):
-    interval = mean_interval(values)
+    interval = analysis._interval(values)
     low, high = stats.t.interval(0.95, len(values) - 1, fmean(values), stats.sem(values))
     assert (interval.mean, interval.count) == (pytest.approx(fmean(values)), len(values))
-    assert (interval.low, interval.high) == (pytest.approx(max(low, 0.0)), pytest.approx(high))
+    assert (interval.low, interval.high) == (pytest.approx(low), pytest.approx(high))
 
 
 def test_intervals_are_clipped_to_what_the_quantity_can_be():
     # mean 0.4, standard deviation 0.4, t(0.975, 2) = 4.303: 0.4 +- 0.994
-    clipped = mean_interval([0.0, 0.4, 0.8], most=1.0)
+    results = make_results()
+    shares = [{"compute_seconds": 10.0 - 10 * share, "blocked_seconds": 10 * share} for share in (0.0, 0.4, 0.8)]
+    runs = zip(results.cells[0].runs, shares, strict=True)
+    cell = replace(results.cells[0], runs=tuple(replace(run, **times) for run, times in runs))
+    clipped = analysis.mean(results, cell, "blocked_share")
     assert (clipped.low, clipped.mean, clipped.high) == (0.0, pytest.approx(0.4), 1.0)
 
 
 def test_one_value_has_no_interval_and_nothing_has_no_mean():
-    interval = mean_interval([5.0])
+    interval = analysis._interval([5.0])
     assert (interval.mean, interval.low, interval.high, interval.count) == (5.0, None, None, 1)
     assert ratio_interval([(3.0, 4.0)]).mean == pytest.approx(0.75)
-    assert mean_interval([]) is None
+    assert analysis._interval([]) is None
     assert ratio_interval([]) is None
 
 

@@ -3,21 +3,20 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, methodcaller
-from pathlib import Path
 from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from phantom_parallel.cli.options import Flag, JsonOption, ModelOptions, WireOption, with_sizes
+from phantom_parallel.cli.options import Flag, JsonOption, ModelOptions, WireOption, make_table, with_sizes
 from phantom_parallel.cost.dryrun import DryRun, Messages, as_rows, dry_run, phases_of, profile
 from phantom_parallel.cost.hardware import WORD_BYTES
 from phantom_parallel.cost.planner import Layout
 from phantom_parallel.cost.terms import Optimizer, Phase, Shape
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
 from phantom_parallel.study.units import quantity
-from phantom_parallel.utils.files import json_text, write_json, write_text
+from phantom_parallel.utils.files import json_text
 from phantom_parallel.utils.strategies import StrategyName, wire_suffix
 
 
@@ -55,8 +54,6 @@ class DryRunOptions(ModelOptions, WireOption, JsonOption):
     """A training step, or a pass of inference."""
     communication: Flag = False
     """Show the messages of a rank instead, by operation, size and phase; of phantom, beside its baseline."""
-    out: Path | None = None
-    """A folder for the communication's table (CSV, JSON) and figure (PNG, SVG)."""
 
     def _shape(self, layout: Layout) -> Shape:
         """The shape of a training step in this layout."""
@@ -67,8 +64,6 @@ class DryRunOptions(ModelOptions, WireOption, JsonOption):
         layout = Layout(**{name: getattr(self, name) for name in Layout._fields})
         if self.communication:
             self._communication(layout.filled())
-        elif self.out is not None:
-            raise ValueError(f"--out {self.out} is where --communication writes to: pass that option too")
         else:
             passes = self._shape(layout).passes()
             if self.mode not in passes:
@@ -94,14 +89,10 @@ class DryRunOptions(ModelOptions, WireOption, JsonOption):
                 _require_agreement(dry_run(step))
         profiles = {strategy: profile(shape) for strategy, shape in shapes.items()}
         title = f"Messages of one rank: {' and '.join(shapes)}\n{self._title(layout)}"
-        written = [] if self.out is None else _write(profiles, title, self.out)
         if self.json:
             print(json_text(as_rows(profiles)))
-            return
-        console = Console(highlight=False)
-        console.print(message_table(profiles, title))
-        for path in written:
-            console.print(f"wrote {path}", markup=False, soft_wrap=True)
+        else:
+            Console(highlight=False).print(message_table(profiles, title))
 
     def _title(self, layout: Layout) -> str:
         return f"{layout}, rank {self.rank}\n{self.model.config.summary}, batch {self.batch:,}{wire_suffix(self.wire)}"
@@ -115,26 +106,10 @@ def options_for(family: str | None, arguments: list[str]) -> tuple[type[DryRunOp
     return with_sizes(DryRunOptions, chosen.name, "dryrun", **choices), chosen.shape.example
 
 
-def _write(profiles: Mapping[str, Sequence[Messages]], title: str, folder: Path) -> list[Path]:
-    from phantom_parallel.report.plan_figures import draw_messages  # matplotlib takes a second to import
-    from phantom_parallel.report.plots import save
-    from phantom_parallel.report.tables import csv_text
-
-    write_text(folder / "communication.csv", csv_text(as_rows(profiles)))
-    write_json(folder / "communication.json", as_rows(profiles))
-    return [
-        *(folder / f"communication.{kind}" for kind in ("csv", "json")),
-        *save(draw_messages(profiles, title), folder / "communication"),
-    ]
-
-
 def message_table(profiles: Mapping[str, Sequence[Messages]], title: str) -> Table:
     """Phase by phase, the profiles below each other."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for heading in ("phase", "operation"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("count", "message", "bytes sent"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("phase", "operation", "count", "message", "bytes sent")
+    table = make_table(headings, left=2, title=title, title_justify="left", box=SIMPLE_HEAD)
     table.add_column("carries")
     for phase in phases_of(profiles):
         table.add_section()
@@ -162,9 +137,7 @@ def _show(result: DryRun, title: str) -> None:
     """Print the counts, which the formulas agree with: so these give the sums over all ranks."""
     console, shape = Console(), result.shape
     console.print(f"Formulas and code agree in every term ({shape.step_name}, {result.seconds:.2f} s).")
-    counts = Table(shape.step_name, "this rank", "all ranks", title=title, title_justify="left")
-    for column in counts.columns[1:]:
-        column.justify = "right"
+    counts = make_table((shape.step_name, "this rank", "all ranks"), title=title, title_justify="left")
 
     def add(name: str, count: Callable[[Shape], int], unit: str = "B") -> None:
         counts.add_row(name, quantity(count(shape), unit), quantity(shape.over_all_ranks(count), unit))

@@ -1,51 +1,214 @@
-"""The figures of comparisons and of studies."""
+"""Figures: their style, those of comparisons and studies, and those of plans and conversions."""
 
+import io
 import math
-from collections.abc import Sequence
-from statistics import fmean
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+import matplotlib
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch
-
-from phantom_parallel.report.plots import (
-    INK,
-    MUTED,
-    SURFACE,
-    CaptionedFigure,
-    add_grid_and_legend,
-    counted_axis,
-    label_axis,
-    line_styles,
-    log_axis,
-    new_figure,
-    plot_style,
-    strategy_style,
-    unit_formatter,
+from matplotlib.figure import Figure
+from matplotlib.ticker import (
+    EngFormatter,
+    FixedLocator,
+    Formatter,
+    LogLocator,
+    NullFormatter,
+    NullLocator,
+    PercentFormatter,
+    StrMethodFormatter,
 )
+
+from phantom_parallel.cost.planner import TWO_LEVEL, Candidate, PlanRequest
+from phantom_parallel.report.tables import csv_text
 from phantom_parallel.study.analysis import lead_of, median_of, ratio
+from phantom_parallel.study.contenders import COPIES, DENSE, PHANTOM_COPIES, SMALL_DENSE
 from phantom_parallel.study.notes import main_measure
-from phantom_parallel.study.results import Cell, CurvePoint, Results, Run, Trial
-from phantom_parallel.study.units import format_measure, format_ratio, measure_label, plain, quantity
+from phantom_parallel.study.results import Cell, CurvePoint, Results
+from phantom_parallel.study.units import format_ratio, measure_label, measure_unit, plain
+from phantom_parallel.utils.files import write_bytes, write_text
+
+# Colour and marker of each strategy, distinct for colour-blind readers (Okabe and Ito) and in print.
+LOOKS = {
+    "dense": ("#666666", "s"),
+    "tensor": ("#0072B2", "o"),
+    "megatron": ("#D55E00", "^"),
+    "phantom": ("#009E73", "D"),
+    "fsdp": ("#E69F00", "P"),
+    "pipeline": ("#56B4E9", "X"),
+    "lowrank": ("#8C564B", "h"),
+}
+SECOND_PHANTOM = ("#CC79A7", "v")
+_LAYOUTS = {
+    COPIES: LOOKS["dense"],
+    DENSE: LOOKS["dense"],
+    PHANTOM_COPIES: SECOND_PHANTOM,
+    SMALL_DENSE: ("#999933", "d"),
+}
+INK, MUTED, GRID, SURFACE = "#1b1f24", "#59636e", "#d1d9e0", "#ffffff"
+DASHES: tuple[Any, ...] = ("solid", (0, (5, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
+MARKERS = "<>ph*8Hd"  # of further lines in the colour of one strategy
+WIDTH = 5.2  # inches: two beside each other on a page, one on a phone
+
+_RC: Any = {
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "legend.fontsize": 9,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "axes.edgecolor": MUTED,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "figure.facecolor": SURFACE,
+    "axes.facecolor": SURFACE,
+    "savefig.facecolor": SURFACE,
+    "hatch.linewidth": 0.8,
+    "legend.frameon": False,
+    "text.parse_math": False,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "phantom",  # equal results give equal files
+}
+
+
+@dataclass(frozen=True)
+class CaptionedFigure:
+    """A figure with its title and a caption that states what it shows."""
+
+    name: str
+    title: str
+    caption: str
+    figure: Figure
+
+    @cached_property
+    def svg(self) -> str:
+        """The figure as SVG, which a page and a file share."""
+        data = io.BytesIO()
+        with plot_style():
+            self.figure.savefig(data, format="svg", metadata={"Date": None})
+        return data.getvalue().decode()
+
+
+def save(figure: Figure, stem: Path, svg: str | None = None) -> list[Path]:
+    """Write a figure as PNG and SVG. Equal figures give equal files."""
+    paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
+    data = io.BytesIO()
+    with plot_style():
+        figure.savefig(data, format="png", dpi=150)
+    write_bytes(paths[0], data.getvalue())
+    write_text(paths[1], svg or CaptionedFigure(stem.name, "", "", figure).svg)
+    return paths
+
+
+def plot_style() -> AbstractContextManager[None]:
+    """Use the style of this package within the block."""
+    return matplotlib.rc_context(_RC)
+
+
+def new_figure(title: str, height: float = 3.7) -> tuple[Figure, Axes]:
+    """A figure of the usual width with one pair of axes."""
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    axes = figure.subplots()
+    figure.suptitle(title, fontsize=11, fontweight="bold")
+    return figure, axes
+
+
+def strategy_style(strategy: str) -> tuple[str, str]:
+    """Colour and marker of a strategy, whatever its layout and the values that it exchanges."""
+    looks = LOOKS | _LAYOUTS
+    return looks.get(re.split("[@+ ]", strategy)[0]) or looks.get(strategy, SECOND_PHANTOM)
+
+
+def line_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Colour, marker and dashes of each line of a figure, as arguments of ``plot``. Lines of one strategy, as
+    ``tensor`` and ``tensor+int8``, have its colour; markers and dashes tell them apart.
+    """
+    styles: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(names):
+        colour, marker = strategy_style(name)
+        number = sum(style["color"] == colour for style in styles.values())
+        if number:
+            marker = MARKERS[(number - 1) % len(MARKERS)]
+        styles[name] = {"color": colour, "marker": marker, "linestyle": DASHES[number % len(DASHES)]}
+    return styles
+
+
+def label_axis(axes: Axes, which: str, measure: str, values: Sequence[float], words: str = "") -> None:
+    """Label an axis with a measure, and its ticks with values and units. It is logarithmic if the values are above 0
+    and differ by more than a factor of 4.
+    """
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    if values and min(values) > 0 and max(values) > 4 * min(values):
+        log_axis(axes, which, max(values) / min(values))
+    axis.set_label_text(words or measure_label(measure, to_the_loss=False))
+    unit = measure_unit(measure)
+    formatter: Formatter = EngFormatter(unit)
+    if unit in ("", "steps", "%"):
+        formatter = PercentFormatter(1.0) if unit == "%" else StrMethodFormatter("{x:,.6g}")
+    axis.set_major_formatter(formatter)
+
+
+def log_axis(axes: Axes, which: str, span: float = 1.0) -> None:
+    """Make an axis logarithmic, with ticks between the decades if the values ``span`` few of them."""
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if span < 100 else (1.0,), numticks=9))
+    axis.set_minor_formatter(NullFormatter())
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(StrMethodFormatter("{x:,.6g}"))
+
+
+def counted_axis(axes: Axes, values: Iterable[float]) -> None:
+    """Make the x-axis logarithmic with ticks at the values themselves, for ranks, ghosts and other counts."""
+    ticks = sorted(set(values))
+    if min(ticks) > 0 and len(ticks) > 2:
+        axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(ticks[:: -(-len(ticks) // 8)]))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.6g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def add_grid_and_legend(figure: Figure, axes: Axes, *, grid: Any = "both", columns: int = 3) -> None:
+    """Draw the grid, and the legend below the axes."""
+    axes.grid(visible=True, which="major", axis=grid, alpha=0.8, linewidth=0.6)
+    fitted_legend(figure, axes.get_legend_handles_labels()[0], columns=columns)
+
+
+def fitted_legend(figure: Figure, handles: Sequence[Artist], *, columns: int) -> None:
+    """Draw a legend below the axes, in as many columns as the figure is wide enough for, up to ``columns``."""
+    for number in range(min(columns, len(handles)), 0, -1):
+        options: Any = {"ncols": number, "handlelength": 2.6, "fontsize": 9, "frameon": False}
+        legend = figure.legend(handles=handles, loc="outside lower center", **options)
+        if number == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            break
+        legend.remove()
+
+
+# Comparisons and studies
 
 
 def figures(results: Results) -> list[CaptionedFigure]:
     """The figures that the results have data for, the most important first."""
     with plot_style():
-        drawn = _comparison(results) if results.is_comparison else _study(results)
-        drawn.append(_search(results))
+        drawn = _study(results)
+        if results.is_comparison:
+            drawn = [_ratios(results), _curve(results, "seconds"), _curve(results, "joules")]
     return [figure for figure in drawn if figure is not None]
-
-
-def _comparison(results: Results) -> list[CaptionedFigure | None]:
-    return [
-        _ratios(results),
-        _curve(results, "seconds"),
-        _curve(results, "joules"),
-        _parts(results),
-        _counts(results, "bytes_per_step"),
-        _counts(results, "flops_per_step"),
-    ]
 
 
 def _ratios(results: Results) -> CaptionedFigure | None:
@@ -65,21 +228,20 @@ def _ratios(results: Results) -> CaptionedFigure | None:
     title = f"{lead.capitalize()} as a share of the others"
     figure, axes = new_figure(title, 1.5 + 0.45 * len(others))
     looks = dict(zip(measures, ((INK, "o"), (MUTED, "s"), (MUTED, "D")), strict=False))
-    labelled: set[str] = set()
+    labels = {measure: measure_label(measure) for measure in measures}
     for row, measure, value in rows:
         colour, marker = looks[measure]
         at = row + 0.22 * (measures.index(measure) - (len(measures) - 1) / 2)
         low, high = (value.mean if end is None else end for end in (value.low, value.high))
-        label = None if measure in labelled else measure_label(measure)
-        labelled.add(measure)
-        axes.errorbar(
-            value.mean, at, xerr=[[value.mean - low], [high - value.mean]], color=colour, fmt=marker, label=label
-        )
-        _beside(axes, (1, at), format_ratio(value.mean), xycoords=("axes fraction", "data"))
+        look: Any = {"color": colour, "fmt": marker, "label": labels.pop(measure, None)}  # each label once
+        axes.errorbar(value.mean, at, xerr=[[value.mean - low], [high - value.mean]], **look)
+        place: Any = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center"}
+        axes.annotate(format_ratio(value.mean), (1, at), (5, 0), fontsize=9, **place)
     axes.axvline(1, color=INK, linewidth=1.2)
     log_axis(axes, "x")
     axes.set_xlabel("ratio, 95 % interval")
-    _strategy_rows(axes, [f"to {cell.strategy}" for cell in others])
+    axes.set_yticks(range(len(others)), [f"to {cell.strategy}" for cell in others])
+    axes.set_ylim(len(others) - 0.5, -0.5)
     add_grid_and_legend(figure, axes, grid="x")
     caption = f"Left of the line at 1 {lead} needs less. Geometric means over seeds, with 95 % confidence intervals."
     return CaptionedFigure("ratios", title, caption, figure)
@@ -118,106 +280,6 @@ def loss_curve(curve: Sequence[CurvePoint], measure: str) -> list[tuple[float, f
     """(time or energy, loss) of each evaluation for which both are known."""
     points = [(getattr(point, measure), point.loss) for point in curve]
     return [(spent, loss) for spent, loss in points if spent is not None and math.isfinite(loss)]
-
-
-def step_breakdown(cell: Cell, run: Run) -> tuple[float, float, float] | None:
-    """Seconds of one step on one rank: computing, blocked in collectives, and neither. None if not split."""
-    if run.compute_seconds is None or run.blocked_seconds is None or not run.steps:
-        return None
-    ranks = cell.ranks * cell.dp
-    compute, blocked = run.compute_seconds / ranks, run.blocked_seconds / ranks
-    idle = max(0.0, run.seconds - compute - blocked)
-    return compute / run.steps, blocked / run.steps, idle / run.steps
-
-
-def _parts(results: Results) -> CaptionedFigure | None:
-    parts: dict[str, list[float]] = {}
-    for cell in results.cells:
-        seeds = [split for run in cell.runs if (split := step_breakdown(cell, run))]
-        if seeds:
-            parts[cell.strategy] = [fmean(column) for column in zip(*seeds, strict=True)]
-    if not parts:
-        return None
-    title = "Activity of a rank in a step"
-    figure, axes = new_figure(title, 1.6 + 0.5 * len(parts))
-    totals = [sum(times) for times in parts.values()]
-    looks: dict[str, Any] = {
-        "computing": {},
-        "blocked in collectives": {"fill": False, "hatch": "////"},
-        "idle": {"fill": False},
-    }
-    for row, (strategy, times) in enumerate(parts.items()):
-        colour, _ = strategy_style(strategy)
-        for index, look in enumerate(looks.values()):
-            axes.barh(row, times[index], left=sum(times[:index]), color=colour, edgecolor=colour, height=0.62, **look)
-        total = sum(times)
-        _beside(axes, (total, row), f"{quantity(total, 's', totals)}, {times[1] / total:.0%} blocked" if total else "")
-    axes.set_xlim(0, 1.5 * max(totals))
-    _strategy_rows(axes, list(parts))
-    label_axis(axes, "x", "step_seconds", [], "step time, mean over ranks")
-    axes.grid(visible=True, axis="x", alpha=0.8, linewidth=0.6)
-    handles = [Patch(facecolor=MUTED, edgecolor=MUTED, label=label, **look) for label, look in looks.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3)
-    caption = "Blocked is time in which a rank waits for the values of others. The step time of the tables is rank 0's."
-    return CaptionedFigure("parts", title, caption, figure)
-
-
-def _counts(results: Results, measure: str) -> CaptionedFigure | None:
-    """A count of each strategy, as points: on a logarithmic axis the length of a bar would mean nothing."""
-    values = {cell.strategy: float(getattr(cell, measure)) for cell in results.cells}
-    positive = [value for value in values.values() if value > 0]
-    if not positive:
-        return None
-    title = measure_label(measure)[:1].upper() + measure_label(measure)[1:]
-    figure, axes = new_figure(title, 1.3 + 0.5 * len(values))
-    log_axis(axes, "x", max(positive) / min(positive))
-    axes.set_xlim(min(positive) / 2, max(positive) * 8)
-    for row, (strategy, value) in enumerate(values.items()):
-        colour, marker = strategy_style(strategy)
-        axes.plot(value or math.nan, row, color=colour, marker=marker, markersize=8, linestyle="none")
-        text = format_measure(value, measure, among=positive) if value > 0 else "none"
-        _beside(axes, (value or min(positive), row), text, points=8)
-    _strategy_rows(axes, list(values))
-    axes.set_xlabel("sum over ranks, logarithmic")
-    axes.xaxis.set_major_formatter(unit_formatter(measure))
-    axes.grid(visible=True, axis="x", alpha=0.8, linewidth=0.6)
-    name = measure.removesuffix("_per_step")
-    return CaptionedFigure(name, title, "By the cost formulas, over all ranks.", figure)
-
-
-def _search(results: Results) -> CaptionedFigure | None:
-    """Steps to the target of each trial, or its final loss if none reached it."""
-    if not any(trial.loss is not None for trial in results.trials):
-        return None
-    by_steps = any(trial.chosen and trial.status == "target" for trial in results.trials)
-    title, names = "Search for the learning rate", list(dict.fromkeys(trial.model for trial in results.trials))
-    figure, axes = new_figure(title, 3.7 + 0.1 * len(names))
-    heights: list[float] = []
-    for number, (name, style) in enumerate(line_styles(names).items()):
-        placed = [(trial, trial_height(trial, by_steps)) for trial in results.trials if trial.model == name]
-        points = sorted((trial.lr, height, trial.chosen) for trial, height in placed if height is not None)
-        axes.plot([x for x, _, _ in points], [y for _, y, _ in points], label=name, markersize=5.5, **style)
-        for x, y, chosen in points:
-            if chosen:
-                axes.plot(x, y, marker="o", color=style["color"], markerfacecolor="none", markersize=11 + 3 * number)
-        heights += [height for _, height, _ in points]
-    counted_axis(axes, [trial.lr for trial in results.trials])
-    axes.margins(0.1, 0.2)
-    words = "steps to the loss" if by_steps else "held-out loss at the end of a trial"
-    label_axis(axes, "y", "steps" if by_steps else "loss", heights, words)
-    axes.set_xlabel("learning rate")
-    add_grid_and_legend(figure, axes, columns=4)
-    caption = (
-        "The same rates for every model; the chosen one is ringed. Trials without a point diverged or were stopped."
-    )
-    return CaptionedFigure("learning-rates", title, caption, figure)
-
-
-def trial_height(trial: Trial, by_steps: bool) -> float | None:
-    """Where a trial is drawn; None if it has no value."""
-    if trial.status == "diverged" or (by_steps and trial.status != "target"):
-        return None
-    return float(trial.steps) if by_steps else trial.loss
 
 
 def _study(results: Results) -> list[CaptionedFigure | None]:
@@ -289,10 +351,58 @@ def _sweep(results: Results, cells: Sequence[Cell], measure: str) -> CaptionedFi
     return CaptionedFigure(stem, title, f"Medians over seeds.{note}", figure)
 
 
-def _strategy_rows(axes: Axes, names: Sequence[str]) -> None:
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.5, -0.5)
+# Plans and conversions
 
 
-def _beside(axes: Axes, at: tuple[float, float], text: str, points: int = 5, xycoords: Any = "data") -> None:
-    axes.annotate(text, at, xycoords=xycoords, xytext=(points, 0), textcoords="offset points", va="center", fontsize=9)
+def draw_scaling(request: PlanRequest, curves: Mapping[str, Sequence[Candidate]], folder: Path) -> list[Path]:
+    """Step time and modelled energy against devices, one curve a strategy."""
+    panels: dict[str, Callable[[Candidate], float]] = {"step time, ms (modelled)": lambda c: 1e3 * c.seconds}
+    if request.profile.has_power:
+        panels["energy of a step on all devices, J (modelled)"] = lambda c: c.joules or 0.0
+    figure = Figure(figsize=(0.5 + 5.25 * len(panels), 4.6), layout="constrained")
+    panel_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    phantoms = [name for name in curves if name.startswith("phantom") and not name.endswith(TWO_LEVEL)]
+    counts = sorted({c.devices for curve in curves.values() for c in curve})
+    for axes, (label, height) in zip(panel_axes, panels.items(), strict=True):
+        for name, curve in curves.items():
+            second = name.removesuffix(TWO_LEVEL) in phantoms[1:]
+            colour, marker = SECOND_PHANTOM if second else LOOKS[curve[0].layout.strategy]
+            style = {"color": colour, "marker": marker, "linestyle": "--" if name.endswith(TWO_LEVEL) else "-"}
+            axes.plot([c.devices for c in curve], [height(c) for c in curve], markersize=4.5, label=name, **style)
+        axes.set(xscale="log", xlabel="devices", ylabel=label)
+        log_axis(axes, "y")
+        axes.set_xticks(counts, [str(count) for count in counts])
+        axes.minorticks_off()
+        axes.grid(visible=True, which="major", alpha=0.25)
+    drawn = [c for curve in curves.values() for c in curve]
+    phantom, dense = ([c.parameters for c in drawn if c.same_model is same] for same in (False, True))
+    text = f"Scaling at a fixed batch\n{request.summary}, on {request.profile.name}"
+    if phantom:
+        smaller = ", smaller" if dense and max(phantom) < min(dense) else ""
+        text += f"\nphantom is another{smaller} model than the dense one: its loss is not compared here"
+    figure.suptitle(text, fontsize=11)
+    handles, _ = panel_axes[0].get_legend_handles_labels()
+    fitted_legend(figure, handles, columns=len(handles))
+    return save(figure, folder / "scaling")
+
+
+def draw_curve(
+    curves: Mapping[str, Sequence[tuple[float, float]]], dense_loss: float, path: Path, unit: str = "held-out loss"
+) -> list[Path]:
+    """Draw the loss, in ``unit``, against the share of the converted maps' multiply-adds, one curve a method, and write
+    PNG, SVG and a CSV file of the points. ``path`` has no suffix.
+    """
+    records: list[dict[str, object]] = [{"method": "dense", "kept": 1.0, "loss": dense_loss}]
+    looks = (LOOKS["phantom"], SECOND_PHANTOM, LOOKS["megatron"], LOOKS["tensor"], LOOKS["fsdp"])
+    with plot_style():
+        figure, axes = new_figure("Loss against multiply-adds")
+        axes.axhline(dense_loss, color=LOOKS["dense"][0], linestyle=(0, (1, 1.2)), label="dense")
+        for (name, points), (colour, marker) in zip(curves.items(), looks, strict=False):
+            kept, losses = zip(*sorted(points), strict=True)
+            axes.plot(kept, losses, color=colour, marker=marker, label=name)
+            records += [{"method": name, "kept": x, "loss": y} for x, y in zip(kept, losses, strict=True)]
+        axes.set(xlabel="multiply-adds kept, share of the converted maps", ylabel=unit)
+        axes.legend(frameon=False)
+        table = path.with_suffix(".csv")
+        write_text(table, csv_text(records))
+        return [*save(figure, path), table]

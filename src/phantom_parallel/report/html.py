@@ -9,8 +9,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from phantom_parallel.report import tables
-from phantom_parallel.report.figures import figures
-from phantom_parallel.report.plots import (
+from phantom_parallel.report.figures import (
     GRID,
     INK,
     LOOKS,
@@ -18,6 +17,7 @@ from phantom_parallel.report.plots import (
     SECOND_PHANTOM,
     SURFACE,
     CaptionedFigure,
+    figures,
     save,
 )
 from phantom_parallel.study.contenders import BASES

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -10,15 +10,7 @@ from rich.box import SIMPLE
 from rich.markup import escape
 from rich.table import Table
 
-from phantom_parallel.study.analysis import (
-    inference_measures,
-    inference_value,
-    lead_of,
-    mean,
-    median_of,
-    ratio,
-    ratios,
-)
+from phantom_parallel.study.analysis import inference_measures, lead_of, mean, median_of, ratio, ratios
 from phantom_parallel.study.results import Cell, Results
 from phantom_parallel.study.units import MEASURES, TO_THE_LOSS, format_interval, format_measure, measure_label, plain
 
@@ -33,10 +25,8 @@ _SHORT = {  # headings in the terminal
     "blocked_share": "blocked",
     "loss": "loss",
 }
-RATIOS = (
-    *("seconds", "joules", "flops", "bytes", "step_seconds"),  # of every comparison
-    *("steps", "measured_joules", "parameters", "memory_bytes"),  # where they are known
-)
+RATIOS = ("seconds", "joules", "flops", "bytes", "step_seconds")  # of every comparison
+OTHER_RATIOS = ("steps", "measured_joules", "parameters", "memory_bytes")  # where they are known
 Column = tuple[str, Callable[[Cell], str]]  # its heading, and the text of a cell
 
 
@@ -50,24 +40,13 @@ class Section:
 
 def _by_cell(columns: Sequence[Column], cells: Sequence[Cell]) -> Section:
     """A row for each cell."""
-    headings = tuple(heading for heading, _ in columns)
-    return Section(
-        ("strategy", *headings), tuple((cell.strategy, *(text(cell) for _, text in columns)) for cell in cells)
-    )
-
-
-def _by_figure(headings: tuple[str, ...], columns: Sequence[Column], cells: Sequence[Cell]) -> Section:
-    """A row for each figure, with a column for each cell."""
-    return Section(headings, tuple((label, *map(text, cells)) for label, text in columns))
+    rows = ((cell.strategy, *(text(cell) for _, text in columns)) for cell in cells)
+    return Section(("strategy", *(heading for heading, _ in columns)), tuple(rows))
 
 
 def main_sections(results: Results, *, short: bool = False) -> tuple[Section, ...]:
     """The main figures: of a comparison a row for each strategy, of a study a column for each link or batch size, or a
-    row for each cell.
-
-    Args:
-        results: What they are of.
-        short: Whether the table must fit into a terminal of 80 columns.
+    row for each cell. ``short``: for a terminal of 80 columns.
     """
     if not results.is_comparison or results.is_timed:
         return _places(results, short) or (_cells(results, short=short),)
@@ -82,10 +61,9 @@ def main_sections(results: Results, *, short: bool = False) -> tuple[Section, ..
     headings = {name: measure_label(name, to_the_loss=False) for name in measures} | (_SHORT if short else headings)
     columns += [(headings[name], _mean(results, name)) for name in measures]
     if lead := _lead(results):
-        noun = f"{lead.strategy} / it"
-        columns += [
-            (f"{measure_label(name, to_the_loss=False)}: {noun}", _ratio(results, lead, name)) for name in compared
-        ]
+        for name in compared:
+            label = f"{measure_label(name, to_the_loss=False)}: {lead.strategy} / it"
+            columns.append((label, _ratio(results, lead, name)))
     return (_by_cell(columns, results.cells),)
 
 
@@ -104,7 +82,7 @@ def _places(results: Results, short: bool) -> tuple[Section, ...]:
     measures = ("step_seconds", "joules_per_sample") if results.is_timed else ("seconds", "joules", "step_seconds")
     sections = []
     for measure in measures[:2] if short else measures:
-        text = _median(results, measure, cells)
+        text = _median(results, measure)
         rows = [
             (strategy, *(text(named[strategy, place]) if (strategy, place) in named else NOTHING for place in places))
             for strategy in dict.fromkeys(cell.strategy for cell in cells)
@@ -133,7 +111,7 @@ def _cells(results: Results, measures: Sequence[str] = (), *, short: bool = Fals
     for name in measures:
         if any(median_of(results, cell, name) is not None for cell in cells):
             label = measure_label(name, to_a_loss)
-            columns.append((_SHORT.get(name, label) if short else label, _median(results, name, cells)))
+            columns.append((_SHORT.get(name, label) if short else label, _median(results, name)))
     return _by_cell(columns, cells)
 
 
@@ -156,21 +134,18 @@ def detailed_sections(results: Results) -> tuple[Section, ...]:
             f"energy with evaluations, measured by {sensors}" if sensors else "energy, measured",
             _mean(results, "measured_joules") if sensors else lambda _: UNAVAILABLE,
         ),
-        *((_inference_label(results, measure), _inference(results, measure)) for measure in inference),
+        *((_inference_label(results, measure), _mean(results, measure)) for measure in inference),
     ]
-    sections = (_by_figure(("", *names), costs, results.cells),)
-    lead = _lead(results)
-    if lead is None or len(names) < 2:
-        return sections
-    others = [cell for cell in results.cells if cell is not lead]
-    known = [
-        measure
-        for measure in (*RATIOS, *inference)
-        if measure in RATIOS[:5] or any(ratio(results, lead, cell, measure) for cell in others)
-    ]
-    headings = ("" if name == lead.strategy else f"{lead.strategy} / {name}" for name in names)
-    columns = [(_inference_label(results, measure), _ratio(results, lead, measure)) for measure in known]
-    return (*sections, _by_figure(("ratio, below 1 is less", *headings), columns, results.cells))
+    sections = [Section(("", *names), tuple((label, *map(text, results.cells)) for label, text in costs))]
+    if len(names) > 1 and (lead := _lead(results)):
+        headings = ("" if name == lead.strategy else f"{lead.strategy} / {name}" for name in names)
+        rows = []
+        for measure in (*RATIOS, *OTHER_RATIOS, *inference):
+            if measure in RATIOS or any(ratio(results, lead, c, measure) for c in results.cells if c is not lead):
+                text = _ratio(results, lead, measure)
+                rows.append((_inference_label(results, measure), *map(text, results.cells)))
+        sections.append(Section(("ratio, below 1 is less", *headings), tuple(rows)))
+    return tuple(sections)
 
 
 def _lead(results: Results) -> Cell | None:
@@ -178,20 +153,12 @@ def _lead(results: Results) -> Cell | None:
     return next((cell for cell in results.cells if cell.strategy == lead_of(results.cells)), None)
 
 
-def _inference(results: Results, measure: str) -> Callable[[Cell], str]:
-    name, _, batch = measure.partition(", batch ")
-    values = [inference_value(cell, name, int(batch)) for cell in results.cells]
-    return lambda cell: format_measure(inference_value(cell, name, int(batch)), measure, among=values)
-
-
 def _inference_label(results: Results, measure: str) -> str:
     """The label of a measure; that of inference energy says whether it is modelled or how it was measured."""
     name, _, batch = measure.partition(", batch ")
     entries = [entry for cell in results.cells for entry in cell.inference if str(entry.batch) == batch]
-    kinds = {
-        entry.provenance for entry in entries if name == "inference_joules" and entry.joules_per_sample is not None
-    }
-    return ", ".join([measure_label(measure), *sorted(kind.replace("_", " ") for kind in kinds)])
+    known = [entry for entry in entries if name == "inference_joules" and entry.joules_per_sample is not None]
+    return ", ".join([measure_label(measure), *sorted({entry.provenance.replace("_", " ") for entry in known})])
 
 
 def measured_by(results: Results) -> str:
@@ -202,17 +169,15 @@ def measured_by(results: Results) -> str:
 
 def _mean(results: Results, measure: str) -> Callable[[Cell], str]:
     """A mean in the unit that suits all strategies, which stand beside each other."""
-
-    def value(cell: Cell) -> float | None:
-        interval = mean(results, cell, measure)
-        return None if interval is None else interval.mean
-
-    values = list(map(value, results.cells))
-    return lambda cell: format_measure(value(cell), measure, _missing(measure, cell), values)
+    means = {id(cell): mean(results, cell, measure) for cell in results.cells}
+    values = {cell: None if interval is None else interval.mean for cell, interval in means.items()}
+    among = list(values.values())
+    return lambda cell: format_measure(values[id(cell)], measure, _missing(measure, cell), among)
 
 
-def _median(results: Results, measure: str, cells: Sequence[Cell]) -> Callable[[Cell], str]:
+def _median(results: Results, measure: str) -> Callable[[Cell], str]:
     """A median in the unit that suits the cells of the same place, or all where every cell has a row."""
+    cells = results.cells
     apart = any(cell.settings.keys() - {"batch"} for cell in cells)
 
     def text(cell: Cell) -> str:
@@ -286,10 +251,8 @@ def csv_files(results: Results) -> dict[str, str]:
     """The text of each CSV file by its name, with every number to the last digit; unknown values are empty."""
     cells, runs, points = [], [], []
     for cell in results.cells:
-        record = {name: value for name, value in vars(cell).items() if name not in ("runs", "settings", "inference")}
         identity = {"strategy": cell.strategy, "link": cell.link} | cell.settings
-        counts = {"reached": cell.reached, "seeds": len(cell.runs)}
-        cells.append(identity | record | counts | dict(_figures(results, cell)))
+        cells.append(identity | _record(results, cell))
         for run in cell.runs:
             values = {name: value for name, value in vars(run).items() if name not in ("curve", "losses")}
             runs.append(identity | values | {"step_seconds": run.step_seconds, "blocked_share": run.blocked_share})
@@ -303,23 +266,23 @@ def csv_files(results: Results) -> dict[str, str]:
     return {f"{name}.csv": csv_text(records) for name, records in files.items() if records}
 
 
-def _figures(results: Results, cell: Cell) -> Iterator[tuple[str, Any]]:
-    """Means with their intervals, and inference, for the CSV file of cells."""
+def _record(results: Results, cell: Cell) -> dict[str, Any]:
+    """A cell for its CSV file: counts, means with their intervals, and inference."""
+    record = {name: value for name, value in vars(cell).items() if name not in ("runs", "settings", "inference")}
+    record |= {"reached": cell.reached, "seeds": len(cell.runs)}
     for name in (*TO_THE_LOSS, "step_seconds", "blocked_share"):
         interval = mean(results, cell, name)
-        for part in ("mean", "low", "high", "count"):
-            yield f"{name}_{part}", None if interval is None else getattr(interval, part)
+        record |= {f"{name}_{part}": getattr(interval, part, None) for part in ("mean", "low", "high", "count")}
     for entry in cell.inference:
-        values = {name: value for name, value in vars(entry).items() if name != "batch"}
-        yield from ((f"inference_batch_{entry.batch}_{name}", value) for name, value in values.items())
+        record |= {f"inference_batch_{entry.batch}_{name}": value for name, value in vars(entry).items()}
+    return record
 
 
 def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
     """Records as CSV, with a column for each name."""
     text = io.StringIO()
-    table = csv.DictWriter(
-        text, list(dict.fromkeys(name for record in records for name in record)), lineterminator="\n"
-    )
+    names = dict.fromkeys(name for record in records for name in record)
+    table = csv.DictWriter(text, list(names), lineterminator="\n")
     table.writeheader()
     table.writerows(records)
     return text.getvalue()

@@ -17,16 +17,6 @@ LEADS = ("phantom", PHANTOM_COPIES)
 COUNTS = ("parameters", "flops_per_step", "bytes_per_step", "memory_bytes")
 
 
-def mean_interval(values: Sequence[float], most: float = math.inf) -> Interval | None:
-    """The mean of a quantity from 0 to ``most``, with its 95 % confidence interval clipped to that; None without
-    values.
-    """
-    interval = _interval(values)
-    if interval is None or interval.low is None or interval.high is None:
-        return interval
-    return replace(interval, low=max(interval.low, 0.0), high=min(interval.high, most))
-
-
 def ratio_interval(pairs: Sequence[tuple[float, float]]) -> Interval | None:
     """The geometric mean of first / second with the interval of the logarithms; None without positive pairs."""
     logs = _interval([math.log(first) - math.log(second) for first, second in pairs if first > 0 and second > 0])
@@ -45,17 +35,21 @@ def _interval(values: Sequence[float]) -> Interval | None:
     return Interval(mean, mean - half, mean + half, len(values))
 
 
-def complete(results: Results, run: Run) -> bool:
-    """Whether a run has figures to the loss: it reached the target, or it trained all steps where there is none."""
-    return run.reached or (results.target_loss is None and run.status in ("steps", "timed"))
-
-
 def by_seed(results: Results, cell: Cell, measure: str) -> dict[int, float]:
-    """A measure of each run that has it; figures to the loss are those of runs that reached it."""
-    if measure in COUNTS:
-        return {run.seed: getattr(cell, measure) for run in cell.runs}
-    runs = [run for run in cell.runs if measure not in TO_THE_LOSS or complete(results, run)]
-    values = {run.seed: _value(run, cell, measure) for run in runs}
+    """A measure of each run that has it. Figures to the loss are those of runs that reached it, or that trained all
+    steps where there is no target. Counts, and inference such as ``latency, batch 64``, are there once, under 0.
+    """
+    name, _, batch = measure.partition(", batch ")
+    values: dict[int, float | None]
+    if batch:
+        entry = next((entry for entry in cell.inference if entry.batch == int(batch)), None)
+        values = {0: entry.latency_seconds if name == "latency" else entry.joules_per_sample} if entry else {}
+    elif measure in COUNTS:
+        values = {0: getattr(cell, measure)}
+    else:
+        ends = ("target",) if results.target_loss is not None else ("target", "steps", "timed")
+        runs = [run for run in cell.runs if measure not in TO_THE_LOSS or run.status in ends]
+        values = {run.seed: _value(run, cell, measure) for run in runs}
     return {seed: value for seed, value in values.items() if value is not None}
 
 
@@ -69,43 +63,28 @@ def _value(run: Run, cell: Cell, measure: str) -> float | None:
 
 
 def mean(results: Results, cell: Cell, measure: str) -> Interval | None:
-    """The mean of a measure over the runs of a cell that have it."""
-    if measure in COUNTS:
-        return Interval(getattr(cell, measure), None, None, 1)
-    return mean_interval(
-        list(by_seed(results, cell, measure).values()), 1.0 if measure == "blocked_share" else math.inf
-    )
+    """The mean of a measure over the runs of a cell that have it, its interval within the values that are possible."""
+    interval = _interval(list(by_seed(results, cell, measure).values()))
+    if interval is None or interval.low is None or interval.high is None:
+        return interval
+    most = 1.0 if measure == "blocked_share" else math.inf
+    return replace(interval, low=max(interval.low, 0.0), high=min(interval.high, most))
 
 
 def median_of(results: Results, cell: Cell, measure: str) -> float | None:
     """The median over the runs of a cell; None if half of them or more do not have the measure."""
-    if not cell.runs:
-        return None
-    values = by_seed(results, cell, measure)
-    middle = median(values.get(run.seed, math.inf) for run in cell.runs)
+    values = list(by_seed(results, cell, measure).values())
+    missing = 0 if measure in COUNTS else len(cell.runs) - len(values)
+    middle = median([*values, *[math.inf] * missing]) if cell.runs else math.inf
     return middle if math.isfinite(middle) else None
 
 
 def ratio(results: Results, cell: Cell, other: Cell, measure: str) -> Interval | None:
     """The ratio of one cell to another in a measure: the geometric mean over pairs of runs of the same seed. Below 1
-    the first is cheaper. ``latency, batch 64`` and ``inference_joules, batch 64`` are those of inference.
+    the first is cheaper.
     """
-    name, _, batch = measure.partition(", batch ")
-    if batch:
-        mine, theirs = (inference_value(each, name, int(batch)) for each in (cell, other))
-        return ratio_interval([(mine, theirs)]) if mine and theirs else None
-    if measure in COUNTS:
-        return ratio_interval([(getattr(cell, measure), getattr(other, measure))])
     first, second = by_seed(results, cell, measure), by_seed(results, other, measure)
     return ratio_interval([(first[seed], second[seed]) for seed in sorted(first.keys() & second.keys())])
-
-
-def inference_value(cell: Cell, name: str, batch: int) -> float | None:
-    """Latency, or energy of a sample, in inference with a batch size."""
-    entries = {entry.batch: entry for entry in cell.inference}
-    if batch not in entries:
-        return None
-    return entries[batch].latency_seconds if name == "latency" else entries[batch].joules_per_sample
 
 
 def inference_measures(cells: Sequence[Cell]) -> list[str]:
