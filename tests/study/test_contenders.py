@@ -49,17 +49,6 @@ def test_a_name_that_is_not_understood_is_refused_with_the_reason(name, message)
         get_contender(name, FFN, {"ranks": 2, "dp": 2})
 
 
-@pytest.mark.parametrize("ranks", [float("inf"), 2.0, "2", True, 0])
-def test_ranks_that_are_no_number_of_ranks_are_refused(ranks):
-    with pytest.raises(ValueError, match="ranks must be a positive whole number, got"):
-        get_contender("phantom", FFN, {"ranks": ranks})
-
-
-def test_a_family_without_dense_models_has_no_copies_of_them():
-    with pytest.raises(ValueError, match="strategies must be of phantom, tensor, phantom-copies, also"):
-        get_contender("copies", ("phantom", "tensor"), {})
-
-
 def test_contenders_with_the_same_losses_are_together():
     names = ("phantom", "tensor", "copies", "phantom-copies", "tensor+int8", "megatron", "phantom+int8")
     groups = models_of([get_contender(name, FFN, {"ranks": 4}) for name in names], share=True)

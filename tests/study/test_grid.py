@@ -33,7 +33,7 @@ from phantom_parallel.study.settings import Settings, read_settings
 from tests.cost.shapes import ffn
 from tests.study.sample import make_results, make_run
 
-STRATEGIES = ("phantom", "tensor", "copies", "phantom-copies", "megatron")
+STRATEGIES = ("phantom", "tensor", "copies", "phantom-copies")
 SMALL = {
     "width": 16,
     "ranks": 2,
@@ -172,7 +172,7 @@ def test_shared_curves_are_those_of_trainings_of_every_contender(made):
         trainer = trained_by[cell.model]
         assert {run.trained_by for run in cell.runs} == {None if trainer == cell.strategy else trainer}
     inferred = [cell.strategy for cell in shared.cells if cell.inference]
-    assert inferred == ["phantom", "tensor", "megatron"]
+    assert inferred == ["phantom", "tensor"]
 
 
 def test_every_model_is_searched_alike_and_cells_are_run_in_rotating_order(made):
@@ -225,9 +225,8 @@ def with_another_megatron(settings: Settings, out: str) -> Results | None:
     original = FFNTask.__init__
 
     def other(self, config, *args, **kwargs):
-        original(
-            self, replace(config, seed=config.seed + 1) if config.strategy == "megatron" else config, *args, **kwargs
-        )
+        seed = config.seed + (config.strategy == "megatron")
+        original(self, replace(config, seed=seed), *args, **kwargs)
 
     with mock.patch.object(FFNTask, "__init__", other):
         return on_a_rank(settings, out)
@@ -287,22 +286,13 @@ def test_a_target_that_is_missed_and_one_that_every_strategy_reached(tmp_path):
     assert (free.target_loss, [run.steps for cell in free.cells for run in cell.runs]) == (None, [5, 5])
 
 
-def test_a_diverging_rate_is_a_trial_like_any_other(tmp_path):
-    results = run_grid(small(**ONE | {"learning_rates": (0.02, 1e18), "optimizer": "sgd"}), tmp_path / "out")
-    assert {trial.lr: trial.status for trial in results.trials}[1e18] == "diverged"
-    assert next(trial for trial in results.trials if trial.chosen).lr == 0.02
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"data": "nowhere.npz"}, "there is no data"),
         ({"profile": "no-such-machine"}, "no-such-machine"),
-        ({"samples": 8}, "too few"),
         ({"width": 2**20, "batch": 16, "ghosts": 2}, "GiB"),
-        ({"link": "100mbit"}, "--hosts"),
         ({"hosts": 3}, "2 ranks"),
-        ({"hosts": 2, "link": "like:abacus"}, "abacus"),
     ],
 )
 def test_mistakes_are_seen_before_any_rank_starts(tmp_path, monkeypatch, changes, message):
@@ -388,10 +378,7 @@ def test_timed_and_modelled_cells(ranks, tmp_path):
     results = ranks(2)(on_a_rank, study(tmp_path, SPEED), str(tmp_path / "out"))[0]
     measured = [cell for cell in results.cells if cell.hardware is None]
     assert [cell.label for cell in measured] == [
-        "phantom ranks=1",
-        "tensor ranks=1",
-        "phantom ranks=2",
-        "tensor ranks=2",
+        f"{name} ranks={ranks}" for ranks in (1, 2) for name in ("phantom", "tensor")
     ]
     for cell in measured:
         assert [run.status for run in cell.runs] == ["timed", "timed"]
@@ -445,14 +432,6 @@ def test_steps_are_timed_on_every_link(tmp_path):
     assert results.links == ("loopback", "50mbit")
 
 
-def test_several_launches_are_not_for_an_external_launcher(tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("phantom_parallel.study.runner.why_unavailable", lambda: None)
-    with pytest.raises(ValueError, match="start it as one process"):
-        run_grid(small(hosts=2, link="100mbit"), tmp_path / "out")
-
-
 @pytest.mark.slow
 def test_formats_on_the_wire_take_the_rate_of_full_precision_if_asked(ranks, tmp_path):
     names = ("phantom", "tensor", "phantom+int8", "tensor+int8")
@@ -490,7 +469,7 @@ def test_transformers_are_compared_on_a_users_text(ranks, tmp_path):
     assert phantom.parameters < megatron.parameters
 
 
-@pytest.mark.parametrize(("least", "expected"), [(1, 2), (5, 6), (8, 8), (12, 12), (13, None)])
+@pytest.mark.parametrize(("least", "expected"), [(1, 2), (5, 6), (13, None)])
 def test_the_smallest_dense_model_that_reaches_the_loss_is_found_by_bisection(least, expected):
     settings = small(strategies=("phantom", "small-dense"), **FIELDS)
     tried: list[int] = []
@@ -506,6 +485,7 @@ def test_the_smallest_dense_model_that_reaches_the_loss_is_found_by_bisection(le
     assert len(set(tried)) <= 3
 
 
+@pytest.mark.slow
 def test_baselines_on_one_rank_and_smaller_ones_are_compared_at_the_same_loss(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     names = ("phantom", "phantom@1x1", "dense@1x1", "small-dense@1x1", "lowrank")

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -30,22 +30,11 @@ def test_the_results_of_the_documentation_are_read(path):
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "[]", '{"format": "other"}', '{"format": "phantom-parallel-results", "version": 9}'],
-)
-def test_other_files_are_refused(tmp_path, text):
-    (tmp_path / "x.json").write_text(text)
-    with pytest.raises(ValueError, match=r"is not a result of phantom compare or phantom study: [^\n]+$"):
-        results.load(tmp_path / "x.json")
-
-
-@pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("wall_seconds",), "long", "wall_seconds"),
+        (("format",), "other", "is not a result of phantom compare or phantom study"),
         (("cells", 0, "runs", 0, "curve", 0, "loss"), None, "cells[0].runs[0].curve[0].loss"),
         (("cells", 0, "runs", 0, "status"), "lost", "'lost'"),
-        (("target_loss",), float("inf"), "JSON is malformed"),
     ],
 )
 def test_values_of_a_wrong_type_are_named(tmp_path, path, value, message):
@@ -57,9 +46,3 @@ def test_values_of_a_wrong_type_are_named(tmp_path, path, value, message):
     (tmp_path / "results.json").write_text(json.dumps(data))
     with pytest.raises(ValueError, match=re.escape(message)):
         results.load(tmp_path / "results.json")
-
-
-def test_non_finite_numbers_are_not_written(tmp_path):
-    with pytest.raises(ValueError, match="JSON"):
-        results.save(replace(make_results(), wall_seconds=float("nan")), tmp_path / "results.json")
-    assert not list(tmp_path.iterdir())

@@ -20,17 +20,8 @@ from phantom_parallel.utils.network import Network
 from phantom_parallel.utils.progress import ProgressDisplay
 
 CONFIG = FFNTrainConfig.of(width=16, depth=1, strategy="tensor", samples=64, batch=8, steps=20, lr=0.5, seed=7)
-RECORD = Record(
-    step=10,
-    loss=0.5,
-    eval_loss=0.4,
-    lr=0.5,
-    seconds=2.0,
-    samples_per_second=40.0,
-    blocked_share=0.25,
-    compute_seconds=3.0,
-    blocked_seconds=1.0,
-)
+TIMES = {"seconds": 2.0, "samples_per_second": 40.0, "compute_seconds": 3.0, "blocked_seconds": 1.0}
+RECORD = Record(step=10, loss=0.5, eval_loss=0.4, lr=0.5, blocked_share=0.25, **TIMES)
 RECORDS = (RECORD, replace(RECORD, step=20, eval_loss=0.3, seconds=4.0, compute_seconds=6.0, blocked_seconds=2.0))
 
 
@@ -98,19 +89,10 @@ def test_finished_cells_are_read_and_not_run_again(monkeypatch, tmp_path):
     assert (again.done, len(run)) == (1, 1)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda text: json.dumps(json.loads(text) | {"steps": "9"}), "steps: Expected int, got str"),
-        (lambda text: json.dumps({"seed": 1}), "is missing"),
-    ],
-)
-def test_a_broken_cell_is_named(monkeypatch, tmp_path, change, message):
-    trains(monkeypatch)
-    make_runner(tmp_path).train("tensor", CONFIG)
+def test_a_broken_cell_is_named(tmp_path):
     path = tmp_path / "cells" / "tensor.json"
-    path.write_text(change(path.read_text()))
-    with pytest.raises(ValueError, match=f"{path.name}.*{message}.*remove it"):
+    write_json(path, {"seed": 1})
+    with pytest.raises(ValueError, match=f"{path.name}.*is missing.*remove it"):
         make_runner(tmp_path).train("tensor", CONFIG)
 
 
@@ -125,7 +107,7 @@ def test_a_signal_stops_ahead_of_the_next_cell(monkeypatch, runner):
 def test_progress_names_the_cell_its_outcome_and_the_count(monkeypatch, tmp_path, capsys):
     trains(monkeypatch)
     runner = make_runner(tmp_path, show=True)
-    runner.expect(3)
+    runner.total = 3
     runner.train("tensor seed=7", CONFIG)
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("tensor seed=7 1/3 reached the target, 20 steps, loss 0.3, 4 s")

@@ -22,13 +22,7 @@ class KnownTrainings:
         self.trained.append((name, config.lr, config.steps))
         needed = self.needs[config.lr]
         reached = needed <= config.steps
-        return Run(
-            seed=0,
-            lr=config.lr,
-            status="target" if reached else "steps",
-            steps=min(needed, config.steps),
-            loss=needed / 1000,
-        )
+        return Run(0, config.lr, "target" if reached else "steps", min(needed, config.steps), needed / 1000)
 
 
 def candidate(*, lr: float, steps: int) -> FFNTrainConfig:

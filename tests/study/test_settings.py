@@ -76,14 +76,6 @@ def test_the_same_settings_for_all_but_what_is_phantoms_own():
     assert phantom.to_dict() | own == tensor.to_dict() | own
 
 
-def test_changes_go_where_they_belong():
-    changes = {"width": 64, "seeds": 7, "learning_rates": (0.1, 0.3), "search_steps": 9, "strategies": ("tensor",)}
-    settings = read_settings("presets", "quick", changes)
-    assert settings.training["width"] == 64
-    assert (settings.seeds, settings.strategies) == (7, ("tensor",))
-    assert (settings.search.learning_rates, settings.search.steps) == ((0.1, 0.3), 9)
-
-
 def test_cells_are_combinations_of_lists_which_changes_replace():
     assert varied_by("studies", "ghosts") == {"ghosts": (1, 2, 4, 8, 16, 32, 64)}
     settings = read_settings("studies", "ghosts", {"ghosts": (2, 4), "width": 256})
@@ -103,23 +95,17 @@ def test_cells_are_combinations_of_lists_which_changes_replace():
         ("seeds = 0\n[training]\nwidth = 8\ndepth = 1\nblocks = 2\nghosts = 1", "seeds"),
         ("sedes = 1\n", "sedes"),
         ("[training]\nwitdh = 8", "witdh"),
-        ("[training]\nwidth = 8", "ghosts=16"),
         ('strategies = ["phantom", "magic"]\n[training]\nwidth = 8\ndepth = 1\nblocks = 2\nghosts = 1', "'magic'"),
         ("[training]\nwidth = 9\ndepth = 1\nblocks = 2\nghosts = 1", "blocks=2"),
         ("[search]\nlearning_rates = [0.2, 0.1]", "[0.2, 0.1]"),
         ("training = 3", "training must be [training]"),
         ("= nonsense", "not readable as TOML"),
-        ('seeds = "3"', "seeds: Expected int, got str"),
         ('family = "cnn"', "ffn, gpt"),
         ("[training]\nwidth = 'wide'", "width must be a positive whole number, got 'wide'"),
         ('[[cells]]\nstrategy = "phantom"\ncolour = "red"', "colour"),
-        ("cells = 3", "cells must be [[cells]]"),
         ('[reference]\nstrategy = "dense"\n[[cells]]\nstrategy = "tensor"', "no cell matches the reference"),
-        ('measure = "luck"', "'luck'"),
-        ("timed_seconds = 0", "timed_seconds"),
         ('hosts = 2\nlinks = ["1gbit", "1gbit"]\n[training]\nranks = 2', "links must be different"),
         ('hosts = 2\nlinks = ["1gbit", "2gbit"]\nshare_curves = false\n[training]\nranks = 2', "shared curves"),
-        ("hosts = 2\ntimeout = 0.5\n[training]\nranks = 2", "timeout"),
     ],
 )
 def test_wrong_settings_are_refused_with_the_reason(tmp_path, text, message):

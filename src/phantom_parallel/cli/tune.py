@@ -1,27 +1,51 @@
-"""``phantom tune``: the blocks and ghosts that reach the dense loss at the least time or energy on a machine."""
+"""``phantom tune``: the blocks and ghosts that reach the dense loss at the least time or energy on a machine.
+
+What a phantom model computes depends on its blocks and ghosts and not on ranks, so that trainings in one process tell
+how many steps it needs to a loss, and the planner what a step costs on the target machine.
+
+candidates  blocks and ghosts whose best layout on the machine has a cheaper step than the best one of the dense model
+dense       a search for the learning rate, and a training for each seed; their loss is the target unless one is given
+rungs       every candidate has the same search in short trainings. The half with the least estimated cost to the loss
+            is trained twice as long, and so on: at equal loss, its steps over those of the dense model, times its step
+finals      the best are trained to the target, once for each seed
+"""
 
 import re
 import shlex
-from dataclasses import dataclass, make_dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from itertools import product
+from math import inf
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from rich.box import SIMPLE
+import torch
 from rich.console import Console
 from rich.table import Table
 
-from phantom_parallel.cli.options import Flag, JsonOption, option_fields
+from phantom_parallel.cli.options import Flag, JsonOption, make_options, make_table, other_families
 from phantom_parallel.cost.hardware import Profile, list_profiles, load_profile
-from phantom_parallel.cost.planner import Layout, PlanRequest
-from phantom_parallel.distributed.launch import launch_defaults
-from phantom_parallel.families.registry import DEFAULT_FAMILY, family_names, get_family
+from phantom_parallel.cost.planner import Candidate, Layout, ModelSizes, PlanRequest, plan
+from phantom_parallel.cost.terms import optimizer_of
+from phantom_parallel.distributed.launch import launch, launch_defaults
+from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
+from phantom_parallel.study.analysis import ratio_interval
+from phantom_parallel.study.contenders import Contender
+from phantom_parallel.study.grid import in_turn, search, to_target
+from phantom_parallel.study.results import Run
+from phantom_parallel.study.runner import RunOptions, cell_runner, prepare_folder
 from phantom_parallel.study.settings import SearchSettings, Settings, training_fields
-from phantom_parallel.study.tune import AT_MOST, RESULT, TuneResult, sizes_of, tune
 from phantom_parallel.study.units import Interval, format_interval, format_ratio, quantity
-from phantom_parallel.utils.files import json_text, write_json
+from phantom_parallel.train.config import TrainConfig
+from phantom_parallel.utils.files import FolderLock, json_text, write_json
 
+RESULT = "tune.json"
+FINALISTS = 3
+AT_MOST = 3  # times the dense model's steps that a phantom model is trained for
+# Parts of the budget: for the dense model's seeds, for searches of phantom models, and up to the last rung.
+_DENSE_SHARE, _SEARCH_SHARE, _RUNGS_SHARE = 0.25, 0.3, 0.6
 _HELP = """Find the blocks and ghosts with which {title} reach the dense model's loss at the least time or energy on a
 machine, or that phantom does not pay there. Other families: {others}.
 
@@ -78,7 +102,7 @@ class TuneOptions(JsonOption):
     def run(self) -> None:
         if self.resume and self.out is None:
             raise ValueError("--resume needs --out, the folder to continue in")
-        profile = _target(self.hardware, self.devices)
+        profile = _machine(self.hardware, self.devices)
         devices = self.devices or int(profile.devices_per_node.value)
         training = {name: getattr(self, name) for name in self.training} | {"eval_every": self.eval_every}
         search = SearchSettings(self.learning_rates, steps=max(1, self.steps // 4, training.get("warmup", 0) + 1))
@@ -93,21 +117,24 @@ class TuneOptions(JsonOption):
             search=search,
         )
         config = settings.configs()[0]
-        what: dict[str, Any] = {"model": sizes_of(config), "batch": config.batch, "dtype": config.dtype}
-        request = PlanRequest(**what, profile=profile, devices=devices, goal=self.goal)
+        own = {name: value for name, value in asdict(config.model).items() if name not in Layout._fields}
+        own |= {"optimizer": optimizer_of(config.optimizer, config.momentum)}
+        model = ModelSizes(config.family, {name: value for name, value in own.items() if name != "low_rank"})
+        kind: Any = {"batch": config.batch, "dtype": config.dtype, "devices": devices, "goal": self.goal}
+        request = PlanRequest(model=model, profile=profile, **kind)
         blocks = self.blocks or tuple(count for count in (2, 4, 8, 16) if count <= max(2, devices))
         out = self.out or Path(f"tune-{self.family}-{datetime.now(UTC):%Y%m%d-%H%M%S}")
+        options = RunOptions(out.absolute(), self.resume, show=True)
         with launch_defaults(device=self.device, announces=True):
-            how: dict[str, Any] = {"minutes": self.minutes, "resume": self.resume, "show": True}
-            result = tune(settings, request, product(blocks, self.ghosts), out.absolute(), **how)
+            result = tune(settings, request, product(blocks, self.ghosts), options, self.minutes)
         command = _command(result, self)
-        data = as_data(result, command)
+        data = {"verdict": result.verdict, "pays": result.pays, "command": command} | result.to_dict()
         write_json(out / RESULT, data)
         if self.json:
             print(json_text(data))
             return
         console = Console(highlight=False)
-        console.print(verdict(result), markup=False, style="bold")
+        console.print(result.verdict, markup=False, style="bold")
         console.print(_table(result))
         console.print(f"Train {'it' if result.pays else 'the dense model'} with:", markup=False)
         console.print(command, markup=False, soft_wrap=True)
@@ -119,76 +146,252 @@ def options_for(family: str | None, arguments: list[str]) -> tuple[type[Any], di
     family = family or DEFAULT_FAMILY
     known = get_family(family).train_config.settings()
     settings = {name: known[name] for name in training_fields(family) if name not in _HIDDEN}
-    others = ", ".join(f"phantom tune {name} --help" for name in family_names() if name != family)
-    space = {
-        "__doc__": _HELP.format(title=get_family(family).title, others=others),
-        "__module__": __name__,
-        "family": family,
-        "training": {name: setting.default for name, setting in settings.items()},
-    }
-    fields = option_fields(settings)
-    return make_dataclass("Options", fields, bases=(TuneOptions,), namespace=space, frozen=True, kw_only=True), {}
+    text = _HELP.format(title=get_family(family).title, others=other_families("tune", family))
+    defaults = {name: setting.default for name, setting in settings.items()}
+    return make_options(TuneOptions, settings, text, family=family, training=defaults), {}
 
 
-def _target(hardware: str | None, devices: int | None) -> Profile:
+def _machine(hardware: str | None, devices: int | None) -> Profile:
     """The profile of the machine; by default this machine's for so many ranks, or the most that were measured."""
     if hardware is not None:
         return load_profile(hardware)
     measured = {int(name[13:]): name for name in list_profiles() if re.fullmatch(r"this-machine-\d+", name)}
     if (count := devices or max(measured, default=0)) not in measured:
-        wanted = f" with {devices} ranks" if devices else ""
+        ranks = f" --ranks {devices}" if devices else ""
         raise ValueError(
-            f"this machine{wanted} has not been measured: run phantom machine measure"
-            f"{f' --ranks {devices}' if devices else ''}, or give --hardware and --devices of the target"
+            f"this machine has not been measured: run phantom machine measure{ranks}, "
+            "or give --hardware and --devices of the target"
         )
     return load_profile(measured[count])
 
 
-def verdict(result: TuneResult) -> str:
-    """The recommendation in one sentence."""
-    request, best, dense = result.request, result.best, result.dense
-    where, goal = f"{request.devices} devices of {request.profile.name}", request.goal
-    against = f"{dense.layout}, the best layout of the dense model on up to {where}"
-    if result.target is None or not result.rates:
-        return f"Do not use phantom here: no candidate has a cheaper step than {against}."
-    if best is None or best.cost is None or best.steps is None:
-        return (
-            f"Do not use phantom here: no candidate reached the loss {result.target:.4g} of the dense model within "
-            f"{AT_MOST} times its steps."
+@dataclass(frozen=True)
+class Tuned:
+    """A phantom model: its steps to the loss and its cost there, relative to the dense model in its best layout."""
+
+    layout: Candidate  # the best on the machine
+    dense: Candidate
+    goal: str
+    steps: Interval | None  # over seeds; without an interval where it is an estimate or there is one seed
+    estimated: bool = True  # whether the steps are those to the loss of a short training, and not to the target
+    reached: bool = False  # whether it reached the target with every seed
+
+    def to_the_loss(self, kind: str) -> Interval | None:
+        """The ``time`` or ``energy`` to the loss."""
+        mine, dense = ((c.seconds if kind == "time" else c.joules) or 0.0 for c in (self.layout, self.dense))
+        if self.steps is None or not dense:
+            return None
+        low, high = (None if end is None else end * mine / dense for end in (self.steps.low, self.steps.high))
+        return Interval(self.steps.mean * mine / dense, low, high, self.steps.count)
+
+    @property
+    def cost(self) -> Interval | None:
+        """The cost to the loss, in the measure of the goal."""
+        return self.to_the_loss(self.goal)
+
+    @property
+    def mean_cost(self) -> float:
+        return self.cost.mean if self.cost else inf
+
+    def to_dict(self) -> dict[str, Any]:
+        """The model, its layout and its figures as plain data."""
+        ratios = {"steps": self.steps, "time": self.to_the_loss("time"), "energy": self.to_the_loss("energy")}
+        return {
+            **self.layout.layout._asdict(),
+            "step_seconds": self.layout.seconds,
+            "modelled_joules_per_step": self.layout.joules,
+            "reached": self.reached,
+            "estimated": self.estimated,
+            **{f"{name}_ratio": None if ratio is None else asdict(ratio) for name, ratio in ratios.items()},
+        }
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """What was measured: the target, the dense model's steps to it, and the phantom models, the cheapest first."""
+
+    request: PlanRequest
+    dense: Candidate
+    target: float | None
+    dense_steps: tuple[int, ...]
+    rates: Mapping[str, float]  # by the name of a model
+    models: tuple[Tuned, ...]
+    skipped: int  # candidates whose step is not cheaper than the dense model's
+
+    @property
+    def best(self) -> Tuned | None:
+        """The cheapest of the models that reached the target."""
+        return next((model for model in self.models if model.reached), None)
+
+    @property
+    def pays(self) -> bool:
+        """Whether a phantom model is cheaper to the loss, and its interval says so."""
+        cost = self.best.cost if self.best else None
+        return cost is not None and cost.high is not None and cost.high < 1
+
+    @property
+    def verdict(self) -> str:
+        """The recommendation in one sentence."""
+        request, best = self.request, self.best
+        where = f"{request.devices} devices of {request.profile.name}"
+        against = f"{self.dense.layout}, the best layout of the dense model on up to {where}"
+        if self.target is None or not self.rates:
+            return f"Do not use phantom here: no candidate has a cheaper step than {against}."
+        if best is None or best.cost is None:
+            return (
+                f"Do not use phantom here: no candidate reached the loss {self.target:.4g} of the dense model within "
+                f"{AT_MOST} times its steps."
+            )
+        layout = best.layout.layout
+        model = f"phantom with {layout.blocks} blocks and {layout.ghosts} ghosts"
+        cost = f"{format_interval(best.cost)} of the {request.goal} to the loss {self.target:.4g} of {against}"
+        if self.pays:
+            return f"Use {model}: it takes {cost}."
+        if best.cost.includes_one:
+            return f"It is not decided whether phantom pays here: {model} takes {cost}; try more --seeds."
+        return f"Do not use phantom here: {model}, the cheapest, takes {cost}."
+
+    def to_dict(self) -> dict[str, Any]:
+        """The measurements for JSON; ``best`` is what phantom plan --tuned reads."""
+        request, dense = self.request, self.dense
+        step = {"step_seconds": dense.seconds, "modelled_joules_per_step": dense.joules}
+        return {
+            "family": request.model.family,
+            **request.model.settings,
+            "batch": request.batch,
+            "devices": request.devices,
+            "hardware": request.profile.name,
+            "goal": request.goal,
+            "target_loss": self.target,
+            "dense": {**dense.layout._asdict(), **step, "steps": list(self.dense_steps)},
+            "learning_rates": dict(self.rates),
+            "candidates": [model.to_dict() for model in self.models],
+            "best": self.best.to_dict() if self.best else None,
+        }
+
+
+def tune(
+    settings: Settings, request: PlanRequest, grid: Iterable[tuple[int, int]], options: RunOptions, minutes: float
+) -> TuneResult:
+    """Find the blocks and ghosts of the ``grid`` that reach the dense model's loss at the least cost on a machine.
+
+    Steps may take about so many ``minutes``, and a training that has begun is finished.
+    """
+    others = tuple(name for name in request.strategy if name != "phantom")
+    dense = plan(replace(request, strategy=others)).best_dense
+    assert dense is not None
+    models, cells, reasons = list[Tuned](), list[dict[str, Any]](), list[str]()
+    for blocks, ghosts in grid:
+        cell = {"strategy": "phantom", "blocks": blocks, "ghosts": ghosts}
+        try:
+            replace(settings, cells=(cell,))  # refuses models that are not possible
+            own = plan(replace(request, strategy=("phantom",), blocks=(blocks,), ghosts=(ghosts,)))
+        except ValueError as error:
+            reasons.append(str(error))
+        else:  # as if it needed as many steps as the dense model
+            models.append(Tuned(own.best_of_each[0], dense, request.goal, Interval(1.0, None, None, 1)))
+            cells += [cell] if models[-1].mean_cost < 1 else []
+    if not models:
+        raise ValueError(f"no phantom model of these blocks and ghosts is possible: {reasons[0]}")
+    cheaper = [model for model in models if model.mean_cost < 1]
+    settings = replace(settings, cells=({"strategy": "dense"}, *cells))
+    first = settings.configs()[0]
+    first.task().check(first)
+    with FolderLock(options.out) as lock:
+        prepare_folder(options.out, settings.to_dict(), options.resume, lock)
+        untrained = tuple(replace(model, steps=None) for model in models)
+        result = TuneResult(request, dense, settings.target_loss, (), {}, untrained, len(models) - len(cheaper))
+        return launch(1, _measure, settings, options, result, cheaper, 60 * minutes) if cheaper else result
+
+
+def _measure(
+    device: torch.device,
+    settings: Settings,
+    options: RunOptions,
+    result: TuneResult,
+    models: Sequence[Tuned],
+    budget: float,
+) -> TuneResult:
+    finished: dict[str, Run] = {}
+    with cell_runner(device, settings, options) as runner:
+
+        def train(name: str, config: TrainConfig) -> Run:
+            if name not in finished:
+                finished[name] = runner.train(name, config)
+            return finished[name]
+
+        def spent() -> float:  # in steps, which a folder has too: a resumed call decides as the first one did
+            return sum(run.seconds for run in finished.values())
+
+        def search_rates(contenders: Sequence[Contender]) -> dict[str, float]:
+            trained = {each.label: partial(settings.config, each, seed=settings.search.seed) for each in contenders}
+            tried = search(trained, settings.search, train)
+            return {label: trial.lr for label, trials in tried.items() for trial in trials if trial.chosen}
+
+        dense, *phantoms = settings.contenders
+        named = {contender.label: model for contender, model in zip(phantoms, models, strict=True)}
+        trials = len(settings.search.learning_rates)
+        runner.total = (1 + len(phantoms)) * (trials + 1) + (1 + FINALISTS) * settings.seeds
+        rates = search_rates([dense])
+        one_search, runs = spent(), list[Run]()
+        while len(runs) < settings.seeds and (not runs or spent() < _DENSE_SHARE * budget):
+            config = settings.config(dense, lr=rates[dense.label], seed=len(runs), target=settings.target_loss)
+            runs.append(train(f"dense seed={config.seed} lr={config.lr:g}", config))
+        target = _target(settings, runs)
+        runs = [to_target(run, target, settings.steps, None) for run in runs]
+        affordable = max(FINALISTS, int(_SEARCH_SHARE * budget / max(one_search, 1e-9)))
+        phantoms = phantoms[:: -(-len(phantoms) // affordable)]  # evenly over blocks and ghosts
+        named = {contender.label: named[contender.label] for contender in phantoms}
+        rates |= search_rates(phantoms)
+        steps, left = settings.search.steps, {contender.label: contender for contender in phantoms}
+        while True:
+            for label, contender in left.items():
+                config = settings.config(contender, lr=rates[label], seed=settings.search.seed, steps=steps)
+                first = steps == settings.search.steps
+                name = f"search {label} lr={config.lr:g}" if first else f"rung {label} steps={steps} lr={config.lr:g}"
+                named[label] = replace(named[label], steps=_relative_steps(train(name, config), runs[0]))
+            order = sorted(left, key=lambda label: named[label].mean_cost)
+            if spent() > _RUNGS_SHARE * budget or len(left) <= FINALISTS or 2 * steps > settings.steps:
+                break
+            left, steps = {label: left[label] for label in order[: max(FINALISTS, (len(order) + 1) // 2)]}, 2 * steps
+        pairs: dict[str, list[tuple[float, float]]] = {label: [] for label in order[:FINALISTS]}
+        for reference in runs:
+            for label in in_turn(list(pairs), reference.seed):
+                if spent() < budget or not any(pairs.values()):
+                    seed, most = reference.seed, AT_MOST * settings.steps
+                    config = settings.config(left[label], lr=rates[label], seed=seed, steps=most, target=target)
+                    run = train(f"{label} seed={seed} lr={config.lr:g} loss={target:.6g}", config)
+                    pairs[label].append((run.steps if run.reached else 0, reference.steps))
+    for label, counts in pairs.items():
+        if counts:
+            reached = all(steps for steps, _ in counts)
+            measured = ratio_interval(counts) if reached else None
+            named[label] = replace(named[label], steps=measured, reached=reached, estimated=False)
+    ordered = sorted(named.values(), key=lambda model: (not model.reached, model.mean_cost))
+    dense_steps = tuple(run.steps for run in runs)
+    return replace(result, target=target, dense_steps=dense_steps, rates=rates, models=tuple(ordered))
+
+
+def _target(settings: Settings, runs: Sequence[Run]) -> float:
+    """The loss that every run of the dense model has reached."""
+    losses = [run.loss for run in runs if run.loss is not None]
+    if len(losses) < len(runs):
+        raise ValueError("the dense model reached no finite loss: give smaller --learning-rates")
+    if settings.target_loss is not None and not all(run.reached for run in runs):
+        raise ValueError(
+            f"the dense model did not reach the loss {settings.target_loss:g} in {settings.steps} steps, but "
+            f"{max(losses):.4g}: give more --steps, or that as --target-loss"
         )
-    model = f"phantom with {best.blocks} blocks and {best.ghosts} ghosts"
-    cost = f"{format_interval(best.cost)} of the {goal} to the loss {result.target:.4g} of {against}"
-    if result.pays:
-        return f"Use {model}: it takes {cost}."
-    if best.cost.includes_one:
-        return f"It is not decided whether phantom pays here: {model} takes {cost}; try more --seeds."
-    return f"Do not use phantom here: {model}, the cheapest, takes {cost}."
+    return max(losses) if settings.target_loss is None else settings.target_loss
 
 
-def as_data(result: TuneResult, command: str) -> dict[str, Any]:
-    """The whole answer for JSON; ``best`` is what phantom plan --tuned reads."""
-    request, dense = result.request, result.dense
-    return {
-        "verdict": verdict(result),
-        "pays": result.pays,
-        "command": command,
-        "family": request.model.family,
-        **request.model.settings,
-        "batch": request.batch,
-        "devices": request.devices,
-        "hardware": request.profile.name,
-        "goal": request.goal,
-        "target_loss": result.target,
-        "dense": {
-            **dense.layout._asdict(),
-            "step_seconds": dense.seconds,
-            "modelled_joules_per_step": dense.joules,
-            "steps": list(result.dense_steps),
-        },
-        "learning_rates": dict(result.rates),
-        "candidates": [model.to_dict() for model in result.models],
-        "best": result.best.to_dict() if result.best else None,
-    }
+def _relative_steps(run: Run, dense: Run) -> Interval | None:
+    """Steps of a run over those after which the dense model first had its lowest loss; None if it diverged."""
+    if run.loss is None:
+        return None
+    loss = min(point.loss for point in run.curve)
+    steps = next((point.step for point in dense.curve if point.loss <= loss), dense.curve[-1].step)
+    return Interval(run.steps / steps, None, None, 1)
 
 
 def _table(result: TuneResult) -> Table:
@@ -198,19 +401,14 @@ def _table(result: TuneResult) -> Table:
     caption = "95 % intervals over seeds; ~ estimated from a short training; times and energies of a step are modelled"
     if result.skipped:
         caption += f"; {result.skipped} candidates with a dearer step than the dense model's were not trained"
-    table = Table(title=title, caption=caption, box=SIMPLE, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
-    for name in ("blocks", "ghosts", "ranks\nx dp", "steps", "time", "energy"):
-        table.add_column(name, justify="right", overflow="fold")
+    headings = ("blocks", "ghosts", "ranks\nx dp", "steps", "time", "energy")
+    table = make_table(headings, left=0, title=title, caption=caption)
     for model in result.models:
-
-        def shown(interval: Interval | None, estimated: bool = model.estimated) -> str:
-            if interval is None:
-                return "-"
-            return f"~{format_ratio(interval.mean)}" if estimated else format_interval(interval)
-
-        layout = model.layout.layout
-        sizes = str(model.blocks), str(model.ghosts), f"{layout.ranks} x {layout.dp}"
-        table.add_row(*sizes, *map(shown, (model.steps, model.time, model.energy)))
+        layout, cells = model.layout.layout, []
+        for ratio in (model.steps, model.to_the_loss("time"), model.to_the_loss("energy")):
+            text = "-" if ratio is None else format_interval(ratio)
+            cells.append(f"~{format_ratio(ratio.mean)}" if ratio and model.estimated else text)
+        table.add_row(str(layout.blocks), str(layout.ghosts), f"{layout.ranks} x {layout.dp}", *cells)
     return table
 
 
@@ -219,7 +417,7 @@ def _command(result: TuneResult, options: TuneOptions) -> str:
     best, per_node = result.best if result.pays else None, int(result.request.profile.devices_per_node.value)
     layout: Layout = best.layout.layout if best else result.dense.layout
     count = layout.ranks * layout.dp
-    name = f"phantom blocks={best.blocks} ghosts={best.ghosts}" if best else "dense"
+    name = f"phantom blocks={layout.blocks} ghosts={layout.ghosts}" if best else "dense"
     values: dict[str, Any] = {"strategy": layout.strategy, "ranks": layout.ranks, "dp": layout.dp}
     values |= {key: getattr(layout, key) for key in ("blocks", "ghosts", "micro_batches") if getattr(layout, key)}
     values |= {} if layout.reshard_after_forward else {"reshard_after_forward": False}

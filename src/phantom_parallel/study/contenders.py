@@ -91,7 +91,7 @@ class Contender:
     @property
     def variant(self) -> str:
         """What was chosen by the shortest step, in words; empty if nothing was."""
-        return " ".join(f"{name}={value}" for name, value in self.tuned)
+        return labelled("", dict(self.tuned)).strip()
 
     def tuned_to(self, **settings: Any) -> "Contender":
         """The contender with these settings of its training."""
@@ -110,22 +110,14 @@ class Contender:
 
 def world_size(training: Mapping[str, Any]) -> int:
     """Ranks of a training, over all copies; ValueError if ranks or copies are not positive whole numbers."""
-    ranks, dp = training.get("ranks", 1), training.get("dp", 1)
-    positive(ranks=ranks, dp=dp)
-    return int(ranks * dp)
+    sizes = {"ranks": training.get("ranks", 1), "dp": training.get("dp", 1)}
+    positive(**sizes)
+    return int(sizes["ranks"] * sizes["dp"])
 
 
 def get_contender(name: str, among: Sequence[str], training: Mapping[str, Any], cell: Pairs = ()) -> Contender:
-    """The contender of that name.
-
-    Args:
-        name: As above.
-        among: Strategies of the family.
-        training: Settings that contenders share; its ranks times dp are the ranks of every contender.
-        cell: Those of them that other cells do not share.
-
-    Raises:
-        ValueError: If the name is not understood, or its layout is not one of that many ranks.
+    """The contender of that name, whose strategy is ``among`` those of the family; ValueError if there is none on the
+    ranks of ``training``, the settings that contenders share. ``cell`` are those of them that other cells do not share.
     """
     known = [base for base, entry in BASES.items() if entry.strategy in among]
     parsed = _NAME.fullmatch(name) if isinstance(name, str) else None

@@ -74,17 +74,16 @@ TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}
 def run_grid(settings: Settings, out: Path, *, resume: bool = False, show: bool = False) -> Results | None:
     """Run a comparison or a study on local ranks, or as one rank of those that torchrun or srun started.
 
-    Args:
-        settings: What to run.
-        out: Folder for finished runs and the results; new or empty unless ``resume``.
-        resume: Whether to continue in ``out``: what is finished there is not run again.
-        show: Whether to show progress on stderr.
-
-    Returns:
-        The results; None on ranks other than 0 of an external launcher.
+    The folder ``out`` must be new or empty; with ``resume``, what is finished there is not run again. ``show`` is
+    whether to show progress on stderr. Returns None on ranks other than 0 of an external launcher.
     """
     clock, started, local = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds"), not launched_externally()
-    _check(settings, local)
+    load_power_profile(settings.profile)
+    load_profile(settings.hardware)
+    for config in settings.configs():  # mistakes in the data, the memory or the watts, before any rank starts
+        config.task().check(config)
+        if local and launch_device_type(config.ranks * config.dp) == "cpu":
+            check_memory(config)
     with FolderLock(out) as lock:
         networks, no_hosts = resolve_networks(settings, settings.configs()[0].dtype, out)
         options = RunOptions(out, resume, show, local, networks, no_hosts=no_hosts)
@@ -99,9 +98,8 @@ def run_grid(settings: Settings, out: Path, *, resume: bool = False, show: bool 
         if no_hosts and show and is_rank_zero():
             print(f"Ranks exchange over loopback: hosts cannot be emulated here: {no_hosts}", file=sys.stderr)
         for link in launches:
-            network = None if link is None else networks.get(link)
-            timeout = timedelta(seconds=settings.timeout)
-            launch(settings.world_size, _work, settings, replace(options, link=link), timeout=timeout, network=network)
+            where: Any = {"timeout": timedelta(seconds=settings.timeout), "network": networks.get(link or "")}
+            launch(settings.world_size, _work, settings, replace(options, link=link), **where)
     if not local and not is_rank_zero():
         return None
     name = Path(sys.argv[0]).name
@@ -110,16 +108,6 @@ def run_grid(settings: Settings, out: Path, *, resume: bool = False, show: bool 
     results = replace(load(out / FILE), command=command, started=started, wall_seconds=seconds, reused=reused)
     save(results, out / FILE)
     return results
-
-
-def _check(settings: Settings, local: bool) -> None:
-    """Raise ValueError or OSError for mistakes in the data, the memory or the watts, before any rank starts."""
-    load_power_profile(settings.profile)
-    load_profile(settings.hardware)
-    for config in settings.configs():
-        config.task().check(config)
-        if local and launch_device_type(config.ranks * config.dp) == "cpu":
-            check_memory(config)
 
 
 def _launches(settings: Settings, options: RunOptions) -> list[str | None]:
@@ -140,7 +128,7 @@ def grid_on_rank(device: torch.device, settings: Settings, options: RunOptions) 
     """Run one rank's part of a launch. Every rank returns the same results; None before the last launch."""
     links = [link for link in _launches(settings, options) if link is not None]
     with cell_runner(device, settings, options) as runner:
-        runner.expect(_expected(settings, len(links)))
+        runner.total = _expected(settings, len(links))
         settings = replace(settings, smaller=find_smaller(settings, runner))
         losses = find_losses(settings, runner) if settings.measure == "loss" else None
         if options.link is None:
@@ -148,14 +136,15 @@ def grid_on_rank(device: torch.device, settings: Settings, options: RunOptions) 
         cells: list[Cell] = []
         for link in links[: links.index(options.link) + 1]:
             if losses is not None and not settings.share_curves:
-                cells += [_cell(settings, contender, losses.of(contender), link) for contender in losses.chosen]
+                models = losses.models.items()
+                cells += [_cell(settings, contender, losses.runs[model], link) for contender, model in models]
             else:
                 cells += _time_link(settings, runner, losses, link, on_network=link in options.networks)
         if options.link != links[-1]:
             return None
         cells += [_modelled_cell(settings, contender) for contender in settings.modelled_contenders]
         inference = _measure_inference(settings, runner)
-    results = Results(
+    return Results(
         name=settings.name,
         question=settings.question,
         settings=settings.to_dict(),
@@ -164,12 +153,11 @@ def grid_on_rank(device: torch.device, settings: Settings, options: RunOptions) 
         cells=tuple(replace(cell, inference=tuple(inference.get(cell.strategy, ()))) for cell in cells),
         networks={link: options.networks[link] for link in links if link in options.networks} or None,
         no_hosts=options.no_hosts,
+        target_loss=losses.target if losses else None,
+        target_from=losses.target_from if losses and losses.target is not None else None,
+        trials=losses.trials if losses else (),
+        shared=losses.shared if losses else (),
     )
-    if losses is None:
-        return results
-    origin = None if losses.target is None else losses.target_from
-    figures: dict[str, Any] = {"target_loss": losses.target, "target_from": origin}
-    return replace(results, **figures, trials=losses.trials, shared=losses.shared)
 
 
 def _expected(settings: Settings, links: int) -> int:
@@ -203,18 +191,13 @@ def counts(config: TrainConfig) -> dict[str, int]:
 class Losses:
     """Losses of every model, which do not depend on the network."""
 
-    chosen: tuple[Contender, ...]  # each in the variant with the shortest step
-    models: Mapping[str, str]  # name of the model of each contender, by label
+    models: Mapping[Contender, str]  # of each contender, in the variant with the shortest step
     runs: Mapping[str, Sequence[Run]]  # of each model, one for each seed
     trained_by: Mapping[str, str]  # label of the contender that was trained, by model
     shared: tuple[SharedModel, ...]  # models of several contenders
     trials: tuple[Trial, ...]
     target: float | None  # the loss that all are trained to, if there is one
     target_from: Literal["settings", "search", "reference"]
-
-    def of(self, contender: Contender) -> Sequence[Run]:
-        """The runs of a contender's model."""
-        return self.runs[self.models[contender.label]]
 
 
 def find_losses(settings: Settings, runner: CellRunner) -> Losses:
@@ -247,21 +230,26 @@ def find_losses(settings: Settings, runner: CellRunner) -> Losses:
         steps, stops = settings.at_most or steps, settings.stop_at_target
     trials += _search(settings, runner, others, target)
     if settings.equal_loss and target is None:
-        target, target_from = _reached_by_all(trials), "search"
+        best = [
+            min((trial.loss for trial in trials if trial.model == model and trial.loss is not None), default=None)
+            for model in dict.fromkeys(trial.model for trial in trials)
+        ]
+        if not (reached := [loss for loss in best if loss is not None]):
+            raise ValueError("no strategy reached a finite loss in the search for a learning rate: give smaller rates")
+        target, target_from = max(reached), "search"
     runs |= _train(settings, runner, others, trials, steps, target if stops else None)
-    if references:
+    if references:  # figures at its loss, and losses at its steps and within its energy
         assert target is not None
-        runs = _to_the_reference(settings, runs, list(references), target)
-    return Losses(
-        chosen,
-        {contender.label: model for model, group in models.items() for contender in group},
-        runs,
-        {model: contender.label for model, contender in trainers.items()},
-        tuple(shared),
-        tuple(trials),
-        target,
-        target_from,
-    )
+        spent = [[run.joules for model in references for run in [runs[model][seed]]] for seed in range(settings.seeds)]
+        budgets = [median(known) if (known := [joules for joules in each if joules]) else None for each in spent]
+        runs = {
+            model: [to_target(run, target, settings.steps, budgets[run.seed]) for run in trained]
+            for model, trained in runs.items()
+        }
+    named = {contender: model for model, group in models.items() for contender in group}
+    trained_by = {model: contender.label for model, contender in trainers.items()}
+    ordered = {contender: named[contender] for contender in chosen}
+    return Losses(ordered, runs, trained_by, tuple(shared), tuple(trials), target, target_from)
 
 
 def find_smaller(settings: Settings, runner: CellRunner) -> dict[str, Any]:
@@ -305,13 +293,9 @@ def choose_variants(
             config = settings.config(variant, lr=settings.search.learning_rates[0], seed=seed)
             limit = settings.timed_seconds if link else math.inf
             timings[variant] = runner.time(timing_name(variant, seed, link), config, steps, limit=limit)
-        chosen.append(min(variants, key=lambda variant: _step_seconds(timings.get(variant))))
+        timed = {variant: timings[variant].step_seconds for variant in variants if variant in timings}
+        chosen.append(min(variants, key=lambda variant: timed.get(variant) or math.inf))
     return tuple(chosen), timings
-
-
-def _step_seconds(run: Run | None) -> float:
-    """The time of a step; that of a run that diverged or was not timed comes last."""
-    return (run and run.step_seconds) or math.inf
 
 
 def timing_name(contender: Contender, seed: int, link: str) -> str:
@@ -325,17 +309,15 @@ def check_same_model(model: str, timings: Mapping[str, Run], tolerance: float) -
     learning rate, with the medians over them. A relative difference up to ``tolerance`` is rounding.
     """
     middle = [median(losses) for losses in zip(*(run.losses for run in timings.values() if run.losses), strict=True)]
-    differences = {name: _difference(run.losses, middle) for name, run in timings.items()}
+    differences: dict[str, float | None] = dict.fromkeys(timings)
+    for name, run in timings.items():
+        if run.losses and len(run.losses) == len(middle):
+            pairs = zip(run.losses, middle, strict=True)
+            differences[name] = max(abs(loss - other) / max(abs(other), 1e-30) for loss, other in pairs)
     steps = WARM_UP + max(run.steps for run in timings.values())
     check = SharedModel(model, next(iter(timings)), steps, tolerance, differences)
     equal = [name for name in timings if name not in check.differing] or list(timings)
-    return replace(check, trained_by=min(equal, key=lambda name: _step_seconds(timings[name])))
-
-
-def _difference(losses: Sequence[float], others: Sequence[float]) -> float | None:
-    if not losses or len(losses) != len(others):
-        return None
-    return max(abs(loss - other) / max(abs(other), 1e-30) for loss, other in zip(losses, others, strict=True))
+    return replace(check, trained_by=min(equal, key=lambda name: timings[name].step_seconds or math.inf))
 
 
 def _search(
@@ -361,11 +343,7 @@ def search(
     best is at that end. Returns the trials of each in ascending order of the rate, with the best marked.
 
     A trial is stopped as soon as it cannot be the best: after the steps that the best one needed to the target.
-
-    Args:
-        candidates: By the name of a model, its training, called with ``lr`` and ``steps``.
-        settings: The rates and how long to try them.
-        train: Runs a training of that name.
+    ``candidates`` are trainings by the name of a model, called with ``lr`` and ``steps``; ``train`` runs one.
     """
     trials: dict[str, list[Trial]] = {name: [] for name in candidates}
     pending = [(name, lr) for lr in settings.learning_rates for name in candidates]
@@ -415,17 +393,6 @@ def same_rate(settings: Settings) -> dict[str, str]:
     return {model: other for model, other in exact.items() if other is not None}
 
 
-def _reached_by_all(trials: Iterable[Trial]) -> float:
-    """The loss that every model reached in the search."""
-    best: dict[str, float] = {}
-    for trial in trials:
-        if trial.loss is not None:
-            best[trial.model] = min(trial.loss, best.get(trial.model, trial.loss))
-    if not best:
-        raise ValueError("no strategy reached a finite loss in the search for a learning rate: give smaller rates")
-    return max(best.values())
-
-
 def _train(
     settings: Settings,
     runner: CellRunner,
@@ -451,21 +418,6 @@ def in_turn(names: Sequence[T], turn: int) -> list[T]:
     return [*names[first:], *names[:first]]
 
 
-def _to_the_reference(
-    settings: Settings, runs: Mapping[str, Sequence[Run]], references: Sequence[str], target: float
-) -> dict[str, list[Run]]:
-    """Runs with their figures at the loss of the reference, and with the losses at its steps and within its energy."""
-    budgets = {
-        seed: median(spent)
-        for seed in range(settings.seeds)
-        if (spent := [joules for model in references if (joules := runs[model][seed].joules)])
-    }
-    return {
-        model: [to_target(run, target, settings.steps, budgets.get(run.seed)) for run in trained]
-        for model, trained in runs.items()
-    }
-
-
 def to_target(run: Run, target: float, steps: int, joules: float | None) -> Run:
     """A training with the figures at its first evaluation at or below the target, with the loss after ``steps``, and
     with that of its last evaluation within ``joules``, which is not the lowest, as that of the reference is not either.
@@ -489,17 +441,21 @@ def _time_link(
     settings: Settings, runner: CellRunner, losses: Losses | None, link: str, *, on_network: bool
 ) -> list[Cell]:
     """Time steps of every contender on a link, seed by seed in rotating order, each with its own learning rate."""
-    chosen = losses.chosen if losses and not on_network else choose_variants(settings, runner, link)[0]
+    chosen = tuple(losses.models) if losses and not on_network else choose_variants(settings, runner, link)[0]
+    models = {contender.label: model for contender, model in losses.models.items()} if losses else {}
     timings: dict[Contender, list[Run]] = {contender: [] for contender in chosen}
     for seed in range(settings.seeds):
         for contender in in_turn(chosen, seed):
-            lr = losses.of(contender)[seed].lr if losses else settings.search.learning_rates[0]
+            lr = losses.runs[models[contender.label]][seed].lr if losses else settings.search.learning_rates[0]
             config, name = settings.config(contender, lr=lr, seed=seed), timing_name(contender, seed, link)
             run = runner.time(name, config, settings.timed_steps, limit=settings.timed_seconds)
             timings[contender].append(run)
     if losses is None:
         return [_cell(settings, contender, runs, link) for contender, runs in timings.items()]
-    return [_shared_cell(settings, contender, runs, losses, link) for contender, runs in timings.items()]
+    return [
+        _shared_cell(settings, contender, runs, losses, models[contender.label], link)
+        for contender, runs in timings.items()
+    ]
 
 
 def _cell(settings: Settings, contender: Contender, runs: Iterable[Run], link: str, model: str | None = None) -> Cell:
@@ -522,9 +478,10 @@ def _cell(settings: Settings, contender: Contender, runs: Iterable[Run], link: s
     )
 
 
-def _shared_cell(settings: Settings, contender: Contender, timings: Sequence[Run], losses: Losses, link: str) -> Cell:
+def _shared_cell(
+    settings: Settings, contender: Contender, timings: Sequence[Run], losses: Losses, model: str, link: str
+) -> Cell:
     """A contender whose runs are made of shared losses and of its own time of a step."""
-    model = losses.models[contender.label]
     trained_by = None if losses.trained_by[model] == contender.label else losses.trained_by[model]
     differs = any(contender.label in shared.differing for shared in losses.shared)
     pairs = zip(losses.runs[model], timings, strict=True)

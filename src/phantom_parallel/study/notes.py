@@ -8,15 +8,7 @@ from phantom_parallel.families.registry import get_family
 from phantom_parallel.study.analysis import BASELINES, lead_of, peer, ranking, rate_is_at_an_end, ratio, ratios
 from phantom_parallel.study.results import Cell, Results
 from phantom_parallel.study.settings import Settings
-from phantom_parallel.study.units import (
-    Interval,
-    counted,
-    format_interval,
-    format_ratio,
-    listed,
-    measure_label,
-    plain,
-)
+from phantom_parallel.study.units import Interval, counted, format_interval, format_ratio, listed, measure_label, plain
 from phantom_parallel.utils.parsing import convert
 
 FEW_SEEDS = 3  # intervals of so few are wide

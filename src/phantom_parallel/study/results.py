@@ -84,9 +84,8 @@ class Run:
 class SharedModel:
     """Contenders that compute the same model, and share its search and its curves of loss against steps.
 
-    That they do is checked on the losses of a few steps: ``differences`` has the largest relative difference of each
-    one's from the medians over all of them. One whose difference is above the tolerance shares nothing, and is an
-    error.
+    That they do is checked on the losses of a few steps, by the largest relative difference of each one's from the
+    medians over all of them. One whose difference is above the tolerance shares nothing, and is an error.
     """
 
     model: str

@@ -12,7 +12,6 @@ import math
 import os
 import platform
 import re
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -33,6 +32,7 @@ from phantom_parallel.distributed.objects import broadcast_from_rank_zero, check
 from phantom_parallel.distributed.process_group import ParallelContext, describe_run
 from phantom_parallel.distributed.signals import Interrupted, LossDiverged, StopRequest
 from phantom_parallel.energy import EnergyMeter, PowerProfile, load_power_profile
+from phantom_parallel.energy.meter import Window
 from phantom_parallel.study.results import CurvePoint, Run, RunStatus
 from phantom_parallel.study.settings import LOOPBACK, Settings
 from phantom_parallel.train import Record, TrainConfig, train
@@ -65,11 +65,7 @@ class RunOptions:
 
 def prepare_folder(out: Path, settings: dict[str, Any], resume: bool, lock: FolderLock) -> None:
     """Create the folder, or check that ``settings`` are those that it was created with, and lock it. One process calls
-    this.
-
-    Raises:
-        ValueError: If the settings are others, or there are none.
-        OSError: If the folder is not empty and ``resume`` is False, or another call is at work in it.
+    this. ValueError or OSError if the folder is not what ``resume`` needs, or another call is at work in it.
     """
     _check_folder(out, settings, resume)
     out.mkdir(parents=True, exist_ok=True)
@@ -97,9 +93,6 @@ def _check_folder(out: Path, settings: dict[str, Any], resume: bool) -> None:
 def resolve_networks(settings: Settings, dtype: str, out: Path) -> tuple[dict[str, Network], str | None]:
     """The networks of the links: those that the folder has, so that a resumed call has the same measured rates, or new
     ones. Also why there are none, if this system cannot emulate hosts and the settings allow loopback instead.
-
-    Raises:
-        OSError: If it cannot, and the settings do not allow it.
     """
     options = {"dtype": dtype, "delay": settings.link_delay, "loss": settings.link_loss}
     if settings.hosts is None:
@@ -112,11 +105,8 @@ def resolve_networks(settings: Settings, dtype: str, out: Path) -> tuple[dict[st
         if settings.hosts_optional:
             return {}, reason
         raise OSError(reason)
-    for link in missing:
-        network = network_of(settings.hosts, link, settings.world_size, **options)
-        assert network is not None
-        known[link] = network
-    return known, None
+    made = {link: network_of(settings.hosts, link, settings.world_size, **options) for link in missing}
+    return known | {link: network for link, network in made.items() if network is not None}, None
 
 
 @contextmanager
@@ -138,25 +128,19 @@ class CellRunner:
     def __init__(
         self, device: torch.device, settings: Settings, options: RunOptions, display: ProgressDisplay, stop: StopRequest
     ) -> None:
-        self.device, self.done, self._total = device, 0, 0  # cells that are finished, and about how many there are
+        self.device, self.done, self.total = device, 0, 0  # cells that are finished, and about how many there are
         self._settings, self._options, self._display, self._stop = settings, options, display, stop
         self._contexts: dict[tuple[int, int], ParallelContext | None] = {}
         self._world = dist.get_world_size() if dist.is_initialized() else 1
         self._patient = dist.new_group(timeout=IDLE_TIMEOUT) if self._world > 1 else None
         display.stage("starting", 0)
 
-    def expect(self, total: int) -> None:
-        """Set about how many cells there are, for the display."""
-        self._total = total
-
     def train(self, name: str, config: TrainConfig) -> Run:
         """Train on the ranks of ``config``, or read the cell of that name from the folder; the result on all ranks."""
         return self._cell(name, config, lambda context: self._train(config, context, name))
 
     def time(self, name: str, config: TrainConfig, steps: int, *, limit: float = math.inf) -> Run:
-        """Time steps of a training, or read the cell of that name; the result on all ranks. ``limit``: seconds that
-        they may take, see `time_steps`.
-        """
+        """Time steps of a training as `time_steps` does, or read the cell of that name; the result on all ranks."""
 
         def work(context: ParallelContext) -> Run:
             def report(entry: Record) -> None:
@@ -176,7 +160,7 @@ class CellRunner:
         else:
             if broadcast_from_rank_zero(lambda: self._stop.requested):
                 raise Interrupted("stopped by a signal")
-            self._display.set_total(max(self._total, self.done + 1))
+            self._display.set_total(max(self.total, self.done + 1))
             self._show(name, 0.0)
             context, size = self.context_for(config), config.ranks * config.dp
             if context is not None:
@@ -198,22 +182,20 @@ class CellRunner:
         """The parallel context of this rank in a training; None if it has no part in it. Exchanges of a cell take the
         timeout of the settings at most, whatever the other ranks do meanwhile.
         """
-        key = (config.ranks, config.dp)
-        if key not in self._contexts:
-            self._contexts[key] = self._create_context(*key)
-        return self._contexts[key]
-
-    def _create_context(self, ranks: int, dp: int) -> ParallelContext | None:
+        key = ranks, dp = config.ranks, config.dp
         if self._world == 1:
             return ParallelContext(device=self.device)
-        timeout = timedelta(seconds=self._settings.timeout)
-        group = dist.new_group(range(ranks * dp), timeout=timeout)  # collective over all ranks, as the mesh is
-        mesh = init_device_mesh(self.device.type, (dp, ranks), mesh_dim_names=("dp", "tp"))
-        if dist.get_rank() >= ranks * dp:
-            return None
-        for part in mesh.get_all_groups():  # torch gives half an hour to groups of some ranks
-            dist.distributed_c10d._set_pg_timeout(timeout, part)
-        return ParallelContext(mesh["tp"] if ranks > 1 else None, mesh["dp"] if dp > 1 else None, self.device, group)
+        if key not in self._contexts:
+            timeout = timedelta(seconds=self._settings.timeout)
+            group = dist.new_group(range(ranks * dp), timeout=timeout)  # collective over all ranks, as the mesh is
+            mesh = init_device_mesh(self.device.type, (dp, ranks), mesh_dim_names=("dp", "tp"))
+            self._contexts[key] = None
+            if dist.get_rank() < ranks * dp:
+                for part in mesh.get_all_groups():  # torch gives half an hour to groups of some ranks
+                    dist.distributed_c10d._set_pg_timeout(timeout, part)
+                tp, copies = mesh["tp"] if ranks > 1 else None, mesh["dp"] if dp > 1 else None
+                self._contexts[key] = ParallelContext(tp, copies, self.device, group)
+        return self._contexts[key]
 
     def power(self, ranks: int) -> PowerProfile:
         """The watts of each of ``ranks`` ranks, which share the CPU cores."""
@@ -242,20 +224,19 @@ class CellRunner:
         if summary.status == "interrupted":
             raise Interrupted("stopped by a signal")
         status: RunStatus = summary.status
-        total = window.result.total
-        return replace(
-            run,
-            status=status,
-            loss=curve[-1].loss if curve else None,
-            measured_joules=total.joules if total.valid else None,
-            measured_by=str(total.provenance),
-        )
+        return replace(run, status=status, loss=curve[-1].loss if curve else None, **_measured(window))
 
     def _joules(self, config: TrainConfig, spent: Record | Run) -> float | None:
         """Modelled energy of all ranks, which in steps compute or are blocked; None where the time is not split."""
         if spent.compute_seconds is None or spent.blocked_seconds is None:
             return None
         return self.power(config.ranks * config.dp).joules(spent.compute_seconds, spent.blocked_seconds)
+
+
+def _measured(window: Window) -> dict[str, Any]:
+    """What the sensors of the machine measured."""
+    total = window.result.total
+    return {"measured_joules": total.joules if total.valid else None, "measured_by": str(total.provenance)}
 
 
 def _read_cell(path: Path) -> Run | None:
@@ -291,16 +272,13 @@ def time_steps(
     limit: float = math.inf,
     report: Callable[[Record], None],
 ) -> Run:
-    """Train for a few steps on the ranks of ``context`` and time the last ``steps`` of them, without evaluations.
+    """Train for a few steps on the ranks of ``context``, all of which call this, and time the last ``steps`` of them.
 
-    Ranks communicate for nothing but the model between the first and the last timed step. Held out is one batch.
-
-    Every rank of ``context`` calls this. The steps may take ``limit`` seconds: of slow steps, fewer are timed, and
-    `MIN_TIMED_STEPS` at least. The times are the same on every rank but for ``seconds``, and without modelled joules;
-    the run is ``diverged`` and has 0 steps if the loss was not finite. `Interrupted` is raised if ``stop`` was
-    requested.
+    Ranks communicate for nothing but the model between the first and the last timed step. Held out is one batch. The
+    steps may take ``limit`` seconds: of slow steps, fewer are timed, and `MIN_TIMED_STEPS` at least. The run has no
+    modelled joules; it is ``diverged`` and has 0 steps if the loss was not finite.
     """
-    warm_up = WARM_UP if math.isinf(limit) else 1
+    warm_up, group = WARM_UP if math.isinf(limit) else 1, None if context.single_process else context.group
     quiet = replace(config, steps=warm_up, warmup=0, target_loss=None, log_every=_NEVER, eval_every=_NEVER)
     with ExitStack() as stack:
         trainer = Trainer(quiet, context, None)
@@ -310,20 +288,22 @@ def time_steps(
             trainer.compile()
         stack.callback(trainer.clock.stop)
         trainer.clock.start()
-        meter = EnergyMeter(None if context.single_process else context.group, device=context.device)
+        meter = EnergyMeter(group, device=context.device)
         try:
             summaries = [trainer.run(stop, report)]
             before = trainer.progress.seconds
-            steps = min(steps, max(MIN_TIMED_STEPS, _affordable(limit, before / warm_up, context)))
+            if before > 0 and not math.isinf(limit):  # as many as rank 0 can afford
+                affordable = max(MIN_TIMED_STEPS, int(limit * warm_up / before))
+                steps = min(steps, affordable if group is None else broadcast_from_rank_zero(lambda: affordable, group))
             trainer.config = replace(quiet, steps=warm_up + steps)
             if summaries[-1].status != "interrupted":
                 with meter.window("steps") as window:
                     summaries.append(trainer.run(stop, report))
         except LossDiverged:
             return Run(config.seed, config.lr, "diverged", 0)
-        if summaries[-1].status == "interrupted":
+        last = summaries[-1]
+        if last.status == "interrupted":
             raise Interrupted("stopped by a signal")
-        last, total = summaries[-1], window.result.total
         return Run(
             config.seed,
             config.lr,
@@ -332,30 +312,22 @@ def time_steps(
             seconds=trainer.progress.seconds - before,
             compute_seconds=last.compute_seconds,
             blocked_seconds=last.blocked_seconds,
-            measured_joules=total.joules if total.valid else None,
-            measured_by=str(total.provenance),
             losses=tuple(loss for end in summaries for loss in (end.loss, end.eval_loss) if loss is not None),
+            **_measured(window),
         )
-
-
-def _affordable(limit: float, step_seconds: float, context: ParallelContext) -> int:
-    """How many steps fit into ``limit`` seconds by rank 0's clock, the same on every rank."""
-    if math.isinf(limit) or step_seconds <= 0:
-        return sys.maxsize
-    count = int(limit / step_seconds)
-    return count if context.single_process else broadcast_from_rank_zero(lambda: count, context.group)
 
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions, processor, device and process group of this rank."""
-    run = describe_run(device)
+    run, path = describe_run(device), Path("/proc/cpuinfo")
+    model = re.search(r"model name\s*:\s*(.*)", path.read_text()) if path.exists() else None
     on_machine = os.environ.get(MACHINE_RANKS) or os.environ.get("LOCAL_WORLD_SIZE") or run["ranks"]
     return {
         "phantom_parallel": __version__,
         "torch": run["torch"],
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "processor": _processor(),
+        "processor": model[1] if model else platform.processor() or "unknown",
         "cores": os.cpu_count(),
         "device": run["device"],
         "backend": run["backend"] or "none",
@@ -365,9 +337,3 @@ def environment(device: torch.device) -> dict[str, Any]:
         "processes_per_host": int(on_machine),  # emulated hosts count as one
         "threads_per_rank": torch.get_num_threads(),
     }
-
-
-def _processor() -> str:
-    path = Path("/proc/cpuinfo")
-    model = re.search(r"model name\s*:\s*(.*)", path.read_text()) if path.exists() else None
-    return model[1] if model else platform.processor() or "unknown"

@@ -226,28 +226,24 @@ class Settings:
 
 def names_of(folder: Folder) -> list[str]:
     """Names of the package's presets or studies."""
-    return sorted(Path(file.name).stem for file in _packaged(folder).iterdir() if file.name.endswith(".toml"))
+    packaged = files("phantom_parallel.study") / folder
+    return sorted(Path(file.name).stem for file in packaged.iterdir() if file.name.endswith(".toml"))
 
 
 def read_settings(
     folder: Folder, name_or_path: str, changes: Mapping[str, Any] | None = None, family: str | None = None
 ) -> Settings:
-    """Read a preset or a study of the package, or a TOML file.
+    """Read a preset or a study of the package, or a TOML file, which must be of the ``family`` if one is given.
 
-    Args:
-        folder: Where names are looked up.
-        name_or_path: Name of a preset or a study, or path of a file.
-        changes: Fields to replace, of the grid, its training and its search; those of the search but
-            ``learning_rates`` have the prefix ``search_``. Several values of a setting that cells vary replace theirs.
-        family: The model family that the file must be of, if given.
+    ``changes`` are fields to replace, of the grid, its training and its search; those of the search but
+    ``learning_rates`` have the prefix ``search_``. Several values of a setting that cells vary replace theirs.
     """
     data: dict[str, Any] = {"family": DEFAULT_FAMILY, "training": {}, "search": {}, "cells": [{}], "modelled": []}
     data |= _load(folder, name_or_path)
     if family not in (None, data["family"]):
         raise ValueError(f"{name_or_path} is about models of the family {data['family']}, not {family}")
-    training = training_fields(data["family"])
+    training, varied = training_fields(data["family"]), _varied(data)
     search = [field.name for field in fields(SearchSettings)]
-    varied = _varied(data)
     for key, value in (changes or {}).items():
         short = key.removeprefix(SEARCH_PREFIX)
         if key in varied:
@@ -266,7 +262,10 @@ def read_settings(
     for part in ("cells", "modelled"):
         for table in data[part]:
             check_keys(table, ("strategy", *training), f"{name_or_path}: [[{part}]]")
-        data[part] = [cell for table in data[part] for cell in _expanded(table)]
+        # One cell for every combination of the values that are given as lists.
+        choices = [[value if isinstance(value, list) else [value] for value in table.values()] for table in data[part]]
+        pairs = zip(data[part], choices, strict=True)
+        data[part] = [dict(zip(table, chosen, strict=True)) for table, lists in pairs for chosen in product(*lists)]
     return convert(data, Settings, name_or_path)
 
 
@@ -286,28 +285,16 @@ def _varied(data: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
 
 def _load(folder: Folder, name_or_path: str) -> dict[str, Any]:
     """The tables of a file, with its name."""
-    known, path = names_of(folder), Path(name_or_path)
-    if name_or_path in known:
-        data = decode_toml((_packaged(folder) / f"{name_or_path}.toml").read_text(), name_or_path)
-    elif path.exists():
-        try:
-            data = decode_toml(read_text(path), str(path))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is not readable as TOML: {error}") from None
-    else:
+    known, packaged = names_of(folder), files("phantom_parallel.study") / folder / f"{name_or_path}.toml"
+    path = Path(str(packaged)) if name_or_path in known else Path(name_or_path)
+    if not path.exists():
         raise ValueError(f"there is no {name_or_path!r}: {choose_from(name_or_path, known)}, or give a TOML file")
+    try:
+        data = decode_toml(read_text(path), name_or_path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not readable as TOML: {error}") from None
     for part, kind in (("training", dict), ("search", dict), ("cells", list), ("modelled", list)):
         tables = data.get(part, kind())
         if not isinstance(tables, kind) or (kind is list and not all(isinstance(table, dict) for table in tables)):
             raise ValueError(f"{name_or_path}: {part} must be {f'[[{part}]]' if kind is list else f'[{part}]'}")
     return {"name": path.stem} | data
-
-
-def _packaged(folder: Folder) -> Any:
-    return files("phantom_parallel.study") / folder
-
-
-def _expanded(table: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One cell for every combination of the values that are given as lists."""
-    choices = [value if isinstance(value, list) else [value] for value in table.values()]
-    return [dict(zip(table, chosen, strict=True)) for chosen in product(*choices)]

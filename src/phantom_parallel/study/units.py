@@ -48,11 +48,7 @@ class Interval:
 def measure_label(measure: str, to_the_loss: bool = True) -> str:
     """The label of a measure, as ``time to the loss``. A suffix such as that of ``latency, batch 64`` is kept."""
     name, comma, rest = measure.partition(",")
-    return (
-        f"{MEASURES[name][0]} to the loss"
-        if to_the_loss and measure in TO_THE_LOSS
-        else MEASURES[name][0] + comma + rest
-    )
+    return MEASURES[name][0] + (" to the loss" if to_the_loss and measure in TO_THE_LOSS else comma + rest)
 
 
 def measure_unit(measure: str) -> str:
