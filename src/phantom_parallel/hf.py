@@ -67,8 +67,6 @@ class PhantomConfig(QuantizationConfigMixin):  # type: ignore[misc, unused-ignor
 
     def __init__(self, layers: dict[str, dict[str, Any]], **kwargs: Any) -> None:
         self.quant_method = METHOD  # type: ignore[assignment, unused-ignore]
-        if not isinstance(layers, dict):
-            raise ValueError(f"layers must be an object with a layer for each name, got {type(layers).__name__}")
         self.layers = layers
 
 
@@ -117,14 +115,7 @@ class PhantomQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
     def is_serializable(self) -> bool:
         return True
 
-    @property
-    def is_trainable(self) -> bool:
-        return True
-
-    @property
-    def is_qat_trainable(self) -> bool:
-        """Whether all parameters can be trained, and not only adapters."""
-        return True
+    is_trainable = is_qat_trainable = property(lambda self: True)  # all parameters, and not only adapters
 
 
 class PhantomStyle(TensorParallelLayer):  # type: ignore[misc, unused-ignore]
@@ -213,20 +204,15 @@ def _fits(layers: dict[str, dict[str, Any]], ranks: int) -> bool:
 
 def describe(model: Any) -> None:
     """Write the phantom layers of a model into its config. ``save_pretrained`` does it by itself."""
-    layers = {
-        name: {
-            "in_features": layer.in_features,
-            "out_features": layer.out_features,
-            "bias": layer.bias is not None,
-            "blocks": layer.blocks,
-            "ghosts": layer.ghosts,
-        }
-        for name, layer in model.named_modules()
-        if isinstance(layer, PhantomLinear)
-    }
-    if not layers:
+    phantoms = {name: layer for name, layer in model.named_modules() if isinstance(layer, PhantomLinear)}
+    if not phantoms:
         raise ValueError("the model has no phantom layers: convert it first")
-    sharded = any(layer.mesh is not None for layer in model.modules() if isinstance(layer, PhantomLinear))
+    sizes = ("in_features", "out_features", "blocks", "ghosts")
+    layers = {
+        name: {size: getattr(layer, size) for size in sizes} | {"bias": layer.bias is not None}
+        for name, layer in phantoms.items()
+    }
+    sharded = any(layer.mesh is not None for layer in phantoms.values())
     if sharded and not model.is_distributed_loading_by_transformers:
         raise ValueError("phantom layers on a mesh cannot be saved by transformers: use phantom_parallel.save_model")
     if not isinstance(getattr(model, "hf_quantizer", None), PhantomQuantizer):
@@ -290,9 +276,8 @@ class EnergyCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         trainer.callback_handler.callbacks.insert(1, self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._energy.start(
-            state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}).get("joules", {})
-        )
+        saved = state.stateful_callbacks.get(type(self).__name__, {"attributes": {"joules": {}}})
+        self._energy.start(saved["attributes"]["joules"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if control.should_save:
@@ -308,8 +293,6 @@ class EnergyCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def _read(self, state: Any) -> dict[str, float]:
         joules = self._energy.read()
-        state.stateful_callbacks[type(self).__name__] = {
-            "args": {"profile": self._energy.profile},
-            "attributes": {"joules": dict(self._energy.joules)},
-        }
+        saved = {"args": {"profile": self._energy.profile}, "attributes": {"joules": dict(self._energy.joules)}}
+        state.stateful_callbacks[type(self).__name__] = saved
         return joules

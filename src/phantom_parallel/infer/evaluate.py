@@ -52,9 +52,7 @@ class EvalConfig:
         for name in ("model", "against", "data"):
             if (path := getattr(self, name)) is not None:
                 object.__setattr__(self, name, Path(path).absolute())
-        for name in ("length", "stride"):
-            if (value := getattr(self, name)) is not None:
-                positive(**{name: value})
+        positive(length=self.length or 1, stride=self.stride or 1)
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -64,13 +62,9 @@ class EvalConfig:
 def run(config: EvalConfig, *, show: bool = False) -> dict[str, Any]:
     """Evaluate the models, with progress on stderr if ``show`` is set.
 
-    Returns:
-        Plain data: the ``folder`` of ``model`` and ``against`` and what was measured, of a language model
-        ``perplexity``, ``nats`` a token, ``bits_per_byte`` and ``tokens``; of a feed-forward network ``loss``,
-        ``relative_error`` and ``rows``, and the ``accuracy`` where rows have classes.
-
-    Raises:
-        ValueError: If options or files are wrong.
+    Returns plain data: the ``folder`` of ``model`` and ``against`` and what was measured, of a language model
+    ``perplexity``, ``nats`` a token, ``bits_per_byte`` and ``tokens``; of a feed-forward network ``loss``,
+    ``relative_error`` and ``rows``, and the ``accuracy`` where rows have classes.
     """
     for folder in config.folders:
         if not is_transformers(folder):
@@ -128,16 +122,9 @@ def evaluate_text(
     config: EvalConfig,
     report: Report,
 ) -> dict[str, float]:
-    """Evaluate a language model on a text by windows that slide over it: each token but the first is predicted once,
-    from at least ``length - stride`` tokens before it where the text has them.
-
-    Args:
-        logits: (batch, t) tokens to (batch, t, vocab) logits.
-        tokens: The tokens of the text.
-        text: The text, whose bytes are counted.
-        context: Maximum number of tokens that the model takes.
-        config: Length and stride of the windows.
-        report: Called with the number of windows that are done, and of all.
+    """Evaluate a language model, (batch, t) tokens to (batch, t, vocab) logits, on a text by sliding windows:
+    each token but the first is predicted once, from at least ``length - stride`` tokens before it where the text has
+    them. ``report`` is called with the number of windows that are done, and of all.
     """
     predicted = len(tokens) - 1
     if predicted < 1:
@@ -147,14 +134,12 @@ def evaluate_text(
         raise ValueError(f"length={length} is more than the model's context of {context} tokens")
     stride = min(config.stride or max(1, length // 2), length)
     ends = [*range(length, predicted, stride), predicted]  # of the windows, the last of which may overlap more
-    new = torch.tensor([end - before for before, end in zip([0, *ends], ends, strict=False)])
+    new = torch.tensor([end - before for before, end in zip([0, *ends], ends, strict=False)], device=tokens.device)
     nats = 0.0
     for first in range(0, len(ends), config.batch):
         batch = torch.stack([tokens[end - length : end + 1] for end in ends[first : first + config.batch]])
         losses = F.cross_entropy(logits(batch[:, :-1]).float().transpose(1, 2), batch[:, 1:], reduction="none")
-        counted = torch.arange(length, device=losses.device) >= length - new[first : first + len(batch), None].to(
-            losses.device
-        )
+        counted = torch.arange(length, device=tokens.device) >= length - new[first : first + len(batch), None]
         nats += float(losses.double()[counted].sum())
         report(first + len(batch), len(ends))
     mean = nats / predicted

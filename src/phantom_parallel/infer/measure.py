@@ -116,18 +116,12 @@ def measure_calls(
     meter: EnergyMeter | None = None,
     report: Callable[[int], None] | None = None,
 ) -> dict[str, Cost]:
-    """Measure calls. Every rank of the mesh calls this.
+    """Measure calls. Every rank of the mesh calls this; None is one process.
 
-    Args:
-        calls: The calls by name.
-        mesh: The ranks that take part; None for one process.
-        device: The device of this rank.
-        turns: Number of turns of each call, after a warm-up.
-        profile: Watts of modelled energy if there are no sensors. Without both, energy is unavailable.
-        meter: The energy meter; by default one with all sensors of this rank's device.
-        report: Called with the number of finished turns after each.
+    Each call has so many ``turns`` after a warm-up, and ``report`` is called with the number of those that are done.
+    ``profile`` has the watts of modelled energy if there are no sensors; the default ``meter`` has all those of this
+    rank's device.
     """
-    positive(turns=turns)
     check_agreement("what to measure", {"calls": ", ".join(calls), "turns": turns}, mesh)
     group = None if mesh is None else mesh.get_group()
     counts, repeats = {}, {}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -72,14 +72,8 @@ class InferConfig(RunConfig):
 def run(config: InferConfig, *, show: bool = False) -> dict[str, Any]:
     """Predict and measure, with progress on stderr if ``show`` is set.
 
-    Returns:
-        Plain data: among others the number of predicted ``rows``, how many of them are ``non_finite_rows``, the
-        ``largest_difference`` between the model's and the baseline's predictions, and ``measured``, the cost of each.
-
-    Raises:
-        ValueError, OSError: If options or files are wrong, mostly before any rank is launched.
-        Interrupted: After SIGINT or SIGTERM.
-        RankDied: If a rank died.
+    Returns plain data: among others the number of predicted ``rows``, how many of them are ``non_finite_rows``, the
+    ``largest_difference`` between the model's and the baseline's predictions, and ``measured``, the cost of each.
     """
     model = check_model(config.model, config.ranks)
     as_tensor = get_family(model.config.family).require("as_tensor")
@@ -128,8 +122,8 @@ def check_folder(path: Path) -> Path:
 def _check_out(out: Path, config: InferConfig) -> None:
     if out.suffix != ".npy":
         raise ValueError(f"predictions are written as .npy, got out={out}")
-    if out.is_dir() or out == config.inputs:
-        raise ValueError(f"out={out} is {'a folder' if out.is_dir() else 'the file of inputs'}: choose another name")
+    if out == config.inputs:
+        raise ValueError(f"out={out} is the file of inputs: choose another name")
     if out.exists() and not config.overwrite:
         raise FileExistsError(f"{out} exists: choose another name, or overwrite it")
     try:
@@ -156,9 +150,8 @@ def _work(device: torch.device, config: InferConfig, power: PowerProfile | None,
             rows = inputs.shape[0]
             display.stage("predicting: row", rows)
             started = time.perf_counter()
-            non_finite = predict(model, inputs, config.batch, out=config.out, report=display.update)
+            result |= predict(model, inputs, config.batch, out=config.out, report=display.update)
             result |= {"rows": rows, "rows_per_second": rows / (time.perf_counter() - started)}
-            result |= {"non_finite_outputs": non_finite.values, "non_finite_rows": non_finite.rows}
         if len(models) == 2:
             rows = config.batch if inputs is None else min(config.batch, inputs.shape[0])
 
@@ -190,15 +183,9 @@ def measure(
     meter: EnergyMeter | None = None,
     report: Callable[[int], None] | None = None,
 ) -> dict[str, Cost]:
-    """Measure the models' forward passes on random rows. Every rank of their mesh calls this.
-
-    Args:
-        models: The models by name, all on the same ranks and device.
-        batch: Rows of a forward pass.
-        turns, profile, meter, report: As for `measure_calls`.
-        seed: Seed of the rows.
+    """Measure forward passes of models, all on the same ranks and device, on random rows. Every rank of their mesh
+    calls this. Other arguments are those of `measure_calls`.
     """
-    positive(batch=batch)
     first = next(iter(models.values()))
     device = to_local(next(first.parameters())).device
 
@@ -218,52 +205,37 @@ def measure(
 def random_rows(model: RowModel, batch: int, seed: int) -> Tensor:
     """Draw random rows as inputs of this rank's model, the same on any number of ranks."""
     rows = torch.randn(batch, model.config.model_features[0], generator=torch.Generator().manual_seed(seed))
-    return _to_model(rows[:, _own_features(model)].contiguous(), model)
+    return _own_features(model, lambda own: rows[:, own].contiguous())
 
 
 def read_rows(model: RowModel, inputs: StoredArray, rows: slice) -> Tensor:
     """Read rows of the file as inputs of this rank's model."""
-    return _to_model(inputs.read(rows, _own_features(model)), model)
+    return _own_features(model, lambda own: inputs.read(rows, own))
 
 
-def _own_features(model: RowModel) -> slice:
-    ranks = rank_group(model.mesh if model.shards_features else None)
+def _own_features(model: RowModel, read: Callable[[slice], Tensor]) -> Tensor:
+    """This rank's features of rows, which ``read`` returns, on the model's device and in its dtype."""
+    ranks, parameter = rank_group(model.mesh if model.shards_features else None), next(model.parameters())
     share = model.config.model_features[0] // ranks.size
-    return slice(ranks.rank * share, (ranks.rank + 1) * share)
-
-
-def _to_model(rows: Tensor, model: RowModel) -> Tensor:
-    parameter = next(model.parameters())
+    rows = read(slice(ranks.rank * share, (ranks.rank + 1) * share))
     return rows.to(to_local(parameter).device, parameter.dtype)
 
 
 def _wait_for(out: Tensor) -> Tensor:
-    """Wait for the last collective of a model's output."""
     return out.wait() if isinstance(out, AsyncCollectiveTensor) else out
 
 
 def open_inputs(path: Path, width: int) -> StoredArray:
-    """Open a file .npy, or an .npz or .safetensors with an array x, of shape (rows, ``width``).
-
-    Raises:
-        ValueError: If the file is missing, damaged, or holds anything else.
+    """Open a file .npy, or an .npz or .safetensors with an array x, of shape (rows, ``width``); ValueError if it is
+    missing, damaged, or holds anything else.
     """
-    if not path.is_file():
+    if not path.is_file() or path.suffix not in FORMATS:
         raise ValueError(f"there is no file of inputs {path}: give one of {', '.join(FORMATS)}")
-    if path.suffix not in FORMATS:
-        raise ValueError(f"inputs {path} must be one of {', '.join(FORMATS)}, got {path.suffix or 'no suffix'!r}")
     with readable(path, "inputs"):
         array = open_array(path, "x")
         if len(array.shape) != 2 or array.shape[1] != width or array.shape[0] == 0:
             raise ValueError(f"expected inputs of shape (rows, {width}), the model's width, got {array.shape}")
     return array
-
-
-class NonFinite(NamedTuple):
-    """Number of predicted values that are NaN or infinite, and of the rows that hold them."""
-
-    values: int
-    rows: int
 
 
 @torch.inference_mode()
@@ -274,18 +246,12 @@ def predict(
     *,
     out: Path | None = None,
     report: Callable[[int], None] | None = None,
-) -> NonFinite:
-    """Run all rows through the model. Every rank of its mesh calls this, and rank 0 writes the predictions.
+) -> dict[str, int]:
+    """Run all rows through the model. Every rank of its mesh calls this, and rank 0 writes the predictions to ``out``,
+    in the model's dtype, or float32 for bfloat16, which NumPy lacks. ``report`` gets the number of finished rows.
 
-    Args:
-        model: The model.
-        inputs: The rows.
-        batch: Number of rows of a forward pass.
-        out: The .npy file to write. Predictions have the model's dtype, or float32 for bfloat16, which NumPy lacks.
-        report: Called with the number of finished rows after each batch.
-
-    Raises:
-        Interrupted: After SIGINT or SIGTERM on any rank, at the end of a batch. Nothing is left at ``out``.
+    Returns how many values are NaN or infinite, and how many rows have some. After SIGINT or SIGTERM on any rank,
+    `Interrupted` is raised at the end of a batch, and nothing is left at ``out``.
     """
     dtype = next(model.parameters()).dtype
     dtype = torch.float32 if dtype == torch.bfloat16 else dtype
@@ -309,7 +275,7 @@ def predict(
                 report(rows.stop)
             if any(all_gather_objects(stop.requested, model.mesh)) and rows.stop < count:  # all ranks stop together
                 raise Interrupted(f"stopped at row {rows.stop} of {count}")
-    return NonFinite(*non_finite.tolist())
+    return dict(zip(("non_finite_outputs", "non_finite_rows"), non_finite.tolist(), strict=True))
 
 
 def _outputs(model: RowModel, x: Tensor) -> Tensor:

@@ -40,12 +40,8 @@ class Sampling:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p!r}")
         if not 0 <= self.seed <= MAX_SEED:
             raise ValueError(f"seed must be from 0 to {MAX_SEED}, got {self.seed!r}")
-        for name in ("top_k", "top_p"):
-            if self.temperature == 0 and getattr(self, name) is not None:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} restricts the sampling, but temperature=0 does not sample: "
-                    "use a temperature above 0"
-                )
+        if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
+            raise ValueError("top_k and top_p restrict the sampling, but temperature=0 does not sample: raise it")
 
     def check_vocabulary(self, vocab: int) -> None:
         """Raise ValueError if ``top_k`` exceeds the vocabulary."""
