@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from phantom_parallel.cli import doctor, doctor_checks
+from phantom_parallel.cli import doctor
 from phantom_parallel.cli.doctor import CHECKS, Options
 from phantom_parallel.cli.main import main
 from phantom_parallel.distributed.process_group import device_reason
@@ -56,8 +56,8 @@ def test_an_unknown_check_is_one_line(capsys):
 
 
 def wrong_exchanges(rank_to_spoil):
-    groups = doctor_checks._groups(torch.device("cpu"))
-    right = doctor_checks._inexact(groups["all"], torch.bfloat16, torch.device("cpu"))
+    groups = doctor._groups(torch.device("cpu"))
+    right = doctor._inexact(groups["all"], torch.bfloat16, torch.device("cpu"))
     gather = collectives.all_gather
 
     def spoiled(x, group, exact=None):
@@ -68,7 +68,7 @@ def wrong_exchanges(rank_to_spoil):
 
     collectives.all_gather = spoiled
     try:
-        return right, doctor_checks._inexact(groups["all"], torch.bfloat16, torch.device("cpu"))
+        return right, doctor._inexact(groups["all"], torch.bfloat16, torch.device("cpu"))
     finally:
         collectives.all_gather = gather
 
@@ -82,13 +82,13 @@ def test_one_wrong_value_of_an_exchange_is_counted(ranks):
 def spoiled_steps():
     from phantom_parallel.nn import init
 
-    case = {"phantom": doctor_checks._ffn_cases(2)["phantom"]}
-    outcome = doctor_checks._steps(torch.device("cpu"), "ffn", case)
+    case = {"phantom": doctor._ffn_cases(2)["phantom"]}
+    outcome = doctor._steps(torch.device("cpu"), "ffn", case)
     draw = init._generator
     if torch.distributed.get_rank() == 1:
         init._generator = lambda seed, piece: draw(seed + 1, piece)
     try:
-        return outcome, doctor_checks._steps(torch.device("cpu"), "ffn", case)
+        return outcome, doctor._steps(torch.device("cpu"), "ffn", case)
     finally:
         init._generator = draw
 

@@ -60,8 +60,7 @@ def expected(tokens: int) -> list[int]:
     return prompt[0, -tokens:].tolist()
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_text_and_what_it_cost_as_json(folder, capfd, ranks):
     assert phantom("--model", folder / "model", "--prompt", PROMPT, "--tokens", "8", "--against", "megatron", "--turns",
                    "2", "--json", *(["--ranks", "2"] if ranks > 1 else [])) == 0  # fmt: skip
@@ -74,21 +73,6 @@ def test_text_and_what_it_cost_as_json(folder, capfd, ranks):
         for phase in ("prefill", "decode"):
             assert (model[phase]["bytes"] > 0) == (ranks > 1)
             assert model[phase]["seconds"] > 0
-
-
-@pytest.mark.slow
-def test_text_with_bf16_on_the_wire(folder, capfd):
-    arguments = ["--model", folder / "model", "--prompt", PROMPT, "--tokens", "4", "--ranks", "2", "--against"]
-    sent = {}
-    for wire in ("full", "bf16"):
-        assert phantom(*arguments, "megatron", "--turns", "1", "--wire", wire, "--json") == 0
-        report = json.loads(capfd.readouterr().out)
-        assert report["wire"] == wire
-        sent[wire] = {name: model["decode"]["bytes"] for name, model in report["measured"].items()}
-    word = torch.get_default_dtype().itemsize
-    assert sent["bf16"]["megatron"] == sent["full"]["megatron"] * 2 / word
-    squares = (2 * SIZES["layers"] + 1) * 2 * word  # one float of each norm from each of two ranks: never rounded
-    assert sent["bf16"]["phantom"] == (sent["full"]["phantom"] - squares) * 2 / word + squares
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -157,21 +141,6 @@ def test_prompts_of_unequal_length_are_continued_as_each_would_be_by_itself(fold
     assert (report["prompts"], report["prompt_lengths"]) == (prompts, [1, 9, 9])
 
 
-def test_by_default_as_many_tokens_as_there_is_room_for(folder, capfd):
-    assert phantom("--model", folder / "model", "--prompt", PROMPT, "--json") == 0
-    assert len(json.loads(capfd.readouterr().out)["tokens"][0]) == SIZES["context"] - len(PROMPT)
-
-
-@pytest.mark.parametrize("strategy", ["dense", "megatron"])
-def test_other_strategies(tmp_path, capfd, strategy):
-    save_model(model_of(strategy), tmp_path / "model")
-    assert phantom("--model", tmp_path / "model", "--prompt", "a", "--tokens", "1", "--against", "megatron",
-                   "--turns", "1", "--json") == 0  # fmt: skip
-    report = json.loads(capfd.readouterr().out)
-    assert list(report["measured"]) == ([strategy] if strategy == "megatron" else [strategy, "megatron"])
-    assert "decode" not in report["measured"][strategy]
-
-
 def failed(capfd) -> str:
     lines = capfd.readouterr().err.strip().splitlines()
     assert len(lines) == 1, lines
@@ -185,15 +154,12 @@ def failed(capfd) -> str:
         (["--prompt", "a", "--tokens", "40"], "context of 40"),
         (["--prompt", "a" * 40], "give at most 39"),
         (["--prompt", "a", "--temperature", "1", "--top-k", "257"], "top_k=257"),
-        (["--prompt", "a", "--top-p", "0.5"], "temperature=0 does not sample"),
         (["--prompt", "a", "--measure", "--profile", "dgx-a1000"], "did you mean 'dgx-a100'?"),
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "a", "--stop", ""], "stop at must not be empty"),
         ([], "give either --prompt or --prompt-file"),
-        (["--prompt", "a", "--prompt-file", "a.txt"], "give either --prompt or --prompt-file"),
         (["--chat"], "has no chat_template.jinja"),
         (["--chat", "--measure"], "need a prompt"),
-        (["--prompt-file", "nowhere.txt"], "nowhere.txt: No such file or directory"),
         (["--prompt-file", "{folder}/model/model.safetensors"], "model.safetensors is not text in UTF-8"),
         (["--prompt", "a", "--model", "{folder}"], "is not a model folder"),
         (["--prompt", "a", "--model", "{folder}/ffn"], "phantom infer"),
@@ -214,12 +180,6 @@ def test_phantom_infer_sends_transformers_here(folder, capfd):
     assert "phantom generate" in failed(capfd)
 
 
-def test_more_ranks_than_memory_allows_are_refused(folder, capfd, monkeypatch):
-    monkeypatch.setattr("phantom_parallel.distributed.launch.available_bytes", lambda: 1 << 27)
-    assert phantom("--model", folder / "model", "--prompt", "a", "--ranks", "2") == 2
-    assert "ranks=2 need at least 0.2 GiB of memory, 0.1 GiB are free" in failed(capfd)
-
-
 def test_a_process_that_was_started_joins(folder, capfd, monkeypatch):
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
@@ -232,7 +192,7 @@ def test_a_process_that_was_started_joins(folder, capfd, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGINT])
 def test_stopped_in_the_middle_of_a_text(tmp_path, number):
     save_model(model_of(context=200_000), tmp_path / "model")
     code = "import sys; from phantom_parallel.cli import main as m; sys.exit(m.main(sys.argv[1:]))"

@@ -67,7 +67,7 @@ def test_json_has_every_source(capsys: pytest.CaptureFixture[str]) -> None:
         (["machine", "check", "--ranks"], "ranks must be positive whole numbers such as 2 4, got ()"),
         (["machine", "check", "--ranks", "2"], "there is no profile 'this-machine-2'"),
         (["machine", "sensors", "--seconds", "-1"], "--seconds must be above 0, got -1.0"),
-        (["machine", "check", "--turns", "0"], "turns must be at least 1, got 0"),
+        (["machine", "check", "--turns", "0"], "turns must be a positive whole number, got 0"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(capsys, command, message):
@@ -93,17 +93,14 @@ def calibrated(tmp_path_factory):
     return folder, json.loads(out.getvalue())
 
 
-def test_calibration_writes_a_profile(calibrated):
-    folder, written = calibrated
-    profile = load_profile(folder / "this-machine-2.toml")
-    assert written["this-machine-2"]["peak.fp32"] == profile.peak["fp32"].value > 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "baseline"), [("ffn", "tensor"), ("gpt", "megatron")])
 def test_validation_uses_the_profile_of_calibration(capsys, monkeypatch, tmp_path, calibrated, family, baseline):
     """The whole way with short measurements: the figures are whatever they are, the files are right."""
-    monkeypatch.setenv("PHANTOM_PROFILES", str(calibrated[0]))
+    folder, written = calibrated
+    measured = load_profile(folder / "this-machine-2.toml").peak["fp32"].value
+    assert written["this-machine-2"]["peak.fp32"] == measured > 0
+    monkeypatch.setenv("PHANTOM_PROFILES", str(folder))
     small = get_family(family).step_shapes(2, held_out=True)[-1:]
     monkeypatch.setitem(vars(get_family(family)), "step_shapes", lambda ranks, held_out: small)
     assert (
@@ -144,15 +141,6 @@ def test_a_machine_with_nothing_says_so_and_what_to_install(nothing, capsys):
     assert " 0 J" not in output
 
 
-def test_a_machine_with_nothing_is_null_in_json(nothing, capsys):
-    assert main(["machine", "sensors", "--seconds", "60", "--json"]) == 0
-    output = json.loads(capsys.readouterr().out)
-    assert output["sensors"] == []
-    assert output["reading"]["total"]["joules"] is None
-    assert output["reading"]["total"]["provenance"] == "unavailable"
-    assert output["hints"]
-
-
 def test_sensors_are_listed_with_a_reading_and_what_stands_in_the_way(server, capsys):
     SensorsOptions(seconds=0.02).run()
     output = capsys.readouterr().out
@@ -161,11 +149,3 @@ def test_sensors_are_listed_with_a_reading_and_what_stands_in_the_way(server, ca
     assert "total: unavailable" in output  # package 1 stands still
     assert "allow [it]" in output  # brackets are not markup
     assert "install more" in output
-
-
-def test_json_lists_the_sensors(server, capsys):
-    SensorsOptions(seconds=0.02, json=True).run()
-    output = json.loads(capsys.readouterr().out)
-    assert output["sensors"][0]["id"] == "rapl/intel-rapl:0"
-    assert output["problems"] == ["file: permission denied; allow [it]"]
-    assert output["reading"]["rows"][0]["joules"] >= 1.0

@@ -10,12 +10,10 @@ import pytest
 from phantom_parallel.cli.main import main
 
 
-@pytest.mark.parametrize("command", [["plan", "--help"], ["machine", "sensors"]])
-def test_a_reader_that_leaves_early_is_no_error(command):
+def test_a_reader_that_leaves_early_is_no_error():
     """As with `phantom plan --help | head -1`."""
-    writing = subprocess.Popen(
-        [sys.executable, "-m", "phantom_parallel.cli.main", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    command = [sys.executable, "-m", "phantom_parallel.cli.main", "plan", "--help"]
+    writing = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     writing.stdout.close()
     assert writing.stderr.read() == b""
     assert writing.wait(60) == 141
@@ -38,11 +36,9 @@ def test_output_to_a_full_disk_is_one_line():
     [
         (["fly"], "there is no command 'fly': there are compare, study,"),
         (["trian"], "there is no command 'trian': did you mean 'train'? There are compare, study,"),
-        (["help", "trian"], "there is no command 'trian': did you mean 'train'?"),
         (["machine", "shwo"], "there is no command 'shwo' of phantom machine: did you mean 'show'?"),
         (["train", "gtp", "--out", "x"], "there is no model family 'gtp': did you mean 'gpt'? There are ffn, gpt"),
         (["train", "gpt", "ffn", "--out", "x"], "unexpected 'ffn' after gpt: see phantom train gpt --help"),
-        (["compare", "--preset", "quik"], "there is no 'quik': did you mean 'quick'? There are"),
         (["study", "goasts"], "there is no 'goasts': did you mean 'ghosts'? There are batch, ghosts,"),
     ],
 )
@@ -68,12 +64,3 @@ def test_long_help_is_grouped_with_emulated_hosts_last(capsys, monkeypatch):
         main(["train", "gpt", "--help"])
     titles = re.findall(r"^\W*([\w-]+) options\W*$", capsys.readouterr().out, re.MULTILINE)
     assert titles == ["model", "data", "ranks", "optimizer", "checkpoints", "output", "emulated-hosts"]
-
-
-def test_an_option_alone_in_its_group_is_among_the_commands_own(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        main(["generate", "--help"])
-    own, *groups = re.split(r"([\w-]+) options\W*\n", capsys.readouterr().out)
-    assert groups[::2] == ["ranks", "output", "emulated-hosts"]
-    assert own.index("--temperature") < own.index("--seed")

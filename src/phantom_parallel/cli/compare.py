@@ -6,7 +6,7 @@ study vary takes several values.
 """
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, make_dataclass
+from dataclasses import MISSING, asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_type_hints
@@ -14,7 +14,15 @@ from typing import Annotated, Any, ClassVar, get_type_hints
 import tyro
 from rich.console import Console
 
-from phantom_parallel.cli.options import Flag, JsonOption, LaunchOptions, NetworkOptions, ranks_of_launcher, value_of
+from phantom_parallel.cli.options import (
+    Flag,
+    JsonOption,
+    LaunchOptions,
+    NetworkOptions,
+    make_options,
+    ranks_of_launcher,
+    value_of,
+)
 from phantom_parallel.distributed.launch import launch_defaults
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
 from phantom_parallel.report.html import write_report
@@ -34,6 +42,7 @@ from phantom_parallel.study.settings import (
 )
 from phantom_parallel.utils.files import json_text
 from phantom_parallel.utils.parsing import choose_from, field_docs
+from phantom_parallel.utils.settings import Setting
 
 MAX_NOTES = 4  # in the terminal; the report has all
 _FLAGS = ("--resume", "--report-only", "--json", "--help", "-h")
@@ -147,10 +156,10 @@ def study_options(family: str | None, arguments: list[str]) -> tuple[type[Settin
     return StudyOptions, {}
 
 
-def _with_settings(base: type[SettingOptions], file: str, family: str | None) -> type[SettingOptions]:
+def _with_settings(base: type[SettingOptions], file: str, family: str | None) -> type[Any]:
     """The options of ``base`` and those of the settings in a file, with their values as defaults."""
     settings, varied = read_settings(base.folder, file, family=family), varied_by(base.folder, file)
-    options: dict[str, tuple[Any, Any]] = {}
+    options: dict[str, Setting] = {}
     where = f", of the {'preset' if base.folder == 'presets' else 'study'} {settings.name}"
 
     def add(name: str, kind: Any, text: str, default: Any, origin: str = where) -> None:
@@ -161,7 +170,7 @@ def _with_settings(base: type[SettingOptions], file: str, family: str | None) ->
             absent = "" if "by default" in text.lower() else "(default: none)"
             return f"(default: {shown}{origin})" if shown != "None" else absent
 
-        options[name] = Annotated[kind, tyro.conf.arg(help=text, help_behavior_hint=hint)], default
+        options[name] = Setting(Annotated[kind, tyro.conf.arg(help_behavior_hint=hint)], default, text)
 
     def add_fields(owner: type, values: Any, prefix: str = "", without: tuple[str, ...] = ()) -> None:
         hints = get_type_hints(owner, include_extras=True)
@@ -178,12 +187,5 @@ def _with_settings(base: type[SettingOptions], file: str, family: str | None) ->
         kind, default, text = known[name]
         in_file = name in given or name in varied
         add(name, kind, text, given.get(name, None if default is MISSING else default), where if in_file else "")
-    defaults = {name: default for name, (_, default) in options.items()}
-    return make_dataclass(
-        base.__name__,
-        [(name, hint, default) for name, (hint, default) in options.items()],
-        bases=(base,),
-        namespace={"family": settings.family, "file": file, "defaults": defaults, "__doc__": base.__doc__},
-        frozen=True,
-        kw_only=True,
-    )
+    defaults = {name: option.default for name, option in options.items()}
+    return make_options(base, options, base.__doc__ or "", family=settings.family, file=file, defaults=defaults)

@@ -1,38 +1,75 @@
-"""``phantom doctor``: whether this machine and these ranks compute, exchange, train and fail as they should."""
+"""``phantom doctor``: whether this machine and these ranks compute, exchange, train and fail as they should.
 
-import json
+A check is an entry of `CHECKS`: a function that every rank calls with its device and that returns an `Outcome`. What is
+exact is compared exactly: exchanged values are small integers, which every dtype and every order of sums keeps. Losses
+are compared with those of the same training on one CPU rank, whose initial weights are the same.
+"""
+
 import os
+import platform
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from phantom_parallel.checkpoint.model import load_model, save_model
 from phantom_parallel.cli.exit_codes import FAILED
 from phantom_parallel.cli.options import LaunchOptions
+from phantom_parallel.distributed.launch import launch, launch_device_type, launch_local
 from phantom_parallel.distributed.launchers import external_ranks, is_rank_zero, launched_externally
-from phantom_parallel.utils.files import read_json, write_json
+from phantom_parallel.distributed.objects import all_gather_objects, broadcast_from_rank_zero
+from phantom_parallel.distributed.process_group import ParallelContext, accelerators, device_reason, run_line
+from phantom_parallel.distributed.signals import RankDied
+from phantom_parallel.energy.results import Component
+from phantom_parallel.energy.sensors import discover
+from phantom_parallel.families.gpt.generation import generate
+from phantom_parallel.families.registry import get_family
+from phantom_parallel.ops import collectives
+from phantom_parallel.ops.collectives import RankGroup, process_group
+from phantom_parallel.study.runner import environment
+from phantom_parallel.study.units import digits
+from phantom_parallel.train import train
+from phantom_parallel.train.checkpoint import list_checkpoints
+from phantom_parallel.utils.files import json_text, read_json, write_text
+from phantom_parallel.utils.layout import positive
 from phantom_parallel.utils.parsing import choose_from
+from phantom_parallel.utils.strategies import STRATEGIES
 
-CHECKS = {  # the functions of these names are in `doctor_checks`
-    "facts": "versions, devices, and why these ranks get this device and backend",
-    "products": "matrix products of each dtype on every rank's device against the CPU",
-    "exchanges": "all-gather, reduce-scatter and all-to-all: exactness, latency, GB/s",
-    "overlap": "share of an exchange that a product hides",
-    "ffn": "three steps of every strategy of an FFN against one CPU rank",
-    "gpt": "three steps of a transformer by phantom and megatron against one CPU rank",
-    "blocking": "the steps of ffn with kernels launched one at a time, on accelerators",
-    "training": "train, checkpoint, resume to the same weights, and generate",
-    "stopped": "a rank is stopped: whether and when it is named",
-    "sensors": "energy sensors counted against devices used",
-}
 SECONDS = 240.0  # after which a check is ended
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRODUCT_ERRORS = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 1e-2, "fp16": 2e-3}  # relative to the largest value
+LOSS_ERRORS = {"fp32": 1e-4, "bf16": 3e-2}  # relative
+SIZE = 256  # of the square matrices that are multiplied
+SHORT, LONG = 1 << 10, 4 << 20  # bytes that a rank sends each other one, for the latency and for the rate
+STOP_TIMEOUT = 5.0  # seconds that ranks wait for the stopped one
 _OUTPUT = 8_000  # characters of a failed check's output in the file
+_VARIABLES = (
+    *("NCCL_", "RCCL_", "TORCH_NCCL_", "FI_", "GLOO_", "OMP_", "MASTER_", "CUDA_", "HIP_", "ROCR_", "HSA_", "ZE_"),
+    *("PYTORCH_", "MPICH_", "UCX_", "SLURM_JOB_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS_PER_NODE"),
+)
+
+
+class Outcome(NamedTuple):
+    """What a check saw: one figure to print, details for the file, and what is wrong."""
+
+    figure: str
+    details: dict[str, Any]
+    problems: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,63 +94,47 @@ class Options(LaunchOptions):
             raise ValueError(f"there is no check {self.only!r}: {choose_from(self.only, CHECKS)}")
         if self.hosts is not None and launched_externally():
             raise ValueError("emulated hosts are for ranks that this command starts itself: leave out --hosts, --link")
-        ranks, records = self._ranks(), list[dict[str, Any]]()
-        lost = ""  # the check in which ranks of another launcher were lost
+        ranks = self.ranks
+        if ranks is None:
+            ranks = external_ranks() if launched_externally() else accelerators()[1] or 2
+        positive(ranks=ranks)
+        records, lost = list[dict[str, Any]](), ""  # the check in which ranks of another launcher were lost
         for name in CHECKS if self.only is None else (self.only,):
             started = time.monotonic()
             if lost:
-                record: dict[str, Any] = {"status": "skipped", "figure": f"the ranks were lost in {lost}"}
+                outcome: dict[str, Any] = {"status": "skipped", "figure": f"the ranks were lost in {lost}"}
             elif launched_externally() or self.only is not None:
-                record = self._check(name, ranks)
-                lost = name if "output" in record else ""
+                outcome = self._check(name, ranks)
+                lost = name if "output" in outcome else ""
             else:
-                record = self._in_own_process(name, ranks)
-            command = shlex.join(self._command(name, ranks)[3:])
-            record = {
-                "name": name,
-                "seconds": round(time.monotonic() - started, 2),
-                "repeat": f"phantom {command}",
-            } | record
-            records.append(record)
+                outcome = self._in_own_process(name, ranks)
+            seconds = round(time.monotonic() - started, 2)
+            repeat = f"phantom {shlex.join(self._command(name, ranks)[3:])}"
+            records.append({"name": name, "seconds": seconds, "repeat": repeat} | outcome)
             if is_rank_zero():
-                _show(record)
+                _show(records[-1])
                 if self.json is not None:  # after every check: the next may end the process
-                    write_json(self.json, _report(records, ranks))
-        failed = [record["name"] for record in records if record["status"] == "FAILED"]
+                    facts = next((record.get("details") for record in records if record["name"] == "facts"), None)
+                    command = ["phantom", *sys.argv[1:]]
+                    report = {"ranks": ranks, "command": command, "facts": facts, "checks": records}
+                    write_text(self.json, json_text(report))
+        statuses = [record["status"] for record in records]
         if is_rank_zero() and self.only is None:
-            skipped = sum(record["status"] == "skipped" for record in records)
-            print(f"{len(failed)} of {len(records)} checks failed, {skipped} skipped", end="\n" if self.json else "; ")
-            print("" if self.json else "--json FILE writes what to attach to a report\n", end="")
-        if failed:
+            counts = f"{statuses.count('FAILED')} of {len(records)} checks failed, {statuses.count('skipped')} skipped"
+            print(counts if self.json else f"{counts}; --json FILE writes what to attach to a report")
+        if "FAILED" in statuses:
             raise SystemExit(FAILED)
 
-    def _ranks(self) -> int:
-        if self.ranks is not None and self.ranks < 1:
-            raise ValueError(f"ranks must be a positive whole number, got {self.ranks}")
-        if self.ranks is not None or launched_externally():
-            return self.ranks or external_ranks()
-        from phantom_parallel.distributed.process_group import accelerators
-
-        return accelerators()[1] or 2
-
     def _command(self, name: str, ranks: int) -> list[str]:
-        given = {"timeout": 60.0, "device": "auto", "hosts": None, "link": None, "link_delay": "0", "link_loss": "0%"}
-        options = {key: getattr(self, key) for key, default in given.items() if getattr(self, key) != default}
-        words = [word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", str(value))]
-        return [
-            sys.executable,
-            "-m",
-            "phantom_parallel.cli.main",
-            "doctor",
-            "--only",
-            name,
-            "--ranks",
-            str(ranks),
-            *words,
-        ]
+        """The command that runs a check alone with the same options."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        given = {field.name: values[field.name] for field in fields(self) if values[field.name] != field.default}
+        given |= {"only": name, "ranks": ranks}
+        words = [(f"--{key.replace('_', '-')}", str(value)) for key, value in given.items() if key != "json"]
+        return [sys.executable, "-m", "phantom_parallel.cli.main", "doctor", *(word for pair in words for word in pair)]
 
     def _in_own_process(self, name: str, ranks: int) -> dict[str, Any]:
-        """The record of a check by a command of its own, which ends with its ranks when its time is up."""
+        """The outcome of a check by a command of its own, which ends with its ranks when its time is up."""
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "record.json")
             command = [*self._command(name, ranks), "--json", os.fspath(file)]
@@ -133,19 +154,21 @@ class Options(LaunchOptions):
             return {"status": "FAILED", "figure": reason, "output": output[-_OUTPUT:]}
 
     def _check(self, name: str, ranks: int) -> dict[str, Any]:
-        """The record of a check in this process, whose ranks are launched here or are those of another launcher."""
-        from phantom_parallel.cli import doctor_checks
-
+        """The outcome of a check in this process, whose ranks are launched here or are those of another launcher."""
+        reasons = {
+            "needs at least 2 ranks": name in NEED_OTHERS and ranks == 1,
+            "needs ranks that this command starts itself": name in LAUNCHING and launched_externally(),
+        }
         try:
             with self.launching(ranks, announces=False):
-                outcome = getattr(doctor_checks, name)(ranks)
-        except doctor_checks.Skipped as reason:
-            return {"status": "skipped", "figure": str(reason)}
+                reasons["ranks use the CPU"] = name == "blocking" and launch_device_type(ranks) == "cpu"
+                if reason := next((reason for reason, applies in reasons.items() if applies), None):
+                    return {"status": "skipped", "figure": reason}
+                outcome = CHECKS[name](ranks) if name in LAUNCHING else launch(ranks, CHECKS[name])
         except Exception as error:
             summary = " ".join(str(error).split()) or type(error).__name__
             return {"status": "FAILED", "figure": summary, "output": traceback.format_exc()[-_OUTPUT:]}
-        status = "FAILED" if outcome.problems else "ok"
-        return {"status": status, **outcome._asdict()}
+        return {"status": "FAILED" if outcome.problems else "ok", **outcome._asdict()}
 
 
 def _show(record: dict[str, Any]) -> None:
@@ -154,20 +177,328 @@ def _show(record: dict[str, Any]) -> None:
     if record["status"] == "FAILED" and not problems:
         figure, problems = "", [figure]
     print(f"{record['status']:<8}{record['name']:<10}{record['seconds']:6.1f} s  {figure}".rstrip())
-    for problem in problems:
-        print(f"        {problem}")
-    if why := record.get("details", {}).get("why"):
-        print(f"        {why}")
-    if problems:
-        print(f"        repeat it: {record['repeat']}")
+    why = record.get("details", {}).get("why")
+    repeat = f"repeat it: {record['repeat']}" if problems else None
+    for line in filter(None, [*problems, why, repeat]):
+        print(f"        {line}")
     sys.stdout.flush()
 
 
-def _report(records: list[dict[str, Any]], ranks: int) -> dict[str, Any]:
-    facts = next((record.get("details") for record in records if record["name"] == "facts"), None)
-    return {
-        "ranks": ranks,
-        "command": ["phantom", *sys.argv[1:]],
-        "facts": facts,
-        "checks": json.loads(json.dumps(records)),
+def facts(device: torch.device) -> Outcome:
+    own = {
+        "host": platform.node(),
+        "device": str(device),
+        "visible": accelerators()[1],
+        "threads": torch.get_num_threads(),
+        "why": device_reason(_ranks_on_host(), device),
     }
+    if device.type != "cpu":
+        own["memory"] = torch.accelerator.get_memory_info(device)[1]
+    gathered = _gather(own)
+    details = {
+        **environment(device),
+        "why": gathered[0]["why"],
+        "ranks_on": gathered,
+        "platform": platform.platform(),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "nccl": str(torch.cuda.nccl.version()) if device.type == "cuda" else None,
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)},
+    }
+    kinds = {rank["device"].partition(":")[0] for rank in gathered}
+    problems = [f"ranks use different types of devices: {', '.join(sorted(kinds))}"] if len(kinds) > 1 else []
+    return Outcome(run_line(device), details, problems)
+
+
+def products(device: torch.device) -> Outcome:
+    rates: dict[str, float] = {}
+    errors: dict[str, float] = {}
+    for name, dtype in DTYPES.items():
+        generator = torch.Generator().manual_seed(0)
+        a, b = (torch.randn(SIZE, SIZE, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
+        expected = a.double() @ b.double()
+        on_device = a.to(device), b.to(device)
+        try:
+            result = torch.mm(*on_device).cpu().double()
+        except RuntimeError:  # not every device has every dtype
+            continue
+        errors[name] = float((result - expected).abs().max() / expected.abs().max())
+        rates[name] = 2 * SIZE**3 / _seconds(lambda pair=on_device: torch.mm(*pair), device)  # type: ignore[misc]
+    gathered = _gather(errors)
+    problems = [
+        f"rank {rank}, {name}: relative error {error:.1e} of a product, expected at most {PRODUCT_ERRORS[name]:.0e}"
+        for rank, by_dtype in enumerate(gathered)
+        for name, error in by_dtype.items()
+        if not error <= PRODUCT_ERRORS[name]
+    ]
+    figure = ", ".join(f"{name} {digits(rates[name] / 1e9)}" for name in rates) + " GFLOP/s a rank"
+    return Outcome(figure, {"flops": rates, "errors": gathered, "size": SIZE}, problems)
+
+
+def exchanges(device: torch.device) -> Outcome:
+    details, problems, groups = dict[str, Any](), list[str](), _groups(device)
+    for place, group in groups.items():
+        for name, dtype in DTYPES.items():
+            for op, wrong in _inexact(group, dtype, device).items():
+                if wrong:
+                    problems.append(f"{op} of {name} among {group.size} ranks ({place}): {wrong} values are wrong")
+        for op in ("all_gather", "reduce_scatter"):
+            for name in ("fp32", "bf16"):
+                word = DTYPES[name].itemsize
+                short, long = (
+                    _seconds(_exchange(op, group, length // word, DTYPES[name], device), device)
+                    for length in (SHORT, LONG)
+                )
+                rate = (group.size - 1) * LONG / long
+                details[f"{op} {name} {place}"] = {"seconds": short, "bytes_per_second": rate, "ranks": group.size}
+    problems = sorted({problem for others in _gather(problems) for problem in others})
+    figures = [details[f"all_gather fp32 {place}"] for place in groups]
+    figure = ", ".join(f"{1e6 * f['seconds']:,.0f} us, {f['bytes_per_second'] / 1e9:.3g} GB/s" for f in figures[-2:])
+    return Outcome(f"{figure}{' (inside, between nodes)' if len(figures) > 1 else ''}", details, problems)
+
+
+def _groups(device: torch.device) -> dict[str, RankGroup]:
+    """All ranks, and on several nodes those inside this one and those of this place on each."""
+    local, size = _ranks_on_host(), dist.get_world_size()
+    parallel = ParallelContext.create(size, 1, device)
+    assert parallel.tp is not None
+    groups = {"all": process_group(parallel.tp.get_group(), device.type)}
+    if 1 < local < size and size % local == 0:
+        mesh = init_device_mesh(device.type, (size // local, local), mesh_dim_names=("between", "inside"))
+        groups |= {name: process_group(mesh[name].get_group(), device.type) for name in ("inside", "between")}
+    return groups
+
+
+def _inexact(group: RankGroup, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
+    """Number of wrong values of each exchange."""
+    rows, columns, size = 3, 5, group.size
+
+    def sent(rank: int) -> Tensor:  # (R, B, c) from -1 to 1
+        values = torch.arange(size * rows * columns).view(size, rows, columns)
+        return ((values * 7 + rank * 5) % 3 - 1).to(dtype)
+
+    everything = torch.stack([sent(rank) for rank in range(size)])
+    own = everything[group.rank].to(device)
+    gathered = collectives.all_gather(own[0], group).values
+    summed = collectives.reduce_scatter(own, group).values
+    swapped = collectives.finish(collectives.start_all_to_all(own.flatten(0, 1), group)).values
+    expected = {
+        "all-gather": (gathered, everything[:, 0]),
+        "reduce-scatter": (summed, everything[:, group.rank].sum(0)),
+        "all-to-all": (swapped, everything[:, group.rank]),
+    }
+    return {name: int((result.cpu() != right).sum()) for name, (result, right) in expected.items()}
+
+
+def _exchange(op: str, group: RankGroup, words: int, dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
+    x = torch.ones(*(() if op == "all_gather" else (group.size,)), 16, words // 16, dtype=dtype, device=device)
+    return lambda: getattr(collectives, op)(x, group)
+
+
+def overlap(device: torch.device) -> Outcome:
+    group = _groups(device)["all"]
+    x, a = torch.ones(256, LONG // 1024, device=device), torch.ones(SIZE, SIZE, device=device)
+    product = _seconds(lambda: a @ a, device)
+    exchange = _seconds(lambda: collectives.all_gather(x, group), device)
+    count = max(1, round(exchange / product))
+
+    def both() -> None:
+        pending = collectives.start_all_gather(x, group)
+        for _ in range(count):
+            a @ a
+        collectives.finish(pending)
+
+    together = _seconds(both, device)
+    hidden = (count * product + exchange - together) / min(count * product, exchange)
+    seconds = {"product": count * product, "exchange": exchange, "together": together}
+    return Outcome(f"{min(max(hidden, 0.0), 1.0):.0%} hidden", {"hidden": hidden, "seconds": seconds}, [])
+
+
+def _ffn_cases(ranks: int) -> dict[str, dict[str, Any]]:
+    blocks = ranks * max(1, 4 // ranks)
+    sizes = {"width": 64 * blocks, "depth": max(4, ranks + ranks % 2), "batch": 16 * ranks, "samples": 64 * ranks}
+    # Smooth, so that no rounding decides which features are active.
+    common = {**sizes, "activation": "tanh", "optimizer": "sgd", "lr": 0.5, "steps": 3}
+    own: Any = {"phantom": {"blocks": blocks, "ghosts": 4}, "lowrank": {"low_rank": 8, "lr": 0.01}}
+    names = [name for name, strategy in STRATEGIES.items() if ranks == 1 or not strategy.single_rank]
+    cases = {name: {**common, "strategy": name, **own.get(name, {})} for name in names}
+    return cases | {"phantom bf16": cases["phantom"] | {"dtype": "bf16"}}
+
+
+def _gpt_cases(ranks: int) -> dict[str, dict[str, Any]]:
+    blocks = ranks * max(1, 4 // ranks)
+    sizes = {"dim": 16 * blocks, "heads": blocks, "hidden": 32 * blocks, "layers": 2, "context": 32, "batch": 4}
+    vocab = {} if 256 % blocks == 0 else {"vocab": -(-256 // blocks) * blocks}
+    common = {**sizes, **vocab, "max_bytes": 100_000, "eval_windows": 4, "optimizer": "sgd", "lr": 0.5, "steps": 3}
+    phantom = {**common, "strategy": "phantom", "blocks": blocks, "ghosts": 4}
+    return {"phantom": phantom, "megatron": {**common, "strategy": "megatron"}}
+
+
+def ffn(device: torch.device) -> Outcome:
+    return _steps(device, "ffn", _ffn_cases(_size()))
+
+
+def gpt(device: torch.device) -> Outcome:
+    return _steps(device, "gpt", _gpt_cases(_size()))
+
+
+def _steps(device: torch.device, family: str, cases: Mapping[str, dict[str, Any]]) -> Outcome:
+    """Compare the losses of a few steps of each training with those of one CPU rank."""
+    parallel, problems, worst = ParallelContext.create(_size(), 1, device), list[str](), 0.0
+    losses: dict[str, list[float]] = {}
+    for name, settings in cases.items():
+        losses[name] = _losses(family, settings, parallel)
+        if parallel.rank == 0:
+            expected = _losses(family, settings, ParallelContext())
+            error = _error(losses[name], expected)
+            worst = max(worst, error) if "dtype" not in settings else worst
+            if not error <= LOSS_ERRORS[settings.get("dtype", "fp32")]:
+                shown = (", ".join(f"{loss:.6g}" for loss in both) for both in (losses[name], expected))
+                problems.append("{}: losses {} and on one CPU rank {}".format(name, *shown))
+        _gather(None)  # the other ranks wait here and not in an exchange of the next training
+    return Outcome(f"{len(cases)} trainings, losses differ by {worst:.1e}", {"losses": losses}, problems)
+
+
+def _losses(family: str, settings: dict[str, Any], parallel: ParallelContext) -> list[float]:
+    """The losses of all steps, on rank 0."""
+    ranks = 1 if parallel.tp is None else parallel.tp.size()
+    config = get_family(family).train_config.from_dict({**settings, "ranks": ranks, "log_every": 1})
+    losses: list[float] = []
+    train(config, parallel, report=lambda record: losses.append(record.loss))
+    return losses
+
+
+def _error(losses: list[float], expected: list[float]) -> float:
+    return max(abs(loss - right) / abs(right) for loss, right in zip(losses, expected, strict=True))
+
+
+def blocking(ranks: int) -> Outcome:
+    losses = []
+    for value in ("0", "1"):
+        os.environ.update(CUDA_LAUNCH_BLOCKING=value, HIP_LAUNCH_BLOCKING=value)
+        losses.append(launch(ranks, ffn).details["losses"])
+    cases = _ffn_cases(ranks)
+    problems = [
+        f"{name}: losses {losses[0][name]}, with kernels launched one at a time {losses[1][name]}"
+        for name, settings in cases.items()
+        if not _error(losses[0][name], losses[1][name]) <= LOSS_ERRORS[settings.get("dtype", "fp32")]
+    ]
+    return Outcome(f"{len(cases)} trainings, equal with CUDA_LAUNCH_BLOCKING=1", {"losses": losses}, problems)
+
+
+def training(device: torch.device) -> Outcome:
+    """Train, resume, save and load in a folder that all ranks see: under another launcher in the current one."""
+    where = Path.cwd() if launched_externally() else None
+    folder = Path(broadcast_from_rank_zero(lambda: tempfile.mkdtemp(prefix="phantom-doctor-", dir=where)))
+    try:
+        return _train_in(folder, device)
+    finally:
+        if is_rank_zero():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _train_in(folder: Path, device: torch.device) -> Outcome:
+    parallel = ParallelContext.create(_size(), 1, device)
+    settings = _gpt_cases(_size())["phantom"] | {"ranks": _size(), "checkpoint_every": 3}
+    whole, part = (get_family("gpt").train_config.from_dict(settings | {"steps": steps}) for steps in (6, 3))
+    model, _ = train(whole, parallel)
+    train(part, parallel, checkpoints=folder)
+    resumed, _ = train(whole, parallel, checkpoints=folder, resume=list_checkpoints(folder)[-1])
+    save_model(resumed, folder / "model")
+    loaded = load_model(folder / "model", mesh=parallel.tp, device=device)
+    pairs = [zip(model.parameters(), other.parameters(), strict=True) for other in (resumed, loaded)]
+    differences = [max(float((a - b).detach().abs().max()) for a, b in pair) for pair in pairs]
+    prompt = torch.arange(97, 105).unsqueeze(0)
+    tokens = [generate(each, prompt, tokens=8).tokens.tolist() for each in (resumed, loaded)]
+    gathered = _gather({"resumed": differences[0], "loaded": differences[1], "same": tokens[0] == tokens[1]})
+    difference = max(rank["resumed"] for rank in gathered)
+    problems = []
+    if not difference <= (0.0 if device.type == "cpu" else 1e-3):  # some kernels of accelerators add in any order
+        problems.append(f"weights after a resume differ by up to {difference:.1e} from those without one")
+    if any(rank["loaded"] != rank["resumed"] or not rank["same"] for rank in gathered):
+        problems.append("a model that was saved and loaded has other weights, or generates other tokens")
+    figure = "resumed to the same bits" if difference == 0 else f"resumed, weights differ by {difference:.1e}"
+    return Outcome(f"{figure}, 8 tokens generated", {"ranks": gathered, "tokens": tokens[0]}, problems)
+
+
+def stopped(ranks: int) -> Outcome:
+    begun: list[float] = []
+    timeout = timedelta(seconds=STOP_TIMEOUT)
+    try:
+        launch_local(ranks, _stop_last, timeout=timeout, on_report=lambda _: begun.append(time.monotonic()))
+    except RankDied as error:
+        message, seconds = str(error), time.monotonic() - begun[0]
+    else:
+        return Outcome("", {}, ["ranks did not notice that one of them was stopped"])
+    named = f"rank {ranks - 1} does not run" in message
+    figure = f"named after {seconds:.1f} s, of which {STOP_TIMEOUT:g} s are the timeout"
+    return Outcome(figure, {"seconds": seconds}, [] if named else [f"rank {ranks - 1} is not named: {message}"])
+
+
+def _stop_last(device: torch.device, report: Callable[[Any], None]) -> None:
+    exchange = _exchange("all_gather", _groups(device)["all"], 64, torch.float32, device)
+    exchange()
+    report(None)
+    if dist.get_rank() == _size() - 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    exchange()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    _gather(None)
+
+
+def sensors(device: torch.device) -> Outcome:
+    discovery = discover(device)
+    gpus = [spec.id for spec in discovery.specs if spec.component is Component.GPU]
+    own = {"host": platform.node(), "device": str(device), "gpus": gpus, "all": [spec.id for spec in discovery.specs]}
+    gathered = _gather(own)
+    every, gpu = (len({(rank["host"], name) for rank in gathered for name in rank[kind]}) for kind in ("all", "gpus"))
+    used = len(gathered) if device.type != "cpu" else 0
+    problems = [f"sensors of {gpu} GPUs are counted, and {used} are used"] if gpu > used else []
+    details = {"ranks": gathered, "problems": list(discovery.problems), "hints": list(discovery.hints)}
+    return Outcome(f"{every} sensors, {gpu} of GPUs for {used} that are used", details, problems)
+
+
+CHECKS: dict[str, Callable[..., Outcome]] = {
+    "facts": facts,  # versions, devices, and why these ranks get this device and backend
+    "products": products,  # matrix products of each dtype on every rank's device against the CPU
+    "exchanges": exchanges,  # all-gather, reduce-scatter, all-to-all: exactness, latency, rate
+    "overlap": overlap,  # share of an exchange that a product hides
+    "ffn": ffn,  # three steps of every strategy of an FFN against one CPU rank
+    "gpt": gpt,  # three steps of a transformer by phantom and megatron against one CPU rank
+    "blocking": blocking,  # the steps of ffn with kernels launched one at a time
+    "training": training,  # train, checkpoint, resume to the same weights, and generate
+    "stopped": stopped,  # a rank is stopped: whether and when it is named
+    "sensors": sensors,  # energy sensors counted against devices used
+}
+LAUNCHING = ("blocking", "stopped")  # which are called once, with the number of ranks, and launch them themselves
+NEED_OTHERS = ("exchanges", "overlap", "stopped")
+
+
+def _size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _ranks_on_host() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", _size()))
+
+
+def _gather(value: Any) -> list[Any]:
+    return all_gather_objects(value, dist.group.WORLD if dist.is_initialized() else None)
+
+
+def _seconds(work: Callable[[], Any], device: torch.device) -> float:
+    """Mean seconds of a call on the slowest rank, over at most 20 calls and about a fifth of a second."""
+
+    def timed(count: int) -> float:
+        _gather(None)
+        started = time.perf_counter()
+        for _ in range(count):
+            work()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        return max(_gather(time.perf_counter() - started)) / count
+
+    timed(1)
+    return timed(min(max(int(0.2 / timed(1)), 1), 20))

@@ -1,38 +1,57 @@
-"""``phantom infer``: predictions of a trained model, and their cost against tensor parallelism on the same ranks."""
+"""``phantom infer | generate | eval``: predictions, text and measures of quality of a trained model, and what it costs.
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+infer      predictions for the rows of a file, and their cost against tensor parallelism on the same ranks
+generate   text from a prompt or in a conversation, and on request the cost of a token
+eval       perplexity, accuracy or relative error, beside the model that it was converted from
+"""
 
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from phantom_parallel.cli.options import Flag, JsonOption, LaunchOptions, ProfileOption, RanksOption, WireOption
+from phantom_parallel.checkpoint.model import family_of
+from phantom_parallel.checkpoint.pretrained import CHAT_TEMPLATE, TOKENIZER_CONFIG
+from phantom_parallel.cli.options import (
+    Flag,
+    JsonOption,
+    LaunchOptions,
+    ProfileOption,
+    RanksOption,
+    WireOption,
+    config_of,
+    make_table,
+)
 from phantom_parallel.distributed.launchers import is_rank_zero
 from phantom_parallel.energy.power import POLLED_TIME
-from phantom_parallel.infer.predict import InferConfig, run
-from phantom_parallel.utils.files import json_text
+from phantom_parallel.families.registry import get_family
+from phantom_parallel.infer.evaluate import EvalConfig
+from phantom_parallel.infer.evaluate import run as evaluate
+from phantom_parallel.infer.predict import InferConfig, check_folder
+from phantom_parallel.infer.predict import run as infer
+from phantom_parallel.infer.sampling import GenerateConfig
+from phantom_parallel.train.run import MODEL
+from phantom_parallel.utils.files import json_text, read_json, read_text
 from phantom_parallel.utils.parsing import printable
 from phantom_parallel.utils.strategies import wire_suffix
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(RanksOption, WireOption, LaunchOptions, ProfileOption, JsonOption):
-    """Options of commands that run and measure a trained model, and are a config of that."""
-
-    config_class: ClassVar[type[Any]]
+    """Options of commands that run and measure a trained model. Those of a config are checked when it is made."""
 
     def __post_init__(self) -> None:
-        """`config` checks the options."""
-
-    def config(self) -> Any:
-        settings: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self.config_class)}
-        return self.config_class(**settings | {"ranks": self.rank_count()})
+        """Not that of the config."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(RunOptions, InferConfig):
+class InferOptions(RunOptions, InferConfig):
     """Run a trained model on any number of ranks that divides its blocks, and measure latency, throughput, bytes and
     energy per sample.
 
@@ -40,20 +59,18 @@ class Options(RunOptions, InferConfig):
     0 done, 1 a rank died, 2 invalid option or input file, 130 stopped by SIGINT, 143 by SIGTERM.
     """
 
-    config_class: ClassVar[type[Any]] = InferConfig
-
     overwrite: Flag = False
 
     def run(self) -> None:
-        config = self.config()
+        config = config_of(self, InferConfig, ranks=self.rank_count())
         with self.launching(config.ranks) as network:
-            report = run(config, show=True)
+            report = infer(config, show=True)
         if not is_rank_zero():
             return
         if self.json:
             print(json_text(report | {"network": None if network is None else network.to_dict()}))
             return
-        _show(report)
+        _show_predictions(report)
         if network is not None:
             print(f"Network: {network.describe()}.")
 
@@ -70,46 +87,35 @@ COST_LINES: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def add_costs(table: Table, title: str, item: str, costs: list[dict[str, Any]]) -> None:
-    """Add a section with the cost of a call by each model, for one ``item``: a sample or a token."""
-    table.add_row(title, *(f"{1e3 * cost['seconds']:.3f} ms" for cost in costs))
-    for line, value in COST_LINES.items():
-        cells = [value(cost) for cost in costs]
-        if any(cells):
-            table.add_row(f"  {line.format(item)}", *cells)
-    table.add_section()
-
-
-def cost_table(report: dict[str, Any], subject: str) -> Table:
-    """An empty table with a column for each model that was measured."""
+def print_costs(console: Console, report: dict[str, Any], subject: str, item: str, calls: Mapping[str, Any]) -> None:
+    """Print the costs of calls by each model, for one ``item``: a sample or a token. ``calls`` has those of each model
+    by the title of a section.
+    """
     ranks = "1 rank" if report["ranks"] == 1 else f"{report['ranks']} ranks"
-    table = Table(
-        "", *report["measured"], title=f"{ranks} ({report['device']}), {subject}{wire_suffix(report['wire'])}"
-    )
-    for column in table.columns[1:]:
-        column.justify = "right"
-    return table
-
-
-def print_table(console: Console, table: Table, report: dict[str, Any], provenance: str) -> None:
-    """Print a table with the parameters of each model, and what its reader must know."""
+    title = f"{ranks} ({report['device']}), {subject}{wire_suffix(report['wire'])}"
+    table = make_table(("", *report["measured"]), title=title)
+    for heading, costs in calls.items():
+        table.add_row(heading, *(f"{1e3 * cost['seconds']:.3f} ms" for cost in costs))
+        for line, value in COST_LINES.items():
+            cells = [value(cost) for cost in costs]
+            if any(cells):
+                table.add_row(f"  {line.format(item)}", *cells)
+        table.add_section()
     table.add_row("parameters", *(f"{cost['parameters']:,}" for cost in report["measured"].values()))
     console.print(table)
     if report["device"] == "cpu" and report["ranks"] > 1:
         console.print(POLLED_TIME)
-    if provenance == "modelled":
-        watts = escape(printable(f"{report['profile']} ({report['profile_source']})"))
-        console.print(f"Energy is modelled: measured seconds times the watts of {watts}.")
-    elif provenance == "unavailable":
-        console.print(
-            "Energy is unavailable: there is no sensor that can be read (see phantom machine sensors), and no watts to "
-            "model it with (phantom machine measure --watts, or --profile)."
-        )
-    else:
-        console.print(f"Energy is measured ({provenance}).")
+    provenance = next(iter(calls.values()))[0]["provenance"]
+    watts = escape(printable(f"{report['profile']} ({report['profile_source']})"))
+    notes = {
+        "modelled": f"Energy is modelled: measured seconds times the watts of {watts}.",
+        "unavailable": "Energy is unavailable: there is no sensor that can be read (see phantom machine sensors), and "
+        "no watts to model it with (phantom machine measure --watts, or --profile).",
+    }
+    console.print(notes.get(provenance, f"Energy is measured ({provenance})."))
 
 
-def _show(report: dict[str, Any]) -> None:
+def _show_predictions(report: dict[str, Any]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     if report["rows"]:
         where = "not kept: give --out" if report["out"] is None else escape(printable(report["out"]))
@@ -124,6 +130,192 @@ def _show(report: dict[str, Any]) -> None:
             f"Largest difference between their predictions: {report['largest_difference']:.2g}, "
             f"over {report['compared_rows']} rows with predictions up to {report['largest_prediction']:.3g}."
         )
-    table, costs = cost_table(report, f"batch {report['batch']}"), list(report["measured"].values())
-    add_costs(table, "latency", "sample", costs)
-    print_table(console, table, report, costs[0]["provenance"])
+    calls = {"latency": list(report["measured"].values())}
+    print_costs(console, report, f"batch {report['batch']}", "sample", calls)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(RunOptions, GenerateConfig):
+    """Generate text with a trained transformer, on any number of ranks that divides its blocks.
+
+    The text is written to stdout as it is generated, until the model ends it, and a line about the time to stderr.
+    --chat without a prompt is a conversation: Ctrl-C ends an answer, Ctrl-D the conversation. --measure and --against
+    also measure time, bytes and energy per token, separately for prefill and decode. Local workers are launched by the
+    command itself; under torchrun or srun this process joins as one rank. Exit codes: 0 done, 1 a rank died, 2 invalid
+    option or input file, 130 stopped by SIGINT, 143 by SIGTERM.
+    """
+
+    prompt: tuple[str, ...] = ()
+    """The prompt, or several, which may differ in length: each is continued as it would be by itself."""
+    prompt_file: Path | None = None
+    """File with the prompt in UTF-8, used without changes."""
+    chat: Flag = False
+    measure: Flag = False
+
+    def run(self) -> None:
+        config = config_of(self, GenerateConfig, ranks=self.rank_count())
+        family = get_family(family_of(check_folder(config.model)))
+        generate, converse = family.require("text_generation")
+        if self.chat and not self.prompt and self.prompt_file is None:
+            if config.measure or self.json or config.batch > 1:
+                raise ValueError("--measure, --against, --batch and --json need a prompt: give --prompt")
+            template = ChatTemplate(config.model)
+            with self.launching(config.ranks):
+                converse(config, _messages(), template.render, write=_write, on_answer=_end_answer)
+            return
+        prompts = self.prompts()
+        with self.launching(config.ranks) as network:
+            report = generate(config, prompts, write=None if self.json else _write, show=True)
+        if not is_rank_zero():
+            return
+        if self.json:
+            print(json_text(report | {"network": None if network is None else network.to_dict()}))
+            return
+        _write("\n")
+        for index, text in enumerate(report["texts"][1:], 2):
+            _write(f"--- {index} of {len(report['texts'])} ---\n{text}\n")
+        if config.measure:
+            _print_costs(report)
+        else:
+            _print_time(report)
+        if network is not None:
+            print(f"Network: {network.describe()}.", file=sys.stderr)
+
+    def prompts(self) -> list[str]:
+        """The prompts, or that of the file, as messages of a chat if it is one."""
+        if bool(self.prompt) == (self.prompt_file is not None):
+            raise ValueError("give either --prompt or --prompt-file, or --chat without them for a conversation")
+        try:
+            prompts = list(self.prompt) or [read_text(self.prompt_file or "")]
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{self.prompt_file} is not text in UTF-8: byte {error.start}") from None
+        if "" in prompts:
+            raise ValueError("the prompt is empty, and a model needs at least one token: a new line is a neutral one")
+        if self.chat:
+            template = ChatTemplate(self.model)
+            return [template.render([{"role": "user", "content": prompt}]) for prompt in prompts]
+        return prompts
+
+
+class ChatTemplate:
+    """The chat template in a model's folder. It comes with the model and runs in a sandbox, as in transformers."""
+
+    def __init__(self, model: Path) -> None:
+        self._path = model / CHAT_TEMPLATE
+        if not self._path.is_file():
+            raise ValueError(f"{model} has no {CHAT_TEMPLATE}: give a prompt without --chat")
+        settings = read_json(model / TOKENIZER_CONFIG) if (model / TOKENIZER_CONFIG).is_file() else {}
+        tokens = {f"{name}_token": settings.get(f"{name}_token") or "" for name in ("bos", "eos", "unk", "pad")}
+        # Special tokens are texts, or objects that hold one.
+        self._tokens = {
+            name: token.get("content", "") if isinstance(token, dict) else token for name, token in tokens.items()
+        }
+
+    def render(self, messages: list[dict[str, str]]) -> str:
+        """The prompt for the model's answer to messages, each with its ``role`` and ``content``."""
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _refuse
+        try:
+            template = environment.from_string(read_text(self._path))
+            return template.render(messages=messages, add_generation_prompt=True, **self._tokens)
+        except Exception as error:  # of any class: a template computes, and may divide by 0 or call itself without end
+            reason = str(error) or type(error).__name__
+            raise ValueError(f"the chat template {self._path} cannot be used: {reason}") from None
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _messages() -> Iterator[list[dict[str, str]]]:
+    """Yield the messages so far after each line that the user has typed, until the end of stdin."""
+    import readline  # noqa: F401 (input() then edits lines, and has a history)
+
+    messages: list[dict[str, str]] = []
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            if sys.stdin.isatty():
+                print()
+            return
+        if line.strip():
+            messages.append({"role": "user", "content": line})
+            yield messages
+
+
+def _write(text: str) -> None:
+    """Write text to stdout and flush it, with a question mark for each character that the encoding lacks. On a terminal
+    control characters are escaped.
+    """
+    text = printable(text) if sys.stdout.isatty() else text
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    sys.stdout.flush()
+
+
+def _end_answer(answer: dict[str, Any]) -> None:
+    _write("\n")
+    _print_time(answer)
+
+
+def _print_time(answer: dict[str, Any]) -> None:
+    """Print one line on what a text cost, on stderr."""
+    tokens, rows = max(map(len, answer["tokens"])), len(answer["tokens"])
+    first, rest = answer["prefill_seconds"], answer["decode_seconds"]
+    rate = f", then {rows * (tokens - 1) / rest:,.1f} tokens/s" if tokens > 1 and rest > 0 else ""
+    batch = f" in each of {rows} texts" if rows > 1 else ""
+    print(f"[{tokens} token{'s' if tokens > 1 else ''}{batch}, first after {first:.2f} s{rate}]", file=sys.stderr)
+
+
+def _print_costs(report: dict[str, Any]) -> None:
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    lengths, rows = report["prompt_lengths"], len(report["texts"])
+    prompts = f"{min(lengths)} to {max(lengths)}" if len(set(lengths)) > 1 else f"{lengths[0]}"
+    batch = f", batch {rows}" if rows > 1 else ""
+    titles = {"prefill": "prefill: time to first token", "decode": "decode: time per token"}
+    costs = list(report["measured"].values())
+    calls = {titles[phase]: [cost[phase] for cost in costs] for phase in titles if phase in costs[0]}
+    print_costs(console, report, f"{prompts} + {max(map(len, report['tokens']))} tokens{batch}", "token", calls)
+
+
+# How a line shows each measure, in this order.
+_SHOWN = {
+    "perplexity": "perplexity {:.4g}",
+    "nats": "{:.4f} nats a token",
+    "bits_per_byte": "{:.4f} bits a byte",
+    "tokens": "{:,} tokens",
+    "accuracy": "accuracy {:.1%}",
+    "relative_error": "relative error {:.2%}",
+    "loss": "loss {:.4g}",
+    "rows": "{:,} rows",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions(RanksOption, LaunchOptions, JsonOption, EvalConfig):
+    """Evaluate a model: perplexity and nats a token of a language model on a text, by windows that slide over it with
+    the model's tokenizer; the accuracy of classes or the relative error of a feed-forward network.
+
+    Local workers are launched by the command itself; under torchrun or srun this process joins as one rank. Exit codes:
+    0 done, 1 a rank died, 2 invalid option or input file, 130 stopped by SIGINT, 143 by SIGTERM.
+    """
+
+    def __post_init__(self) -> None:
+        """Not that of the config, which is checked when it is made."""
+
+    def run(self) -> None:
+        config = config_of(self, EvalConfig, ranks=self.rank_count())
+        with self.launching(config.ranks):
+            result = evaluate(config, show=True)
+        if not is_rank_zero():
+            return
+        if self.json:
+            print(json_text(result))
+            return
+        lines = [result[name] for name in ("model", "against") if name in result]
+        folders = [Path(line["folder"]) for line in lines]
+        names = [folder.parent.name if folder.name == MODEL else folder.name for folder in folders]
+        for name, line in zip(names, lines, strict=True):
+            shown = ", ".join(text.format(line[measure]) for measure, text in _SHOWN.items() if measure in line)
+            print(printable(f"{name:<{max(map(len, names))}}  {shown}"))

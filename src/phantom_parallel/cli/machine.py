@@ -8,27 +8,25 @@ sensors   what energy this machine can measure
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from phantom_parallel.cli.options import Flag, JsonOption, NetworkOptions
+from phantom_parallel.cli.options import Flag, JsonOption, NetworkOptions, make_table
 from phantom_parallel.cost.hardware import Profile, dump_profile, list_profiles, load_profile, user_directory
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
 from phantom_parallel.study.units import digits, quantity
 from phantom_parallel.utils.files import json_text, write_json
+from phantom_parallel.utils.layout import positive
 from phantom_parallel.utils.progress import ProgressDisplay
 
 if TYPE_CHECKING:
-    from phantom_parallel.distributed.launch import Report
     from phantom_parallel.energy import WindowResult
     from phantom_parallel.energy.sensors.base import Discovery
 
@@ -70,10 +68,8 @@ OVERVIEW = (
 
 def _overview(profiles: list[Profile]) -> Table:
     caption = "* uncertain, - unavailable. phantom machine show NAME gives every figure and its source."
-    table = Table(title="Hardware profiles, per device", caption=caption, box=SIMPLE, padding=(0, 1, 0, 0))
-    table.add_column("name", no_wrap=True)
-    for title, _, _ in OVERVIEW:
-        table.add_column(title, justify="right")
+    headings = ("name", *(title for title, _, _ in OVERVIEW))
+    table = make_table(headings, title="Hardware profiles, per device", caption=caption)
     for profile in profiles:
         figures = {name: figure for name, figure, _ in profile.figures()}
         cells = [
@@ -86,10 +82,7 @@ def _overview(profiles: list[Profile]) -> Table:
 
 def _profile_table(profile: Profile) -> Table:
     title = f"{escape(profile.name)}: {escape(profile.device)}\n{escape(profile.description)}"
-    table = Table(title=title, caption="* uncertain", box=SIMPLE, padding=(0, 1, 0, 0))
-    table.add_column("figure", no_wrap=True)
-    table.add_column("value", justify="right", no_wrap=True)
-    table.add_column("")
+    table = make_table(("figure", "value", ""), title=title, caption="* uncertain")
     table.add_column("source", overflow="fold")
     for name, figure, unit in profile.figures():
         table.add_row(name, quantity(figure.value, unit), "*" * figure.uncertain, escape(figure.source))
@@ -115,23 +108,19 @@ class MeasureOptions(NetworkOptions, JsonOption):
     seconds: float = 0.2
     """How long a product or an exchange is measured; a training step is measured four times as long."""
 
-    def __post_init__(self) -> None:
-        _check_ranks(self.ranks)
-        if self.watts is not None and any(watts < 0 for watts in self.watts):
-            raise ValueError(f"watts must not be negative, got {self.watts}")
-        _check_seconds(self.seconds)
-
     def run(self) -> None:
         from phantom_parallel.cost.calibrate import fit_profile, measure
 
+        _check(self.ranks, self.seconds)
+        if self.watts is not None and min(self.watts) < 0:
+            raise ValueError(f"watts must not be negative, got {self.watts}")
         written: dict[str, Any] = {}
         for ranks in self.ranks:
             pairs = get_family(DEFAULT_FAMILY).step_shapes(ranks, held_out=False)
             steps = [shape for pair in pairs for shape in pair.values()]
-            with self.launching(ranks) as network:
-                with _reporting(ranks) as report:
-                    measured = measure(ranks, steps, report, self.seconds)
-                profile = fit_profile(measured, self.watts, network)
+            with self.launching(ranks) as network, ProgressDisplay() as display:
+                report = partial(_report, display, ranks)
+                profile = fit_profile(measure(ranks, steps, report, self.seconds), self.watts, network)
             path = user_directory() / f"{profile.name}.toml"
             dump_profile(profile, path)
             written[profile.name] = {name: figure.value for name, figure, _ in profile.figures()} | {"file": str(path)}
@@ -159,14 +148,11 @@ class CheckOptions(NetworkOptions, JsonOption):
     out: Path | None = None
     """Also write the outcomes to this JSON file."""
 
-    def __post_init__(self) -> None:
-        _check_ranks(self.ranks)
-        if self.turns < 1:
-            raise ValueError(f"turns must be at least 1, got {self.turns}")
-
     def run(self) -> None:
         from phantom_parallel.cost.calibrate import profile_name, validate
 
+        _check(self.ranks)
+        positive(turns=self.turns)
         family = get_family(self.family)
         names = {ranks: profile_name(ranks, self.hosts, self.link) for ranks in self.ranks}
         profiles = {ranks: load_profile(name) for ranks, name in names.items()}  # before any work
@@ -175,8 +161,8 @@ class CheckOptions(NetworkOptions, JsonOption):
             models = family.step_shapes(ranks, held_out=True)
             if not models:
                 raise ValueError(f"the family {self.family} has no models to check the time model with")
-            with self.launching(ranks), _reporting(ranks) as report:
-                outcomes += validate(ranks, profile, models, self.turns, report)
+            with self.launching(ranks), ProgressDisplay() as display:
+                outcomes += validate(ranks, profile, models, self.turns, partial(_report, display, ranks))
         errors = [abs(outcome["error"]) for outcome in outcomes]
         mean, worst = sum(errors) / len(errors), max(errors)
         data = {"outcomes": outcomes, "mean_error": mean, "worst_error": worst}
@@ -192,10 +178,7 @@ class CheckOptions(NetworkOptions, JsonOption):
 def _outcome_table(outcomes: list[dict[str, Any]]) -> Table:
     strategies = list(outcomes[0]["measured"])
     caption = "ms of a step and ratio of the two: measured / by the model"
-    table = Table(caption=caption, box=SIMPLE, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("model", overflow="fold")
-    for title in (*strategies, "ratio", "error"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table = make_table(("model", *strategies, "ratio", "error"), caption=caption)
     for outcome in outcomes:
         pairs = [(1e3 * outcome["measured"][name], 1e3 * outcome["predicted"][name]) for name in strategies]
         pairs.append((outcome["measured_ratio"], outcome["predicted_ratio"]))
@@ -217,7 +200,7 @@ class SensorsOptions:
     def run(self) -> None:
         from phantom_parallel.energy import EnergyMeter, discover
 
-        _check_seconds(self.seconds)
+        _check(seconds=self.seconds)
         discovery = discover()
         with EnergyMeter(sources=discovery.sources, device="cpu").window("reading") as window:
             if discovery.specs:  # without sensors there is nothing to measure
@@ -255,17 +238,12 @@ def _show_sensors(discovery: "Discovery", result: "WindowResult") -> None:
             console.print(f"  {escape(line)}")
 
 
-def _check_ranks(ranks: tuple[int, ...]) -> None:
-    if not ranks or any(count < 1 for count in ranks):
+def _report(display: ProgressDisplay, ranks: int, text: str) -> None:
+    display.note(f"{ranks} ranks: {text}")
+
+
+def _check(ranks: tuple[int, ...] = (1,), seconds: float = 1.0) -> None:
+    if not ranks or min(ranks) < 1:
         raise ValueError(f"ranks must be positive whole numbers such as 2 4, got {ranks}")
-
-
-def _check_seconds(seconds: float) -> None:
-    if not (math.isfinite(seconds) and seconds > 0):
+    if not 0 < seconds < math.inf:
         raise ValueError(f"--seconds must be above 0, got {seconds}")
-
-
-@contextmanager
-def _reporting(ranks: int) -> "Iterator[Report]":
-    with ProgressDisplay() as display:
-        yield lambda text: display.note(f"{ranks} ranks: {text}")

@@ -29,9 +29,9 @@ COMMANDS: dict[str, Command] = {
         "compare", "the paper's experiments and related ones: ghosts, scaling, links, ...", "study_options"
     ),
     "train": Command("train", "train a model on local ranks or a cluster's"),
-    "generate": Command("generate", "text from a transformer", "Options"),
-    "infer": Command("infer", "predictions of a trained model, and what a sample costs", "Options"),
-    "eval": Command("eval", "perplexity, accuracy or error, beside the model it was converted from", "Options"),
+    "generate": Command("infer", "text from a transformer", "GenerateOptions"),
+    "infer": Command("infer", "predictions of a trained model, and what a sample costs", "InferOptions"),
+    "eval": Command("infer", "perplexity, accuracy or error, beside the model it was converted from", "EvalOptions"),
     "plan": Command("plan", "compare strategies and layouts for a model and a machine"),
     "tune": Command("tune", "the blocks and ghosts that reach the loss at the least cost on a machine"),
     "dryrun": Command("dryrun", "what one rank of many would compute, send and keep"),

@@ -1,7 +1,7 @@
 """``phantom model import | convert | heal | export``: models from other libraries and to them."""
 
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from phantom_parallel.checkpoint.model import CONFIG, family_of
-from phantom_parallel.cli.options import Flag, JsonOption, folder_of, ranks_of_launcher, value_of
-from phantom_parallel.cli.train import TrainOptions, train_options
+from phantom_parallel.cli.options import Flag, JsonOption, config_of, value_of
+from phantom_parallel.cli.train import resumed_settings, train_options
 from phantom_parallel.conversion.run import ConvertConfig, ConvertResult, convert_folder, heal_config
 from phantom_parallel.families.registry import family_names, get_family
 from phantom_parallel.infer.predict import check_folder
-from phantom_parallel.train.run import format_loss, read_config
+from phantom_parallel.train.run import format_loss
 from phantom_parallel.utils.files import json_text
 from phantom_parallel.utils.parsing import printable
 
@@ -92,11 +92,10 @@ class ConvertOptions(ConvertConfig, JsonOption):
     """Draw loss against multiply-adds to this path, as PNG and SVG, with its numbers as CSV."""
 
     def run(self) -> None:
-        settings = {field.name: getattr(self, field.name) for field in fields(ConvertConfig)}
-        settings |= {"model": self.model.absolute(), "out": self.out.absolute()}
-        result = convert_folder(ConvertConfig(**settings), show=True)
+        config = config_of(self, ConvertConfig, model=self.model.absolute(), out=self.out.absolute())
+        result = convert_folder(config, show=True)
         if self.figure is not None:
-            from phantom_parallel.report.plan_figures import draw_curve
+            from phantom_parallel.report.figures import draw_curve
 
             curves = {"phantom": [(point.kept, point.loss) for point in result.curve]}
             for path in draw_curve(curves, result.dense_loss, self.figure):
@@ -130,12 +129,10 @@ healed model is written to the folder model in --out. Ranks, signals, --resume a
 
 def heal_options(family: str | None, arguments: list[str]) -> tuple[type[Any], dict[str, Any]]:
     """The options for the model's family. With ``--resume``, defaults are those of the folder."""
-    out, model, defaults = folder_of(arguments), value_of("--model", arguments), dict[str, Any]()
-    if "--resume" in arguments and out is not None:
-        family, defaults = read_config(out, family, heals=True)
-    defaults = {**defaults, **ranks_of_launcher(arguments, defaults.get("dp", 1))}
+    family, defaults = resumed_settings(family, arguments, heals=True)
+    model = value_of("--model", arguments)
     if family is None and model is not None and (Path(model) / CONFIG).is_file():
         config_class = heal_config(Path(model))
     else:
         config_class = get_family(family or _HEAL_FAMILY).require("heal_config")
-    return train_options(TrainOptions, config_class, _HEAL_HELP, hidden=_HIDDEN), defaults
+    return train_options(config_class, _HEAL_HELP, hidden=_HIDDEN), defaults

@@ -1,15 +1,16 @@
 """Options that several commands share, with one name and one help text, and the parser of options."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import MISSING, dataclass, field, fields, make_dataclass
 from datetime import timedelta
 from io import StringIO
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
+from rich.box import SIMPLE
+from rich.table import Table
 
 from phantom_parallel.distributed.launchers import (
     external_ranks,
@@ -26,6 +27,7 @@ from phantom_parallel.utils.strategies import WireFormat
 if TYPE_CHECKING:
     from phantom_parallel.cost.planner import ModelSizes
 
+T = TypeVar("T")
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 # Groups of a command's help after its own options, in order, and the options in each.
@@ -121,9 +123,8 @@ class NetworkOptions:
         if not 1 <= self.timeout <= 1e6:
             raise ValueError(f"timeout must be from 1 to 1,000,000 seconds, got {self.timeout:g}")
         network = network_of(self.hosts, self.link, ranks, dtype=dtype, delay=self.link_delay, loss=self.link_loss)
-        with launch_defaults(
-            timedelta(seconds=self.timeout), network, getattr(self, "device", "auto"), announces=announces
-        ):
+        device = getattr(self, "device", "auto")
+        with launch_defaults(timedelta(seconds=self.timeout), network, device, announces=announces):
             yield network
 
 
@@ -137,13 +138,8 @@ class LaunchOptions(NetworkOptions):
 
 
 def parse(options: type[Any], prog: str, arguments: list[str], defaults: Mapping[str, Any] | None = None) -> Any:
-    """Parse a command's options into its dataclass.
-
-    Args:
-        options: A dataclass.
-        prog: The command, for its help.
-        arguments: The arguments.
-        defaults: Replace those of the class; names that it does not have are ignored.
+    """Parse a command's options into its dataclass. ``defaults`` replace those of the class; names that it does not
+    have are ignored.
     """
     own = [option for option in fields(options) if option.init]
     hints, docs, given = get_type_hints(options, include_extras=True), field_docs(options), defaults or {}
@@ -216,19 +212,37 @@ def ranks_of_launcher(arguments: list[str], dp: int = 1) -> dict[str, int]:
     return {"ranks": max(1, external_ranks() // int(copies))} if copies.isdigit() and int(copies) else {}
 
 
-def folder_of(arguments: list[str]) -> Path | None:
-    """Return the value of ``--out`` among arguments that are not parsed yet."""
-    value = value_of("--out", arguments)
-    return None if value is None else Path(value)
-
-
-def option_fields(settings: dict[str, Setting]) -> list[tuple[str, Any, Any]]:
-    """Fields of a dataclass of options, one for each setting."""
+def make_options(base: type[Any], settings: Mapping[str, Setting], text: str, /, **attributes: Any) -> type[Any]:
+    """The options of ``base`` with one for each setting, ``text`` as the help, and ``attributes`` of the class."""
     made = []
-    for name, (kind, default, text) in settings.items():
-        described = Annotated[kind, tyro.conf.arg(help=text)]  # type: ignore[valid-type]
-        made.append((name, described, field(kw_only=True) if default is MISSING else field(default=default)))
-    return made
+    for name, (kind, default, doc) in settings.items():
+        described = Annotated[kind, tyro.conf.arg(help=doc)]  # type: ignore[valid-type]
+        made.append((name, described, field() if default is MISSING else field(default=default)))
+    space = {"__doc__": text, "__module__": base.__module__} | attributes
+    return make_dataclass("Options", made, bases=(base,), namespace=space, frozen=True, kw_only=True)
+
+
+def config_of(options: Any, config_class: type[T], **changes: Any) -> T:
+    """The config among the options of a command, with other values of some settings."""
+    settings = {field.name: getattr(options, field.name) for field in fields(config_class)}  # type: ignore[arg-type]
+    return config_class(**settings | changes)
+
+
+def other_families(command: str, family: str) -> str:
+    """Where the options of a command for other families are."""
+    return ", ".join(f"phantom {command} {name} --help" for name in family_names() if name != family)
+
+
+def make_table(headings: Sequence[str], *, left: int = 1, **settings: Any) -> Table:
+    """A table without a frame: the first ``left`` columns are aligned to the left and wrap, and the others, which are
+    numbers, to the right.
+    """
+    defaults: dict[str, Any] = {"box": SIMPLE, "padding": (0, 1, 0, 0), "show_edge": False, "pad_edge": False}
+    table = Table(**defaults | settings)
+    for number, heading in enumerate(headings):
+        place: Any = {"overflow": "fold"} if number < left else {"justify": "right", "no_wrap": True}
+        table.add_column(heading, **place)
+    return table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,33 +261,13 @@ class ModelOptions:
 
 
 def with_sizes(base: type[ModelOptions], family: str, command: str, **choices: tuple[Any, Any]) -> type[Any]:
-    """The options of ``base`` with the sizes of a family's models.
-
-    Args:
-        base: The options that do not depend on the family.
-        family: The family's name.
-        command: The command, for the help.
-        **choices: Type and default of each field of ``base`` that depends on the family.
-    """
+    """The options of ``base`` with the sizes of a family's models, and with another type and default of ``choices``."""
     from phantom_parallel.cost.planner import Layout
 
     chosen, own = get_family(family), (*Layout._fields, *base.__dataclass_fields__)
-    settings = {name: setting for name, setting in chosen.shape.settings().items() if setting.doc and name not in own}
-    others = ", ".join(f"phantom {command} {name} --help" for name in family_names() if name != family)
-    purpose = (base.__doc__ or "").rstrip()
-    return make_dataclass(
-        "Options",
-        [
-            *option_fields(settings),
-            *((name, kind, field(default=default)) for name, (kind, default) in choices.items()),
-        ],
-        bases=(base,),
-        namespace={
-            "__doc__": f"{purpose}\n\n    These are the options for {chosen.title}; for others: {others}.\n",
-            "__module__": base.__module__,
-            "family": family,
-            "sizes": tuple(settings),
-        },
-        frozen=True,
-        kw_only=True,
-    )
+    sizes = {name: setting for name, setting in chosen.shape.settings().items() if setting.doc and name not in own}
+    docs = field_docs(base)
+    chosen_here = {name: Setting(kind, default, docs[name]) for name, (kind, default) in choices.items()}
+    end = f"These are the options for {chosen.title}; for others: {other_families(command, family)}."
+    text = f"{(base.__doc__ or '').rstrip()}\n\n    {end}\n"
+    return make_options(base, sizes | chosen_here, text, family=family, sizes=tuple(sizes))

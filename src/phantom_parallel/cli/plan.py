@@ -1,15 +1,14 @@
 """``phantom plan``: strategies, ranks and ghosts compared for a model, a batch and a machine."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from phantom_parallel.cli.options import Flag, JsonOption, ModelOptions, WireOption, with_sizes
+from phantom_parallel.cli.options import Flag, JsonOption, ModelOptions, WireOption, make_table, with_sizes
 from phantom_parallel.cost.hardware import load_profile
 from phantom_parallel.cost.planner import Candidate, Plan, PlanRequest, PlanSettings, plan, scaling
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
@@ -127,7 +126,7 @@ def as_data(answer: Plan) -> dict[str, Any]:
 
 def _write(answer: Plan, folder: Path) -> list[Path]:
     """The figure, and beside it the numbers."""
-    from phantom_parallel.report.plan_figures import draw_scaling  # matplotlib takes a second to import
+    from phantom_parallel.report.figures import draw_scaling  # matplotlib takes a second to import
     from phantom_parallel.report.tables import csv_text
 
     files = [folder / name for name in ("plan.json", "layouts.csv", "scaling.csv")]
@@ -175,22 +174,18 @@ def _tables(answer: Plan, every: bool) -> Iterator[Table | str]:
 
 
 def _table(answer: Plan, title: str, candidates: Sequence[Candidate]) -> Table:
-    notes = {
-        "break-even: how many times the dense model's steps phantom may need until the best dense layout wins": any(
-            not c.same_model for c in candidates
+    notes: dict[str, Callable[[Candidate], object]] = {
+        "times and energies are modelled": bool,
+        "break-even: how many times the dense model's steps phantom may need until the best dense layout wins": (
+            lambda c: not c.same_model
         ),
-        "4x2: 4 blocks, each shared by 2 ranks": any(c.layout.inside > 1 for c in candidates),
-        "pipeline/8: 8 micro-batches": any(c.layout.micro_batches for c in candidates),
-        "fsdp, kept: whole weights are kept from forward to backward": any(
-            not c.layout.reshard_after_forward for c in candidates
-        ),
+        "4x2: 4 blocks, each shared by 2 ranks": lambda c: c.layout.inside > 1,
+        "pipeline/8: 8 micro-batches": lambda c: c.layout.micro_batches,
+        "fsdp, kept: whole weights are kept from forward to backward": lambda c: not c.layout.reshard_after_forward,
     }
-    caption = "; ".join(["times and energies are modelled", *(note for note, applies in notes.items() if applies)])
-    table = Table(title=title, caption=caption, box=SIMPLE, padding=(0, 0, 0, 0), show_edge=False, pad_edge=False)
-    table.add_column("strategy", no_wrap=True)
-    columns = ("ranks", "dp", "blocks", "ghosts", "step", "energy", "memory", "weights")
-    for name in (*columns, "break-even\ntime, energy"):
-        table.add_column(name, justify="right", no_wrap=True)
+    caption = "; ".join(note for note, applies in notes.items() if any(map(applies, candidates)))
+    columns = ("ranks", "dp", "blocks", "ghosts", "step", "energy", "memory", "weights", "break-even\ntime, energy")
+    table = make_table(("strategy", *columns), title=title, caption=caption, padding=(0, 0, 0, 0))
     for c in candidates:
         s = c.layout
         blocks = f"{s.blocks}x{s.inside}" if s.inside > 1 else s.blocks

@@ -1,7 +1,7 @@
 """``phantom train``: train a model on local ranks or a cluster's, with checkpoints to resume from."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,13 +13,14 @@ from phantom_parallel.cli.options import (
     Flag,
     JsonOption,
     LaunchOptions,
-    folder_of,
-    option_fields,
+    make_options,
+    other_families,
     ranks_of_launcher,
+    value_of,
 )
 from phantom_parallel.distributed.launchers import is_rank_zero
 from phantom_parallel.energy.results import format_share
-from phantom_parallel.families.registry import DEFAULT_FAMILY, family_names, get_family
+from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
 from phantom_parallel.train import Summary, TrainConfig, run
 from phantom_parallel.train.run import format_loss, read_config
 from phantom_parallel.utils.files import json_text
@@ -30,7 +31,7 @@ _HELP = """Train {title} until a number of steps or a target loss. Other familie
 Local workers are launched by the command itself; under torchrun (RANK and WORLD_SIZE in the environment) or srun this
 process joins as one rank. Ctrl-C, SIGTERM and a closed terminal save a checkpoint and end the training; --resume
 continues it, with every setting that is not given taken from --out. Exit codes: 0 done, 1 a rank died or the loss
-diverged, 2 a mistake in the options or files, 129 stopped by SIGHUP, 130 by SIGINT, 143 by SIGTERM.
+diverged, 2 invalid option or input file, 129 stopped by SIGHUP, 130 by SIGINT, 143 by SIGTERM.
 """
 
 
@@ -63,23 +64,28 @@ class TrainOptions(LaunchOptions, JsonOption):
 
 def options_for(family: str | None, arguments: list[str]) -> tuple[type[Any], dict[str, Any]]:
     """The options of a family's trainings. With ``--resume``, family and defaults are those of the folder."""
-    out, defaults = folder_of(arguments), dict[str, Any]()
-    if "--resume" in arguments and out is not None:
-        family, defaults = read_config(out, family)
-    defaults = {**defaults, **ranks_of_launcher(arguments, defaults.get("dp", 1))}
+    family, defaults = resumed_settings(family, arguments)
     family = family or DEFAULT_FAMILY
-    others = ", ".join(f"phantom train {name} --help" for name in family_names() if name != family)
-    text = _HELP.format(title=get_family(family).title, others=others)
-    return train_options(TrainOptions, get_family(family).train_config, text), defaults
+    text = _HELP.format(title=get_family(family).title, others=other_families("train", family))
+    return train_options(get_family(family).train_config, text), defaults
 
 
-def train_options(
-    base: type[TrainOptions], config_class: type[TrainConfig], text: str, hidden: Sequence[str] = ()
-) -> type[Any]:
-    """The options of ``base`` with the settings of a training, but the ``hidden`` ones, and ``text`` as the help."""
+def resumed_settings(
+    family: str | None, arguments: list[str], *, heals: bool = False
+) -> tuple[str | None, dict[str, Any]]:
+    """The family and the defaults of a training's options: with ``--resume`` those of the folder, and the number of
+    ranks where another launcher has started them.
+    """
+    out, defaults = value_of("--out", arguments), dict[str, Any]()
+    if "--resume" in arguments and out is not None:
+        family, defaults = read_config(Path(out), family, heals=heals)
+    return family, {**defaults, **ranks_of_launcher(arguments, defaults.get("dp", 1))}
+
+
+def train_options(config_class: type[TrainConfig], text: str, hidden: Sequence[str] = ()) -> type[Any]:
+    """The options of a training, without the settings that are ``hidden``, and ``text`` as the help."""
     settings = {name: setting for name, setting in config_class.settings().items() if name not in hidden}
-    space = {"__doc__": text, "__module__": __name__, "config_class": config_class, "settings": tuple(settings)}
-    return make_dataclass("Options", option_fields(settings), bases=(base,), namespace=space, frozen=True, kw_only=True)
+    return make_options(TrainOptions, settings, text, config_class=config_class, settings=tuple(settings))
 
 
 def _show(summary: Summary, config: TrainConfig, out: Path, network: Network | None) -> None:
