@@ -7,7 +7,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tests.campaign import disagreement, inputs, kills
+from tests.campaign import inputs, kills
 from tests.campaign.tally import Tally
 
 
@@ -16,9 +16,8 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=25, help="processes to kill or stop at random moments")
     parser.add_argument("--inputs", type=int, default=1_000, help="malformed inputs to try")
     parser.add_argument("--disks", type=int, default=3, help="full disks to try")
-    parser.add_argument("--differences", type=int, default=75, help="ranks that differ")
     parser.add_argument("--seed", type=int, default=0, help="the same seed makes the same cases")
-    parser.add_argument("--first", type=int, default=0, help="number of the first malformed input or differing rank")
+    parser.add_argument("--first", type=int, default=0, help="number of the first malformed input")
     parser.add_argument("--out", type=Path, help="JSON file of the counts and every bad case")
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let background commands ignore it
@@ -27,7 +26,6 @@ def main() -> int:
     inputs.run(tally, options.inputs, options.seed, options.first)
     kills.run(tally, options.kills, options.seed)
     kills.fill_disks(tally, options.disks, options.seed)
-    disagreement.run(tally, options.differences, options.seed, options.first)
     seconds = time.monotonic() - start
     print(f"\n{tally.table()}\n\n{seconds:.0f} s, seed {options.seed}")
     if options.out:

@@ -140,7 +140,7 @@ def jobs(root: Path) -> list[Job]:
 
 def run(tally: Tally, count: int, seed: int) -> None:
     """Kill commands ``count`` times."""
-    again = f"python -m tests.campaign --seed {seed} --inputs 0 --disks 0 --differences 0 --kills {count}"
+    again = f"python -m tests.campaign --seed {seed} --inputs 0 --disks 0 --kills {count}"
     with tempfile.TemporaryDirectory(prefix="campaign-") as temporary:
         root = Path(temporary)
         drawable = jobs(make_artefacts(root / "artefacts")) if count else []
@@ -231,7 +231,7 @@ def _read_comparison(out: Path) -> dict[str, Any]:
 
 def fill_disks(tally: Tally, count: int, seed: int) -> None:
     """Fill the disk of ``count`` trainings, where this user may mount one of a few megabytes."""
-    again = f"python -m tests.campaign --seed {seed} --inputs 0 --kills 0 --differences 0 --disks {count}"
+    again = f"python -m tests.campaign --seed {seed} --inputs 0 --kills 0 --disks {count}"
     for number in range(count):
         with tempfile.TemporaryDirectory(prefix="campaign-") as disk:
             command = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", disk]
