@@ -431,7 +431,7 @@ def stopped(ranks: int) -> Outcome:
         message, seconds = str(error), time.monotonic() - begun[0]
     else:
         return Outcome("", {}, ["ranks did not notice that one of them was stopped"])
-    named = f"rank {ranks - 1} does not run" in message
+    named = f"no answer from rank {ranks - 1};" in message
     figure = f"named after {seconds:.1f} s, of which {STOP_TIMEOUT:g} s are the timeout"
     return Outcome(figure, {"seconds": seconds}, [] if named else [f"rank {ranks - 1} is not named: {message}"])
 
