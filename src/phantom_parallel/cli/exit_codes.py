@@ -59,9 +59,7 @@ def report_error(error: BaseException) -> None:
 
 
 def print_error(message: str, *, prefix: str = "error") -> None:
-    """Print a line on stderr, once on each host: the ranks of an external launch fail together. On another host than
-    rank 0's, it names the rank.
-    """
+    """Print a line on stderr, once on each host; on another host than rank 0's, it names the rank."""
     from rich.console import Console
     from rich.markup import escape
 

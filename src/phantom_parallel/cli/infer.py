@@ -88,9 +88,7 @@ COST_LINES: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def print_costs(console: Console, report: dict[str, Any], subject: str, item: str, calls: Mapping[str, Any]) -> None:
-    """Print the costs of calls by each model, for one ``item``: a sample or a token. ``calls`` has those of each model
-    by the title of a section.
-    """
+    """Print the costs of calls by each model for one ``item``, a sample or a token; ``calls`` are by section."""
     ranks = "1 rank" if report["ranks"] == 1 else f"{report['ranks']} ranks"
     title = f"{ranks} ({report['device']}), {subject}{wire_suffix(report['wire'])}"
     table = make_table(("", *report["measured"]), title=title)
@@ -245,9 +243,7 @@ def _messages() -> Iterator[list[dict[str, str]]]:
 
 
 def _write(text: str) -> None:
-    """Write text to stdout and flush it, with a question mark for each character that the encoding lacks. On a terminal
-    control characters are escaped.
-    """
+    """Write text to stdout and flush it. On a terminal control characters are escaped."""
     text = printable(text) if sys.stdout.isatty() else text
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))

@@ -114,9 +114,7 @@ class NetworkOptions:
 
     @contextmanager
     def launching(self, ranks: int, dtype: str = "fp32", *, announces: bool = True) -> Iterator[Network | None]:
-        """Launches of ``ranks`` ranks inside this block run on the network of the options, which it returns, and with
-        their timeout. A link like another machine's depends on the ``dtype`` of products.
-        """
+        """Launches inside this block run on the network of the options, which it returns, and with their timeout."""
         from phantom_parallel.cost.calibrate import network_of
         from phantom_parallel.distributed.launch import launch_defaults
 
@@ -138,9 +136,7 @@ class LaunchOptions(NetworkOptions):
 
 
 def parse(options: type[Any], prog: str, arguments: list[str], defaults: Mapping[str, Any] | None = None) -> Any:
-    """Parse a command's options into its dataclass. ``defaults`` replace those of the class; names that it does not
-    have are ignored.
-    """
+    """Parse a command's options into its dataclass. ``defaults`` replace those of the class."""
     own = [option for option in fields(options) if option.init]
     hints, docs, given = get_type_hints(options, include_extras=True), field_docs(options), defaults or {}
     members: dict[str, list[tuple[str, Any, Any]]] = {"": [], **{group: [] for group in GROUPS}}
@@ -168,9 +164,7 @@ def parse(options: type[Any], prog: str, arguments: list[str], defaults: Mapping
 
 
 def _described(kind: Any, text: str | None, default: Any) -> Any:
-    """An option's type with its help. ``INT`` stands for the value of an optional number, where the parser would write
-    ``{None}|INT``.
-    """
+    """An option's type with its help. ``INT`` stands for the value of an optional number, not ``{None}|INT``."""
     first, *others = get_args(kind) if get_origin(kind) is Annotated else (kind,)
     members = [get_args(member)[0] if get_origin(member) is Annotated else member for member in get_args(first)]
     optional = type(None) in members and len(members) == 2 and isinstance(members[0], type)
@@ -203,9 +197,7 @@ def value_of(option: str, arguments: list[str]) -> str | None:
 
 
 def ranks_of_launcher(arguments: list[str], dp: int = 1) -> dict[str, int]:
-    """The default of ``--ranks`` where another launcher has started the ranks: their number over ``--dp`` in
-    ``arguments``, which are not parsed yet, or over ``dp``.
-    """
+    """The default of ``--ranks`` where another launcher has started the ranks: their number over ``--dp``."""
     if not launched_externally() or value_of("--ranks", arguments) or value_of("--tp", arguments):
         return {}
     copies = value_of("--dp", arguments) or str(dp)
@@ -234,9 +226,7 @@ def other_families(command: str, family: str) -> str:
 
 
 def make_table(headings: Sequence[str], *, left: int = 1, **settings: Any) -> Table:
-    """A table without a frame: the first ``left`` columns are aligned to the left and wrap, and the others, which are
-    numbers, to the right.
-    """
+    """A table without a frame: the first ``left`` columns have texts, and the others numbers, aligned to the right."""
     defaults: dict[str, Any] = {"box": SIMPLE, "padding": (0, 1, 0, 0), "show_edge": False, "pad_edge": False}
     table = Table(**defaults | settings)
     for number, heading in enumerate(headings):

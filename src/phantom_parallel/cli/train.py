@@ -73,9 +73,7 @@ def options_for(family: str | None, arguments: list[str]) -> tuple[type[Any], di
 def resumed_settings(
     family: str | None, arguments: list[str], *, heals: bool = False
 ) -> tuple[str | None, dict[str, Any]]:
-    """The family and the defaults of a training's options: with ``--resume`` those of the folder, and the number of
-    ranks where another launcher has started them.
-    """
+    """The family and the defaults of a training's options: with ``--resume`` those of the folder."""
     out, defaults = value_of("--out", arguments), dict[str, Any]()
     if "--resume" in arguments and out is not None:
         family, defaults = read_config(Path(out), family, heals=heals)

@@ -273,10 +273,7 @@ class TuneResult:
 def tune(
     settings: Settings, request: PlanRequest, grid: Iterable[tuple[int, int]], options: RunOptions, minutes: float
 ) -> TuneResult:
-    """Find the blocks and ghosts of the ``grid`` that reach the dense model's loss at the least cost on a machine.
-
-    Steps may take about so many ``minutes``, and a training that has begun is finished.
-    """
+    """Find the blocks and ghosts of the ``grid`` that reach the dense loss at the least cost, in about ``minutes``."""
     others = tuple(name for name in request.strategy if name != "phantom")
     dense = plan(replace(request, strategy=others)).best_dense
     assert dense is not None

@@ -177,9 +177,7 @@ def measure_calls(
 
 
 def modelled_joules(times: NDArray[np.float64], profile: PowerProfile) -> float:
-    """Model the energy of all ranks over all turns, from (ranks, turns, 2) seconds: of a turn, and those of them in
-    which the rank was blocked in collectives. A rank that has finished waits idle for the slowest.
-    """
+    """Modelled energy of all ranks from (ranks, turns, 2) seconds: of a turn, and those blocked. Others wait idle."""
     seconds, blocked = times[..., 0], times[..., 1]
     computing, idle = np.maximum(seconds - blocked, 0), seconds.max(0) - seconds
     return profile.joules(float(computing.sum()), float(blocked.sum()), float(idle.sum()))
@@ -219,9 +217,7 @@ def p95(seconds: NDArray[np.float64]) -> float | None:
 
 
 def default_power_profile(name: str | None, ranks: int) -> PowerProfile | None:
-    """The watts of a profile; by default those of this machine as calibrated for ``ranks`` ranks, otherwise watts that
-    are assumed of a CPU core. None for accelerators, of which nothing is assumed.
-    """
+    """The watts of a profile; by default this machine's if measured, else assumed for CPU cores and None for others."""
     if name is None:
         if launch_device_type(ranks) != "cpu":
             return None

@@ -100,9 +100,7 @@ def check_model(path: Path, ranks: int) -> Any:
 
 
 def strategy_on(path: Path, ranks: int) -> str | None:
-    """The strategy by which ``ranks`` ranks run the model of a folder; None for its own. A dense model runs on several
-    ranks by its family's baseline, whose weights and function are the same.
-    """
+    """The strategy by which ranks run the model of a folder; None for its own. A dense one runs by the baseline."""
     config = read_config(path)
     return get_family(config.family).baseline if ranks > 1 and get_strategy(config.strategy).single_rank else None
 
@@ -183,9 +181,7 @@ def measure(
     meter: EnergyMeter | None = None,
     report: Callable[[int], None] | None = None,
 ) -> dict[str, Cost]:
-    """Measure forward passes of models, all on the same ranks and device, on random rows. Every rank of their mesh
-    calls this. Other arguments are those of `measure_calls`.
-    """
+    """Measure forward passes of models on random rows, as `measure_calls` does. Every rank of their mesh calls this."""
     first = next(iter(models.values()))
     device = to_local(next(first.parameters())).device
 
@@ -226,9 +222,7 @@ def _wait_for(out: Tensor) -> Tensor:
 
 
 def open_inputs(path: Path, width: int) -> StoredArray:
-    """Open a file .npy, or an .npz or .safetensors with an array x, of shape (rows, ``width``); ValueError if it is
-    missing, damaged, or holds anything else.
-    """
+    """Open a file .npy, or an .npz or .safetensors with an array x, of shape (rows, ``width``)."""
     if not path.is_file() or path.suffix not in FORMATS:
         raise ValueError(f"there is no file of inputs {path}: give one of {', '.join(FORMATS)}")
     with readable(path, "inputs"):
@@ -286,10 +280,7 @@ def _outputs(model: RowModel, x: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def largest_difference(first: RowModel, second: RowModel, x: Callable[[RowModel], Tensor]) -> tuple[float, float]:
-    """Return the largest difference between two models' outputs on the same rows, and the largest output of the first.
-
-    ``x`` returns a model's inputs. Outputs that are not finite in both models count as equal. Every rank calls this.
-    """
+    """The largest difference of two models' outputs for inputs ``x``, and the largest output. NaN in both is equal."""
     a, b = (_outputs(model, x(model)).double() for model in (first, second))
     difference = torch.where(a.isfinite() | b.isfinite(), (a - b).abs().nan_to_num(nan=torch.inf), 0.0)
     return float(difference.max()), float(a.nan_to_num(0.0, 0.0, 0.0).abs().max())

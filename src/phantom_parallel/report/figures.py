@@ -135,9 +135,7 @@ def strategy_style(strategy: str) -> tuple[str, str]:
 
 
 def line_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Colour, marker and dashes of each line of a figure, as arguments of ``plot``. Lines of one strategy, as
-    ``tensor`` and ``tensor+int8``, have its colour; markers and dashes tell them apart.
-    """
+    """Arguments of ``plot`` for each line. Lines of one strategy have its colour; markers and dashes differ."""
     styles: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(names):
         colour, marker = strategy_style(name)
@@ -149,9 +147,7 @@ def line_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def label_axis(axes: Axes, which: str, measure: str, values: Sequence[float], words: str = "") -> None:
-    """Label an axis with a measure, and its ticks with values and units. It is logarithmic if the values are above 0
-    and differ by more than a factor of 4.
-    """
+    """Label an axis and its ticks. It is logarithmic if values are above 0 and differ by more than a factor of 4."""
     axis = axes.xaxis if which == "x" else axes.yaxis
     if values and min(values) > 0 and max(values) > 4 * min(values):
         log_axis(axes, which, max(values) / min(values))
@@ -294,9 +290,7 @@ def _study(results: Results) -> list[CaptionedFigure | None]:
 
 
 def lines_of(cells: Sequence[Cell]) -> tuple[str, dict[str, list[tuple[Any, Cell]]]]:
-    """What varies most over cells, and the cells of each line by it: a line for each strategy and for whatever else
-    distinguishes cells. A cell that does not have the setting has an x of None.
-    """
+    """What varies most over cells, and the cells of each line by it: None for a cell without that setting."""
     settings = [cell.settings | {"link": cell.link} for cell in cells]
     names = dict.fromkeys(["link", *(name for cell in cells for name in cell.settings)])
     varied = max(names, key=lambda name: len({setting.get(name) for setting in settings} - {None}))
@@ -389,9 +383,7 @@ def draw_scaling(request: PlanRequest, curves: Mapping[str, Sequence[Candidate]]
 def draw_curve(
     curves: Mapping[str, Sequence[tuple[float, float]]], dense_loss: float, path: Path, unit: str = "held-out loss"
 ) -> list[Path]:
-    """Draw the loss, in ``unit``, against the share of the converted maps' multiply-adds, one curve a method, and write
-    PNG, SVG and a CSV file of the points. ``path`` has no suffix.
-    """
+    """Draw the loss, in ``unit``, against multiply-adds, one curve a method, as PNG, SVG and CSV beside ``path``."""
     records: list[dict[str, object]] = [{"method": "dense", "kept": 1.0, "loss": dense_loss}]
     looks = (LOOKS["phantom"], SECOND_PHANTOM, LOOKS["megatron"], LOOKS["tensor"], LOOKS["fsdp"])
     with plot_style():

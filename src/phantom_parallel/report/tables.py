@@ -45,9 +45,7 @@ def _by_cell(columns: Sequence[Column], cells: Sequence[Cell]) -> Section:
 
 
 def main_sections(results: Results, *, short: bool = False) -> tuple[Section, ...]:
-    """The main figures: of a comparison a row for each strategy, of a study a column for each link or batch size, or a
-    row for each cell. ``short``: for a terminal of 80 columns.
-    """
+    """The main figures: a row for each strategy or cell, or a column for each place. ``short``: for 80 columns."""
     if not results.is_comparison or results.is_timed:
         return _places(results, short) or (_cells(results, short=short),)
     measures, compared = ["step_seconds", "steps", "seconds", "joules"], ["seconds"]
@@ -116,9 +114,7 @@ def _cells(results: Results, measures: Sequence[str] = (), *, short: bool = Fals
 
 
 def detailed_sections(results: Results) -> tuple[Section, ...]:
-    """All figures: of a comparison costs with one column for each strategy, then ratios in the column of the baseline;
-    of a study a row for each cell.
-    """
+    """All figures: of a comparison a column for each strategy, then ratios; of a study a row for each cell."""
     if not results.is_comparison or results.is_timed:
         return (_cells(results, [name for name in MEASURES if name not in ("latency", "inference_joules")]),)
     measures = ("steps", "seconds", "step_seconds", "flops", "bytes", "blocked_share", "memory_bytes", "joules")

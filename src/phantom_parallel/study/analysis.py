@@ -80,9 +80,7 @@ def median_of(results: Results, cell: Cell, measure: str) -> float | None:
 
 
 def ratio(results: Results, cell: Cell, other: Cell, measure: str) -> Interval | None:
-    """The ratio of one cell to another in a measure: the geometric mean over pairs of runs of the same seed. Below 1
-    the first is cheaper.
-    """
+    """The ratio of one cell to another in a measure: the geometric mean over pairs of runs of the same seed."""
     first, second = by_seed(results, cell, measure), by_seed(results, other, measure)
     return ratio_interval([(first[seed], second[seed]) for seed in sorted(first.keys() & second.keys())])
 
@@ -100,9 +98,7 @@ def lead_of(cells: Sequence[Cell]) -> str:
 
 
 def peer(results: Results, cell: Cell, strategy: str) -> Cell | None:
-    """The cell of another strategy that ``cell`` is compared with: on the same link, with the same settings where both
-    have them; in studies with a reference, the reference.
-    """
+    """The cell of another strategy that ``cell`` is compared with: at the same place, or the reference."""
     reference = results.settings.get("reference")
     for other in results.cells:
         settings = {"strategy": other.strategy} | other.settings
@@ -127,9 +123,7 @@ def ratios(results: Results) -> Iterator[tuple[Cell, Cell, str, Interval]]:
 
 
 def ranking(results: Results, cells: Sequence[Cell], measure: str) -> list[tuple[Cell, Interval | None]]:
-    """The cells that have a measure with every seed, the one with the least geometric mean first, each with the ratio
-    of the first to it. Where that interval includes 1, the two are not significantly different.
-    """
+    """The cells that have a measure with every seed, the least first, each with the ratio of the first to it."""
     values = [by_seed(results, cell, measure).values() for cell in cells]
     known = [index for index, cell in enumerate(cells) if values[index] and len(values[index]) == len(cell.runs)]
     order = [cells[index] for index in sorted(known, key=lambda index: geometric_mean(values[index]))]

@@ -142,9 +142,7 @@ def get_contender(name: str, among: Sequence[str], training: Mapping[str, Any], 
 
 
 def models_of(contenders: Iterable[Contender], share: bool) -> dict[str, list[Contender]]:
-    """Contenders by the model that they compute; each its own if curves are not shared. A model of one contender alone
-    has its label.
-    """
+    """Contenders by the model that they compute; each its own if curves are not shared."""
     groups: dict[Any, list[Contender]] = {}
     for contender in contenders:
         groups.setdefault(contender.function if share else contender.label, []).append(contender)

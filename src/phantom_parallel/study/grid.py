@@ -172,9 +172,7 @@ def _expected(settings: Settings, links: int) -> int:
 
 
 def counts(config: TrainConfig) -> dict[str, int]:
-    """Counts by the cost formulas: parameters of the model, FLOPs and bytes sent per step over all ranks, and bytes of
-    memory of the rank that needs most.
-    """
+    """Counts by the cost formulas: FLOPs and bytes of a step over all ranks, memory of the rank that needs most."""
     shape = get_family(config.family).shape.of_training(config)
     return {
         "parameters": shape.model_parameters,
@@ -253,9 +251,7 @@ def find_losses(settings: Settings, runner: CellRunner) -> Losses:
 
 
 def find_smaller(settings: Settings, runner: CellRunner) -> dict[str, Any]:
-    """The settings of the smallest dense model that reaches the loss with a learning rate of the search, by bisection;
-    empty if only the full size does, or none is asked for.
-    """
+    """The settings of the smallest dense model that reaches the loss, by bisection; empty if only the full size."""
     contender = next((contender for contender in settings.contenders if contender.base.smaller), None)
     if contender is None or settings.measure != "loss":
         return {}
@@ -305,9 +301,7 @@ def timing_name(contender: Contender, seed: int, link: str) -> str:
 
 
 def check_same_model(model: str, timings: Mapping[str, Run], tolerance: float) -> SharedModel:
-    """Compare the losses of contenders that should compute the same model, after the same steps with the same seed and
-    learning rate, with the medians over them. A relative difference up to ``tolerance`` is rounding.
-    """
+    """Compare the losses of contenders that should compute the same model with the medians over them."""
     middle = [median(losses) for losses in zip(*(run.losses for run in timings.values() if run.losses), strict=True)]
     differences: dict[str, float | None] = dict.fromkeys(timings)
     for name, run in timings.items():
@@ -358,9 +352,7 @@ def search(
 
 
 def mark_best(trials: Sequence[Trial]) -> list[Trial]:
-    """The trials in ascending order of the rate, with the best marked: of those that reached the target the one with
-    the fewest steps, else the one with the lowest loss.
-    """
+    """The trials in ascending order of the rate, the best marked: fewest steps to the target, else the lowest loss."""
 
     def key(trial: Trial) -> tuple[int, float, float]:
         loss = math.inf if trial.loss is None else trial.loss
@@ -383,9 +375,7 @@ def next_rate(trials: Sequence[Trial], settings: SearchSettings) -> float | None
 
 
 def same_rate(settings: Settings) -> dict[str, str]:
-    """Models that take the learning rate of another: those in a short format, if formats have no search of their own,
-    of a strategy that is there at full precision too.
-    """
+    """Models in a short format that take the rate of the same strategy at full precision, if that is there."""
     groups = models_of(settings.contenders, settings.share_curves)
     models = {contender.label: model for model, group in groups.items() for contender in group}
     short = [contender for contender in settings.contenders if "+" in contender.name and not settings.search.wires]
@@ -419,9 +409,7 @@ def in_turn(names: Sequence[T], turn: int) -> list[T]:
 
 
 def to_target(run: Run, target: float, steps: int, joules: float | None) -> Run:
-    """A training with the figures at its first evaluation at or below the target, with the loss after ``steps``, and
-    with that of its last evaluation within ``joules``, which is not the lowest, as that of the reference is not either.
-    """
+    """A training with the figures at its first evaluation at or below the target, and equal steps and energy."""
     end = next((point for point in run.curve if point.loss <= target), None)
     spent = [point.loss for point in run.curve if joules is not None and point.joules and point.joules <= joules]
     run = replace(
@@ -537,10 +525,7 @@ def _modelled_cell(settings: Settings, contender: Contender) -> Cell:
 
 
 def _measure_inference(settings: Settings, runner: CellRunner) -> dict[str, list[InferenceResult]]:
-    """Inference of the models whose layers all ranks share, on the ranks of the first copy; other ranks return nothing.
-
-    Left out are strategies whose ranks work on rows or layers of their own, and studies of several cells.
-    """
+    """Inference of the models whose layers all ranks share, in comparisons, on the ranks of the first copy."""
     configs = {
         contender.name: settings.config(contender)
         for contender in settings.contenders

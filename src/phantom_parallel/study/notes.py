@@ -27,9 +27,7 @@ def headline(results: Results) -> list[str]:
 
 
 def main_measure(results: Results) -> str:
-    """The measure that a study is about: the loss where all train for the same steps, the time of a step where steps
-    are timed, energy to the loss of a reference, else time to the loss.
-    """
+    """The measure that a study is about: the time of a step, the loss, energy to that of a reference, or time to it."""
     if results.is_timed:
         return "step_seconds"
     if results.target_loss is None:

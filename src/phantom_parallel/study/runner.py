@@ -64,9 +64,7 @@ class RunOptions:
 
 
 def prepare_folder(out: Path, settings: dict[str, Any], resume: bool, lock: FolderLock) -> None:
-    """Create the folder, or check that ``settings`` are those that it was created with, and lock it. One process calls
-    this. ValueError or OSError if the folder is not what ``resume`` needs, or another call is at work in it.
-    """
+    """Create the folder, or check that ``settings`` are those that it was created with, and lock it."""
     _check_folder(out, settings, resume)
     out.mkdir(parents=True, exist_ok=True)
     lock.acquire()
@@ -91,9 +89,7 @@ def _check_folder(out: Path, settings: dict[str, Any], resume: bool) -> None:
 
 
 def resolve_networks(settings: Settings, dtype: str, out: Path) -> tuple[dict[str, Network], str | None]:
-    """The networks of the links: those that the folder has, so that a resumed call has the same measured rates, or new
-    ones. Also why there are none, if this system cannot emulate hosts and the settings allow loopback instead.
-    """
+    """The networks of the links, of the folder or new; and why there are none, if loopback may take their place."""
     options = {"dtype": dtype, "delay": settings.link_delay, "loss": settings.link_loss}
     if settings.hosts is None:
         network_of(None, settings.link, settings.world_size, **options)  # refuses options of hosts
@@ -179,9 +175,7 @@ class CellRunner:
         self._display.update(self.done + min(0.999, share), note, title=name)
 
     def context_for(self, config: TrainConfig) -> ParallelContext | None:
-        """The parallel context of this rank in a training; None if it has no part in it. Exchanges of a cell take the
-        timeout of the settings at most, whatever the other ranks do meanwhile.
-        """
+        """The parallel context of this rank in a training, with the timeout of the settings; None if it has no part."""
         key = ranks, dp = config.ranks, config.dp
         if self._world == 1:
             return ParallelContext(device=self.device)

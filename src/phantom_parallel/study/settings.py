@@ -186,10 +186,7 @@ class Settings:
         return self.reference is not None and all(settings.get(key) == value for key, value in self.reference.items())
 
     def variants(self, contender: Contender) -> tuple[Contender, ...]:
-        """What a contender may be tuned to, of which the one with the shortest step is used: a pipeline's number of
-        micro-batches, whether fsdp frees gathered weights after the forward pass, and the interleaved parts of a batch
-        where ranks share layers.
-        """
+        """What a contender may be tuned to, of which the one with the shortest step is used."""
         if contender.ranks == 1:
             return (contender,)
         if contender.rules.shards_rows:

@@ -66,9 +66,7 @@ def format_measure(
 
 
 def quantity(value: float, unit: str, among: Sequence[float | None] = ()) -> str:
-    """A value with a unit, as ``12.3 ms`` or ``4.1 kJ``; without a unit ``1,200,000``. ``among`` are the values that it
-    stands beside in a column: all of them get the same prefix, so that they can be compared at a glance.
-    """
+    """A value with a unit, as ``12.3 ms``. Those ``among`` which it stands in a column all get the same prefix."""
     if unit == "%":
         return f"{100 * value:.1f} %"
     if unit == "steps":
