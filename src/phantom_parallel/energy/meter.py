@@ -199,7 +199,8 @@ class EnergyMeter:
         self._recorder: TimeSplitRecorder | None = None
         if time_split or profile is not None:
             self._recorder = TimeSplitRecorder(self.device.type, timer or timer_for(self.device, clock))
-        self._counted = assign_sensors(all_gather_objects((self.host, self.discovery.specs), group), self._rank)
+        available = all_gather_objects((self.host, self.discovery.specs), group, tuple[Host, tuple[SensorSpec, ...]])
+        self._counted = assign_sensors(available, self._rank)
         self._specs = [spec for spec in self.discovery.specs if spec.id in self._counted]
         own = [source for source in self.discovery.sources if set(source.specs) & set(self._specs)]
         self._reader = SensorReader(own)
@@ -236,7 +237,7 @@ class EnergyMeter:
                 rows = tuple(self._sensor_energy(spec, first[spec.id], last[spec.id]) for spec in self._specs)
                 seconds = self._clock() - start
                 measured = RankMeasurement(window.path, self.host.name, seconds, rows, window.steps, busy, self.profile)
-                window._result = merge_ranks(all_gather_objects(measured, self._group))
+                window._result = merge_ranks(all_gather_objects(measured, self._group, RankMeasurement))
         finally:
             self._open.pop()
             if self._open:
