@@ -22,7 +22,6 @@ from phantom_parallel.cli.options import (
     Flag,
     JsonOption,
     LaunchOptions,
-    ProfileOption,
     RanksOption,
     WireOption,
     config_of,
@@ -43,7 +42,7 @@ from phantom_parallel.utils.strategies import wire_suffix
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(RanksOption, WireOption, LaunchOptions, ProfileOption, JsonOption):
+class RunOptions(RanksOption, WireOption, LaunchOptions, JsonOption):
     """Options of commands that run and measure a trained model. Those of a config are checked when it is made."""
 
     def __post_init__(self) -> None:

@@ -61,16 +61,6 @@ class JsonOption:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileOption:
-    """The option ``--profile`` of commands that measure or model energy."""
-
-    profile: str | None = None
-    """Hardware profile whose watts the energy is modelled with if there are no sensors; by default this machine's as
-    phantom machine measure --watts wrote it, otherwise watts that are assumed of a CPU core. See phantom machine
-    show."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class WireOption:
     """The option ``--wire`` of commands that run or count a model on ranks."""
 

@@ -55,7 +55,9 @@ class RunConfig:
     wire: WireFormat = "full"
     """Format in which features are sent between ranks."""
     profile: str | None = None
-    """Hardware profile of modelled energy, as for `default_power_profile`."""
+    """Hardware profile whose watts the energy is modelled with if there are no sensors; by default this machine's as
+    phantom machine measure --watts wrote it, otherwise watts that are assumed of a CPU core. See phantom machine
+    show."""
 
     def __post_init__(self) -> None:
         positive(ranks=self.ranks, turns=self.turns)

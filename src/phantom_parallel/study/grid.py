@@ -440,10 +440,15 @@ def _time_link(
             timings[contender].append(run)
     if losses is None:
         return [_cell(settings, contender, runs, link) for contender, runs in timings.items()]
-    return [
-        _shared_cell(settings, contender, runs, losses, models[contender.label], link)
-        for contender, runs in timings.items()
-    ]
+    cells = []
+    for contender, timed in timings.items():  # runs are made of shared losses and of its own time of a step
+        model = models[contender.label]
+        trained_by = None if losses.trained_by[model] == contender.label else losses.trained_by[model]
+        differs = any(contender.label in shared.differing for shared in losses.shared)
+        pairs = zip(losses.runs[model], timed, strict=True)
+        runs = [shared_run(run, timing, trained_by=trained_by, differs=differs) for run, timing in pairs]
+        cells.append(_cell(settings, contender, runs, link, model))
+    return cells
 
 
 def _cell(settings: Settings, contender: Contender, runs: Iterable[Run], link: str, model: str | None = None) -> Cell:
@@ -464,17 +469,6 @@ def _cell(settings: Settings, contender: Contender, runs: Iterable[Run], link: s
         variant=contender.variant,
         model=model,
     )
-
-
-def _shared_cell(
-    settings: Settings, contender: Contender, timings: Sequence[Run], losses: Losses, model: str, link: str
-) -> Cell:
-    """A contender whose runs are made of shared losses and of its own time of a step."""
-    trained_by = None if losses.trained_by[model] == contender.label else losses.trained_by[model]
-    differs = any(contender.label in shared.differing for shared in losses.shared)
-    pairs = zip(losses.runs[model], timings, strict=True)
-    runs = [shared_run(run, timing, trained_by=trained_by, differs=differs) for run, timing in pairs]
-    return _cell(settings, contender, runs, link, model)
 
 
 def shared_run(run: Run, timing: Run, *, trained_by: str | None = None, differs: bool = False) -> Run:

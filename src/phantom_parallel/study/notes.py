@@ -97,62 +97,41 @@ def notes(results: Results) -> list[str]:
         if cell.strategy == "phantom" and other.strategy in BASELINES and value.mean > 1
     ]
     seeds = max((len(cell.runs) for cell in cells), default=0)
-    models = dict.fromkeys(trial.model for trial in results.trials)
+    few = counted(seeds, "seed") if 0 < seeds <= FEW_SEEDS and not results.is_timed else ""
+    at_an_end = [m for m in dict.fromkeys(trial.model for trial in results.trials) if rate_is_at_an_end(results, m)]
     watts = f"{plain(power.compute_watts)} W computing, {plain(power.communication_watts)} W blocked"
     processes, cores = environment.get("processes") or 1, environment.get("cores") or 0
     ranks = environment.get("processes_per_host") or processes
+    crowded = f"{counted(ranks, 'rank')} share {counted(cores, 'core')}" if ranks > cores > 0 else ""
+    backend = environment.get("backend") if environment.get("device") == "cpu" and processes > 1 else ""
+    networks = "; ".join(f"{link}: {network.describe()}" for link, network in (results.networks or {}).items())
     same = [[name for name in check.differences if name not in check.differing] for check in results.shared]
-    # What each note is about, without which it does not apply, and its text.
-    candidates: tuple[tuple[object, str], ...] = (
-        (
-            listed(dict.fromkeys(cell.label for cell in cells if cell.differs)),
-            "Error: {} did not compute the losses of the model that it should share: no figures to the loss.",
+    together = "; ".join(listed(group) for group in same if len(group) > 1)
+    modelled = listed(dict.fromkeys(cell.hardware for cell in cells if cell.hardware is not None))
+    different = listed(dict.fromkeys(cell.label for cell in cells if cell.differs))
+    # The text of each note, and what it is about, without which it does not apply.
+    candidates: dict[str, object] = {
+        "Error: {} did not compute the losses of the model that it should share: no figures to the loss.": different,
+        "Ranks exchange over loopback: hosts cannot be emulated here: {}": results.no_hosts,
+        "Phantom is worse in {}.": listed(worse) if results.is_comparison else "",
+        "{}": _data(results),
+        "{}: intervals of so few are wide or missing, and small differences may be chance.": few,
+        "The learning rate of {} is at an end of the rates tried: a better one may lie beyond.": listed(at_an_end),
+        "The loss of {} is seen at evaluations only: steps are rounded up to the next one. Runs that missed it have no "
+        "figures to the loss.": results.target_loss and plain(results.target_loss),
+        "Steps are timed and losses are not compared: models differ in size.": results.is_timed,
+        "Energy is modelled, not measured, unless it says otherwise: measured seconds times the watts of {}.": (
+            f"{power.name} ({watts}, per rank)"
         ),
-        (results.no_hosts, "Ranks exchange over loopback: hosts cannot be emulated here: {}"),
-        (listed(worse) if results.is_comparison else "", "Phantom is worse in {}."),
-        (_data(results), "{}"),
-        (
-            counted(seeds, "seed") if 0 < seeds <= FEW_SEEDS and not results.is_timed else "",
-            "{}: intervals of so few are wide or missing, and small differences may be chance.",
-        ),
-        (
-            listed(model for model in models if rate_is_at_an_end(results, model)),
-            "The learning rate of {} is at an end of the rates tried: a better one may lie beyond.",
-        ),
-        (
-            results.target_loss and plain(results.target_loss),
-            "The loss of {} is seen at evaluations only: steps are rounded up to the next one. Runs that missed it "
-            "have no figures to the loss.",
-        ),
-        (results.is_timed, "Steps are timed and losses are not compared: models differ in size."),
-        (
-            f"{power.name} ({watts}, per rank)",
-            "Energy is modelled, not measured, unless it says otherwise: measured seconds times the watts of {}.",
-        ),
-        (
-            f"{counted(ranks, 'rank')} share {counted(cores, 'core')}" if ranks > cores > 0 else "",
-            "{}: ranks wait for cores as well as for each other, and blocked time includes that.",
-        ),
-        (
-            environment.get("backend") if environment.get("device") == "cpu" and processes > 1 else "",
-            "Ranks are CPU processes over {}: on accelerators, products and collectives have other relative costs. "
-            + POLLED_TIME,
-        ),
-        (
-            "; ".join(f"{link}: {network.describe()}" for link, network in (results.networks or {}).items()),
-            "Networks are emulated. {}.",
-        ),
-        (
-            "; ".join(listed(group) for group in same if len(group) > 1),
-            "The same model by the losses of a few steps, so that they share its steps to the loss: {}.",
-        ),
-        (
-            listed(dict.fromkeys(cell.hardware for cell in cells if cell.hardware is not None)),
-            "Modelled cells come from the cost formulas and the hardware profile {}, and were not run.",
-        ),
-        (results.reused, "{} runs were finished by an earlier call."),
-    )
-    return [text.format(value) for value, text in candidates if value]
+        "{}: ranks wait for cores as well as for each other, and blocked time includes that.": crowded,
+        "Ranks are CPU processes over {}: on accelerators, products and collectives have other relative costs. "
+        + POLLED_TIME: backend,
+        "Networks are emulated. {}.": networks,
+        "The same model by the losses of a few steps, so that they share its steps to the loss: {}.": together,
+        "Modelled cells come from the cost formulas and the hardware profile {}, and were not run.": modelled,
+        "{} runs were finished by an earlier call.": results.reused,
+    }
+    return [text.format(value) for text, value in candidates.items() if value]
 
 
 def _data(results: Results) -> str:
