@@ -1,17 +1,10 @@
 """Models of ``transformers`` with phantom layers: saving, loading and training them, in one process and on ranks.
 
 Importing this module registers phantom layers as a quantization method of ``transformers``, which is its hook for
-models whose modules are replaced before their weights load::
+models whose modules are replaced before their weights load: ``save_pretrained`` and ``from_pretrained`` work as usual.
 
-    import phantom_parallel.hf
-
-    phantom_parallel.convert(model, batches, blocks=3, ghosts=64)
-    model.save_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-
-Without this import, ``transformers`` warns of the unknown method and would build a dense model, whose linear layers are
-not in the checkpoint and would be initialized at random. Therefore each phantom layer is saved with a ``weight`` of one
-element beside its own parameters: a dense layer's shape differs, and ``from_pretrained`` fails.
+Without this import, ``transformers`` would build dense layers and initialize them at random. Therefore each phantom
+layer is saved with a ``weight`` of one element: a dense layer's shape differs, and ``from_pretrained`` fails.
 
 On ranks, ``transformers`` shards the layers while it loads them, by parallel styles that this module registers. The
 model's own plan is used, or where ``transformers`` has none, phantom layers take and return all features::

@@ -21,7 +21,7 @@ def lines(figure):
 
 def test_a_comparison_has_all_its_figures():
     comparison = drawn(make_results())
-    assert list(comparison) == ["ratios", "loss-time", "loss-energy"]
+    assert list(comparison) == ["loss-time", "loss-energy"]
     for figure in comparison.values():
         assert figure.caption
         assert figure.figure.axes[0].get_xlabel()
@@ -36,12 +36,6 @@ def test_curves_end_at_the_median_time_to_the_target():
     for cell in results.cells:
         x, y = curves[cell.strategy].get_xydata()[-1]
         assert (x, y) == pytest.approx((median(run.seconds for run in cell.runs), results.target_loss))
-
-
-def test_ratios_of_many_strategies_have_a_row_each():
-    names = ("phantom", "phantom-copies", "tensor", "megatron", "copies", "tensor+int8")
-    axes = drawn(make_results(names))["ratios"].figure.axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == [f"to {name}" for name in names[1:]]
 
 
 @pytest.mark.parametrize("name", STUDIES)

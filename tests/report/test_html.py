@@ -53,9 +53,9 @@ def test_everything_is_written(pages):
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["cells.csv", "curve.csv", "figures", "ratios.csv", "report.html", "runs.csv", "trials.csv"]
     figures = {path.name for path in (folder / "figures").iterdir()}
-    stems = ("loss-time", "loss-energy", "ratios")
+    stems = ("loss-time", "loss-energy")
     assert figures == {f"{stem}.{kind}" for stem in stems for kind in ("svg", "png")}
-    assert (folder / "figures" / "ratios.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "figures" / "loss-time.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("name", ["compare", "links"])
@@ -82,7 +82,7 @@ def test_a_page_has_the_answer_first_and_caveats_folded(pages):
         assert note.split("'")[0] in text
     for part in ("phantom compare --out out/compare", "assumed of one core", "No energy sensor", "training.width"):
         assert part in text
-    assert text.count("<figcaption>") == 3
+    assert text.count("<figcaption>") == 2
 
 
 def test_figures_take_their_colours_from_the_page(pages):

@@ -27,11 +27,11 @@ from matplotlib.ticker import (
 
 from phantom_parallel.cost.planner import TWO_LEVEL, Candidate, PlanRequest
 from phantom_parallel.report.tables import csv_text
-from phantom_parallel.study.analysis import lead_of, median_of, ratio
+from phantom_parallel.study.analysis import median_of
 from phantom_parallel.study.contenders import COPIES, DENSE, PHANTOM_COPIES, SMALL_DENSE
 from phantom_parallel.study.notes import main_measure
 from phantom_parallel.study.results import Cell, CurvePoint, Results
-from phantom_parallel.study.units import format_ratio, measure_label, measure_unit, plain
+from phantom_parallel.study.units import measure_label, measure_unit, plain
 from phantom_parallel.utils.files import write_bytes, write_text
 
 # Colour and marker of each strategy, distinct for colour-blind readers (Okabe and Ito) and in print.
@@ -201,46 +201,9 @@ def fitted_legend(figure: Figure, handles: Sequence[Artist], *, columns: int) ->
 def figures(results: Results) -> list[CaptionedFigure]:
     """The figures that the results have data for, the most important first."""
     with plot_style():
-        drawn = _study(results)
-        if results.is_comparison:
-            drawn = [_ratios(results), _curve(results, "seconds"), _curve(results, "joules")]
+        curves = [_curve(results, measure) for measure in ("seconds", "joules")] if results.is_comparison else []
+        drawn = curves or _study(results)
     return [figure for figure in drawn if figure is not None]
-
-
-def _ratios(results: Results) -> CaptionedFigure | None:
-    """Phantom's time and energy as shares of the others', with their intervals."""
-    lead = lead_of(results.cells)
-    mine = next((cell for cell in results.cells if cell.strategy == lead), None)
-    others = [cell for cell in results.cells if cell.strategy != lead]
-    measures = ["step_seconds", "joules_per_sample"] if results.is_timed else ["seconds", "joules", "measured_joules"]
-    rows = [
-        (row, measure, value)
-        for row, cell in enumerate(others)
-        for measure in measures
-        if mine is not None and (value := ratio(results, mine, cell, measure)) is not None
-    ]
-    if not rows:
-        return None
-    title = f"{lead.capitalize()} as a share of the others"
-    figure, axes = new_figure(title, 1.5 + 0.45 * len(others))
-    looks = dict(zip(measures, ((INK, "o"), (MUTED, "s"), (MUTED, "D")), strict=False))
-    labels = {measure: measure_label(measure) for measure in measures}
-    for row, measure, value in rows:
-        colour, marker = looks[measure]
-        at = row + 0.22 * (measures.index(measure) - (len(measures) - 1) / 2)
-        low, high = (value.mean if end is None else end for end in (value.low, value.high))
-        look: Any = {"color": colour, "fmt": marker, "label": labels.pop(measure, None)}  # each label once
-        axes.errorbar(value.mean, at, xerr=[[value.mean - low], [high - value.mean]], **look)
-        place: Any = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center"}
-        axes.annotate(format_ratio(value.mean), (1, at), (5, 0), fontsize=9, **place)
-    axes.axvline(1, color=INK, linewidth=1.2)
-    log_axis(axes, "x")
-    axes.set_xlabel("ratio, 95 % interval")
-    axes.set_yticks(range(len(others)), [f"to {cell.strategy}" for cell in others])
-    axes.set_ylim(len(others) - 0.5, -0.5)
-    add_grid_and_legend(figure, axes, grid="x")
-    caption = f"Left of the line at 1 {lead} needs less. Geometric means over seeds, with 95 % confidence intervals."
-    return CaptionedFigure("ratios", title, caption, figure)
 
 
 def _curve(results: Results, measure: str) -> CaptionedFigure | None:
