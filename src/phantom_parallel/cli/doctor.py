@@ -244,16 +244,12 @@ def exchanges(device: torch.device) -> Outcome:
                 if wrong:
                     problems.append(f"{op} of {name} among {group.size} ranks ({place}): {wrong} values are wrong")
         for op in ("all_gather", "reduce_scatter"):
-            for name in ("fp32", "bf16"):
-                word = DTYPES[name].itemsize
-                short, long = (
-                    _seconds(_exchange(op, group, length // word, DTYPES[name], device), device)
-                    for length in (SHORT, LONG)
-                )
-                rate = (group.size - 1) * LONG / long
-                details[f"{op} {name} {place}"] = {"seconds": short, "bytes_per_second": rate, "ranks": group.size}
+            calls = [_exchange(op, group, length // 4, device) for length in (SHORT, LONG)]
+            short, long = (_seconds(call, device) for call in calls)
+            rate = (group.size - 1) * LONG / long
+            details[f"{op} {place}"] = {"seconds": short, "bytes_per_second": rate, "ranks": group.size}
     problems = sorted({problem for others in _gather(problems) for problem in others})
-    figures = [details[f"all_gather fp32 {place}"] for place in groups]
+    figures = [details[f"all_gather {place}"] for place in groups]
     figure = ", ".join(f"{1e6 * f['seconds']:,.0f} us, {f['bytes_per_second'] / 1e9:.3g} GB/s" for f in figures[-2:])
     return Outcome(f"{figure}{' (inside, between nodes)' if len(figures) > 1 else ''}", details, problems)
 
@@ -291,8 +287,8 @@ def _inexact(group: RankGroup, dtype: torch.dtype, device: torch.device) -> dict
     return {name: int((result.cpu() != right).sum()) for name, (result, right) in expected.items()}
 
 
-def _exchange(op: str, group: RankGroup, words: int, dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
-    x = torch.ones(*(() if op == "all_gather" else (group.size,)), 16, words // 16, dtype=dtype, device=device)
+def _exchange(op: str, group: RankGroup, words: int, device: torch.device) -> Callable[[], Any]:
+    x = torch.ones(*(() if op == "all_gather" else (group.size,)), 16, words // 16, device=device)
     return lambda: getattr(collectives, op)(x, group)
 
 
@@ -360,6 +356,10 @@ def _steps(device: torch.device, family: str, cases: Mapping[str, dict[str, Any]
     return Outcome(f"{len(cases)} trainings, losses differ by {worst:.1e}", {"losses": losses}, problems)
 
 
+def _error(losses: list[float], expected: list[float]) -> float:
+    return max(abs(loss - right) / abs(right) for loss, right in zip(losses, expected, strict=True))
+
+
 def _losses(family: str, settings: dict[str, Any], parallel: ParallelContext) -> list[float]:
     """The losses of all steps, on rank 0."""
     ranks = 1 if parallel.tp is None else parallel.tp.size()
@@ -367,10 +367,6 @@ def _losses(family: str, settings: dict[str, Any], parallel: ParallelContext) ->
     losses: list[float] = []
     train(config, parallel, report=lambda record: losses.append(record.loss))
     return losses
-
-
-def _error(losses: list[float], expected: list[float]) -> float:
-    return max(abs(loss - right) / abs(right) for loss, right in zip(losses, expected, strict=True))
 
 
 def blocking(ranks: int) -> Outcome:
@@ -437,7 +433,7 @@ def stopped(ranks: int) -> Outcome:
 
 
 def _stop_last(device: torch.device, report: Callable[[Any], None]) -> None:
-    exchange = _exchange("all_gather", _groups(device)["all"], 64, torch.float32, device)
+    exchange = _exchange("all_gather", _groups(device)["all"], 64, device)
     exchange()
     report(None)
     if dist.get_rank() == _size() - 1:

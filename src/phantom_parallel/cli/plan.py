@@ -38,8 +38,7 @@ class PlanOptions(ModelOptions, WireOption, PlanSettings, JsonOption):
     """A folder for the scaling figure (PNG and SVG) and the numbers (CSV and JSON)."""
 
     def run(self) -> None:
-        settings = {field.name: getattr(self, field.name) for field in fields(PlanSettings)}
-        steps = None
+        settings, steps = {field.name: getattr(self, field.name) for field in fields(PlanSettings)}, None
         if self.tuned is not None:
             path = self.tuned / "tune.json" if self.tuned.is_dir() else self.tuned
             best = decode_json(read_bytes(path), dict[str, Any], str(path)).get("best")
@@ -72,14 +71,9 @@ def as_row(answer: Plan, candidate: Candidate) -> dict[str, Any]:
     layout, step = candidate.layout, candidate.step
     time, energy = answer.break_even(candidate)
     return {
-        "strategy": layout.strategy,
-        "ranks": layout.ranks,
-        "dp": layout.dp,
+        **layout._asdict(),
         "devices": candidate.devices,
-        "blocks": layout.blocks,
-        "ghosts": layout.ghosts,
         "ranks_per_block": layout.inside if layout.blocks else None,
-        "micro_batches": layout.micro_batches,
         "reshard_after_forward": layout.reshard_after_forward if layout.strategy == "fsdp" else None,
         "step_seconds": candidate.seconds,
         "compute_seconds": step.compute,

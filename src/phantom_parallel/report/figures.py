@@ -56,30 +56,20 @@ DASHES: tuple[Any, ...] = ("solid", (0, (5, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1
 MARKERS = "<>ph*8Hd"  # of further lines in the colour of one strategy
 WIDTH = 5.2  # inches: two beside each other on a page, one on a phone
 
+_INKED = ("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.labelcolor", "ytick.labelcolor")
 _RC: Any = {
     "font.size": 10,
     "axes.titlesize": 11,
     "axes.titleweight": "bold",
-    "xtick.labelsize": 9,
-    "ytick.labelsize": 9,
-    "legend.fontsize": 9,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.titlecolor": INK,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "axes.edgecolor": MUTED,
+    "legend.frameon": False,
+    **dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 9),
+    **dict.fromkeys(_INKED, INK),
+    **dict.fromkeys(("xtick.color", "ytick.color", "axes.edgecolor"), MUTED),
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), SURFACE),
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,
     "grid.color": GRID,
-    "figure.facecolor": SURFACE,
-    "axes.facecolor": SURFACE,
-    "savefig.facecolor": SURFACE,
-    "hatch.linewidth": 0.8,
-    "legend.frameon": False,
     "text.parse_math": False,
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "phantom",  # equal results give equal files
