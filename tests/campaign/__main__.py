@@ -4,8 +4,6 @@ import argparse
 import signal
 import sys
 import time
-from datetime import UTC, datetime
-from pathlib import Path
 
 from tests.campaign import inputs, kills
 from tests.campaign.tally import Tally
@@ -18,7 +16,6 @@ def main() -> int:
     parser.add_argument("--disks", type=int, default=3, help="full disks to try")
     parser.add_argument("--seed", type=int, default=0, help="the same seed makes the same cases")
     parser.add_argument("--first", type=int, default=0, help="number of the first malformed input")
-    parser.add_argument("--out", type=Path, help="JSON file of the counts and every bad case")
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let background commands ignore it
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # folders are removed
@@ -28,10 +25,6 @@ def main() -> int:
     kills.fill_disks(tally, options.disks, options.seed)
     seconds = time.monotonic() - start
     print(f"\n{tally.table()}\n\n{seconds:.0f} s, seed {options.seed}")
-    if options.out:
-        command = " ".join(["python -m tests.campaign", *sys.argv[1:]])
-        made = datetime.now(UTC).isoformat(timespec="seconds")
-        tally.write(options.out, command=command, made=made, seed=options.seed, seconds=round(seconds))
     return 1 if tally.bad else 0
 
 

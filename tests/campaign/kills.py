@@ -104,18 +104,12 @@ def send(pid: int, number: signal.Signals) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """A command with an output folder.
-
-    Args:
-        arguments: The command without its folder.
-        read: What must be the same in every run, from the folder of a finished one.
-        marker: The file in the folder by which a run is resumed with ``--resume``; None if the same command continues.
-    """
+    """A command with an output folder."""
 
     name: str
-    arguments: tuple[object, ...]
-    read: Callable[[Path], dict[str, Any]]
-    marker: str | None = "config.json"
+    arguments: tuple[object, ...]  # without its folder
+    read: Callable[[Path], dict[str, Any]]  # what must be the same in every run, from the folder of a finished one
+    marker: str | None = "config.json"  # by which a run is resumed with --resume; None if the same command continues
 
     def start(self, folder: Path, out: Path) -> Command:
         resumes = self.marker is not None and (out / self.marker).is_file()

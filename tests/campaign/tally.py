@@ -1,11 +1,9 @@
 """Counts of what was tried, and what is needed to run a bad case again."""
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 Problem = tuple[str, str]  # kind, such as "traceback", "exit code", "hang", "orphan" or "wrong numbers", and detail
 
@@ -40,11 +38,3 @@ class Tally:
             shown = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
             lines.append(f"{group:<34}{tried:>8}{tried - bad:>8}{bad:>6}  {shown}")
         return "\n".join(lines)
-
-    def write(self, path: Path, **settings: object) -> None:
-        """Write the counts and every bad case as JSON."""
-        groups = {name: {"tried": tried, "bad": self._bad_cases(name)} for name, tried in sorted(self.tried.items())}
-        tried, bad = sum(self.tried.values()), self._bad_cases("total")
-        counts = {"tried": tried, "clean": tried - bad, "bad": bad, "groups": groups, "cases": self.bad}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(settings | counts, indent=2) + "\n")

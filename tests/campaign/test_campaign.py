@@ -1,6 +1,5 @@
 """A bounded share of the campaign; ``make campaign`` runs all of it."""
 
-import json
 import sys
 import time
 
@@ -28,7 +27,7 @@ def test_no_case_is_bad(part, count):
     assert sum(tally.tried.values()) >= count
 
 
-def test_a_bad_case_is_counted_and_shown(tmp_path):
+def test_a_bad_case_is_counted_and_shown():
     tally = Tally()
     tally.add("results", "first", [], "again")
     tally.add("results", "second", [("hang", "detail")], "again")
@@ -36,6 +35,3 @@ def test_a_bad_case_is_counted_and_shown(tmp_path):
         ["results", "2", "1", "1", "1", "hang"],
         ["total", "2", "1", "1", "1", "hang"],
     ]
-    tally.write(tmp_path / "campaign.json", seed=0)
-    written = json.loads((tmp_path / "campaign.json").read_text())
-    assert (written["tried"], written["clean"], written["bad"], written["seed"]) == (2, 1, 1, 0)

@@ -3,7 +3,6 @@
 import io
 import json
 from contextlib import redirect_stdout
-from pathlib import Path
 
 import pytest
 
@@ -22,13 +21,13 @@ from tests.energy.simulated import two_packages
 
 
 @pytest.fixture(autouse=True)
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own(tmp_path, monkeypatch):
     monkeypatch.setenv("PHANTOM_PROFILES", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "160")
     return tmp_path
 
 
-def test_all_profiles_are_listed_with_their_marks(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_profiles_are_listed_with_their_marks(own, capsys):
     (own / "this-machine.toml").write_text('base = "b200"\npower = "unavailable"\n')
     ShowOptions().run()
     shown = capsys.readouterr().out
@@ -40,7 +39,7 @@ def test_all_profiles_are_listed_with_their_marks(own: Path, capsys: pytest.Capt
     assert line.split()[-3:] == ["-", "-", "-"]
 
 
-def test_one_profile_shows_every_figure_and_its_source(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_profile_shows_every_figure_and_its_source(capsys):
     ShowOptions("dgx-h100").run()
     shown = " ".join(capsys.readouterr().out.split())
     for name, figure, unit in load_profile("dgx-h100").figures():
@@ -50,7 +49,7 @@ def test_one_profile_shows_every_figure_and_its_source(capsys: pytest.CaptureFix
     assert "989 TFLOP/s" in shown
 
 
-def test_json_has_every_source(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_every_source(capsys):
     ShowOptions("mi300x", json=True).run()
     found = json.loads(capsys.readouterr().out)
     assert found["peak"]["bf16"] == {"value": 1307e12, "source": found["peak"]["bf16"]["source"], "uncertain": True}

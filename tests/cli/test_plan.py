@@ -2,7 +2,6 @@
 
 import csv
 import json
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +19,7 @@ GPT_WORDS = "gpt --dim 512 --layers 2 --heads 8 --context 256 --vocab 1024 --bat
 
 
 @pytest.fixture(autouse=True)
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own(tmp_path, monkeypatch):
     folder = tmp_path / "profiles"
     folder.mkdir()
     monkeypatch.setenv("PHANTOM_PROFILES", str(folder))
@@ -28,14 +27,12 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def run(capsys: pytest.CaptureFixture[str], **options: object) -> str:
-    Options(**{**MODEL, **options}).run()  # type: ignore[arg-type]
+def run(capsys, **options):
+    Options(**{**MODEL, **options}).run()
     return capsys.readouterr().out
 
 
-def test_a_row_for_each_strategy_fits_a_terminal_and_phantom_has_its_break_even(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_row_for_each_strategy_fits_a_terminal_and_phantom_has_its_break_even(capsys):
     shown = run(capsys)
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 80
@@ -59,16 +56,14 @@ def test_a_row_for_each_strategy_fits_a_terminal_and_phantom_has_its_break_even(
     ] == [4, 8]
 
 
-def test_all_layouts_are_shown_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_layouts_are_shown_on_request(capsys):
     count = len(json.loads(run(capsys, json=True, strategy=("phantom", "tensor")))["candidates"])
     shown = run(capsys, all=True, strategy=("phantom", "tensor"))
     assert sum(line.startswith(("phantom ", "tensor ")) for line in shown.splitlines()) == count
     assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_the_steps_of_a_tuned_model_are_held_against_the_break_even(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_steps_of_a_tuned_model_are_held_against_the_break_even(tmp_path, capsys):
     path = tmp_path / "tune.json"
     path.write_text(json.dumps({"best": {"blocks": 4, "ghosts": 8, "steps_ratio": {"mean": 1.5}}}))
     (row,) = (row for row in json.loads(run(capsys, tuned=path, json=True))["best_of_each_strategy"] if row["blocks"])
@@ -80,7 +75,7 @@ def test_the_steps_of_a_tuned_model_are_held_against_the_break_even(
         run(capsys, tuned=tmp_path)
 
 
-def test_a_short_format_on_the_wire_shortens_exchanges(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_format_on_the_wire_shortens_exchanges(capsys):
     exposed = {}
     for wire in ("full", "int8"):
         found = json.loads(run(capsys, strategy=("tensor", "megatron"), batch=8192, wire=wire, json=True))
@@ -92,7 +87,7 @@ def test_a_short_format_on_the_wire_shortens_exchanges(capsys: pytest.CaptureFix
     assert "int8 on the wire" in run(capsys, wire="int8")
 
 
-def test_a_machine_without_watts_shows_no_energy(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_without_watts_shows_no_energy(own, capsys):
     (own / "dark.toml").write_text('base = "dgx-a100"\npower = "unavailable"\n')
     shown = run(capsys, hardware="dark")
     assert "Energy is unavailable" in shown
@@ -102,7 +97,7 @@ def test_a_machine_without_watts_shows_no_energy(own: Path, capsys: pytest.Captu
     assert found["best_of_the_dense_model"]["modelled_joules_per_step"] is None
 
 
-def test_json_is_the_whole_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_the_whole_answer(capsys):
     found = json.loads(run(capsys, json=True, goal="energy"))
     assert found["energy_provenance"] == "modelled"
     rows = found["candidates"]
@@ -115,7 +110,7 @@ def test_json_is_the_whole_answer(capsys: pytest.CaptureFixture[str]) -> None:
         assert row["modelled_joules_per_sample"] == pytest.approx(row["modelled_joules_per_step"] / 64)
 
 
-def test_figures_come_with_their_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_come_with_their_numbers(tmp_path, capsys):
     out = tmp_path / "deep" / "out"
     shown = run(capsys, out=out)
     names = {path.name for path in out.iterdir()}
@@ -131,7 +126,7 @@ def test_figures_come_with_their_numbers(tmp_path: Path, capsys: pytest.CaptureF
         assert {row["curve"] for row in csv.DictReader(file)} == set(data["scaling"])
 
 
-def test_a_transformer_is_planned_as_a_feed_forward_network_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_transformer_is_planned_as_a_feed_forward_network_is(capsys):
     assert main(["plan", *GPT_WORDS.split(), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["request"]["family"] == "gpt"
@@ -168,9 +163,7 @@ def test_a_transformer_is_planned_as_a_feed_forward_network_is(capsys: pytest.Ca
         ("--memory-gib 0.001", "nothing fits in 0.001 GiB a device"),
     ],
 )
-def test_an_impossible_transformer_is_one_line_and_exit_code_2(
-    words: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_impossible_transformer_is_one_line_and_exit_code_2(words, message, capsys):
     assert main(["plan", *GPT_WORDS.split(), *words.split()]) == 2
     error = capsys.readouterr().err
     assert message in " ".join(error.split())

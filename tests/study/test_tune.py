@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,7 @@ WORDS = (
 
 
 @pytest.fixture
-def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def slow(tmp_path, monkeypatch):
     """A machine on which phantom's step is cheaper even if the model is small."""
     monkeypatch.setenv("PHANTOM_PROFILES", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "80")
@@ -25,7 +24,7 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "slow"
 
 
-def decay(monkeypatch: pytest.MonkeyPatch, scale: dict[tuple[int | None, int | None], float]) -> list[str]:
+def decay(monkeypatch, scale: dict[tuple[int | None, int | None], float]) -> list[str]:
     """Let losses decay exponentially over the steps of ``scale``, by blocks and ghosts, at the rate 0.002 and slower at
     others. Returns the trainings that were run.
     """
@@ -54,9 +53,7 @@ def decay(monkeypatch: pytest.MonkeyPatch, scale: dict[tuple[int | None, int | N
 EQUAL = {(None, None): 20.0, (2, 4): 60.0, (4, 4): 90.0, (2, 8): 40.0, (4, 8): 20.0}
 
 
-def test_the_model_with_the_dense_models_steps_and_a_cheaper_step_is_recommended(
-    slow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_model_with_the_dense_models_steps_and_a_cheaper_step_is_recommended(slow, tmp_path, monkeypatch, capsys):
     names = decay(monkeypatch, EQUAL)
     out = tmp_path / "out"
     words = [*WORDS.split(), "--hardware", slow, "--out", str(out)]
@@ -84,9 +81,7 @@ def test_the_model_with_the_dense_models_steps_and_a_cheaper_step_is_recommended
     assert "Phantom, 4 blocks, 8 ghosts: 1.00 times the steps" in capsys.readouterr().out
 
 
-def test_slow_phantom_models_are_not_recommended(
-    slow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_slow_phantom_models_are_not_recommended(slow, tmp_path, monkeypatch, capsys):
     decay(monkeypatch, {key: 20.0 if key == (None, None) else 50.0 for key in EQUAL})
     assert main([*WORDS.split(), "--hardware", slow, "--out", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
@@ -97,9 +92,7 @@ def test_slow_phantom_models_are_not_recommended(
     assert "no candidate reached the loss" in capsys.readouterr().out
 
 
-def test_nothing_is_trained_where_no_phantom_model_has_a_cheaper_step(
-    slow: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_trained_where_no_phantom_model_has_a_cheaper_step(slow, tmp_path, capsys):
     assert main([*WORDS.split(), "--hardware", "dgx-a100", "--out", str(tmp_path / "out"), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["verdict"].startswith("Do not use phantom here: no candidate has a cheaper step than dense on 1 ranks")
@@ -107,7 +100,7 @@ def test_nothing_is_trained_where_no_phantom_model_has_a_cheaper_step(
     assert not list((tmp_path / "out" / "cells").glob("*"))
 
 
-def test_a_target_is_needed_and_resume_needs_a_folder(slow: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_target_is_needed_and_resume_needs_a_folder(slow, capsys):
     assert main(WORDS.split()) == 2
     assert "run phantom machine measure --ranks 4, or give --hardware" in " ".join(capsys.readouterr().err.split())
     assert main([*WORDS.split(), "--resume"]) == 2
@@ -115,7 +108,7 @@ def test_a_target_is_needed_and_resume_needs_a_folder(slow: str, capsys: pytest.
 
 
 @pytest.mark.slow
-def test_transformers_are_tuned_by_the_same_code(slow: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_transformers_are_tuned_by_the_same_code(slow, tmp_path, capsys):
     words = "tune gpt --dim 32 --layers 1 --heads 4 --context 16 --batch 4 --eval-windows 4 --max-bytes 20000"
     grid = "--devices 4 --blocks 2 --ghosts 4 --steps 20 --seeds 1 --learning-rates 0.002 --hardware slow --json"
     assert main([*words.split(), *grid.split(), "--out", str(tmp_path / "out")]) == 0
