@@ -1,4 +1,4 @@
-"""The figures of a plan: legends that are whole, and a warning where phantom stands beside the dense model."""
+"""The figures of plans and conversions: legends that are whole, and numbers beside them."""
 
 import csv
 
@@ -13,53 +13,36 @@ WARNING = "phantom is another, smaller model than the dense one: its loss is not
 
 @pytest.fixture
 def drawn(monkeypatch, tmp_path):
-    """Draw the figure of a plan, and return all that were drawn as matplotlib has them."""
+    """Draw the figure of a plan, and return it as matplotlib has it."""
     figures = []
     monkeypatch.setattr(drawings, "save", lambda figure, stem: figures.append(figure) or [])
 
     def draw(**changes):
-        request = PlanRequest(
-            model=ModelSizes("ffn", {"width": 16384, "depth": 8}),
-            batch=256,
-            devices=64,
-            profile=load_profile("dgx-a100"),
-            **changes,
-        )
+        sizes, profile = ModelSizes("ffn", {"width": 16384, "depth": 8}), load_profile("dgx-a100")
+        request = PlanRequest(model=sizes, batch=256, devices=64, profile=profile, **changes)
         drawings.draw_scaling(request, scaling(request), tmp_path)
-        return figures
+        return figures.pop()
 
     return draw
 
 
-def test_legends_are_within_the_figure(drawn):
-    for figure in drawn():
-        figure.canvas.draw()
-        (legend,) = figure.legends
-        box = legend.get_window_extent()
-        assert box.x0 >= 0
-        assert box.x1 <= figure.bbox.width
-        assert len(legend.get_texts()) > 5
-
-
-def test_values_can_be_read_off_every_axis(drawn):
-    for figure in drawn():
-        figure.canvas.draw()
-        for axes in figure.axes:
-            for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
-                assert axis.get_scale() == "log"
-                places = axis.get_majorticklocs()
-                labels = [label.get_text() for label in axis.get_majorticklabels()]
-                shown = {at: text for at, text in zip(places, labels, strict=True) if low <= at <= high}
-                assert len(shown) >= 3
-                for at, text in shown.items():
-                    assert float(text.replace(",", "")) == pytest.approx(at)
-
-
-def test_the_title_says_that_phantom_is_another_model(drawn):
-    for figure in drawn():
-        assert WARNING in figure.get_suptitle()
-    for figure in drawn(strategy=("tensor", "megatron"))[1:]:
-        assert "another" not in figure.get_suptitle()
+def test_a_scaling_figure_has_a_whole_legend_readable_axes_and_a_warning(drawn):
+    figure = drawn()
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.width
+    assert len(legend.get_texts()) > 5
+    for axes in figure.axes:
+        for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+            assert axis.get_scale() == "log"
+            pairs = zip(axis.get_majorticklocs(), axis.get_majorticklabels(), strict=True)
+            shown = {at: label.get_text() for at, label in pairs if low <= at <= high}
+            assert len(shown) >= 3
+            for at, text in shown.items():
+                assert float(text.replace(",", "")) == pytest.approx(at)
+    assert WARNING in figure.get_suptitle()
+    assert "another" not in drawn(strategy=("tensor", "megatron")).get_suptitle()
 
 
 def test_the_points_of_a_conversion_are_in_a_csv_file(tmp_path):
