@@ -54,8 +54,7 @@ class InferOptions(RunOptions, InferConfig):
     """Run a trained model on any number of ranks that divides its blocks, and measure latency, throughput, bytes and
     energy per sample.
 
-    Local workers are launched by the command itself; under torchrun or srun this process joins as one rank. Exit codes:
-    0 done, 1 a rank died, 2 invalid option or input file, 130 stopped by SIGINT, 143 by SIGTERM.
+    Ranks and exit codes are as for phantom train.
     """
 
     overwrite: Flag = False
@@ -137,9 +136,8 @@ class GenerateOptions(RunOptions, GenerateConfig):
 
     The text is written to stdout as it is generated, until the model ends it, and a line about the time to stderr.
     --chat without a prompt is a conversation: Ctrl-C ends an answer, Ctrl-D the conversation. --measure and --against
-    also measure time, bytes and energy per token, separately for prefill and decode. Local workers are launched by the
-    command itself; under torchrun or srun this process joins as one rank. Exit codes: 0 done, 1 a rank died, 2 invalid
-    option or input file, 130 stopped by SIGINT, 143 by SIGTERM.
+    also measure time, bytes and energy per token, separately for prefill and decode. Ranks and exit codes are as for
+    phantom train.
     """
 
     prompt: tuple[str, ...] = ()
@@ -292,8 +290,7 @@ class EvalOptions(RanksOption, LaunchOptions, JsonOption, EvalConfig):
     """Evaluate a model: perplexity and nats a token of a language model on a text, by windows that slide over it with
     the model's tokenizer; the accuracy of classes or the relative error of a feed-forward network.
 
-    Local workers are launched by the command itself; under torchrun or srun this process joins as one rank. Exit codes:
-    0 done, 1 a rank died, 2 invalid option or input file, 130 stopped by SIGINT, 143 by SIGTERM.
+    Ranks and exit codes are as for phantom train.
     """
 
     def __post_init__(self) -> None:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from phantom_parallel.cli.options import Flag, JsonOption, NetworkOptions, make_table
+from phantom_parallel.cli.options import JsonOption, NetworkOptions, make_table
 from phantom_parallel.cost.hardware import Profile, dump_profile, list_profiles, load_profile, user_directory
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
 from phantom_parallel.study.units import digits, quantity
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ShowOptions:
+class ShowOptions(JsonOption):
     """Show the hardware profiles, or one of them with every figure, its source, and a * where it is uncertain.
 
     A profile of your own is a TOML file in $PHANTOM_PROFILES or ~/.config/phantom-parallel/profiles. It may say
@@ -41,8 +41,6 @@ class ShowOptions:
 
     name: Annotated[str | None, tyro.conf.Positional] = None
     """A profile's name, or the path of a .toml file."""
-    json: Flag = False
-    """Print JSON instead of a table."""
 
     def run(self) -> None:
         profiles = [load_profile(name) for name in ([self.name] if self.name else list_profiles())]
@@ -189,13 +187,11 @@ def _outcome_table(outcomes: list[dict[str, Any]]) -> Table:
 
 
 @dataclass(frozen=True)
-class SensorsOptions:
+class SensorsOptions(JsonOption):
     """List the energy sensors of this machine, take a short reading, and show what to install or allow to get more."""
 
     seconds: float = 3.0
     """Duration of the reading in seconds."""
-    json: Flag = False
-    """Print JSON instead of tables."""
 
     def run(self) -> None:
         from phantom_parallel.energy import EnergyMeter, discover
