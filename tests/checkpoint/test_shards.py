@@ -16,7 +16,6 @@ from phantom_parallel.checkpoint import shards
 from phantom_parallel.checkpoint.shards import (
     Part,
     StoredTensors,
-    TensorLayout,
     group_of,
     save_parts,
     storage_group,
@@ -135,8 +134,7 @@ def test_a_full_disk_on_one_rank_is_raised_on_all_and_leaves_nothing(ranks, tmp_
 
 def test_whole_tensors_are_written_to_files_of_a_largest_size(tmp_path):
     tensors = {f"t{index}": torch.full((index + 1, 4), float(index)) for index in range(4)}  # 16, 32, 48, 64 bytes
-    layouts = [TensorLayout(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
-    files = write_tensors(tmp_path, layouts, tensors.__getitem__, 64)
+    files = write_tensors(tmp_path, tensors, tensors.__getitem__, 64)
     assert list(files) == [f"model-0000{index}-of-00003.safetensors" for index in (1, 2, 3)]
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 160

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from phantom_parallel import PhantomLinear, TensorLinear
+from phantom_parallel.cost.dryrun import DTYPES, TrainingStep
 from phantom_parallel.cost.layers import phantom_layer, tensor_layer
-from phantom_parallel.cost.steps import DTYPES, TrainingStep
 from phantom_parallel.cost.terms import Exchange, LayerCost, Shape
 from phantom_parallel.families.base import Family
 from phantom_parallel.families.registry import register_family

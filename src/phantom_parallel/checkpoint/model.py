@@ -5,7 +5,7 @@ own parts, and rank 0 makes the whole files from those on the disk. A rank that 
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from phantom_parallel.checkpoint.shards import (
     Group,
     Part,
     StoredTensors,
-    TensorLayout,
     group_of,
     on_every_rank,
     rank_in,
@@ -74,15 +73,14 @@ def save_model(
     group = _storage_group(model, tensors)
     options: dict[str, Any] = {"overwrite": overwrite, "max_shard_size": max_shard_size, "complete": complete}
     if group is None:
-        layouts = [TensorLayout(name, part.shape, part.values.dtype) for name, part in parts.items()]
-        write_model(config, layouts, lambda name: parts[name].values, path, **options)
+        write_model(config, tensors, lambda name: parts[name].values, path, **options)
         return
     on_every_rank(lambda: check_replaceable(path, overwrite, CONFIG) if rank_in(group) == 0 else None, group)
     _check_copies(tensors, group)
 
     def finish(scratch: Path) -> None:
         parts, stored = list(scratch.iterdir()), StoredTensors(scratch)
-        files = write_tensors(scratch, list(stored.layouts.values()), stored.load, max_shard_size)
+        files = write_tensors(scratch, stored.outline, stored.load, max_shard_size)
         for file in parts:
             file.unlink()
         _complete(scratch, config, files, complete)
@@ -92,7 +90,7 @@ def save_model(
 
 def write_model(
     config: Any,
-    layouts: Iterable[TensorLayout],
+    outline: Mapping[str, Tensor],
     load: Callable[[str], Tensor],
     path: str | os.PathLike[str],
     *,
@@ -101,12 +99,12 @@ def write_model(
     complete: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a model from one process that holds one file of tensors at a time: ``load`` returns the tensor of a name,
-    and is called once for each of ``layouts``. The rest is as for `save_model`.
+    and is called once for each of ``outline``. The rest is as for `save_model`.
     """
     path = _target(path)
     check_replaceable(path, overwrite, CONFIG)
     with atomic_folder(path) as scratch:
-        files = write_tensors(scratch, layouts, load, max_shard_size)
+        files = write_tensors(scratch, outline, load, max_shard_size)
         _complete(scratch, config, files, complete)
 
 
@@ -142,8 +140,8 @@ class StoredModel:
         self.tensors = StoredTensors(path)
         owner = "the module to fill" if self.config is None else f"the model that {CONFIG} describes"
         expected = _tensors_of(into)
-        self.tensors.check({name: tuple(tensor.shape) for name, tensor in expected.items()}, owner)
-        self.dtype = next((layout.dtype for layout in self.tensors.layouts.values()), torch.get_default_dtype())
+        self.tensors.check({name: tensor.shape for name, tensor in expected.items()}, owner)
+        self.dtype = next((tensor.dtype for tensor in self.tensors.outline.values()), torch.get_default_dtype())
 
     def build(self, **kwargs: Any) -> nn.Module:
         """The model on a mesh, a device and in a dtype, without its values."""

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -176,37 +176,26 @@ def _assigned(parts: Parts, group: Group) -> Parts:
     return {name: part for name, part in present.items() if writers[(name, *part.offsets)] == rank_in(group)}
 
 
-@dataclass(frozen=True)
-class TensorLayout:
-    """Name, shape and dtype of a tensor in a file."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-
 def write_tensors(
-    folder: Path, layouts: Iterable[TensorLayout], load: Callable[[str], Tensor], limit: int = MAX_SHARD_SIZE
+    folder: Path, outline: Mapping[str, Tensor], load: Callable[[str], Tensor], limit: int = MAX_SHARD_SIZE
 ) -> dict[str, str]:
     """Write whole tensors to files of at most ``limit`` bytes, of which one at a time is in memory, and an index of
     them as Hugging Face has it if there are several. Returns the digest of each file by name.
+
+    ``outline`` has the shape and dtype of each tensor, and may be on the meta device; ``load`` returns a tensor.
     """
-    plan: list[list[TensorLayout]] = [[]]
-    for layout in layouts:
-        if plan[-1] and sum(other.bytes for other in plan[-1]) + layout.bytes > limit:
+    plan: list[list[str]] = [[]]
+    for name, tensor in outline.items():
+        if plan[-1] and sum(outline[other].nbytes for other in plan[-1]) + tensor.nbytes > limit:
             plan.append([])
-        plan[-1].append(layout)
+        plan[-1].append(name)
     files = [f"model-{index:05d}-of-{len(plan):05d}.safetensors" for index in range(1, len(plan) + 1)]
     files = [WEIGHTS] if len(plan) == 1 else files
     for file, chosen in zip(files, plan, strict=True):
-        write_file(folder / file, {layout.name: load(layout.name) for layout in chosen}, {"format": "pt"})
+        write_file(folder / file, {name: load(name) for name in chosen}, {"format": "pt"})
     if len(plan) > 1:
-        where = {layout.name: file for file, chosen in zip(files, plan, strict=True) for layout in chosen}
-        total = sum(layout.bytes for chosen in plan for layout in chosen)
+        where = {name: file for file, chosen in zip(files, plan, strict=True) for name in chosen}
+        total = sum(tensor.nbytes for tensor in outline.values())
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
     return {file: sha256_of(folder / file) for file in files}
 
@@ -237,10 +226,8 @@ def write_file(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str])
 
 
 class StoredTensors:
-    """The tensors of a folder, whatever number of ranks wrote them. The headers are read when it is opened.
-
-    Raises:
-        ValueError: If a file is missing or not readable.
+    """The tensors of a folder, whatever number of ranks wrote them. The headers are read when it is opened: ``outline``
+    has the tensors on the meta device. ValueError if a file is missing or not readable.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -254,8 +241,9 @@ class StoredTensors:
         for name, tensor in stored.items():
             if sum(prod(chunk.sizes) for chunk in tensor.chunks) != prod(tensor.size):
                 raise ValueError(f"{folder} does not have all of {name}: a file is missing")
-        self.layouts = {
-            name: TensorLayout(name, tuple(tensor.size), tensor.properties.dtype) for name, tensor in stored.items()
+        self.outline = {
+            name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta")
+            for name, tensor in stored.items()
         }
 
     @torch.no_grad()
@@ -272,23 +260,21 @@ class StoredTensors:
 
     def load(self, name: str) -> Tensor:
         """The whole tensor of that name."""
-        whole = torch.empty(self.layouts[name].shape, dtype=self.layouts[name].dtype)
+        whole = torch.empty_like(self.outline[name], device="cpu")
         self.read({name: Part.of(whole)})
         return whole
 
     def check(self, expected: dict[str, tuple[int, ...]], owner: str) -> None:
         """Raise ValueError unless the tensors have the names and shapes that ``owner`` expects."""
-        if self.layouts.keys() != expected.keys():
-            missing = sorted(expected.keys() - self.layouts.keys())[:3]
-            extra = sorted(self.layouts.keys() - expected.keys())[:3]
+        if self.outline.keys() != expected.keys():
+            missing = sorted(expected.keys() - self.outline.keys())[:3]
+            extra = sorted(self.outline.keys() - expected.keys())[:3]
             raise ValueError(
                 f"{self.folder} does not hold {owner}: missing {missing or 'nothing'}, unexpected {extra or 'nothing'}"
             )
         for name, shape in expected.items():
-            if self.layouts[name].shape != tuple(shape):
-                raise ValueError(
-                    f"{self.folder}: {name} has shape {list(self.layouts[name].shape)}, {owner} has {list(shape)}"
-                )
+            if (stored := self.outline[name].shape) != shape:
+                raise ValueError(f"{self.folder}: {name} has shape {list(stored)}, {owner} has {list(shape)}")
 
 
 class _PartsPlanner(DefaultLoadPlanner):

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from phantom_parallel.cost.dryrun import TrainingStep, build_step
 from phantom_parallel.cost.hardware import WATTS, Figure, Profile, Tier, load_profile
-from phantom_parallel.cost.steps import TrainingStep, build_step
 from phantom_parallel.cost.terms import Product, Shape
 from phantom_parallel.cost.timing import Clock, step_time
 from phantom_parallel.distributed.launch import Report, launch_local, threads_for
@@ -201,29 +201,24 @@ def time_calls(
 
     Functions take ``turns`` turns of ``calls`` calls, or of as many calls as take ``seconds`` in all turns.
     """
-    counts = {name: calls or _calls_within(run, seconds / turns) for name, run in runs.items()}
-    means: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(turns + 1):  # the first one warms up
+
+    def timed(run: Callable[[], Any], count: int) -> float:
+        dist.barrier()
+        started = time.perf_counter()
+        for _ in range(count):
+            run()
+        mean = torch.tensor((time.perf_counter() - started) / count, dtype=torch.float64)
+        dist.all_reduce(mean)
+        return float(mean) / dist.get_world_size()
+
+    counts, means = {}, {name: list[float]() for name in runs}
+    for name, run in runs.items():
+        timed(run, 1)  # warms up
+        counts[name] = calls or max(2, int(seconds / turns / max(timed(run, 1), 1e-6)))  # as many on all ranks
+    for _ in range(turns):
         for name, run in runs.items():
-            dist.barrier()
-            started = time.perf_counter()
-            for _ in range(counts[name] if turn else 2):
-                run()
-            mean = torch.tensor((time.perf_counter() - started) / counts[name], dtype=torch.float64)
-            dist.all_reduce(mean)
-            means[name].append(float(mean) / dist.get_world_size())
-    return {name: statistics.median(values[1:]) for name, values in means.items()}
-
-
-def _calls_within(run: Callable[[], Any], seconds: float) -> int:
-    """How many calls take so long, as many on all ranks."""
-    run()
-    dist.barrier()
-    started = time.perf_counter()
-    run()
-    estimate = torch.tensor(time.perf_counter() - started)
-    dist.all_reduce(estimate, op=dist.ReduceOp.MAX)
-    return max(2, int(seconds / max(float(estimate), 1e-6)))
+            means[name].append(timed(run, counts[name]))
+    return {name: statistics.median(values) for name, values in means.items()}
 
 
 def fit_profile(

@@ -165,13 +165,8 @@ def over_blocks(exchange: Exchange, blocks: int | None) -> list[Exchange]:
     if blocks is None or inside <= 1:
         return [exchange]
     across = replace(exchange, ranks=blocks, stride=inside)
-    within = replace(
-        exchange,
-        term=f"{exchange.term} inside",
-        ranks=inside,
-        words=exchange.words * blocks,
-        extra_bytes=exchange.extra_bytes * blocks,
-    )
+    words, extra = exchange.words * blocks, exchange.extra_bytes * blocks
+    within = replace(exchange, term=f"{exchange.term} inside", ranks=inside, words=words, extra_bytes=extra)
     return [across, within] if exchange.op == "all_gather" else [within, across]
 
 
@@ -202,22 +197,15 @@ def in_turns(cost: LayerCost, parts: int, once: tuple[str, ...] = ()) -> LayerCo
 def recomputed(cost: LayerCost) -> LayerCost:
     """The cost of a part whose forward is computed a second time in backward."""
 
-    def name(term: str) -> str:
-        return f"{term}, recomputed"
-
-    products = (replace(p, term=name(p.term), phase="backward") for p in cost.products if p.phase == "forward")
-    exchanges = (
-        replace(e, term=name(e.term), phase="backward", hidden_by=tuple(map(name, e.hidden_by)))
-        for e in cost.exchanges
-        if e.phase == "forward"
-    )
+    products, exchanges = list(cost.products), list(cost.exchanges)
+    for p in (p for p in cost.products if p.phase == "forward"):
+        products.append(replace(p, term=f"{p.term}, recomputed", phase="backward"))
+    for e in (e for e in cost.exchanges if e.phase == "forward"):
+        hidden_by = tuple(f"{term}, recomputed" for term in e.hidden_by)
+        exchanges.append(replace(e, term=f"{e.term}, recomputed", phase="backward", hidden_by=hidden_by))
     forward, backward = cost.streamed
-    return replace(
-        cost,
-        products=(*cost.products, *products),
-        exchanges=(*cost.exchanges, *exchanges),
-        streamed=(forward, backward + forward),
-    )
+    streamed = (forward, backward + forward)
+    return replace(cost, products=tuple(products), exchanges=tuple(exchanges), streamed=streamed)
 
 
 def representative(index: int, depth: int) -> int:
@@ -265,11 +253,9 @@ class Shape(HasModel):
             object.__setattr__(self, "micro_batches", self.micro_batches or self.ranks)
             check_micro_batches(self.micro_batches or self.ranks, self.batch, self.ranks)
         elif self.micro_batches is not None:
-            raise ValueError(f"micro_batches belongs to the strategy pipeline, not to {self.strategy}: leave it out")
+            raise ValueError(f"micro_batches belongs to the strategy pipeline, not to {self.strategy}")
         if not self.reshard_after_forward and not strategy.shards_rows:
-            raise ValueError(
-                f"reshard_after_forward belongs to the strategy fsdp, not to {self.strategy}: leave it out"
-            )
+            raise ValueError(f"reshard_after_forward belongs to the strategy fsdp, not to {self.strategy}")
 
     @classmethod
     def of_training(cls, config: Any) -> Self:
@@ -288,12 +274,13 @@ class Shape(HasModel):
 
     @cached_property
     def terms(self) -> tuple[tuple[LayerCost, ...], tuple[Exchange, ...]]:
-        """The model's parts in order, and the exchanges that belong to none of them."""
+        """The model's parts in order; and the exchanges that belong to none of them, of weights that are gathered or of
+        a stream between stages.
+        """
         raise NotImplementedError
 
     @property
     def costs(self) -> tuple[LayerCost, ...]:
-        """The model's parts in order."""
         return self.terms[0]
 
     @property
@@ -346,7 +333,6 @@ class Shape(HasModel):
 
     @property
     def model_exchanges(self) -> tuple[Exchange, ...]:
-        """Those of weights that are gathered, or of a stream between stages, which belong to no part."""
         return self.terms[1]
 
     @property
@@ -365,10 +351,8 @@ class Shape(HasModel):
 
     def moved_bytes(self, phase: Phase | None = None, *, near: int | None = None) -> int:
         """Bytes that this rank sends; with ``near``, only those within its own ``near`` consecutive ranks."""
-        exchanges = [e for e in self.exchanges if phase in (None, e.phase)]
-        if near is None:
-            return sum(e.moved_bytes(self.word_bytes) for e in exchanges)
-        return sum(bytes_within(e.moved_bytes(self.word_bytes), e.ranks, e.stride, near) for e in exchanges)
+        sent = [(e, e.moved_bytes(self.word_bytes)) for e in self.exchanges if phase in (None, e.phase)]
+        return sum(moved if near is None else bytes_within(moved, e.ranks, e.stride, near) for e, moved in sent)
 
     @property
     def inside(self) -> int:
@@ -379,8 +363,7 @@ class Shape(HasModel):
         """The sum of a count over all ranks of all copies. Ranks that share each layer's work have equally much."""
         if get_strategy(self.strategy).splits_layers:
             return count(self) * self.ranks * self.dp
-        ranks = [replace(self, rank=rank) for rank in range(self.ranks)]
-        return sum(count(rank) for rank in ranks) * self.dp
+        return sum(count(replace(self, rank=rank)) for rank in range(self.ranks)) * self.dp
 
     @property
     def parameters(self) -> int:

@@ -11,7 +11,7 @@ from phantom_parallel.utils.strategies import StrategyName
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from phantom_parallel.cost.steps import InferencePass, TrainingStep
+    from phantom_parallel.cost.dryrun import InferencePass, TrainingStep
     from phantom_parallel.cost.terms import Shape
     from phantom_parallel.train.config import TrainConfig
     from phantom_parallel.train.task import Task

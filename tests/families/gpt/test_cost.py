@@ -7,9 +7,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel import GPT, GPTConfig
-from phantom_parallel.cost.dryrun import count_step, differences, dry_run, memory_differences
+from phantom_parallel.cost.dryrun import build_step, count_step, differences, dry_run, memory_differences
 from phantom_parallel.cost.ledger import Ledger
-from phantom_parallel.cost.steps import build_step
 from phantom_parallel.families.gpt.cost import GPTShape
 
 

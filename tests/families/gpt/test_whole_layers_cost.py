@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from phantom_parallel.cost.dryrun import count_step, differences, dry_run, memory_differences
-from phantom_parallel.cost.steps import build_step
+from phantom_parallel.cost.dryrun import build_step, count_step, differences, dry_run, memory_differences
 from phantom_parallel.families.gpt.cost import GPTShape
 from tests.families.gpt.test_cost import name_of, shape_of
 

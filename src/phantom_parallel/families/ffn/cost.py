@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from phantom_parallel.cost.dryrun import DTYPES, FAKE, TrainingStep, build_model
 from phantom_parallel.cost.layers import (
     Group,
     Stage,
@@ -18,7 +19,6 @@ from phantom_parallel.cost.layers import (
     row_layer,
     tensor_layer,
 )
-from phantom_parallel.cost.steps import DTYPES, FAKE, TrainingStep, build_model
 from phantom_parallel.cost.terms import Exchange, LayerCost, Memory, Shape, representative
 from phantom_parallel.distributed.pipeline import Pipeline
 from phantom_parallel.families.ffn.config import FFNConfig

@@ -39,8 +39,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from phantom_parallel.cost.dryrun import DTYPES, FAKE, InferencePass, TrainingStep, build_model
 from phantom_parallel.cost.layers import Group, Stage, column_layer, fully_sharded, phantom_layer, row_layer
-from phantom_parallel.cost.steps import DTYPES, FAKE, InferencePass, TrainingStep, build_model
 from phantom_parallel.cost.terms import (
     Exchange,
     LayerCost,

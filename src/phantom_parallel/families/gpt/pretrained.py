@@ -31,7 +31,7 @@ from phantom_parallel.checkpoint.pretrained import (
     PretrainedModel,
     copy_kept_files,
 )
-from phantom_parallel.checkpoint.shards import TensorLayout, write_tensors
+from phantom_parallel.checkpoint.shards import write_tensors
 from phantom_parallel.families.gpt.config import MODULES, GPTConfig, RopeScaling
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.families.gpt.tokens import BPETokenizer
@@ -79,8 +79,7 @@ def import_model(
     if tokenizer.vocab > config.vocab:
         raise ValueError(f"{source}: the tokenizer has {tokenizer.vocab} tokens, the model only {config.vocab}")
     with torch.device("meta"):
-        outline = GPT(config).state_dict()
-    layouts = [TensorLayout(name, tuple(tensor.shape), DTYPES[dtype]) for name, tensor in outline.items()]
+        outline = {name: tensor.to(DTYPES[dtype]) for name, tensor in GPT(config).state_dict().items()}
     weights = {weight.name: weight for weight in _weights(config)}
 
     def load(name: str) -> Tensor:
@@ -93,7 +92,7 @@ def import_model(
         for name, data in pretrained.files.items():
             write_bytes(folder / name, data)
 
-    write_model(config, layouts, load, out, overwrite=overwrite, complete=complete)
+    write_model(config, outline, load, out, overwrite=overwrite, complete=complete)
     return config
 
 
@@ -114,10 +113,10 @@ def export_model(model: Path, out: Path, *, dtype: str | None = None, overwrite:
     stored = StoredModel(model)
     written = stored.dtype if dtype is None else DTYPES[dtype]
     sources = {name: weight for weight in _weights(stored.config) for name in weight.tensors}
-    layouts = [TensorLayout(name, weight.tensors[name], written) for name, weight in sources.items()]
+    outline = {n: torch.empty(weight.tensors[n], dtype=written, device="meta") for n, weight in sources.items()}
     with atomic_folder(out) as scratch:
         write_tensors(
-            scratch, layouts, lambda name: _to_pretrained(name, sources[name], stored).to(written).contiguous()
+            scratch, outline, lambda name: _to_pretrained(name, sources[name], stored).to(written).contiguous()
         )
         copy_kept_files(model, scratch)
         generation = read_json(scratch / GENERATION_CONFIG) if (scratch / GENERATION_CONFIG).is_file() else {}
