@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from phantom_parallel.energy.running import RunningEnergy
+from phantom_parallel.energy.meter import RunningEnergy
 from phantom_parallel.infer.evaluate import EvalConfig, Report, evaluate_text, read_texts
 from phantom_parallel.nn.linear import PhantomLinear
 from phantom_parallel.ops.collectives import block_group

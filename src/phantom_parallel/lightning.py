@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from phantom_parallel.energy.running import RunningEnergy
+from phantom_parallel.energy.meter import RunningEnergy
 
 try:
     from lightning.pytorch import Callback

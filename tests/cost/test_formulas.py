@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phantom_parallel.cost.layers import phantom_layer, tensor_layer
-from phantom_parallel.cost.terms import Exchange
+from phantom_parallel.cost.terms import Exchange, phantom_layer, tensor_layer
 from phantom_parallel.families.ffn.cost import FFNShape
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
 from tests.cost.shapes import ffn

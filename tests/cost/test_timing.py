@@ -115,13 +115,12 @@ def test_gradients_of_copies_are_summed_in_the_open() -> None:
     assert step_time(shape, toy()).phases["sync"] == pytest.approx(PhaseTime(0, 7 + 2 * (2 + 16 * 4 / 2 / 8), 0))
 
 
-def test_energy_is_power_times_time_and_marked() -> None:
+def test_energy_is_power_times_time() -> None:
     shape = ffn("tensor", 32, 4, ranks=4, batch=16, dp=2)
     step = step_time(shape, toy())
-    assert step.energy.joules == pytest.approx(8 * (10 * step.compute + 4 * step.exposed))
-    assert step.energy.provenance == "modelled"
+    assert step.joules == pytest.approx(8 * (10 * step.compute + 4 * step.exposed))
     dark = toy(compute_watts=None, communication_watts=None, idle_watts=None)
-    assert step_time(shape, dark).energy is None
+    assert step_time(shape, dark).joules is None
     assert step.total == pytest.approx(step.compute + step.exposed)
 
 

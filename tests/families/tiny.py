@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from phantom_parallel import PhantomLinear, TensorLinear
 from phantom_parallel.cost.dryrun import DTYPES, TrainingStep
-from phantom_parallel.cost.layers import phantom_layer, tensor_layer
-from phantom_parallel.cost.terms import Exchange, LayerCost, Shape
+from phantom_parallel.cost.terms import Exchange, LayerCost, Shape, phantom_layer, tensor_layer
 from phantom_parallel.families.base import Family
 from phantom_parallel.families.registry import register_family
 from phantom_parallel.train.config import TrainConfig

@@ -167,8 +167,8 @@ def load_model(
 
     Args:
         path: The folder.
-        into: A module to fill, with parameters of the same names and shapes, parallelized or not; required for a module
-            that belongs to no family. Values are converted to its dtypes.
+        into: A module to fill and return, with parameters of the same names and shapes, parallelized or not; required
+            for a module that belongs to no family. Values are converted to its dtypes.
         mesh: Ranks that are to share the model; their number must divide its blocks.
         device: Device of the parameters, by default the mesh's or torch's default device.
         dtype: Dtype of the parameters, by default that of the file.
@@ -176,12 +176,8 @@ def load_model(
             ``dense``; by default the one that it was saved with.
         wire: Format in which features are exchanged between the ranks of the mesh, as for `PhantomLinear`.
 
-    Returns:
-        The model; ``into`` if it was given.
-
     Raises:
-        ValueError: On every rank, if the folder is not a complete model or does not fit. `verify_model` compares its
-            bytes with what was written.
+        ValueError: On every rank, if the folder is not a complete model or does not fit.
     """
     path = Path(path)
     if into is None:
@@ -211,10 +207,8 @@ def load_model(
 
 
 def verify_model(path: str | os.PathLike[str]) -> None:
-    """Compare the files of a model with the digests that were taken when they were written.
-
-    Raises:
-        ValueError: If a file is missing or has changed.
+    """Compare the files of a model with the digests that were taken when they were written; ValueError if one is
+    missing or has changed.
     """
     path = Path(path)
     for name, digest in read_description(path / CONFIG, "model", FORMAT, VERSION)["files"].items():

@@ -32,13 +32,8 @@ _FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes of safetensors
 class PretrainedModel:
     """A pretrained model: a folder with ``config.json`` and safetensors files, one with a GGUF file, or a GGUF file.
 
-    Attributes:
-        config: The model's settings, as ``config.json`` has them.
-        shapes: Shape of each tensor by name. All are of floating point, and in one file each.
-        files: Contents of the files of `KEPT_FILES` that the model has.
-
-    Raises:
-        ValueError: If it is not such a model, or a file is damaged or missing.
+    ``config`` has its settings as ``config.json`` has them, ``shapes`` the shape of each tensor, all of floating point,
+    and ``files`` the contents of those of `KEPT_FILES` that it has. ValueError if it is not such a model.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.module_tracker import ModuleTracker
 
-from phantom_parallel.cost.terms import bytes_within
+from phantom_parallel.cost.terms import bytes_sent, bytes_within
 
 _aten = torch.ops.aten
 # Operations that torch's own counter passes over, and those it knows that do the same work.
@@ -158,7 +158,7 @@ class Ledger(TorchDispatchMode):
         handed_in = tree_leaves(args[1] if output_first else args[0])
         message = sum(tensor.numel() * tensor.element_size() for tensor in handed_in if isinstance(tensor, Tensor))
         backward = op == "send" and args[2] < dist.get_rank(group)  # stages of a pipeline send gradients to lower ranks
-        sizes = ranks, message, _moved(op, ranks, message), stride
+        sizes = ranks, message, bytes_sent(op, ranks, message), stride
         self.collectives[CollectiveEntry(self._phase(backward), self._module(), op, *sizes)] += 1
 
     def _phase(self, backward: bool = False) -> str:
@@ -280,16 +280,6 @@ _OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast",
 def _collective(name: str) -> str | None:
     name = name.replace("_", "").removeprefix("sharddim")
     return next((op for op in _OPS if name.startswith(op.replace("_", ""))), None)
-
-
-def _moved(op: str, ranks: int, message: int) -> int:
-    if op == "all_gather":
-        return (ranks - 1) * message
-    if op == "all_reduce":
-        return -(-2 * (ranks - 1) * message // ranks)
-    if op in ("reduce_scatter", "all_to_all", "scatter"):
-        return (ranks - 1) * message // ranks
-    return message  # broadcast, reduce, gather, send: a rank passes on what it has once
 
 
 def _group(args: Iterable[Any]) -> dist.ProcessGroup:

@@ -193,7 +193,7 @@ class Candidate:
 
     @property
     def joules(self) -> float | None:
-        return self.step.energy.joules if self.step.energy else None
+        return self.step.joules
 
     @property
     def joules_per_sample(self) -> float | None:

@@ -17,9 +17,9 @@ assumptions. Every energy is modelled.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import inf
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from phantom_parallel.cost.hardware import WORD_BYTES, Profile
 from phantom_parallel.cost.terms import OPTIMIZER_STATES, LayerCost, Op, Product, Shape
@@ -46,27 +46,13 @@ def _summed(spans: Iterable[PhaseTime]) -> PhaseTime:
 
 
 @dataclass(frozen=True)
-class ModelledEnergy:
-    """Joules from power times time: not measured, and always shown as modelled."""
-
-    compute: float
-    communication: float
-    idle: float
-    provenance: Literal["modelled"] = field(default="modelled", init=False)
-
-    @property
-    def joules(self) -> float:
-        return self.compute + self.communication + self.idle
-
-
-@dataclass(frozen=True)
 class StepTime:
-    """A step of one rank, and what all devices draw during it; the energy is None on a machine without watts."""
+    """A step of one rank, and the modelled energy of all devices during it; None on a machine without watts."""
 
     layers: tuple[Mapping[str, PhaseTime], ...]
     phases: Mapping[str, PhaseTime]  # sums over layers
     idle: float = 0.0
-    energy: ModelledEnergy | None = None
+    joules: float | None = None
 
     @property
     def compute(self) -> float:
@@ -159,18 +145,13 @@ class Clock:
             exposed += taken - covered
         return PhaseTime(compute, exposed, hidden)
 
-    def sync(self, layer: LayerCost, ranks: int, copies: int) -> PhaseTime:
-        """The all-reduce of each parameter's gradient over copies, which are ``ranks`` devices apart."""
-        sizes = (words * self.word_bytes for words in layer.gradients)
-        return PhaseTime(exposed=sum(self.collective("all_reduce", copies, size, ranks) for size in sizes))
-
     def step(self, shape: Shape, phases: tuple[str, ...] = PHASES) -> StepTime:
         if shape.word_bytes != self.word_bytes:
             raise ValueError(f"the shape has words of {shape.word_bytes} bytes: make it with {self.word_bytes=}")
         self.profile.require_devices(shape.ranks * shape.dp)
         pipeline = shape.micro_batches is not None and shape.ranks > 1
         step = self._pipeline(shape, phases) if pipeline else self._rank(shape, phases)
-        return replace(step, energy=self._energy(step, shape.ranks * shape.dp))
+        return replace(step, joules=self._joules(step, shape.ranks * shape.dp))
 
     def _rank(self, shape: Shape, phases: tuple[str, ...]) -> StepTime:
         """The phases of each part on one rank, and their sums, with exchanges that belong to no part."""
@@ -209,24 +190,21 @@ class Clock:
         return StepTime(steps[0].layers, mean, idle)
 
     def _phase(self, shape: Shape, layer: LayerCost, phase: str) -> PhaseTime:
-        if phase == "sync":
-            return self.sync(layer, shape.ranks, shape.dp)
+        if phase == "sync":  # the all-reduce of each parameter's gradient over copies, a model's ranks apart
+            sizes = (words * self.word_bytes for words in layer.gradients)
+            return PhaseTime(exposed=sum(self.collective("all_reduce", shape.dp, size, shape.ranks) for size in sizes))
         if phase == "update":
             states = OPTIMIZER_STATES[shape.optimizer]  # parameter and gradient are read, the parameter is written
             return PhaseTime(compute=self.elementwise(sum(layer.parameters) * (3 + 2 * states)))
         span = self.layer(layer, phase)
         return span._replace(compute=span.compute + self.elementwise(layer.streamed[STREAMED[phase]]))
 
-    def _energy(self, step: StepTime, devices: int) -> ModelledEnergy | None:
+    def _joules(self, step: StepTime, devices: int) -> float | None:
         """Of all ranks of all data-parallel copies."""
-        watts = self.profile
-        if watts.compute_watts is None or watts.communication_watts is None or watts.idle_watts is None:
+        busy, blocked, idle = self.profile.compute_watts, self.profile.communication_watts, self.profile.idle_watts
+        if busy is None or blocked is None or idle is None:
             return None
-        return ModelledEnergy(
-            compute=devices * watts.compute_watts.value * step.compute,
-            communication=devices * watts.communication_watts.value * step.exposed,
-            idle=devices * watts.idle_watts.value * step.idle,
-        )
+        return devices * (busy.value * step.compute + blocked.value * step.exposed + idle.value * step.idle)
 
 
 def _tier(op: Op, ranks: int, contribution: float, latency: float, seconds_per_byte: float) -> float:

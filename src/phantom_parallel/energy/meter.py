@@ -11,8 +11,9 @@ import os
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -48,16 +49,12 @@ def synchronize(device: torch.device) -> None:
 
 
 class Host(NamedTuple):
-    """A machine: its name, and a key that containers on one machine share and two machines of one name do not."""
+    """A machine: its name, and a key that containers on one machine share and two machines of one name do not: the
+    kernel's boot id where there is one.
+    """
 
     name: str
     key: str
-
-
-def current_host() -> Host:
-    """Return the host of this process, identified by the kernel's boot id where there is one."""
-    name = socket.gethostname()
-    return Host(name, BOOT_ID.read_text().strip() if BOOT_ID.exists() else name)
 
 
 def assign_sensors(available: Sequence[tuple[Host, tuple[SensorSpec, ...]]], rank: int) -> dict[str, bool]:
@@ -194,7 +191,8 @@ class EnergyMeter:
         if device is None:
             device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
         self.device = torch.device(device)
-        self.host = host or current_host()
+        name = socket.gethostname()
+        self.host = host or Host(name, BOOT_ID.read_text().strip() if BOOT_ID.exists() else name)
         self.discovery = discover(self.device, clock=clock) if sources is None else Discovery(tuple(sources))
         self._recorder: TimeSplitRecorder | None = None
         if time_split or profile is not None:
@@ -326,3 +324,42 @@ def _modelled_energy(split: TimeSplit, profile: PowerProfile) -> SensorEnergy:
         rank=split.rank,
         watts_source=profile.source,
     )
+
+
+class RunningEnergy:
+    """Joules so far of a training that another library runs, for its callbacks to log and to store in checkpoints. All
+    ranks call its methods, at the same steps; ``profile`` is as for `EnergyMeter`.
+    """
+
+    def __init__(self, profile: str | None = None) -> None:
+        self.profile = profile
+        self.joules: dict[str, float] = {}  # by provenance, as figures of different provenance are never added
+        self._meter: EnergyMeter | None = None
+        self._window = ExitStack()
+
+    def start(self, joules: dict[str, float]) -> None:
+        """Start with the joules of a checkpoint."""
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        self._meter = EnergyMeter(group, profile=self.profile)
+        self.joules = dict(joules)
+        self._open()
+
+    def _open(self) -> None:
+        assert self._meter is not None
+        self._current = self._window.enter_context(self._meter.window("train"))
+
+    def read(self) -> dict[str, float]:
+        """What to log: ``joules_counter``, or another provenance, since the beginning of the training."""
+        if self._meter is not None:
+            self.stop()
+            self._open()
+        return {f"joules_{provenance}": joules for provenance, joules in self.joules.items()}
+
+    def stop(self) -> None:
+        """Add the joules since the last reading, and measure no longer."""
+        self._window.close()
+        total = self._current.result.total
+        if total.joules is not None:
+            self.joules[total.provenance.value] = self.joules.get(total.provenance.value, 0.0) + total.joules
+        elif total.provenance is Provenance.UNAVAILABLE and not self.joules:
+            warnings.warn(f"no joules are logged: {total.reason}", stacklevel=3)

@@ -513,7 +513,7 @@ def _modelled_cell(settings: Settings, contender: Contender) -> Cell:
         seconds=step.total,
         compute_seconds=ranks * (step.total - step.exposed),
         blocked_seconds=ranks * step.exposed,
-        joules=step.energy.joules if step.energy else None,
+        joules=step.joules,
     )
     return replace(_cell(settings, contender, [run], "modelled"), hardware=profile.name)
 

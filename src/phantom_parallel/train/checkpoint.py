@@ -135,10 +135,8 @@ class BackgroundWriter:
 
 
 def open_checkpoint(path: Path, config: TrainConfig) -> tuple[Progress, StoredTensors]:
-    """Read a checkpoint's description and the headers of its files, but not its tensors.
-
-    Raises:
-        ValueError: If it is damaged, incomplete, or of another training.
+    """Read a checkpoint's description and the headers of its files, but not its tensors; ValueError if it is damaged,
+    incomplete, or of another training.
     """
     description = read_description(path / DESCRIPTION, "checkpoint", FORMAT, VERSION)
     if description.get("task") != config.kind:
@@ -173,11 +171,7 @@ def _ends(progress: Progress, config: TrainConfig) -> bool:
 
 
 def load(path: Path, optimizer: PartsOptimizer, config: TrainConfig, group: Group) -> Progress:
-    """Fill a model and its new optimizer from a checkpoint, each rank its own part; every rank calls this.
-
-    Raises:
-        ValueError: On every rank, if the checkpoint does not fit.
-    """
+    """Fill a model and its new optimizer from a checkpoint, each rank its own part; every rank calls this."""
     progress, stored = on_every_rank(lambda: open_checkpoint(path, config), group)
     for name, part in optimizer.parts.items():
         for key in optimizer.keys:

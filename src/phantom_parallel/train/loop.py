@@ -269,10 +269,8 @@ class Trainer:
             raise self._diverged(f"the {what} is {loss} at step {self.progress.step}")
 
     def _diverged(self, message: str) -> LossDiverged:
-        """Return the error of a loss or a weight that is not finite. Every rank calls this.
-
-        Raises:
-            ValueError: On every rank, if data of the steps since the last boundary are not finite.
+        """Return the error of a loss or a weight that is not finite; raise ValueError if data of the steps since the
+        last boundary are not. Every rank calls this.
         """
         with suppress(OSError):
             self._settle()

@@ -9,17 +9,21 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from phantom_parallel.cost.dryrun import DTYPES, FAKE, TrainingStep, build_model
-from phantom_parallel.cost.layers import (
+from phantom_parallel.cost.terms import (
+    Exchange,
     Group,
+    LayerCost,
+    Memory,
+    Shape,
     Stage,
     column_layer,
     fully_sharded,
     low_rank_layer,
     phantom_layer,
+    representative,
     row_layer,
     tensor_layer,
 )
-from phantom_parallel.cost.terms import Exchange, LayerCost, Memory, Shape, representative
 from phantom_parallel.distributed.pipeline import Pipeline
 from phantom_parallel.families.ffn.config import FFNConfig
 from phantom_parallel.families.ffn.model import FFN

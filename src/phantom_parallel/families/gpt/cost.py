@@ -13,7 +13,7 @@ T rows (sequences times positions) go through each part, in words a row and rank
 n: features of the stream, m = n / R; q: blocks of a rank, k: ghosts. The one more word is the norm's squares forward,
 and backward its share of their gradient. Squares and the loss's numbers are float32 or better. With attention and
 SwiGLU in parallel, qkv and gate_up are one linear layer, and out and down are one. On R = p t ranks, t for each of p
-blocks, linear layers have the exchanges of two levels (`cost.layers`), and an all-gather or reduce-scatter of all ranks
+blocks, linear layers have the exchanges of two levels (`cost.terms`), and an all-gather or reduce-scatter of all ranks
 is one across blocks and one inside of them.
 
 Attention is Q K^T and A V, both of all positions: a causal mask saves nothing in these counts, as in torch's own.
@@ -40,19 +40,24 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from phantom_parallel.cost.dryrun import DTYPES, FAKE, InferencePass, TrainingStep, build_model
-from phantom_parallel.cost.layers import Group, Stage, column_layer, fully_sharded, phantom_layer, row_layer
 from phantom_parallel.cost.terms import (
     Exchange,
+    Group,
     LayerCost,
     Memory,
     Product,
     Shape,
+    Stage,
     between_ranks,
+    column_layer,
+    fully_sharded,
     in_turns,
     on_wire,
     optimizer_of,
     over_blocks,
+    phantom_layer,
     recomputed,
+    row_layer,
     summed_on_wire,
 )
 from phantom_parallel.distributed.pipeline import Pipeline, ends
