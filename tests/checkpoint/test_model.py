@@ -85,7 +85,7 @@ def output(model, mesh) -> torch.Tensor:
     ("config", "written_on", "read_on"),
     [
         *((config, *sizes) for config in (PHANTOM, TENSOR, MEGATRON) for sizes in ((4, 2), (2, 1))),
-        *((SHARED, *sizes) for sizes in ((4, 1), (1, 8), (2, 4))),
+        *((SHARED, *sizes) for sizes in ((4, 1), (2, 4))),
     ],
 )
 def test_models_move_between_numbers_of_ranks(ranks, tmp_path, written_on, read_on, config):
@@ -115,12 +115,10 @@ def change_config(folder: Path, change) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda f: (f / "config.json").write_text("{"), "config.json"),
         (lambda f: (f / "config.json").write_text("{}"), "is not a Phantom Parallel model"),
         (lambda f: change_config(f, lambda c: c.update(version=99)), "has version 99"),
         (lambda f: change_config(f, lambda c: c["config"].update(blocks=3)), "blocks=3 does not divide"),
         (lambda f: change_config(f, lambda c: c["config"].update(surprise=1)), "surprise"),
-        (lambda f: change_config(f, lambda c: c["config"].pop("width")), "width"),
         (lambda f: change_config(f, lambda c: c["config"].update(depth=3)), r"missing \['layers.2.bias'"),
         (lambda f: change_config(f, lambda c: c["config"].update(ghosts=1)), "has shape"),
         (lambda f: (f / "model.safetensors").unlink(), r"missing \['layers.0.bias'"),

@@ -99,11 +99,6 @@ def test_the_fit_has_no_negative_coefficients():
     assert fitted.product > 1
 
 
-def test_samples_count_by_their_weight():
-    light, heavy = Sample(Coefficients(product=1), 1.0, 1.0), Sample(Coefficients(product=1), 2.0, 1e6)
-    assert fit_non_negative([light, heavy])[0] == pytest.approx(2.0, rel=1e-3)
-
-
 def test_the_error_is_that_of_the_ratio():
     shapes, profile = get_family("ffn").step_shapes(2, held_out=True)[0], fit_profile(synthetic())
     record = compare(shapes, {"phantom": 1.0, "tensor": 2.0}, profile)

@@ -4,7 +4,6 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel.cost.dryrun import build_step, count_step, differences, dry_run, memory_differences
@@ -43,28 +42,21 @@ SHAPES = [
     phantom(4, 4, bias=False, input_grad=True, word_bytes=8, activation="tanh"),
     phantom(2, 4, dp=2),
     phantom(4, 2, input_grad=True, bias=False),
-    phantom(8, 4),
     phantom(4, 2, dp=2),
-    other("dense", 1),
     other("dense", 1, activation="silu", input_grad=True),
     other("tensor", 4, word_bytes=2, input_grad=True, activation="identity"),
     other("tensor", 2, dp=2),
-    other("lowrank", 1, low_rank=4, activation="gelu"),
     other("lowrank", 4, low_rank=4, bias=False, input_grad=True, wire="int8"),
     other("lowrank", 2, low_rank=3, dp=2),
-    other("megatron", 2, depth=2, activation="gelu"),
     other("megatron", 4, depth=4, bias=False, input_grad=True),
     phantom(2, 4, in_features=16, out_features=8),
     phantom(4, 2, in_features=16, out_features=8),
     other("tensor", 4, in_features=8, out_features=12),
-    other("tensor", 2, dp=2, depth=1, in_features=16, out_features=6),
     other("megatron", 2, in_features=8, out_features=6, activation="gelu"),
     other("megatron", 4, depth=2, in_features=16, out_features=4, input_grad=True),
     phantom(2, 4, wire="bf16", input_grad=True),
-    phantom(4, 8, wire="int8"),
     phantom(4, 2, wire="int8", input_grad=True),
     other("tensor", 4, wire="int8", input_grad=True),
-    other("tensor", 2, wire="bf16", word_bytes=8),
     other("megatron", 4, wire="int8", input_grad=True),
     other("megatron", 2, wire="bf16", depth=2, word_bytes=2),
     other("fsdp", 2, dp=2, activation="gelu"),
@@ -72,8 +64,7 @@ SHAPES = [
     other("fsdp", 4, width=3, batch=4, dp=2),  # one rank holds nothing
     other("fsdp", 2, reshard_after_forward=False, word_bytes=2, bias=False, input_grad=True),
     other("pipeline", 2, dp=2, activation="gelu", micro_batches=3),
-    other("pipeline", 4, depth=5, batch=12, micro_batches=12, activation="silu"),
-    other("pipeline", 4, depth=4, batch=8, activation="identity", word_bytes=2, bias=False),
+    other("pipeline", 4, depth=5, batch=8, activation="identity", word_bytes=2, bias=False),
 ]
 
 
@@ -122,12 +113,6 @@ def read_tree(text: str) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def test_the_depth_of_a_tree_can_be_limited():
-    whole, two = (read_tree(cached_dry_run(phantom(2, 8)).ledger.tree(depth)) for depth in (None, 2))
-    assert two == {name: counts for name, counts in whole.items() if name.count(".") <= 2}
-    assert len(two) == 3
-
-
 def test_a_wrong_formula_is_named_by_its_term():
     ledger = cached_dry_run(phantom(2, 4)).ledger
     wrong = differences(phantom(2, 4).updated(ghosts=3), ledger, native=True)
@@ -147,11 +132,10 @@ def test_a_wrong_formula_is_named_by_its_term():
     [
         ffn("phantom", 262_144, 2, ranks=256, blocks=256, ghosts=16, rank=255),
         ffn("tensor", 262_144, 2, ranks=256, rank=100),
-        ffn("megatron", 262_144, 2, ranks=256),
         ffn("phantom", 262_144, 2, ranks=4096, blocks=4096, ghosts=4, rank=4095),
         ffn("phantom", 262_144, 2, ranks=64, blocks=128, ghosts=4, dp=4),
         ffn("fsdp", 262_144, 2, ranks=256, batch=1024, rank=255, dp=2),
-        ffn("pipeline", 65_536, 128, ranks=64, batch=1024, rank=63, micro_batches=128),
+        ffn("pipeline", 65_536, 128, ranks=64, batch=1024, rank=63, micro_batches=64),
     ],
     ids=lambda s: f"{s.strategy}-{s.ranks}",
 )
@@ -160,8 +144,3 @@ def test_dry_runs_of_hundreds_of_ranks(shape):
     assert found.differences == []
     assert found.ledger.flops == 2 * shape.multiply_adds()
     assert found.ledger.moved_bytes == shape.moved_bytes()
-
-
-def test_a_dry_run_leaves_no_process_group_behind():
-    dry_run(phantom(2, 4))
-    assert not torch.distributed.is_initialized()

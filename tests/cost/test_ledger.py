@@ -133,9 +133,6 @@ def test_collectives_dtensors_and_fsdp2_are_counted_as_what_this_rank_does(ranks
     ("name", "op"),
     [
         ("all_gather_into_tensor", "all_gather"),
-        ("all_gather_single", "all_gather"),
-        ("reduce_scatter_single", "reduce_scatter"),
-        ("all_to_all_single", "all_to_all"),
         ("_reduce_scatter_base_", "reduce_scatter"),
         ("shard_dim_alltoall", "all_to_all"),
         ("wait_tensor", None),

@@ -42,5 +42,6 @@ def test_mistakes_are_found_before_anything_is_measured():
         network_of(2, "like:frontier-mi250x", 2, dtype="fp64")
 
 
+@pytest.mark.slow
 def test_flops_are_measured_on_ranks():
     assert measure_flops(2, "fp32") > 0

@@ -47,15 +47,6 @@ def test_a_reading_waits_for_a_fresh_value(node):
     assert window.result.total.valid
 
 
-def test_a_stalled_meter_is_unavailable(node):
-    clock = FakeClock()
-    with metered(node, clock, sleep=clock.sleep).window("load") as window:  # time passes, no tick comes
-        clock.now += 10.0
-    assert window.joules is None
-    assert "stalled" in window.result.total.reason
-    assert "freshness stayed at 7 for 1 s" in window.result.total.reason
-
-
 def test_counters_set_anew_void_the_window(node):
     clock, word = FakeClock(), "generation"
     meter = metered(node, clock)

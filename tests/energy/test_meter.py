@@ -145,11 +145,3 @@ def test_other_packages_add_sensors_by_an_entry_point(tmp_path, clock, monkeypat
     plugin = SimpleNamespace(load=lambda: lambda device, clock: Discovery((Steady(clock),)))
     monkeypatch.setattr(sensors, "entry_points", lambda group: [plugin] if group == "phantom_parallel.sensors" else [])
     assert [spec.id for spec in discover(powercap=tmp_path, pm_counters=tmp_path, clock=clock).specs] == ["steady/0"]
-
-
-def test_a_counter_that_fell_voids_the_window(tmp_path, clock):
-    source = Steady(clock, watts=-1.0)
-    with EnergyMeter(sources=[source], clock=clock, device="cpu").window("load") as window:
-        clock.now += 2.0
-    assert window.joules is None
-    assert "fell by 2 J" in window.result.total.reason

@@ -71,12 +71,6 @@ def test_a_rank_uses_no_more_cores_than_it_has_threads(host, monkeypatch):
     assert cores_per_rank(4) == 2
 
 
-def test_only_the_ranks_of_the_same_host_share_its_cores(host, monkeypatch):
-    host(4)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert cores_per_rank(8) == 2
-
-
 def test_a_slurm_task_that_is_bound_to_cores_shares_them_with_no_other_rank(host, monkeypatch):
     host(4)  # the cores that this task is bound to
     monkeypatch.setenv("SLURM_CPU_BIND_TYPE", "mask_cpu:")

@@ -50,14 +50,10 @@ def change_about(path: Path, **values) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda p: (p / "checkpoint.json").write_text("{"), "checkpoint.json is not readable"),
         (lambda p: (p / "checkpoint.json").write_text("{}"), "is not a Phantom Parallel checkpoint"),
-        (lambda p: change_about(p, version=9), "has version 9"),
         (lambda p: change_about(p, step="two"), "step: Expected"),
-        (lambda p: (p / STATE).unlink(), "missing"),
         (lambda p: (p / STATE).write_bytes((p / STATE).read_bytes()[:-100]), "not readable as safetensors"),
         (lambda p: change_tensors(p, lambda t: t.pop("model.layers.0.local")), r"missing \['model.layers.0.local'\]"),
-        (lambda p: change_tensors(p, lambda t: t.update(extra=torch.ones(1))), r"unexpected \['extra'\]"),
         (
             lambda p: change_tensors(p, lambda t: t.update({"model.layers.0.local": torch.ones(3, 3)})),
             r"model.layers.0.local has shape \[3, 3\]",
@@ -144,7 +140,7 @@ def saved_on(config: FFNTrainConfig, folder: str) -> None:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", ["phantom", "tensor", "megatron"])
-@pytest.mark.parametrize(("written_on", "read_on"), [((2, 1), (4, 1)), ((4, 1), (1, 1)), ((2, 2), (2, 1))])
+@pytest.mark.parametrize(("written_on", "read_on"), [((2, 1), (4, 1)), ((2, 2), (1, 1))])
 def test_every_number_is_the_same_on_any_ranks(ranks, tmp_path, strategy, written_on, read_on):
     blocks = {} if strategy == "phantom" else {"blocks": None, "ghosts": None}
     config = CONFIG.updated(depth=2, strategy=strategy, **blocks)
@@ -215,7 +211,7 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path, count):
     """Ranks that do little else than save are killed at random moments, then resumed, again and again."""
     config, moments = LONG.updated(ranks=count), random.Random(count)
     reached = 0
-    for _ in range(3):
+    for _ in range(2):
         pool = Pool(count)
         with ThreadPoolExecutor(1) as executor:
             running = executor.submit(pool, train_on, config, str(tmp_path))

