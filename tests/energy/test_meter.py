@@ -35,18 +35,16 @@ def clock():
     return FakeClock()
 
 
-def test_windows_nest_and_have_paths(clock):
+def test_windows_measure_their_body_and_do_not_nest(clock):
     meter = EnergyMeter(sources=[Steady(clock)], clock=clock, device="cpu")
-    with meter.window("train") as outer:
+    with meter.window("train") as window:
         clock.now += 2.0
-        with meter.window("epoch") as first, first.step():
-            clock.now += 3.0
-        with meter.window("epoch") as second, second.step():
-            clock.now += 4.0
-    assert [w.joules for w in (outer, first, second)] == pytest.approx([900, 300, 400])
-    assert (outer.result.path, first.result.path) == (("train",), ("train", "epoch"))
-    assert (outer.result.steps, first.result.steps) == (2, 1)
-    assert "train/epoch: 3 s, 300 J, 100 W (counter)" in str(first.result)
+        with pytest.raises(ValueError, match="windows do not nest"), meter.window("epoch"):
+            pass
+        with window.step():
+            clock.now += 1.0
+    assert (window.joules, window.result.steps) == (300, 1)
+    assert str(window.result) == "train: 3 s, 300 J, 100 W (counter)"
 
 
 def test_a_window_has_no_result_while_open_or_when_left_by_an_exception(clock):
@@ -59,7 +57,7 @@ def test_a_window_has_no_result_while_open_or_when_left_by_an_exception(clock):
         window.result  # noqa: B018
     with meter.window("again") as window:  # and it can be used again
         clock.now += 2.0
-    assert window.result.path == ("again",)
+    assert window.result.name == "again"
 
 
 def test_a_machine_with_nothing_gives_none_and_says_so(tmp_path, clock):

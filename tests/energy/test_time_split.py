@@ -4,7 +4,6 @@ import _thread
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 
@@ -164,10 +163,10 @@ class SimulatedWork:
     def compute(self, seconds: float) -> None:
         self.clock.now += seconds
 
-    def blocked(self, seconds: float) -> None:
-        mark = self.meter._recorder.begin_wait()
+    def blocked(self, window, seconds: float) -> None:
+        mark = window._recorder.begin_wait()
         self.clock.now += seconds
-        self.meter._recorder.end_wait(mark)
+        window._recorder.end_wait(mark)
 
 
 def seconds_of(window) -> tuple[float, float, float]:
@@ -181,11 +180,11 @@ def test_what_lies_outside_steps_is_idle_and_a_window_without_steps_is_one(steps
     work = SimulatedWork()
     with work.meter.window("train") as window:
         work.compute(5.0)  # loading data
-        work.blocked(2.0)  # outside steps, but communication too
+        work.blocked(window, 2.0)  # outside steps, but communication too
         for _ in range(steps):
             with window.step():
                 work.compute(3.0)
-                work.blocked(1.0)
+                work.blocked(window, 1.0)
     assert seconds_of(window) == expected
 
 
@@ -198,40 +197,15 @@ def wait_beside_a_step(start: Callable[[Callable[[], None]], None]) -> float:
         torch.ops._c10d_functional.wait_tensor(torch.ones(1))
         done.set()
 
-    recorder.start()
-    with recorder.step():
+    with recorder, recorder.step():
         start(wait)
         assert done.wait(60)
-    recorder.stop()
     return recorder.totals().blocked_seconds
 
 
 def test_a_wait_of_another_thread_does_not_block_the_step_but_one_of_autograds_does():
     assert wait_beside_a_step(lambda wait: threading.Thread(target=wait).start()) == 0
     assert wait_beside_a_step(lambda wait: _thread.start_new_thread(wait, ())) == 1  # which Python did not start
-
-
-def test_windows_within_a_step_take_their_share_of_it():
-    work = SimulatedWork()
-    with work.meter.window("train") as outer, outer.step():
-        work.compute(3.0)
-        with work.meter.window("inner") as inner:
-            work.compute(2.0)
-            work.blocked(1.0)
-        work.compute(4.0)
-    assert seconds_of(inner) == (2.0, 1.0, 0.0)
-    assert seconds_of(outer) == (9.0, 1.0, 0.0)
-
-
-@pytest.mark.parametrize("in_step", [True, False])
-def test_the_readings_of_the_meter_are_idle_time_of_the_enclosing_window(in_step, monkeypatch):
-    work = SimulatedWork()
-    monkeypatch.setattr("phantom_parallel.energy.meter.barrier", lambda group: work.blocked(0.5))
-    with work.meter.window("train") as outer, outer.step() if in_step else nullcontext():
-        work.compute(3.0)
-        with work.meter.window("inner"):
-            work.compute(2.0)
-    assert seconds_of(outer) == (5.0, 0.0, 2.0)  # two barriers to open the inner one, one to close it and one this
 
 
 class FakeEvent:

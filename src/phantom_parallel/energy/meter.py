@@ -114,7 +114,7 @@ class SensorReader:
 class RankMeasurement:
     """What one rank measured in a window. All ranks gather these when the window closes."""
 
-    path: tuple[str, ...]
+    name: str
     host: str
     seconds: float
     rows: tuple[SensorEnergy, ...]
@@ -126,8 +126,8 @@ class RankMeasurement:
 class Window:
     """A measurement window, see :meth:`EnergyMeter.window`. It has a result once it is closed."""
 
-    def __init__(self, path: tuple[str, ...], recorder: TimeSplitRecorder | None) -> None:
-        self.path, self.steps = path, 0
+    def __init__(self, name: str, recorder: TimeSplitRecorder | None) -> None:
+        self.name, self.steps = name, 0
         self._recorder = recorder
         self._result: WindowResult | None = None
 
@@ -139,7 +139,7 @@ class Window:
     @property
     def result(self) -> WindowResult:
         if self._result is None:
-            raise ValueError(f"window {'/'.join(self.path)} has no result: it is open, or was left by an exception")
+            raise ValueError(f"window {self.name} has no result: it is open, or was left by an exception")
         return self._result
 
     @property
@@ -194,59 +194,44 @@ class EnergyMeter:
         name = socket.gethostname()
         self.host = host or Host(name, BOOT_ID.read_text().strip() if BOOT_ID.exists() else name)
         self.discovery = discover(self.device, clock=clock) if sources is None else Discovery(tuple(sources))
-        self._recorder: TimeSplitRecorder | None = None
-        if time_split or profile is not None:
-            self._recorder = TimeSplitRecorder(self.device.type, timer or timer_for(self.device, clock))
-        available = all_gather_objects((self.host, self.discovery.specs), group, tuple[Host, tuple[SensorSpec, ...]])
-        self._counted = assign_sensors(available, self._rank)
+        self._timer = timer or timer_for(self.device, clock) if time_split or profile is not None else None
+        self._counted = assign_sensors(all_gather_objects((self.host, self.discovery.specs), group), self._rank)
         self._specs = [spec for spec in self.discovery.specs if spec.id in self._counted]
         own = [source for source in self.discovery.sources if set(source.specs) & set(self._specs)]
         self._reader = SensorReader(own)
-        self._open: list[Window] = []
+        self._open = False
 
     @contextmanager
     def window(self, name: str) -> Iterator[Window]:
-        """Context manager that measures its body. Windows nest; the path of a result names the enclosing ones.
+        """Context manager that measures its body. Windows do not nest.
 
         If the body raises, the window has no result and the ranks are not synchronized, as others may never arrive.
         """
-        outermost, recorder = not self._open, self._recorder
-        window = Window((name,) if outermost else (*self._open[-1].path, name), recorder)
-        synchronize(self.device)
-        with self._meter_time():
+        if self._open:
+            raise ValueError("a window of this meter is open already: windows do not nest")
+        recorder = None if self._timer is None else TimeSplitRecorder(self.device.type, self._timer)
+        window, self._open = Window(name, recorder), True
+        try:
+            synchronize(self.device)
             barrier(self._group)
             first = self._reader.read(fresh=True)
             barrier(self._group)  # no rank starts to work while another still reads
-        self._open.append(window)
-        try:
-            if outermost:
-                self._reader.start()
-                if recorder is not None:
-                    recorder.start()
-            start, totals = self._clock(), None if recorder is None else recorder.totals()
-            yield window
-            synchronize(self.device)
+            self._reader.start()
+            start = self._clock()
+            with recorder or nullcontext():
+                yield window
+                synchronize(self.device)
             # Taken before the barrier: the wait for other ranks is not work of this rank.
-            body = self._clock() - start
-            busy = recorder.totals().since(totals).busy(body) if recorder is not None and totals is not None else None
-            with self._meter_time():
-                barrier(self._group)
-                last = self._reader.read(fresh=True)
-                rows = tuple(self._sensor_energy(spec, first[spec.id], last[spec.id]) for spec in self._specs)
-                seconds = self._clock() - start
-                measured = RankMeasurement(window.path, self.host.name, seconds, rows, window.steps, busy, self.profile)
-                window._result = merge_ranks(all_gather_objects(measured, self._group, RankMeasurement))
+            busy = None if recorder is None else recorder.totals().busy(self._clock() - start)
+            barrier(self._group)
+            last = self._reader.read(fresh=True)
+            rows = tuple(self._sensor_energy(spec, first[spec.id], last[spec.id]) for spec in self._specs)
+            seconds = self._clock() - start
+            measured = RankMeasurement(name, self.host.name, seconds, rows, window.steps, busy, self.profile)
+            window._result = merge_ranks(all_gather_objects(measured, self._group))
         finally:
-            self._open.pop()
-            if self._open:
-                self._open[-1].steps += window.steps
-            else:
-                self._reader.stop()
-                if recorder is not None:
-                    recorder.stop()
-
-    def _meter_time(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._recorder is None else self._recorder.meter_time()
+            self._reader.stop()
+            self._open = False
 
     def _sensor_energy(self, spec: SensorSpec, before: SensorReading, after: SensorReading) -> SensorEnergy:
         """Return what a sensor measured between two readings."""
@@ -288,9 +273,9 @@ def _difference(before: SensorReading, after: SensorReading) -> tuple[float | No
 
 def merge_ranks(measurements: Sequence[RankMeasurement]) -> WindowResult:
     """Merge the measurements of all ranks, in rank order, into the result of the window."""
-    paths = ["/".join(measurement.path) for measurement in measurements]
-    if len(set(paths)) > 1:
-        raise ValueError(f"ranks closed different windows, in rank order: {', '.join(paths)}")
+    names = [measurement.name for measurement in measurements]
+    if len(set(names)) > 1:
+        raise ValueError(f"ranks closed different windows, in rank order: {', '.join(names)}")
     seconds = max(measurement.seconds for measurement in measurements)
     rows = [row for measurement in measurements for row in measurement.rows]
     time_splits = []
@@ -303,7 +288,7 @@ def merge_ranks(measurements: Sequence[RankMeasurement]) -> WindowResult:
             if measurement.profile is not None:
                 rows.append(_modelled_energy(time_splits[-1], measurement.profile))
     return WindowResult(
-        path=measurements[0].path,
+        name=names[0],
         seconds=seconds,
         rows=tuple(rows),
         time_splits=tuple(time_splits),

@@ -111,7 +111,7 @@ class TimeSplit:
 class WindowResult:
     """Everything that a window measured. All ranks hold the same result."""
 
-    path: tuple[str, ...]  # names of the enclosing windows, then its own
+    name: str
     seconds: float
     rows: tuple[SensorEnergy, ...]
     time_splits: tuple[TimeSplit, ...] = ()  # in rank order; empty if the time split was not measured
@@ -160,7 +160,7 @@ class WindowResult:
         return asdict(self) | {"rows": rows, "total": totals[0], "totals": totals[1:]}
 
     def __str__(self) -> str:
-        lines = [f"{'/'.join(self.path)}: {self.seconds:.4g} s, {self.total}"]
+        lines = [f"{self.name}: {self.seconds:.4g} s, {self.total}"]
         if split := self.mean_time_split:
             lines.append(
                 f"  mean over ranks: compute {split.compute_seconds:.4g} s, "

@@ -3,7 +3,7 @@
     communication  blocked in the wait for a collective. Communication that compute hides takes no time here; the wait
                    for a rank that is late does.
     compute        inside a step and not blocked. A window without steps counts as one step.
-    idle           the rest: between steps, the meter's own readings, the wait for other ranks at the end of a window.
+    idle           the rest: between steps, and in the wait for other ranks at the end of a window.
 
 The three add up to the window. On a CPU, the host times the waits. On an accelerator, events on the compute stream
 before and after each wait measure how long the stream was stalled, which the host cannot see.
@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -96,7 +96,6 @@ class TimeTotals:
     step_seconds: float = 0.0
     blocked_seconds: float = 0.0  # inside steps, in waits for collectives
     blocked_outside: float = 0.0  # in waits outside of steps
-    meter_seconds: float = 0.0  # the meter's barriers and readings, which belong to no step
 
     def since(self, earlier: "TimeTotals") -> "TimeTotals":
         """Return the seconds between ``earlier`` and this total."""
@@ -108,27 +107,25 @@ class TimeTotals:
         communication = self.blocked_seconds + self.blocked_outside
         if self.step_seconds > 0:
             return max(self.step_seconds - self.blocked_seconds, 0.0), communication
-        return max(body_seconds - communication - self.meter_seconds, 0.0), communication
+        return max(body_seconds - communication, 0.0), communication
 
 
 class TimeSplitRecorder:
-    """Records steps, and the waits for tensors on one type of device, between :meth:`start` and :meth:`stop`."""
+    """Records steps, and the waits for tensors on one type of device, while it is entered."""
 
     def __init__(self, device_type: str, timer: Timer) -> None:
         self._device_type, self._timer = device_type, timer
         self._totals = TimeTotals()
         self._pending: deque[tuple[str, Any, Any]] = deque()  # a field of the totals, and the marks of an interval
         self._step_start: Any = None  # the mark at which the open step began
-        self._in_meter = False
         self._thread = threading.get_ident()
         self._observing = ExitStack()
 
-    def start(self) -> None:
-        """Install the wait hooks."""
+    def __enter__(self) -> Self:
         self._observing.enter_context(observe_waits(self._device_type, self))
+        return self
 
-    def stop(self) -> None:
-        """Remove the wait hooks."""
+    def __exit__(self, *exception: object) -> None:
         self._observing.close()
 
     @contextmanager
@@ -143,38 +140,18 @@ class TimeSplitRecorder:
             self._record("step_seconds", self._step_start)
             self._step_start = None
 
-    @contextmanager
-    def meter_time(self) -> Iterator[None]:
-        """Context manager around the meter's barriers and readings, which are idle time for the program."""
-        self._interrupt_step()
-        start, self._in_meter = self._timer.mark(), True
-        try:
-            yield
-        finally:
-            self._in_meter = False
-            self._record("meter_seconds", start)
-            if self._step_start is not None:
-                self._step_start = self._timer.mark()
-
-    def _interrupt_step(self) -> None:
-        """Record the part of an open step until now, and begin the next part."""
-        if self._step_start is not None:
-            self._record("step_seconds", self._step_start)
-            self._step_start = self._timer.mark()
-
     def begin_wait(self) -> Any:
         # Autograd's threads are started by C++: Python represents them by dummies.
         thread = threading.current_thread()
         blocks = thread.ident == self._thread or isinstance(thread, threading._DummyThread)
-        return self._timer.mark() if blocks and not self._in_meter else None
+        return self._timer.mark() if blocks else None
 
     def end_wait(self, mark: Any) -> None:
         if mark is not None:
             self._record("blocked_outside" if self._step_start is None else "blocked_seconds", mark)
 
     def totals(self) -> TimeTotals:
-        """Return the totals so far. Waits for the device."""
-        self._interrupt_step()  # a window that opens or closes inside a step gets its part of the step
+        """Return the totals so far, of steps that have ended. Waits for the device."""
         self._sum_pending(wait=True)
         return TimeTotals(**asdict(self._totals))
 

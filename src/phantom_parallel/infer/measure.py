@@ -138,9 +138,7 @@ def measure_calls(
             seconds = time.perf_counter() - started
         repeats[name] = min(MAX_REPEATS, math.ceil(TURN_SECONDS / max(all_gather_objects(seconds, group))))
     timed: dict[str, list[list[float]]] = {name: [] for name in calls}
-    clock = TimeSplitRecorder(device.type, timer_for(device))
-    clock.start()
-    try:
+    with TimeSplitRecorder(device.type, timer_for(device)) as clock:
         for turn in range(turns):
             for name in list(calls)[:: -1 if turn % 2 else 1]:
                 before = clock.totals()
@@ -153,8 +151,6 @@ def measure_calls(
                 timed[name].append([seconds, clock.totals().since(before).blocked_seconds])
             if report is not None:
                 report(turn + 1)
-    finally:
-        clock.stop()
     gathered = all_gather_objects(timed, group)
     times = {name: np.array([rank[name] for rank in gathered]) for name in calls}  # (ranks, turns, 2)
     latencies = {name: times[name][..., 0].max(0) / repeats[name] for name in calls}

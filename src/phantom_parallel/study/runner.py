@@ -280,8 +280,7 @@ def time_steps(
         trainer.task.held_out = trainer.task.held_out[: config.batch]
         if config.compile:
             trainer.compile()
-        stack.callback(trainer.clock.stop)
-        trainer.clock.start()
+        stack.enter_context(trainer.clock)
         meter = EnergyMeter(group, device=context.device)
         try:
             summaries = [trainer.run(stop, report)]

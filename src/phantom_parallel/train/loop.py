@@ -102,8 +102,7 @@ def train(
             return trainer.task.model, summary
         if config.compile:
             trainer.compile()
-        stack.callback(trainer.clock.stop)
-        trainer.clock.start()
+        stack.enter_context(trainer.clock)
         stop = stack.enter_context(StopRequest())
         summary = trainer.run(stop, report)
         return trainer.task.model, summary
