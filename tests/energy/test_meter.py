@@ -134,7 +134,7 @@ def test_the_sampling_thread_reads_and_ends_with_the_window(clock):
     meter = EnergyMeter(sources=[source], clock=clock, device="cpu")
     with meter.window("load"):
         assert ticked.wait(30.0)
-        thread = meter._reader._thread
+        (thread,) = [thread for thread in threading.enumerate() if thread.name == "energy sampler"]
         clock.now += 2.0
     assert not thread.is_alive()
 

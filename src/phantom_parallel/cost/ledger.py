@@ -216,18 +216,13 @@ class Ledger(TorchDispatchMode):
 
         sums = {(): (0, 0, 0, 0)} | self._sums(paths)
         places = {path: place for place, path in enumerate(sums)}
-        rows: list[tuple[str, ...]] = [("module", "products", "FLOPs", "share", "collectives", "bytes sent")]
+        lines = [f"{'module':<40}{'products':>10}{'FLOPs':>24}{'share':>8}{'collectives':>13}{'bytes sent':>20}"]
         for path in sorted(sums, key=lambda path: [places[path[: end + 1]] for end in range(len(path))]):
             if depth is None or len(path) <= depth:
                 products, flops, collectives, moved = sums[path]
-                share = f"{flops / max(self.flops, 1):.1%}"
-                name = "  " * len(path) + (path[-1] if path else "this rank")
-                rows.append((name, f"{products:,}", f"{flops:,}", share, f"{collectives:,}", f"{moved:,}"))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join([name.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(cells, widths[1:], strict=True))])
-            for name, *cells in rows
-        )
+                name, share = "  " * len(path) + (path[-1] if path else "this rank"), flops / max(self.flops, 1)
+                lines.append(f"{name:<40}{products:>10,}{flops:>24,}{share:>8.1%}{collectives:>13,}{moved:>20,}")
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         return self.tree()

@@ -76,40 +76,6 @@ def assign_sensors(available: Sequence[tuple[Host, tuple[SensorSpec, ...]]], ran
     return {s.id: priority(s) == best[s.component] for s in available[rank][1] if s.id not in taken}
 
 
-class SensorReader:
-    """Reads sources from one thread at a time, since they keep state. Between :meth:`start` and :meth:`stop` a thread
-    reads once in ``period`` seconds, if a sensor needs it.
-    """
-
-    def __init__(self, sources: Sequence[SensorSource]) -> None:
-        self._sources = sources
-        limits = [spec.max_unread_seconds for source in sources for spec in source.specs if spec.max_unread_seconds]
-        self.period = min(limits) / READS_PER_UNREAD_LIMIT if limits else None
-        self._lock, self._stop = threading.Lock(), threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def read(self, *, fresh: bool) -> dict[str, SensorReading]:
-        """Read every sensor. See :meth:`SensorSource.read`."""
-        with self._lock:
-            return {name: reading for source in self._sources for name, reading in source.read(fresh=fresh).items()}
-
-    def start(self) -> None:
-        if self.period is not None:
-            self._stop.clear()
-            self._thread = threading.Thread(target=self._run, name="energy sampler", daemon=True)
-            self._thread.start()
-
-    def stop(self) -> None:
-        if self._thread is not None:
-            self._stop.set()
-            self._thread.join()
-            self._thread = None
-
-    def _run(self) -> None:
-        while not self._stop.wait(self.period):
-            self.read(fresh=False)  # failures are reported by the readings at the ends of the window
-
-
 @dataclass(frozen=True)
 class RankMeasurement:
     """What one rank measured in a window. All ranks gather these when the window closes."""
@@ -197,9 +163,34 @@ class EnergyMeter:
         self._timer = timer or timer_for(self.device, clock) if time_split or profile is not None else None
         self._counted = assign_sensors(all_gather_objects((self.host, self.discovery.specs), group), self._rank)
         self._specs = [spec for spec in self.discovery.specs if spec.id in self._counted]
-        own = [source for source in self.discovery.sources if set(source.specs) & set(self._specs)]
-        self._reader = SensorReader(own)
+        self._sources = [source for source in self.discovery.sources if set(source.specs) & set(self._specs)]
+        limits = [spec.max_unread_seconds for spec in self._specs if spec.max_unread_seconds]
+        self._period = min(limits) / READS_PER_UNREAD_LIMIT if limits else None
+        self._lock = threading.Lock()  # one thread at a time reads: sources keep state
         self._open = False
+
+    def _read(self, *, fresh: bool) -> dict[str, SensorReading]:
+        with self._lock:
+            return {name: reading for source in self._sources for name, reading in source.read(fresh=fresh).items()}
+
+    @contextmanager
+    def _sampling(self) -> Iterator[None]:
+        """Let a thread read the sensors meanwhile, if there are some that would otherwise lose count."""
+        stop = threading.Event()
+
+        def sample() -> None:
+            while not stop.wait(self._period):
+                self._read(fresh=False)  # failures are reported by the readings at the ends of the window
+
+        thread = threading.Thread(target=sample, name="energy sampler", daemon=True)
+        if self._period is not None:
+            thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            if thread.is_alive():
+                thread.join()
 
     @contextmanager
     def window(self, name: str) -> Iterator[Window]:
@@ -214,23 +205,21 @@ class EnergyMeter:
         try:
             synchronize(self.device)
             barrier(self._group)
-            first = self._reader.read(fresh=True)
+            first = self._read(fresh=True)
             barrier(self._group)  # no rank starts to work while another still reads
-            self._reader.start()
             start = self._clock()
-            with recorder or nullcontext():
+            with self._sampling(), recorder or nullcontext():
                 yield window
                 synchronize(self.device)
             # Taken before the barrier: the wait for other ranks is not work of this rank.
             busy = None if recorder is None else recorder.totals().busy(self._clock() - start)
             barrier(self._group)
-            last = self._reader.read(fresh=True)
+            last = self._read(fresh=True)
             rows = tuple(self._sensor_energy(spec, first[spec.id], last[spec.id]) for spec in self._specs)
             seconds = self._clock() - start
             measured = RankMeasurement(name, self.host.name, seconds, rows, window.steps, busy, self.profile)
             window._result = merge_ranks(all_gather_objects(measured, self._group))
         finally:
-            self._reader.stop()
             self._open = False
 
     def _sensor_energy(self, spec: SensorSpec, before: SensorReading, after: SensorReading) -> SensorEnergy:
