@@ -81,7 +81,7 @@ def as_row(answer: Plan, candidate: Candidate) -> dict[str, Any]:
         "hidden_communication_seconds": step.hidden,
         "idle_seconds": step.idle,
         "modelled_joules_per_step": candidate.joules,
-        "modelled_joules_per_sample": candidate.joules_per_sample,
+        "modelled_joules_per_sample": None if candidate.joules is None else candidate.joules / answer.request.batch,
         "memory_bytes_per_device": candidate.memory_bytes,
         "model_parameters": candidate.parameters,
         "computes_the_dense_model": candidate.same_model,

@@ -181,7 +181,6 @@ class Candidate:
     step: StepTime
     memory_bytes: int
     parameters: int  # of the whole model
-    samples: int  # of one step
 
     @property
     def devices(self) -> int:
@@ -194,10 +193,6 @@ class Candidate:
     @property
     def joules(self) -> float | None:
         return self.step.joules
-
-    @property
-    def joules_per_sample(self) -> float | None:
-        return None if self.joules is None else self.joules / self.samples
 
     @property
     def same_model(self) -> bool:
@@ -360,7 +355,7 @@ def _evaluate(request: PlanRequest, layouts: Iterable[Layout]) -> tuple[list[Can
             reason = f"needs {needs / GIB:.3g} GiB a device, more than {request.memory_limit / GIB:.3g}"
             dropped.append(Dropped(layout, reason, needs))
             continue
-        candidates.append(Candidate(layout, clock.step(shape), needs, shape.model_parameters, request.batch))
+        candidates.append(Candidate(layout, clock.step(shape), needs, shape.model_parameters))
     return candidates, dropped
 
 

@@ -260,65 +260,45 @@ def phantom_layer(
     wire: WireFormat = "full",
     name: str = "",
 ) -> LayerCost:
-    """The phantom layer: ghosts out, ghosts in."""
-    if layout.inside > 1:
-        return _two_level_layer(layout, rows, bias=bias, input_grad=input_grad, rank=rank, wire=wire, name=name)
-    p, k, ranks = layout.blocks, layout.ghosts, layout.ranks
-    q, m_in, m_out, others = p // ranks, layout.block_in, layout.block_out, (p - 1) * k
+    """The phantom layer: a rank holds q whole blocks, or t ranks share each; then features are exchanged inside the
+    block, and ghosts across blocks and then inside.
+    """
+    p, t, place, others = layout.blocks, layout.inside, layout.place_of(rank), (layout.blocks - 1) * layout.ghosts
+    q, whole = max(1, p // layout.ranks), layout.block_in
+    m_in, m_out, k = whole // t, layout.block_out // t, layout.ghosts // t
+    features = {"L x": whole}  # of the input, in the products of the local weights
+    if t > 1:
+        before, after = place * m_in, (t - 1 - place) * m_in
+        features = {"L x, own features": m_in, "L x, features before": before, "L x, features after": after}
+    local = tuple(features)
     products = [
-        Product("C x", "forward", q, rows, m_in, k),
-        Product("L x", "forward", q, rows, m_in, m_out),
+        *(Product(term, "forward", q, rows, size, m_out) for term, size in features.items()),
+        Product("C x", "forward", q, rows, whole, k),
         Product("D g", "forward", q, rows, others, m_out),
         Product("D^T d", "backward", q, rows, m_out, others),
-        Product("dL = d^T x", "backward", q, m_out, rows, m_in),
+        Product("dL = d^T x", "backward", q, m_out, rows, whole),
         Product("dD = d^T g", "backward", q, m_out, rows, others),
-        Product("dC = h^T x", "backward", q, k, rows, m_in),
+        Product("dC = h^T x", "backward", q, k, rows, whole),
     ]
-    meanwhile = ["dL = d^T x", "dD = d^T g"]
     if input_grad:
-        products += [Product("L^T d", "backward", q, rows, m_out, m_in), Product("C^T h", "backward", q, rows, k, m_in)]
-        meanwhile.append("L^T d")
+        products.append(Product("L^T d", "backward", q * t, rows, m_out, m_in))
+        products.append(Product("C^T h", "backward", q * t, rows, k, m_in))
+    back = ("L^T d",) if input_grad else ()
+    meanwhile = ("dL = d^T x", "dD = d^T g", *back) if t == 1 else back or ("dL = d^T x",)
+    across, words = layout.ranks // t, rows * q * k
     exchanges = [
-        on_wire(Exchange("g", "forward", "all_gather", ranks, rows * q * k, ("L x",)), rows, wire),
-        on_wire(Exchange("h", "backward", "reduce_scatter", ranks, rows * q * k, tuple(meanwhile)), rows, wire),
-    ]
-    parameters = [q * m_out * m_in, q * k * m_in, q * m_out * others]
-    return _layer(name, parameters, products, exchanges, rows * q * m_in + rows * p * k, bias=bias * q * m_out)
-
-
-def _two_level_layer(
-    layout: BlockLayout, rows: int, *, bias: bool, input_grad: bool, rank: int, wire: WireFormat, name: str
-) -> LayerCost:
-    """The phantom layer with t ranks in each block: features exchanged inside, ghosts across blocks and then inside."""
-    p, t, place, others = layout.blocks, layout.inside, layout.place_of(rank), (layout.blocks - 1) * layout.ghosts
-    whole, m_in, m_out, k = layout.block_in, layout.block_in // t, layout.block_out // t, layout.ghosts // t
-    products = [
-        Product("L x, own features", "forward", 1, rows, m_in, m_out),
-        Product("L x, features before", "forward", 1, rows, place * m_in, m_out),
-        Product("L x, features after", "forward", 1, rows, (t - 1 - place) * m_in, m_out),
-        Product("C x", "forward", 1, rows, whole, k),
-        Product("D g", "forward", 1, rows, others, m_out),
-        Product("D^T d", "backward", 1, rows, m_out, others),
-        Product("dD = d^T g", "backward", 1, m_out, rows, others),
-        Product("dL = d^T x", "backward", 1, m_out, rows, whole),
-        Product("dC = h^T x", "backward", 1, k, rows, whole),
-    ]
-    meanwhile = "L^T d" if input_grad else "dL = d^T x"
-    exchanges = [
-        Exchange("x", "forward", "all_gather", t, rows * m_in, ("L x, own features",)),
-        Exchange("g", "forward", "all_gather", p, rows * k, ("L x, features before", "L x, features after"), stride=t),
+        Exchange("x", "forward", "all_gather", t, rows * m_in, local[:1]),
+        Exchange("g", "forward", "all_gather", across, words, local[1:] or local, stride=t),
         Exchange("g inside", "forward", "all_gather", t, rows * p * k),
         Exchange("h inside", "backward", "reduce_scatter", t, rows * p * k, ("dD = d^T g",)),
-        Exchange("h", "backward", "reduce_scatter", p, rows * k, (meanwhile,), stride=t),
+        Exchange("h", "backward", "reduce_scatter", across, words, meanwhile, stride=t),
     ]
     if input_grad:
-        products.append(Product("L^T d", "backward", t, rows, m_out, m_in))
-        products.append(Product("C^T h", "backward", t, rows, k, m_in))
         exchanges.append(Exchange("dx", "backward", "reduce_scatter", t, rows * m_in, ("dL = d^T x", "dC = h^T x")))
     exchanges = [on_wire(e, rows * (p if "inside" in e.term else 1), wire) for e in exchanges]
-    parameters = [m_out * whole, k * whole, m_out * others]
-    kept = rows * (m_in + whole + p * layout.ghosts)
-    return _layer(name, parameters, products, exchanges, kept, bias=bias * m_out)
+    parameters = [q * m_out * whole, q * k * whole, q * m_out * others]
+    kept = rows * (q * whole + p * layout.ghosts + (m_in if t > 1 else 0))
+    return _layer(name, parameters, products, exchanges, kept, bias=bias * q * m_out)
 
 
 def tensor_layer(

@@ -95,28 +95,16 @@ def load_power_profile(name: str | None = None, ranks: int = 1) -> PowerProfile:
 
 
 def cores_per_rank(ranks: int) -> float:
-    """Return how many CPU cores each of ``ranks`` ranks keeps busy, below 1 if ranks share cores.
-
-    The ranks of a host divide evenly the cores that they may run on, unless Slurm has bound each to cores of its own. A
-    rank uses no more cores than it has threads. Cores are those that the operating system lists, that is, hardware
-    threads.
+    """Return how many CPU cores (hardware threads) each of ``ranks`` ranks keeps busy: the ranks of a host divide those
+    that they may run on evenly, and use no more than they have threads.
     """
     local = os.environ.get(MACHINE_RANKS) or os.environ.get("LOCAL_WORLD_SIZE") or ranks
     local_ranks = min(ranks, int(local))
     # Ranks that are not running yet will be launched by this process, which gives each its share of the threads.
     running = ranks == 1 or dist.is_initialized()
     threads = torch.get_num_threads() if running else threads_for(local_ranks)
-    sharing = 1 if _bound_to_own_cores() else local_ranks
-    return min(threads, _available_cores() / sharing)
-
-
-def _available_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _bound_to_own_cores() -> bool:
-    """Whether this rank is a Slurm task that is bound to cores. Ranks launched within a task share its cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # Slurm may have bound this rank to cores of its own. Ranks launched within one of its tasks share the task's.
     is_task = os.environ.get("SLURM_STEP_NUM_TASKS") == os.environ.get("WORLD_SIZE", "")
-    return is_task and os.environ.get("SLURM_CPU_BIND_TYPE", "none").startswith(("rank", "map_cpu", "mask_cpu"))
+    bound = os.environ.get("SLURM_CPU_BIND_TYPE", "none").startswith(("rank", "map_cpu", "mask_cpu"))
+    return min(threads, cores / (1 if is_task and bound else local_ranks))

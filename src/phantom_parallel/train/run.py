@@ -233,7 +233,8 @@ def _work(
             model, summary = train(config, parallel, checkpoints=out / CHECKPOINTS, resume=latest, report=report)
         if summary.status != "interrupted":
             _write_model(model, config, out, parallel)
-        broadcast_from_rank_zero(lambda: _write_summary(out, summary))
+        # Last, for a training that ended: the folder is complete once it is there.
+        broadcast_from_rank_zero(lambda: write_json(out / SUMMARY, summary.to_dict()))
     if summary.status == "interrupted":
         raise Interrupted(f"stopped at step {summary.step}")
     return summary
@@ -264,11 +265,6 @@ def _write_model(model: nn.Module, config: TrainConfig, out: Path, parallel: Par
         on_every_rank(write, None if parallel.single_process else storage_group(parallel.group or dist.group.WORLD))
     except OSError as error:
         raise OSError(f"{error}; {_last_checkpoint_hint(out)}") from None
-
-
-def _write_summary(out: Path, summary: Summary) -> None:
-    """Write ``summary.json``. For a training that ended, this comes last: the folder is complete once it is there."""
-    write_json(out / SUMMARY, summary.to_dict())
 
 
 def _last_checkpoint_hint(out: Path) -> str:
