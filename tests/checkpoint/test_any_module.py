@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial
 
 from phantom_parallel import PhantomLinear, load_model, save_model, shard_features
 from phantom_parallel.distributed.launch import launch
@@ -141,19 +140,6 @@ def test_a_module_without_memory_is_not_filled(tmp_path):
     save_model(nn.Linear(3, 3), tmp_path / "model")
     with pytest.raises(ValueError, match=r"weight is on the meta device.*to_empty"):
         load_model(tmp_path / "model", into=nn.Linear(3, 3, device="meta"))
-
-
-def partial_sums(path: str) -> str:
-    module = nn.Module()
-    mesh = init_device_mesh("cpu", (2,))
-    module.register_buffer("sums", DTensor.from_local(torch.ones(2), mesh, [Partial()]))
-    with pytest.raises(ValueError, match="sums is a DTensor of partial sums") as caught:
-        save_model(module, path)
-    return str(caught.value)
-
-
-def test_partial_sums_are_refused(ranks, tmp_path):
-    assert all("redistribute it before" in message for message in ranks(2)(partial_sums, str(tmp_path / "model")))
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])

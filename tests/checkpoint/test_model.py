@@ -95,16 +95,6 @@ def test_models_move_between_numbers_of_ranks(ranks, tmp_path, written_on, read_
     torch.testing.assert_close(load_model(tmp_path / "model")(torch.arange(48.0).view(3, 16) / 48).detach(), expected)
 
 
-def test_a_folder_that_exists_is_kept_unless_overwritten(tmp_path):
-    first = saved(tmp_path)
-    with pytest.raises(FileExistsError, match="overwrite=True"):
-        saved(tmp_path)
-    torch.testing.assert_close(load_model(tmp_path / "model").layers[0].local, first.layers[0].local)
-    other = FFN(PHANTOM)
-    save_model(other, tmp_path / "model", overwrite=True)
-    torch.testing.assert_close(load_model(tmp_path / "model").layers[0].local, other.layers[0].local)
-
-
 def change_config(folder: Path, change) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text())

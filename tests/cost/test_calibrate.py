@@ -106,10 +106,3 @@ def test_the_error_is_that_of_the_ratio():
     assert record["predicted"] == predicted
     assert record["error"] == pytest.approx(predicted["phantom"] / predicted["tensor"] / 0.5 - 1)
     assert record["setting"]["width"] == shapes["phantom"].model.width
-
-
-def test_held_out_widths_are_none_that_calibration_measures():
-    for ranks in (2, 4, 8):
-        held_out = {shape.model.width for shape in steps(ranks, held_out=True)}
-        assert held_out
-        assert not held_out & {shape.model.width for shape in steps(ranks)}

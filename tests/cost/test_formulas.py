@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phantom_parallel.cost.terms import Exchange, phantom_layer, tensor_layer
+from phantom_parallel.cost.terms import phantom_layer, tensor_layer
 from phantom_parallel.families.ffn.cost import FFNShape
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
 from tests.cost.shapes import ffn
@@ -34,18 +34,6 @@ def test_tensor_counts_are_the_methods_table(ranks, m_in, m_out, rows):
         assert forward == rows * ranks * m_in * m_out
         assert backward == 2 * forward
         assert [e.moved_bytes(1) for e in layer.exchanges] == [rows * (ranks - 1) * m_in] * 2
-
-
-def test_an_all_reduce_moves_twice_all_but_one_share():
-    assert Exchange("z", "forward", "all_reduce", 4, 100).moved_bytes(4) == 600
-    assert Exchange("z", "forward", "all_reduce", 3, 1).moved_bytes(2) == 3  # 8/3 bytes, rounded up
-
-
-@given(blocks=st.integers(2, 8), m_in=st.integers(2, 50), m_out=st.integers(2, 50))
-def test_break_even_is_where_weights_are_as_many_as_dense(blocks, m_in, m_out):
-    k = BlockLayout(blocks * m_in, blocks * m_out, blocks, 1).break_even
-    phantom = blocks * m_out * m_in + blocks * k * m_in + blocks * (blocks - 1) * k * m_out
-    assert phantom == pytest.approx(blocks**2 * m_in * m_out)
 
 
 def test_memory_follows_the_optimizer_and_the_word():

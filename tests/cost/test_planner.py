@@ -105,15 +105,6 @@ def test_fewest_devices_are_those_that_have_the_memory() -> None:
     assert "GiB a device, more than" in lost.reason
 
 
-def test_without_watts_there_are_times_but_no_energies() -> None:
-    dark = toy(compute_watts=None, communication_watts=None, idle_watts=None)
-    answer = plan(request(dark))
-    assert answer.best_dense.joules is None
-    assert answer.best_dense.seconds == plan(request()).best_dense.seconds
-    with pytest.raises(ValueError, match="no watts, so no energies"):
-        request(dark, goal="energy")
-
-
 def test_scaling_uses_exactly_so_many_devices_and_the_best_of_them() -> None:
     wanted = request(width=2048, batch=64, ghosts=(1, 2), devices=8)
     curves = scaling(wanted)

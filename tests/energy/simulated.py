@@ -30,7 +30,6 @@ class Powercap:
         path.mkdir(parents=True)
         (path / "name").write_text(f"{name}\n")
         (path / "max_energy_range_uj").write_text(f"{range_uj}\n")
-        (path / "enabled").write_text("1\n")
         self.set(folder, energy_uj)
         return self
 
@@ -141,9 +140,6 @@ class FakeAmdSmi:
     def amdsmi_init(self) -> None:
         if not self.dies:
             raise self.AmdSmiException("driver not loaded")
-
-    def fail(self, handle: str) -> None:
-        raise self.AmdSmiException("not supported")
 
     def amdsmi_get_processor_handles(self) -> list[str]:
         return list(self.dies)

@@ -63,12 +63,6 @@ def test_nvidia_failures_are_named(tmp_path):
     assert probe_nvidia(nvml=nvml, driver=tmp_path / "none").hints == ("NVIDIA GPUs: no driver is loaded",)
 
 
-def test_a_driver_without_its_library_says_what_to_install(tmp_path):
-    assert "pip install nvidia-ml-py" in probe_nvidia(driver=tmp_path).problems[0]
-    assert "pip install amdsmi" in probe_amd(driver=tmp_path).problems[0]
-    assert probe_nvidia(driver=tmp_path / "none").problems == ()
-
-
 FRONTIER = {"0000:c1:00.0": 1000, "0000:c6:00.0": 0, "0000:c9:00.0": 2000, "0000:ce:00.0": 0}
 
 

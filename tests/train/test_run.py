@@ -115,15 +115,6 @@ def test_a_model_whose_checkpoints_are_gone_is_not_replaced_by_a_training_from_s
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_a_folder_that_is_no_training_is_not_offered_to_be_resumed(tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match=r"is not an empty folder: choose another$"):
-        run(CONFIG, tmp_path)
-    with pytest.raises(ValueError, match=r"there is no checkpoint in .* to resume from"):
-        run(CONFIG, tmp_path, resume=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-
-
 def test_a_second_training_in_a_folder_is_refused_while_the_first_runs(tmp_path, monkeypatch):
     refused = []
 
