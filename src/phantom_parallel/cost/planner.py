@@ -296,36 +296,25 @@ def _counts(devices: int) -> list[int]:
 
 
 def _layouts(request: PlanRequest, counts: list[int]) -> Iterator[Layout]:
-    for ranks in counts:
-        for copies in request.dp or counts:
-            if ranks * copies > request.devices:
+    pairs = ((ranks, copies) for ranks in counts for copies in request.dp or counts)
+    for ranks, copies in pairs:
+        for name in request.strategy if ranks * copies <= request.devices else ():
+            strategy, layout = get_strategy(name), Layout(name, ranks, copies)
+            if strategy.has_blocks:
+                for blocks in request.blocks or _block_choices(request, ranks, copies):
+                    for ghosts in request.ghosts:
+                        if request.blocks or ghosts % max(1, ranks // blocks) == 0:  # else ranks cannot share them
+                            yield layout._replace(blocks=blocks, ghosts=ghosts)
+            elif strategy.single_rank != (ranks == 1):
                 continue
-            for name in request.strategy:
-                strategy = get_strategy(name)
-                if strategy.has_blocks:
-                    yield from _block_layouts(request, name, ranks, copies)
-                elif strategy.single_rank == (ranks == 1):
-                    yield from _other_layouts(request, Layout(name, ranks, copies))
-
-
-def _other_layouts(request: PlanRequest, layout: Layout) -> Iterator[Layout]:
-    strategy = get_strategy(layout.strategy)
-    if strategy.shards_rows:
-        yield from (layout, layout._replace(reshard_after_forward=False))
-    elif strategy.splits_depth:  # micro-batches as requested, or powers of two times the ranks that divide the rows
-        rows = request.batch // layout.dp
-        counts = [layout.ranks << power for power in range(request.batch.bit_length())]
-        possible = [counts[0], *(count for count in counts[1:] if rows % count == 0)]  # the first is dropped if need be
-        yield from (layout._replace(micro_batches=count) for count in request.micro_batches or possible)
-    else:
-        yield layout
-
-
-def _block_layouts(request: PlanRequest, strategy: StrategyName, ranks: int, copies: int) -> Iterator[Layout]:
-    for blocks in request.blocks or _block_choices(request, ranks, copies):
-        for ghosts in request.ghosts:
-            if request.blocks or ghosts % max(1, ranks // blocks) == 0:  # otherwise ranks cannot share the ghosts
-                yield Layout(strategy, ranks, copies, blocks, ghosts)
+            elif strategy.shards_rows:
+                yield from (layout, layout._replace(reshard_after_forward=False))
+            elif strategy.splits_depth:
+                more = (ranks << power for power in range(1, request.batch.bit_length()))
+                possible = [ranks, *(count for count in more if request.batch // copies % count == 0)]
+                yield from (layout._replace(micro_batches=count) for count in request.micro_batches or possible)
+            else:
+                yield layout
 
 
 def _block_choices(request: PlanRequest, ranks: int, copies: int) -> Iterator[int]:
