@@ -115,12 +115,10 @@ class Clock:
             share = contribution / local
             inside = 2 * _tier("all_gather", local, share, *self._inside)
             between = _tier(op, nodes, share, *self._between)
-        elif op == "all_to_all":  # inside, what goes to all nodes; between, what all of a node get
-            inside = _tier(op, local, contribution * nodes, *self._inside)
-            between = _tier(op, nodes, contribution * local, *self._between)
         else:  # all-gather: between nodes first, then everything inside; reduce-scatter: the same backwards
             inside = _tier(op, local, contribution * nodes, *self._inside)
-            between = _tier(op, nodes, contribution, *self._between)
+            to_node = contribution * (local if op == "all_to_all" else 1)  # of all-to-all, what all of a node get
+            between = _tier(op, nodes, to_node, *self._between)
         return self._collective_overhead + inside + between
 
     def layer(self, layer: LayerCost, phase: str) -> PhaseTime:

@@ -57,11 +57,14 @@ class Host(NamedTuple):
     key: str
 
 
-def assign_sensors(available: Sequence[tuple[Host, tuple[SensorSpec, ...]]], rank: int) -> dict[str, bool]:
+Available = tuple[Host, tuple[SensorSpec, ...]]  # a rank's host, and the sensors that it can read
+
+
+def assign_sensors(available: Sequence[Available], rank: int) -> dict[str, bool]:
     """Return the ids of the sensors that ``rank`` reads, each with whether it is part of totals.
 
-    ``available`` is each rank's host and what it can read, in rank order. A rank reads those that no lower rank of its
-    host can. Of several sources for a component of a host, the best is counted.
+    ``available`` is in rank order. A rank reads those that no lower rank of its host can. Of several sources for a
+    component of a host, the best is counted.
     """
 
     def priority(spec: SensorSpec) -> int:
@@ -161,7 +164,8 @@ class EnergyMeter:
         self.host = host or Host(name, BOOT_ID.read_text().strip() if BOOT_ID.exists() else name)
         self.discovery = discover(self.device, clock=clock) if sources is None else Discovery(tuple(sources))
         self._timer = timer or timer_for(self.device, clock) if time_split or profile is not None else None
-        self._counted = assign_sensors(all_gather_objects((self.host, self.discovery.specs), group), self._rank)
+        available = all_gather_objects((self.host, self.discovery.specs), group, Available)
+        self._counted = assign_sensors(available, self._rank)
         self._specs = [spec for spec in self.discovery.specs if spec.id in self._counted]
         self._sources = [source for source in self.discovery.sources if set(source.specs) & set(self._specs)]
         limits = [spec.max_unread_seconds for spec in self._specs if spec.max_unread_seconds]
@@ -218,7 +222,7 @@ class EnergyMeter:
             rows = tuple(self._sensor_energy(spec, first[spec.id], last[spec.id]) for spec in self._specs)
             seconds = self._clock() - start
             measured = RankMeasurement(name, self.host.name, seconds, rows, window.steps, busy, self.profile)
-            window._result = merge_ranks(all_gather_objects(measured, self._group))
+            window._result = merge_ranks(all_gather_objects(measured, self._group, RankMeasurement))
         finally:
             self._open = False
 
