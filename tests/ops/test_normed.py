@@ -41,7 +41,7 @@ def gathered(native: bool, blocks: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["all_to_all", "native"])
-@pytest.mark.parametrize(("size", "blocks"), [(1, 4), (2, 4), (4, 4), (4, 2)])
+@pytest.mark.parametrize(("size", "blocks"), [(1, 4), (4, 4), (4, 2)])
 def test_gathered_features_and_their_gradients_equal_dense(ranks, size, blocks, native):
     for errors in ranks(size)(gathered, native, blocks):
         assert max(errors.values()) < 1e-12, errors

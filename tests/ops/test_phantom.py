@@ -90,22 +90,22 @@ def test_any_shape_equals_dense_on_one_process(blocks, block_in, block_out, ghos
     assert max(errors.values()) < 1e-11, errors
 
 
-@with_and_without_norm
-@pytest.mark.parametrize("native", [False, True], ids=["all_to_all", "native"])
+def on_rank_in_all_ways(*args, **kwargs) -> list[dict[str, float]]:
+    return [on_rank(native, normed, *args, **kwargs) for native in (False, True) for normed in (False, True)]
+
+
 @pytest.mark.parametrize(
     ("size", "blocks", "block_in", "block_out", "ghosts"),
     [
-        *((1, 4, 5, 5, 2), (1, 8, 3, 7, 2), (2, 4, 5, 5, 2), (2, 8, 3, 7, 2)),
+        *((1, 8, 3, 7, 2), (2, 4, 5, 5, 2), (2, 8, 3, 7, 2)),
         *((4, 4, 3, 7, 2), (4, 8, 5, 5, 2), (8, 8, 3, 7, 2)),
         # More ranks than blocks.
         *((4, 2, 4, 4, 2), (6, 3, 4, 6, 4), (6, 2, 3, 9, 3), (8, 4, 6, 2, 4), (8, 2, 4, 8, 4)),
     ],
 )
-def test_output_and_gradients_equal_dense_on_real_ranks(
-    ranks, size, blocks, block_in, block_out, ghosts, native, normed
-):
-    for errors in ranks(size)(on_rank, native, normed, blocks, block_in, block_out, ghosts, rows=(2, 3)):
-        assert max(errors.values()) < 1e-11, errors
+def test_output_and_gradients_equal_dense_on_real_ranks(ranks, size, blocks, block_in, block_out, ghosts):
+    for found in ranks(size)(on_rank_in_all_ways, blocks, block_in, block_out, ghosts, rows=(2, 3)):
+        assert max(max(errors.values()) for errors in found) < 1e-11, found
 
 
 def test_comparison_fails_where_a_source_is_swapped():
