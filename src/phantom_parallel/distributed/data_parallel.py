@@ -43,10 +43,7 @@ def average_gradients(model: nn.Module, mesh: DeviceMesh | None) -> None:
 def shard_fully(
     model: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, *, reshard_after_forward: bool = True
 ) -> None:
-    """Shard the parameters of a model over ``mesh`` in place, by torch's ``fully_shard``: a group for each of
-    ``layers``, in the order in which they run, and one for the rest. The next layer's weights are gathered while a
-    layer computes. With gloo both collectives are built from all-to-all, as those of all strategies are.
-    """
+    """Shard a model over ``mesh`` in place by ``fully_shard``: a group for each layer, in order, and for the rest."""
     last = len(layers) - 1
     groups: list[Any] = [
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward and index < last)
@@ -72,9 +69,7 @@ def reduce_gradients(model: nn.Module, reduce: bool) -> None:
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """Compile the forward pass of each layer in place. Of a fully sharded model as a whole nothing would be compiled,
-    since hooks around it and its layers gather and free their weights.
-    """
+    """Compile the forward pass of each layer in place: hooks around a fully sharded model would prevent more."""
     for layer in layers:
         layer.forward = torch.compile(layer.forward)
 

@@ -101,9 +101,7 @@ def _main() -> None:
 
 
 def build(network: dict[str, Any]) -> list[int]:
-    """Make the namespaces and their links: descriptors of the switch, the hosts, and the user namespace if there is
-    one.
-    """
+    """Make the namespaces and their links: descriptors of the switch, the hosts, and a user namespace if need be."""
     try:
         from pyroute2 import IPRoute
         from pyroute2.netlink.exceptions import NetlinkError

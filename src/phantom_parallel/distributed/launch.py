@@ -124,9 +124,7 @@ def available_bytes() -> int | None:
 
 
 def check_memory(ranks: int, more: int = 0) -> None:
-    """Raise ValueError if so many local processes, with ``more`` bytes together besides, do not fit into this machine's
-    memory: later, the OOM killer would pick a victim.
-    """
+    """Raise ValueError if so many local processes, with ``more`` bytes besides, do not fit into the memory."""
     needed, free = ranks * PROCESS_BYTES + more, available_bytes()
     if free is not None and needed > free:
         raise ValueError(
@@ -285,10 +283,7 @@ def _environment(rank: int, size: int, network: Network | None) -> dict[str, str
 
 @contextmanager
 def _meeting_file() -> Iterator[tuple[str, tuple[int, ...]]]:
-    """A file through which ranks meet: its path, and the descriptors that they must inherit.
-
-    On Linux it is in memory and has no name, so that nobody else can open it and nothing is left of it.
-    """
+    """A file through which ranks meet, on Linux in memory: its path, and the descriptors that they must inherit."""
     if not hasattr(os, "memfd_create"):
         with tempfile.TemporaryDirectory() as folder:  # mode 0700
             yield os.path.join(folder, "store"), ()
@@ -370,10 +365,8 @@ def _start(
 
 
 def _supervise(ranks: list[_Rank], stop: StopRequest, timeout: timedelta, on_report: Report | None) -> Any:
-    """Return the result of rank 0 once all have sent theirs, or raise what ended the ranks, see `launch`.
-
-    A rank that loses another one fails as well, sometimes sooner than the other one's end is noticed. So the first
-    failure starts a short grace period, after which the cause is chosen.
+    """Return the result of rank 0 once all have sent theirs, or raise what ended the ranks. One that loses another
+    fails as well, perhaps sooner than the other's end is noticed: the cause is chosen after a grace period.
     """
     result: Any = None
     stopping: float | None = None  # when a signal was forwarded
@@ -413,9 +406,7 @@ def _supervise(ranks: list[_Rank], stop: StopRequest, timeout: timedelta, on_rep
 
 
 def _cause(ranks: list[_Rank], stop: StopRequest, timeout: timedelta) -> Exception:
-    """The error to raise for what has happened to the ranks: of a rank that died or has an error of its own, otherwise
-    of the ranks that others have waited for in vain.
-    """
+    """The error to raise: of a rank that died or has an error of its own, otherwise of those that do not answer."""
     failed = sorted((rank for rank in ranks if rank.failed is not None), key=lambda rank: rank.failed or 0.0)
     stopped = [rank.error for rank in failed if isinstance(rank.error, Interrupted)]
     own = [rank for rank in failed if rank.kind == "own" and not isinstance(rank.error, Interrupted)]
@@ -449,9 +440,7 @@ def _print_stacks(ranks: list[_Rank]) -> None:
 
 
 def run_rank(launcher: int, channel: int, *namespaces: int) -> None:
-    """Run a rank that the process ``launcher`` has started. The other arguments are descriptors: of a socket pair whose
-    other end the launcher alone holds, and of the emulated host's network and user namespace.
-    """
+    """Run a rank of ``launcher``: with descriptors of a socket pair to it, and of the emulated host's namespaces."""
     library = ctypes.CDLL(None)
     if namespaces:
         # While there is one thread still, and before the lines below: a new user namespace undoes the signal at the

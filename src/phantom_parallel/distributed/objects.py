@@ -63,10 +63,8 @@ def barrier(group: Group) -> None:
 
 
 def broadcast_from_rank_zero(work: Callable[[], T], group: dist.ProcessGroup | None = None, kind: Any = Any) -> T:
-    """Call ``work`` on the first rank of ``group`` and return its result, of the type ``kind``, on every rank.
-
-    ValueError and OSError raised by it are raised on every rank. By default the group is all ranks; without a process
-    group, this process alone.
+    """Call ``work`` on the first rank of ``group``, by default of all ranks, and return its result, of the type
+    ``kind``, or raise its ValueError or OSError, on every rank.
     """
     if not dist.is_initialized():
         return work()
@@ -108,9 +106,8 @@ def rebuild_error(kind: str, arguments: tuple[Any, ...]) -> Exception:
 
 
 def check_agreement(subject: str, settings: dict[str, Any], group: Group) -> None:
-    """Compare ``settings``, by their representation, over the ranks of ``group``, before a difference becomes a hang or
-    a wrong result. RanksDisagree is raised on every rank and names those that differ from the majority; without one,
-    all.
+    """Raise RanksDisagree on every rank of ``group`` if ``settings`` differ by their representation, which names the
+    ranks that differ from the majority; without one, all.
     """
     if group is None or group.size() == 1:
         return
@@ -138,9 +135,7 @@ def process_group_of(group: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup
 
 
 def refuse_pickles() -> None:
-    """Let torch's own object collectives raise in this process instead of unpickling what arrives: gloo and NCCL accept
-    connections from any process that can reach them.
-    """
+    """Let torch's own object collectives raise: any process that reaches gloo or NCCL could send a pickle."""
     c10d: Any = dist.distributed_c10d
     for name in ("_pickler", "_unpickler"):  # torch's own places for other picklers
         assert hasattr(c10d, name)

@@ -33,9 +33,7 @@ class ParallelContext:
 
     @classmethod
     def create(cls, ranks: int, dp: int, device: torch.device) -> "ParallelContext":
-        """Build the meshes in the default process group of ``ranks * dp`` processes; ranks that share a model are
-        neighbours.
-        """
+        """Build the meshes of ``ranks * dp`` processes; ranks that share a model are neighbours."""
         if ranks * dp == 1:
             return cls(device=device)
         mesh = init_device_mesh(device.type, (dp, ranks), mesh_dim_names=("dp", "tp"))

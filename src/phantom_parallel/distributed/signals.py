@@ -24,9 +24,7 @@ class LossDiverged(RuntimeError):
 
 
 def stop_signals() -> list[signal.Signals]:
-    """The signals that ask this process to stop. SIGHUP, the end of its terminal, does unless ``nohup`` or the like has
-    it ignored.
-    """
+    """The signals that ask this process to stop; SIGHUP unless ``nohup`` or the like has it ignored."""
     hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
 

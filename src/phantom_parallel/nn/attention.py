@@ -60,9 +60,7 @@ class Cache:
         return allowed
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values (batch, kv heads, t, head_dim) of a layer, and return all of that layer. The model
-        advances ``position`` after the last layer.
-        """
+        """Append keys and values of a layer, and return all. The model advances ``position`` after the last layer."""
         end = self.position + k.shape[2]
         filled = []
         for buffer, new in ((self.keys[layer], k), (self.values[layer], v)):
@@ -74,10 +72,7 @@ class Cache:
 def rotary_tables(
     length: int, rates: Tensor, *, device: torch.device | None = None, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions 0 to ``length`` - 1, (length, 1, 1, head_dim) each, for `rotate`.
-
-    Features i and i + head_dim/2 are a pair, rotated by the angle position * rates[i], computed in float64.
-    """
+    """Cosines and sines, (length, 1, 1, head_dim), of angles position * rates[i] of features i and i + head_dim/2."""
     with torch.inference_mode(False), torch.no_grad():  # usable for training even if made in inference mode
         angles = torch.arange(length, device=device, dtype=torch.float64)[:, None, None, None] * rates.to(device)
         cos, sin = angles.cos(), angles.sin()

@@ -194,10 +194,8 @@ def _fit_ghosts(s: Tensor, target: Tensor, compress: Tensor, local: Tensor, deco
 
 
 def _balanced(compress: Tensor, decompress: Tensor) -> tuple[Tensor, Tensor]:
-    """The same function with each ghost scaled so that its row of C and its columns of D have the same mean square.
-
-    The fit gives ghosts of unit variance: in a pretrained model, C is then 10 to 1,000 times as large as D, and an
-    optimizer that changes all weights by as much, such as Adam, changes D too fast and C hardly.
+    """The same function with each ghost scaled so that its row of C and its columns of D have the same mean square:
+    otherwise C is 10 to 1,000 times as large as D in a pretrained model, and Adam changes D too fast and C hardly.
     """
     rows, columns = compress.square().mean(2), decompress.square().mean(2).sum(0) / (len(compress) - 1)  # (p, k)
     scale = torch.where((rows > 0) & (columns > 0), columns / rows, 1).pow(0.25)

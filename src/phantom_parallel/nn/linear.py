@@ -47,8 +47,7 @@ class PhantomLinear(FeatureSharded):
     function on any number of ranks that divides its blocks or is a multiple of them.
 
     Args:
-        in_features: Input features of the full layer, independent of the number of ranks.
-        out_features: Output features of the full layer.
+        in_features, out_features: Features of the full layer, independent of the number of ranks.
         bias: Whether the layer has a bias.
         blocks: Number of blocks that the features are split into; must divide both feature counts.
         ghosts: Number of values that a block sends to the others.
@@ -57,8 +56,7 @@ class PhantomLinear(FeatureSharded):
         gain: Gain of the activation before this layer, as from ``nn.init.calculate_gain``.
         wire: Format in which ghosts and their gradients travel between ranks: ``"full"``, the dtype of the products,
             ``"bf16"``, or ``"int8"`` with one scale per row. Products and sums stay in their dtype.
-        device: As for ``nn.Linear``; on the meta device call ``reset_parameters`` after ``to_empty``.
-        dtype: As for ``nn.Linear``; a real floating-point dtype.
+        device, dtype: As for ``nn.Linear``; on the meta device call ``reset_parameters`` after ``to_empty``.
 
     Example::
 

@@ -13,18 +13,14 @@ from phantom_parallel.utils.strategies import WireFormat
 
 
 def column_style(wire: WireFormat = "full", *, gather: bool = False) -> ParallelStyle:
-    """The style of a linear layer sharded by output features. Input: all features; output: this rank's, or with
-    ``gather`` all of them.
-    """
+    """The style of a linear layer sharded by output features. Output: this rank's features, or with ``gather`` all."""
     if wire == "full":
         return ColwiseParallel(output_layouts=Replicate() if gather else None)
     return _WireStyle(ColwiseParallel(), _ColumnLinear, wire, gather=gather)
 
 
 def row_style(wire: WireFormat = "full", *, embedding: bool = False) -> ParallelStyle:
-    """The style of a linear layer sharded by input features, or of an embedding sharded by tokens. Output: all
-    features.
-    """
+    """The style of a linear layer sharded by input features, or an embedding by tokens. Output: all features."""
     if wire == "full":
         return RowwiseParallel(input_layouts=Replicate() if embedding else None)
     return _WireStyle(RowwiseParallel(), _RowEmbedding if embedding else _RowLinear, wire)

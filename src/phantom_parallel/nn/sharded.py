@@ -21,9 +21,7 @@ def shard_parameter(rows: Tensor, mesh: DeviceMesh | None, *, requires_grad: boo
 
 
 class _ToLocal(Function):
-    """``DTensor.to_local`` for a parameter whose gradient has the parameter's own placements: the gradient's spec need
-    not be computed in every step.
-    """
+    """``DTensor.to_local`` for a parameter, without computing the gradient's spec in every step."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:

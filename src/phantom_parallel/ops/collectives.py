@@ -252,9 +252,7 @@ def _send(rows: Tensor, group: RankGroup) -> Tensor:
 
 
 def _call(op: Any, *args: Any) -> Tensor:
-    """Call an operator, below autograd where no gradient is recorded: the autograd formula of a functional collective
-    is Python and takes longer than the rest of the call.
-    """
+    """Call an operator, below autograd where no gradient is recorded: its formula there is Python, and slow."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return op(*args)
     with torch._C._AutoDispatchBelowAutograd():
@@ -312,9 +310,7 @@ backoff = Backoff()  # of this process
 
 
 def _is_short(rows: Tensor, ranks: int) -> bool:
-    """Whether to poll for the slices of these rows, of which each rank gets one. Not where a gradient is recorded: only
-    the functional collective has a derivative.
-    """
+    """Whether to poll for the slices of these rows. Not where a gradient is recorded, which polling does not have."""
     if (rows.requires_grad and torch.is_grad_enabled()) or torch._C._are_functorch_transforms_active():
         return False
     if torch.compiler.is_compiling() or type(rows) is not Tensor or rows.device.type != "cpu":

@@ -314,9 +314,7 @@ def row_cross_entropy(logits: Tensor, targets: Tensor, *, group: RankGroup) -> T
 
 
 def _check_targets(targets: Tensor, vocab: int) -> None:
-    """Raise IndexError for a target that is no token: ranks would take it for one of another rank's. On other devices
-    than the CPU, reading the values would synchronize.
-    """
+    """Raise IndexError for a target that is no token: ranks would take it for another rank's. Only on the CPU."""
     unreadable = torch.compiler.is_compiling() or is_transformed() or isinstance(targets, FakeTensor)
     if unreadable or targets.device.type != "cpu" or not targets.numel():
         return

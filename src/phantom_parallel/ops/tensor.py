@@ -62,9 +62,7 @@ def tensor_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, grou
 
 
 class _TensorLinear(Function):
-    """Forward overlaps the exchange with the product of this rank's own features; backward with dW and db. Saved: the
-    gathered x.
-    """
+    """Overlaps the exchange with this rank's own product, and backward with dW and db. Saved: the gathered x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: RankGroup) -> Tensor:

@@ -19,10 +19,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 
 @contextmanager
 def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a new binary file that takes the place of ``path`` once the block has ended without an exception.
-
-    The data are flushed to the disk before the name changes, so a power failure leaves the old or the new file.
-    """
+    """Open a binary file that takes the place of ``path``, as a whole and on the disk, once the block has ended."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = _scratch_beside(path)
@@ -39,10 +36,7 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 @contextmanager
 def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a new folder to fill, which becomes ``path`` once the block has ended without an exception.
-
-    A folder of that name is removed only then. `check_replaceable` tells whether it may be.
-    """
+    """Yield a new folder to fill, which replaces ``path`` once the block has ended without an exception."""
     path = Path(path)
     with scratch_folder(path) as scratch:
         yield scratch
@@ -77,9 +71,7 @@ def scratch_folder(path: Path) -> Iterator[Path]:
 
 
 def replace_folder(new: Path, path: Path) -> None:
-    """Let the folder ``new``, once its files are on the disk, take the place of ``path``: on Linux in one operation, so
-    that ``path`` exists at any moment.
-    """
+    """Let the folder ``new`` take the place of ``path``, which on Linux exists at any moment."""
     for file in filter(Path.is_file, new.rglob("*")):
         with open(file, "rb") as opened:
             os.fsync(opened.fileno())
@@ -190,9 +182,7 @@ class FolderLock:
         self._main, self._ranks = (FileLock(folder / f"{self.NAME}{end}", mode=0o600) for end in ("", "-ranks"))
 
     def acquire(self, patience: float = 20.0) -> None:
-        """Lock the folder; BlockingIOError if another run holds it. Ranks whose first process has died, which are
-        about to end, are waited for.
-        """
+        """Lock the folder; BlockingIOError if another run holds it. Ranks of a dead process are waited for."""
         try:
             self._main.acquire(timeout=0)
             self._ranks.acquire(timeout=patience)

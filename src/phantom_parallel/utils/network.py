@@ -30,10 +30,7 @@ class ScaledLink:
 
 @dataclass(frozen=True)
 class Network:
-    """Hosts on one machine, each a network namespace with a link to a common bridge.
-
-    Ranks are spread over the hosts evenly, neighbours on one host.
-    """
+    """Hosts on one machine, network namespaces with links to a bridge. Neighbouring ranks share a host."""
 
     hosts: int
     link: str = NO_LINK  # as the user described it: 100mbit, like:frontier-mi250x, none

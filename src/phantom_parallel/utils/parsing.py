@@ -49,9 +49,7 @@ def check_keys(data: Mapping[str, Any], known: Iterable[str], source: str) -> No
 
 
 def printable(text: str) -> str:
-    """Escape control characters other than newlines and tabs: in a name or in generated text, they could control the
-    terminal that shows it.
-    """
+    """Escape control characters but newlines and tabs: they could control the terminal that shows a text."""
     return text.translate(_CONTROL_CHARACTERS)
 
 

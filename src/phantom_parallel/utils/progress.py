@@ -13,9 +13,7 @@ _LINE_SECONDS = 5.0  # between lines without a terminal
 
 
 class LenientStderr:
-    """``sys.stderr`` for what is not worth ending the work for: text that cannot be written is dropped, as after the
-    terminal was closed or the disk of a log file became full.
-    """
+    """``sys.stderr``, but text that cannot be written is dropped, as after the terminal was closed."""
 
     def __init__(self) -> None:
         self._stream: Any = sys.stderr  # None if the process was started without one

@@ -140,10 +140,7 @@ def head_splits_rows(
     rows: int, dim: int, vocab: int, ranks: int, *, wire: WireFormat, word_bytes: int, weight_bytes: int, parts: int = 1
 ) -> bool:
     """Whether the head of a language model on features sharded over ranks sends less in a training step if each rank
-    takes some of the rows (sequences times positions), and not some of the vocabulary (`ops.head`).
-
-    Features have ``word_bytes`` at full precision, numbers of the head's weight ``weight_bytes``, and the rows go
-    through the head in ``parts`` equal parts.
+    takes some of the rows (sequences times positions), in equal ``parts``, and not some of the vocabulary (`ops.head`).
     """
     if ranks == 1 or rows % (ranks * parts):
         return False
