@@ -13,7 +13,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.campaign", description=__doc__)
     parser.add_argument("--kills", type=int, default=25, help="processes to kill or stop at random moments")
     parser.add_argument("--inputs", type=int, default=1_000, help="malformed inputs to try")
-    parser.add_argument("--disks", type=int, default=3, help="full disks to try")
     parser.add_argument("--seed", type=int, default=0, help="the same seed makes the same cases")
     parser.add_argument("--first", type=int, default=0, help="number of the first malformed input")
     options = parser.parse_args()
@@ -22,7 +21,6 @@ def main() -> int:
     start, tally = time.monotonic(), Tally(progress=True)
     inputs.run(tally, options.inputs, options.seed, options.first)
     kills.run(tally, options.kills, options.seed)
-    kills.fill_disks(tally, options.disks, options.seed)
     seconds = time.monotonic() - start
     print(f"\n{tally.table()}\n\n{seconds:.0f} s, seed {options.seed}")
     return 1 if tally.bad else 0

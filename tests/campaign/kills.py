@@ -1,4 +1,4 @@
-"""Kills at random moments and full disks: nothing stays behind or is lost, what is resumed is equal.
+"""Kills at random moments: nothing stays behind or is lost, what is resumed is equal.
 
 Every command is killed one to three times, resumed after each, and compared with one that nothing happened to: a
 training by the losses of every step and the model's bytes.
@@ -36,7 +36,6 @@ HOW: dict[str, tuple[str, signal.Signals, tuple[int, ...]]] = {
 }
 FFN = ["--width", "16", "--depth", "2", "--blocks", "2", "--ghosts", "2", "--batch", "8", *TEACHER]
 STEPS = ["--steps", "120", "--log-every", "1", "--eval-every", "10", "--checkpoint-every", "3", "--seed", "3"]
-DISK = 4 << 20  # bytes
 
 
 MARK = "PHANTOM_CAMPAIGN_MARK"  # in the environment of what is started, by which what is left behind is found
@@ -134,7 +133,7 @@ def jobs(root: Path) -> list[Job]:
 
 def run(tally: Tally, count: int, seed: int) -> None:
     """Kill commands ``count`` times."""
-    again = f"python -m tests.campaign --seed {seed} --inputs 0 --disks 0 --kills {count}"
+    again = f"python -m tests.campaign --seed {seed} --inputs 0 --kills {count}"
     with tempfile.TemporaryDirectory(prefix="campaign-") as temporary:
         root = Path(temporary)
         drawable = jobs(make_artefacts(root / "artefacts")) if count else []
@@ -221,49 +220,3 @@ def _read_comparison(out: Path) -> dict[str, Any]:
     for path in sorted((out / "cells").glob("*.json")):
         values[path.name] = [(point["step"], point["loss"]) for point in json.loads(path.read_text()).get("curve", ())]
     return values
-
-
-def fill_disks(tally: Tally, count: int, seed: int) -> None:
-    """Fill the disk of ``count`` trainings, where this user may mount one of a few megabytes."""
-    again = f"python -m tests.campaign --seed {seed} --inputs 0 --kills 0 --disks {count}"
-    for number in range(count):
-        with tempfile.TemporaryDirectory(prefix="campaign-") as disk:
-            command = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", disk]
-            if not shutil.which("mount") or subprocess.run(command, capture_output=True, check=False).returncode:
-                print("full disks are not tried: they need the right to mount a file system")
-                return
-            try:
-                free = Random(f"{seed} disk {number}").choice((0, 4096, 20_000, 100_000))
-                tally.add("full disk", f"{free} bytes left", _filled(Path(disk), 1 + number % 2, free), again)
-            finally:
-                subprocess.run(["umount", "-l", disk], check=True)
-
-
-def _filled(disk: Path, ranks: int, left: int) -> Iterator[Problem]:
-    """Fill the disk while a training runs; the training must continue once there is space again."""
-    out, steps = disk / "run", ("--steps", 1_000_000, "--log-every", 5, "--eval-every", 50, "--checkpoint-every", 5)
-    command = Command(disk, "train", "--out", out, *FFN, "--width", 64, *steps, "--ranks", ranks)
-    until = time.monotonic() + 300
-    while not [*out.glob("checkpoints/step-*")] and time.monotonic() < until and command.process.poll() is None:
-        time.sleep(0.05)
-    ballast, free = disk / "ballast", os.statvfs(disk)
-    with open(ballast, "wb", buffering=0) as file:
-        for _ in range(max(0, free.f_bavail * free.f_frsize - left) // 4096):
-            try:
-                file.write(bytes(4096))
-            except OSError:
-                break
-    code = command.wait()
-    if code != 2:
-        yield "hang" if code is None else "exit code", f"{code}, expected 2: {command.stderr[-800:]}"
-    if "Traceback (most recent call last)" in command.stderr:
-        yield "traceback", command.stderr[-1500:]
-    elif str(out) not in command.stderr or "checkpoints/step-" not in command.stderr:
-        yield "message", f"does not name the path and the last checkpoint: {command.stderr[-800:]}"
-    ballast.unlink()
-    last = max((int(path.name[5:]) for path in out.glob("checkpoints/step-*")), default=0)
-    command = Command(disk, "train", "--out", out, "--resume", "--steps", last + 10)
-    if (code := command.wait()) != 0:
-        yield "lost", f"with space again, exit code {code}: {command.stderr[-800:]}"
-    elif litter := [path.name for path in out.rglob(".writing-*")]:
-        yield "lost", f"unfinished files are left: {litter}"
