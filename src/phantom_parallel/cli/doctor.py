@@ -138,20 +138,17 @@ class Options(LaunchOptions):
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "record.json")
             command = [*self._command(name, ranks), "--json", os.fspath(file)]
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
+            joined: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "check": False}
             try:
-                output, _ = process.communicate(timeout=SECONDS)
-                reason = f"ended with exit code {process.returncode}"
-            except subprocess.TimeoutExpired:
-                process.kill()  # its ranks end with it
-                output, _ = process.communicate()
-                reason = f"not done after {SECONDS:g} s"
-            finally:
-                process.kill()
+                done = subprocess.run(command, timeout=SECONDS, **joined)
+                output, reason = done.stdout, f"ended with exit code {done.returncode}"
+            except subprocess.TimeoutExpired as error:  # it was killed, and its ranks end with it
+                output, reason = error.stdout or b"", f"not done after {SECONDS:g} s"
+            end = {"output": output.decode(errors="replace")[-_OUTPUT:]}
             with suppress(ValueError, OSError):
                 record: dict[str, Any] = read_json(file)["checks"][0]
-                return record | ({"output": output[-_OUTPUT:]} if record["status"] == "FAILED" else {})
-            return {"status": "FAILED", "figure": reason, "output": output[-_OUTPUT:]}
+                return record | (end if record["status"] == "FAILED" else {})
+            return {"status": "FAILED", "figure": reason} | end
 
     def _check(self, name: str, ranks: int) -> dict[str, Any]:
         """The outcome of a check in this process, whose ranks are launched here or are those of another launcher."""

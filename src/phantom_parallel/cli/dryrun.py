@@ -56,7 +56,6 @@ class DryRunOptions(ModelOptions, WireOption, JsonOption):
     """Show the messages of a rank instead, by operation, size and phase; of phantom, beside its baseline."""
 
     def _shape(self, layout: Layout) -> Shape:
-        """The shape of a training step in this layout."""
         run = {name: getattr(self, name) for name in ("batch", "wire", "optimizer", "rank")}
         return self.model.shape(layout, word_bytes=WORD_BYTES[self.dtype], **run)
 

@@ -37,8 +37,7 @@ TURN_SECONDS = 0.02  # approximate length of a turn: shorter calls are repeated
 MAX_REPEATS = 100  # of a call in a turn
 WARM_UP = 3  # calls
 MIN_P95_TURNS = 20  # of fewer turns, the 95th percentile is the maximum
-SENSOR_ROUNDS = 2  # windows for each call
-SENSOR_MARGIN = 1.25  # length of a window relative to the shortest that the sensors resolve
+SENSOR_MARGIN = 2.5  # length of a window relative to the shortest that the sensors resolve
 MAX_SENSOR_SECONDS = 20.0  # sensors that need longer windows are not used
 
 
@@ -189,24 +188,18 @@ def _measure_joules(
     shortest = max(all_gather_objects(max(windows, default=0.0), mesh))
     if not 0 < SENSOR_MARGIN * shortest <= MAX_SENSOR_SECONDS:
         return {}
-    joules, counts = dict.fromkeys(calls, 0.0), dict.fromkeys(calls, 0)
-    provenances = set()
-    for turn in range(SENSOR_ROUNDS):
-        for name in list(calls)[:: -1 if turn % 2 else 1]:
-            repeats = math.ceil(SENSOR_MARGIN * shortest / np.median(latencies[name]))
-            with meter.window(name.replace("/", "-")) as window:
-                for _ in range(repeats):
-                    calls[name].run()
-            total = window.result.total
-            if total.joules is None or not total.valid or total.provenance not in MEASURED:
-                return {}  # the same result on all ranks
-            joules[name] += total.joules
-            counts[name] += repeats
-            provenances.add(total.provenance)
-    if len(provenances) > 1:
-        return {}
-    provenance = provenances.pop()
-    return {name: (joules[name] / counts[name], provenance) for name in calls}
+    joules, provenances = {}, set()
+    for name, call in calls.items():
+        repeats = math.ceil(SENSOR_MARGIN * shortest / np.median(latencies[name]))
+        with meter.window(name.replace("/", "-")) as window:
+            for _ in range(repeats):
+                call.run()
+        total = window.result.total
+        if total.joules is None or not total.valid or total.provenance not in MEASURED:
+            return {}  # the same result on all ranks
+        joules[name] = total.joules / repeats, total.provenance
+        provenances.add(total.provenance)
+    return joules if len(provenances) == 1 else {}
 
 
 def p95(seconds: NDArray[np.float64]) -> float | None:

@@ -45,7 +45,6 @@ from phantom_parallel.study.results import (
     Run,
     SharedModel,
     Trial,
-    load,
     save,
 )
 from phantom_parallel.study.runner import (
@@ -99,13 +98,13 @@ def run_grid(settings: Settings, out: Path, *, resume: bool = False, show: bool 
             print(f"Ranks exchange over loopback: hosts cannot be emulated here: {no_hosts}", file=sys.stderr)
         for link in launches:
             where: Any = {"timeout": timedelta(seconds=settings.timeout), "network": networks.get(link or "")}
-            launch(settings.world_size, _work, settings, replace(options, link=link), **where)
-    if not local and not is_rank_zero():
+            results = launch(settings.world_size, grid_on_rank, settings, replace(options, link=link), **where)
+    if results is None or not is_rank_zero():
         return None
     name = Path(sys.argv[0]).name
     command = " ".join(["phantom" if name == "main.py" else name, *sys.argv[1:]])
     seconds = time.monotonic() - clock
-    results = replace(load(out / FILE), command=command, started=started, wall_seconds=seconds, reused=reused)
+    results = replace(results, command=command, started=started, wall_seconds=seconds, reused=reused)
     save(results, out / FILE)
     return results
 
@@ -115,13 +114,6 @@ def _launches(settings: Settings, options: RunOptions) -> list[str | None]:
     links: list[str | None] = [LOOPBACK] if options.no_hosts else list(settings.all_links)
     apart = settings.measure == "loss" and settings.share_curves and links != [LOOPBACK]
     return [None, *links] if apart else links
-
-
-def _work(device: torch.device, settings: Settings, options: RunOptions) -> None:
-    """One rank's part of a launch; rank 0 writes the results of the last one."""
-    results = grid_on_rank(device, settings, options)
-    if results is not None and is_rank_zero():
-        save(results, options.out / FILE)
 
 
 def grid_on_rank(device: torch.device, settings: Settings, options: RunOptions) -> Results | None:

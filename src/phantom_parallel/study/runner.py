@@ -65,27 +65,22 @@ class RunOptions:
 
 def prepare_folder(out: Path, settings: dict[str, Any], resume: bool, lock: FolderLock) -> None:
     """Create the folder, or check that ``settings`` are those that it was created with, and lock it."""
-    _check_folder(out, settings, resume)
-    out.mkdir(parents=True, exist_ok=True)
-    lock.acquire()
-    _check_folder(out, settings, resume)  # again, now that nobody else writes
+    for locked in (False, True):  # the second time nobody else writes
+        path = out / SETTINGS
+        if not resume and out.exists() and not (out.is_dir() and is_unused(out)):
+            raise FileExistsError(f"{out} exists and is not an empty folder: choose another, or --resume a run in it")
+        if resume and not path.exists():
+            raise ValueError(f"there is nothing to resume in {out}: run without resume")
+        before = decode_json(read_bytes(path), dict[str, Any], str(path)) if resume else settings
+        if differ := [name for name in settings if before.get(name) != settings[name]]:
+            changes = ", ".join(f"{name} was {before.get(name)!r}, not {settings[name]!r}" for name in differ)
+            raise ValueError(f"{out} was started with other settings: {changes}")
+        if not locked:
+            out.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
     for folder in (out, out / CELLS, out / FIGURES):
         remove_scratch(folder)
     write_json(out / SETTINGS, settings)
-
-
-def _check_folder(out: Path, settings: dict[str, Any], resume: bool) -> None:
-    path = out / SETTINGS
-    if not resume:
-        if out.exists() and not (out.is_dir() and is_unused(out)):
-            raise FileExistsError(f"{out} exists and is not an empty folder: choose another, or --resume a run in it")
-        return
-    if not path.exists():
-        raise ValueError(f"there is nothing to resume in {out}: run without resume")
-    before = decode_json(read_bytes(path), dict[str, Any], str(path))
-    if differ := [name for name in settings if before.get(name) != settings[name]]:
-        changes = ", ".join(f"{name} was {before.get(name)!r}, not {settings[name]!r}" for name in differ)
-        raise ValueError(f"{out} was started with other settings: {changes}")
 
 
 def resolve_networks(settings: Settings, dtype: str, out: Path) -> tuple[dict[str, Network], str | None]:
