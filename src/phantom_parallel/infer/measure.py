@@ -1,12 +1,9 @@
-"""The cost of calls such as forward passes of models on the same ranks, timed in turns.
+"""The cost of calls such as forward passes of models on the same ranks, timed in turns of alternating order.
 
-    seconds     in a turn, the slowest rank's mean over a few consecutive calls; the median over turns
-    counts      FLOPs and bytes that are sent, by the ledger in a call that is not timed
-    energy      measured by sensors if there are any, in windows of the length that they need; otherwise modelled as
-                every rank's measured seconds of compute, of being blocked in collectives, and of waiting for slower
-                ranks, times the watts of a profile; otherwise unavailable
-
-The order of calls alternates from turn to turn, so that drift of the machine affects all of them alike.
+seconds     in a turn, the slowest rank's mean over a few consecutive calls; the median over turns
+counts      FLOPs and bytes that are sent, by the ledger in a call that is not timed
+energy      measured by sensors if there are any; otherwise every rank's seconds of compute, blocked in collectives
+            and waiting for slower ranks, times the watts of a profile; otherwise unavailable
 """
 
 import math
@@ -94,16 +91,9 @@ class Cost:
 
     def inference_result(self) -> dict[str, Any]:
         """Fields of `study.results.InferenceResult`."""
-        return {
-            "latency_seconds": self.seconds,
-            "latency_p95": self.seconds_p95,
-            "samples_per_second": self.items_per_second,
-            "flops_per_sample": self.flops,
-            "bytes_per_sample": self.bytes,
-            "joules_per_sample": self.joules,
-            "provenance": self.provenance,
-            "blocked_share": self.blocked_share,
-        }
+        names = {"seconds": "latency_seconds", "seconds_p95": "latency_p95", "items_per_second": "samples_per_second"}
+        names |= {name: f"{name}_per_sample" for name in ("flops", "bytes", "joules")}
+        return {names.get(name, name): value for name, value in asdict(self).items()}
 
 
 @torch.no_grad()  # in inference mode DTensor chooses slower layouts for a Megatron pair

@@ -141,8 +141,8 @@ def _work(device: torch.device, config: InferConfig, power: PowerProfile | None,
     models = {model.config.strategy: model}
     if config.against == "tensor" and "tensor" not in models:
         models["tensor"] = get_family(model.config.family).require("as_tensor")(model)
-    result: dict[str, Any] = {"device": device.type, "rows": 0, "rows_per_second": None}
-    result |= {"non_finite_outputs": 0, "non_finite_rows": 0}
+    result: dict[str, Any] = {"device": device.type, "rows_per_second": None}
+    result |= dict.fromkeys(("rows", "non_finite_outputs", "non_finite_rows"), 0)
     with ProgressDisplay(show=show and rank_group(mesh).rank == 0) as display:
         if inputs is not None:
             rows = inputs.shape[0]
