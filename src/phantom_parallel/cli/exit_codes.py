@@ -31,13 +31,19 @@ class Signalled(BaseException):
 def exit_on_signals() -> None:
     """Exit at once on a signal to stop: during imports, an exception could surface as any other."""
     for number in stop_signals():
-        signal.signal(number, _exit)
+        signal.signal(number, lambda number, frame: os._exit(128 + number))
 
 
 def raise_on_signals() -> None:
     """Raise `Signalled` on a signal to stop, so that files are closed and ranks are stopped."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        _received.append(number)
+        if number != signal.SIGHUP or len(_received) == 1:  # a terminal and its shell may both send it
+            raise Signalled(f"stopped by {signal.Signals(number).name}")
+
     for number in stop_signals():
-        signal.signal(number, _raise)
+        signal.signal(number, handle)
 
 
 def exit_code(error: BaseException) -> int | None:
@@ -53,13 +59,7 @@ def exit_code(error: BaseException) -> int | None:
 
 
 def report_error(error: BaseException) -> None:
-    """Print an error as one line on stderr. A command that was stopped by a signal has not failed: it just says so."""
-    stopped = bool(_received) or isinstance(error, Interrupted | KeyboardInterrupt)
-    print_error(str(error) or "interrupted", prefix="" if stopped else "error")
-
-
-def print_error(message: str, *, prefix: str = "error") -> None:
-    """Print a line on stderr, once on each host; on another host than rank 0's, it names the rank."""
+    """Print an error as one line on stderr, once on each host: the ranks of an external launch fail together."""
     from rich.console import Console
     from rich.markup import escape
 
@@ -68,6 +68,9 @@ def print_error(message: str, *, prefix: str = "error") -> None:
 
     if not reports_error():
         return
+    message, prefix = str(error) or "interrupted", "error"
+    if _received or isinstance(error, Interrupted | KeyboardInterrupt):
+        prefix = ""
     if len(message) > 2_000:  # it may repeat a value of a file
         message = f"{message[:1_000]} [...] {message[-1_000:]}"
     start = " ".join(filter(None, (prefix, "" if is_on_first_host() else f"on rank {global_rank()}")))
@@ -80,14 +83,3 @@ def stop_output() -> int:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     return OUTPUT_CLOSED
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    os._exit(128 + number)
-
-
-def _raise(number: int, frame: FrameType | None) -> None:
-    _received.append(number)
-    if number == signal.SIGHUP and len(_received) > 1:  # a terminal and its shell may both send it
-        return
-    raise Signalled(f"stopped by {signal.Signals(number).name}")
