@@ -135,7 +135,7 @@ def test_a_wrong_formula_is_named_by_its_term():
         ffn("phantom", 262_144, 2, ranks=4096, blocks=4096, ghosts=4, rank=4095),
         ffn("phantom", 262_144, 2, ranks=64, blocks=128, ghosts=4, dp=4),
         ffn("fsdp", 262_144, 2, ranks=256, batch=1024, rank=255, dp=2),
-        ffn("pipeline", 65_536, 128, ranks=64, batch=1024, rank=63, micro_batches=64),
+        ffn("pipeline", 65_536, 64, ranks=32, batch=1024, rank=31, micro_batches=32),
     ],
     ids=lambda s: f"{s.strategy}-{s.ranks}",
 )
