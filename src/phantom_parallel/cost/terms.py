@@ -204,14 +204,14 @@ def in_turns(cost: LayerCost, parts: int, once: tuple[str, ...] = ()) -> LayerCo
     for e in cost.exchanges:
         terms = tuple(product.term for product in cost.products if product.phase == e.phase)
         exchanges += [e] if e.term in once else [replace(e, hidden_by=terms)] * parts
-    return replace(
-        cost,
-        products=cost.products * parts,
-        exchanges=tuple(exchanges),
-        kept=cost.kept * parts,
-        kept_bytes=cost.kept_bytes * parts,
-        streamed=(cost.streamed[0] * parts, cost.streamed[1] * parts),
-    )
+    return replace(_multiplied(cost, parts, parts), exchanges=tuple(exchanges))
+
+
+def _multiplied(cost: LayerCost, count: int, live: int) -> LayerCost:
+    """The work of ``count`` calls, of which ``live`` keep activations at once. Exchanges are those of one call."""
+    streamed = (cost.streamed[0] * count, cost.streamed[1] * count)
+    kept, kept_bytes = cost.kept * live, cost.kept_bytes * live
+    return replace(cost, products=cost.products * count, streamed=streamed, kept=kept, kept_bytes=kept_bytes)
 
 
 def recomputed(cost: LayerCost) -> LayerCost:
@@ -438,15 +438,7 @@ class Stage:
 
     def cost(self, micro_batch: LayerCost) -> LayerCost:
         """The cost of a part in all micro-batches, from that in one."""
-        count, live = self.micro_batches, self.in_flight
-        return replace(
-            micro_batch,
-            products=micro_batch.products * count,
-            kept=micro_batch.kept * live,
-            kept_bytes=micro_batch.kept_bytes * live,
-            streamed=(micro_batch.streamed[0] * count, micro_batch.streamed[1] * count),
-            calls=count,
-        )
+        return replace(_multiplied(micro_batch, self.micro_batches, self.in_flight), calls=self.micro_batches)
 
     def exchanges(self, words: int) -> tuple[Exchange, ...]:
         """What the stage sends, where a micro-batch's stream has so many words."""
