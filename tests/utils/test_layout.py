@@ -1,17 +1,7 @@
 import pytest
 
 from phantom_parallel.nn import PhantomLinear
-from phantom_parallel.utils.layout import BlockLayout, RowLayout, nearest_divisors
-
-
-def divisors_by_trial(number: int, wanted: int) -> str:
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    return " or ".join(map(str, [d for d in divisors if d < wanted][-1:] + [d for d in divisors if d > wanted][:1]))
-
-
-@pytest.mark.parametrize(("number", "wanted"), [(64, 7), (60, 8), (97, 50), (1, 3), (36, 6), (5040, 71), (12, 1)])
-def test_nearest_divisors_equal_those_of_a_full_search(number, wanted):
-    assert nearest_divisors(number, wanted) == divisors_by_trial(number, wanted)
+from phantom_parallel.utils.layout import BlockLayout, RowLayout
 
 
 @pytest.mark.parametrize(("blocks", "block_in", "block_out", "ghosts"), [(2, 3, 3, 1), (5, 4, 2, 2), (3, 4, 6, 4)])
