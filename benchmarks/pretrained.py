@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from benchmarks.pretrained_exact import exact
 from benchmarks.timing import about, write
 from phantom_parallel import convert, heal, load_model, save_model
-from phantom_parallel.conversion.layers import find_layers
-from phantom_parallel.conversion.stages import find_stages, run_stage, stage_outputs
+from phantom_parallel.conversion.stages import find_layers, find_stages, run_stage, stage_outputs
 from phantom_parallel.families.gpt.family import GPTConverter, read_tokens
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.families.gpt.text import split_text

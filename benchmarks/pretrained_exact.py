@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from phantom_parallel import load_model
-from phantom_parallel.families.gpt.tokens import encode_prompt, find_tokenizer
+from phantom_parallel.families.gpt.text import encode_prompt, find_tokenizer
 
 PROMPTS = (
     "The capital of France is", "A list of prime numbers:", "def fibonacci(n):", "Once upon a time",

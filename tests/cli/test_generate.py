@@ -167,7 +167,7 @@ def failed(capfd) -> str:
 )
 def test_a_mistake_is_one_line_and_exit_code_2_before_any_rank_starts(folder, capfd, monkeypatch, arguments, message):
     monkeypatch.setattr(
-        "phantom_parallel.families.gpt.generation_run.launch", lambda *_, **__: pytest.fail("ranks were started")
+        "phantom_parallel.families.gpt.generation.launch", lambda *_, **__: pytest.fail("ranks were started")
     )
     save_model(FFN(FFNConfig(8, 2, "dense")), folder / "ffn")
     chosen = [argument.replace("{folder}", str(folder)) for argument in arguments]
@@ -294,7 +294,7 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(chat_model, ranks):
 
 def test_control_characters_are_escaped_on_a_terminal_only(folder, capfd, monkeypatch):
     save_model(model_of(), folder / "controlled")
-    decode = "phantom_parallel.families.gpt.tokens.ByteTokenizer.decode"
+    decode = "phantom_parallel.families.gpt.text.ByteTokenizer.decode"
     monkeypatch.setattr(decode, lambda self, tokens: "\x1b[31m" * len(tokens))
     given = ("--model", folder / "controlled", "--prompt", PROMPT, "--tokens", "1")
     assert phantom(*given) == 0

@@ -9,8 +9,8 @@ from torch import nn
 import phantom_parallel
 from phantom_parallel import PhantomLinear, convert
 from phantom_parallel.conversion.api import next_token_loss
-from phantom_parallel.conversion.layers import find_layers, output_importance
 from phantom_parallel.conversion.sequential import GhostCurve, ghosts_for_budget
+from phantom_parallel.conversion.stages import find_layers, output_importance
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from phantom_parallel import convert
-from phantom_parallel.conversion.layers import find_layers, output_importance
+from phantom_parallel.conversion.stages import find_layers, output_importance
 from phantom_parallel.nn import PhantomLinear
 from phantom_parallel.nn.fit import damped, fit_outputs
 

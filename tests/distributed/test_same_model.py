@@ -74,7 +74,8 @@ def found(family: str, strategy: str, **kwargs) -> tuple[list[float], float, set
             model,
             lambda x, y: loss_of(model, x, y),
             mesh,
-            stream=lambda rows: torch.empty(rows, *shape, dtype=torch.float64, device="meta"),
+            stream=shape,
+            dtype=torch.float64,
             micro_batches=micro_batches,
             device=CPU,
         )

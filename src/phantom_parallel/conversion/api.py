@@ -17,14 +17,6 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from phantom_parallel.conversion.layers import (
-    EXCLUDED,
-    DenseLayer,
-    Loss,
-    check_division,
-    find_layers,
-    output_importance,
-)
 from phantom_parallel.conversion.sequential import (
     DensePass,
     GhostCurve,
@@ -35,11 +27,17 @@ from phantom_parallel.conversion.sequential import (
     ghosts_for_budget,
 )
 from phantom_parallel.conversion.stages import (
+    EXCLUDED,
     Call,
+    DenseLayer,
+    Loss,
     call_of,
     capture_stages,
+    check_division,
+    find_layers,
     find_stages,
     first_tensor,
+    output_importance,
     padding_mask,
     run_stage,
     stage_outputs,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -94,21 +94,12 @@ class ConvertResult:
     curve: tuple[Point, ...]  # all conversions that were tried
 
 
-class _Trial(NamedTuple):
-    """A conversion of a copy of the model, with its held-out loss."""
-
-    report: ConversionReport
-    model: nn.Module
-    loss: float
+_Trial = tuple[ConversionReport, nn.Module, float]  # of a copy of the model, with its held-out loss
 
 
 def convert_folder(config: ConvertConfig, *, show: bool = False) -> ConvertResult:
     """Convert the model of a folder. If an interrupted conversion is run again, it continues after its last finished
-    stage.
-
-    Raises:
-        ValueError, OSError: If options or files are wrong, or another conversion to the same folder is running, before
-            the work starts.
+    stage. Wrong options and files raise ValueError or OSError before the work starts.
     """
     settings = read_config(check_folder(config.model))
     family = get_family(family_of(config.model))
@@ -133,13 +124,9 @@ def convert_folder(config: ConvertConfig, *, show: bool = False) -> ConvertResul
     def run_trial(budget: float | None) -> _Trial:
         """Convert a copy of the dense model with a budget, or with the ghosts of the config, and measure its loss."""
         nonlocal started
-        model, first, started = copy.deepcopy(dense), True, started + 1
+        model, started = copy.deepcopy(dense), started + 1
 
         def progress(step: str, share: float) -> None:
-            nonlocal first
-            if first:  # what an earlier conversion has finished took no time
-                display.skip(100 * share / count)
-                first = False
             trial = f", conversion {started} of {count}" if count > 1 else ""
             display.update(100 * (started - 1 + share) / count, title=f"{step}{trial}, percent")
 
@@ -157,9 +144,8 @@ def convert_folder(config: ConvertConfig, *, show: bool = False) -> ConvertResul
             progress=progress,
         )
         phantom = converter.phantom(model, config.blocks, report.ghosts)
-        trial = _Trial(report, phantom, loss_of(phantom))
-        points.append(Point(report.kept, trial.loss))
-        return trial
+        points.append(Point(report.kept, loss_of(phantom)))
+        return report, phantom, points[-1].loss
 
     with FolderLock(unfinished) as lock, ProgressDisplay(show=show) as display:
         lock.acquire()
@@ -169,10 +155,9 @@ def convert_folder(config: ConvertConfig, *, show: bool = False) -> ConvertResul
         for budget in config.curve:
             run_trial(budget)
         if config.max_loss is None:
-            chosen = run_trial(config.budget)
+            report, model, loss = run_trial(config.budget)
         else:
-            chosen = _smallest(run_trial, 1 / config.blocks, dense_loss + config.max_loss)
-        report = chosen.report
+            report, model, loss = _smallest(run_trial, 1 / config.blocks, dense_loss + config.max_loss)
         result = ConvertResult(
             model=str(config.model),
             out=str(config.out),
@@ -180,7 +165,7 @@ def convert_folder(config: ConvertConfig, *, show: bool = False) -> ConvertResul
             rows=report.rows,
             kept=report.kept,
             dense_loss=dense_loss,
-            loss=chosen.loss,
+            loss=loss,
             groups=report.groups,
             curve=tuple(sorted(points, key=lambda point: point.kept)),
         )
@@ -189,7 +174,7 @@ def convert_folder(config: ConvertConfig, *, show: bool = False) -> ConvertResul
             converter.complete(config.model, folder)
             write_json(folder / REPORT, asdict(result))
 
-        save_model(chosen.model, config.out, overwrite=config.overwrite, complete=complete)
+        save_model(model, config.out, overwrite=config.overwrite, complete=complete)
         shutil.rmtree(unfinished, ignore_errors=True)
     return result
 
@@ -204,7 +189,7 @@ def _smallest(run_trial: Callable[[float], _Trial], low: float, bound: float) ->
         except BudgetTooSmall:
             low = budget
             continue
-        if trial.loss <= bound:
+        if trial[2] <= bound:
             best, high = trial, budget
         else:
             low = budget
@@ -236,9 +221,6 @@ def heal(
 
     Returns:
         How it ended, with the held-out losses of the healed model, of the teacher, and of the model before.
-
-    Raises:
-        ValueError, OSError: For wrong settings or files, before any rank starts.
     """
     paths: dict[str, Any] = {"model": str(model), "teacher": str(teacher), "data": str(data)}
     return run(heal_config(Path(model))(**paths, **settings), out, resume=resume, show=show)

@@ -18,8 +18,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from phantom_parallel.conversion.layers import DenseLayer, stack_by_blocks, unstack_blocks
-from phantom_parallel.conversion.stages import Call, first_tensor, rows_of, run_stage
+from phantom_parallel.conversion.stages import (
+    Call,
+    DenseLayer,
+    first_tensor,
+    rows_of,
+    run_stage,
+    stack_by_blocks,
+    unstack_blocks,
+)
 from phantom_parallel.nn.fit import OutputFit, damped, fit_outputs, ghost_spectrum, solve
 from phantom_parallel.nn.linear import PhantomLinear
 from phantom_parallel.utils.layout import BlockLayout
@@ -148,8 +155,7 @@ def convert_group(
     importance: Mapping[str, Tensor] | None = None,
 ) -> GroupReport:
     """Replace the layers of a group by phantom layers that share their ghosts. ``module`` is the stage that holds them,
-    or the model, whose layers before them are converted; ``calls`` are its arguments, by batch, and ``dense`` are its
-    activations while it was dense.
+    or the model; ``calls`` are its arguments, by batch, and ``dense`` are its activations while it was dense.
     """
     corrected = len(group) == 1 and group[0].name in dense.projections
     moments = _measure(model, module, calls, group, dense, corrected=corrected, relative=importance is not None)
@@ -191,8 +197,8 @@ def _measure(
     corrected: bool,
     relative: bool,
 ) -> _Moments:
-    """Sums over all rows of the group's inputs in the converted stage, and of what its outputs should be; with
-    ``relative``, errors of output projections are relative to the stream.
+    """Moments of the group's inputs in the converted stage, and of what its outputs should be; with ``relative``,
+    errors of output projections are relative to the stream.
     """
     first = group[0].name
     weight = torch.cat([layer.weight for layer in group])
@@ -267,16 +273,14 @@ class GhostCurve:
 
     def cost(self, blocks: int, ghosts: int) -> int:
         """Multiply-adds of the phantom layers, of one row."""
-        compress = self.in_features * ghosts
         layout = BlockLayout(self.in_features, self.out_features, blocks, ghosts)
-        return layout.weights + (len(self.layers) - 1) * compress
+        return layout.weights + (len(self.layers) - 1) * self.in_features * ghosts
 
 
 @torch.no_grad()
 def ghost_curves(dense: DensePass, blocks: int, importance: Mapping[str, Tensor] | None) -> dict[str, GhostCurve]:
-    """By how much ghosts lower the error of each group of a dense stage, by the name of its first layer.
-
-    Gains are falls of the squared error, weighted by importance if that is given, otherwise relative to the power.
+    """The curve of each group of a dense stage, by the name of its first layer. Gains are weighted by importance if
+    that is given, otherwise relative to the power.
     """
     curves: dict[str, GhostCurve] = {}
     for group in dense.groups:
@@ -302,13 +306,8 @@ def ghosts_for_budget(
     curves: Mapping[str, GhostCurve], blocks: int, budget: float, *, multiple: int = 4
 ) -> dict[str, int]:
     """Ghosts of each group of layers, so that all of them together keep at most ``budget`` of the multiply-adds. They
-    are multiples of ``multiple``, where blocks are large enough.
-
-    Each ghost of a layer lowers the error of its outputs by an amount that falls from ghost to ghost. Layers get ghosts
-    while the fall per multiply-add is above a threshold that is common to all, which is found by bisection.
-
-    Raises:
-        BudgetTooSmall: If the blocks alone cost more than the budget.
+    are multiples of ``multiple``, where blocks are large enough. Layers get ghosts while the fall of the error per
+    multiply-add, which falls from ghost to ghost, is above a threshold common to all, which is found by bisection.
     """
     dense = sum(curve.in_features * curve.out_features for curve in curves.values())
     rates = {name: curve.gains / (curve.cost(blocks, 2) - curve.cost(blocks, 1)) for name, curve in curves.items()}

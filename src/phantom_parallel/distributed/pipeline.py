@@ -26,8 +26,8 @@ class Pipeline:
     """The stages of a model, one on each rank of a one-dimensional mesh, in the order of the stages.
 
     ``run(x, targets)`` computes this rank's stage ``model`` of the model's input or what the stage before returned; on
-    the last stage there are targets, and it returns the mean loss over the rows. ``stream(rows)`` makes a tensor on the
-    meta device of the shape and dtype that stages send on.
+    the last stage there are targets, and it returns the mean loss over the rows. ``stream`` is the shape of a row that
+    stages send on, of this dtype.
     """
 
     def __init__(
@@ -36,14 +36,15 @@ class Pipeline:
         run: Run,
         mesh: DeviceMesh,
         *,
-        stream: Callable[[int], Tensor],
+        stream: tuple[int, ...],
+        dtype: torch.dtype | None = None,
         micro_batches: int,
         device: torch.device,
     ) -> None:
         self.model, self.run, self.device = model, run, device
         self.stage, self.stages, self.group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
         self.micro_batches = micro_batches
-        self._stream, self._scale = stream, 1.0
+        self._row, self._dtype, self._scale = stream, dtype, 1.0
         self._schedules: dict[int, _Schedule] = {}
 
     @property
@@ -77,6 +78,9 @@ class Pipeline:
             return out
         dist.send(out.contiguous(), group=self.group, group_dst=self.stage + 1)
         return None
+
+    def _stream(self, rows: int) -> Tensor:
+        return torch.empty(rows, *self._row, device="meta", dtype=self._dtype)
 
     def _schedule(self, rows: int) -> "_Schedule":
         if rows not in self._schedules:

@@ -33,10 +33,9 @@ class Family:
     """A kind of model.
 
     A model is made by ``model(config, mesh=..., device=..., dtype=..., wire=...)`` and has the attributes ``config``,
-    ``mesh`` and ``wire``. Its config is a frozen dataclass with the class attribute ``family``, the fields
-    ``strategy``, ``blocks`` and ``ghosts``, the properties ``summary`` (sizes in words, for titles) and
-    ``linear_features`` (input and output features of each kind of layer that phantom divides into blocks), and a
-    method ``check_ranks(ranks)``. Trainings and shapes hold it as ``model``.
+    ``mesh`` and ``wire``. Its config is a frozen dataclass with ``family``, ``strategy``, ``blocks``, ``ghosts``,
+    ``summary`` (sizes in words, for titles), ``linear_features`` (input and output features of each kind of layer that
+    phantom divides into blocks), and ``check_ranks(ranks)``. Trainings and shapes hold it as ``model``.
     """
 
     name: str
@@ -49,13 +48,11 @@ class Family:
     shape: "type[Shape]"
     # (shape, mesh, device=...) -> the model of the shape on this rank with random data, to be counted or timed
     build_step: "Callable[..., TrainingStep | InferencePass]"
-    # (ranks, held_out=...) -> steps that phantom machine times on local ranks, by strategy: to compare predictions with
-    # them (held_out), or to fit the predictions to them
+    # (ranks, held_out=...) -> steps that phantom machine times, by strategy: to check predictions, or to fit them
     step_shapes: "Callable[..., list[dict[str, Shape]]]" = lambda ranks, held_out: []
     inference_command: str = "infer"  # that runs a trained model
     default_preset: str | None = None  # of phantom compare
-    # (model) -> the tensor-parallel model of the same function on the same ranks, for families whose models map rows of
-    # features to rows of features, as many as ``config.model_features``
+    # (model) -> the tensor-parallel model of the same function, for families that map rows of features to such rows
     as_tensor: Callable[[Any], Any] | None = None
     converter: "type[Converter] | None" = None
     heal_config: "type[TrainConfig] | None" = None  # of the kind ``HEAL``
@@ -82,11 +79,7 @@ class Family:
         return get_args(get_type_hints(self.config)["strategy"])
 
     def require(self, part: str) -> Any:
-        """A part that not every family has.
-
-        Raises:
-            ValueError: If this family does not have it.
-        """
+        """A part that not every family has; ValueError if this one does not have it."""
         if (value := getattr(self, part)) is None:
             hint = f": use phantom {self.inference_command}" if part in ("as_tensor", "text_generation") else ""
             raise ValueError(f"phantom {_COMMANDS[part]} does not support models of the family {self.name}{hint}")
@@ -96,34 +89,24 @@ class Family:
 class Converter(ABC):
     """The family's part of converting dense models to phantom models. Runs in one process."""
 
-    linear_layers: ClassVar[tuple[str, ...]] = (
-        "*",
-    )  # patterns of the linear layers that a phantom model divides into blocks
+    linear_layers: ClassVar[tuple[str, ...]] = ("*",)  # patterns of the layers that phantom divides into blocks
     own_ghosts: ClassVar[bool] = False  # whether each of them may have its own number of ghosts
 
     @abstractmethod
     def batches(self, path: Path, config: Any, data: Path, rows: int, length: int) -> tuple[list[Any], list[Any]]:
-        """Read batches to calibrate on, of ``rows`` rows in sequences of ``length``, and held-out batches for `loss`;
-        each is an input of the model in the folder ``path``.
-        """
+        """Batches to calibrate on, of ``rows`` rows in sequences of ``length``, and held-out batches for `loss`."""
 
     @abstractmethod
     def loss(self, model: "nn.Module", dense: "nn.Module | None", batch: Any) -> float:
-        """The loss of a model on one batch; ``dense`` is the dense model, for families whose loss is the distance to
-        its outputs.
-        """
+        """The loss of a model on one batch; it may be the distance to the outputs of ``dense``."""
 
     def objective(self) -> "Callable[[nn.Module, Any], Tensor] | None":
-        """The mean loss of a dense model on a batch, with its graph, which weights the errors of outputs by how much it
-        depends on them; None if the family has no loss but the distance to the dense model.
-        """
+        """The mean loss of a dense model on a batch, with its graph, by which the errors of outputs are weighted."""
         return None
 
     @abstractmethod
     def phantom(self, model: "nn.Module", blocks: int, ghosts: Mapping[str, int]) -> "nn.Module":
-        """The phantom model of the family that computes what a converted dense model does, whose linear layers are
-        `PhantomLinear` now, with ghosts by name.
-        """
+        """The phantom model of the family for a converted dense model, with the ghosts of its layers by name."""
 
     def complete(self, source: Path, folder: Path) -> None:  # noqa: B027 (most families have no such files)
         """Copy files that belong to a model besides its weights."""

@@ -95,6 +95,7 @@ def test_tiles_of_a_mesh_are_regions_that_do_not_overlap():
     assert area < 1.0
 
 
+@pytest.mark.slow
 def test_the_example_trains_and_draws(tmp_path):
     script = Path(__file__).parents[3] / "examples" / "darcy.py"
     picture = tmp_path / "darcy.png"

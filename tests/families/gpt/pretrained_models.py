@@ -32,7 +32,7 @@ TEMPLATE = (
 def make_pretrained(folder: Path, kind: str = "llama", *, shard: str = "5GB", **settings: Any) -> Any:
     """Write a model of random weights, with a tokenizer and a chat template, and return it."""
     transformers = pytest.importorskip("transformers")
-    from phantom_parallel.families.gpt.tokens import BPETokenizer
+    from phantom_parallel.families.gpt.text import BPETokenizer
 
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **(SIZES | settings))

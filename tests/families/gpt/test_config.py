@@ -43,43 +43,45 @@ def test_what_is_left_out_is_filled_in():
     assert GPTConfig(vocab=6, dim=12, layers=1, heads=6, blocks=3, ghosts=1).hidden % 3 == 0
 
 
-@pytest.mark.parametrize(
-    ("run", "message"),
-    [
-        (lambda m, t: m.loss(t[0], t[0]), r"tokens must be \(batch, positions\), got shape \(9,\)"),
-        (lambda m, t: m.loss(t, t[:, 1:]), r"targets of shape \(2, 8\) for tokens of shape \(2, 9\)"),
-        (lambda m, t: m.logits(t.repeat(1, 2)), "18 positions are more than the model's context of 16"),
-        (lambda m, t: m.logits(t + 20), "tokens must lie from 0 to 23, got"),
-        (lambda m, t: m.loss(t, t - 100), "targets must lie from 0 to 23, got -"),
-        (lambda m, t: m.new_cache(0), "batch must be a positive whole number, got 0"),
-        (lambda m, t: m.new_cache(1, 17), "17 positions is longer than the model's context of 16"),
-        (lambda m, t: m.logits(t, m.new_cache(3)), "made for a batch of 3, got one of 2"),
-        (lambda m, t: m.logits(t, m.new_cache(2, 5)), "room for 5 positions and holds 0, got 9 more"),
-    ],
-)
-def test_input_that_does_not_fit_is_named(run, message):
-    inputs, _ = gpt_reference.tokens(24)
-    with pytest.raises(ValueError, match=message):
-        run(GPT(config_of()), inputs)
+def test_input_that_does_not_fit_is_named():
+    (tokens, _), m = gpt_reference.tokens(24), GPT(config_of())
+    for run, message in (
+        (lambda t: m.loss(t[0], t[0]), r"tokens must be \(batch, positions\), got shape \(9,\)"),
+        (lambda t: m.loss(t, t[:, 1:]), r"targets of shape \(2, 8\) for tokens of shape \(2, 9\)"),
+        (lambda t: m.logits(t.repeat(1, 2)), "18 positions are more than the model's context of 16"),
+        (lambda t: m.logits(t + 20), "tokens must lie from 0 to 23, got"),
+        (lambda t: m.loss(t, t - 100), "targets must lie from 0 to 23, got -"),
+        (lambda t: m.logits(t.to("meta")), "the input is on meta and the model on cpu"),
+        (lambda t: m.new_cache(0), "batch must be a positive whole number, got 0"),
+        (lambda t: m.new_cache(1, 17), "17 positions is longer than the model's context of 16"),
+        (lambda t: m.logits(t, m.new_cache(3)), "made for a batch of 3, got one of 2"),
+        (lambda t: m.logits(t, m.new_cache(2, 5)), "room for 5 positions and holds 0, got 9 more"),
+        (lambda t: GPT(config_of(), interleave=2, activation_checkpointing=True), "interleave=2 cannot be combined"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(tokens)
 
 
-def refused(config: GPTConfig) -> str:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
-        GPT(config, mesh=one_mesh())
-    return str(caught.value)
+def refused(*configs: GPTConfig) -> list[str]:
+    messages = []
+    for config in configs:
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            GPT(config, mesh=one_mesh())
+        messages.append(str(caught.value))
+    return messages
 
 
 def test_ranks_that_do_not_fit_are_named(ranks):
-    four = ranks(4)
-    assert (
-        "4 ranks are 2 for each of 2 blocks, which do not divide a block's 3 ghosts: run on 2 or 6 ranks"
-        in four(refused, config_of(blocks=2))[0]
-    )
-    assert "4 ranks do not divide kv_heads=2" in four(refused, config_of(blocks=2, ghosts=2, kv_heads=2))[0]
-    assert "4 ranks do not divide hidden_groups=2" in four(refused, config_of(blocks=2, ghosts=2, hidden_groups=2))[0]
-    assert "4 ranks do not divide kv_heads=2" in ranks(4)(refused, config_of("megatron", kv_heads=2))[0]
-    assert "4 ranks do not divide vocab=22" in ranks(4)(refused, config_of("megatron", vocab=22))[0]
-    assert "dense runs on one rank, got ranks=2" in ranks(2)(refused, config_of("dense"))[0]
+    cases = {
+        "4 ranks are 2 for each of 2 blocks, which do not divide a block's 3 ghosts: run on 2 or 6": {"blocks": 2},
+        "4 ranks do not divide kv_heads=2": {"blocks": 2, "ghosts": 2, "kv_heads": 2},
+        "4 ranks do not divide hidden_groups=2": {"blocks": 2, "ghosts": 2, "hidden_groups": 2},
+        "4 ranks do not divide vocab=22": {"strategy": "megatron", "vocab": 22},
+        "dense runs on one rank, got ranks=4": {"strategy": "dense"},
+    }
+    for messages in ranks(4)(refused, *(config_of(**settings) for settings in cases.values())):
+        for message, expected in zip(messages, cases, strict=True):
+            assert expected in message
 
 
 def disagreeing() -> str:

@@ -88,6 +88,7 @@ def test_a_gguf_file_is_imported_with_the_same_function(tmp_path, capsys):
         assert (out / "tokenizer.json").is_file()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
 def test_python_files_beside_a_gguf_file_never_run(tmp_path, monkeypatch, capsys, file):
     reference = make_pretrained(tmp_path / "hf", "llama")

@@ -1,6 +1,7 @@
 """Pretrained models in and out: the same function as in transformers, and refusals by name."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from phantom_parallel import GPT, GPTConfig, load_model, save_model
 from phantom_parallel.cli.main import main
 from phantom_parallel.families.gpt.generation import generate
 from phantom_parallel.families.gpt.pretrained import export_model, import_model
-from phantom_parallel.families.gpt.tokens import stop_tokens
+from phantom_parallel.families.gpt.text import find_tokenizer, stop_tokens
 from tests.families.gpt.pretrained_models import LLAMA3, TEMPLATE, greedy, make_pretrained
 
 transformers = pytest.importorskip("transformers")
@@ -22,6 +23,14 @@ KINDS = {
     "mistral": {"kind": "mistral", "rms_norm_eps": 1e-3, "sliding_window": None},
     "qwen2": {"kind": "qwen2", "tie_word_embeddings": True},
 }
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A folder of a pretrained model without stop tokens."""
+    path = tmp_path_factory.mktemp("pretrained") / "hf"
+    make_pretrained(path, eos_token_id=None)
+    return path
 
 
 @pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS)
@@ -55,21 +64,22 @@ def test_a_dense_model_survives_export(tmp_path, kind):
         assert (tmp_path / "out" / file).read_text() == (tmp_path / "hf" / file).read_text()
 
 
-@pytest.mark.parametrize("ends", [7, [5, 7], None])
-@pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
-def test_stop_tokens_survive_import_and_export(tmp_path, where, ends):
-    make_pretrained(tmp_path / "hf", eos_token_id=None)
-    if where == "config.json":
-        (tmp_path / "hf" / "generation_config.json").unlink()
-    settings = json.loads((tmp_path / "hf" / where).read_text())
-    (tmp_path / "hf" / where).write_text(json.dumps(settings | {"eos_token_id": ends}))
-    import_model(tmp_path / "hf", tmp_path / "model")
-    assert stop_tokens(tmp_path / "model", 300) == ([] if ends is None else [ends] if ends == 7 else ends)
-    export_model(tmp_path / "model", tmp_path / "out")
-    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert exported.generation_config.eos_token_id == exported.config.eos_token_id == ends
+def test_stop_tokens_survive_import_and_export(tmp_path, source):
+    for where, ends in (("config.json", 7), ("config.json", [5, 7]), ("generation_config.json", [5, 7])):
+        folder, model, out = (tmp_path / f"{where}-{ends}" / name for name in ("hf", "model", "out"))
+        shutil.copytree(source, folder)
+        settings = {name: json.loads((folder / name).read_text()) for name in ("config.json", "generation_config.json")}
+        settings[where]["eos_token_id"] = ends
+        for name, values in settings.items():
+            (folder / name).write_text(json.dumps(values))
+        import_model(folder, model)
+        assert stop_tokens(model, 300) == ([ends] if ends == 7 else ends)
+        export_model(model, out)
+        exported = transformers.AutoModelForCausalLM.from_pretrained(out)
+        assert exported.generation_config.eos_token_id == exported.config.eos_token_id == ends
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("chat", [False, True])
 def test_text_ends_where_that_of_transformers_does(tmp_path, capsys, chat):
     reference = make_pretrained(tmp_path / "hf", eos_token_id=None)
@@ -93,12 +103,9 @@ def test_text_ends_where_that_of_transformers_does(tmp_path, capsys, chat):
 
 def test_a_chat_also_ends_at_the_end_of_text_of_the_tokenizer(tmp_path):
     make_pretrained(tmp_path / "hf", eos_token_id=7)
+    number = find_tokenizer(tmp_path / "hf").token("gh")
     for end in ("gh", {"content": "gh"}):
         (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
-        number = transformers.PreTrainedTokenizerFast(
-            tokenizer_file=str(tmp_path / "hf" / "tokenizer.json")
-        ).convert_tokens_to_ids("gh")
-        assert number is not None
         assert stop_tokens(tmp_path / "hf", 300, chat=True) == sorted({7, number})
         assert stop_tokens(tmp_path / "hf", 300) == [7]
 
@@ -155,11 +162,10 @@ def test_a_dense_model_runs_on_ranks_as_megatron(tmp_path, ranks):
         ({"vocab_size": None}, "vocab"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name_before_work(tmp_path, capsys, change, named):
-    make_pretrained(tmp_path / "hf")
+def test_what_is_not_supported_is_refused_by_name_before_work(tmp_path, capsys, source, change, named):
+    shutil.copytree(source, tmp_path / "hf")
     path = tmp_path / "hf" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    capsys.readouterr()  # what transformers wrote
     assert main(["model", "import", "--from", str(tmp_path / "hf"), "--out", str(tmp_path / "model")]) == 2
     message = capsys.readouterr().err
     assert named in message
@@ -168,48 +174,44 @@ def test_what_is_not_supported_is_refused_by_name_before_work(tmp_path, capsys, 
     assert not (tmp_path / "model").exists()
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_tensors_that_are_not_of_floating_point_are_refused(tmp_path, dtype):
-    make_pretrained(tmp_path / "hf")
-    tensors = load_file(tmp_path / "hf" / "model.safetensors")
-    name = "model.layers.1.self_attn.q_proj.weight"
-    save_file(tensors | {name: tensors[name].to(dtype)}, tmp_path / "hf" / "model.safetensors")
-    with pytest.raises(ValueError, match=f"{name} is of the dtype .*: only F64, F32, F16, BF16"):
-        import_model(tmp_path / "hf", tmp_path / "model")
+def test_tensors_that_are_not_of_floating_point_are_refused(tmp_path, source):
+    shutil.copytree(source, tmp_path / "hf")
+    tensors, name = load_file(tmp_path / "hf" / "model.safetensors"), "model.layers.1.self_attn.q_proj.weight"
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        save_file(tensors | {name: tensors[name].to(dtype)}, tmp_path / "hf" / "model.safetensors")
+        with pytest.raises(ValueError, match=f"{name} is of the dtype .*: only F64, F32, F16, BF16"):
+            import_model(tmp_path / "hf", tmp_path / "model")
 
 
-def test_pickles_and_missing_files_are_refused(tmp_path, capsys):
-    make_pretrained(tmp_path / "hf")
-    command = ["model", "import", "--from", str(tmp_path / "hf"), "--out", str(tmp_path / "model")]
-    (tmp_path / "hf" / "tokenizer.json").rename(tmp_path / "tokenizer.json")
-    assert main(command) == 2
-    assert "tokenizer.json" in capsys.readouterr().err
-    (tmp_path / "hf" / "model.safetensors").rename(tmp_path / "hf" / "pytorch_model.bin")
-    assert main(command) == 2
-    assert "pickle" in capsys.readouterr().err
-    (tmp_path / "hf" / "model.safetensors").write_bytes(b"nonsense")
-    assert main(command) == 2
-    assert "safetensors" in capsys.readouterr().err
-    assert main([*command[:3], str(tmp_path / "none"), *command[4:]]) == 2
-    assert "there is no folder" in capsys.readouterr().err
+def test_pickles_and_missing_files_are_refused(tmp_path, source):
+    folder = tmp_path / "hf"
+    shutil.copytree(source, folder)
+
+    def refused(named: str, path=folder) -> None:
+        with pytest.raises(ValueError, match=named):
+            import_model(path, tmp_path / "model")
+
+    (folder / "tokenizer.json").unlink()
+    refused("tokenizer.json")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    refused("pickle")
+    (folder / "model.safetensors").write_bytes(b"nonsense")
+    refused("safetensors")
+    refused("there is no folder", tmp_path / "none")
 
 
-@pytest.mark.parametrize("name", ["special_tokens_map.json", "generation_config.json", "chat_template.jinja"])
-def test_links_to_private_files_are_not_copied(tmp_path, name):
-    make_pretrained(tmp_path / "hf")
+def test_links_to_private_files_are_not_copied(tmp_path, source):
     (tmp_path / "private").write_text("user:secret:1000\n")
-    (tmp_path / "hf" / name).unlink(missing_ok=True)
-    (tmp_path / "hf" / name).symlink_to(tmp_path / "private")
-    with pytest.raises(ValueError, match=name):
-        import_model(tmp_path / "hf", tmp_path / "model")
-    assert not (tmp_path / "model").exists()
-    (tmp_path / "hf" / name).unlink()
-    import_model(tmp_path / "hf", tmp_path / "model")
-    (tmp_path / "model" / name).unlink(missing_ok=True)
-    (tmp_path / "model" / name).symlink_to(tmp_path / "private")
-    with pytest.raises(ValueError, match=name):
-        export_model(tmp_path / "model", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    import_model(source, tmp_path / "good")
+    for name in ("special_tokens_map.json", "generation_config.json", "chat_template.jinja"):
+        for copied, action, out in ((source, import_model, "model"), (tmp_path / "good", export_model, "out")):
+            folder = tmp_path / f"{out}-{name}"
+            shutil.copytree(copied, folder)
+            (folder / name).unlink(missing_ok=True)
+            (folder / name).symlink_to(tmp_path / "private")
+            with pytest.raises(ValueError, match=name):
+                action(folder, tmp_path / out)
+            assert not (tmp_path / out).exists()
 
 
 def test_commands_from_a_folder_to_text_and_back(tmp_path, capsys):

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from phantom_parallel.families.gpt.tokens import BPETokenizer, ByteTokenizer, RowText, encode_prompt, find_tokenizer
+from phantom_parallel.families.gpt.text import BPETokenizer, ByteTokenizer, RowText, encode_prompt, find_tokenizer
 
 TEXT = "naïve ✓ 🙂 end"
 

@@ -13,8 +13,7 @@ from phantom_parallel import GPT, RanksDisagree, load_model
 from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.families.ffn.config import FFNTrainConfig
 from phantom_parallel.families.gpt.config import GPTTrainConfig
-from phantom_parallel.families.gpt.text import open_text, windows
-from phantom_parallel.families.gpt.tokens import load_tokenizer
+from phantom_parallel.families.gpt.text import load_tokenizer, open_text, windows
 from phantom_parallel.train import checkpoint, run, train
 
 CPU = torch.device("cpu")
@@ -32,22 +31,9 @@ def cache(tmp_path_factory):
 def phantom(tmp_path_factory) -> GPTTrainConfig:
     path = tmp_path_factory.mktemp("text") / "times.txt"
     path.write_text(SENTENCES)
-    return GPTTrainConfig.of(
-        dim=32,
-        layers=2,
-        heads=4,
-        context=16,
-        blocks=4,
-        ghosts=2,
-        batch=8,
-        steps=8,
-        lr=0.01,
-        log_every=1,
-        eval_every=4,
-        eval_windows=9,
-        checkpoint_every=4,
-        data=str(path),
-    )
+    model = {"dim": 32, "layers": 2, "heads": 4, "context": 16, "blocks": 4, "ghosts": 2}
+    every = {"log_every": 1, "eval_every": 4, "eval_windows": 9, "checkpoint_every": 4}
+    return GPTTrainConfig.of(**model, **every, batch=8, steps=8, lr=0.01, data=str(path))
 
 
 def of(strategy: str, config: GPTTrainConfig) -> GPTTrainConfig:
@@ -163,6 +149,7 @@ def test_resumed_is_uninterrupted_to_the_bit_and_to_rounding_elsewhere(ranks, ph
     assert close(ranks(2)(losses, config.updated(ranks=1, fsdp=True), cache, None, resume)[0], rest)
 
 
+@pytest.mark.slow
 def test_mixed_precision_recomputed_and_compiled_are_close(phantom, monkeypatch):
     expected = here(phantom)
     mixed = here(phantom.updated(dtype="bf16"))

@@ -1,6 +1,5 @@
 """Text as tokens: which files, which windows, what is held out, what is kept on disk."""
 
-import re
 import sys
 from pathlib import Path
 
@@ -9,10 +8,8 @@ import pytest
 import torch
 
 from phantom_parallel.families.gpt import text as text_module
-from phantom_parallel.families.gpt import tokens as tokens_module
 from phantom_parallel.families.gpt.config import GPTTrainConfig
-from phantom_parallel.families.gpt.text import check_text, open_text, windows
-from phantom_parallel.families.gpt.tokens import BPETokenizer, ByteTokenizer, load_tokenizer
+from phantom_parallel.families.gpt.text import BPETokenizer, ByteTokenizer, load_tokenizer, open_text, windows
 
 LINES = "".join(f"line {number} of süß text\n" for number in range(400))
 
@@ -49,13 +46,13 @@ def test_bytes_are_all_there_and_a_tenth_in_whole_lines_is_held_out(tmp_path):
     assert numbers == sorted(numbers)
 
 
-@pytest.mark.parametrize("length", [1, 19, 1000, 2_000_003])
-def test_text_without_lines_is_split_all_the_same(length):
-    text = bytes(32 + index % 200 for index in range(length))
-    training, held_out = text_module.split_text(text)
-    assert len(training) + len(held_out) == length
-    assert length < 1000 or len(held_out) == pytest.approx(length / 10, rel=0.05)
-    assert text.startswith(training[: length // 25])
+def test_text_without_lines_is_split_all_the_same():
+    for length in (1, 19, 1000, 200_003):
+        text = bytes(32 + index % 200 for index in range(length))
+        training, held_out = text_module.split_text(text)
+        assert len(training) + len(held_out) == length
+        assert length < 1000 or len(held_out) == pytest.approx(length / 10, rel=0.2)
+        assert text.startswith(training[: length // 25])
 
 
 def test_files_of_a_folder_come_in_the_order_of_their_paths_up_to_the_limit(tmp_path):
@@ -69,8 +66,8 @@ def test_files_of_a_folder_come_in_the_order_of_their_paths_up_to_the_limit(tmp_
 
 
 def test_pythons_own_source_is_what_is_read_by_default():
-    text = open_text(config("python").updated(max_bytes=300_000))
-    assert len(text.training) + len(text.held_out) == 300_000
+    text = open_text(config("python").updated(max_bytes=30_000))
+    assert len(text.training) + len(text.held_out) == 30_000
     assert bytes(text.training).startswith(Path(sys.modules["__future__"].__file__).read_bytes()[:500])
 
 
@@ -93,39 +90,23 @@ def test_the_seed_and_the_step_decide_the_windows_and_all_fit(tmp_path):
     assert not torch.equal(text.starts(3, settings), text.starts(3, settings.updated(seed=1)))
 
 
-@pytest.mark.parametrize("wanted", [1, 2, 7, 1000])
-def test_held_out_windows_do_not_overlap(tmp_path, wanted):
-    settings = config(written(tmp_path), eval_windows=wanted)
-    text = open_text(settings)
-    starts = text.held_out_starts(settings)
-    assert len(starts) == min(wanted, (len(text.held_out) - 1) // 16)
-    assert all(later - earlier >= 16 for earlier, later in zip(starts.tolist(), starts.tolist()[1:], strict=False))
-    assert int(starts[-1]) + 17 <= len(text.held_out)
+def test_held_out_windows_do_not_overlap(tmp_path):
+    for wanted in (1, 2, 7, 1000):
+        settings = config(written(tmp_path), eval_windows=wanted)
+        text = open_text(settings)
+        starts = text.held_out_starts(settings)
+        assert len(starts) == min(wanted, (len(text.held_out) - 1) // 16)
+        assert (starts.diff() >= 16).all()
+        assert int(starts[-1]) + 17 <= len(text.held_out)
 
 
-def test_tokens_are_kept_on_disk_and_mapped(tmp_path, cache, monkeypatch):
+def test_tokens_are_cached_on_disk_and_mapped(tmp_path, cache, monkeypatch):
     settings = config(written(tmp_path))
     first = open_text(settings)
     assert isinstance(first.training, np.memmap)
-    (folder,) = (cache / "phantom-parallel" / "text").iterdir()
-    assert folder.name == first.digest
-
-    def fail(*args):
-        raise AssertionError("they are known")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(text_module, "_encode", fail)
-        assert np.array_equal(open_text(settings).training, first.training)
-    file = folder / "training.npy"  # damaged: made anew
-    file.write_bytes(file.read_bytes()[:-50])
-    assert bytes(open_text(settings).training) == text_module.split_text(LINES.encode())[0]
-
-
-def test_without_a_place_on_disk_tokens_are_in_memory(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(written(tmp_path)))  # a file
-    with pytest.warns(UserWarning, match="tokens cannot be cached"):
-        text = open_text(config(written(tmp_path)))
-    assert (bytes(text.training), bytes(text.held_out)) == text_module.split_text(LINES.encode())
+    assert (cache / "phantom-parallel" / "text" / first.digest).is_dir()
+    monkeypatch.delattr(text_module, "_encode")
+    assert np.array_equal(open_text(settings).training, first.training)
 
 
 def test_a_byte_pair_encoding_gives_back_the_text_and_is_shorter(tmp_path):
@@ -145,12 +126,12 @@ def test_a_byte_pair_encoding_gives_back_the_text_and_is_shorter(tmp_path):
     assert np.array_equal(open_text(settings).training, text.training)  # from disk
 
 
-def test_long_words_are_cut_to_train_an_encoding_and_no_others():
-    words = [b"A" * 5000, b" " * 3000, b"short", "語".encode() * 2000]
-    pieces = list(tokens_module._with_short_words(b"\n".join([*words, LINES.encode()])))
-    assert "".join(pieces).encode() == b"\n".join([*words, LINES.encode()])
-    assert max(len(word) for piece in pieces for word in re.findall(r"\S+|\s+", piece)) < 2 * 1024
-    assert list(tokens_module._with_short_words(LINES.encode())) == tokens_module._pieces(LINES.encode())
+def test_long_words_do_not_stop_the_training_of_an_encoding():
+    pytest.importorskip("tokenizers")
+    words = [b"A" * 200_000, b" " * 30_000, b"short", "語".encode() * 2000]
+    text = b"\n".join([*words, LINES.encode()])
+    tokenizer = BPETokenizer.train(text, 300)
+    assert tokenizer.decode(tokenizer.encode(text)).encode() == text
 
 
 def test_bytes_decode_whatever_a_model_says():
@@ -168,21 +149,20 @@ def test_bytes_decode_whatever_a_model_says():
 def test_text_that_is_missing_or_too_short_is_an_error(tmp_path, change, message):
     written(tmp_path)
     with pytest.raises(ValueError, match=message):
-        check_text(config(**{"data": tmp_path} | change))
+        open_text(config(**{"data": tmp_path} | change))
 
 
 def test_without_the_tokenizers_library_the_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"pip install 'phantom-parallel\[bpe\]', or use bytes"):
-        check_text(config(written(tmp_path), tokenizer="bpe"))
+        open_text(config(written(tmp_path), tokenizer="bpe"))
 
 
 def test_a_damaged_tokenizer_is_an_error_that_names_it(tmp_path):
     pytest.importorskip("tokenizers")
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ValueError, match="is not a readable tokenizer") as caught:
+    with pytest.raises(ValueError, match=f"{tmp_path}.* is not a readable tokenizer"):
         load_tokenizer(tmp_path)
-    assert str(tmp_path) in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +172,7 @@ def test_a_damaged_tokenizer_is_an_error_that_names_it(tmp_path):
         ({"tokenizer": "words"}, "tokenizer must be one of bytes, bpe, got 'words'"),
         ({"vocab": 100}, "vocab=100 must be from 256, since every byte is a token, to 65536"),
         ({"vocab": 258}, "blocks=4 does not divide vocab=258: vocab=260 would fit"),
-        ({"fsdp": True}, "data-parallel copies, got dp=1"),
+        ({"fsdp": True}, "data-parallel copies by .* got dp=1"),
         ({"batch": 10, "dp": 4}, "use 8 or 12"),
     ],
 )

@@ -49,10 +49,7 @@ class FFNConfig:
         validate(self)
         get_strategy(self.strategy).check_blocks(self.blocks, self.ghosts)
         if (self.low_rank is not None) != get_strategy(self.strategy).low_rank:
-            raise ValueError(
-                f"the strategy lowrank needs low_rank, and others do not have it, got strategy={self.strategy} "
-                f"and low_rank={self.low_rank}"
-            )
+            raise ValueError(f"low_rank belongs to the strategy lowrank, got {self.low_rank} for {self.strategy}")
         self._check_layers()
 
     def check_ranks(self, ranks: int) -> None:
@@ -174,25 +171,20 @@ class FFNTrainConfig(TrainConfig):
                     BlockLayout(*model.features_of(index), self.teacher_blocks, self.teacher_ghosts)
             except ValueError as error:
                 raise ValueError(f"the planted teacher (teacher_blocks, teacher_ghosts): {error}") from None
-        if self.data in FIELDS and set(model.model_features) != {self.grid**2}:
+        n_in, n_out = model.model_features
+        if self.data in FIELDS and (n_in, n_out) != (self.grid**2,) * 2:
             raise ValueError(
-                f"fields of grid={self.grid} have {self.grid**2} features, got a model with {model.model_features[0]} "
-                f"inputs and {model.model_features[1]} outputs: leave out in_features and out_features"
+                f"fields of grid={self.grid} have {self.grid**2} features, got a model with {n_in} inputs and {n_out} "
+                "outputs: leave out in_features and out_features"
             )
-        pixels = PIXELS.get(self.data, 0)
-        if model.model_features[0] < pixels:
+        if n_in < (pixels := PIXELS.get(self.data, 0)):
             name = "width" if model.in_features is None else "in_features"
-            raise ValueError(
-                f"{self.data} have {pixels} pixels, got {name}={model.model_features[0]}: use at least {pixels}"
-            )
+            raise ValueError(f"{self.data} have {pixels} pixels, got {name}={n_in}: use at least {pixels}")
 
 
 def open_arrays(path: Path) -> tuple[StoredArray, StoredArray]:
     """Open a user's x and y, of a folder with x.npy and y.npy, which are memory-mapped, or of a file .npz or
-    .safetensors.
-
-    Raises:
-        ValueError: If there are no such arrays. Damaged files cause other errors as well: use `readable` around this.
+    .safetensors. Damaged files cause errors of many types: use `readable` around this.
     """
     if path.is_dir():
         return open_array(path / "x.npy", "x"), open_array(path / "y.npy", "y")

@@ -140,14 +140,8 @@ def build_step(shape: FFNShape, mesh: DeviceMesh | None, *, device: str = "cpu")
     def run(entered: Tensor, targets: Tensor | None) -> Tensor:
         return model(entered) if targets is None else model(entered).sum()
 
-    pipeline = Pipeline(
-        model,
-        run,
-        mesh,
-        stream=lambda rows: torch.empty(rows, shape.model.width, device="meta", dtype=dtype),
-        micro_batches=shape.stage.micro_batches,
-        device=torch.device(where),
-    )
+    settings: dict[str, Any] = {"micro_batches": shape.stage.micro_batches, "device": torch.device(where)}
+    pipeline = Pipeline(model, run, mesh, stream=(shape.model.width,), dtype=dtype, **settings)
     return TrainingStep(model, lambda: pipeline.forward_backward(x, x), pipeline=pipeline)
 
 

@@ -38,19 +38,12 @@ _IMAGES = {
 
 @dataclass(frozen=True)
 class Data:
-    """This rank's features of all rows.
+    """This rank's features of all rows: tensors, or memory-mapped arrays of which only the requested rows are read."""
 
-    Args:
-        x: Inputs, (rows, features): a tensor, or a memory-mapped array of which only the requested rows are read.
-        y: Targets, likewise.
-        features: This rank's features of an input and of a target.
-        source: Path of the data, for errors.
-    """
-
-    x: Any
-    y: Any
-    features: tuple[slice, slice]
-    source: str = ""
+    x: Any  # inputs, (rows, features)
+    y: Any  # targets
+    features: tuple[slice, slice]  # this rank's, of an input and of a target
+    source: str = ""  # path of the data, for errors
 
     @property
     def rows(self) -> int:

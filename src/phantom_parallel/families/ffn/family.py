@@ -68,10 +68,8 @@ def measure_inference(
     configs: Mapping[str, FFNTrainConfig], context: ParallelContext, batch: int, *, turns: int, power: PowerProfile
 ) -> dict[str, dict[str, Any]]:
     """Forward passes of a batch of rows, by each strategy."""
-    models = {
-        name: FFN(config.model, mesh=context.tp, device=context.device, wire=config.wire)
-        for name, config in configs.items()
-    }
+    where: dict[str, Any] = {"mesh": context.tp, "device": context.device}
+    models = {name: FFN(config.model, **where, wire=config.wire) for name, config in configs.items()}
     costs = measure(models, batch, turns=turns, profile=power)
     return {
         name: cost.inference_result()

@@ -45,21 +45,13 @@ Solver = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True)
 class Fields:
-    """Inputs and solutions of an equation, with their features in one order.
+    """Inputs and solutions of an equation, with their features in one order."""
 
-    Args:
-        x: Scaled inputs, (rows, features), float32.
-        y: Scaled solutions, (rows, features), float32.
-        mean: Mean solution, (features,).
-        scale: Standard deviation of the solutions, which are ``mean + scale * y``.
-        points: Coordinates of the features in the unit square, (features, 2).
-    """
-
-    x: np.ndarray
-    y: np.ndarray
-    mean: np.ndarray
-    scale: float
-    points: np.ndarray
+    x: np.ndarray  # scaled inputs, (rows, features), float32
+    y: np.ndarray  # scaled solutions, (rows, features), float32
+    mean: np.ndarray  # mean solution, (features,)
+    scale: float  # standard deviation of the solutions, which are ``mean + scale * y``
+    points: np.ndarray  # coordinates of the features in the unit square, (features, 2)
 
 
 @lru_cache(maxsize=1)  # comparisons train several models on the same data
@@ -67,15 +59,7 @@ def load_fields(
     name: str, grid: int, rows: int, seed: int = 0, order: FeatureOrder = "tiles", show: bool = False
 ) -> Fields:
     """Load ``rows`` fields of ``grid ** 2`` features from the user's cache folder, where they are stored when they are
-    first computed.
-
-    Args:
-        name: The equation, of `FIELDS`.
-        grid: Points along a side.
-        rows: Number of fields. The first ones do not depend on it.
-        seed: Seed of the Gaussian fields.
-        order: Order of the features.
-        show: Whether to show progress on stderr while fields are computed.
+    first computed, with progress on stderr if ``show``. The first rows do not depend on their number.
     """
     path = cache_folder() / "fields" / f"{name}-{grid}-{rows}-{seed}-v{_FORMAT}.npz"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -177,9 +161,7 @@ def five_point(a: np.ndarray) -> sp.csc_matrix:
 
 class Mesh:
     """A Delaunay mesh of jittered points with linear elements for Darcy flow; u = 0 at the vertices on the boundary.
-
-    Args:
-        grid: Inner vertices along a side, before they are jittered.
+    ``grid`` is the number of inner vertices along a side.
     """
 
     def __init__(self, grid: int) -> None:

@@ -42,14 +42,12 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
 class FFN(nn.Module):
     """``depth`` layers of ``width`` features between them, with an activation after each but the last.
 
-    On a mesh, inputs and outputs of the strategies ``phantom`` and ``tensor`` are this rank's features;
-    `shard_features` and `gather_features` convert from and to all features; so are those of ``lowrank``, see
-    `LowRankLinear`. ``megatron`` applies torch's own column and
-    row styles to pairs of layers, with all features in and out, and ``dense`` runs in one process. ``fsdp`` shards the
-    weights of the dense model by torch's ``fully_shard``, and each rank works on rows of its own. ``pipeline`` has some
-    consecutive layers on each rank, and its forward pass is that of these layers; the others are ``nn.Identity``. The
-    same seed gives the same weights on any number of ranks, and the same for all strategies but
-    ``phantom`` and ``lowrank``.
+    On a mesh, inputs and outputs of the strategies ``phantom``, ``tensor`` and ``lowrank`` are this rank's features;
+    `shard_features` and `gather_features` convert from and to all features. ``megatron`` applies torch's own column and
+    row styles to pairs of layers, with all features in and out. ``fsdp`` shards the weights of the dense model by
+    torch's ``fully_shard``, and each rank works on rows of its own. ``pipeline`` has some consecutive layers on each
+    rank, and its forward pass is that of these layers; the others are ``nn.Identity``. The same seed gives the same
+    weights on any number of ranks, and the same for all strategies but ``phantom`` and ``lowrank``.
 
     Args:
         config: The architecture.
@@ -78,36 +76,34 @@ class FFN(nn.Module):
         strategy.check_wire(wire)
         self.config, self.mesh, self.wire = config, flat, wire
         self.activate, gain = ACTIVATIONS[config.activation]
-        self.stage = (
-            stage_layers(config.depth, ranks.size, ranks.rank) if strategy.splits_depth else range(config.depth)
-        )
+        whole = range(config.depth)
+        self.stage = stage_layers(config.depth, ranks.size, ranks.rank) if strategy.splits_depth else whole
         settings = {"wire": wire, "dtype": str(dtype or torch.get_default_dtype())}
         check_agreement("an FFN", asdict(config) | settings, flat)
         if not strategy.shards_features:  # the layers of the others check for themselves
             config.check_ranks(ranks.size)
         self.layers = nn.ModuleList()
-        for index in range(config.depth):
+        for index in whole:
+            sizes, held = config.features_of(index), index in self.stage
             # A layer's gain compensates for the activation before it, which the first layer does not have.
-            kwargs: dict[str, Any] = {
-                "bias": config.bias,
-                "gain": gain if index else 1.0,
-                "device": device,
-                "dtype": dtype,
-            }
-            wired = kwargs | {"mesh": mesh, "wire": wire}
+            kwargs: dict[str, Any] = {"bias": config.bias, "gain": gain if index else 1.0}
+            kwargs |= {"device": device, "dtype": dtype}
+            layer: nn.Module
             if config.strategy == "phantom":
-                kwargs = wired | {"blocks": config.blocks, "ghosts": config.ghosts}
-                self.layers.append(PhantomLinear(*config.features_of(index), **kwargs))
+                kwargs |= {"blocks": config.blocks, "ghosts": config.ghosts}
+                layer = PhantomLinear(*sizes, mesh=mesh, wire=wire, **kwargs)
             elif config.low_rank is not None:
-                self.layers.append(LowRankLinear(*config.features_of(index), config.low_rank, flat, wire, **kwargs))
+                layer = LowRankLinear(*sizes, config.low_rank, flat, wire, **kwargs)
             elif config.strategy == "megatron" and flat is not None:
-                self.layers.append(_megatron_layer(config, index, flat, wire, **kwargs))
+                layer = _linear(*sizes, flat, **kwargs)
+                # A column and row pair, by torch's own styles; an unpaired last layer gathers its output.
+                style = row_style(wire) if index % 2 else column_style(wire, gather=index == config.depth - 1)
+                parallelize_module(layer, flat, style, src_data_rank=None)  # every rank has initialized the same weight
             elif flat is None or strategy.splits_layers:
-                self.layers.append(TensorLinear(*config.features_of(index), **wired))
+                layer = TensorLinear(*sizes, mesh=mesh, wire=wire, **kwargs)
             else:
-                held = index in self.stage
-                linear = _linear(*config.features_of(index), flat, held=held, **kwargs)
-                self.layers.append(linear if held else nn.Identity())
+                layer = _linear(*sizes, flat, held=held, **kwargs)
+            self.layers.append(layer if held else nn.Identity())
         if strategy.shards_rows and flat is not None:
             shard_fully(self, self.layers, flat, reshard_after_forward=reshard_after_forward)
 
@@ -155,15 +151,6 @@ def _linear(
         if held:
             linear.to_empty(device=device)
             init_rows(linear.weight, linear.bias, out_features=n_out, rank=0, ranks=1, seed=seed, gain=gain)
-    return linear
-
-
-def _megatron_layer(config: FFNConfig, index: int, mesh: DeviceMesh, wire: WireFormat, **kwargs: Any) -> nn.Linear:
-    """A layer of a column and row pair, by torch's own styles; an unpaired last layer gathers its output."""
-    linear = _linear(*config.features_of(index), mesh, **kwargs)
-    last = index == config.depth - 1
-    style = row_style(wire) if index % 2 else column_style(wire, gather=last)
-    parallelize_module(linear, mesh, style, src_data_rank=None)  # every rank has initialized the same weight
     return linear
 
 

@@ -94,19 +94,21 @@ class GPTConfig:
         self._fill("kv_heads", self.heads)
         self._fill("hidden", -(-8 * self.dim // (3 * step)) * step)
         self._fill("hidden_groups", gcd(self.hidden, self.kv_heads))
-        self._check_divides("heads", "dim")
-        self._check_divides("kv_heads", "heads")
-        self._check_divides("hidden_groups", "hidden")
+        for part, whole in (("heads", "dim"), ("kv_heads", "heads"), ("hidden_groups", "hidden")):
+            divisor, total = getattr(self, part), getattr(self, whole)
+            if total % divisor:
+                near = nearest_divisors(total, divisor)
+                raise ValueError(f"{part}={divisor} does not divide {whole}={total}: {near} would")
         if self.head_dim % 2:
             raise ValueError(
                 f"a head of {self.head_dim} features (dim={self.dim} over heads={self.heads}) is odd: "
                 "rotary position embeddings need an even number"
             )
-        if self.parallel_block:
-            if self.hidden % self.kv_heads:
-                raise ValueError(f"with parallel_block, kv_heads={self.kv_heads} must divide hidden={self.hidden}")
-            if self.qkv_bias or self.layer_ghosts is not None:
-                raise ValueError("parallel_block has neither qkv_bias nor layer_ghosts: leave them out")
+        if self.parallel_block and (self.hidden % self.kv_heads or self.qkv_bias or self.layer_ghosts is not None):
+            raise ValueError(
+                f"with parallel_block, kv_heads={self.kv_heads} must divide hidden={self.hidden}, and there is neither "
+                "qkv_bias nor layer_ghosts"
+            )
         if self.layer_ghosts is not None and (self.blocks is None or len(self.layer_ghosts) != self.layers):
             raise ValueError(f"layer_ghosts are for phantom, {len(MODULES)} numbers for each of {self.layers} layers")
         self._check_parts()
@@ -114,12 +116,6 @@ class GPTConfig:
     def _fill(self, name: str, value: int) -> None:
         if getattr(self, name) is None:
             object.__setattr__(self, name, value)
-
-    def _check_divides(self, part: str, whole: str) -> None:
-        divisor, total = getattr(self, part), getattr(self, whole)
-        if total % divisor:
-            near = nearest_divisors(total, divisor)
-            raise ValueError(f"{part}={divisor} does not divide {whole}={total}: {near} would")
 
     def _check_parts(self, ranks: int = 1) -> None:
         """Raise ValueError if features cannot be divided into the blocks, or over ranks that share each layer."""
@@ -258,10 +254,10 @@ class GPTTrainConfig(TextTrainConfig):
                 f"vocab={self.model.vocab} must be from {BYTES}, since every byte is a token, to {_MAX_VOCAB}"
             )
         strategy = get_strategy(self.strategy)
-        if self.fsdp and (strategy.shards_rows or strategy.splits_depth):
+        if self.fsdp and (self.dp == 1 or strategy.shards_rows or strategy.splits_depth):
             raise ValueError(
-                f"fsdp shards the weights of copies by phantom, megatron or dense, got strategy={self.strategy!r}: "
-                "leave it out, or use the strategy fsdp on more ranks"
+                "fsdp shards the weights of at least 2 data-parallel copies by phantom, megatron or dense, got "
+                f"dp={self.dp} and strategy={self.strategy!r}: leave it out"
             )
         check_interleave(self.interleave, strategy, self.ranks, self.blocks, self.activation_checkpointing)
         if self.micro_batch % self.interleave:
@@ -271,10 +267,6 @@ class GPTTrainConfig(TextTrainConfig):
             )
         if self.interleave > 1 and (self.fsdp or self.compile):
             raise ValueError(f"interleave={self.interleave} cannot be combined with fsdp or compile: leave one out")
-        if self.fsdp and self.dp == 1:
-            raise ValueError(
-                "fsdp shards the weights over data-parallel copies, got dp=1: use at least 2, or leave it out"
-            )
 
     @property
     def vocab(self) -> int:

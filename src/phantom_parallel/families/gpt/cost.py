@@ -226,7 +226,7 @@ class GPTShape(Shape):
         return replace(exchange, extra_bytes=exchange.extra_bytes + rows * each)
 
     def norm_bytes(self, rows: int) -> int:
-        """The norm of a whole stream keeps its input and that over its root mean square, in float32 or better."""
+        """The norm of a whole stream keeps its input and that over its root mean square."""
         return 2 * rows * self.model.dim * self.precise_bytes
 
 
@@ -402,9 +402,9 @@ def _head_exchanges(shape: GPTShape, rows: int, by_rows: bool) -> list[Exchange]
     ranks, wire, meanwhile = shape.ranks, shape.wire, ("dW = d^T y",)
     here, numbers = shape.model.vocab // ranks, max(1, 4 // shape.word_bytes)  # words of a number of the loss
     words = rows * shape.stream
-    y = Exchange("y", "forward", "all_to_all" if by_rows else "all_gather", ranks, words)
-    dy = Exchange("dy", "backward", "all_to_all" if by_rows else "reduce_scatter", ranks, words, meanwhile)
-    y, dy = (shape.with_sums(on_wire(e, rows, wire), rows) for e in (y, dy))
+    out, back = ("all_to_all",) * 2 if by_rows else ("all_gather", "reduce_scatter")
+    sent = Exchange("y", "forward", out, ranks, words), Exchange("dy", "backward", back, ranks, words, meanwhile)  # type: ignore[arg-type]
+    y, dy = (shape.with_sums(on_wire(e, rows, wire), rows) for e in sent)
     if by_rows:
         weight = here * shape.model.dim
         return [
@@ -472,14 +472,8 @@ def build_step(shape: GPTShape, mesh: DeviceMesh | None, *, device: str = "cpu")
     recomputed = tuple(model.layers[index] for index in model.stage) if shape.activation_checkpointing else ()
     if shape.stage is None or mesh is None:
         return TrainingStep(model, lambda: model.loss(tokens, targets), model._rotary(), recomputed)
-    pipeline = Pipeline(
-        model,
-        model,
-        mesh,
-        stream=lambda rows: torch.empty(rows, shape.sequence, shape.model.dim, device="meta", dtype=dtype),
-        micro_batches=shape.stage.micro_batches,
-        device=torch.device(where),
-    )
+    schedule: dict[str, Any] = {"micro_batches": shape.stage.micro_batches, "device": torch.device(where)}
+    pipeline = Pipeline(model, model, mesh, stream=(shape.sequence, shape.model.dim), dtype=dtype, **schedule)
     shared = ends(mesh) if shape.model.tie_embeddings else None
 
     def finish() -> None:

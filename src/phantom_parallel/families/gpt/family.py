@@ -13,13 +13,12 @@ from phantom_parallel.checkpoint.pretrained import copy_kept_files
 from phantom_parallel.families.base import Converter, Family
 from phantom_parallel.families.gpt.config import MODULES, GPTConfig, GPTTrainConfig
 from phantom_parallel.families.gpt.cost import GPTShape, build_step, step_shapes
-from phantom_parallel.families.gpt.generation import measure_inference
-from phantom_parallel.families.gpt.generation_run import converse, run
+from phantom_parallel.families.gpt.generation import converse, measure_inference, run
 from phantom_parallel.families.gpt.heal import HealConfig
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.families.gpt.pretrained import export_model, import_model
 from phantom_parallel.families.gpt.task import GPTTask
-from phantom_parallel.families.gpt.tokens import find_tokenizer
+from phantom_parallel.families.gpt.text import find_tokenizer
 from phantom_parallel.infer.evaluate import EvalConfig, Report, evaluate_text, read_texts
 from phantom_parallel.nn.sharded import to_local
 

@@ -1,31 +1,55 @@
-"""Generation: the whole prompt at once (prefill), then token by token (decode), with a cache that stays on its rank.
+"""Generation, and ``phantom generate``: text first, its cost on request, on local or external ranks.
 
-Every rank holds the same logits of the whole vocabulary, since their parts are gathered bit for bit, and selects the
-token itself, without another collective.
+The whole prompt runs at once (prefill), then token by token (decode), with a cache that stays on its rank. Every rank
+holds the same logits of the whole vocabulary, since their parts are gathered bit for bit, and selects the token itself,
+without another collective.
+
+The launcher turns prompts into requests, each a dictionary of plain data. Every rank serves one request after the other
+(`_serve`), and rank 0 reports text to the launcher as it grows. In a conversation each rank reads requests from a named
+pipe of its own, so that none waits in a collective while the user types.
 """
 
 import hashlib
+import json
+import os
+import select
+import signal
+import sys
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from queue import SimpleQueue
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
+from phantom_parallel.checkpoint.model import load_model
+from phantom_parallel.distributed.launch import check_memory, launch, launch_device_type
+from phantom_parallel.distributed.launchers import launched_externally
 from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.energy.meter import EnergyMeter, synchronize
 from phantom_parallel.energy.power import PowerProfile
 from phantom_parallel.families.gpt.config import GPTConfig, GPTTrainConfig
-from phantom_parallel.families.gpt.model import GPT
-from phantom_parallel.infer.measure import Call, Cost, measure_calls
-from phantom_parallel.infer.sampling import Sampler, Sampling
+from phantom_parallel.families.gpt.model import GPT, check_tokens
+from phantom_parallel.families.gpt.text import RowText, encode_prompt, find_tokenizer, stop_tokens
+from phantom_parallel.infer.measure import Call, Cost, default_power_profile, measure_calls
+from phantom_parallel.infer.predict import check_model, strategy_on
+from phantom_parallel.infer.sampling import GenerateConfig, Sampler, Sampling
 from phantom_parallel.nn.attention import Cache
 from phantom_parallel.nn.sharded import to_local
-from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.utils.layout import positive
+from phantom_parallel.utils.parsing import printable
+from phantom_parallel.utils.progress import ProgressDisplay
 
 # Called with the (batch,) tokens of a step; may return the rows that end with them, (batch,) of bool.
 OnToken = Callable[[Tensor], Sequence[bool] | None]
@@ -42,13 +66,10 @@ class Generation:
 
 
 class Prompts(NamedTuple):
-    """Prompts of a batch, (batch, length), padded on the left to the length of the longest.
+    """Prompts of a batch, padded on the left to the length of the longest."""
 
-    ``starts`` is the position of each row's first token, (batch,); None if no row is padded.
-    """
-
-    tokens: Tensor
-    starts: Tensor | None = None
+    tokens: Tensor  # (batch, length)
+    starts: Tensor | None = None  # position of each row's first token, (batch,); None if no row is padded
 
     @classmethod
     def of(cls, prompts: Tensor | Sequence[Tensor]) -> "Prompts":
@@ -91,17 +112,13 @@ def generate(
 
     Args:
         model: The model.
-        prompt_tokens: (batch, length), the same on every rank, with at least one row and one token; or a list of
-            (length,), which may differ in length: a row computes what it would by itself.
+        prompt_tokens: (batch, length), or a list of (length,), which may differ in length: a row computes what it would
+            by itself.
         tokens: Maximum number of tokens to generate; with the longest prompt, at most the model's context.
         temperature, top_k, top_p, seed: As for `Sampling`. Samples are the same on any number of ranks.
         stop: Tokens that end a row.
         on_token: Called with each (batch,) of tokens when it is generated. Its time is not counted. It may return which
             rows end with it, and must then do so on every rank alike.
-
-    Raises:
-        ValueError: If the arguments do not fit the model, or its logits are not finite.
-        RanksDisagree: If ranks differ in their arguments.
 
     Example::
 
@@ -111,7 +128,7 @@ def generate(
     sampling, ends = Sampling(temperature, top_k, top_p, seed), sorted(set(stop or ()))
     prompts = Prompts.of(prompt_tokens)
     _check_agreement(model, prompts, tokens=tokens, stop=ends, **asdict(sampling))  # first: no rank waits for another
-    check_request(model.config, prompts, tokens, sampling)
+    _check_request(model.config, prompts, tokens, sampling)
     if ends and not 0 <= ends[0] <= ends[-1] < model.config.vocab:
         raise ValueError(f"stop must be tokens from 0 to {model.config.vocab - 1}, got {ends}")
     device = to_local(model.embedding.weight).device
@@ -140,16 +157,13 @@ def generate(
     return Generation(torch.stack(selected, 1), lengths.tolist(), seconds[0], seconds[1:])
 
 
-def check_request(config: GPTConfig, prompts: Prompts, tokens: int, sampling: Sampling) -> None:
-    """Raise ValueError if a model cannot generate ``tokens`` tokens from these prompts."""
+def _check_request(config: GPTConfig, prompts: Prompts, tokens: int, sampling: Sampling) -> None:
     positive(tokens=tokens)
     shape, dtype = tuple(prompts.tokens.shape), prompts.tokens.dtype
     if len(shape) != 2 or 0 in shape or dtype.is_floating_point:
         raise ValueError(f"prompts must be (batch, length) whole numbers, at least one, got {dtype} {shape}")
     check_room(config, shape[1], tokens)
-    low, high = (int(token) for token in prompts.tokens.aminmax())
-    if low < 0 or high >= config.vocab:  # an accelerator would abort, or compute something else
-        raise ValueError(f"tokens must lie from 0 to {config.vocab - 1}, got {low if low < 0 else high}")
+    check_tokens("tokens", prompts.tokens, config.vocab)
     sampling.check_vocabulary(config.vocab)
 
 
@@ -183,20 +197,12 @@ def measure_generation(
     meter: EnergyMeter | None = None,
     report: Callable[[int], None] | None = None,
 ) -> dict[str, dict[str, Cost]]:
-    """Measure the cost of a token by models on the same ranks, separately for prefill and decode. Every rank of their
-    mesh calls this.
+    """Measure the cost of one token of one row by models on the same ranks, of ``prefill`` and of ``decode``. Every
+    rank of their mesh calls this.
 
-    Args:
-        models: The models by name, all on the same ranks and device.
-        prompt: (batch, length) tokens, or a list of (length,). A prefill is the whole prompt and the selection of the
-            first token.
-        tokens: Number of tokens that follow. Decode is one step in the middle of them, as attention covers more
-            positions the longer the text is; there is none for one token, which prefill produces.
-        sampling: How tokens are selected, which is part of the cost; by default the most likely one.
-        turns, profile, meter, report: As for `measure_calls`.
-
-    Returns:
-        For each model, the cost of ``prefill`` and of ``decode``, for one token of one row.
+    A prefill is the whole prompt, as for `generate`, and the selection of the first token by ``sampling``, by default
+    the most likely one. Decode is one step in the middle of the ``tokens`` that follow, as attention covers more
+    positions the longer the text is; there is none for one token. The rest is as for `measure_calls`.
     """
     sampling = sampling or Sampling()
     prompts = Prompts.of(prompt)
@@ -206,7 +212,7 @@ def measure_generation(
     batch, length = prompts.tokens.shape
     calls: dict[str, Call] = {}
     for name, model in models.items():
-        check_request(model.config, prompts, tokens, sampling)
+        _check_request(model.config, prompts, tokens, sampling)
         cache, inputs = prompts.new_cache(model, tokens), prompts.tokens.to(device, torch.long)
         calls[f"{name} prefill"] = Call(_step(model, inputs, cache, 0, Sampler(sampling)), prompts.token_count)
         if tokens > 1:
@@ -229,15 +235,12 @@ def _step(model: GPT, inputs: Tensor, cache: Cache, position: int, sampler: Samp
 
 
 def measure_inference(
-    configs: Mapping[str, TrainConfig], context: ParallelContext, batch: int, *, turns: int, power: PowerProfile
+    configs: Mapping[str, GPTTrainConfig], context: ParallelContext, batch: int, *, turns: int, power: PowerProfile
 ) -> dict[str, dict[str, Any]]:
-    """Decoding by untrained models of each strategy behind a prompt of half the context, for a comparison. A sample is
-    one token of one sequence. Returns fields of `study.results.InferenceResult`.
-    """
-    trainings = {name: cast(GPTTrainConfig, config) for name, config in configs.items()}
+    """Decoding behind a prompt of half the context. A sample is one token of one sequence."""
     where: dict[str, Any] = {"mesh": context.tp, "device": context.device}
-    models = {name: GPT(config.model, **where, wire=config.wire) for name, config in trainings.items()}
-    half = min(config.context for config in trainings.values()) // 2
+    models = {name: GPT(config.model, **where, wire=config.wire) for name, config in configs.items()}
+    half = min(config.context for config in configs.values()) // 2
     prompt = torch.zeros(batch, half, dtype=torch.int64, device=context.device)
     costs = measure_generation(models, prompt, half, turns=max(2, turns), profile=power)
     return {
@@ -247,3 +250,277 @@ def measure_inference(
         | {"parameters": sum(parameter.numel() for parameter in models[name].parameters())}
         for name, phases in costs.items()
     }
+
+
+TOKENS = 128  # by default, if they fit into the context
+_INTERRUPT = "interrupt"  # instead of a request: end the answer
+
+Messages = list[dict[str, str]]
+
+
+def run(
+    config: GenerateConfig, prompts: Iterable[str], *, write: Callable[[str], None] | None = None, show: bool = False
+) -> dict[str, Any]:
+    """Generate a text from each prompt, in one batch, and measure it if the config says so.
+
+    ``write`` is called with pieces of the first row's text as it is generated, on rank 0 or in its launcher; ``show``
+    shows the progress of a measurement on stderr.
+
+    Returns:
+        Plain data: among others the ``texts`` and ``tokens`` of all rows, ``prefill_seconds`` and ``decode_seconds``;
+        if measured, also ``measured``, for each model the costs of prefill and decode.
+
+    Raises:
+        ValueError, OSError: If options or files are wrong, mostly before any rank is launched.
+    """
+    texts = list(prompts)
+    model = _check(config)
+    request = _request(config, model.config, texts)
+    power = default_power_profile(config.profile, config.ranks) if config.measure else None
+    if launch_device_type(config.ranks) == "cpu":  # accelerators have memories of their own
+        _check_memory(model, config, request)
+
+    def on_event(event: Any) -> None:
+        if isinstance(event, str) and write is not None:
+            write(event)
+
+    result = launch(config.ranks, _serve, config, [request], power, show, on_report=on_event)
+    lengths = [len(prompt) for prompt in request["prompts"]]
+    asked = {"sampling": asdict(config.sampling), "prompts": texts, "prompt_lengths": lengths}
+    return config.describe(power) | asked | result
+
+
+def converse(
+    config: GenerateConfig,
+    conversation: Iterable[Messages],
+    render: Callable[[Messages], str],
+    *,
+    write: Callable[[str], None],
+    on_answer: Callable[[dict[str, Any]], None],
+) -> None:
+    """Answer the messages of a user one after the other, each as soon as it is there. The first SIGINT during an answer
+    ends that answer.
+
+    ``conversation`` yields all messages so far, of which the last is to be answered. The answer is appended to them;
+    the oldest ones are removed when they do not fit into the model's context any more. ``render`` makes a prompt of
+    messages, ``write`` gets pieces of an answer as it is generated, and ``on_answer`` the result, as of `run`.
+    """
+    if launched_externally():
+        raise ValueError("a conversation needs a terminal: give a prompt under torchrun or srun")
+    sizes, tokenizer = _check(config).config, find_tokenizer(config.model)
+    reserved = min(config.tokens or TOKENS, sizes.context // 2)
+    with _served(config) as answer:
+        for messages in conversation:
+            try:
+                while len(messages) > 2:
+                    length = len(encode_prompt(render(messages), tokenizer, sizes.vocab, chat=True))
+                    if length + reserved <= sizes.context:
+                        break
+                    del messages[:2]
+                request = _request(config, sizes, [render(messages)])
+            except ValueError as error:
+                print(printable(f"error: {error}"), file=sys.stderr)
+                messages.pop()
+                continue
+            result = answer(request, write)
+            on_answer(result)
+            messages.append({"role": "assistant", "content": result["texts"][0]})
+
+
+@contextmanager
+def _served(config: GenerateConfig) -> Iterator[Callable[[Any, Callable[[str], None]], dict[str, Any]]]:
+    """A function that sends a request to ranks, writes the text as it is generated, and returns the result. Ranks are
+    launched by another thread, as this one waits for the user and handles signals.
+    """
+    events: SimpleQueue[Any] = SimpleQueue()
+    pipes: list[int] = []
+
+    def launch_ranks(folder: str) -> None:
+        try:
+            launch(config.ranks, _serve, config, folder, None, False, on_report=events.put)
+        except BaseException as error:
+            events.put(error)
+
+    def send(message: Any) -> None:
+        for pipe in pipes:
+            os.write(pipe, (json.dumps(message) + "\n").encode())
+
+    def close() -> None:
+        for pipe in pipes:
+            os.close(pipe)
+        thread.join(5.0)
+
+    def next_event() -> Any:
+        if isinstance(event := events.get(), BaseException):
+            raise event
+        return event
+
+    def answer(request: dict[str, Any], write: Callable[[str], None]) -> dict[str, Any]:
+        def interrupt(*_: Any) -> None:
+            signal.signal(signal.SIGINT, before)  # a second one is handled as outside
+            send(_INTERRUPT)
+
+        before = signal.signal(signal.SIGINT, interrupt)
+        try:
+            send(request)
+            while not isinstance(event := next_event(), dict):
+                write(event)
+            return event
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    with ExitStack() as stack:
+        folder = stack.enter_context(TemporaryDirectory(prefix="phantom-"))
+        thread = threading.Thread(target=copy_context().run, args=(launch_ranks, folder), daemon=True)
+        stack.callback(close)
+        for rank in range(config.ranks):
+            os.mkfifo(_pipe(folder, rank), 0o600)
+            pipes.append(os.open(_pipe(folder, rank), os.O_RDWR))  # does not wait for the reader
+        thread.start()
+        next_event()  # the models are loaded
+        yield answer
+
+
+def _check(config: GenerateConfig) -> GPT:
+    """Check the options and files. Returns the model on the meta device."""
+    model: GPT = check_model(config.model, config.ranks)
+    model.config.check_ranks(config.ranks)
+    if config.against != "none":
+        _baseline_config(model.config).check_ranks(config.ranks)
+    config.sampling.check_vocabulary(model.config.vocab)
+    return model
+
+
+def _request(config: GenerateConfig, sizes: GPTConfig, texts: list[str]) -> dict[str, Any]:
+    """What ranks are to generate, as plain data."""
+    tokenizer = find_tokenizer(config.model)
+    prompts = [encode_prompt(text, tokenizer, sizes.vocab, chat=config.chat) for text in texts]
+    longest = max(map(len, prompts))
+    room = max(1, sizes.context - longest)
+    tokens = config.tokens or (room if config.chat else min(TOKENS, room))
+    check_room(sizes, longest, tokens)
+    return {"prompts": prompts, "tokens": tokens, "stop": stop_tokens(config.model, sizes.vocab, chat=config.chat)}
+
+
+def _baseline_config(config: GPTConfig) -> GPTConfig:
+    """The config of the tensor-parallel model of the same sizes."""
+    return replace(config, strategy="megatron", blocks=None, ghosts=None, layer_ghosts=None)
+
+
+def _check_memory(model: GPT, config: GenerateConfig, request: dict[str, Any]) -> None:
+    """Raise ValueError if the weights and caches of all models do not fit into the memory of local ranks."""
+    models = [model] + ([] if config.against == "none" else [GPT(_baseline_config(model.config), device="meta")])
+    sizes, rows = model.config, config.batch * len(request["prompts"])
+    length = max(map(len, request["prompts"])) + request["tokens"]
+    words = sum(parameter.numel() for each in models for parameter in each.parameters())
+    words += len(models) * 2 * sizes.layers * rows * sizes.kv_heads * length * sizes.head_dim
+    check_memory(config.ranks, words * next(model.parameters()).element_size())
+
+
+def _serve(
+    device: torch.device,
+    config: GenerateConfig,
+    requests: list[dict[str, Any]] | str,
+    power: PowerProfile | None,
+    show: bool,
+    *,
+    report: Callable[[Any], None],
+) -> dict[str, Any]:
+    """Run on one rank: load the model, generate for each request, or for those from the pipes of a folder, and measure
+    the last one if the config says so. ``report`` gets None when the model is loaded, pieces of the first row's text,
+    and the result of each request, of which the last is returned.
+    """
+    mesh = None if config.ranks == 1 else init_device_mesh(device.type, (config.ranks,), mesh_dim_names=("tp",))
+    check_agreement("what to run", {name: str(value) for name, value in asdict(config).items()}, mesh)
+    where: dict[str, Any] = {"mesh": mesh, "device": device, "wire": config.wire}
+    model: GPT = load_model(config.model, strategy=strategy_on(config.model, config.ranks), **where)
+    tokenizer, rank = find_tokenizer(config.model), 0 if mesh is None else mesh.get_local_rank()
+    report(None)
+    source = _RequestPipe(_pipe(requests, rank), device) if isinstance(requests, str) else requests
+    interrupted = source.interrupted if isinstance(source, _RequestPipe) else lambda: False
+    result: dict[str, Any] = {}
+    for request in source:
+        prompts = [torch.tensor(prompt) for prompt in request["prompts"] for _ in range(config.batch)]
+        rows = [RowText(tokenizer, request["stop"], config.stop) for _ in prompts]
+        result = _answer(model, config, prompts, request["tokens"], rows, interrupted, report) | {"device": device.type}
+        report(result)
+    if config.measure:
+        models: dict[str, GPT] = {model.config.strategy: model}
+        if config.against not in ("none", *models):
+            dtype = next(model.parameters()).dtype
+            models[config.against] = GPT(_baseline_config(model.config), dtype=dtype, **where)
+        with ProgressDisplay(show=show and rank == 0) as display:
+            display.stage("measuring: turn", config.turns)
+            settings: dict[str, Any] = {"turns": config.turns, "sampling": config.sampling, "profile": power}
+            generated = max(map(len, result["tokens"]))
+            costs = measure_generation(models, prompts, generated, report=display.update, **settings)
+        result["measured"] = {
+            name: {phase: cost.to_dict() for phase, cost in phases.items()}
+            | {"parameters": sum(parameter.numel() for parameter in models[name].parameters())}
+            for name, phases in costs.items()
+        }
+    return result
+
+
+def _answer(
+    model: GPT,
+    config: GenerateConfig,
+    prompts: list[Tensor],
+    tokens: int,
+    rows: list[RowText],
+    interrupted: Callable[[], bool],
+    report: Callable[[Any], None],
+) -> dict[str, Any]:
+    """Generate for one request, and report the first row's text as it grows."""
+    shown = 0
+
+    def report_text() -> None:
+        nonlocal shown
+        if len(text := rows[0].visible) > shown:
+            report(text[shown:])
+            shown = len(text)
+
+    def on_token(tokens: Tensor) -> list[bool]:
+        for row, token in zip(rows, tokens.tolist(), strict=True):
+            if not row.ended:
+                row.add(token)
+        report_text()
+        stopped = interrupted()
+        return [stopped or row.ended for row in rows]
+
+    made = generate(model, prompts, tokens=tokens, on_token=on_token, **asdict(config.sampling))
+    for row in rows:
+        row.finish()
+    report_text()
+    texts = {"texts": [row.text for row in rows], "tokens": [row.tokens for row in rows]}
+    return texts | {"prefill_seconds": made.prefill_seconds, "decode_seconds": sum(made.decode_seconds)}
+
+
+def _pipe(folder: str, rank: int) -> Path:
+    return Path(folder) / f"rank-{rank}"
+
+
+class _RequestPipe:
+    """Requests of a conversation, which the launcher writes to a pipe as lines of JSON until it closes it."""
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        self._file, self._device = os.open(path, os.O_RDONLY), device
+        self._read = b""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while True:
+            while b"\n" not in self._read:
+                if not (data := os.read(self._file, 1 << 16)):
+                    return
+                self._read += data
+            line, _, self._read = self._read.partition(b"\n")
+            if (message := json.loads(line)) != _INTERRUPT:  # otherwise the answer was complete before it came
+                yield message
+
+    def interrupted(self) -> bool:
+        """Whether any rank has been sent something during an answer: an interrupt, or the end of the pipe."""
+        sent = bool(self._read) or bool(select.select([self._file], [], [], 0)[0])
+        flag = torch.tensor(float(sent), device=self._device)
+        if dist.is_initialized():
+            dist.all_reduce(flag)
+        return bool(flag)

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from phantom_parallel.checkpoint.model import load_model, read_config
-from phantom_parallel.checkpoint.pretrained import copy_kept_files
+from phantom_parallel.checkpoint.pretrained import TOKENIZER, copy_kept_files
 from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.families.gpt.config import GPTConfig, TextTrainConfig
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.families.gpt.task import GPTTask
-from phantom_parallel.families.gpt.text import Text, open_text, text_digest, windows
-from phantom_parallel.families.gpt.tokens import find_tokenizer, tokenizer_file
+from phantom_parallel.families.gpt.text import Text, find_file, find_tokenizer, open_text, text_digest, windows
 from phantom_parallel.infer.predict import check_folder
 from phantom_parallel.ops import vocabulary_kl_divergence
 from phantom_parallel.train.config import HEAL, Schedule
@@ -31,7 +30,6 @@ from phantom_parallel.utils.files import read_bytes
 from phantom_parallel.utils.settings import Features, NonNegativeInt, PositiveFloat, PositiveInt
 from phantom_parallel.utils.strategies import StrategyName
 
-_SAME = ("vocab", "dim", "layers", "tie_embeddings")  # sizes that a teacher must have
 _LAYER_SHARE = 10  # by default one step in so many is layer by layer
 
 
@@ -68,16 +66,16 @@ class HealConfig(TextTrainConfig):
     """Train the embedding, the head and its norm too. By default only weights of layers are trained."""
 
     def __post_init__(self) -> None:
-        model, teacher = self.model_config, self.teacher_config
+        model, teacher = self.model_config, _config_of(self.teacher)
         if model.strategy != "phantom":
             raise ValueError(f"{self.model} is a {model.strategy} model: give a phantom one, of phantom model convert")
         if teacher.strategy == "phantom":
             raise ValueError(f"the teacher {self.teacher} is a phantom model: give the dense one that was converted")
-        for name in _SAME:
-            if getattr(model, name) != getattr(teacher, name):
+        for name in ("vocab", "dim", "layers", "tie_embeddings"):
+            if (of_model := getattr(model, name)) != (of_teacher := getattr(teacher, name)):
                 raise ValueError(
-                    f"the teacher {self.teacher} has {name}={getattr(teacher, name)}, the model {self.model} has "
-                    f"{getattr(model, name)}: give the model that it was converted from"
+                    f"the teacher {self.teacher} has {name}={of_teacher}, the model {self.model} has {of_model}: "
+                    "give the model that it was converted from"
                 )
         super().__post_init__()
         if self.layer_steps is None:
@@ -90,7 +88,7 @@ class HealConfig(TextTrainConfig):
         if self.compile:
             raise ValueError("compile is not supported by heal: leave it out")
         model.check_ranks(self.ranks)
-        self.teacher_on_ranks.check_ranks(self.ranks)
+        self.teacher_config.check_ranks(self.ranks)
 
     @property
     def kind(self) -> str:
@@ -105,6 +103,11 @@ class HealConfig(TextTrainConfig):
         return _config_of(self.model)
 
     @property
+    def teacher_config(self) -> GPTConfig:
+        """Config of the teacher as it runs: dense in one process, and by Megatron on several ranks."""
+        return replace(_config_of(self.teacher), strategy="dense" if self.ranks == 1 else "megatron")
+
+    @property
     def strategy(self) -> StrategyName:
         return self.model_config.strategy
 
@@ -117,23 +120,13 @@ class HealConfig(TextTrainConfig):
         return self.model_config.ghosts
 
     @property
-    def teacher_config(self) -> GPTConfig:
-        """Config of the teacher, as it was saved."""
-        return _config_of(self.teacher)
-
-    @property
-    def teacher_on_ranks(self) -> GPTConfig:
-        """Config of the teacher as it runs: dense in one process, and by Megatron on several ranks."""
-        return replace(self.teacher_config, strategy="dense" if self.ranks == 1 else "megatron")
-
-    @property
     def vocab(self) -> int:
         return self.model_config.vocab
 
     @property
     def tokenizer(self) -> str:
         """A name of the model's tokenizer, for the cache of tokens."""
-        file = tokenizer_file(Path(self.model))
+        file = find_file(Path(self.model), TOKENIZER)
         return "bytes" if file is None else sha256(read_bytes(file)).hexdigest()
 
     def with_absolute_data(self) -> Self:
@@ -166,7 +159,7 @@ class HealTask(GPTTask):
         where: dict[str, Any] = {"mesh": parallel.tp, "device": parallel.device, "dtype": torch.float32}
         self.model = load_model(config.model, wire=config.wire, **where)
         _freeze(self.model, config)
-        strategy = config.teacher_on_ranks.strategy
+        strategy = config.teacher_config.strategy
         self._teacher: GPT = load_model(config.teacher, strategy=strategy, **where).requires_grad_(False)
         self._step = 0
         self.teacher_loss, self.initial_loss = map(self._held_out_loss, (self._teacher, self.model))
@@ -244,12 +237,8 @@ class HealTask(GPTTask):
     @torch.no_grad()
     def _held_out_loss(self, model: GPT) -> float:
         """Mean cross-entropy of the held-out windows."""
-        total = 0.0
-        for rows in self.held_out.split(self.config.micro_batch):
-            pair = self.to_device(*windows(self._text.held_out, rows, self.config.context))
-            with self.autocast():
-                total += float(model.loss(*pair)) * len(rows)
-        return total / len(self.held_out)
+        parts = self.held_out.split(self.config.micro_batch)
+        return float(sum(self.held_out_loss(model, rows) for rows in parts)) / len(self.held_out)
 
 
 def _streams(model: GPT, tokens: Tensor, *, recompute: bool = False) -> Iterator[Tensor]:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Generator
 from dataclasses import asdict
 from math import pi
-from typing import Any, TypeVar
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +39,6 @@ from phantom_parallel.utils.strategies import WireFormat, get_strategy
 # compute up to the same place. Gradients follow in the opposite order, by autograd's own rule: of what is ready, it
 # runs the backward of what ran last.
 Part = Generator[None, None, Tensor]
-M = TypeVar("M", nn.Linear, nn.Embedding)
 
 
 def interleave_microbatches(parts: list[Part]) -> list[Tensor]:
@@ -202,11 +201,6 @@ class ReplicatedStreamHead(NormedLinear):
         return logits.to_local(grad_placements=[Shard(x.dim() - 1)])
 
 
-def _embedding_std(config: GPTConfig) -> float:
-    """One, as the stream has; but a weight that the head shares must not lead to large logits."""
-    return config.dim**-0.5 if config.tie_embeddings else 1.0
-
-
 class _PhantomParts:
     """Makes the parts of a model whose features are sharded. The calls must follow the order of the model, since each
     draws a seed.
@@ -216,31 +210,21 @@ class _PhantomParts:
         self, config: GPTConfig, mesh: DeviceMesh | None, device: Any, dtype: torch.dtype | None, wire: WireFormat
     ) -> None:
         self.config, self.held = config, True
-        self.kwargs: dict[str, Any] = {"mesh": mesh, "device": device, "dtype": dtype}
+        self.kwargs: dict[str, Any] = {"mesh": mesh, "device": device, "dtype": dtype, "blocks": config.blocks}
         self.wired = self.kwargs | {"wire": wire}
 
-    def embedding(self) -> FeatureEmbedding:
-        config = self.config
-        assert config.blocks is not None
-        std = _embedding_std(config)
-        return FeatureEmbedding(config.vocab, config.dim, blocks=config.blocks, std=std, **self.kwargs)
+    def embedding(self, std: float) -> nn.Module:
+        return FeatureEmbedding(self.config.vocab, self.config.dim, std=std, **self.kwargs)
 
-    def normed(self, in_features: int, out_features: int, ghosts: int | None, *, bias: bool = False) -> nn.Module:
-        cut = self._cut(ghosts)
-        return NormedPhantomLinear(in_features, out_features, bias, eps=self.config.norm_eps, **cut, **self.wired)
+    def normed(self, sizes: tuple[int, int], ghosts: int | None, *, bias: bool = False) -> nn.Module:
+        return NormedPhantomLinear(*sizes, bias, ghosts=ghosts, eps=self.config.norm_eps, **self.wired)  # type: ignore[arg-type]
 
-    def linear(self, in_features: int, out_features: int, ghosts: int | None, gain: float) -> nn.Module:
-        return PhantomLinear(in_features, out_features, False, gain=gain, **self._cut(ghosts), **self.wired)
+    def linear(self, sizes: tuple[int, int], ghosts: int | None, gain: float) -> nn.Module:
+        return PhantomLinear(*sizes, False, ghosts=ghosts, gain=gain, **self.wired)  # type: ignore[arg-type]
 
-    def _cut(self, ghosts: int | None) -> dict[str, Any]:
-        return {"blocks": self.config.blocks, "ghosts": ghosts}
-
-    def head(self) -> VocabularyHead:
-        config = self.config
-        tied, eps = config.tie_embeddings, config.norm_eps
-        return VocabularyHead(
-            config.vocab, config.dim, blocks=config.blocks, tie_embeddings=tied, eps=eps, **self.wired
-        )
+    def head(self) -> nn.Module:
+        config, tied = self.config, self.config.tie_embeddings
+        return VocabularyHead(config.vocab, config.dim, tie_embeddings=tied, eps=config.norm_eps, **self.wired)
 
 
 class _ReplicatedStreamParts:
@@ -257,24 +241,24 @@ class _ReplicatedStreamParts:
         self.device = torch.device(device or (torch.get_default_device() if mesh is None else mesh.device_type))
         self.dtype = dtype
 
-    def embedding(self) -> nn.Embedding:
-        vocab, dim = self.config.vocab, self.config.dim
-        made = nn.Embedding(vocab, dim, device="meta", dtype=self.dtype)
-        style = row_style(self.wire, embedding=True)
-        return self._parallelize(made, style, gain=_embedding_std(self.config) * dim**0.5)
+    def embedding(self, std: float) -> nn.Module:
+        made = nn.Embedding(self.config.vocab, self.config.dim, device="meta", dtype=self.dtype)
+        return self._parallelize(made, row_style(self.wire, embedding=True), gain=std * self.config.dim**0.5)
 
-    def normed(self, in_features: int, out_features: int, ghosts: int | None, *, bias: bool = False) -> nn.Module:
-        linear = self._linear(in_features, out_features, column_style(self.wire), bias=bias)
-        return NormedLinear(self._norm(), linear, self.config.norm_eps)
+    def normed(self, sizes: tuple[int, int], ghosts: int | None, *, bias: bool = False) -> nn.Module:
+        linear = nn.Linear(*sizes, bias=bias, device="meta", dtype=self.dtype)
+        return NormedLinear(self._norm(), self._parallelize(linear, column_style(self.wire)), self.config.norm_eps)
 
-    def linear(self, in_features: int, out_features: int, ghosts: int | None, gain: float) -> nn.Module:
-        return self._linear(in_features, out_features, row_style(self.wire), gain=gain)
+    def linear(self, sizes: tuple[int, int], ghosts: int | None, gain: float) -> nn.Module:
+        linear = nn.Linear(*sizes, bias=False, device="meta", dtype=self.dtype)
+        return self._parallelize(linear, row_style(self.wire), gain)
 
-    def head(self) -> ReplicatedStreamHead:
-        config = self.config
-        style = column_style(self.wire)
-        linear = nn.Identity() if config.tie_embeddings else self._linear(config.dim, config.vocab, style)
-        return ReplicatedStreamHead(self._norm(), linear, self.config.norm_eps, rank_group(self.mesh, self.wire))
+    def head(self) -> nn.Module:
+        config, linear = self.config, nn.Identity()
+        if not config.tie_embeddings:
+            linear = nn.Linear(config.dim, config.vocab, bias=False, device="meta", dtype=self.dtype)  # type: ignore[assignment]
+            self._parallelize(linear, column_style(self.wire))
+        return ReplicatedStreamHead(self._norm(), linear, config.norm_eps, rank_group(self.mesh, self.wire))
 
     def _norm(self) -> nn.Parameter:
         weight = torch.ones(self.config.dim, device=self.device if self.held else "meta", dtype=self.dtype)
@@ -282,13 +266,7 @@ class _ReplicatedStreamParts:
             return nn.Parameter(weight)
         return nn.Parameter(DTensor.from_local(weight, self.mesh, [Replicate()], run_check=False))
 
-    def _linear(
-        self, in_features: int, out_features: int, style: ParallelStyle, *, gain: float = 1.0, bias: bool = False
-    ) -> nn.Module:
-        made = nn.Linear(in_features, out_features, bias=bias, device="meta", dtype=self.dtype)
-        return self._parallelize(made, style, gain)
-
-    def _parallelize(self, module: M, style: ParallelStyle, gain: float) -> M:
+    def _parallelize(self, module: Any, style: ParallelStyle, gain: float = 1.0) -> nn.Module:
         """Initialize the full weight, the same on every rank, and apply the style to the module."""
         if self.device.type != "meta":
             seed = broadcast_seed(None, self.ranks)
@@ -297,7 +275,7 @@ class _ReplicatedStreamParts:
                 init_rows(weight, bias, out_features=weight.shape[0], rank=0, ranks=1, seed=seed, gain=gain)
         if self.mesh is not None:
             parallelize_module(module, self.mesh, style, src_data_rank=None)
-        return module
+        return cast(nn.Module, module)
 
 
 def _or_identity(module: Any, held: bool) -> Any:
@@ -315,29 +293,25 @@ class GPT(nn.Module):
 
     On a mesh, ``phantom`` holds blocks / ranks blocks of the residual stream, with their heads, on each rank; a layer
     has four collectives forward and four backward, which carry ghosts. ``megatron`` replicates the stream and shards
-    the linear layers with torch's own column and row styles, with two all-reduces of the stream per layer each way;
-    with another ``wire`` than "full" the products are the same and the exchanges are this library's. With
-    ``parallel_block``, a layer has half as many. ``dense`` runs in one process. Tokens, losses and logits are
-    replicated.
+    the linear layers with torch's own column and row styles, with two all-reduces of the stream per layer each way.
+    With ``parallel_block``, a layer has half as many. Tokens, losses and logits are replicated.
 
     ``fsdp`` shards the weights of the dense model by torch's ``fully_shard``, and each rank works on sequences of its
-    own. ``pipeline`` has some consecutive layers on each rank, the embedding on the first and the head on the last;
-    the forward pass is that of this rank's stage, and what it does not hold is ``nn.Identity``. The first and the last
-    stage both hold a weight that embedding and head share, and must sum its gradients. The same seed gives the same
-    weights on any number of ranks, and the same for all strategies but ``phantom``.
+    own. ``pipeline`` has some consecutive layers on each rank, the embedding on the first and the head on the last; the
+    forward pass is that of this rank's stage, what it does not hold is ``nn.Identity``, and both ends hold a weight
+    that embedding and head share. The same seed gives the same weights on any number of ranks, and the same for all
+    strategies but ``phantom``.
 
     Args:
         config: The architecture.
         mesh: One-dimensional device mesh to shard the model over.
         device: Of the parameters; on the meta device call ``reset_parameters`` of the layers after ``to_empty``.
         dtype: Of the parameters.
-        wire: Format in which features and their gradients are sent between ranks, as for `PhantomLinear`. Sums of norms
-            and of the loss, and rows of a tied head, are never rounded.
-        activation_checkpointing: Save only the inputs of the layers and recompute the rest in backward, collectives
-            included. Also an attribute.
+        wire: Format in which features and their gradients are sent between ranks, as for `PhantomLinear`.
+        activation_checkpointing: Save only the inputs of the layers and recompute the rest in backward.
         reshard_after_forward: For ``fsdp``, whether to free the gathered weights of a layer after its forward pass.
         interleave: Parts of a batch that are interleaved in a loss, so that exchanges of one overlap with products of
-            the others. A batch that it does not divide, and a compiled one, is one part. Also an attribute.
+            the others. A batch that it does not divide, and a compiled one, is one part.
 
     Example::
 
@@ -361,9 +335,9 @@ class GPT(nn.Module):
         self.config, self.mesh, self.wire = config, flat_mesh(mesh), wire
         self.activation_checkpointing, self.interleave = activation_checkpointing, interleave
         strategy, ranks = get_strategy(config.strategy), rank_group(self.mesh, wire)
-        settings = {"wire": wire, "interleave": interleave, "dtype": str(dtype or torch.get_default_dtype())}
-        settings["activation_checkpointing"] = activation_checkpointing
-        check_agreement("a GPT", asdict(config) | settings, self.mesh)  # before what only one rank may refuse
+        settings = {"wire": wire, "interleave": interleave, "activation_checkpointing": activation_checkpointing}
+        settings |= asdict(config) | {"dtype": str(dtype or torch.get_default_dtype())}
+        check_agreement("a GPT", settings, self.mesh)  # before what only one rank may refuse
         config.check_ranks(ranks.size)
         strategy.check_wire(wire)
         check_interleave(interleave, strategy, ranks.size, config.blocks, activation_checkpointing)
@@ -376,31 +350,21 @@ class GPT(nn.Module):
         parts = make_parts(config, mesh, device, dtype, wire)
         to_stream = (2 * config.layers) ** -0.5  # a gain, so that what the layers add does not grow with depth
         parts.held = self.is_first_stage or (config.tie_embeddings and self.is_last_stage)
-        self.embedding = _or_identity(parts.embedding(), parts.held)
+        std = config.dim**-0.5 if config.tie_embeddings else 1.0  # a shared weight must not lead to large logits
+        self.embedding = _or_identity(parts.embedding(std), parts.held)
         self.layers = nn.ModuleList()
         for index, (qkv, out, gate_up, down) in enumerate(config.ghosts_of_layers):
-            parts.held = index in self.stage
+            parts.held, sizes = index in self.stage, config.linear_features
             heads = {"layer": index, "head_dim": config.head_dim, "queries_per_kv": config.queries_per_kv}
             layer: nn.Module
             if config.parallel_block:
-                layer = ParallelLayer(
-                    parts.normed(config.dim, config.qkv_features + 2 * config.hidden, qkv),
-                    parts.linear(config.dim + config.hidden, config.dim, out, 2**0.5 * to_stream),
-                    **heads,
-                    width=config.hidden // config.kv_heads,
-                )
+                into, back = parts.normed(sizes[0], qkv), parts.linear(sizes[1], out, 2**0.5 * to_stream)
+                layer = ParallelLayer(into, back, **heads, width=config.hidden // config.kv_heads)
             else:
-                attention = Attention(
-                    parts.normed(config.dim, config.qkv_features, qkv, bias=config.qkv_bias),
-                    parts.linear(config.dim, config.dim, out, to_stream),
-                    **heads,
-                )
-                mlp = SwiGLU(
-                    parts.normed(config.dim, 2 * config.hidden, gate_up),
-                    parts.linear(config.hidden, config.dim, down, to_stream),
-                    width=config.hidden // config.hidden_groups,
-                )
-                layer = Layer(attention, mlp)
+                into, back = parts.normed(sizes[0], qkv, bias=config.qkv_bias), parts.linear(sizes[1], out, to_stream)
+                attention = Attention(into, back, **heads)
+                into, back = parts.normed(sizes[2], gate_up), parts.linear(sizes[3], down, to_stream)
+                layer = Layer(attention, SwiGLU(into, back, width=config.hidden // config.hidden_groups))
             self.layers.append(_or_identity(layer, parts.held))
         parts.held = self.is_last_stage
         self.head = _or_identity(parts.head(), parts.held)
@@ -434,10 +398,8 @@ class GPT(nn.Module):
         return next(self.parameters())
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross-entropy of the targets over all positions of (batch, t) tokens.
-
-        The loss is the same on every rank of the mesh, and its backward gives each rank the gradients of its own
-        parameters. No rank holds all logits.
+        """The mean cross-entropy of the targets over all positions of (batch, t) tokens, the same on every rank of the
+        mesh. No rank holds all logits.
         """
         loss: Tensor = self(tokens, targets)
         return loss
@@ -456,18 +418,15 @@ class GPT(nn.Module):
         """
         config = self.config
         if self.mesh is not None and not get_strategy(config.strategy).splits_layers:
-            raise ValueError(
-                f"the strategy {config.strategy} has no cache on several ranks: load the model as megatron"
-            )
+            raise ValueError(f"{config.strategy} has no cache on several ranks: load the model as megatron")
         length = config.context if length is None else length
         positive(batch=batch, length=length)
         if length > config.context:
             raise ValueError(f"a cache of {length} positions is longer than the model's context of {config.context}")
-        like = self._like
         shape = config.layers, batch, config.kv_heads // self.group.size, length, config.head_dim
-        kwargs: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
+        keys, values = (torch.zeros(shape, device=self._like.device, dtype=self._like.dtype) for _ in range(2))
         with torch.no_grad():
-            return Cache(torch.zeros(shape, **kwargs), torch.zeros(shape, **kwargs), head=self._tied_rows())
+            return Cache(keys, values, head=self._tied_rows())
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, *, cache: Cache | None = None, last: bool = False
@@ -499,8 +458,7 @@ class GPT(nn.Module):
         if not self.is_last_stage:
             return x
         if weight is not None and targets is not None:
-            logits = self.head(x, weight)  # (batch t / R, V)
-            return row_cross_entropy(logits, targets, group=self.group)
+            return row_cross_entropy(self.head(x, weight), targets, group=self.group)  # logits: (batch t / R, V)
         rows = self._tied_rows() if cache is None else cache.head
         if cache is not None:
             cache.position += tokens.shape[1]
@@ -511,23 +469,16 @@ class GPT(nn.Module):
 
     def _parts_of(self, tokens: Tensor, targets: Tensor | None) -> int:
         """The number of interleaved parts of a batch. Hooks of layers, FSDP's among them, would not run then."""
-        if (
-            self.interleave == 1
-            or targets is None
-            or tokens.shape[0] % self.interleave
-            or torch.compiler.is_compiling()
-        ):
+        parts = self.interleave
+        if parts == 1 or targets is None or tokens.shape[0] % parts or torch.compiler.is_compiling():
             return 1
         own_forward = (Layer, ParallelLayer, Attention, SwiGLU)  # which does not run then
         bypassed = [m for m in self.layers.modules() if isinstance(m, own_forward) or hasattr(m, "begin")]
-        if any(map(_has_hooks, bypassed)):
-            warnings.warn(
-                f"interleave={self.interleave} has no effect: the layers have hooks, which run on whole batches only",
-                UserWarning,
-                stacklevel=2,
-            )
-            return 1
-        return self.interleave
+        if not any(map(_has_hooks, bypassed)):
+            return parts
+        message = f"interleave={parts} has no effect: the layers have hooks, which run on whole batches only"
+        warnings.warn(message, UserWarning, stacklevel=2)
+        return 1
 
     def _interleaved_loss(
         self, tokens: Tensor, targets: Tensor, cos: Tensor, sin: Tensor, weight: PrefetchedWeight | None, parts: int
@@ -585,14 +536,15 @@ class GPT(nn.Module):
             )
         if targets is not None and targets.shape != tokens.shape[:2]:
             raise ValueError(f"targets of shape {tuple(targets.shape)} for tokens of shape {tuple(tokens.shape)}")
-        if torch.compiler.is_compiling() or isinstance(tokens, FakeTensor):
-            return
-        if tokens.device.type != "cpu":
+        if torch.compiler.is_compiling() or isinstance(tokens, FakeTensor) or tokens.device.type != "cpu":
             return  # on other devices, reading the values would synchronize
         for name, given in (("tokens", tokens if self.is_first_stage else None), ("targets", targets)):
             if given is not None and given.numel():
-                low, high = (int(value) for value in given.aminmax())
-                if low < 0 or high >= self.config.vocab:
-                    raise ValueError(
-                        f"{name} must lie from 0 to {self.config.vocab - 1}, got {low if low < 0 else high}"
-                    )
+                check_tokens(name, given, self.config.vocab)
+
+
+def check_tokens(name: str, tokens: Tensor, vocab: int) -> None:
+    """Raise ValueError if a token is not in the vocabulary: an accelerator would abort, or compute something else."""
+    low, high = (int(token) for token in tokens.aminmax())
+    if low < 0 or high >= vocab:
+        raise ValueError(f"{name} must lie from 0 to {vocab - 1}, got {low if low < 0 else high}")

@@ -34,7 +34,7 @@ from phantom_parallel.checkpoint.pretrained import (
 from phantom_parallel.checkpoint.shards import write_tensors
 from phantom_parallel.families.gpt.config import MODULES, GPTConfig, RopeScaling
 from phantom_parallel.families.gpt.model import GPT
-from phantom_parallel.families.gpt.tokens import BPETokenizer
+from phantom_parallel.families.gpt.text import BPETokenizer
 from phantom_parallel.nn.linear import PhantomLinear
 from phantom_parallel.utils.files import atomic_folder, check_replaceable, read_json, write_bytes, write_json
 
@@ -43,22 +43,31 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _IGNORED = "rotary_emb.inv_freq"  # a buffer of old files, which the config determines
+# Fields of our configs, and what config.json calls them.
+_SIZES = {
+    "vocab": "vocab_size",
+    "dim": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "hidden": "intermediate_size",
+    "context": "max_position_embeddings",
+    "tie_embeddings": "tie_word_embeddings",
+    "norm_eps": "rms_norm_eps",
+}
+_DEFAULTS = {"num_key_value_heads": None, "tie_word_embeddings": False, "rms_norm_eps": 1e-6}
+_ROPE = {
+    "linear": {"factor": "factor"},
+    "llama3": {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}
+    | {"original_context": "original_max_position_embeddings"},
+}
 
 
 def import_model(
     source: Path, out: Path, *, dtype: str = "fp32", context: int | None = None, overwrite: bool = False
 ) -> GPTConfig:
-    """Write a pretrained model as a dense model of the family. One tensor at a time is in memory.
-
-    Args:
-        source: Folder of the pretrained model, or a GGUF file.
-        out: The new folder.
-        dtype: Dtype of the tensors that are written.
-        context: Maximum number of positions, by default the pretrained model's.
-        overwrite: Whether to replace ``out`` if it exists.
-
-    Returns:
-        The config of the model.
+    """Write a pretrained model, a folder or a GGUF file, as a dense model of the family, and return its config. One
+    tensor at a time is in memory. ``context`` is the maximum number of positions, by default the pretrained model's.
 
     Raises:
         ValueError: If the model is not supported, or a file of it is damaged; before anything is written.
@@ -97,17 +106,8 @@ def import_model(
 
 
 def export_model(model: Path, out: Path, *, dtype: str | None = None, overwrite: bool = False) -> str:
-    """Write a model of the family as a folder that ``AutoModelForCausalLM.from_pretrained`` loads. Phantom layers
-    become the dense layers that they equal. One layer at a time is in memory.
-
-    Args:
-        model: Folder of the model.
-        out: The new folder.
-        dtype: Dtype of the tensors that are written, by default the model's.
-        overwrite: Whether to replace ``out`` if it exists.
-
-    Returns:
-        Name of the architecture.
+    """Write a model of the family as a folder that ``AutoModelForCausalLM.from_pretrained`` loads, and return the name
+    of its architecture. Phantom layers become the dense layers that they equal. One layer at a time is in memory.
     """
     check_replaceable(out, overwrite, CONFIG, model)
     stored = StoredModel(model)
@@ -129,7 +129,7 @@ def export_model(model: Path, out: Path, *, dtype: str | None = None, overwrite:
 def config_of(settings: dict[str, Any], source: Path) -> GPTConfig:
     """The config of a pretrained model, from its settings; ValueError if it has something that the family has not."""
     try:
-        return _config_of(settings)
+        return _config_of(_DEFAULTS | {name: value for name, value in settings.items() if value is not None})
     except KeyError as error:
         raise ValueError(f"{source}: config.json has no {error.args[0]}") from None
     except (ValueError, TypeError, ArithmeticError) as error:
@@ -140,56 +140,34 @@ def _config_of(settings: dict[str, Any]) -> GPTConfig:
     kind = settings.get("model_type")
     if kind not in MODEL_TYPES:
         raise ValueError(f"model_type {kind!r}, only {', '.join(MODEL_TYPES)} are")
-    if settings.get("quantization_config") is not None:
+    if "quantization_config" in settings:
         raise ValueError("quantization_config: only models in floating point, or GGUF files, are")
     for name, supported in (("hidden_act", "silu"), ("mlp_bias", False), ("partial_rotary_factor", 1.0)):
-        if settings.get(name) not in (None, supported):
+        if settings.get(name, supported) != supported:
             raise ValueError(f"{name} = {settings[name]!r}, only {supported!r} is")
     if kind != "qwen2" and settings.get("attention_bias"):
         raise ValueError("attention_bias = true, only with model_type qwen2, which has no bias after attention")
-    dim, heads = settings["hidden_size"], settings["num_attention_heads"]
+    sizes = {own: settings[name] for own, name in _SIZES.items()}
+    dim, heads = sizes["dim"], sizes["heads"]
     if (head_dim := settings.get("head_dim")) is not None and head_dim * heads != dim:
         raise ValueError(f"head_dim = {head_dim!r}, only hidden_size / num_attention_heads = {dim / heads:g} is")
+    # At most as many positions as a sliding window has: within the window, attention is the full one.
+    if "sliding_window" in settings and (kind != "qwen2" or settings.get("use_sliding_window", False)):
+        sizes["context"] = min(sizes["context"], settings["sliding_window"])
     base, scaling = _rope_of(settings)
-    return GPTConfig(
-        vocab=settings["vocab_size"],
-        dim=dim,
-        layers=settings["num_hidden_layers"],
-        heads=heads,
-        kv_heads=settings.get("num_key_value_heads"),  # type: ignore[arg-type]
-        hidden=settings["intermediate_size"],
-        context=_context_of(settings),
-        strategy="dense",
-        tie_embeddings=settings.get("tie_word_embeddings") or False,
-        rope_base=base,
-        norm_eps=settings.get("rms_norm_eps", 1e-6),
-        qkv_bias=kind == "qwen2",
-        rope_scaling=scaling,
-    )
+    return GPTConfig(**sizes, strategy="dense", rope_base=base, qkv_bias=kind == "qwen2", rope_scaling=scaling)
 
 
 def _rope_of(settings: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     """Base and scaling of the rotary position embedding, in the form of any release of ``transformers``."""
     rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     base = float(rope.get("rope_theta") or settings.get("rope_theta") or 10000.0)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind: Any = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return base, None
-    if kind == "linear":
-        return base, RopeScaling("linear", rope["factor"])
-    if kind != "llama3":
-        raise ValueError(f"rope scaling of the type {kind!r}, only default, linear and llama3 are")
-    factor, low, high = (rope[name] for name in ("factor", "low_freq_factor", "high_freq_factor"))
-    return base, RopeScaling("llama3", factor, low, high, rope["original_max_position_embeddings"])
-
-
-def _context_of(settings: dict[str, Any]) -> int:
-    """Positions, at most as many as a sliding window has: within the window, attention is the full one."""
-    context: int = settings["max_position_embeddings"]
-    window = settings.get("sliding_window")
-    if settings.get("model_type") == "qwen2" and not settings.get("use_sliding_window", False):
-        window = None
-    return context if window is None else min(context, window)
+    if kind not in _ROPE:
+        raise ValueError(f"rope scaling of the type {kind!r}, only default, {' and '.join(_ROPE)} are")
+    return base, RopeScaling(**{own: rope[name] for own, name in _ROPE[kind].items()}, kind=kind)
 
 
 def _settings_of(config: GPTConfig, dtype: str) -> dict[str, Any]:
@@ -197,25 +175,15 @@ def _settings_of(config: GPTConfig, dtype: str) -> dict[str, Any]:
     kind, name = ("qwen2", "Qwen2ForCausalLM") if config.qkv_bias else ("llama", "LlamaForCausalLM")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_base}
     if (scaling := config.rope_scaling) is not None:
-        rope |= {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling.kind == "llama3":
-            rope |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
-            rope |= {"original_max_position_embeddings": scaling.original_context}
+        rope |= {"rope_type": scaling.kind}
+        rope |= {other: getattr(scaling, own) for own, other in _ROPE[scaling.kind].items()}
     return {
         "architectures": [name],
         "model_type": kind,
-        "vocab_size": config.vocab,
-        "hidden_size": config.dim,
-        "intermediate_size": config.hidden,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "max_position_embeddings": config.context,
+        **{other: getattr(config, own) for own, other in _SIZES.items()},
         "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
         "rope_parameters": rope,
         "rope_theta": config.rope_base,
-        "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": False,
         "mlp_bias": False,
         "use_cache": True,
@@ -254,8 +222,7 @@ def _weights(config: GPTConfig) -> Iterator[_Weight]:
 
 def _from_pretrained(weight: _Weight, load: Callable[[str], Tensor]) -> Tensor:
     """A parameter of the dense model, made of the tensors of the pretrained one."""
-    pieces = [load(name).unflatten(0, (weight.groups, -1)) for name in weight.tensors]
-    return torch.cat(pieces, 1).flatten(0, 1)
+    return torch.cat([load(name).unflatten(0, (weight.groups, -1)) for name in weight.tensors], 1).flatten(0, 1)
 
 
 def _to_pretrained(name: str, weight: _Weight, stored: StoredModel) -> Tensor:
@@ -268,13 +235,9 @@ def _to_pretrained(name: str, weight: _Weight, stored: StoredModel) -> Tensor:
 def _dense(weight: _Weight, stored: StoredModel) -> Tensor:
     """A parameter of the dense model, or the one that phantom layers equal."""
     config: GPTConfig = stored.config
-    if config.strategy != "phantom":
-        return stored.load(weight.name)
     module, _, kind = weight.name.rpartition(".")
-    if module == "head.linear":
-        return stored.load("head.weight")
-    if not module.startswith("layers.") or kind != "weight":
-        return stored.load(weight.name)
+    if config.strategy != "phantom" or not module.startswith("layers.") or kind != "weight":
+        return stored.load(weight.name if config.strategy != "phantom" else weight.name.replace("head.linear", "head"))
     _, index, rest = module.split(".", 2)
     ghosts = config.ghosts_of_layers[int(index)][MODULES.index(rest)]
     in_features, out_features = next(iter(weight.tensors.values()))[1], sum(s[0] for s in weight.tensors.values())

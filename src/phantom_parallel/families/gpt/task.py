@@ -1,6 +1,7 @@
 """Training of a GPT on windows of text, with the cross-entropy as the loss."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,7 @@ from phantom_parallel.distributed.pipeline import Pipeline, ends
 from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.families.gpt.config import GPTTrainConfig
 from phantom_parallel.families.gpt.model import GPT
-from phantom_parallel.families.gpt.text import check_text, open_text, text_digest, windows
-from phantom_parallel.families.gpt.tokens import load_tokenizer
+from phantom_parallel.families.gpt.text import load_tokenizer, open_text, text_digest, windows
 from phantom_parallel.train.task import Task
 from phantom_parallel.utils.strategies import get_strategy
 
@@ -49,20 +49,15 @@ class GPTTask(Task[GPTTrainConfig]):
         self._forward = self.model
         self._ends: dist.ProcessGroup | None = None
         if strategy.splits_depth and parallel.tp is not None:
-            self.pipeline = Pipeline(
-                self.model,
-                self._run_stage,
-                parallel.tp,
-                stream=lambda rows: torch.empty(rows, config.context, config.model.dim, device="meta"),
-                micro_batches=config.stage_micro_batches,
-                device=parallel.device,
-            )
+            settings: dict[str, Any] = {"micro_batches": config.stage_micro_batches, "device": parallel.device}
+            stream = (config.context, config.model.dim)
+            self.pipeline = Pipeline(self.model, self._run_stage, parallel.tp, stream=stream, **settings)
             self.counts = self.pipeline.is_last
             self._ends = ends(parallel.tp) if config.model.tie_embeddings else None
 
     @staticmethod
     def check(config: GPTTrainConfig) -> None:
-        check_text(config)
+        open_text(config)  # whose tokens are cached for the ranks
 
     @staticmethod
     def outline(config: GPTTrainConfig) -> nn.Module:
@@ -100,15 +95,18 @@ class GPTTask(Task[GPTTrainConfig]):
         super().average()
 
     def measure(self, rows: Tensor) -> Tensor:
+        total = self.held_out_loss(self.model, rows)
+        return torch.stack([total, torch.zeros_like(total)])
+
+    def held_out_loss(self, model: GPT, rows: Tensor) -> Tensor:
+        """The summed loss of held-out windows; of a pipeline, 0 on all stages but the last."""
         evaluated = rows if len(rows) else self.held_out[:1]  # with FSDP every copy takes part in the exchanges
         tokens, targets = self.to_device(*windows(self._text.held_out, evaluated, self.config.context))
         if self.pipeline is not None:
             loss = self.pipeline.forward(tokens, targets)
-            total = torch.zeros((), device=self.parallel.device) if loss is None else loss * len(rows)
-        else:
-            with self.autocast():
-                total = self.model.loss(tokens, targets).float() * len(rows)
-        return torch.stack([total, torch.zeros_like(total)])
+            return torch.zeros((), device=self.parallel.device) if loss is None else loss * len(rows)
+        with self.autocast():
+            return model.loss(tokens, targets).float() * len(rows)
 
     def _run_stage(self, x: Tensor, targets: Tensor | None) -> Tensor:
         """Run this rank's stage of a pipeline: the stream for the next one, or the mean loss."""

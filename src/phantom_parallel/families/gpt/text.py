@@ -1,37 +1,250 @@
-"""Text to train on: files, read in the order of their paths, as two arrays of tokens. Every tenth piece is held out,
-since the end alone may differ in kind from the rest.
+"""Text to train on, tokenizers, the tokens of a prompt, and the text of generated tokens.
 
-Tokens are cached on disk under a digest of everything that they depend on, and memory-mapped from there, so that the
-ranks of a machine share them.
+A tokenizer is bytes, or a byte-pair encoding by the ``tokenizers`` library. Both decode to the text they encoded. Text
+to train on is files, read in the order of their paths, as two arrays of tokens: every tenth piece is held out, since
+the end alone may differ in kind from the rest. Tokens are cached on disk under a digest of everything that they depend
+on, and memory-mapped from there, so that the ranks of a machine share them.
 """
 
 import hashlib
-import shutil
+import re
 import sysconfig
-import warnings
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock
 from numpy.typing import NDArray
 from torch import Tensor
 
+from phantom_parallel.checkpoint.pretrained import GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG
 from phantom_parallel.families.gpt.config import PYTHON
-from phantom_parallel.families.gpt.tokens import (
-    BPETokenizer,
-    ByteTokenizer,
-    Tokenizer,
-    load_tokenizer,
-    tokenizers_library,
-)
-from phantom_parallel.utils.arrays import generator, open_array, readable
-from phantom_parallel.utils.files import atomic_folder, cache_folder
+from phantom_parallel.utils.arrays import generator
+from phantom_parallel.utils.files import atomic_folder, cache_folder, read_bytes, read_json, write_text
+
+_ENCODED_BYTES = 1 << 16  # of text that are encoded at once, up to the end of a line
+_LONG_WORD = re.compile(r"(\S{1024}|\s{1024})")
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # to which the first bytes of a character decode
+
+
+class ByteTokenizer:
+    """Every token is a byte."""
+
+    def encode(self, text: bytes, *, special_tokens: bool = False) -> NDArray[Any]:
+        """Tokens of a text. ``special_tokens``: with those that the tokenizer puts around a whole text, if any."""
+        return np.frombuffer(text, dtype=np.uint8)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Decode tokens; those of a padded vocabulary beyond bytes are left out."""
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+    def token(self, text: str) -> int | None:
+        """The token of a special text such as ``<|im_end|>``; None if there is none."""
+        return None
+
+    def save(self, folder: Path) -> None:
+        """Write the files that `load_tokenizer` needs to an existing folder: none."""
+
+
+class BPETokenizer:
+    """A byte-level byte-pair encoding, which encodes every text. Wraps a ``tokenizers.Tokenizer``, which neither cuts
+    nor pads texts any more; ``source`` is named in errors.
+    """
+
+    def __init__(self, tokenizer: Any, source: str = "the tokenizer") -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer, self._source = tokenizer, source
+
+    @classmethod
+    def train(cls, text: bytes, vocab: int) -> "BPETokenizer":
+        """Train an encoding of at most ``vocab`` tokens on a text."""
+        library = tokenizers_library()
+        tokenizer = library.Tokenizer(library.models.BPE())
+        tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = library.decoders.ByteLevel()
+        trainer = library.trainers.BpeTrainer(
+            vocab_size=vocab, initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        )
+        # Long words are cut: the time grows with the square of a word's length, and a text may have no spaces.
+        words = (word for piece in _pieces(text) for word in _LONG_WORD.split(piece) if word)
+        tokenizer.train_from_iterator(words, trainer)
+        return cls(tokenizer)
+
+    @classmethod
+    def from_bytes(cls, contents: bytes, source: str) -> "BPETokenizer":
+        """Load the contents of a ``tokenizer.json``; ValueError if it is damaged."""
+        library = tokenizers_library()
+        try:
+            return cls(library.Tokenizer.from_str(contents.decode()), source)
+        except Exception as error:  # the library raises no other class
+            raise ValueError(f"{source} is not a readable tokenizer: {error}") from None
+
+    @cached_property
+    def vocab(self) -> int:
+        """Size of the vocabulary, which a token's number is below."""
+        return 1 + max(self._tokenizer.get_vocab().values(), default=-1)
+
+    def encode(self, text: bytes, *, special_tokens: bool = False) -> NDArray[Any]:
+        dtype = np.uint16 if self.vocab <= 1 << 16 else np.uint32
+        pieces = [text.decode(errors="replace")] if special_tokens else _pieces(text)
+        with self._usable():
+            encoded = self._tokenizer.encode_batch(pieces, add_special_tokens=special_tokens)
+            parts = [np.asarray(part.ids, dtype=dtype) for part in encoded]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=dtype)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        with self._usable():
+            return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+    def token(self, text: str) -> int | None:
+        number: int | None = self._tokenizer.token_to_id(text)
+        return number
+
+    @contextmanager
+    def _usable(self) -> Iterator[None]:
+        """Turn an error of the library on a text into a ValueError: a file may load and fail later."""
+        try:
+            yield
+        except Exception as error:  # the library raises no other class
+            raise ValueError(f"{self._source} fails on a text: {error}") from None
+
+    def save(self, folder: Path) -> None:
+        write_text(folder / TOKENIZER, self._tokenizer.to_str(pretty=True))
+
+
+Tokenizer = ByteTokenizer | BPETokenizer
+
+
+def tokenizers_library() -> Any:
+    """The ``tokenizers`` library; ValueError if it is not installed."""
+    try:
+        return import_module("tokenizers")
+    except ImportError:
+        raise ValueError(
+            "the tokenizer bpe needs the tokenizers library, which is not installed: "
+            "pip install 'phantom-parallel[bpe]', or use bytes"
+        ) from None
+
+
+def _pieces(text: bytes) -> list[str]:
+    pieces, first = [], 0
+    while first < len(text):
+        end = text.find(b"\n", first + _ENCODED_BYTES) + 1 or len(text)
+        pieces.append(text[first:end].decode(errors="replace"))
+        first = end
+    return pieces
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Load the tokenizer of a folder: its ``tokenizer.json``, or bytes if there is none."""
+    file = folder / TOKENIZER
+    return BPETokenizer.from_bytes(read_bytes(file), str(file)) if file.exists() else ByteTokenizer()
+
+
+def find_file(model: Path, name: str) -> Path | None:
+    """A file in a model's folder, or in the training's folder around it."""
+    return next((folder / name for folder in (model, model.parent) if (folder / name).exists()), None)
+
+
+def find_tokenizer(model: Path) -> Tokenizer:
+    """Load the tokenizer of a model's folder, or of the training's folder around it; bytes if there is none."""
+    file = find_file(model, TOKENIZER)
+    return load_tokenizer(model if file is None else file.parent)
+
+
+def encode_prompt(text: str, tokenizer: Tokenizer, vocab: int, *, chat: bool = False) -> list[int]:
+    """Return the tokens of a prompt, after the tokens that the tokenizer puts before a text; a prompt that a ``chat``
+    template made has those already.
+    """
+    raw = text.encode(errors="surrogateescape")
+    tokens = [int(token) for token in tokenizer.encode(raw, special_tokens=not chat)]
+    if not tokens:
+        raise ValueError(f"the prompt {text[:100]!r} has no tokens, and a model needs at least one")
+    if (largest := max(tokens)) >= vocab:
+        raise ValueError(
+            f"the prompt has a token {largest}, but the model's vocabulary is {vocab}: the {TOKENIZER} beside the "
+            "model belongs to another model, or is missing"
+        )
+    return tokens
+
+
+def stop_tokens(model: Path, vocab: int, *, chat: bool = False) -> list[int]:
+    """Return the tokens that end a text: those of ``generation_config.json``, and for a ``chat`` the tokenizer's own
+    end of a text, which ends a turn.
+    """
+    file = find_file(model, GENERATION_CONFIG)
+    listed = None if file is None else read_json(file).get("eos_token_id")
+    tokens = [] if listed is None else list(listed) if isinstance(listed, list) else [listed]
+    if not all(isinstance(token, int) and 0 <= token < vocab for token in tokens):
+        raise ValueError(f"{file}: eos_token_id must be tokens from 0 to {vocab - 1}, got {listed}")
+    if chat and (file := find_file(model, TOKENIZER_CONFIG)) is not None:
+        end = read_json(file).get("eos_token")  # a text, or an object with it
+        number = find_tokenizer(model).token(str(end.get("content") if isinstance(end, dict) else end))
+        tokens += [] if number is None else [number]
+    return sorted(set(tokens))
+
+
+class RowText:
+    """The text of a row of tokens as it grows, up to a stop token or to a stop text, which are not part of it.
+    Characters appear as soon as all their bytes are there.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop_tokens: Collection[int] = (), stop_texts: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop_tokens, self._stop_texts = tokenizer, frozenset(stop_tokens), stop_texts
+        self._context: list[int] = []  # tokens before the pending ones: some decoders drop the space of a first token
+        self._pending: list[int] = []  # tokens whose last character is not complete
+        self.tokens: list[int] = []
+        self.text = ""
+        self.ended = False
+
+    def add(self, token: int) -> None:
+        """Add the next token."""
+        self.tokens.append(token)
+        if token in self._stop_tokens:
+            self.finish()
+            return
+        self._pending.append(token)
+        if not (text := self._pending_text()).endswith(_INCOMPLETE):
+            self._extend(text)
+
+    def finish(self) -> None:
+        """End the row, with what is left of an incomplete character."""
+        if not self.ended:
+            self._extend(self._pending_text())
+            self.ended = True
+
+    @property
+    def visible(self) -> str:
+        """The text without an end that may be the beginning of a stop text."""
+        if self.ended:
+            return self.text
+        beginnings = (stop[:length] for stop in self._stop_texts for length in range(1, len(stop)))
+        held_back = max((len(part) for part in beginnings if self.text.endswith(part)), default=0)
+        return self.text[: len(self.text) - held_back]
+
+    def _pending_text(self) -> str:
+        before = len(self._tokenizer.decode(self._context))
+        return self._tokenizer.decode(self._context + self._pending)[before:]
+
+    def _extend(self, text: str) -> None:
+        self.text += text
+        self._context, self._pending = self._pending or self._context, []
+        for stop in self._stop_texts:
+            if (end := self.text.find(stop)) >= 0:
+                self.text, self.ended = self.text[:end], True
+
 
 _HELD_OUT = 10  # one piece in 10 is held out
 _PIECE = 1 << 15  # bytes of a piece, up to the end of a line
 _FORMAT = b"1"  # version of the cached files
+_FILES = "training.npy", "held_out.npy"
 # Folders that are not part of the standard library, or that some installations lack.
 _EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3"})
 
@@ -42,7 +255,7 @@ TextSettings = Any
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens to train on and held-out tokens, as arrays that may be memory-mapped."""
+    """Tokens to train on and held-out tokens, memory-mapped."""
 
     training: NDArray[Any]
     held_out: NDArray[Any]
@@ -69,34 +282,29 @@ def windows(tokens: NDArray[Any], starts: Tensor, context: int) -> tuple[Tensor,
 
 
 def open_text(config: TextSettings, tokenizer: Tokenizer | None = None) -> Text:
-    """Open the text of a training, with its tokens from the cache if they are there.
-
-    Args:
-        config: The text, and the name of its tokenizer.
-        tokenizer: The tokenizer of that name, if it exists already.
-
-    Raises:
-        ValueError: If the text is missing, unreadable or too short.
+    """Open the text of a training, with its tokens from the cache if they are there. ``tokenizer`` is that of the
+    config's name, if it exists already. ValueError if the text is missing, unreadable or too short.
     """
     raw = _read(config)
     digest = _digest(raw, config)
-    text = _load_cached(_cache() / digest, digest)
-    if text is None:
-        text = _save_cached(_encode(raw, config, digest, tokenizer), _cache() / digest)
-    _check_length(text, config)
-    return text
+    folder = cache_folder() / "text" / digest
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock", mode=0o600):  # other ranks wait for the one that encodes
+        if not folder.is_dir():
+            _encode(raw, config, tokenizer, folder)
+    training, held_out = (np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in _FILES)
+    for name, tokens in (("to train on", training), ("held out", held_out)):
+        if len(tokens) <= config.context:
+            raise ValueError(
+                f"the text {config.data} has {len(tokens)} tokens {name}, which is too few for a window of "
+                f"context={config.context} and one more: give more text, or a smaller context"
+            )
+    return Text(training, held_out, load_tokenizer(folder), digest)
 
 
 def text_digest(config: TextSettings) -> str:
     """Return a digest of the text and of the settings that its tokens depend on."""
     return _digest(_read(config), config)
-
-
-def check_text(config: TextSettings) -> None:
-    """Raise ValueError if `open_text` would; its tokens are cached for the ranks."""
-    if config.tokenizer == "bpe":
-        tokenizers_library()
-    open_text(config)
 
 
 def _files(config: TextSettings) -> list[Path]:
@@ -137,11 +345,14 @@ def _digest(text: bytes, config: TextSettings) -> str:
     return digest.hexdigest()[:32]
 
 
-def _encode(text: bytes, config: TextSettings, digest: str, tokenizer: Tokenizer | None) -> Text:
-    training, held_out = split_text(text)
+def _encode(text: bytes, config: TextSettings, tokenizer: Tokenizer | None, folder: Path) -> None:
+    parts = split_text(text)
     if tokenizer is None:  # trained without the held-out text
-        tokenizer = ByteTokenizer() if config.tokenizer == "bytes" else BPETokenizer.train(training, config.vocab)
-    return Text(tokenizer.encode(training), tokenizer.encode(held_out), tokenizer, digest)
+        tokenizer = ByteTokenizer() if config.tokenizer == "bytes" else BPETokenizer.train(parts[0], config.vocab)
+    with atomic_folder(folder) as scratch:
+        for name, part in zip(_FILES, parts, strict=True):
+            np.save(scratch / name, tokenizer.encode(part))
+        tokenizer.save(scratch)
 
 
 def split_text(text: bytes) -> tuple[bytes, bytes]:
@@ -155,44 +366,3 @@ def split_text(text: bytes) -> tuple[bytes, bytes]:
     held_out = pieces[_HELD_OUT - 1 :: _HELD_OUT]
     del pieces[_HELD_OUT - 1 :: _HELD_OUT]
     return b"".join(pieces), b"".join(held_out)
-
-
-def _check_length(text: Text, config: TextSettings) -> None:
-    for name, tokens in (("to train on", text.training), ("held out", text.held_out)):
-        if len(tokens) <= config.context:
-            raise ValueError(
-                f"the text {config.data} has {len(tokens)} tokens {name}, which is too few for a window of "
-                f"context={config.context} and one more: give more text, or a smaller context"
-            )
-
-
-def _cache() -> Path:
-    return cache_folder() / "text"
-
-
-def _load_cached(folder: Path, digest: str) -> Text | None:
-    """Map cached tokens; None if they are missing or damaged, in which case they are removed."""
-    if not folder.is_dir():
-        return None
-    try:
-        with readable(folder, "cached tokens"):
-            training, held_out = (open_array(folder / f"{name}.npy", name).mapped for name in ("training", "held_out"))
-        assert training is not None
-        assert held_out is not None
-        return Text(training, held_out, load_tokenizer(folder), digest)
-    except ValueError:
-        shutil.rmtree(folder, ignore_errors=True)
-        return None
-
-
-def _save_cached(text: Text, folder: Path) -> Text:
-    """Write the tokens to the cache and map them from there; return them in memory if they cannot be written."""
-    try:
-        with atomic_folder(folder) as scratch:
-            np.save(scratch / "training.npy", text.training)
-            np.save(scratch / "held_out.npy", text.held_out)
-            text.tokenizer.save(scratch)
-    except OSError as error:
-        if not folder.exists():  # otherwise another process has written the same tokens
-            warnings.warn(f"tokens cannot be cached in {folder.parent}: {error}; set XDG_CACHE_HOME", stacklevel=2)
-    return _load_cached(folder, text.digest) or text
