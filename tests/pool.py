@@ -27,7 +27,7 @@ _context.set_forkserver_preload(
         "torch.distributed.fsdp",
         "torch.distributed.tensor.parallel",
         "phantom_parallel.cost.dryrun",
-        "phantom_parallel.families.ffn.task",
+        "phantom_parallel.families.ffn.family",
         "phantom_parallel.families.gpt.task",
         "phantom_parallel.train.loop",
     ]

@@ -8,17 +8,8 @@ from torch import nn
 
 import phantom_parallel
 from phantom_parallel import PhantomLinear, convert
-from phantom_parallel.conversion.api import next_token_loss
-from phantom_parallel.conversion.sequential import GhostCurve, ghosts_for_budget
+from phantom_parallel.conversion.api import GhostCurve, ghosts_for_budget, next_token_loss
 from phantom_parallel.conversion.stages import find_layers, output_importance
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # products this small are slower on several
-    yield
-    torch.set_num_threads(before)
 
 
 def network() -> nn.Sequential:
@@ -169,68 +160,51 @@ def test_stages_of_another_model_or_of_other_data_are_not_used(tmp_path):
 
 
 def test_gradients_and_errors_are_measured_once_for_all_budgets(tmp_path):
-    dense, x = Residual(), rows()
-    steps = []
+    dense, x, steps = Residual(), rows(), []
     for budget in (0.6, 0.7):
         steps.append([])
-        convert(
-            copy.deepcopy(dense),
-            [x],
-            blocks=4,
-            budget=budget,
-            folder=tmp_path,
-            loss=lambda model, batch: model(batch).square().mean(),
-            progress=lambda step, done: steps[-1].append(step),
-        )
+        given = {"loss": lambda model, batch: model(batch).square().mean(), "folder": tmp_path}
+        progress = lambda step, done: steps[-1].append(step)  # noqa: E731
+        convert(copy.deepcopy(dense), [x], blocks=4, budget=budget, progress=progress, **given)
     assert [any("measuring" in step for step in of_budget) for of_budget in steps] == [True, False]
 
 
-def bert():
-    """A small BERT whose weights have been enlarged, so that its layers differ from the identity."""
+def pretrained(kind: str, **settings):
+    """A small model of transformers whose weights have been enlarged, so that its layers differ from the identity."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    model = transformers.BertModel(
-        transformers.BertConfig(
-            vocab_size=60, hidden_size=24, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
-        )
-    ).eval()
+    sizes = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.AutoConfig.for_model(kind, vocab_size=60, **sizes | settings)
+    model = (transformers.AutoModel if kind == "bert" else transformers.AutoModelForCausalLM).from_config(config).eval()
     for parameter in model.parameters():
         parameter.data.mul_(3.0)
     return model
 
 
-def test_padding_is_not_data():
-    dense = bert()
+def tokens_and_padded(padding: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     tokens = torch.randint(60, (6, 40), generator=torch.Generator().manual_seed(0))
-    padded = {"input_ids": torch.cat([tokens, torch.zeros(6, 200, dtype=torch.long)], 1)}
-    padded["attention_mask"] = (torch.arange(240) < 40).long().expand(6, -1)
-    actual = []
+    padded = {"input_ids": torch.cat([tokens, torch.zeros(6, padding, dtype=torch.long)], 1)}
+    return tokens, padded | {"attention_mask": (torch.arange(40 + padding) < 40).long().expand(6, -1)}
+
+
+def test_padding_is_neither_data_nor_important():
+    dense, actual = pretrained("bert"), []
+    tokens, padded = tokens_and_padded(200)
     for batch in ({"input_ids": tokens}, padded):
         model = copy.deepcopy(dense)
         report = convert(model, [batch], blocks=4, ghosts=2, exclude=("pooler*",))
         assert report.rows == 240
         actual.append(model(tokens).last_hidden_state.detach())
     torch.testing.assert_close(actual[1], actual[0], atol=1e-3, rtol=1e-3)
-
-
-def test_padding_has_no_importance():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=60, hidden_size=24, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    tokens = torch.randint(60, (6, 40))
-    padded = {"input_ids": torch.cat([tokens, torch.zeros(6, 20, dtype=torch.long)], 1)}
-    padded["attention_mask"] = (torch.arange(60) < 40).long().expand(6, -1)
+    model = pretrained("llama", num_hidden_layers=1)
     layers = find_layers(model, ("*",), ("lm_head",))
-    plain, masked = (output_importance(model, layers, [batch], next_token_loss) for batch in (tokens, padded))
+    plain, masked = (output_importance(model, layers, [b], next_token_loss) for b in tokens_and_padded(20))
     for name, values in plain.items():
         torch.testing.assert_close(masked[name], values, atol=0, rtol=1e-3)
 
 
 def test_layers_outside_the_stages_are_converted_and_named():
-    dense = bert()
+    dense = pretrained("bert")
     tokens = torch.randint(60, (60, 8), generator=torch.Generator().manual_seed(0))
     full = {name: m.in_features // 4 for name, m in dense.named_modules() if isinstance(m, nn.Linear)}
     errors, steps = [], []
@@ -272,18 +246,9 @@ def test_blocks_correct_the_errors_of_layers_before_them():
 
 def test_a_cache_of_keys_and_values_is_not_used():
     """It would hold those of the dense pass while the converted layers are measured."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    tokens, actual = torch.randint(60, (6, 50)), []
+    tokens, actual = tokens_and_padded(0)[0], []
     for cached in (False, True):
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            vocab_size=60, hidden_size=24, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            use_cache=cached,
-        )  # fmt: skip
-        model = transformers.AutoModelForCausalLM.from_config(config).eval()
-        for parameter in model.parameters():
-            parameter.data.mul_(3.0)
+        model = pretrained("llama", use_cache=cached)
         actual.append([group.relative_error for group in convert(model, [tokens], blocks=4, ghosts=1).groups])
         assert model.config.use_cache == cached
     assert actual[0] == pytest.approx(actual[1])
@@ -330,20 +295,7 @@ def test_bad_input_is_refused_before_the_model_changes():
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_models_of_transformers_convert(kind):
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    if kind == "gpt2":
-        config = transformers.GPT2Config(
-            vocab_size=60, n_embd=24, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0
-        )
-    else:
-        config = transformers.LlamaConfig(
-            vocab_size=60, hidden_size=24, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
-        )
-    dense = transformers.AutoModelForCausalLM.from_config(config).eval()
-    for parameter in dense.parameters():
-        parameter.data.mul_(3.0)
-    tokens = torch.randint(60, (6, 50))
+    dense, tokens = pretrained(kind), tokens_and_padded(0)[0]
     full = {name: m.weight.shape[0 if kind == "gpt2" else 1] // 4 for name, m in dense.named_modules()
             if type(m).__name__ in ("Conv1D", "Linear") and name != "lm_head"}  # fmt: skip
     errors = []

@@ -20,8 +20,6 @@ EVERY = {"log_every": 1, "eval_every": 7, "checkpoint_every": 7, "eval_windows":
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A dense model, its text, and the phantom model that it was converted to."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("heal")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(path / "cache"))
@@ -29,7 +27,6 @@ def folder(tmp_path_factory):
         trained_gpt(path / "dense", tie_embeddings=True)
         assert main(command(path / "dense", path / "text.txt", path / "phantom", "--ghosts", "1")) == 0
         yield path
-    torch.set_num_threads(threads)
 
 
 def healed(folder: Path, name: str, *, resume: bool = False, **changes) -> tuple[dict, list[dict]]:
@@ -70,6 +67,7 @@ def test_the_optimizer_starts_anew_with_the_divergence(folder, once):
     assert steps == {SETTINGS["steps"] - SETTINGS["layer_steps"]}
 
 
+@pytest.mark.slow
 def test_layers_that_learn_by_themselves_lower_their_errors_and_the_loss(folder):
     summary, metrics = healed(folder, "layers", steps=24, layer_steps=24)
     losses = [line["loss"] for line in metrics]

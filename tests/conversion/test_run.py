@@ -5,20 +5,12 @@ import json
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel import FFN, GPT, FFNConfig, GPTConfig, gather_features, load_model, save_model, shard_features
 from phantom_parallel.cli.main import main
-from phantom_parallel.utils.files import FolderLock
 
 TEXT = "Every block keeps its features and sends a few ghosts to the others. " * 300
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def trained_gpt(folder, **settings):
@@ -42,10 +34,7 @@ def command(model, text, out, *extra):
 
 
 def logits_on_ranks(path, tokens, size):
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (size,))
-    return load_model(path, mesh=mesh).logits(tokens).detach()
+    return load_model(path, mesh=init_device_mesh("cpu", (size,))).logits(tokens).detach()
 
 
 def test_a_gpt_converts_and_computes_the_same_on_ranks(tmp_path, capsys, ranks):
@@ -96,8 +85,6 @@ def test_budgets_give_a_curve_and_a_bound_on_the_loss(tmp_path, capsys):
 
 
 def outputs_on_ranks(path, x, size):
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (size,))
     model = load_model(path, mesh=mesh)
     return gather_features(model(shard_features(x, mesh)), mesh).detach()
@@ -152,20 +139,7 @@ def test_mistakes_are_named_before_the_work(tmp_path, capsys):
     assert not out.exists()
 
 
-def test_two_conversions_to_one_folder_are_refused(tmp_path, capsys):
-    save_model(FFN(FFNConfig(width=16, depth=2, strategy="dense")), tmp_path / "dense")
-    np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(200, 16)).astype(np.float32))
-    arguments = command(tmp_path / "dense", tmp_path / "x.npy", tmp_path / "p", "--ghosts", "2")
-    unfinished = tmp_path / ".p.converting"
-    unfinished.mkdir()
-    with FolderLock(unfinished) as other:
-        other.acquire()
-        assert main(arguments) == 2
-        assert "is in use by another process" in capsys.readouterr().err
-    assert main(arguments) == 0
-    assert not unfinished.exists()
-
-
+@pytest.mark.slow
 def test_the_benchmark_compares_three_ways_at_the_same_cost(tmp_path, capsys):
     from benchmarks import pretrained
 

@@ -73,15 +73,6 @@ def test_dryrun_agrees_with_its_formulas(capfd):
     assert printed(capfd)["differences"] == []
 
 
-def test_plan_chooses_among_its_strategies(capfd):
-    given = ["--features", "4096", "--batch", "64", "--devices", "8", "--hardware", "dgx-a100"]
-    assert main(["plan", "tiny", *given, "--json"]) == 0
-    actual = json.dumps(printed(capfd))
-    assert "phantom" in actual
-    assert "tensor" in actual
-    assert "megatron" not in actual
-
-
 def test_compare_trains_it_to_the_same_loss(tmp_path, capfd):
     (tmp_path / "tiny.toml").write_text(
         """

@@ -15,7 +15,7 @@ from phantom_parallel import GPT
 from phantom_parallel.cost.hardware import load_profile
 from phantom_parallel.cost.timing import step_time
 from phantom_parallel.distributed.hosts import why_unavailable
-from phantom_parallel.families.ffn.task import FFNTask
+from phantom_parallel.families.ffn.family import FFNTask
 from phantom_parallel.study import results as results_module
 from phantom_parallel.study.analysis import mean, ratio
 from phantom_parallel.study.grid import (

@@ -12,14 +12,13 @@ from typing import Any
 from torch import nn
 
 from phantom_parallel.checkpoint.model import CONFIG, family_of, load_model, read_config, save_model
-from phantom_parallel.conversion.api import ConversionReport, convert
-from phantom_parallel.conversion.sequential import BudgetTooSmall, GroupReport
+from phantom_parallel.conversion.api import BudgetTooSmall, ConversionReport, GroupReport, convert
 from phantom_parallel.families.base import Converter
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.infer.predict import check_folder
 from phantom_parallel.nn.fit import STEPS
 from phantom_parallel.train import Summary, TrainConfig, run
-from phantom_parallel.utils.files import FolderLock, check_replaceable, remove_scratch, write_json
+from phantom_parallel.utils.files import check_replaceable, remove_scratch, write_json
 from phantom_parallel.utils.layout import positive
 from phantom_parallel.utils.progress import ProgressDisplay
 
@@ -130,25 +129,15 @@ def convert_folder(config: ConvertConfig, *, show: bool = False) -> ConvertResul
             trial = f", conversion {started} of {count}" if count > 1 else ""
             display.update(100 * (started - 1 + share) / count, title=f"{step}{trial}, percent")
 
-        report = convert(
-            model,
-            batches,
-            blocks=config.blocks,
-            ghosts=config.ghosts if budget is None else None,
-            budget=budget,
-            include=converter.linear_layers,
-            exclude=(),
-            loss=converter.objective(),
-            steps=config.steps,
-            folder=unfinished,
-            progress=progress,
-        )
+        settings: dict[str, Any] = {"ghosts": config.ghosts if budget is None else None, "budget": budget}
+        settings |= {"include": converter.linear_layers, "exclude": (), "loss": converter.objective()}
+        settings |= {"blocks": config.blocks, "steps": config.steps, "folder": unfinished, "progress": progress}
+        report = convert(model, batches, **settings)
         phantom = converter.phantom(model, config.blocks, report.ghosts)
         points.append(Point(report.kept, loss_of(phantom)))
         return report, phantom, points[-1].loss
 
-    with FolderLock(unfinished) as lock, ProgressDisplay(show=show) as display:
-        lock.acquire()
+    with ProgressDisplay(show=show) as display:
         remove_scratch(config.out.parent, config.out.name)
         dense_loss = loss_of(dense)
         display.stage("converting, percent", 100)
@@ -158,17 +147,9 @@ def convert_folder(config: ConvertConfig, *, show: bool = False) -> ConvertResul
             report, model, loss = run_trial(config.budget)
         else:
             report, model, loss = _smallest(run_trial, 1 / config.blocks, dense_loss + config.max_loss)
-        result = ConvertResult(
-            model=str(config.model),
-            out=str(config.out),
-            blocks=report.blocks,
-            rows=report.rows,
-            kept=report.kept,
-            dense_loss=dense_loss,
-            loss=loss,
-            groups=report.groups,
-            curve=tuple(sorted(points, key=lambda point: point.kept)),
-        )
+        values: dict[str, Any] = {name: getattr(report, name) for name in ("blocks", "rows", "kept", "groups")}
+        values |= {"model": str(config.model), "out": str(config.out), "dense_loss": dense_loss, "loss": loss}
+        result = ConvertResult(**values, curve=tuple(sorted(points, key=lambda point: point.kept)))
 
         def complete(folder: Path) -> None:
             converter.complete(config.model, folder)

@@ -73,14 +73,10 @@ def test_losses_are_those_of_a_plain_loop_and_the_same_on_any_ranks(ranks, data,
         assert everywhere[0] == pytest.approx(actual, rel=1e-4)
 
 
-@pytest.mark.parametrize("teacher", ["planted", "random"])
-def test_teachers_have_the_widths_of_the_model(ranks, teacher):
-    run = config(teacher, teacher_ghosts=2, samples=ROWS, in_features=IN, out_features=OUT)
+def test_teachers_have_the_widths_of_the_model(ranks):
+    run = config("planted", teacher_ghosts=2, samples=ROWS, in_features=IN, out_features=OUT)
     whole = open_data(run)
     assert (whole.x.shape, whole.y.shape) == ((ROWS, IN), (ROWS, OUT))
-    parts = [open_data(run, rank, 2) for rank in range(2)]
-    assert torch.equal(torch.cat([part.x for part in parts], 1), whole.x)
-    assert torch.equal(torch.cat([part.y for part in parts], 1), whole.y)
     assert curve(run) == pytest.approx(ranks(2)(curve, run.updated(ranks=2))[0], rel=1e-4)
 
 
@@ -110,10 +106,7 @@ def test_a_model_is_saved_and_read_on_other_ranks(ranks, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"blocks": 8, "ghosts": 1},
-            "blocks=8 does not divide out_features=4: use 4",
-        ),
+        ({"blocks": 8, "ghosts": 1}, "blocks=8 does not divide out_features=4: use 4"),
         ({"ghosts": 3}, "ghosts=3 is larger than a block of 2 input features"),
         ({"strategy": "tensor", "ranks": 8}, "8 ranks do not divide out_features=4: run on 4 ranks"),
         ({"in_features": 0}, "in_features must be a positive whole number, got 0"),
@@ -144,8 +137,6 @@ def test_the_commands_follow_the_data(data, tmp_path, capfd):
     counted = json.loads(capfd.readouterr().out)
     assert counted["formulas_agree"]
     assert counted["settings"]["in_features"] == 64
-    assert (
-        phantom("plan", "--width", 1024, "--depth", 3, "--devices", 4, "--batch", 64, *widths, "--hardware", "dgx-a100")
-        == 0
-    )
+    sizes = ("--width", 1024, "--depth", 3, "--devices", 4, "--batch", 64, *widths)
+    assert phantom("plan", *sizes, "--hardware", "dgx-a100") == 0
     assert "64 in, 8 out" in capfd.readouterr().out

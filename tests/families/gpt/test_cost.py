@@ -25,7 +25,6 @@ MANY_ROWS = {"vocab": 8, "sequence": 8, "batch": 12}  # the head then takes rows
 SHAPES = [
     shape_of("dense", 1),
     shape_of("dense", 1, tie_embeddings=True, activation_checkpointing=True, word_bytes=2),
-    shape_of("phantom", 1),
     shape_of("phantom", 2, layers=3),
     shape_of("phantom", 2, tie_embeddings=True, kv_heads=8, word_bytes=8),
     shape_of("phantom", 2, activation_checkpointing=True, word_bytes=2),
@@ -37,17 +36,13 @@ SHAPES = [
     shape_of("phantom", 4, blocks=2, qkv_bias=True, layer_ghosts=((2, 4, 6, 8), (4, 2, 2, 8)), dp=2),
     shape_of("phantom", 8, blocks=2, ghosts=4, kv_heads=8, layers=1),
     shape_of("megatron", 2, layers=3),
-    shape_of("megatron", 2, activation_checkpointing=True, word_bytes=2),
     shape_of("megatron", 4, tie_embeddings=True, activation_checkpointing=True),
-    shape_of("megatron", 4, kv_heads=4, optimizer="momentum"),
     shape_of("megatron", 2, dp=2),
     shape_of("dense", 1, parallel_block=True),
     shape_of("phantom", 2, parallel_block=True, tie_embeddings=True, layers=3),
-    shape_of("phantom", 4, parallel_block=True, activation_checkpointing=True, word_bytes=8),
     shape_of("megatron", 4, parallel_block=True, activation_checkpointing=True, word_bytes=2),
     shape_of("dense", 1, qkv_bias=True),
     shape_of("phantom", 2, qkv_bias=True, layers=3, layer_ghosts=((1, 2, 3, 4), (2, 1, 1, 7), (1, 2, 3, 4))),
-    shape_of("megatron", 2, qkv_bias=True, activation_checkpointing=True),
     shape_of("phantom", 4, **MANY_ROWS, tie_embeddings=True, word_bytes=8),
     shape_of("phantom", 2, **MANY_ROWS, dp=2, word_bytes=2, activation_checkpointing=True),
     shape_of("phantom", 2, **MANY_ROWS, wire="int8", tie_embeddings=True),
@@ -57,7 +52,6 @@ SHAPES = [
     shape_of("megatron", 2, batch=4, interleave=2),
     shape_of("phantom", 2, wire="int8", tie_embeddings=True, activation_checkpointing=True, word_bytes=2),
     shape_of("phantom", 4, blocks=2, wire="int8", tie_embeddings=True),
-    shape_of("phantom", 4, blocks=2, wire="bf16", word_bytes=8),
     shape_of("megatron", 4, wire="int8"),
     shape_of("megatron", 2, wire="bf16", tie_embeddings=True, activation_checkpointing=True),
 ]
@@ -88,6 +82,7 @@ def test_formulas_equal_the_ledger_on_real_ranks(ranks, shape):
         assert wrong == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", SHAPES, ids=name_of)
 def test_a_dry_run_counts_what_real_ranks_do(shape):
     for step in (shape, shape.prefill(), shape.decode(7)):
@@ -112,23 +107,6 @@ def test_a_dry_run_counts_what_real_ranks_do(shape):
 def test_dry_runs_of_hundreds_of_ranks(shape):
     assert dry_run(shape).differences == []
     assert dry_run(shape.prefill()).differences == []
-
-
-def parameters(strategy: str, ranks: int, tied: bool) -> tuple[int, int]:
-    """Of this rank and of the model, as the model has them."""
-    mesh = init_device_mesh("cpu", (ranks,))
-    model = GPT(shape_of(strategy, ranks, tie_embeddings=tied).model, mesh=mesh)
-    here = sum(p.to_local().numel() for p in model.parameters())
-    return here, sum(p.numel() for p in model.parameters())
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("strategy", ["phantom", "megatron"])
-def test_parameters_are_those_of_the_model(ranks, strategy, tied):
-    for size in (2, 4):
-        shape = shape_of(strategy, size, tie_embeddings=tied)
-        for here, whole in ranks(size)(parameters, strategy, size, tied):
-            assert (shape.parameters, shape.model_parameters) == (here, whole)
 
 
 def test_a_dense_layer_by_hand():
@@ -177,14 +155,6 @@ def test_decode_is_a_row_for_each_sequence():
     assert decode.multiply_adds("backward") == 0
 
 
-def test_recomputing_costs_a_forward_pass_of_the_layers():
-    plain, again = (shape_of("phantom", 2, activation_checkpointing=on) for on in (False, True))
-    layers = sum(2 * p.multiply_adds for cost in plain.costs[1:-1] for p in cost.products if p.phase == "forward")
-    assert 2 * (again.multiply_adds() - plain.multiply_adds()) == layers
-    assert again.memory.activations < plain.memory.activations
-    assert again.multiply_adds("forward") == plain.multiply_adds("forward")
-
-
 def test_a_wrong_formula_is_named_by_its_term():
     ledger = dry_run(shape_of("phantom", 2)).ledger
     wrong = differences(shape_of("phantom", 2, ghosts=3), ledger, native=True, root="GPT")
@@ -195,39 +165,31 @@ def test_a_wrong_formula_is_named_by_its_term():
     assert any("layers.1.attention" in line and "predicted 14400, counted 24000" in line for line in wrong)
 
 
-def modes(strategy: str) -> list[tuple[int, int]]:
+def modes() -> list[tuple[int, int]]:
     """FLOPs and bytes of a forward pass with gradients, without, and in inference mode."""
-    model = GPT(shape_of(strategy, 2).model, mesh=init_device_mesh("cpu", (2,)))
-    tokens = torch.zeros(3, 5, dtype=torch.long)
+    model = GPT(shape_of("phantom", 2).model, mesh=init_device_mesh("cpu", (2,)))
     actual = []
     for mode in (torch.enable_grad(), torch.no_grad(), torch.inference_mode()):
         with mode, Ledger() as ledger:
-            model.logits(tokens)
+            model.logits(torch.zeros(3, 5, dtype=torch.long))
         actual.append((ledger.flops, ledger.moved_bytes))
     return actual
 
 
 def test_inference_mode_counts_as_much(ranks):
-    for with_gradients, without, inference in ranks(2)(modes, "phantom"):
-        assert with_gradients == without == inference
-        assert with_gradients[0] > 0
-    for with_gradients, without, inference in ranks(2)(modes, "megatron"):
-        assert with_gradients == without
-        assert inference[0] >= without[0]  # DTensor may cut otherwise there, but what runs is counted
+    for actual in ranks(2)(modes):
+        assert len(set(actual)) == 1
+        assert actual[0][0] > 0
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"strategy": "tensor"}, "strategy must be one of phantom, megatron, dense, fsdp, pipeline, got 'tensor'"),
-        ({"strategy": "dense", "ranks": 2, "blocks": None, "ghosts": None}, "dense runs on one rank"),
-        ({"ranks": 3}, "3 ranks do not divide blocks=4"),
         ({"word_bytes": 3}, "word_bytes must be one of 8, 4, 2, got 3"),
         ({"rank": 2}, "rank must be from 0 to 1, got 2"),
-        ({"vocab": 50}, "blocks=4 does not divide vocab=50"),
         ({"past": 4}, "past=4 for train"),
         ({"mode": "decode"}, "past=0 for decode"),
-        ({"mode": "sleep"}, "mode must be one of train, prefill, decode, got 'sleep'"),
     ],
 )
 def test_bad_shapes_say_what_would_be_right(changes, message):

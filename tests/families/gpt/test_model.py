@@ -238,6 +238,7 @@ def test_a_cache_gives_the_logits_of_all_at_once(strategy, tied):
     assert decoded(config_of(strategy, tie_embeddings=tied), False)[0] < 1e-11
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["phantom", "megatron"])
 def test_a_cache_on_ranks_holds_this_ranks_heads_only(ranks, strategy):
     _, alone = decoded(config_of(strategy), False)
@@ -323,14 +324,12 @@ def autocast_error(config: GPTConfig, on_ranks: bool) -> tuple[str, float]:
     )
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_autocast(ranks, tied):
-    for dtype, error in (
-        autocast_error(config_of(tie_embeddings=tied), False),
-        *ranks(2)(autocast_error, config_of(tie_embeddings=tied), True),
-    ):
-        assert dtype == "torch.bfloat16"
-        assert error < 0.1
+def test_autocast(ranks):
+    for tied in (False, True):
+        config = config_of(tie_embeddings=tied)
+        for dtype, error in (autocast_error(config, False), *ranks(2)(autocast_error, config, True)):
+            assert dtype == "torch.bfloat16"
+            assert error < 0.1
 
 
 def test_a_model_in_bfloat16_runs_both_ways():

@@ -23,24 +23,13 @@ def streamed(tokenizer, tokens, **stops) -> tuple[list[str], RowText]:
     return [after[len(before) :] for before, after in itertools.pairwise(pieces) if after != before], row
 
 
-def test_bytes_become_visible_as_whole_characters():
+def test_bytes_become_visible_as_whole_characters_up_to_a_stop_token():
     pieces, row = streamed(ByteTokenizer(), TEXT.encode())
     assert (pieces, row.text) == (list(TEXT), TEXT)
-
-
-@pytest.mark.parametrize(
-    "raw", [b"\xff", b"\xffab", b"a\xe2\x82", b"\xe2\x82a", b"\xff\xff\xff\xe2\x82\xac.", b"\xf0\x9f\x99\xe2\x9c\x93"]
-)
-def test_what_is_no_text_comes_out_as_it_is_decoded(raw):
-    pieces, row = streamed(ByteTokenizer(), raw)
-    assert "".join(pieces) == raw.decode(errors="replace") == row.text
-
-
-def test_a_padded_vocabulary():
-    assert streamed(ByteTokenizer(), [97, 300, 98])[1].text == "ab"
-
-
-def test_a_row_ends_at_a_stop_token_which_is_not_part_of_its_text():
+    for raw in (b"\xffab", b"a\xe2\x82", b"\xe2\x82a", b"\xff\xff\xff\xe2\x82\xac.", b"\xf0\x9f\x99\xe2\x9c\x93"):
+        pieces, row = streamed(ByteTokenizer(), raw)
+        assert "".join(pieces) == raw.decode(errors="replace") == row.text
+    assert streamed(ByteTokenizer(), [97, 300, 98])[1].text == "ab"  # a padded vocabulary
     pieces, row = streamed(ByteTokenizer(), [97, 98, 300, 99], stop_tokens=[300])
     assert (pieces, row.text, row.tokens) == (["a", "b"], "ab", [97, 98, 300])
 

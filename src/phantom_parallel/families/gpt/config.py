@@ -100,10 +100,7 @@ class GPTConfig:
                 near = nearest_divisors(total, divisor)
                 raise ValueError(f"{part}={divisor} does not divide {whole}={total}: {near} would")
         if self.head_dim % 2:
-            raise ValueError(
-                f"a head of {self.head_dim} features (dim={self.dim} over heads={self.heads}) is odd: "
-                "rotary position embeddings need an even number"
-            )
+            raise ValueError(f"a head of {self.head_dim} features is odd: rotary embeddings need an even number")
         if self.parallel_block and (self.hidden % self.kv_heads or self.qkv_bias or self.layer_ghosts is not None):
             raise ValueError(
                 f"with parallel_block, kv_heads={self.kv_heads} must divide hidden={self.hidden}, and there is neither "
@@ -184,15 +181,12 @@ def check_interleave(
     interleave: int, strategy: Strategy, ranks: int, blocks: int | None, activation_checkpointing: bool
 ) -> None:
     """Raise ValueError if parts of a batch cannot be interleaved."""
-    if interleave == 1:
-        return
-    if strategy.shards_rows or strategy.splits_depth:
+    if interleave > 1 and (strategy.shards_rows or strategy.splits_depth or activation_checkpointing):
         raise ValueError(
-            f"interleave={interleave} is for strategies that cut layers over ranks, not for {strategy.name}"
+            f"interleave={interleave} cannot be combined with activation_checkpointing, or with the strategies fsdp "
+            "and pipeline: leave one out"
         )
-    if activation_checkpointing:
-        raise ValueError(f"interleave={interleave} cannot be combined with activation_checkpointing: leave one out")
-    if blocks is not None and ranks > blocks:
+    if interleave > 1 and blocks is not None and ranks > blocks:
         raise ValueError(f"interleave={interleave} needs at most as many ranks as blocks={blocks}, got ranks={ranks}")
 
 
@@ -261,9 +255,9 @@ class GPTTrainConfig(TextTrainConfig):
             )
         check_interleave(self.interleave, strategy, self.ranks, self.blocks, self.activation_checkpointing)
         if self.micro_batch % self.interleave:
+            near = nearest_divisors(self.micro_batch, self.interleave)
             raise ValueError(
-                f"interleave={self.interleave} does not divide the {self.micro_batch} windows of a micro-batch: "
-                f"use {nearest_divisors(self.micro_batch, self.interleave)}"
+                f"interleave={self.interleave} does not divide a micro-batch of {self.micro_batch}: {near}"
             )
         if self.interleave > 1 and (self.fsdp or self.compile):
             raise ValueError(f"interleave={self.interleave} cannot be combined with fsdp or compile: leave one out")

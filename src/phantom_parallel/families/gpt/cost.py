@@ -1,32 +1,7 @@
 """What one rank of a `phantom_parallel.GPT` computes, sends and keeps, and these passes for dry runs and timing.
 
-T rows (sequences times positions) go through each part, in words a row and rank:
-
-    part          phantom                                        megatron, and dense with R = 1
-    embedding     -                                              all-reduce  n
-    qkv, gate_up  all-gather  qk + 1   reduce-scatter  qk + 1    -                      backward  all-reduce  n
-    attention     -                                              -
-    out, down     all-gather  qk       reduce-scatter  qk        all-reduce  n          -
-    head          see below                                      -                      backward  all-reduce  n
-    loss          see below                                      all-gather  3
-
-n: features of the stream, m = n / R; q: blocks of a rank, k: ghosts. The one more word is the norm's squares forward,
-and backward its share of their gradient. Squares and the loss's numbers are float32 or better. With attention and
-SwiGLU in parallel, qkv and gate_up are one linear layer, and out and down are one. On R = p t ranks, t for each of p
-blocks, linear layers have the exchanges of two levels (`cost.terms`), and an all-gather or reduce-scatter of all ranks
-is one across blocks and one inside of them.
-
-Attention is Q K^T and A V, both of all positions: a causal mask saves nothing in these counts, as in torch's own.
-Backward computes Q K^T again, as fused kernels do. ``prefill`` and ``decode`` are forward passes that fill a cache.
-
-Of R ranks that hold features of the stream, each computes the head and the loss
-
-    by vocabulary   all T rows and V / R tokens   all-gather  m + 1    reduce-scatter  m + 1    loss: all-gather  3
-    by rows         T / R rows and all V tokens   all-to-all  m + 1    all-to-all  m + 1        loss: one number
-
-in words a row, m = n / R; by rows with 1 / R of the rows, and the weight's V n / R words gathered and its gradient
-scattered besides. `head_splits_rows` chooses for training; inference needs the last position's logits of all tokens. By
-vocabulary, a tied head has besides an all-to-all of the embedding's weight, forward and backward.
+The tables of exchanges and what else is counted are in docs/transformers-counting.md. Parts are named as the modules
+are. ``prefill`` and ``decode`` are forward passes that fill a cache.
 """
 
 from collections.abc import Iterable, Iterator

@@ -37,9 +37,8 @@ _LAYER_SHARE = 10  # by default one step in so many is layer by layer
 class HealConfig(TextTrainConfig):
     """A training of a converted phantom model with the dense model that it was made from as its teacher.
 
-    In the first ``layer_steps`` steps each layer learns by itself: its input is the converted model's, its target the
-    teacher's stream after the same layer, and the loss is the squared error of a position relative to the stream's
-    square, averaged over positions and layers. After that, the loss is the Kullback-Leibler divergence of the teacher's
+    In the first ``layer_steps`` steps each layer learns by itself, to give the teacher's stream after the same layer:
+    the loss is the relative squared error. After that, it is the Kullback-Leibler divergence of the teacher's
     predictions from the model's, in nats a token.
     """
 
@@ -228,10 +227,9 @@ class HealTask(GPTTask):
             own = target.chunk(group.size, -1)[group.rank]  # this rank's features
             share = share + ((x - own).square().sum(-1) / target.square().sum(-1)).mean()
         share = share / len(targets)
-        if self.parallel.tp is None:
-            return share
         total = share.detach().clone()
-        dist.all_reduce(total, group=self.parallel.tp.get_group())
+        if self.parallel.tp is not None:
+            dist.all_reduce(total, group=self.parallel.tp.get_group())
         return share + (total - share.detach())  # the sum over ranks, with the gradient of this rank's share
 
     @torch.no_grad()
@@ -244,11 +242,9 @@ class HealTask(GPTTask):
 def _streams(model: GPT, tokens: Tensor, *, recompute: bool = False) -> Iterator[Tensor]:
     """The stream after each layer; with ``recompute``, layers keep their inputs only."""
     x, cos, sin = model.embed(tokens)
+    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     for layer in model.layers:
-        if recompute:
-            x = checkpoint(layer, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
-        else:
-            x = layer(x, cos, sin)
+        x = checkpoint(layer, x, cos, sin, **settings) if recompute else layer(x, cos, sin)
         yield x
 
 
@@ -261,10 +257,7 @@ def _open(config: HealConfig) -> Text:
     text = open_text(config, find_tokenizer(Path(config.model)))
     largest = max(int(tokens.max()) for tokens in (text.training, text.held_out))
     if largest >= config.vocab:
-        raise ValueError(
-            f"{config.data} has a token {largest}, but the model's vocabulary is {config.vocab}: the tokenizer.json "
-            f"beside {config.model} belongs to another model, or is missing"
-        )
+        raise ValueError(f"{config.data} has a token {largest}, but the model's vocabulary is {config.vocab}")
     return text
 
 

@@ -6,7 +6,7 @@ embedding and the head: `_PhantomParts` and `_ReplicatedStreamParts` make those.
 
 import warnings
 from collections.abc import Generator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from math import pi
 from typing import Any, cast
 
@@ -42,29 +42,24 @@ Part = Generator[None, None, Tensor]
 
 
 def interleave_microbatches(parts: list[Part]) -> list[Tensor]:
-    """Run all parts to their ends, each up to its next exchange in turn, and return their results."""
-    results: dict[int, Tensor] = {}
+    """Run parts with equally many exchanges to their ends, each up to its next one in turn; return their results."""
+    results: list[Tensor] = []
     while len(results) < len(parts):
-        for index, part in enumerate(parts):
-            if index not in results:
-                try:
-                    next(part)
-                except StopIteration as finished:
-                    results[index] = finished.value
-    return [results[index] for index in range(len(parts))]
+        for part in parts:
+            try:
+                next(part)
+            except StopIteration as finished:
+                results.append(finished.value)
+    return results
 
 
 def _apply_linear(module: Any, x: Tensor) -> Part:
     """A linear layer, which lets the other parts compute while its exchange is in flight. torch's own styles start
     their exchanges by themselves, and wait for them where a result is first used.
     """
-    if not hasattr(module, "begin"):
-        z = module(x)
-        yield
-        return z
-    begun = module.begin(x)
+    begun = module.begin(x) if hasattr(module, "begin") else module(x)
     yield
-    return module.end(begun)
+    return module.end(begun) if hasattr(module, "begin") else begun
 
 
 class SwiGLU(nn.Module):
@@ -201,45 +196,51 @@ class ReplicatedStreamHead(NormedLinear):
         return logits.to_local(grad_placements=[Shard(x.dim() - 1)])
 
 
-class _PhantomParts:
-    """Makes the parts of a model whose features are sharded. The calls must follow the order of the model, since each
-    draws a seed.
+@dataclass
+class _Parts:
+    """Makes the parts of a model. The calls must follow the order of the model, since each draws a seed. Where ``held``
+    is False, parts may be on the meta device, after the same draws.
     """
 
-    def __init__(
-        self, config: GPTConfig, mesh: DeviceMesh | None, device: Any, dtype: torch.dtype | None, wire: WireFormat
-    ) -> None:
-        self.config, self.held = config, True
-        self.kwargs: dict[str, Any] = {"mesh": mesh, "device": device, "dtype": dtype, "blocks": config.blocks}
-        self.wired = self.kwargs | {"wire": wire}
+    config: GPTConfig
+    mesh: DeviceMesh | None
+    device: Any
+    dtype: torch.dtype | None
+    wire: WireFormat
+    held: bool = True
+
+
+class _PhantomParts(_Parts):
+    """Of a model whose features are sharded."""
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        where = {"mesh": self.mesh, "device": self.device, "dtype": self.dtype}
+        return where | {"blocks": self.config.blocks}
 
     def embedding(self, std: float) -> nn.Module:
         return FeatureEmbedding(self.config.vocab, self.config.dim, std=std, **self.kwargs)
 
     def normed(self, sizes: tuple[int, int], ghosts: int | None, *, bias: bool = False) -> nn.Module:
-        return NormedPhantomLinear(*sizes, bias, ghosts=ghosts, eps=self.config.norm_eps, **self.wired)  # type: ignore[arg-type]
+        kwargs = self.kwargs | {"ghosts": ghosts, "eps": self.config.norm_eps, "wire": self.wire}
+        return NormedPhantomLinear(*sizes, bias, **kwargs)
 
     def linear(self, sizes: tuple[int, int], ghosts: int | None, gain: float) -> nn.Module:
-        return PhantomLinear(*sizes, False, ghosts=ghosts, gain=gain, **self.wired)  # type: ignore[arg-type]
+        return PhantomLinear(*sizes, False, **self.kwargs | {"ghosts": ghosts, "gain": gain, "wire": self.wire})
 
     def head(self) -> nn.Module:
-        config, tied = self.config, self.config.tie_embeddings
-        return VocabularyHead(config.vocab, config.dim, tie_embeddings=tied, eps=config.norm_eps, **self.wired)
+        config = self.config
+        kwargs = self.kwargs | {"tie_embeddings": config.tie_embeddings, "eps": config.norm_eps, "wire": self.wire}
+        return VocabularyHead(config.vocab, config.dim, **kwargs)
 
 
-class _ReplicatedStreamParts:
-    """The same for strategies that have the whole stream; ``megatron`` applies torch's styles to the same modules.
-    Where ``held`` is False, parts are made on the meta device, after the same draws.
-    """
+class _ReplicatedStreamParts(_Parts):
+    """Of strategies that have the whole stream; ``megatron`` applies torch's styles to the same modules."""
 
-    def __init__(
-        self, config: GPTConfig, mesh: DeviceMesh | None, device: Any, dtype: torch.dtype | None, wire: WireFormat
-    ) -> None:
-        mesh = flat_mesh(mesh)
-        self.config, self.held, self.ranks, self.wire = config, True, mesh, wire
-        self.mesh = mesh if config.strategy == "megatron" else None
-        self.device = torch.device(device or (torch.get_default_device() if mesh is None else mesh.device_type))
-        self.dtype = dtype
+    def __post_init__(self) -> None:
+        self.ranks = mesh = flat_mesh(self.mesh)
+        self.mesh = mesh if self.config.strategy == "megatron" else None
+        self.device = torch.device(self.device or (torch.get_default_device() if mesh is None else mesh.device_type))
 
     def embedding(self, std: float) -> nn.Module:
         made = nn.Embedding(self.config.vocab, self.config.dim, device="meta", dtype=self.dtype)
@@ -347,7 +348,7 @@ class GPT(nn.Module):
         whole = range(config.layers)
         self.stage = stage_layers(config.layers, ranks.size, ranks.rank) if strategy.splits_depth else whole
         make_parts = _PhantomParts if config.strategy == "phantom" else _ReplicatedStreamParts
-        parts = make_parts(config, mesh, device, dtype, wire)
+        parts: Any = make_parts(config, mesh, device, dtype, wire)
         to_stream = (2 * config.layers) ** -0.5  # a gain, so that what the layers add does not grow with depth
         parts.held = self.is_first_stage or (config.tie_embeddings and self.is_last_stage)
         std = config.dim**-0.5 if config.tie_embeddings else 1.0  # a shared weight must not lead to large logits

@@ -1,0 +1,1 @@
+from tests.families.conftest import one_thread  # noqa: F401 (a fixture that every test uses)
