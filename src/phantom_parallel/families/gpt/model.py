@@ -234,6 +234,7 @@ class _PhantomParts(_Parts):
         return VocabularyHead(config.vocab, config.dim, **kwargs)
 
 
+@dataclass
 class _ReplicatedStreamParts(_Parts):
     """Of strategies that have the whole stream; ``megatron`` applies torch's styles to the same modules."""
 
