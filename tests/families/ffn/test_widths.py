@@ -1,15 +1,11 @@
 """Models with other numbers of features in and out than between layers, by every strategy."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from phantom_parallel import FFN, FFNConfig, load_model, save_model
-from phantom_parallel.cli import main as program
 from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.families.ffn.config import FFNTrainConfig
 from phantom_parallel.families.ffn.data import open_data, rows_of_step
@@ -115,28 +111,3 @@ def test_a_model_is_saved_and_read_on_other_ranks(ranks, tmp_path):
 def test_blocks_and_ranks_must_divide_both(data, settings, message):
     with pytest.raises(ValueError, match=message):
         config(data, **settings)
-
-
-def phantom(*arguments: str | Path) -> int:
-    return program.main([str(argument) for argument in arguments])
-
-
-@pytest.mark.slow
-def test_the_commands_follow_the_data(data, tmp_path, capfd):
-    run, out = tmp_path / "run", tmp_path / "y.npy"
-    small = ("--width", WIDTH, "--ghosts", 2, "--batch", 16)
-    assert phantom("train", "--out", run, "--data", data, *small, "--ranks", 2, "--steps", 4) == 0
-    assert phantom("train", "--out", run, "--resume", "--steps", 6, "--ranks", 1) == 0
-    assert phantom("infer", "--model", run / "model", "--inputs", data, "--out", out, "--turns", 2) == 0
-    x = torch.from_numpy(np.load(data)["x"]).float()
-    with torch.no_grad():
-        assert np.allclose(np.load(out), load_model(run / "model")(x), atol=1e-5)
-    capfd.readouterr()
-    widths = ("--in-features", 64, "--out-features", 8)
-    assert phantom("dryrun", "--width", 32, "--depth", 3, "--ranks", 4, "--ghosts", 2, *widths, "--json") == 0
-    counted = json.loads(capfd.readouterr().out)
-    assert counted["formulas_agree"]
-    assert counted["settings"]["in_features"] == 64
-    sizes = ("--width", 1024, "--depth", 3, "--devices", 4, "--batch", 64, *widths)
-    assert phantom("plan", *sizes, "--hardware", "dgx-a100") == 0
-    assert "64 in, 8 out" in capfd.readouterr().out

@@ -18,7 +18,7 @@ def streamed(tokenizer, tokens, **stops) -> tuple[list[str], RowText]:
         pieces.append(row.visible)
         if row.ended:
             break
-    row.finish()
+    row.ended = True
     pieces.append(row.visible)
     return [after[len(before) :] for before, after in itertools.pairwise(pieces) if after != before], row
 

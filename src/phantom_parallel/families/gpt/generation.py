@@ -490,7 +490,7 @@ def _answer(
 
     made = generate(model, prompts, tokens=tokens, on_token=on_token, **asdict(config.sampling))
     for row in rows:
-        row.finish()
+        row.ended = True
     report_text()
     texts = {"texts": [row.text for row in rows], "tokens": [row.tokens for row in rows]}
     return texts | {"prefill_seconds": made.prefill_seconds, "decode_seconds": sum(made.decode_seconds)}

@@ -192,14 +192,10 @@ def stop_tokens(model: Path, vocab: int, *, chat: bool = False) -> list[int]:
 
 
 class RowText:
-    """The text of a row of tokens as it grows, up to a stop token or to a stop text, which are not part of it.
-    Characters appear as soon as all their bytes are there.
-    """
+    """The text of a row of tokens as it grows, up to a stop token or to a stop text, which are not part of it."""
 
     def __init__(self, tokenizer: Tokenizer, stop_tokens: Collection[int] = (), stop_texts: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop_tokens, self._stop_texts = tokenizer, frozenset(stop_tokens), stop_texts
-        self._context: list[int] = []  # tokens before the pending ones: some decoders drop the space of a first token
-        self._pending: list[int] = []  # tokens whose last character is not complete
         self.tokens: list[int] = []
         self.text = ""
         self.ended = False
@@ -208,37 +204,22 @@ class RowText:
         """Add the next token."""
         self.tokens.append(token)
         if token in self._stop_tokens:
-            self.finish()
-            return
-        self._pending.append(token)
-        if not (text := self._pending_text()).endswith(_INCOMPLETE):
-            self._extend(text)
-
-    def finish(self) -> None:
-        """End the row, with what is left of an incomplete character."""
-        if not self.ended:
-            self._extend(self._pending_text())
             self.ended = True
-
-    @property
-    def visible(self) -> str:
-        """The text without an end that may be the beginning of a stop text."""
-        if self.ended:
-            return self.text
-        beginnings = (stop[:length] for stop in self._stop_texts for length in range(1, len(stop)))
-        held_back = max((len(part) for part in beginnings if self.text.endswith(part)), default=0)
-        return self.text[: len(self.text) - held_back]
-
-    def _pending_text(self) -> str:
-        before = len(self._tokenizer.decode(self._context))
-        return self._tokenizer.decode(self._context + self._pending)[before:]
-
-    def _extend(self, text: str) -> None:
-        self.text += text
-        self._context, self._pending = self._pending or self._context, []
+            return
+        self.text = self._tokenizer.decode(self.tokens)
         for stop in self._stop_texts:
             if (end := self.text.find(stop)) >= 0:
                 self.text, self.ended = self.text[:end], True
+
+    @property
+    def visible(self) -> str:
+        """The text without an end that may be the beginning of a character or of a stop text."""
+        if self.ended:
+            return self.text
+        text = self.text.rstrip(_INCOMPLETE)
+        beginnings = (stop[:length] for stop in self._stop_texts for length in range(1, len(stop)))
+        held_back = max((len(part) for part in beginnings if text.endswith(part)), default=0)
+        return text[: len(text) - held_back]
 
 
 _HELD_OUT = 10  # one piece in 10 is held out
