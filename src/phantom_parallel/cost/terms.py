@@ -591,7 +591,15 @@ class Shape(HasModel):
 
     def stages(self) -> list[tuple[Self, int]]:
         """Ranks of a copy that differ in work, each with how many are like it."""
-        return [(self, self.ranks)]
+        kinds = {0: self.ranks} if self.stage is None else self.stage.kinds()
+        return [(replace(self, rank=rank), count) for rank, count in kinds.items()]
+
+    @cached_property
+    def stage(self) -> "Stage | None":
+        """The stage of the rank, of a pipeline on several ranks."""
+        if self.ranks == 1 or self.micro_batches is None:
+            return None
+        return Stage(self.model.depth, self.ranks, self.rank, self.micro_batches)
 
     def multiply_adds(self, phase: Phase | None = None) -> int:
         return sum(product.multiply_adds for product in self.products if phase in (None, product.phase))

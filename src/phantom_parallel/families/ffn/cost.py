@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from phantom_parallel.cost.terms import (
     LayerCost,
     Memory,
     Shape,
-    Stage,
     column_layer,
     fully_sharded,
     low_rank_layer,
@@ -65,13 +64,6 @@ class FFNShape(Shape):
         layers = tuple(self.stage.cost(micro_batch.costs[index]) for index in self.stage.own)
         return layers, self.stage.exchanges(micro_batch.batch * self.model.width)
 
-    @cached_property
-    def stage(self) -> Stage | None:
-        """The stage of the rank, of a pipeline on several ranks."""
-        if self.ranks == 1 or self.micro_batches is None:
-            return None
-        return Stage(self.model.depth, self.ranks, self.rank, self.micro_batches)
-
     def _layer(self, index: int) -> LayerCost:
         """A layer with the activation before it."""
         layout, last = self.model.layout_of(index, self.ranks), index == self.model.depth - 1
@@ -95,10 +87,6 @@ class FFNShape(Shape):
         """Words of a rank's features before layer ``index``; between pairs of Megatron's they are whole."""
         whole = self.strategy == "megatron" and index % 2 == 0
         return self.batch * self.model.width // (1 if whole else self.ranks)
-
-    def stages(self) -> list[tuple[Self, int]]:
-        kinds = {0: self.ranks} if self.stage is None else self.stage.kinds()
-        return [(replace(self, rank=rank), count) for rank, count in kinds.items()]
 
     @property
     def repeated(self) -> int:

@@ -136,6 +136,11 @@ class GPTConfig:
         return self.dim // self.heads
 
     @property
+    def depth(self) -> int:
+        """Number of layers, which the stages of a pipeline divide."""
+        return self.layers
+
+    @property
     def qkv_features(self) -> int:
         """Features of queries, keys and values together."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim

@@ -105,13 +105,6 @@ class GPTShape(Shape):
             return tuple(self._parts() if self.mode == "train" else map(_only_forward, self._parts())), ()
         return _fsdp_costs(self) if self.stage is None else _pipeline_costs(self, self.stage)
 
-    @cached_property
-    def stage(self) -> Stage | None:
-        """The stage of the rank, of a pipeline on several ranks."""
-        if self.ranks == 1 or self.micro_batches is None:
-            return None
-        return Stage(self.model.layers, self.ranks, self.rank, self.micro_batches)
-
     def with_strategy(self, strategy: StrategyName, **changes: Any) -> Self:
         return super().with_strategy(strategy, **{"layer_ghosts": None} | changes)
 
@@ -136,10 +129,6 @@ class GPTShape(Shape):
         """One more token for each sequence, after ``past`` positions."""
         past = self.sequence if past is None else past
         return self.updated(mode="decode", past=past, sequence=1, context=max(self.model.context, past + 1))
-
-    def stages(self) -> list[tuple[Self, int]]:
-        kinds = {0: self.ranks} if self.stage is None else self.stage.kinds()
-        return [(replace(self, rank=rank), count) for rank, count in kinds.items()]
 
     @property
     def parts_of_layer(self) -> int:
