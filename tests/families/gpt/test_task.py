@@ -185,15 +185,15 @@ def test_a_checkpoint_of_another_kind_or_other_text_is_refused(phantom, tmp_path
     config = phantom.updated(steps=4, data=str(text))
     train(config, ParallelContext(), checkpoints=tmp_path / "gpt")
     saved, longer = tmp_path / "gpt" / "step-000004", config.updated(steps=8)
-    assert checkpoint.check(saved, longer).step == 4
+    assert checkpoint.open_checkpoint(saved, longer)[0].step == 4
     ffn = FFNTrainConfig.of(width=16, ghosts=2, teacher_ghosts=2, batch=8, samples=64, steps=2)
     with pytest.raises(ValueError, match="is of a training of the kind 'gpt', not 'ffn'"):
-        checkpoint.check(saved, ffn)
+        checkpoint.open_checkpoint(saved, ffn)
     train(ffn, ParallelContext(), checkpoints=tmp_path / "ffn")
     with pytest.raises(ValueError, match="is of a training of the kind 'ffn', not 'gpt'"):
-        checkpoint.check(tmp_path / "ffn" / "step-000002", longer)
+        checkpoint.open_checkpoint(tmp_path / "ffn" / "step-000002", longer)
     with pytest.raises(ValueError, match=r"was trained with dim=32, not 64"):
-        checkpoint.check(saved, longer.updated(dim=64))
+        checkpoint.open_checkpoint(saved, longer.updated(dim=64))
     text.write_text(SENTENCES.replace("times", "by"))
     with pytest.raises(ValueError, match="was trained on data that have changed since"):
-        checkpoint.check(saved, longer)
+        checkpoint.open_checkpoint(saved, longer)
