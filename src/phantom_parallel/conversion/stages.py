@@ -187,9 +187,7 @@ class DenseLayer(NamedTuple):
 
 def find_layers(model: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> list[DenseLayer]:
     """The linear layers whose names match a pattern of ``include`` and none of ``exclude``, in the order of the model.
-
-    Raises:
-        ValueError: If there are none, or one of them has non-finite weights or shares its weight with another module.
+    ValueError if there are none, or one of them has non-finite weights or shares its weight with another module.
     """
     layers: list[DenseLayer] = []
     owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
@@ -247,10 +245,7 @@ def output_importance(
     model: nn.Module, layers: Sequence[DenseLayer], batches: Sequence[Any], loss: Loss
 ) -> dict[str, Tensor]:
     """The mean square of the gradient of ``loss`` with respect to each output of each layer, by name, in float64. Each
-    batch counts alike; padding does not count.
-
-    Raises:
-        ValueError: If a gradient is not finite, or a layer has none.
+    batch counts alike; padding does not count. ValueError if a gradient is not finite, or a layer has none.
     """
     sums = {layer.name: torch.zeros(len(layer.weight), dtype=torch.float64) for layer in layers}
     mask: Tensor | None = None

@@ -102,11 +102,7 @@ class FFNConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FFNTrainConfig(TrainConfig):
-    """A training of an FFN.
-
-    ``data`` are fields of an elliptic equation (see `fields`), a teacher network that has the structure of a phantom
-    model (``planted``) or none (``random``), handwritten digits (``digits``, ``mnist``), or a user's arrays.
-    """
+    """A training of an FFN on fields of an elliptic equation, a teacher network, handwritten digits or arrays."""
 
     family: ClassVar[str] = "ffn"
     named_data: ClassVar[tuple[str, ...]] = DATA_SETS

@@ -90,13 +90,9 @@ def _permutation(rows: int, seed: int, epoch: int) -> Tensor:
 
 
 def open_data(config: FFNTrainConfig, rank: int = 0, ranks: int = 1, group: dist.ProcessGroup | None = None) -> Data:
-    """Open the data of a training, with the features of rank ``rank`` of ``ranks``.
-
-    With a group, all of its ranks call this, and raise an error that one of them finds in its features.
-
-    Raises:
-        ValueError: If the data are missing, damaged, of another shape or too few, or if a held-out row is not finite.
-            Rows to train on are read when they are needed, and checked by `Data.check_finite` after a bad loss.
+    """Open the data of a training, with the features of rank ``rank`` of ``ranks``. With a group, all of its ranks call
+    this, and raise an error that one of them finds in its features. Rows to train on are read when they are needed, and
+    checked by `Data.check_finite` after a bad loss.
     """
     of_inputs, of_targets = (slice(rank * n // ranks, (rank + 1) * n // ranks) for n in config.model.model_features)
     features = of_inputs, of_targets

@@ -219,10 +219,7 @@ class TextTrainConfig(TrainConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GPTTrainConfig(TextTrainConfig):
-    """A training of a GPT on text. The loss is the mean cross-entropy in nats a token.
-
-    ``data`` is the source of Python's standard library (``python``), or the path of a text file or of a folder of them.
-    """
+    """A training of a GPT on text. The loss is the mean cross-entropy in nats a token."""
 
     may_change: ClassVar[frozenset[str]] = TextTrainConfig.may_change | {"fsdp", "interleave"}
     model_defaults: ClassVar[dict[str, Any]] = {"vocab": None, "dim": 256, "layers": 4, "heads": 8, "context": 256}

@@ -261,17 +261,12 @@ Messages = list[dict[str, str]]
 def run(
     config: GenerateConfig, prompts: Iterable[str], *, write: Callable[[str], None] | None = None, show: bool = False
 ) -> dict[str, Any]:
-    """Generate a text from each prompt, in one batch, and measure it if the config says so.
-
-    ``write`` is called with pieces of the first row's text as it is generated, on rank 0 or in its launcher; ``show``
-    shows the progress of a measurement on stderr.
+    """Generate a text from each prompt, in one batch, and measure it if the config says so. ``write`` is called with
+    pieces of the first row's text as it is generated; ``show`` shows the progress of a measurement on stderr.
 
     Returns:
         Plain data: among others the ``texts`` and ``tokens`` of all rows, ``prefill_seconds`` and ``decode_seconds``;
         if measured, also ``measured``, for each model the costs of prefill and decode.
-
-    Raises:
-        ValueError, OSError: If options or files are wrong, mostly before any rank is launched.
     """
     texts = list(prompts)
     model = _check(config)
