@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from phantom_parallel import FFN, FFNConfig, load_model, save_model
+from phantom_parallel.cli.main import main
 from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.families.ffn.config import FFNTrainConfig
 from phantom_parallel.families.ffn.data import open_data, rows_of_step
@@ -76,13 +77,6 @@ def test_teachers_have_the_widths_of_the_model(ranks):
     assert curve(run) == pytest.approx(ranks(2)(curve, run.updated(ranks=2))[0], rel=1e-4)
 
 
-def test_digits_may_have_a_target_for_each_class():
-    pytest.importorskip("sklearn")
-    rows = open_data(config("digits", "tensor", in_features=64, out_features=10))
-    assert (rows.x.shape[1], rows.y.shape[1]) == (64, 10)
-    assert rows.y.sum(1).eq(1).all()
-
-
 def saved(folder: str) -> bool:
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
     model = FFN(FFNConfig(WIDTH, 3, blocks=4, ghosts=2, in_features=IN, out_features=OUT), mesh=mesh)
@@ -111,3 +105,15 @@ def test_a_model_is_saved_and_read_on_other_ranks(ranks, tmp_path):
 def test_blocks_and_ranks_must_divide_both(data, settings, message):
     with pytest.raises(ValueError, match=message):
         config(data, **settings)
+
+
+@pytest.mark.slow
+def test_the_commands_follow_the_data(data, tmp_path):
+    run, out = str(tmp_path / "run"), str(tmp_path / "y.npy")
+    small = ["--width", str(WIDTH), "--ghosts", "2", "--batch", "16"]
+    assert main(["train", "--out", run, "--data", data, *small, "--ranks", "2", "--steps", "4"]) == 0
+    assert main(["train", "--out", run, "--resume", "--steps", "6", "--ranks", "1"]) == 0
+    assert main(["infer", "--model", f"{run}/model", "--inputs", data, "--out", out, "--turns", "2"]) == 0
+    x = torch.from_numpy(np.load(data)["x"]).float()
+    with torch.no_grad():
+        assert np.allclose(np.load(out), load_model(f"{run}/model")(x), atol=1e-5)
