@@ -18,15 +18,7 @@ from rich.markup import escape
 
 from phantom_parallel.checkpoint.model import family_of
 from phantom_parallel.checkpoint.pretrained import CHAT_TEMPLATE, TOKENIZER_CONFIG
-from phantom_parallel.cli.options import (
-    Flag,
-    JsonOption,
-    LaunchOptions,
-    RanksOption,
-    WireOption,
-    config_of,
-    make_table,
-)
+from phantom_parallel.cli.options import Flag, JsonOption, LaunchOptions, RanksOption, WireOption, config_of, make_table
 from phantom_parallel.distributed.launchers import is_rank_zero
 from phantom_parallel.energy.power import POLLED_TIME
 from phantom_parallel.families.registry import get_family
@@ -60,7 +52,7 @@ class InferOptions(RunOptions, InferConfig):
     overwrite: Flag = False
 
     def run(self) -> None:
-        config = config_of(self, InferConfig, ranks=self.rank_count())
+        config = config_of(self, InferConfig)
         with self.launching(config.ranks) as network:
             report = infer(config, show=True)
         if not is_rank_zero():
@@ -148,7 +140,7 @@ class GenerateOptions(RunOptions, GenerateConfig):
     measure: Flag = False
 
     def run(self) -> None:
-        config = config_of(self, GenerateConfig, ranks=self.rank_count())
+        config = config_of(self, GenerateConfig)
         family = get_family(family_of(check_folder(config.model)))
         generate, converse = family.require("text_generation")
         if self.chat and not self.prompt and self.prompt_file is None:
@@ -297,7 +289,7 @@ class EvalOptions(RanksOption, LaunchOptions, JsonOption, EvalConfig):
         """Not that of the config, which is checked when it is made."""
 
     def run(self) -> None:
-        config = config_of(self, EvalConfig, ranks=self.rank_count())
+        config = config_of(self, EvalConfig)
         with self.launching(config.ranks):
             result = evaluate(config, show=True)
         if not is_rank_zero():

@@ -52,10 +52,7 @@ GROUPS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command and return the exit code.
-
-    Without ``arguments``, this is the program of the process: it takes the arguments and handles the signals of it.
-    """
+    """Run one command and return the exit code; without ``arguments``, as the program of the process."""
     is_program = arguments is None
     if is_program:
         exit_codes.exit_on_signals()

@@ -76,10 +76,6 @@ class RanksOption:
     ranks: int | None = None
     """Ranks that share the model; by default 1, or as many as the launcher (torchrun, srun, mpirun, ...) started."""
 
-    def rank_count(self) -> int:
-        """The number of ranks, of the option or of the external launcher."""
-        return external_ranks() if self.ranks is None else self.ranks
-
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkOptions:
@@ -207,6 +203,8 @@ def make_options(base: type[Any], settings: Mapping[str, Setting], text: str, /,
 def config_of(options: Any, config_class: type[T], **changes: Any) -> T:
     """The config among the options of a command, with other values of some settings."""
     settings = {field.name: getattr(options, field.name) for field in fields(config_class)}  # type: ignore[arg-type]
+    if settings.get("ranks", 1) is None:
+        settings["ranks"] = external_ranks()
     return config_class(**settings | changes)
 
 

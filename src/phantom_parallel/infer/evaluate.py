@@ -60,11 +60,8 @@ class EvalConfig:
 
 
 def run(config: EvalConfig, *, show: bool = False) -> dict[str, Any]:
-    """Evaluate the models, with progress on stderr if ``show`` is set.
-
-    Returns plain data: the ``folder`` of ``model`` and ``against`` and what was measured, of a language model
-    ``perplexity``, ``nats`` a token, ``bits_per_byte`` and ``tokens``; of a feed-forward network ``loss``,
-    ``relative_error`` and ``rows``, and the ``accuracy`` where rows have classes.
+    """Evaluate the models, with progress on stderr if ``show`` is set. Returns plain data: the ``folder`` of ``model``
+    and ``against``, and what their family measures.
     """
     for folder in config.folders:
         if not is_transformers(folder):
@@ -115,12 +112,7 @@ def read_texts(data: Path | None) -> bytes:
 
 
 def evaluate_text(
-    logits: Callable[[Tensor], Tensor],
-    tokens: Tensor,
-    text: bytes,
-    context: int,
-    config: EvalConfig,
-    report: Report,
+    logits: Callable[[Tensor], Tensor], tokens: Tensor, text: bytes, context: int, config: EvalConfig, report: Report
 ) -> dict[str, float]:
     """Evaluate a language model, (batch, t) tokens to (batch, t, vocab) logits, on a text by sliding windows:
     each token but the first is predicted once, from at least ``length - stride`` tokens before it where the text has

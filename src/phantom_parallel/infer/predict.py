@@ -70,10 +70,8 @@ class InferConfig(RunConfig):
 
 
 def run(config: InferConfig, *, show: bool = False) -> dict[str, Any]:
-    """Predict and measure, with progress on stderr if ``show`` is set.
-
-    Returns plain data: among others the number of predicted ``rows``, how many of them are ``non_finite_rows``, the
-    ``largest_difference`` between the model's and the baseline's predictions, and ``measured``, the cost of each.
+    """Predict and measure, with progress on stderr if ``show`` is set. Returns plain data, with the cost of each model
+    as ``measured``.
     """
     model = check_model(config.model, config.ranks)
     as_tensor = get_family(model.config.family).require("as_tensor")

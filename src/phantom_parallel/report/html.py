@@ -8,18 +8,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from phantom_parallel.report import tables
-from phantom_parallel.report.figures import (
-    GRID,
-    INK,
-    LOOKS,
-    MUTED,
-    SECOND_PHANTOM,
-    SURFACE,
-    CaptionedFigure,
-    figures,
-    save,
-)
+from phantom_parallel.report import figures, tables
+from phantom_parallel.report.figures import LOOKS, SECOND_PHANTOM, CaptionedFigure, save
 from phantom_parallel.study.contenders import BASES
 from phantom_parallel.study.notes import headline, notes
 from phantom_parallel.study.results import Results
@@ -27,14 +17,13 @@ from phantom_parallel.study.units import plain, quantity
 from phantom_parallel.utils.files import write_text
 
 # Colours of the figures and their names in the page, which has another set for dark screens.
-COLOURS = {INK: "ink", MUTED: "muted", GRID: "grid", SURFACE: "surface", SECOND_PHANTOM[0]: "other"} | {
-    colour: strategy for strategy, (colour, _) in LOOKS.items()
-}
+COLOURS = {colour: strategy for strategy, (colour, _) in LOOKS.items()} | {SECOND_PHANTOM[0]: "other"}
+COLOURS |= {getattr(figures, name.upper()): name for name in ("ink", "muted", "grid", "surface")}
 
 
 def write_report(results: Results, folder: Path) -> Path:
     """Write report.html, figures/ and CSV files into the folder; returns the path of the page."""
-    drawn = figures(results)
+    drawn = figures.figures(results)
     for figure in drawn:
         save(figure.figure, folder / "figures" / figure.name, figure.svg)
     files = tables.csv_files(results)

@@ -13,14 +13,7 @@ from typing import Any
 
 from phantom_parallel.study.units import labelled
 from phantom_parallel.utils.layout import positive
-from phantom_parallel.utils.strategies import (
-    STRATEGIES,
-    Strategy,
-    StrategyName,
-    WireFormat,
-    check_wire,
-    default_blocks,
-)
+from phantom_parallel.utils.strategies import STRATEGIES, Strategy, StrategyName, WireFormat, check_wire, default_blocks
 
 COPIES, PHANTOM_COPIES, SMALL_DENSE = "copies", "phantom-copies", "small-dense"
 EXACT_WIRE: WireFormat = "full"

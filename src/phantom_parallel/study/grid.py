@@ -263,10 +263,8 @@ def find_smaller(settings: Settings, runner: CellRunner) -> dict[str, Any]:
 def choose_variants(
     settings: Settings, runner: CellRunner, link: str = ""
 ) -> tuple[tuple[Contender, ...], dict[Contender, Run]]:
-    """Every contender in the variant with the shortest step, and the timings of a few steps of those with several.
-
-    Where losses are trained, which is on no ``link``, all that share a model with others are timed for the same number
-    of steps, so that their losses can be compared.
+    """Every contender in the variant with the shortest step, and the timings of a few steps of those with several, and
+    where losses are trained, on no ``link``, of all that share a model with others.
     """
     groups = models_of(settings.contenders, settings.share_curves).values()
     shared = {contender.label for group in groups if len(group) > 1 and not link for contender in group}
@@ -326,10 +324,8 @@ def search(
     train: Callable[[str, TrainConfig], Run],
 ) -> dict[str, list[Trial]]:
     """Try learning rates for every candidate, in turns: in ascending order, and beyond an end of the list while the
-    best is at that end. Returns the trials of each in ascending order of the rate, with the best marked.
-
-    A trial is stopped as soon as it cannot be the best: after the steps that the best one needed to the target.
-    ``candidates`` are trainings by the name of a model, called with ``lr`` and ``steps``; ``train`` runs one.
+    best is at that end. A trial is stopped as soon as it cannot be the best. ``candidates`` are trainings by the name
+    of a model, called with ``lr`` and ``steps``.
     """
     trials: dict[str, list[Trial]] = {name: [] for name in candidates}
     pending = [(name, lr) for lr in settings.learning_rates for name in candidates]
@@ -464,9 +460,8 @@ def _cell(settings: Settings, contender: Contender, runs: Iterable[Run], link: s
 
 
 def shared_run(run: Run, timing: Run, *, trained_by: str | None = None, differs: bool = False) -> Run:
-    """The training of a contender, made of the steps and losses of ``run``, a training of the same model with the same
-    seed by ``trained_by``, and of its own timed steps. ``differs``: the contender was seen to compute another model, so
-    that the losses are not its own.
+    """The training of a contender, made of the steps and losses of ``run``, a training of the same model by
+    ``trained_by``, and of its own timed steps. ``differs``: it was seen to compute another model.
     """
     if not timing.steps:
         return replace(timing, lr=run.lr, trained_by=trained_by, timed_steps=0)

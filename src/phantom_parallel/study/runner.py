@@ -261,11 +261,9 @@ def time_steps(
     limit: float = math.inf,
     report: Callable[[Record], None],
 ) -> Run:
-    """Train for a few steps on the ranks of ``context``, all of which call this, and time the last ``steps`` of them.
-
-    Ranks communicate for nothing but the model between the first and the last timed step. Held out is one batch. The
-    steps may take ``limit`` seconds: of slow steps, fewer are timed, and `MIN_TIMED_STEPS` at least. The run has no
-    modelled joules; it is ``diverged`` and has 0 steps if the loss was not finite.
+    """Train for a few steps on the ranks of ``context``, all of which call this, and time the last ``steps`` of them,
+    or as many as fit into ``limit`` seconds. Ranks communicate for nothing but the model between the first and the last
+    timed step. Held out is one batch. A run whose loss was not finite is ``diverged`` and has 0 steps.
     """
     warm_up, group = WARM_UP if math.isinf(limit) else 1, None if context.single_process else context.group
     quiet = replace(config, steps=warm_up, warmup=0, target_loss=None, log_every=_NEVER, eval_every=_NEVER)
