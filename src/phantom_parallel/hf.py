@@ -15,6 +15,7 @@ model's own plan is used, or where ``transformers`` has none, phantom layers tak
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
 from os import PathLike
@@ -183,16 +184,13 @@ def fitting_ranks(model: Any) -> list[int]:
     layers = described["layers"] if isinstance(described, dict) else described.layers
     text = config.get_text_config()
     heads = [text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads]
-    return [ranks for ranks in range(1, min(heads) + 1) if not any(n % ranks for n in heads) and _fits(layers, ranks)]
-
-
-def _fits(layers: dict[str, dict[str, Any]], ranks: int) -> bool:
-    try:
-        for layer in layers.values():
-            BlockLayout(**{name: size for name, size in layer.items() if name != "bias"}, ranks=ranks)
-    except ValueError:
-        return False
-    return True
+    fitting = []
+    for ranks in range(1, min(heads) + 1):
+        with suppress(ValueError):
+            for layer in layers.values():
+                BlockLayout(**{name: size for name, size in layer.items() if name != "bias"}, ranks=ranks)
+            fitting += [ranks] if not any(n % ranks for n in heads) else []
+    return fitting
 
 
 def describe(model: Any) -> None:

@@ -30,7 +30,7 @@ from phantom_parallel.report.tables import csv_text
 from phantom_parallel.study.analysis import median_of
 from phantom_parallel.study.contenders import COPIES, DENSE, PHANTOM_COPIES, SMALL_DENSE
 from phantom_parallel.study.notes import main_measure
-from phantom_parallel.study.results import Cell, CurvePoint, Results
+from phantom_parallel.study.results import Cell, Results
 from phantom_parallel.study.units import measure_label, measure_unit, plain
 from phantom_parallel.utils.files import write_bytes, write_text
 
@@ -169,9 +169,9 @@ def counted_axis(axes: Axes, values: Iterable[float]) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-def add_grid_and_legend(figure: Figure, axes: Axes, *, grid: Any = "both", columns: int = 3) -> None:
+def add_grid_and_legend(figure: Figure, axes: Axes, *, columns: int = 3) -> None:
     """Draw the grid, and the legend below the axes."""
-    axes.grid(visible=True, which="major", axis=grid, alpha=0.8, linewidth=0.6)
+    axes.grid(visible=True, which="major", alpha=0.8, linewidth=0.6)
     fitted_legend(figure, axes.get_legend_handles_labels()[0], columns=columns)
 
 
@@ -198,11 +198,13 @@ def figures(results: Results) -> list[CaptionedFigure]:
 
 def _curve(results: Results, measure: str) -> CaptionedFigure | None:
     """Held-out loss against time or energy: every seed thin, that with the median at the end thick."""
-    lines = {
-        cell.strategy: [line for run in cell.runs if len(line := loss_curve(run.curve, measure)) > 1]
-        for cell in results.cells
-    }
-    lines = {strategy: seeds for strategy, seeds in lines.items() if seeds}
+    lines: dict[str, list[list[tuple[float, float]]]] = {}
+    for cell in results.cells:
+        for run in cell.runs:
+            line = [(getattr(point, measure), point.loss) for point in run.curve if math.isfinite(point.loss)]
+            line = [point for point in line if point[0] is not None]
+            if len(line) > 1:
+                lines.setdefault(cell.strategy, []).append(line)
     if not lines:
         return None
     title = f"Held-out loss against {measure_label(measure, to_the_loss=False)}"
@@ -223,12 +225,6 @@ def _curve(results: Results, measure: str) -> CaptionedFigure | None:
     add_grid_and_legend(figure, axes, columns=4)
     caption = "Each seed, to its first evaluation at or below the target. Thick: the one with the median at its end."
     return CaptionedFigure("loss-time" if measure == "seconds" else "loss-energy", title, caption, figure)
-
-
-def loss_curve(curve: Sequence[CurvePoint], measure: str) -> list[tuple[float, float]]:
-    """(time or energy, loss) of each evaluation for which both are known."""
-    points = [(getattr(point, measure), point.loss) for point in curve]
-    return [(spent, loss) for spent, loss in points if spent is not None and math.isfinite(loss)]
 
 
 def _study(results: Results) -> list[CaptionedFigure | None]:
