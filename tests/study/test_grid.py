@@ -429,7 +429,6 @@ def test_steps_are_timed_on_every_link(tmp_path):
     assert 8 * slow.runs[0].step_seconds > least > 0.3
     assert {link: network.rate for link, network in results.networks.items()} == {"50mbit": 5e7}
     assert json.loads((tmp_path / "out" / "networks.json").read_text())["50mbit"]["rate"] == 5e7
-    assert results.links == ("loopback", "50mbit")
 
 
 @pytest.mark.slow
@@ -439,7 +438,9 @@ def test_formats_on_the_wire_take_the_rate_of_full_precision_if_asked(ranks, tmp
     results = ranks(2)(on_a_rank, settings, str(tmp_path / "out"))[0]
     assert {trial.model for trial in results.trials} == {"phantom", "tensor"}
     chosen = {trial.model: trial.lr for trial in results.trials if trial.chosen}
-    assert {cell.strategy: cell.lr for cell in results.cells} == {name: chosen[name.split("+")[0]] for name in names}
+    assert {cell.strategy: cell.runs[0].lr for cell in results.cells} == {
+        name: chosen[name.split("+")[0]] for name in names
+    }
     apart = small(strategies=("phantom", "tensor+int8"), search_wires=False)
     assert same_rate(apart) == {}  # there is no other to take it from
 

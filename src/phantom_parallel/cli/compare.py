@@ -1,8 +1,7 @@
 """``phantom compare`` and ``phantom study``: run the settings of a file, write the report, and print the answer.
 
-Every setting and every field of the family's training is an option. Its help text is the documentation of that field,
-and its default is the value in the file, so that ``--help`` shows what would be run. A setting that the cells of a
-study vary takes several values.
+Every setting and every field of the family's training is an option, whose default is the value in the file. A setting
+that the cells of a study vary takes several values.
 """
 
 from collections.abc import Mapping

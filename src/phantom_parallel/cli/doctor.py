@@ -1,8 +1,7 @@
 """``phantom doctor``: whether this machine and these ranks compute, exchange, train and fail as they should.
 
-A check is an entry of `CHECKS`: a function that every rank calls with its device and that returns an `Outcome`. What is
-exact is compared exactly: exchanged values are small integers, which every dtype and every order of sums keeps. Losses
-are compared with those of the same training on one CPU rank, whose initial weights are the same.
+A check is an entry of `CHECKS`: a function that every rank calls with its device. What is exact is compared exactly:
+exchanged values are small integers. Losses are compared with those of one CPU rank with the same initial weights.
 """
 
 import os

@@ -1,10 +1,8 @@
 """``phantom COMMAND``: finds the command, reads its options, and turns a user's error into one line and exit code 2.
 
-A command is a frozen dataclass in a module of ``phantom_parallel.cli``: its fields are the options, its docstring is
-the help, and its ``run()`` does the work. A command on models of a family, which the word after the command names, has
-a function of the family and the arguments instead. It returns such a class, and defaults that take the place of the
-class's own. Modules are imported only when they are needed, so that ``--help`` is quick and one command's dependencies
-do not burden another.
+A command is a frozen dataclass: its fields are the options, its docstring is the help, and its ``run()`` does the
+work. A command on models of a family has a function of the family and the arguments instead, which returns such a class
+and defaults that take the place of the class's own. Modules are imported only when they are needed.
 """
 
 import importlib

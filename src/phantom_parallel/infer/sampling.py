@@ -1,8 +1,7 @@
 """Selection of the next token: the most likely one, or a sample; and the settings of ``phantom generate``.
 
 A sample maps one uniform number per row to a token by the cumulative probabilities in the order of the vocabulary. All
-ranks hold the same logits and draw the same numbers, so that they select the same token without a collective. As tokens
-are not sorted by probability, rounding of the logits moves the borders between tokens only by as much.
+ranks hold the same logits and draw the same numbers, so that they select the same token without a collective.
 """
 
 import math

@@ -123,7 +123,7 @@ def detailed_sections(results: Results) -> tuple[Section, ...]:
     costs: list[Column] = [
         ("parameters", lambda cell: f"{cell.parameters:,}"),
         ("ranks", _ranks),
-        ("learning rate", lambda cell: UNAVAILABLE if cell.lr is None else f"{cell.lr:.3g}"),
+        ("learning rate", lambda cell: f"{cell.runs[0].lr:.3g}" if cell.runs else UNAVAILABLE),
         ("reached the target", _reached),
         *((measure_label(measure), _mean(results, measure)) for measure in measures),
         (

@@ -2,8 +2,7 @@
 
 A name is ``BASE[@RANKSxCOPIES][+WIRE]``. The base is an entry of `BASES`: a strategy, whose model all ranks share, or
 one such as ``copies``, in which every rank has a whole dense model. ``pipeline@2x2`` is two copies of a pipeline of two
-ranks, ``dense@1x1`` has one rank while others are idle, and ``tensor+int8`` sends int8. A new kind of contender is an
-entry.
+ranks, ``dense@1x1`` has one rank while others are idle, and ``tensor+int8`` sends int8.
 """
 
 import re

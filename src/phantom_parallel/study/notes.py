@@ -65,7 +65,8 @@ def _over(values: dict[str, Interval]) -> str:
 
 def _place(results: Results, cell: Cell) -> str:
     """The settings and the link of a cell in words, as ``ghosts 4``; the link only where it varies."""
-    link = [cell.link] if len(results.links) > 1 and cell.hardware is None else []
+    links = {cell.link for cell in results.cells if cell.hardware is None}
+    link = [cell.link] if len(links) > 1 and cell.hardware is None else []
     return ", ".join([*link, *(f"{name} {value}" for name, value in cell.settings.items())])
 
 

@@ -4,8 +4,7 @@
       cells: Cell      a contender with the settings of a cell on a link; counts by the cost formulas, inference
         runs: Run      one training, or timed steps, for each seed
 
-Every figure that may be missing is None: a run that missed the target has no time to the loss, and a machine without
-counters has no measured joules. Means, ratios and intervals are derived, see `analysis`.
+Every figure that may be missing is None. Means, ratios and intervals are derived, see `analysis`.
 """
 
 from dataclasses import asdict, dataclass
@@ -161,10 +160,6 @@ class Cell:
     inference: tuple[InferenceResult, ...] = ()  # one for each batch size
 
     @property
-    def lr(self) -> float | None:
-        return self.runs[0].lr if self.runs else None
-
-    @property
     def reached(self) -> int:
         """How many runs reached the target."""
         return sum(run.reached for run in self.runs)
@@ -211,10 +206,6 @@ class Results:
     def is_timed(self) -> bool:
         """Whether steps were timed, and no losses compared."""
         return self.settings.get("measure") == "speed"
-
-    @property
-    def links(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(cell.link for cell in self.cells if cell.hardware is None))
 
 
 def save(results: Results, path: Path) -> None:

@@ -1,8 +1,7 @@
 """Running cells on ranks: trainings and timed steps on some or all of them, each kept on disk when it is finished.
 
-Every rank calls the same methods in the same order and gets the same results, so that what is run next may depend on
-them. A cell that needs fewer ranks than there are runs on the first ones while the others wait. A cell whose file is in
-the folder is read and not run again: a resumed call and the next launch of the same call continue from there.
+Every rank calls the same methods in the same order and gets the same results. A cell that needs fewer ranks than there
+are runs on the first ones while the others wait. A cell whose file is in the folder is read and not run again.
 
 A folder of results has ``settings.json``, ``networks.json`` if hosts are emulated, ``cells/``, ``results.json`` and the
 report.
