@@ -1,11 +1,6 @@
 """``phantom compare`` and ``phantom study`` as a user calls them."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -52,7 +47,6 @@ teacher_ghosts = 2
 [[cells]]
 batch = [8, 16]
 """
-DEADLINE = 120.0  # seconds: far above what is needed, so that it only ends a hang
 
 
 def phantom(*arguments: str | Path) -> int:
@@ -142,33 +136,6 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path, capsys, arguments, mess
     assert message in error
     assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_ctrl_c_keeps_finished_cells(tmp_path, preset):
-    out = tmp_path / "out"
-    preset.write_text(SMALL.replace("steps = 60", "steps = 60000").replace("target_loss = 0.6", "target_loss = 1e-9"))
-    command = [sys.executable, "-m", "phantom_parallel.cli.main", "compare", "--preset", str(preset)]
-    command += ["--out", str(out), "--ranks", "2"]
-    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    try:
-        deadline = time.monotonic() + DEADLINE
-        cells = out / "cells"
-        while not (cells.exists() and len(list(cells.glob("*.json"))) >= 4):  # the search is done, a long training runs
-            assert time.monotonic() < deadline
-            assert running.poll() is None
-            time.sleep(0.1)
-        time.sleep(0.5)
-        running.send_signal(signal.SIGINT)
-        _, error = running.communicate(timeout=DEADLINE)
-    finally:
-        running.kill()
-    assert running.returncode == 130
-    assert "Traceback" not in error
-    assert len(list(cells.glob("*.json"))) == 4
-    assert not list(cells.glob(".*"))
-    settings = json.loads((out / "settings.json").read_text())
-    assert settings["training"]["ranks"] == 2
 
 
 @pytest.mark.parametrize(

@@ -129,18 +129,6 @@ def test_sampled_texts_from_a_file(folder, capfd):
     assert capfd.readouterr().out == f"{first}\n{shown}"
 
 
-def test_prompts_of_unequal_length_are_continued_as_each_would_be_by_itself(folder, capfd):
-    prompts = ["a", PROMPT, "import os"]
-    alone = []
-    for prompt in prompts:
-        assert phantom("--model", folder / "model", "--prompt", prompt, "--tokens", "6", "--json") == 0
-        alone += json.loads(capfd.readouterr().out)["tokens"]
-    assert phantom("--model", folder / "model", "--prompt", *prompts, "--tokens", "6", "--json") == 0
-    report = json.loads(capfd.readouterr().out)
-    assert report["tokens"] == alone
-    assert (report["prompts"], report["prompt_lengths"]) == (prompts, [1, 9, 9])
-
-
 def failed(capfd) -> str:
     lines = capfd.readouterr().err.strip().splitlines()
     assert len(lines) == 1, lines

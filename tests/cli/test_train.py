@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from phantom_parallel import load_model
 from phantom_parallel.cli import main as program
@@ -50,21 +49,6 @@ def test_two_ranks_train_stop_and_go_on_as_one(tmp_path, capfd):
     assert phantom(tmp_path / "run", *SMALL, "--steps", "30", "--resume") == 0  # on one rank
     assert steps_of(tmp_path / "run") == [10, 20, 30]
     assert "held out" in capfd.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_pipeline_and_fsdp_leave_a_dense_model(tmp_path, capfd):
-    small = ["--width", "16", "--depth", "3", "--teacher-ghosts", "2", "--samples", "256", "--batch", "12"]
-    models = {}
-    for strategy in ("pipeline", "fsdp", "dense"):
-        ranks = [] if strategy == "dense" else ["--ranks", "3"]
-        assert phantom(tmp_path / strategy, *small, "--strategy", strategy, *ranks, "--steps", "10", "--json") == 0
-        models[strategy] = load_model(tmp_path / strategy / "model")
-        assert models[strategy].config.strategy == "dense"
-        assert json.loads(capfd.readouterr().out)["parameters"] == 3 * (16 * 16 + 16)
-    for strategy in ("pipeline", "fsdp"):
-        for mine, theirs in zip(models[strategy].parameters(), models["dense"].parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs)
 
 
 GPT = ["--dim", "32", "--layers", "1", "--heads", "4", "--context", "16", "--ghosts", "2", "--max-bytes", "20000"]

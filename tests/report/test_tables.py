@@ -11,7 +11,7 @@ from rich.console import Console
 from phantom_parallel.report import tables
 from phantom_parallel.study.analysis import ratio
 from phantom_parallel.study.units import format_interval
-from tests.study.sample import STUDIES, make_links, make_results, make_smaller
+from tests.study.sample import STUDIES, make_links, make_results
 
 MANY = ("phantom", "phantom-copies", "tensor", "megatron", "copies", "fsdp", "tensor+int8")
 
@@ -95,16 +95,6 @@ def test_studies_of_links_and_batches_have_a_column_for_each():
     assert rows(sections)[0, "fsdp"][2] == "missed"
     links = tables.main_sections(make_links((("loopback", 64), ("100mbit", 64))))
     assert links[0].headings[1:] == ("loopback", "100mbit")
-
-
-def test_other_studies_have_a_row_for_each_cell():
-    (section,) = tables.main_sections(make_smaller())
-    assert section.headings[:4] == ("strategy", "ranks", "ghosts", "reached")
-    assert [row[:4] for row in section.rows] == [
-        ("tensor", "4", "–", "1 of 1"),  # noqa: RUF001
-        ("phantom", "1", "8", "1 of 1"),
-        ("phantom", "2", "8", "0 of 1"),
-    ]
 
 
 def test_markdown_has_the_same_rows_and_escapes():

@@ -67,15 +67,6 @@ def test_all_strategies_that_cut_layers_try_the_same_interleaved_parts():
     assert settings.config(parts).interleave == 2
 
 
-def test_the_same_settings_for_all_but_what_is_phantoms_own():
-    settings = read_settings("presets", "quick", {"lr_local": 0.5})
-    phantom, tensor = (settings.config(each, lr=0.1, seed=1, steps=10) for each in settings.contenders[:2])
-    assert (phantom.blocks, phantom.ghosts, phantom.lr_local) == (4, 16, 0.5)
-    assert (tensor.blocks, tensor.ghosts, tensor.lr_local) == (None, None, 1.0)
-    own = {"strategy": 0, "blocks": 0, "ghosts": 0, "lr_local": 0}
-    assert phantom.to_dict() | own == tensor.to_dict() | own
-
-
 def test_cells_are_combinations_of_lists_which_changes_replace():
     assert varied_by("studies", "ghosts") == {"ghosts": (1, 2, 4, 8, 16, 32, 64)}
     settings = read_settings("studies", "ghosts", {"ghosts": (2, 4), "width": 256})
