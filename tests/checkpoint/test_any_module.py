@@ -62,7 +62,7 @@ def save_on_rank_zero(device: torch.device, path: str) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_call_save_model_is_named_within_the_timeout(tmp_path):
-    with pytest.raises(RankDied, match=r"timed out.*rank 1 .* in save_on_rank_zero"):
+    with pytest.raises(RankDied, match=r"timed out.*no answer from rank 1"):
         launch(2, save_on_rank_zero, str(tmp_path / "model"), timeout=timedelta(seconds=3))
 
 

@@ -181,6 +181,7 @@ def fails_on_rank_1(folder: str) -> tuple[str, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "write_file", full)
         patch.setattr(Trainer, "_step", counted)
+        patch.setattr("phantom_parallel.train.loop.POLL_SECONDS", 0.0)  # after each step, however fast steps are
         with pytest.raises(OSError, match="cannot be written") as caught:
             train(config, ParallelContext.create(2, 1, CPU), checkpoints=Path(folder))
     return str(caught.value), len(steps)
