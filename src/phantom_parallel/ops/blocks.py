@@ -87,6 +87,22 @@ def refuse_transforms() -> None:
         )
 
 
+class OutputVersion:
+    """Whether an output that backward needs was modified in place since, such as by ``nn.ReLU(inplace=True)``."""
+
+    _probe: Tensor | None = None
+
+    def watch(self, z: Tensor) -> None:
+        if z.requires_grad and type(z) is Tensor:
+            self._probe = z.detach()
+            self._probe.data = z.new_empty(0)  # shares the version counter, and not the memory
+            self._version = z._version
+
+    @property
+    def is_modified(self) -> bool:
+        return self._probe is not None and self._probe._version != self._version
+
+
 def is_creating_graph() -> bool:
     """Whether a backward is itself recorded (``create_graph=True``). A compiled backward never is."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()

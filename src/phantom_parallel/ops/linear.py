@@ -8,11 +8,13 @@ begin, so that the halves alternate there too.
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from phantom_parallel.ops import phantom, two_level
 from phantom_parallel.ops.blocks import (
+    OutputVersion,
     apply_function,
     cast_for_autocast,
     check_operands,
@@ -51,10 +53,15 @@ def phantom_linear(
     if is_transformed() and group.size == 1:  # transforms see through the equations, and not through a Function
         z = _equations(rows, norm, local, compress, decompress, spec)[0]
         return unflatten_rows(z if bias is None else z + bias, x)
-    z = apply_function(_Phantom, rows, norm, local, compress, decompress, bias, spec)
-    if norm is not None and bias is None:  # z is saved: torch must see that it shares its memory
+    saves_output = norm is not None and bias is None
+    version = OutputVersion() if saves_output and not torch.compiler.is_compiling() else None
+    z = apply_function(_Phantom, rows, norm, local, compress, decompress, bias, spec, version)
+    if saves_output and version is None:  # a compiler must see that memory is shared
         return z.view(*x.shape[:-1], z.shape[-1])
-    return unflatten_rows(z, x)
+    z = unflatten_rows(z, x)
+    if version is not None:
+        version.watch(z)
+    return z
 
 
 def _level(group: RankGroup) -> Any:
@@ -75,8 +82,9 @@ class _Phantom(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, norm: Any, local: Tensor, compress: Tensor, decompress: Tensor, bias: Any, spec: Spec
-    ) -> Tensor:
+        ctx: Any, x: Tensor, norm: Any, local: Tensor, compress: Tensor, decompress: Tensor, bias: Any, spec: Spec,
+        version: OutputVersion | None,
+    ) -> Tensor:  # fmt: skip
         y, ghosts, r, block = _equations(x, norm, local, compress, decompress, spec)
         need_x, need_norm, need_local, need_compress, need_decompress = ctx.needs_input_grad[:5]
         has_norm, need_h = norm is not None, need_x or need_norm or need_compress
@@ -92,7 +100,7 @@ class _Phantom(Function):
             r,
             y if has_norm else None,
         )
-        ctx.spec = spec
+        ctx.spec, ctx.version = spec, version
         return _add_bias(y, bias, is_saved=has_norm)
 
     @staticmethod
@@ -108,13 +116,16 @@ class _Phantom(Function):
                 y = None if norm is None else y
             elif need_decompress:
                 raise RuntimeError("a second derivative by x and decompress needs local or compress to require grad")
+        elif ctx.version is not None and ctx.version.is_modified:
+            y = level.add_ghosts(level.local_product(x, norm, block, local, spec), ghosts, decompress, r, spec)
+
         pending, d_decompress = level.end_backward(
             d, decompress, ghosts, r, y, spec, need_h=need_h, need_decompress=need_decompress
         )
         d_bias = d.sum(0) if need_bias else None  # (q m_out), overlapped
         needs = ctx.needs_input_grad[:4]
         grads = level.begin_backward(pending, d, r, x, block, norm, local, compress, spec, needs)
-        return *grads, d_decompress, d_bias, None
+        return *grads, d_decompress, d_bias, None, None
 
 
 def _add_bias(y: Tensor, bias: Tensor | None, *, is_saved: bool) -> Tensor:

@@ -66,9 +66,19 @@ def end(
     """L x + D g (B, q m_out); with the norm's eps, times r (B, 1). Returns it, all ghosts (R, B, q k), and r."""
     gathered, squares = finish(pending)  # (R, B, q k), (R, B, 1)
     r = None if spec.eps is None else inverse_rms(squares, features, spec.eps)  # (B, 1)
+    return add_ghosts(zs, gathered, decompress, r, spec), gathered, r
+
+
+def add_ghosts(zs: Tensor, gathered: Tensor, decompress: Tensor, r: Tensor | None, spec: Spec) -> Tensor:
+    """r (L x + D g): (B, q m_out)."""
     others = ghosts_of_others(gathered, spec.blocks, spec.group)  # (q, B, (p-1) k)
     z = merge_blocks(matmul_blocks(others, decompress, add_to=zs))  # + D g: (B, q m_out)
-    return z if r is None else scale_rows(z, r), gathered, r
+    return z if r is None else scale_rows(z, r)
+
+
+def local_product(x: Tensor, norm: Tensor, held: None, local: Tensor, spec: Spec) -> Tensor:
+    """L w x (q, B, m_out) from what is saved for backward."""
+    return matmul_blocks(_blocks_of((x * norm).to(local.dtype), spec), local)
 
 
 def end_backward(

@@ -64,8 +64,18 @@ def end(
     r = None if spec.eps is None else inverse_rms(squares, features, spec.eps)  # (B, 1)
     gathered = finish(pending).values  # g_j: (t, p B, k / t)
     ghosts = _others_in_ring(gathered, spec.group)  # (B, (p-1) k)
-    z = add_product(z, ghosts, decompress.t())  # + D g
-    return z if r is None else scale_rows(z, r), ghosts, r
+    return add_ghosts(z, ghosts, decompress, r, spec), ghosts, r
+
+
+def add_ghosts(z: Tensor, ghosts: Tensor, decompress: Tensor, r: Tensor | None, spec: Spec) -> Tensor:
+    """r (L x + D g): (B, m_out / t)."""
+    z = add_product(z, ghosts, decompress.t())
+    return z if r is None else scale_rows(z, r)
+
+
+def local_product(x: Tensor, norm: Tensor, us: Tensor, local: Tensor, spec: Spec) -> Tensor:
+    """L w x (B, m_out / t) from what is saved for backward."""
+    return torch.mm(us, local.t())
 
 
 def end_backward(
