@@ -11,7 +11,7 @@ help:
 	@echo "make venv     make $(VENV) with everything pinned in constraints.txt"
 	@echo "make test     lint, then the tests but those of the second tier"
 	@echo "make test-all lint, then all tests"
-	@echo "make campaign 25 kills, 1,000 malformed inputs: what was tried, clean and bad"
+	@echo "make campaign 25 kills, 1,000 malformed inputs, 75 ranks that differ: what was tried, clean and bad"
 	@echo "make lint     ruff, mypy and the direction of imports"
 	@echo "make docs     build the documentation to site/"
 	@echo "make bench    measure the layers: ratios from one interleaved run, also in out/bench.json"

@@ -133,7 +133,7 @@ def jobs(root: Path) -> list[Job]:
 
 def run(tally: Tally, count: int, seed: int) -> None:
     """Kill commands ``count`` times."""
-    again = f"python -m tests.campaign --seed {seed} --inputs 0 --kills {count}"
+    again = f"python -m tests.campaign --seed {seed} --inputs 0 --differences 0 --kills {count}"
     with tempfile.TemporaryDirectory(prefix="campaign-") as temporary:
         root = Path(temporary)
         drawable = jobs(make_artefacts(root / "artefacts")) if count else []

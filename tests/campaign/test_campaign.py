@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.campaign import inputs, kills
+from tests.campaign import disagreement, inputs, kills
 from tests.campaign.tally import Tally
 
 pytestmark = [
@@ -17,8 +17,8 @@ SEED = int(time.time() // 86_400)  # other cases every day; a bad one is printed
 
 @pytest.mark.parametrize(
     ("part", "count"),
-    [(inputs.run, 100), (kills.run, 2)],
-    ids=["malformed inputs", "kills"],
+    [(inputs.run, 100), (kills.run, 2), (disagreement.run, 10)],
+    ids=["malformed inputs", "kills", "ranks that differ"],
 )
 def test_no_case_is_bad(part, count):
     tally = Tally()

@@ -1,6 +1,11 @@
 """``phantom compare`` and ``phantom study`` as a user calls them."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -47,6 +52,7 @@ teacher_ghosts = 2
 [[cells]]
 batch = [8, 16]
 """
+DEADLINE = 120.0  # seconds: far above what is needed, so that it only ends a hang
 
 
 def phantom(*arguments: str | Path) -> int:
@@ -161,3 +167,40 @@ def test_help_shows_the_values_of_the_preset(capsys, monkeypatch, arguments, sho
         assert part in text
     for part in hidden:
         assert f" {part}" not in text
+
+
+def test_an_unknown_strategy_and_an_occupied_folder(tmp_path, preset, capsys):
+    assert phantom("compare", "--strategies", "magic", "--out", tmp_path / "out") == 2
+    assert "magic" in capsys.readouterr().err
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("precious")
+    assert phantom("compare", "--preset", preset, "--out", tmp_path / "out") == 2
+    assert "not an empty folder" in capsys.readouterr().err
+    assert (tmp_path / "out" / "mine").read_text() == "precious"
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_finished_cells(tmp_path, preset):
+    out = tmp_path / "out"
+    preset.write_text(SMALL.replace("steps = 60", "steps = 60000").replace("target_loss = 0.6", "target_loss = 1e-9"))
+    command = [sys.executable, "-m", "phantom_parallel.cli.main", "compare", "--preset", str(preset)]
+    command += ["--out", str(out), "--ranks", "2", "--strategies", "phantom", "tensor"]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    try:
+        deadline = time.monotonic() + DEADLINE
+        cells = out / "cells"
+        while not (cells.exists() and len(list(cells.glob("*.json"))) >= 4):  # the search is done, a long training runs
+            assert time.monotonic() < deadline
+            assert running.poll() is None
+            time.sleep(0.1)
+        time.sleep(0.5)
+        running.send_signal(signal.SIGINT)
+        _, error = running.communicate(timeout=DEADLINE)
+    finally:
+        running.kill()
+    assert running.returncode == 130
+    assert "Traceback" not in error
+    assert len(list(cells.glob("*.json"))) == 4
+    assert not list(cells.glob(".*"))
+    settings = json.loads((out / "settings.json").read_text())
+    assert settings["training"]["ranks"] == 2

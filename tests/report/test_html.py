@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 from dataclasses import asdict
 from html.parser import HTMLParser
 
@@ -16,6 +18,8 @@ from phantom_parallel.utils.strategies import STRATEGIES
 from tests.study.sample import make_links, make_results, make_smaller
 
 SCRIPT = "<script>alert(1)</script>"
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
 
 
 class Page(HTMLParser):
@@ -114,3 +118,28 @@ def test_copies_are_explained_as_copies():
     assert report.explanation("phantom+int8") == report.explanation("phantom") == STRATEGIES["phantom"].explanation
     assert report.explanation("pipeline@2x2").startswith(STRATEGIES["pipeline"].explanation)
     assert report.explanation("magic") == ""
+
+
+def browse(page, tmp_path, *options):
+    command = [
+        *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"),
+        *(f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=2000", *options, page.as_uri()),
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [390, 1200])
+def test_no_page_is_wider_than_its_window(pages, tmp_path, width):
+    """A page with all reports in frames of that width, which asks each for its width."""
+    frames = "".join(f'<iframe width="{width}" src="{path.as_uri()}"></iframe>' for path in pages.values())
+    asks = (
+        "document.title = [...document.querySelectorAll('iframe')]"
+        ".map(frame => frame.contentDocument.documentElement.scrollWidth).join(' ')"
+    )
+    asking = tmp_path / "asking.html"
+    asking.write_text(f"<style>iframe {{ border: 0 }}</style>{frames}<script>onload = () => {{ {asks} }}</script>")
+    shown = browse(asking, tmp_path, "--allow-file-access-from-files", "--dump-dom", "--window-size=1300,900")
+    widths = [int(each) for each in re.search(r"<title>(.*?)</title>", shown).group(1).split()]
+    assert len(widths) == len(pages)
+    assert max(widths) <= width
