@@ -123,12 +123,20 @@ def test_an_interrupted_conversion_continues_to_the_same_model(tmp_path):
     class Stopped(Exception):
         pass
 
-    def stop(step, done):
-        if "blocks.2" in step and step.startswith("converting"):
-            raise Stopped
+    def stop_at(kind, steps):
+        def progress(step, done):
+            steps.append(step)
+            if step.startswith(f"{kind} blocks.2"):
+                raise Stopped
 
-    with pytest.raises(Stopped):
-        convert(copy.deepcopy(dense), [x], blocks=4, budget=0.6, folder=tmp_path, progress=stop)
+        return progress
+
+    measured, seen = [], []
+    for kind, steps in (("measuring", measured), ("converting", seen)):
+        with pytest.raises(Stopped):
+            convert(copy.deepcopy(dense), [x], blocks=4, budget=0.6, folder=tmp_path, progress=stop_at(kind, steps))
+    assert any(step.startswith("measuring blocks.1") for step in measured)
+    assert not any(step.startswith("measuring blocks.1") for step in seen)
     steps, shares = [], []
     model = copy.deepcopy(dense)
     report = convert(

@@ -621,15 +621,21 @@ class _Conversion:
     def _divide(self, budget: float, importance: Importance, work: float, outside: list[DensePass]) -> dict[str, int]:
         """The ghosts of each layer for a budget, from the dense model's own inputs."""
 
-        def compute() -> Stored:
-            curves: dict[str, GhostCurve] = {}
-            for dense in self._dense_passes(outside):
-                self.progress(f"measuring {dense.groups[0][0].name}", self.work_done / self.work)
-                curves |= ghost_curves(dense, self.blocks, importance)
-                self.work_done += work / (len(outside) + len(self.stages.chain))
-            return {name: curve.gains for name, curve in curves.items()}, {n: c.layers for n, c in curves.items()}
+        gains, groups, share = (
+            dict[str, Tensor](),
+            dict[str, list[str]](),
+            work / (len(outside) + len(self.stages.chain)),
+        )
+        for dense in self._dense_passes(outside):
 
-        gains, groups = self._stored("curves", work, compute)
+            def compute(dense: DensePass = dense) -> Stored:
+                self.progress(f"measuring {dense.groups[0][0].name}", self.work_done / self.work)
+                curves = ghost_curves(dense, self.blocks, importance)
+                return {name: curve.gains for name, curve in curves.items()}, {n: c.layers for n, c in curves.items()}
+
+            measured, names = self._stored(f"curves {dense.groups[0][0].name}", share, compute)
+            gains |= measured
+            groups |= names
         shapes = {layer.name: layer.weight.shape for layer in self.layers}
         curves = {
             first: GhostCurve(shapes[first][1], sum(shapes[name][0] for name in names), gains[first], tuple(names))
