@@ -96,11 +96,18 @@ def test_the_printed_tree_has_the_formulas_counts_of_each_layer(shape):
         moved = sum(exchange.moved_bytes(shape.word_bytes) for exchange in layer.exchanges)
         name = f"this rank.FFN.{layer.name}"
         assert found.pop(name) == (len(layer.products), flops, len(layer.exchanges), moved)
-    gradients = sum(len(layer.gradients) for layer in shape.costs) if shape.dp > 1 else 0  # outside of modules
+    gradients = int(shape.dp > 1)  # a bucket, outside of modules
     total = len(list(shape.products)), 2 * shape.multiply_adds(), len(list(shape.exchanges)), shape.moved_bytes()
     inside = total[2] - gradients, shape.moved_bytes("forward") + shape.moved_bytes("backward")
     whole = {"this rank": total} | dict.fromkeys(("this rank.FFN", "this rank.FFN.layers"), total[:2] + inside)
     assert found == whole
+
+
+def test_gradients_over_copies_travel_in_buckets_of_25_mb() -> None:
+    run = dry_run(other("dense", 1, width=1024, depth=15, dp=2))  # 15 weights of 4 MiB: 6 fit into a bucket
+    assert run.differences == []
+    messages = sorted(e.message for e in run.ledger.collectives.elements())
+    assert messages == [3 * 2**22 + 15 * 2**12, 6 * 2**22, 6 * 2**22]
 
 
 def read_tree(text: str) -> dict[str, tuple[int, ...]]:

@@ -1,6 +1,7 @@
 """FSDP2 and pipelines train the dense model: float64, against a plain loop in torch, clipped and accumulated."""
 
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from phantom_parallel import FFN, GPT, FFNConfig, GPTConfig
-from phantom_parallel.distributed.data_parallel import reduce_gradients
+from phantom_parallel.cost.ledger import Ledger
+from phantom_parallel.distributed.data_parallel import average_gradients, reduce_gradients
 from phantom_parallel.distributed.pipeline import Pipeline, ends
 from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.families.ffn.config import FFNTrainConfig
@@ -134,3 +136,32 @@ def test_stages_hold_their_own_layers_and_a_shared_embedding_at_both_ends(ranks)
     ]
     assert ["embedding.weight" in held for held in names] == [True, False, False, True]
     assert ["head.norm" in held for held in names] == [False, False, False, True]
+
+
+def averaged() -> tuple[list[Tensor], list[Tensor], int]:
+    """Gradients that were averaged in buckets of 100 bytes, their means one by one, and the number of messages."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    generator = torch.Generator().manual_seed(mesh.get_local_rank())
+    model = nn.Module()
+    for index, (size, dtype) in enumerate(
+        [((5, 7), 32), ((3, 4), 32), ((0, 2), 32), ((3,), 64), ((2,), 64), ((4,), 32)]
+    ):
+        weight = nn.Parameter(torch.empty(size, dtype=getattr(torch, f"float{dtype}")))
+        weight.grad = torch.randn(size, generator=generator, dtype=weight.dtype)
+        model.register_parameter(f"weight{index}", weight)
+    model.weight1.grad = model.weight1.grad.T.contiguous().T
+    model.register_parameter("unused", nn.Parameter(torch.empty(3)))
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    means = [gradient.clone() for gradient in gradients]
+    for mean in means:
+        torch.distributed.all_reduce(mean)
+        mean /= mesh.size()
+    with patch("phantom_parallel.utils.layout.BUCKET_BYTES", 100), Ledger() as ledger:
+        average_gradients(model, mesh)
+    return gradients, means, ledger.collectives.total()
+
+
+def test_gradients_averaged_in_buckets_are_those_averaged_one_by_one(ranks):
+    for gradients, means, messages in ranks(2)(averaged):
+        assert all(map(torch.equal, gradients, means))
+        assert messages == 3  # fp32 of 140 and of 48 + 16 bytes, fp64 of 24 + 16 bytes

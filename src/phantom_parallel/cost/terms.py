@@ -34,7 +34,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
 
-from phantom_parallel.utils.layout import BlockLayout, RowLayout, check_micro_batches, nearest_divisors, stage_layers
+from phantom_parallel.utils.layout import (
+    BlockLayout,
+    RowLayout,
+    buckets,
+    check_micro_batches,
+    nearest_divisors,
+    stage_layers,
+)
 from phantom_parallel.utils.settings import Features, HasModel, NonNegativeInt, PositiveInt, Ranks, validate
 from phantom_parallel.utils.strategies import SCALE_BYTES, WIRE_WORD_BYTES, StrategyName, WireFormat, get_strategy
 
@@ -584,10 +591,12 @@ class Shape(HasModel):
 
     @property
     def copies_exchanges(self) -> Iterator[Exchange]:
-        """One all-reduce of each parameter's gradient over data-parallel copies; none in inference."""
-        for part in self.costs if self.dp > 1 and self.mode == "train" else ():
-            for words in filter(None, part.gradients):
-                yield Exchange("gradients", "sync", "all_reduce", self.dp, words, stride=self.ranks)
+        """One all-reduce of each bucket of gradients over data-parallel copies; none in inference."""
+        parts = self.costs if self.dp > 1 and self.mode == "train" else ()
+        words = [words for part in parts for words in part.gradients if words]
+        for bucket in buckets([count * self.word_bytes for count in words]):
+            total = sum(words[index] for index in bucket)
+            yield Exchange("gradients", "sync", "all_reduce", self.dp, total, stride=self.ranks)
 
     def stages(self) -> list[tuple[Self, int]]:
         """Ranks of a copy that differ in work, each with how many are like it."""

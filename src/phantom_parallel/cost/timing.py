@@ -162,9 +162,10 @@ class Clock:
         """Weights are gathered while the layer before computes, and gradients reduced while the next one does: all but
         the first or last. A pipeline's sends are not here.
         """
+        exchanges = (*shape.model_exchanges, *(shape.copies_exchanges if phase == "sync" else ()))
         times = [
             self.collective(e.op, e.ranks, e.words * self.word_bytes, e.stride)
-            for e in shape.model_exchanges
+            for e in exchanges
             if e.phase == phase and e.op != "send"
         ]
         covered = min(self._overlap * sum(times[1:]), span.compute) if phase != "sync" else 0.0
@@ -188,9 +189,8 @@ class Clock:
         return StepTime(steps[0].layers, mean, idle)
 
     def _phase(self, shape: Shape, layer: LayerCost, phase: str) -> PhaseTime:
-        if phase == "sync":  # the all-reduce of each parameter's gradient over copies, a model's ranks apart
-            sizes = (words * self.word_bytes for words in layer.gradients)
-            return PhaseTime(exposed=sum(self.collective("all_reduce", shape.dp, size, shape.ranks) for size in sizes))
+        if phase == "sync":  # belongs to no part
+            return PhaseTime()
         if phase == "update":
             states = OPTIMIZER_STATES[shape.optimizer]  # parameter and gradient are read, the parameter is written
             return PhaseTime(compute=self.elementwise(sum(layer.parameters) * (3 + 2 * states)))

@@ -22,22 +22,33 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from phantom_parallel.ops.collectives import rank_group
+from phantom_parallel.utils.layout import buckets
 
 _c10d = torch.ops._c10d_functional
 
 
 @torch.no_grad()
 def average_gradients(model: nn.Module, mesh: DeviceMesh | None) -> None:
-    """Replace each gradient by its mean over the copies along ``mesh``: one all-reduce each, all under way together."""
+    """Replace each gradient by its mean over the copies along ``mesh``: an all-reduce of each bucket of gradients of a
+    dtype, all under way together.
+    """
     ranks = rank_group(mesh)
     if ranks.size == 1:
         return
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     parts = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     parts = [part for part in parts if part.numel()]
-    sums = [_c10d.all_reduce(part, "sum", ranks.name) for part in parts]
-    for part, total in zip(parts, sums, strict=True):
-        torch.div(_c10d.wait_tensor(total), ranks.size, out=part)
+    under_way = list[tuple[list[Tensor], Tensor]]()
+    for dtype in dict.fromkeys(part.dtype for part in parts):
+        alike = [part for part in parts if part.dtype == dtype]
+        for indices in buckets([part.nbytes for part in alike]):
+            bucket = [alike[index] for index in indices]
+            flat = torch.cat([part.flatten() for part in bucket])
+            under_way.append((bucket, _c10d.all_reduce_(flat, "sum", ranks.name)))
+    for bucket, flat in under_way:
+        totals = _c10d.wait_tensor(flat).split([part.numel() for part in bucket])
+        for part, total in zip(bucket, totals, strict=True):
+            torch.div(total.view_as(part), ranks.size, out=part)
 
 
 def shard_fully(

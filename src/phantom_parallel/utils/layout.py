@@ -1,7 +1,10 @@
 """Layouts of sharded features: the sizes that follow from a layer's arguments, which are validated."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd, isqrt
+
+BUCKET_BYTES = 25 * 2**20  # as in DistributedDataParallel
 
 
 def nearest_divisors(number: int, wanted: int) -> str:
@@ -17,6 +20,19 @@ def positive(**sizes: object) -> None:
     for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be a positive whole number, got {value!r}")
+
+
+def buckets(sizes: Sequence[int]) -> list[list[int]]:
+    """Indices of tensors of these sizes in bytes, in buckets of at most `BUCKET_BYTES` or of one tensor. The largest
+    come first, so that the sizes of buckets do not depend on the order of tensors.
+    """
+    groups, room = list[list[int]](), 0
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        if sizes[index] > room:
+            groups, room = [*groups, []], BUCKET_BYTES
+        groups[-1].append(index)
+        room -= sizes[index]
+    return groups
 
 
 def stage_layers(layers: int, stages: int, stage: int = 0) -> range:
