@@ -2,7 +2,12 @@ import json
 
 import pytest
 
+from phantom_parallel.checkpoint.model import save_model
 from phantom_parallel.cli.main import main
+from phantom_parallel.cli.options import model_defaults
+from phantom_parallel.cost.planner import Layout, ModelSizes
+from phantom_parallel.families.gpt.config import GPTConfig
+from phantom_parallel.families.gpt.model import GPT
 
 
 def test_the_table_says_that_formulas_agree(capsys):
@@ -65,6 +70,10 @@ def test_fsdp_and_pipelines_agree_with_their_formulas(capsys, arguments, family)
         (["--strategy", "tensor", "--ghosts", "4"], "belong to the strategy phantom"),
         (["--dp", "3"], "dp=3 does not divide batch=64: use 2 or 4"),
         (["--rank", "99"], "rank must be from 0 to 15, got 99"),
+        (["--like", "llama-3.1-9b"], "there is no model 'llama-3.1-9b': did you mean 'llama-3.1-8b'? There are llama"),
+        (["ffn", "--like", "mistral-7b"], "mistral-7b is a model of the family gpt, not ffn"),
+        (["--like", "mistral-7b", "--model", "x"], "both name a model: leave one out"),
+        (["--model", "nowhere"], "config.json is not readable"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, message):
@@ -72,6 +81,49 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, message):
     error = capsys.readouterr().err
     assert message in " ".join(error.split())
     assert "Traceback" not in error
+
+
+PUBLISHED = {"llama-3.1-8b": 8_030_261_248, "smollm2-135m": 134_515_008}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_well_known_model_has_its_published_number_of_parameters(capsys, name):
+    assert main(["dryrun", "--like", name, "--strategy", "dense", "--ranks", "1", "--context", "16", "--json"]) == 0
+    counted = json.loads(capsys.readouterr().out)
+    assert counted["formulas_agree"]
+    assert counted["model_parameters"] == PUBLISHED[name]
+    assert counted["settings"]["context"] == 16  # an option replaces what the model has
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("llama-3.1-70b", 70_553_706_496),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("mistral-7b", 7_241_732_096),
+        ("qwen2.5-7b", 7_615_616_512),
+    ],
+)
+def test_formulas_have_the_published_parameters_of_the_others(name, parameters):
+    family, sizes = model_defaults(None, ["--like", name])
+    layout = Layout("dense", 1, 1)
+    assert ModelSizes(family, sizes).shape(layout, batch=1).model_parameters == parameters
+
+
+def test_sizes_come_from_the_config_of_a_folder(tmp_path, capsys):
+    """Qwen2 with a bias after queries, keys and values, beside the parameters that its tensors have."""
+    sizes = {"vocab_size": 96, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6}
+    sizes |= {"num_key_value_heads": 3, "intermediate_size": 48, "max_position_embeddings": 32}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **sizes}))
+    assert main(["dryrun", "--model", str(tmp_path), "--strategy", "megatron", "--batch", "2", "--json"]) == 0
+    counted = json.loads(capsys.readouterr().out)
+    layer = 24 * (24 + 2 * 12) + 24 + 2 * 12 + 24 * 24 + 3 * 24 * 48 + 2 * 24
+    assert counted["model_parameters"] == 2 * 96 * 24 + 2 * layer + 24
+    assert (counted["settings"]["ranks"], counted["settings"]["context"]) == (3, 32)  # ranks that its heads allow
+    save_model(GPT(GPTConfig(64, 128, 1, 4, context=8, strategy="dense")), tmp_path / "ours")
+    assert main(["dryrun", "--model", str(tmp_path / "ours"), "--json"]) == 0
+    settings = json.loads(capsys.readouterr().out)["settings"]
+    assert (settings["vocab"], settings["dim"], settings["ranks"], settings["blocks"]) == (64, 128, 4, 4)
 
 
 SMALL = ["dryrun", "gpt", "--vocab", "64", "--dim", "64", "--layers", "2", "--heads", "8", "--hidden", "64"]

@@ -9,12 +9,21 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from phantom_parallel.cli.options import Flag, JsonOption, ModelOptions, WireOption, make_table, with_sizes
+from phantom_parallel.cli.options import (
+    Flag,
+    JsonOption,
+    ModelOptions,
+    WireOption,
+    make_table,
+    model_defaults,
+    value_of,
+    with_sizes,
+)
 from phantom_parallel.cost.dryrun import DryRun, Messages, as_rows, dry_run, phases_of, profile
 from phantom_parallel.cost.hardware import WORD_BYTES
-from phantom_parallel.cost.planner import Layout
+from phantom_parallel.cost.planner import Layout, ModelSizes
 from phantom_parallel.cost.terms import Optimizer, Phase, Shape
-from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
+from phantom_parallel.families.registry import get_family
 from phantom_parallel.study.units import quantity
 from phantom_parallel.utils.files import json_text
 from phantom_parallel.utils.strategies import StrategyName, wire_suffix
@@ -57,7 +66,7 @@ class DryRunOptions(ModelOptions, WireOption, JsonOption):
 
     def _shape(self, layout: Layout) -> Shape:
         run = {name: getattr(self, name) for name in ("batch", "wire", "optimizer", "rank")}
-        return self.model.shape(layout, word_bytes=WORD_BYTES[self.dtype], **run)
+        return self.model_sizes.shape(layout, word_bytes=WORD_BYTES[self.dtype], **run)
 
     def run(self) -> None:
         layout = Layout(**{name: getattr(self, name) for name in Layout._fields})
@@ -81,7 +90,7 @@ class DryRunOptions(ModelOptions, WireOption, JsonOption):
             raise ValueError("one rank sends nothing, so there is no communication to show: use --ranks of 2 or more")
         shapes: dict[str, Shape] = {layout.strategy: self._shape(layout)}
         if layout.blocks is not None:
-            baseline = get_family(self.model.family).baseline
+            baseline = get_family(self.model_sizes.family).baseline
             shapes[baseline] = shapes[layout.strategy].with_strategy(baseline)
         for shape in shapes.values():
             for step in shape.passes().values():
@@ -94,15 +103,31 @@ class DryRunOptions(ModelOptions, WireOption, JsonOption):
             Console(highlight=False).print(message_table(profiles, title))
 
     def _title(self, layout: Layout) -> str:
-        return f"{layout}, rank {self.rank}\n{self.model.config.summary}, batch {self.batch:,}{wire_suffix(self.wire)}"
+        sizes = self.model_sizes.config.summary
+        return f"{layout}, rank {self.rank}\n{sizes}, batch {self.batch:,}{wire_suffix(self.wire)}"
 
 
 def options_for(family: str | None, arguments: list[str]) -> tuple[type[DryRunOptions], dict[str, Any]]:
     """The options for models of a family."""
-    chosen = get_family(family or DEFAULT_FAMILY)
+    family, sizes = model_defaults(family, arguments)
+    chosen = get_family(family)
     strategies, modes = chosen.strategies, chosen.shape.modes
     choices = {"strategy": (Literal[strategies], strategies[0]), "mode": (Literal[modes], modes[0])}
-    return with_sizes(DryRunOptions, chosen.name, "dryrun", **choices), chosen.shape.example
+    defaults = chosen.shape.example | sizes
+    if sizes:  # as many ranks as its heads allow, with a block each
+        config = ModelSizes(family, sizes).config
+        defaults["ranks"] = next(ranks for ranks in range(DryRunOptions.ranks, 0, -1) if _fits(config, ranks))
+        if value_of("--strategy", arguments) in (None, "phantom"):
+            defaults["blocks"] = defaults["ranks"]
+    return with_sizes(DryRunOptions, family, "dryrun", sizes, **choices), defaults
+
+
+def _fits(config: Any, ranks: int) -> bool:
+    try:
+        config.check_ranks(ranks)
+    except ValueError:
+        return False
+    return True
 
 
 def message_table(profiles: Mapping[str, Sequence[Messages]], title: str) -> Table:

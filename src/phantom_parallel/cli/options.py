@@ -3,9 +3,10 @@
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import MISSING, dataclass, field, fields, make_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, make_dataclass
 from datetime import timedelta
 from io import StringIO
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
@@ -18,9 +19,10 @@ from phantom_parallel.distributed.launchers import (
     launched_externally,
     reports_error,
 )
-from phantom_parallel.families.registry import family_names, get_family
+from phantom_parallel.families.registry import DEFAULT_FAMILY, family_names, get_family
+from phantom_parallel.utils.files import read_json, read_text
 from phantom_parallel.utils.network import Network
-from phantom_parallel.utils.parsing import field_docs
+from phantom_parallel.utils.parsing import choose_from, decode_toml, field_docs
 from phantom_parallel.utils.settings import Setting
 from phantom_parallel.utils.strategies import WireFormat
 
@@ -229,17 +231,56 @@ class ModelOptions:
 
     family: ClassVar[str]
     sizes: ClassVar[tuple[str, ...]]  # names of the options that are sizes of the model
+    fixed: ClassVar[dict[str, Any]]  # settings of the model that are no options
+
+    like: str | None = None
+    """A well-known model, such as llama-3.1-8b, whose sizes are the defaults of the options."""
+    model: Path | None = None
+    """The same from the config.json of a folder: a model of ours, or a Llama, Mistral or Qwen2 of Hugging Face."""
 
     @property
-    def model(self) -> "ModelSizes":
+    def model_sizes(self) -> "ModelSizes":
         """The sizes of the model."""
         from phantom_parallel.cost.planner import ModelSizes
 
-        return ModelSizes(self.family, {name: getattr(self, name) for name in self.sizes})
+        return ModelSizes(self.family, self.fixed | {name: getattr(self, name) for name in self.sizes})
 
 
-def with_sizes(base: type[ModelOptions], family: str, command: str, **choices: tuple[Any, Any]) -> type[Any]:
-    """The options of ``base`` with the sizes of a family's models, and with another type and default of ``choices``."""
+def model_defaults(family: str | None, arguments: list[str]) -> tuple[str, dict[str, Any]]:
+    """The family and the sizes of the model that ``--like`` or ``--model`` names; by default no sizes."""
+    from phantom_parallel.checkpoint.model import CONFIG, FORMAT, read_config
+    from phantom_parallel.cost.planner import MODELS, Layout
+
+    name, folder = value_of("--like", arguments), value_of("--model", arguments)
+    settings: dict[str, Any] = {}
+    own = family or DEFAULT_FAMILY
+    if name is not None and folder is not None:
+        raise ValueError("--like and --model both name a model: leave one out")
+    if name is not None:
+        known = decode_toml(read_text(MODELS), str(MODELS))
+        if name not in known:
+            raise ValueError(f"there is no model {name!r}: {choose_from(name, known)}")
+        own, settings = (
+            known[name]["family"],
+            {key: known[name][key] for key in known[name].keys() - {"family", "source"}},
+        )
+    elif folder is not None:
+        described = read_json(Path(folder) / CONFIG)
+        readers = filter(None, (get_family(each).pretrained_config for each in family_names()))
+        config = read_config(folder) if described.get("format") == FORMAT else next(readers)(described, Path(folder))
+        settings = {key: value for key, value in asdict(config).items() if isinstance(value, int | str)}
+        own, settings = config.family, {key: settings[key] for key in settings.keys() - set(Layout._fields)}
+    if family not in (None, own):
+        raise ValueError(f"{name or folder} is a model of the family {own}, not {family}: leave out {family}")
+    return own, settings
+
+
+def with_sizes(
+    base: type[ModelOptions], family: str, command: str, settings: Mapping[str, Any], **choices: tuple[Any, Any]
+) -> type[Any]:
+    """The options of ``base`` with the sizes of a family's models, and with another type and default of ``choices``.
+    Of the ``settings`` of a model, those that are no options are fixed.
+    """
     from phantom_parallel.cost.planner import Layout
 
     chosen, own = get_family(family), (*Layout._fields, *base.__dataclass_fields__)
@@ -248,4 +289,5 @@ def with_sizes(base: type[ModelOptions], family: str, command: str, **choices: t
     chosen_here = {name: Setting(kind, default, docs[name]) for name, (kind, default) in choices.items()}
     end = f"These are the options for {chosen.title}; for others: {other_families(command, family)}."
     text = f"{(base.__doc__ or '').rstrip()}\n\n    {end}\n"
-    return make_options(base, sizes | chosen_here, text, family=family, sizes=tuple(sizes))
+    fixed = {name: value for name, value in settings.items() if name not in sizes}
+    return make_options(base, sizes | chosen_here, text, family=family, sizes=tuple(sizes), fixed=fixed)

@@ -8,10 +8,18 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from phantom_parallel.cli.options import Flag, JsonOption, ModelOptions, WireOption, make_table, with_sizes
+from phantom_parallel.cli.options import (
+    Flag,
+    JsonOption,
+    ModelOptions,
+    WireOption,
+    make_table,
+    model_defaults,
+    with_sizes,
+)
 from phantom_parallel.cost.hardware import load_profile
 from phantom_parallel.cost.planner import Candidate, Plan, PlanRequest, PlanSettings, plan, scaling
-from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
+from phantom_parallel.families.registry import get_family
 from phantom_parallel.study.units import format_ratio, quantity
 from phantom_parallel.utils.files import json_text, read_bytes, write_json, write_text
 from phantom_parallel.utils.parsing import decode_json
@@ -46,7 +54,7 @@ class PlanOptions(ModelOptions, WireOption, PlanSettings, JsonOption):
                 raise ValueError(f"{path} has no phantom model that reached the loss: give --blocks and --ghosts")
             settings |= {"blocks": (best["blocks"],), "ghosts": (best["ghosts"],)}
             steps = best["steps_ratio"]["mean"]
-        answer = plan(PlanRequest(model=self.model, profile=load_profile(self.hardware), **settings))
+        answer = plan(PlanRequest(model=self.model_sizes, profile=load_profile(self.hardware), **settings))
         written = _write(answer, self.out) if self.out else []
         if self.json:
             print(json_text(as_data(answer)))
@@ -60,10 +68,10 @@ class PlanOptions(ModelOptions, WireOption, PlanSettings, JsonOption):
 
 def options_for(family: str | None, arguments: list[str]) -> tuple[type[PlanOptions], dict[str, Any]]:
     """The options for models of a family."""
-    family = family or DEFAULT_FAMILY
+    family, sizes = model_defaults(family, arguments)
     names = tuple(name for name in get_family(family).strategies if not STRATEGIES[name].low_rank)
     choices = tuple[Literal[names], ...]  # type: ignore[valid-type]
-    return with_sizes(PlanOptions, family, "plan", strategy=(choices, names)), {}
+    return with_sizes(PlanOptions, family, "plan", sizes, strategy=(choices, names)), sizes
 
 
 def as_row(answer: Plan, candidate: Candidate) -> dict[str, Any]:

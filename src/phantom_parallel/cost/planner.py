@@ -11,6 +11,7 @@ Blocks are not ranks: copies of a phantom model with all its blocks on one devic
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from phantom_parallel.cost.hardware import WORD_BYTES, Profile
@@ -29,6 +30,7 @@ from phantom_parallel.utils.strategies import (
 
 Goal = Literal["time", "energy", "devices"]
 
+MODELS = Path(__file__).parent / "models.toml"  # sizes of well-known models
 SCALING_COUNTS = tuple(2**power for power in range(1, 13))
 HEADROOM = 0.1  # of a device's memory, for temporary buffers and the allocator, when the user sets no limit
 GIB = 2**30

@@ -60,6 +60,8 @@ class Family:
     text_generation: tuple[Callable[..., Any], Callable[..., None]] | None = None
     # (source, out, dtype=..., context=..., overwrite=...) -> config of the model made from a pretrained one
     import_model: Callable[..., Any] | None = None
+    # (contents of its config.json, source) -> config of a pretrained model
+    pretrained_config: Callable[..., Any] | None = None
     # (model, out, dtype=..., overwrite=...) -> name of the architecture that was written for other libraries
     export_model: Callable[..., str] | None = None
     # (model, folder, config, report) -> what `infer.evaluate.run` returns of a model

@@ -16,7 +16,7 @@ from phantom_parallel.families.gpt.cost import GPTShape, build_step, step_shapes
 from phantom_parallel.families.gpt.generation import converse, measure_inference, run
 from phantom_parallel.families.gpt.heal import HealConfig
 from phantom_parallel.families.gpt.model import GPT
-from phantom_parallel.families.gpt.pretrained import export_model, import_model
+from phantom_parallel.families.gpt.pretrained import config_of, export_model, import_model
 from phantom_parallel.families.gpt.task import GPTTask
 from phantom_parallel.families.gpt.text import find_tokenizer
 from phantom_parallel.infer.evaluate import EvalConfig, Report, evaluate_text, read_texts
@@ -110,6 +110,7 @@ FAMILY = Family(
     heal_config=HealConfig,
     text_generation=(run, converse),
     import_model=import_model,
+    pretrained_config=config_of,
     export_model=export_model,
     measure_inference=measure_inference,
     evaluate=evaluate,
