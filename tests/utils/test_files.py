@@ -19,6 +19,7 @@ from phantom_parallel.utils.files import (
     FolderLock,
     atomic_file,
     atomic_folder,
+    cache_folder,
     check_replaceable,
     is_unused,
     json_text,
@@ -243,3 +244,10 @@ def test_processes_that_joined_keep_it_for_their_dead_launcher_until_they_end(tm
     finally:
         worker.kill()
         worker.wait()
+
+
+def test_a_cache_that_cannot_be_created_names_the_variable(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(OSError, match="XDG_CACHE_HOME"):
+        cache_folder()

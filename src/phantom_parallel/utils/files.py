@@ -164,8 +164,13 @@ def json_text(value: Any) -> str:
 
 
 def cache_folder() -> Path:
-    """The cache of this library: below ``XDG_CACHE_HOME``, by default ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "phantom-parallel"
+    """The cache of this library, which is created if needed: below ``XDG_CACHE_HOME``, by default ``~/.cache``."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "phantom-parallel"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"cannot create {folder} ({error.strerror}): set XDG_CACHE_HOME to a writable folder") from None
+    return folder
 
 
 class FolderLock:
