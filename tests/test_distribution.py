@@ -78,6 +78,7 @@ def test_the_installed_package_is_the_one_that_runs(environment, tmp_path):
         ("plan --width 4096 --depth 2 --batch 64 --devices 8 --hardware dgx-a100", ["phantom", "tensor", "dgx-a100"]),
     ],
 )
+@pytest.mark.slow
 def test_commands_run_from_the_wheel(environment, tmp_path, command, words):
     printed = run(environment / "bin" / "phantom", *command.split(), cwd=tmp_path)
     for word in words:

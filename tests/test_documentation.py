@@ -52,6 +52,7 @@ def test_figures_are_those_of_the_result_files(page):
 
 
 @pytest.mark.parametrize("pattern", [tables.TABLE, tables.VALUE], ids=["table", "value"])
+@pytest.mark.slow
 def test_a_changed_figure_is_noticed_and_put_right(pattern):
     page = ROOT / "docs" / "reproduction.md"
     text = page.read_text()

@@ -107,6 +107,7 @@ def test_the_trainer_trains_saves_and_resumes(folder, tmp_path, caplog, loaded):
     assert not [record for record in caplog.records if "keys in the checkpoint" in record.getMessage()]
 
 
+@pytest.mark.slow
 def test_loading_without_this_module_fails(folder):
     """It would be a dense model with random weights."""
     program = f"import transformers; transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})"
@@ -185,6 +186,7 @@ def refused_on_rank(folder):
         transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=3))
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_fit_are_refused_before_the_weights_are_read(ranks, tmp_path):
     model = make("llama")  # 4 heads, 2 key-value heads
     convert(model, [torch.randint(60, (4, 40))], blocks=4, ghosts=2)

@@ -110,6 +110,7 @@ def test_json_is_the_whole_answer(capsys):
         assert row["modelled_joules_per_sample"] == pytest.approx(row["modelled_joules_per_step"] / 64)
 
 
+@pytest.mark.slow
 def test_figures_come_with_their_numbers(tmp_path, capsys):
     out = tmp_path / "deep" / "out"
     shown = run(capsys, out=out)

@@ -151,6 +151,7 @@ def start(rank, **variables):
     return subprocess.Popen([sys.executable, "-c", JOIN], env=os.environ | step, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_a_rank_of_another_step_at_the_same_port_is_refused():
     with socket.create_server(("localhost", 0)) as free:
         port = str(free.getsockname()[1])

@@ -38,6 +38,7 @@ def test_names_that_are_taken_or_unknown():
         get_family("rnn")
 
 
+@pytest.mark.slow
 def test_train_and_resume(trained):
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     losses = {line["step"]: line["eval_loss"] for line in lines if line["eval_loss"] is not None}

@@ -150,6 +150,7 @@ def without_inference(results: Results) -> Results:
     return replace(results, started="", cells=tuple(replace(cell, inference=()) for cell in results.cells))
 
 
+@pytest.mark.slow
 def test_all_ranks_return_the_same_results_and_nothing_is_measured_again(made):
     (shared, again, _), (second, _, _) = made[0]
     assert without_inference(shared).cells == without_inference(second).cells
