@@ -83,6 +83,18 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, message):
     assert "Traceback" not in error
 
 
+def test_a_machine_has_the_time_the_energy_and_the_gap_to_the_least(capsys):
+    small = ["dryrun", "--width", "1024", "--depth", "2", "--ranks", "4", "--strategy", "tensor", "--batch", "16"]
+    assert main([*small, "--hardware", "dgx-a100", "--json"]) == 0
+    counted = json.loads(capsys.readouterr().out)
+    modelled, flops = counted["modelled"], counted["all_ranks"]["flops"]
+    assert modelled["least_joules"] == pytest.approx(340 * flops / 19.5e12)
+    assert modelled["energy_gap"] == pytest.approx(modelled["joules"] / modelled["least_joules"] - 1)
+    assert modelled["mfu"] == pytest.approx(flops / (4 * 19.5e12 * modelled["seconds"]))
+    assert main([*small, "--hardware", "dgx-a100"]) == 0
+    assert f"MFU {100 * modelled['mfu']:.1f} %" in " ".join(capsys.readouterr().out.split())
+
+
 PUBLISHED = {"llama-3.1-8b": 8_030_261_248, "smollm2-135m": 134_515_008}
 
 

@@ -61,6 +61,8 @@ def test_all_layouts_are_shown_on_request(capsys):
     shown = run(capsys, all=True, strategy=("phantom", "tensor"))
     assert sum(line.startswith(("phantom ", "tensor ")) for line in shown.splitlines()) == count
     assert max(map(len, shown.splitlines())) <= 80
+    assert "MFU" in shown
+    assert "…" not in shown
 
 
 def test_the_steps_of_a_tuned_model_are_held_against_the_break_even(tmp_path, capsys):
@@ -95,6 +97,7 @@ def test_a_machine_without_watts_shows_no_energy(own, capsys):
     found = json.loads(run(capsys, hardware="dark", json=True))
     assert found["energy_provenance"] == "unavailable"
     assert found["best_of_the_dense_model"]["modelled_joules_per_step"] is None
+    assert found["best_of_the_dense_model"]["energy_gap"] is None
 
 
 def test_json_is_the_whole_answer(capsys):
@@ -108,6 +111,11 @@ def test_json_is_the_whole_answer(capsys):
         spent = row["compute_seconds"] + row["exposed_communication_seconds"] + row["idle_seconds"]
         assert row["step_seconds"] == pytest.approx(spent)
         assert row["modelled_joules_per_sample"] == pytest.approx(row["modelled_joules_per_step"] / 64)
+        assert row["energy_gap"] == pytest.approx(row["modelled_joules_per_step"] / row["least_joules_per_step"] - 1)
+        if row["strategy"] == "dense":  # 4 layers of 4096 by 4096: forward, dW, and but for the first dx
+            flops = 2 * (4 + 4 + 3) * 64 * 4096**2
+            assert row["least_joules_per_step"] == pytest.approx(340 * flops / 19.5e12)
+            assert row["mfu"] == pytest.approx(flops / (row["devices"] * 19.5e12 * row["step_seconds"]))
 
 
 @pytest.mark.slow

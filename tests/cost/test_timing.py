@@ -91,12 +91,30 @@ def test_only_the_products_named_hide_an_exchange() -> None:
         assert (span.hidden, span.exposed) == pytest.approx((overlap * 10, (1 - overlap) * 10))
 
 
+@pytest.mark.parametrize("strategy", ["tensor", "megatron", "pipeline"])
+def test_the_least_energy_is_that_of_the_products_at_the_peak(strategy: str) -> None:
+    # 4 layers of 32 by 32 on 16 rows of each of 2 copies: forward, dW, and but for the first layer dx.
+    shape = ffn(strategy, 32, 4, ranks=4, batch=16, dp=2)
+    step, flops = step_time(shape, toy()), 2 * (4 + 4 + 3) * 2 * 16 * 32 * 32
+    assert step.least_joules == pytest.approx(10 * flops / 100)
+    assert step.mfu == pytest.approx(flops / (8 * 100 * step.total))
+    assert step.joules is not None
+    assert step.energy_gap == pytest.approx(step.joules / (10 * flops / 100) - 1)
+    if strategy == "tensor":  # 3 x 16 rows of 8 features of 4 bytes a layer, and back but for the first; 8 B/s, 4 W
+        parameters = 4 * (32 * 32 + 32) // 4
+        sent = 8 * (7 * 3 * 16 * 8 * 4 + 2 * 1 / 2 * 4 * parameters)
+        assert step.least_exchange_joules == pytest.approx(4 * sent / 8)
+    forward = step_time(shape, toy(), phases=("forward",))
+    assert forward.least_joules == pytest.approx(10 * flops / 100 * 4 / 11)
+
+
 def test_energy_is_power_times_time() -> None:
     shape = ffn("tensor", 32, 4, ranks=4, batch=16, dp=2)
     step = step_time(shape, toy())
     assert step.joules == pytest.approx(8 * (10 * step.compute + 4 * step.exposed))
     dark = toy(compute_watts=None, communication_watts=None, idle_watts=None)
     assert step_time(shape, dark).joules is None
+    assert (step_time(shape, dark).least_joules, step_time(shape, dark).energy_gap) == (None, None)
     assert step.total == pytest.approx(step.compute + step.exposed)
 
 

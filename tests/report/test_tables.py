@@ -44,6 +44,20 @@ def test_details_of_a_comparison_are_the_numbers_of_its_runs():
     assert values[1, "time to the loss"] == ("–", *shares)  # noqa: RUF001
 
 
+def test_the_least_energy_is_there_where_the_profile_has_a_peak():
+    results = make_results()
+    assert not any("peak" in label for _, label in rows(tables.detailed_sections(results)))
+    cells = [replace(cell, least_joules_per_step=0.1, peak_flops=1e12) for cell in results.cells]
+    values = rows(tables.detailed_sections(replace(results, cells=tuple(cells))))
+    runs, flops = results.cells[1].runs, 810_000_000
+    gap = fmean(run.joules / run.steps / 0.1 - 1 for run in runs)
+    used = fmean(flops / (4 * 1e12 * run.seconds / run.steps) for run in runs)
+    assert values[0, "modelled energy above the least"][1] == f"{100 * gap:.1f} %"
+    assert values[0, "MFU, share of the peak FLOP/s"][1] == f"{100 * used:.1f} %"
+    steps = fmean(run.steps for run in runs)
+    assert values[0, "least energy, of the FLOPs at the peak to the loss"][1] == f"{0.1 * steps:.1f} J"
+
+
 def test_what_missed_the_target_is_said_to_have_missed_it():
     values = rows(tables.detailed_sections(make_results(missed=("tensor",))))
     for label in ("steps to the loss", "time to the loss", "FLOPs to the loss", "modelled energy to the loss"):

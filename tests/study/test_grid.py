@@ -389,6 +389,9 @@ def test_timed_and_modelled_cells(ranks, tmp_path):
     expected = step_time(ffn("tensor", 4096, 2, ranks=16, batch=16), load_profile("dgx-a100"))
     assert tensor.runs[0].step_seconds == expected.total
     assert tensor.runs[0].joules == expected.joules
+    assert tensor.least_joules_per_step == pytest.approx(expected.least_joules)
+    assert mean(results, tensor, "mfu").mean == pytest.approx(expected.mfu)
+    assert {cell.least_joules_per_step for cell in measured} == {None}  # assumed watts have no peak
     assert tensor.runs[0].blocked_share == pytest.approx(expected.exposed / expected.total)
     assert phantom.blocks == 16
     assert len(list((tmp_path / "out" / "cells").iterdir())) == 8  # four cells, two rounds

@@ -20,9 +20,10 @@ from phantom_parallel.cli.options import (
     with_sizes,
 )
 from phantom_parallel.cost.dryrun import DryRun, Messages, as_rows, dry_run, phases_of, profile
-from phantom_parallel.cost.hardware import WORD_BYTES
+from phantom_parallel.cost.hardware import WORD_BYTES, load_profile
 from phantom_parallel.cost.planner import Layout, ModelSizes
 from phantom_parallel.cost.terms import Optimizer, Phase, Shape
+from phantom_parallel.cost.timing import PHASES, step_time
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.study.units import quantity
 from phantom_parallel.utils.files import json_text
@@ -61,6 +62,9 @@ class DryRunOptions(ModelOptions, WireOption, JsonOption):
     """What keeps state: none (sgd), one (momentum) or two words a parameter (adam)."""
     mode: str = "train"
     """A training step, or a pass of inference."""
+    hardware: str | None = None
+    """Also model the time and the energy of the step on this machine, beside the least energy that its FLOPs would take
+    there: a hardware profile's name, or the path of a .toml file."""
     communication: Flag = False
     """Show the messages of a rank instead, by operation, size and phase; of phantom, beside its baseline."""
 
@@ -76,12 +80,19 @@ class DryRunOptions(ModelOptions, WireOption, JsonOption):
             passes = self._shape(layout).passes()
             if self.mode not in passes:
                 raise ValueError(f"the strategy {self.strategy} is for training: {self.mode} runs on ranks by megatron")
+            modelled = {} if self.hardware is None else self._modelled(passes[self.mode], self.hardware)
             result = dry_run(passes[self.mode])
             if self.json:
-                print(json_text(result.to_dict()))
+                print(json_text(result.to_dict() | ({"modelled": modelled} if modelled else {})))
             _require_agreement(result)
             if not self.json:
-                _show(result, self._title(layout.filled()))
+                _show(result, self._title(layout.filled()), modelled)
+
+    def _modelled(self, shape: Shape, hardware: str) -> dict[str, Any]:
+        """Time and energy of the step on a machine, and the least energy; None where the profile has no watts."""
+        step = step_time(shape, load_profile(hardware), self.dtype, PHASES if shape.mode == "train" else ("forward",))
+        names = ("joules", "least_joules", "least_exchange_joules", "energy_gap", "mfu")
+        return {"hardware": hardware, "seconds": step.total} | {name: getattr(step, name) for name in names}
 
     def _communication(self, layout: Layout) -> None:
         if self.mode != "train":
@@ -157,7 +168,7 @@ def _require_agreement(result: DryRun) -> None:
         )
 
 
-def _show(result: DryRun, title: str) -> None:
+def _show(result: DryRun, title: str, modelled: Mapping[str, Any]) -> None:
     """Print the counts, which the formulas agree with: so these give the sums over all ranks."""
     console, shape = Console(), result.shape
     console.print(f"Formulas and code agree in every term ({shape.step_name}, {result.seconds:.2f} s).")
@@ -186,4 +197,10 @@ def _show(result: DryRun, title: str) -> None:
     counts.add_section()
     counts.add_row("parameters", f"{shape.parameters:,}", f"{shape.model_parameters:,} (of the model)")
     console.print(counts)
+    if modelled:
+        units = {"seconds": "s", "joules": "J", "least_joules": "J", "energy_gap": "%", "mfu": "%"}
+        values = [modelled[name] for name in units]
+        shown = ["-" if v is None else quantity(v, unit) for v, unit in zip(values, units.values(), strict=True)]
+        text = "Modelled on {}: {}, {}; at least {} for its FLOPs, a gap of {}; MFU {}"
+        console.print(text.format(modelled["hardware"], *shown), markup=False)
     console.print(result.ledger.table())

@@ -90,6 +90,10 @@ def as_row(answer: Plan, candidate: Candidate) -> dict[str, Any]:
         "idle_seconds": step.idle,
         "modelled_joules_per_step": candidate.joules,
         "modelled_joules_per_sample": None if candidate.joules is None else candidate.joules / answer.request.batch,
+        "least_joules_per_step": step.least_joules,
+        "least_exchange_joules_per_step": step.least_exchange_joules,
+        "energy_gap": step.energy_gap,
+        "mfu": step.mfu,
         "memory_bytes_per_device": candidate.memory_bytes,
         "model_parameters": candidate.parameters,
         "computes_the_dense_model": candidate.same_model,
@@ -165,9 +169,8 @@ def _headline(answer: Plan, steps: float | None) -> Iterator[str]:
 def _tables(answer: Plan, every: bool) -> Iterator[Table | str]:
     request, candidates = answer.request, answer.ranked if every else answer.best_of_each
     shown = "every layout" if every else f"each strategy's best for {request.goal}"
-    yield _table(
-        answer, f"{request.summary}, {request.devices:,} devices of {request.profile.name}: {shown}", candidates
-    )
+    title = f"{request.summary}, {request.devices:,} devices of {request.profile.name}: {shown}"
+    yield _table(answer, title, candidates, every)
     if not every and len(answer.candidates) > len(candidates):
         yield f"{len(answer.candidates):,} layouts fit: --all shows them."
     if every and answer.dropped:
@@ -175,7 +178,8 @@ def _tables(answer: Plan, every: bool) -> Iterator[Table | str]:
         yield f"{len(answer.dropped)} layouts left out, such as {reasons}."
 
 
-def _table(answer: Plan, title: str, candidates: Sequence[Candidate]) -> Table:
+def _table(answer: Plan, title: str, candidates: Sequence[Candidate], every: bool) -> Table:
+    """Parameters of the best layouts; of every layout, what it makes of the devices."""
     notes: dict[str, Callable[[Candidate], object]] = {
         "times and energies are modelled": bool,
         "break-even: how many times the dense model's steps phantom may need until the best dense layout wins": (
@@ -184,9 +188,11 @@ def _table(answer: Plan, title: str, candidates: Sequence[Candidate]) -> Table:
         "4x2: 4 blocks, each shared by 2 ranks": lambda c: c.layout.inside > 1,
         "pipeline/8: 8 micro-batches": lambda c: c.layout.micro_batches,
         "fsdp, kept: whole weights are kept from forward to backward": lambda c: not c.layout.reshard_after_forward,
+        "MFU: % of the peak; gap: % of energy above that of the FLOPs at the peak": lambda c: every,
     }
     caption = "; ".join(note for note, applies in notes.items() if any(map(applies, candidates)))
-    columns = ("ranks", "dp", "blocks", "ghosts", "step", "energy", "memory", "weights", "break-even\ntime, energy")
+    shown = ("MFU", "gap") if every else ("weights",)
+    columns = ("ranks", "dp", "blocks", "ghosts", "step", "energy", "memory", *shown, "break-even\ntime, energy")
     table = make_table(("strategy", *columns), title=title, caption=caption, padding=(0, 0, 0, 0))
     for c in candidates:
         s = c.layout
@@ -194,13 +200,15 @@ def _table(answer: Plan, title: str, candidates: Sequence[Candidate]) -> Table:
         counts = [str(count) if count else "-" for count in (s.ranks, s.dp, blocks, s.ghosts)]
         name = s.strategy + ("" if s.micro_batches is None else f"/{s.micro_batches}")
         name += "" if s.reshard_after_forward else ", kept"
+        weights = f"{c.parameters / 1e6:,.3g}M" if c.parameters < 1e9 else f"{c.parameters / 1e9:,.3g}G"
+        shares = ["-" if share is None else f"{100 * share:,.3g}" for share in (c.step.mfu, c.step.energy_gap)]
         table.add_row(
             name,
             *counts,
             quantity(c.seconds, "s"),
             "-" if c.joules is None else quantity(c.joules, "J"),
             quantity(c.memory_bytes, "B"),
-            f"{c.parameters / 1e6:,.3g}M" if c.parameters < 1e9 else f"{c.parameters / 1e9:,.3g}G",
+            *(shares if every else [weights]),
             ", ".join(format_ratio(limit) for limit in answer.break_even(c) if limit is not None) or "-",
         )
     return table

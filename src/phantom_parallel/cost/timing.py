@@ -10,6 +10,7 @@
     fsdp         hidden = min(f (t_gathers - the first one), time of all products), and so backward with the scatters
     pipeline     T = sum t_s + (M-1) max t_s + 2 (M+P-1) (P-1)/P t_send     t_s: both passes of a micro-batch, stage s
     energy       E = P_compute t_compute + P_communication t_exposed + P_idle t_idle, for each rank
+    least        E_least = P_compute F / P, of F FLOPs of all ranks      gap = E / E_least - 1      mfu = F / (R P t)
 
 P, e: peak and efficiency of the dtype, of s bytes a word; M, F: memory and write bandwidth; o, c: overheads; a, B: a
 tier's latency and bandwidth; w as in `cost.terms`, in bytes; f: the overlap. ``docs/planning.md`` states the
@@ -22,9 +23,10 @@ from math import inf
 from typing import NamedTuple
 
 from phantom_parallel.cost.hardware import WORD_BYTES, Profile
-from phantom_parallel.cost.terms import OPTIMIZER_STATES, LayerCost, Op, Product, Shape
+from phantom_parallel.cost.terms import OPTIMIZER_STATES, LayerCost, Op, Phase, Product, Shape
 
 PHASES = ("forward", "backward", "sync", "update")
+PASSES: tuple[Phase, ...] = ("forward", "backward", "sync")  # that have products or exchanges
 STREAMED = {"forward": 0, "backward": 1}  # where a layer's cost has the words of a phase's elementwise work
 
 
@@ -47,12 +49,24 @@ def _summed(spans: Iterable[PhaseTime]) -> PhaseTime:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step of one rank, and the modelled energy of all devices during it; None on a machine without watts."""
+    """A step of one rank, and the modelled energy of all devices during it; None on a machine without watts.
+
+    ``least_joules`` would be that of the FLOPs alone, at the peak, and ``least_exchange_joules`` that of the bytes
+    alone, on the faster links. ``mfu`` is the share of the devices' peak that the FLOPs of the step are.
+    """
 
     layers: tuple[Mapping[str, PhaseTime], ...]
     phases: Mapping[str, PhaseTime]  # sums over layers
     idle: float = 0.0
     joules: float | None = None
+    mfu: float | None = None
+    least_joules: float | None = None
+    least_exchange_joules: float | None = None
+
+    @property
+    def energy_gap(self) -> float | None:
+        """How much more than the least energy it takes, relative to that."""
+        return energy_gap(self.joules, self.least_joules)
 
     @property
     def compute(self) -> float:
@@ -69,6 +83,18 @@ class StepTime:
     @property
     def total(self) -> float:
         return self.compute + self.exposed + self.idle
+
+
+def energy_gap(joules: float | None, least: float | None) -> float | None:
+    """How much more than the least energy was used, relative to that; None where either is unknown."""
+    return joules / least - 1 if joules is not None and least else None
+
+
+def least_joules(flops: float, profile: Profile, dtype: str) -> float | None:
+    """The energy of so many FLOPs at the peak of the dtype; None where the profile has no watts, or no such peak."""
+    if profile.compute_watts is None or dtype not in profile.peak:
+        return None
+    return flops / profile.peak[dtype].value * profile.compute_watts.value
 
 
 def step_time(shape: Shape, profile: Profile, dtype: str = "fp32", phases: tuple[str, ...] = PHASES) -> StepTime:
@@ -149,7 +175,21 @@ class Clock:
         self.profile.require_devices(shape.ranks * shape.dp)
         pipeline = shape.micro_batches is not None and shape.ranks > 1
         step = self._pipeline(shape, phases) if pipeline else self._rank(shape, phases)
-        return replace(step, joules=self._joules(step, shape.ranks * shape.dp))
+        devices, kinds, profile = shape.ranks * shape.dp, shape.stages(), self.profile
+        run = [phase for phase in PASSES if phase in phases]
+        flops = sum(2 * like * kind.multiply_adds(phase) for kind, like in kinds for phase in run) * shape.dp
+        sent = sum(like * kind.moved_bytes(phase) for kind, like in kinds for phase in run) * shape.dp
+        fastest, watts = (
+            max(profile.inside.bandwidth.value, profile.between.bandwidth.value),
+            profile.communication_watts,
+        )
+        return replace(
+            step,
+            joules=self._joules(step, devices),
+            mfu=flops / (devices * profile.peak[self.dtype].value * step.total),
+            least_joules=least_joules(flops, profile, self.dtype),
+            least_exchange_joules=None if watts is None else sent / fastest * watts.value,
+        )
 
     def _rank(self, shape: Shape, phases: tuple[str, ...]) -> StepTime:
         """The phases of each part on one rank, and their sums, with exchanges that belong to no part."""

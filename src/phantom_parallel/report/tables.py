@@ -27,6 +27,7 @@ _SHORT = {  # headings in the terminal
 }
 RATIOS = ("seconds", "joules", "flops", "bytes", "step_seconds")  # of every comparison
 OTHER_RATIOS = ("steps", "measured_joules", "parameters", "memory_bytes")  # where they are known
+BEST = ("least_joules", "energy_gap", "mfu")  # where the profile has a peak
 Column = tuple[str, Callable[[Cell], str]]  # its heading, and the text of a cell
 
 
@@ -107,7 +108,7 @@ def _cells(results: Results, measures: Sequence[str] = (), *, short: bool = Fals
     if to_a_loss:
         columns.append(("reached", _reached))
     for name in measures:
-        if any(median_of(results, cell, name) is not None for cell in cells):
+        if _known(results, name):
             label = measure_label(name, to_a_loss)
             columns.append((_SHORT.get(name, label) if short else label, _median(results, name)))
     return _by_cell(columns, cells)
@@ -126,6 +127,7 @@ def detailed_sections(results: Results) -> tuple[Section, ...]:
         ("learning rate", lambda cell: f"{cell.runs[0].lr:.3g}" if cell.runs else UNAVAILABLE),
         ("reached the target", _reached),
         *((measure_label(measure), _mean(results, measure)) for measure in measures),
+        *((measure_label(measure), _mean(results, measure)) for measure in BEST if _known(results, measure)),
         (
             f"energy with evaluations, measured by {sensors}" if sensors else "energy, measured",
             _mean(results, "measured_joules") if sensors else lambda _: UNAVAILABLE,
@@ -142,6 +144,10 @@ def detailed_sections(results: Results) -> tuple[Section, ...]:
                 rows.append((_inference_label(results, measure), *map(text, results.cells)))
         sections.append(Section(("ratio, below 1 is less", *headings), tuple(rows)))
     return tuple(sections)
+
+
+def _known(results: Results, measure: str) -> bool:
+    return any(median_of(results, cell, measure) is not None for cell in results.cells)
 
 
 def _lead(results: Results) -> Cell | None:
@@ -266,7 +272,7 @@ def _record(results: Results, cell: Cell) -> dict[str, Any]:
     """A cell for its CSV file: counts, means with their intervals, and inference."""
     record = {name: value for name, value in vars(cell).items() if name not in ("runs", "settings", "inference")}
     record |= {"reached": cell.reached, "seeds": len(cell.runs)}
-    for name in (*TO_THE_LOSS, "step_seconds", "blocked_share"):
+    for name in (*TO_THE_LOSS, "step_seconds", "blocked_share", "energy_gap", "mfu"):
         interval = mean(results, cell, name)
         record |= {f"{name}_{part}": getattr(interval, part, None) for part in ("mean", "low", "high", "count")}
     for entry in cell.inference:

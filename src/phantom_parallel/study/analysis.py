@@ -8,6 +8,7 @@ from statistics import fmean, geometric_mean, median
 
 from scipy import stats
 
+from phantom_parallel.cost.timing import energy_gap
 from phantom_parallel.study.contenders import PHANTOM_COPIES
 from phantom_parallel.study.results import Cell, Results, Run
 from phantom_parallel.study.units import TO_THE_LOSS, Interval
@@ -58,6 +59,13 @@ def _value(run: Run, cell: Cell, measure: str) -> float | None:
         return float(run.steps * getattr(cell, f"{measure}_per_step"))
     if measure == "joules_per_sample":
         return run.joules / run.steps / cell.batch if run.joules is not None and run.steps else None
+    if measure == "least_joules":
+        return None if cell.least_joules_per_step is None else run.steps * cell.least_joules_per_step
+    if measure == "energy_gap":
+        return energy_gap(run.joules, _value(run, cell, "least_joules"))
+    if measure == "mfu":
+        peak, seconds = cell.peak_flops, run.step_seconds
+        return cell.flops_per_step / (cell.ranks * cell.dp * peak * seconds) if peak and seconds else None
     value: float | None = getattr(run, measure)
     return value
 

@@ -29,11 +29,12 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from phantom_parallel.cost.hardware import load_profile
-from phantom_parallel.cost.timing import step_time
+from phantom_parallel.cost.hardware import Profile, load_profile
+from phantom_parallel.cost.timing import least_joules, step_time
 from phantom_parallel.distributed.launch import launch, launch_device_type
 from phantom_parallel.distributed.launchers import is_rank_zero, launched_externally
 from phantom_parallel.energy import load_power_profile
+from phantom_parallel.energy.power import ASSUMED_CORE
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.study.contenders import EXACT_WIRE, Contender, models_of
 from phantom_parallel.study.results import (
@@ -439,9 +440,23 @@ def _time_link(
     return cells
 
 
-def _cell(settings: Settings, contender: Contender, runs: Iterable[Run], link: str, model: str | None = None) -> Cell:
+def _cell(
+    settings: Settings,
+    contender: Contender,
+    runs: Iterable[Run],
+    link: str,
+    model: str | None = None,
+    hardware: Profile | None = None,
+) -> Cell:
+    """``hardware``: profile of a cell that is computed; otherwise that of the watts has the peak, if there is one."""
     config = settings.config(contender)
     counted: dict[str, Any] = counts(config)
+    profile = hardware
+    if profile is None and settings.profile not in (None, ASSUMED_CORE):
+        profile = load_profile(settings.profile)
+    if profile is not None:
+        counted["least_joules_per_step"] = least_joules(counted["flops_per_step"], profile, config.dtype)
+        counted["peak_flops"] = profile.peak[config.dtype].value if config.dtype in profile.peak else None
     return Cell(
         strategy=contender.name,
         ranks=contender.ranks,
@@ -456,6 +471,7 @@ def _cell(settings: Settings, contender: Contender, runs: Iterable[Run], link: s
         wire=contender.wire,
         variant=contender.variant,
         model=model,
+        hardware=None if hardware is None else hardware.name,
     )
 
 
@@ -502,7 +518,7 @@ def _modelled_cell(settings: Settings, contender: Contender) -> Cell:
         blocked_seconds=ranks * step.exposed,
         joules=step.joules,
     )
-    return replace(_cell(settings, contender, [run], "modelled"), hardware=profile.name)
+    return _cell(settings, contender, [run], "modelled", hardware=profile)
 
 
 def _measure_inference(settings: Settings, runner: CellRunner) -> dict[str, list[InferenceResult]]:

@@ -16,6 +16,9 @@ MEASURES: dict[str, tuple[str, str]] = {
     "joules": ("modelled energy", "J"),
     "measured_joules": ("measured energy", "J"),
     "joules_per_sample": ("modelled energy per sample", "J"),
+    "least_joules": ("least energy, of the FLOPs at the peak", "J"),
+    "energy_gap": ("modelled energy above the least", "%"),
+    "mfu": ("MFU, share of the peak FLOP/s", "%"),
     "bytes": ("bytes exchanged", "B"),
     "bytes_per_step": ("bytes exchanged per step", "B"),
     "flops": ("FLOPs", "FLOP"),
@@ -26,7 +29,7 @@ MEASURES: dict[str, tuple[str, str]] = {
     "latency": ("inference latency", "s"),
     "inference_joules": ("inference energy per sample", "J"),
 }
-TO_THE_LOSS = ("steps", "seconds", "joules", "measured_joules", "flops", "bytes")
+TO_THE_LOSS = ("steps", "seconds", "joules", "measured_joules", "least_joules", "flops", "bytes")
 PREFIXES = {1e15: "P", 1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k", 1.0: "", 1e-3: "m", 1e-6: "µ", 1e-9: "n"}
 
 
