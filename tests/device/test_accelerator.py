@@ -75,9 +75,12 @@ def test_a_training_on_two_devices_is_that_of_one_cpu_rank(name, tmp_path):
     model, layout = STRATEGIES[name]
     ranks = () if "--ranks" in layout else ("--ranks", "2")
     command = (*model, *SHORT, *layout, *ranks)
-    run = on_devices(2, *((*command, "--dtype", dtype, "--out", tmp_path / dtype) for dtype in ("fp32", "bf16")))
+    runs = ("--dtype", "fp32"), ("--dtype", "bf16", "--tf32")
+    run = on_devices(2, *((*command, *options, "--out", tmp_path / options[1]) for options in runs))
     assert "waits" in check(run)
     assert "Simulated Accelerator, simulated_ccl" in run.stderr
+    assert "Simulated Accelerator, tf32, simulated_ccl" in run.stderr
+    assert [summary(tmp_path / name)["run"]["fp32_products"] for name in ("fp32", "bf16")] == ["highest", "high"]
     dense = () if "--ghosts" in model else ("--strategy", "dense")
     main([str(word) for word in (*model, *SHORT, *dense, "--out", tmp_path / "cpu")])
     expected = summary(tmp_path / "cpu")["eval_loss"]
@@ -125,6 +128,8 @@ def test_ranks_without_a_device_each_use_the_cpu_or_are_refused(tmp_path):
     shared = on_devices(1, command)
     check(shared)
     assert "cpu (1 simulated for 2 ranks), gloo" in shared.stderr
-    refused = on_devices(1, (*command[:-1], tmp_path / "other", "--device", "simulated"))
+    other = (*command[:-1], tmp_path / "other")
+    assert "tf32 is a format of accelerators" in on_devices(1, (*other, "--tf32")).stderr
+    refused = on_devices(1, (*other, "--device", "simulated"))
     assert refused.returncode == 2
     assert "Traceback" not in refused.stderr

@@ -18,6 +18,7 @@ from phantom_parallel.cli.options import (
     JsonOption,
     LaunchOptions,
     NetworkOptions,
+    Tf32Option,
     make_options,
     ranks_of_launcher,
     value_of,
@@ -48,7 +49,7 @@ _FLAGS = ("--resume", "--report-only", "--json", "--help", "-h")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SettingOptions(LaunchOptions, JsonOption):
+class SettingOptions(LaunchOptions, Tf32Option, JsonOption):
     """Options of a command that runs the settings of a file."""
 
     folder: ClassVar[Folder]  # of the package's files
@@ -77,7 +78,7 @@ class SettingOptions(LaunchOptions, JsonOption):
         settings = read_settings(self.folder, self.file, changes, self.family)
         command = "compare" if self.folder == "presets" else "study"
         out = self.out or Path(f"{command}-{settings.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}")
-        with launch_defaults(device=self.device, announces=True):
+        with launch_defaults(device=self.device, tf32=self.tf32, announces=True):
             results = run_grid(settings, out.absolute(), resume=self.resume, show=True)
         if results is not None:
             self.show(results, out)

@@ -18,7 +18,16 @@ from rich.markup import escape
 
 from phantom_parallel.checkpoint.model import family_of
 from phantom_parallel.checkpoint.pretrained import CHAT_TEMPLATE, TOKENIZER_CONFIG
-from phantom_parallel.cli.options import Flag, JsonOption, LaunchOptions, RanksOption, WireOption, config_of, make_table
+from phantom_parallel.cli.options import (
+    Flag,
+    JsonOption,
+    LaunchOptions,
+    RanksOption,
+    Tf32Option,
+    WireOption,
+    config_of,
+    make_table,
+)
 from phantom_parallel.distributed.launchers import is_rank_zero
 from phantom_parallel.energy.power import POLLED_TIME
 from phantom_parallel.families.registry import get_family
@@ -34,7 +43,7 @@ from phantom_parallel.utils.strategies import wire_suffix
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(RanksOption, WireOption, LaunchOptions, JsonOption):
+class RunOptions(RanksOption, WireOption, LaunchOptions, Tf32Option, JsonOption):
     """Options of commands that run and measure a trained model. Those of a config are checked when it is made."""
 
     def __post_init__(self) -> None:

@@ -41,7 +41,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "ranks": (
         *("strategy", "ranks", "dp", "device", "timeout", "wire", "micro_batches", "reshard_after_forward", "fsdp"),
-        *("interleave", "activation_checkpointing", "compile"),
+        *("interleave", "activation_checkpointing", "compile", "tf32"),
     ),
     "optimizer": (
         *("gradient_accumulation_steps", "steps", "target_loss", "optimizer", "lr", "schedule", "warmup"),
@@ -69,6 +69,14 @@ class WireOption:
     wire: WireFormat = "full"
     """Format in which activations, ghosts and their gradients travel between the ranks that share a model: as they are
     (full), bf16, or int8 with one scale per row. Products and sums keep their precision."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tf32Option:
+    """The option ``--tf32`` of commands that train or measure."""
+
+    tf32: Flag = False
+    """Multiply fp32 matrices on accelerators in TensorFloat-32: faster, and with 10 bits of mantissa."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +117,8 @@ class NetworkOptions:
         if not 1 <= self.timeout <= 1e6:
             raise ValueError(f"timeout must be from 1 to 1,000,000 seconds, got {self.timeout:g}")
         network = network_of(self.hosts, self.link, ranks, dtype=dtype, delay=self.link_delay, loss=self.link_loss)
-        device = getattr(self, "device", "auto")
-        with launch_defaults(timedelta(seconds=self.timeout), network, device, announces=announces):
+        device, tf32 = getattr(self, "device", "auto"), getattr(self, "tf32", False)
+        with launch_defaults(timedelta(seconds=self.timeout), network, device, tf32=tf32, announces=announces):
             yield network
 
 

@@ -13,6 +13,7 @@ from phantom_parallel.cli.options import (
     Flag,
     JsonOption,
     LaunchOptions,
+    Tf32Option,
     make_options,
     other_families,
     ranks_of_launcher,
@@ -36,7 +37,7 @@ diverged, 2 invalid option or input file, 129 stopped by SIGHUP, 130 by SIGINT, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions(LaunchOptions, JsonOption):
+class TrainOptions(LaunchOptions, Tf32Option, JsonOption):
     """Options of every training; the others are the fields of its config."""
 
     config_class: ClassVar[type[TrainConfig]]

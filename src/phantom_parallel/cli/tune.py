@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from phantom_parallel.cli.options import Flag, JsonOption, make_options, make_table, other_families
+from phantom_parallel.cli.options import Flag, JsonOption, Tf32Option, make_options, make_table, other_families
 from phantom_parallel.cost.hardware import Profile, list_profiles, load_profile
 from phantom_parallel.cost.planner import Candidate, Layout, ModelSizes, PlanRequest, plan
 from phantom_parallel.cost.terms import optimizer_of
@@ -62,7 +62,7 @@ _HIDDEN = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneOptions(JsonOption):
+class TuneOptions(Tf32Option, JsonOption):
     """Options of every family; the others are the settings of its training."""
 
     family: ClassVar[str]
@@ -125,7 +125,7 @@ class TuneOptions(JsonOption):
         blocks = self.blocks or tuple(count for count in (2, 4, 8, 16) if count <= max(2, devices))
         out = self.out or Path(f"tune-{self.family}-{datetime.now(UTC):%Y%m%d-%H%M%S}")
         options = RunOptions(out.absolute(), self.resume, show=True)
-        with launch_defaults(device=self.device, announces=True):
+        with launch_defaults(device=self.device, tf32=self.tf32, announces=True):
             result = tune(settings, request, product(blocks, self.ghosts), options, self.minutes)
         command = _command(result, self)
         data = {"verdict": result.verdict, "pays": result.pays, "command": command} | result.to_dict()

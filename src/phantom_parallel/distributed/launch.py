@@ -68,6 +68,7 @@ class _Defaults:
     timeout: timedelta = TIMEOUT
     network: Network | None = None
     device: str = "auto"
+    tf32: bool = False
     announces: bool = False  # of the first launch
 
     def take_announces(self) -> bool:
@@ -80,15 +81,20 @@ _DEFAULTS: ContextVar[_Defaults] = ContextVar("launch_defaults", default=_Defaul
 
 @contextmanager
 def launch_defaults(
-    timeout: timedelta = TIMEOUT, network: Network | None = None, device: str = "auto", *, announces: bool = False
+    timeout: timedelta = TIMEOUT,
+    network: Network | None = None,
+    device: str = "auto",
+    *,
+    tf32: bool = False,
+    announces: bool = False,
 ) -> Iterator[None]:
     """Launches inside this block use these where they are not given their own: the timeout of an exchange, the emulated
-    hosts of local ranks, and the type of device, by default accelerators if there is one for each local rank. With
-    ``announces``, the first launch prints on stderr what its ranks run on.
+    hosts of local ranks, and the type of device, by default accelerators if there is one for each local rank; with
+    ``tf32``, fp32 products in TensorFloat-32. With ``announces``, the first launch prints on stderr what ranks run on.
     """
     if network is not None and device not in ("auto", "cpu"):
         raise ValueError(f"ranks on emulated hosts use the CPU, got device={device}: leave out --device or --hosts")
-    token = _DEFAULTS.set(_Defaults(timeout, network, device, announces))
+    token = _DEFAULTS.set(_Defaults(timeout, network, device, tf32, announces))
     try:
         yield
     finally:
@@ -97,12 +103,13 @@ def launch_defaults(
 
 def launch_device_type(size: int, network: Network | None = None) -> str:
     """The type of device that a launch of ``size`` ranks would use, on this host: ``"cpu"``, ``"cuda"``, ..."""
-    from phantom_parallel.distributed.process_group import device_type_for
+    from phantom_parallel.distributed.process_group import check_tf32, device_type_for
 
     defaults = _DEFAULTS.get()
-    if network is not None or defaults.network is not None:
-        return "cpu"
-    return device_type_for(_local_ranks(size), defaults.device)
+    on_cpu = network is not None or defaults.network is not None
+    kind = "cpu" if on_cpu else device_type_for(_local_ranks(size), defaults.device)
+    check_tf32(defaults.tf32, kind)
+    return kind
 
 
 def _local_ranks(size: int) -> int:
@@ -167,7 +174,7 @@ def launch(
         os.environ.update(rank_variables(os.environ) | _flight_recorder())
         if (started := int(os.environ["WORLD_SIZE"])) != size:
             raise ValueError(f"{started} processes were started, {size} are needed (ranks times dp)")
-    device = select_device(_local_ranks(size), defaults.device)
+    device = select_device(_local_ranks(size), defaults.device, tf32=defaults.tf32)
     reports = {} if on_report is None else {"report": on_report if is_rank_zero() else _discard}
     try:
         with process_group(timeout, device, **join_ranks(timeout)) if external else nullcontext():
@@ -215,7 +222,8 @@ def launch_local(
             ranks.append(_start(number, environment, preparation["sys_path"], namespaces, inherited, host))
             stack.callback(ranks[-1].end)
         reports, announces = on_report is not None, defaults.take_announces()
-        assignment = pickle.dumps((timeout, payload, preparation, store, device_type, reports, announces))
+        sent = timeout, payload, preparation, store, device_type, defaults.tf32, reports, announces
+        assignment = pickle.dumps(sent)
         for rank in ranks:
             with suppress(OSError):  # that a rank has ended is noticed below
                 rank.connection.send_bytes(assignment)
@@ -509,6 +517,7 @@ def _join_and_work(
     preparation: dict[str, Any],
     store_path: str,
     device_type: str,
+    tf32: bool,
     reports: bool,
     announces: bool,
 ) -> Any:
@@ -526,7 +535,7 @@ def _join_and_work(
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     report = (lambda value: send("report", value)) if rank == 0 else _discard
     torch.set_num_threads(threads_for(size))
-    device = select_device(size, device_type)
+    device = select_device(size, device_type, tf32=tf32)
     store: Any = dist.FileStore(store_path, size)  # type: ignore[attr-defined]
     store.set(f"imported/{rank}", b"")
     store.wait([f"imported/{other}" for other in range(size)], START_TIMEOUT)  # from here on, the timeout counts

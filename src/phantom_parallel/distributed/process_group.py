@@ -137,11 +137,22 @@ def device_type_for(local_ranks: int, wanted: str = "auto") -> str:
     return "cpu"
 
 
-def select_device(local_ranks: int, wanted: str = "auto") -> torch.device:
-    """Select this rank's device, of the type of `device_type_for`, and make it the current one."""
+def check_tf32(tf32: bool, kind: str) -> None:
+    """Raise ValueError if ranks on the CPU are to use TensorFloat-32."""
+    if tf32 and kind == "cpu":
+        raise ValueError("tf32 is a format of accelerators, and the ranks use the CPU: leave out --tf32")
+
+
+def select_device(local_ranks: int, wanted: str = "auto", *, tf32: bool = False) -> torch.device:
+    """Select this rank's device, of the type of `device_type_for`, and make it the current one. With ``tf32``, products
+    of fp32 matrices use TensorFloat-32.
+    """
     kind = device_type_for(local_ranks, wanted)
+    check_tf32(tf32, kind)
     if kind == "cpu":
         return torch.device("cpu")
+    if tf32:
+        torch.set_float32_matmul_precision("high")
     device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)) % torch.accelerator.device_count())
     torch.accelerator.set_device_index(device.index)
     return device
@@ -157,12 +168,15 @@ def backend_for(device: torch.device) -> str:
 
 
 def describe_run(device: torch.device) -> dict[str, Any]:
-    """Number of ranks and hosts, device, backend and version of torch, for results. `run_line` formats it."""
+    """Number of ranks and hosts, device, precision of fp32 products (highest; high: tf32), backend and torch version,
+    for results. `run_line` formats it.
+    """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     return {
         "ranks": ranks,
         "hosts": max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))),
         "device": "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device),
+        "fp32_products": torch.get_float32_matmul_precision(),
         "backend": backend_for(device).rpartition(":")[2] if dist.is_initialized() else None,
         "torch": str(torch.__version__),
     }
@@ -175,9 +189,9 @@ def run_line(device: torch.device) -> str:
     unused = f" ({visible} {kind} for {run['ranks']} ranks)" if device.type == "cpu" != kind else ""
     ranks, hosts = (f"{run[name]} {name if run[name] > 1 else name[:-1]}" for name in ("ranks", "hosts"))
     version = ".".join(run["torch"].split(".")[:2])
-    return ", ".join(
-        filter(None, (f"{ranks} on {hosts}", f"{run['device']}{unused}", run["backend"], f"torch {version}"))
-    )
+    tf32 = "tf32" if device.type != "cpu" and run["fp32_products"] != "highest" else None
+    parts = f"{ranks} on {hosts}", f"{run['device']}{unused}", tf32, run["backend"], f"torch {version}"
+    return ", ".join(filter(None, parts))
 
 
 def accelerators() -> tuple[str, int]:

@@ -316,7 +316,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "device": run["device"],
         "backend": run["backend"] or "none",
-        "fp32_products": torch.get_float32_matmul_precision(),  # highest: without tf32
+        "fp32_products": run["fp32_products"],
         "hosts": run["hosts"],
         "processes": run["ranks"],
         "processes_per_host": int(on_machine),  # emulated hosts count as one
