@@ -3,7 +3,9 @@
 import json
 import math
 
+import numpy as np
 import pytest
+import scipy.stats
 
 from phantom_parallel.cli.main import main
 from phantom_parallel.study import runner as runner_module
@@ -24,9 +26,9 @@ def slow(tmp_path, monkeypatch):
     return "slow"
 
 
-def decay(monkeypatch, scale: dict[tuple[int | None, int | None], float]) -> list[str]:
+def decay(monkeypatch, scale: dict[tuple[int | None, int | None], float], growth: float = 0.0) -> list[str]:
     """Let losses decay exponentially over the steps of ``scale``, by blocks and ghosts, at the rate 0.002 and slower at
-    others. Returns the trainings that were run.
+    others; those of phantom models grow with a power of the width. Returns the trainings that were run.
     """
     names = []
 
@@ -36,6 +38,7 @@ def decay(monkeypatch, scale: dict[tuple[int | None, int | None], float]) -> lis
             scale[config.blocks, config.ghosts]
             * (1 + abs(math.log(config.lr / 2e-3)))
             * (1 + 0.01 * (config.seed % 1000))
+            * (config.model.width / 64 if config.blocks else 1) ** growth
         )
         points, status = [], "steps"
         for step in range(10, config.steps + 1, 10):
@@ -105,6 +108,52 @@ def test_a_target_is_needed_and_resume_needs_a_folder(slow, capsys):
     assert "run phantom machine measure --ranks 4, or give --hardware" in " ".join(capsys.readouterr().err.split())
     assert main([*WORDS.split(), "--resume"]) == 2
     assert "--resume needs --out" in capsys.readouterr().err
+
+
+SIZES = "tune --width 256 --widths 64 128 --depth 2 --data planted --samples 256 --batch 32 --devices 4 --blocks 2 4"
+SIZES += " --ghosts 4 8 --steps 80 --hardware slow --out"
+
+
+@pytest.mark.parametrize(("growth", "extrapolates"), [(0.1, True), (0.6, False)])
+def test_steps_are_extrapolated_where_the_trend_over_sizes_allows_it(
+    slow, tmp_path, monkeypatch, capsys, growth, extrapolates
+):
+    names, out = decay(monkeypatch, EQUAL | {(4, 8): 30.0}, growth), tmp_path / "out"
+    assert main([*SIZES.split(), str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert max(len(line) for line in shown.splitlines() if not line.startswith(("torchrun", "Result"))) <= 80
+    assert all(name.startswith(("width=64 ", "width=128 ")) for name in names)  # 256 is not trained
+    data = json.loads((out / "tune.json").read_text())
+    trend = next(trend for trend in data["trends"] if (trend["blocks"], trend["ghosts"]) == (4, 8))
+    points = [(row["size"], ratio) for row in trend["rows"] for ratio in row["steps_ratios"]]
+    assert [row["size"] for row in trend["rows"]] == [64, 128]
+    x, y = np.log(np.array(points)).T
+    (slope, start), covariance = np.polyfit(x, y, 1, cov=True)
+    assert trend["slope"]["mean"] == pytest.approx(slope)
+    half = scipy.stats.t.ppf(0.975, len(x) - 2) * np.sqrt(covariance[0, 0])
+    assert trend["slope"]["high"] - trend["slope"]["mean"] == pytest.approx(half)
+    at, ratio = np.array([np.log(256), 1.0]), trend["extrapolated_steps_ratio"]
+    error = scipy.stats.t.ppf(0.975, len(x) - 2) * np.sqrt(at @ covariance @ at)
+    assert np.log([ratio["mean"], ratio["high"]]) == pytest.approx([at @ (slope, start), at @ (slope, start) + error])
+    assert (trend["refusal"] is None) is extrapolates
+    said = " ".join(shown.split())
+    if extrapolates:
+        assert "Steps are measured at 64 and 128, and extrapolated to 256." in said
+        assert data["best"]["steps_ratio"] == ratio
+    else:
+        assert said.startswith("Nothing is extrapolated from 64 and 128: up to 256 the ratio of steps may change by")
+        assert data["best"] is None
+
+
+def test_sizes_that_give_no_trend_are_refused_before_anything_is_trained(slow, tmp_path, capsys):
+    out = str(tmp_path / "out")
+    assert main([*SIZES.replace("64 128", "64").split(), out]) == 2
+    assert "--widths needs at least two sizes below --width 256, got 64" in capsys.readouterr().err
+    assert main([*SIZES.replace("64 128", "66 128").split(), out]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --widths 66: ")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

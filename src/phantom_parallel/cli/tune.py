@@ -8,6 +8,8 @@ dense       a search for the learning rate, and a training for each seed; their 
 rungs       every candidate has the same search in short trainings. The half with the least estimated cost to the loss
             is trained twice as long, and so on: at equal loss, its steps over those of the dense model, times its step
 finals      the best are trained to the target, once for each seed
+sizes       with several sizes below the model's, all this at each of them, from the second on with the best of the
+            first alone; and the trend of the steps over sizes, where it is certain enough, gives those of the model
 """
 
 import re
@@ -15,15 +17,17 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
-from math import inf
+from math import exp, inf, log, sqrt
 from pathlib import Path
+from statistics import fmean, geometric_mean, pvariance
 from typing import Any, ClassVar, Literal
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from scipy import stats
 
 from phantom_parallel.cli.options import Flag, JsonOption, Tf32Option, make_options, make_table, other_families
 from phantom_parallel.cost.hardware import Profile, list_profiles, load_profile
@@ -37,12 +41,14 @@ from phantom_parallel.study.grid import in_turn, search, to_target
 from phantom_parallel.study.results import Run
 from phantom_parallel.study.runner import RunOptions, cell_runner, prepare_folder
 from phantom_parallel.study.settings import SearchSettings, Settings, training_fields
-from phantom_parallel.study.units import Interval, format_interval, format_ratio, quantity
+from phantom_parallel.study.units import Interval, format_interval, format_ratio, listed, quantity
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.utils.files import FolderLock, json_text, write_json
+from phantom_parallel.utils.settings import Setting
 
 RESULT = "tune.json"
 FINALISTS = 3
+LARGEST_CHANGE = 1.25  # of the ratio of steps, by the interval of its trend, up to a size that it is extrapolated to
 AT_MOST = 3  # times the dense model's steps that a phantom model is trained for
 # Parts of the budget: for the dense model's seeds, for searches of phantom models, and up to the last rung.
 _DENSE_SHARE, _SEARCH_SHARE, _RUNGS_SHARE = 0.25, 0.3, 0.6
@@ -67,6 +73,7 @@ class TuneOptions(Tf32Option, JsonOption):
 
     family: ClassVar[str]
     training: ClassVar[dict[str, Any]]  # defaults of the settings of the training
+    size: ClassVar[str]  # the size of a model that trends are over; empty if none
 
     hardware: str | None = None
     """The target machine: a hardware profile's name, or the path of a .toml file; by default this machine as phantom
@@ -123,10 +130,14 @@ class TuneOptions(Tf32Option, JsonOption):
         kind: Any = {"batch": config.batch, "dtype": config.dtype, "devices": devices, "goal": self.goal}
         request = PlanRequest(model=model, profile=profile, **kind)
         blocks = self.blocks or tuple(count for count in (2, 4, 8, 16) if count <= max(2, devices))
+        sizes = tuple(sorted(set(getattr(self, f"{self.size}s")))) if self.size else ()
+        if sizes and (len(sizes) < 2 or sizes[-1] >= training[self.size]):
+            given, target = " ".join(map(str, sizes)), f"--{self.size} {training[self.size]}"
+            raise ValueError(f"--{self.size}s needs at least two sizes below {target}, got {given}")
         out = self.out or Path(f"tune-{self.family}-{datetime.now(UTC):%Y%m%d-%H%M%S}")
         options = RunOptions(out.absolute(), self.resume, show=True)
         with launch_defaults(device=self.device, tf32=self.tf32, announces=True):
-            result = tune(settings, request, product(blocks, self.ghosts), options, self.minutes)
+            result = tune(settings, request, product(blocks, self.ghosts), options, self.minutes, self.size, sizes)
         command = _command(result, self)
         data = {"verdict": result.verdict, "pays": result.pays, "command": command} | result.to_dict()
         write_json(out / RESULT, data)
@@ -136,6 +147,8 @@ class TuneOptions(Tf32Option, JsonOption):
         console = Console(highlight=False)
         console.print(result.verdict, markup=False, style="bold")
         console.print(_table(result))
+        if result.trends:
+            console.print(_trend_table(result))
         console.print(f"Train {'it' if result.pays else 'the dense model'} with:", markup=False)
         console.print(command, markup=False, soft_wrap=True)
         console.print(f"Result: {out / RESULT}", markup=False, soft_wrap=True)
@@ -148,7 +161,11 @@ def options_for(family: str | None, arguments: list[str]) -> tuple[type[Any], di
     settings = {name: known[name] for name in training_fields(family) if name not in _HIDDEN}
     text = _HELP.format(title=get_family(family).title, others=other_families("tune", family))
     defaults = {name: setting.default for name, setting in settings.items()}
-    return make_options(TuneOptions, settings, text, family=family, training=defaults), {}
+    size = next((name for name in ("width", "dim") if name in settings), "")
+    if size:
+        doc = f"Measure at these sizes in place of --{size}, and extrapolate the steps where their trend allows it."
+        settings[f"{size}s"] = Setting(tuple[int, ...], (), doc)
+    return make_options(TuneOptions, settings, text, family=family, training=defaults, size=size), {}
 
 
 def _machine(hardware: str | None, devices: int | None) -> Profile:
@@ -175,6 +192,7 @@ class Tuned:
     steps: Interval | None  # over seeds; without an interval where it is an estimate or there is one seed
     estimated: bool = True  # whether the steps are those to the loss of a short training, and not to the target
     reached: bool = False  # whether it reached the target with every seed
+    ratios: tuple[float, ...] = ()  # the steps of each seed
 
     def to_the_loss(self, kind: str) -> Interval | None:
         """The ``time`` or ``energy`` to the loss."""
@@ -207,6 +225,57 @@ class Tuned:
 
 
 @dataclass(frozen=True)
+class Trend:
+    """The steps of a phantom model relative to the dense one over sizes: log ratio = a + slope log size."""
+
+    blocks: int | None
+    ghosts: int | None
+    ratios: Mapping[int, tuple[float, ...]]  # of each seed, by size; none where the loss was not reached
+    target: int  # the size to extrapolate to
+
+    @cached_property
+    def fit(self) -> tuple[Interval, Interval] | None:
+        """The slope and the ratio at the target, with 95 % intervals where there are more than two trainings."""
+        if len(self.ratios) < 2 or not all(self.ratios.values()):
+            return None
+        x = [log(size) for size, ratios in self.ratios.items() for _ in ratios]
+        line: Any = stats.linregress(x, [log(ratio) for ratios in self.ratios.values() for ratio in ratios])
+        count, away = len(x), log(self.target) - fmean(x)
+        slope, ratio = float(line.slope), exp(line.intercept + line.slope * log(self.target))
+        if count == 2:
+            return Interval(slope, None, None, count), Interval(ratio, None, None, count)
+        half = float(stats.t.ppf(0.975, count - 2) * line.stderr)
+        factor = exp(half * sqrt(pvariance(x) + away**2))
+        return Interval(slope, slope - half, slope + half, count), Interval(
+            ratio, ratio / factor, ratio * factor, count
+        )
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the steps at the target are not known from the trend; None if they are."""
+        if self.fit is None:
+            return "the loss was not reached at every size"
+        slope = self.fit[0]
+        if slope.low is None or slope.high is None:
+            return "one seed at two sizes gives no interval"
+        low, high = ((self.target / max(self.ratios)) ** end for end in (slope.low, slope.high))
+        if low < 1 / LARGEST_CHANGE or high > LARGEST_CHANGE:
+            return f"up to {self.target} the ratio of steps may change by a factor of {low:.2g} to {high:.2g}"
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The rows for JSON."""
+        slope, ratio = (asdict(value) for value in self.fit) if self.fit else (None, None)
+        return {
+            **asdict(self),
+            "rows": [{"size": size, "steps_ratios": list(ratios)} for size, ratios in self.ratios.items()],
+            "slope": slope,
+            "extrapolated_steps_ratio": ratio,
+            "refusal": self.refusal,
+        }
+
+
+@dataclass(frozen=True)
 class TuneResult:
     """What was measured: the target, the dense model's steps to it, and the phantom models, the cheapest first."""
 
@@ -217,6 +286,7 @@ class TuneResult:
     rates: Mapping[str, float]  # by the name of a model
     models: tuple[Tuned, ...]
     skipped: int  # candidates whose step is not cheaper than the dense model's
+    trends: tuple[Trend, ...] = ()  # over the sizes that were measured in place of the model's
 
     @property
     def best(self) -> Tuned | None:
@@ -235,8 +305,16 @@ class TuneResult:
         request, best = self.request, self.best
         where = f"{request.devices} devices of {request.profile.name}"
         against = f"{self.dense.layout}, the best layout of the dense model on up to {where}"
-        if self.target is None or not self.rates:
+        if not self.rates:
             return f"Do not use phantom here: no candidate has a cheaper step than {against}."
+        measured = ""
+        if self.trends:
+            sizes = listed(map(str, self.trends[0].ratios))
+            measured = f" Steps are measured at {sizes}, and extrapolated to {self.trends[0].target}."
+        if self.trends and best is None:
+            return (
+                f"Nothing is extrapolated from {sizes}: {self.trends[0].refusal}. Measure larger sizes or more --seeds."
+            )
         if best is None or best.cost is None:
             return (
                 f"Do not use phantom here: no candidate reached the loss {self.target:.4g} of the dense model within "
@@ -244,12 +322,13 @@ class TuneResult:
             )
         layout = best.layout.layout
         model = f"phantom with {layout.blocks} blocks and {layout.ghosts} ghosts"
-        cost = f"{format_interval(best.cost)} of the {request.goal} to the loss {self.target:.4g} of {against}"
+        loss = "the loss" if self.target is None else f"the loss {self.target:.4g}"
+        cost = f"{format_interval(best.cost)} of the {request.goal} to {loss} of {against}"
         if self.pays:
-            return f"Use {model}: it takes {cost}."
+            return f"Use {model}: it takes {cost}.{measured}"
         if best.cost.includes_one:
-            return f"It is not decided whether phantom pays here: {model} takes {cost}; try more --seeds."
-        return f"Do not use phantom here: {model}, the cheapest, takes {cost}."
+            return f"It is not decided whether phantom pays here: {model} takes {cost}; try more --seeds.{measured}"
+        return f"Do not use phantom here: {model}, the cheapest, takes {cost}.{measured}"
 
     def to_dict(self) -> dict[str, Any]:
         """The measurements for JSON; ``best`` is what phantom plan --tuned reads."""
@@ -267,13 +346,23 @@ class TuneResult:
             "learning_rates": dict(self.rates),
             "candidates": [model.to_dict() for model in self.models],
             "best": self.best.to_dict() if self.best else None,
+            "trends": [trend.to_dict() for trend in self.trends],
         }
 
 
 def tune(
-    settings: Settings, request: PlanRequest, grid: Iterable[tuple[int, int]], options: RunOptions, minutes: float
+    settings: Settings,
+    request: PlanRequest,
+    grid: Iterable[tuple[int, int]],
+    options: RunOptions,
+    minutes: float,
+    size: str = "",
+    sizes: Sequence[int] = (),
 ) -> TuneResult:
-    """Find the blocks and ghosts of the ``grid`` that reach the dense loss at the least cost, in about ``minutes``."""
+    """Find the blocks and ghosts of the ``grid`` that reach the dense loss at the least cost, in about ``minutes``.
+
+    With ``sizes`` in ascending order, values of the setting ``size``, steps are measured at these and extrapolated.
+    """
     others = tuple(name for name in request.strategy if name != "phantom")
     dense = plan(replace(request, strategy=others)).best_dense
     assert dense is not None
@@ -292,13 +381,49 @@ def tune(
         raise ValueError(f"no phantom model of these blocks and ghosts is possible: {reasons[0]}")
     cheaper = [model for model in models if model.mean_cost < 1]
     settings = replace(settings, cells=({"strategy": "dense"}, *cells))
-    first = settings.configs()[0]
-    first.task().check(first)
+    scaled = dict[int, Settings]()
+    for value in sizes:
+        try:
+            scaled[value] = replace(settings, training=settings.training | {size: value})
+        except ValueError as error:
+            raise ValueError(f"--{size}s {value}: {error}") from None
+    for trained in scaled.values() or [settings]:
+        first = trained.configs()[0]
+        first.task().check(first)
     with FolderLock(options.out) as lock:
         prepare_folder(options.out, settings.to_dict(), options.resume, lock)
         untrained = tuple(replace(model, steps=None) for model in models)
         result = TuneResult(request, dense, settings.target_loss, (), {}, untrained, len(models) - len(cheaper))
-        return launch(1, _measure, settings, options, result, cheaper, 60 * minutes) if cheaper else result
+        if not cheaper or not sizes:
+            return launch(1, _measure, settings, options, result, cheaper, 60 * minutes) if cheaper else result
+        measured = dict[int, TuneResult]()
+        for value, trained in scaled.items():
+            pairs = [{"blocks": model.layout.layout.blocks, "ghosts": model.layout.layout.ghosts} for model in cheaper]
+            trained = replace(
+                trained, cells=({"strategy": "dense"}, *({"strategy": "phantom", **pair} for pair in pairs))
+            )
+            budget, name = 60 * minutes / len(sizes), f"{size}={value} "
+            measured[value] = launch(1, _measure, trained, options, result, cheaper, budget, name)
+            cheaper = [model for model in measured[value].models if model.reached]
+            if not cheaper:
+                break
+    return _extrapolated(result, measured, settings.training[size])
+
+
+def _extrapolated(result: TuneResult, measured: Mapping[int, TuneResult], target: int) -> TuneResult:
+    """The steps of the last candidates at the target, where their trends over the measured sizes allow it."""
+    trends, models = list[Trend](), list[Tuned]()
+    first, *_, last = (*measured.values(), *measured.values())
+    for model in (model for model in first.models if not model.estimated):
+        layout = model.layout.layout
+        same = {size: [m.ratios for m in own.models if m.layout.layout == layout] for size, own in measured.items()}
+        ratios = {size: known[0] if known else () for size, known in same.items()}
+        trends.append(Trend(layout.blocks, layout.ghosts, ratios, target))
+        fit = trends[-1].fit if trends[-1].refusal is None else None
+        models.append(replace(model, steps=fit[1] if fit else None, reached=fit is not None))
+    order = sorted(range(len(models)), key=lambda index: (not models[index].reached, models[index].mean_cost))
+    own_models, own_trends = tuple(models[index] for index in order), tuple(trends[index] for index in order)
+    return replace(result, rates=last.rates, models=own_models, trends=own_trends)
 
 
 def _measure(
@@ -308,13 +433,14 @@ def _measure(
     result: TuneResult,
     models: Sequence[Tuned],
     budget: float,
+    prefix: str = "",  # of the names of trainings
 ) -> TuneResult:
     finished: dict[str, Run] = {}
     with cell_runner(device, settings, options) as runner:
 
         def train(name: str, config: TrainConfig) -> Run:
             if name not in finished:
-                finished[name] = runner.train(name, config)
+                finished[name] = runner.train(prefix + name, config)
             return finished[name]
 
         def spent() -> float:  # in steps, which a folder has too: a resumed call decides as the first one did
@@ -363,7 +489,8 @@ def _measure(
         if counts:
             reached = all(steps for steps, _ in counts)
             measured = ratio_interval(counts) if reached else None
-            named[label] = replace(named[label], steps=measured, reached=reached, estimated=False)
+            ratios = tuple(steps / dense_steps for steps, dense_steps in counts) if reached else ()
+            named[label] = replace(named[label], steps=measured, reached=reached, estimated=False, ratios=ratios)
     ordered = sorted(named.values(), key=lambda model: (not model.reached, model.mean_cost))
     dense_steps = tuple(run.steps for run in runs)
     return replace(result, target=target, dense_steps=dense_steps, rates=rates, models=tuple(ordered))
@@ -406,6 +533,19 @@ def _table(result: TuneResult) -> Table:
             text = "-" if ratio is None else format_interval(ratio)
             cells.append(f"~{format_ratio(ratio.mean)}" if ratio and model.estimated else text)
         table.add_row(str(layout.blocks), str(layout.ghosts), f"{layout.ranks} x {layout.dp}", *cells)
+    return table
+
+
+def _trend_table(result: TuneResult) -> Table:
+    sizes = result.trends[0].ratios
+    title = "Steps relative to the dense model by size, and slope of log ratio against log size"
+    caption = f"measured but for {result.trends[0].target}, which is extrapolated; 95 % intervals over trainings"
+    headings = ("blocks", "ghosts", *map(str, sizes), "slope", str(result.trends[0].target))
+    table = make_table(headings, left=0, title=title, caption=caption)
+    for trend in result.trends:
+        ratios = [format_ratio(geometric_mean(trend.ratios[size])) if trend.ratios[size] else "-" for size in sizes]
+        slope, ratio = (format_interval(value) for value in trend.fit) if trend.fit else ("-", "-")
+        table.add_row(str(trend.blocks), str(trend.ghosts), *ratios, slope, "refused" if trend.refusal else ratio)
     return table
 
 
