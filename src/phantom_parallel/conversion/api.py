@@ -125,8 +125,8 @@ def dense_pass(
         count, needed = sum(map(len, result.inputs[group[0].name])), group[0].weight.shape[1]
         if count < needed:
             raise ValueError(
-                f"the calibration data have {count} rows, too few for a covariance of {needed} features: "
-                f"give at least {needed}, and better {10 * needed}"
+                f"the calibration data have {count} rows, too few for the {needed} features of {group[0].name}: "
+                f"give at least {needed}, and better {10 * needed}, or exclude that layer"
             )
     return result
 
