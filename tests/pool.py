@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 CALLS = 100  # of a pool before it is replaced: caches of DTensor keep the sockets and threads of its groups
-TIMEOUT = 120.0  # seconds: far above what any test needs, so that it only ends a hang
+TIMEOUT = 400.0  # seconds: far above what any test needs, so that it only ends a hang
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(

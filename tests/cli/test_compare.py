@@ -52,7 +52,7 @@ teacher_ghosts = 2
 [[cells]]
 batch = [8, 16]
 """
-DEADLINE = 120.0  # seconds: far above what is needed, so that it only ends a hang
+DEADLINE = 300.0  # seconds: far above what is needed, so that it only ends a hang
 
 
 def phantom(*arguments: str | Path) -> int:

@@ -14,7 +14,7 @@ from phantom_parallel.cli import main as program
 from phantom_parallel.cli.exit_codes import exit_code
 from phantom_parallel.distributed.signals import Interrupted, LossDiverged, RankDied
 
-DEADLINE = 60.0  # seconds: far above what is needed, so that it only ends a hang
+DEADLINE = 300.0  # seconds: far above what is needed, so that it only ends a hang
 
 
 @pytest.mark.parametrize(

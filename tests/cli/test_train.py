@@ -18,7 +18,7 @@ from phantom_parallel.families.registry import get_family
 SMALL = ["--width", "16", "--ghosts", "2", "--teacher-ghosts", "2", "--samples", "256", "--batch", "16"]
 LONG = [*SMALL, "--steps", "1000000", "--log-every", "5", "--checkpoint-every", "20"]
 PROGRESS = ("step ", "1 rank on", "2 ranks on")  # how lines on stderr begin that are no errors
-DEADLINE = 60.0  # seconds: far above what is needed, so that it only ends a hang
+DEADLINE = 300.0  # seconds: far above what is needed, so that it only ends a hang
 
 
 def phantom(out: Path, *arguments: str) -> int:

@@ -85,7 +85,7 @@ def test_without_privileges_hosts_are_in_a_user_namespace():
     code = IMPORTS + "print([r['address'] for r in launch(2, workers.describe_host, network=network)])"
     if os.geteuid() != 0:
         drop = None
-    ended = subprocess.run([sys.executable, "-c", code], preexec_fn=drop, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run([sys.executable, "-c", code], preexec_fn=drop, capture_output=True, text=True, timeout=400)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.strip() == "['10.78.0.1', '10.78.0.2']"
 

@@ -197,7 +197,7 @@ def test_work_that_ranks_cannot_import_is_refused_before_any_starts():
 def run_script(text: str, *arguments: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
     return subprocess.run(
-        [sys.executable, *arguments], input=text, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, *arguments], input=text, env=environment, capture_output=True, text=True, timeout=400
     )
 
 

@@ -218,7 +218,7 @@ def test_a_process_of_torchrun_takes_part_in_several_launches(tmp_path):
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    assert subprocess.run([*torchrun, str(script)], env=environment, timeout=120).returncode == 0
+    assert subprocess.run([*torchrun, str(script)], env=environment, timeout=400).returncode == 0
 
 
 @pytest.mark.slow
@@ -229,7 +229,7 @@ def test_a_process_of_torchrun_takes_part_in_several_launches(tmp_path):
 def test_a_mistake_under_torchrun_is_printed_once(tmp_path, options, line):
     command = ["-m", "phantom_parallel.cli.main", "train", "--out", str(tmp_path / "out"), *options]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = subprocess.run([*torchrun, *command], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run([*torchrun, *command], capture_output=True, text=True, timeout=400)
     assert ended.stderr.count(line) == 1
     assert ended.stderr.count("Traceback") == 1  # torchrun's own
     assert "exitcode  : 2" in ended.stderr

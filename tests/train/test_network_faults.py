@@ -72,7 +72,7 @@ class Training:
     def ended(self):
         """Exit code and last line of an ended training, and how long it took to end."""
         started = time.monotonic()
-        _, errors = self.process.communicate(timeout=120)
+        _, errors = self.process.communicate(timeout=400)
         assert processes_with(MARK, self.mark) == []
         assert "Traceback" not in errors
         return self.process.returncode, errors.strip().splitlines()[-1], time.monotonic() - started
