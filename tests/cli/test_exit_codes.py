@@ -66,7 +66,13 @@ def handles(pid: int, number: int) -> bool:
 def test_a_signal_during_imports_gives_an_exit_code_and_no_traceback(tmp_path, number, seconds):
     command = [sys.executable, "-m", "phantom_parallel.cli.main", "train", "--out", str(tmp_path / "run")]
     command += ["--ranks", "2", "--steps", "1000000", "--width", "16", "--ghosts", "2", "--teacher-ghosts", "2"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # nohup lets its children ignore SIGHUP
+    )
     try:
         while not handles(process.pid, signal.SIGTERM):
             assert process.poll() is None
