@@ -179,6 +179,59 @@ def test_ranks_equal_one_process(ranks, tmp_path, kind):
     torch.testing.assert_close(again(tokens).logits, logits)
 
 
+def train_with_trainer(model, out, rows):
+    """Losses and gradient norms of a training, which also writes checkpoints and the model."""
+    arguments = transformers.TrainingArguments(
+        out, max_steps=4, save_steps=2, save_only_model=True, logging_steps=1, max_grad_norm=0.5, learning_rate=1e-2,
+        lr_scheduler_type="constant", use_cpu=True, report_to="none", disable_tqdm=True, dataloader_pin_memory=False,
+        per_device_train_batch_size=2,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows)
+    trainer.train()
+    trainer.model.save_pretrained(f"{out}/saved")
+    return [(float(log["loss"]), float(log["grad_norm"])) for log in trainer.state.log_history if "loss" in log]
+
+
+def trainer_on_rank(folder, out, rows):
+    from accelerate import ParallelismConfig
+    from accelerate.state import AcceleratorState, GradientState
+    from transformers.distributed import DistributedConfig
+
+    rank = str(torch.distributed.get_rank())
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+            patch.setenv(name, value)
+        patch.setattr(ParallelismConfig, "_validate_accelerator", lambda *_: None)  # it refuses CPUs
+        try:
+            plan = DistributedConfig(tp_size=2, tp_plan="auto")
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=plan)
+            return train_with_trainer(model, out, rows)
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+
+
+@pytest.mark.slow
+def test_the_trainer_on_ranks_equals_one_process(ranks, tmp_path):
+    model, tokens = make("llama"), torch.arange(64).view(4, 16) % 7
+    replace_linear(model, blocks=4, ghosts=2)
+    model.save_pretrained(tmp_path / "model")
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    one = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    expected = train_with_trainer(one, str(tmp_path / "one"), rows)
+    assert expected[0][1] > 0.5  # so that gradients are clipped
+    assert expected[-1][0] < expected[0][0]
+    for actual in ranks(2)(trainer_on_rank, str(tmp_path / "model"), str(tmp_path / "two"), rows):
+        assert actual == [pytest.approx(step, rel=1e-3) for step in expected]
+    for folder in ("checkpoint-2", "checkpoint-4", "saved"):
+        states = [
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path / of / folder).state_dict()
+            for of in ("one", "two")
+        ]
+        for name, tensor in states[0].items():
+            torch.testing.assert_close(states[1][name], tensor, atol=1e-4, rtol=1e-3)
+
+
 def refused_on_rank(folder):
     from transformers.distributed import DistributedConfig
 

@@ -2,12 +2,9 @@
 
 from typing import Any
 
-from phantom_parallel.energy.meter import RunningEnergy
+from lightning.pytorch import Callback
 
-try:
-    from lightning.pytorch import Callback
-except ImportError as error:
-    raise ImportError("phantom_parallel.lightning needs Lightning: pip install lightning") from error
+from phantom_parallel.energy.meter import RunningEnergy
 
 __all__ = ["EnergyCallback"]
 

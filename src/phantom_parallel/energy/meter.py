@@ -25,14 +25,7 @@ from phantom_parallel.distributed.objects import all_gather_objects, barrier
 from phantom_parallel.energy.power import PowerProfile, load_power_profile
 from phantom_parallel.energy.results import Component, Provenance, SensorEnergy, TimeSplit, WindowResult
 from phantom_parallel.energy.sensors import discover
-from phantom_parallel.energy.sensors.base import (
-    Clock,
-    Discovery,
-    ReadFailure,
-    SensorReading,
-    SensorSource,
-    SensorSpec,
-)
+from phantom_parallel.energy.sensors.base import Clock, Discovery, ReadFailure, SensorReading, SensorSource, SensorSpec
 from phantom_parallel.energy.time_split import Timer, TimeSplitRecorder, timer_for
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

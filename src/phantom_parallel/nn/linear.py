@@ -10,15 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from phantom_parallel.distributed.objects import all_gather_objects
-from phantom_parallel.nn.fit import (
-    damped,
-    fit_outputs,
-    fit_sources,
-    in_ring_order,
-    keep_modes,
-    ring,
-    warn_about_size,
-)
+from phantom_parallel.nn.fit import damped, fit_outputs, fit_sources, in_ring_order, keep_modes, ring, warn_about_size
 from phantom_parallel.nn.init import init_phantom, init_rows
 from phantom_parallel.nn.sharded import (
     FeatureSharded,
