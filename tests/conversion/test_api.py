@@ -211,6 +211,22 @@ def test_padding_is_neither_data_nor_important():
         torch.testing.assert_close(masked[name], values, atol=0, rtol=1e-3)
 
 
+def test_loaders_and_datasets_are_calibration_data():
+    """A dataset's rows are padded, with a mask, and its other columns are left out."""
+    transformers = pytest.importorskip("transformers")
+    dense, (tokens, _) = pretrained("llama", num_hidden_layers=1), tokens_and_padded(0)
+    rows = [{"input_ids": row[: 40 - i].tolist(), "text": "not used"} for i, row in enumerate(tokens)]
+    full = {"input_ids": tokens, "attention_mask": (torch.arange(40) < torch.arange(40, 34, -1)[:, None]).long()}
+    loader = torch.utils.data.DataLoader([{name: value[i] for name, value in full.items()} for i in range(6)], 6)
+    actual = []
+    for data in ([full], loader, [transformers.BatchEncoding(full)], rows):
+        model = copy.deepcopy(dense)
+        assert convert(model, data, blocks=4, ghosts=2).rows == 6 * 40 - 15
+        actual.append(model(tokens[:, :35]).logits.detach())
+    for logits in actual[1:]:
+        torch.testing.assert_close(logits, actual[0])
+
+
 def test_layers_outside_the_stages_are_converted_and_named():
     dense = pretrained("bert")
     tokens = torch.randint(60, (60, 8), generator=torch.Generator().manual_seed(0))

@@ -41,6 +41,7 @@ from phantom_parallel.conversion.stages import (
     first_tensor,
     output_importance,
     padding_mask,
+    read_batches,
     rows_of,
     run_stage,
     stack_by_blocks,
@@ -394,7 +395,7 @@ class ConversionReport:
 
 def convert(
     model: nn.Module,
-    batches: Sequence[Any],
+    batches: Iterable[Any],
     *,
     blocks: int,
     ghosts: int | Mapping[str, int] | None = None,
@@ -414,8 +415,9 @@ def convert(
 
     Args:
         model: The model, in evaluation mode. Its other modules stay as they are.
-        batches: Calibration data: each is the model's input, a tuple of arguments, or a dictionary of keywords, whose
-            ``attention_mask`` (batch, length) excludes padding.
+        batches: Calibration data, such as a ``DataLoader``: each batch is the model's input, a tuple of arguments, or a
+            mapping of keywords, whose ``attention_mask`` (batch, length) excludes padding. Or a dataset whose rows have
+            ``input_ids``, and perhaps an ``attention_mask``; its other columns are not used.
         blocks: Blocks of all layers; must divide the features of all of them.
         ghosts: Ghosts of each block, for all layers or by name of a layer; or
         budget: the share of the layers' multiply-adds to keep, by which each layer gets its own ghosts.
@@ -445,7 +447,7 @@ def convert(
         raise ValueError(f"budget must be a share of the multiply-adds between 0 and 1, got {budget}")
     layers = find_layers(model, include, exclude)
     check_division(layers, blocks, 1 if ghosts is None else ghosts)
-    batches = list(batches)
+    batches = read_batches(batches)
     if not batches:
         raise ValueError("batches is empty: give calibration data")
     if loss is None and _is_pretrained(model) and type(model).__name__.endswith("ForCausalLM"):
@@ -458,12 +460,7 @@ def convert(
 
 
 def replace_linear(
-    model: nn.Module,
-    *,
-    blocks: int,
-    ghosts: int,
-    include: Sequence[str] = ("*",),
-    exclude: Sequence[str] = EXCLUDED,
+    model: nn.Module, *, blocks: int, ghosts: int, include: Sequence[str] = ("*",), exclude: Sequence[str] = EXCLUDED
 ) -> list[str]:
     """Replace linear layers of a model by newly initialized phantom layers, in place, to train it from scratch.
 
@@ -620,12 +617,8 @@ class _Conversion:
 
     def _divide(self, budget: float, importance: Importance, work: float, outside: list[DensePass]) -> dict[str, int]:
         """The ghosts of each layer for a budget, from the dense model's own inputs."""
-
-        gains, groups, share = (
-            dict[str, Tensor](),
-            dict[str, list[str]](),
-            work / (len(outside) + len(self.stages.chain)),
-        )
+        gains, groups = dict[str, Tensor](), dict[str, list[str]]()
+        share = work / (len(outside) + len(self.stages.chain))
         for dense in self._dense_passes(outside):
 
             def compute(dense: DensePass = dense) -> Stored:

@@ -11,7 +11,7 @@ squared error. It makes errors of different layers comparable: a budget goes whe
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -20,11 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from phantom_parallel.nn.linear import PhantomLinear, TensorLinear
 from phantom_parallel.utils.layout import BlockLayout
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
+_ROWS = 8  # of a dataset in a batch
 
 
 @dataclass(eq=False)
@@ -49,6 +51,20 @@ class Stages(NamedTuple):
 
     chain: list[Stage]
     streams: list[Tensor]
+
+
+def read_batches(data: Iterable[Any]) -> list[Any]:
+    """The batches of calibration data. Rows of tokens, as datasets of ``transformers`` have them, are padded."""
+    items = [dict(item) if isinstance(item, Mapping) else item for item in data]
+    if not items or not isinstance(items[0], dict) or torch.as_tensor(items[0].get("input_ids", [[]])).dim() != 1:
+        return items
+    tokens = [torch.as_tensor(row["input_ids"]) for row in items]
+    masks = [torch.as_tensor(row.get("attention_mask", [1] * len(row["input_ids"]))) for row in items]
+    columns = {"input_ids": tokens, "attention_mask": masks}
+    return [
+        {name: pad_sequence(rows[first : first + _ROWS], batch_first=True) for name, rows in columns.items()}
+        for first in range(0, len(items), _ROWS)
+    ]
 
 
 def call_of(batch: Any) -> Call:
