@@ -2,8 +2,8 @@
 
 Three questions, each answered by ratios from one interleaved run:
 
-    step      a training step (forward, backward, SGD) of two layers against torch's ColwiseParallel/RowwiseParallel
-              and `TensorLinear`
+    step      a training step (forward, backward, SGD) of two layers against torch's ColwiseParallel/RowwiseParallel,
+              `TensorLinear`, and Megatron-Core's own layers where it is installed
     floor     the same step against its own local matrix products alone, and where the rest goes
     forward   one process without a mesh against ``nn.Linear``, ratio of multiply-adds beside the ratio of times
 
@@ -15,6 +15,7 @@ ways, by default and with freed memory kept; all else runs by default.
 
 import argparse
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,24 @@ def tensor_pair(width: int, mesh: DeviceMesh) -> nn.Module:
 def megatron_pair(width: int, mesh: DeviceMesh) -> nn.Module:
     pair = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
     return parallelize_module(pair, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+
+
+class MegatronCorePair(nn.Module):
+    """Megatron-Core's own column and row layers."""
+
+    def __init__(self, width: int, mesh: DeviceMesh) -> None:
+        from megatron.core.model_parallel_config import ModelParallelConfig
+        from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+        super().__init__()
+        config = ModelParallelConfig(tensor_model_parallel_size=mesh.size(), use_cpu_initialization=True)
+        settings = {"config": config, "init_method": nn.init.xavier_normal_, "tp_group": mesh.get_group()}
+        self.column = ColumnParallelLinear(width, width, gather_output=False, **settings)
+        self.row = RowParallelLinear(width, width, bias=True, input_is_parallel=True, skip_bias_add=False, **settings)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z: Tensor = self.row(self.column(x)[0])[0]
+        return z
 
 
 def training_step(model: nn.Module, features: int) -> Callable[[], None]:
@@ -132,6 +151,8 @@ def compare_steps(mesh: DeviceMesh, width: int, turns: int) -> dict[str, Any]:
     contestants = {name: training_step(pair, share) for name, pair in phantoms.items()}
     contestants["tensor"] = training_step(tensor_pair(width, mesh), share)
     contestants["megatron"] = training_step(megatron_pair(width, mesh), width)
+    if find_spec("megatron") is not None:
+        contestants["megatron-core"] = training_step(MegatronCorePair(width, mesh), width)
     times = interleave(contestants, turns=turns)
     return {
         "ranks": size,
@@ -140,8 +161,7 @@ def compare_steps(mesh: DeviceMesh, width: int, turns: int) -> dict[str, Any]:
         "phantom": {
             name: {
                 "weights": sum(p.numel() for p in pair.parameters() if p.dim() == 2) / (2 * width**2),
-                "of megatron": times[name].ratio_to(times["megatron"]),
-                "of tensor": times[name].ratio_to(times["tensor"]),
+                **{f"of {other}": times[name].ratio_to(times[other]) for other in contestants if other not in phantoms},
             }
             for name, pair in phantoms.items()
         },
@@ -213,7 +233,7 @@ def main() -> None:
         results["step"].append(row)
         for name, ratios in row["phantom"].items():
             print(f"step, {size} ranks, width {width}, {name} ({ratios['weights']:.3f} of the multiply-adds):", end=" ")
-            print(f"of megatron {shown(ratios['of megatron'])}, of tensor {shown(ratios['of tensor'])}", flush=True)
+            print(", ".join(f"{of} {shown(ratios[of])}" for of in ratios if of != "weights"), flush=True)
 
     results["floor"] = []
     for size, blocks, keep in ((1, 4, False), (1, 4, True), (2, 2, False), (2, 2, True)):
