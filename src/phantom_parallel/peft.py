@@ -52,8 +52,11 @@ class PhantomLora(Linear):  # type: ignore[misc, unused-ignore]
         bias = base.bias
         if self.lora_bias[name]:
             bias = bias + sign * self.scaling[name] * self.lora_B[name].bias
-        parts: Any = [weight.flatten(0, 1) for weight in (local + sign * b @ a, compress, decompress.flatten(2))]
-        return PhantomLinear.from_weights(*parts, bias=bias, blocks=p).requires_grad_(base.local.requires_grad)
+        local, compress, decompress = (
+            weight.flatten(0, 1) for weight in (local + sign * b @ a, compress, decompress.flatten(2))
+        )
+        layer = PhantomLinear.from_weights(local, compress, decompress, bias, blocks=p)
+        return layer.requires_grad_(base.local.requires_grad)
 
 
 _initialize = LoraConfig.__post_init__
