@@ -161,6 +161,19 @@ def test_a_transformer_is_planned_as_a_feed_forward_network_is(capsys):
     assert layout["model_parameters"] == shape.model_parameters
 
 
+def test_a_large_transformer_is_planned_with_stages_and_every_strategy_is_accounted_for(capsys):
+    words = ["--like", "llama-3.1-8b", "--context", "4096", "--batch", "64", "--devices", "64", "--dtype", "bf16"]
+    assert main(["plan", *words]) == 0
+    shown = capsys.readouterr().out
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 24
+    assert "…" not in shown
+    assert "kJ a step" in lines[0]
+    for name in (*get_family("gpt").strategies, "tensor-2d", "caat-net"):
+        assert any(line.startswith((name, f"Left out: {name}")) for line in lines), name
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phantom_parallel.cost.terms import phantom_layer, tensor_layer
+from phantom_parallel.cost.terms import grid_layer, phantom_layer, tensor_layer
 from phantom_parallel.families.ffn.cost import FFNShape
+from phantom_parallel.families.gpt.cost import GPTShape
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
 from tests.cost.shapes import ffn
 
@@ -83,3 +84,44 @@ def test_the_whole_models_parameters():
 def test_shapes_that_cannot_be_are_named(settings, message):
     with pytest.raises(ValueError, match=message):
         FFNShape.of(**({"strategy": "tensor", "width": 64, "depth": 2} | settings))
+
+
+def test_a_two_dimensional_layer_by_hand():
+    """8 ranks as 2 x 4 and 6 rows: a rank has 6 * 16 / 8 = 12 input and 6 * 32 / 8 = 24 output words."""
+    layout = RowLayout(16, 32, 8)
+    for transposed, tile, sent in ((False, 8 * 8, [3 * 12, 24, 24, 3 * 12]), (True, 4 * 16, [12, 3 * 24, 3 * 24, 12])):
+        layer = grid_layer(layout, 6, 2, bias=True, transposed=transposed)
+        assert [e.moved_bytes(1) for e in layer.exchanges] == sent
+        assert [e.ranks for e in layer.exchanges] == ([2, 4, 4, 2] if transposed else [4, 2, 2, 4])
+        assert [e.stride for e in layer.exchanges] == ([4, 1, 1, 4] if transposed else [1, 4, 4, 1])
+        assert layer.parameters == (tile, 32 // 8)
+        assert {product.multiply_adds for product in layer.products} == {6 * tile}
+
+
+def test_two_dimensional_layouts_send_what_their_paper_says():
+    """Two layers of n features on X by Y ranks: 2 rows (n / X + n / Y) words each way, but for a rank's own share."""
+    shape = ffn("tensor", 64, 2, ranks=16, batch=5, grid=4, input_grad=True)
+    assert shape.moved_bytes("forward") == shape.moved_bytes("backward") == 4 * 2 * 5 * (64 // 4 + 64 // 4) * 3 // 4
+    assert shape.model_parameters == ffn("dense", 64, 2, batch=5).model_parameters
+    assert shape.multiply_adds() * 16 == ffn("dense", 64, 2, batch=5, input_grad=True).multiply_adds()
+
+
+SIZES = {"strategy": "megatron", "vocab": 256, "dim": 64, "layers": 3, "heads": 8, "hidden": 192, "context": 12}
+
+
+def test_a_two_dimensional_transformer_has_the_dense_models_work_and_weights():
+    shape, dense = GPTShape.of(**SIZES, ranks=16, grid=4, batch=8), GPTShape.of(**SIZES, batch=8)
+    assert shape.multiply_adds() * 16 == dense.multiply_adds()
+    assert shape.model_parameters == dense.model_parameters
+    rows, layer = 8 * 12, shape.costs[1:6]  # qkv, attention, out, gate_up, down
+    maps = ((64, 192, 4), (64, 64, 4), (64, 384, 4), (192, 64, 4))  # of 4 by 4 tiles
+    sent = sum(rows * (n_in // side * 3 // 4 + n_out // side * 3 // 4) for n_in, n_out, side in maps)
+    assert sum(e.moved_bytes(4) for part in layer for e in part.exchanges if e.phase == "forward") == 4 * sent
+
+
+def test_caat_net_sums_a_share_of_megatrons_channels():
+    whole, part = (GPTShape.of(**SIZES, ranks=4, batch=8, channels=share) for share in (1.0, 0.25))
+    each = 2 * 3 * (8 * 12 * 64 * 4) // 4  # bytes that a rank sends in an all-reduce of the stream
+    assert whole.moved_bytes() - part.moved_bytes() == 3 * 4 * each * 3 // 4  # of 3 layers, 2 forward and 2 backward
+    assert part.multiply_adds() == whole.multiply_adds()
+    assert part.memory == whole.memory

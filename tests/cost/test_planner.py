@@ -5,6 +5,7 @@ import pytest
 from phantom_parallel.cost.hardware import Profile, Tier, load_profile
 from phantom_parallel.cost.planner import GIB, Layout, ModelSizes, PlanRequest, plan, scaling
 from phantom_parallel.cost.timing import step_time
+from phantom_parallel.families.gpt.cost import GPTShape
 from tests.cost.shapes import ffn
 from tests.cost.test_hardware import figure, toy
 
@@ -39,6 +40,37 @@ def test_a_pipeline_needs_the_memory_of_its_largest_stage() -> None:
     (found,) = [c for c in answer.candidates if c.layout.ranks == 4]
     stages = [ffn("pipeline", 64, 4, ranks=4, batch=16, micro_batches=4, rank=rank) for rank in range(4)]
     assert found.memory_bytes == max(stage.memory.total for stage in stages)
+
+
+GPT = {"vocab": 64, "dim": 64, "layers": 4, "heads": 16, "hidden": 192, "context": 16}
+
+
+def test_transformers_combine_stages_with_ranks_inside_and_copies() -> None:
+    model, limit = ModelSizes("gpt", GPT), 0.65
+    whole = GPTShape.of(**GPT, strategy="megatron", ranks=4, batch=8, dp=2).memory.total
+    common: dict[str, object] = {"model": model, "profile": toy(), "batch": 16, "devices": 16, "ghosts": (2,)}
+    answer = plan(PlanRequest(**common, memory_gib=limit * whole / GIB, dp=(2,)))  # type: ignore[arg-type]
+    layout = Layout("megatron", 2, 2, micro_batches=4, pp=4)
+    (found,) = [c for c in answer.candidates if c.layout == layout]
+    shape = GPTShape.of(**GPT, strategy="megatron", ranks=2, pp=4, dp=2, batch=8, micro_batches=4)
+    assert found.seconds == step_time(shape, toy()).total
+    assert found.memory_bytes == max(stage.memory.total for stage, _ in shape.stages())
+    assert found.devices == 16
+    assert not [c for c in answer.candidates if c.layout.strategy == "megatron" and c.layout.pp == 1]
+    assert {c.layout.strategy for c in answer.candidates if c.layout.pp > 1} >= {"megatron", "phantom", "caat-net"}
+    caat = [c for c in answer.best_of_each if c.layout.strategy == "caat-net"]
+    assert answer.break_even(caat[0])[0] == answer.best_dense.seconds / caat[0].seconds
+
+
+def test_every_strategy_has_a_layout_or_a_reason() -> None:
+    tight = PlanRequest(model=ModelSizes("gpt", GPT), profile=toy(), batch=16, devices=8, dp=(1,), pp=(1,))
+    largest = max(c.memory_bytes for c in plan(tight).candidates if c.layout.strategy != "dense")
+    answer = plan(PlanRequest(**vars(tight) | {"memory_gib": largest / GIB}))
+    assert list(answer.missing) == ["dense"]
+    assert "dense on 1 ranks needs" in answer.missing["dense"]
+    assert "GiB a device, more than" in answer.missing["dense"]
+    odd = plan(PlanRequest(**vars(tight) | {"strategy": ("dense", "tensor-2d")}))
+    assert odd.missing == {"tensor-2d": "tensor-2d: no layout on up to 8 devices"}
 
 
 def test_a_candidate_is_what_the_formulas_and_the_clock_say() -> None:

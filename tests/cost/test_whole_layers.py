@@ -7,6 +7,7 @@ import pytest
 from phantom_parallel.cost.terms import Exchange, Stage
 from phantom_parallel.cost.timing import Clock, step_time
 from phantom_parallel.families.ffn.cost import FFNShape
+from phantom_parallel.families.gpt.cost import GPTShape
 from tests.cost.shapes import ffn
 from tests.cost.test_hardware import toy
 
@@ -110,6 +111,30 @@ def test_the_time_of_a_pipeline_is_that_of_a_simulated_one(micro_batches, depth,
     assert 0.99 < (found.total - update) / expected < (1.1 if depth % 4 == 0 or micro_batches > 4 else 1.15)
     assert found.idle > 0
     assert found.joules == pytest.approx(4 * (10 * found.compute + 4 * found.exposed + found.idle))  # of all stages
+
+
+@pytest.mark.parametrize("strategy", [{"strategy": "megatron"}, {"strategy": "phantom", "blocks": 2, "ghosts": 4}])
+def test_the_time_of_stages_with_several_ranks_is_that_of_simulated_ones(strategy):
+    """2 ranks in each of 4 stages, 2 of them on a node: each rank sends between nodes what it has of the stream."""
+    sizes = {"vocab": 64, "dim": 32, "layers": 8, "heads": 4, "context": 8, "optimizer": "sgd"} | strategy
+    clock, shape = Clock(toy()), GPTShape.of(**sizes, ranks=2, pp=4, batch=16, micro_batches=8)
+    part = clock.step(GPTShape.of(**sizes, ranks=2, batch=2)).layers
+    times = []
+    for stage in range(4):
+        own = [part[index] for index in range(1 + 10 * stage, 11 + 10 * stage)]  # 2 layers of 5 parts
+        own += [part[0]] * (stage == 0) + [part[-1]] * (stage == 3)
+        times.append(tuple(sum(each[phase].total for each in own) for phase in ("forward", "backward")))
+    stream = 2 * 8 * (16 if strategy["strategy"] == "phantom" else 32)
+    found, hop = clock.step(shape), clock.collective("send", 4, stream * 4, stride=2)
+    assert hop == clock.collective("send", 8, stream * 4)
+    expected = simulate(times, hop, 8)
+    update = max(clock.elementwise(3 * kind.parameters) for kind, _ in shape.stages())
+    assert 0.95 < (found.total - update) / expected < 1.15
+    assert found.joules == pytest.approx(8 * (10 * found.compute + 4 * found.exposed + found.idle))
+    assert {e.stride for e in replace(shape, dp=2).copies_exchanges} == {8}
+    whole = GPTShape.of(**sizes, batch=16)
+    assert shape.over_all_ranks(lambda rank: rank.multiply_adds()) == whole.multiply_adds()
+    assert shape.model_parameters == whole.model_parameters
 
 
 def test_fsdp_hides_exchanges_behind_products_but_for_the_first():

@@ -73,7 +73,7 @@ class DryRunOptions(ModelOptions, WireOption, JsonOption):
         return self.model_sizes.shape(layout, word_bytes=WORD_BYTES[self.dtype], **run)
 
     def run(self) -> None:
-        layout = Layout(**{name: getattr(self, name) for name in Layout._fields})
+        layout = Layout(**{name: getattr(self, name) for name in Layout._fields if hasattr(self, name)})
         if self.communication:
             self._communication(layout.filled())
         else:

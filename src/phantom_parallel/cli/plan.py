@@ -18,8 +18,7 @@ from phantom_parallel.cli.options import (
     with_sizes,
 )
 from phantom_parallel.cost.hardware import load_profile
-from phantom_parallel.cost.planner import Candidate, Plan, PlanRequest, PlanSettings, plan, scaling
-from phantom_parallel.families.registry import get_family
+from phantom_parallel.cost.planner import Candidate, Plan, PlanRequest, PlanSettings, plan, planned_strategies, scaling
 from phantom_parallel.study.units import format_ratio, quantity
 from phantom_parallel.utils.files import json_text, read_bytes, write_json, write_text
 from phantom_parallel.utils.parsing import decode_json
@@ -69,9 +68,9 @@ class PlanOptions(ModelOptions, WireOption, PlanSettings, JsonOption):
 def options_for(family: str | None, arguments: list[str]) -> tuple[type[PlanOptions], dict[str, Any]]:
     """The options for models of a family."""
     family, sizes = model_defaults(family, arguments)
-    names = tuple(name for name in get_family(family).strategies if not STRATEGIES[name].low_rank)
+    names = sum(planned_strategies(family), ())
     choices = tuple[Literal[names], ...]  # type: ignore[valid-type]
-    return with_sizes(PlanOptions, family, "plan", sizes, strategy=(choices, names)), sizes
+    return with_sizes(PlanOptions, family, "plan", sizes, strategy=(choices, ())), sizes
 
 
 def as_row(answer: Plan, candidate: Candidate) -> dict[str, Any]:
@@ -145,16 +144,16 @@ def _write(answer: Plan, folder: Path) -> list[Path]:
 
 def _headline(answer: Plan, steps: float | None) -> Iterator[str]:
     """The answer in a few lines; ``steps``: those that the phantom model needed, relative to the dense model's."""
-    dense, goal = answer.best_dense, answer.request.goal
+    dense = answer.best_dense
     if dense:
         energy = "" if dense.joules is None else f", {quantity(dense.joules, 'J')}"
-        yield f"Dense model, best for {goal}: {dense.layout}: {quantity(dense.seconds, 's')} a step{energy}"
+        yield f"Dense model: {quantity(dense.seconds, 's')}{energy} a step by {dense.layout}"
     for candidate in answer.best_of_each:
         limits = dict(zip(("time", "energy"), answer.break_even(candidate), strict=True))
         known = {name: limit for name, limit in limits.items() if limit is not None}
-        if not known:
-            continue
         layout = candidate.layout
+        if not known or not layout.blocks:
+            continue
         model = f"Phantom, {layout.blocks} blocks, {layout.ghosts} ghosts"
         if steps is None:
             words = " and ".join(f"{format_ratio(limit)} times (for {name})" for name, limit in known.items())
@@ -171,6 +170,8 @@ def _tables(answer: Plan, every: bool) -> Iterator[Table | str]:
     shown = "every layout" if every else f"each strategy's best for {request.goal}"
     title = f"{request.summary}, {request.devices:,} devices of {request.profile.name}: {shown}"
     yield _table(answer, title, candidates, every)
+    for reason in answer.missing.values():
+        yield f"Left out: {reason}"
     if not every and len(answer.candidates) > len(candidates):
         yield f"{len(answer.candidates):,} layouts fit: --all shows them."
     if every and answer.dropped:
@@ -186,18 +187,24 @@ def _table(answer: Plan, title: str, candidates: Sequence[Candidate], every: boo
             lambda c: not c.same_model
         ),
         "4x2: 4 blocks, each shared by 2 ranks": lambda c: c.layout.inside > 1,
-        "pipeline/8: 8 micro-batches": lambda c: c.layout.micro_batches,
+        "tensor-2d (inputs x outputs) and caat-net cannot run here": lambda c: c.layout.strategy not in STRATEGIES,
+        "/8: 8 micro-batches": lambda c: c.layout.micro_batches,
+        "pp: stages, of so many ranks each": lambda c: c.layout.pp > 1,
         "fsdp, kept: whole weights are kept from forward to backward": lambda c: not c.layout.reshard_after_forward,
         "MFU: % of the peak; gap: % of energy above that of the FLOPs at the peak": lambda c: every,
     }
     caption = "; ".join(note for note, applies in notes.items() if any(map(applies, candidates)))
     shown = ("MFU", "gap") if every else ("weights",)
-    columns = ("ranks", "dp", "blocks", "ghosts", "step", "energy", "memory", *shown, "break-even\ntime, energy")
+    staged = any(c.layout.pp > 1 for c in candidates)
+    columns = ("ranks", *["pp"] * staged, "dp", "blocks", "ghosts", "step", "energy", "memory", *shown)
+    columns = (*columns, "break-even\ntime, energy")
     table = make_table(("strategy", *columns), title=title, caption=caption, padding=(0, 0, 0, 0))
     for c in candidates:
         s = c.layout
         blocks = f"{s.blocks}x{s.inside}" if s.inside > 1 else s.blocks
-        counts = [str(count) if count else "-" for count in (s.ranks, s.dp, blocks, s.ghosts)]
+        blocks = f"{s.grid}x{s.ranks // s.grid}" if s.grid > 1 else blocks
+        sizes = (s.ranks, *[s.pp] * staged, s.dp, blocks, s.ghosts)
+        counts = [str(count) if count else "-" for count in sizes]
         name = s.strategy + ("" if s.micro_batches is None else f"/{s.micro_batches}")
         name += "" if s.reshard_after_forward else ", kept"
         weights = f"{c.parameters / 1e6:,.3g}M" if c.parameters < 1e9 else f"{c.parameters / 1e9:,.3g}G"

@@ -31,7 +31,7 @@ from scipy import stats
 
 from phantom_parallel.cli.options import Flag, JsonOption, Tf32Option, make_options, make_table, other_families
 from phantom_parallel.cost.hardware import Profile, list_profiles, load_profile
-from phantom_parallel.cost.planner import Candidate, Layout, ModelSizes, PlanRequest, plan
+from phantom_parallel.cost.planner import Candidate, Layout, ModelSizes, PlanRequest, plan, planned_strategies
 from phantom_parallel.cost.terms import optimizer_of
 from phantom_parallel.distributed.launch import launch, launch_defaults
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
@@ -127,7 +127,8 @@ class TuneOptions(Tf32Option, JsonOption):
         own = {name: value for name, value in asdict(config.model).items() if name not in Layout._fields}
         own |= {"optimizer": optimizer_of(config.optimizer, config.momentum)}
         model = ModelSizes(config.family, {name: value for name, value in own.items() if name != "low_rank"})
-        kind: Any = {"batch": config.batch, "dtype": config.dtype, "devices": devices, "goal": self.goal}
+        kind: Any = {"batch": config.batch, "dtype": config.dtype, "devices": devices, "goal": self.goal, "pp": (1,)}
+        kind |= {"strategy": planned_strategies(config.family)[0]}  # that can be trained
         request = PlanRequest(model=model, profile=profile, **kind)
         blocks = self.blocks or tuple(count for count in (2, 4, 8, 16) if count <= max(2, devices))
         sizes = tuple(sorted(set(getattr(self, f"{self.size}s")))) if self.size else ()

@@ -241,7 +241,7 @@ def differences(shape: Shape, ledger: Ledger, *, native: bool, root: str = "FFN"
         module = module_of(f"{root}.{layer.name}")
         for p in layer.products:
             key = ("FLOPs", p.phase, module) if layer.fused else _product_key(p, module)
-            predict(key, p.flops if layer.fused else 1, f"{p.term} of {layer.name}")
+            predict(key, layer.calls * (p.flops if layer.fused else 1), f"{p.term} of {layer.name}")
     for e in shape.exchanges:
         built = not native and e.op in ("all_gather", "reduce_scatter") and not e.by_torch
         op = "all_to_all" if built else e.op
@@ -344,7 +344,7 @@ def profile(shape: Shape) -> list[Messages]:
     """The messages of a training step by the formulas, after those of each pass of inference that the model has."""
     groups: dict[tuple[str, str, int, int, int], list[tuple[str, int]]] = {}  # what each message carries, and its bytes
     for mode, step in shape.passes().items():
-        exchanges = [(part.name.rpartition(".")[2], e) for part in step.costs for e in part.exchanges]
+        exchanges = [(part.name.rpartition(".")[2], e) for part in step.costs for e in part.exchanges * part.calls]
         exchanges += [("", e) for e in (*step.model_exchanges, *step.copies_exchanges)]
         for part, e in exchanges:
             term = f"{e.term} of {'layers' if part.isdigit() else part}" if part else e.term

@@ -11,6 +11,7 @@ Blocks are not ranks: copies of a phantom model with all its blocks on one devic
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +22,9 @@ from phantom_parallel.families.registry import get_family
 from phantom_parallel.utils.layout import nearest_divisors, positive
 from phantom_parallel.utils.strategies import (
     DEFAULT_GHOSTS,
-    StrategyName,
+    PLANNED,
+    PlannedName,
+    Strategy,
     WireFormat,
     default_blocks,
     get_strategy,
@@ -35,31 +38,44 @@ SCALING_COUNTS = tuple(2**power for power in range(1, 13))
 HEADROOM = 0.1  # of a device's memory, for temporary buffers and the allocator, when the user sets no limit
 GIB = 2**30
 TWO_LEVEL = ", two-level"  # in names of curves
+MODELLED_FROM = 16  # devices from which strategies that cannot run are compared, and ranks of a grid
 
 
 class Layout(NamedTuple):
-    """How a model is laid out over devices: ``ranks`` share it by a strategy, and ``dp`` copies of that train it.
+    """How a model is laid out: ``ranks`` share each of ``pp`` stages by a strategy, and ``dp`` copies of that train it.
 
-    Blocks and ghosts belong to phantom, micro-batches to pipeline, and ``reshard_after_forward`` to fsdp.
+    Blocks and ghosts belong to phantom, micro-batches to pipelines, ``reshard_after_forward`` to fsdp, ``grid`` to
+    tensor-2d and ``channels`` to caat-net.
     """
 
-    strategy: StrategyName
+    strategy: PlannedName
     ranks: int
     dp: int
     blocks: int | None = None
     ghosts: int | None = None
     micro_batches: int | None = None
     reshard_after_forward: bool = True
+    pp: int = 1
+    grid: int = 1
+    channels: float = 1.0
 
     def filled(self) -> "Layout":
         """The same layout with the defaults of the strategy for what is left out."""
-        strategy = get_strategy(self.strategy)
-        if strategy.splits_depth and self.micro_batches is None:
-            return self._replace(micro_batches=self.ranks)
-        if not strategy.has_blocks:
-            return self
+        layout, stages = self, self.ranks if self.rules.splits_depth else self.pp
+        if stages > 1 and self.micro_batches is None:
+            layout = self._replace(micro_batches=stages)
+        if not self.rules.has_blocks:
+            return layout
         blocks = default_blocks(self.ranks) if self.blocks is None else self.blocks
-        return self._replace(blocks=blocks, ghosts=DEFAULT_GHOSTS if self.ghosts is None else self.ghosts)
+        return layout._replace(blocks=blocks, ghosts=DEFAULT_GHOSTS if self.ghosts is None else self.ghosts)
+
+    @property
+    def rules(self) -> Strategy:
+        return PLANNED[self.strategy]
+
+    @property
+    def devices(self) -> int:
+        return self.ranks * self.pp * self.dp
 
     @property
     def inside(self) -> int:
@@ -71,6 +87,7 @@ class Layout(NamedTuple):
         more = f", {self.blocks} blocks{shared}, {self.ghosts} ghosts" if self.blocks else ""
         more += f", {self.micro_batches} micro-batches" if self.micro_batches else ""
         more += "" if self.reshard_after_forward else ", weights kept"
+        more += f", pp {self.pp}" if self.pp > 1 else ""
         return f"{self.strategy} on {self.ranks} ranks{more}" + (f", dp {self.dp}" if self.dp > 1 else "")
 
 
@@ -98,10 +115,14 @@ class ModelSizes:
         positive(dp=layout.dp, batch=batch)
         if batch % layout.dp:
             raise ValueError(f"dp={layout.dp} does not divide batch={batch}: use {nearest_divisors(batch, layout.dp)}")
-        settings = self.settings | layout.filled()._asdict() | {"batch": batch // layout.dp} | run
-        if not get_strategy(layout.strategy).splits_layers:
-            settings.pop("interleave", None)  # there are no exchanges to overlap
-        return get_family(self.family).shape.of(**settings)
+        family, given, default = get_family(self.family), layout.filled()._asdict(), Layout._field_defaults
+        settings = {name: value for name, value in given.items() if name not in default or value != default[name]}
+        settings = self.settings | settings | {"batch": batch // layout.dp} | run
+        if layout.strategy in family.shape.modelled:
+            settings["strategy"] = family.baseline
+        if not layout.rules.splits_layers or layout.pp > 1:
+            settings.pop("interleave", None)  # there are no exchanges to overlap, or other micro-batches
+        return family.shape.of(**settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +133,8 @@ class PlanSettings:
     """Rows (sequences) of one step, over all data-parallel copies."""
     devices: int
     """The most devices to use."""
-    strategy: tuple[StrategyName, ...] = ()
-    """The strategies to compare."""
+    strategy: tuple[PlannedName, ...] = ()
+    """The strategies to compare; by default all, and from 16 devices on those that are only modelled."""
     blocks: tuple[int, ...] = ()
     """Blocks of a phantom model; if left out, as many as ranks, and fewer that ranks of a node share; on one rank, as
     many as copies."""
@@ -121,8 +142,12 @@ class PlanSettings:
     """Ghosts of a phantom model."""
     dp: tuple[int, ...] = ()
     """Data-parallel copies; whatever divides the batch if left out."""
+    pp: tuple[int, ...] = ()
+    """Stages of a pipeline that has ranks of another strategy in each; any number up to the layers if left out."""
     micro_batches: tuple[int, ...] = ()
-    """Micro-batches of a pipeline; if left out, its ranks times powers of two, as far as they divide the rows."""
+    """Micro-batches of a pipeline; if left out, its stages times powers of two, as far as they divide the rows."""
+    channels: float = 0.5
+    """The share of a layer's output channels that caat-net sums over ranks."""
     memory_gib: float | None = None
     """Memory of a device that may be used; the profile's less 10 % if left out."""
     goal: Goal = "time"
@@ -141,14 +166,17 @@ class PlanRequest(PlanSettings):
     profile: Profile
 
     def __post_init__(self) -> None:
-        for name in ("batch", "devices", "blocks", "ghosts", "dp", "micro_batches"):
+        for name in ("batch", "devices", "blocks", "ghosts", "dp", "pp", "micro_batches"):
             value = getattr(self, name)
             for size in value if isinstance(value, tuple) else (value,):
                 positive(**{name: size})
-        strategies = tuple(n for n in get_family(self.model.family).strategies if not get_strategy(n).low_rank)
+        if not 0 < self.channels <= 1:
+            raise ValueError(f"channels must be above 0 and at most 1, got {self.channels}")
+        running, modelled = planned_strategies(self.model.family)
+        strategies = running + (modelled if self.devices >= MODELLED_FROM else ())
         object.__setattr__(self, "strategy", self.strategy or strategies)
         for strategy in self.strategy:
-            get_strategy(strategy, strategies)
+            get_strategy(strategy, running + modelled)
         self.profile.require_dtype(self.dtype)
         self.profile.require_devices(self.devices)
         if self.goal == "energy" and not self.profile.has_power:
@@ -175,6 +203,12 @@ class PlanRequest(PlanSettings):
         return f"{self.model.config.summary}, batch {self.batch:,}, {self.dtype}{wire_suffix(self.wire)}"
 
 
+def planned_strategies(family: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The strategies of a family that are compared: those that run, and those that are only modelled."""
+    chosen = get_family(family)
+    return tuple(name for name in chosen.strategies if not PLANNED[name].low_rank), chosen.shape.modelled
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A layout that fits, with its step. Energies are modelled; None where the profile has no watts."""
@@ -186,7 +220,7 @@ class Candidate:
 
     @property
     def devices(self) -> int:
-        return self.layout.ranks * self.layout.dp
+        return self.layout.devices
 
     @property
     def seconds(self) -> float:
@@ -198,7 +232,7 @@ class Candidate:
 
     @property
     def same_model(self) -> bool:
-        return get_strategy(self.layout.strategy).same_model
+        return self.layout.rules.same_model
 
 
 class Dropped(NamedTuple):
@@ -223,7 +257,8 @@ class Plan:
 
         def key(candidate: Candidate) -> tuple[float, ...]:
             layout = candidate.layout
-            return (layout.ghosts or 0, layout.blocks or 0, *rank_by(self.request.goal, candidate))
+            first = not candidate.same_model, layout.ghosts or 0, layout.blocks or 0
+            return (*first, *rank_by(self.request.goal, candidate))
 
         return sorted(self.candidates, key=key)
 
@@ -233,7 +268,21 @@ class Plan:
         best: dict[tuple[str, int], Candidate] = {}
         for candidate in sorted(self.candidates, key=lambda candidate: rank_by(self.request.goal, candidate)):
             best.setdefault((candidate.layout.strategy, candidate.layout.ghosts or 0), candidate)
-        return [best[key] for key in sorted(best, key=lambda key: key[1])]
+        return sorted(best.values(), key=lambda candidate: (not candidate.same_model, candidate.layout.ghosts or 0))
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """Strategies without a layout that fits, each with the reason."""
+        reasons = dict[str, str]()
+        for strategy in self.request.strategy:
+            own = [entry for entry in self.dropped if entry.layout.strategy == strategy]
+            if any(c.layout.strategy == strategy for c in self.candidates):
+                continue
+            heavy = [entry for entry in own if entry.needs is not None]
+            least = min(heavy or own, key=lambda entry: entry.needs or 0, default=None)
+            reason = least.reason if least else f"no layout on up to {self.request.devices} devices"
+            reasons[strategy] = f"{least.layout} {reason}" if least and heavy else f"{strategy}: {reason}"
+        return reasons
 
     @property
     def best_dense(self) -> Candidate | None:
@@ -278,7 +327,7 @@ def scaling(request: PlanRequest, counts: tuple[int, ...] = SCALING_COUNTS) -> d
     curves: dict[str, list[Candidate]] = {}
     for count in (count for count in counts if count <= most):
         at_count = replace(request, devices=max(count, *request.dp, 1), ghosts=ends)
-        layouts = (s for s in _layouts(at_count, _counts(count)) if s.ranks * s.dp == count)
+        layouts = (layout for layout in _layouts(at_count, _counts(count)) if layout.devices == count)
         best: dict[str, Candidate] = {}
         for candidate in _evaluate(at_count, layouts)[0]:
             ghosts = candidate.layout.ghosts
@@ -298,25 +347,38 @@ def _counts(devices: int) -> list[int]:
 
 
 def _layouts(request: PlanRequest, counts: list[int]) -> Iterator[Layout]:
-    pairs = ((ranks, copies) for ranks in counts for copies in request.dp or counts)
-    for ranks, copies in pairs:
-        for name in request.strategy if ranks * copies <= request.devices else ():
-            strategy, layout = get_strategy(name), Layout(name, ranks, copies)
-            if strategy.has_blocks:
-                for blocks in request.blocks or _block_choices(request, ranks, copies):
-                    for ghosts in request.ghosts:
-                        if request.blocks or ghosts % max(1, ranks // blocks) == 0:  # else ranks cannot share them
-                            yield layout._replace(blocks=blocks, ghosts=ghosts)
-            elif strategy.single_rank != (ranks == 1):
-                continue
-            elif strategy.shards_rows:
-                yield from (layout, layout._replace(reshard_after_forward=False))
-            elif strategy.splits_depth:
-                more = (ranks << power for power in range(1, request.batch.bit_length()))
-                possible = [ranks, *(count for count in more if request.batch // copies % count == 0)]
-                yield from (layout._replace(micro_batches=count) for count in request.micro_batches or possible)
-            else:
-                yield layout
+    depth = request.model.config.depth if "pp" in get_family(request.model.family).shape.__dataclass_fields__ else 1
+    stages = [count for count in request.pp or counts if count <= depth] or [1]
+    for name, ranks, pp, copies in product(request.strategy, counts, stages, request.dp or counts):
+        layout = Layout(name, ranks, copies, pp=pp)
+        if layout.devices > request.devices or (pp > 1 and not layout.rules.splits_layers):
+            continue
+        if (count := layout.filled().micro_batches) is None:
+            yield from _in_stage(request, layout)
+            continue
+        more = (count << power for power in range(1, request.batch.bit_length()))
+        possible = [count, *(number for number in more if request.batch // copies % number == 0)]
+        for number in request.micro_batches or possible:
+            yield from _in_stage(request, layout._replace(micro_batches=number))
+
+
+def _in_stage(request: PlanRequest, layout: Layout) -> Iterator[Layout]:
+    """The layouts of a strategy on the ranks of a stage."""
+    strategy, ranks = layout.rules, layout.ranks
+    if strategy.has_blocks:
+        for blocks in request.blocks or _block_choices(request, ranks, layout.pp * layout.dp):
+            for ghosts in request.ghosts:
+                if request.blocks or ghosts % max(1, ranks // blocks) == 0:  # else ranks cannot share them
+                    yield layout._replace(blocks=blocks, ghosts=ghosts)
+    elif strategy.single_rank != (ranks == 1):
+        return
+    elif strategy.shards_rows:
+        yield from (layout, layout._replace(reshard_after_forward=False))
+    elif layout.strategy == "tensor-2d":
+        sides = [side for side in range(2, ranks) if ranks % side == 0] if ranks >= MODELLED_FROM else []
+        yield from (layout._replace(grid=side) for side in sides)
+    else:
+        yield layout._replace(channels=request.channels) if strategy.partial else layout
 
 
 def _block_choices(request: PlanRequest, ranks: int, copies: int) -> Iterator[int]:

@@ -23,6 +23,7 @@ FSDP2 and pipelines run whole layers of the dense model, so that no formula of a
     pipeline   the products of a stage's own layers, M times of batch / M rows. For each micro-batch, w words of stream:
                forward    send w to the next stage
                backward   send w to the stage before
+    stages     with pp, the same of any strategy that splits layers: a stage has ranks of its own, and its exchanges
 
 ``fully_shard`` divides each parameter by its first dimension, and pads what ranks do not divide: w has the padding, a
 rank's own parameters do not. A pipeline keeps, about, the activations of as many micro-batches as stages follow, this
@@ -42,7 +43,7 @@ from phantom_parallel.utils.layout import (
     nearest_divisors,
     stage_layers,
 )
-from phantom_parallel.utils.settings import Features, HasModel, NonNegativeInt, PositiveInt, Ranks, validate
+from phantom_parallel.utils.settings import NO_OPTION, Features, HasModel, NonNegativeInt, PositiveInt, Ranks, validate
 from phantom_parallel.utils.strategies import SCALE_BYTES, WIRE_WORD_BYTES, StrategyName, WireFormat, get_strategy
 
 Phase = Literal["forward", "backward", "sync"]
@@ -157,7 +158,7 @@ class LayerCost:
     fused: bool = False
     whole_gradients: tuple[int, ...] = ()  # of each parameter, where they are not of the parameters' own sizes
     leading: tuple[int, ...] = ()  # first dimension of each parameter, where the rank holds them whole
-    calls: int = 1  # how often it runs in a step
+    calls: int = 1  # how often it runs in a step; products, exchanges and ``streamed`` are those of one call
 
     @property
     def gradients(self) -> tuple[int, ...]:
@@ -211,14 +212,9 @@ def in_turns(cost: LayerCost, parts: int, once: tuple[str, ...] = ()) -> LayerCo
     for e in cost.exchanges:
         terms = tuple(product.term for product in cost.products if product.phase == e.phase)
         exchanges += [e] if e.term in once else [replace(e, hidden_by=terms)] * parts
-    return replace(_multiplied(cost, parts, parts), exchanges=tuple(exchanges))
-
-
-def _multiplied(cost: LayerCost, count: int, live: int) -> LayerCost:
-    """The work of ``count`` calls, of which ``live`` keep activations at once. Exchanges are those of one call."""
-    streamed = (cost.streamed[0] * count, cost.streamed[1] * count)
-    kept, kept_bytes = cost.kept * live, cost.kept_bytes * live
-    return replace(cost, products=cost.products * count, streamed=streamed, kept=kept, kept_bytes=kept_bytes)
+    streamed, kept = (cost.streamed[0] * parts, cost.streamed[1] * parts), (cost.kept * parts, cost.kept_bytes * parts)
+    made = replace(cost, products=cost.products * parts, exchanges=tuple(exchanges), streamed=streamed)
+    return replace(made, kept=kept[0], kept_bytes=kept[1])
 
 
 def recomputed(cost: LayerCost) -> LayerCost:
@@ -384,6 +380,43 @@ def row_layer(layout: RowLayout, rows: int, *, bias: bool, wire: WireFormat, nam
     return _layer(name, [n_out * m_in], products, exchanges, rows * m_in, bias=bias * n_out, leading=n_out)
 
 
+def grid_layer(
+    layout: RowLayout,
+    rows: int,
+    grid: int,
+    *,
+    bias: bool,
+    input_grad: bool = True,
+    transposed: bool = False,
+    wire: WireFormat = "full",
+    name: str = "",
+) -> LayerCost:
+    """Two-dimensional weight-stationary (arXiv 2211.05102): a x b ranks, of which a = ``grid`` divide a layer's input
+    features and b, which are neighbours, its output features; ``transposed`` the other way around, so that layers
+    alternate. Between layers, features are divided over all ranks. Modelled only.
+    """
+    a, b = grid, layout.ranks // grid
+    over_a, over_b = b, 1  # distances of ranks
+    if transposed:
+        a, b, over_a, over_b = b, a, over_b, over_a
+    m_in, m_out = layout.in_features // a, layout.out_features // b
+    x, z = rows * m_in // b, rows * m_out // a  # words on a rank between layers
+    products = [
+        Product("W x", "forward", 1, rows, m_in, m_out),
+        Product("dW = d^T x", "backward", 1, m_out, rows, m_in),
+    ]
+    exchanges = [
+        Exchange("x", "forward", "all_gather", b, x, ("W x",), stride=over_b),
+        Exchange("z", "forward", "reduce_scatter", a, z, stride=over_a),
+        Exchange("dz", "backward", "all_gather", a, z, ("W^T d",), stride=over_a),
+    ]
+    if input_grad:
+        products.append(Product("W^T d", "backward", 1, rows, m_out, m_in))
+        exchanges.append(Exchange("dx", "backward", "reduce_scatter", b, x, ("dW = d^T x",), stride=over_b))
+    exchanges = [on_wire(exchange, rows, wire) for exchange in exchanges]
+    return _layer(name, [m_out * m_in], products, exchanges, rows * m_in, bias=bias * m_out // a)
+
+
 @dataclass(frozen=True)
 class Group:
     """Parts whose parameters FSDP2 gathers together, by their index. ``kept``: until backward has used them."""
@@ -424,6 +457,7 @@ class Stage:
     stages: int
     index: int
     micro_batches: int
+    ranks: int = 1  # that share the layers of a stage
 
     @property
     def own(self) -> range:
@@ -445,12 +479,14 @@ class Stage:
 
     def cost(self, micro_batch: LayerCost) -> LayerCost:
         """The cost of a part in all micro-batches, from that in one."""
-        return replace(_multiplied(micro_batch, self.micro_batches, self.in_flight), calls=self.micro_batches)
+        kept, kept_bytes = micro_batch.kept * self.in_flight, micro_batch.kept_bytes * self.in_flight
+        return replace(micro_batch, kept=kept, kept_bytes=kept_bytes, calls=self.micro_batches)
 
     def exchanges(self, words: int) -> tuple[Exchange, ...]:
         """What the stage sends, where a micro-batch's stream has so many words."""
-        out = () if self.is_last else (Exchange("stream", "forward", "send", self.stages, words),)
-        back = () if self.is_first else (Exchange("its gradient", "backward", "send", self.stages, words),)
+        sent = Exchange("stream", "forward", "send", self.stages, words, stride=self.ranks)
+        out = () if self.is_last else (sent,)
+        back = () if self.is_first else (replace(sent, term="its gradient", phase="backward"),)
         return (out + back) * self.micro_batches
 
     def kinds(self) -> dict[int, int]:
@@ -479,8 +515,10 @@ class Shape(HasModel):
     listed: ClassVar[tuple[str, ...]]  # settings that tables show, besides the layout's
     modes: ClassVar[tuple[str, ...]] = ("train",)  # keys of `passes`
     example: ClassVar[dict[str, Any]] = {}  # sizes of the model that is dry-run by default
+    modelled: ClassVar[tuple[str, ...]] = ("tensor-2d",)  # strategies that are planned, and cannot run
     mode = "train"  # or a pass of inference
     interleave = 1  # parts of a batch that are interleaved
+    pp = 1  # stages of a pipeline, of ``ranks`` ranks each
 
     model: Any
     ranks: Ranks = 1
@@ -492,20 +530,22 @@ class Shape(HasModel):
     rank: NonNegativeInt = 0
     micro_batches: PositiveInt | None = None
     reshard_after_forward: bool = True
+    grid: Ranks = field(default=1, metadata=NO_OPTION)  # of the ranks, those that divide a layer's input features
 
     def __post_init__(self) -> None:
         validate(self)
         strategy = get_strategy(self.strategy)
         strategy.check_wire(self.wire)
-        if self.rank >= self.ranks:
-            raise ValueError(f"rank must be from 0 to {self.ranks - 1}, got {self.rank}")
-        self.model.check_ranks(self.ranks)
+        if self.rank >= self.ranks * self.pp:
+            raise ValueError(f"rank must be from 0 to {self.ranks * self.pp - 1}, got {self.rank}")
+        self.model.check_ranks(self.ranks // self.grid)
         if strategy.shards_rows and self.batch % self.ranks:
             near = nearest_divisors(self.batch, self.ranks)
             raise ValueError(f"{self.ranks} ranks do not divide the {self.batch} rows of a copy: run on {near} ranks")
-        if strategy.splits_depth:
-            object.__setattr__(self, "micro_batches", self.micro_batches or self.ranks)
-            check_micro_batches(self.micro_batches or self.ranks, self.batch, self.ranks)
+        if strategy.splits_depth or self.pp > 1:
+            stages = self.ranks if strategy.splits_depth else self.pp
+            object.__setattr__(self, "micro_batches", self.micro_batches or stages)
+            check_micro_batches(self.micro_batches or stages, self.batch, stages)
         elif self.micro_batches is not None:
             raise ValueError(f"micro_batches belongs to the strategy pipeline, not to {self.strategy}")
         if not self.reshard_after_forward and not strategy.shards_rows:
@@ -523,8 +563,17 @@ class Shape(HasModel):
 
     @property
     def splits_work(self) -> bool:
-        """Whether ranks share the work of each layer, or there is one rank; otherwise they run whole layers."""
-        return self.ranks == 1 or get_strategy(self.strategy).splits_layers
+        """Whether all ranks share the work of each layer, or there is one rank; otherwise they have layers of their own
+        or run whole ones.
+        """
+        return self.pp == 1 and (self.ranks == 1 or get_strategy(self.strategy).splits_layers)
+
+    def micro_batch(self) -> Self:
+        """One micro-batch of a pipeline in the whole model, on the ranks of a stage."""
+        batch = self.batch // (self.micro_batches or 1)
+        if get_strategy(self.strategy).splits_depth:
+            return self.dense(batch=batch)
+        return self.updated(rank=self.rank % self.ranks, pp=1, dp=1, micro_batches=None, batch=batch)
 
     @cached_property
     def terms(self) -> tuple[tuple[LayerCost, ...], tuple[Exchange, ...]]:
@@ -575,13 +624,13 @@ class Shape(HasModel):
 
     @property
     def products(self) -> Iterator[Product]:
-        return (product for layer in self.costs for product in layer.products)
+        return (product for layer in self.costs for product in layer.products * layer.calls)
 
     @property
     def exchanges(self) -> Iterator[Exchange]:
         """Those of the parts, and those of the model as a whole."""
         for part in self.costs:
-            yield from part.exchanges
+            yield from part.exchanges * part.calls
         yield from self.model_exchanges
         yield from self.copies_exchanges
 
@@ -596,27 +645,36 @@ class Shape(HasModel):
         words = [words for part in parts for words in part.gradients if words]
         for bucket in buckets([count * self.word_bytes for count in words]):
             total = sum(words[index] for index in bucket)
-            yield Exchange("gradients", "sync", "all_reduce", self.dp, total, stride=self.ranks)
+            yield Exchange("gradients", "sync", "all_reduce", self.dp, total, stride=self.ranks * self.pp)
 
     def stages(self) -> list[tuple[Self, int]]:
         """Ranks of a copy that differ in work, each with how many are like it."""
-        kinds = {0: self.ranks} if self.stage is None else self.stage.kinds()
-        return [(replace(self, rank=rank), count) for rank, count in kinds.items()]
+        if self.stage is None:
+            return [(replace(self, rank=0), self.ranks)]
+        each = self.stage.ranks
+        return [(replace(self, rank=index * each), count * each) for index, count in self.stage.kinds().items()]
 
     @cached_property
     def stage(self) -> "Stage | None":
-        """The stage of the rank, of a pipeline on several ranks."""
-        if self.ranks == 1 or self.micro_batches is None:
+        """The stage of the rank, of a pipeline of several."""
+        alone = get_strategy(self.strategy).splits_depth  # one rank is a stage
+        stages, each = (self.ranks, 1) if alone else (self.pp, self.ranks)
+        if stages == 1 or self.micro_batches is None:
             return None
-        return Stage(self.model.depth, self.ranks, self.rank, self.micro_batches)
+        return Stage(self.model.depth, stages, self.rank // each, self.micro_batches, each)
 
     def multiply_adds(self, phase: Phase | None = None) -> int:
-        return sum(product.multiply_adds for product in self.products if phase in (None, product.phase))
+        parts = ((part.calls, p) for part in self.costs for p in part.products if phase in (None, p.phase))
+        return sum(calls * product.multiply_adds for calls, product in parts)
 
     def moved_bytes(self, phase: Phase | None = None, *, near: int | None = None) -> int:
         """Bytes that this rank sends; with ``near``, only those within its own ``near`` consecutive ranks."""
-        sent = [(e, e.moved_bytes(self.word_bytes)) for e in self.exchanges if phase in (None, e.phase)]
-        return sum(moved if near is None else bytes_within(moved, e.ranks, e.stride, near) for e, moved in sent)
+        exchanges = [(part.calls, e) for part in self.costs for e in part.exchanges]
+        exchanges += [(1, e) for e in (*self.model_exchanges, *self.copies_exchanges)]
+        sent = [(n, e, e.moved_bytes(self.word_bytes)) for n, e in exchanges if phase in (None, e.phase)]
+        return sum(
+            n * (moved if near is None else bytes_within(moved, e.ranks, e.stride, near)) for n, e, moved in sent
+        )
 
     @property
     def inside(self) -> int:
@@ -625,9 +683,9 @@ class Shape(HasModel):
 
     def over_all_ranks(self, count: Callable[[Self], int]) -> int:
         """The sum of a count over all ranks of all copies. Ranks that share each layer's work have equally much."""
-        if get_strategy(self.strategy).splits_layers:
+        if self.pp == 1 and get_strategy(self.strategy).splits_layers:
             return count(self) * self.ranks * self.dp
-        return sum(count(replace(self, rank=rank)) for rank in range(self.ranks)) * self.dp
+        return sum(count(replace(self, rank=rank)) for rank in range(self.ranks * self.pp)) * self.dp
 
     @property
     def parameters(self) -> int:
@@ -638,7 +696,7 @@ class Shape(HasModel):
     def model_parameters(self) -> int:
         """Parameters of the whole model, each counted once."""
         if not self.splits_work:
-            return self.dense().parameters
+            return self.dense().parameters if self.pp == 1 else self.micro_batch().model_parameters
         return (self.parameters - self.repeated) * self.ranks + self.repeated
 
 

@@ -8,7 +8,8 @@
     exchange     c + the cheaper way; past one node, inside nodes and between them in turn
     hidden       min(f t_exchange, time of the products named in ``hidden_by`` of the same layer and phase)
     fsdp         hidden = min(f (t_gathers - the first one), time of all products), and so backward with the scatters
-    pipeline     T = sum t_s + (M-1) max t_s + 2 (M+P-1) (P-1)/P t_send     t_s: both passes of a micro-batch, stage s
+    pipeline     T = sum t_s + (M-1) max t_s + 2 (M+P-1) (P-1)/P t_send     t_s: both passes of a micro-batch, stage s,
+                 with the exchanges among the stage's ranks
     energy       E = P_compute t_compute + P_communication t_exposed + P_idle t_idle, for each rank
     least        E_least = P_compute F / P, of F FLOPs of all ranks      gap = E / E_least - 1      mfu = F / (R P t)
 
@@ -23,7 +24,7 @@ from math import inf
 from typing import NamedTuple
 
 from phantom_parallel.cost.hardware import WORD_BYTES, Profile
-from phantom_parallel.cost.terms import OPTIMIZER_STATES, LayerCost, Op, Phase, Product, Shape
+from phantom_parallel.cost.terms import OPTIMIZER_STATES, LayerCost, Op, Phase, Product, Shape, Stage
 
 PHASES = ("forward", "backward", "sync", "update")
 PASSES: tuple[Phase, ...] = ("forward", "backward", "sync")  # that have products or exchanges
@@ -148,14 +149,14 @@ class Clock:
         return self._collective_overhead + inside + between
 
     def layer(self, layer: LayerCost, phase: str) -> PhaseTime:
-        """A layer's products and exchanges in one phase, without the elementwise work around it."""
+        """A layer's products and exchanges in one phase, and the elementwise work around it."""
         seconds: dict[str, float] = {}
         for product in layer.products:
             if product.phase == phase:
                 taken = product.flops / self._flops if layer.fused else self.product(product)
                 seconds[product.term] = seconds.get(product.term, 0.0) + taken
         kernel = self._product_overhead if layer.fused and seconds else 0.0
-        compute = layer.calls * (self._layer_overhead + kernel) + sum(seconds.values())
+        compute = self._layer_overhead + kernel + sum(seconds.values())
         exposed = hidden = 0.0
         for exchange in layer.exchanges:
             if exchange.phase != phase:
@@ -167,15 +168,16 @@ class Clock:
             covered = min(self._overlap * taken, meanwhile)
             hidden += covered  # pop: a product hides one exchange, not two
             exposed += taken - covered
-        return PhaseTime(compute, exposed, hidden)
+        if phase in STREAMED:
+            compute += self.elementwise(layer.streamed[STREAMED[phase]])
+        return PhaseTime(*(layer.calls * taken for taken in (compute, exposed, hidden)))
 
     def step(self, shape: Shape, phases: tuple[str, ...] = PHASES) -> StepTime:
         if shape.word_bytes != self.word_bytes:
             raise ValueError(f"the shape has words of {shape.word_bytes} bytes: make it with {self.word_bytes=}")
-        self.profile.require_devices(shape.ranks * shape.dp)
-        pipeline = shape.micro_batches is not None and shape.ranks > 1
-        step = self._pipeline(shape, phases) if pipeline else self._rank(shape, phases)
-        devices, kinds, profile = shape.ranks * shape.dp, shape.stages(), self.profile
+        devices, kinds, profile = shape.ranks * shape.pp * shape.dp, shape.stages(), self.profile
+        profile.require_devices(devices)
+        step = self._rank(shape, phases) if shape.stage is None else self._pipeline(shape.stage, kinds, phases)
         run = [phase for phase in PASSES if phase in phases]
         flops = sum(2 * like * kind.multiply_adds(phase) for kind, like in kinds for phase in run) * shape.dp
         sent = sum(like * kind.moved_bytes(phase) for kind, like in kinds for phase in run) * shape.dp
@@ -211,18 +213,20 @@ class Clock:
         covered = min(self._overlap * sum(times[1:]), span.compute) if phase != "sync" else 0.0
         return span._replace(exposed=span.exposed + sum(times) - covered, hidden=span.hidden + covered)
 
-    def _pipeline(self, shape: Shape, phases: tuple[str, ...]) -> StepTime:
+    def _pipeline(self, stage: Stage, kinds: list[tuple[Shape, int]], phases: tuple[str, ...]) -> StepTime:
         """A step of 1F1B. Times are means over stages; a stage is idle while it waits for others to compute."""
-        count, stages, kinds = shape.micro_batches or 1, shape.ranks, dict(shape.stages())
-        steps = [step for kind, like in kinds.items() for step in [self._rank(kind, phases)] * like]  # of each stage
+        count, stages = stage.micro_batches, stage.stages
+        timed = [(self._rank(kind, phases), like // stage.ranks) for kind, like in kinds]
+        steps = [step for step, like in timed for _ in range(like)]  # of each stage
         passes = [phase for phase in phases if phase in STREAMED]
-        cycles = [sum(step.phases[phase].compute for phase in passes) / count for step in steps]
-        words = max(e.words for kind in kinds for e in kind.model_exchanges if e.op == "send")
-        sent = (count + stages - 1) * (stages - 1) / stages * self.collective("send", stages, words * self.word_bytes)
+        cycles = [sum(step.phases[phase].total for phase in passes) / count for step in steps]
+        words = max(e.words for kind, _ in kinds for e in kind.model_exchanges if e.op == "send")
+        sent = (count + stages - 1) * (stages - 1) / stages
+        sent *= self.collective("send", stages, words * self.word_bytes, stage.ranks)
         mean = {}
         for phase in phases:
             span = PhaseTime(*(seconds / stages for seconds in _summed(step.phases[phase] for step in steps)))
-            mean[phase] = span._replace(exposed=sent) if phase in passes else span
+            mean[phase] = span._replace(exposed=span.exposed + sent) if phase in passes else span
         total = sum(cycles) + (count - 1) * max(cycles) + len(passes) * sent
         total += max(sum(step.phases[phase].total for phase in phases if phase not in passes) for step in steps)
         idle = max(0.0, total - sum(span.total for span in mean.values()))
@@ -234,8 +238,7 @@ class Clock:
         if phase == "update":
             states = OPTIMIZER_STATES[shape.optimizer]  # parameter and gradient are read, the parameter is written
             return PhaseTime(compute=self.elementwise(sum(layer.parameters) * (3 + 2 * states)))
-        span = self.layer(layer, phase)
-        return span._replace(compute=span.compute + self.elementwise(layer.streamed[STREAMED[phase]]))
+        return self.layer(layer, phase)
 
     def _joules(self, step: StepTime, devices: int) -> float | None:
         """Of all ranks of all data-parallel copies."""

@@ -43,6 +43,8 @@ LOOKS = {
     "fsdp": ("#E69F00", "P"),
     "pipeline": ("#56B4E9", "X"),
     "lowrank": ("#8C564B", "h"),
+    "tensor-2d": ("#332288", "p"),
+    "caat-net": ("#882255", "H"),
 }
 SECOND_PHANTOM = ("#CC79A7", "v")
 _LAYOUTS = {
@@ -318,7 +320,8 @@ def draw_scaling(request: PlanRequest, curves: Mapping[str, Sequence[Candidate]]
         axes.minorticks_off()
         axes.grid(visible=True, which="major", alpha=0.25)
     drawn = [c for curve in curves.values() for c in curve]
-    phantom, dense = ([c.parameters for c in drawn if c.same_model is same] for same in (False, True))
+    phantom = [c.parameters for c in drawn if c.layout.blocks]
+    dense = [c.parameters for c in drawn if c.same_model]
     text = f"Scaling at a fixed batch\n{request.summary}, on {request.profile.name}"
     if phantom:
         smaller = ", smaller" if dense and max(phantom) < min(dense) else ""

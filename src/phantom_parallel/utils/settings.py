@@ -100,6 +100,7 @@ class HasModel:
     model_defaults: ClassVar[Mapping[str, Any]] = {}  # of the model's settings; None if `filled` sets them
 
     @classmethod
+    @cache
     def model_class(cls) -> type[Any] | None:
         """Class of the model's config; None if ``model`` is no config."""
         kind = get_type_hints(cls).get("model")

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from phantom_parallel.utils.layout import positive
 
 StrategyName = Literal["phantom", "tensor", "megatron", "dense", "lowrank", "fsdp", "pipeline"]
+PlannedName = StrategyName | Literal["tensor-2d", "caat-net"]
 DEFAULT_GHOSTS = 16
 WireFormat = Literal["full", "bf16", "int8"]
 WIRE_FORMATS: tuple[WireFormat, ...] = get_args(WireFormat)
@@ -32,6 +33,7 @@ class Strategy:
     single_rank: bool = False  # whether a model must not be shared by several ranks
     has_blocks: bool = False  # whether the model has blocks and ghosts of its own, and is not the dense model
     low_rank: bool = False  # whether the model's matrices have a low rank, and it is not the dense model
+    partial: bool = False  # whether ranks sum a part of the features only, and it is not the dense model
     shards_features: bool = False  # whether activations between layers are sharded by features, on a mesh
     shards_rows: bool = False  # whether the ranks of a model divide the rows of its batch among themselves
     splits_depth: bool = False  # whether ranks hold consecutive layers of a model, as the stages of a pipeline
@@ -39,7 +41,7 @@ class Strategy:
     @property
     def same_model(self) -> bool:
         """Whether the model computes the dense model's function: losses are the same up to rounding."""
-        return not (self.has_blocks or self.low_rank)
+        return not (self.has_blocks or self.low_rank or self.partial)
 
     @property
     def sized_by_blocks(self) -> bool:
@@ -117,13 +119,17 @@ STRATEGIES: dict[str, Strategy] = {
     )
 }
 assert tuple(STRATEGIES) == get_args(StrategyName)
+PLANNED = STRATEGIES | {  # and those that are only modelled: `cost.terms.grid_layer`, Megatron with less to sum
+    "tensor-2d": Strategy("tensor-2d", "every rank holds a tile of each weight"),  # type: ignore[arg-type]
+    "caat-net": Strategy("caat-net", "as megatron, with some channels summed only", partial=True),  # type: ignore[arg-type]
+}
 
 
 def get_strategy(name: object, among: Sequence[str] = tuple(STRATEGIES)) -> Strategy:
     """The strategy of that name, if it is one of those that a family has."""
     if not isinstance(name, str) or name not in among:
         raise ValueError(f"strategy must be one of {', '.join(among)}, got {name!r}")
-    return STRATEGIES[name]
+    return PLANNED[name]
 
 
 def default_blocks(ranks: int) -> int:

@@ -17,6 +17,7 @@ from phantom_parallel.cost.terms import (
     Shape,
     column_layer,
     fully_sharded,
+    grid_layer,
     low_rank_layer,
     phantom_layer,
     representative,
@@ -60,7 +61,7 @@ class FFNShape(Shape):
             kept = depth - 1 if self.reshard_after_forward else 0
             groups = [Group((index,), index >= kept) for index in range(depth)]
             return fully_sharded(self.dense(batch=self.batch // self.ranks).costs, groups, self.ranks, self.rank)
-        micro_batch = self.dense(batch=self.batch // self.stage.micro_batches)
+        micro_batch = self.micro_batch()
         layers = tuple(self.stage.cost(micro_batch.costs[index]) for index in self.stage.own)
         return layers, self.stage.exchanges(micro_batch.batch * self.model.width)
 
@@ -73,6 +74,8 @@ class FFNShape(Shape):
             cost = phantom_layer(layout, self.batch, rank=self.rank, **inner)
         elif self.model.low_rank is not None:
             cost = low_rank_layer(layout, self.model.low_rank, self.batch, **inner)
+        elif self.grid > 1:
+            cost = grid_layer(layout, self.batch, self.grid, transposed=index % 2 == 1, **inner)
         elif self.strategy != "megatron":
             cost = tensor_layer(layout, self.batch, rank=self.rank, **inner)
         elif index % 2:

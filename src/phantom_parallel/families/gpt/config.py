@@ -181,6 +181,14 @@ class GPTConfig:
         if strategy.splits_layers:
             self._check_parts(ranks)
 
+    def check_stages(self, pp: int, interleave: int = 1) -> None:
+        """Raise ValueError if the layers cannot be divided into ``pp`` stages of several ranks."""
+        if pp > 1 and not get_strategy(self.strategy).splits_layers:
+            raise ValueError(f"pp={pp} is for phantom and megatron, not for {self.strategy}: leave it out")
+        if pp > 1 and interleave > 1:
+            raise ValueError(f"interleave={interleave} cannot be combined with pp={pp}: leave one out")
+        stage_layers(self.layers, pp)
+
 
 def check_interleave(
     interleave: int, strategy: Strategy, ranks: int, blocks: int | None, activation_checkpointing: bool

@@ -5,8 +5,8 @@ are. ``prefill`` and ``decode`` are forward passes that fill a cache.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
@@ -26,6 +26,7 @@ from phantom_parallel.cost.terms import (
     between_ranks,
     column_layer,
     fully_sharded,
+    grid_layer,
     in_turns,
     on_wire,
     optimizer_of,
@@ -40,7 +41,7 @@ from phantom_parallel.families.gpt.config import GPTConfig, check_interleave
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.nn.sharded import to_local
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
-from phantom_parallel.utils.settings import Features, NonNegativeInt, PositiveInt
+from phantom_parallel.utils.settings import NO_OPTION, Features, NonNegativeInt, PositiveFloat, PositiveInt, Ranks
 from phantom_parallel.utils.strategies import StrategyName, get_strategy, head_splits_rows
 
 Mode = Literal["train", "prefill", "decode"]
@@ -55,6 +56,7 @@ class GPTShape(Shape):
     family: ClassVar[str] = "gpt"
     listed: ClassVar[tuple[str, ...]] = ("dim", "layers", "heads", "sequence", "batch")
     modes: ClassVar[tuple[str, ...]] = get_args(Mode)
+    modelled: ClassVar[tuple[str, ...]] = ("tensor-2d", "caat-net")
     example: ClassVar[dict[str, Any]] = {"vocab": 32768, "dim": 4096, "layers": 4, "heads": 32, "context": 2048}
 
     model: GPTConfig
@@ -67,6 +69,8 @@ class GPTShape(Shape):
     products of the others."""
     mode: Mode = "train"  # or a forward pass that fills a cache: `prefill` and `decode` make those
     past: NonNegativeInt = 0  # positions that the cache holds already
+    pp: Ranks = 1  # stages of a pipeline, of ``ranks`` ranks each
+    channels: PositiveFloat = field(default=1.0, metadata=NO_OPTION)  # share of a layer's output that ranks sum
 
     @classmethod
     def filled(cls, settings: dict[str, Any]) -> dict[str, Any]:
@@ -82,7 +86,10 @@ class GPTShape(Shape):
         if (self.past > 0) != (self.mode == "decode"):
             raise ValueError(f"past belongs to decode, and must be above 0 there: got past={self.past} for {self.mode}")
         model, strategy = self.model, get_strategy(self.strategy)
+        model.check_stages(self.pp, self.interleave)
         check_interleave(self.interleave, strategy, self.ranks, model.blocks, self.activation_checkpointing)
+        if self.grid > 1 and (model.vocab % self.ranks or self.batch % self.grid):
+            raise ValueError(f"a grid of {self.ranks} ranks does not divide vocab={model.vocab} or batch={self.batch}")
         if self.mode == "train" and self.batch % self.interleave:
             raise ValueError(f"interleave={self.interleave} does not divide the {self.batch} sequences of a copy")
         if self.mode != "train" and not self.splits_work:
@@ -102,7 +109,7 @@ class GPTShape(Shape):
     @cached_property
     def terms(self) -> Costs:
         if self.splits_work:
-            return tuple(self._parts() if self.mode == "train" else map(_only_forward, self._parts())), ()
+            return _whole_costs(self), ()
         return _fsdp_costs(self) if self.stage is None else _pipeline_costs(self, self.stage)
 
     def with_strategy(self, strategy: StrategyName, **changes: Any) -> Self:
@@ -139,7 +146,7 @@ class GPTShape(Shape):
     def repeated(self) -> int:
         """The norms' weights where the stream is whole."""
         norms = (1 if self.model.parallel_block else 2) * self.model.layers + 1
-        return 0 if self.strategy == "phantom" else norms * self.model.dim
+        return norms * self.model.dim if self.stream == self.model.dim else 0
 
     @property
     def memory(self) -> Memory:
@@ -158,7 +165,7 @@ class GPTShape(Shape):
     @property
     def stream(self) -> int:
         """Features of the residual stream on a rank."""
-        return self.model.dim // self.ranks if self.strategy == "phantom" else self.model.dim
+        return self.model.dim // self.ranks if self.strategy == "phantom" or self.grid > 1 else self.model.dim
 
     @property
     def precise_bytes(self) -> int:
@@ -190,8 +197,13 @@ class GPTShape(Shape):
         return replace(exchange, extra_bytes=exchange.extra_bytes + rows * each)
 
     def norm_bytes(self, rows: int) -> int:
-        """The norm of a whole stream keeps its input and that over its root mean square."""
-        return 2 * rows * self.model.dim * self.precise_bytes
+        """The norm of a stream without blocks keeps its input and that over its root mean square."""
+        return 2 * rows * self.stream * self.precise_bytes
+
+
+@lru_cache(maxsize=256)  # many layouts have the same micro-batches
+def _whole_costs(shape: GPTShape) -> tuple[LayerCost, ...]:
+    return tuple(shape._parts() if shape.mode == "train" else map(_only_forward, shape._parts()))
 
 
 def _only_forward(cost: LayerCost) -> LayerCost:
@@ -206,7 +218,8 @@ def _embedding(shape: GPTShape) -> LayerCost:
     gives the gradient of all rows to each, unless a tied head adds its own.
     """
     model, ranks, words = shape.model, shape.ranks, shape.rows * shape.stream
-    weight, by_rows, full = model.vocab * model.dim // ranks, shape.strategy == "megatron", shape.wire == "full"
+    weight, full = model.vocab * model.dim // ranks, shape.wire == "full"
+    by_rows = shape.strategy == "megatron" and shape.grid == 1
     exchanges = summed_on_wire("x", "forward", ranks, shape.rows, model.dim, shape.wire) if by_rows else []
     masks = by_rows and ranks > 1 and not full
     whole = by_rows and ranks > 1 and full and not model.tie_embeddings
@@ -240,6 +253,8 @@ def _layer(
     words = shape.rows * model.hidden // shape.ranks  # of silu(gate) up before the last projection
     raw = 0 if shape.strategy == "phantom" else 2 * words  # gate and up, which phantom keeps anyway
     parts = *parts, replace(last, kept=last.kept + words + raw, streamed=(5 * words, 8 * words))
+    if shape.channels < 1:
+        parts = tuple(_partly_summed(part, round(shape.channels * model.dim), model.dim) for part in parts)
     if not shape.activation_checkpointing or shape.mode != "train":
         return parts
     # What a layer ends with need not be computed again where backward asks for its input only, as a plain product's
@@ -250,6 +265,13 @@ def _layer(
     return tuple(replace(part, kept=0 if index else kept, kept_bytes=0) for index, part in enumerate(again))
 
 
+def _partly_summed(cost: LayerCost, channels: int, dim: int) -> LayerCost:
+    """CAAT-Net (arXiv 2506.19645): of a layer's ``dim`` output features, and of their gradients, Megatron's all-reduces
+    sum so many; the others stay on their rank. Modelled only.
+    """
+    return replace(cost, exchanges=tuple(replace(e, words=e.words * channels // dim) for e in cost.exchanges))
+
+
 def _into(shape: GPTShape, name: str, out_features: int, ghosts: int | None, *, bias: bool = False) -> LayerCost:
     """A norm and the linear layer after it: from the stream to features that are cut between heads or pieces."""
     rows, stream = shape.rows, shape.stream
@@ -257,7 +279,10 @@ def _into(shape: GPTShape, name: str, out_features: int, ghosts: int | None, *, 
     streamed = (5 * rows * stream, 6 * rows * stream)  # the norm, and the sum into the stream
     if shape.strategy != "phantom":
         layout = RowLayout(shape.model.dim, out_features, shape.ranks)
-        whole = column_layer(layout, rows, bias=bias, input_grad=True, gather=False, wire=shape.wire, name=name)
+        if shape.grid > 1:
+            whole = grid_layer(layout, rows, shape.grid, bias=bias, wire=shape.wire, name=name)
+        else:
+            whole = column_layer(layout, rows, bias=bias, input_grad=True, gather=False, wire=shape.wire, name=name)
         statistics += shape.norm_bytes(rows)
         parameters, leading = (stream, *whole.parameters), (stream, *whole.leading)
         return replace(whole, parameters=parameters, leading=leading, kept_bytes=statistics, streamed=streamed)
@@ -282,6 +307,8 @@ def _back(shape: GPTShape, name: str, in_features: int, ghosts: int | None) -> L
         blocks = _blocks(shape, in_features, shape.model.dim, ghosts)
         return phantom_layer(blocks, shape.rows, bias=False, rank=shape.rank, wire=shape.wire, name=name)
     layout = RowLayout(in_features, shape.model.dim, shape.ranks)
+    if shape.grid > 1:
+        return grid_layer(layout, shape.rows, shape.grid, bias=False, transposed=True, wire=shape.wire, name=name)
     return row_layer(layout, shape.rows, bias=False, wire=shape.wire, name=name)
 
 
@@ -292,9 +319,9 @@ def _blocks(shape: GPTShape, in_features: int, out_features: int, ghosts: int | 
 
 def _attention(shape: GPTShape) -> LayerCost:
     """Scores of each head of this rank, and the sums of values they weigh; the turning of queries and keys."""
-    heads, kv_heads = shape.model.heads // shape.ranks, shape.model.kv_heads // shape.ranks
-    head_dim = shape.model.head_dim
-    each, t, s = shape.batch * heads, shape.sequence, shape.past + shape.sequence
+    among, rows, batch = shape.ranks // shape.grid, shape.rows // shape.grid, shape.batch // shape.grid
+    heads, kv_heads, head_dim = shape.model.heads // among, shape.model.kv_heads // among, shape.model.head_dim
+    each, t, s = batch * heads, shape.sequence, shape.past + shape.sequence
     products = (
         Product("Q K^T", "forward", each, t, head_dim, s),
         Product("A V", "forward", each, t, s, head_dim),
@@ -304,8 +331,8 @@ def _attention(shape: GPTShape) -> LayerCost:
         Product("dQ = dS K", "backward", each, t, s, head_dim),
         Product("dK = dS^T Q", "backward", each, s, t, head_dim),
     )
-    q, kv = shape.rows * heads * head_dim, shape.rows * kv_heads * head_dim
-    cached = shape.batch * s * kv_heads * head_dim
+    q, kv = rows * heads * head_dim, rows * kv_heads * head_dim
+    cached = batch * s * kv_heads * head_dim
     copied = q if heads > kv_heads > 1 else 0  # queries, out of what was turned with the keys
     copied += q if shape.model.parallel_block else 0  # the result, which is copied beside the hidden features
     # Values lie in what qkv gave, which phantom keeps anyway, unless a bias was added to it.
@@ -317,7 +344,7 @@ def _attention(shape: GPTShape) -> LayerCost:
         products=products,
         exchanges=(),
         kept=q + kv + copied + raw,  # the result is the next layer's input
-        kept_bytes=shape.rows * heads * shape.precise_bytes,
+        kept_bytes=rows * heads * shape.precise_bytes,
         streamed=(2 * q + 2 * cached + turning, 4 * q + 4 * cached + turning),
         fused=True,
     )
@@ -383,7 +410,7 @@ def _head_exchanges(shape: GPTShape, rows: int, by_rows: bool) -> list[Exchange]
         piece = shape.exchanged_rows // ranks
         exchanges.append(Exchange("W", "forward", "all_to_all", ranks, piece))
         exchanges.append(Exchange("dW", "backward", "all_to_all", ranks, piece))
-    if shape.strategy == "phantom":
+    if shape.strategy == "phantom" or shape.grid > 1:
         exchanges += [part for e in (y, dy) for part in over_blocks(e, shape.blocks)]
     else:
         exchanges += summed_on_wire("dy", "backward", ranks, rows, shape.model.dim, wire, meanwhile)
@@ -407,17 +434,18 @@ def _fsdp_costs(shape: GPTShape) -> Costs:
 
 def _pipeline_costs(shape: GPTShape, stage: Stage) -> Costs:
     """The parts of a stage, and what it sends; the ends sum the gradient of an embedding that they share."""
-    micro_batch, tied = shape.dense(batch=shape.batch // stage.micro_batches), shape.model.tie_embeddings
-    size, exchanges = micro_batch.parts_of_layer, stage.exchanges(micro_batch.rows * shape.model.dim)
-    embedding, head = micro_batch.costs[0], micro_batch.costs[-1]
+    micro_batch, tied = shape.micro_batch(), shape.model.tie_embeddings
+    costs, size = micro_batch.costs, micro_batch.parts_of_layer
+    exchanges, embedding, head = stage.exchanges(micro_batch.rows * micro_batch.stream), costs[0], costs[-1]
     if tied and (stage.is_first or stage.is_last):
-        words = shape.model.vocab * shape.model.dim
-        exchanges += (Exchange("embedding's gradient", "sync", "all_reduce", 2, words, stride=stage.stages - 1),)
-    parts = [stage.cost(part) for part in micro_batch.costs[1 + stage.own.start * size : 1 + stage.own.stop * size]]
+        apart = (stage.stages - 1) * stage.ranks
+        shared = Exchange("embedding's gradient", "sync", "all_reduce", 2, embedding.parameters[0], stride=apart)
+        exchanges += (shared,)
+    parts = [stage.cost(part) for part in costs[1 + stage.own.start * size : 1 + stage.own.stop * size]]
     if stage.is_first:
         parts.insert(0, stage.cost(embedding))
     elif stage.is_last and tied:
-        parts.insert(0, replace(embedding, kept_bytes=0, streamed=(0, 0)))  # for the head
+        parts.insert(0, replace(embedding, exchanges=(), kept_bytes=0, streamed=(0, 0)))  # for the head
     if stage.is_last:
         parts.append(stage.cost(head))
     return tuple(parts), exchanges
