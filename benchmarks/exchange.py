@@ -2,8 +2,8 @@
 
 The backend's own all-gather and reduce-scatter against the same built from all-to-all, by turns in one run: median
 microseconds of each with the barrier that ends a turn, for messages of ghosts and of whole activations. A second table
-has an all-gather of 1 KiB from each rank, which a rank polls for before it sleeps: always, with the back-off after a
-poll that timed out (`ops.collectives`), and never. ``--busy`` starts so many processes beside that only compute.
+has an all-gather of 1 KiB from each rank, which a rank polls for before it sleeps: always, by the
+policy of `ops.collectives`, and never. ``--busy`` starts so many processes beside that only compute.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from phantom_parallel.ops.collectives import RankGroup, finish, rank_group, star
 
 SIZES = ((64, 16), (512, 16), (64, 1024))  # rows, words of a row
 RANKS = (2, 4, 8)
-GATHERS = 20  # of a short message in a turn: the back-off needs a few
+GATHERS = 20  # of a short message in a turn
 
 
 def compare(device: torch.device, report: Report) -> None:
@@ -35,28 +35,29 @@ def compare(device: torch.device, report: Report) -> None:
         report((f"{rows}, {words}", {name: 1e6 * timing.median for name, timing in times.items()}))
 
 
-class _Fixed(collectives.Backoff):
-    """A policy that does not change: poll for every message (skip 0), or for none."""
+class _Fixed(collectives.PollingPolicy):
+    """Poll for every message, or for none."""
 
-    def __init__(self, skip: int) -> None:
-        self.skip = skip
+    def __init__(self, polls: bool) -> None:
+        super().__init__()
+        self._polls = polls
 
-    def update(self, timed_out: bool) -> None:
-        pass
+    def polls(self) -> bool:
+        return self._polls
 
 
 def compare_polling(device: torch.device, report: Report) -> None:
     ranks = rank_group(local_mesh(device))
-    policies = {"always": _Fixed(0), "back-off": collectives.Backoff(), "never": _Fixed(1 << 60)}
-    times = interleave({name: _short_gather(ranks, policy) for name, policy in policies.items()}, turns=20, warmup=2)
+    policies = {"always": _Fixed(True), "by policy": collectives.PollingPolicy(), "never": _Fixed(False)}
+    times = interleave({name: _short_gather(ranks, policy) for name, policy in policies.items()}, turns=40, warmup=4)
     report(("1 KiB", {name: 1e6 * timing.median / GATHERS for name, timing in times.items()}))
 
 
-def _short_gather(group: RankGroup, policy: collectives.Backoff) -> Callable[[], object]:
+def _short_gather(group: RankGroup, policy: collectives.PollingPolicy) -> Callable[[], object]:
     x = torch.randn(1, 256)  # 1 KiB
 
     def gather() -> None:
-        collectives.backoff = policy
+        collectives.polling = policy
         for _ in range(GATHERS):
             finish(start_all_gather(x, group))
 
@@ -83,7 +84,7 @@ def main() -> None:
         titles = ("ranks, rows, words", "all-gather", "from all-to-all", "reduce-scatter", "from all-to-all")
         _table(titles, names, compare)
         print()
-        policies = ("always", "back-off", "never")
+        policies = ("always", "by policy", "never")
         _table(("ranks, message", *(f"polling: {name}" for name in policies)), policies, compare_polling)
     finally:
         for process in busy:

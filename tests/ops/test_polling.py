@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel.cost.ledger import Ledger
 from phantom_parallel.ops import collectives
-from phantom_parallel.ops.collectives import MAX_SKIPPED, SHORT_BYTES, Backoff, finish, poll, rank_group
+from phantom_parallel.ops.collectives import SHORT_BYTES, PollingPolicy, finish, rank_group
 
 
 def gather(words: int, ledger_on: int | None) -> tuple[bool, list[list[float]]]:
@@ -31,37 +31,24 @@ def test_a_rank_that_counts_exchanges_with_one_that_polls(ranks):
     assert ranks(2)(gather, 33, 1) == [(True, [[0.0], [1.0]]), (False, [[0.0], [1.0]])]
 
 
-class Message:
-    """A message that arrives once it was asked for so often."""
-
-    def __init__(self, arrives_after: float) -> None:
-        self.arrives_after, self.asked = arrives_after, 0
-
-    def is_completed(self) -> bool:
-        self.asked += 1
-        return self.asked > self.arrives_after
+def share_polled(policy: PollingPolicy, with_polling: float, without: float, messages: int = 800) -> float:
+    """How many of the last messages are polled for, where they take so long either way."""
+    choices = []
+    for _ in range(messages):
+        choices.append(policy.polls())
+        policy.update(choices[-1], with_polling if choices[-1] else without)
+    return sum(choices[messages // 2 :]) / (messages - messages // 2)
 
 
-def asked_for(messages: list[float], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How often each message is asked for, on a clock by which two questions take as long as a poll may."""
-    monkeypatch.setattr(collectives, "backoff", Backoff())
-    clock = iter(range(1000))
-    monkeypatch.setattr(collectives.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(collectives, "POLL_SECONDS", 2)
-    sent = [Message(arrives_after) for arrives_after in messages]
-    for message in sent:
-        poll(message)
-    return [message.asked for message in sent]
+def test_a_rank_polls_where_messages_then_arrive_sooner():
+    policy = PollingPolicy()
+    assert share_polled(policy, 50e-6, 200e-6) == pytest.approx(15 / 16, abs=0.01)
+    assert share_polled(policy, 900e-6, 200e-6) == pytest.approx(1 / 16, abs=0.01)  # other load has begun
+    assert share_polled(policy, 50e-6, 200e-6) == pytest.approx(15 / 16, abs=0.01)
 
 
-def test_polling_backs_off_after_a_poll_that_timed_out(monkeypatch):
-    late, polled, skipped = float("inf"), 3, 1
-    expected = [polled, skipped, polled, skipped, skipped, polled, *[skipped] * 4, polled]
-    assert asked_for([late] * len(expected), monkeypatch) == expected
-    assert asked_for([late] * 500, monkeypatch)[-MAX_SKIPPED - 1 :].count(polled) == 1
-
-
-def test_polling_resumes_as_messages_arrive_in_time(monkeypatch):
-    late, in_time = float("inf"), 2
-    messages = [late, late, late, in_time, in_time, in_time, in_time, in_time, in_time]
-    assert asked_for(messages, monkeypatch) == [3, 1, 3, 1, 1, 3, 1, 3, 3]
+def test_a_wait_for_a_stopped_rank_does_not_change_the_policy_for_long():
+    policy = PollingPolicy()
+    share_polled(policy, 50e-6, 200e-6)
+    policy.update(True, 60.0)
+    assert share_polled(policy, 50e-6, 200e-6, messages=400) == pytest.approx(15 / 16, abs=0.02)

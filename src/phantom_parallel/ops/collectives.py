@@ -231,9 +231,7 @@ def finish(pending: Pending) -> Arrived:
     message, exact, columns, dtype, group, is_sum, work = pending
     if group.size == 1:
         return Arrived(message, exact)
-    if work is not None:
-        poll(work)
-    arrived = _call(_wait, message)
+    arrived = wait(message, work)
     by_rank = not (is_sum and group.native and group.wire == "full")
     if by_rank:
         arrived = arrived.view(group.size, arrived.shape[0] // group.size, arrived.shape[1])  # (R, B, c + e)
@@ -288,25 +286,29 @@ def reduce_scatter(x: Tensor, group: RankGroup, exact: Tensor | None = None) -> 
 
 SHORT_BYTES = 4096  # to each rank
 POLL_SECONDS = 1e-3  # at most, then the rank sleeps
-MAX_SKIPPED = 64  # messages that are not polled for between two that are
+LONGEST_WAIT = 4 * POLL_SECONDS  # that counts: a rank that was stopped says nothing about polling
 _yield_cpu = getattr(os, "sched_yield", lambda: time.sleep(0))  # Windows has none
 
 
-class Backoff:
-    """How many messages to wait for without polling before the next poll: twice as many after a poll that timed out,
-    and half as many after one in which the message arrived. On a machine with other load, a rank that polls delays the
-    ranks that it waits for.
+class PollingPolicy:
+    """Decides whether to poll, by how long messages took either way: a rank that polls delays the ranks that it waits
+    for where they need its core. One message in 16 is waited for in the way that took longer until then.
     """
 
     def __init__(self) -> None:
-        self.length = self.skip = 0
+        self.count, self.seconds = 0, {True: 0.0, False: 0.0}  # of a wait with and without polling, on average
 
-    def update(self, timed_out: bool) -> None:
-        self.length = min(max(1, 2 * self.length), MAX_SKIPPED) if timed_out else self.length // 2
-        self.skip = self.length
+    def polls(self) -> bool:
+        """Whether to poll for the next message."""
+        self.count += 1
+        return (self.seconds[True] <= self.seconds[False]) != (self.count % 16 == 0)
+
+    def update(self, polled: bool, seconds: float) -> None:
+        """Take a wait into the average of the last ones."""
+        self.seconds[polled] += (min(seconds, LONGEST_WAIT) - self.seconds[polled]) / 8
 
 
-backoff = Backoff()  # of this process
+polling = PollingPolicy()  # of this process
 
 
 def _is_short(rows: Tensor, ranks: int) -> bool:
@@ -327,14 +329,13 @@ def _send_short(rows: Tensor, group: RankGroup) -> tuple[Tensor, dist.Work]:
     return arriving, work
 
 
-def poll(work: dist.Work) -> None:
-    """Return when the message has arrived, or after a while; immediately where earlier polls timed out (`Backoff`)."""
-    if work.is_completed():
-        return
-    if backoff.skip:
-        backoff.skip -= 1
-        return
-    end = time.perf_counter() + POLL_SECONDS
-    while not (arrived := work.is_completed()) and time.perf_counter() < end:
+def wait(message: Tensor, work: dist.Work | None) -> Tensor:
+    """Wait for a message to arrive. For a short one, poll for a while first if `polling` says so."""
+    if work is None or work.is_completed():
+        return _call(_wait, message)
+    start, polls = time.perf_counter(), polling.polls()
+    while polls and not work.is_completed() and time.perf_counter() < start + POLL_SECONDS:
         _yield_cpu()
-    backoff.update(timed_out=not arrived)
+    arrived = _call(_wait, message)
+    polling.update(polls, time.perf_counter() - start)
+    return arrived
