@@ -31,7 +31,7 @@ def cost_on_rank(profile):
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_counts_by_hand_and_power_times_time_is_energy(ranks, size):
-    results = ranks(size)(cost_on_rank, PowerProfile("flat", 7.0, 7.0, 7.0, "made up"))
+    results = ranks(size)(cost_on_rank, PowerProfile("flat", 7.0, 7.0, 7.0, "made up", peak_flops=1e9))
     assert all(costs == results[0] for costs in results)
     for name, cost in results[0].items():
         # Of a layer of phantom: 4 blocks of 4 x 4, with 2 ghosts each, which 3 other blocks receive.
@@ -44,6 +44,7 @@ def test_counts_by_hand_and_power_times_time_is_energy(ranks, size):
         assert 0 < cost.blocked_share < 1
         # Whatever a rank did, at equal watts all seconds of all ranks count alike.
         assert cost.joules == pytest.approx(size * 7.0 / cost.items_per_second)
+        assert cost.least_joules == pytest.approx(7.0 * cost.flops / 1e9)
 
 
 def test_one_process_and_no_watts():

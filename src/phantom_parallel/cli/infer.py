@@ -28,6 +28,7 @@ from phantom_parallel.cli.options import (
     config_of,
     make_table,
 )
+from phantom_parallel.cost.timing import energy_gap
 from phantom_parallel.distributed.launchers import is_rank_zero
 from phantom_parallel.energy.power import POLLED_TIME
 from phantom_parallel.families.registry import get_family
@@ -82,6 +83,12 @@ COST_LINES: dict[str, Callable[[dict[str, Any]], str]] = {
     "bytes sent per {}": lambda cost: f"{cost['bytes']:,.0f}",
     "energy per {}": lambda cost: (
         "unavailable" if cost["joules"] is None else f"{cost['joules']:.4g} J ({cost['provenance']})"
+    ),
+    "least energy, of the FLOPs at the peak": lambda cost: (
+        "" if cost["least_joules"] is None else f"{cost['least_joules']:.4g} J"
+    ),
+    "energy above the least": lambda cost: (
+        "" if (gap := energy_gap(cost["joules"], cost["least_joules"])) is None else f"{gap:,.0%}"
     ),
 }
 

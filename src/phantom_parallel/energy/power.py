@@ -44,6 +44,7 @@ class PowerProfile:
     communication_watts: float  # blocked in the wait for a collective: neither idle nor full power, to be measured
     idle_watts: float  # between steps, or finished before the slowest rank
     source: str  # of the watts (a measurement, a data sheet, an assumption), reported with every figure
+    peak_flops: float | None = None  # FLOP/s of a rank in fp32, if known
 
     def __post_init__(self) -> None:
         watts = (self.compute_watts, self.communication_watts, self.idle_watts)
@@ -64,7 +65,8 @@ class PowerProfile:
                 "idle_watts in a profile of your own, or calibrate with --watts"
             )
         source = f"hardware profile {hardware.name!r}: {compute.source}; {communication.source}; {idle.source}"
-        return cls(hardware.name, compute.value, communication.value, idle.value, source)
+        peak = hardware.peak["fp32"].value if "fp32" in hardware.peak else None
+        return cls(hardware.name, compute.value, communication.value, idle.value, source, peak)
 
     def joules(self, compute_seconds: float, communication_seconds: float = 0.0, idle_seconds: float = 0.0) -> float:
         """Return the modelled energy of a rank, or of several ranks if the seconds are sums over them."""
@@ -73,6 +75,10 @@ class PowerProfile:
             + communication_seconds * self.communication_watts
             + idle_seconds * self.idle_watts
         )
+
+    def least_joules(self, flops: float) -> float | None:
+        """Return the energy of so many FLOPs at the peak; None where that is not known."""
+        return None if self.peak_flops is None else flops / self.peak_flops * self.compute_watts
 
 
 def load_power_profile(name: str | None = None, ranks: int = 1) -> PowerProfile:

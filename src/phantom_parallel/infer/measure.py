@@ -85,6 +85,7 @@ class Cost:
     joules: float | None  # None if unavailable
     provenance: str  # of the energy: counter, integrated_power, modelled or unavailable
     blocked_share: float  # of all ranks' time, in which they were blocked in collectives
+    least_joules: float | None = None  # of the FLOPs at the peak of the profile
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -92,7 +93,7 @@ class Cost:
     def inference_result(self) -> dict[str, Any]:
         """Fields of `study.results.InferenceResult`."""
         names = {"seconds": "latency_seconds", "seconds_p95": "latency_p95", "items_per_second": "samples_per_second"}
-        names |= {name: f"{name}_per_sample" for name in ("flops", "bytes", "joules")}
+        names |= {name: f"{name}_per_sample" for name in ("flops", "bytes", "joules", "least_joules")}
         return {names.get(name, name): value for name, value in asdict(self).items()}
 
 
@@ -159,6 +160,7 @@ def measure_calls(
             joules=None if joules is None else joules / call.items,
             provenance=str(provenance),
             blocked_share=float(blocked / total),
+            least_joules=None if profile is None else profile.least_joules(float(counts[name][0])),
         )
     return costs
 
