@@ -10,6 +10,7 @@ from scipy import stats
 from phantom_parallel.study import analysis
 from phantom_parallel.study.analysis import (
     by_seed,
+    energy_fit,
     mean,
     median_of,
     peer,
@@ -19,7 +20,7 @@ from phantom_parallel.study.analysis import (
     ratio_interval,
     ratios,
 )
-from tests.study.sample import make_ghosts, make_links, make_results, make_smaller
+from tests.study.sample import make_ghosts, make_links, make_results, make_scaling, make_smaller
 
 
 def cell_of(results, strategy, **settings):
@@ -129,3 +130,24 @@ def test_a_rate_at_an_end_of_those_tried():
     fewer = replace(results, trials=tuple(trial for trial in results.trials if trial.lr <= 0.004))
     assert rate_is_at_an_end(fewer, "phantom")
     assert not rate_is_at_an_end(fewer, "tensor")
+
+
+def test_rank_hours_and_what_they_bring():
+    results = make_scaling()
+    cell = cell_of(results, "phantom", ranks=4)  # 10 steps of 64 rows in 0.12 s, by 4 ranks, with 1.2 J
+    hours = 4 * 0.12 / 3600
+    assert by_seed(results, cell, "rank_hours")[0] == pytest.approx(hours)
+    assert by_seed(results, cell, "watts_per_rank")[0] == pytest.approx(1.2 / 0.48)
+    assert by_seed(results, cell, "samples_per_rank_hour")[0] == pytest.approx(640 / hours)
+    assert by_seed(results, cell, "steps_per_rank_hour")[0] == pytest.approx(10 / hours)
+
+
+def test_the_line_of_energy_over_rank_hours():
+    results = make_scaling()
+    cells = [cell for cell in results.cells if cell.strategy == "tensor"]
+    fit = energy_fit(results, cells)
+    hours = [cell.ranks * cell.runs[0].seconds / 3600 for cell in cells]
+    expected = stats.linregress(hours, [cell.runs[0].joules for cell in cells])
+    assert fit.watts == pytest.approx(expected.slope / 3600)
+    assert (fit.joules, fit.r_squared) == (pytest.approx(expected.intercept), pytest.approx(expected.rvalue**2))
+    assert energy_fit(results, cells[:2]) is None

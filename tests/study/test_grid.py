@@ -102,6 +102,23 @@ ranks = 16
 blocks = 16
 width = 4096
 """
+DECODE = """
+family = "gpt"
+measure = "decode"
+seeds = 2
+inference_turns = 2
+strategies = ["phantom", "megatron", "dense@1x1"]
+[training]
+dim = 32
+layers = 2
+heads = 4
+context = 16
+blocks = 2
+ghosts = 2
+ranks = 2
+[[cells]]
+batch = [1, 3]
+"""
 PLACES = f"""
 strategies = ["phantom", "phantom-copies", "tensor", "megatron"]
 target_loss = 0.6
@@ -395,6 +412,27 @@ def test_timed_and_modelled_cells(ranks, tmp_path):
     assert tensor.runs[0].blocked_share == pytest.approx(expected.exposed / expected.total)
     assert phantom.blocks == 16
     assert len(list((tmp_path / "out" / "cells").iterdir())) == 8  # four cells, two rounds
+
+
+def test_tokens_are_decoded_by_every_strategy(ranks, tmp_path):
+    results, second = ranks(2)(on_a_rank, study(tmp_path, DECODE), str(tmp_path / "out"))
+    assert results.cells == second.cells
+    assert [(cell.strategy, cell.batch, cell.ranks) for cell in results.cells] == [
+        (name, batch, ranks) for batch in (1, 3) for name, ranks in (("phantom", 2), ("megatron", 2), ("dense@1x1", 1))
+    ]
+    for cell in results.cells:
+        assert len(cell.runs) == 2
+        for run in cell.runs:
+            assert 0 < run.seconds < run.first_token_seconds * 100
+            assert run.compute_seconds + run.blocked_seconds == pytest.approx(cell.ranks * run.seconds)
+    phantom, megatron, dense = results.cells[3:]
+    assert dense.bytes_per_step == 0
+    assert phantom.bytes_per_step < megatron.bytes_per_step
+    assert mean(results, phantom, "token_seconds").mean == pytest.approx(sum(r.seconds for r in phantom.runs) / 2)
+    with pytest.raises(ValueError, match=r"to decode, .* got fsdp"):
+        replace(study(tmp_path, DECODE), strategies=("fsdp",))
+    with pytest.raises(ValueError, match="ffn"):
+        study(tmp_path, SPEED.replace("speed", "decode"))
 
 
 def test_time_to_the_loss_at_every_batch_and_resumed(tmp_path):

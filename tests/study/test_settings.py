@@ -19,7 +19,7 @@ HOSTS = [("presets", name) for name in ("digits-hosts", "mnist-hosts", "gpt-host
 def test_what_ships():
     hosts = {"darcy-hosts", "darcy-wide-hosts", "digits-hosts", "gpt-hosts", "mnist-hosts"}
     assert set(names_of("presets")) == hosts | {"digits", "gpt", "paper", "planted", "quick", "standard"}
-    assert names_of("studies") == ["batch", "ghosts", "links", "scaling", "smaller", "wider", "width"]
+    assert names_of("studies") == ["batch", "decode", "ghosts", "links", "scaling", "smaller", "wider", "width"]
     assert read_settings("presets", "paper").world_size == 256
     assert read_settings("studies", "scaling").world_size == 8
 
@@ -109,7 +109,7 @@ def test_wrong_settings_are_refused_with_the_reason(tmp_path, text, message):
 def test_unknown_names_list_the_known_ones_and_families_must_agree():
     with pytest.raises(ValueError, match=r"'fast'.*digits, digits-hosts"):
         read_settings("presets", "fast")
-    with pytest.raises(ValueError, match=r"'speed'.*batch, ghosts"):
+    with pytest.raises(ValueError, match=r"'speed'.*batch, decode, ghosts"):
         read_settings("studies", "speed")
     with pytest.raises(ValueError, match="ffn, not gpt"):
         read_settings("presets", "quick", family="gpt")

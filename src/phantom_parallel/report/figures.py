@@ -27,11 +27,11 @@ from matplotlib.ticker import (
 
 from phantom_parallel.cost.planner import TWO_LEVEL, Candidate, PlanRequest
 from phantom_parallel.report.tables import csv_text
-from phantom_parallel.study.analysis import median_of
+from phantom_parallel.study.analysis import energy_fit, median_of
 from phantom_parallel.study.contenders import COPIES, DENSE, PHANTOM_COPIES, SMALL_DENSE
 from phantom_parallel.study.notes import main_measure
 from phantom_parallel.study.results import Cell, Results
-from phantom_parallel.study.units import measure_label, measure_unit, plain
+from phantom_parallel.study.units import measure_label, measure_unit, plain, quantity
 from phantom_parallel.utils.files import write_bytes, write_text
 
 # Colour and marker of each strategy, distinct for colour-blind readers (Okabe and Ito) and in print.
@@ -233,11 +233,36 @@ def _study(results: Results) -> list[CaptionedFigure | None]:
     """Measures against what varies most: a link or a setting of the cells. Modelled cells have figures of their own."""
     measures = [main_measure(results), "joules", "step_seconds", "joules_per_sample", "bytes_per_step"]
     if results.is_timed:
-        measures.remove("joules")
+        measures = [*results.timed_measures, "bytes_per_step"]
     elif results.settings.get("reference"):
         measures = ["joules", "seconds", "loss_at_equal_steps", "loss_at_equal_energy"]
     groups = [[cell for cell in results.cells if (cell.hardware is not None) == kind] for kind in (False, True)]
-    return [_sweep(results, cells, measure) for cells in groups if cells for measure in dict.fromkeys(measures)]
+    sweeps = [_sweep(results, cells, measure) for cells in groups if cells for measure in dict.fromkeys(measures)]
+    return [*sweeps, *(_rank_hours(results, cells) for cells in groups)]
+
+
+def _rank_hours(results: Results, cells: Sequence[Cell]) -> CaptionedFigure | None:
+    """Modelled energy against rank-hours: every run, and the line of least squares of each strategy."""
+    strategies = dict.fromkeys(cell.strategy for cell in cells)
+    fits = {name: energy_fit(results, [cell for cell in cells if cell.strategy == name]) for name in strategies}
+    known = {name: fit for name, fit in fits.items() if fit is not None}
+    if not known:
+        return None
+    hardware = cells[0].hardware
+    title = f"Modelled energy against rank-hours{f', for {hardware}' if hardware else ''}"
+    figure, axes = new_figure(title)
+    for name, style in line_styles(known).items():
+        fit = known[name]
+        label = f"{name}: {quantity(fit.watts, 'W')} a rank, R² {fit.r_squared:.3f}"
+        axes.plot(*zip(*fit.points, strict=True), style["marker"], color=style["color"], markersize=6)
+        ends = [min(fit.points)[0], max(fit.points)[0]]
+        heights = [3600 * fit.watts * x + fit.joules for x in ends]
+        axes.plot(ends, heights, color=style["color"], linestyle=style["linestyle"], label=label)
+    axes.set_xlabel(measure_label("rank_hours", to_the_loss=False))
+    label_axis(axes, "y", "joules", [])
+    add_grid_and_legend(figure, axes, columns=2)
+    caption = "Every run, and the line of least squares of each strategy; its slope is the power of a rank."
+    return CaptionedFigure(f"energy-rank-hours{'-modelled' if hardware else ''}", title, caption, figure)
 
 
 def lines_of(cells: Sequence[Cell]) -> tuple[str, dict[str, list[tuple[Any, Cell]]]]:

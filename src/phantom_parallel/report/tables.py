@@ -78,7 +78,7 @@ def _places(results: Results, short: bool) -> tuple[Section, ...]:
         for link, batch in places
     ]
     named = {(cell.strategy, (cell.link, cell.batch)): cell for cell in cells}
-    measures = ("step_seconds", "joules_per_sample") if results.is_timed else ("seconds", "joules", "step_seconds")
+    measures = results.timed_measures if results.is_timed else ("seconds", "joules", "step_seconds")
     sections = []
     for measure in measures[:2] if short else measures:
         text = _median(results, measure)
@@ -95,7 +95,7 @@ def _cells(results: Results, measures: Sequence[str] = (), *, short: bool = Fals
     """A row for each cell: its settings, then the main measures or those that are given."""
     cells, to_a_loss = results.cells, results.target_loss is not None
     if not measures and results.is_timed:
-        measures = ("step_seconds", "joules_per_sample", "blocked_share")
+        measures = (*results.timed_measures, "blocked_share")
     elif not measures:
         with_loss = not to_a_loss or results.settings.get("reference")
         measures = ("loss" if with_loss else "step_seconds", "steps", "seconds", "joules")
@@ -272,7 +272,7 @@ def _record(results: Results, cell: Cell) -> dict[str, Any]:
     """A cell for its CSV file: counts, means with their intervals, and inference."""
     record = {name: value for name, value in vars(cell).items() if name not in ("runs", "settings", "inference")}
     record |= {"reached": cell.reached, "seeds": len(cell.runs)}
-    for name in (*TO_THE_LOSS, "step_seconds", "blocked_share", "energy_gap", "mfu"):
+    for name in (*TO_THE_LOSS, "step_seconds", "blocked_share", "energy_gap", "mfu", "watts_per_rank"):
         interval = mean(results, cell, name)
         record |= {f"{name}_{part}": getattr(interval, part, None) for part in ("mean", "low", "high", "count")}
     for entry in cell.inference:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean, geometric_mean, median
+from typing import NamedTuple
 
 from scipy import stats
 
@@ -57,7 +58,11 @@ def by_seed(results: Results, cell: Cell, measure: str) -> dict[int, float]:
 def _value(run: Run, cell: Cell, measure: str) -> float | None:
     if measure in ("flops", "bytes"):
         return float(run.steps * getattr(cell, f"{measure}_per_step"))
-    if measure == "joules_per_sample":
+    if measure == "token_seconds":
+        return run.step_seconds if run.first_token_seconds is not None else None
+    if measure == "joules_per_token" and run.first_token_seconds is None:
+        return None
+    if measure in ("joules_per_sample", "joules_per_token"):
         return run.joules / run.steps / cell.batch if run.joules is not None and run.steps else None
     if measure == "least_joules":
         return None if cell.least_joules_per_step is None else run.steps * cell.least_joules_per_step
@@ -66,6 +71,13 @@ def _value(run: Run, cell: Cell, measure: str) -> float | None:
     if measure == "mfu":
         peak, seconds = cell.peak_flops, run.step_seconds
         return cell.flops_per_step / (cell.ranks * cell.dp * peak * seconds) if peak and seconds else None
+    hours = run.seconds * cell.ranks * cell.dp / 3600
+    if measure == "rank_hours":
+        return hours
+    if measure == "watts_per_rank":
+        return run.joules / hours / 3600 if run.joules is not None and hours else None
+    if measure in ("samples_per_rank_hour", "steps_per_rank_hour"):
+        return run.steps * (cell.batch if measure.startswith("samples") else 1) / hours if hours else None
     value: float | None = getattr(run, measure)
     return value
 
@@ -77,6 +89,27 @@ def mean(results: Results, cell: Cell, measure: str) -> Interval | None:
         return interval
     most = 1.0 if measure == "blocked_share" else math.inf
     return replace(interval, low=max(interval.low, 0.0), high=min(interval.high, most))
+
+
+class EnergyFit(NamedTuple):
+    """The line of least squares of modelled joules over rank-hours: its slope in watts a rank, and R²."""
+
+    points: tuple[tuple[float, float], ...]  # rank-hours and joules of each run
+    watts: float
+    joules: float  # where the line meets no rank-hours
+    r_squared: float
+
+
+def energy_fit(results: Results, cells: Sequence[Cell]) -> EnergyFit | None:
+    """Energy against rank-hours over the runs of some cells; None without three different values of both."""
+    points = []
+    for cell in cells:
+        hours, joules = (by_seed(results, cell, measure) for measure in ("rank_hours", "joules"))
+        points += [(hours[seed], joules[seed]) for seed in sorted(hours.keys() & joules.keys())]
+    if min((len(set(values)) for values in zip(*points, strict=True)), default=0) < 3:
+        return None
+    line = stats.linregress(*zip(*points, strict=True))
+    return EnergyFit(tuple(points), float(line.slope) / 3600, float(line.intercept), float(line.rvalue) ** 2)
 
 
 def median_of(results: Results, cell: Cell, measure: str) -> float | None:

@@ -157,16 +157,20 @@ def _expected(settings: Settings, links: int) -> int:
     """About how many cells there are, for the display."""
     contenders, models = settings.contenders, models_of(settings.contenders, settings.share_curves)
     timed = len(contenders) * settings.seeds * links
-    if settings.measure == "speed":
+    if settings.measure != "loss":
         return timed
     trained = len(models) * (len(settings.search.learning_rates) + settings.seeds)
     shared = sum(len(settings.variants(each)) for group in models.values() if len(group) > 1 for each in group)
     return trained + shared + (timed if settings.share_curves else 0)
 
 
-def counts(config: TrainConfig) -> dict[str, int]:
-    """Counts by the cost formulas: FLOPs and bytes of a step over all ranks, memory of the rank that needs most."""
+def counts(config: TrainConfig, measure: str = "loss") -> dict[str, int]:
+    """Counts by the cost formulas: FLOPs and bytes of a step over all ranks, memory of the rank that needs most. To
+    decode, a step is a token after a whole context.
+    """
     shape = get_family(config.family).shape.of_training(config)
+    if measure == "decode":
+        shape = shape.passes()["decode"]
     return {
         "parameters": shape.model_parameters,
         "flops_per_step": shape.over_all_ranks(lambda shape: 2 * shape.multiply_adds()),
@@ -418,15 +422,20 @@ def _time_link(
     settings: Settings, runner: CellRunner, losses: Losses | None, link: str, *, on_network: bool
 ) -> list[Cell]:
     """Time steps of every contender on a link, seed by seed in rotating order, each with its own learning rate."""
-    chosen = tuple(losses.models) if losses and not on_network else choose_variants(settings, runner, link)[0]
+    chosen = tuple(losses.models) if losses and not on_network else settings.contenders
+    if settings.measure != "decode" and (on_network or not losses):
+        chosen = choose_variants(settings, runner, link)[0]
     models = {contender.label: model for contender, model in losses.models.items()} if losses else {}
     timings: dict[Contender, list[Run]] = {contender: [] for contender in chosen}
     for seed in range(settings.seeds):
         for contender in in_turn(chosen, seed):
             lr = losses.runs[models[contender.label]][seed].lr if losses else settings.search.learning_rates[0]
             config, name = settings.config(contender, lr=lr, seed=seed), timing_name(contender, seed, link)
-            run = runner.time(name, config, settings.timed_steps, limit=settings.timed_seconds)
-            timings[contender].append(run)
+            if settings.measure == "decode":
+                timings[contender].append(runner.decode(name, config, settings.inference_turns))
+            else:
+                run = runner.time(name, config, settings.timed_steps, limit=settings.timed_seconds)
+                timings[contender].append(run)
     if losses is None:
         return [_cell(settings, contender, runs, link) for contender, runs in timings.items()]
     cells = []
@@ -450,7 +459,7 @@ def _cell(
 ) -> Cell:
     """``hardware``: profile of a cell that is computed; otherwise that of the watts has the peak, if there is one."""
     config = settings.config(contender)
-    counted: dict[str, Any] = counts(config)
+    counted: dict[str, Any] = counts(config, settings.measure)
     profile = hardware
     if profile is None and settings.profile not in (None, ASSUMED_CORE):
         profile = load_profile(settings.profile)

@@ -29,7 +29,7 @@ def headline(results: Results) -> list[str]:
 def main_measure(results: Results) -> str:
     """The measure that a study is about: the time of a step, the loss, energy to that of a reference, or time to it."""
     if results.is_timed:
-        return "step_seconds"
+        return results.timed_measures[0]
     if results.target_loss is None:
         return "loss"
     return "joules" if results.settings.get("reference") else "seconds"
@@ -95,7 +95,7 @@ def notes(results: Results) -> list[str]:
     worse = [
         f"{measure_label(measure)} (than {other.strategy})"
         for cell, other, measure, value in ratios(results)
-        if cell.strategy == "phantom" and other.strategy in BASELINES and value.mean > 1
+        if cell.strategy == "phantom" and other.strategy in BASELINES and value.mean > 1 and measure != "rank_hours"
     ]
     seeds = max((len(cell.runs) for cell in cells), default=0)
     few = counted(seeds, "seed") if 0 < seeds <= FEW_SEEDS and not results.is_timed else ""

@@ -59,6 +59,7 @@ class Run:
     losses: tuple[float, ...] = ()  # of timed steps: of a few of them, on their rows and held out
     trained_by: str | None = None  # None: by itself
     timed_steps: int | None = None  # None: all steps
+    first_token_seconds: float | None = None  # of the prompt, where a step is a decoded token
     loss_at_equal_steps: float | None = None  # after the steps of the reference
     loss_at_equal_energy: float | None = None  # within the modelled energy of the reference
 
@@ -125,6 +126,7 @@ class InferenceResult:
     flops_per_sample: float | None = None
     bytes_per_sample: float | None = None
     joules_per_sample: float | None = None
+    least_joules_per_sample: float | None = None  # of the FLOPs at the peak of the hardware profile
     provenance: str = "unavailable"  # of the joules
     blocked_share: float | None = None
     parameters: int | None = None
@@ -207,7 +209,14 @@ class Results:
     @property
     def is_timed(self) -> bool:
         """Whether steps were timed, and no losses compared."""
-        return self.settings.get("measure") == "speed"
+        return self.settings.get("measure") in ("speed", "decode")
+
+    @property
+    def timed_measures(self) -> tuple[str, ...]:
+        """What timed steps are shown by, the most important first. Where tokens are decoded, each is a step."""
+        if self.settings.get("measure") == "decode":
+            return ("token_seconds", "joules_per_token", "first_token_seconds")
+        return ("step_seconds", "joules_per_sample")
 
 
 def save(results: Results, path: Path) -> None:

@@ -30,8 +30,9 @@ from phantom_parallel.distributed.launchers import is_rank_zero
 from phantom_parallel.distributed.objects import broadcast_from_rank_zero, check_agreement
 from phantom_parallel.distributed.process_group import ParallelContext, describe_run
 from phantom_parallel.distributed.signals import Interrupted, LossDiverged, StopRequest
-from phantom_parallel.energy import EnergyMeter, PowerProfile, load_power_profile
+from phantom_parallel.energy import EnergyMeter, PowerProfile, Provenance, load_power_profile
 from phantom_parallel.energy.meter import Window
+from phantom_parallel.families.registry import get_family
 from phantom_parallel.study.results import CurvePoint, Run, RunStatus
 from phantom_parallel.study.settings import LOOPBACK, Settings
 from phantom_parallel.train import Record, TrainConfig, train
@@ -43,7 +44,7 @@ from phantom_parallel.utils.progress import ProgressDisplay
 
 SETTINGS, CELLS, FIGURES, NETWORKS = "settings.json", "cells", "figures", "networks.json"
 IDLE_TIMEOUT = timedelta(hours=12)  # for which ranks wait while a cell runs on the others
-WARM_UP = 2  # steps before those that are timed, or one if time is limited: buffers are allocated, connections opened
+WARM_UP = 2  # steps before those that are timed: in the first, buffers are allocated and connections opened
 MIN_TIMED_STEPS = 2
 _NEVER = 10**9
 _ENDED = {"target": "reached the target", "steps": "all steps done", "diverged": "diverged"}
@@ -138,6 +139,25 @@ class CellRunner:
 
             run = time_steps(config, context, steps, self._stop, limit=limit, report=report)
             return replace(run, joules=self._joules(config, run) if run.steps else None)
+
+        return self._cell(name, config, work)
+
+    def decode(self, name: str, config: TrainConfig, turns: int) -> Run:
+        """Time a token for each of ``batch`` sequences, or read the cell of that name; the result on all ranks."""
+
+        def work(context: ParallelContext) -> Run:
+            measure, power = get_family(config.family).measure_inference, self.power(config.ranks)
+            (result,) = measure({name: config}, context, config.batch, turns=turns, power=power).values()
+            seconds = result["latency_seconds"]
+            blocked = result["blocked_share"] * config.ranks * seconds
+            split = {"compute_seconds": config.ranks * seconds - blocked, "blocked_seconds": blocked}
+            first = result["prefill_seconds"]
+            run = Run(config.seed, config.lr, "timed", 1, seconds=seconds, **split, first_token_seconds=first)
+            joules: dict[str, Any] = {"joules": self._joules(config, run)}
+            if result["provenance"] not in (Provenance.MODELLED, Provenance.UNAVAILABLE):
+                measured = config.batch * result["joules_per_sample"]
+                joules |= {"measured_joules": measured, "measured_by": result["provenance"]}
+            return replace(run, **joules)
 
         return self._cell(name, config, work)
 
@@ -264,8 +284,8 @@ def time_steps(
     or as many as fit into ``limit`` seconds. Ranks communicate for nothing but the model between the first and the last
     timed step. Held out is one batch. A run whose loss was not finite is ``diverged`` and has 0 steps.
     """
-    warm_up, group = WARM_UP if math.isinf(limit) else 1, None if context.single_process else context.group
-    quiet = replace(config, steps=warm_up, warmup=0, target_loss=None, log_every=_NEVER, eval_every=_NEVER)
+    group = None if context.single_process else context.group
+    quiet = replace(config, steps=1, warmup=0, target_loss=None, log_every=_NEVER, eval_every=_NEVER)
     with ExitStack() as stack:
         trainer = Trainer(quiet, context, None)
         stack.push(trainer.close)
@@ -276,11 +296,13 @@ def time_steps(
         meter = EnergyMeter(group, device=context.device)
         try:
             summaries = [trainer.run(stop, report)]
+            first, trainer.config = trainer.progress.seconds, replace(quiet, steps=WARM_UP)
+            summaries.append(trainer.run(stop, report))
             before = trainer.progress.seconds
-            if before > 0 and not math.isinf(limit):  # as many as rank 0 can afford
-                affordable = max(MIN_TIMED_STEPS, int(limit * warm_up / before))
-                steps = min(steps, affordable if group is None else broadcast_from_rank_zero(lambda: affordable, group))
-            trainer.config = replace(quiet, steps=warm_up + steps)
+            each = max(1e-9, (before - first) / (WARM_UP - 1))
+            affordable = max(MIN_TIMED_STEPS, int(min(steps, limit / each)))  # by rank 0
+            steps = min(steps, affordable if group is None else broadcast_from_rank_zero(lambda: affordable, group))
+            trainer.config = replace(quiet, steps=WARM_UP + steps)
             if summaries[-1].status != "interrupted":
                 with meter.window("steps") as window:
                     summaries.append(trainer.run(stop, report))

@@ -90,8 +90,8 @@ class Settings:
     """What to compare: strategies, also as copies of the model (copies, phantom-copies), in a layout of ranks x copies
     (phantom@2x2, dense@1x1 on one rank), or with another format of exchanged values (tensor+int8); small-dense is the
     smallest dense model that reaches the loss."""
-    measure: Literal["loss", "speed"] = "loss"
-    """Whether to train to the loss, or to time steps only."""
+    measure: Literal["loss", "speed", "decode"] = "loss"
+    """Whether to train to the loss, to time steps only, or to time a token that is decoded after half the context."""
     target_loss: float | None = None
     """Held-out loss to train to; by default the loss that every strategy reached in the search."""
     smaller: dict[str, Any] = field(default_factory=dict)  # sizes of small-dense, found when it runs
@@ -136,6 +136,10 @@ class Settings:
     def __post_init__(self) -> None:
         if not self.strategies or len(set(self.strategies)) != len(self.strategies):
             raise ValueError(f"strategies must be one or more, each once, got {list(self.strategies)}")
+        if self.measure == "decode":
+            get_family(self.family).require("text_generation")
+            if trains := [each.name for each in self.contenders if not each.decodes]:
+                raise ValueError(f"to decode, strategies must be of one copy with whole layers, got {trains[0]}")
         self.configs()
         for contender in self.modelled_contenders:
             self.config(contender)

@@ -13,12 +13,19 @@ MEASURES: dict[str, tuple[str, str]] = {
     "steps": ("steps", "steps"),
     "seconds": ("time", "s"),
     "step_seconds": ("step time", "s"),
+    "token_seconds": ("time per token", "s"),
+    "first_token_seconds": ("time to the first token", "s"),
     "joules": ("modelled energy", "J"),
     "measured_joules": ("measured energy", "J"),
     "joules_per_sample": ("modelled energy per sample", "J"),
+    "joules_per_token": ("modelled energy per token", "J"),
     "least_joules": ("least energy, of the FLOPs at the peak", "J"),
     "energy_gap": ("modelled energy above the least", "%"),
     "mfu": ("MFU, share of the peak FLOP/s", "%"),
+    "rank_hours": ("rank-hours", ""),
+    "watts_per_rank": ("modelled power per rank", "W"),
+    "samples_per_rank_hour": ("samples per rank-hour", ""),
+    "steps_per_rank_hour": ("steps per rank-hour", ""),
     "bytes": ("bytes exchanged", "B"),
     "bytes_per_step": ("bytes exchanged per step", "B"),
     "flops": ("FLOPs", "FLOP"),
@@ -29,7 +36,7 @@ MEASURES: dict[str, tuple[str, str]] = {
     "latency": ("inference latency", "s"),
     "inference_joules": ("inference energy per sample", "J"),
 }
-TO_THE_LOSS = ("steps", "seconds", "joules", "measured_joules", "least_joules", "flops", "bytes")
+TO_THE_LOSS = ("steps", "seconds", "joules", "measured_joules", "least_joules", "rank_hours", "flops", "bytes")
 PREFIXES = {1e15: "P", 1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k", 1.0: "", 1e-3: "m", 1e-6: "µ", 1e-9: "n"}
 
 
