@@ -5,25 +5,19 @@ training by the losses of every step and the model's bytes.
 """
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import phantom_parallel
 from tests.campaign.artefacts import GPT, TEACHER, make_artefacts
 from tests.campaign.tally import Problem, Tally
-from tests.distributed.sockets import processes_with
+from tests.cli.commands import Command, send
 
 # What is sent to whom, and the exit codes that are right then. Signals that end a process give shells 128 + number.
 HOW: dict[str, tuple[str, signal.Signals, tuple[int, ...]]] = {
@@ -36,69 +30,6 @@ HOW: dict[str, tuple[str, signal.Signals, tuple[int, ...]]] = {
 }
 FFN = ["--width", "16", "--depth", "2", "--blocks", "2", "--ghosts", "2", "--batch", "8", *TEACHER]
 STEPS = ["--steps", "120", "--log-every", "1", "--eval-every", "10", "--checkpoint-every", "3", "--seed", "3"]
-
-
-MARK = "PHANTOM_CAMPAIGN_MARK"  # in the environment of what is started, by which what is left behind is found
-ORPHAN_SECONDS = 15.0  # in which the ranks of a launcher that ended must be gone
-DEADLINE = 900.0  # seconds: far above what any command here needs on a busy machine, so that it only ends a hang
-
-
-class Command:
-    """``phantom`` with these arguments, with its stderr in a file of ``folder``."""
-
-    def __init__(self, folder: Path, *arguments: object) -> None:
-        self.mark = uuid.uuid4().hex
-        self._err = folder / f"{self.mark[:8]}.err"
-        source, root = Path(phantom_parallel.__file__).parents[1], Path(__file__).parents[2]
-        environment = {MARK: self.mark, "PYTHONPATH": f"{source}:{root}", "OMP_NUM_THREADS": "1"}
-        with open(self._err, "wb") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "phantom_parallel.cli.main", *map(str, arguments)],
-                env=os.environ | environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=stderr,
-            )
-
-    def ranks(self) -> list[int]:
-        """The processes of its ranks."""
-        return [pid for pid in processes_with(MARK, self.mark) if pid != self.process.pid]
-
-    def wait(self) -> int | None:
-        """The exit code; None if it did not end in time, and then it is killed."""
-        with suppress(subprocess.TimeoutExpired):
-            return self.process.wait(DEADLINE)
-        for pid in processes_with(MARK, self.mark):
-            send(pid, signal.SIGKILL)
-        self.process.wait()
-        return None
-
-    def orphans(self) -> Iterator[Problem]:
-        """Processes that still run some seconds after the command has ended; they are killed then."""
-        until = time.monotonic() + ORPHAN_SECONDS
-        while (left := processes_with(MARK, self.mark)) and time.monotonic() < until:
-            time.sleep(0.1)
-        for pid in left:
-            send(pid, signal.SIGKILL)
-            yield "orphan", f"process {pid} is left after {ORPHAN_SECONDS:.0f} s"
-
-    @property
-    def stderr(self) -> str:
-        return self._err.read_text(errors="replace")
-
-    def catches_signals(self) -> bool:
-        """Whether the command's own handler of SIGTERM is at work: before that, Python answers with a traceback."""
-        with suppress(OSError, StopIteration):
-            status = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
-            caught = next(line for line in status if line.startswith("SigCgt:"))
-            return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
-        return False
-
-
-def send(pid: int, number: signal.Signals) -> None:
-    """Send a signal to a process that may have ended."""
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)
 
 
 @dataclass(frozen=True)
@@ -133,7 +64,7 @@ def jobs(root: Path) -> list[Job]:
 
 def run(tally: Tally, count: int, seed: int) -> None:
     """Kill commands ``count`` times."""
-    again = f"python -m tests.campaign --seed {seed} --inputs 0 --differences 0 --kills {count}"
+    again = f"python -m tests.campaign --seed {seed} --inputs 0 --kills {count}"
     with tempfile.TemporaryDirectory(prefix="campaign-") as temporary:
         root = Path(temporary)
         drawable = jobs(make_artefacts(root / "artefacts")) if count else []

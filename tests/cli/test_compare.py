@@ -1,65 +1,33 @@
 """``phantom compare`` and ``phantom study`` as a user calls them."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from phantom_parallel.cli import main as program
 from phantom_parallel.study.settings import SearchSettings, Settings
+from tests.cli.commands import phantom
+from tests.study.sample import TRAINING
 
-SMALL = """
+SMALL = f"""
 strategies = ["phantom", "tensor"]
 target_loss = 0.6
 steps = 60
 seeds = 2
 inference_batches = [2]
 inference_turns = 2
-[training]
-width = 16
-depth = 2
-blocks = 4
-ghosts = 2
-ranks = 1
-batch = 16
-samples = 256
-teacher_ghosts = 2
-eval_every = 5
-[search]
-learning_rates = [0.02, 0.04]
-steps = 40
-extend = 0
+{TRAINING}
 """
-STUDY = """
+STUDY = f"""
 question = "how fast?"
 measure = "speed"
 strategies = ["phantom", "tensor"]
 timed_steps = 2
 seeds = 1
-[training]
-width = 16
-depth = 2
-blocks = 4
-ghosts = 2
-batch = 16
-samples = 256
-teacher_ghosts = 2
+{TRAINING}
 [[cells]]
 batch = [8, 16]
 """
-DEADLINE = 300.0  # seconds: far above what is needed, so that it only ends a hang
-
-
-def phantom(*arguments: str | Path) -> int:
-    try:
-        return program.main([str(argument) for argument in arguments])
-    except SystemExit as error:
-        return int(error.code or 0)
 
 
 @pytest.fixture
@@ -69,8 +37,7 @@ def preset(tmp_path) -> Path:
     return path
 
 
-def test_two_ranks_are_compared_and_the_answer_comes_first(tmp_path, preset, capfd, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+def test_two_ranks_are_compared_and_the_answer_comes_first(tmp_path, preset, capfd):
     out = tmp_path / "out"
     assert phantom("compare", "--preset", preset, "--ranks", 2, "--out", out) == 0
     printed = capfd.readouterr()
@@ -127,7 +94,6 @@ def test_options_replace_settings_training_search_and_what_cells_vary(tmp_path, 
     ("arguments", "message"),
     [
         (("compare", "--ranks", 3, "--out", "OUT"), "3 ranks do not divide blocks=4"),
-        (("compare", "--data", "none.npz", "--out", "OUT"), "there is no data"),
         (("compare", "--resume"), "--resume needs --out"),
         (("compare", "--report-only", "--out", "OUT"), "is not a result of phantom compare"),
         (("study", "speed"), "there is no 'speed': there are batch, ghosts, links, scaling"),
@@ -149,17 +115,11 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path, capsys, arguments, mess
     [
         (("compare",), ("--width INT", "(default: 1024, of the preset quick)", "--search-steps"), ("--lr ", "--seed ")),
         (("compare", "gpt"), ("--dim INT", "(default: 1.8, of the preset gpt)", "--eval-windows"), ("--width",)),
-        (
-            ("study", "ghosts"),
-            ("(default: 512, of the study ghosts)", "--learning-rates", "--search-steps"),
-            ("--dim",),
-        ),
         (("study", "batch"), ("(default: 32 128 512 1536, of the study batch)", "--measure {loss,speed}"), ()),
         (("study",), ("NAME", "links", "ghosts"), ()),
     ],
 )
-def test_help_shows_the_values_of_the_preset(capsys, monkeypatch, arguments, shown, hidden):
-    monkeypatch.setenv("COLUMNS", "80")
+def test_help_shows_the_values_of_the_preset(capsys, arguments, shown, hidden):
     assert phantom(*arguments, "--help") == 0
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "default: None" not in text
@@ -167,40 +127,3 @@ def test_help_shows_the_values_of_the_preset(capsys, monkeypatch, arguments, sho
         assert part in text
     for part in hidden:
         assert f" {part}" not in text
-
-
-def test_an_unknown_strategy_and_an_occupied_folder(tmp_path, preset, capsys):
-    assert phantom("compare", "--strategies", "magic", "--out", tmp_path / "out") == 2
-    assert "magic" in capsys.readouterr().err
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").write_text("precious")
-    assert phantom("compare", "--preset", preset, "--out", tmp_path / "out") == 2
-    assert "not an empty folder" in capsys.readouterr().err
-    assert (tmp_path / "out" / "mine").read_text() == "precious"
-
-
-@pytest.mark.slow
-def test_ctrl_c_keeps_finished_cells(tmp_path, preset):
-    out = tmp_path / "out"
-    preset.write_text(SMALL.replace("steps = 60", "steps = 60000").replace("target_loss = 0.6", "target_loss = 1e-9"))
-    command = [sys.executable, "-m", "phantom_parallel.cli.main", "compare", "--preset", str(preset)]
-    command += ["--out", str(out), "--ranks", "2", "--strategies", "phantom", "tensor"]
-    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    try:
-        deadline = time.monotonic() + DEADLINE
-        cells = out / "cells"
-        while not (cells.exists() and len(list(cells.glob("*.json"))) >= 4):  # the search is done, a long training runs
-            assert time.monotonic() < deadline
-            assert running.poll() is None
-            time.sleep(0.1)
-        time.sleep(0.5)
-        running.send_signal(signal.SIGINT)
-        _, error = running.communicate(timeout=DEADLINE)
-    finally:
-        running.kill()
-    assert running.returncode == 130
-    assert "Traceback" not in error
-    assert len(list(cells.glob("*.json"))) == 4
-    assert not list(cells.glob(".*"))
-    settings = json.loads((out / "settings.json").read_text())
-    assert settings["training"]["ranks"] == 2

@@ -9,6 +9,9 @@ from phantom_parallel.cost.planner import Layout, ModelSizes
 from phantom_parallel.families.gpt.config import GPTConfig
 from phantom_parallel.families.gpt.model import GPT
 
+SMALL = ["gpt", "--vocab", "64", "--dim", "64", "--layers", "2", "--heads", "8", "--hidden", "64"]
+SMALL += ["--context", "16", "--batch", "4", "--ranks", "4"]
+
 
 def test_the_table_says_that_formulas_agree(capsys):
     assert main(["dryrun", "--width", "1024", "--depth", "2", "--ranks", "8", "--ghosts", "4", "--batch", "16"]) == 0
@@ -21,12 +24,12 @@ def test_the_table_says_that_formulas_agree(capsys):
 def test_json_has_the_counts_in_each_wire_format(capsys, wire, row):
     small = ["dryrun", "--strategy", "tensor", "--width", "64", "--depth", "2", "--ranks", "4", "--rank", "3", "--json"]
     assert main([*small, "--wire", wire]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["formulas_agree"]
-    assert found["settings"]["wire"] == wire
-    assert found["flops"] == {"forward": 2 * 2 * 64 * 64 * 16, "backward": 3 * 2 * 64 * 64 * 16}
-    assert found["all_ranks"]["flops"] == 4 * 5 * 2 * 64 * 64 * 16
-    assert found["sent_bytes"] == {"forward": 2 * 3 * 64 * row, "backward": 3 * 64 * row, "sync": 0}
+    actual = json.loads(capsys.readouterr().out)
+    assert actual["formulas_agree"]
+    assert actual["settings"]["wire"] == wire
+    assert actual["flops"] == {"forward": 2 * 2 * 64 * 64 * 16, "backward": 3 * 2 * 64 * 64 * 16}
+    assert actual["all_ranks"]["flops"] == 4 * 5 * 2 * 64 * 64 * 16
+    assert actual["sent_bytes"] == {"forward": 2 * 3 * 64 * row, "backward": 3 * 64 * row, "sync": 0}
 
 
 def test_bytes_inside_blocks_and_between_them_are_told_apart(capsys):
@@ -34,33 +37,21 @@ def test_bytes_inside_blocks_and_between_them_are_told_apart(capsys):
     shared = ["dryrun", "--strategy", "phantom", "--width", "65536", "--depth", "2"]
     shared += ["--blocks", "128", "--ranks", "1024", "--ghosts", "64"]
     assert main([*shared, "--rank", "9", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["formulas_agree"]
+    actual = json.loads(capsys.readouterr().out)
+    assert actual["formulas_agree"]
     row = 64 * 4  # bytes of a word of each row
     features, ghosts, between = 7 * 64 * row, 7 * 128 * 8 * row, 127 * 8 * row
-    assert found["sent_bytes_inside_blocks"] == {
+    assert actual["sent_bytes_inside_blocks"] == {
         "forward": 2 * (features + ghosts),
         "backward": features + 2 * ghosts,  # the first layer's input needs no gradient
         "sync": 0,
     }
     for phase in ("forward", "backward"):
-        assert found["sent_bytes"][phase] - found["sent_bytes_inside_blocks"][phase] == 2 * between
+        assert actual["sent_bytes"][phase] - actual["sent_bytes_inside_blocks"][phase] == 2 * between
     assert main(["dryrun", "--width", "64", "--depth", "1", "--blocks", "4", "--ranks", "8", "--ghosts", "4"]) == 0
     shown = capsys.readouterr().out
     assert "phantom on 8 ranks, 4 blocks of 2 ranks, 4 ghosts, rank 0" in shown
     assert "inside blocks of 2 ranks" in shown
-
-
-@pytest.mark.parametrize("arguments", [["--strategy", "fsdp"], ["--strategy", "pipeline", "--micro-batches", "8"]])
-@pytest.mark.parametrize("family", [["gpt", "--vocab", "64", "--dim", "64", "--heads", "4"]])
-def test_fsdp_and_pipelines_agree_with_their_formulas(capsys, arguments, family):
-    depth = ["--layers", "4", "--context", "16"]
-    options = [*family, *depth, *arguments, "--ranks", "4", "--dp", "2", "--batch", "16", "--rank", "3"]
-    assert main(["dryrun", *options]) == 0
-    assert "Formulas and code agree in every term" in capsys.readouterr().out
-    assert main(["dryrun", *options, "--communication"]) == 0
-    shown = capsys.readouterr().out
-    assert "send" in shown if "pipeline" in arguments else "all_gather" in shown
 
 
 @pytest.mark.parametrize(
@@ -70,6 +61,10 @@ def test_fsdp_and_pipelines_agree_with_their_formulas(capsys, arguments, family)
         (["--strategy", "tensor", "--ghosts", "4"], "belong to the strategy phantom"),
         (["--dp", "3"], "dp=3 does not divide batch=64: use 2 or 4"),
         (["--rank", "99"], "rank must be from 0 to 15, got 99"),
+        ([*SMALL, "--strategy", "dense"], "dense runs on one rank"),
+        ([*SMALL, "--strategy", "fsdp", "--mode", "decode"], "fsdp is for training: decode runs on ranks by megatron"),
+        ([*SMALL, "--ghosts", "4", "--communication", "--mode", "decode"], "leave out --mode decode"),
+        ([*SMALL, "--strategy", "dense", "--ranks", "1", "--communication"], "one rank sends nothing"),
         (["--like", "llama-3.1-9b"], "there is no model 'llama-3.1-9b': did you mean 'llama-3.1-8b'? There are llama"),
         (["ffn", "--like", "mistral-7b"], "mistral-7b is a model of the family gpt, not ffn"),
         (["--like", "mistral-7b", "--model", "x"], "both name a model: leave one out"),
@@ -95,31 +90,26 @@ def test_a_machine_has_the_time_the_energy_and_the_gap_to_the_least(capsys):
     assert f"MFU {100 * modelled['mfu']:.1f} %" in " ".join(capsys.readouterr().out.split())
 
 
-PUBLISHED = {"llama-3.1-8b": 8_030_261_248, "smollm2-135m": 134_515_008}
+PUBLISHED = {
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.2-1b": 1_235_814_400,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-7b": 7_615_616_512,
+    "smollm2-135m": 134_515_008,
+}
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_a_well_known_model_has_its_published_number_of_parameters(capsys, name):
-    assert main(["dryrun", "--like", name, "--strategy", "dense", "--ranks", "1", "--context", "16", "--json"]) == 0
+def test_well_known_models_have_their_published_numbers_of_parameters(capsys):
+    for name, parameters in PUBLISHED.items():
+        family, sizes = model_defaults(None, ["--like", name])
+        assert ModelSizes(family, sizes).shape(Layout("dense", 1, 1), batch=1).model_parameters == parameters
+    options = ["--like", name, "--strategy", "dense", "--ranks", "1", "--context", "16", "--json"]
+    assert main(["dryrun", *options]) == 0
     counted = json.loads(capsys.readouterr().out)
     assert counted["formulas_agree"]
     assert counted["model_parameters"] == PUBLISHED[name]
     assert counted["settings"]["context"] == 16  # an option replaces what the model has
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("llama-3.1-70b", 70_553_706_496),
-        ("llama-3.2-1b", 1_235_814_400),
-        ("mistral-7b", 7_241_732_096),
-        ("qwen2.5-7b", 7_615_616_512),
-    ],
-)
-def test_formulas_have_the_published_parameters_of_the_others(name, parameters):
-    family, sizes = model_defaults(None, ["--like", name])
-    layout = Layout("dense", 1, 1)
-    assert ModelSizes(family, sizes).shape(layout, batch=1).model_parameters == parameters
 
 
 def test_sizes_come_from_the_config_of_a_folder(tmp_path, capsys):
@@ -138,54 +128,23 @@ def test_sizes_come_from_the_config_of_a_folder(tmp_path, capsys):
     assert (settings["vocab"], settings["dim"], settings["ranks"], settings["blocks"]) == (64, 128, 4, 4)
 
 
-SMALL = ["dryrun", "gpt", "--vocab", "64", "--dim", "64", "--layers", "2", "--heads", "8", "--hidden", "64"]
-SMALL += ["--context", "16", "--batch", "4", "--ranks", "4"]
-
-
-@pytest.mark.parametrize("arguments", [["--ghosts", "4", "--tie-embeddings"], ["--strategy", "megatron"]])
-@pytest.mark.parametrize("mode", ["train", "decode"])
-def test_a_transformer_agrees_with_its_formulas(capsys, arguments, mode):
-    assert main([*SMALL, *arguments, "--mode", mode]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "Formulas and code agree in every term" in text
-    assert ("memory, cache" in text) == (mode != "train")
-
-
 def test_a_transformers_json_has_the_counts(capsys):
-    assert main([*SMALL, "--strategy", "megatron", "--dp", "2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    assert main(["dryrun", *SMALL, "--strategy", "megatron", "--dp", "2", "--json"]) == 0
+    actual = json.loads(capsys.readouterr().out)
     rows, per_layer = 32, 64 * (3 * 64 + 64 + 2 * 64 + 64) + 2 * 16 * 64
-    assert found["formulas_agree"]
-    assert found["settings"]["batch"] == 4
-    assert found["settings"]["layers"] == 2
-    assert found["flops"]["forward"] == 2 * rows * (2 * per_layer + 64 * 64) // 4
-    assert found["sent_bytes"]["backward"] == 5 * (2 * 3 * rows * 64 * 4 // 4)
+    assert actual["formulas_agree"]
+    assert actual["settings"]["batch"] == 4
+    assert actual["settings"]["layers"] == 2
+    assert actual["flops"]["forward"] == 2 * rows * (2 * per_layer + 64 * 64) // 4
+    assert actual["sent_bytes"]["backward"] == 5 * (2 * 3 * rows * 64 * 4 // 4)
 
 
 def test_communication_is_a_table_or_json(capsys):
-    assert main([*SMALL, "--ghosts", "4", "--communication"]) == 0
+    assert main(["dryrun", *SMALL, "--ghosts", "4", "--communication"]) == 0
     text = capsys.readouterr().out
     for word in ("prefill", "decode", "forward", "backward", "megatron", "all_reduce", "reduce_scatter"):
         assert word in text
-    assert main([*SMALL, "--ghosts", "4", "--communication", "--json"]) == 0
+    assert main(["dryrun", *SMALL, "--ghosts", "4", "--communication", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     whole = sum(row["sent_bytes"] for row in rows if row["profile"] == "megatron" and row["phase"] == "forward")
     assert whole == 5 * (2 * 3 * 64 * 64 * 4 // 4) + 3 * 64 * 3 * 4
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--ghosts", "4", "--heads", "6"], "heads=6 does not divide dim=64"),
-        (["--strategy", "dense"], "dense runs on one rank"),
-        (["--ghosts", "17"], "ghosts=17 is larger than a block of 16 input features"),
-        (["--strategy", "fsdp", "--mode", "decode"], "fsdp is for training: decode runs on ranks by megatron"),
-        (["--ghosts", "4", "--communication", "--mode", "decode"], "leave out --mode decode"),
-        (["--strategy", "dense", "--ranks", "1", "--communication"], "one rank sends nothing"),
-    ],
-)
-def test_bad_input_of_a_transformer_is_one_line_and_exit_code_2(capsys, arguments, message):
-    assert main([*SMALL, *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in " ".join(error.split())
-    assert "Traceback" not in error

@@ -11,6 +11,7 @@ import torch
 from phantom_parallel import FFN, FFNConfig, save_model
 from phantom_parallel.cli.main import main
 from phantom_parallel.infer.evaluate import EvalConfig, evaluate_text
+from tests.conversion.test_api import pretrained
 
 VOCAB = 11
 
@@ -78,23 +79,13 @@ def test_a_model_of_transformers_beside_the_dense_one(tmp_path, capsys):
     words = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "while", "it", "rains"]
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(sorted(set(words)))}))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=16,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            max_position_embeddings=64,
-        )
-    ).eval()
+    model = pretrained("llama", max_position_embeddings=64)
     ids = torch.tensor([tokenizer.encode(" ".join(words * 3)).ids])
     expected = {"against": float(model(ids, labels=ids).loss.detach())}
     (tmp_path / "text.txt").write_text(" ".join(words * 3))
     for name in ("against", "model"):
         if name == "model":
-            convert(model, [torch.randint(16, (4, 60))], blocks=4, ghosts=2)
+            convert(model, [torch.randint(60, (4, 60))], blocks=4, ghosts=2)
             expected["model"] = float(model(ids, labels=ids).loss.detach())
         model.save_pretrained(tmp_path / name)
         transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / name)

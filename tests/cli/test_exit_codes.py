@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 
 from phantom_parallel.cli import exit_codes
-from phantom_parallel.cli import main as program
 from phantom_parallel.cli.exit_codes import exit_code
 from phantom_parallel.distributed.signals import Interrupted, LossDiverged, RankDied
-
-DEADLINE = 300.0  # seconds: far above what is needed, so that it only ends a hang
+from tests.cli.commands import Command, phantom
 
 
 @pytest.mark.parametrize(
@@ -40,17 +38,11 @@ def test_an_interruption_has_the_code_of_the_last_signal(monkeypatch):
 
 
 def test_control_characters_of_a_name_do_not_reach_the_terminal(capfd):
-    assert program.main(["infer", "--model", "\x1b]0;title\x07\x9b31mname"]) == 2
+    assert phantom("infer", "--model", "\x1b]0;title\x07\x9b31mname") == 2
     message = capfd.readouterr().err
     assert "\\x1b]0;title\\x07\\x9b31mname" in message
     assert message.count("\n") == 1
     assert [character for character in message[:-1] if not character.isprintable()] == []
-
-
-def handles(pid: int, number: int) -> bool:
-    """Whether the process has a handler for a signal."""
-    line = next(x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith("SigCgt:"))
-    return bool(int(line.split()[1], 16) >> (number - 1) & 1)
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="waits for the handler through /proc")
@@ -59,31 +51,20 @@ def handles(pid: int, number: int) -> bool:
     [
         (signal.SIGINT, 0.2),
         pytest.param(signal.SIGTERM, 1.0, marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, 2.0, marks=pytest.mark.slow),
         pytest.param(signal.SIGHUP, 4.0, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_during_imports_gives_an_exit_code_and_no_traceback(tmp_path, number, seconds):
-    command = [sys.executable, "-m", "phantom_parallel.cli.main", "train", "--out", str(tmp_path / "run")]
-    command += ["--ranks", "2", "--steps", "1000000", "--width", "16", "--ghosts", "2", "--teacher-ghosts", "2"]
-    process = subprocess.Popen(
-        command,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # nohup lets its children ignore SIGHUP
-    )
-    try:
-        while not handles(process.pid, signal.SIGTERM):
-            assert process.poll() is None
+    sizes = ["--width", "16", "--ghosts", "2", "--teacher-ghosts", "2"]
+    options = ["--out", tmp_path / "run", "--ranks", "2", "--steps", "1000000", *sizes]
+    with Command(tmp_path, "train", *options) as command:
+        while not command.catches_signals():
+            assert command.process.poll() is None
         time.sleep(seconds)
-        process.send_signal(number)
-        out, error = process.communicate(timeout=DEADLINE)
-    finally:
-        process.kill()
-    assert process.returncode == 128 + number, error
-    assert "Traceback" not in error
-    assert out == ""
+        command.process.send_signal(number)
+        assert command.wait() == 128 + number, command.stderr
+    assert "Traceback" not in command.stderr
+    assert command.stdout == ""
 
 
 @pytest.mark.parametrize(
@@ -96,11 +77,7 @@ def test_ranks_of_an_external_launch_print_a_mistake_once(tmp_path, monkeypatch,
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", rank)
-        try:
-            code = program.main(["train", "--out", str(tmp_path / "run"), *arguments])
-        except SystemExit as left:
-            code = left.code
-        assert code == 2
+        assert phantom("train", "--out", tmp_path / "run", *arguments) == 2
         told = capfd.readouterr()
         printed.append(told.out + told.err)
     assert message in printed[0]
@@ -110,7 +87,7 @@ def test_ranks_of_an_external_launch_print_a_mistake_once(tmp_path, monkeypatch,
 def test_the_first_rank_of_another_host_names_itself(tmp_path, monkeypatch, capfd):
     for name, value in {"RANK": "4", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
-    assert program.main(["train", "--out", str(tmp_path / "run"), "--blocks", "3"]) == 2
+    assert phantom("train", "--out", tmp_path / "run", "--blocks", "3") == 2
     assert capfd.readouterr().err.startswith("error on rank 4: blocks=3 does not divide")
 
 

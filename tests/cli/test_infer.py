@@ -1,29 +1,21 @@
 """``phantom infer`` as a user calls it."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from phantom_parallel.cli import main as program
 from phantom_parallel.cost.hardware import Figure, dump_profile, load_profile
+from tests.cli.commands import only_line
+from tests.cli.commands import phantom as command
 from tests.infer.models import BLOCKS, DEPTH, GHOSTS, WIDTH, known, rows
 
+phantom = partial(command, "infer", "--turns", 2)
 ROWS = 11
-DEADLINE = 300.0  # seconds: far above what is needed, so that it only ends a hang
-
-
-@pytest.fixture(autouse=True)
-def _no_profiles(tmp_path, monkeypatch):
-    monkeypatch.setenv("PHANTOM_PROFILES", str(tmp_path / "profiles"))
 
 
 @pytest.fixture
@@ -31,13 +23,6 @@ def folder(tmp_path) -> Path:
     known().save(tmp_path / "model")
     np.save(tmp_path / "x.npy", rows(ROWS))
     return tmp_path
-
-
-def phantom(*arguments: str | Path) -> int:
-    try:
-        return program.main(["infer", *map(str, arguments), "--turns", "2"])
-    except SystemExit as left:
-        return int(left.code or 0)
 
 
 def expected() -> np.ndarray:
@@ -79,7 +64,7 @@ def test_predictions_and_what_they_cost(folder, capfd, ranks):
 
 
 def test_the_table_on_random_rows(folder, capfd):
-    assert program.main(["infer", "--model", str(folder / "model"), "--turns", "20"]) == 0
+    assert command("infer", "--model", folder / "model", "--turns", 20) == 0
     captured = capfd.readouterr()
     for line in ("1 rank (cpu), batch 64", "95 %", "energy per sample", "Largest difference between"):
         assert line in captured.out
@@ -132,12 +117,6 @@ def test_the_watts_are_those_asked_for_or_this_machines_or_assumed(folder, capfd
     assert "Energy is unavailable" in energy(capfd)
 
 
-def failed(capfd) -> str:
-    lines = capfd.readouterr().err.strip().splitlines()
-    assert len(lines) == 1, lines
-    return lines[0]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -159,7 +138,7 @@ def test_a_mistake_is_one_line_and_exit_code_2_before_any_rank_starts(folder, ca
     before = sorted(path.name for path in folder.iterdir())
     chosen = [argument.replace("{folder}", str(folder)) for argument in arguments]
     assert phantom("--model", folder / "model", *chosen) == 2
-    assert message in failed(capfd)
+    assert message in only_line(capfd.readouterr().err)
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
@@ -168,17 +147,17 @@ def test_damaged_files_are_one_line_and_exit_code_2(folder, capfd):
     np.savez_compressed(path, x=rows(2000))
     path.write_bytes(path.read_bytes()[:-1000])
     assert phantom("--model", folder / "model", "--inputs", path) == 2
-    assert f"{path} is not readable as inputs: " in failed(capfd)
+    assert f"{path} is not readable as inputs: " in only_line(capfd.readouterr().err)
     weights = folder / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     assert phantom("--model", folder / "model", "--ranks", "2") == 2
-    assert "not readable as safetensors" in failed(capfd)
+    assert "not readable as safetensors" in only_line(capfd.readouterr().err)
 
 
 def test_the_folder_of_a_training_is_taken_for_what_it_is(folder, capfd):
     (folder / "config.json").write_text('{"width": 24}')
     assert phantom("--model", folder) == 2
-    assert f"did you mean {folder / 'model'}?" in failed(capfd)
+    assert f"did you mean {folder / 'model'}?" in only_line(capfd.readouterr().err)
 
 
 @pytest.mark.slow
@@ -201,31 +180,3 @@ def test_an_existing_file_is_replaced_only_when_asked(folder, capfd):
     assert out.read_text() == "kept"
     assert phantom(*given, "--overwrite") == 0
     np.testing.assert_allclose(np.load(out), expected(), rtol=1e-11, atol=1e-11)
-
-
-@pytest.mark.slow
-def test_sigterm_leaves_no_file_behind(folder):
-    many = np.lib.format.open_memmap(folder / "many.npy", "w+", np.float32, (1_000_000, WIDTH))
-    del many  # a file with holes: nothing is written
-    before = sorted(path.name for path in folder.iterdir())
-    given = ["--model", folder / "model", "--inputs", folder / "many.npy", "--out", folder / "out.npy"]
-    code = "import sys; from phantom_parallel.cli import main as m; sys.exit(m.main(sys.argv[1:]))"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "infer", *map(str, given), "--batch", "1", "--ranks", "2"],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"TERM": "dumb"},
-    )
-    try:
-        end = time.monotonic() + DEADLINE
-        while not any(path.stat().st_size > 4096 for path in folder.glob(".writing-out.npy-*")):
-            assert process.poll() is None, process.stderr.read()
-            assert time.monotonic() < end
-            time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        _, stderr = process.communicate(timeout=DEADLINE)
-    finally:
-        process.kill()
-    assert "stopped" in stderr
-    assert process.returncode == 143
-    assert sorted(path.name for path in folder.iterdir()) == before

@@ -15,6 +15,7 @@ import pytest
 from phantom_parallel.distributed import hosts as namespaces
 from phantom_parallel.distributed.hosts import Hosts, why_unavailable
 from phantom_parallel.distributed.launch import launch, launch_defaults
+from phantom_parallel.distributed.signals import RankDied
 from phantom_parallel.utils.network import Network
 from tests.distributed import workers
 from tests.distributed.sockets import MARK, processes_with
@@ -72,6 +73,11 @@ def test_a_link_is_as_slow_as_its_rate_and_loopback_is_not(seen):
     assert seen["ranks"][0]["inside_seconds"] < seen["ranks"][0]["between_seconds"] / 3
 
 
+def test_a_rank_that_dies_is_named_with_its_host():
+    with pytest.raises(RankDied, match=r"rank 1 \(host 1\) died.*SIGKILL"):
+        launch(2, workers.fail, "kill", network=Network(2))
+
+
 def test_nothing_is_left_after_a_launch(seen):
     assert seen["left"] == seen["new"] == set()
 
@@ -125,7 +131,3 @@ def test_a_killed_launcher_leaves_no_rank_and_no_namespace(tmp_path, mark):
     while processes_with(MARK, mark) and time.monotonic() < end:
         time.sleep(0.1)
     assert processes_with(MARK, mark) == []
-
-
-def test_addresses_are_those_of_hosts():
-    assert [namespaces.address(host) for host in (0, 249, 250)] == ["10.78.0.1", "10.78.0.250", "10.78.1.1"]

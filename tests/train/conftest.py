@@ -1,13 +1,1 @@
-from collections.abc import Iterator
-
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small are slower on more, and far slower where others use the cores too."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+from tests.families.conftest import one_thread  # noqa: F401 (a fixture that every test uses)

@@ -5,16 +5,18 @@ import pytest
 from phantom_parallel.families.ffn.config import FFNTrainConfig
 
 PHANTOM = {"width": 16, "depth": 2, "blocks": 4, "ghosts": 2, "teacher_ghosts": 2}
+DENSE = {"strategy": "dense", "blocks": None, "ghosts": None}
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"blocks": 3}, "blocks=3 does not divide"),
-        ({"ranks": 3}, "3 ranks do not divide blocks=4"),
-        ({"strategy": "tensor"}, "blocks and ghosts belong to the strategy phantom"),
-        ({"strategy": "dense", "blocks": None, "ghosts": None, "ranks": 2}, "dense runs on one rank"),
-        ({"strategy": "dense", "blocks": None, "ghosts": None, "lr_local": 2.0}, "belong to the strategy phantom"),
+        (DENSE | {"strategy": "tensor", "blocks": 4}, "blocks and ghosts belong to the strategy phantom"),
+        (DENSE | {"ranks": 2}, "dense runs on one rank"),
+        (DENSE | {"lr_local": 2.0}, "belong to the strategy phantom"),
+        (DENSE | {"strategy": "fsdp", "ranks": 3, "batch": 16}, "batch=16 is not a multiple of dp=1 times"),
+        (DENSE | {"strategy": "pipeline", "ranks": 4}, "needs a layer for each, got 2: use at most 2 ranks"),
+        (DENSE | {"strategy": "pipeline", "ranks": 2, "micro_batches": 5, "batch": 16}, "batch=16 is not a multiple"),
         ({"batch": 10, "dp": 4}, "use 8 or 12"),
         ({"steps": 0}, "steps must be a positive whole number, got 0"),
         ({"lr": float("nan")}, "lr must be a number above 0, got nan"),
