@@ -1,1 +1,1 @@
-"""A campaign against the commands: malformed inputs, kills at random moments, full disks, and ranks that differ."""
+"""A campaign against the commands: malformed inputs, and kills at random moments."""

@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 
-from tests.campaign import disagreement, inputs, kills
+from tests.campaign import inputs, kills
 from tests.campaign.tally import Tally
 
 
@@ -13,15 +13,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.campaign", description=__doc__)
     parser.add_argument("--kills", type=int, default=25, help="processes to kill or stop at random moments")
     parser.add_argument("--inputs", type=int, default=1_000, help="malformed inputs to try")
-    parser.add_argument("--differences", type=int, default=75, help="models of which one rank builds another")
     parser.add_argument("--seed", type=int, default=0, help="the same seed makes the same cases")
-    parser.add_argument("--first", type=int, default=0, help="number of the first malformed input, or difference")
+    parser.add_argument("--first", type=int, default=0, help="number of the first malformed input")
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let background commands ignore it
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # folders are removed
     start, tally = time.monotonic(), Tally(progress=True)
     inputs.run(tally, options.inputs, options.seed, options.first)
-    disagreement.run(tally, options.differences, options.seed, options.first)
     kills.run(tally, options.kills, options.seed)
     seconds = time.monotonic() - start
     print(f"\n{tally.table()}\n\n{seconds:.0f} s, seed {options.seed}")

@@ -46,7 +46,7 @@ def run(tally: Tally, count: int, seed: int, first: int = 0) -> None:
     """Try ``count`` cases from ``first`` on. Commands that would start ranks end there."""
     if not count:
         return
-    again = f"python -m tests.campaign --seed {seed} --kills 0 --differences 0 --inputs 1 --first "
+    again = f"python -m tests.campaign --seed {seed} --kills 0 --inputs 1 --first "
     before = signal.signal(signal.SIGPROF, _raise(_OutOfTime))
     with tempfile.TemporaryDirectory(prefix="campaign-") as temporary:
         artefacts = make_artefacts(Path(temporary) / "artefacts")

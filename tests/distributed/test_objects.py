@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from phantom_parallel import PhantomLinear, RanksDisagree, TensorLinear
+from phantom_parallel import FFN, GPT, FFNConfig, GPTConfig, PhantomLinear, RanksDisagree, TensorLinear
 from phantom_parallel.distributed.objects import (
     all_gather_objects,
     broadcast_from_rank_zero,
@@ -124,6 +124,7 @@ ODD = {  # what rank 1 has instead, and what every rank says then
     "rank 1 has dtype='torch.float64', the others 'torch.float32'": {"dtype": torch.float64},
     "rank 1 has ghosts=999, the others 2": {"ghosts": 999},
     "rank 1 has bias=False, the others True": {"bias": False},
+    "rank 1 has wire='int8', the others 'full'": {"wire": "int8"},
 }
 
 
@@ -153,3 +154,34 @@ def test_every_rank_is_told_why_a_layer_cannot_be_built_and_which_rank_is_the_od
     for messages in ranks(4)(errors_of_layers):
         for part, message in messages.items():
             assert part in message
+
+
+MODELS = {
+    FFN: (FFNConfig, {"width": 48, "depth": 3, "ghosts": 2}),
+    GPT: (GPTConfig, {"vocab": 48, "dim": 48, "layers": 2, "heads": 12, "hidden": 96, "context": 8, "ghosts": 2}),
+}
+# What one rank has instead: values that fit as well, so that nothing else refuses them.
+OTHERS = {
+    FFN: {"width": 96, "depth": 2, "ghosts": 3, "wire": "bf16", "dtype": torch.float64},
+    GPT: {"vocab": 96, "dim": 96, "layers": 3, "hidden": 48, "ghosts": 3, "wire": "int8", "dtype": torch.bfloat16},
+}
+
+
+def errors_of_models(odd: int) -> dict[str, str]:
+    """What this rank is told of models of which rank ``odd`` builds another, by the setting."""
+    mesh, messages = init_device_mesh("cpu", (torch.distributed.get_world_size(),)), {}
+    for model, (config, sizes) in MODELS.items():
+        for name, value in OTHERS[model].items():
+            other = {name: value} if mesh.get_local_rank() == odd else {}
+            options = {name: other.pop(name) for name in ("wire", "dtype") if name in other}
+            with pytest.raises(RanksDisagree) as caught:
+                model(config(**sizes | other, blocks=mesh.size()), mesh=mesh, **options)
+            messages[f"{model.__name__} {name}"] = str(caught.value)
+    return messages
+
+
+@pytest.mark.parametrize(("size", "odd"), [(2, 0), (3, 2), (4, 1)])
+def test_every_rank_names_the_rank_that_builds_another_model(ranks, size, odd):
+    for messages in ranks(size)(errors_of_models, odd):
+        for case, message in messages.items():
+            assert f"rank {odd} has " in message, case

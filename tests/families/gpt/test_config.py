@@ -1,9 +1,8 @@
 """Settings, input and ranks that do not fit a transformer, each named."""
 
 import pytest
-import torch
 
-from phantom_parallel import GPT, GPTConfig, RanksDisagree
+from phantom_parallel import GPT, GPTConfig
 from tests.families.gpt import reference as gpt_reference
 from tests.families.gpt.sample import SIZES, config_of, one_mesh
 
@@ -11,18 +10,14 @@ from tests.families.gpt.sample import SIZES, config_of, one_mesh
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"strategy": "magic"}, "strategy must be one of phantom, megatron, dense, fsdp, pipeline, got 'magic'"),
         ({"parallel_block": True, "hidden": 60, "kv_heads": 8, "blocks": 4}, "kv_heads=8 must divide hidden=60"),
         ({"tie_embeddings": "yes"}, "tie_embeddings must be true or false, got 'yes'"),
         ({"rope_base": 0.0}, "rope_base must be a number above 0, got 0.0"),
         ({"heads": 7}, "heads=7 does not divide dim=32: 4 or 8 would"),
         ({"kv_heads": 3}, "kv_heads=3 does not divide heads=8: 2 or 4 would"),
         ({"heads": 32, "kv_heads": 4}, "a head of 1 features .* even number"),
-        ({"blocks": None}, "needs blocks and ghosts, got blocks=None"),
-        ({"strategy": "dense"}, "belong to the strategy phantom, not to dense"),
         ({"kv_heads": 2}, "blocks=4 does not divide kv_heads=2: kv_heads=4 would fit"),
         ({"hidden_groups": 3}, "hidden_groups=3 does not divide hidden=40: 2 or 4 would"),
-        ({"ghosts": 9}, "ghosts=9 is larger than a block of 8 input features"),
         ({"layers": 10**9}, "layers must be at most 10000, got 1000000000"),
     ],
 )
@@ -77,15 +72,3 @@ def test_ranks_that_do_not_fit_are_named(ranks):
     for messages in ranks(4)(refused, *(config_of(**settings) for settings in cases.values())):
         for message, expected in zip(messages, cases, strict=True):
             assert expected in message
-
-
-def disagreeing() -> str:
-    rank = torch.distributed.get_rank()
-    with pytest.raises(RanksDisagree) as caught:
-        GPT(config_of(ghosts=3 if rank == 1 else 2), mesh=one_mesh())
-    return str(caught.value)
-
-
-def test_ranks_that_disagree_are_named(ranks):
-    for message in ranks(4)(disagreeing):
-        assert "rank 1 has ghosts=3, the others 2" in message
