@@ -1,6 +1,6 @@
 """The communication profile by the formulas, which dry runs hold against the code."""
 
-from phantom_parallel.cost.dryrun import Messages, profile
+from phantom_parallel.cost.dryrun import profile
 from tests.cost.shapes import ffn
 from tests.families.gpt.test_cost import shape_of
 
@@ -24,7 +24,3 @@ def test_feed_forward_networks_have_a_profile_too():
         ("backward", "reduce_scatter", 3, 160),
     ]
     assert profile(ffn("dense", 64, 3)) == []
-
-
-def both() -> dict[str, list[Messages]]:
-    return {"phantom, 4 blocks": profile(shape_of("phantom", 4)), "megatron": profile(shape_of("megatron", 4))}

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phantom_parallel.cost.terms import grid_layer, phantom_layer, tensor_layer
-from phantom_parallel.families.ffn.cost import FFNShape
 from phantom_parallel.families.gpt.cost import GPTShape
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
 from tests.cost.shapes import ffn
@@ -69,21 +68,6 @@ def test_the_whole_models_parameters():
     assert ffn("tensor", 8, 3, ranks=4, batch=1).model_parameters == 3 * (64 + 8)
     assert ffn("phantom", 8, 3, ranks=2, batch=1, blocks=4, ghosts=1).model_parameters == 3 * (16 + 8 + 24 + 8)
     assert ffn("dense", 8, 3, batch=1).model_parameters == 3 * (64 + 8)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"strategy": "dense", "ranks": 2}, "dense runs on one rank, got ranks=2"),
-        ({"strategy": "phantom"}, "needs blocks and ghosts"),
-        ({"ranks": 3}, "3 ranks do not divide in_features=64: run on 2 or 4 ranks"),
-        ({"rank": 5}, "rank must be from 0 to 0, got 5"),
-        ({"batch": 0}, "batch must be a positive whole number, got 0"),
-    ],
-)
-def test_shapes_that_cannot_be_are_named(settings, message):
-    with pytest.raises(ValueError, match=message):
-        FFNShape.of(**({"strategy": "tensor", "width": 64, "depth": 2} | settings))
 
 
 def test_a_two_dimensional_layer_by_hand():

@@ -107,12 +107,3 @@ def test_a_wrong_file_is_refused_by_name_and_field(own: Path, line: str, field: 
     with pytest.raises(ValueError, match=re.escape(field)) as caught:
         load_profile(path)
     assert str(path) in str(caught.value)
-
-
-def test_an_unknown_profile_gets_the_nearest_name(own: Path) -> None:
-    with pytest.raises(ValueError, match="there is no profile 'dgx-a10': did you mean 'dgx-a100'"):
-        load_profile("dgx-a10")
-    with pytest.raises(ValueError, match="phantom machine measure writes it"):
-        load_profile("this-machine")
-    with pytest.raises(OSError, match=r"absent\.toml"):
-        load_profile("absent.toml")

@@ -58,12 +58,12 @@ def test_exchanges_by_hand(op: str, ranks: int, size: float, seconds: float) -> 
 def test_a_dense_step_by_hand() -> None:
     # One layer of 4 features on 2 rows, no bias: W x forward, dW backward, and Adam's 7 words for 16 parameters.
     step = step_time(ffn("dense", 4, 1, batch=2, bias=False), toy())
-    one = 3 + 64 / 50 + (8 + 16 + 8) * 4 / 10
-    assert step.phases["forward"] == pytest.approx(PhaseTime(one, 0, 0))
-    assert step.phases["backward"] == pytest.approx(PhaseTime(one, 0, 0))
+    product = 3 + 64 / 50 + (8 + 16 + 8) * 4 / 10
+    assert step.phases["forward"] == pytest.approx(PhaseTime(product, 0, 0))
+    assert step.phases["backward"] == pytest.approx(PhaseTime(product, 0, 0))
     assert step.phases["sync"] == PhaseTime()
     assert step.phases["update"] == pytest.approx(PhaseTime(16 * 7 * 4 / 10, 0, 0))
-    assert step.total == step.compute == pytest.approx(2 * one + 44.8)
+    assert step.total == step.compute == pytest.approx(2 * product + 44.8)
 
 
 def test_between_megatron_pairs_activations_are_whole() -> None:
@@ -149,12 +149,3 @@ def test_more_bandwidth_is_never_slower(faster: float, field: str, latency: floa
     quick = replace(slow, **{field: new})
     for shape in shapes(dp=dp, depth=3):
         assert step_time(shape, quick).total <= step_time(shape, slow).total * (1 + 1e-12)
-
-
-def test_what_the_machine_does_not_have_is_refused() -> None:
-    with pytest.raises(ValueError, match="2048 devices are more than the 1024 of profile 'toy': use at most 1024"):
-        step_time(ffn("tensor", 2048, 1, ranks=1024, dp=2), toy())
-    with pytest.raises(ValueError, match=r"make it with .*word_bytes=2"):
-        step_time(ffn("dense", 4, 1), toy(), "bf16")
-    with pytest.raises(ValueError, match="dtype 'fp8' has no peak in profile 'toy': it has fp32, bf16"):
-        step_time(ffn("dense", 4, 1), toy(), "fp8")

@@ -98,19 +98,20 @@ def test_the_time_of_a_pipeline_is_that_of_a_simulated_one(micro_batches, depth,
     profile = toy(collective_overhead_seconds=overhead)
     clock, rows = Clock(profile), 64 // micro_batches
     shape = ffn("pipeline", 32, depth, ranks=4, batch=64, micro_batches=micro_batches, optimizer="sgd")
-    one = clock.step(ffn("dense", 32, depth, batch=rows)).layers
+    layers = clock.step(ffn("dense", 32, depth, batch=rows)).layers
     times = [
         tuple(
-            sum(one[layer][phase].compute for layer in Stage(depth, 4, s, 4).own) for phase in ("forward", "backward")
+            sum(layers[layer][phase].compute for layer in Stage(depth, 4, s, 4).own)
+            for phase in ("forward", "backward")
         )
         for s in range(4)
     ]
-    found = clock.step(shape)
+    actual = clock.step(shape)
     update = clock.elementwise(3 * shape.parameters)  # of the first stage, which has most
     expected = simulate(times, clock.collective("send", 4, rows * 32 * 4), micro_batches)
-    assert 0.99 < (found.total - update) / expected < (1.1 if depth % 4 == 0 or micro_batches > 4 else 1.15)
-    assert found.idle > 0
-    assert found.joules == pytest.approx(4 * (10 * found.compute + 4 * found.exposed + found.idle))  # of all stages
+    assert 0.99 < (actual.total - update) / expected < (1.1 if depth % 4 == 0 or micro_batches > 4 else 1.15)
+    assert actual.idle > 0
+    assert actual.joules == pytest.approx(4 * (10 * actual.compute + 4 * actual.exposed + actual.idle))  # of all stages
 
 
 @pytest.mark.parametrize("strategy", [{"strategy": "megatron"}, {"strategy": "phantom", "blocks": 2, "ghosts": 4}])

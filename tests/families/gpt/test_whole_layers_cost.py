@@ -3,11 +3,10 @@
 from dataclasses import replace
 
 import pytest
-import torch
-from torch.distributed.device_mesh import init_device_mesh
 
-from phantom_parallel.cost.dryrun import build_step, count_step, differences, dry_run, memory_differences
+from phantom_parallel.cost.dryrun import dry_run
 from phantom_parallel.families.gpt.cost import GPTShape
+from tests.cost.shapes import count
 from tests.families.gpt.test_cost import name_of, shape_of
 
 
@@ -25,16 +24,6 @@ SHAPES = [
     whole("pipeline", 2, dp=2, activation_checkpointing=True, tie_embeddings=True, word_bytes=8),
     whole("pipeline", 4, layers=5, parallel_block=True, hidden=96, word_bytes=2, optimizer="sgd"),
 ]
-
-
-def count(shape: GPTShape) -> list[str]:
-    """Where the formulas differ from what this rank did."""
-    mesh = init_device_mesh("cpu", (shape.dp, shape.ranks), mesh_dim_names=("dp", "tp"))
-    shape = replace(shape, rank=mesh["tp"].get_local_rank())
-    step = build_step(shape, mesh["tp"])
-    ledger, memory = count_step(step, shape, mesh["dp"])
-    wrong = differences(shape, ledger, native=False, root=type(step.model).__name__)
-    return wrong + memory_differences(shape, memory)
 
 
 @pytest.mark.sampled(3)
@@ -72,17 +61,3 @@ def test_the_model_has_as_many_parameters_however_it_is_divided():
         assert shape.model_parameters == dense
         held = shape.over_all_ranks(lambda rank: rank.parameters)
         assert held == dense + (48 * 64 if strategy == "pipeline" else 0)  # both ends hold the embedding
-
-
-def test_they_train_only():
-    for strategy in ("fsdp", "pipeline"):
-        shape = whole(strategy, 2)
-        assert list(shape.passes()) == ["train"]
-        with pytest.raises(ValueError, match=f"the strategy {strategy} is for training: prefill runs on ranks by meg"):
-            shape.prefill()
-        assert list(whole(strategy, 1).passes()) == ["train", "prefill", "decode"]
-
-
-def test_a_dry_run_leaves_no_process_group_behind():
-    dry_run(whole("pipeline", 2))
-    assert not torch.distributed.is_initialized()
