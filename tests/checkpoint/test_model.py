@@ -90,8 +90,8 @@ def output(model, mesh) -> torch.Tensor:
 )
 def test_models_move_between_numbers_of_ranks(ranks, tmp_path, written_on, read_on, config):
     expected = ranks(written_on)(write, str(tmp_path / "model"), config)[0]
-    for found in ranks(read_on)(read, str(tmp_path / "model")):
-        torch.testing.assert_close(found, expected)
+    for actual in ranks(read_on)(read, str(tmp_path / "model")):
+        torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(load_model(tmp_path / "model")(torch.arange(48.0).view(3, 16) / 48).detach(), expected)
 
 
@@ -185,9 +185,9 @@ def read_block(path: str) -> dict[str, torch.Tensor]:
 def test_any_module_is_saved_and_fills_one_of_the_same_structure(ranks, tmp_path, written_on, read_on):
     path = tmp_path / "block"
     expected = ranks(written_on)(write_block, str(path))[0]
-    for found in ranks(read_on)(read_block, str(path)):
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for actual in ranks(read_on)(read_block, str(path)):
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
     alone = load_model(path, into=Block())
     assert torch.equal(alone.phantom.local, expected["phantom.local"])
     with pytest.raises(ValueError, match=r"belongs to no model family .*: build the module and pass it as into"):
@@ -213,8 +213,8 @@ def overwrite_and_fail(path: str) -> str:
 def test_a_write_that_fails_on_rank_0_is_raised_on_all_and_leaves_the_old_model(ranks, tmp_path):
     first = saved(tmp_path)
     path = tmp_path / "model"
-    found = ranks(2)(overwrite_and_fail, str(path))
-    assert found == [f"{path} cannot be written: No space left on device on rank 0"] * 2
+    actual = ranks(2)(overwrite_and_fail, str(path))
+    assert actual == [f"{path} cannot be written: No space left on device on rank 0"] * 2
     assert [child.name for child in tmp_path.iterdir()] == ["model"]
     torch.testing.assert_close(load_model(path).layers[0].local, first.layers[0].local)
 
@@ -239,6 +239,6 @@ def write_fully_sharded(path: str, config: GPTConfig, dp: int) -> dict[str, torc
 def test_a_fully_sharded_model_is_written_by_all_its_ranks(ranks, tmp_path, strategy, count, dp):
     config = TIED if strategy == "phantom" else replace(TIED, strategy=strategy, blocks=None, ghosts=None)
     expected = ranks(count)(write_fully_sharded, str(tmp_path / "model"), config, dp)[0]
-    found = load_model(tmp_path / "model").state_dict()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    actual = load_model(tmp_path / "model").state_dict()
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)

@@ -64,8 +64,8 @@ def read(path: str) -> dict[str, torch.Tensor]:
     return gathered(tensors)
 
 
-def equal(found: dict[str, torch.Tensor]) -> bool:
-    return found.keys() == whole().keys() and all(torch.equal(found[name], whole()[name]) for name in found)
+def equal(actual: dict[str, torch.Tensor]) -> bool:
+    return actual.keys() == whole().keys() and all(torch.equal(actual[name], whole()[name]) for name in actual)
 
 
 @pytest.mark.parametrize(("written_on", "read_on"), [(1, 4), (4, 2)])
@@ -73,8 +73,8 @@ def test_any_ranks_read_what_any_other_ranks_wrote(ranks, tmp_path, written_on, 
     path = tmp_path / "folder"
     ranks(written_on)(write, str(path))
     assert len(list(path.glob("state-*.safetensors"))) <= written_on
-    for found in ranks(read_on)(read, str(path)):
-        assert equal(found)
+    for actual in ranks(read_on)(read, str(path)):
+        assert equal(actual)
     assert equal({name: StoredTensors(path).load(name) for name in whole()})
 
 
@@ -87,8 +87,8 @@ def read_by_torch(path: str) -> dict[str, torch.Tensor]:
 
 def test_torchs_own_reader_reads_the_folder(ranks, tmp_path):
     ranks(4)(write, str(tmp_path / "folder"))
-    for found in ranks(2)(read_by_torch, str(tmp_path / "folder")):
-        assert equal(found)
+    for actual in ranks(2)(read_by_torch, str(tmp_path / "folder")):
+        assert equal(actual)
 
 
 def test_a_missing_and_a_short_file_are_errors(ranks, tmp_path):
@@ -120,8 +120,8 @@ def fail_on_one_rank(path: str, failing: int) -> str:
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_full_disk_on_one_rank_is_raised_on_all_and_leaves_nothing(ranks, tmp_path, failing):
-    found = ranks(2)(fail_on_one_rank, str(tmp_path / "folder"), failing)
-    assert found == [f"{tmp_path / 'folder'} cannot be written: No space left on device on rank {failing}"] * 2
+    actual = ranks(2)(fail_on_one_rank, str(tmp_path / "folder"), failing)
+    assert actual == [f"{tmp_path / 'folder'} cannot be written: No space left on device on rank {failing}"] * 2
     assert not list(tmp_path.iterdir())
 
 
@@ -138,7 +138,7 @@ def test_whole_tensors_are_written_to_files_of_a_largest_size(tmp_path):
 def test_tensors_that_share_memory_or_are_not_contiguous_are_written(tmp_path):
     base = torch.arange(6.0).view(2, 3)
     write_file(tmp_path / "file", {"a": base, "b": base, "c": base.t(), "d": base[1]}, {"format": "pt"})
-    found = load_file(tmp_path / "file")
-    assert torch.equal(found["b"], base)
-    assert torch.equal(found["c"], base.t())
-    assert torch.equal(found["d"], base[1])
+    actual = load_file(tmp_path / "file")
+    assert torch.equal(actual["b"], base)
+    assert torch.equal(actual["c"], base.t())
+    assert torch.equal(actual["d"], base[1])

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-import phantom_parallel
 from phantom_parallel import PhantomLinear, convert
 from phantom_parallel.conversion.api import GhostCurve, ghosts_for_budget, next_token_loss
 from phantom_parallel.conversion.stages import find_layers, output_importance
@@ -242,32 +241,6 @@ def test_layers_outside_the_stages_are_converted_and_named():
     assert errors[1] < 1e-3 < errors[0]
 
 
-class Projected(Residual):
-    """Linear layers before and after the blocks; the first changes what the blocks see."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.after = nn.Linear(24, 24).double(), nn.Linear(24, 24).double()
-
-    def forward(self, x):
-        x = self.before(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.after(x)
-
-
-def test_blocks_correct_the_errors_of_layers_before_them():
-    dense, x = Projected(), rows()
-    model = copy.deepcopy(dense)
-    report = convert(model, [x], blocks=4, ghosts=2, exclude=("head",))
-    names = [group.layers[0] for group in report.groups]
-    assert (names[0], names[-1]) == ("before", "after")
-    apart = copy.deepcopy(dense)
-    convert(apart, [x], blocks=4, ghosts=2, include=("blocks.*", "after"))
-    convert(apart, [x], blocks=4, ghosts=2, include=("before",))
-    assert difference(model, dense, x) < difference(apart, dense, x)
-
-
 def test_a_cache_of_keys_and_values_is_not_used():
     """It would hold those of the dense pass while the converted layers are measured."""
     tokens, actual = tokens_and_padded(0)[0], []
@@ -276,16 +249,6 @@ def test_a_cache_of_keys_and_values_is_not_used():
         actual.append([group.relative_error for group in convert(model, [tokens], blocks=4, ghosts=1).groups])
         assert model.config.use_cache == cached
     assert actual[0] == pytest.approx(actual[1])
-
-
-def test_a_converted_module_survives_save_and_load(tmp_path):
-    model, x = network(), rows()
-    convert(model, [x], blocks=3, ghosts=2)
-    phantom_parallel.save_model(model, tmp_path / "model")
-    other = network()
-    convert(other, [rows(300)], blocks=3, ghosts=2)
-    phantom_parallel.load_model(tmp_path / "model", into=other)
-    torch.testing.assert_close(other(x), model(x))
 
 
 def test_bad_input_is_refused_before_the_model_changes():

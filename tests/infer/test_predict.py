@@ -37,20 +37,6 @@ def test_predictions_are_those_of_the_dense_maths_on_any_ranks(tmp_path, ranks, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out.npy", "x.npy"]
 
 
-@pytest.mark.parametrize("strategy", ["phantom", "dense"])
-@pytest.mark.parametrize("batch", [4, 100])
-def test_predictions_in_one_process(tmp_path, strategy, batch):
-    truth, x = known(strategy, torch.float32), rows(9).astype(np.float32)
-    x[3, 5] = np.nan
-    np.savez(tmp_path / "x.npz", x=x)
-    bad = predict(truth.model, open_inputs(tmp_path / "x.npz", WIDTH), batch, out=tmp_path / "out.npy")
-    assert bad == {"non_finite_outputs": WIDTH, "non_finite_rows": 1}
-    actual, expected = np.load(tmp_path / "out.npy"), truth.expected(torch.from_numpy(x).double()).numpy()
-    assert actual.dtype == np.float32
-    assert np.isnan(actual[3]).all()
-    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4 * np.nanmax(np.abs(expected)))
-
-
 def test_a_model_in_bfloat16_predicts_float32(tmp_path):
     truth = known(dtype=torch.bfloat16)
     np.save(tmp_path / "x.npy", rows(3))
@@ -108,34 +94,3 @@ def test_a_difference_is_found_and_what_is_no_number_agrees_with_itself():
     with torch.no_grad():
         other.layers[-1].bias[3] = torch.nan
     assert largest_difference(model, other, lambda _: x)[0] == float("inf")
-
-
-X = np.arange(7 * 6, dtype=np.float32).reshape(7, 6)
-
-
-@pytest.mark.parametrize(
-    ("array", "message"),
-    [(X[:, :5], r"got \(7, 5\)"), (X[0], r"got \(6,\)"), (X[:0], r"got \(0, 6\)"), (X > 3, "must hold real numbers")],
-)
-def test_arrays_that_do_not_fit(tmp_path, array, message):
-    np.save(tmp_path / "a.npy", array)
-    with pytest.raises(ValueError, match=message):
-        open_inputs(tmp_path / "a.npy", 6)
-
-
-def test_nothing_is_unpickled(tmp_path):
-    objects = np.array([[print] * 6], dtype=object)
-    np.save(tmp_path / "a.npy", objects, allow_pickle=True)
-    np.savez(tmp_path / "a.npz", x=objects)
-    for name in ("a.npy", "a.npz"):
-        with pytest.raises(ValueError, match="is not readable as inputs"):
-            open_inputs(tmp_path / name, 6)
-
-
-def test_files_without_x_and_of_other_formats(tmp_path):
-    np.savez(tmp_path / "a.npz", y=X, z=X)
-    with pytest.raises(ValueError, match="only y, z"):
-        open_inputs(tmp_path / "a.npz", 6)
-    (tmp_path / "a.csv").write_text("1,2\n")
-    with pytest.raises(ValueError, match="there is no file of inputs"):
-        open_inputs(tmp_path / "a.csv", 6)

@@ -4,10 +4,8 @@ from dataclasses import replace
 from statistics import median
 
 import pytest
-from matplotlib.ticker import EngFormatter
 
 from phantom_parallel.report import figures as drawings
-from phantom_parallel.report.figures import label_axis, line_styles, new_figure, strategy_style
 from tests.study.sample import STUDIES, make_ghosts, make_links, make_results, make_run, make_scaling, make_smaller
 
 
@@ -57,23 +55,6 @@ def test_the_lines_of_studies():
     both = drawn(make_links())["link-seconds"]
     assert {"phantom (batch 64)", "phantom (batch 512)"} <= lines(both).keys()
     assert list(lines(drawn(make_smaller())["ranks-joules"])["phantom"].get_xdata()) == [1]  # two ranks missed the loss
-
-
-def test_lines_of_one_strategy_have_its_colour_and_differ():
-    styles = line_styles(["tensor", "tensor+int8", "tensor@2x2", "phantom", "dense model"])
-    assert {styles[name]["color"] for name in ("tensor", "tensor+int8", "tensor@2x2")} == {strategy_style("tensor")[0]}
-    assert len({(style["color"], style["marker"]) for style in styles.values()}) == 5
-    assert styles["dense model"]["color"] == strategy_style("copies")[0]
-
-
-def test_axes_have_units_and_are_logarithmic_over_wide_ranges():
-    _, axes = new_figure("title")
-    label_axis(axes, "y", "seconds", [0.01, 1.0])
-    assert axes.get_yscale() == "log"
-    assert isinstance(axes.yaxis.get_major_formatter(), EngFormatter)
-    assert axes.yaxis.get_major_formatter()(0.02) == "20 ms"
-    label_axis(axes, "x", "loss", [0.5, 0.6])
-    assert axes.get_xscale() == "linear"
 
 
 def test_a_figure_is_the_same_each_time_and_holds_text():

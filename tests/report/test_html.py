@@ -14,7 +14,6 @@ from phantom_parallel.study.notes import headline, notes
 from phantom_parallel.study.results import Results
 from phantom_parallel.utils.network import Network
 from phantom_parallel.utils.parsing import decode_json
-from phantom_parallel.utils.strategies import STRATEGIES
 from tests.study.sample import make_links, make_results, make_smaller
 
 SCRIPT = "<script>alert(1)</script>"
@@ -85,14 +84,6 @@ def test_a_page_has_the_answer_first_and_caveats_folded(pages):
     assert text.count("<figcaption>") == 2
 
 
-def test_figures_take_their_colours_from_the_page(pages):
-    text = pages["compare"].read_text()
-    figures = "".join(re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL))
-    assert set(re.findall(r"(?:fill|stroke): #\w+", figures)) == set()
-    for colour in re.findall(r"var\(--(\w+)\)", figures):
-        assert f"--{colour}: #" in text
-
-
 def test_what_comes_from_data_is_escaped(tmp_path):
     results = make_results(name=SCRIPT, question=SCRIPT, command=SCRIPT, environment={SCRIPT: SCRIPT})
     data = json.dumps(asdict(results)).replace("tensor", SCRIPT)  # a file by somebody else could have it
@@ -110,14 +101,6 @@ def test_pages_of_nothing_of_networks_and_of_sensors():
     network = Network(hosts=4, link="100mbit", rate=1e8)
     assert "100 Mbit/s" in rendered(make_results(networks={"100mbit": network}))
     assert "the final loss of the reference" in rendered(make_smaller())
-
-
-def test_copies_are_explained_as_copies():
-    for name, model in (("copies", "dense model"), ("phantom-copies", "phantom model")):
-        assert f"every rank holds the whole {model}" in report.explanation(name)
-    assert report.explanation("phantom+int8") == report.explanation("phantom") == STRATEGIES["phantom"].explanation
-    assert report.explanation("pipeline@2x2").startswith(STRATEGIES["pipeline"].explanation)
-    assert report.explanation("magic") == ""
 
 
 def browse(page, tmp_path, *options):

@@ -20,6 +20,21 @@ NATURE = {
     "fsdp": (0.090, 110, 0.7, 2_100_000, 12_600_000, 810_000_000),
 }
 RANKS = 4
+TRAINING = """
+[training]
+width = 16
+depth = 2
+blocks = 4
+ghosts = 2
+batch = 16
+samples = 256
+teacher_ghosts = 2
+eval_every = 5
+[search]
+learning_rates = [0.02, 0.04]
+steps = 40
+extend = 0
+"""  # of presets and studies that are run
 
 
 def make_run(strategy: str, seed: int, *, slower: float = 1.0, missed: bool = False) -> Run:

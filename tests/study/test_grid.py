@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,7 @@ from phantom_parallel.study.results import CurvePoint, Results, Run
 from phantom_parallel.study.runner import RunOptions
 from phantom_parallel.study.settings import Settings, read_settings
 from tests.cost.shapes import ffn
-from tests.study.sample import make_results, make_run
+from tests.study.sample import TRAINING, make_results, make_run
 
 STRATEGIES = ("phantom", "tensor", "copies", "phantom-copies")
 SMALL = {
@@ -54,21 +53,6 @@ SMALL = {
 }
 FIELDS = {"data": "poisson", "grid": 4}
 ONE = {"ranks": 1, "seeds": 1, "steps": 5, "search_steps": 5, "strategies": ("tensor",), "inference_batches": ()}
-TRAINING = """
-[training]
-width = 16
-depth = 2
-blocks = 4
-ghosts = 2
-batch = 16
-samples = 256
-teacher_ghosts = 2
-eval_every = 5
-[search]
-learning_rates = [0.02, 0.04]
-steps = 40
-extend = 0
-"""
 SMALLER = f"""
 question = "fewer ranks?"
 steps = 20
@@ -223,19 +207,6 @@ def test_figures_are_those_of_the_runs(made):
     assert math.log(ratio(alone, phantom, tensor, "seconds").mean) == pytest.approx(sum(pairs) / 2)
     assert [entry.batch for entry in phantom.inference] == [4]
     assert phantom.inference[0].parameters == phantom.parameters
-
-
-def test_a_resumed_comparison_runs_only_what_is_missing(ranks, made, tmp_path):
-    alone, folder = made[0][0][2], Path(shutil.copytree(made[1] / "alone", tmp_path / "copy"))
-    (missing,) = (path for path in (folder / "cells").iterdir() if path.name.startswith("phantom-seed=1"))
-    missing.unlink()
-    (marked,) = (path for path in (folder / "cells").iterdir() if path.name.startswith("tensor-seed=0"))
-    marked.write_text(json.dumps(json.loads(marked.read_text()) | {"seconds": 1234.0}))
-    again = ranks(2)(on_a_rank, replace(small(), share_curves=False), str(folder))[0]
-    assert cell_of(again, "tensor").runs[0].seconds == 1234.0  # as it was in the file
-    assert missing.exists()
-    before, after = cell_of(alone, "phantom").runs[1], cell_of(again, "phantom").runs[1]
-    assert [point.loss for point in after.curve] == [point.loss for point in before.curve]
 
 
 def with_another_megatron(settings: Settings, out: str) -> Results | None:

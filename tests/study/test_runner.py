@@ -89,13 +89,6 @@ def test_finished_cells_are_read_and_not_run_again(monkeypatch, tmp_path):
     assert (again.done, len(run)) == (1, 1)
 
 
-def test_a_broken_cell_is_named(tmp_path):
-    path = tmp_path / "cells" / "tensor.json"
-    write_json(path, {"seed": 1})
-    with pytest.raises(ValueError, match=f"{path.name}.*is missing.*remove it"):
-        make_runner(tmp_path).train("tensor", CONFIG)
-
-
 def test_a_signal_stops_ahead_of_the_next_cell(monkeypatch, runner):
     run = trains(monkeypatch)
     monkeypatch.setattr(StopRequest, "requested", True)

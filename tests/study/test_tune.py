@@ -103,13 +103,6 @@ def test_nothing_is_trained_where_no_phantom_model_has_a_cheaper_step(slow, tmp_
     assert not list((tmp_path / "out" / "cells").glob("*"))
 
 
-def test_a_target_is_needed_and_resume_needs_a_folder(slow, capsys):
-    assert main(WORDS.split()) == 2
-    assert "run phantom machine measure --ranks 4, or give --hardware" in " ".join(capsys.readouterr().err.split())
-    assert main([*WORDS.split(), "--resume"]) == 2
-    assert "--resume needs --out" in capsys.readouterr().err
-
-
 SIZES = "tune --width 256 --widths 64 128 --depth 2 --data planted --samples 256 --batch 32 --devices 4 --blocks 2 4"
 SIZES += " --ghosts 4 8 --steps 80 --hardware slow --out"
 

@@ -3,13 +3,7 @@
 import pytest
 
 from phantom_parallel.study.units import (
-    Interval,
-    counted,
-    format_interval,
     format_measure,
-    format_ratio,
-    listed,
-    measure_label,
     quantity,
 )
 
@@ -41,14 +35,3 @@ def test_values_beside_each_other_have_one_unit():
     joules = [1001.0, 1130.0, None]
     assert [format_measure(value, "joules", among=joules) for value in joules] == ["1 kJ", "1.13 kJ", "unavailable"]
     assert [quantity(value, "s", [0.0294, 1.42]) for value in (0.0294, 1.42)] == ["29.4 ms", "1,420 ms"]
-
-
-def test_ratios_lists_and_counts():
-    texts = [format_ratio(value) for value in (0.314, 1.0, 0.0312, 12.345, 123.4)]
-    assert texts == ["0.31", "1.00", "0.031", "12.35", "123"]
-    assert format_interval(Interval(0.314, 0.28, 0.351, 3)) == "0.31 [0.28, 0.35]"
-    assert format_interval(Interval(0.9, None, None, 1)) == "0.90"
-    assert listed(["a", "b", "c"]) == "a, b and c"
-    assert (counted(1, "rank"), counted(4, "rank")) == ("1 rank", "4 ranks")
-    assert measure_label("seconds") == "time to the loss"
-    assert measure_label("latency, batch 64") == "inference latency, batch 64"

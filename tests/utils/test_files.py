@@ -20,8 +20,6 @@ from phantom_parallel.utils.files import (
     atomic_file,
     atomic_folder,
     cache_folder,
-    check_replaceable,
-    is_unused,
     json_text,
     remove_scratch,
     replace_folder,
@@ -69,16 +67,6 @@ def test_permissions_follow_the_umask(tmp_path):
         (folder / "b.txt").write_text("text")
     os.umask(before)
     assert (permissions(tmp_path / "a.txt"), permissions(tmp_path / "folder")) == (0o640, 0o750)
-
-
-def test_a_folder_appears_when_the_block_ends(tmp_path):
-    path = tmp_path / "new" / "folder"
-    with atomic_folder(path) as folder:
-        (folder / "sub").mkdir()
-        (folder / "sub" / "a.txt").write_text("a")
-        assert not path.exists()
-        assert folder.parent == path.parent  # on the same file system, so that it can be renamed
-    assert contents(tmp_path) == {"new/folder/sub/a.txt": "a"}
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -176,25 +164,6 @@ def test_json_files_and_text_are_valid_json(tmp_path):
     assert contents(tmp_path) == {}
     write_json(tmp_path / "a.json", {"a": 1})
     assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1}
-
-
-def test_a_folder_with_locks_and_unfinished_files_is_unused(tmp_path):
-    for name in (".lock", ".lock-ranks", ".writing-config.json-01234567"):
-        (tmp_path / name).touch()
-    assert is_unused(tmp_path)
-    (tmp_path / "config.json").touch()
-    assert not is_unused(tmp_path)
-
-
-def test_what_a_folder_is_made_from_is_not_replaced(tmp_path):
-    source = tmp_path / "around" / "model"
-    source.mkdir(parents=True)
-    for folder in (source, source.parent):
-        (folder / "config.json").write_text("{}")
-        check_replaceable(folder, True, "config.json")
-        with pytest.raises(FileExistsError, match=f"{folder} holds .*, which is read: choose another folder"):
-            check_replaceable(folder, True, "config.json", source / ".." / "model")
-    check_replaceable(source, True, "config.json", tmp_path / "another")
 
 
 HOLD = """

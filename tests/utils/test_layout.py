@@ -1,7 +1,7 @@
 import pytest
 
 from phantom_parallel.nn import PhantomLinear
-from phantom_parallel.utils.layout import BlockLayout, RowLayout
+from phantom_parallel.utils.layout import BlockLayout
 
 
 @pytest.mark.parametrize(("blocks", "block_in", "block_out", "ghosts"), [(2, 3, 3, 1), (5, 4, 2, 2), (3, 4, 6, 4)])
@@ -36,9 +36,3 @@ def test_each_rank_holds_whole_blocks_or_an_equal_part_of_one():
 def test_ranks_that_cannot_share_the_blocks_are_told_which_can(layout, message):
     with pytest.raises(ValueError, match=message):
         BlockLayout(*layout)
-
-
-def test_ranks_must_be_positive():
-    for layout in (lambda: BlockLayout(8, 8, 4, 1, 0), lambda: RowLayout(8, 8, 0)):
-        with pytest.raises(ValueError, match="ranks must be a positive whole number, got 0"):
-            layout()

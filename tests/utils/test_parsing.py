@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from phantom_parallel.utils.parsing import check_keys, choose_from, convert, decode_json, decode_toml, field_docs
+from phantom_parallel.utils.parsing import check_keys, convert, decode_json, decode_toml, field_docs
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,3 @@ def test_the_documentation_of_fields_is_that_of_the_class_and_its_bases():
     outer = {"size": "Number of things, in all.", "inner": "What is inside."}
     assert field_docs(Outer) == outer
     assert field_docs(Further) == outer | {"more": "Whether there is more."}
-
-
-def test_a_mistyped_name_is_answered_with_the_closest_one():
-    assert choose_from("trian", ["train", "plan"]).startswith("did you mean 'train'?")
-    assert choose_from("x", ["train", "plan"]) == "there are train, plan"

@@ -40,15 +40,6 @@ def test_without_a_terminal_there_is_a_line_every_few_seconds_and_at_the_end(clo
     ]
 
 
-def test_the_time_left_counts_from_what_was_finished_before(clock, capsys):
-    with ProgressDisplay() as display:
-        display.stage("step", 100, done=90)
-        clock[0] += 8.0
-        display.update(90, line=True)  # nothing is finished yet, so nothing is known
-        display.update(92, "loss 0.5 [of all]", line=True)
-    assert lines(capsys) == ["step 90/100", "step 92/100 loss 0.5 [of all]  0:00:32 left"]
-
-
 def test_nothing_is_printed_unless_shown_and_a_line_as_it_is(clock, capsys):
     with ProgressDisplay(show=False) as display:
         display.stage("step", 2)

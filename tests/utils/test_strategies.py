@@ -15,19 +15,6 @@ def test_a_strategy_is_found_by_its_name_or_the_error_lists_those_that_exist():
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_each_strategy_refuses_what_belongs_to_others(name):
-    strategy = STRATEGIES[name]
-    strategy.check_ranks(1)
-    if name == "dense":
-        with pytest.raises(ValueError, match="the strategy dense runs on one rank, got ranks=2"):
-            strategy.check_ranks(2)
-    strategy.check_blocks(*((4, 2) if strategy.has_blocks else (None, None)))
-    for blocks, ghosts in ((4, None), (None, 2), (None, None) if strategy.has_blocks else (4, 2)):
-        with pytest.raises(ValueError, match="blocks and ghosts"):
-            strategy.check_blocks(blocks, ghosts)
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
 def test_formats_on_the_wire_belong_to_strategies_that_cut_features(name):
     STRATEGIES[name].check_wire("full")
     if name in ("fsdp", "pipeline"):

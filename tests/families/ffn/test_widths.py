@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from phantom_parallel import FFN, FFNConfig, load_model, save_model
+from phantom_parallel import FFN, load_model
 from phantom_parallel.cli.main import main
 from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.families.ffn.config import FFNTrainConfig
@@ -75,36 +75,6 @@ def test_teachers_have_the_widths_of_the_model(ranks):
     whole = open_data(run)
     assert (whole.x.shape, whole.y.shape) == ((ROWS, IN), (ROWS, OUT))
     assert curve(run) == pytest.approx(ranks(2)(curve, run.updated(ranks=2))[0], rel=1e-4)
-
-
-def saved(folder: str) -> bool:
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
-    model = FFN(FFNConfig(WIDTH, 3, blocks=4, ghosts=2, in_features=IN, out_features=OUT), mesh=mesh)
-    save_model(model, folder)
-    again = load_model(folder, mesh=mesh)
-    return all(
-        torch.equal(a.to_local(), b.to_local()) for a, b in zip(model.parameters(), again.parameters(), strict=True)
-    )
-
-
-def test_a_model_is_saved_and_read_on_other_ranks(ranks, tmp_path):
-    assert all(ranks(2)(saved, str(tmp_path / "model")))
-    model = load_model(tmp_path / "model")
-    assert model(torch.ones(3, IN)).shape == (3, OUT)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"blocks": 8, "ghosts": 1}, "blocks=8 does not divide out_features=4: use 4"),
-        ({"ghosts": 3}, "ghosts=3 is larger than a block of 2 input features"),
-        ({"strategy": "tensor", "ranks": 8}, "8 ranks do not divide out_features=4: run on 4 ranks"),
-        ({"in_features": 0}, "in_features must be a positive whole number, got 0"),
-    ],
-)
-def test_blocks_and_ranks_must_divide_both(data, settings, message):
-    with pytest.raises(ValueError, match=message):
-        config(data, **settings)
 
 
 @pytest.mark.slow

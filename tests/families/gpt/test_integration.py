@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.utils import clip_grad_norm_
 
-from phantom_parallel import GPT, GPTConfig, load_model, parameter_groups, save_model
+from phantom_parallel import GPT, GPTConfig
 from tests.families.gpt import reference as gpt_reference
 from tests.families.gpt.sample import config_of, one_mesh
-from tests.families.gpt.test_model import filled, gradients, reference, whole
+from tests.families.gpt.test_model import filled, gradients, reference
 from tests.reference import relative_error
 
 
@@ -79,62 +78,3 @@ def fully_sharded(
 )
 def test_fsdp2_over_a_mesh_of_copies_and_ranks(ranks, size, settings):
     assert max(ranks(size)(fully_sharded, *settings)) < 1e-10
-
-
-def trained(strategy: str, cut: dict[str, int], steps: int = 4) -> tuple[dict[str, torch.Tensor], list[float]]:
-    mesh = one_mesh() if torch.distributed.is_initialized() else None
-    model = filled(config_of(strategy, **cut), mesh)
-    optimizer = torch.optim.AdamW(parameter_groups(model, 0.01, compress=0.5))
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = model.loss(*gpt_reference.tokens(24))
-        loss.backward()
-        clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}, losses
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("strategy", "cut"), [("phantom", {}), ("phantom", {"blocks": 2, "ghosts": 4}), ("megatron", {})]
-)
-def test_training_takes_the_same_steps_on_any_number_of_ranks(ranks, strategy, cut):
-    expected, losses = trained(strategy, cut)
-    assert losses[-1] < losses[0] - 0.05
-    for size in (2, 4):
-        for actual, same in ranks(size)(trained, strategy, cut):
-            assert same == pytest.approx(losses, rel=1e-10)
-            assert max(relative_error(actual[name], expected[name]) for name in expected) < 1e-8
-
-
-def write(path: str, config: GPTConfig) -> torch.Tensor:
-    model = filled(config, one_mesh())
-    save_model(model, path)
-    return logits_of(model)
-
-
-def read(path: str) -> torch.Tensor:
-    return logits_of(load_model(path, mesh=one_mesh()))
-
-
-@torch.no_grad()
-def logits_of(model: GPT) -> torch.Tensor:
-    return model.logits(gpt_reference.tokens(model.config.vocab)[0])
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(
-    ("strategy", "cut"), [("phantom", {}), ("phantom", {"blocks": 2, "ghosts": 4}), ("megatron", {})]
-)
-def test_a_model_saved_on_four_ranks_is_the_same_on_one_and_two(ranks, tmp_path, strategy, cut, tied):
-    config, path = config_of(strategy, tie_embeddings=tied, **cut), str(tmp_path / "model")
-    expected = ranks(4)(write, path, config)[0]
-    again = load_model(path)
-    assert again.config == config
-    assert relative_error(logits_of(again), expected) < 1e-11
-    for size in (1, 2):
-        for actual in ranks(size)(read, path):
-            assert relative_error(actual, expected) < 1e-11

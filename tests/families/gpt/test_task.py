@@ -3,8 +3,6 @@
 import json
 import os
 import re
-from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from phantom_parallel.families.ffn.config import FFNTrainConfig
 from phantom_parallel.families.gpt.config import GPTTrainConfig
 from phantom_parallel.families.gpt.text import load_tokenizer, open_text, windows
 from phantom_parallel.train import checkpoint, run, train
+from tests.train import test_loop
 
 CPU = torch.device("cpu")
 SENTENCES = "".join(f"{a} times {b} is {a * b}.\n" for a in range(40) for b in range(20))
@@ -43,23 +42,11 @@ def of(strategy: str, config: GPTTrainConfig) -> GPTTrainConfig:
 def losses(config: GPTTrainConfig, cache: str, folder: str | None = None, resume: str | None = None) -> dict:
     """On every rank of the pool; the losses that rank 0 reports."""
     os.environ["XDG_CACHE_HOME"] = cache
-    reported = {}
-    train(
-        config,
-        ParallelContext.create(config.ranks, config.dp, CPU),
-        checkpoints=None if folder is None else Path(folder),
-        resume=None if resume is None else Path(resume),
-        report=lambda record: reported.update({record.step: (record.loss, record.eval_loss)}),
-    )
-    return reported
+    return test_loop.losses(config, folder, resume)
 
 
 def here(config: GPTTrainConfig, **where) -> dict:
     return losses(config, os.environ["XDG_CACHE_HOME"], **where)
-
-
-def curve(reported: dict) -> list[float]:
-    return [loss for loss, _ in reported.values()]
 
 
 def close(actual: dict, expected: dict) -> bool:
@@ -92,7 +79,7 @@ def test_losses_are_those_of_a_plain_loop_in_torch(phantom):
         held_out = torch.nn.functional.cross_entropy(model.logits(tokens).flatten(0, 1), targets.flatten())
     actual = here(config)
     assert max(norms) > config.max_grad_norm  # so that clipping is tested
-    assert curve(actual) == pytest.approx(expected, rel=1e-4)
+    assert test_loop.curve(actual) == pytest.approx(expected, rel=1e-4)
     assert actual[config.steps][1] == pytest.approx(held_out.item(), rel=1e-4)
 
 
@@ -147,24 +134,6 @@ def test_resumed_is_uninterrupted_to_the_bit_and_to_rounding_elsewhere(ranks, ph
     assert ranks(4)(losses, config, cache, None, resume)[0] == rest
     assert close(here(config.updated(ranks=1, dp=1, fsdp=False), resume=resume), rest)
     assert close(ranks(2)(losses, config.updated(ranks=1, fsdp=True), cache, None, resume)[0], rest)
-
-
-@pytest.mark.slow
-def test_mixed_precision_recomputed_and_compiled_are_close(phantom, monkeypatch):
-    expected = here(phantom)
-    mixed = here(phantom.updated(dtype="bf16"))
-    assert curve(mixed) == pytest.approx(curve(expected), rel=0.05)
-    assert mixed != expected
-    assert close(here(phantom.updated(activation_checkpointing=True)), expected)
-    seen = []
-
-    def backend(graph, inputs):  # traces as the usual one does, and spares the test a C++ compiler
-        seen.append(graph)
-        return graph
-
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    assert close(here(phantom.updated(compile=True)), expected)
-    assert seen
 
 
 def test_the_folder_has_a_model_and_its_tokenizer(phantom, tmp_path):

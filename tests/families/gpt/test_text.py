@@ -134,31 +134,10 @@ def test_long_words_do_not_stop_the_training_of_an_encoding():
     assert tokenizer.decode(tokenizer.encode(text)).encode() == text
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"data": "nowhere"}, "there is no text nowhere: give python, a file, or a folder of files"),
-        ({"pattern": "*.md"}, r"no file in .* matches '\*\.md': give another pattern"),
-        ({"context": 2000}, r"has \d+ tokens held out, which is too few for a window of context=2000"),
-    ],
-)
-def test_text_that_is_missing_or_too_short_is_an_error(tmp_path, change, message):
-    written(tmp_path)
-    with pytest.raises(ValueError, match=message):
-        open_text(config(**{"data": tmp_path} | change))
-
-
 def test_without_the_tokenizers_library_the_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"pip install 'phantom-parallel\[bpe\]', or use bytes"):
         open_text(config(written(tmp_path), tokenizer="bpe"))
-
-
-def test_a_damaged_tokenizer_is_an_error_that_names_it(tmp_path):
-    pytest.importorskip("tokenizers")
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ValueError, match=f"{tmp_path}.* is not a readable tokenizer"):
-        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(
