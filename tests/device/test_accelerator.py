@@ -75,17 +75,19 @@ def test_a_training_on_two_devices_is_that_of_one_cpu_rank(name, tmp_path):
     model, layout = STRATEGIES[name]
     ranks = () if "--ranks" in layout else ("--ranks", "2")
     command = (*model, *SHORT, *layout, *ranks)
-    runs = ("--dtype", "fp32"), ("--dtype", "bf16", "--tf32")
+    runs = [("--dtype", "fp32"), ("--dtype", "bf16", "--tf32")][: 2 if name.endswith("phantom") else 1]
     run = on_devices(2, *((*command, *options, "--out", tmp_path / options[1]) for options in runs))
     assert "waits" in check(run)
     assert "Simulated Accelerator, simulated_ccl" in run.stderr
-    assert "Simulated Accelerator, tf32, simulated_ccl" in run.stderr
-    assert [summary(tmp_path / name)["run"]["fp32_products"] for name in ("fp32", "bf16")] == ["highest", "high"]
     dense = () if "--ghosts" in model else ("--strategy", "dense")
     main([str(word) for word in (*model, *SHORT, *dense, "--out", tmp_path / "cpu")])
     expected = summary(tmp_path / "cpu")["eval_loss"]
     assert summary(tmp_path / "fp32")["eval_loss"] == pytest.approx(expected, rel=1e-3 if "int8" in name else 1e-6)
-    assert summary(tmp_path / "bf16")["eval_loss"] == pytest.approx(expected, rel=5e-3)
+    assert summary(tmp_path / "fp32")["run"]["fp32_products"] == "highest"
+    if len(runs) > 1:
+        assert "Simulated Accelerator, tf32, simulated_ccl" in run.stderr
+        assert summary(tmp_path / "bf16")["run"]["fp32_products"] == "high"
+        assert summary(tmp_path / "bf16")["eval_loss"] == pytest.approx(expected, rel=5e-3)
 
 
 @pytest.mark.parametrize("model", [(*FFN, *GHOSTS), (*GPT, *GHOSTS)], ids=["ffn", "gpt"])

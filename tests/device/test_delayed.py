@@ -74,8 +74,8 @@ def heads() -> list[Any]:
 def losses() -> list[Any]:
     (loss, gradient), (expected, whole) = (test_distillation.divergence(size) for size in (dist.get_world_size(), 1))
     own = whole.chunk(dist.get_world_size(), -1)[dist.get_rank()]
-    found = [relative_error(loss, expected), relative_error(gradient, own), test_vocabulary.losses(True, 1.0)[2]]
-    return [*found, *test_vocabulary.against_torch("some ignored"), test_vocabulary.turned()]
+    actual = [relative_error(loss, expected), relative_error(gradient, own), test_vocabulary.losses(True, 1.0)[2]]
+    return [*actual, *test_vocabulary.against_torch("some ignored"), test_vocabulary.turned()]
 
 
 def wire(name: str) -> list[Any]:
@@ -88,9 +88,9 @@ def wire(name: str) -> list[Any]:
 def layer(blocks: int) -> list[float]:
     inside = max(1, dist.get_world_size() // blocks)
     reference = Phantom.random(blocks, 3 * inside, 4 * inside, 2 * inside, rows=(2, 3))
-    expected, found = reference.expected() | {"refitted": reference.weight()}, test_linear.run_layer(reference)
+    expected, actual = reference.expected() | {"refitted": reference.weight()}, test_linear.run_layer(reference)
     names = "local", "compress", "decompress", "bias", "refitted"
-    return [relative_error(found[name], expected[name]) for name in names]
+    return [relative_error(actual[name], expected[name]) for name in names]
 
 
 def gpt(variant: str, batch: int = 2, interleave: int = 1) -> dict[str, float]:
@@ -122,7 +122,6 @@ SLOW: dict[str, tuple[tuple[int, ...], Any]] = {
     "bf16": ((2, 4), (wire, "bf16")),
     "megatron": ((2, 4), (errors_on_ranks, config_of("megatron"))),
     "activation checkpointing": ((2, 4), (test_integration.checkpointed, _FFN)),
-    "accumulation": ((4,), (test_integration.accumulated,)),
     "clipping": ((2, 4), (test_integration.clipped, _SHARED)),
     "fsdp, accumulated": ((4,), (test_integration.fully_sharded, True, ("tp",), _FFN)),
     **{f"gpt, {name}": ((2, 4), (gpt, name)) for name in VARIANTS},

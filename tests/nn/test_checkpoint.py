@@ -58,6 +58,6 @@ def load(path: str, blocks: int) -> dict[str, torch.Tensor]:
 )
 def test_training_goes_on_from_a_checkpoint_on_another_number_of_ranks(ranks, tmp_path, blocks, saved_on, loaded_on):
     expected = ranks(saved_on)(save, str(tmp_path), blocks)[0]
-    for found in ranks(loaded_on)(load, str(tmp_path), blocks):
+    for actual in ranks(loaded_on)(load, str(tmp_path), blocks):
         for name, tensor in expected.items():
-            torch.testing.assert_close(found[name], tensor, rtol=1e-11, atol=1e-11)
+            torch.testing.assert_close(actual[name], tensor, rtol=1e-11, atol=1e-11)

@@ -50,8 +50,8 @@ def test_for_its_ghosts_the_refit_is_least_squares():
         ring = [(i + 1) % 3, (i + 2) % 3]
         z = torch.cat([x[:, 8 * i : 8 * i + 8], *(x[:, 8 * j : 8 * j + 8] @ compress[j].T for j in ring)], 1)
         expected = torch.linalg.lstsq(z, y[:, 6 * i : 6 * i + 6]).solution.T
-        found = torch.cat([fit.local[6 * i : 6 * i + 6], fit.decompress[6 * i : 6 * i + 6]], 1)
-        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+        actual = torch.cat([fit.local[6 * i : 6 * i + 6], fit.decompress[6 * i : 6 * i + 6]], 1)
+        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
 
 
 def test_alternating_steps_lower_the_error_and_beat_the_fit_of_weights():
@@ -91,8 +91,8 @@ def test_the_fit_is_the_same_on_ranks(ranks):
     dense = nn.Linear(24, 18, dtype=torch.float64)
     dense.load_state_dict({"weight": weight, "bias": torch.arange(18.0)})
     expected = PhantomLinear.from_dense(dense, blocks=6, ghosts=2, covariance=x.T @ x).to_dense().state_dict()
-    for found in ranks(2)(on_ranks, weight, x.T @ x):
-        torch.testing.assert_close(found, expected, atol=1e-8, rtol=1e-8)
+    for actual in ranks(2)(on_ranks, weight, x.T @ x):
+        torch.testing.assert_close(actual, expected, atol=1e-8, rtol=1e-8)
 
 
 def test_solving_with_a_singular_matrix_stays_finite():

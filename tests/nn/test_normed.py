@@ -32,8 +32,8 @@ def mixed(dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_shorter_input_of_a_float64_layer_gives_the_same_on_ranks(ranks, dtype):
     expected = mixed(dtype)
-    for found in ranks(2)(mixed, dtype):
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    for actual in ranks(2)(mixed, dtype):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 def reset() -> list[tuple[str, torch.Tensor]]:
@@ -61,6 +61,6 @@ def test_what_was_made_on_the_meta_device_is_drawn_alike_on_any_number_of_ranks(
     assert all(bool((value == 1).all()) for name, value in expected if name.endswith("norm"))
     assert 0.4 < float(dict(expected)["FeatureEmbedding.weight"].std()) < 0.6
     for size in (2, 4):
-        for found in ranks(size)(reset):
-            assert [name for name, _ in found] == [name for name, _ in expected]
-            assert all(torch.equal(a, b) for (_, a), (_, b) in zip(found, expected, strict=True))
+        for actual in ranks(size)(reset):
+            assert [name for name, _ in actual] == [name for name, _ in expected]
+            assert all(torch.equal(a, b) for (_, a), (_, b) in zip(actual, expected, strict=True))

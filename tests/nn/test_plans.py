@@ -1,4 +1,4 @@
-"""Plans for Llama, Qwen and BERT as in docs/pytorch.md, on modules of the same names; and the sharded stream."""
+"""Plans for Llama and Qwen as in docs/pytorch.md, on modules of the same names; and the sharded stream."""
 
 import warnings
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -21,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 from phantom_parallel import Ledger, PhantomLinear, PhantomParallel
 from phantom_parallel.nn import FeatureEmbedding, NormedPhantomLinear, VocabularyHead
 from phantom_parallel.ops import vocabulary_cross_entropy
-from tests.nn.stand_ins import Bert, Llama, tokens
+from tests.nn.stand_ins import Llama, tokens
 from tests.reference import relative_error
 
 BLOCKS = 4
@@ -73,47 +72,18 @@ def llama_plan(prefix: str, ghosts: int) -> dict[str, ParallelStyle]:
     }
 
 
-def bert_plan(prefix: str, ghosts: int) -> dict[str, PhantomParallel]:
-    entering = PhantomParallel(blocks=BLOCKS, ghosts=ghosts, input_layouts=Replicate())
-    leaving = PhantomParallel(blocks=BLOCKS, ghosts=ghosts, output_layouts=Replicate())
-    return {
-        f"{prefix}.attention.self.*": entering,
-        f"{prefix}.attention.output.dense": leaving,
-        f"{prefix}.intermediate.dense": entering,
-        f"{prefix}.output.dense": leaving,
-    }
+PLANS = {"whole model": whole_model_plan, "llama": llama_plan, "llama, cut once": cut_once_plan}
 
 
 def build(name: str) -> nn.Module:
     torch.manual_seed(0)
-    kinds = {
-        "llama": lambda: Llama(hidden=32),
-        "llama, cut once": lambda: Llama(hidden=32),
-        "qwen2": lambda: Llama(hidden=32, bias=True),
-        "whole model": lambda: Llama(hidden=32, head_norms=True),
-        "qwen3": lambda: Llama(hidden=32, head_norms=True),
-        "bert": lambda: Bert(hidden=32),
-    }
-    return kinds[name]().double()
+    return Llama(head_norms=name == "whole model").double()
 
 
 def parallelized(name: str, ghosts: int) -> nn.Module:
     """The stand-in over all ranks. With as many ghosts as a block has features, the fit loses nothing."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
-    model = build(name)
-    if name == "bert":
-        parallelize_module(model, mesh, bert_plan("encoder.layer.*", ghosts))
-        for layer in model.encoder.layer:
-            layer.attention.self.num_attention_heads //= mesh.size()
-            layer.attention.self.all_head_size //= mesh.size()
-    else:
-        plans = {"llama, cut once": cut_once_plan, "whole model": whole_model_plan}
-        parallelize_module(model, mesh, plans.get(name, llama_plan)("model.layers.*", ghosts))
-    if name == "qwen3":  # each rank has the gradient of its own heads
-        for layer in model.model.layers:
-            for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
-                norm.weight.register_hook(lambda grad: all_reduce(grad, "sum", mesh).wait())
-    return model
+    return parallelize_module(build(name), mesh, PLANS[name]("model.layers.*", ghosts))
 
 
 def errors_of_plan(name: str) -> dict[str, float]:
@@ -122,12 +92,12 @@ def errors_of_plan(name: str) -> dict[str, float]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # such layers are larger than dense ones
         mine = parallelized(name, ghosts=8)
-    expected, found = model(tokens()), mine(tokens())
+    expected, actual = model(tokens()), mine(tokens())
     expected.square().sum().backward()
-    found.square().sum().backward()
+    actual.square().sum().backward()
     if name == "whole model":  # clipping refuses a mix of tensors and DTensors
         assert isinstance(nn.utils.clip_grad_norm_(mine.parameters(), float("inf")), DTensor)
-    errors = {"output": relative_error(found, expected)}
+    errors = {"output": relative_error(actual, expected)}
     for (path, before), (_, after) in zip(model.named_modules(), mine.named_modules(), strict=True):
         for parameter, value in before.named_parameters(recurse=False):
             if not isinstance(after, PhantomLinear):
@@ -140,11 +110,11 @@ def errors_of_plan(name: str) -> dict[str, float]:
                 grad = value.grad.view(BLOCKS, value.shape[0] // BLOCKS, BLOCKS, value.shape[1] // BLOCKS)
                 diagonal = torch.cat([grad[i, :, i] for i in range(BLOCKS)])
                 errors[f"{path}.local"] = relative_error(after.local.grad.full_tensor(), diagonal)
-    assert sum(isinstance(module, PhantomLinear) for module in mine.modules()) == (12 if name == "bert" else 14)
+    assert sum(isinstance(module, PhantomLinear) for module in mine.modules()) == 14
     return errors
 
 
-@pytest.mark.parametrize("name", ["whole model", "llama", "llama, cut once", "qwen2", "qwen3", "bert"])
+@pytest.mark.parametrize("name", PLANS)
 def test_a_plan_gives_the_outputs_and_gradients_of_the_model(ranks, name):
     for errors in ranks(2)(errors_of_plan, name):
         wrong = {path: error for path, error in errors.items() if not error < 1e-9}
@@ -210,8 +180,8 @@ def test_a_sharded_stream_has_the_loss_and_gradients_of_one_process(ranks, tie_e
     assert float(loss.detach()) == pytest.approx(
         float(dense_loss(model, tokens(), tokens().roll(1, 1)).detach()), rel=1e-12
     )
-    for found, grads, _ in ranks(2)(sharded_stream, tie_embeddings):
-        assert found == pytest.approx(float(loss.detach()), rel=1e-12)
+    for actual, grads, _ in ranks(2)(sharded_stream, tie_embeddings):
+        assert actual == pytest.approx(float(loss.detach()), rel=1e-12)
         assert grads.keys() == dict(model.named_parameters()).keys()
         for name, parameter in model.named_parameters():
             assert relative_error(grads[name], parameter.grad) < 1e-11, name

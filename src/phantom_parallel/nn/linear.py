@@ -232,8 +232,8 @@ class NormedPhantomLinear(nn.Module):
     """RMSNorm over all features, then a `PhantomLinear`: one collective forward and one backward for both.
 
     Use it wherever a phantom layer follows a norm: the norm then costs one more word per row, which is never rounded.
-    ``norm`` is the norm's weight, sharded as the features are, and ``eps`` is added to the mean square; the other
-    arguments are those of `PhantomLinear`.
+    ``norm`` is the norm's weight, sharded as the features are, and ``eps`` is added to the mean square; ``kwargs`` are
+    the other arguments of `PhantomLinear`, of which ``blocks`` and ``ghosts`` are required.
     """
 
     norm: nn.Parameter
@@ -244,22 +244,15 @@ class NormedPhantomLinear(nn.Module):
         out_features: int,
         bias: bool = False,
         *,
-        blocks: int,
-        ghosts: int,
         eps: float = 1e-5,
         mesh: DeviceMesh | None = None,
-        gain: float = 1.0,
-        wire: WireFormat = "full",
-        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__()
         self.eps = eps
         check_settings(self, mesh, dtype, eps=eps)
-        cut = {"blocks": blocks, "ghosts": ghosts}
-        self.linear = PhantomLinear(
-            in_features, out_features, bias, **cut, mesh=mesh, gain=gain, wire=wire, device=device, dtype=dtype
-        )
+        self.linear = PhantomLinear(in_features, out_features, bias, mesh=mesh, dtype=dtype, **kwargs)
         ones = torch.ones(in_features // self.linear.group.size, device=self.linear.local.device, dtype=dtype)
         self.norm = shard_parameter(ones, self.linear.mesh)
 
