@@ -4,14 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
-.PHONY: help venv compare test test-all campaign lint docs bench clean
+.PHONY: help venv compare test test-all campaign lint style types docs bench clean
 
 help:
 	@echo "make compare  train to the same loss on emulated hosts, by phantom, tensor parallel, Megatron and others; show what it cost"
 	@echo "make venv     make $(VENV) with everything pinned in constraints.txt"
 	@echo "make test     lint, then the tests but those of the second tier"
 	@echo "make test-all lint, then all tests"
-	@echo "make campaign 25 kills, 1,000 malformed inputs, 75 ranks that differ: what was tried, clean and bad"
+	@echo "make campaign 25 kills, 1,000 malformed inputs: what was tried, clean and bad"
 	@echo "make lint     ruff, mypy and the direction of imports"
 	@echo "make docs     build the documentation to site/"
 	@echo "make bench    measure the layers: ratios from one interleaved run, also in out/bench.json"
@@ -39,19 +39,27 @@ compare: $(VENV)/run
 	$(BIN)/phantom compare --preset digits-hosts --hosts-optional --out $$out-digits \
 		--strategies phantom tensor megatron small-dense@1x1 --seeds 2
 
-# Two processes at once, a file of tests at a time: tests with ranks wait more than they compute.
-test: lint
-	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile
+# Three processes at once, a file of tests at a time: tests with ranks wait as long as they compute. Types and imports
+# are checked meanwhile.
+PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+
+test: style
+	$(MAKE) --no-print-directory types >$(VENV)/types.log 2>&1 & types=$$!; \
+	$(PYTEST) -m "not slow"; tests=$$?; wait $$types; types=$$?; cat $(VENV)/types.log; exit $$((tests + types))
 
 test-all: test
-	$(BIN)/python -m pytest -m slow --numprocesses 2 --dist loadfile
+	$(PYTEST) -m slow
 
 campaign: venv
 	$(BIN)/python -m tests.campaign
 
-lint: venv
+lint: style types
+
+style: venv
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check .
+
+types: venv
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
