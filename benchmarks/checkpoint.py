@@ -110,7 +110,10 @@ def measure(mesh: DeviceMesh, folder: str) -> dict[str, Any]:
         "ranks": mesh.size(),
         "state": sum(sizes.values()) / MIB,
         "tensor": whole / MIB,
-        **{name: {key: max(one[name][key] for one in gathered) for key in ("peak", "seconds")} for name in figures},
+        **{
+            name: {key: max(figures_of[name][key] for figures_of in gathered) for key in ("peak", "seconds")}
+            for name in figures
+        },
     }
 
 

@@ -38,19 +38,19 @@ def curve(strategy: str, kind: str, seed: int, steps: int) -> list[tuple[int, fl
     """Held-out losses of a training in one process."""
     points: list[tuple[int, float]] = []
 
-    def record(one: Record) -> None:
-        if one.eval_loss is not None:
-            points.append((one.step, one.eval_loss))
+    def add(record: Record) -> None:
+        if record.eval_loss is not None:
+            points.append((record.step, record.eval_loss))
 
     alone = strategy if strategy == "phantom" else "dense"  # the same model in one process
-    train(config_of(alone, kind, seed=seed, steps=steps, eval_every=20), ParallelContext(), report=record)
+    train(config_of(alone, kind, seed=seed, steps=steps, eval_every=20), ParallelContext(), report=add)
     return points
 
 
 def time_kinds(mesh: DeviceMesh, strategy: str) -> dict[str, dict[str, float]]:
     """Seconds and modelled joules of a step of each kind, the means over turns."""
     context = ParallelContext(mesh, None, torch.device("cpu"), mesh.get_group())
-    power, found = load_power_profile(None, mesh.size()), {kind: ([], []) for kind in KINDS}  # type: ignore[var-annotated]
+    power, actual = load_power_profile(None, mesh.size()), {kind: ([], []) for kind in KINDS}  # type: ignore[var-annotated]
     for turn in range(TURNS):
         for kind in list(KINDS) if turn % 2 else reversed(KINDS):
             config = config_of(strategy, kind, ranks=mesh.size(), steps=100)
@@ -59,9 +59,9 @@ def time_kinds(mesh: DeviceMesh, strategy: str) -> dict[str, dict[str, float]]:
             assert timed is not None
             assert timed.compute_seconds is not None
             assert timed.blocked_seconds is not None
-            found[kind][0].append(timed.seconds / timed.steps)
-            found[kind][1].append(power.joules(timed.compute_seconds, timed.blocked_seconds) / timed.steps)
-    return {kind: {"seconds": fmean(seconds), "joules": fmean(joules)} for kind, (seconds, joules) in found.items()}
+            actual[kind][0].append(timed.seconds / timed.steps)
+            actual[kind][1].append(power.joules(timed.compute_seconds, timed.blocked_seconds) / timed.steps)
+    return {kind: {"seconds": fmean(seconds), "joules": fmean(joules)} for kind, (seconds, joules) in actual.items()}
 
 
 def loss_at(points: list[tuple[int, float]], step: float) -> float:

@@ -151,14 +151,14 @@ def prose() -> bytes:
     return "\n\n".join(topics[name] for name in sorted(topics)).encode()
 
 
-def curve(bench: Bench, found: dict[str, Any], save: Callable[[], None]) -> None:
+def curve(bench: Bench, actual: dict[str, Any], save: Callable[[], None]) -> None:
     methods: dict[str, Callable[[GPT, float], float]] = {
         "dropped layers": bench.drop_layers,
         "phantom": bench.phantom,
         "low rank": bench.low_rank,
     }
-    found.setdefault("dense_loss", bench.loss(bench.dense))
-    points = found.setdefault("points", [])
+    actual.setdefault("dense_loss", bench.loss(bench.dense))
+    points = actual.setdefault("points", [])
     for budget in bench.options.budgets:
         for name, method in methods.items():
             if any(point["method"] == name and point["budget"] == budget for point in points):
@@ -171,15 +171,15 @@ def curve(bench: Bench, found: dict[str, Any], save: Callable[[], None]) -> None
             print(json.dumps(point), flush=True)
             save()
     curves = {name: [(p["kept"], p["loss"]) for p in points if p["method"] == name] for name in methods}
-    draw_curve(curves, found["dense_loss"], bench.work / "curve", "held-out loss, nats a token")
+    draw_curve(curves, actual["dense_loss"], bench.work / "curve", "held-out loss, nats a token")
 
 
-def heal_part(bench: Bench, found: dict[str, Any], save: Callable[[], None]) -> None:
+def heal_part(bench: Bench, actual: dict[str, Any], save: Callable[[], None]) -> None:
     options, path = bench.options, bench.converted(bench.options.heal_budget)
-    found.setdefault("dense_loss", bench.loss(bench.dense))
-    if "loss" in found:
+    actual.setdefault("dense_loss", bench.loss(bench.dense))
+    if "loss" in actual:
         return
-    found["loss_before"] = bench.loss(load_model(path))
+    actual["loss_before"] = bench.loss(load_model(path))
     settings: dict[str, Any] = {
         "batch": options.heal_batch,
         "context": options.length,
@@ -189,31 +189,31 @@ def heal_part(bench: Bench, found: dict[str, Any], save: Callable[[], None]) -> 
     }
     quiet: dict[str, Any] = {"eval_every": 10**6, "checkpoint_every": 10**6}
     model, teacher, data = path, options.model, bench.training
-    if "step_seconds" not in found:  # of a few steps, from which the number of steps follows
+    if "step_seconds" not in actual:  # of a few steps, from which the number of steps follows
         trial = bench.work / f"trial-{time.time_ns()}"
         short = heal(model, teacher, data, trial, steps=3, layer_steps=0, eval_windows=1, **settings, **quiet)
-        found["step_seconds"] = short.seconds / 3
+        actual["step_seconds"] = short.seconds / 3
         save()
-    steps = max(10, int(60 * options.heal_minutes / found["step_seconds"]))
-    found["steps"] = found.get("steps", steps)
+    steps = max(10, int(60 * options.heal_minutes / actual["step_seconds"]))
+    actual["steps"] = actual.get("steps", steps)
     save()
     out = bench.work / f"healed-{options.heal_budget:g}"
-    each = max(1, found["steps"] // 5)
-    chosen = settings | {"steps": found["steps"], "warmup": min(10, found["steps"] // 10), "eval_every": each}
-    layer_steps = int(options.layer_share * found["steps"])
+    each = max(1, actual["steps"] // 5)
+    chosen = settings | {"steps": actual["steps"], "warmup": min(10, actual["steps"] // 10), "eval_every": each}
+    layer_steps = int(options.layer_share * actual["steps"])
     more: dict[str, Any] = {"layer_steps": layer_steps, "checkpoint_every": each, "eval_windows": 8}
     summary = heal(model, teacher, data, out, resume=out.exists(), show=True, **chosen, **more)
-    found |= {
+    actual |= {
         "settings": chosen | more | {"budget": options.heal_budget},
         "seconds": summary.seconds,
-        "tokens": found["steps"] * options.heal_batch * options.length,
+        "tokens": actual["steps"] * options.heal_batch * options.length,
         "loss": bench.loss(load_model(out / "model")),
     }
-    print(json.dumps({name: found[name] for name in ("dense_loss", "loss_before", "loss", "seconds")}), flush=True)
+    print(json.dumps({name: actual[name] for name in ("dense_loss", "loss_before", "loss", "seconds")}), flush=True)
     save()
 
 
-def speed(bench: Bench, found: dict[str, Any], save: Callable[[], None]) -> None:
+def speed(bench: Bench, actual: dict[str, Any], save: Callable[[], None]) -> None:
     options, path = bench.options, bench.converted(bench.options.heal_budget)
     prompt = bench.work / "prompt.txt"
     write_bytes(prompt, prose()[: 4 * options.prompt])
@@ -223,7 +223,7 @@ def speed(bench: Bench, found: dict[str, Any], save: Callable[[], None]) -> None
         f"{options.blocks} ranks": ["--ranks", str(options.blocks)],
         f"{options.blocks} hosts": ["--ranks", str(options.blocks), *hosts],
     }
-    rows = found.setdefault("rows", {})
+    rows = actual.setdefault("rows", {})
     for place, where in places.items():
         if place in rows:
             continue
@@ -286,11 +286,13 @@ def main(arguments: list[str] | None = None) -> None:
         out = options.out / f"pretrained-{part}.json"
         command = f"python -m benchmarks.pretrained --parts {part}{_not_default(parser, options)}"
         settings = {"blocks": options.blocks, "rows": options.rows, "length": options.length}
-        found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else about(command) | {"settings": settings}
+        actual: dict[str, Any] = (
+            json.loads(out.read_text()) if out.exists() else about(command) | {"settings": settings}
+        )
         if part == "exact":
-            write(found | exact(options.model, options.source), out)
+            write(actual | exact(options.model, options.source), out)
         else:
-            functions[part](bench, found, lambda found=found, out=out: write(found, out))
+            functions[part](bench, actual, lambda actual=actual, out=out: write(actual, out))
 
 
 if __name__ == "__main__":

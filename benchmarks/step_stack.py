@@ -74,13 +74,13 @@ def parts_of(step: Callable[[], None]) -> dict[str, float]:
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         for _ in range(STEPS):
             step()
-    found = {"products": 0.0, "exchanges": 0.0}
+    actual = {"products": 0.0, "exchanges": 0.0}
     for event in profiler.key_averages():
         if event.key in PRODUCTS or event.key.startswith(ATTENTION):
-            found["products"] += event.self_cpu_time_total
+            actual["products"] += event.self_cpu_time_total
         elif event.key.startswith(EXCHANGES) and not event.key.startswith("gloo:"):
-            found["exchanges"] += event.self_cpu_time_total
-    return {name: microseconds / STEPS / 1e3 for name, microseconds in found.items()}
+            actual["exchanges"] += event.self_cpu_time_total
+    return {name: microseconds / STEPS / 1e3 for name, microseconds in actual.items()}
 
 
 def compare(mesh: DeviceMesh, family: str, width: int, turns: int) -> dict[str, Any]:
@@ -126,13 +126,14 @@ def main() -> None:
     for family, width in [("ffn", width) for width in FFN_WIDTHS] + [("gpt", width) for width in GPT_WIDTHS]:
         row = measured_on_ranks(RANKS, compare, family, width, options.turns, keep_memory=True)
         results["step"].append(row)
-        for name, found in row["strategies"].items():
-            stack = ", ".join(f"{part} {value:.1f}" for part, value in found["stack"].items())
-            print(f"{family}, width {width}, {name}: {shown(found['milliseconds'])} ms: {stack}")
-        for name, found in row["phantom of"].items():
-            over = found["time"]["median"] / found["flops"]
+        for name, actual in row["strategies"].items():
+            stack = ", ".join(f"{part} {value:.1f}" for part, value in actual["stack"].items())
+            print(f"{family}, width {width}, {name}: {shown(actual['milliseconds'])} ms: {stack}")
+        for name, actual in row["phantom of"].items():
+            over = actual["time"]["median"] / actual["flops"]
             print(
-                f"  phantom of {name}: time {shown(found['time'])}, FLOPs {found['flops']:.3f}: {over:.2f}", flush=True
+                f"  phantom of {name}: time {shown(actual['time'])}, FLOPs {actual['flops']:.3f}: {over:.2f}",
+                flush=True,
             )
     write(results, options.out)
 

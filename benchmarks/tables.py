@@ -57,13 +57,13 @@ def generated(text: str, folder: Path) -> str:
     for marker, pattern in (("<!-- table:", TABLE), ("<!-- value:", VALUE)):
         if text.count(marker) != len(pattern.findall(text)):
             raise ValueError(f"a marker {marker!r} is incomplete, or the marker that ends it is missing")
-    text = TABLE.sub(lambda found: _table(found["name"], folder), text)
-    return VALUE.sub(lambda found: f"<!-- value: {found['spec']} -->{value(found['spec'])}<!-- end -->", text)
+    text = TABLE.sub(lambda match: _table(match["name"], folder), text)
+    return VALUE.sub(lambda match: f"<!-- value: {match['spec']} -->{value(match['spec'])}<!-- end -->", text)
 
 
 def results_used(text: str) -> set[str]:
     """Names of the result files that a page's markers read."""
-    specs = [found["name"] for found in TABLE.finditer(text)] + [found["spec"] for found in VALUE.finditer(text)]
+    specs = [match["name"] for match in TABLE.finditer(text)] + [match["spec"] for match in VALUE.finditer(text)]
     return {_file(spec.split()[0]).stem for spec in specs}
 
 

@@ -97,11 +97,11 @@ def compare(mesh: DeviceMesh, turns: int, parallel_block: bool) -> dict[str, Any
         decoding = {name: decode(model) for name, model in made.items()}
         decoding["phantom without polling"] = without_polling(decode(made["phantom"]))
         times["decode"] = interleave(decoding, turns=turns)
-    for kind, found in times.items():
+    for kind, actual in times.items():
         each = TOKENS if kind == "decode" else 1
-        rows[kind] = {"milliseconds": {name: value / each for name, value in milliseconds(found).items()}}
-        for name in found.keys() - {"megatron"}:
-            rows[kind][f"{name}/megatron"] = found[name].ratio_to(found["megatron"])
+        rows[kind] = {"milliseconds": {name: value / each for name, value in milliseconds(actual).items()}}
+        for name in actual.keys() - {"megatron"}:
+            rows[kind][f"{name}/megatron"] = actual[name].ratio_to(actual["megatron"])
     return rows
 
 

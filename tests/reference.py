@@ -84,7 +84,7 @@ class Phantom:
         return {"z": z, "x": (d @ W).view(self.x.shape), **grads.packed()}
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """|found - expected| / |expected|, in float64."""
-    found, expected = found.detach().double(), expected.detach().double()
-    return float((found - expected).norm() / expected.norm().clamp_min(1e-300))
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """|actual - expected| / |expected|, in float64."""
+    actual, expected = actual.detach().double(), expected.detach().double()
+    return float((actual - expected).norm() / expected.norm().clamp_min(1e-300))

@@ -34,7 +34,7 @@ def site(tmp_path_factory):
 
 
 def packages():
-    names = [one.name for one in pkgutil.walk_packages(phantom_parallel.__path__, "phantom_parallel.") if one.ispkg]
+    names = [each.name for each in pkgutil.walk_packages(phantom_parallel.__path__, "phantom_parallel.") if each.ispkg]
     return ["phantom_parallel", *(name for name in names if name != "phantom_parallel.cli")]
 
 
@@ -45,16 +45,16 @@ def test_the_reference_has_every_public_name(site, name):
     package = importlib.import_module(name)
     if hasattr(package, "__all__"):
         wanted = set(package.__all__) - {"__version__"}
-        assert wanted <= {one.rpartition(".")[2] for one in shown}
+        assert wanted <= {each.rpartition(".")[2] for each in shown}
     else:
         assert set(names_in_modules(package)) <= shown
 
 
 def names_in_modules(package):
     """Public classes and functions of the modules that lie directly in a package."""
-    for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-        if not found.ispkg and not found.name.rpartition(".")[2].startswith("_"):
-            module = importlib.import_module(found.name)
+    for module_info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        if not module_info.ispkg and not module_info.name.rpartition(".")[2].startswith("_"):
+            module = importlib.import_module(module_info.name)
             for name, value in vars(module).items():
                 here = getattr(value, "__module__", None) == module.__name__
                 if here and not name.startswith("_") and (inspect.isclass(value) or inspect.isfunction(value)):
@@ -69,4 +69,4 @@ def test_every_command_has_its_help(site):
 def test_the_site_loads_nothing_from_other_hosts(site):
     for page in site.rglob("*.html"):
         loaded = re.findall(r'<(?:script|img)[^>]* src="([^"]*)"|<link[^>]* href="([^"]*)"', page.read_text())
-        assert not [one for pair in loaded for one in pair if re.match(r"(https?:)?//", one)], page.name
+        assert not [each for pair in loaded for each in pair if re.match(r"(https?:)?//", each)], page.name

@@ -61,10 +61,10 @@ def test_a_window_has_no_result_while_open_or_when_left_by_an_exception(clock):
 
 
 def test_a_machine_with_nothing_gives_none_and_says_so(tmp_path, clock):
-    found = discover(powercap=tmp_path, pm_counters=tmp_path)
-    assert not found.specs
-    assert found.hints
-    with EnergyMeter(sources=found.sources, clock=clock, device="cpu").window("load") as window:
+    discovery = discover(powercap=tmp_path, pm_counters=tmp_path)
+    assert not discovery.specs
+    assert discovery.hints
+    with EnergyMeter(sources=discovery.sources, clock=clock, device="cpu").window("load") as window:
         clock.now += 1.0
     assert (window.joules, window.result.total.mean_watts) == (None, None)
     assert window.result.total.provenance is Provenance.UNAVAILABLE

@@ -32,7 +32,7 @@ def test_it_is_torchs_divergence_with_its_gradient(size, ranks):
     own.requires_grad_(True)
     expected = F.kl_div(own.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="sum") / 6
     (2 * expected).backward()
-    found = [divergence(1)] if size == 1 else ranks(size)(divergence, size)
-    for loss, _ in found:
+    actual = [divergence(1)] if size == 1 else ranks(size)(divergence, size)
+    for loss, _ in actual:
         torch.testing.assert_close(loss, expected.detach())
-    torch.testing.assert_close(torch.cat([grad for _, grad in found], -1), own.grad)
+    torch.testing.assert_close(torch.cat([grad for _, grad in actual], -1), own.grad)

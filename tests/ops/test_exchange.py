@@ -72,19 +72,19 @@ def exchange(strategy: str, blocks: int, native: bool, needs: str) -> dict[str, 
      *(("tensor", size, size, BLOCK_IN) for size in (2, 4))],
 )  # fmt: skip
 def test_ghosts_or_activations_are_sent_once_each_way(ranks, strategy, size, blocks, words):
-    for found in ranks(size)(exchange, strategy, blocks, True, "all"):
-        assert found["forward"] == [("all_gather_into_tensor", 4 * ROWS * words)]
-        assert found["backward"] == [("reduce_scatter_tensor", 4 * ROWS * words * size)]
-    for found in ranks(size)(exchange, strategy, blocks, False, "all"):  # of which each rank keeps one of its parts
-        assert found["forward"] == found["backward"] == [("all_to_all_single", 4 * ROWS * words * size)]
+    for actual in ranks(size)(exchange, strategy, blocks, True, "all"):
+        assert actual["forward"] == [("all_gather_into_tensor", 4 * ROWS * words)]
+        assert actual["backward"] == [("reduce_scatter_tensor", 4 * ROWS * words * size)]
+    for actual in ranks(size)(exchange, strategy, blocks, False, "all"):  # of which each rank keeps one of its parts
+        assert actual["forward"] == actual["backward"] == [("all_to_all_single", 4 * ROWS * words * size)]
 
 
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("strategy", ["phantom", "tensor"])
 def test_exchange_starts_before_the_local_products_and_is_waited_for_after_them(ranks, strategy, native):
-    for found in ranks(2)(exchange, strategy, 2, native, "all"):
+    for actual in ranks(2)(exchange, strategy, 2, native, "all"):
         for phase in ("forward order", "backward order"):
-            order = found[phase]
+            order = actual[phase]
             (start,) = [i for i, name in enumerate(order) if name not in ("product", "wait_tensor")]
             assert "product" in order[start : order.index("wait_tensor")], order
 
@@ -98,8 +98,8 @@ def test_multiply_adds_equal_the_formula(ranks, strategy, size, blocks):
     weights = blocks // size * (BLOCK_OUT * BLOCK_IN + GHOSTS * BLOCK_IN + (blocks - 1) * GHOSTS * BLOCK_OUT)
     if strategy == "tensor":
         weights = BLOCK_OUT * size * BLOCK_IN
-    for found in ranks(size)(exchange, strategy, blocks, True, "all"):
-        assert found["flops"] == [2 * ROWS * weights, 4 * ROWS * weights]
+    for actual in ranks(size)(exchange, strategy, blocks, True, "all"):
+        assert actual["flops"] == [2 * ROWS * weights, 4 * ROWS * weights]
 
 
 # Which of h = D^T d, dL, dD, L^T d, dC and C^T h are needed, in multiply-adds a row: m_out (p-1) k twice, m_out m_in
@@ -121,9 +121,9 @@ L_PART, D_PART, C_PART = BLOCK_OUT * BLOCK_IN, GHOSTS * BLOCK_OUT, GHOSTS * BLOC
     ],
 )
 def test_nothing_is_computed_or_sent_for_what_needs_no_gradient(ranks, strategy, needs, sends, products):
-    for found in ranks(2)(exchange, strategy, 2, True, needs):
-        assert len(found["backward"]) == sends
-        assert found["flops"][1] == 2 * ROWS * products
+    for actual in ranks(2)(exchange, strategy, 2, True, needs):
+        assert len(actual["backward"]) == sends
+        assert actual["flops"][1] == 2 * ROWS * products
 
 
 def timeouts_of_levels() -> list[float]:

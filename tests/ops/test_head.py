@@ -56,10 +56,10 @@ def errors(way: str, native: bool) -> tuple[float, dict[str, float]]:
     mine = shares(group, dim)
     loss = loss_of(way, *mine, group)
     (3 * loss).backward()
-    found = {"loss": relative_error(loss, expected)}
+    actual = {"loss": relative_error(loss, expected)}
     for name, t, of, cut in zip(("x", "norm", "weight"), mine, whole, (-1, 0, dim), strict=True):
-        found[name] = relative_error(t.grad, of.grad.chunk(group.size, cut)[group.rank])
-    return float(loss.detach()), found
+        actual[name] = relative_error(t.grad, of.grad.chunk(group.size, cut)[group.rank])
+    return float(loss.detach()), actual
 
 
 WAYS = ["vocabulary", "rows", "rows of a tied weight"]
@@ -71,8 +71,8 @@ WAYS = ["vocabulary", "rows", "rows of a tied weight"]
 def test_loss_and_gradients_equal_dense_maths(ranks, size, way, native):
     results = ranks(size)(errors, way, native)
     assert len({loss for loss, _ in results}) == 1  # the very same number on every rank
-    for _, found in results:
-        assert max(found.values()) < 1e-12, found
+    for _, actual in results:
+        assert max(actual.values()) < 1e-12, actual
 
 
 def twice(way: str) -> str:
@@ -89,22 +89,22 @@ def test_second_derivatives_across_ranks_are_refused_rather_than_wrong(ranks, wa
 
 def rounded(wire: str) -> dict[str, tuple[float, float]]:
     """The distance of loss and of dx from those at full precision."""
-    found = {}
+    actual = {}
     for way in WAYS[:2]:
         results = []
-        for one in ("full", wire):
-            mine = shares(group_of(wire=one), 0)
-            loss = loss_of(way, *mine, group_of(wire=one))
+        for each in ("full", wire):
+            mine = shares(group_of(wire=each), 0)
+            loss = loss_of(way, *mine, group_of(wire=each))
             loss.backward()
             results.append((loss.detach(), mine[0].grad))
-        found[way] = tuple(relative_error(a, b) for a, b in zip(results[1], results[0], strict=True))
-    return found
+        actual[way] = tuple(relative_error(a, b) for a, b in zip(results[1], results[0], strict=True))
+    return actual
 
 
 @pytest.mark.parametrize(("wire", "bound"), [("bf16", 0.01), ("int8", 0.03)])
 def test_short_formats_are_near_full_precision(ranks, wire, bound):
-    for found in ranks(2)(rounded, wire):
-        for of_loss, of_dx in found.values():
+    for actual in ranks(2)(rounded, wire):
+        for of_loss, of_dx in actual.values():
             assert 0 < of_loss < bound
             assert 0 < of_dx < bound
 

@@ -35,8 +35,8 @@ def in_two(halves: list[list[torch.Tensor]], group: RankGroup, normed: bool) -> 
     where = {"blocks": 4, "group": group}
     begun = [begin_phantom(x, e if normed else None, local, c, **where) for x, e, local, c, _ in halves]
     return [
-        end_phantom(one, half[4], None if normed else half[1], eps=EPS if normed else None, **where)
-        for one, half in zip(begun, halves, strict=True)
+        end_phantom(started, half[4], None if normed else half[1], eps=EPS if normed else None, **where)
+        for started, half in zip(begun, halves, strict=True)
     ]
 
 
@@ -50,12 +50,12 @@ def differs(wire: str, normed: bool, native: bool) -> list[str]:
     halves = [inputs_of(reference, group, normed, x) for x in reference.x.chunk(2)]
     whole = [[t.detach().clone().requires_grad_() for t in half] for half in halves]
     ds = [d.chunk(group.size, -1)[group.rank] for d in reference.d.chunk(2)]
-    found, expected = in_two(halves, group, normed), [in_one(half, group, normed) for half in whole]
-    torch.autograd.backward(found, ds)
+    actual, expected = in_two(halves, group, normed), [in_one(half, group, normed) for half in whole]
+    torch.autograd.backward(actual, ds)
     torch.autograd.backward(expected, ds)
     wrong = []
     for index in range(2):
-        pairs = [(found[index], expected[index])]
+        pairs = [(actual[index], expected[index])]
         pairs += [(a.grad, b.grad) for a, b in zip(halves[index], whole[index], strict=True)]
         wrong += [
             f"{name} of half {index}"

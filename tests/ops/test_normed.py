@@ -35,8 +35,8 @@ def gathered(native: bool, blocks: int) -> dict[str, float]:
     own = vocabulary_logits(*mine, eps=EPS, group=ranks)
     own.backward(d.chunk(ranks.size, -1)[ranks.rank])
     errors = {"z": relative_error(own, z.chunk(ranks.size, -1)[ranks.rank])}
-    for name, found, expected, dim in zip(("x", "norm", "head"), mine, whole, dims, strict=True):
-        errors[name] = relative_error(found.grad, expected.grad.chunk(ranks.size, dim)[ranks.rank])
+    for name, actual, expected, dim in zip(("x", "norm", "head"), mine, whole, dims, strict=True):
+        errors[name] = relative_error(actual.grad, expected.grad.chunk(ranks.size, dim)[ranks.rank])
     return errors
 
 
@@ -102,8 +102,8 @@ def test_second_derivatives_equal_those_of_the_composed_function(frozen):
     for function in (lambda: normed_phantom_linear(*inputs, eps=EPS, blocks=3), lambda: composed(*inputs, blocks=3)):
         first = torch.autograd.grad(function(), needed, d, create_graph=True)
         results.append(torch.autograd.grad(sum((g**2).sum() for g in first), [*needed, d]))
-    for one, other in zip(*results, strict=True):
-        assert relative_error(one, other) < 1e-11
+    for a, b in zip(*results, strict=True):
+        assert relative_error(a, b) < 1e-11
 
 
 def test_second_derivatives_of_a_head():
@@ -114,9 +114,9 @@ def test_second_derivatives_of_a_head():
 @pytest.mark.parametrize("transform", ["grad", "jvp"])
 def test_transforms_of_torch_func_equal_the_composed_function(transform):
     inputs = tuple(t.detach() for t in leaves(Phantom.random(3, 2, 3, 1, rows=(4,)))[0])
-    found, expected = (
+    actual, expected = (
         TRANSFORMS[transform](f, inputs)
         for f in (lambda *t: normed_phantom_linear(*t, eps=EPS, blocks=3), lambda *t: composed(*t, blocks=3))
     )
-    for one, other in zip(found, expected, strict=True):
-        assert relative_error(one, other) < 1e-12
+    for a, b in zip(actual, expected, strict=True):
+        assert relative_error(a, b) < 1e-12

@@ -40,10 +40,10 @@ def expected_of(reference: Phantom, normed: bool) -> dict[str, torch.Tensor]:
         return reference.expected()
     x, weight = reference.x.clone().requires_grad_(), norm_weight(reference).requires_grad_()
     normal, zero = normalised(x, weight), torch.zeros_like(reference.bias)
-    found = Phantom(reference.L, reference.C, reference.D, zero, normal.detach(), reference.d).expected()
-    dx, d_weight = torch.autograd.grad(normal, (x, weight), found["x"])
-    del found["bias"]
-    return found | {"x": dx, "norm": d_weight}
+    actual = Phantom(reference.L, reference.C, reference.D, zero, normal.detach(), reference.d).expected()
+    dx, d_weight = torch.autograd.grad(normal, (x, weight), actual["x"])
+    del actual["bias"]
+    return actual | {"x": dx, "norm": d_weight}
 
 
 def results(inputs: dict[str, torch.Tensor], reference: Phantom, group: RankGroup, share) -> dict[str, torch.Tensor]:
@@ -59,9 +59,9 @@ def compare(reference: Phantom, normed: bool = False, group: RankGroup = SINGLE_
     def share(t: torch.Tensor, dim: int) -> torch.Tensor:
         return t.chunk(group.size, dim)[group.rank].clone()
 
-    expected, found = expected_of(reference, normed), results(inputs_of(reference, normed), reference, group, share)
-    assert found.keys() == expected.keys()
-    return {name: relative_error(t, share(expected[name], -1 if name in "zx" else 0)) for name, t in found.items()}
+    expected, actual = expected_of(reference, normed), results(inputs_of(reference, normed), reference, group, share)
+    assert actual.keys() == expected.keys()
+    return {name: relative_error(t, share(expected[name], -1 if name in "zx" else 0)) for name, t in actual.items()}
 
 
 def group_of(blocks: int, native: bool) -> RankGroup:
@@ -104,8 +104,8 @@ def on_rank_in_all_ways(*args, **kwargs) -> list[dict[str, float]]:
     ],
 )
 def test_output_and_gradients_equal_dense_on_real_ranks(ranks, size, blocks, block_in, block_out, ghosts):
-    for found in ranks(size)(on_rank_in_all_ways, blocks, block_in, block_out, ghosts, rows=(2, 3)):
-        assert max(max(errors.values()) for errors in found) < 1e-11, found
+    for actual in ranks(size)(on_rank_in_all_ways, blocks, block_in, block_out, ghosts, rows=(2, 3)):
+        assert max(max(errors.values()) for errors in actual) < 1e-11, actual
 
 
 def test_comparison_fails_where_a_source_is_swapped():
@@ -168,8 +168,8 @@ def test_hundreds_of_simulated_ranks_equal_dense(size, blocks, normed):
         def share(t: torch.Tensor, dim: int) -> torch.Tensor:
             return mode.rank_map(lambda r: t.chunk(size, dim)[r].clone())
 
-        found = results(inputs, reference, simulated_levels(world, blocks), share)
-        parts = {name: [t._local_tensors[r] for r in range(size)] for name, t in found.items()}
+        actual = results(inputs, reference, simulated_levels(world, blocks), share)
+        parts = {name: [t._local_tensors[r] for r in range(size)] for name, t in actual.items()}
     for name, pieces in parts.items():
         assert relative_error(torch.cat(pieces, -1 if name in "zx" else 0), expected[name]) < 1e-12, name
 
@@ -250,11 +250,13 @@ def jvp_by_dual_numbers(function, tensors, tangents) -> torch.Tensor:
 
 
 def tangents(t):
-    return tuple(torch.full_like(one, 0.3) for one in t)
+    return tuple(torch.full_like(tensor, 0.3) for tensor in t)
 
 
 def ensemble(t):
-    return [torch.stack([one, 2 * one, -one], -1) for one in t]  # stacked on the last dimension: strided in each
+    return [
+        torch.stack([tensor, 2 * tensor, -tensor], -1) for tensor in t
+    ]  # stacked on the last dimension: strided in each
 
 
 OVER_X = (0, None, None, None, None)
@@ -274,12 +276,12 @@ TRANSFORMS = {
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms_equal_those_of_the_dense_map(transform):
     inputs = tuple(t.detach() for t in weights_and_input(Phantom.random(3, 2, 3, 2, rows=(4,))))
-    found, expected = (
+    actual, expected = (
         TRANSFORMS[transform](f, inputs)
         for f in (lambda *t: phantom_linear(*t, blocks=3), lambda *t: dense(*t, blocks=3))
     )
-    for one, other in zip(*(r if isinstance(r, tuple) else (r,) for r in (found, expected)), strict=True):
-        assert relative_error(one, other) < 1e-12
+    for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in (actual, expected)), strict=True):
+        assert relative_error(a, b) < 1e-12
 
 
 def transforms_across_ranks() -> list[str]:

@@ -77,7 +77,7 @@ def test_gradgradcheck_on_one_process():
 def test_transforms_of_torch_func_equal_linear():
     x, weight, bias = (torch.randn(shape, dtype=torch.float64) for shape in ((2, 3), (4, 3), (4,)))
     tangents = tuple(torch.randn_like(t) for t in (x, weight, bias))
-    found = torch.func.jvp(tensor_linear, (x, weight, bias), tangents)
+    actual = torch.func.jvp(tensor_linear, (x, weight, bias), tangents)
     expected = torch.func.jvp(torch.nn.functional.linear, (x, weight, bias), tangents)
-    assert all(relative_error(a, b) < 1e-12 for a, b in zip(found, expected, strict=True))
+    assert all(relative_error(a, b) < 1e-12 for a, b in zip(actual, expected, strict=True))
     assert relative_error(torch.vmap(tensor_linear, (0, None, None))(x, weight, bias), x @ weight.T + bias) < 1e-12

@@ -45,9 +45,9 @@ def run(function, inputs: dict[str, np.ndarray], d: np.ndarray) -> dict[str, tor
     return {"z": z.detach()} | {name: t.grad for name, t in tensors.items() if t.grad is not None}
 
 
-def errors_of(found: dict[str, torch.Tensor], expected: dict[str, np.ndarray]) -> dict[str, float]:
-    assert found.keys() == expected.keys()
-    return {name: relative_error(found[name], torch.from_numpy(np.array(expected[name]))) for name in expected}
+def errors_of(actual: dict[str, torch.Tensor], expected: dict[str, np.ndarray]) -> dict[str, float]:
+    assert actual.keys() == expected.keys()
+    return {name: relative_error(actual[name], torch.from_numpy(np.array(expected[name]))) for name in expected}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -61,24 +61,24 @@ def test_the_codec_equals_its_equations(wire, dtype, rows, columns, size, seed):
     scale = 4 if wire == "int8" else 0
     assert message.element_size() * message.shape[1] == columns * (1 if scale else 2) + scale + sums.element_size()
     assert torch.equal(decode_exact(message, wire, columns, sums.dtype), sums)
-    found = decode(message, wire, columns, dtype)
-    assert found.dtype == dtype
+    actual = decode(message, wire, columns, dtype)
+    assert actual.dtype == dtype
     expected = torch.from_numpy(rounded(x.double().numpy(), wire)).to(dtype) if rows else x
     if wire == "int8" and dtype == torch.float32:  # computed in float32: a quotient may round to the other neighbour
         step = x.abs().amax(1, keepdim=True) / 127 if rows else x
-        assert ((found - x).abs() <= 0.50001 * step).all()
-        assert ((found - expected).abs() <= 1.00001 * step).all()
+        assert ((actual - x).abs() <= 0.50001 * step).all()
+        assert ((actual - expected).abs() <= 1.00001 * step).all()
     else:
-        assert relative_error(found, expected) < (1e-15 if dtype == torch.float64 else 1e-2)
+        assert relative_error(actual, expected) < (1e-15 if dtype == torch.float64 else 1e-2)
 
 
 def test_rows_of_zeros_and_rows_that_are_not_finite():
     x = torch.zeros(4, 3)
     x[1, 1], x[2, 0], x[3, 2] = torch.nan, torch.inf, -1e-42  # the last is smaller than the smallest scale
-    found = decode(encode(x, "int8"), "int8", 3, torch.float32)
-    assert torch.equal(found[0], torch.zeros(3))
-    assert found[1:3].isnan().all()
-    assert (found[3] - x[3]).abs().max() < 1e-38
+    actual = decode(encode(x, "int8"), "int8", 3, torch.float32)
+    assert torch.equal(actual[0], torch.zeros(3))
+    assert actual[1:3].isnan().all()
+    assert (actual[3] - x[3]).abs().max() < 1e-38
 
 
 def expected_phantom(reference: Phantom, group: RankGroup, wire: str, norm: np.ndarray | None) -> dict[str, np.ndarray]:
@@ -107,7 +107,7 @@ def expected_phantom(reference: Phantom, group: RankGroup, wire: str, norm: np.n
     du = {j: d[j] @ L[j] + h[j] @ C[j] for j in own}
     t = sum((d[i] * y[i]).sum(1, keepdims=True) for i in range(p)) if norm is not None else 0
     ring = {i: [(i + step) % p for step in range(1, p)] for i in own}
-    found = {
+    actual = {
         "z": np.concatenate([y[i] for i in own], 1),
         "x": np.concatenate([r * (w[j] * du[j] - r * x[j] * t / n) for j in own], 1),
         "local": np.concatenate([d[i].T @ (r * u[i]) for i in own]),
@@ -115,8 +115,8 @@ def expected_phantom(reference: Phantom, group: RankGroup, wire: str, norm: np.n
         "decompress": np.concatenate([np.concatenate([d[i].T @ (r * g[j]) for j in ring[i]], 1) for i in own]),
     }
     if norm is None:
-        return found | {"bias": np.concatenate([d[i].sum(0) for i in own])}
-    return found | {"norm": np.concatenate([(r * x[j] * du[j]).sum(0) for j in own])}
+        return actual | {"bias": np.concatenate([d[i].sum(0) for i in own])}
+    return actual | {"norm": np.concatenate([(r * x[j] * du[j]).sum(0) for j in own])}
 
 
 def phantom_errors(wire: str, native: bool, blocks: int, normed: bool) -> dict[str, float]:
@@ -134,8 +134,8 @@ def phantom_errors(wire: str, native: bool, blocks: int, normed: bool) -> dict[s
         del inputs["bias"]
         inputs["norm"] = share(norm)
     where = {"eps": EPS if normed else None, "blocks": blocks, "group": group}
-    found = run(lambda **given: phantom_linear(**given, **where), inputs, share(reference.d, -1))
-    return errors_of(found, expected_phantom(reference, group, wire, norm))
+    actual = run(lambda **given: phantom_linear(**given, **where), inputs, share(reference.d, -1))
+    return errors_of(actual, expected_phantom(reference, group, wire, norm))
 
 
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
@@ -171,7 +171,7 @@ def summed(parts: list[np.ndarray], wire: str) -> np.ndarray:
     """An all-reduce: the slice of each rank is rounded, summed by its owner, and rounded again."""
     size = len(parts)
     slices = [sum(rounded(np.split(part, size, 1)[s], wire) for part in parts) for s in range(size)]
-    return np.concatenate([rounded(one, wire) for one in slices], 1)
+    return np.concatenate([rounded(piece, wire) for piece in slices], 1)
 
 
 def megatron_errors(wire: str, native: bool) -> dict[str, float]:
@@ -180,31 +180,31 @@ def megatron_errors(wire: str, native: bool) -> dict[str, float]:
     x, weight, bias, d = draw((6, 16), (8, 16), (8,), (6, 8))
     ds, ws = np.split(d, size, 1), np.split(weight, size, 0)
     inputs = {"x": x, "weight": ws[r], "bias": np.split(bias, size)[r]}
-    found = run(lambda **given: column_linear(**given, group=group), inputs, ds[r])
+    actual = run(lambda **given: column_linear(**given, group=group), inputs, ds[r])
     expected = {
         "z": x @ ws[r].T + np.split(bias, size)[r],
         "x": summed([ds[s] @ ws[s] for s in range(size)], wire),
         "weight": ds[r].T @ x,
         "bias": ds[r].sum(0),
     }
-    errors = {f"column {name}": error for name, error in errors_of(found, expected).items()}
+    errors = {f"column {name}": error for name, error in errors_of(actual, expected).items()}
 
     xs, ws = np.split(x, size, 1), np.split(weight, size, 1)
     inputs = {"x": xs[r], "weight": np.ascontiguousarray(ws[r]), "bias": bias}
-    found = run(lambda **given: row_linear(**given, group=group), inputs, d)
+    actual = run(lambda **given: row_linear(**given, group=group), inputs, d)
     expected = {
         "z": summed([xs[s] @ ws[s].T for s in range(size)], wire) + bias,
         "x": d @ ws[r],
         "weight": d.T @ xs[r],
         "bias": d.sum(0),
     }
-    errors |= {f"row {name}": error for name, error in errors_of(found, expected).items()}
+    errors |= {f"row {name}": error for name, error in errors_of(actual, expected).items()}
 
     tokens, table = np.array([[3, 0, 7], [5, 5, 1]]), draw((8, 16))[0]
     tables = np.split(table, size)
     first, held = r * len(tables[r]), len(tables[r])
     d = draw((2, 3, 16))[0]
-    found = run(lambda **given: row_embedding(**given, group=group), {"tokens": tokens, "weight": tables[r]}, d)
+    actual = run(lambda **given: row_embedding(**given, group=group), {"tokens": tokens, "weight": tables[r]}, d)
     parts = [
         np.where(((tokens >= s * held) & (tokens < (s + 1) * held))[..., None], table[tokens], 0).reshape(6, 16)
         for s in range(size)
@@ -212,7 +212,7 @@ def megatron_errors(wire: str, native: bool) -> dict[str, float]:
     gradient = np.zeros((8, 16))
     np.add.at(gradient, tokens.ravel(), d.reshape(6, 16))
     expected = {"z": summed(parts, wire).reshape(2, 3, 16), "weight": gradient[first : first + held]}
-    return errors | {f"embedding {name}": error for name, error in errors_of(found, expected).items()}
+    return errors | {f"embedding {name}": error for name, error in errors_of(actual, expected).items()}
 
 
 def feature_errors(wire: str, native: bool) -> dict[str, float]:
@@ -222,22 +222,22 @@ def feature_errors(wire: str, native: bool) -> dict[str, float]:
     xs, ns = np.split(x, size, 1), np.split(norm, size)
     parts = [(s + 1) * d for s in range(size)]  # the gradient that each rank has
     back = sum(rounded(np.split(part, size, 1)[r], wire) for part in parts)
-    found = run(lambda x: gather_features(x, group, partial_grad=True), {"x": xs[r]}, parts[r])
-    expected = {"z": np.concatenate([rounded(one, wire) for one in xs], 1), "x": back}
-    errors = {f"gather {name}": error for name, error in errors_of(found, expected).items()}
+    actual = run(lambda x: gather_features(x, group, partial_grad=True), {"x": xs[r]}, parts[r])
+    expected = {"z": np.concatenate([rounded(piece, wire) for piece in xs], 1), "x": back}
+    errors = {f"gather {name}": error for name, error in errors_of(actual, expected).items()}
 
-    found = run(lambda x: shard_features(x, group), {"x": x}, np.split(d, size, 1)[r])
-    expected = {"z": xs[r], "x": np.concatenate([rounded(one, wire) for one in np.split(d, size, 1)], 1)}
-    errors |= {f"shard {name}": error for name, error in errors_of(found, expected).items()}
+    actual = run(lambda x: shard_features(x, group), {"x": x}, np.split(d, size, 1)[r])
+    expected = {"z": xs[r], "x": np.concatenate([rounded(piece, wire) for piece in np.split(d, size, 1)], 1)}
+    errors |= {f"shard {name}": error for name, error in errors_of(actual, expected).items()}
 
     identity = torch.eye(16, dtype=torch.float64)  # as the head's weight: its logits are the gathered features
     inputs = {"x": xs[r], "norm": ns[r]}
-    found = run(lambda x, norm: vocabulary_logits(x, norm, identity, eps=EPS, group=group), inputs, parts[r])
+    actual = run(lambda x, norm: vocabulary_logits(x, norm, identity, eps=EPS, group=group), inputs, parts[r])
     rms = (np.square(x).mean(1, keepdims=True) + EPS) ** -0.5
     y = rms * np.concatenate([rounded(ns[s] * xs[s], wire) for s in range(size)], 1)
     t = sum((part * y).sum(1, keepdims=True) for part in parts)
     expected = {"z": y, "x": rms * (ns[r] * back - rms * xs[r] * t / 16), "norm": (rms * xs[r] * back).sum(0)}
-    return errors | {f"normed {name}": error for name, error in errors_of(found, expected).items()}
+    return errors | {f"normed {name}": error for name, error in errors_of(actual, expected).items()}
 
 
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
@@ -263,8 +263,8 @@ def two_level_errors(wire: str) -> dict[str, float]:
         return np.split(w, t, dim)[place]
 
     def seen(block: int, place: int) -> np.ndarray:
-        parts = [part(x[block], one, 1) for one in range(t)]
-        return np.concatenate([p if one == place else rounded(p, wire) for one, p in enumerate(parts)], 1)
+        parts = [part(x[block], index, 1) for index in range(t)]
+        return np.concatenate([p if index == place else rounded(p, wire) for index, p in enumerate(parts)], 1)
 
     g = [
         [rounded(rounded(seen(j, place) @ part(C[j], place).T, wire), wire) for place in range(t)] for j in range(p)
@@ -275,7 +275,7 @@ def two_level_errors(wire: str) -> dict[str, float]:
     # of block j, by place: summed inside the other block, rounded, and rounded again on its way across
     h = [
         [
-            rounded(sum(rounded(part(one, place, 1), wire) for one in partial[1 - j]), wire) + 0 * g[j][place]
+            rounded(sum(rounded(part(piece, place, 1), wire) for piece in partial[1 - j]), wire) + 0 * g[j][place]
             for place in range(t)
         ]
         for j in range(p)
@@ -283,14 +283,14 @@ def two_level_errors(wire: str) -> dict[str, float]:
     dxs = [part(d[i], place, 1) @ part(L[i], place) + h[i][place] @ part(C[i], place) for place in range(t)]
     expected = {
         "z": seen(i, s) @ part(L[i], s).T + ghosts @ part(D[i], s).T,
-        "x": sum(rounded(part(one, s, 1), wire) for one in dxs),
+        "x": sum(rounded(part(piece, s, 1), wire) for piece in dxs),
         "local": part(d[i], s, 1).T @ seen(i, s),
         "compress": h[i][s].T @ seen(i, s),
         "decompress": part(d[i], s, 1).T @ ghosts,
     }
     inputs = {"x": part(x[i], s, 1), "local": part(L[i], s), "compress": part(C[i], s), "decompress": part(D[i], s)}
-    found = run(lambda **given: phantom_linear(**given, blocks=p, group=group), inputs, part(d[i], s, 1))
-    return errors_of(found, expected)
+    actual = run(lambda **given: phantom_linear(**given, blocks=p, group=group), inputs, part(d[i], s, 1))
+    return errors_of(actual, expected)
 
 
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
