@@ -17,7 +17,8 @@ import torch.distributed as dist
 from benchmarks.timing import local_mesh
 from phantom_parallel import FFN, FFNConfig
 from phantom_parallel.distributed.launch import launch_local
-from phantom_parallel.energy.time_split import HostTimer, TimeSplitRecorder, observe_waits
+from phantom_parallel.energy.time_split import TimeSplitRecorder, observe_waits
+from phantom_parallel.utils.timers import HostTimer
 
 DEPTH, PAIRS = 4, 150
 

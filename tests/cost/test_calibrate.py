@@ -36,7 +36,7 @@ def synthetic(ranks: int = 2) -> Measured:
     works = [work_of(lambda clock, p=product: clock.product(p), ranks) for product in PRODUCTS]
     works += [Coefficients(exchange=2, sent_byte=bytes_sent) for bytes_sent in (1e3, 1e5, 1e6)]
     works += [step_work(shape) for shape in steps(ranks)]
-    return Measured(ranks, tuple(Sample(work, time_of(work)) for work in works))
+    return Measured(ranks, tuple(Sample(work, time_of(work)) for work in works), "a device", 1e9)
 
 
 def test_work_by_hand():
@@ -60,9 +60,9 @@ def test_work_by_hand():
 def test_exchanges_between_hosts_by_hand():
     """4 ranks on 2 hosts: of w bytes, an all-gather sends w to the other host and 2 w to the neighbour."""
     gather = work_of(lambda clock: clock.collective("all_gather", 4, 100.0), 4, hosts=2)
-    assert gather == Coefficients(exchange=1, sent_byte=200, between_byte=100)
+    assert gather == Coefficients(exchange=1, sent_byte=200, between_byte=100, between_exchange=1)
     reduce = work_of(lambda clock: clock.collective("all_reduce", 4, 100.0), 4, hosts=2)
-    assert reduce == Coefficients(exchange=1, sent_byte=2 * 50, between_byte=2 * 25)
+    assert reduce == Coefficients(exchange=1, sent_byte=2 * 50, between_byte=2 * 25, between_exchange=2)
     alone = work_of(lambda clock: clock.collective("all_to_all", 4, 100.0), 4, hosts=4)
     assert alone == Coefficients(exchange=1, between_byte=300)
 

@@ -17,7 +17,7 @@
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
-#include <c10/core/Allocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
@@ -42,7 +42,14 @@ thread_local c10::DeviceIndex current = 0;
 // operators whose shapes depend on values, and synchronizations.
 std::atomic<int64_t> reads{0}, blocking_copies{0}, dynamic_shapes{0}, synchronizations{0};
 
-struct Allocator final : at::Allocator {
+struct Allocator final : c10::DeviceAllocator {
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {}
+  void recordStream(const at::DataPtr&, c10::Stream) override {}
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override { return {}; }
+  void resetAccumulatedStats(c10::DeviceIndex) override {}
+  void resetPeakStats(c10::DeviceIndex) override {}
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override { return {1u << 30, 1u << 30}; }
   at::DataPtr allocate(size_t bytes) override {
     void* data = nullptr;
     if (bytes) {
@@ -214,6 +221,7 @@ at::Scalar local_scalar_dense(const Tensor& t) {
 Tensor as_strided(const Tensor& t, at::IntArrayRef size, at::IntArrayRef stride, std::optional<int64_t> offset) {
   return at::native::as_strided_tensorimpl(t, size, stride, offset);
 }
+void record_stream(Tensor&, c10::Stream) {}
 int64_t fused_sdp_choice(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool,
                          std::optional<double>, bool) {
   return 0;  // composed of products
@@ -311,6 +319,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &local_scalar_dense);
   m.impl("_fused_sdp_choice", &fused_sdp_choice);
+  m.impl("record_stream", &record_stream);
   m.impl("as_strided", &as_strided);
   m.impl("view", TORCH_FN(at::native::view));
   m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));

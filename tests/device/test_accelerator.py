@@ -6,10 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from phantom_parallel import load_model
 from phantom_parallel.cli.main import main
+from phantom_parallel.cost.hardware import load_profile
 from tests.device import accelerator
+from tests.distributed.test_clusters import SMALLEST
 
 pytestmark = [
     pytest.mark.slow,
@@ -123,6 +128,69 @@ def test_trained_resumed_run_converted_and_healed(tmp_path):
     main([str(word) for word in (*train[:-1], tmp_path / "cpu", "--steps", "6")])
     assert summary(gpt)["eval_loss"] == pytest.approx(summary(tmp_path / "cpu")["eval_loss"], rel=1e-6)
     assert math.isfinite(summary(tmp_path / "healed")["eval_loss"])
+
+
+PREFETCHED = """
+import sys
+from phantom_parallel.cli.main import main
+from phantom_parallel.train.optimizer import PartsOptimizer
+from phantom_parallel.train.task import Task
+
+order = []
+copy, step = Task.to_device, PartsOptimizer.step
+Task.to_device = lambda self, *batch: order.append("copy") or copy(self, *batch)
+PartsOptimizer.step = lambda self, factor: order.append("step") or step(self, factor)
+main(sys.argv[1:])
+print(*order)
+"""
+
+
+def test_the_next_batch_is_copied_before_the_step_is_taken(tmp_path):
+    settings = ("--steps", "3", "--gradient-accumulation-steps", "2", "--out", str(tmp_path / "out"))
+    command = [sys.executable, "-c", PREFETCHED, *FFN, *GHOSTS, *settings]
+    variables = accelerator.environment(1)
+    printed = check(subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=False))
+    order = printed.splitlines()[-1].split()
+    # Two pieces of a batch, of which the first is there already, and the first of the next one.
+    assert order[: order.index("step") + 8] == ["copy", "copy", "copy", "step", *["copy", "copy", "step"] * 2, "copy"]
+    main([*FFN, *GHOSTS, *settings[:-1], str(tmp_path / "cpu")])
+    assert summary(tmp_path / "out")["eval_loss"] == pytest.approx(summary(tmp_path / "cpu")["eval_loss"], rel=1e-6)
+
+
+def test_predictions_and_models_that_are_saved_and_loaded(tmp_path):
+    rows = np.random.default_rng(0).standard_normal((5, 32), dtype=np.float32)
+    np.save(tmp_path / "x.npy", rows)
+    model = tmp_path / "run" / "model"
+    infer = ("infer", "--model", model, "--inputs", tmp_path / "x.npy", "--batch", "2", "--turns", "1")
+    commands = [(*infer, "--ranks", ranks, "--out", tmp_path / f"{ranks}.npy") for ranks in "12"]
+    check(on_devices(2, (*FFN, *GHOSTS, *SHORT, "--ranks", "2", "--out", tmp_path / "run"), *commands))
+    with torch.no_grad():
+        expected = load_model(model)(torch.from_numpy(rows)).numpy()
+    for ranks in "12":
+        np.testing.assert_allclose(np.load(tmp_path / f"{ranks}.npy"), expected, rtol=1e-5, atol=1e-6)
+    moved = "from phantom_parallel import load_model, save_model; import sys; "
+    moved += "save_model(load_model(sys.argv[1], device='simulated'), sys.argv[2])"
+    run = [sys.executable, "-c", moved, str(model), str(tmp_path / "again")]
+    subprocess.run(run, env=accelerator.environment(1), check=True, timeout=300)
+    again, first = (load_model(folder).state_dict() for folder in (tmp_path / "again", model))
+    assert all(torch.equal(again[name], first[name]) for name in first)
+
+
+def test_the_doctor_compares_the_device_with_the_cpu(tmp_path):
+    run = on_devices(2, ("doctor", "--json", tmp_path / "file.json"))
+    assert "0 of 10 checks failed, 0 skipped" in check(run)
+    assert json.loads((tmp_path / "file.json").read_text())["facts"]["backend"] == "simulated_ccl"
+
+
+def test_the_device_is_measured_for_the_planner(tmp_path):
+    variables = accelerator.environment(2) | {"PHANTOM_PROFILES": str(tmp_path)}
+    for words in (("measure", "--seconds", "0.001"), ("check", "--turns", "1")):
+        run = [sys.executable, "-c", SMALLEST, "machine", *words, "--ranks", "2"]
+        check(subprocess.run(run, env=variables, capture_output=True, text=True, timeout=300, check=False))
+    profile = load_profile(tmp_path / "this-machine-2.toml")
+    assert profile.device == "Simulated Accelerator"
+    assert profile.memory_bytes.value == 1 << 30
+    assert set(profile.peak) == {"fp32", "bf16"}
 
 
 def test_ranks_without_a_device_each_use_the_cpu_or_are_refused(tmp_path):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.ops import collectives
 from phantom_parallel.ops.collectives import RankGroup, finish, rank_group, start_all_gather, start_reduce_scatter
 from tests.device import delayed
@@ -185,6 +186,18 @@ def never_waiting() -> Any:
     """The layers with a finish that does not wait."""
     with mock.patch.object(collectives, "_wait", lambda message: message):
         return phantom(4)
+
+
+def communicators() -> tuple[str, str]:
+    head = GPT(config_of(vocab=8), mesh=init_device_mesh("cpu", (dist.get_world_size(),))).head
+    weight = head.send_weight(1 << 20)
+    weight.whole()
+    return head.group.name, weight.group.name
+
+
+def test_no_exchange_of_layers_queues_behind_the_weight_of_the_head(late_ranks):
+    for layers, weight in late_ranks(2)(communicators):
+        assert layers != weight
 
 
 def test_what_is_read_before_its_wait_is_not_a_number(late_ranks):

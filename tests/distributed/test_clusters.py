@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from phantom_parallel.cli.doctor import CHECKS
 from phantom_parallel.cli.main import main
+from phantom_parallel.cost.hardware import load_profile
 from tests.cli.test_compare import SMALL
 from tests.distributed import slurm
 
@@ -96,20 +98,105 @@ def test_the_example_requeues_itself_when_its_time_ends(cluster, tmp_path):
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI")
-def test_a_training_by_mpirun(tmp_path, expected):
-    mpirun = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", "--mca", "btl_tcp_if_include", "lo")
-    started = run(os.environ, *mpirun, *PHANTOM, *TRAIN, *SHORT, "--steps", 6, "--out", tmp_path / "out")
-    assert "2 ranks on 1 host" in started.stderr
+def on_two_nodes(ranks, *words, variables=os.environ):
+    """Run a script, or a module after -m, by torchrun with so many ranks on each of two nodes."""
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(ranks))
+    torchrun = (*torchrun, "--master-addr", "127.0.0.1", "--master-port", str(slurm.free_port()))
+    command = [*torchrun, "--node-rank", "1", *map(str, words)]
+    other = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    first = run(variables, *torchrun, "--node-rank", "0", *words)
+    assert other.communicate(timeout=slurm.SECONDS)[0] == ""  # rank 0 alone prints
+    assert other.returncode == 0
+    return first
+
+
+def by(launcher, request, ranks, *words, variables=os.environ):
+    """Run a script, or a module after -m, on as many ranks on each of two nodes; of mpirun, on one."""
+    if launcher == "torchrun":
+        return on_two_nodes(ranks, *words, variables=variables)
+    if launcher == "srun":
+        variables = variables | {
+            name: request.getfixturevalue("cluster")[name] for name in ("SLURM_CONF", "MASTER_ADDR")
+        }
+        return run(variables, "srun", "-N2", f"-n{2 * ranks}", sys.executable, *words)
+    return run(variables, *MPIRUN, "-n", 2 * ranks, sys.executable, *words)
+
+
+MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--mca", "btl_tcp_if_include", "lo")
+needs_mpi = pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI")
+LAUNCHERS = ["torchrun", pytest.param("srun", marks=needs_slurm), pytest.param("mpirun", marks=needs_mpi)]
+
+
+@needs_mpi
+def test_a_training_by_mpirun(tmp_path, expected, request):
+    words = (*PHANTOM[1:], *TRAIN, *SHORT, "--steps", 6, "--out", tmp_path / "out")
+    assert "2 ranks on 1 host" in by("mpirun", request, 1, *words).stderr
     assert loss(tmp_path / "out") == expected
 
 
 def test_a_training_by_torchrun_on_two_nodes(tmp_path, expected):
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1")
-    torchrun = (*torchrun, "--master-addr", "127.0.0.1", "--master-port", str(slurm.free_port()))
-    words = ("-m", PHANTOM[-1], *TRAIN, *SHORT, "--steps", "6", "--out", str(tmp_path / "out"))
-    other = subprocess.Popen([*torchrun, "--node-rank", "1", *words], stderr=subprocess.DEVNULL)
-    first = run(os.environ, *torchrun, "--node-rank", "0", *words)
-    assert other.wait(slurm.SECONDS) == 0
+    first = on_two_nodes(1, *PHANTOM[1:], *TRAIN, *SHORT, "--steps", "6", "--out", tmp_path / "out")
     assert "2 ranks on 2 hosts" in first.stderr
     assert loss(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_doctor_checks_the_ranks_of_a_launcher(launcher, request, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    variables = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = by(launcher, request, 1, *PHANTOM[1:], "doctor", "--json", tmp_path / "file.json", variables=variables)
+    report = json.loads((tmp_path / "file.json").read_text())
+    skipped = ("blocking", "stopped")  # these start ranks
+    assert {check["name"]: check["status"] for check in report["checks"]} == {
+        name: "skipped" if name in skipped else "ok" for name in CHECKS
+    }
+    assert report["facts"]["hosts"] == (1 if launcher == "mpirun" else 2)
+    assert "0 of 10 checks failed, 2 skipped" in done.stdout
+    assert report["checks"][0]["repeat"].endswith("under the same launcher")
+    assert not list(tmp_path.glob("phantom-doctor-*"))
+
+
+# The smallest of the models that are timed.
+SMALLEST = """
+import sys
+from phantom_parallel.cli.doctor import CHECKS
+from phantom_parallel.cli.main import main
+from phantom_parallel.cost.hardware import load_profile
+from phantom_parallel.families.registry import get_family
+
+family = get_family("ffn")
+shapes = family.step_shapes
+vars(family)["step_shapes"] = lambda ranks, held_out: shapes(ranks, held_out=held_out)[-1 if held_out else 0 :][:1]
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_cluster_is_measured_for_the_planner(launcher, request, tmp_path, capsys):
+    script = tmp_path / "script.py"
+    script.write_text(SMALLEST)
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "PHANTOM_PROFILES": str(tmp_path)}
+    words = (script, "machine", "measure", "--seconds", "0.001", "--json")
+    (name,) = json.loads(by(launcher, request, 2, *words, variables=variables).stdout)
+    assert name == ("this-machine-4" if launcher == "mpirun" else "this-machine-4-nodes-2")
+    profile = load_profile(tmp_path / f"{name}.toml")
+    assert profile.devices_per_node.value == (4 if launcher == "mpirun" else 2)
+    assert (profile.inside != profile.between) == (launcher != "mpirun")
+    words = (script, "machine", "check", "--turns", "1", "--json")
+    (outcome,) = json.loads(by(launcher, request, 2, *words, variables=variables).stdout)["outcomes"]
+    assert outcome["setting"]["ranks"] == 4
+    assert outcome["predicted"]["phantom"] > 0
+    plan = ("plan", "--width", "256", "--depth", "2", "--batch", "64", "--devices", "4", "--hardware")
+    assert main([*plan, str(tmp_path / f"{name}.toml"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+def test_exchanges_are_checked_inside_nodes_and_between_them(tmp_path):
+    words = ("doctor", "--only", "exchanges", "--json", tmp_path / "file.json")
+    assert "(inside, between nodes)" in on_two_nodes(2, *PHANTOM[1:], *words).stdout
+    (check,) = json.loads((tmp_path / "file.json").read_text())["checks"]
+    assert {key: figures["ranks"] for key, figures in check["details"].items()} == {
+        f"{op} {place}": 4 if place == "all" else 2
+        for op in ("all_gather", "reduce_scatter")
+        for place in ("all", "inside", "between")
+    }

@@ -19,7 +19,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from phantom_parallel import PhantomLinear
 from phantom_parallel.energy import EnergyMeter
 from phantom_parallel.energy.results import TimeSplit
-from phantom_parallel.energy.time_split import EventTimer, HostTimer, TimeSplitRecorder, can_split_time, observe_waits
+from phantom_parallel.energy.time_split import TimeSplitRecorder, can_split_time, observe_waits
+from phantom_parallel.utils.timers import EventTimer, HostTimer
 from tests.energy.simulated import FakeClock
 
 WAIT = "_c10d_functional::wait_tensor"

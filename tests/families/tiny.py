@@ -118,11 +118,15 @@ class TinyTask(Task[TinyTrainConfig]):
     def rows_of(self, step: int) -> Tensor:
         return torch.randint(ROWS, (self.config.batch,), generator=generator(self.config.seed, step, purpose=8))
 
+    def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return self.x[rows], 2 * self.x[rows]
+
     def loss(self, rows: Tensor) -> Tensor:
         return self.measure(rows)[0] / len(rows)
 
     def measure(self, rows: Tensor) -> Tensor:
-        errors = (self.model(self.x[rows]) - 2 * self.x[rows]).square().sum() / self.config.model.features
+        x, y = self.load(rows)
+        errors = (self.model(x) - y).square().sum() / self.config.model.features
         return torch.stack([errors, torch.zeros_like(errors)])
 
 

@@ -17,7 +17,6 @@ from phantom_parallel.cli.options import (
     Flag,
     JsonOption,
     LaunchOptions,
-    NetworkOptions,
     Tf32Option,
     make_options,
     ranks_of_launcher,
@@ -180,7 +179,7 @@ def _with_settings(base: type[SettingOptions], file: str, family: str | None) ->
 
     named = all("strategy" in cell for cell in settings.cells)
     add_fields(Settings, settings, without=("family", "strategies") if named else ("family",))
-    add_fields(NetworkOptions, settings)
+    add_fields(LaunchOptions, settings)
     add_fields(SearchSettings, settings.search, SEARCH_PREFIX)
     known, given = get_family(settings.family).train_config.settings(), settings.training
     for name in training_fields(settings.family):

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel.checkpoint.model import load_model, save_model
 from phantom_parallel.cli.exit_codes import FAILED
 from phantom_parallel.cli.options import LaunchOptions
+from phantom_parallel.cost.calibrate import DTYPES, time_calls
 from phantom_parallel.distributed.launch import launch, launch_device_type, launch_local
 from phantom_parallel.distributed.launchers import external_ranks, is_rank_zero, launched_externally
 from phantom_parallel.distributed.objects import all_gather_objects, broadcast_from_rank_zero
@@ -50,7 +50,6 @@ from phantom_parallel.utils.parsing import choose_from
 from phantom_parallel.utils.strategies import STRATEGIES
 
 SECONDS = 240.0  # after which a check is ended
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRODUCT_ERRORS = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 1e-2, "fp16": 2e-3}  # relative to the largest value
 LOSS_ERRORS = {"fp32": 1e-4, "bf16": 3e-2}  # relative
 SIZE = 256  # of the square matrices that are multiplied
@@ -108,7 +107,8 @@ class Options(LaunchOptions):
             else:
                 outcome = self._in_own_process(name, ranks)
             seconds = round(time.monotonic() - started, 2)
-            repeat = f"phantom {shlex.join(self._command(name, ranks)[3:])}"
+            by = " under the same launcher" if launched_externally() else ""
+            repeat = f"phantom {shlex.join(self._command(name, ranks)[3:])}{by}"
             records.append({"name": name, "seconds": seconds, "repeat": repeat} | outcome)
             if is_rank_zero():
                 _show(records[-1])
@@ -251,15 +251,13 @@ def exchanges(device: torch.device) -> Outcome:
 
 
 def _groups(device: torch.device) -> dict[str, RankGroup]:
-    """All ranks, and on several nodes those inside this one and those of this place on each."""
-    local, size = _ranks_on_host(), dist.get_world_size()
-    parallel = ParallelContext.create(size, 1, device)
-    assert parallel.tp is not None
-    groups = {"all": process_group(parallel.tp.get_group(), device.type)}
-    if 1 < local < size and size % local == 0:
-        mesh = init_device_mesh(device.type, (size // local, local), mesh_dim_names=("between", "inside"))
-        groups |= {name: process_group(mesh[name].get_group(), device.type) for name in ("inside", "between")}
-    return groups
+    """All ranks, and on several nodes with as many each those inside this one and those of this place on each."""
+    local, size = _gather(_ranks_on_host()), dist.get_world_size()
+    meshes = {"all": ParallelContext.create(size, 1, device).tp}
+    if 1 < local[0] < size and len(set(local)) == 1:
+        levels = ParallelContext.create(local[0], size // local[0], device)
+        meshes |= {"inside": levels.tp, "between": levels.dp}
+    return {name: process_group(mesh.get_group(), device.type) for name, mesh in meshes.items() if mesh is not None}
 
 
 def _inexact(group: RankGroup, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
@@ -481,16 +479,5 @@ def _gather(value: Any) -> list[Any]:
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """Mean seconds of a call on the slowest rank, over at most 20 calls and about a fifth of a second."""
-
-    def timed(count: int) -> float:
-        _gather(None)
-        started = time.perf_counter()
-        for _ in range(count):
-            work()
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        return max(_gather(time.perf_counter() - started)) / count
-
-    timed(1)
-    return timed(min(max(int(0.2 / timed(1)), 1), 20))
+    """Mean seconds of a call over ranks and about a fifth of a second."""
+    return time_calls({"": work}, 1, device, seconds=0.2)[""]

@@ -1,7 +1,7 @@
 """``phantom machine``: hardware profiles and what this machine itself can do.
 
 show      the profiles, or one with every figure and its source
-measure   measure this machine and write its profiles
+measure   measure this machine or the nodes of a cluster, and write profiles
 check     the time model's predictions against measured training steps
 sensors   what energy this machine can measure
 """
@@ -9,7 +9,6 @@ sensors   what energy this machine can measure
 import math
 import time
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,8 +17,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from phantom_parallel.cli.options import JsonOption, NetworkOptions, make_table
+from phantom_parallel.cli.options import JsonOption, LaunchOptions, make_table
 from phantom_parallel.cost.hardware import Profile, dump_profile, list_profiles, load_profile, user_directory
+from phantom_parallel.distributed.launchers import external_hosts, external_ranks, is_rank_zero, launched_externally
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
 from phantom_parallel.study.units import digits, quantity
 from phantom_parallel.utils.files import json_text, write_json
@@ -90,35 +90,41 @@ def _profile_table(profile: Profile) -> Table:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureOptions(NetworkOptions, JsonOption):
+class MeasureOptions(LaunchOptions, JsonOption):
     """Measure this machine's matrix products, exchanges and overheads, and write a profile for each number of ranks.
 
     Local ranks share cores and memory, so each number of ranks has a profile of its own: the profiles are named
     this-machine-2, this-machine-4 and so on, and `phantom plan --hardware this-machine-2` uses them. With --hosts and
-    --link, the links of emulated hosts are measured, into profiles such as this-machine-4-hosts-4-100mbit.
+    --link, the links of emulated hosts are measured, into profiles such as this-machine-4-hosts-4-100mbit. Under
+    torchrun, srun or mpirun all ranks take part, links inside nodes and between them are measured separately, and rank
+    0 writes one profile, such as this-machine-8-nodes-2.
     """
 
-    ranks: tuple[int, ...] = (2, 4)
-    """Numbers of local ranks to measure."""
+    ranks: tuple[int, ...] = ()
+    """Numbers of local ranks to measure; by default 2 and 4, or as many as the launcher started."""
     watts: tuple[float, float, float] | None = None
     """Watts of one rank's share of this machine while computing, while waiting for an exchange, and idle, if you know
-    them. Without them the profile has times and no energies."""
+    them. By default they are measured; where no sensor does, the profile has times and no energies."""
     seconds: float = 0.2
     """How long a product or an exchange is measured; a training step is measured four times as long."""
 
     def run(self) -> None:
         from phantom_parallel.cost.calibrate import fit_profile, measure
+        from phantom_parallel.energy.meter import mean_watts
 
-        _check(self.ranks, self.seconds)
+        _check(self.seconds)
         if self.watts is not None and min(self.watts) < 0:
             raise ValueError(f"watts must not be negative, got {self.watts}")
         written: dict[str, Any] = {}
-        for ranks in self.ranks:
+        for ranks in _ranks(self.ranks):
             pairs = get_family(DEFAULT_FAMILY).step_shapes(ranks, held_out=False)
             steps = [shape for pair in pairs for shape in pair.values()]
-            with self.launching(ranks) as network, ProgressDisplay() as display:
-                report = partial(_report, display, ranks)
-                profile = fit_profile(measure(ranks, steps, report, self.seconds), self.watts, network)
+            power = mean_watts if self.watts is None else None
+            with self.launching(ranks) as network, ProgressDisplay(show=is_rank_zero()) as display:
+                measured = measure(ranks, steps, display.note, self.seconds, power)
+            if not is_rank_zero():
+                return
+            profile = fit_profile(measured, self.watts, network)
             path = user_directory() / f"{profile.name}.toml"
             dump_profile(profile, path)
             written[profile.name] = {name: figure.value for name, figure, _ in profile.figures()} | {"file": str(path)}
@@ -130,7 +136,7 @@ class MeasureOptions(NetworkOptions, JsonOption):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckOptions(NetworkOptions, JsonOption):
+class CheckOptions(LaunchOptions, JsonOption):
     """Run models that were not measured for the profile, and print predicted against measured times of a training step.
 
     Needs the profiles that `phantom machine measure` writes. The last column is the error of the predicted ratio of
@@ -139,8 +145,8 @@ class CheckOptions(NetworkOptions, JsonOption):
 
     family: Annotated[str, tyro.conf.Positional] = DEFAULT_FAMILY
     """The family of the models."""
-    ranks: tuple[int, ...] = (2, 4)
-    """Numbers of local ranks to run on."""
+    ranks: tuple[int, ...] = ()
+    """Numbers of local ranks to run on; by default 2 and 4, or as many as the launcher started."""
     turns: int = 15
     """Turns of three steps that each strategy gets."""
     out: Path | None = None
@@ -149,18 +155,20 @@ class CheckOptions(NetworkOptions, JsonOption):
     def run(self) -> None:
         from phantom_parallel.cost.calibrate import profile_name, validate
 
-        _check(self.ranks)
         positive(turns=self.turns)
         family = get_family(self.family)
-        names = {ranks: profile_name(ranks, self.hosts, self.link) for ranks in self.ranks}
+        numbers, nodes = _ranks(self.ranks), external_hosts()
+        names = {ranks: profile_name(ranks, self.hosts, self.link, nodes=nodes) for ranks in numbers}
         profiles = {ranks: load_profile(name) for ranks, name in names.items()}  # before any work
         outcomes: list[dict[str, Any]] = []
         for ranks, profile in profiles.items():
             models = family.step_shapes(ranks, held_out=True)
             if not models:
                 raise ValueError(f"the family {self.family} has no models to check the time model with")
-            with self.launching(ranks), ProgressDisplay() as display:
-                outcomes += validate(ranks, profile, models, self.turns, partial(_report, display, ranks))
+            with self.launching(ranks), ProgressDisplay(show=is_rank_zero()) as display:
+                outcomes += validate(ranks, profile, models, self.turns, display.note)
+        if not is_rank_zero():
+            return
         errors = [abs(outcome["error"]) for outcome in outcomes]
         mean, worst = sum(errors) / len(errors), max(errors)
         data = {"outcomes": outcomes, "mean_error": mean, "worst_error": worst}
@@ -196,7 +204,7 @@ class SensorsOptions(JsonOption):
     def run(self) -> None:
         from phantom_parallel.energy import EnergyMeter, discover
 
-        _check(seconds=self.seconds)
+        _check(self.seconds)
         discovery = discover()
         with EnergyMeter(sources=discovery.sources, device="cpu").window("reading") as window:
             if discovery.specs:  # without sensors there is nothing to measure
@@ -234,12 +242,13 @@ def _show_sensors(discovery: "Discovery", result: "WindowResult") -> None:
             console.print(f"  {escape(line)}")
 
 
-def _report(display: ProgressDisplay, ranks: int, text: str) -> None:
-    display.note(f"{ranks} ranks: {text}")
+def _ranks(given: tuple[int, ...]) -> tuple[int, ...]:
+    """Those that are given, otherwise those of the launcher, or a few local ones."""
+    ranks = given or ((external_ranks(),) if launched_externally() else (2, 4))
+    positive(ranks=min(ranks))
+    return ranks
 
 
-def _check(ranks: tuple[int, ...] = (1,), seconds: float = 1.0) -> None:
-    if not ranks or min(ranks) < 1:
-        raise ValueError(f"ranks must be positive whole numbers such as 2 4, got {ranks}")
+def _check(seconds: float) -> None:
     if not 0 < seconds < math.inf:
         raise ValueError(f"--seconds must be above 0, got {seconds}")

@@ -88,9 +88,12 @@ class RanksOption:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NetworkOptions:
-    """Options of commands that launch ranks: emulated hosts, their links, and how long exchanges may take."""
+class LaunchOptions:
+    """Options of commands that launch ranks: device, emulated hosts, their links, and how long exchanges may take."""
 
+    device: str = "auto"
+    """Device of each rank: cpu, cuda, xpu, ..., of which there must be one for each rank of a host; auto uses them if
+    there are enough, and the CPU otherwise."""
     hosts: int | None = None
     """Number of emulated hosts that the ranks are spread over: network namespaces on this machine, with loopback inside
     a host and --link between hosts. By default all ranks share loopback."""
@@ -117,18 +120,9 @@ class NetworkOptions:
         if not 1 <= self.timeout <= 1e6:
             raise ValueError(f"timeout must be from 1 to 1,000,000 seconds, got {self.timeout:g}")
         network = network_of(self.hosts, self.link, ranks, dtype=dtype, delay=self.link_delay, loss=self.link_loss)
-        device, tf32 = getattr(self, "device", "auto"), getattr(self, "tf32", False)
-        with launch_defaults(timedelta(seconds=self.timeout), network, device, tf32=tf32, announces=announces):
+        tf32, timeout = getattr(self, "tf32", False), timedelta(seconds=self.timeout)
+        with launch_defaults(timeout, network, self.device, tf32=tf32, announces=announces):
             yield network
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchOptions(NetworkOptions):
-    """Options of commands that run a model on ranks: those of the network, and the device."""
-
-    device: str = "auto"
-    """Device of each rank: cpu, cuda, xpu, ..., of which there must be one for each rank of a host; auto uses them if
-    there are enough, and the CPU otherwise."""
 
 
 def parse(options: type[Any], prog: str, arguments: list[str], defaults: Mapping[str, Any] | None = None) -> Any:

@@ -1,14 +1,15 @@
-"""This machine measured: its own hardware profile, the time model checked against it, and links scaled to it.
+"""This machine or cluster measured: its hardware profile, the time model checked against it, and links scaled to it.
 
 measure, fit_profile   products, exchanges and training steps are timed, and the figures of the time model fitted
 validate               training steps that calibration has not seen, predicted against measured
 network_of             links of emulated hosts: a rate, or the FLOP-to-byte ratio of another machine
 
-With nothing hidden, the time model is linear in eight coefficients, so one least-squares fit over everything that was
+With nothing hidden, the time model is linear in nine coefficients, so one least-squares fit over everything that was
 measured gives them all. How often a coefficient enters is what the time model itself says on a machine where this
 coefficient is 1 and the others are 0. Local ranks share cores and memory, so each number of ranks has a profile of its
-own. A turn's time is the mean over its calls, not the median: where ranks outnumber cores, a call is undisturbed or
-waits for a whole time slice, and only the mean includes both.
+own; ranks of another launcher measure links inside nodes and between them. A turn's time is the mean over its calls,
+not the median: where ranks outnumber cores, a call is undisturbed or waits for a whole time slice, and only the mean
+includes both.
 """
 
 import math
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
+from functools import partial
 from operator import methodcaller
 from typing import Any, NamedTuple
 
@@ -31,7 +33,10 @@ from phantom_parallel.cost.dryrun import TrainingStep, build_step
 from phantom_parallel.cost.hardware import WATTS, Figure, Profile, Tier, load_profile
 from phantom_parallel.cost.terms import Product, Shape
 from phantom_parallel.cost.timing import Clock, step_time
-from phantom_parallel.distributed.launch import Report, launch_local, threads_for
+from phantom_parallel.distributed.launch import MACHINE_RANKS, Report, launch, launch_local
+from phantom_parallel.distributed.launchers import launched_externally
+from phantom_parallel.distributed.objects import all_gather_objects, barrier
+from phantom_parallel.distributed.process_group import ParallelContext, describe_run
 from phantom_parallel.ops.collectives import RankGroup, finish, rank_group, start_all_gather, start_reduce_scatter
 from phantom_parallel.utils.network import (
     NO_LINK,
@@ -42,6 +47,7 @@ from phantom_parallel.utils.network import (
     parse_loss,
     parse_rate,
 )
+from phantom_parallel.utils.timers import timer_for
 
 WORD_BYTES = 4
 TURNS = 5
@@ -61,6 +67,7 @@ PRODUCTS = tuple(
     )
 )
 EXCHANGED_WORDS = (512, 8192, 131072)
+PRODUCT_SECONDS, POWER_SECONDS = 1e-3, 2.0  # of a large product, and in which watts are measured
 
 
 class Coefficients(NamedTuple):
@@ -74,6 +81,7 @@ class Coefficients(NamedTuple):
     exchange: float = 0.0
     sent_byte: float = 0.0  # inside a host
     between_byte: float = 0.0  # between hosts
+    between_exchange: float = 0.0  # for each host that it passes, where hosts have several ranks
 
 
 class Sample(NamedTuple):
@@ -89,20 +97,25 @@ class Measured(NamedTuple):
 
     ranks: int
     samples: tuple[Sample, ...]
+    device: str
+    memory_bytes: float  # of a rank
     hosts: int = 1
+    peaks: Mapping[str, float] = {}  # FLOP/s by further dtypes
+    watts: tuple[float, ...] | None = None  # of a rank while it computes, exchanges and is idle
 
 
 def work_of(seconds: Callable[[Clock], float], ranks: int, hosts: int = 1) -> Coefficients:
     """How often each coefficient enters a time."""
     units = (Coefficients(*unit) for unit in np.eye(len(Coefficients._fields)).tolist())
-    return Coefficients(*(seconds(Clock(_profile(unit, ranks, hosts))) for unit in units))
+    nothing = Measured(ranks, (), "", 0.0, hosts)
+    return Coefficients(*(seconds(Clock(_profile(unit, nothing))) for unit in units))
 
 
 def step_work(shape: Shape, hosts: int = 1) -> Coefficients:
     return work_of(lambda clock: clock.step(shape).total, shape.ranks, hosts)
 
 
-def _profile(seconds: Coefficients, ranks: int, hosts: int = 1, source: str = "a unit") -> Profile:
+def _profile(seconds: Coefficients, measured: Measured, source: str = "a unit") -> Profile:
     """The machine with these coefficients."""
 
     def figure(value: float, note: str = "") -> Figure[Any]:
@@ -111,20 +124,22 @@ def _profile(seconds: Coefficients, ranks: int, hosts: int = 1, source: str = "a
     def rate(seconds_each: float) -> float:
         return 1 / seconds_each if seconds_each else math.inf
 
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    latency = figure(0.0, "; in the overhead of an exchange")
-    between = Tier(latency, figure(rate(seconds.between_byte if hosts > 1 else seconds.sent_byte)))
+    ranks, hosts, latency = measured.ranks, measured.hosts, figure(0.0, "; in the overhead of an exchange")
+    further = figure(seconds.between_exchange) if 1 < hosts < ranks else latency
+    between = Tier(further, figure(rate(seconds.between_byte if hosts > 1 else seconds.sent_byte)))
+    peak = {"fp32": figure(rate(seconds.flop), "; reached by products of the sizes tried")}
+    peak |= {name: figure(flops, "; of a large product") for name, flops in measured.peaks.items()}
     return Profile(
-        name=f"this-machine-{ranks}",
-        description=f"this machine with {ranks} local ranks",
-        device=f"{platform.machine()} CPU, {threads_for(ranks)} threads",
+        name=profile_name(ranks, nodes=hosts),
+        description=f"this machine with {ranks} ranks" + (f" on {hosts} hosts" if hosts > 1 else ""),
+        device=measured.device,
         devices_per_node=figure(ranks // hosts),
         max_devices=figure(ranks, "; measured on no other number of ranks"),
-        memory_bytes=Figure(memory / ranks, "physical memory over ranks"),
+        memory_bytes=figure(measured.memory_bytes),
         memory_bandwidth=figure(rate(seconds.read_byte)),
         write_bandwidth=figure(rate(seconds.written_byte), "; with the cost of fresh memory"),
-        peak={"fp32": figure(rate(seconds.flop), "; reached by products of the sizes tried")},
-        efficiency={"fp32": figure(1.0, "; in the peak already")},
+        peak=peak,
+        efficiency=dict.fromkeys(peak, figure(1.0, "; in the peak already")),
         product_overhead_seconds=figure(seconds.product),
         layer_overhead_seconds=figure(seconds.layer),
         collective_overhead_seconds=figure(seconds.exchange),
@@ -134,42 +149,70 @@ def _profile(seconds: Coefficients, ranks: int, hosts: int = 1, source: str = "a
     )
 
 
-def measure(ranks: int, steps: Sequence[Shape], report: Report, seconds: float = 0.2) -> Measured:
-    """Measure products, exchanges and the training steps ``steps`` on local ranks.
+def measure(ranks: int, steps: Sequence[Shape], report: Report, seconds: float = 0.2, power: Any = None) -> Measured:
+    """Measure products, exchanges and the training steps ``steps`` on local ranks, or on those of another launcher.
 
     A product or an exchange is measured for ``seconds``, so that it spans several time slices; a training step four
-    times as long. ``report`` gets messages about the progress.
+    times as long. ``report`` gets messages about the progress. ``power`` is `energy.meter.mean_watts` or None.
     """
-    return launch_local(ranks, _measure, steps, seconds, device_type="cpu", on_report=report)
+    return _on_ranks(ranks, _measure, steps, seconds, power, report=report)
 
 
-def _measure(device: torch.device, steps: Sequence[Shape], seconds: float, report: Report) -> Measured:
+def _on_ranks(ranks: int, work: Callable[..., Any], *args: Any, report: Report) -> Any:
+    """Of local ranks, one has a process group too."""
+    start = launch if launched_externally() else launch_local
+    return start(ranks, work, *args, on_report=lambda text: report(f"{ranks} ranks: {text}"))
+
+
+def _measure(device: torch.device, steps: Sequence[Shape], seconds: float, power: Any, report: Report) -> Measured:
     torch.manual_seed(0)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))
-    group, ranks = rank_group(mesh), dist.get_world_size()
-    hosts = ranks // int(os.environ["LOCAL_WORLD_SIZE"])
-    samples = []
+    ranks, local = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
+    mesh, hosts = init_device_mesh(device.type, (ranks,), mesh_dim_names=("tp",)), ranks // local
+    if len(sizes := set(all_gather_objects(local, mesh))) > 1:
+        raise ValueError(f"every node needs as many ranks as the others, got {' and '.join(map(str, sizes))}")
+    links = ParallelContext.create(local, hosts, device)  # inside a host, and between hosts
+    samples: list[Sample] = []
+
+    def seconds_of(run: Callable[[], Any], turns: int = 1, seconds: float = 0.0) -> float:
+        return time_calls({"": run}, turns, device, seconds=seconds)[""]
 
     def sample(work: Coefficients, run: Callable[[], Any], seconds: float, weight: float = 1.0) -> None:
-        samples.append(Sample(work, time_calls({"": run}, TURNS, seconds=seconds)[""], weight))
+        samples.append(Sample(work, seconds_of(run, TURNS, seconds), weight))
 
-    for index, product in enumerate(PRODUCTS):
+    # On fast devices matrices are larger, so that their FLOPs show besides the start of a kernel.
+    growth = max(1, round((PRODUCT_SECONDS / seconds_of(_square(SIZE, "fp32", device))) ** (1 / 3)))
+    for index, each in enumerate(PRODUCTS):
         report(f"product {index + 1} of {len(PRODUCTS)}")
+        product = replace(each, rows=growth * each.rows, inner=growth * each.inner, columns=growth * each.columns)
         work = work_of(methodcaller("product", product), ranks)
-        sample(work._replace(product=0.0), _product(product), seconds, PRODUCT_WEIGHT)  # without a step's overhead
-    for words in EXCHANGED_WORDS if ranks > 1 else ():
+        sample(work._replace(product=0.0), _product(product, device), seconds, PRODUCT_WEIGHT)  # no step's overhead
+    exchange: Callable[[], Any] = partial(time.sleep, 0.01)
+    for words in (*EXCHANGED_WORDS, growth**2 * EXCHANGED_WORDS[-1])[: None if growth > 1 else -1]:
         report(f"exchange of {words} words")
-        exchange = work_of(methodcaller("collective", "all_gather", ranks, words * WORD_BYTES), ranks, hosts)
-        sample(Coefficients(*(2 * count for count in exchange)), _exchange_pair(words, group), seconds)
+        for link, stride in ((links.tp, 1), (links.dp, local)):
+            if link is not None:
+                call = methodcaller("collective", "all_gather", link.size(), words * WORD_BYTES, stride)
+                exchange = _exchange_pair(words, rank_group(link), device)
+                sample(Coefficients(*(2 * count for count in work_of(call, ranks, hosts))), exchange, seconds)
     for index, shape in enumerate(steps):
         report(f"training step {index + 1} of {len(steps)}")
-        sample(step_work(shape, hosts), timed_step(shape, mesh), 4 * seconds)
-    return Measured(ranks, tuple(samples), hosts)
+        sample(step_work(shape, hosts), timed_step(shape, mesh, device), 4 * seconds)
+    size, watts, peaks = growth * SIZE, None, dict[str, float]()
+    name = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / int(os.environ.get(MACHINE_RANKS, local))
+    if device.type != "cpu":
+        name, memory = describe_run(device)["device"], torch.accelerator.get_memory_info(device)[1]
+        peaks["bf16"] = 2 * size**3 / seconds_of(_square(size, "bf16", device))
+    if power is not None:
+        report("watts")
+        runs = _square(size, "fp32", device), exchange, partial(time.sleep, 0.01)
+        watts = power([(run, max(1, int(POWER_SECONDS / seconds_of(run)))) for run in runs], device)
+    return Measured(ranks, tuple(samples), name, memory, hosts, peaks, watts)
 
 
-def timed_step(shape: Shape, mesh: DeviceMesh) -> Callable[[], None]:
+def timed_step(shape: Shape, mesh: DeviceMesh, device: torch.device) -> Callable[[], None]:
     """A whole training step of a shape, to be timed: forward, backward and SGD on one batch."""
-    step = build_step(shape, mesh)
+    step = build_step(shape, mesh, device=str(device))
     assert isinstance(step, TrainingStep)
     optimizer = torch.optim.SGD(step.model.parameters(), lr=1e-6)
 
@@ -182,34 +225,41 @@ def timed_step(shape: Shape, mesh: DeviceMesh) -> Callable[[], None]:
     return run
 
 
-def _product(product: Product) -> Callable[[], Any]:
-    a = torch.randn(product.batch, product.rows, product.inner)
-    b = torch.randn(product.batch, product.columns, product.inner).mT
+def _product(product: Product, device: torch.device) -> Callable[[], Any]:
+    a = torch.randn(product.batch, product.rows, product.inner, device=device)
+    b = torch.randn(product.batch, product.columns, product.inner, device=device).mT
     return (lambda: torch.bmm(a, b)) if product.batch > 1 else (lambda: torch.mm(a[0], b[0]))
 
 
-def _exchange_pair(words: int, ranks: RankGroup) -> Callable[[], Any]:
+def _square(size: int, dtype: str, device: torch.device) -> Callable[[], Any]:
+    """A product of square matrices."""
+    a = torch.randn(size, size, device=device).to(DTYPES[dtype])
+    b, out = a.clone(), torch.empty_like(a)
+    return lambda: torch.mm(a, b, out=out)
+
+
+def _exchange_pair(words: int, ranks: RankGroup, device: torch.device) -> Callable[[], Any]:
     """An all-gather and the reduce-scatter that is its conjugate."""
-    x = torch.randn(64, words // 64)
+    x = torch.randn(64, words // 64, device=device)
     return lambda: finish(start_reduce_scatter(finish(start_all_gather(x, ranks)).values, ranks))
 
 
 def time_calls(
-    runs: Mapping[str, Callable[[], Any]], turns: int, *, calls: int | None = None, seconds: float = 0.0
+    runs: Mapping[str, Callable[[], Any]], turns: int, device: torch.device, *, calls: int = 0, seconds: float = 0.0
 ) -> dict[str, float]:
     """Seconds of a call of each function while every rank makes it: mean over calls and ranks, median over turns.
 
-    Functions take ``turns`` turns of ``calls`` calls, or of as many calls as take ``seconds`` in all turns.
+    Functions take ``turns`` turns of ``calls`` calls, or of as many calls as take ``seconds`` in all turns. On an
+    accelerator, events on its stream time them, not the host.
     """
+    timer, group = timer_for(device), dist.group.WORLD if dist.is_initialized() else None
 
     def timed(run: Callable[[], Any], count: int) -> float:
-        dist.barrier()
-        started = time.perf_counter()
+        barrier(group)
+        started = timer.mark()
         for _ in range(count):
             run()
-        mean = torch.tensor((time.perf_counter() - started) / count, dtype=torch.float64)
-        dist.all_reduce(mean)
-        return float(mean) / dist.get_world_size()
+        return statistics.fmean(all_gather_objects(timer.seconds(started, timer.mark()) / count, group))
 
     counts, means = {}, {name: list[float]() for name in runs}
     for name, run in runs.items():
@@ -226,22 +276,21 @@ def fit_profile(
 ) -> Profile:
     """The profile whose time model comes closest to what was measured, by relative least squares.
 
-    ``watts`` are those of a rank while it computes, waits for an exchange, and is idle, if they are known; ``network``
-    is the emulated hosts that it was measured on.
+    ``watts`` are those of a rank while it computes, waits for an exchange, and is idle, if a user gives them;
+    ``network`` is the emulated hosts that it was measured on.
     """
-    ranks, threads = measured.ranks, threads_for(measured.ranks)
-    source = f"measured on {ranks} local ranks with {threads} threads each, {date.today()}"
-    source += f", on {network.describe()}" if network else ""
-    profile = _profile(fit_non_negative(measured.samples), ranks, measured.hosts, source)
-    figures = {name: Figure(value, "given by the user") for name, value in zip(WATTS, watts or (), strict=False)}
-    name = profile_name(ranks, *((network.hosts, network.link) if network else ()))
-    description = profile.description + (f" on {network.hosts} hosts" if network else "")
-    return replace(profile, name=name, description=description, **figures)  # type: ignore[arg-type]
+    source = f"measured on {measured.ranks} ranks, {date.today()}"
+    source += f", on {network.describe()}" if network else f", on {measured.hosts} hosts" * (measured.hosts > 1)
+    profile = _profile(fit_non_negative(measured.samples), measured, source)
+    given = "given by the user" if watts else f"{source}; all sensors, over ranks"
+    values = zip(WATTS, watts or measured.watts or (), strict=False)
+    name = profile_name(measured.ranks, network.hosts, network.link) if network else profile.name
+    return replace(profile, name=name, **{watt: Figure(value, given) for watt, value in values})  # type: ignore[arg-type]
 
 
-def profile_name(ranks: int, hosts: int | None = None, link: str | None = None) -> str:
-    """The name of this machine's profile for a number of ranks, on emulated hosts if there are any."""
-    name = f"this-machine-{ranks}"
+def profile_name(ranks: int, hosts: int | None = None, link: str | None = None, *, nodes: int = 1) -> str:
+    """The name of the profile for a number of ranks, on this machine, on its emulated hosts, or on several nodes."""
+    name = f"this-machine-{ranks}" if nodes == 1 else f"this-machine-{ranks}-nodes-{nodes}"
     return name if hosts is None else f"{name}-hosts-{hosts}-{(link or NO_LINK).replace(':', '-')}"
 
 
@@ -260,10 +309,10 @@ def fit_non_negative(samples: Sequence[Sample]) -> Coefficients:
 def validate(
     ranks: int, profile: Profile, models: Sequence[Mapping[str, Shape]], turns: int, report: Report
 ) -> list[dict[str, Any]]:
-    """Time the training steps of ``models``, each a phantom model and its baseline, on local ranks in turns of three
-    steps, and compare them with the time model: a record for each, as `compare` makes it.
+    """Time the training steps of ``models``, each a phantom model and its baseline, on ranks as for `measure` in turns
+    of three steps, and compare them with the time model: a record for each, as `compare` makes it.
     """
-    measured = launch_local(ranks, _run_all, models, turns, device_type="cpu", on_report=report)
+    measured = _on_ranks(ranks, _run_all, models, turns, report=report)
     return [compare(shapes, seconds, profile) for shapes, seconds in zip(models, measured, strict=True)]
 
 
@@ -292,14 +341,14 @@ def _run_all(
     for index, shapes in enumerate(models):
         report(f"model {index + 1} of {len(models)}: {shapes['phantom'].model.summary}")
         torch.manual_seed(0)
-        steps = {strategy: timed_step(shape, mesh) for strategy, shape in shapes.items()}
-        measured.append(time_calls(steps, turns, calls=STEPS_PER_TURN))
+        steps = {strategy: timed_step(shape, mesh, device) for strategy, shape in shapes.items()}
+        measured.append(time_calls(steps, turns, device, calls=STEPS_PER_TURN))
     return measured
 
 
 SIZE = 1024  # of the square matrices whose product is timed
 FLOPS_TURNS, FLOPS_SECONDS = 15, 1.5  # the median of short turns: other load on the machine comes and goes
-_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def network_of(
@@ -353,13 +402,10 @@ def flop_to_byte(profile: Profile, tier: Tier, dtype: str) -> float:
 
 def measure_flops(ranks: int, dtype: str) -> float:
     """FLOP/s of one of ``ranks`` local ranks that all compute products at once."""
-    if dtype not in _DTYPES:
-        raise ValueError(f"FLOP/s cannot be measured in {dtype}: use {', '.join(_DTYPES)}")
+    if dtype not in DTYPES:
+        raise ValueError(f"FLOP/s cannot be measured in {dtype}: use {', '.join(DTYPES)}")
     return launch_local(ranks, _measure_flops, dtype, device_type="cpu")
 
 
 def _measure_flops(device: torch.device, dtype: str) -> float:
-    a = torch.randn(SIZE, SIZE, dtype=torch.float32).to(_DTYPES[dtype])
-    b, out = a.clone(), torch.empty_like(a)
-    seconds = time_calls({"": lambda: torch.mm(a, b, out=out)}, FLOPS_TURNS, seconds=FLOPS_SECONDS)[""]
-    return 2 * SIZE**3 / seconds
+    return 2 * SIZE**3 / time_calls({"": _square(SIZE, dtype, device)}, FLOPS_TURNS, device, seconds=FLOPS_SECONDS)[""]

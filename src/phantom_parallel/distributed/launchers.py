@@ -85,6 +85,11 @@ def external_ranks() -> int:
     return int(rank_variables(os.environ).get("WORLD_SIZE", "1"))
 
 
+def external_hosts() -> int:
+    """Number of hosts on which another launcher has started ranks; 1 in a process that is not part of a launch."""
+    return external_ranks() // int(rank_variables(os.environ).get("LOCAL_WORLD_SIZE", "1"))
+
+
 def global_rank() -> int:
     """Rank of this process in its launch; 0 in a process that is not part of one."""
     return int(_variables().get("RANK", "0"))

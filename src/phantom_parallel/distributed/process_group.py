@@ -32,15 +32,19 @@ class ParallelContext:
     group: dist.ProcessGroup | None = None  # all ranks together; the default process group if None
 
     @classmethod
-    def create(cls, ranks: int, dp: int, device: torch.device) -> "ParallelContext":
-        """Build the meshes of ``ranks * dp`` processes; ranks that share a model are neighbours."""
+    def create(cls, ranks: int, dp: int, device: torch.device, group: Any = None) -> "ParallelContext":
+        """Build the meshes of the first ``ranks * dp`` processes, those of ``group`` if given, with its timeout; ranks
+        that share a model are neighbours. Every process calls this.
+        """
         if ranks * dp == 1:
             return cls(device=device)
         mesh = init_device_mesh(device.type, (dp, ranks), mesh_dim_names=("dp", "tp"))
-        world: Any = dist.group.WORLD
-        for group in mesh.get_all_groups():  # torch gives half an hour to groups of some ranks
-            dist.distributed_c10d._set_pg_timeout(world._get_backend(device).options._timeout, group)
-        return cls(mesh["tp"] if ranks > 1 else None, mesh["dp"] if dp > 1 else None, device)
+        if dist.get_rank() >= ranks * dp:
+            return cls(device=device)
+        members: Any = group or dist.group.WORLD
+        for part in mesh.get_all_groups():  # torch gives half an hour to groups of some ranks
+            dist.distributed_c10d._set_pg_timeout(members._get_backend(device).options._timeout, part)
+        return cls(mesh["tp"] if ranks > 1 else None, mesh["dp"] if dp > 1 else None, device, group)
 
     @property
     def rank(self) -> int:

@@ -12,11 +12,11 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,8 @@ from phantom_parallel.energy.power import PowerProfile, load_power_profile
 from phantom_parallel.energy.results import Component, Provenance, SensorEnergy, TimeSplit, WindowResult
 from phantom_parallel.energy.sensors import discover
 from phantom_parallel.energy.sensors.base import Clock, Discovery, ReadFailure, SensorReading, SensorSource, SensorSpec
-from phantom_parallel.energy.time_split import Timer, TimeSplitRecorder, timer_for
+from phantom_parallel.energy.time_split import TimeSplitRecorder
+from phantom_parallel.utils.timers import Timer, timer_for
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # If several sources measure the same component of a host, the first of these is counted. The others are only reported.
@@ -281,6 +282,19 @@ def merge_ranks(measurements: Sequence[RankMeasurement]) -> WindowResult:
         steps=max(measurement.steps for measurement in measurements),
         ranks=len(measurements),
     )
+
+
+def mean_watts(runs: Sequence[tuple[Callable[[], Any], int]], device: torch.device) -> tuple[float, ...] | None:
+    """Return the mean watts of each rank during so many calls of each function; None where no sensor measures them."""
+    meter, watts = EnergyMeter(dist.group.WORLD, device=device), list[float]()
+    covered = any(all_gather_objects(bool(meter.discovery.specs), dist.group.WORLD))
+    for run, calls in runs if covered else ():
+        with meter.window("watts") as window:
+            for _ in range(calls):
+                run()
+        total = window.result.total
+        watts += [total.mean_watts / window.result.ranks] if total.valid and total.mean_watts is not None else []
+    return tuple(watts) if len(watts) == len(runs) else None
 
 
 def _modelled_energy(split: TimeSplit, profile: PowerProfile) -> SensorEnergy:

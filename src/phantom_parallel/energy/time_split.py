@@ -13,7 +13,6 @@ Python started for something else, such as writing a checkpoint, waits beside th
 """
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,6 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from phantom_parallel.utils.timers import Timer
+
 T = TypeVar("T")
 
 _MAX_PENDING = 512  # intervals kept before finished ones are summed; bounds the number of live events
@@ -33,51 +34,6 @@ _wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 # reaches too. Redispatching releases the GIL during the wait, as the operator does without hooks; a direct call of the
 # kernel would not.
 _ANY_BACKEND = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
-
-
-class HostTimer:
-    """Takes time stamps (marks) on the clock of the host: for synchronous devices, that is, the CPU."""
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.mark = clock
-
-    def ready(self, mark: float) -> bool:
-        return True
-
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
-
-
-class EventTimer:
-    """Takes marks on the stream of a device. ``new_event`` creates an event with timing enabled."""
-
-    def __init__(self, new_event: Callable[[], Any]) -> None:
-        self._new_event = new_event
-
-    def mark(self) -> Any:
-        event = self._new_event()
-        event.record()
-        return event
-
-    def ready(self, mark: Any) -> bool:
-        """Return whether the device has reached ``mark``."""
-        return bool(mark.query())
-
-    def seconds(self, start: Any, end: Any) -> float:
-        """Return the seconds between two marks. Waits until the device has reached the second."""
-        if not end.query():
-            end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
-
-
-Timer = HostTimer | EventTimer
-
-
-def timer_for(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> Timer:
-    """Return a :class:`HostTimer` for the CPU and an :class:`EventTimer` for an accelerator."""
-    if device.type == "cpu":
-        return HostTimer(clock)
-    return EventTimer(lambda: torch.Event(device, enable_timing=True))
 
 
 def can_split_time(model: nn.Module, device: torch.device) -> bool:

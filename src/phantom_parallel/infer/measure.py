@@ -26,9 +26,10 @@ from phantom_parallel.distributed.objects import all_gather_objects, barrier, ch
 from phantom_parallel.energy.meter import EnergyMeter
 from phantom_parallel.energy.power import PowerProfile, load_power_profile
 from phantom_parallel.energy.results import MEASURED, Provenance
-from phantom_parallel.energy.time_split import TimeSplitRecorder, timer_for
+from phantom_parallel.energy.time_split import TimeSplitRecorder
 from phantom_parallel.utils.layout import positive
 from phantom_parallel.utils.strategies import WireFormat, check_wire
+from phantom_parallel.utils.timers import timer_for
 
 TURN_SECONDS = 0.02  # approximate length of a turn: shorter calls are repeated
 MAX_REPEATS = 100  # of a call in a turn

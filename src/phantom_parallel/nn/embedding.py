@@ -10,7 +10,7 @@ from phantom_parallel.nn.init import init_columns, init_rows
 from phantom_parallel.nn.sharded import broadcast_seed, check_features, check_settings, shard_parameter, to_local
 from phantom_parallel.ops import vocabulary_rows
 from phantom_parallel.ops.blocks import cast_for_autocast
-from phantom_parallel.ops.collectives import block_group, flat_mesh, rank_group, require_flat
+from phantom_parallel.ops.collectives import block_group, flat_mesh, rank_group, require_flat, second_communicator
 from phantom_parallel.ops.head import PrefetchedWeight, begin_rows, end_rows, row_logits, vocabulary_logits
 from phantom_parallel.ops.linear import Begun
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
@@ -103,6 +103,7 @@ class VocabularyHead(nn.Module):
         check_settings(self, mesh, dtype, **settings, tie_embeddings=tie_embeddings)
         self.group = rank_group(mesh, wire) if blocks is None else block_group(mesh, blocks, wire)
         self.mesh = mesh = flat_mesh(mesh)
+        self._weight_group = self.group if mesh is None else second_communicator(mesh.get_group(), mesh.device_type)
         RowLayout(dim, vocab, self.group.size)
         device, size = device or (None if mesh is None else mesh.device_type), self.group.size
         self.norm = shard_parameter(torch.ones(dim // size, device=device, dtype=dtype), mesh)
@@ -157,7 +158,7 @@ class VocabularyHead(nn.Module):
         widths = {"word_bytes": word.element_size(), "weight_bytes": weight.element_size()}
         if not head_splits_rows(*sizes, wire=self.group.wire, **widths, parts=parts):
             return None
-        return PrefetchedWeight(to_local(weight), dim, self.group)
+        return PrefetchedWeight(to_local(weight), dim, self._weight_group)
 
     def tied_rows(self, weight: Tensor) -> Tensor:
         """This rank's rows of an embedding that is sharded by features: one all-to-all forward and one backward."""

@@ -128,6 +128,15 @@ def make_levels(group: dist.ProcessGroup, blocks: int, device_type: str) -> Rank
     return world._replace(inter_block=inter_block, intra_block=intra_block)
 
 
+@functools.cache
+def second_communicator(group: dist.ProcessGroup, device_type: str) -> RankGroup:
+    """The ranks of a group, for exchanges that others should not queue behind: NCCL runs those of a communicator in
+    order, gloo does not.
+    """
+    ranks = process_group(group, device_type)
+    return process_group(subgroup(dist.get_process_group_ranks(group), group), device_type) if ranks.native else ranks
+
+
 def subgroup(members: list[int], group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A new process group of some members of a group, with its timeout: torch would give it half an hour."""
     device = dist.distributed_c10d._get_object_coll_device(group)

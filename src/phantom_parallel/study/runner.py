@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel._version import __version__
 from phantom_parallel.cost.calibrate import network_of
@@ -196,13 +195,8 @@ class CellRunner:
         if key not in self._contexts:
             timeout = timedelta(seconds=self._settings.timeout)
             group = dist.new_group(range(ranks * dp), timeout=timeout)  # collective over all ranks, as the mesh is
-            mesh = init_device_mesh(self.device.type, (dp, ranks), mesh_dim_names=("dp", "tp"))
-            self._contexts[key] = None
-            if dist.get_rank() < ranks * dp:
-                for part in mesh.get_all_groups():  # torch gives half an hour to groups of some ranks
-                    dist.distributed_c10d._set_pg_timeout(timeout, part)
-                tp, copies = mesh["tp"] if ranks > 1 else None, mesh["dp"] if dp > 1 else None
-                self._contexts[key] = ParallelContext(tp, copies, self.device, group)
+            context = ParallelContext.create(ranks, dp, self.device, group)
+            self._contexts[key] = context if dist.get_rank() < ranks * dp else None
         return self._contexts[key]
 
     def power(self, ranks: int) -> PowerProfile:

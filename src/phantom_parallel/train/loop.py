@@ -23,13 +23,14 @@ from phantom_parallel.checkpoint.shards import on_every_rank, storage_group
 from phantom_parallel.distributed.objects import all_gather_objects
 from phantom_parallel.distributed.process_group import ParallelContext, describe_run
 from phantom_parallel.distributed.signals import LossDiverged, StopRequest
-from phantom_parallel.energy.time_split import TimeSplitRecorder, TimeTotals, can_split_time, timer_for
+from phantom_parallel.energy.time_split import TimeSplitRecorder, TimeTotals, can_split_time
 from phantom_parallel.train import checkpoint
 from phantom_parallel.train.checkpoint import BackgroundWriter, Progress
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.optimizer import PartsOptimizer
 from phantom_parallel.train.task import Task
 from phantom_parallel.utils.files import cache_folder
+from phantom_parallel.utils.timers import timer_for
 
 Status = Literal["target", "steps", "interrupted"]
 POLL_SECONDS = 0.5  # between two agreements on whether a rank wants a boundary
@@ -203,6 +204,9 @@ class Trainer:
         pieces = rows.chunk(config.gradient_accumulation_steps)
         for index, piece in enumerate(pieces, 1):
             total += self.task.forward_backward(piece, len(piece) / len(rows), last=index == len(pieces))
+            if self.parallel.device.type != "cpu":
+                following = pieces[index:] or self._rows(step + 1).chunk(config.gradient_accumulation_steps)
+                self.task.prefetch(following[0])
         self.task.average()
         if self.task.new_objective(step):
             self.optimizer.forget()

@@ -36,6 +36,8 @@ class Task(ABC, Generic[C]):
     initial_loss: float | None = None  # held-out loss before the first step, where the model is not an initial one
     pipeline: Pipeline | None = None  # what runs the stages of a model, one on each rank
     _forward: Callable[..., Tensor]  # the model, or what it was compiled to
+    _copying: torch.Stream | None = None  # the stream of copies to an accelerator
+    _prefetched: tuple[Tensor, tuple[Tensor, Tensor], torch.Event] | None = None  # rows, their batch, and its arrival
 
     @abstractmethod
     def __init__(self, config: C, parallel: ParallelContext) -> None: ...
@@ -80,9 +82,26 @@ class Task(ABC, Generic[C]):
     def loss(self, rows: Tensor) -> Tensor:
         """Return this rank's share of the mean loss of these rows."""
 
+    @abstractmethod
+    def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the inputs and targets of these rows on the host."""
+
+    def prefetch(self, rows: Tensor) -> None:
+        """Start to copy what `load` will return for these rows to an accelerator, while its queue is worked off."""
+        self._copying = self._copying or torch.Stream(self.parallel.device)
+        with self._copying:
+            self._prefetched = rows, self.to_device(*self.take(rows)), self._copying.record_event()
+
     def load(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the inputs and targets of these rows on this rank's device; needed where there is a ``pipeline``."""
-        raise NotImplementedError
+        """Return the inputs and targets of these rows on this rank's device, which may be there already."""
+        if self._prefetched is None or not torch.equal(rows, self._prefetched[0]):
+            return self.to_device(*self.take(rows))
+        (_, batch, arrived), self._prefetched = self._prefetched, None
+        current = torch.accelerator.current_stream(self.parallel.device)
+        current.wait_event(arrived)
+        for values in batch:
+            values.record_stream(current)  # the memory is the other stream's
+        return batch
 
     def forward_backward(self, rows: Tensor, weight: float, *, last: bool) -> Tensor:
         """Accumulate the gradients of ``weight``, the share of these rows of a step, times their mean loss, and return

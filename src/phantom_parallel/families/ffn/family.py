@@ -82,8 +82,8 @@ class FFNTask(Task[FFNTrainConfig]):
         out, y = self._predict(self._forward, rows)
         return (out - y).square().sum() / (len(rows) * self.config.model.model_features[1])
 
-    def load(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return self.to_device(*self._data.take(rows))
+    def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return self._data.take(rows)
 
     def measure(self, rows: Tensor) -> Tensor:
         if self.pipeline is not None:

@@ -22,7 +22,7 @@ from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.families.gpt.config import GPTConfig, TextTrainConfig
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.families.gpt.task import GPTTask
-from phantom_parallel.families.gpt.text import Text, find_file, find_tokenizer, open_text, text_digest, windows
+from phantom_parallel.families.gpt.text import Text, find_file, find_tokenizer, open_text, text_digest
 from phantom_parallel.infer.predict import check_folder
 from phantom_parallel.ops import vocabulary_kl_divergence
 from phantom_parallel.train.config import HEAL, Schedule
@@ -202,7 +202,7 @@ class HealTask(GPTTask):
         return 0 < step == self.config.layer_steps
 
     def loss(self, rows: Tensor) -> Tensor:
-        tokens, _ = self.to_device(*windows(self._text.training, rows, self.config.context))
+        tokens, _ = self.load(rows)
         assert self.config.layer_steps is not None
         with self.autocast():
             if self._step < self.config.layer_steps:

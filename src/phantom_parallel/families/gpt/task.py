@@ -86,8 +86,8 @@ class GPTTask(Task[GPTTrainConfig]):
         with self.autocast():
             return self._forward(*self.load(rows)).float()
 
-    def load(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return self.to_device(*windows(self._text.training, rows, self.config.context))
+    def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return windows(self._text.training, rows, self.config.context)
 
     def average(self) -> None:
         if self._ends is not None:  # the first and the last stage hold the shared embedding, each with its own gradient
