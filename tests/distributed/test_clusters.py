@@ -118,7 +118,7 @@ def by(launcher, request, ranks, *words, variables=os.environ):
         variables = variables | {
             name: request.getfixturevalue("cluster")[name] for name in ("SLURM_CONF", "MASTER_ADDR")
         }
-        return run(variables, "srun", "-N2", f"-n{2 * ranks}", sys.executable, *words)
+        return run(variables, "srun", "-N2", f"--ntasks-per-node={ranks}", sys.executable, *words)
     return run(variables, *MPIRUN, "-n", 2 * ranks, sys.executable, *words)
 
 
@@ -152,7 +152,7 @@ def test_the_doctor_checks_the_ranks_of_a_launcher(launcher, request, tmp_path, 
     }
     assert report["facts"]["hosts"] == (1 if launcher == "mpirun" else 2)
     assert "0 of 10 checks failed, 2 skipped" in done.stdout
-    assert report["checks"][0]["repeat"].endswith("under the same launcher")
+    assert report["checks"][0]["repeat"].endswith("by the same launcher")
     assert not list(tmp_path.glob("phantom-doctor-*"))
 
 

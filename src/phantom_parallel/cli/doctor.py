@@ -107,7 +107,7 @@ class Options(LaunchOptions):
             else:
                 outcome = self._in_own_process(name, ranks)
             seconds = round(time.monotonic() - started, 2)
-            by = " under the same launcher" if launched_externally() else ""
+            by = " by the same launcher" * launched_externally()
             repeat = f"phantom {shlex.join(self._command(name, ranks)[3:])}{by}"
             records.append({"name": name, "seconds": seconds, "repeat": repeat} | outcome)
             if is_rank_zero():
@@ -254,7 +254,7 @@ def _groups(device: torch.device) -> dict[str, RankGroup]:
     """All ranks, and on several nodes with as many each those inside this one and those of this place on each."""
     local, size = _gather(_ranks_on_host()), dist.get_world_size()
     meshes = {"all": ParallelContext.create(size, 1, device).tp}
-    if 1 < local[0] < size and len(set(local)) == 1:
+    if 1 < local[0] < size and size % local[0] == 0 and len(set(local)) == 1:
         levels = ParallelContext.create(local[0], size // local[0], device)
         meshes |= {"inside": levels.tp, "between": levels.dp}
     return {name: process_group(mesh.get_group(), device.type) for name, mesh in meshes.items() if mesh is not None}

@@ -119,9 +119,8 @@ class MeasureOptions(LaunchOptions, JsonOption):
         for ranks in _ranks(self.ranks):
             pairs = get_family(DEFAULT_FAMILY).step_shapes(ranks, held_out=False)
             steps = [shape for pair in pairs for shape in pair.values()]
-            power = mean_watts if self.watts is None else None
             with self.launching(ranks) as network, ProgressDisplay(show=is_rank_zero()) as display:
-                measured = measure(ranks, steps, display.note, self.seconds, power)
+                measured = measure(ranks, steps, display.note, self.seconds, None if self.watts else mean_watts)
             if not is_rank_zero():
                 return
             profile = fit_profile(measured, self.watts, network)
@@ -157,8 +156,7 @@ class CheckOptions(LaunchOptions, JsonOption):
 
         positive(turns=self.turns)
         family = get_family(self.family)
-        numbers, nodes = _ranks(self.ranks), external_hosts()
-        names = {ranks: profile_name(ranks, self.hosts, self.link, nodes=nodes) for ranks in numbers}
+        names = {n: profile_name(n, self.hosts, self.link, nodes=external_hosts()) for n in _ranks(self.ranks)}
         profiles = {ranks: load_profile(name) for ranks, name in names.items()}  # before any work
         outcomes: list[dict[str, Any]] = []
         for ranks, profile in profiles.items():
@@ -243,7 +241,6 @@ def _show_sensors(discovery: "Discovery", result: "WindowResult") -> None:
 
 
 def _ranks(given: tuple[int, ...]) -> tuple[int, ...]:
-    """Those that are given, otherwise those of the launcher, or a few local ones."""
     ranks = given or ((external_ranks(),) if launched_externally() else (2, 4))
     positive(ranks=min(ranks))
     return ranks

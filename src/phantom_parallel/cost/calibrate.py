@@ -159,8 +159,7 @@ def measure(ranks: int, steps: Sequence[Shape], report: Report, seconds: float =
 
 
 def _on_ranks(ranks: int, work: Callable[..., Any], *args: Any, report: Report) -> Any:
-    """Of local ranks, one has a process group too."""
-    start = launch if launched_externally() else launch_local
+    start = launch if launched_externally() else launch_local  # a local rank has a process group even if it is alone
     return start(ranks, work, *args, on_report=lambda text: report(f"{ranks} ranks: {text}"))
 
 
@@ -168,8 +167,8 @@ def _measure(device: torch.device, steps: Sequence[Shape], seconds: float, power
     torch.manual_seed(0)
     ranks, local = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     mesh, hosts = init_device_mesh(device.type, (ranks,), mesh_dim_names=("tp",)), ranks // local
-    if len(sizes := set(all_gather_objects(local, mesh))) > 1:
-        raise ValueError(f"every node needs as many ranks as the others, got {' and '.join(map(str, sizes))}")
+    if set(all_gather_objects(local, mesh)) != {local} or ranks % local:
+        raise ValueError(f"every node needs as many ranks as the others, got {local} of {ranks} on one")
     links = ParallelContext.create(local, hosts, device)  # inside a host, and between hosts
     samples: list[Sample] = []
 
