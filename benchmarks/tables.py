@@ -30,7 +30,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from phantom_parallel.report.tables import detailed_sections, main_sections, markdown
+from phantom_parallel.report.tables import Section, detailed_sections, main_sections
 from phantom_parallel.study.analysis import ratio, ratio_interval
 from phantom_parallel.study.results import Cell, Results, load
 from phantom_parallel.study.units import Interval, format_interval, format_ratio, quantity
@@ -65,6 +65,16 @@ def results_used(text: str) -> set[str]:
     """Names of the result files that a page's markers read."""
     specs = [match["name"] for match in TABLE.finditer(text)] + [match["spec"] for match in VALUE.finditer(text)]
     return {_file(spec.split()[0]).stem for spec in specs}
+
+
+def markdown(sections: Sequence[Section]) -> str:
+    """A table in Markdown."""
+    first, *rest = sections
+    rows = [first.headings, ("---", *["---:"] * (len(first.headings) - 1)), *first.rows]
+    for section in rest:
+        rows += [tuple(f"**{text}**" if text else "" for text in section.headings), *section.rows]
+    escaped = ([text.replace("|", "\\|").replace("<", "&lt;") for text in row] for row in rows)
+    return "".join(f"| {' | '.join(row)} |\n" for row in escaped)
 
 
 def _table(name: str, folder: Path) -> str:

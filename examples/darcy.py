@@ -1,9 +1,9 @@
-"""A surrogate for Darcy flow: train a phantom network on an unstructured mesh, and draw what it predicts.
+"""A surrogate for Darcy flow: train a phantom network on a mesh or a grid, and draw what it predicts.
 
-    python examples/darcy.py --steps 300 --out darcy.png
+    python examples/darcy.py --data darcy-mesh --steps 300 --out darcy.png
 
-The network maps the coefficient of a porous medium at every vertex to the pressure there. Blocks are regions of the
-mesh, so that a rank would hold a region of the domain; see ``phantom train --data darcy-mesh --ranks 4`` for ranks.
+The network maps the coefficient of a porous medium at every point to the pressure there. Blocks are regions of the
+domain, so that a rank would hold a region of the domain; see ``phantom train --data darcy-mesh --ranks 4`` for ranks.
 """
 
 import argparse
@@ -18,13 +18,14 @@ from phantom_parallel.families.ffn.fields import load_fields
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--grid", type=int, default=32, help="vertices along a side")
+    parser.add_argument("--data", choices=("darcy-mesh", "darcy"), default="darcy-mesh", help="on a mesh or on a grid")
+    parser.add_argument("--grid", type=int, default=32, help="points along a side")
     parser.add_argument("--samples", type=int, default=5120, help="fields; one in eight is held out")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--out", default="darcy.png", help="picture to write")
     options = parser.parse_args()
 
-    fields = load_fields("darcy-mesh", options.grid, options.samples, show=True)
+    fields = load_fields(options.data, options.grid, options.samples, show=True)
     x, y = torch.from_numpy(fields.x), torch.from_numpy(fields.y)
     rows = options.samples - options.samples // 8
     torch.manual_seed(0)

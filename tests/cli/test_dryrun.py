@@ -3,6 +3,7 @@ import json
 import pytest
 
 from phantom_parallel.checkpoint.model import save_model
+from phantom_parallel.cli.dryrun import options_for
 from phantom_parallel.cli.main import main
 from phantom_parallel.cli.options import model_defaults
 from phantom_parallel.cost.planner import Layout, ModelSizes
@@ -13,11 +14,14 @@ SMALL = ["gpt", "--vocab", "64", "--dim", "64", "--layers", "2", "--heads", "8",
 SMALL += ["--context", "16", "--batch", "4", "--ranks", "4"]
 
 
-def test_the_table_says_that_formulas_agree(capsys):
+def test_the_table_says_that_formulas_agree(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["dryrun", "--width", "1024", "--depth", "2", "--ranks", "8", "--ghosts", "4", "--batch", "16"]) == 0
     text = capsys.readouterr().out
     assert "phantom on 8 ranks, 8 blocks, 4 ghosts, rank 0" in text
     assert "Formulas and code agree in every term" in text
+    assert "…" not in text
+    assert "│" not in text
 
 
 @pytest.mark.parametrize(("wire", "row"), [("full", 4 * 16), ("int8", 16 + 4)])
@@ -68,7 +72,7 @@ def test_bytes_inside_blocks_and_between_them_are_told_apart(capsys):
         (["--like", "llama-3.1-9b"], "there is no model 'llama-3.1-9b': did you mean 'llama-3.1-8b'? There are llama"),
         (["ffn", "--like", "mistral-7b"], "mistral-7b is a model of the family gpt, not ffn"),
         (["--like", "mistral-7b", "--model", "x"], "both name a model: leave one out"),
-        (["--model", "nowhere"], "config.json is not readable"),
+        (["--model", "nowhere"], "config.json is not readable: No such file or directory"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, message):
@@ -110,6 +114,13 @@ def test_well_known_models_have_their_published_numbers_of_parameters(capsys):
     assert counted["formulas_agree"]
     assert counted["model_parameters"] == PUBLISHED[name]
     assert counted["settings"]["context"] == 16  # an option replaces what the model has
+
+
+@pytest.mark.parametrize(("more", "batch"), [("", 1), ("--strategy megatron --ranks 2", 1), ("--dp 2", 64)])
+def test_a_well_known_model_has_a_short_context_and_a_small_batch_by_default(more, batch):
+    options, defaults = options_for(None, ["--like", "llama-3.1-8b", *more.split()])
+    assert defaults["context"] == 4096
+    assert defaults.get("batch", options.batch) == batch
 
 
 def test_sizes_come_from_the_config_of_a_folder(tmp_path, capsys):

@@ -1,12 +1,24 @@
 """Figures of comparisons and studies: what is drawn where."""
 
 from dataclasses import replace
+from itertools import combinations
 from statistics import median
 
 import pytest
+from matplotlib.text import Text
 
 from phantom_parallel.report import figures as drawings
-from tests.study.sample import STUDIES, make_ghosts, make_links, make_results, make_run, make_scaling, make_smaller
+from phantom_parallel.study.settings import read_settings
+from tests.study.sample import (
+    NATURE,
+    STUDIES,
+    make_ghosts,
+    make_links,
+    make_results,
+    make_run,
+    make_scaling,
+    make_smaller,
+)
 
 
 def drawn(results):
@@ -36,6 +48,42 @@ def test_curves_end_at_the_median_time_to_the_target():
         assert (x, y) == pytest.approx((median(run.seconds for run in cell.runs), results.target_loss))
 
 
+def test_names_stand_at_their_curves_and_apart_from_each_other():
+    """Also those of many curves that end at nearly the same place."""
+    figure = drawn(make_results(tuple(NATURE)))["loss-time"]
+    figure.svg  # noqa: B018 (draws it)
+    axes = figure.figure.axes[0]
+    names = {text.get_text(): text for text in axes.texts if text.get_text() in NATURE}
+    assert set(names) == set(NATURE)
+    boxes = [Text.get_window_extent(text) for text in names.values()]  # without the line to the end of the curve
+    for first, second in combinations(boxes, 2):
+        assert not first.padded(-1).overlaps(second.padded(-1))
+    for name, text in names.items():
+        assert text.xy == pytest.approx(tuple(lines(figure)[name].get_xydata()[-1]))
+    assert axes.get_xscale() == axes.get_yscale() == "log"
+
+
+def test_the_level_of_chance_is_drawn_where_it_is_known():
+    settings = read_settings("presets", "darcy-hosts").to_dict()
+    texts = [text.get_text() for text in drawn(make_results(settings=settings))["loss-energy"].figure.axes[0].texts]
+    assert {"target 0.05", "chance 1"} <= set(texts)
+
+
+def test_tuning_has_a_figure_a_measure_with_a_line_for_each_number_of_blocks():
+    def row(blocks, ghosts, mean):
+        ratio = {"mean": mean, "low": 0.9 * mean, "high": 1.2 * mean, "count": 3}
+        return {"blocks": blocks, "ghosts": ghosts, "steps_ratio": ratio, "time_ratio": ratio, "energy_ratio": None}
+
+    rows = [row(2, 8, 1.0), row(2, 4, 2.0), row(4, 8, 1.5)]
+    small = {"steps_ratio": {"mean": 3.0}}
+    made = {figure.name: figure for figure in drawings.tuning({"candidates": rows, "small_dense": small})}
+    assert list(made) == ["ghosts-steps", "ghosts-time"]
+    (first, second), levels = made["ghosts-steps"].figure.axes[0].containers, made["ghosts-steps"].figure.axes[0].lines
+    assert first.lines[0].get_xydata().tolist() == [[4, 2.0], [8, 1.0]]
+    assert second.lines[2][0].get_segments()[0][:, 1] == pytest.approx([1.35, 1.8])
+    assert {"dense", "small-dense"} <= {line.get_label() for line in levels}
+
+
 @pytest.mark.parametrize("name", STUDIES)
 def test_every_study_has_figures_with_lines(name):
     for figure in drawn(STUDIES[name]()).values():
@@ -60,7 +108,7 @@ def test_the_lines_of_studies():
 def test_a_figure_is_the_same_each_time_and_holds_text():
     first, second = (drawn(make_results())["loss-time"] for _ in range(2))
     assert first.svg == second.svg
-    assert ">held-out loss</text>" in first.svg
+    assert ">held-out mean squared error</text>" in first.svg
 
 
 def test_runs_without_steps_are_left_out():

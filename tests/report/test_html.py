@@ -8,6 +8,7 @@ from dataclasses import asdict
 from html.parser import HTMLParser
 
 import pytest
+from matplotlib.image import imread
 
 from phantom_parallel.report import html as report
 from phantom_parallel.study.notes import headline, notes
@@ -74,7 +75,8 @@ def test_a_page_has_the_answer_first_and_caveats_folded(pages):
     text = pages["compare"].read_text()
     results = make_results()
     places = [
-        text.index(part) for part in (headline(results)[0][:12], "<svg", "<h2>In numbers", "<h2>Why", "Method and")
+        text.index(part)
+        for part in (headline(results)[0][:12], "<svg", 'aria-label="main figures"', "<h2>Why", "<h2>All", "Method and")
     ]
     assert places == sorted(places)
     for note in notes(results):
@@ -97,7 +99,7 @@ def test_pages_of_nothing_of_networks_and_of_sensors():
     def rendered(results):
         return report.render(results, [], [])
 
-    assert "In numbers" in rendered(make_results((), trials=()))
+    assert "main figures" in rendered(make_results((), trials=()))
     network = Network(hosts=4, link="100mbit", rate=1e8)
     assert "100 Mbit/s" in rendered(make_results(networks={"100mbit": network}))
     assert "the final loss of the reference" in rendered(make_smaller())
@@ -111,18 +113,35 @@ def browse(page, tmp_path, *options):
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
+ASK = """
+onload = () => { document.title = JSON.stringify([...document.querySelectorAll("iframe")].map(frame => {
+  const page = frame.contentDocument
+  const bottom = selector => page.querySelector(selector)?.getBoundingClientRect().bottom
+  const scales = [...page.querySelectorAll("svg")].map(svg => svg.getBoundingClientRect().width)
+  return [page.documentElement.scrollWidth, bottom(".first"), bottom(".small"), Math.max(...scales)]
+})) }
+"""
+
+
 @needs_browser
-@pytest.mark.parametrize("width", [390, 1200])
-def test_no_page_is_wider_than_its_window(pages, tmp_path, width):
-    """A page with all reports in frames of that width, which asks each for its width."""
-    frames = "".join(f'<iframe width="{width}" src="{path.as_uri()}"></iframe>' for path in pages.values())
-    asks = (
-        "document.title = [...document.querySelectorAll('iframe')]"
-        ".map(frame => frame.contentDocument.documentElement.scrollWidth).join(' ')"
-    )
+@pytest.mark.slow
+def test_pages_fit_their_windows_and_the_first_screen_has_the_answer(pages, tmp_path):
+    """A page with all reports in frames of a phone's and of a desktop's width, which asks each for its sizes."""
+    places = [(path, width) for path in pages.values() for width in (390, 1200)]
+    frames = "".join(f'<iframe width="{width}" height="900" src="{path.as_uri()}"></iframe>' for path, width in places)
     asking = tmp_path / "asking.html"
-    asking.write_text(f"<style>iframe {{ border: 0 }}</style>{frames}<script>onload = () => {{ {asks} }}</script>")
+    asking.write_text(f"<style>iframe {{ border: 0 }}</style>{frames}<script>{ASK}</script>")
     shown = browse(asking, tmp_path, "--allow-file-access-from-files", "--dump-dom", "--window-size=1300,900")
-    widths = [int(each) for each in re.search(r"<title>(.*?)</title>", shown).group(1).split()]
-    assert len(widths) == len(pages)
-    assert max(widths) <= width
+    sizes = json.loads(re.search(r"<title>(.*?)</title>", shown).group(1))
+    for (path, width), (page, chart, table, widest) in zip(places, sizes, strict=True):
+        assert page <= width
+        assert widest <= width  # figures scale
+        if width == 1200 and path == pages["compare"]:
+            assert chart < table < 900
+    for name, setting, dark in (("light", 1, False), ("dark", 0, True)):
+        picture = tmp_path / f"{name}.png"
+        options = (f"--blink-settings=preferredColorScheme={setting}", f"--screenshot={picture}")
+        browse(pages["compare"], tmp_path, *options, "--window-size=1200,900")
+        pixels = imread(picture)[..., :3].mean(-1)
+        assert bool(pixels[5, 5] < 0.2) is dark
+        assert pixels.std() > 0.02

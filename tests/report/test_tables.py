@@ -8,6 +8,7 @@ from statistics import fmean
 import pytest
 from rich.console import Console
 
+from benchmarks.tables import markdown
 from phantom_parallel.report import tables
 from phantom_parallel.study.analysis import ratio
 from phantom_parallel.study.units import format_interval
@@ -113,10 +114,10 @@ def test_studies_of_links_and_batches_have_a_column_for_each():
 
 def test_markdown_has_the_same_rows_and_escapes():
     results = make_results()
-    text = tables.markdown(tables.detailed_sections(results))
+    text = markdown(tables.detailed_sections(results))
     assert len({line.count("|") for line in text.splitlines()}) == 1
     assert "| **ratio, below 1 is less** |" in text
-    odd = tables.markdown([tables.Section(("a|b", "<i>"), (("x", "y"),))])
+    odd = markdown([tables.Section(("a|b", "<i>"), (("x", "y"),))])
     assert odd.startswith("| a\\|b | &lt;i> |")
 
 

@@ -488,13 +488,12 @@ def test_the_smallest_dense_model_that_reaches_the_loss_is_found_by_bisection(le
     settings = small(strategies=("phantom", "small-dense"), **FIELDS)
     tried: list[int] = []
 
-    class Runner:
-        def train(self, name: str, config) -> Run:
-            tried.append(config.model.width)
-            assert config.model.model_features == (16, 16)
-            return make_run("tensor", 0, missed=config.model.width < least)
+    def train(name: str, config) -> Run:
+        tried.append(config.model.width)
+        assert config.model.model_features == (16, 16)
+        return make_run("tensor", 0, missed=config.model.width < least)
 
-    smallest = find_smaller(settings, Runner())  # type: ignore[arg-type]
+    smallest, _ = find_smaller(settings, train)
     assert smallest == ({"width": expected, "in_features": 16, "out_features": 16} if expected else {})
     assert len(set(tried)) <= 3
 

@@ -80,4 +80,5 @@ def test_what_the_family_says_of_its_data_is_a_note():
     planted = read_settings("presets", "quick").to_dict()
     assert "planted" in " ".join(notes(make_results(settings=planted)))
     digits = read_settings("presets", "digits").to_dict()
+    assert "squared error of class scores: 0.09 is that of" in " ".join(notes(make_results(settings=digits)))
     assert "planted" not in " ".join(notes(make_results(settings=digits)))

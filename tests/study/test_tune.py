@@ -39,6 +39,7 @@ def decay(monkeypatch, scale: dict[tuple[int | None, int | None], float], growth
             * (1 + abs(math.log(config.lr / 2e-3)))
             * (1 + 0.01 * (config.seed % 1000))
             * (config.model.width / 64 if config.blocks else 1) ** growth
+            * (1 if config.blocks or config.data == "planted" else 64 / config.model.width)
         )
         points, status = [], "steps"
         for step in range(10, config.steps + 1, 10):
@@ -63,8 +64,11 @@ def test_the_model_with_the_dense_models_steps_and_a_cheaper_step_is_recommended
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("Use phantom with 4 blocks and 8 ghosts: it takes 0.")
-    assert max(len(line) for line in shown.splitlines() if not line.startswith(("torchrun", "Result"))) <= 80
+    assert max(len(line) for line in shown.splitlines() if not line.startswith(("torchrun", "Report"))) <= 80
     assert "--nproc-per-node 4 -m phantom_parallel.cli.main train ffn --strategy phantom --ranks 4" in shown
+    page = (out / "report.html").read_text()
+    assert page.count("<svg") == 3
+    assert "Use phantom with 4 blocks and 8 ghosts" in page
     data = json.loads((out / "tune.json").read_text())
     assert data["best"]["steps_ratio"]["mean"] == pytest.approx(1.0)
     step = data["best"]["step_seconds"] / data["dense"]["step_seconds"]
@@ -95,6 +99,34 @@ def test_slow_phantom_models_are_not_recommended(slow, tmp_path, monkeypatch, ca
     assert "no candidate reached the loss" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("tau", "pays"), [(20.0, True), (200.0, False)])
+def test_phantom_is_held_against_the_smallest_dense_model_that_reaches_the_loss(
+    slow, tmp_path, monkeypatch, capsys, tau, pays
+):
+    """A dense model of width w needs 64 / w times the steps, so that 24 is the smallest within three times of them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("phantom_parallel.cli.tune.AT_MOST", 3 if pays else 10)
+    decay(monkeypatch, {key: 20.0 if key == (None, None) else tau for key in EQUAL})
+    words = WORDS.replace("planted", "darcy --grid 8").split()
+    assert main([*words, "--hardware", slow, "--out", str(tmp_path / "out"), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    small, width = data["small_dense"], 24 if pays else 8
+    assert (small["width"], small["in_features"], small["blocks"]) == (width, 64, None)
+    assert small["steps_ratio"]["mean"] == pytest.approx(64 / width, rel=0.1)
+    step = small["step_seconds"] / data["dense"]["step_seconds"]
+    assert small["time_ratio"]["mean"] == pytest.approx(step * small["steps_ratio"]["mean"])
+    assert data["pays"] is pays
+    assert f"A dense model of width {width} takes" in data["verdict"]
+    assert data["verdict"].startswith("Use phantom" if pays else "Do not use phantom here")
+
+
+def test_several_nodes_are_started_by_srun(slow, tmp_path, monkeypatch, capsys):
+    (tmp_path / "slow.toml").write_text(SLOW.replace("[peak]", "devices_per_node = 2\n[peak]"))
+    decay(monkeypatch, EQUAL)
+    assert main([*WORDS.split(), "--hardware", slow, "--out", str(tmp_path / "out")]) == 0
+    assert "srun --nodes 2 --ntasks-per-node 2 --gpus-per-node 2 phantom train ffn --strat" in capsys.readouterr().out
+
+
 def test_nothing_is_trained_where_no_phantom_model_has_a_cheaper_step(slow, tmp_path, capsys):
     assert main([*WORDS.split(), "--hardware", "dgx-a100", "--out", str(tmp_path / "out"), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -114,7 +146,7 @@ def test_steps_are_extrapolated_where_the_trend_over_sizes_allows_it(
     names, out = decay(monkeypatch, EQUAL | {(4, 8): 30.0}, growth), tmp_path / "out"
     assert main([*SIZES.split(), str(out)]) == 0
     shown = capsys.readouterr().out
-    assert max(len(line) for line in shown.splitlines() if not line.startswith(("torchrun", "Result"))) <= 80
+    assert max(len(line) for line in shown.splitlines() if not line.startswith(("torchrun", "Report"))) <= 80
     assert all(name.startswith(("width=64 ", "width=128 ")) for name in names)  # 256 is not trained
     data = json.loads((out / "tune.json").read_text())
     trend = next(trend for trend in data["trends"] if (trend["blocks"], trend["ghosts"]) == (4, 8))

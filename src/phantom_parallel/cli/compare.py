@@ -111,8 +111,9 @@ class CompareOptions(SettingOptions):
     folder: ClassVar[Folder] = "presets"
 
     preset: str = ""
-    """A preset of the package, or a TOML file. On emulated hosts: digits-hosts (a few minutes on 2 cores), mnist-hosts
-    and gpt-hosts. On loopback: quick, planted, digits, standard and gpt. For a cluster: paper."""
+    """A preset of the package, or a TOML file. On emulated hosts: darcy-hosts (Darcy flow, a few minutes on 2 cores),
+    darcy-wide-hosts, digits-hosts, mnist-hosts and gpt-hosts. On loopback: quick, planted, digits, standard and gpt.
+    For a cluster: paper."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,9 @@ from phantom_parallel.cost.timing import PHASES, step_time
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.study.units import quantity
 from phantom_parallel.utils.files import json_text
-from phantom_parallel.utils.strategies import StrategyName, wire_suffix
+from phantom_parallel.utils.strategies import StrategyName, get_strategy, wire_suffix
+
+MAX_CONTEXT = 4096  # tokens of a sequence of a model that is known by its name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +117,8 @@ class DryRunOptions(ModelOptions, WireOption, JsonOption):
 
     def _title(self, layout: Layout) -> str:
         sizes = self.model_sizes.config.summary
-        return f"{layout}, rank {self.rank}\n{sizes}, batch {self.batch:,}{wire_suffix(self.wire)}"
+        hint = f" (see --batch; --context, {MAX_CONTEXT:,} at most by default)" if self.like else ""
+        return f"{layout}, rank {self.rank}\n{sizes}, batch {self.batch:,}{wire_suffix(self.wire)}{hint}"
 
 
 def options_for(family: str | None, arguments: list[str]) -> tuple[type[DryRunOptions], dict[str, Any]]:
@@ -130,6 +133,10 @@ def options_for(family: str | None, arguments: list[str]) -> tuple[type[DryRunOp
         defaults["ranks"] = next(ranks for ranks in range(DryRunOptions.ranks, 0, -1) if _fits(config, ranks))
         if value_of("--strategy", arguments) in (None, "phantom"):
             defaults["blocks"] = defaults["ranks"]
+        strategy = get_strategy(value_of("--strategy", arguments) or strategies[0])
+        if not (strategy.shards_rows or strategy.splits_depth or value_of("--dp", arguments)):  # which divide the batch
+            defaults["batch"] = 1
+        defaults |= {"context": min(sizes["context"], MAX_CONTEXT)} if "context" in sizes else {}
     return with_sizes(DryRunOptions, family, "dryrun", sizes, **choices), defaults
 
 

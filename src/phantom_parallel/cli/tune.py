@@ -7,14 +7,14 @@ candidates  blocks and ghosts whose best layout on the machine has a cheaper ste
 dense       a search for the learning rate, and a training for each seed; their loss is the target unless one is given
 rungs       every candidate has the same search in short trainings. The half with the least estimated cost to the loss
             is trained twice as long, and so on: at equal loss, its steps over those of the dense model, times its step
-finals      the best are trained to the target, once for each seed
+finals      the best are trained to the target, once for each seed; and, if time is left, the smallest dense model too
 sizes       with several sizes below the model's, all this at each of them, from the second on with the best of the
             first alone; and the trend of the steps over sizes, where it is certain enough, gives those of the model
 """
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
@@ -35,9 +35,10 @@ from phantom_parallel.cost.planner import Candidate, Layout, ModelSizes, PlanReq
 from phantom_parallel.cost.terms import optimizer_of
 from phantom_parallel.distributed.launch import launch, launch_defaults
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
+from phantom_parallel.report.html import write_tuning
 from phantom_parallel.study.analysis import ratio_interval
-from phantom_parallel.study.contenders import Contender
-from phantom_parallel.study.grid import in_turn, search, to_target
+from phantom_parallel.study.contenders import SMALL_DENSE, Contender, Pairs
+from phantom_parallel.study.grid import find_smaller, in_turn, search, to_target
 from phantom_parallel.study.results import Run
 from phantom_parallel.study.runner import RunOptions, cell_runner, prepare_folder
 from phantom_parallel.study.settings import SearchSettings, Settings, training_fields
@@ -113,16 +114,8 @@ class TuneOptions(Tf32Option, JsonOption):
         devices = self.devices or int(profile.devices_per_node.value)
         training = {name: getattr(self, name) for name in self.training} | {"eval_every": self.eval_every}
         search = SearchSettings(self.learning_rates, steps=max(1, self.steps // 4, training.get("warmup", 0) + 1))
-        settings = Settings(
-            name="tune",
-            family=self.family,
-            training=training,
-            strategies=("dense",),
-            steps=self.steps,
-            target_loss=self.target_loss,
-            seeds=self.seeds,
-            search=search,
-        )
+        run: Any = {name: getattr(self, name) for name in ("family", "steps", "target_loss", "seeds")}
+        settings = Settings(name="tune", training=training, strategies=("dense",), search=search, **run)
         config = settings.configs()[0]
         own = {name: value for name, value in asdict(config.model).items() if name not in Layout._fields}
         own |= {"optimizer": optimizer_of(config.optimizer, config.momentum)}
@@ -142,6 +135,7 @@ class TuneOptions(Tf32Option, JsonOption):
         command = _command(result, self)
         data = {"verdict": result.verdict, "pays": result.pays, "command": command} | result.to_dict()
         write_json(out / RESULT, data)
+        page = write_tuning(data, out)
         if self.json:
             print(json_text(data))
             return
@@ -150,9 +144,9 @@ class TuneOptions(Tf32Option, JsonOption):
         console.print(_table(result))
         if result.trends:
             console.print(_trend_table(result))
-        console.print(f"Train {'it' if result.pays else 'the dense model'} with:", markup=False)
+        console.print(f"Train {'it' if result.winner else 'the dense model'} with:", markup=False)
         console.print(command, markup=False, soft_wrap=True)
-        console.print(f"Result: {out / RESULT}", markup=False, soft_wrap=True)
+        console.print(f"Report: {page}", markup=False, soft_wrap=True)
 
 
 def options_for(family: str | None, arguments: list[str]) -> tuple[type[Any], dict[str, Any]]:
@@ -194,6 +188,7 @@ class Tuned:
     estimated: bool = True  # whether the steps are those to the loss of a short training, and not to the target
     reached: bool = False  # whether it reached the target with every seed
     ratios: tuple[float, ...] = ()  # the steps of each seed
+    own: Pairs = ()  # sizes and learning rate of a smaller dense model
 
     def to_the_loss(self, kind: str) -> Interval | None:
         """The ``time`` or ``energy`` to the loss."""
@@ -217,6 +212,7 @@ class Tuned:
         ratios = {"steps": self.steps, "time": self.to_the_loss("time"), "energy": self.to_the_loss("energy")}
         return {
             **self.layout.layout._asdict(),
+            **dict(self.own),
             "step_seconds": self.layout.seconds,
             "modelled_joules_per_step": self.layout.joules,
             "reached": self.reached,
@@ -247,9 +243,8 @@ class Trend:
             return Interval(slope, None, None, count), Interval(ratio, None, None, count)
         half = float(stats.t.ppf(0.975, count - 2) * line.stderr)
         factor = exp(half * sqrt(pvariance(x) + away**2))
-        return Interval(slope, slope - half, slope + half, count), Interval(
-            ratio, ratio / factor, ratio * factor, count
-        )
+        at_target = Interval(ratio, ratio / factor, ratio * factor, count)
+        return Interval(slope, slope - half, slope + half, count), at_target
 
     @property
     def refusal(self) -> str | None:
@@ -288,6 +283,7 @@ class TuneResult:
     models: tuple[Tuned, ...]
     skipped: int  # candidates whose step is not cheaper than the dense model's
     trends: tuple[Trend, ...] = ()  # over the sizes that were measured in place of the model's
+    small: Tuned | None = None  # the smallest dense model that reaches the target
 
     @property
     def best(self) -> Tuned | None:
@@ -295,10 +291,16 @@ class TuneResult:
         return next((model for model in self.models if model.reached), None)
 
     @property
+    def winner(self) -> Tuned | None:
+        """The cheapest to the loss of phantom and smaller dense models, if its interval is below the dense model."""
+        cheapest = min(filter(None, (self.best, self.small)), key=lambda model: model.mean_cost, default=None)
+        cost = cheapest.cost if cheapest else None
+        return cheapest if cost and cost.high is not None and cost.high < 1 else None
+
+    @property
     def pays(self) -> bool:
-        """Whether a phantom model is cheaper to the loss, and its interval says so."""
-        cost = self.best.cost if self.best else None
-        return cost is not None and cost.high is not None and cost.high < 1
+        """Whether the cheapest to the loss is a phantom model."""
+        return self.winner is not None and self.winner is self.best
 
     @property
     def verdict(self) -> str:
@@ -325,6 +327,11 @@ class TuneResult:
         model = f"phantom with {layout.blocks} blocks and {layout.ghosts} ghosts"
         loss = "the loss" if self.target is None else f"the loss {self.target:.4g}"
         cost = f"{format_interval(best.cost)} of the {request.goal} to {loss} of {against}"
+        if self.small is not None and self.small.cost is not None:
+            (name, size), *_ = self.small.own
+            measured = f" A dense model of {name} {size:,} takes {format_interval(self.small.cost)}."
+            if self.small.mean_cost < best.mean_cost:
+                return f"Do not use phantom here: {model} takes {cost}.{measured}"
         if self.pays:
             return f"Use {model}: it takes {cost}.{measured}"
         if best.cost.includes_one:
@@ -348,6 +355,7 @@ class TuneResult:
             "candidates": [model.to_dict() for model in self.models],
             "best": self.best.to_dict() if self.best else None,
             "trends": [trend.to_dict() for trend in self.trends],
+            "small_dense": self.small.to_dict() if self.small else None,
         }
 
 
@@ -367,21 +375,19 @@ def tune(
     others = tuple(name for name in request.strategy if name != "phantom")
     dense = plan(replace(request, strategy=others)).best_dense
     assert dense is not None
-    models, cells, reasons = list[Tuned](), list[dict[str, Any]](), list[str]()
+    models, reasons = list[Tuned](), list[str]()
     for blocks, ghosts in grid:
-        cell = {"strategy": "phantom", "blocks": blocks, "ghosts": ghosts}
-        try:
-            replace(settings, cells=(cell,))  # refuses models that are not possible
+        try:  # models that are not possible are refused
+            replace(settings, cells=({"strategy": "phantom", "blocks": blocks, "ghosts": ghosts},))
             own = plan(replace(request, strategy=("phantom",), blocks=(blocks,), ghosts=(ghosts,)))
         except ValueError as error:
             reasons.append(str(error))
         else:  # as if it needed as many steps as the dense model
             models.append(Tuned(own.best_of_each[0], dense, request.goal, Interval(1.0, None, None, 1)))
-            cells += [cell] if models[-1].mean_cost < 1 else []
     if not models:
         raise ValueError(f"no phantom model of these blocks and ghosts is possible: {reasons[0]}")
     cheaper = [model for model in models if model.mean_cost < 1]
-    settings = replace(settings, cells=({"strategy": "dense"}, *cells))
+    settings = replace(settings, cells=_cells(cheaper))
     scaled = dict[int, Settings]()
     for value in sizes:
         try:
@@ -399,16 +405,20 @@ def tune(
             return launch(1, _measure, settings, options, result, cheaper, 60 * minutes) if cheaper else result
         measured = dict[int, TuneResult]()
         for value, trained in scaled.items():
-            pairs = [{"blocks": model.layout.layout.blocks, "ghosts": model.layout.layout.ghosts} for model in cheaper]
-            trained = replace(
-                trained, cells=({"strategy": "dense"}, *({"strategy": "phantom", **pair} for pair in pairs))
-            )
+            trained = replace(trained, cells=_cells(cheaper))
             budget, name = 60 * minutes / len(sizes), f"{size}={value} "
             measured[value] = launch(1, _measure, trained, options, result, cheaper, budget, name)
             cheaper = [model for model in measured[value].models if model.reached]
             if not cheaper:
                 break
     return _extrapolated(result, measured, settings.training[size])
+
+
+def _cells(models: Sequence[Tuned]) -> tuple[dict[str, Any], ...]:
+    """The dense model and the phantom models as cells of a grid."""
+    layouts = (model.layout.layout._asdict() for model in models)
+    kept = ("strategy", "blocks", "ghosts")
+    return {"strategy": "dense"}, *({name: layout[name] for name in kept} for layout in layouts)
 
 
 def _extrapolated(result: TuneResult, measured: Mapping[int, TuneResult], target: int) -> TuneResult:
@@ -486,6 +496,8 @@ def _measure(
                     config = settings.config(left[label], lr=rates[label], seed=seed, steps=most, target=target)
                     run = train(f"{label} seed={seed} lr={config.lr:g} loss={target:.6g}", config)
                     pairs[label].append((run.steps if run.reached else 0, reference.steps))
+        if not prefix and spent() < budget:
+            result = _with_smaller(result, replace(settings, target_loss=target), runs, train)
     for label, counts in pairs.items():
         if counts:
             reached = all(steps for steps, _ in counts)
@@ -495,6 +507,29 @@ def _measure(
     ordered = sorted(named.values(), key=lambda model: (not model.reached, model.mean_cost))
     dense_steps = tuple(run.steps for run in runs)
     return replace(result, target=target, dense_steps=dense_steps, rates=rates, models=tuple(ordered))
+
+
+def _with_smaller(
+    result: TuneResult, settings: Settings, runs: Sequence[Run], train: Callable[[str, TrainConfig], Run]
+) -> TuneResult:
+    """The result with the smallest dense model that reaches the target loss, if there is one on the same data."""
+    try:
+        settings = replace(settings, cells=({"strategy": SMALL_DENSE},), steps=AT_MOST * settings.steps)
+    except ValueError:  # the data come from a teacher of the size of the model
+        return result
+    sizes, lr = find_smaller(settings, train)
+    contender, target = replace(settings, smaller=sizes).contenders[0], settings.target_loss
+    configs = [settings.config(contender, lr=lr, seed=run.seed, target=target) for run in runs if sizes]
+    trained = [train(f"{contender.label} {contender.variant} seed={config.seed}", config) for config in configs]
+    if not sizes or not all(run.reached for run in trained):
+        return result
+    steps = ratio_interval([(run.steps, dense.steps) for run, dense in zip(trained, runs, strict=True)])
+    request, model = result.request, result.request.model
+    others = tuple(name for name in request.strategy if name != "phantom")
+    layout = plan(replace(request, model=replace(model, settings=model.settings | sizes), strategy=others)).best_dense
+    assert layout is not None
+    own = (*sizes.items(), ("lr", lr))
+    return replace(result, small=Tuned(layout, result.dense, request.goal, steps, False, True, own=own))
 
 
 def _target(settings: Settings, runs: Sequence[Run]) -> float:
@@ -528,12 +563,13 @@ def _table(result: TuneResult) -> Table:
         caption += f"; {result.skipped} candidates with a dearer step than the dense model's were not trained"
     headings = ("blocks", "ghosts", "ranks\nx dp", "steps", "time", "energy")
     table = make_table(headings, left=0, title=title, caption=caption)
-    for model in result.models:
+    for model in filter(None, (*result.models, result.small)):
         layout, cells = model.layout.layout, []
         for ratio in (model.steps, model.to_the_loss("time"), model.to_the_loss("energy")):
             text = "-" if ratio is None else format_interval(ratio)
             cells.append(f"~{format_ratio(ratio.mean)}" if ratio and model.estimated else text)
-        table.add_row(str(layout.blocks), str(layout.ghosts), f"{layout.ranks} x {layout.dp}", *cells)
+        name = (str(layout.blocks), str(layout.ghosts)) if layout.blocks else ("small dense", "-")
+        table.add_row(*name, f"{layout.ranks} x {layout.dp}", *cells)
     return table
 
 
@@ -552,7 +588,7 @@ def _trend_table(result: TuneResult) -> Table:
 
 def _command(result: TuneResult, options: TuneOptions) -> str:
     """The command that trains the recommended model on the target."""
-    best, per_node = result.best if result.pays else None, int(result.request.profile.devices_per_node.value)
+    best, per_node = result.winner, int(result.request.profile.devices_per_node.value)
     layout: Layout = best.layout.layout if best else result.dense.layout
     count = layout.ranks * layout.dp
     name = f"phantom blocks={layout.blocks} ghosts={layout.ghosts}" if best else "dense"
@@ -561,11 +597,13 @@ def _command(result: TuneResult, options: TuneOptions) -> str:
     values |= {} if layout.reshard_after_forward else {"reshard_after_forward": False}
     given = {key: getattr(options, key) for key in options.training}
     values |= {key: value for key, value in given.items() if value != options.training[key]}
-    values |= {"steps": AT_MOST * options.steps if best else options.steps}
+    values |= {"steps": AT_MOST * options.steps, **dict(best.own)} if best else {"steps": options.steps}
     values |= {"target_loss": f"{result.target:.6g}"} if result.target else {}
     values |= {"lr": f"{result.rates[name]:g}"} if name in result.rates else {}
-    words = [f"torchrun --nnodes {-(-count // per_node)} --nproc-per-node {min(count, per_node)}"]
-    words += [f"-m phantom_parallel.cli.main train {options.family}"]
+    words = [f"torchrun --standalone --nproc-per-node {count} -m phantom_parallel.cli.main train {options.family}"]
+    if count > per_node:
+        tasks = f"--ntasks-per-node {per_node} --gpus-per-node {per_node}"
+        words = [f"srun --nodes {-(-count // per_node)} {tasks} phantom train {options.family}"]
     for key, value in values.items():
         option = key.replace("_", "-")
         flag = f"--{option}" if value else f"--no-{option}"

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from rich.box import SIMPLE
 from rich.table import Table
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
@@ -194,9 +195,11 @@ class Ledger(TorchDispatchMode):
 
     def table(self) -> Table:
         """Operations by phase, for printing with rich."""
-        table = Table("phase", "operation", "calls", "GFLOP", "bytes sent", title="This rank's ledger")
-        for column in table.columns[2:]:
-            column.justify = "right"
+        frame: Any = {"box": SIMPLE, "padding": (0, 1, 0, 0), "show_edge": False, "pad_edge": False}
+        table = Table("phase", title="This rank's ledger", title_justify="left", **frame)
+        table.add_column("operation", overflow="fold")
+        for heading in ("calls", "GFLOP", "bytes sent"):
+            table.add_column(heading, justify="right", no_wrap=True)
         sums = self._sums(lambda entry: [(entry.phase, entry.op)])
         for (phase, op), (products, flops, collectives, moved) in sums.items():
             counts = f"{flops / 1e9:,.3f}" if flops else "", f"{moved:,}" if moved else ""

@@ -72,6 +72,8 @@ class Family:
     measure_inference: Callable[..., dict[str, dict[str, Any]]] = lambda *args, **kwargs: {}
     # (training) -> settings of smaller models of the same kind, in ascending order
     smaller_models: Callable[[Any], list[dict[str, Any]]] = lambda config: []
+    # (training) -> the name of its loss, the loss by chance, and what has that loss; None and "" where it is not known
+    describe_loss: Callable[[Any], tuple[str, float | None, str]] = lambda config: ("loss", None, "")
     # (training) -> what a reader of results must know about it, such as what its data are
     report_notes: Callable[[Any], Iterable[str]] = lambda config: ()
 

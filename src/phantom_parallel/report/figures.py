@@ -1,4 +1,4 @@
-"""Figures: their style, those of comparisons and studies, and those of plans and conversions."""
+"""Figures: their style, those of comparisons and studies, and those of tuning, plans and conversions."""
 
 import io
 import math
@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import matplotlib
 from matplotlib.artist import Artist
@@ -29,7 +29,7 @@ from phantom_parallel.cost.planner import TWO_LEVEL, Candidate, PlanRequest
 from phantom_parallel.report.tables import csv_text
 from phantom_parallel.study.analysis import energy_fit, median_of
 from phantom_parallel.study.contenders import COPIES, DENSE, PHANTOM_COPIES, SMALL_DENSE
-from phantom_parallel.study.notes import main_measure
+from phantom_parallel.study.notes import loss_of, main_measure
 from phantom_parallel.study.results import Cell, Results
 from phantom_parallel.study.units import measure_label, measure_unit, plain, quantity
 from phantom_parallel.utils.files import write_bytes, write_text
@@ -45,18 +45,19 @@ LOOKS = {
     "lowrank": ("#8C564B", "h"),
     "tensor-2d": ("#332288", "p"),
     "caat-net": ("#882255", "H"),
+    SMALL_DENSE: ("#999933", "d"),
 }
 SECOND_PHANTOM = ("#CC79A7", "v")
 _LAYOUTS = {
     COPIES: LOOKS["dense"],
     DENSE: LOOKS["dense"],
     PHANTOM_COPIES: SECOND_PHANTOM,
-    SMALL_DENSE: ("#999933", "d"),
 }
 INK, MUTED, GRID, SURFACE = "#1b1f24", "#59636e", "#d1d9e0", "#ffffff"
 DASHES: tuple[Any, ...] = ("solid", (0, (5, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
 MARKERS = "<>ph*8Hd"  # of further lines in the colour of one strategy
-WIDTH = 5.2  # inches: two beside each other on a page, one on a phone
+WIDTH = 4.8  # inches: two beside each other on a page, one on a phone
+_LETTER, _LINE = 5.0, 12.0  # points of a letter and of a line of labels at curves
 
 _INKED = ("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.labelcolor", "ytick.labelcolor")
 _RC: Any = {
@@ -204,29 +205,63 @@ def _curve(results: Results, measure: str) -> CaptionedFigure | None:
     for cell in results.cells:
         for run in cell.runs:
             line = [(getattr(point, measure), point.loss) for point in run.curve if math.isfinite(point.loss)]
-            line = [point for point in line if point[0] is not None]
+            line = [point for point in line if point[0]]  # 0, before the first step, is on no logarithmic axis
             if len(line) > 1:
                 lines.setdefault(cell.strategy, []).append(line)
     if not lines:
         return None
     title = f"Held-out loss against {measure_label(measure, to_the_loss=False)}"
-    figure, axes = new_figure(title, 3.3 + 0.2 * -(-(1 + len(lines)) // 2))
+    figure, axes = new_figure(title, 2.8)
+    ends = {}
     for strategy, style in line_styles(lines).items():
         middle = sorted(lines[strategy], key=lambda line: line[-1])[len(lines[strategy]) // 2]
+        ends[strategy] = (*middle[-1], style["color"])
         for line in lines[strategy]:
             axes.plot(*zip(*line, strict=True), color=style["color"], linewidth=0.8, alpha=0.4)
         marked: Any = {"linewidth": 2.2, "markersize": 8, "markevery": [-1], "markeredgecolor": SURFACE}
         axes.plot(*zip(*middle, strict=True), label=strategy, **marked, **style)
+    name, chance, _ = loss_of(results)
+    levels = {word: level for word, level in (("target", results.target_loss), ("chance", chance)) if level is not None}
+    for (word, level), (x, side) in zip(levels.items(), ((0.01, "left"), (1.0, "right")), strict=False):
+        axes.axhline(level, color=INK, linewidth=1, linestyle=(0, (2, 2)))
+        place: Any = {"xycoords": axes.get_yaxis_transform(), "va": "bottom", "ha": side, "fontsize": 9}
+        axes.annotate(f"{word} {plain(level)}", (x, level), **place)
     losses = [loss for seeds in lines.values() for line in seeds for _, loss in line]
-    if results.target_loss is not None:
-        label = f"target {plain(results.target_loss)}"  # in the legend, since markers stand on the line
-        axes.axhline(results.target_loss, color=INK, linewidth=1, linestyle=(0, (2, 2)), label=label)
-    ends = [seeds[0][-1][0] for seeds in lines.values()]
-    label_axis(axes, "x", measure, ends if max(ends) > 20 * min(ends) else [])
-    label_axis(axes, "y", "loss", losses)
-    add_grid_and_legend(figure, axes, columns=4)
+    log_axis(axes, "x", max(end[0] for end in ends.values()) / min(end[0] for end in ends.values()))
+    label_axis(axes, "x", measure, [])
+    log_axis(axes, "y", max(losses) / min(losses))
+    label_axis(axes, "y", "loss", [], f"held-out {name}")
+    label_ends(axes, ends, min([*losses, *levels.values()]))
+    axes.grid(visible=True, which="major", alpha=0.8, linewidth=0.6)
     caption = "Each seed, to its first evaluation at or below the target. Thick: the one with the median at its end."
     return CaptionedFigure("loss-time" if measure == "seconds" else "loss-energy", title, caption, figure)
+
+
+def label_ends(axes: Axes, ends: Mapping[str, tuple[float, float, str]], floor: float) -> None:
+    """Write the name of each curve below its end (x, y, colour) and below the ``floor``, on logarithmic axes: left of
+    the ends in their left half and right of the others, each on the first line where it meets no other.
+    """
+    order, (low, high) = sorted(ends, key=lambda name: ends[name]), axes.get_xlim()
+    placed: dict[str, tuple[int, int]] = {}
+    unit, half = (72 * WIDTH - 70) / math.log(high / low), (len(order) + 1) // 2  # points of the x-axis
+    for side, names in ((-1, order[:half]), (1, order[half:][::-1])):
+        taken: list[tuple[float, int]] = []
+        for name in names:
+            x = side * unit * math.log(ends[name][0])
+            line = 1 + max((line for other, line in taken if other < x + _LETTER * (len(name) + 1)), default=0)
+            taken.append((x, line))
+            placed[name] = side, line
+    figure, room = cast(Figure, axes.get_figure(root=True)), _LINE * (0.5 + max(line for _, line in placed.values()))
+    share, top = room / (72 * figure.get_figheight() - 70 + room), axes.get_ylim()[1]
+    figure.set_figheight(figure.get_figheight() + room / 72)
+    axes.set_yticks([tick for tick in axes.get_yticks() if 0.9 * floor < tick < top])
+    axes.set_ylim(floor * (floor / top) ** (share / (1 - share)), top)
+    for name, (side, line) in placed.items():
+        x, y, colour = ends[name]
+        down = {"arrowstyle": "-", "color": colour, "relpos": ((1 - side) // 2, 0.5), "shrinkA": 0, "shrinkB": 0}
+        text: Any = {"color": colour, "fontsize": 9, "ha": "left" if side > 0 else "right", "va": "center"}
+        place = (x, share * (1 - line * _LINE / room))
+        axes.annotate(name, (x, y), place, textcoords=axes.get_xaxis_transform(), arrowprops=down, **text)
 
 
 def _study(results: Results) -> list[CaptionedFigure | None]:
@@ -321,7 +356,32 @@ def _sweep(results: Results, cells: Sequence[Cell], measure: str) -> CaptionedFi
     return CaptionedFigure(stem, title, f"Medians over seeds.{note}", figure)
 
 
-# Plans and conversions
+# Tuning, plans and conversions
+
+
+def tuning(tuned: Mapping[str, Any]) -> list[CaptionedFigure]:
+    """Steps, time and energy to the loss against ghosts, relative to the dense model in its best layout."""
+    drawn, small = [], tuned["small_dense"] or {}
+    for name in ("steps", "time", "energy"):
+        lines: dict[str, list[tuple[float, ...]]] = {}
+        for row in (row | row[f"{name}_ratio"] for row in tuned["candidates"] if row[f"{name}_ratio"]):
+            ends = (row["mean"] - (row["low"] or row["mean"]), (row["high"] or row["mean"]) - row["mean"])
+            lines.setdefault(f"phantom, {row['blocks']} blocks", []).append((row["ghosts"], row["mean"], *ends))
+        title, levels = f"{name.capitalize()} to the loss, relative to the dense model", {"dense": 1.0}
+        levels |= {SMALL_DENSE: small[f"{name}_ratio"]["mean"]} if small.get(f"{name}_ratio") else {}
+        with plot_style():
+            figure, axes = new_figure(title)
+            for label, level in levels.items() if lines else ():
+                axes.axhline(level, color=LOOKS[label][0], linestyle=(0, (2, 2)), label=label)
+            for label, style in line_styles(lines).items():
+                x, y, *errors = zip(*sorted(lines[label]), strict=True)
+                axes.errorbar(x, y, yerr=errors, capsize=3, label=label, **style)
+                counted_axis(axes, {point[0] for line in lines.values() for point in line})
+            axes.set(xlabel="ghosts", ylabel=f"{name}, dense model in its best layout = 1")
+            add_grid_and_legend(figure, axes)
+        caption = "With 95 % intervals over seeds; estimated from a short training where there is none."
+        drawn += [CaptionedFigure(f"ghosts-{name}", title, caption, figure)] if lines else []
+    return drawn
 
 
 def draw_scaling(request: PlanRequest, curves: Mapping[str, Sequence[Candidate]], folder: Path) -> list[Path]:

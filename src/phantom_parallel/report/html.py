@@ -10,8 +10,9 @@ from markupsafe import Markup
 
 from phantom_parallel.report import figures, tables
 from phantom_parallel.report.figures import LOOKS, SECOND_PHANTOM, CaptionedFigure, save
+from phantom_parallel.report.tables import measured_by, reasons
 from phantom_parallel.study.contenders import BASES
-from phantom_parallel.study.notes import headline, notes
+from phantom_parallel.study.notes import headline, loss_of, notes
 from phantom_parallel.study.results import Results
 from phantom_parallel.study.units import plain, quantity
 from phantom_parallel.utils.files import write_text
@@ -34,32 +35,33 @@ def write_report(results: Results, folder: Path) -> Path:
     return page
 
 
+def write_tuning(tuned: Mapping[str, Any], folder: Path) -> Path:
+    """Write the page and the figures of a result of phantom tune into its folder; returns the path of the page."""
+    drawn = figures.tuning(tuned)
+    for figure in drawn:
+        save(figure.figure, folder / "figures" / figure.name, figure.svg)
+    sizes = {name: value for name, value in tuned.items() if isinstance(value, str | int | float)}
+    write_text(folder / "report.html", _page("tune.html.j2", drawn, tuned=tuned, settings=flat(sizes)))
+    return folder / "report.html"
+
+
 def render(results: Results, drawn: list[CaptionedFigure], files: list[str]) -> str:
     """The HTML of the page."""
-    environment = Environment(
-        loader=PackageLoader("phantom_parallel.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    main, details = tables.main_sections(results), tables.detailed_sections(results)
-    return environment.get_template("report.html.j2").render(
-        results=results,
-        headline=headline(results),
-        notes=notes(results),
-        main=main[:1],
-        details=[*main[1:], *details],
-        figures=[(figure, inline(figure)) for figure in drawn],
-        explanations={cell.strategy: explanation(cell.strategy) for cell in results.cells},
-        sensors=tables.measured_by(results),
-        files=files,
-        settings=flat(results.settings),
-        environment=flat(results.environment),
-        wall=quantity(results.wall_seconds, "s"),
-        plain=plain,
-        light={name: colour for colour, name in COLOURS.items()},
-    )
+    first, *rest = tables.main_sections(results, short=results.is_comparison)
+    shown: dict[str, Any] = {"main": [first], "details": [*rest, *tables.detailed_sections(results)]}
+    shown |= {function.__name__: function(results) for function in (headline, loss_of, notes, reasons, measured_by)}
+    shown |= {name: flat(getattr(results, name)) for name in ("settings", "environment")}
+    shown["explanations"] = {cell.strategy: explanation(cell.strategy) for cell in results.cells}
+    wall = quantity(results.wall_seconds, "s")
+    return _page("report.html.j2", drawn, results=results, files=files, wall=wall, plain=plain, **shown)
+
+
+def _page(template: str, drawn: list[CaptionedFigure], **values: Any) -> str:
+    settings: Any = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    environment = Environment(loader=PackageLoader("phantom_parallel.report"), autoescape=True, **settings)
+    values |= {"figures": [(figure, inline(figure)) for figure in drawn]}
+    light = {name: colour for colour, name in COLOURS.items()}
+    return environment.get_template(template).render(light=light, **values)
 
 
 def inline(figure: CaptionedFigure) -> Markup:

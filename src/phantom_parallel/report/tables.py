@@ -66,6 +66,14 @@ def main_sections(results: Results, *, short: bool = False) -> tuple[Section, ..
     return (_by_cell(columns, results.cells),)
 
 
+def reasons(results: Results) -> tuple[Section, ...]:
+    """Why the strategies of a comparison differ: their models, and what a step computes, sends and waits for."""
+    measures = ("parameters", "accuracy", "steps", "flops_per_step", "bytes_per_step", "blocked_share")
+    columns: list[Column] = [(f"ranks {_TIMES} copies", _ranks)]
+    columns += [(measure_label(name), _mean(results, name)) for name in measures if _known(results, name)]
+    return (_by_cell(columns, results.cells),) if results.is_comparison else ()
+
+
 def _places(results: Results, short: bool) -> tuple[Section, ...]:
     """A column for each link and batch size, if these are all that varies and every cell has every strategy."""
     cells = results.cells
@@ -237,16 +245,6 @@ def terminal_table(results: Results) -> Table:
         for row in section.rows:
             table.add_row(*map(escape, row))
     return table
-
-
-def markdown(sections: Sequence[Section]) -> str:
-    """A table in Markdown."""
-    first, *rest = sections
-    rows = [first.headings, ("---", *["---:"] * (len(first.headings) - 1)), *first.rows]
-    for section in rest:
-        rows += [tuple(f"**{text}**" if text else "" for text in section.headings), *section.rows]
-    escaped = ([text.replace("|", "\\|").replace("<", "&lt;") for text in row] for row in rows)
-    return "".join(f"| {' | '.join(row)} |\n" for row in escaped)
 
 
 def csv_files(results: Results) -> dict[str, str]:

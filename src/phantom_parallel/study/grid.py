@@ -122,7 +122,7 @@ def grid_on_rank(device: torch.device, settings: Settings, options: RunOptions) 
     links = [link for link in _launches(settings, options) if link is not None]
     with cell_runner(device, settings, options) as runner:
         runner.total = _expected(settings, len(links))
-        settings = replace(settings, smaller=find_smaller(settings, runner))
+        settings = replace(settings, smaller=find_smaller(settings, runner.train)[0])
         losses = find_losses(settings, runner) if settings.measure == "loss" else None
         if options.link is None:
             return None
@@ -247,22 +247,25 @@ def find_losses(settings: Settings, runner: CellRunner) -> Losses:
     return Losses(ordered, runs, trained_by, tuple(shared), tuple(trials), target, target_from)
 
 
-def find_smaller(settings: Settings, runner: CellRunner) -> dict[str, Any]:
-    """The settings of the smallest dense model that reaches the loss, by bisection; empty if only the full size."""
+def find_smaller(settings: Settings, train: Callable[[str, TrainConfig], Run]) -> tuple[dict[str, Any], float]:
+    """The settings and the learning rate of the smallest dense model that reaches the loss, by bisection; none if only
+    the full size does.
+    """
     contender = next((contender for contender in settings.contenders if contender.base.smaller), None)
     if contender is None or settings.measure != "loss":
-        return {}
+        return {}, 0.0
     sizes = get_family(settings.family).smaller_models(settings.config(contender))
     trials = replace(settings.search, steps=settings.steps)
-    low, high = 0, len(sizes)
+    low, high, rate = 0, len(sizes), 0.0
     while low < high:
         middle = (low + high) // 2
         tried = contender.tuned_to(**sizes[middle])
         config = partial(settings.config, tried, seed=settings.search.seed, target=settings.target_loss)
         name = f"{contender.label} {tried.variant}"
-        reached = any(trial.status == "target" for trial in search({name: config}, trials, runner.train)[name])
-        low, high = (low, middle) if reached else (middle + 1, high)
-    return sizes[high] if high < len(sizes) else {}
+        best = next(trial for trial in search({name: config}, trials, train)[name] if trial.chosen)
+        reached = best.status == "target"
+        low, high, rate = (low, middle, best.lr) if reached else (middle + 1, high, rate)
+    return (sizes[high] if high < len(sizes) else {}), rate
 
 
 def choose_variants(

@@ -9,6 +9,7 @@ from phantom_parallel.study.analysis import BASELINES, lead_of, peer, ranking, r
 from phantom_parallel.study.results import Cell, Results
 from phantom_parallel.study.settings import Settings
 from phantom_parallel.study.units import Interval, counted, format_interval, format_ratio, listed, measure_label, plain
+from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.utils.parsing import convert
 
 FEW_SEEDS = 3  # intervals of so few are wide
@@ -135,11 +136,21 @@ def notes(results: Results) -> list[str]:
     return [text.format(value) for text, value in candidates.items() if value]
 
 
+def loss_of(results: Results) -> tuple[str, float | None, str]:
+    """The name of the loss, the loss by chance, and what has that loss; None and "" where it is not known."""
+    return next((get_family(config.family).describe_loss(config) for config in _configs(results)), ("loss", None, ""))
+
+
 def _data(results: Results) -> str:
-    """What the family says about the data of the trainings."""
-    try:
-        settings = convert(results.settings, Settings, "settings")
-    except ValueError:  # of another version, or of a family that is not installed
-        return ""
-    told = [note for config in settings.configs() for note in get_family(settings.family).report_notes(config)]
+    """What the family says about the loss and the data of the trainings."""
+    name, chance, meaning = loss_of(results)
+    told = [f"The loss is the {name}: {plain(chance)} is that of {meaning}."] if chance else []
+    told += [note for config in _configs(results) for note in get_family(config.family).report_notes(config)]
     return " ".join(dict.fromkeys(told))
+
+
+def _configs(results: Results) -> list[TrainConfig]:
+    try:
+        return convert(results.settings, Settings, "settings").configs()
+    except ValueError:  # of another version, or of a family that is not installed
+        return []

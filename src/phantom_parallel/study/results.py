@@ -62,6 +62,7 @@ class Run:
     first_token_seconds: float | None = None  # of the prompt, where a step is a decoded token
     loss_at_equal_steps: float | None = None  # after the steps of the reference
     loss_at_equal_energy: float | None = None  # within the modelled energy of the reference
+    accuracy: float | None = None  # of held-out rows at the end, where they have classes
 
     @property
     def reached(self) -> bool:

@@ -214,7 +214,7 @@ class CellRunner:
             joules = self._joules(config, entry)
             if entry.eval_loss is not None:
                 curve.append(CurvePoint(entry.step, entry.eval_loss, entry.seconds, joules))
-            times = {key: getattr(entry, key) for key in ("seconds", "compute_seconds", "blocked_seconds")}
+            times = {key: getattr(entry, key) for key in ("seconds", "compute_seconds", "blocked_seconds", "accuracy")}
             run = replace(run, steps=entry.step, joules=joules, curve=tuple(curve), **times)
 
         meter = EnergyMeter(None if context.single_process else context.group, device=self.device)

@@ -10,6 +10,7 @@ MEASURES: dict[str, tuple[str, str]] = {
     "loss": ("held-out loss", ""),
     "loss_at_equal_steps": ("loss at equal steps", ""),
     "loss_at_equal_energy": ("loss at equal modelled energy", ""),
+    "accuracy": ("accuracy", "%"),
     "steps": ("steps", "steps"),
     "seconds": ("time", "s"),
     "step_seconds": ("step time", "s"),

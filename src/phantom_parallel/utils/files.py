@@ -135,7 +135,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         value = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not readable: {error}") from None
+        raise ValueError(f"{path} is not readable: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold an object, got {type(value).__name__}")
     return value

@@ -223,12 +223,17 @@ def _training(model: Path) -> FFNTrainConfig | None:
     return FFNTrainConfig.from_dict(settings) if settings and family == "ffn" else None
 
 
-def report_notes(config: FFNTrainConfig) -> Iterator[str]:
-    """What the loss is, and caveats about the data."""
+def describe_loss(config: FFNTrainConfig) -> tuple[str, float | None, str]:
+    """The name of the loss, the loss by chance, and what has that loss."""
     if config.data in FIELDS:
-        yield "The loss is the squared error relative to the variance of the solutions: 1 is that of the mean field."
+        return "squared error relative to the variance", 1.0, "the mean field"
     if config.data in PIXELS:
-        yield "The loss is the mean squared error of class scores: 0.09 is that of the frequencies of the classes."
+        return "squared error of class scores", 0.09, "the frequencies of the classes"
+    return "mean squared error", None, ""
+
+
+def report_notes(config: FFNTrainConfig) -> Iterator[str]:
+    """Caveats about the data."""
     if config.data == "planted":
         yield (
             "The data come from a teacher network that has phantom's own structure (planted), which suits phantom: "
@@ -253,5 +258,6 @@ FAMILY = Family(
     measure_inference=measure_inference,
     smaller_models=smaller_models,
     evaluate=evaluate,
+    describe_loss=describe_loss,
     report_notes=report_notes,
 )

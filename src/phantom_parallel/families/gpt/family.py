@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import log
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -114,5 +115,6 @@ FAMILY = Family(
     export_model=export_model,
     measure_inference=measure_inference,
     evaluate=evaluate,
+    describe_loss=lambda config: ("cross-entropy, nats a token", log(config.model.vocab), "a uniform guess"),
     nats=True,
 )
