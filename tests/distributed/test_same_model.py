@@ -78,6 +78,7 @@ def found(family: str, strategy: str, **kwargs) -> tuple[list[float], float, set
             mesh,
             stream=shape,
             dtype=torch.float64,
+            wire=kwargs.get("wire", "full"),
             micro_batches=micro_batches,
             device=CPU,
         )
@@ -124,6 +125,14 @@ def test_weights_and_losses_are_the_dense_models(ranks, family, strategy, settin
         assert sum(result[0][step] for result in results) == pytest.approx(losses[step], rel=1e-12)
     assert max(result[1] for result in results) < 1e-11
     assert set.union(*(result[2] for result in results)) == set(weights)
+
+
+@pytest.mark.parametrize("family", ["ffn", "gpt"])
+def test_stages_that_send_bf16_are_close_to_the_dense_model(ranks, family):
+    results = ranks(2)(found, family, "pipeline", wire="bf16")
+    for step, loss in enumerate(expected(family)[0]):
+        assert sum(result[0][step] for result in results) == pytest.approx(loss, rel=0.01)
+    assert 1e-9 < max(result[1] for result in results) < 0.1
 
 
 def test_stages_hold_their_own_layers_and_a_shared_embedding_at_both_ends(ranks):

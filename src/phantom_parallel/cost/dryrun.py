@@ -234,8 +234,8 @@ def differences(shape: Shape, ledger: Ledger, *, native: bool, root: str = "FFN"
         predicted[key] += amount
         terms.setdefault(key, []).append(term)
 
-    def module_of(name: str) -> str:
-        return _part_of(name, parts) if shape.interleave == 1 else "the model"  # interleaved parts run outside modules
+    def module_of(name: str) -> str:  # interleaved parts and those of a ladder run outside modules
+        return "the model" if shape.interleave > 1 or getattr(shape.model, "ladder", False) else _part_of(name, parts)
 
     for layer in shape.costs:
         module = module_of(f"{root}.{layer.name}")

@@ -33,6 +33,7 @@ one included.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, ClassVar, Literal, Self
 
 from phantom_parallel.utils.layout import (
@@ -208,13 +209,16 @@ def in_turns(cost: LayerCost, parts: int, once: tuple[str, ...] = ()) -> LayerCo
 
     While exchanges of one part travel, others compute. The exchanges ``once`` serve all parts.
     """
-    exchanges = []
-    for e in cost.exchanges:
-        terms = tuple(product.term for product in cost.products if product.phase == e.phase)
-        exchanges += [e] if e.term in once else [replace(e, hidden_by=terms)] * parts
+    exchanges = [[e] if e.term in once else behind([e] * parts, cost).exchanges for e in cost.exchanges]
     streamed, kept = (cost.streamed[0] * parts, cost.streamed[1] * parts), (cost.kept * parts, cost.kept_bytes * parts)
-    made = replace(cost, products=cost.products * parts, exchanges=tuple(exchanges), streamed=streamed)
+    made = replace(cost, products=cost.products * parts, exchanges=tuple(chain(*exchanges)), streamed=streamed)
     return replace(made, kept=kept[0], kept_bytes=kept[1])
+
+
+def behind(exchanges: Iterable[Exchange], cost: LayerCost) -> LayerCost:
+    """A part with these exchanges in place of its own, which travel while its products are computed."""
+    phases = {phase: tuple(p.term for p in cost.products if p.phase == phase) for phase in ("forward", "backward")}
+    return replace(cost, exchanges=tuple(replace(e, hidden_by=phases[e.phase]) for e in exchanges))
 
 
 def recomputed(cost: LayerCost) -> LayerCost:
@@ -482,9 +486,9 @@ class Stage:
         kept, kept_bytes = micro_batch.kept * self.in_flight, micro_batch.kept_bytes * self.in_flight
         return replace(micro_batch, kept=kept, kept_bytes=kept_bytes, calls=self.micro_batches)
 
-    def exchanges(self, words: int) -> tuple[Exchange, ...]:
+    def exchanges(self, words: int, wire: WireFormat) -> tuple[Exchange, ...]:
         """What the stage sends, where a micro-batch's stream has so many words."""
-        sent = Exchange("stream", "forward", "send", self.stages, words, stride=self.ranks)
+        sent = on_wire(Exchange("stream", "forward", "send", self.stages, words, stride=self.ranks), 1, wire)
         out = () if self.is_last else (sent,)
         back = () if self.is_first else (replace(sent, term="its gradient", phase="backward"),)
         return (out + back) * self.micro_batches
@@ -585,6 +589,8 @@ class Shape(HasModel):
     @property
     def costs(self) -> tuple[LayerCost, ...]:
         return self.terms[0]
+
+    timed_parts = costs  # each with the exchanges that travel while it computes
 
     @property
     def repeated(self) -> int:

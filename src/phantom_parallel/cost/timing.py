@@ -7,6 +7,7 @@
     send         a + w/B
     exchange     c + the cheaper way; past one node, inside nodes and between them in turn
     hidden       min(f t_exchange, time of the products named in ``hidden_by`` of the same layer and phase)
+    ladder       the same, but of a map back to the stream the products of the next map from it, and the reverse
     fsdp         hidden = min(f (t_gathers - the first one), time of all products), and so backward with the scatters
     pipeline     T = sum t_s + (M-1) max t_s + 2 (M+P-1) (P-1)/P t_send     t_s: both passes of a micro-batch, stage s,
                  with the exchanges among the stage's ranks
@@ -195,8 +196,8 @@ class Clock:
 
     def _rank(self, shape: Shape, phases: tuple[str, ...]) -> StepTime:
         """The phases of each part on one rank, and their sums, with exchanges that belong to no part."""
-        timed = {part: {phase: self._phase(shape, part, phase) for phase in phases} for part in set(shape.costs)}
-        layers = tuple(timed[part] for part in shape.costs)
+        timed = {part: {phase: self._phase(shape, part, phase) for phase in phases} for part in set(shape.timed_parts)}
+        layers = tuple(timed[part] for part in shape.timed_parts)
         sums = {phase: _summed(layer[phase] for layer in layers) for phase in phases}
         return StepTime(layers, {phase: self._with_model_exchanges(shape, phase, sums[phase]) for phase in phases})
 
@@ -220,9 +221,9 @@ class Clock:
         steps = [step for step, like in timed for _ in range(like)]  # of each stage
         passes = [phase for phase in phases if phase in STREAMED]
         cycles = [sum(step.phases[phase].total for phase in passes) / count for step in steps]
-        words = max(e.words for kind, _ in kinds for e in kind.model_exchanges if e.op == "send")
+        sizes = [e.contribution(self.word_bytes) for kind, _ in kinds for e in kind.model_exchanges if e.op == "send"]
         sent = (count + stages - 1) * (stages - 1) / stages
-        sent *= self.collective("send", stages, words * self.word_bytes, stage.ranks)
+        sent *= self.collective("send", stages, max(sizes), stage.ranks)
         mean = {}
         for phase in phases:
             span = PhaseTime(*(seconds / stages for seconds in _summed(step.phases[phase] for step in steps)))

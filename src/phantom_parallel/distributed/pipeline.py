@@ -18,6 +18,7 @@ from torch.distributed.pipelining._utils import InferenceMode
 
 from phantom_parallel.ops.collectives import subgroup
 from phantom_parallel.utils.layout import check_micro_batches
+from phantom_parallel.utils.strategies import WireFormat
 
 Run = Callable[[Tensor, Tensor | None], Tensor]
 
@@ -27,7 +28,7 @@ class Pipeline:
 
     ``run(x, targets)`` computes this rank's stage ``model`` of the model's input or what the stage before returned; on
     the last stage there are targets, and it returns the mean loss over the rows. ``stream`` is the shape of a row that
-    stages send on, of this dtype.
+    stages compute and send on, of this dtype, or rounded to bf16 by that ``wire``.
     """
 
     def __init__(
@@ -38,13 +39,14 @@ class Pipeline:
         *,
         stream: tuple[int, ...],
         dtype: torch.dtype | None = None,
+        wire: WireFormat = "full",
         micro_batches: int,
         device: torch.device,
     ) -> None:
-        self.model, self.run, self.device = model, run, device
+        self.model, self.device, self._run, self._computed = model, device, run, dtype
         self.stage, self.stages, self.group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
         self.micro_batches = micro_batches
-        self._row, self._dtype, self._scale = stream, dtype, 1.0
+        self._row, self._dtype, self._scale = stream, torch.bfloat16 if wire == "bf16" else dtype, 1.0
         self._schedules: dict[int, _Schedule] = {}
 
     @property
@@ -54,6 +56,12 @@ class Pipeline:
     @property
     def is_last(self) -> bool:
         return self.stage == self.stages - 1
+
+    def run(self, x: Tensor, targets: Tensor | None) -> Tensor:
+        """This rank's stage of what it is given or received; all but the last return what they send."""
+        given = x if self.is_first else x.to(self._computed or torch.get_default_dtype())
+        out = self._run(given, targets)
+        return out if self.is_last or self._dtype is None else out.to(self._dtype)
 
     def forward_backward(self, x: Tensor, targets: Tensor, weight: float = 1.0) -> Tensor:
         """Accumulate the gradients of ``weight`` times the mean loss of some rows, and return that on the last stage, 0

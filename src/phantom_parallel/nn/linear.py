@@ -348,6 +348,15 @@ class NormedLinear(nn.Module):
         z: Tensor = self.linear(rms_norm(x, self.norm, self.eps))
         return z
 
+    def begin(self, x: Tensor) -> Any:
+        """Start `forward`, or run it where ``linear`` has no parts."""
+        linear: Any = self.linear
+        return getattr(linear, "begin", linear)(rms_norm(x, self.norm, self.eps))
+
+    def end(self, begun: Any) -> Tensor:
+        """The result of what `begin` has begun."""
+        return self.linear.end(begun)  # type: ignore[operator]
+
     def extra_repr(self) -> str:
         return f"eps={self.eps}"
 

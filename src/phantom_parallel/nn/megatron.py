@@ -1,5 +1,6 @@
 """Megatron's column and row styles: torch's own at full precision, and the same with another format on the wire."""
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, distribute_module
@@ -8,20 +9,22 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from phantom_parallel.nn.sharded import to_local
 from phantom_parallel.ops.collectives import RankGroup, rank_group
 from phantom_parallel.ops.features import gather_features
-from phantom_parallel.ops.tensor import column_linear, row_embedding, row_linear
+from phantom_parallel.ops.tensor import Later, column_linear, row_embedding, row_linear, start_sum, sum_over_ranks
 from phantom_parallel.utils.strategies import WireFormat
 
 
-def column_style(wire: WireFormat = "full", *, gather: bool = False) -> ParallelStyle:
-    """The style of a linear layer sharded by output features. Output: this rank's features, or with ``gather`` all."""
-    if wire == "full":
+def column_style(wire: WireFormat = "full", *, gather: bool = False, in_parts: bool = False) -> ParallelStyle:
+    """The style of a linear layer sharded by output features. Output: this rank's features, or with ``gather`` all.
+    ``in_parts``: with ``begin`` and ``end``, between which an exchange is in flight: row layers' forward, others' back.
+    """
+    if wire == "full" and not in_parts:
         return ColwiseParallel(output_layouts=Replicate() if gather else None)
     return _WireStyle(ColwiseParallel(), _ColumnLinear, wire, gather=gather)
 
 
-def row_style(wire: WireFormat = "full", *, embedding: bool = False) -> ParallelStyle:
+def row_style(wire: WireFormat = "full", *, embedding: bool = False, in_parts: bool = False) -> ParallelStyle:
     """The style of a linear layer sharded by input features, or an embedding by tokens. Output: all features."""
-    if wire == "full":
+    if wire == "full" and not in_parts:
         return RowwiseParallel(input_layouts=Replicate() if embedding else None)
     return _WireStyle(RowwiseParallel(), _RowEmbedding if embedding else _RowLinear, wire)
 
@@ -34,12 +37,26 @@ class _ColumnLinear(nn.Linear):
         z = column_linear(x, to_local(self.weight), _local_bias(self), group=self.group)
         return gather_features(z, self.group) if self.gather else z
 
+    def begin(self, x: Tensor) -> tuple[Tensor, Later]:
+        later: Later = []
+        return sum_over_ranks(x, self.group, later), later
+
+    def end(self, begun: tuple[Tensor, Later]) -> Tensor:
+        return column_linear(begun[0], to_local(self.weight), _local_bias(self), group=self.group, later=begun[1])
+
 
 class _RowLinear(nn.Linear):
     group: RankGroup
 
     def forward(self, x: Tensor) -> Tensor:
         return row_linear(x, to_local(self.weight), _local_bias(self), group=self.group)
+
+    def begin(self, x: Tensor) -> tuple[Tensor, Later]:
+        z = F.linear(x, to_local(self.weight))  # a bias would be added later: layers in parts have none
+        return z, [start_sum(z.detach(), self.group)]
+
+    def end(self, begun: tuple[Tensor, Later]) -> Tensor:
+        return sum_over_ranks(begun[0], self.group, begun[1])
 
 
 class _RowEmbedding(nn.Embedding):

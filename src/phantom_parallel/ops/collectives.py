@@ -45,6 +45,7 @@ from phantom_parallel.utils.strategies import WireFormat, check_wire
 _c10d = torch.ops._c10d_functional
 _all_gather, _reduce_scatter = _c10d.all_gather_into_tensor.default, _c10d.reduce_scatter_tensor.default
 _all_to_all, _wait = _c10d.all_to_all_single.default, _c10d.wait_tensor.default
+_all_reduce = _c10d.all_reduce.default
 
 LEVELS = ("blocks", "inside")  # dimensions of a mesh on which several ranks share each block
 
@@ -233,6 +234,12 @@ def start_reduce_scatter(x: Tensor, group: RankGroup, exact: Tensor | None = Non
     else:
         sent = _send(rows, group)
     return Pending(sent, exact, x.shape[2], x.dtype, group, is_sum=True)
+
+
+def start_all_reduce(x: Tensor, group: RankGroup) -> Pending:
+    """Start to sum x (B, c) over ranks, at full precision, by the backend's own all-reduce."""
+    sent = _call(_all_reduce, x.contiguous(), "sum", group.name)
+    return Pending(sent, None, x.shape[1], x.dtype, group._replace(native=True), is_sum=True)
 
 
 def finish(pending: Pending) -> Arrived:

@@ -16,11 +16,12 @@ Both collectives carry full activations, B x m_in words per rank, where the phan
     row      z = W x + b      W (n_out, m_in), this rank's columns of features x: summed over ranks, one all-reduce
              dx = W^T d       this rank's features
 
-An all-reduce of n features is a reduce-scatter of n / R of them and an all-gather of the sums, both in the wire format:
-no sum is rounded to it, and the result is the same on every rank. At full precision models use torch's own
-``ColwiseParallel`` and ``RowwiseParallel`` instead.
+In a short format an all-reduce of n features is a reduce-scatter of n / R of them and an all-gather of the sums: no sum
+is rounded to it, and the result is the same on every rank. At full precision models use torch's own ``ColwiseParallel``
+and ``RowwiseParallel`` instead, unless a sum is waited for later than it starts.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,9 +45,12 @@ from phantom_parallel.ops.collectives import (
     check_output_grad,
     finish,
     start_all_gather,
+    start_all_reduce,
     start_reduce_scatter,
 )
-from phantom_parallel.ops.features import all_gather_features, reduce_scatter_features
+from phantom_parallel.ops.features import all_gather_features
+
+Later = list[Callable[[], Tensor]]  # waits for a sum that is in flight, if one is
 
 
 def tensor_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: RankGroup = SINGLE_RANK) -> Tensor:
@@ -103,11 +107,13 @@ class _TensorLinear(Function):
         return dx, d_weight, d_bias, None
 
 
-def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: RankGroup) -> Tensor:
-    """Forward: this rank's features of W x + b, no exchange; backward: all-reduce of the gradient of x."""
+def column_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: RankGroup, later: Later | None = None
+) -> Tensor:
+    """Forward: this rank's features of W x + b; backward: all-reduce of the gradient of x, or its start."""
     check_operands(x, weight)
     x, weight, bias = cast_for_autocast(x, weight, bias)
-    return unflatten_rows(apply_function(_ColumnLinear, x.reshape(-1, x.shape[-1]), weight, bias, group), x)
+    return unflatten_rows(apply_function(_ColumnLinear, x.reshape(-1, x.shape[-1]), weight, bias, group, later), x)
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: RankGroup) -> Tensor:
@@ -124,20 +130,32 @@ def row_embedding(tokens: Tensor, weight: Tensor, *, group: RankGroup) -> Tensor
     return sum_over_ranks(rows * here.unsqueeze(-1), group)
 
 
-def sum_over_ranks(x: Tensor, group: RankGroup) -> Tensor:
-    """Forward: all-reduce; backward: none, since every rank has the gradient of the sum."""
-    total: Tensor = x if group.size == 1 else apply_function(_SumOverRanks, x, group)
+def sum_over_ranks(x: Tensor, group: RankGroup, later: Later | None = None) -> Tensor:
+    """Forward: all-reduce; backward: none, since every rank has the gradient of the sum. With ``later``, wait for the
+    sum that is in flight: forward, or backward if a `column_linear` of the result will start it.
+    """
+    total: Tensor = x if group.size == 1 else apply_function(_SumOverRanks, x, group, later)
     return total
+
+
+def start_sum(x: Tensor, group: RankGroup) -> Callable[[], Tensor]:
+    """Start to sum x (..., n) over ranks, and return what waits for it: (B, n)."""
+    rows = x.reshape(-1, x.shape[-1])
+    if group.wire == "full" or group.size == 1:
+        whole = start_all_reduce(rows, group)
+        return lambda: finish(whole).values
+    slices = start_reduce_scatter(split_blocks(rows, group.size), group)  # (R, B, n / R)
+    return lambda: all_gather_features(finish(slices).values, group)
 
 
 class _ColumnLinear(Function):
     """Backward overlaps the reduce-scatter with dW and db. Saved: x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: RankGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: RankGroup, later: Any) -> Tensor:
         need_x, need_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
-        ctx.group = group
+        ctx.group, ctx.later = group, later
         return F.linear(x, weight, bias)  # (B, m_out)
 
     @staticmethod
@@ -148,20 +166,26 @@ class _ColumnLinear(Function):
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         dx = None
         if need_x:
-            partial = torch.mm(d, weight)  # (B, n_in)
-            pending = start_reduce_scatter(split_blocks(partial, group.size), group)  # (R, B, n_in / R)
+            dx = torch.mm(d, weight)  # this rank's part of it: (B, n_in)
+            wait = start_sum(dx, group)
         d_weight = torch.mm(d.t(), x) if need_weight else None  # (m_out, n_in), overlapped
         d_bias = d.sum(0) if need_bias else None  # (m_out)
-        if need_x:
-            dx = all_gather_features(finish(pending).values, group)
-        return dx, d_weight, d_bias, None
+        if need_x and ctx.later is not None:
+            ctx.later.append(wait)
+        elif need_x:
+            dx = wait()
+        return dx, d_weight, d_bias, None, None
 
 
 class _SumOverRanks(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
-        return all_gather_features(reduce_scatter_features(x, group), group).detach()
+    def forward(ctx: Any, x: Tensor, group: RankGroup, later: Later | None) -> Tensor:
+        ctx.later = later
+        if later is not None and not later:
+            return x.view_as(x)
+        wait = later.pop() if later else start_sum(x, group)
+        return wait().view(x.shape).detach()  # no view, which autograd would not let users modify
 
     @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
-        return d, None
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
+        return (ctx.later.pop()().view_as(d) if ctx.later else d), None, None

@@ -62,11 +62,11 @@ class Strategy:
     def check_wire(self, wire: WireFormat) -> None:
         """Raise ValueError if values cannot travel between the ranks of a model in this format."""
         check_wire(wire)
-        if wire != "full" and (self.shards_rows or self.splits_depth):
-            exchanged = "weights" if self.shards_rows else "activations of stages"
+        if wire != "full" and (self.shards_rows or (self.splits_depth and wire != "bf16")):
+            exchanged = "weights: leave it out" if self.shards_rows else "activations of stages: use bf16"
             raise ValueError(
                 f"wire={wire!r} is a format of strategies that cut features over ranks, and {self.name} exchanges "
-                f"{exchanged}: leave it out"
+                f"{exchanged}"
             )
 
     def check_blocks(self, blocks: int | None, ghosts: int | None) -> None:

@@ -65,21 +65,31 @@ def attention(x: Tensor, W: Tensor, config) -> Tensor:
 
 def logits(params: dict[str, Tensor], config, inputs: Tensor) -> Tensor:
     p, eps = config.blocks, config.norm_eps
-    x = params["embedding.weight"][inputs]
-    for i in range(config.layers):
-        if config.parallel_block:
-            x = x + parallel(x, params, f"layers.{i}", config)
-            continue
-        name = f"layers.{i}.attention"
-        heads = attention(norm(x, params[f"{name}.qkv.norm"], eps), weight(params, f"{name}.qkv.linear", p), config)
-        x = x + heads @ weight(params, f"{name}.out", p).T
-        name = f"layers.{i}.mlp"
-        both = norm(x, params[f"{name}.gate_up.norm"], eps) @ weight(params, f"{name}.gate_up.linear", p).T
-        pieces = [piece.chunk(2, -1) for piece in both.chunk(config.hidden_groups, -1)]
-        hidden = torch.cat([gate * gate.sigmoid() * up for gate, up in pieces], -1)
-        x = x + hidden @ weight(params, f"{name}.down", p).T
+    x, late = params["embedding.weight"][inputs], 0
+    kinds = (parallel,) if config.parallel_block else (attended, swiglu)
+    for kind, i in [(kind, i) for i in range(config.layers) for kind in kinds]:
+        added = kind(x, params, f"layers.{i}", config)
+        if config.ladder:  # read without what the one before has added
+            x, late = x + late, added
+        else:
+            x = x + added
+    x = x + late
     head = params["embedding.weight"] if config.tie_embeddings else params["head.weight" if p else "head.linear.weight"]
     return norm(x, params["head.norm"], eps) @ head.T
+
+
+def attended(x: Tensor, params: dict[str, Tensor], name: str, config) -> Tensor:
+    name, p = f"{name}.attention", config.blocks
+    normed = norm(x, params[f"{name}.qkv.norm"], config.norm_eps)
+    return attention(normed, weight(params, f"{name}.qkv.linear", p), config) @ weight(params, f"{name}.out", p).T
+
+
+def swiglu(x: Tensor, params: dict[str, Tensor], name: str, config) -> Tensor:
+    name, p = f"{name}.mlp", config.blocks
+    both = norm(x, params[f"{name}.gate_up.norm"], config.norm_eps) @ weight(params, f"{name}.gate_up.linear", p).T
+    pieces = [piece.chunk(2, -1) for piece in both.chunk(config.hidden_groups, -1)]
+    hidden = torch.cat([gate * gate.sigmoid() * up for gate, up in pieces], -1)
+    return hidden @ weight(params, f"{name}.down", p).T
 
 
 def parallel(x: Tensor, params: dict[str, Tensor], name: str, config) -> Tensor:

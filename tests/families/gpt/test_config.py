@@ -10,6 +10,7 @@ from tests.families.gpt.sample import SIZES, config_of, one_mesh
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"ladder": True, "strategy": "pipeline", "blocks": None, "ghosts": None}, "not pipeline: leave it out"),
         ({"parallel_block": True, "hidden": 60, "kv_heads": 8, "blocks": 4}, "kv_heads=8 must divide hidden=60"),
         ({"tie_embeddings": "yes"}, "tie_embeddings must be true or false, got 'yes'"),
         ({"rope_base": 0.0}, "rope_base must be a number above 0, got 0.0"),

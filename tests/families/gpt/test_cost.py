@@ -5,6 +5,9 @@ from dataclasses import replace
 import pytest
 
 from phantom_parallel.cost.dryrun import differences, dry_run
+from phantom_parallel.cost.hardware import load_profile
+from phantom_parallel.cost.terms import behind
+from phantom_parallel.cost.timing import Clock
 from phantom_parallel.families.gpt.cost import GPTShape
 from tests.cost.shapes import count
 
@@ -38,6 +41,13 @@ SHAPES = [
     shape_of("dense", 1, parallel_block=True),
     shape_of("phantom", 2, parallel_block=True, tie_embeddings=True, layers=3),
     shape_of("megatron", 4, parallel_block=True, activation_checkpointing=True, word_bytes=2),
+    shape_of("phantom", 2, ladder=True, layers=3),
+    shape_of("megatron", 2, ladder=True, tie_embeddings=True),
+    shape_of("dense", 1, ladder=True, word_bytes=2),
+    shape_of("phantom", 4, ladder=True, batch=4, interleave=2, wire="int8", word_bytes=2),
+    shape_of("megatron", 4, ladder=True, parallel_block=True, wire="bf16", word_bytes=8),
+    shape_of("megatron", 2, ladder=True, parallel_block=True, layers=1, word_bytes=2),
+    shape_of("phantom", 4, ladder=True, blocks=2),
     shape_of("dense", 1, qkv_bias=True),
     shape_of("phantom", 2, qkv_bias=True, layers=3, layer_ghosts=((1, 2, 3, 4), (2, 1, 1, 7), (1, 2, 3, 4))),
     shape_of("phantom", 4, **MANY_ROWS, tie_embeddings=True, word_bytes=8),
@@ -55,7 +65,7 @@ SHAPES = [
 
 
 def name_of(shape: GPTShape) -> str:
-    options = ("tie_embeddings", "activation_checkpointing", "parallel_block", "qkv_bias")
+    options = ("tie_embeddings", "activation_checkpointing", "parallel_block", "ladder", "qkv_bias")
     extra = [name for name in options if shape.to_dict()[name]] + ["interleaved"] * (shape.interleave > 1)
     return "-".join([shape.strategy, f"{shape.ranks}x{shape.dp}", f"{8 * shape.word_bytes}bit", shape.wire, *extra])
 
@@ -114,6 +124,27 @@ def test_four_exchanges_of_ghosts_a_layer_by_hand():
         assert len(of_layer) == 4
     whole = [shape_of("megatron", 4, layers=layers).moved_bytes("forward") for layers in (1, 2)]
     assert whole[1] - whole[0] == 2 * (2 * 3 * 15 * 64 * 4 // 4)  # two all-reduces of the stream
+
+
+def test_exchanges_of_a_ladder_hide_behind_the_other_map_by_hand():
+    """On links that are slow enough for every product to be hidden behind, and fast enough for none to be left."""
+    profile = load_profile("frontier-mi250x")
+    clock = Clock(profile)
+    for strategy in ("megatron", "phantom"):
+        serial, ladder = (shape_of(strategy, 4, layers=3, **MANY_ROWS, ladder=on) for on in (False, True))
+        before, after = clock.step(serial), clock.step(ladder)
+        assert after.compute == pytest.approx(before.compute)
+        assert after.exposed + after.hidden == pytest.approx(before.exposed + before.hidden)
+        assert after.exposed < before.exposed
+    parts = {part.name: part for part in serial.costs}
+    out = parts["layers.0.attention.out"]
+    gate_up = clock.layer(behind(out.exchanges, parts["layers.0.mlp.gate_up"]), "forward")
+    products = sum(clock.product(p) for p in parts["layers.0.mlp.gate_up"].products if p.phase == "forward")
+    (g,) = [e for e in out.exchanges if e.phase == "forward"]
+    taken = clock.collective(g.op, g.ranks, g.contribution(4))
+    assert gate_up.hidden == pytest.approx(min(profile.overlap.value * taken, products))
+    timed = {part.name: part for part in ladder.timed_parts}["layers.0.mlp.gate_up"]
+    assert clock.layer(timed, "forward") == gate_up
 
 
 def test_a_head_takes_rows_where_that_sends_less():

@@ -65,6 +65,8 @@ VARIANTS = {
     "eight blocks": {"kv_heads": 8, "blocks": 8, "ghosts": 2, "tie_embeddings": True},
     "two blocks": {"kv_heads": 8, "blocks": 2, "ghosts": 8},  # which ranks share, on four and eight
     "two blocks, tied": {"blocks": 2, "ghosts": 4, "tie_embeddings": True},
+    "ladder": {"ladder": True, "layers": 3},
+    "ladder of two parallel blocks": {"blocks": 2, "ghosts": 4, "ladder": True, "parallel_block": True},
     "two parallel blocks": {"blocks": 2, "ghosts": 4, "parallel_block": True},
 }
 
@@ -88,7 +90,9 @@ def test_phantom_is_the_same_model_on_any_number_of_ranks(ranks, size, variant):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("changes", [{}, {"vocab": 8, "tie_embeddings": True}, {"parallel_block": True, "vocab": 8}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"vocab": 8, "tie_embeddings": True}, {"parallel_block": True, "vocab": 8}, {"ladder": True}]
+)
 @pytest.mark.parametrize(("strategy", "size"), [("phantom", 1), ("phantom", 2), ("phantom", 4), ("megatron", 2)])
 def test_parts_of_a_batch_that_take_turns_are_the_same_model(ranks, strategy, size, changes):
     config = config_of(strategy, **changes)
@@ -162,6 +166,54 @@ def test_megatron_is_the_same_model_on_any_number_of_ranks(ranks, size, tied):
         assert max(actual.values()) < 1e-10, actual
 
 
+@pytest.mark.parametrize("parallel_block", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_megatron_ladders_are_the_same_model_on_any_number_of_ranks(ranks, size, parallel_block):
+    config = config_of("megatron", ladder=True, parallel_block=parallel_block)
+    for actual in ranks(size)(errors_on_ranks, config):
+        assert max(actual.values()) < 1e-10, actual
+
+
+def in_order(config: GPTConfig, wire: str) -> list[str]:
+    """Starts and waits of the exchanges inside layers, and products, in order; backward after a bar."""
+    model, names = filled(config, one_mesh(), wire=wire), []
+    inputs, targets = gpt_reference.tokens(config.vocab)
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name = func.overloadpacket.__name__
+            if func.namespace == "_c10d_functional":
+                names.append("wait" if name == "wait_tensor" else "start")
+            elif "mm" in name:
+                names.append("product")
+            return func(*args, **(kwargs or {}))
+
+    with Recorder():
+        loss = model.loss(inputs, targets)
+        names.append("|")
+        loss.backward()
+    return names
+
+
+@pytest.mark.parametrize(("strategy", "wire"), [("phantom", "full"), ("megatron", "int8")])
+def test_exchanges_of_a_ladder_travel_while_products_are_computed_both_ways(ranks, strategy, wire):
+    ladder, serial = (config_of(strategy, ladder=on, layers=4) for on in (True, False))
+    for names, usual in zip(ranks(2)(in_order, ladder, wire), ranks(2)(in_order, serial, wire), strict=True):
+        bar, end = names.index("|"), usual.index("|")
+        assert sorted(names) == sorted(usual)  # as many of each
+        assert in_flight(names[:bar]) > 2 * in_flight(usual[:end])
+        assert in_flight(names[bar:]) > 1.5 * in_flight(usual[end:])
+
+
+def in_flight(names: list[str]) -> int:
+    """Products that are computed while an exchange is in flight, once for each."""
+    flying = total = 0
+    for name in names:
+        flying += {"start": 1, "wait": -1}.get(name, 0)
+        total += flying if name == "product" else 0
+    return total
+
+
 def test_the_comparison_fails_where_two_ghosts_are_swapped():
     config = config_of()
     model = filled(config)
@@ -232,17 +284,17 @@ def decoded(config: GPTConfig, on_ranks: bool) -> tuple[float, int]:
     return worst, cache.keys.numel()
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True}, {"ladder": True}])
 @pytest.mark.parametrize("strategy", ["phantom", "megatron", "dense"])
-def test_a_cache_gives_the_logits_of_all_at_once(strategy, tied):
-    assert decoded(config_of(strategy, tie_embeddings=tied), False)[0] < 1e-11
+def test_a_cache_gives_the_logits_of_all_at_once(strategy, changes):
+    assert decoded(config_of(strategy, **changes), False)[0] < 1e-11
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["phantom", "megatron"])
 def test_a_cache_on_ranks_holds_this_ranks_heads_only(ranks, strategy):
     _, alone = decoded(config_of(strategy), False)
-    variants = [(2, {}), (2, {"tie_embeddings": True}), (2, {"parallel_block": True})]
+    variants = [(2, {}), (2, {"tie_embeddings": True}), (2, {"parallel_block": True}), (2, {"ladder": True})]
     if strategy == "phantom":
         variants += [(4, VARIANTS["two blocks, tied"]), (4, VARIANTS["two parallel blocks"])]
     for size, variant in variants:

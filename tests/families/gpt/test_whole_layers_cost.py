@@ -21,6 +21,7 @@ SHAPES = [
     whole("fsdp", 4, parallel_block=True, kv_heads=8, hidden=96),
     whole("pipeline", 2, qkv_bias=True),
     whole("pipeline", 4, tie_embeddings=True, micro_batches=8),
+    whole("pipeline", 2, wire="bf16"),
     whole("pipeline", 2, dp=2, activation_checkpointing=True, tie_embeddings=True, word_bytes=8),
     whole("pipeline", 4, layers=5, parallel_block=True, hidden=96, word_bytes=2, optimizer="sgd"),
 ]

@@ -63,7 +63,7 @@ class FFNShape(Shape):
             return fully_sharded(self.dense(batch=self.batch // self.ranks).costs, groups, self.ranks, self.rank)
         micro_batch = self.micro_batch()
         layers = tuple(self.stage.cost(micro_batch.costs[index]) for index in self.stage.own)
-        return layers, self.stage.exchanges(micro_batch.batch * self.model.width)
+        return layers, self.stage.exchanges(micro_batch.batch * self.model.width, self.wire)
 
     def _layer(self, index: int) -> LayerCost:
         """A layer with the activation before it."""
@@ -132,7 +132,8 @@ def build_step(shape: FFNShape, mesh: DeviceMesh | None, *, device: str = "cpu")
         return model(entered) if targets is None else model(entered).sum()
 
     settings: dict[str, Any] = {"micro_batches": shape.stage.micro_batches, "device": torch.device(where)}
-    pipeline = Pipeline(model, run, mesh, stream=(shape.model.width,), dtype=dtype, **settings)
+    settings |= {"stream": (shape.model.width,), "dtype": dtype, "wire": shape.wire}
+    pipeline = Pipeline(model, run, mesh, **settings)
     return TrainingStep(model, lambda: pipeline.forward_backward(x, x), pipeline=pipeline)
 
 

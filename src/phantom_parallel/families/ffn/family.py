@@ -47,8 +47,8 @@ class FFNTask(Task[FFNTrainConfig]):
         if strategy.splits_depth and parallel.tp is not None:
             settings: dict[str, Any] = {"micro_batches": config.stage_micro_batches, "device": parallel.device}
             settings["dtype"] = torch.bfloat16 if config.dtype == "bf16" else None  # of what layers return
-            stream = (config.model.width,)
-            self.pipeline = Pipeline(self.model, self._run_stage, parallel.tp, stream=stream, **settings)
+            settings |= {"stream": (config.model.width,), "wire": config.wire}
+            self.pipeline = Pipeline(self.model, self._run_stage, parallel.tp, **settings)
             self.counts = self.pipeline.is_last
         group = None if parallel.single_process else parallel.group or dist.group.WORLD
         self._data = open_data(config, *((parallel.tp_rank, config.ranks) if sharded else (0, 1)), group)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.utils.layout import BlockLayout, nearest_divisors, stage_layers
 from phantom_parallel.utils.settings import NO_OPTION, Features, Layers, PositiveFloat, PositiveInt, validate
-from phantom_parallel.utils.strategies import Strategy, get_strategy
+from phantom_parallel.utils.strategies import get_strategy
 
 GPTStrategy = Literal["phantom", "megatron", "dense", "fsdp", "pipeline"]
 TokenizerName = Literal["bytes", "bpe"]
@@ -70,6 +70,9 @@ class GPTConfig:
     parallel_block: bool = False
     """Attention and SwiGLU side by side after one norm, as in GPT-J and PaLM: two exchanges of a layer instead of
     four. Another function than the default, with the same number of weights but for norms and ghosts."""
+    ladder: bool = False
+    """Attention and SwiGLU read the stream without what the one before adds (ladder residual), so that its exchange
+    travels while they compute. Another function than the default, with the same weights."""
     rope_base: PositiveFloat = field(default=10000.0, metadata=NO_OPTION)
     """Base of the rotary position embedding."""
     norm_eps: PositiveFloat = field(default=1e-5, metadata=NO_OPTION)
@@ -106,6 +109,8 @@ class GPTConfig:
                 f"with parallel_block, kv_heads={self.kv_heads} must divide hidden={self.hidden}, and there is neither "
                 "qkv_bias nor layer_ghosts"
             )
+        if self.ladder and self.strategy in ("fsdp", "pipeline"):
+            raise ValueError(f"ladder is for strategies that cut layers over ranks, not {self.strategy}: leave it out")
         if self.layer_ghosts is not None and (self.blocks is None or len(self.layer_ghosts) != self.layers):
             raise ValueError(f"layer_ghosts are for phantom, {len(MODULES)} numbers for each of {self.layers} layers")
         self._check_parts()
@@ -161,7 +166,7 @@ class GPTConfig:
         tied = (", tied" if self.tie_embeddings else "") + (", parallel blocks" if self.parallel_block else "")
         return (
             f"dim {self.dim:,}, {self.layers} layers, {self.heads} heads, context {self.context:,}, "
-            f"vocabulary {self.vocab:,}{tied}"
+            f"vocabulary {self.vocab:,}{tied}{', ladder' if self.ladder else ''}"
         )
 
     @property
@@ -185,15 +190,16 @@ class GPTConfig:
         """Raise ValueError if the layers cannot be divided into ``pp`` stages of several ranks."""
         if pp > 1 and not get_strategy(self.strategy).splits_layers:
             raise ValueError(f"pp={pp} is for phantom and megatron, not for {self.strategy}: leave it out")
-        if pp > 1 and interleave > 1:
-            raise ValueError(f"interleave={interleave} cannot be combined with pp={pp}: leave one out")
+        if pp > 1 and (interleave > 1 or self.ladder):
+            raise ValueError(f"interleave={interleave} or ladder cannot be combined with pp={pp}: leave one out")
         stage_layers(self.layers, pp)
 
 
-def check_interleave(
-    interleave: int, strategy: Strategy, ranks: int, blocks: int | None, activation_checkpointing: bool
-) -> None:
-    """Raise ValueError if parts of a batch cannot be interleaved."""
+def check_interleave(interleave: int, config: GPTConfig, ranks: int, activation_checkpointing: bool) -> None:
+    """Raise ValueError if parts of a batch cannot be interleaved, or sublayers of a ladder."""
+    strategy, blocks = get_strategy(config.strategy), config.blocks
+    if config.ladder and activation_checkpointing:
+        raise ValueError("ladder cannot be combined with activation_checkpointing: leave one out")
     if interleave > 1 and (strategy.shards_rows or strategy.splits_depth or activation_checkpointing):
         raise ValueError(
             f"interleave={interleave} cannot be combined with activation_checkpointing, or with the strategies fsdp "
@@ -263,14 +269,14 @@ class GPTTrainConfig(TextTrainConfig):
                 "fsdp shards the weights of at least 2 data-parallel copies by phantom, megatron or dense, got "
                 f"dp={self.dp} and strategy={self.strategy!r}: leave it out"
             )
-        check_interleave(self.interleave, strategy, self.ranks, self.blocks, self.activation_checkpointing)
+        check_interleave(self.interleave, self.model, self.ranks, self.activation_checkpointing)
         if self.micro_batch % self.interleave:
             near = nearest_divisors(self.micro_batch, self.interleave)
             raise ValueError(
                 f"interleave={self.interleave} does not divide a micro-batch of {self.micro_batch}: {near}"
             )
-        if self.interleave > 1 and (self.fsdp or self.compile):
-            raise ValueError(f"interleave={self.interleave} cannot be combined with fsdp or compile: leave one out")
+        if (self.interleave > 1 or self.model.ladder) and (self.fsdp or self.compile):
+            raise ValueError("interleave and ladder cannot be combined with fsdp or compile: leave one out")
 
     @property
     def vocab(self) -> int:

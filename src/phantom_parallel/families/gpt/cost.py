@@ -7,6 +7,7 @@ are. ``prefill`` and ``decode`` are forward passes that fill a cache.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
@@ -23,6 +24,7 @@ from phantom_parallel.cost.terms import (
     Product,
     Shape,
     Stage,
+    behind,
     between_ranks,
     column_layer,
     fully_sharded,
@@ -85,9 +87,9 @@ class GPTShape(Shape):
         super().__post_init__()
         if (self.past > 0) != (self.mode == "decode"):
             raise ValueError(f"past belongs to decode, and must be above 0 there: got past={self.past} for {self.mode}")
-        model, strategy = self.model, get_strategy(self.strategy)
+        model = self.model
         model.check_stages(self.pp, self.interleave)
-        check_interleave(self.interleave, strategy, self.ranks, model.blocks, self.activation_checkpointing)
+        check_interleave(self.interleave, model, self.ranks, self.activation_checkpointing)
         if self.grid > 1 and (model.vocab % self.ranks or self.batch % self.grid):
             raise ValueError(f"a grid of {self.ranks} ranks does not divide vocab={model.vocab} or batch={self.batch}")
         if self.mode == "train" and self.batch % self.interleave:
@@ -152,7 +154,11 @@ class GPTShape(Shape):
     def memory(self) -> Memory:
         """In inference, activations are the cache, with the rows of a tied head where an exchange made them."""
         if self.mode == "train":
-            return super().memory
+            memory, model = super().memory, self.model
+            # The first two sublayers of a ladder read the same stream, which is kept once unless norms copy it.
+            shared = model.ladder and model.layers > model.parallel_block
+            shared = shared and (self.strategy == "phantom" or self.word_bytes == self.precise_bytes)
+            return replace(memory, activations=memory.activations - shared * self.word_bytes * self.rows * self.stream)
         positions = self.batch * (self.past + self.sequence)
         cached = 2 * self.model.layers * positions * self.model.kv_heads // self.ranks * self.model.head_dim
         return Memory(self.word_bytes * self.parameters, 0, 0, self.word_bytes * (cached + self.exchanged_rows))
@@ -190,6 +196,15 @@ class GPTShape(Shape):
             made[ghosts] = parts = made.get(ghosts) or _layer(self, *ghosts)
             yield from (replace(part, name=f"layers.{index}.{part.name}") for part in parts)
         yield _head(self)
+
+    @property
+    def timed_parts(self) -> tuple[LayerCost, ...]:
+        """In a ladder, exchanges of a map back and of the next map from the stream travel while the other computes."""
+        parts = list(self.costs)
+        for index, (back, into) in enumerate(pairwise(self.costs)):
+            if self.model.ladder and self.inside == 1 and index and into.name.endswith(("qkv", "gate_up")):
+                parts[index : index + 2] = behind(into.exchanges, back), behind(back.exchanges, into)
+        return tuple(parts)
 
     def with_sums(self, exchange: Exchange, rows: int) -> Exchange:
         """An exchange that also carries one of the norm's sums for each row. A reduce-scatter adds up words."""
@@ -436,7 +451,7 @@ def _pipeline_costs(shape: GPTShape, stage: Stage) -> Costs:
     """The parts of a stage, and what it sends; the ends sum the gradient of an embedding that they share."""
     micro_batch, tied = shape.micro_batch(), shape.model.tie_embeddings
     costs, size = micro_batch.costs, micro_batch.parts_of_layer
-    exchanges, embedding, head = stage.exchanges(micro_batch.rows * micro_batch.stream), costs[0], costs[-1]
+    exchanges, embedding, head = stage.exchanges(micro_batch.rows * micro_batch.stream, shape.wire), costs[0], costs[-1]
     if tied and (stage.is_first or stage.is_last):
         apart = (stage.stages - 1) * stage.ranks
         shared = Exchange("embedding's gradient", "sync", "all_reduce", 2, embedding.parameters[0], stride=apart)
@@ -465,7 +480,8 @@ def build_step(shape: GPTShape, mesh: DeviceMesh | None, *, device: str = "cpu")
     if shape.stage is None or mesh is None:
         return TrainingStep(model, lambda: model.loss(tokens, targets), model._rotary(), recomputed)
     schedule: dict[str, Any] = {"micro_batches": shape.stage.micro_batches, "device": torch.device(where)}
-    pipeline = Pipeline(model, model, mesh, stream=(shape.sequence, shape.model.dim), dtype=dtype, **schedule)
+    schedule |= {"stream": (shape.sequence, shape.model.dim), "dtype": dtype, "wire": shape.wire}
+    pipeline = Pipeline(model, model, mesh, **schedule)
     shared = ends(mesh) if shape.model.tie_embeddings else None
 
     def finish() -> None:

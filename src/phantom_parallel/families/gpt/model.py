@@ -5,7 +5,7 @@ embedding and the head: `_PhantomParts` and `_ReplicatedStreamParts` make those.
 """
 
 import warnings
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass
 from math import pi
 from typing import Any, cast
@@ -39,6 +39,8 @@ from phantom_parallel.utils.strategies import WireFormat, get_strategy
 # compute up to the same place. Gradients follow in the opposite order, by autograd's own rule: of what is ready, it
 # runs the backward of what ran last.
 Part = Generator[None, None, Tensor]
+# A part of a layer: the map from the stream, what is computed in between of its result, and the map back.
+Sublayer = tuple[nn.Module, Callable[..., Tensor], nn.Module]
 
 
 def interleave_microbatches(parts: list[Part]) -> list[Tensor]:
@@ -53,13 +55,12 @@ def interleave_microbatches(parts: list[Part]) -> list[Tensor]:
     return results
 
 
-def _apply_linear(module: Any, x: Tensor) -> Part:
-    """A linear layer, which lets the other parts compute while its exchange is in flight. torch's own styles start
-    their exchanges by themselves, and wait for them where a result is first used.
+def _begin(module: Any, x: Tensor, split: bool = True) -> Callable[[], Tensor]:
+    """Run a linear layer up to its exchange, and return what ends it. torch's own styles start their exchanges by
+    themselves, and wait for them where a result is first used.
     """
-    begun = module.begin(x) if hasattr(module, "begin") else module(x)
-    yield
-    return module.end(begun) if hasattr(module, "begin") else begun
+    begun = module.begin(x) if split and hasattr(module, "begin") else module(x)
+    return lambda: begun if isinstance(begun, Tensor) else module.end(begun)
 
 
 class SwiGLU(nn.Module):
@@ -73,7 +74,7 @@ class SwiGLU(nn.Module):
         z: Tensor = self.down(self.gated(self.gate_up(x)))
         return z
 
-    def gated(self, projected: Tensor) -> Tensor:
+    def gated(self, projected: Tensor, *_: object) -> Tensor:
         """What lies between the two linear layers."""
         gate, up = projected.unflatten(-1, (-1, 2, self.width)).unbind(-2)
         return (F.silu(gate) * up).flatten(-2)
@@ -91,15 +92,10 @@ class Layer(nn.Module):
         z: Tensor = x + self.mlp(x)
         return z
 
-    def interleaved(self, x: Tensor, cos: Tensor, sin: Tensor) -> Part:
-        """The same, interleaved with other parts of the batch."""
+    @property
+    def sublayers(self) -> tuple[Sublayer, ...]:
         attention, mlp = self.attention, self.mlp
-        projected = yield from _apply_linear(attention.qkv, x)
-        mixed = yield from _apply_linear(attention.out, attention.mix(projected, cos, sin))
-        x = x + mixed
-        projected = yield from _apply_linear(mlp.gate_up, x)
-        z = yield from _apply_linear(mlp.down, mlp.gated(projected))
-        return x + z
+        return (attention.qkv, attention.mix, attention.out), (mlp.gate_up, mlp.gated, mlp.down)
 
 
 class HeadAttention(nn.Module):
@@ -137,13 +133,11 @@ class ParallelLayer(nn.Module):
         z: Tensor = x + self.out_down(self._mix(self.qkv_gate_up(x), cos, sin, cache))
         return z
 
-    def interleaved(self, x: Tensor, cos: Tensor, sin: Tensor) -> Part:
-        """The same, interleaved with other parts of the batch."""
-        projected = yield from _apply_linear(self.qkv_gate_up, x)
-        z = yield from _apply_linear(self.out_down, self._mix(projected, cos, sin, None))
-        return x + z
+    @property
+    def sublayers(self) -> tuple[Sublayer, ...]:
+        return ((self.qkv_gate_up, self._mix, self.out_down),)
 
-    def _mix(self, projected: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None) -> Tensor:
+    def _mix(self, projected: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None = None) -> Tensor:
         each = projected.unflatten(-1, (-1, self.piece))  # (batch, t, local kv heads, features)
         grouped = each[..., : self.attention_width].unflatten(-1, (-1, self.head_dim))
         gate, up = each[..., self.attention_width :].chunk(2, -1)
@@ -249,11 +243,12 @@ class _ReplicatedStreamParts(_Parts):
 
     def normed(self, sizes: tuple[int, int], ghosts: int | None, *, bias: bool = False) -> nn.Module:
         linear = nn.Linear(*sizes, bias=bias, device="meta", dtype=self.dtype)
-        return NormedLinear(self._norm(), self._parallelize(linear, column_style(self.wire)), self.config.norm_eps)
+        style = column_style(self.wire, in_parts=self.config.ladder)
+        return NormedLinear(self._norm(), self._parallelize(linear, style), self.config.norm_eps)
 
     def linear(self, sizes: tuple[int, int], ghosts: int | None, gain: float) -> nn.Module:
         linear = nn.Linear(*sizes, bias=False, device="meta", dtype=self.dtype)
-        return self._parallelize(linear, row_style(self.wire), gain)
+        return self._parallelize(linear, row_style(self.wire, in_parts=self.config.ladder), gain)
 
     def head(self) -> nn.Module:
         config, linear = self.config, nn.Identity()
@@ -296,7 +291,8 @@ class GPT(nn.Module):
     On a mesh, ``phantom`` holds blocks / ranks blocks of the residual stream, with their heads, on each rank; a layer
     has four collectives forward and four backward, which carry ghosts. ``megatron`` replicates the stream and shards
     the linear layers with torch's own column and row styles, with two all-reduces of the stream per layer each way.
-    With ``parallel_block``, a layer has half as many. Tokens, losses and logits are replicated.
+    With ``parallel_block``, a layer has half as many; with ``ladder``, they travel while the next sublayer computes.
+    Tokens, losses and logits are replicated.
 
     ``fsdp`` shards the weights of the dense model by torch's ``fully_shard``, and each rank works on sequences of its
     own. ``pipeline`` has some consecutive layers on each rank, the embedding on the first and the head on the last; the
@@ -342,7 +338,7 @@ class GPT(nn.Module):
         check_agreement("a GPT", settings, self.mesh)  # before what only one rank may refuse
         config.check_ranks(ranks.size)
         strategy.check_wire(wire)
-        check_interleave(interleave, strategy, ranks.size, config.blocks, activation_checkpointing)
+        check_interleave(interleave, config, ranks.size, activation_checkpointing)
         self.group: RankGroup = ranks if strategy.splits_layers else SINGLE_RANK  # which share the work of a layer
         if config.blocks is not None:
             self.group = block_group(mesh, config.blocks, wire)
@@ -452,7 +448,9 @@ class GPT(nn.Module):
         if targets is not None and parts > 1:
             return self._interleaved_loss(tokens, targets, cos, sin, weight, parts)
         x = self.embedding(tokens) if self.is_first_stage else tokens
-        for layer in (self.layers[index] for index in self.stage):
+        if self.config.ladder:
+            (x,) = interleave_microbatches([self._in_parts(x, cos, sin, cache)])
+        for layer in (self.layers[index] for index in self.stage if not self.config.ladder):
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
             else:
@@ -488,9 +486,7 @@ class GPT(nn.Module):
         rows = self._tied_rows() if weight is None else None
 
         def part(tokens: Tensor, targets: Tensor) -> Part:
-            x = self.embedding(tokens)
-            for layer in self.layers:
-                x = yield from layer.interleaved(x, cos, sin)  # type: ignore[operator]
+            x = yield from self._in_parts(self.embedding(tokens), cos, sin)
             if weight is None:
                 return vocabulary_cross_entropy(self.head(x, rows), targets, group=self.group)
             begun = self.head.begin(x)
@@ -500,10 +496,37 @@ class GPT(nn.Module):
         chunks = zip(tokens.chunk(parts), targets.chunk(parts), strict=True)
         return torch.stack(interleave_microbatches([part(*chunk) for chunk in chunks])).mean()
 
+    def _in_parts(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None = None) -> Part:
+        """The layers, with other parts of the batch in turn. In a ladder x_i = x_(i-1) + f_i(x_(i-2)): the exchange of
+        a map back travels while the next map from the stream is computed, whose own begins before what lies between
+        the two maps. Backward has the opposite order, and as much travels meanwhile.
+        """
+        sublayers = [each for layer in self.layers for each in cast(Layer, layer).sublayers]
+        if not self.config.ladder:
+            for into, mix, back in sublayers:
+                end = _begin(into, x)
+                yield
+                end = _begin(back, mix(end(), cos, sin))
+                yield
+                x = x + end()
+            return x
+        split = self.group.size > 1 and self.group.inter_block is None and not torch.compiler.is_compiling()
+        end, late = _begin(sublayers[0][0], x, split), None
+        for (_, mix, back), after in zip(sublayers, [*sublayers[1:], None], strict=True):
+            yield
+            projected = end()
+            x = x if late is None else x + late()
+            end = end if after is None else _begin(after[0], x, split)
+            late = _begin(back, mix(projected, cos, sin, cache), split)
+        assert late is not None
+        return x + late()
+
     def embed(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The stream before the first layer, this rank's features of it, and the rotary tables of its positions: the
         arguments of a layer.
         """
+        if self.config.ladder:
+            raise ValueError("the layers of a ladder do not run one by one, as healing needs")
         self._check(tokens, None, 0)
         cos, sin = (table[: tokens.shape[1]] for table in self._rotary())
         return self.embedding(tokens), cos, sin

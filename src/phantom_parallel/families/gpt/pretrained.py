@@ -111,6 +111,8 @@ def export_model(model: Path, out: Path, *, dtype: str | None = None, overwrite:
     """
     check_replaceable(out, overwrite, CONFIG, model)
     stored = StoredModel(model)
+    if stored.config.parallel_block or stored.config.ladder:
+        raise ValueError(f"{model} has parallel blocks or a ladder, which Hugging Face's architectures do not have")
     written = stored.dtype if dtype is None else DTYPES[dtype]
     sources = {name: weight for weight in _weights(stored.config) for name in weight.tensors}
     outline = {n: torch.empty(weight.tensors[n], dtype=written, device="meta") for n, weight in sources.items()}

@@ -50,8 +50,8 @@ class GPTTask(Task[GPTTrainConfig]):
         self._ends: dist.ProcessGroup | None = None
         if strategy.splits_depth and parallel.tp is not None:
             settings: dict[str, Any] = {"micro_batches": config.stage_micro_batches, "device": parallel.device}
-            stream = (config.context, config.model.dim)
-            self.pipeline = Pipeline(self.model, self._run_stage, parallel.tp, stream=stream, **settings)
+            settings |= {"stream": (config.context, config.model.dim), "wire": config.wire}
+            self.pipeline = Pipeline(self.model, self._run_stage, parallel.tp, **settings)
             self.counts = self.pipeline.is_last
             self._ends = ends(parallel.tp) if config.model.tie_embeddings else None
 
