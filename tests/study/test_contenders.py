@@ -6,6 +6,7 @@ import pytest
 
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.study.contenders import get_contender, models_of
+from phantom_parallel.study.grid import same_rate
 from phantom_parallel.study.settings import read_settings
 
 FFN = get_family("ffn").strategies
@@ -35,7 +36,8 @@ def test_a_name_is_a_strategy_a_layout_and_a_wire(name, strategy, layout, wire):
     [
         ("magic", "strategies must be of phantom, tensor, megatron, dense"),
         ("", "strategies must be of"),
-        ("tensor+int8+int8", "strategies must be of"),
+        ("tensor+int8+int8", "wire must be one of full, bf16, int8, got 'int8+int8'"),
+        ("tensor+interleave=x", "wire must be one of full, bf16, int8, got 'interleave=x'"),
         ("tensor@2x", "strategies must be of"),
         ("tensor+int4", "wire must be one of full, bf16, int8, got 'int4'"),
         ("copies+int8", "'copies+int8': ranks of dense exchange no features"),
@@ -61,6 +63,34 @@ def test_contenders_with_the_same_losses_are_together():
     apart = [get_contender(name, FFN, {"ranks": 4}, (("batch", batch),)) for batch in (8, 16) for name in names[1:3]]
     assert list(models_of(apart, share=True)) == ["dense model batch=8", "dense model batch=16"]
     assert len(models_of(apart, share=False)) == 4
+
+
+def test_options_are_settings_of_the_training_and_other_functions_have_other_losses():
+    names = ["phantom", "phantom+parallel", "megatron+parallel", "copies+parallel", "pipeline", "dense@1x1"]
+    names += ["pipeline+bf16", "pipeline+micro_batches=4", "phantom+ladder+interleave=2", "phantom+parallel+int8"]
+    settings = read_settings("presets", "gpt-hosts", {"strategies": tuple(names)})
+    configs = {each.name: settings.config(each) for each in settings.contenders}
+    assert configs["phantom+parallel+int8"].model.parallel_block
+    assert (configs["phantom+parallel+int8"].wire, configs["pipeline+bf16"].wire) == ("int8", "bf16")
+    assert configs["pipeline+micro_batches=4"].micro_batches == 4
+    assert configs["phantom+ladder+interleave=2"].interleave == 2
+    assert not configs["phantom"].model.parallel_block
+    groups = models_of(settings.contenders, share=True)
+    assert {model: [each.name for each in group] for model, group in groups.items()} == {
+        "phantom": ["phantom"],
+        "phantom+parallel": ["phantom+parallel"],
+        "dense model+parallel": ["megatron+parallel", "copies+parallel"],
+        "dense model": ["pipeline", "dense@1x1", "pipeline+micro_batches=4"],
+        "pipeline+bf16": ["pipeline+bf16"],
+        "phantom+ladder+interleave=2": ["phantom+ladder+interleave=2"],
+        "phantom+parallel+int8": ["phantom+parallel+int8"],
+    }
+    taken = same_rate(read_settings("presets", "gpt-hosts", {"strategies": tuple(names), "search_wires": False}))
+    assert taken == {"phantom+parallel+int8": "phantom+parallel", "pipeline+bf16": "dense model"}
+    with pytest.raises(ValueError, match="ladder is for strategies that cut layers over ranks, not pipeline"):
+        read_settings("presets", "gpt-hosts", {"strategies": ("pipeline+ladder",)})
+    with pytest.raises(ValueError, match="micro_batches belongs to the strategy pipeline"):
+        read_settings("presets", "gpt-hosts", {"strategies": ("megatron+micro_batches=4",)})
 
 
 def test_the_wire_of_the_training_is_that_of_contenders_that_send_features():

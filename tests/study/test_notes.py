@@ -70,6 +70,13 @@ def test_notes_apply_where_their_conditions_do():
     assert "frontier-mi250x, and were not run" in timed
 
 
+def test_the_best_options_of_each_side_are_named():
+    results = make_results()
+    assert "Best options" not in " ".join(notes(results))
+    cells = (*results.cells[:2], replace(results.cells[2], strategy="tensor+int8"))
+    assert "Best options of each by time to the loss: tensor+int8 and phantom." in notes(replace(results, cells=cells))
+
+
 def test_errors_come_first():
     results = make_results()
     cell = replace(results.cells[2], runs=tuple(replace(run, status="differs") for run in results.cells[2].runs))

@@ -487,8 +487,9 @@ class Stage:
         return replace(micro_batch, kept=kept, kept_bytes=kept_bytes, calls=self.micro_batches)
 
     def exchanges(self, words: int, wire: WireFormat) -> tuple[Exchange, ...]:
-        """What the stage sends, where a micro-batch's stream has so many words."""
-        sent = on_wire(Exchange("stream", "forward", "send", self.stages, words, stride=self.ranks), 1, wire)
+        """What the stage sends, in full or in bf16, where a micro-batch's stream has so many words."""
+        short = WIRE_WORD_BYTES["bf16"] if wire == "bf16" else None
+        sent = Exchange("stream", "forward", "send", self.stages, words, stride=self.ranks, wire_word_bytes=short)
         out = () if self.is_last else (sent,)
         back = () if self.is_first else (replace(sent, term="its gradient", phase="backward"),)
         return (out + back) * self.micro_batches

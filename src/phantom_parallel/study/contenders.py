@@ -1,8 +1,8 @@
 """Contenders: what is compared, by the names that settings and results have.
 
-A name is ``BASE[@RANKSxCOPIES][+WIRE]``. The base is an entry of `BASES`: a strategy, whose model all ranks share, or
-one such as ``copies``, in which every rank has a whole dense model. ``pipeline@2x2`` is two copies of a pipeline of two
-ranks, ``dense@1x1`` has one rank while others are idle, and ``tensor+int8`` sends int8.
+A name is ``BASE[@RANKSxCOPIES][+OPTION...]``. The base is an entry of `BASES`: a strategy, whose model all ranks share,
+or one such as ``copies``, in which every rank has a whole dense model. ``pipeline@2x2`` is two copies of a pipeline of
+two ranks, ``dense@1x1`` has one rank while others are idle, and ``phantom+parallel+int8`` parallel blocks and int8.
 """
 
 import re
@@ -17,7 +17,9 @@ from phantom_parallel.utils.strategies import STRATEGIES, Strategy, StrategyName
 COPIES, PHANTOM_COPIES, SMALL_DENSE = "copies", "phantom-copies", "small-dense"
 EXACT_WIRE: WireFormat = "full"
 DENSE = "dense model"  # the function that strategies without blocks compute
-_NAME = re.compile(r"(?P<base>[^@+]+)(@(?P<ranks>\d{1,7})x(?P<dp>\d{1,7}))?(\+(?P<wire>[^@+]+))?")
+_NAME = re.compile(r"(?P<base>[^@+]+)(@(?P<ranks>\d{1,7})x(?P<dp>\d{1,7}))?(?P<options>(\+[^@+]+)*)")
+_FUNCTIONS = {"parallel": "parallel_block", "ladder": "ladder"}  # options that are another function, and their fields
+_SCHEDULES = ("interleave", "micro_batches")  # options with a number, which change the order of the work only
 # Fields of a training that belong to strategies with this property, and are left out for others.
 _FIELDS_OF = {
     "sized_by_blocks": ("blocks", "ghosts"),
@@ -59,6 +61,7 @@ class Contender:
     ranks: int  # that share a model
     dp: int  # copies of the model
     wire: WireFormat = EXACT_WIRE
+    options: Pairs = ()  # settings of its training that the name has
     cell: Pairs = ()  # settings of its training that other cells of the grid do not share
     tuned: Pairs = ()  # settings of its training that are chosen by the shortest step
 
@@ -81,9 +84,8 @@ class Contender:
         """What the contender computes: those with the same function have the same losses, up to rounding."""
         if self.wire != EXACT_WIRE:
             return self.name, self.cell  # what is rounded depends on what is exchanged
-        if self.base.smaller:
-            return SMALL_DENSE, self.cell
-        return DENSE if self.rules.same_model else self.base.strategy, self.cell
+        model = SMALL_DENSE if self.base.smaller else DENSE if self.rules.same_model else self.base.strategy
+        return "+".join([model, *(name for name in _FUNCTIONS if _FUNCTIONS[name] in dict(self.options))]), self.cell
 
     @property
     def variant(self) -> str:
@@ -102,7 +104,7 @@ class Contender:
         fields |= {"strategy": self.base.strategy, "ranks": self.ranks, "dp": self.dp, "wire": self.wire}
         fields |= dict(self.tuned)
         others = [name for kind, names in _FIELDS_OF.items() if not getattr(self.rules, kind) for name in names]
-        return {name: value for name, value in fields.items() if name not in others}
+        return {name: value for name, value in fields.items() if name not in others} | dict(self.options)
 
 
 def world_size(training: Mapping[str, Any]) -> int:
@@ -121,7 +123,7 @@ def get_contender(name: str, among: Sequence[str], training: Mapping[str, Any], 
     if parsed is None or parsed["base"] not in known:
         raise ValueError(
             f"strategies must be of {', '.join(known)}, also with a layout as in phantom@2x2 (ranks x copies) "
-            f"and a format of exchanged values as in tensor+int8, got {name!r}"
+            f"and options as in megatron+int8, got {name!r}"
         )
     base, total = BASES[parsed["base"]], world_size(training)
     ranks, dp = (1, total) if base.whole else (training.get("ranks", 1), training.get("dp", 1))
@@ -131,11 +133,20 @@ def get_contender(name: str, among: Sequence[str], training: Mapping[str, Any], 
         if ranks * dp > total:
             raise ValueError(f"{name!r} needs {ranks * dp} ranks, and there are {total}")
         STRATEGIES[base.strategy].check_ranks(ranks)
-    sends_features = ranks > 1 and STRATEGIES[base.strategy].splits_layers
-    wire = check_wire(parsed["wire"] or (training.get("wire", EXACT_WIRE) if sends_features else EXACT_WIRE))
-    if wire != EXACT_WIRE and not sends_features:
+    rules, options = STRATEGIES[base.strategy], dict[str, Any]()
+    for option in parsed["options"].split("+")[1:]:
+        key, _, number = option.partition("=")
+        if option in _FUNCTIONS:
+            options[_FUNCTIONS[option]] = True
+        elif key in _SCHEDULES and number.isdecimal():
+            options[key] = int(number)
+        else:
+            options["wire"] = check_wire(f"{options['wire']}+{option}" if "wire" in options else option)
+    sends_features = ranks > 1 and rules.splits_layers
+    wire: WireFormat = options.pop("wire", training.get("wire", EXACT_WIRE) if sends_features else EXACT_WIRE)
+    if wire != EXACT_WIRE and not sends_features and not (ranks > 1 and rules.splits_depth):
         raise ValueError(f"{name!r}: ranks of {base.strategy} exchange no features that could be sent as {wire}")
-    return Contender(name, base, ranks, dp, wire, cell)
+    return Contender(name, base, ranks, dp, wire, tuple(options.items()), cell)
 
 
 def models_of(contenders: Iterable[Contender], share: bool) -> dict[str, list[Contender]]:

@@ -374,8 +374,9 @@ def same_rate(settings: Settings) -> dict[str, str]:
     """Models in a short format that take the rate of the same strategy at full precision, if that is there."""
     groups = models_of(settings.contenders, settings.share_curves)
     models = {contender.label: model for model, group in groups.items() for contender in group}
-    short = [contender for contender in settings.contenders if "+" in contender.name and not settings.search.wires]
-    exact = {models[each.label]: models.get(replace(each, name=each.name.partition("+")[0]).label) for each in short}
+    short = {each: each.name.replace(f"+{each.wire}", "") for each in settings.contenders if not settings.search.wires}
+    named = [(models[each.label], replace(each, name=name).label) for each, name in short.items() if name != each.name]
+    exact = {model: models.get(label) for model, label in named}
     return {model: other for model, other in exact.items() if other is not None}
 
 

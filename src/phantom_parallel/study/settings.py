@@ -88,8 +88,9 @@ class Settings:
     """Model family."""
     strategies: tuple[str, ...] = ("phantom", "tensor", "megatron")
     """What to compare: strategies, also as copies of the model (copies, phantom-copies), in a layout of ranks x copies
-    (phantom@2x2, dense@1x1 on one rank), or with another format of exchanged values (tensor+int8); small-dense is the
-    smallest dense model that reaches the loss."""
+    (phantom@2x2, dense@1x1 on one rank), or with options: another format of exchanged values (tensor+int8), and of
+    transformers parallel, ladder, interleave=N and micro_batches=N (phantom+parallel+int8); small-dense is the smallest
+    dense model that reaches the loss."""
     measure: Literal["loss", "speed", "decode"] = "loss"
     """Whether to train to the loss, to time steps only, or to time a token that is decoded after half the context."""
     target_loss: float | None = None
@@ -191,7 +192,7 @@ class Settings:
 
     def variants(self, contender: Contender) -> tuple[Contender, ...]:
         """What a contender may be tuned to, of which the one with the shortest step is used."""
-        if contender.ranks == 1:
+        if contender.ranks == 1 or dict(contender.options).keys() & {"interleave", "micro_batches"}:
             return (contender,)
         if contender.rules.shards_rows:
             return tuple(contender.tuned_to(reshard_after_forward=frees) for frees in (True, False))

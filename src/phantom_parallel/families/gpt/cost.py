@@ -44,7 +44,7 @@ from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.nn.sharded import to_local
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
 from phantom_parallel.utils.settings import NO_OPTION, Features, NonNegativeInt, PositiveFloat, PositiveInt, Ranks
-from phantom_parallel.utils.strategies import StrategyName, get_strategy, head_splits_rows
+from phantom_parallel.utils.strategies import StrategyName, head_splits_rows
 
 Mode = Literal["train", "prefill", "decode"]
 INDEX_BYTES = 8  # of a token

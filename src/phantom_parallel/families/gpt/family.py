@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from math import log
+from math import gcd, lcm, log
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -94,6 +94,16 @@ def evaluate(model: GPT, folder: Path, config: EvalConfig, report: Report) -> di
     return evaluate_text(model.logits, tokens, text, model.config.context, config, report)
 
 
+def smaller_models(config: GPTTrainConfig) -> list[dict[str, Any]]:
+    """Narrower models with as many layers and heads of the same size, at most 3/4 as many."""
+    model, sizes = config.model, list[dict[str, Any]]()
+    for heads in sorted({model.heads * eighths // 8 for eighths in (1, 2, 3, 4, 6)} - {0}):
+        kv_heads = gcd(heads, max(1, model.kv_heads * heads // model.heads))
+        hidden = -(-model.hidden * heads // (model.heads * (step := lcm(64, kv_heads)))) * step
+        sizes.append({"dim": heads * model.head_dim, "heads": heads, "kv_heads": kv_heads, "hidden": hidden})
+    return sizes
+
+
 FAMILY = Family(
     name="gpt",
     title="decoder-only transformers",
@@ -114,6 +124,7 @@ FAMILY = Family(
     pretrained_config=config_of,
     export_model=export_model,
     measure_inference=measure_inference,
+    smaller_models=smaller_models,
     evaluate=evaluate,
     describe_loss=lambda config: ("cross-entropy, nats a token", log(config.model.vocab), "a uniform guess"),
     nats=True,
