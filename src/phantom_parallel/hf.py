@@ -14,7 +14,6 @@ model's own plan is used, or where ``transformers`` has none, phantom layers tak
 """
 
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
@@ -219,30 +218,50 @@ def _drop_markers(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
             state.pop(f"{prefix}{name}.{_MARKER}", None)
 
 
-def _describe_before(save: Callable[..., None]) -> Callable[..., None]:
-    """``save_pretrained`` that describes models whose phantom layers were not made by `phantom_parallel.convert`."""
-
-    @wraps(save)
-    def save_pretrained(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
-        if any(isinstance(module, PhantomLinear) for module in model.modules()):
-            describe(model)
-        save(model, *args, **kwargs)
-
-    return save_pretrained
+_save_pretrained = PreTrainedModel.save_pretrained
 
 
-PreTrainedModel.save_pretrained = _describe_before(PreTrainedModel.save_pretrained)  # type: ignore[method-assign]
+@wraps(_save_pretrained)
+def _describe_and_save(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+    if any(isinstance(module, PhantomLinear) for module in model.modules()):
+        describe(model)
+    _save_pretrained(model, *args, **kwargs)
+
+
+PreTrainedModel.save_pretrained = _describe_and_save  # type: ignore[method-assign, assignment]
 
 
 def evaluate(folder: Path, config: EvalConfig, report: Report) -> dict[str, float]:
     """Perplexity and nats a token of a language model on a text, for ``phantom eval``. All ranks call this."""
-    text = read_texts(config.data)
+    text = b"" if config.tasks else read_texts(config.data)
     plan = DistributedConfig(tp_size=config.ranks) if config.ranks > 1 else None
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=plan).eval()
-    encoded = AutoTokenizer.from_pretrained(folder)(text.decode(errors="replace"), add_special_tokens=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if config.tasks:
+        return evaluate_tasks(model, tokenizer, config)
+    encoded = tokenizer(text.decode(errors="replace"), add_special_tokens=False)
     tokens = torch.tensor(encoded["input_ids"], device=model.device)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", len(tokens))
     return evaluate_text(lambda batch: model(batch).logits, tokens, text, context, config, report)
+
+
+def evaluate_tasks(model: Any, tokenizer: Any, config: EvalConfig) -> dict[str, float]:
+    """Scores of a language model on tasks of lm_eval, by task and metric. All ranks call this and score everything."""
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+    except ImportError:
+        raise ValueError("--tasks needs lm_eval, which is not installed: pip install lm_eval") from None
+    manager = TaskManager(include_path=None if config.task_folder is None else str(config.task_folder))
+    if unknown := sorted(set(config.tasks) - set(manager.all_tasks)):
+        raise ValueError(f"lm_eval has no task {unknown[0]}: lm_eval ls tasks lists them, or give --task-folder")
+    settings = {"task_manager": manager, "limit": config.limit, "bootstrap_iters": 0}
+    adapter = HFLM(model, tokenizer=tokenizer, batch_size=config.batch)
+    evaluated = simple_evaluate(adapter, tasks=list(config.tasks), **settings)
+    scores = {} if evaluated is None else evaluated["results"]  # which ranks other than 0 may not get
+    named = {f"{task} {metric.partition(',')[0]}": score for task in scores for metric, score in scores[task].items()}
+    return {name: score for name, score in named.items() if isinstance(score, float) and "stderr" not in name}
 
 
 class EnergyCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]

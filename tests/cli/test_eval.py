@@ -107,3 +107,60 @@ def test_a_mistake_is_one_line(tmp_path, capsys, arguments, message):
     save_model(FFN(FFNConfig(width=16, depth=1, blocks=4, ghosts=2)), tmp_path / "model")
     assert main(["eval", "--model", str(tmp_path / "model"), *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "while", "it", "rains"]
+
+
+def language_model():
+    """A model of transformers, and its tokenizer."""
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(sorted(set(WORDS)))}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=16, max_position_embeddings=64, **sizes)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="rains")
+    return transformers.LlamaForCausalLM(config).eval(), fast
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_tasks_of_lm_eval_for_folders_of_transformers_and_our_own(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    model, tokenizer = language_model()
+    for parameter in model.parameters():
+        parameter.data.mul_(3.0)  # so that the words before matter
+    model.save_pretrained(tmp_path / "hf")
+    tokenizer.save_pretrained(tmp_path / "hf")
+    choices, correct = ["fox", "dog", "quick"], []
+    documents = [{"text": " ".join(WORDS[i : i + 3]), "label": i % 3} for i in range(9)]
+    for document in documents:
+        logits = model(torch.tensor([tokenizer.encode(document["text"])])).logits[0, -1]
+        correct.append(int(logits[tokenizer.convert_tokens_to_ids(choices)].argmax()) == document["label"])
+    assert 0 < sum(correct) < 9
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, documents)))
+    task = {
+        "task": "words", "dataset_path": "json", "test_split": "test",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "data.jsonl")}},
+        "output_type": "multiple_choice", "doc_to_text": "{{text}}", "doc_to_choice": choices,
+        "doc_to_target": "label", "metric_list": [{"metric": "acc"}],
+    }  # fmt: skip
+    (tmp_path / "tasks" / "words.yaml").write_text(json.dumps(task))
+    assert main(["model", "import", "--from", str(tmp_path / "hf"), "--out", str(tmp_path / "own")]) == 0
+    capsys.readouterr()
+    tasks = "--tasks", "words", "--task-folder", tmp_path / "tasks"
+    for ranks in (1, 2):
+        both = "--model", tmp_path / "hf", "--against", tmp_path / "own", "--ranks", ranks
+        result = evaluated(capsys, *both, *tasks)
+        for name, folder in (("model", "hf"), ("against", "own")):
+            assert result[name] == {"folder": str(tmp_path / folder), "words acc": pytest.approx(sum(correct) / 9)}
+    assert main(["eval", "--model", str(tmp_path / "own"), "--tasks", "nothing"]) == 2
+    assert "lm_eval has no task nothing" in capsys.readouterr().err
+    assert main(["eval", "--model", str(tmp_path / "own"), *map(str, tasks), "--limit", "3"]) == 0
+    assert capsys.readouterr().out == f"own  words acc {sum(correct[:3]) / 3:.4f}\n"

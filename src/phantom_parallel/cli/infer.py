@@ -296,7 +296,8 @@ _SHOWN = {
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions(RanksOption, LaunchOptions, JsonOption, EvalConfig):
     """Evaluate a model: perplexity and nats a token of a language model on a text, by windows that slide over it with
-    the model's tokenizer; the accuracy of classes or the relative error of a feed-forward network.
+    the model's tokenizer, or its scores on tasks of lm_eval; the accuracy of classes or the relative error of a
+    feed-forward network.
 
     Ranks and exit codes are as for phantom train.
     """
@@ -316,6 +317,7 @@ class EvalOptions(RanksOption, LaunchOptions, JsonOption, EvalConfig):
         lines = [result[name] for name in ("model", "against") if name in result]
         folders = [Path(line["folder"]) for line in lines]
         names = [folder.parent.name if folder.name == MODEL else folder.name for folder in folders]
-        for name, line in zip(names, lines, strict=True):
-            shown = ", ".join(text.format(line[measure]) for measure, text in _SHOWN.items() if measure in line)
-            print(printable(f"{name:<{max(map(len, names))}}  {shown}"))
+        for title, line in zip(names, lines, strict=True):
+            tasks = {measure: f"{measure} {{:.4f}}" for measure in line if " " in measure}
+            shown = ", ".join(text.format(line[name]) for name, text in (_SHOWN | tasks).items() if name in line)
+            print(printable(f"{title:<{max(map(len, names))}}  {shown}"))

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -38,6 +39,12 @@ class EvalConfig:
     data: Path | None = None
     """Text for a language model, a file or a folder of files. For a feed-forward network, arrays x and y as phantom
     train takes them; by default the held-out rows of the training that made the model, or the one of --against."""
+    tasks: tuple[str, ...] = ()
+    """Tasks of lm_eval to evaluate a language model on instead of a text; for it, a model of ours is exported first."""
+    task_folder: Path | None = None
+    """Folder with further tasks, YAML files as lm_eval has them."""
+    limit: int | None = None
+    """Examples of each task, at most."""
     length: int | None = None
     """Tokens of a window; by default the model's context, at most 1024."""
     stride: int | None = None
@@ -49,10 +56,10 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         positive(ranks=self.ranks, batch=self.batch)
-        for name in ("model", "against", "data"):
+        for name in ("model", "against", "data", "task_folder"):
             if (path := getattr(self, name)) is not None:
                 object.__setattr__(self, name, Path(path).absolute())
-        positive(length=self.length or 1, stride=self.stride or 1)
+        positive(length=self.length or 1, stride=self.stride or 1, limit=self.limit or 1)
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -63,11 +70,17 @@ def run(config: EvalConfig, *, show: bool = False) -> dict[str, Any]:
     """Evaluate the models, with progress on stderr if ``show`` is set. Returns plain data: the ``folder`` of ``model``
     and ``against``, and what their family measures.
     """
-    for folder in config.folders:
-        if not is_transformers(folder):
-            get_family(family_of(check_folder(folder))).require("evaluate")
-            check_model(folder, config.ranks).config.check_ranks(config.ranks)
-    return launch(config.ranks, _work, config, show)
+    folders = list(config.folders)
+    with TemporaryDirectory() as exported:
+        for index, folder in enumerate(config.folders):
+            if not is_transformers(folder):
+                family = get_family(family_of(check_folder(folder)))
+                family.require("evaluate")
+                check_model(folder, config.ranks).config.check_ranks(config.ranks)
+                if config.tasks:
+                    folders[index] = Path(exported) / str(index)
+                    family.require("export_model")(folder, folders[index])
+        return launch(config.ranks, _work, config, folders, show)
 
 
 def is_transformers(folder: Path) -> bool:
@@ -75,13 +88,13 @@ def is_transformers(folder: Path) -> bool:
     return (folder / CONFIG).is_file() and "model_type" in read_json(folder / CONFIG)
 
 
-def _work(device: torch.device, config: EvalConfig, show: bool) -> dict[str, Any]:
+def _work(device: torch.device, config: EvalConfig, folders: list[Path], show: bool) -> dict[str, Any]:
     """Run on one rank."""
     mesh = None if config.ranks == 1 else init_device_mesh(device.type, (config.ranks,), mesh_dim_names=("tp",))
     check_agreement("what to evaluate", {name: str(value) for name, value in asdict(config).items()}, mesh)
     result = {}
     with ProgressDisplay(show=show and rank_group(mesh).rank == 0) as display, torch.inference_mode():
-        for name, folder in zip(("model", "against"), config.folders, strict=False):
+        for name, given, folder in zip(("model", "against"), config.folders, folders, strict=False):
             display.stage(f"evaluating {name}", 0)
 
             def report(done: int, total: int) -> None:
@@ -95,7 +108,7 @@ def _work(device: torch.device, config: EvalConfig, show: bool) -> dict[str, Any
             else:
                 model = load_model(folder, mesh=mesh, device=device, strategy=strategy_on(folder, config.ranks)).eval()
                 measured = get_family(family_of(folder)).require("evaluate")(model, folder, config, report)
-            result[name] = {"folder": os.fspath(folder)} | measured
+            result[name] = {"folder": os.fspath(given)} | measured
     return result | {"ranks": config.ranks, "device": device.type}
 
 
