@@ -42,6 +42,26 @@ def test_tensorboards_own_reader_finds_what_was_logged(tmp_path):
     assert [(event.step, event.value) for event in read.Scalars("eval_loss")] == [(10, 0.75)]
 
 
+TRACKER = """
+logged = []
+init = lambda **settings: logged.append(settings)
+log = lambda values, step: logged.append((step, values["loss"]))
+finish = lambda: logged.append("finished")
+"""
+
+
+def test_metrics_are_logged_to_a_tracker(tmp_path, monkeypatch):
+    (tmp_path / "my_tracker.py").write_text(TRACKER)
+    monkeypatch.syspath_prepend(tmp_path)
+    run(CONFIG.updated(tracker="my_tracker"), tmp_path / "run")
+    first, *steps, last = import_module("my_tracker").logged
+    assert (first["name"], first["config"]["width"], last) == ("run", 16, "finished")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [(line["step"], line["loss"]) for line in lines]
+    with pytest.raises(ValueError, match="there is no module not_there to log to"):
+        run(CONFIG.updated(tracker="not_there"), tmp_path / "other")
+
+
 MORE = CONFIG.updated(steps=6)
 
 

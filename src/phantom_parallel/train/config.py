@@ -49,7 +49,7 @@ class TrainConfig(HasModel):
     # Fields that may differ when a training is resumed: where and how long it runs, and what it writes.
     may_change: ClassVar[frozenset[str]] = frozenset(
         {"ranks", "dp", "steps", "target_loss", "compile", "log_every", "eval_every", "checkpoint_every", "keep"}
-        | {"micro_batches", "reshard_after_forward"}
+        | {"micro_batches", "reshard_after_forward", "tracker"}
     )
 
     ranks: Ranks = 1
@@ -107,6 +107,8 @@ class TrainConfig(HasModel):
     """Steps between checkpoints."""
     keep: PositiveInt = 2
     """Number of checkpoints to keep, the latest ones."""
+    tracker: str | None = None
+    """Log metrics to this module as well: wandb, trackio, or any with log(dict, step=...)."""
     data: str
     """Data set."""
 

@@ -8,6 +8,7 @@ import math
 import os
 from dataclasses import asdict
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,8 @@ def prepare(config: TrainConfig, out: Path, resume: bool, lock: FolderLock) -> P
     """
     task = config.task()
     task.check(config)
+    if config.tracker is not None and find_spec(config.tracker) is None:
+        raise ValueError(f"there is no module {config.tracker} to log to: pip install it, or leave tracker out")
     _check_folder(config, out, resume)
     out.mkdir(parents=True, exist_ok=True)
     lock.acquire()
@@ -183,11 +186,14 @@ def _drop_after(path: Path, step: int) -> None:
 
 
 class Log:
-    """``metrics.jsonl``, and TensorBoard's files beside it where that is installed."""
+    """``metrics.jsonl``, TensorBoard's files beside it where that is installed, and a tracker."""
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path, tracker: str | None = None) -> None:
         self._out = out
         self._board: Any = None
+        self._tracker: Any = tracker and import_module(tracker)
+        if hasattr(self._tracker, "init"):
+            self._tracker.init(project="phantom-parallel", name=out.name, config=read_json(out / CONFIG))
 
     def __enter__(self) -> "Log":
         return self
@@ -195,6 +201,8 @@ class Log:
     def __exit__(self, *exception: object) -> None:
         if self._board is not None:
             self._board.close()
+        if hasattr(self._tracker, "finish"):
+            self._tracker.finish()
 
     def append(self, record: Record) -> None:
         with open(self._out / METRICS, "a") as file:
@@ -208,6 +216,8 @@ class Log:
             for name, value in asdict(record).items():
                 if name != "step" and value is not None:
                     self._board.add_scalar(name, value, record.step)
+        if self._tracker is not None:
+            self._tracker.log({name: v for name, v in asdict(record).items() if v is not None}, step=record.step)
 
 
 def _work(
@@ -220,7 +230,8 @@ def _work(
             latest = broadcast_from_rank_zero(lambda: prepare(config, out, resume, lock))
         lock.join()
         parallel = ParallelContext.create(config.ranks, config.dp, device)
-        log, display = Log(out), ProgressDisplay(show=show and parallel.rank == 0)
+        log = Log(out, None if parallel.rank else config.tracker)
+        display = ProgressDisplay(show=show and parallel.rank == 0)
 
         def report(record: Record) -> None:
             log.append(record)
