@@ -30,7 +30,9 @@ class MegatronPhantomLinear(PhantomLinear):
             raise ValueError("phantom layers support neither sequence parallelism nor experts: turn them off")
         group = get_tensor_model_parallel_group_if_none(tp_group)
         device = "cpu" if config.use_cpu_initialization else "cuda"
-        init_method(sample := torch.empty(256, 256))
+        with torch.random.fork_rng(devices=[]):  # its standard deviation, the same on every rank
+            torch.manual_seed(0)
+            init_method(sample := torch.empty(256, 256))
         settings = {"device": device, "dtype": config.params_dtype, "gain": float(sample.std()) * input_size**0.5}
         mesh = DeviceMesh.from_group(group, device) if group.size() > 1 else None
         super().__init__(input_size, output_size, bias, blocks=blocks, ghosts=ghosts, mesh=mesh, **settings)
