@@ -256,10 +256,10 @@ def evaluate_tasks(model: Any, tokenizer: Any, config: EvalConfig) -> dict[str, 
     manager = TaskManager(include_path=None if config.task_folder is None else str(config.task_folder))
     if unknown := sorted(set(config.tasks) - set(manager.all_tasks)):
         raise ValueError(f"lm_eval has no task {unknown[0]}: lm_eval ls tasks lists them, or give --task-folder")
-    settings = {"task_manager": manager, "limit": config.limit, "bootstrap_iters": 0}
+    settings = {"tasks": list(config.tasks), "task_manager": manager, "limit": config.limit, "bootstrap_iters": 0}
     adapter = HFLM(model, tokenizer=tokenizer, batch_size=config.batch)
-    evaluated = simple_evaluate(adapter, tasks=list(config.tasks), **settings)
-    scores = {} if evaluated is None else evaluated["results"]  # which ranks other than 0 may not get
+    evaluated = simple_evaluate(adapter, **settings) or {"results": {}}  # None but on rank 0
+    scores = evaluated["results"]
     named = {f"{task} {metric.partition(',')[0]}": score for task in scores for metric, score in scores[task].items()}
     return {name: score for name, score in named.items() if isinstance(score, float) and "stderr" not in name}
 

@@ -48,7 +48,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("momentum", "weight_decay", "max_grad_norm", "lr_local", "lr_compress", "lr_decompress", "dtype", "seed"),
     ),
     "checkpoints": ("resume", "checkpoint_every", "keep"),
-    "output": ("out", "json", "report_only", "log_every", "eval_every", "profile"),
+    "output": ("out", "json", "report_only", "log_every", "eval_every", "tracker", "profile"),
     "emulated_hosts": ("hosts", "link", "link_delay", "link_loss", "hosts_optional"),
 }
 _MAX_UNGROUPED = 12  # options of a command whose help is one group

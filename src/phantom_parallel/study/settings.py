@@ -34,7 +34,7 @@ from phantom_parallel.utils.settings import NonNegativeInt, PositiveFloat, Posit
 Folder = Literal["presets", "studies"]
 LOOPBACK = "loopback"  # the link of ranks without hosts
 SEARCH_PREFIX = "search_"  # of options of the search, whose names the grid has too
-_SET_HERE = frozenset({"strategy", "lr", "seed", "steps", "target_loss", "log_every", "checkpoint_every", "keep"})
+_SET_HERE = {"strategy", "lr", "seed", "steps", "target_loss", "log_every", "checkpoint_every", "keep", "tracker"}
 
 
 def training_fields(family: object) -> tuple[str, ...]:
