@@ -258,8 +258,7 @@ def evaluate_tasks(model: Any, tokenizer: Any, config: EvalConfig) -> dict[str, 
         raise ValueError(f"lm_eval has no task {unknown[0]}: lm_eval ls tasks lists them, or give --task-folder")
     settings = {"tasks": list(config.tasks), "task_manager": manager, "limit": config.limit, "bootstrap_iters": 0}
     adapter = HFLM(model, tokenizer=tokenizer, batch_size=config.batch)
-    evaluated = simple_evaluate(adapter, **settings) or {"results": {}}  # None but on rank 0
-    scores = evaluated["results"]
+    scores = (simple_evaluate(adapter, **settings) or {"results": {}})["results"]  # None but on rank 0
     named = {f"{task} {metric.partition(',')[0]}": score for task in scores for metric, score in scores[task].items()}
     return {name: score for name, score in named.items() if isinstance(score, float) and "stderr" not in name}
 
