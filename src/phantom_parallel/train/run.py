@@ -191,9 +191,11 @@ class Log:
     def __init__(self, out: Path, tracker: str | None = None) -> None:
         self._out = out
         self._board: Any = None
-        self._tracker: Any = tracker and import_module(tracker)
-        if hasattr(self._tracker, "init"):
-            self._tracker.init(project="phantom-parallel", name=out.name, config=read_json(out / CONFIG))
+        self._tracker: Any = None
+        if tracker is not None:
+            self._tracker = import_module(tracker)
+            settings = {"project": "phantom-parallel", "name": out.name, "config": read_json(out / CONFIG)}
+            getattr(self._tracker, "init", dict)(**settings)
 
     def __enter__(self) -> "Log":
         return self
@@ -201,8 +203,7 @@ class Log:
     def __exit__(self, *exception: object) -> None:
         if self._board is not None:
             self._board.close()
-        if hasattr(self._tracker, "finish"):
-            self._tracker.finish()
+        getattr(self._tracker, "finish", dict)()
 
     def append(self, record: Record) -> None:
         with open(self._out / METRICS, "a") as file:
