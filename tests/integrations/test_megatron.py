@@ -54,7 +54,6 @@ def train_on_rank(size, tokens, weights):
     from phantom_parallel.integrations.megatron import MegatronPhantomLinear, phantom_layer_spec
 
     rank = dist.get_rank()
-    torch.manual_seed(rank)  # ranks need not draw the same
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
     with pytest.MonkeyPatch.context() as patch:  # what it takes from CUDA: random numbers and a buffer
         patch.setattr(tensor_parallel.random.CudaRNGStatesTracker, "fork", lambda self, *_: nullcontext())
