@@ -561,6 +561,7 @@ def _table(result: TuneResult) -> Table:
     caption = "95 % intervals over seeds; ~ estimated from a short training; times and energies of a step are modelled"
     if result.skipped:
         caption += f"; {result.skipped} candidates with a dearer step than the dense model's were not trained"
+    caption += "; small: the smallest dense model that reaches the loss" if result.small else ""
     headings = ("blocks", "ghosts", "ranks\nx dp", "steps", "time", "energy")
     table = make_table(headings, left=0, title=title, caption=caption)
     for model in filter(None, (*result.models, result.small)):
@@ -568,7 +569,7 @@ def _table(result: TuneResult) -> Table:
         for ratio in (model.steps, model.to_the_loss("time"), model.to_the_loss("energy")):
             text = "-" if ratio is None else format_interval(ratio)
             cells.append(f"~{format_ratio(ratio.mean)}" if ratio and model.estimated else text)
-        name = (str(layout.blocks), str(layout.ghosts)) if layout.blocks else ("small dense", "-")
+        name = (str(layout.blocks), str(layout.ghosts)) if layout.blocks else ("small", "-")
         table.add_row(*name, f"{layout.ranks} x {layout.dp}", *cells)
     return table
 
