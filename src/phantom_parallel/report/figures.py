@@ -366,7 +366,7 @@ def tuning(tuned: Mapping[str, Any]) -> list[CaptionedFigure]:
         lines: dict[str, list[tuple[float, ...]]] = {}
         for row in (row | row[f"{name}_ratio"] for row in tuned["candidates"] if row[f"{name}_ratio"]):
             ends = (row["mean"] - (row["low"] or row["mean"]), (row["high"] or row["mean"]) - row["mean"])
-            lines.setdefault(f"phantom, {row['blocks']} blocks", []).append((row["ghosts"], row["mean"], *ends))
+            lines.setdefault(f"phantom {row['blocks']} blocks", []).append((row["ghosts"], row["mean"], *ends))
         title, levels = f"{name.capitalize()} to the loss, relative to the dense model", {"dense": 1.0}
         levels |= {SMALL_DENSE: small[f"{name}_ratio"]["mean"]} if small.get(f"{name}_ratio") else {}
         with plot_style():
@@ -377,7 +377,7 @@ def tuning(tuned: Mapping[str, Any]) -> list[CaptionedFigure]:
                 x, y, *errors = zip(*sorted(lines[label]), strict=True)
                 axes.errorbar(x, y, yerr=errors, capsize=3, label=label, **style)
                 counted_axis(axes, {point[0] for line in lines.values() for point in line})
-            axes.set(xlabel="ghosts", ylabel=f"{name}, dense model in its best layout = 1")
+            axes.set(xlabel="ghosts", ylabel=f"{name}, best dense layout = 1")
             add_grid_and_legend(figure, axes)
         caption = "With 95 % intervals over seeds; estimated from a short training where there is none."
         drawn += [CaptionedFigure(f"ghosts-{name}", title, caption, figure)] if lines else []
