@@ -174,19 +174,12 @@ def make_ghosts() -> Results:
 
 
 def make_scaling() -> Results:
-    """Timed steps on a few ranks, and modelled ones on more."""
+    """Timed steps on several numbers of ranks."""
     cells = []
     for strategy, flat, slope in (("phantom", 0.002, 0.04), ("tensor", 0.006, 0.12)):
-        for ranks in (1, 2, 4, 16, 64):
-            hardware = "frontier-mi250x" if ranks > 4 else None
-            link = "modelled" if hardware else "loopback"
+        for ranks in (1, 2, 4):
             run = _timed(0, 10 * (flat + slope / ranks), "timed")
-            settings = {"ranks": ranks}
-            cells.append(
-                make_cell(
-                    strategy, (run,), settings=settings, ranks=ranks, hardware=hardware, link=link, inference=()
-                )
-            )  # fmt: skip
+            cells.append(make_cell(strategy, (run,), settings={"ranks": ranks}, ranks=ranks, inference=()))
     return _study("scaling", cells, settings={"name": "scaling", "measure": "speed"})
 
 

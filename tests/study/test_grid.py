@@ -12,7 +12,6 @@ import torch
 
 from phantom_parallel import GPT
 from phantom_parallel.cost.hardware import load_profile
-from phantom_parallel.cost.timing import step_time
 from phantom_parallel.distributed.hosts import why_unavailable
 from phantom_parallel.families.ffn.family import FFNTask
 from phantom_parallel.study import results as results_module
@@ -76,15 +75,10 @@ measure = "speed"
 timed_steps = 4
 seeds = 2
 strategies = ["phantom", "tensor"]
-hardware = "dgx-a100"
+profile = "dgx-a100"
 {TRAINING}
 [[cells]]
 ranks = [1, 2]
-[[modelled]]
-strategy = ["phantom", "tensor"]
-ranks = 16
-blocks = 16
-width = 4096
 """
 DECODE = """
 family = "gpt"
@@ -363,25 +357,20 @@ def test_figures_at_the_loss_the_steps_and_the_energy_of_the_reference():
     assert (missed.loss_at_equal_steps, missed.loss_at_equal_energy) == (None, None)
 
 
-def test_timed_and_modelled_cells(ranks, tmp_path):
+def test_timed_cells_and_the_least_energy(ranks, tmp_path):
     results = ranks(2)(on_a_rank, study(tmp_path, SPEED), str(tmp_path / "out"))[0]
-    measured = [cell for cell in results.cells if cell.hardware is None]
-    assert [cell.label for cell in measured] == [
+    assert [cell.label for cell in results.cells] == [
         f"{name} ranks={ranks}" for ranks in (1, 2) for name in ("phantom", "tensor")
     ]
-    for cell in measured:
+    profile = load_profile("dgx-a100")
+    peak, watts = profile.peak["fp32"].value, profile.compute_watts.value
+    for cell in results.cells:
         assert [run.status for run in cell.runs] == ["timed", "timed"]
         joules = [run.joules / run.steps / 16 for run in cell.runs]
         assert mean(results, cell, "joules_per_sample").mean == pytest.approx(sum(joules) / 2)
-    phantom, tensor = (cell for cell in results.cells if cell.hardware == "dgx-a100")
-    expected = step_time(ffn("tensor", 4096, 2, ranks=16, batch=16), load_profile("dgx-a100"))
-    assert tensor.runs[0].step_seconds == expected.total
-    assert tensor.runs[0].joules == expected.joules
-    assert tensor.least_joules_per_step == pytest.approx(expected.least_joules)
-    assert mean(results, tensor, "mfu").mean == pytest.approx(expected.mfu)
-    assert {cell.least_joules_per_step for cell in measured} == {None}  # assumed watts have no peak
-    assert tensor.runs[0].blocked_share == pytest.approx(expected.exposed / expected.total)
-    assert phantom.blocks == 16
+        assert cell.least_joules_per_step == pytest.approx(cell.flops_per_step / peak * watts)
+        used = [cell.flops_per_step / (cell.ranks * peak * run.step_seconds) for run in cell.runs]
+        assert mean(results, cell, "mfu").mean == pytest.approx(sum(used) / 2)
     assert len(list((tmp_path / "out" / "cells").iterdir())) == 8  # four cells, two rounds
 
 

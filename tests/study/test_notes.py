@@ -45,7 +45,7 @@ def test_who_missed_the_loss_is_in_the_headline():
             ("2.00 at loopback, batch 64; 0.25 at 100mbit, batch 64", "fsdp batch=512 in 3 of 3 runs"),
         ),
         (make_ghosts(), "loss", ("tensor: held-out loss 2.26 at ghosts 2", "0.94 at ghosts 16")),
-        (make_scaling(), "step_seconds", ("0.33 at ranks 1", "(modelled)")),
+        (make_scaling(), "step_seconds", ("0.33 at ranks 1",)),
         (make_smaller(), "joules", ("0.38 at ranks 1, ghosts 8", "ranks=2 ghosts=8 in 1 of 1")),
     ],
     ids=lambda value: getattr(value, "name", ""),
@@ -67,7 +67,6 @@ def test_notes_apply_where_their_conditions_do():
     assert "7 runs were finished by an earlier call" in " ".join(notes(make_results(reused=7)))
     timed = " ".join(notes(make_scaling()))
     assert "losses are not compared" in timed
-    assert "frontier-mi250x, and were not run" in timed
 
 
 def test_the_best_options_of_each_side_are_named():

@@ -121,17 +121,17 @@ class StudyOptions(SettingOptions):
     """Run a study: cells that differ in a few settings, each trained or timed.
 
     links: time to the loss of every strategy against the rate of the links between hosts. batch: the same against the
-    batch size, on one link. ghosts: loss and cost against the number of ghosts. scaling: a fixed width on 1 to 8 ranks,
-    and modelled on more. smaller: phantom models on fewer ranks that reach the loss of a tensor-parallel model on more.
-    width: the width from which phantom is faster. wider: transformers, and a wider one at equal energy. Options replace
-    the values of the study, and phantom study ghosts --help shows those of ghosts. Ctrl-C keeps the cells that are
-    finished, and --resume continues from there.
+    batch size, on one link. ghosts: loss and cost against the number of ghosts. scaling: a fixed width on 1 to 8
+    ranks, with energy against rank-hours. smaller: phantom models on fewer ranks that reach the loss of a
+    tensor-parallel model on more. width: the width from which phantom is faster. wider: transformers, and a wider one
+    at equal energy. decode: tokens inside a host and across hosts. Options replace the values of the study, and phantom
+    study ghosts --help shows those of ghosts. Ctrl-C keeps the cells that are finished, and --resume continues there.
     """
 
     folder: ClassVar[Folder] = "studies"
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
-    """links, batch, ghosts, scaling, smaller, width, wider, or a TOML file."""
+    """links, batch, ghosts, scaling, smaller, width, wider, decode, or a TOML file."""
 
 
 def compare_options(family: str | None, arguments: list[str]) -> tuple[type[SettingOptions], Mapping[str, Any]]:

@@ -265,26 +265,21 @@ def label_ends(axes: Axes, ends: Mapping[str, tuple[float, float, str]], floor: 
 
 
 def _study(results: Results) -> list[CaptionedFigure | None]:
-    """Measures against what varies most: a link or a setting of the cells. Modelled cells have figures of their own."""
+    """Measures against what varies most: a link or a setting of the cells."""
     measures = [main_measure(results), "joules", "step_seconds", "joules_per_sample", "bytes_per_step"]
     if results.is_timed:
         measures = [*results.timed_measures, "bytes_per_step"]
     elif results.settings.get("reference"):
         measures = ["joules", "seconds", "loss_at_equal_steps", "loss_at_equal_energy"]
-    groups = [[cell for cell in results.cells if (cell.hardware is not None) == kind] for kind in (False, True)]
-    sweeps = [_sweep(results, cells, measure) for cells in groups if cells for measure in dict.fromkeys(measures)]
-    return [*sweeps, *(_rank_hours(results, cells) for cells in groups)]
+    return [*(_sweep(results, measure) for measure in dict.fromkeys(measures)), _rank_hours(results)]
 
 
-def _rank_hours(results: Results, cells: Sequence[Cell]) -> CaptionedFigure | None:
+def _rank_hours(results: Results) -> CaptionedFigure | None:
     """Modelled energy against rank-hours: every run, and the line of least squares of each strategy."""
-    strategies = dict.fromkeys(cell.strategy for cell in cells)
-    fits = {name: energy_fit(results, [cell for cell in cells if cell.strategy == name]) for name in strategies}
-    known = {name: fit for name, fit in fits.items() if fit is not None}
+    known = {name: fit for cell in results.cells if (fit := energy_fit(results, name := cell.strategy))}
     if not known:
         return None
-    hardware = cells[0].hardware
-    title = f"Modelled energy against rank-hours{f', for {hardware}' if hardware else ''}"
+    title = "Modelled energy against rank-hours"
     figure, axes = new_figure(title)
     for name, style in line_styles(known).items():
         fit = known[name]
@@ -297,7 +292,7 @@ def _rank_hours(results: Results, cells: Sequence[Cell]) -> CaptionedFigure | No
     label_axis(axes, "y", "joules", [])
     add_grid_and_legend(figure, axes, columns=2)
     caption = "Every run, and the line of least squares of each strategy; its slope is the power of a rank."
-    return CaptionedFigure(f"energy-rank-hours{'-modelled' if hardware else ''}", title, caption, figure)
+    return CaptionedFigure("energy-rank-hours", title, caption, figure)
 
 
 def lines_of(cells: Sequence[Cell]) -> tuple[str, dict[str, list[tuple[Any, Cell]]]]:
@@ -320,9 +315,9 @@ def lines_of(cells: Sequence[Cell]) -> tuple[str, dict[str, list[tuple[Any, Cell
     return varied, lines
 
 
-def _sweep(results: Results, cells: Sequence[Cell], measure: str) -> CaptionedFigure | None:
+def _sweep(results: Results, measure: str) -> CaptionedFigure | None:
     """Medians of a measure against what varies; a horizontal line for a strategy that does not have that setting."""
-    varied, lines = lines_of(cells)
+    varied, lines = lines_of(results.cells)
     drawn = {
         label: [(x, value) for x, cell in points if (value := median_of(results, cell, measure)) is not None]
         for label, points in lines.items()
@@ -331,9 +326,8 @@ def _sweep(results: Results, cells: Sequence[Cell], measure: str) -> CaptionedFi
     places = list(dict.fromkeys(x for points in lines.values() for x, _ in points if x is not None))
     if not drawn or len(places) < 2:
         return None
-    hardware = cells[0].hardware
     name = measure_label(measure, results.target_loss is not None)
-    title = f"{name[:1].upper()}{name[1:]} against {varied}{', modelled' if hardware else ''}"
+    title = f"{name[:1].upper()}{name[1:]} against {varied}"
     figure, axes = new_figure(title, 3.5 + 0.2 * -(-len(drawn) // 2))
     numeric = all(isinstance(place, int | float) for place in places)
     for label, style in line_styles(drawn).items():
@@ -341,9 +335,8 @@ def _sweep(results: Results, cells: Sequence[Cell], measure: str) -> CaptionedFi
         for height in (y for x, y in drawn[label] if x is None):
             axes.axhline(height, color=style["color"], linewidth=1.6, linestyle=style["linestyle"], label=label)
         if points:
-            face = SURFACE if hardware else style["color"]
             xs, ys = zip(*sorted(points), strict=True)
-            axes.plot(xs, ys, markersize=6, linewidth=1.6, markerfacecolor=face, label=label, **style)
+            axes.plot(xs, ys, markersize=6, linewidth=1.6, label=label, **style)
     if numeric:
         counted_axis(axes, places)
     else:
@@ -351,9 +344,8 @@ def _sweep(results: Results, cells: Sequence[Cell], measure: str) -> CaptionedFi
     label_axis(axes, "y", measure, [y for points in drawn.values() for _, y in points], name)
     axes.set_xlabel("link between hosts" if varied == "link" else varied)
     add_grid_and_legend(figure, axes, columns=2 if max(map(len, drawn)) > 14 else 3)
-    stem = f"{varied}-{measure.replace('_', '-')}{'-modelled' if hardware else ''}"
-    note = f" Not run: computed for {hardware}." if hardware else ""
-    return CaptionedFigure(stem, title, f"Medians over seeds.{note}", figure)
+    stem = f"{varied}-{measure.replace('_', '-')}"
+    return CaptionedFigure(stem, title, "Medians over seeds.", figure)
 
 
 # Tuning, plans and conversions

@@ -3,7 +3,7 @@
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.box import SIMPLE
@@ -77,7 +77,7 @@ def reasons(results: Results) -> tuple[Section, ...]:
 def _places(results: Results, short: bool) -> tuple[Section, ...]:
     """A column for each link and batch size, if these are all that varies and every cell has every strategy."""
     cells = results.cells
-    if not cells or any(cell.settings.keys() - {"batch"} or cell.hardware for cell in cells):
+    if not cells or any(cell.settings.keys() - {"batch"} for cell in cells):
         return ()
     places = list(dict.fromkeys((cell.link, cell.batch) for cell in cells))
     links, batches = ({place[index] for place in places} for index in (0, 1))
@@ -234,9 +234,8 @@ def _setting(value: Any) -> str:
 
 def terminal_table(results: Results) -> Table:
     """The main figures for a terminal of 80 columns; ratios of studies are in the headline."""
-    run = replace(results, cells=tuple(cell for cell in results.cells if cell.hardware is None))
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-    for section in main_sections(run, short=True):
+    for section in main_sections(results, short=True):
         if table.columns:
             table.add_section()
             table.add_row(*map(escape, section.headings), style="bold")

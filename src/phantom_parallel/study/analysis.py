@@ -100,12 +100,12 @@ class EnergyFit(NamedTuple):
     r_squared: float
 
 
-def energy_fit(results: Results, cells: Sequence[Cell]) -> EnergyFit | None:
-    """Energy against rank-hours over the runs of some cells; None without three different values of both."""
+def energy_fit(results: Results, strategy: str) -> EnergyFit | None:
+    """Energy against rank-hours over all runs of a strategy; None without three different values of both."""
     points = []
-    for cell in cells:
+    for cell in results.cells:
         hours, joules = (by_seed(results, cell, measure) for measure in ("rank_hours", "joules"))
-        points += [(hours[seed], joules[seed]) for seed in sorted(hours.keys() & joules.keys())]
+        points += [(hours[seed], joules[seed]) for seed in hours.keys() & joules.keys() if cell.strategy == strategy]
     if min((len(set(values)) for values in zip(*points, strict=True)), default=0) < 3:
         return None
     line = stats.linregress(*zip(*points, strict=True))
@@ -145,7 +145,7 @@ def peer(results: Results, cell: Cell, strategy: str) -> Cell | None:
         settings = {"strategy": other.strategy} | other.settings
         wanted = reference or {name: value for name, value in cell.settings.items() if name in settings}
         same = all(settings.get(name) == value for name, value in wanted.items())
-        if same and (other.strategy, other.link, other.hardware) == (strategy, cell.link, cell.hardware):
+        if same and (other.strategy, other.link) == (strategy, cell.link):
             return other
     return None
 

@@ -29,8 +29,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from phantom_parallel.cost.hardware import Profile, load_profile
-from phantom_parallel.cost.timing import least_joules, step_time
+from phantom_parallel.cost.hardware import load_profile
+from phantom_parallel.cost.timing import least_joules
 from phantom_parallel.distributed.launch import launch, launch_device_type
 from phantom_parallel.distributed.launchers import is_rank_zero, launched_externally
 from phantom_parallel.energy import load_power_profile
@@ -79,7 +79,6 @@ def run_grid(settings: Settings, out: Path, *, resume: bool = False, show: bool 
     """
     clock, started, local = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds"), not launched_externally()
     load_power_profile(settings.profile)
-    load_profile(settings.hardware)
     for config in settings.configs():  # mistakes in the data, the memory or the watts, before any rank starts
         config.task().check(config)
         if local and launch_device_type(config.ranks * config.dp) == "cpu":
@@ -135,7 +134,6 @@ def grid_on_rank(device: torch.device, settings: Settings, options: RunOptions) 
                 cells += _time_link(settings, runner, losses, link, on_network=link in options.networks)
         if options.link != links[-1]:
             return None
-        cells += [_modelled_cell(settings, contender) for contender in settings.modelled_contenders]
         inference = _measure_inference(settings, runner)
     return Results(
         name=settings.name,
@@ -453,21 +451,11 @@ def _time_link(
     return cells
 
 
-def _cell(
-    settings: Settings,
-    contender: Contender,
-    runs: Iterable[Run],
-    link: str,
-    model: str | None = None,
-    hardware: Profile | None = None,
-) -> Cell:
-    """``hardware``: profile of a cell that is computed; otherwise that of the watts has the peak, if there is one."""
+def _cell(settings: Settings, contender: Contender, runs: Iterable[Run], link: str, model: str | None = None) -> Cell:
     config = settings.config(contender)
     counted: dict[str, Any] = counts(config, settings.measure)
-    profile = hardware
-    if profile is None and settings.profile not in (None, ASSUMED_CORE):
+    if settings.profile not in (None, ASSUMED_CORE):  # a hardware profile has the peak as well
         profile = load_profile(settings.profile)
-    if profile is not None:
         counted["least_joules_per_step"] = least_joules(counted["flops_per_step"], profile, config.dtype)
         counted["peak_flops"] = profile.peak[config.dtype].value if config.dtype in profile.peak else None
     return Cell(
@@ -484,7 +472,6 @@ def _cell(
         wire=contender.wire,
         variant=contender.variant,
         model=model,
-        hardware=None if hardware is None else hardware.name,
     )
 
 
@@ -514,24 +501,6 @@ def shared_run(run: Run, timing: Run, *, trained_by: str | None = None, differs:
         measured_joules=in_steps(timing.measured_joules),
         curve=() if differs else curve,
     )
-
-
-def _modelled_cell(settings: Settings, contender: Contender) -> Cell:
-    """A cell whose step is computed by the cost formulas for a hardware profile."""
-    config, profile = settings.config(contender), load_profile(settings.hardware)
-    step = step_time(get_family(config.family).shape.of_training(config), profile)
-    ranks = config.ranks * config.dp
-    run = Run(
-        0,
-        config.lr,
-        "timed",
-        steps=1,
-        seconds=step.total,
-        compute_seconds=ranks * (step.total - step.exposed),
-        blocked_seconds=ranks * step.exposed,
-        joules=step.joules,
-    )
-    return _cell(settings, contender, [run], "modelled", hardware=profile)
 
 
 def _measure_inference(settings: Settings, runner: CellRunner) -> dict[str, list[InferenceResult]]:

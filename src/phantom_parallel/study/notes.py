@@ -37,20 +37,19 @@ def main_measure(results: Results) -> str:
 
 
 def _ratios(results: Results) -> list[str]:
-    """A line for each baseline with the ratios of phantom to it: of all cells that both have, run or modelled."""
+    """A line for each baseline with the ratios of phantom to it, of all cells that both have."""
     lead, lines = lead_of(results.cells), []
     measures = ["seconds", "joules"] if results.is_comparison and not results.is_timed else [main_measure(results)]
-    for modelled in (False, True):
-        mine = [cell for cell in results.cells if cell.strategy == lead and (cell.hardware is not None) == modelled]
-        for name in BASELINES:
-            pairs = [(cell, other) for cell in mine if name != lead and (other := peer(results, cell, name))]
-            clauses = []
-            for measure in measures:
-                values = {_place(results, cell): ratio(results, cell, other, measure) for cell, other in pairs}
-                if known := {place: value for place, value in values.items() if value is not None}:
-                    clauses.append(f"{measure_label(measure, results.target_loss is not None)} {_over(known)}")
-            if clauses:
-                lines.append(f"{lead.capitalize()} / {name}{' (modelled)' if modelled else ''}: {', '.join(clauses)}.")
+    mine = [cell for cell in results.cells if cell.strategy == lead]
+    for name in BASELINES:
+        pairs = [(cell, other) for cell in mine if name != lead and (other := peer(results, cell, name))]
+        clauses = []
+        for measure in measures:
+            values = {_place(results, cell): ratio(results, cell, other, measure) for cell, other in pairs}
+            if known := {place: value for place, value in values.items() if value is not None}:
+                clauses.append(f"{measure_label(measure, results.target_loss is not None)} {_over(known)}")
+        if clauses:
+            lines.append(f"{lead.capitalize()} / {name}: {', '.join(clauses)}.")
     return lines
 
 
@@ -66,8 +65,7 @@ def _over(values: dict[str, Interval]) -> str:
 
 def _place(results: Results, cell: Cell) -> str:
     """The settings and the link of a cell in words, as ``ghosts 4``; the link only where it varies."""
-    links = {cell.link for cell in results.cells if cell.hardware is None}
-    link = [cell.link] if len(links) > 1 and cell.hardware is None else []
+    link = [cell.link] if len({other.link for other in results.cells}) > 1 else []
     return ", ".join([*link, *(f"{name} {value}" for name, value in cell.settings.items())])
 
 
@@ -112,7 +110,6 @@ def notes(results: Results) -> list[str]:
     ranked = ranking(results, cells, "seconds") if results.is_comparison and results.target_loss else []
     order = [cell.strategy for cell, _ in ranked]
     best = {name.split("@")[0].split("+")[0]: name for name in reversed(order)}
-    modelled = listed(dict.fromkeys(cell.hardware for cell in cells if cell.hardware is not None))
     different = listed(dict.fromkeys(cell.label for cell in cells if cell.differs))
     # The text of each note, and what it is about, without which it does not apply.
     candidates: dict[str, object] = {
@@ -134,7 +131,6 @@ def notes(results: Results) -> list[str]:
         + POLLED_TIME: backend,
         "Networks are emulated. {}.": networks,
         "The same model by the losses of a few steps, so that they share its steps to the loss: {}.": together,
-        "Modelled cells come from the cost formulas and the hardware profile {}, and were not run.": modelled,
         "{} runs were finished by an earlier call.": results.reused,
     }
     return [text.format(value) for text, value in candidates.items() if value]

@@ -161,7 +161,6 @@ class Cell:
     model: str | None = None  # whose curves it shares
     least_joules_per_step: float | None = None  # of the FLOPs at the peak and watts of the hardware profile
     peak_flops: float | None = None  # FLOP/s of a rank there; None without a hardware profile
-    hardware: str | None = None  # profile of a cell that is computed by the cost formulas, and was not run
     inference: tuple[InferenceResult, ...] = ()  # one for each batch size
 
     @property

@@ -82,7 +82,6 @@ class Settings:
     question: str = ""
     training: dict[str, Any] = field(default_factory=dict)  # fields that all contenders share, and phantom's own
     cells: tuple[dict[str, Any], ...] = ({},)  # settings of the training that differ, and perhaps a strategy
-    modelled: tuple[dict[str, Any], ...] = ()  # cells that are computed by the cost formulas, and not run
     reference: dict[str, Any] | None = None  # settings of the cells whose final loss the others are trained to
     family: str = DEFAULT_FAMILY
     """Model family."""
@@ -118,8 +117,6 @@ class Settings:
     """Batch sizes that inference is measured with, in comparisons."""
     inference_turns: PositiveInt = 20
     """Timed turns of inference for every strategy and batch size."""
-    hardware: str = "frontier-mi250x"
-    """Hardware profile of the modelled cells."""
     profile: str | None = None
     """Hardware profile with the watts of the modelled energy (see phantom machine show); by default assumed watts of a
     CPU core."""
@@ -142,8 +139,6 @@ class Settings:
             if trains := [each.name for each in self.contenders if not each.decodes]:
                 raise ValueError(f"to decode, strategies must be of one copy with whole layers, got {trains[0]}")
         self.configs()
-        for contender in self.modelled_contenders:
-            self.config(contender)
         if self.reference is not None and not any(map(self.is_reference, self.contenders)):
             raise ValueError(f"no cell matches the reference {self.reference}: add one that has these settings")
         if (smaller := next((contender for contender in self.contenders if contender.base.smaller), None)) is not None:
@@ -168,11 +163,6 @@ class Settings:
             for cell in self.cells
             for name in ((cell["strategy"],) if "strategy" in cell else self.strategies)
         )
-
-    @property
-    def modelled_contenders(self) -> tuple[Contender, ...]:
-        """What is computed by the cost formulas."""
-        return tuple(self._contender(cell.get("strategy", ""), cell) for cell in self.modelled)
 
     def _contender(self, name: str, cell: Mapping[str, Any]) -> Contender:
         own = {key: value for key, value in cell.items() if key != "strategy"}
@@ -240,7 +230,7 @@ def read_settings(
     ``changes`` are fields to replace, of the grid, its training and its search; those of the search but
     ``learning_rates`` have the prefix ``search_``. Several values of a setting that cells vary replace theirs.
     """
-    data: dict[str, Any] = {"family": DEFAULT_FAMILY, "training": {}, "search": {}, "cells": [{}], "modelled": []}
+    data: dict[str, Any] = {"family": DEFAULT_FAMILY, "training": {}, "search": {}, "cells": [{}]}
     data |= _load(folder, name_or_path)
     if family not in (None, data["family"]):
         raise ValueError(f"{name_or_path} is about models of the family {data['family']}, not {family}")
@@ -261,13 +251,12 @@ def read_settings(
     check_keys(data, [field.name for field in fields(Settings)], name_or_path)
     check_keys(data["training"], training, f"{name_or_path}: [training]")
     check_keys(data["search"], search, f"{name_or_path}: [search]")
-    for part in ("cells", "modelled"):
-        for table in data[part]:
-            check_keys(table, ("strategy", *training), f"{name_or_path}: [[{part}]]")
-        # One cell for every combination of the values that are given as lists.
-        choices = [[value if isinstance(value, list) else [value] for value in table.values()] for table in data[part]]
-        pairs = zip(data[part], choices, strict=True)
-        data[part] = [dict(zip(table, chosen, strict=True)) for table, lists in pairs for chosen in product(*lists)]
+    cells = []
+    for table in data["cells"]:  # one cell for every combination of the values that are given as lists
+        check_keys(table, ("strategy", *training), f"{name_or_path}: [[cells]]")
+        choices = [value if isinstance(value, list) else [value] for value in table.values()]
+        cells += [dict(zip(table, chosen, strict=True)) for chosen in product(*choices)]
+    data["cells"] = cells
     return convert(data, Settings, name_or_path)
 
 
@@ -295,7 +284,7 @@ def _load(folder: Folder, name_or_path: str) -> dict[str, Any]:
         data = decode_toml(read_text(path), name_or_path)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not readable as TOML: {error}") from None
-    for part, kind in (("training", dict), ("search", dict), ("cells", list), ("modelled", list)):
+    for part, kind in (("training", dict), ("search", dict), ("cells", list)):
         tables = data.get(part, kind())
         if not isinstance(tables, kind) or (kind is list and not all(isinstance(table, dict) for table in tables)):
             raise ValueError(f"{name_or_path}: {part} must be {f'[[{part}]]' if kind is list else f'[{part}]'}")
