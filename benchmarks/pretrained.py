@@ -34,11 +34,24 @@ from phantom_parallel.families.gpt.family import GPTConverter, read_tokens
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.families.gpt.text import split_text
 from phantom_parallel.nn.fit import damped
-from phantom_parallel.report.figures import draw_curve
+from phantom_parallel.report.figures import LOOKS, SECOND_PHANTOM, new_figure, plot_style, save
 from phantom_parallel.utils.files import write_bytes
 
 PARTS = ("exact", "curve", "heal", "speed")
 _HELD_OUT = 40  # windows
+
+
+def draw_curve(curves: dict[str, list[tuple[float, float]]], dense_loss: float, path: Path) -> None:
+    """Draw the loss against multiply-adds, one curve a method, as PNG and SVG."""
+    looks = (LOOKS["phantom"], SECOND_PHANTOM, LOOKS["megatron"], LOOKS["tensor"], LOOKS["fsdp"])
+    with plot_style():
+        figure, axes = new_figure("Loss against multiply-adds")
+        axes.axhline(dense_loss, color=LOOKS["dense"][0], linestyle=(0, (1, 1.2)), label="dense")
+        for (name, points), (colour, marker) in zip(curves.items(), looks, strict=False):
+            axes.plot(*zip(*sorted(points), strict=True), color=colour, marker=marker, label=name)
+        axes.set(xlabel="multiply-adds kept, share of the converted maps", ylabel="held-out loss, nats a token")
+        axes.legend(frameon=False)
+        save(figure, path)
 
 
 class Bench:
@@ -171,7 +184,7 @@ def curve(bench: Bench, actual: dict[str, Any], save: Callable[[], None]) -> Non
             print(json.dumps(point), flush=True)
             save()
     curves = {name: [(p["kept"], p["loss"]) for p in points if p["method"] == name] for name in methods}
-    draw_curve(curves, actual["dense_loss"], bench.work / "curve", "held-out loss, nats a token")
+    draw_curve(curves, actual["dense_loss"], bench.work / "curve")
 
 
 def heal_part(bench: Bench, actual: dict[str, Any], save: Callable[[], None]) -> None:

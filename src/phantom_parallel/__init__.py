@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from phantom_parallel._version import __version__
 
 if TYPE_CHECKING:
-    from phantom_parallel.checkpoint.model import load_model, save_model, verify_model
+    from phantom_parallel.checkpoint.model import load_model, save_model
     from phantom_parallel.conversion.api import convert, replace_linear
     from phantom_parallel.conversion.run import heal
     from phantom_parallel.cost.ledger import Ledger
@@ -48,7 +48,6 @@ __all__ = [
     "replace_linear",
     "save_model",
     "shard_features",
-    "verify_model",
 ]
 
 # Where each name lives. Looked up when first asked for: commands that only plan need not wait for torch.
@@ -57,7 +56,7 @@ _HOMES = {
     "phantom_parallel.conversion.run": ("heal",),
     "phantom_parallel.cost.ledger": ("Ledger",),
     "phantom_parallel.energy": ("EnergyMeter", "PowerProfile"),
-    "phantom_parallel.checkpoint.model": ("load_model", "save_model", "verify_model"),
+    "phantom_parallel.checkpoint.model": ("load_model", "save_model"),
     "phantom_parallel.families.ffn.config": ("FFNConfig",),
     "phantom_parallel.families.ffn.model": ("FFN",),
     "phantom_parallel.families.gpt.config": ("GPTConfig",),

@@ -1,7 +1,5 @@
 """The figures of plans and conversions: legends that are whole, and numbers beside them."""
 
-import csv
-
 import pytest
 
 from phantom_parallel.cost.hardware import load_profile
@@ -43,12 +41,3 @@ def test_a_scaling_figure_has_a_whole_legend_readable_axes_and_a_warning(drawn):
                 assert float(text.replace(",", "")) == pytest.approx(at)
     assert WARNING in figure.get_suptitle()
     assert "another" not in drawn(strategy=("tensor", "megatron")).get_suptitle()
-
-
-def test_the_points_of_a_conversion_are_in_a_csv_file(tmp_path):
-    curves = {"phantom": [(0.8, 2.5), (0.5, 3.0)], "low rank": [(0.5, 3.25)]}
-    written = drawings.draw_curve(curves, 2.25, tmp_path / "curve")
-    assert sorted(path.name for path in written) == ["curve.csv", "curve.png", "curve.svg"]
-    with (tmp_path / "curve.csv").open(newline="") as file:
-        rows = [(row["method"], float(row["kept"]), float(row["loss"])) for row in csv.DictReader(file)]
-    assert rows == [("dense", 1.0, 2.25), ("phantom", 0.5, 3.0), ("phantom", 0.8, 2.5), ("low rank", 0.5, 3.25)]

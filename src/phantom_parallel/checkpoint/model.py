@@ -26,7 +26,6 @@ from phantom_parallel.checkpoint.shards import (
     rank_in,
     read_description,
     save_parts,
-    sha256_of,
     storage_group,
     write_tensors,
 )
@@ -204,17 +203,6 @@ def load_model(
     if copies:  # of what is no parameter or buffer, or is cast by a hook of state_dict
         model.load_state_dict(copies, strict=False)
     return model
-
-
-def verify_model(path: str | os.PathLike[str]) -> None:
-    """Compare the files of a model with the digests that were taken when they were written; ValueError if one is
-    missing or has changed.
-    """
-    path = Path(path)
-    for name, digest in read_description(path / CONFIG, "model", FORMAT, VERSION)["files"].items():
-        file = path / Path(name).name
-        if not file.is_file() or sha256_of(file) != digest:
-            raise ValueError(f"{path} is not as it was written: {name} has changed since, or is missing")
 
 
 def family_of(path: str | os.PathLike[str]) -> str:

@@ -216,28 +216,20 @@ class SensorsOptions(JsonOption):
 
 
 def _show_sensors(discovery: "Discovery", result: "WindowResult") -> None:
-    from phantom_parallel.energy.results import format_joules
+    from phantom_parallel.energy.results import EnergyTotal
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
     if not discovery.specs:
         console.print("No energy sensor can be read on this machine: energy is unavailable.")
         console.print("With a power profile, EnergyMeter(profile=...) models it and labels it as modelled.")
     for total in result.totals:
-        console.print(f"total: {escape(str(total))}")
-    if discovery.specs:
-        table = Table("sensor", "measures", "provenance", "joules", "watts", "note")
-        specs = {spec.id: spec for spec in discovery.specs}
-        for row in result.rows:
-            note = row.reason if row.counted else f"{row.reason} not in the total: another source counts it".strip()
-            watts = "unavailable" if row.watts is None else f"{row.watts:.4g}"
-            cells = specs[row.sensor].label, row.component, row.provenance, format_joules(row.joules)
-            table.add_row(*(escape(str(cell)) for cell in (*cells, watts, note)))
-        console.print(table)
+        console.print(f"total: {total}")
+    for row in result.rows:
+        figure = EnergyTotal(row.provenance, row.joules, row.seconds, row.reason)
+        console.print(f"  {row.label}: {figure}{'' if row.counted else ', not in the total: another source counts it'}")
     for title, lines in (("Cannot be read:", discovery.problems), ("To get more:", discovery.hints)):
         if lines:
-            console.print(f"\n[bold]{title}[/]")
-        for line in lines:
-            console.print(f"  {escape(line)}")
+            console.print("", title, *lines, sep="\n  ")
 
 
 def _ranks(given: tuple[int, ...]) -> tuple[int, ...]:

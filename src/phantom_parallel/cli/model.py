@@ -1,6 +1,5 @@
 """``phantom model import | convert | heal | export``: models from other libraries and to them."""
 
-import sys
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -88,18 +87,10 @@ class ConvertOptions(ConvertConfig, JsonOption):
 
     overwrite: Flag = False
     """Replace --out if it exists."""
-    figure: Path | None = None
-    """Draw loss against multiply-adds to this path, as PNG and SVG, with its numbers as CSV."""
 
     def run(self) -> None:
         config = config_of(self, ConvertConfig, model=self.model.absolute(), out=self.out.absolute())
         result = convert_folder(config, show=True)
-        if self.figure is not None:
-            from phantom_parallel.report.figures import draw_curve
-
-            curves = {"phantom": [(point.kept, point.loss) for point in result.curve]}
-            for path in draw_curve(curves, result.dense_loss, self.figure):
-                print(path, file=sys.stderr)
         print(json_text(asdict(result)) if self.json else _summary(result))
 
 

@@ -45,8 +45,6 @@ class ConvertConfig:
     """the share of the linear layers' multiply-adds to keep, by which every layer gets its own ghosts; or"""
     max_loss: float | None = None
     """how much the held-out loss may rise, for which the smallest budget is searched by bisection."""
-    curve: tuple[float, ...] = ()
-    """Further budgets to convert with, for the figure of loss against multiply-adds; their models are not kept."""
     rows: int = 16384
     """Rows of calibration data to use; tokens, for a transformer."""
     length: int = 256
@@ -63,19 +61,10 @@ class ConvertConfig:
             raise ValueError(f"give one of ghosts, budget and max_loss, got {' and '.join(given) or 'none'}")
         if self.ghosts is not None:
             positive(ghosts=self.ghosts)
-        for budget in (self.budget, *self.curve):
-            if budget is not None and not 0 < budget < 1:
-                raise ValueError(f"a budget must be a share of the multiply-adds between 0 and 1, got {budget}")
+        if self.budget is not None and not 0 < self.budget < 1:
+            raise ValueError(f"a budget must be a share of the multiply-adds between 0 and 1, got {self.budget}")
         if self.max_loss is not None and not 0 < self.max_loss < float("inf"):
             raise ValueError(f"max_loss must be a positive number, got {self.max_loss}")
-
-
-@dataclass(frozen=True)
-class Point:
-    """One conversion on the curve of loss against multiply-adds."""
-
-    kept: float
-    loss: float
 
 
 @dataclass(frozen=True)
@@ -90,7 +79,6 @@ class ConvertResult:
     dense_loss: float  # held-out loss of the dense model
     loss: float  # held-out loss of the phantom model
     groups: tuple[GroupReport, ...]  # layers that share an input
-    curve: tuple[Point, ...]  # all conversions that were tried
 
 
 _Trial = tuple[ConversionReport, nn.Module, float]  # of a copy of the model, with its held-out loss
@@ -103,7 +91,7 @@ def convert_folder(config: ConvertConfig, *, show: bool = False) -> ConvertResul
     settings = read_config(check_folder(config.model))
     family = get_family(family_of(config.model))
     converter: Converter = family.require("converter")()
-    if (config.ghosts is None or config.curve) and not converter.own_ghosts:
+    if config.ghosts is None and not converter.own_ghosts:
         raise ValueError(f"all layers of the family {family.name} have the same ghosts: give ghosts, not a budget")
     check_replaceable(config.out, config.overwrite, CONFIG, config.model)
     if settings.strategy == "phantom":
@@ -113,8 +101,7 @@ def convert_folder(config: ConvertConfig, *, show: bool = False) -> ConvertResul
     dense = load_model(config.model, strategy="dense").eval()
     unfinished = config.out.parent / f".{config.out.name}.converting"
     unfinished.mkdir(parents=True, exist_ok=True)
-    points: list[Point] = []
-    count = len(config.curve) + (1 if config.max_loss is None else _SEARCH_STEPS)
+    count = 1 if config.max_loss is None else _SEARCH_STEPS
     started = 0  # conversions
 
     def loss_of(model: nn.Module) -> float:
@@ -134,22 +121,19 @@ def convert_folder(config: ConvertConfig, *, show: bool = False) -> ConvertResul
         settings |= {"blocks": config.blocks, "steps": config.steps, "folder": unfinished, "progress": progress}
         report = convert(model, batches, **settings)
         phantom = converter.phantom(model, config.blocks, report.ghosts)
-        points.append(Point(report.kept, loss_of(phantom)))
-        return report, phantom, points[-1].loss
+        return report, phantom, loss_of(phantom)
 
     with ProgressDisplay(show=show) as display:
         remove_scratch(config.out.parent, config.out.name)
         dense_loss = loss_of(dense)
         display.stage("converting, percent", 100)
-        for budget in config.curve:
-            run_trial(budget)
         if config.max_loss is None:
             report, model, loss = run_trial(config.budget)
         else:
             report, model, loss = _smallest(run_trial, 1 / config.blocks, dense_loss + config.max_loss)
         values: dict[str, Any] = {name: getattr(report, name) for name in ("blocks", "rows", "kept", "groups")}
         values |= {"model": str(config.model), "out": str(config.out), "dense_loss": dense_loss, "loss": loss}
-        result = ConvertResult(**values, curve=tuple(sorted(points, key=lambda point: point.kept)))
+        result = ConvertResult(**values)
 
         def complete(folder: Path) -> None:
             converter.complete(config.model, folder)

@@ -26,7 +26,6 @@ from matplotlib.ticker import (
 )
 
 from phantom_parallel.cost.planner import TWO_LEVEL, Candidate, PlanRequest
-from phantom_parallel.report.tables import csv_text
 from phantom_parallel.study.analysis import energy_fit, median_of
 from phantom_parallel.study.contenders import COPIES, DENSE, PHANTOM_COPIES, SMALL_DENSE
 from phantom_parallel.study.notes import loss_of, main_measure
@@ -407,23 +406,3 @@ def draw_scaling(request: PlanRequest, curves: Mapping[str, Sequence[Candidate]]
     handles, _ = panel_axes[0].get_legend_handles_labels()
     fitted_legend(figure, handles, columns=len(handles))
     return save(figure, folder / "scaling")
-
-
-def draw_curve(
-    curves: Mapping[str, Sequence[tuple[float, float]]], dense_loss: float, path: Path, unit: str = "held-out loss"
-) -> list[Path]:
-    """Draw the loss, in ``unit``, against multiply-adds, one curve a method, as PNG, SVG and CSV beside ``path``."""
-    records: list[dict[str, object]] = [{"method": "dense", "kept": 1.0, "loss": dense_loss}]
-    looks = (LOOKS["phantom"], SECOND_PHANTOM, LOOKS["megatron"], LOOKS["tensor"], LOOKS["fsdp"])
-    with plot_style():
-        figure, axes = new_figure("Loss against multiply-adds")
-        axes.axhline(dense_loss, color=LOOKS["dense"][0], linestyle=(0, (1, 1.2)), label="dense")
-        for (name, points), (colour, marker) in zip(curves.items(), looks, strict=False):
-            kept, losses = zip(*sorted(points), strict=True)
-            axes.plot(kept, losses, color=colour, marker=marker, label=name)
-            records += [{"method": name, "kept": x, "loss": y} for x, y in zip(kept, losses, strict=True)]
-        axes.set(xlabel="multiply-adds kept, share of the converted maps", ylabel=unit)
-        axes.legend(frameon=False)
-        table = path.with_suffix(".csv")
-        write_text(table, csv_text(records))
-        return [*save(figure, path), table]

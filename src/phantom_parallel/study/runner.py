@@ -29,7 +29,7 @@ from phantom_parallel.distributed.launchers import is_rank_zero
 from phantom_parallel.distributed.objects import broadcast_from_rank_zero, check_agreement
 from phantom_parallel.distributed.process_group import ParallelContext, describe_run
 from phantom_parallel.distributed.signals import Interrupted, LossDiverged, StopRequest
-from phantom_parallel.energy import EnergyMeter, PowerProfile, Provenance, load_power_profile
+from phantom_parallel.energy import EnergyMeter, PowerProfile, load_power_profile
 from phantom_parallel.energy.meter import Window
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.study.results import CurvePoint, Run, RunStatus
@@ -152,11 +152,7 @@ class CellRunner:
             split = {"compute_seconds": config.ranks * seconds - blocked, "blocked_seconds": blocked}
             first = result["prefill_seconds"]
             run = Run(config.seed, config.lr, "timed", 1, seconds=seconds, **split, first_token_seconds=first)
-            joules: dict[str, Any] = {"joules": self._joules(config, run)}
-            if result["provenance"] not in (Provenance.MODELLED, Provenance.UNAVAILABLE):
-                measured = config.batch * result["joules_per_sample"]
-                joules |= {"measured_joules": measured, "measured_by": result["provenance"]}
-            return replace(run, **joules)
+            return replace(run, joules=self._joules(config, run))
 
         return self._cell(name, config, work)
 
