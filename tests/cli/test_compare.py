@@ -96,7 +96,7 @@ def test_options_replace_settings_training_search_and_what_cells_vary(tmp_path, 
         (("compare", "--ranks", 3, "--out", "OUT"), "3 ranks do not divide blocks=4"),
         (("compare", "--resume"), "--resume needs --out"),
         (("compare", "--report-only", "--out", "OUT"), "is not a result of phantom compare"),
-        (("study", "speed"), "there is no 'speed': there are batch, ghosts, links, scaling"),
+        (("study", "speed"), "there is no 'speed': there are batch, decode, ghosts, links, scaling"),
         (("compare", "ffn", "--preset", "gpt", "--out", "OUT"), "gpt is about models of the family gpt, not ffn"),
         (("study", "ghosts", "--search-steps", 0, "--out", "OUT"), "search.steps: Expected int >= 1"),
     ],
@@ -115,7 +115,7 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path, capsys, arguments, mess
     [
         (("compare",), ("--width INT", "(default: 1024, of the preset quick)", "--search-steps"), ("--lr ", "--seed ")),
         (("compare", "gpt"), ("--dim INT", "(default: 1.8, of the preset gpt)", "--eval-windows"), ("--width",)),
-        (("study", "batch"), ("(default: 32 128 512 1536, of the study batch)", "--measure {loss,speed}"), ()),
+        (("study", "batch"), ("(default: 32 128 512 1536, of the study batch)", "--measure {loss,speed,decode}"), ()),
         (("study",), ("NAME", "links", "ghosts"), ()),
     ],
 )

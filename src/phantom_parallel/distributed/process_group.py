@@ -37,7 +37,7 @@ class ParallelContext:
         that share a model are neighbours. Every process calls this.
         """
         if ranks * dp == 1:
-            return cls(device=device)
+            return cls(device=device, group=group)
         mesh = init_device_mesh(device.type, (dp, ranks), mesh_dim_names=("dp", "tp"))
         if dist.get_rank() >= ranks * dp:
             return cls(device=device)
