@@ -45,7 +45,7 @@ def on_devices(count, *commands):
     """Run commands one after the other in a process that has so many devices."""
     lines = json.dumps([[str(word) for word in command] for command in commands])
     run = [sys.executable, "-c", SCRIPT, lines]
-    return subprocess.run(run, env=accelerator.environment(count), capture_output=True, text=True, timeout=300)
+    return subprocess.run(run, env=accelerator.environment(count), capture_output=True, text=True, timeout=900)
 
 
 def summary(folder):
@@ -149,7 +149,7 @@ def test_the_next_batch_is_copied_before_the_step_is_taken(tmp_path):
     settings = ("--steps", "3", "--gradient-accumulation-steps", "2", "--out", str(tmp_path / "out"))
     command = [sys.executable, "-c", PREFETCHED, *FFN, *GHOSTS, *settings]
     variables = accelerator.environment(1)
-    printed = check(subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=False))
+    printed = check(subprocess.run(command, env=variables, capture_output=True, text=True, timeout=900, check=False))
     order = printed.splitlines()[-1].split()
     # Two pieces of a batch, of which the first is there already, and the first of the next one.
     assert order[: order.index("step") + 8] == ["copy", "copy", "copy", "step", *["copy", "copy", "step"] * 2, "copy"]
@@ -171,7 +171,7 @@ def test_predictions_and_models_that_are_saved_and_loaded(tmp_path):
     moved = "from phantom_parallel import load_model, save_model; import sys; "
     moved += "save_model(load_model(sys.argv[1], device='simulated'), sys.argv[2])"
     run = [sys.executable, "-c", moved, str(model), str(tmp_path / "again")]
-    subprocess.run(run, env=accelerator.environment(1), check=True, timeout=300)
+    subprocess.run(run, env=accelerator.environment(1), check=True, timeout=900)
     again, first = (load_model(folder).state_dict() for folder in (tmp_path / "again", model))
     assert all(torch.equal(again[name], first[name]) for name in first)
 
@@ -186,7 +186,7 @@ def test_the_device_is_measured_for_the_planner(tmp_path):
     variables = accelerator.environment(2) | {"PHANTOM_PROFILES": str(tmp_path)}
     for words in (("measure", "--seconds", "0.001"), ("check", "--turns", "1")):
         run = [sys.executable, "-c", SMALLEST, "machine", *words, "--ranks", "2"]
-        check(subprocess.run(run, env=variables, capture_output=True, text=True, timeout=300, check=False))
+        check(subprocess.run(run, env=variables, capture_output=True, text=True, timeout=900, check=False))
     profile = load_profile(tmp_path / "this-machine-2.toml")
     assert profile.device == "Simulated Accelerator"
     assert profile.memory_bytes.value == 1 << 30
