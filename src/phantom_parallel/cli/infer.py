@@ -84,7 +84,7 @@ COST_LINES: dict[str, Callable[[dict[str, Any]], str]] = {
     "energy per {}": lambda cost: (
         "unavailable" if cost["joules"] is None else f"{cost['joules']:.4g} J ({cost['provenance']})"
     ),
-    "energy above the least, of the FLOPs at the peak": lambda cost: (
+    "energy above the least": lambda cost: (
         "" if (gap := energy_gap(cost["joules"], cost["least_joules"])) is None else f"{gap:,.0%}"
     ),
 }

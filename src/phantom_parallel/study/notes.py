@@ -109,13 +109,14 @@ def notes(results: Results) -> list[str]:
     together = "; ".join(listed(group) for group in same if len(group) > 1)
     ranked = ranking(results, cells, "seconds") if results.is_comparison and results.target_loss else []
     order = [cell.strategy for cell, _ in ranked]
-    best = {name.split("@")[0].split("+")[0]: name for name in reversed(order)}
+    best = {name.split("+")[0]: name for name in reversed(order)}  # of those with several options
+    best = {base: name for base, name in best.items() if sum(base == other.split("+")[0] for other in order) > 1}
     different = listed(dict.fromkeys(cell.label for cell in cells if cell.differs))
     # The text of each note, and what it is about, without which it does not apply.
     candidates: dict[str, object] = {
         "Error: {} did not compute the losses of the model that it should share: no figures to the loss.": different,
         "Ranks exchange over loopback: hosts cannot be emulated here: {}": results.no_hosts,
-        "Best options of each by time to the loss: {}.": listed(best.values()) if len(best) < len(order) else "",
+        "Best options of each by time to the loss: {}.": listed(best.values()),
         "Phantom is worse in {}.": listed(worse) if results.is_comparison else "",
         "{}": _data(results),
         "{}: intervals of so few are wide or missing, and small differences may be chance.": few,
