@@ -189,8 +189,8 @@ def test_the_trainer_on_ranks_equals_one_process(ranks, tmp_path):
     replace_linear(model, blocks=4, ghosts=2)
     model.save_pretrained(tmp_path / "model")
     rows = [{"input_ids": row, "labels": row} for row in tokens]
-    one = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    expected = train_with_trainer(one, str(tmp_path / "one"), rows)
+    single = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    expected = train_with_trainer(single, str(tmp_path / "one"), rows)
     assert expected[0][1] > 0.5  # so that gradients are clipped
     assert expected[-1][0] < expected[0][0]
     for actual in ranks(2)(trainer_on_rank, str(tmp_path / "model"), str(tmp_path / "two"), rows):

@@ -51,8 +51,8 @@ def test_one_profile_shows_every_figure_and_its_source(capsys):
 
 def test_json_has_every_source(capsys):
     ShowOptions("mi300x", json=True).run()
-    found = json.loads(capsys.readouterr().out)
-    assert found["peak"]["bf16"] == {"value": 1307e12, "source": found["peak"]["bf16"]["source"], "uncertain": True}
+    actual = json.loads(capsys.readouterr().out)
+    assert actual["peak"]["bf16"] == {"value": 1307e12, "source": actual["peak"]["bf16"]["source"], "uncertain": True}
     ShowOptions(json=True).run()
     assert len(json.loads(capsys.readouterr().out)) == 5
 
@@ -105,10 +105,10 @@ def test_validation_uses_the_profile_of_calibration(capsys, monkeypatch, tmp_pat
         main(["machine", "check", family, "--ranks", "2", "--turns", "1", "--json", "--out", str(tmp_path / "v.json")])
         == 0
     )
-    found = json.loads(capsys.readouterr().out)
-    assert found == json.loads((tmp_path / "v.json").read_text())
-    assert len(found["outcomes"]) == 1
-    for outcome, shapes in zip(found["outcomes"], small, strict=True):
+    actual = json.loads(capsys.readouterr().out)
+    assert actual == json.loads((tmp_path / "v.json").read_text())
+    assert len(actual["outcomes"]) == 1
+    for outcome, shapes in zip(actual["outcomes"], small, strict=True):
         assert outcome["setting"]["blocks"] == shapes["phantom"].blocks
         assert all(outcome["measured"][strategy] > 0 for strategy in ("phantom", baseline))
         predicted = {s: step_time(shape, load_profile("this-machine-2")).total for s, shape in shapes.items()}
@@ -118,15 +118,15 @@ def test_validation_uses_the_profile_of_calibration(capsys, monkeypatch, tmp_pat
 
 @pytest.fixture
 def nothing(tmp_path, monkeypatch):
-    found = discover(powercap=tmp_path, pm_counters=tmp_path)
-    monkeypatch.setattr(energy, "discover", lambda: found)
+    discovery = discover(powercap=tmp_path, pm_counters=tmp_path)
+    monkeypatch.setattr(energy, "discover", lambda: discovery)
 
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     tree = two_packages(tmp_path / "powercap")
-    found = Discovery(probe_rapl(tree.root).sources, ("file: permission denied; allow [it]",), ("install more",))
-    monkeypatch.setattr(energy, "discover", lambda: found)
+    discovery = Discovery(probe_rapl(tree.root).sources, ("file: permission denied; allow [it]",), ("install more",))
+    monkeypatch.setattr(energy, "discover", lambda: discovery)
     monkeypatch.setattr(machine.time, "sleep", lambda seconds: tree.use("intel-rapl:0", 1.0))
 
 

@@ -126,12 +126,12 @@ def test_the_time_of_stages_with_several_ranks_is_that_of_simulated_ones(strateg
         own += [part[0]] * (stage == 0) + [part[-1]] * (stage == 3)
         times.append(tuple(sum(each[phase].total for each in own) for phase in ("forward", "backward")))
     stream = 2 * 8 * (16 if strategy["strategy"] == "phantom" else 32)
-    found, hop = clock.step(shape), clock.collective("send", 4, stream * 4, stride=2)
+    timed, hop = clock.step(shape), clock.collective("send", 4, stream * 4, stride=2)
     assert hop == clock.collective("send", 8, stream * 4)
     expected = simulate(times, hop, 8)
     update = max(clock.elementwise(3 * kind.parameters) for kind, _ in shape.stages())
-    assert 0.95 < (found.total - update) / expected < 1.15
-    assert found.joules == pytest.approx(8 * (10 * found.compute + 4 * found.exposed + found.idle))
+    assert 0.95 < (timed.total - update) / expected < 1.15
+    assert timed.joules == pytest.approx(8 * (10 * timed.compute + 4 * timed.exposed + timed.idle))
     assert {e.stride for e in replace(shape, dp=2).copies_exchanges} == {8}
     whole = GPTShape.of(**sizes, batch=16)
     assert shape.over_all_ranks(lambda rank: rank.multiply_adds()) == whole.multiply_adds()

@@ -61,7 +61,7 @@ def expected(family: str) -> tuple[list[float], dict[str, Tensor], list[float]]:
     return losses, {name: value.detach() for name, value in model.named_parameters()}, norms
 
 
-def found(family: str, strategy: str, **kwargs) -> tuple[list[float], float, set[str]]:
+def trained_losses(family: str, strategy: str, **kwargs) -> tuple[list[float], float, set[str]]:
     """This rank's shares of the losses, the largest error of its weights, and their names."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     ranks, rank = mesh.size(), mesh.get_local_rank()
@@ -120,7 +120,7 @@ CASES = [
 def test_weights_and_losses_are_the_dense_models(ranks, family, strategy, settings):
     losses, weights, norms = expected(family)
     assert max(norms) > CLIP  # so that clipping is tested
-    results = ranks(4)(found, family, strategy, **settings)
+    results = ranks(4)(trained_losses, family, strategy, **settings)
     for step in range(STEPS):
         assert sum(result[0][step] for result in results) == pytest.approx(losses[step], rel=1e-12)
     assert max(result[1] for result in results) < 1e-11
@@ -129,14 +129,14 @@ def test_weights_and_losses_are_the_dense_models(ranks, family, strategy, settin
 
 @pytest.mark.parametrize("family", ["ffn", "gpt"])
 def test_stages_that_send_bf16_are_close_to_the_dense_model(ranks, family):
-    results = ranks(2)(found, family, "pipeline", wire="bf16")
+    results = ranks(2)(trained_losses, family, "pipeline", wire="bf16")
     for step, loss in enumerate(expected(family)[0]):
         assert sum(result[0][step] for result in results) == pytest.approx(loss, rel=0.01)
     assert 1e-9 < max(result[1] for result in results) < 0.1
 
 
 def test_stages_hold_their_own_layers_and_a_shared_embedding_at_both_ends(ranks):
-    names = [result[2] for result in ranks(4)(found, "tied gpt", "pipeline")]
+    names = [result[2] for result in ranks(4)(trained_losses, "tied gpt", "pipeline")]
     assert [{name.split(".")[1] for name in held if name.startswith("layers")} for held in names] == [
         {"0", "1"},
         {"2"},
