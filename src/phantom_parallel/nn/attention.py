@@ -109,9 +109,10 @@ def attend(grouped: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None, layer
     `rotary_tables` of the positions: (batch, local heads, t, head_dim).
     """
     t, queries_per_kv = grouped.shape[1], grouped.shape[3] - 2
-    rotated = rotate(grouped[..., :-1, :], cos, sin)
-    q = rotated[..., :-1, :].flatten(2, 3).transpose(1, 2)  # (batch, local heads, t, head_dim)
-    k, v = rotated[..., -1, :].transpose(1, 2), grouped[..., -1, :].transpose(1, 2)  # (batch, kv, t, head_dim)
+    qk, v = grouped.split((queries_per_kv + 1, 1), 3)  # whose backward is one concatenation, and that of slices a sum
+    q, k = rotate(qk, cos, sin).split((queries_per_kv, 1), 3)
+    q = q.flatten(2, 3).transpose(1, 2)  # (batch, local heads, t, head_dim)
+    k, v = k.squeeze(3).transpose(1, 2), v.squeeze(3).transpose(1, 2)  # (batch, local kv heads, t, head_dim)
     mask = None
     if cache is not None:
         mask = cache.mask(t)

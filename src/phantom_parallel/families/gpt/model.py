@@ -126,7 +126,7 @@ class ParallelLayer(nn.Module):
         self.qkv_gate_up, self.out_down = qkv_gate_up, out_down
         self.attention = HeadAttention(layer)
         self.head_dim, self.queries_per_kv = head_dim, queries_per_kv
-        self.attention_width = (queries_per_kv + 2) * head_dim
+        self.attention_width, self.width = (queries_per_kv + 2) * head_dim, width
         self.piece = self.attention_width + 2 * width
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None = None) -> Tensor:
@@ -139,8 +139,8 @@ class ParallelLayer(nn.Module):
 
     def _mix(self, projected: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None = None) -> Tensor:
         each = projected.unflatten(-1, (-1, self.piece))  # (batch, t, local kv heads, features)
-        grouped = each[..., : self.attention_width].unflatten(-1, (-1, self.head_dim))
-        gate, up = each[..., self.attention_width :].chunk(2, -1)
+        heads, gate, up = each.split((self.attention_width, self.width, self.width), -1)
+        grouped = heads.unflatten(-1, (-1, self.head_dim))
         mixed = self.attention(grouped, cos, sin, cache).transpose(1, 2)  # (batch, t, local heads, head_dim)
         heads = mixed.unflatten(2, (-1, self.queries_per_kv)).flatten(3)
         return torch.cat([heads, F.silu(gate) * up], -1).flatten(2)
