@@ -1,6 +1,5 @@
 """Figures of comparisons and studies: what is drawn where."""
 
-from dataclasses import replace
 from itertools import combinations
 from statistics import median
 
@@ -8,14 +7,12 @@ import pytest
 from matplotlib.text import Text
 
 from phantom_parallel.report import figures as drawings
-from phantom_parallel.study.settings import read_settings
 from tests.study.sample import (
     NATURE,
     STUDIES,
     make_ghosts,
     make_links,
     make_results,
-    make_run,
     make_scaling,
     make_smaller,
 )
@@ -63,12 +60,6 @@ def test_names_stand_at_their_curves_and_apart_from_each_other():
     assert axes.get_xscale() == axes.get_yscale() == "log"
 
 
-def test_the_level_of_chance_is_drawn_where_it_is_known():
-    settings = read_settings("presets", "darcy-hosts").to_dict()
-    texts = [text.get_text() for text in drawn(make_results(settings=settings))["loss-energy"].figure.axes[0].texts]
-    assert {"target 0.05", "chance 1"} <= set(texts)
-
-
 def test_tuning_has_a_figure_a_measure_with_a_line_for_each_number_of_blocks():
     def row(blocks, ghosts, mean):
         ratio = {"mean": mean, "low": 0.9 * mean, "high": 1.2 * mean, "count": 3}
@@ -103,16 +94,3 @@ def test_the_lines_of_studies():
     both = drawn(make_links())["link-seconds"]
     assert {"phantom (batch 64)", "phantom (batch 512)"} <= lines(both).keys()
     assert list(lines(drawn(make_smaller())["ranks-joules"])["phantom"].get_xdata()) == [1]  # two ranks missed the loss
-
-
-def test_a_figure_is_the_same_each_time_and_holds_text():
-    first, second = (drawn(make_results())["loss-time"] for _ in range(2))
-    assert first.svg == second.svg
-    assert ">held-out mean squared error</text>" in first.svg
-
-
-def test_runs_without_steps_are_left_out():
-    results = make_results(seeds=1)
-    diverged = replace(make_run("tensor", 0), status="diverged", steps=0, loss=None, curve=())
-    cells = (results.cells[0], replace(results.cells[1], runs=(diverged,)))
-    assert "tensor" not in lines(drawn(replace(results, cells=cells))["loss-time"])

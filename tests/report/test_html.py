@@ -13,9 +13,8 @@ from matplotlib.image import imread
 from phantom_parallel.report import html as report
 from phantom_parallel.study.notes import headline, notes
 from phantom_parallel.study.results import Results
-from phantom_parallel.utils.network import Network
 from phantom_parallel.utils.parsing import decode_json
-from tests.study.sample import make_links, make_results, make_smaller
+from tests.study.sample import make_links, make_results
 
 SCRIPT = "<script>alert(1)</script>"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -93,16 +92,6 @@ def test_what_comes_from_data_is_escaped(tmp_path):
     assert "script" not in Page(text).tags
     assert "&lt;script&gt;" in text
     assert "<script" not in text
-
-
-def test_pages_of_nothing_of_networks_and_of_sensors():
-    def rendered(results):
-        return report.render(results, [], [])
-
-    assert "main figures" in rendered(make_results((), trials=()))
-    network = Network(hosts=4, link="100mbit", rate=1e8)
-    assert "100 Mbit/s" in rendered(make_results(networks={"100mbit": network}))
-    assert "the final loss of the reference" in rendered(make_smaller())
 
 
 def browse(page, tmp_path, *options):

@@ -45,20 +45,6 @@ def test_details_of_a_comparison_are_the_numbers_of_its_runs():
     assert values[1, "time to the loss"] == ("–", *shares)  # noqa: RUF001
 
 
-def test_the_least_energy_is_there_where_the_profile_has_a_peak():
-    results = make_results()
-    assert not any("peak" in label for _, label in rows(tables.detailed_sections(results)))
-    cells = [replace(cell, least_joules_per_step=0.1, peak_flops=1e12) for cell in results.cells]
-    values = rows(tables.detailed_sections(replace(results, cells=tuple(cells))))
-    runs, flops = results.cells[1].runs, 810_000_000
-    gap = fmean(run.joules / run.steps / 0.1 - 1 for run in runs)
-    used = fmean(flops / (4 * 1e12 * run.seconds / run.steps) for run in runs)
-    assert values[0, "modelled energy above the least"][1] == f"{100 * gap:.1f} %"
-    assert values[0, "MFU, share of the peak FLOP/s"][1] == f"{100 * used:.1f} %"
-    steps = fmean(run.steps for run in runs)
-    assert values[0, "least energy, of the FLOPs at the peak to the loss"][1] == f"{0.1 * steps:.1f} J"
-
-
 def test_what_missed_the_target_is_said_to_have_missed_it():
     values = rows(tables.detailed_sections(make_results(missed=("tensor",))))
     for label in ("steps to the loss", "time to the loss", "FLOPs to the loss", "modelled energy to the loss"):
@@ -76,15 +62,6 @@ def test_what_missed_the_target_is_said_to_have_missed_it():
     assert rows(tables.main_sections(wrong))[0, "tensor"][4] == "error"
 
 
-def test_measured_energy_names_its_sensors():
-    results, measured = make_results(), {"measured_joules": 50.0, "measured_by": "counter, device"}
-    cells = [replace(cell, runs=tuple(replace(run, **measured) for run in cell.runs)) for cell in results.cells]
-    results = replace(results, cells=tuple(cells))
-    label = "energy with evaluations, measured by counter, device"
-    assert rows(tables.detailed_sections(results))[0, label] == ("50 J",) * 3
-    assert "measured energy" in tables.main_sections(results)[0].headings
-
-
 @pytest.mark.parametrize("results", [make_results(MANY), *(make() for make in STUDIES.values())], ids=lambda r: r.name)
 def test_the_terminal_has_80_columns_and_no_broken_numbers(results):
     text = printed(results)
@@ -92,15 +69,6 @@ def test_the_terminal_has_80_columns_and_no_broken_numbers(results):
     assert "…" not in text
     wide = printed(results, 200)
     assert [line.split() for line in text.splitlines()] == [line.split() for line in wide.splitlines()]
-
-
-def test_the_terminal_has_steps_time_energy_and_the_ratio_with_its_interval():
-    results = make_results(MANY)
-    text = printed(results)
-    for heading in ("step time", "steps", "energy", "time: phantom / it"):
-        assert heading in text
-    for cell in results.cells[1:]:
-        assert format_interval(ratio(results, results.cells[0], cell, "seconds")) in text
 
 
 def test_studies_of_links_and_batches_have_a_column_for_each():

@@ -12,10 +12,8 @@ from phantom_parallel.study.analysis import (
     by_seed,
     energy_fit,
     mean,
-    median_of,
     peer,
     ranking,
-    rate_is_at_an_end,
     ratio,
     ratio_interval,
     ratios,
@@ -35,16 +33,6 @@ def test_intervals_are_students(values):
     low, high = stats.t.interval(0.95, len(values) - 1, fmean(values), stats.sem(values))
     assert (interval.mean, interval.count) == (pytest.approx(fmean(values)), len(values))
     assert (interval.low, interval.high) == (pytest.approx(low), pytest.approx(high))
-
-
-def test_intervals_are_clipped_to_what_the_quantity_can_be():
-    # mean 0.4, standard deviation 0.4, t(0.975, 2) = 4.303: 0.4 +- 0.994
-    results = make_results()
-    shares = [{"compute_seconds": 10.0 - 10 * share, "blocked_seconds": 10 * share} for share in (0.0, 0.4, 0.8)]
-    runs = zip(results.cells[0].runs, shares, strict=True)
-    cell = replace(results.cells[0], runs=tuple(replace(run, **times) for run, times in runs))
-    clipped = analysis.mean(results, cell, "blocked_share")
-    assert (clipped.low, clipped.mean, clipped.high) == (0.0, pytest.approx(0.4), 1.0)
 
 
 def test_one_value_has_no_interval_and_nothing_has_no_mean():
@@ -105,14 +93,6 @@ def test_who_is_first_is_a_matter_of_intervals():
     assert "fsdp" not in [cell.strategy for cell, _ in ranking(missing, missing.cells, "seconds")]
 
 
-def test_a_median_is_missing_if_half_of_the_seeds_are():
-    results = make_results()
-    cell = results.cells[1]
-    runs = (cell.runs[0], *(replace(run, status="steps") for run in cell.runs[1:]))
-    assert median_of(results, cell, "seconds") == sorted(run.seconds for run in cell.runs)[1]
-    assert median_of(results, replace(cell, runs=runs), "seconds") is None
-
-
 def test_cells_are_compared_with_those_of_the_same_place_or_with_the_reference():
     ghosts = make_ghosts()
     assert peer(ghosts, cell_of(ghosts, "phantom", ghosts=8), "tensor") is ghosts.cells[0]
@@ -122,14 +102,6 @@ def test_cells_are_compared_with_those_of_the_same_place_or_with_the_reference()
     assert peer(links, phantom, "tensor").link == "100mbit"
     smaller = make_smaller()
     assert peer(smaller, cell_of(smaller, "phantom", ranks=1), "tensor") is smaller.cells[0]
-
-
-def test_a_rate_at_an_end_of_those_tried():
-    results = make_results()
-    assert not rate_is_at_an_end(results, "phantom")
-    fewer = replace(results, trials=tuple(trial for trial in results.trials if trial.lr <= 0.004))
-    assert rate_is_at_an_end(fewer, "phantom")
-    assert not rate_is_at_an_end(fewer, "tensor")
 
 
 def test_rank_hours_and_what_they_bring():

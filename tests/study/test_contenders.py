@@ -34,16 +34,11 @@ def test_a_name_is_a_strategy_a_layout_and_a_wire(name, strategy, layout, wire):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("magic", "strategies must be of phantom, tensor, megatron, dense"),
-        ("", "strategies must be of"),
-        ("tensor+int8+int8", "wire must be one of full, bf16, int8, got 'int8+int8'"),
-        ("tensor+interleave=x", "wire must be one of full, bf16, int8, got 'interleave=x'"),
-        ("tensor@2x", "strategies must be of"),
-        ("tensor+int4", "wire must be one of full, bf16, int8, got 'int4'"),
-        ("copies+int8", "'copies+int8': ranks of dense exchange no features"),
-        ("tensor@3x2", "'tensor@3x2' needs 6 ranks, and there are 4"),
-        ("tensor@0x4", "ranks must be a positive whole number, got 0"),
-        ("copies@2x2", "the strategy dense runs on one rank, got ranks=2"),
+        ("magic", "phantom, tensor, megatron, dense"),
+        ("tensor+int4", "'int4'"),
+        ("copies+int8", "'copies+int8'"),
+        ("tensor@3x2", "6 ranks, and there are 4"),
+        ("copies@2x2", "dense runs on one rank"),
     ],
 )
 def test_a_name_that_is_not_understood_is_refused_with_the_reason(name, message):
@@ -91,14 +86,6 @@ def test_options_are_settings_of_the_training_and_other_functions_have_other_los
         read_settings("presets", "gpt-hosts", {"strategies": ("pipeline+ladder",)})
     with pytest.raises(ValueError, match="micro_batches belongs to the strategy pipeline"):
         read_settings("presets", "gpt-hosts", {"strategies": ("megatron+micro_batches=4",)})
-
-
-def test_the_wire_of_the_training_is_that_of_contenders_that_send_features():
-    training = {"ranks": 4, "wire": "bf16"}
-    values = {
-        name: get_contender(name, FFN, training).wire for name in ("tensor", "copies", "tensor+full", "phantom+int8")
-    }
-    assert values == {"tensor": "bf16", "copies": "full", "tensor+full": "full", "phantom+int8": "int8"}
 
 
 def test_every_layout_trains_the_same_model_on_the_same_batch():

@@ -12,7 +12,7 @@ from phantom_parallel.distributed.objects import RanksDisagree
 from phantom_parallel.distributed.signals import Interrupted, LossDiverged, StopRequest
 from phantom_parallel.families.ffn.config import FFNTrainConfig
 from phantom_parallel.study import runner as runner_module
-from phantom_parallel.study.runner import IDLE_TIMEOUT, NETWORKS, CellRunner, RunOptions, cell_runner, resolve_networks
+from phantom_parallel.study.runner import NETWORKS, CellRunner, RunOptions, cell_runner, resolve_networks
 from phantom_parallel.study.settings import read_settings
 from phantom_parallel.train import Record
 from phantom_parallel.utils.files import write_json
@@ -97,16 +97,6 @@ def test_a_signal_stops_ahead_of_the_next_cell(monkeypatch, runner):
     assert run == []
 
 
-def test_progress_names_the_cell_its_outcome_and_the_count(monkeypatch, tmp_path, capsys):
-    trains(monkeypatch)
-    runner = make_runner(tmp_path, show=True)
-    runner.total = 3
-    runner.train("tensor seed=7", CONFIG)
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("tensor seed=7 1/3 reached the target, 20 steps, loss 0.3, 4 s")
-    assert line.endswith("left")
-
-
 def disagreeing(folder: str) -> str:
     """Ranks of an external launch whose command lines differ."""
     settings = read_settings("presets", "quick", {"ranks": 2, "seeds": 2 + torch.distributed.get_rank()})
@@ -122,26 +112,6 @@ def test_ranks_with_other_settings_are_refused_before_the_folder_is_made(ranks, 
     for message in ranks(2)(disagreeing, str(tmp_path)):
         assert message == "ranks disagree on the settings: rank 0 has seeds=2; rank 1 has seeds=3"
     assert not (tmp_path / "out").exists()
-
-
-def timeouts(folder: str) -> tuple[list[float], float]:
-    """Seconds that exchanges of cells may take, on all and on some ranks, and those for which other ranks wait."""
-    settings = read_settings("presets", "quick", {"ranks": 2, "timeout": 90.0, "strategies": ("phantom", "copies")})
-    cpu, groups = torch.device("cpu"), []
-    with cell_runner(cpu, settings, RunOptions(Path(folder))) as runner:
-        configs = [settings.config(contender) for contender in settings.contenders]
-        for context in map(runner.context_for, [*configs, replace(configs[0], ranks=1)]):
-            if context is not None:
-                meshes = [mesh.get_group() for mesh in (context.tp, context.dp) if mesh is not None]
-                groups += [context.group, *meshes]
-        seconds = [group._get_backend(cpu).options._timeout.total_seconds() for group in (*groups, runner._patient)]
-        return seconds[:-1], seconds[-1]
-
-
-def test_a_hang_in_a_cell_ends_at_the_timeout_of_the_settings(ranks, tmp_path):
-    (first, idle), (second, _) = ranks(2)(timeouts, str(tmp_path))
-    assert (first, second) == ([90.0] * 5, [90.0] * 4)
-    assert idle == IDLE_TIMEOUT.total_seconds()
 
 
 HOSTS = read_settings("studies", "links", {"links": ("loopback", "100mbit", "like:frontier-mi250x")})

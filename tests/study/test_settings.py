@@ -24,14 +24,6 @@ def test_what_ships():
     assert read_settings("studies", "scaling").world_size == 8
 
 
-@pytest.mark.parametrize("name", names_of("presets"))
-def test_presets_compare_phantom_with_baselines(name):
-    settings = read_settings("presets", name)
-    assert (settings.name, settings.cells) == (name, ({},))
-    assert {"phantom", "megatron"} <= set(settings.strategies)
-    assert ("tensor" in settings.strategies) == (settings.family == "ffn")
-
-
 @pytest.mark.parametrize(
     ("folder", "name"), [*(("presets", n) for n in names_of("presets")), *(("studies", n) for n in names_of("studies"))]
 )
@@ -55,19 +47,6 @@ def test_on_hosts_fsdp_and_pipelines_share_the_dense_models_curve_in_every_varia
         assert numbers["pipeline"] > 1
 
 
-def test_all_strategies_that_cut_layers_try_the_same_interleaved_parts():
-    settings = read_settings("presets", "gpt-hosts")
-    tried = {
-        each.name: [dict(variant.tuned).get("interleave") for variant in settings.variants(each)]
-        for each in settings.contenders
-    }
-    cutting = ("phantom", "megatron", "phantom+int8", "megatron+int8")
-    assert {name: tried[name] for name in cutting} == {name: [1, 2] for name in cutting}
-    assert tried["copies"] == tried["phantom-copies"] == [None]
-    (_, parts) = settings.variants(settings.contenders[0])
-    assert settings.config(parts).interleave == 2
-
-
 def test_cells_are_combinations_of_lists_which_changes_replace():
     assert varied_by("studies", "ghosts") == {"ghosts": (1, 2, 4, 8, 16, 32, 64)}
     settings = read_settings("studies", "ghosts", {"ghosts": (2, 4), "width": 256})
@@ -85,18 +64,14 @@ def test_cells_are_combinations_of_lists_which_changes_replace():
     ("text", "message"),
     [
         ("seeds = 0\n[training]\nwidth = 8\ndepth = 1\nblocks = 2\nghosts = 1", "seeds"),
-        ("sedes = 1\n", "sedes"),
         ("[training]\nwitdh = 8", "witdh"),
         ('strategies = ["phantom", "magic"]\n[training]\nwidth = 8\ndepth = 1\nblocks = 2\nghosts = 1', "'magic'"),
         ("[training]\nwidth = 9\ndepth = 1\nblocks = 2\nghosts = 1", "blocks=2"),
-        ("[search]\nlearning_rates = [0.2, 0.1]", "[0.2, 0.1]"),
-        ("training = 3", "training must be [training]"),
-        ("= nonsense", "not readable as TOML"),
+        ("= nonsense", "TOML"),
         ('family = "cnn"', "ffn, gpt"),
-        ("[training]\nwidth = 'wide'", "width must be a positive whole number, got 'wide'"),
+        ("[training]\nwidth = 'wide'", "'wide'"),
         ('[[cells]]\nstrategy = "phantom"\ncolour = "red"', "colour"),
-        ('[reference]\nstrategy = "dense"\n[[cells]]\nstrategy = "tensor"', "no cell matches the reference"),
-        ('hosts = 2\nlinks = ["1gbit", "1gbit"]\n[training]\nranks = 2', "links must be different"),
+        ('[reference]\nstrategy = "dense"\n[[cells]]\nstrategy = "tensor"', "reference"),
         ('hosts = 2\nlinks = ["1gbit", "2gbit"]\nshare_curves = false\n[training]\nranks = 2', "shared curves"),
     ],
 )
