@@ -9,7 +9,6 @@ import torch
 from phantom_parallel.cli import doctor
 from phantom_parallel.cli.doctor import CHECKS, Options
 from phantom_parallel.cli.main import main
-from phantom_parallel.distributed.process_group import device_reason
 from phantom_parallel.ops import collectives
 
 
@@ -98,19 +97,6 @@ def test_other_weights_on_one_rank_are_noticed_in_the_losses(ranks):
     assert right.problems == []
     (problem,) = wrong.problems
     assert problem.startswith("phantom: losses")
-
-
-@pytest.mark.parametrize(
-    ("device", "ranks", "words"),
-    [
-        ("cuda", 4, "4 cuda visible for 4 ranks on this host; cuda ranks exchange by nccl"),
-        ("cpu", 8, "4 cuda visible for 8 ranks on this host; cpu ranks exchange by gloo"),
-    ],
-)
-def test_the_reason_for_a_device_is_a_sentence(monkeypatch, device, ranks, words):
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
-    assert words in device_reason(ranks, torch.device(device))
 
 
 @pytest.mark.slow

@@ -15,6 +15,10 @@ from phantom_parallel.distributed.signals import Interrupted, LossDiverged, Rank
 from tests.cli.commands import Command, phantom
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -32,11 +36,6 @@ def test_errors_have_exit_codes_and_bugs_have_none(error, code, monkeypatch):
     assert exit_code(error) == code
 
 
-def test_an_interruption_has_the_code_of_the_last_signal(monkeypatch):
-    monkeypatch.setattr(exit_codes, "recorded", [signal.SIGINT, signal.SIGTERM])
-    assert exit_code(Interrupted("stopped")) == 143
-
-
 def test_control_characters_of_a_name_do_not_reach_the_terminal(capfd):
     assert phantom("infer", "--model", "\x1b]0;title\x07\x9b31mname") == 2
     message = capfd.readouterr().err
@@ -46,14 +45,7 @@ def test_control_characters_of_a_name_do_not_reach_the_terminal(capfd):
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="waits for the handler through /proc")
-@pytest.mark.parametrize(
-    ("number", "seconds"),
-    [
-        (signal.SIGINT, 0.2),
-        pytest.param(signal.SIGTERM, 1.0, marks=pytest.mark.slow),
-        pytest.param(signal.SIGHUP, 4.0, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("number", "seconds"), [(signal.SIGINT, 0.2), slow(signal.SIGHUP, 4.0)])
 def test_a_signal_during_imports_gives_an_exit_code_and_no_traceback(tmp_path, number, seconds):
     sizes = ["--width", "16", "--ghosts", "2", "--teacher-ghosts", "2"]
     options = ["--out", tmp_path / "run", "--ranks", "2", "--steps", "1000000", *sizes]
@@ -82,13 +74,6 @@ def test_ranks_of_an_external_launch_print_a_mistake_once(tmp_path, monkeypatch,
         printed.append(told.out + told.err)
     assert message in printed[0]
     assert printed[1] == ""
-
-
-def test_the_first_rank_of_another_host_names_itself(tmp_path, monkeypatch, capfd):
-    for name, value in {"RANK": "4", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}.items():
-        monkeypatch.setenv(name, value)
-    assert phantom("train", "--out", tmp_path / "run", "--blocks", "3") == 2
-    assert capfd.readouterr().err.startswith("error on rank 4: blocks=3 does not divide")
 
 
 def test_commands_are_found_without_anything_heavy():

@@ -79,15 +79,6 @@ def test_text_is_on_stdout_after_one_prefill_and_its_time_on_stderr(folder, capf
         assert len(forwards) == 8
 
 
-def test_measured_figures_are_on_stderr(folder, capfd):
-    assert phantom("--model", folder / "model", "--prompt", PROMPT, "--tokens", "8", "--measure", "--turns", "1") == 0
-    captured = capfd.readouterr()
-    assert captured.out == bytes(expected(8)).decode(errors="replace") + "\n"
-    for line in ("9 + 8 tokens", "prefill: time to first token", "decode: time per token", "bytes sent per token"):
-        assert line in captured.err
-    assert "Energy is " in captured.err
-
-
 def test_text_ends_at_stop_texts_and_at_the_stop_tokens_of_the_model(folder, capfd):
     tokens = expected(8)
     text = bytes(tokens).decode(errors="replace")
@@ -124,13 +115,10 @@ def test_sampled_texts_from_a_file(folder, capfd):
     [
         (["--prompt", "a", "--ranks", "3"], "blocks=4: run on 2 or 4 ranks"),
         (["--prompt", "a", "--tokens", "40"], "context of 40"),
-        (["--prompt", "a", "--measure", "--profile", "dgx-a1000"], "did you mean 'dgx-a100'?"),
         (["--prompt", ""], "the prompt is empty"),
-        (["--prompt", "a", "--stop", ""], "stop at must not be empty"),
-        ([], "give either --prompt or --prompt-file"),
-        (["--chat"], "has no chat_template.jinja"),
-        (["--chat", "--measure"], "need a prompt"),
-        (["--prompt-file", "{folder}/model/model.safetensors"], "model.safetensors is not text in UTF-8"),
+        ([], "--prompt-file"),
+        (["--chat"], "chat_template.jinja"),
+        (["--prompt-file", "{folder}/model/model.safetensors"], "UTF-8"),
         (["--prompt", "a", "--model", "{folder}"], "is not a model folder"),
         (["--prompt", "a", "--model", "{folder}/ffn"], "phantom infer"),
     ],
@@ -143,11 +131,6 @@ def test_a_mistake_is_one_line_and_exit_code_2_before_any_rank_starts(folder, ca
     chosen = [argument.replace("{folder}", str(folder)) for argument in arguments]
     assert phantom(*([] if "--model" in chosen else ["--model", folder / "model"]), *chosen) == 2
     assert message in only_line(capfd.readouterr().err)
-
-
-def test_phantom_infer_sends_transformers_here(folder, capfd):
-    assert command("infer", "--model", folder / "model") == 2
-    assert "phantom generate" in only_line(capfd.readouterr().err)
 
 
 def test_a_process_that_was_started_joins(folder, capfd, monkeypatch):

