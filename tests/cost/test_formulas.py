@@ -36,15 +36,6 @@ def test_tensor_counts_are_the_methods_table(ranks, m_in, m_out, rows):
         assert [e.moved_bytes(1) for e in layer.exchanges] == [rows * (ranks - 1) * m_in] * 2
 
 
-def test_memory_follows_the_optimizer_and_the_word():
-    sgd = ffn("dense", 8, 2, batch=3, optimizer="sgd", bias=False, word_bytes=2).memory
-    adam = ffn("dense", 8, 2, batch=3, optimizer="adam", bias=False, word_bytes=2).memory
-    assert sgd.parameters == sgd.gradients == 2 * 2 * 64
-    assert (sgd.optimizer, adam.optimizer) == (0, 2 * 2 * 2 * 64)
-    assert sgd.activations == 2 * 2 * 3 * 8
-    assert adam.total == adam.parameters + adam.gradients + adam.optimizer + adam.activations
-
-
 @pytest.mark.parametrize(
     ("optimizer", "make"),
     [
@@ -63,13 +54,6 @@ def test_the_state_of_an_optimizer_is_torchs(optimizer, make):
     assert ffn("dense", 8, 2, batch=3, optimizer=optimizer).memory.optimizer == kept
 
 
-def test_the_whole_models_parameters():
-    assert ffn("megatron", 8, 3, ranks=4, batch=1).model_parameters == 3 * (64 + 8)
-    assert ffn("tensor", 8, 3, ranks=4, batch=1).model_parameters == 3 * (64 + 8)
-    assert ffn("phantom", 8, 3, ranks=2, batch=1, blocks=4, ghosts=1).model_parameters == 3 * (16 + 8 + 24 + 8)
-    assert ffn("dense", 8, 3, batch=1).model_parameters == 3 * (64 + 8)
-
-
 def test_a_two_dimensional_layer_by_hand():
     """8 ranks as 2 x 4 and 6 rows: a rank has 6 * 16 / 8 = 12 input and 6 * 32 / 8 = 24 output words."""
     layout = RowLayout(16, 32, 8)
@@ -80,14 +64,6 @@ def test_a_two_dimensional_layer_by_hand():
         assert [e.stride for e in layer.exchanges] == ([4, 1, 1, 4] if transposed else [1, 4, 4, 1])
         assert layer.parameters == (tile, 32 // 8)
         assert {product.multiply_adds for product in layer.products} == {6 * tile}
-
-
-def test_two_dimensional_layouts_send_what_their_paper_says():
-    """Two layers of n features on X by Y ranks: 2 rows (n / X + n / Y) words each way, but for a rank's own share."""
-    shape = ffn("tensor", 64, 2, ranks=16, batch=5, grid=4, input_grad=True)
-    assert shape.moved_bytes("forward") == shape.moved_bytes("backward") == 4 * 2 * 5 * (64 // 4 + 64 // 4) * 3 // 4
-    assert shape.model_parameters == ffn("dense", 64, 2, batch=5).model_parameters
-    assert shape.multiply_adds() * 16 == ffn("dense", 64, 2, batch=5, input_grad=True).multiply_adds()
 
 
 SIZES = {"strategy": "megatron", "vocab": 256, "dim": 64, "layers": 3, "heads": 8, "hidden": 192, "context": 12}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from phantom_parallel.cost.hardware import SHIPPED, Figure, Profile, Tier, dump_profile, list_profiles, load_profile
+from phantom_parallel.cost.hardware import Figure, Profile, Tier, dump_profile, list_profiles, load_profile
 
 SHIPPED_NAMES = ("b200", "dgx-a100", "dgx-h100", "frontier-mi250x", "mi300x")
 
@@ -71,23 +71,6 @@ def test_a_file_with_a_base_overrides_single_figures(own: Path) -> None:
     assert mine.overlap == Figure(0.25, "given in mine.toml")
     assert mine.inside == Tier(base.inside.latency_seconds, Figure(1e9, "given in mine.toml"))
     assert replace(mine, name=base.name, overlap=base.overlap, inside=base.inside) == base
-
-
-def test_a_users_file_goes_before_the_shipped_one_and_may_extend_it(own: Path) -> None:
-    (own / "dgx-a100.toml").write_text('base = "dgx-a100"\nidle_watts = 55\n')
-    assert load_profile("dgx-a100").idle_watts.value == 55
-    assert list_profiles()["dgx-a100"] == own / "dgx-a100.toml"
-    assert load_profile(SHIPPED / "dgx-a100.toml").idle_watts.value != 55
-
-
-def test_a_base_may_lose_its_watts_or_gain_some(own: Path) -> None:
-    (own / "dark.toml").write_text('base = "dgx-a100"\npower = "unavailable"\n')
-    dark = load_profile("dark")
-    assert not dark.has_power
-    dump_profile(dark, own / "copy.toml")
-    assert load_profile("copy") == dark
-    (own / "lit.toml").write_text('base = "dark"\ncompute_watts = 3\ncommunication_watts = 2\nidle_watts = 1\n')
-    assert load_profile("lit").compute_watts.value == 3
 
 
 @pytest.mark.parametrize(

@@ -61,22 +61,6 @@ def test_inference_mode_is_counted_the_same():
     assert not torch.nn.modules.module._global_forward_hooks
 
 
-def test_named_phases_and_nesting():
-    a = torch.randn(2, 2)
-    with Ledger() as ledger:
-        with ledger.phase("prefill"):
-            a @ a
-            with ledger.phase("decode"):
-                a @ a
-                a @ a
-        a @ a
-    assert [ledger.flops_of(phase) for phase in ("prefill", "decode", "forward")] == [16, 32, 16]
-    a @ a  # outside: nothing is counted, and no hook is left
-    assert ledger.flops == 64
-    assert not torch.nn.modules.module._global_forward_hooks
-    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
-
-
 def count_collectives() -> dict:
     t = torch.ones(10)
     with Ledger() as ledger:

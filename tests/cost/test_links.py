@@ -26,13 +26,6 @@ def test_a_rank_has_the_flop_to_byte_ratio_of_the_profile_between_hosts_and_insi
     assert "frontier-mi250x" in two.describe()
 
 
-def test_options_of_links_without_hosts_are_refused():
-    assert network_of(None, None, 4) is None
-    for options in ({"link": "100mbit"}, {"link": None, "delay": "1ms"}, {"link": None, "loss": "1%"}):
-        with pytest.raises(ValueError, match="--hosts"):
-            network_of(None, ranks=4, **options)
-
-
 def test_mistakes_are_found_before_anything_is_measured():
     with pytest.raises(ValueError, match="there is no profile 'nowhere'"):
         network_of(2, "like:nowhere", 2)

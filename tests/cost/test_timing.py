@@ -66,13 +66,6 @@ def test_a_dense_step_by_hand() -> None:
     assert step.total == step.compute == pytest.approx(2 * product + 44.8)
 
 
-def test_between_megatron_pairs_activations_are_whole() -> None:
-    layers = step_time(ffn("megatron", 4, 3, ranks=2, batch=2, bias=False), toy()).layers
-    # (2, 2) by (2, 4), then (2, 4) by (4, 2): 32 FLOP and 20 words each; activations of 2 x 4 / 2, then of 2 x 4 words.
-    assert layers[1]["forward"].compute == pytest.approx(3 + 32 / 50 + (20 + 2 * 4) * 4 / 10)
-    assert layers[2]["forward"].compute == pytest.approx(3 + 32 / 50 + (20 + 2 * 8) * 4 / 10)
-
-
 def test_only_the_products_named_hide_an_exchange() -> None:
     shape = ffn("phantom", 8, 1, ranks=2, batch=2, blocks=2, ghosts=1, bias=False)
     clock = Clock(toy())
@@ -108,16 +101,6 @@ def test_the_least_energy_is_that_of_the_products_at_the_peak(strategy: str) -> 
     assert forward.least_joules == pytest.approx(10 * flops / 100 * 4 / 11)
 
 
-def test_energy_is_power_times_time() -> None:
-    shape = ffn("tensor", 32, 4, ranks=4, batch=16, dp=2)
-    step = step_time(shape, toy())
-    assert step.joules == pytest.approx(8 * (10 * step.compute + 4 * step.exposed))
-    dark = toy(compute_watts=None, communication_watts=None, idle_watts=None)
-    assert step_time(shape, dark).joules is None
-    assert (step_time(shape, dark).least_joules, step_time(shape, dark).energy_gap) == (None, None)
-    assert step.total == pytest.approx(step.compute + step.exposed)
-
-
 def test_phases_are_the_sums_of_layers_and_cover_every_product() -> None:
     for shape in shapes():
         step, clock = step_time(shape, toy(memory_bandwidth=1e30)), Clock(toy(memory_bandwidth=1e30))
@@ -129,7 +112,7 @@ def test_phases_are_the_sums_of_layers_and_cover_every_product() -> None:
             assert span.total == pytest.approx(sum(layer[phase].total for layer in step.layers))
 
 
-@settings(deadline=None)  # a busy machine is not a slow formula
+@settings(deadline=None, max_examples=25)  # a busy machine is not a slow formula
 @given(
     faster=st.floats(1, 1e6),
     field=st.sampled_from(["inside", "between", "memory_bandwidth", "write_bandwidth", "peak"]),

@@ -51,18 +51,6 @@ def test_a_stage_sends_each_micro_batch_once_in_each_direction():
     assert sum(shape.multiply_adds() for shape in ends) == dense.multiply_adds()
 
 
-@pytest.mark.parametrize("layers", [2, 5, 12])
-def test_kinds_of_stages_are_all_that_there_are(layers):
-    for stages in range(2, layers + 1):
-        all_of_them = [Stage(layers, stages, index, stages) for index in range(stages)]
-        assert [layer for stage in all_of_them for layer in stage.own] == list(range(layers))
-        kinds = all_of_them[0].kinds()
-        assert sum(kinds.values()) == stages
-        inner = [len(stage.own) for stage in all_of_them[1:-1]]
-        counted = [len(all_of_them[i].own) for i, n in kinds.items() if i not in (0, stages - 1) for _ in range(n)]
-        assert sorted(inner) == sorted(counted)
-
-
 def simulate(times: list[tuple[float, float]], hop: float, micro_batches: int) -> float:
     """1F1B: each stage runs its passes in order, each as soon as what it needs has arrived."""
     stages, orders = len(times), []
@@ -148,18 +136,3 @@ def test_fsdp_hides_exchanges_behind_products_but_for_the_first():
     assert bare.phases["forward"].compute == dense.phases["forward"].compute
     assert hidden.phases["forward"].exposed == pytest.approx(max(gather, 4 * gather - dense.phases["forward"].compute))
     assert hidden.total < bare.total
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"strategy": "fsdp", "ranks": 3}, "3 ranks do not divide the 64 rows of a copy: run on 2 or 4 ranks"),
-        ({"strategy": "pipeline", "ranks": 3}, "a pipeline of 3 ranks needs a layer for each, got 2: use at most 2"),
-        ({"strategy": "pipeline", "ranks": 2, "micro_batches": 5}, "micro_batches=5 does not divide the 64 rows"),
-        ({"strategy": "tensor", "micro_batches": 4}, "micro_batches belongs to the strategy pipeline, not to tensor"),
-        ({"strategy": "tensor", "reshard_after_forward": False}, "belongs to the strategy fsdp, not to tensor"),
-    ],
-)
-def test_shapes_that_cannot_be_are_named(settings, message):
-    with pytest.raises(ValueError, match=message):
-        FFNShape.of(**({"width": 64, "depth": 2} | settings))

@@ -35,18 +35,6 @@ def test_accelerators_cpu_and_memory_are_counted_and_the_node_that_includes_them
     assert next(row.joules for row in result.rows if row.label == "accelerator 3") == 100
 
 
-def test_a_reading_waits_for_a_fresh_value(node):
-    clock = FakeClock()
-    meter = metered(node, clock)
-    before = node.words["freshness"]
-    with meter.window("load") as window:
-        assert node.words["freshness"] == before + 1  # one tick for all files
-        clock.now += 2.0
-        load(node, 10)
-    assert node.words["freshness"] == before + 3
-    assert window.result.total.valid
-
-
 def test_counters_set_anew_void_the_window(node):
     clock, word = FakeClock(), "generation"
     meter = metered(node, clock)

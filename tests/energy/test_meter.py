@@ -1,13 +1,11 @@
 """The meter's windows, on simulated sensors and on none."""
 
-import json
 import threading
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from phantom_parallel.energy import EnergyMeter, PowerProfile, Provenance, discover, meter, sensors
+from phantom_parallel.energy import EnergyMeter, PowerProfile, Provenance, discover, sensors
 from phantom_parallel.energy.results import Component
 from phantom_parallel.energy.sensors.base import Discovery, EnergySample, SensorSpec
 from tests.energy.simulated import FakeClock
@@ -71,17 +69,6 @@ def test_a_machine_with_nothing_gives_none_and_says_so(tmp_path, clock):
     assert str(window.result) == "load: 1 s, unavailable (no sensor can be read and no power profile was given)"
 
 
-def test_devices_are_synchronized_before_each_reading(clock, monkeypatch):
-    order = []
-    source = Steady(clock)
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: order.append(("synchronize", source.reads)))
-    with EnergyMeter(sources=[source], clock=clock, device="cuda").window("load"):
-        clock.now += 2.0
-    assert order == [("synchronize", 0), ("synchronize", 1)]
-    monkeypatch.undo()
-    meter.synchronize(torch.device("cpu"))  # nothing to wait for
-
-
 def test_two_sources_of_the_same_component_are_counted_once(clock):
     sources = [
         Steady(clock, 100.0, name="cray/accel0_energy"),
@@ -106,19 +93,6 @@ def test_figures_of_different_provenance_are_never_added(clock):
     totals = {total.provenance: total.joules for total in window.result.totals}
     assert totals == {Provenance.COUNTER: 200.0, Provenance.INTEGRATED_POWER: 100.0, Provenance.MODELLED: 200.0}
     assert window.joules == 200.0
-
-
-def test_json_keeps_provenance_and_null(clock):
-    meter = EnergyMeter(sources=[Steady(clock, watts=0.0)], clock=clock, device="cpu", profile=PROFILE)
-    with meter.window("load") as window:
-        clock.now += 1.0
-    plain = json.loads(json.dumps(window.result.to_dict(), allow_nan=False))
-    figures = [plain["total"], *plain["totals"], *plain["rows"]]
-    assert [figure["joules"] for figure in figures] == [None, None, 100.0, None, 100.0]
-    assert [figure["provenance"] for figure in figures[1:]] == ["unavailable", "modelled"] * 2
-    assert (plain["rows"][1]["watts"], plain["rows"][1]["watts_source"]) == (100.0, "made up")
-    split = {"rank": 0, "compute_seconds": 1.0, "communication_seconds": 0.0, "idle_seconds": 0.0}
-    assert plain["time_splits"] == [split | {"host": meter.host.name}]
 
 
 def test_the_sampling_thread_reads_and_ends_with_the_window(clock):

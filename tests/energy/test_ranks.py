@@ -83,10 +83,3 @@ def cpu(name: str) -> SensorSpec:
 def test_machines_with_the_same_name_are_different_machines():
     available = [(Host("localhost", f"boot{rank}"), (cpu("rapl/intel-rapl:0"),)) for rank in range(2)]
     assert [len(assign_sensors(available, rank)) for rank in range(2)] == [1, 1]
-
-
-def test_a_component_is_counted_from_its_best_source_on_each_host():
-    rapl, cray = cpu("rapl/0"), cpu("cray/cpu_energy")
-    available = [(Host("a", "a"), (rapl, cray)), (Host("b", "b"), (cray,))]
-    assert assign_sensors(available, 0) == {"rapl/0": True, "cray/cpu_energy": False}
-    assert assign_sensors(available, 1) == {"cray/cpu_energy": True}

@@ -1,8 +1,5 @@
 """RAPL through powercap trees in the kernel's format."""
 
-import errno
-from pathlib import Path
-
 import pytest
 
 from phantom_parallel.energy import EnergyMeter, Provenance
@@ -71,35 +68,3 @@ def test_a_stalled_counter_is_unavailable_and_not_zero(tmp_path):
     # Nor is the sum of the others passed off as the whole.
     assert [total.joules for total in window.result.totals] == [None]
     assert "package-1" in window.result.total.reason
-
-
-def test_a_window_too_short_for_the_counter_is_invalid_with_the_reason(tmp_path):
-    tree, clock = Powercap(tmp_path).zone("intel-rapl:0", "package-0", 1), FakeClock()
-    with metered(tree, clock).window("blink") as window:
-        clock.now += 0.005
-        tree.use("intel-rapl:0", 1)
-    assert not window.result.total.valid
-    assert "0.01 s or more" in window.result.total.reason
-    assert "invalid" in str(window.result)
-
-
-def deny(monkeypatch) -> None:
-    """Reading a counter fails from now on, for root as well."""
-    read_text = Path.read_text
-
-    def read(path: Path) -> str:
-        if path.name == "energy_uj":
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return read_text(path)
-
-    monkeypatch.setattr(Path, "read_text", read)
-
-
-def test_a_counter_without_permission_names_the_file_and_what_to_allow(tmp_path, monkeypatch):
-    tree = two_packages(tmp_path / "powercap")
-    deny(monkeypatch)
-    probe = probe_rapl(tree.root)
-    assert probe.sources == ()
-    assert len(probe.problems) == 4
-    assert str(tmp_path / "powercap" / "intel-rapl:0" / "energy_uj") in probe.problems[0]
-    assert "sudo chmod a+r" in probe.problems[0]

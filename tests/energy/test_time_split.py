@@ -2,10 +2,8 @@
 
 import _thread
 import threading
-import time
 from collections.abc import Callable
 from itertools import count
-from pathlib import Path
 
 import pytest
 import torch
@@ -51,12 +49,6 @@ def phantom(mesh):
     return lambda: layer(torch.ones(3, 16 // mesh.size(), requires_grad=True)).sum().backward()
 
 
-def compiled(mesh):
-    layer = PhantomLinear(16, 16, blocks=4, ghosts=2, mesh=mesh)
-    run = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    return lambda: run(torch.ones(3, 16 // mesh.size(), requires_grad=True)).sum().backward()
-
-
 def functional(mesh):
     return lambda: funcol.all_reduce(torch.ones(4), "sum", mesh.get_group()) + 1
 
@@ -92,43 +84,6 @@ def count_all_waits() -> list[int]:
 
 def test_every_kind_of_wait_is_observed_and_only_while_an_observer_is_registered(ranks):
     assert ranks(2)(count_all_waits) == [[2, 1, 1, 1]] * 2
-
-
-@pytest.mark.slow
-def test_waits_of_compiled_code_are_observed(ranks):
-    assert ranks(2)(count_waits, "compiled") == [2, 2]
-
-
-def other_threads_run_during_a_wait(folder: str) -> bool:
-    """Rank 1 joins the collective on a signal from a thread of rank 0, whose main thread is waiting at that time."""
-    signal, waiting = Path(folder) / "go", threading.Event()
-
-    class Observer(Counter):
-        def begin_wait(self) -> str:
-            waiting.set()
-            return super().begin_wait()
-
-    def send_signal() -> None:
-        waiting.wait()
-        time.sleep(0.05)  # so that the main thread is inside the wait
-        signal.touch()
-
-    group = dist.group.WORLD.group_name
-    if dist.get_rank() == 1:
-        while not signal.exists():
-            time.sleep(0.001)
-        torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", group))
-        return True
-    thread = threading.Thread(target=send_signal)
-    thread.start()
-    with observe_waits("cpu", Observer()):
-        torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", group))
-    thread.join()
-    return True
-
-
-def test_an_observed_wait_does_not_block_other_threads(ranks, tmp_path):
-    assert ranks(2)(other_threads_run_during_a_wait, str(tmp_path)) == [True, True]
 
 
 def measured_split(steps: int) -> tuple[TimeSplit, int]:
@@ -242,18 +197,6 @@ def test_on_an_accelerator_events_measure_how_long_the_stream_was_stalled():
             clock.end_wait(mark)
     compute, communication = clock.totals().since(before).busy(body_seconds=10.0)
     assert (compute, communication) == pytest.approx((6.0, 1.5))
-
-
-@pytest.mark.parametrize("drained", [True, False])
-def test_events_are_released_once_the_device_has_reached_them(monkeypatch, drained):
-    monkeypatch.setattr(FakeEvent, "drained", drained)
-    clock = TimeSplitRecorder("cpu", EventTimer(FakeEvent))
-    for _ in range(2000):
-        mark = clock.begin_wait()
-        FakeEvent.device_seconds += 0.25
-        clock.end_wait(mark)
-    assert (len(clock._pending) < 1000) == drained
-    assert clock.totals().blocked_outside == pytest.approx(500.0)
 
 
 def splits() -> dict[str, tuple[bool, bool]]:

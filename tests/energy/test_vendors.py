@@ -49,20 +49,6 @@ def test_a_rank_counts_its_own_gpu_alone(device, counted, rocm, monkeypatch):
     assert gpus_of(device, monkeypatch, rocm=rocm) == [sensors[index] for index in counted]
 
 
-def test_nvidia_failures_are_named(tmp_path):
-    nvml, clock = FakeNvml({"GPU-a": 1}), FakeClock()
-    probe = probe_nvidia(nvml=nvml, clock=clock)
-    with metered(probe, clock).window("load") as window:
-        clock.now += 2.0
-        nvml.broken = "GPU is lost"
-    assert window.joules is None
-    assert "GPU is lost" in window.result.total.reason
-    old = probe_nvidia(nvml=FakeNvml({"GPU-old": None}))
-    assert (old.sources, old.problems) == ((), ("GPU 0 NVIDIA H100: no energy counter: Not Supported",))
-    assert probe_nvidia(nvml=nvml, driver=tmp_path).problems == ("NVML does not start: GPU is lost",)
-    assert probe_nvidia(nvml=nvml, driver=tmp_path / "none").hints == ("NVIDIA GPUs: no driver is loaded",)
-
-
 FRONTIER = {"0000:c1:00.0": 1000, "0000:c6:00.0": 0, "0000:c9:00.0": 2000, "0000:ce:00.0": 0}
 
 
@@ -76,12 +62,3 @@ def test_amd_has_one_sensor_for_each_package_of_two_dies():
         smi.dies["0000:c9:00.0"] += 20_000_000
     assert window.joules == pytest.approx(30e6 * 15.3e-6)
     assert window.result.rows[0].label == "GPU package 0 AMD Instinct MI250X"
-
-
-def test_amd_counts_a_package_of_which_the_rank_has_either_die(monkeypatch):
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    second_die = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xCE, pci_device_id=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: second_die)
-    smi = FakeAmdSmi(dict(FRONTIER), "AMD INSTINCT MI250 (MCM) OAM AC MBA")
-    assert [spec.id for spec in probe_amd(torch.device("cuda", 3), smi=smi).specs] == ["amd/0000:c9:00.0"]

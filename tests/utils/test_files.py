@@ -8,7 +8,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -19,10 +18,8 @@ from phantom_parallel.utils.files import (
     FolderLock,
     atomic_file,
     atomic_folder,
-    cache_folder,
     json_text,
     remove_scratch,
-    replace_folder,
     write_bytes,
     write_json,
     write_text,
@@ -80,25 +77,6 @@ def test_a_folder_is_replaced_as_a_whole_or_left_as_it_was(tmp_path, fails):
         if fails:
             raise RuntimeError
     assert contents(tmp_path) == ({"folder/old.txt": "old"} if fails else {"folder/new.txt": "new"})
-
-
-def test_a_folder_is_put_back_if_the_new_one_cannot_take_its_place(tmp_path, monkeypatch):
-    for name in ("old", "new"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / f"{name}.txt").write_text(name)
-    rename = os.rename
-    monkeypatch.setattr(files, "_exchange", lambda first, second: False)
-    monkeypatch.setattr(os, "rename", lambda source, target: rename(source, target) if source.name == "old" else fail())
-
-    def fail():
-        monkeypatch.undo()
-        raise OSError("no such luck")
-
-    with pytest.raises(OSError, match="no such luck"):
-        replace_folder(tmp_path / "new", tmp_path / "old")
-    assert contents(tmp_path) == {"old/old.txt": "old", "new/new.txt": "new"}
-    replace_folder(tmp_path / "new", tmp_path / "old")
-    assert contents(tmp_path) == {"old/new.txt": "new"}
 
 
 def test_a_folder_that_is_replaced_exists_at_any_moment(tmp_path):
@@ -197,26 +175,3 @@ def test_a_process_that_was_killed_does_not_keep_its_lock(tmp_path):
         with pytest.raises(BlockingIOError, match="is in use"):
             FolderLock(tmp_path).acquire()
     FolderLock(tmp_path).acquire()
-
-
-def test_processes_that_joined_keep_it_for_their_dead_launcher_until_they_end(tmp_path):
-    launcher, worker = holder(tmp_path, "acquire"), holder(tmp_path, "join")
-    try:
-        os.kill(launcher.pid, signal.SIGKILL)
-        launcher.wait()
-        with pytest.raises(BlockingIOError, match="is in use"):
-            FolderLock(tmp_path).acquire(patience=0.2)
-        begin = time.monotonic()
-        subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -9 {worker.pid}"])
-        FolderLock(tmp_path).acquire(patience=20.0)  # the launcher is dead: worth waiting for
-        assert time.monotonic() - begin < 15
-    finally:
-        worker.kill()
-        worker.wait()
-
-
-def test_a_cache_that_cannot_be_created_names_the_variable(monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(OSError, match="XDG_CACHE_HOME"):
-        cache_folder()

@@ -40,18 +40,6 @@ def test_without_a_terminal_there_is_a_line_every_few_seconds_and_at_the_end(clo
     ]
 
 
-def test_nothing_is_printed_unless_shown_and_a_line_as_it_is(clock, capsys):
-    with ProgressDisplay(show=False) as display:
-        display.stage("step", 2)
-        clock[0] += 60.0
-        display.update(1, "note", line=True)
-        display.print("a line")
-    assert lines(capsys) == []
-    with ProgressDisplay() as display:
-        display.print("[bold]a line[/bold]")
-    assert lines(capsys) == ["[bold]a line[/bold]"]
-
-
 def test_on_a_terminal_there_is_a_bar(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "100")
@@ -62,17 +50,6 @@ def test_on_a_terminal_there_is_a_bar(capsys, monkeypatch):
     text = "\n".join(lines(capsys))
     for part in ("step", "loss 0.5", "━", "above", "left"):
         assert part in text
-
-
-def test_skipped_units_and_a_new_total_change_the_time_left(clock, capsys):
-    with ProgressDisplay() as display:
-        display.stage("cell", 10)
-        display.skip()  # the first unit was finished before
-        clock[0] += 4.0
-        display.update(3, title="second cell", line=True)  # two units in 4 seconds
-        display.set_total(5)
-        display.update(3.5, line=True)
-    assert lines(capsys) == ["second cell 3/10 0:00:14 left", "second cell 3/5 0:00:02 left"]
 
 
 @pytest.mark.parametrize("terminal", [False, True])
