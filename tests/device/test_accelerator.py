@@ -130,33 +130,6 @@ def test_trained_resumed_run_converted_and_healed(tmp_path):
     assert math.isfinite(summary(tmp_path / "healed")["eval_loss"])
 
 
-PREFETCHED = """
-import sys
-from phantom_parallel.cli.main import main
-from phantom_parallel.train.optimizer import PartsOptimizer
-from phantom_parallel.train.task import Task
-
-order = []
-copy, step = Task.to_device, PartsOptimizer.step
-Task.to_device = lambda self, *batch: order.append("copy") or copy(self, *batch)
-PartsOptimizer.step = lambda self, factor: order.append("step") or step(self, factor)
-main(sys.argv[1:])
-print(*order)
-"""
-
-
-def test_the_next_batch_is_copied_before_the_step_is_taken(tmp_path):
-    settings = ("--steps", "3", "--gradient-accumulation-steps", "2", "--out", str(tmp_path / "out"))
-    command = [sys.executable, "-c", PREFETCHED, *FFN, *GHOSTS, *settings]
-    variables = accelerator.environment(1)
-    printed = check(subprocess.run(command, env=variables, capture_output=True, text=True, timeout=900, check=False))
-    order = printed.splitlines()[-1].split()
-    # Two pieces of a batch, of which the first is there already, and the first of the next one.
-    assert order[: order.index("step") + 8] == ["copy", "copy", "copy", "step", *["copy", "copy", "step"] * 2, "copy"]
-    main([*FFN, *GHOSTS, *settings[:-1], str(tmp_path / "cpu")])
-    assert summary(tmp_path / "out")["eval_loss"] == pytest.approx(summary(tmp_path / "cpu")["eval_loss"], rel=1e-6)
-
-
 def test_predictions_and_models_that_are_saved_and_loaded(tmp_path):
     rows = np.random.default_rng(0).standard_normal((5, 32), dtype=np.float32)
     np.save(tmp_path / "x.npy", rows)

@@ -59,15 +59,6 @@ def test_a_training_by_srun_is_resumed_on_other_tasks(cluster, tmp_path, expecte
 
 
 @needs_slurm
-def test_two_steps_of_a_job_run_at_once(cluster, tmp_path, expected):
-    step = f"srun --exclusive -n2 {' '.join((*PHANTOM, *TRAIN, *SHORT))} --steps 6 --out {tmp_path}"
-    script = tmp_path / "job.sh"
-    script.write_text(f"#!/bin/bash\n{step}/a & first=$!\n{step}/b & wait $! && wait $first\n")
-    run(cluster, "sbatch", "--wait", "-N1", "-n4", f"--output={tmp_path}/log", script)
-    assert [loss(tmp_path / name) for name in "ab"] == [expected, expected]
-
-
-@needs_slurm
 def test_a_wrong_option_is_one_line_on_each_node(cluster, tmp_path):
     refused = run(cluster, "srun", "-N2", "-n4", *PHANTOM, "train", "--width", 63, "--out", tmp_path / "out", code=2)
     assert len(re.findall(r"^error(?: on rank \d)?: ", refused.stderr, re.MULTILINE)) == 2
@@ -189,14 +180,3 @@ def test_a_cluster_is_measured_for_the_planner(launcher, request, tmp_path, caps
     plan = ("plan", "--width", "256", "--depth", "2", "--batch", "64", "--devices", "4", "--hardware")
     assert main([*plan, str(tmp_path / f"{name}.toml"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)
-
-
-def test_exchanges_are_checked_inside_nodes_and_between_them(tmp_path):
-    words = ("doctor", "--only", "exchanges", "--json", tmp_path / "file.json")
-    assert "(inside, between nodes)" in on_two_nodes(2, *PHANTOM[1:], *words).stdout
-    (check,) = json.loads((tmp_path / "file.json").read_text())["checks"]
-    assert {key: figures["ranks"] for key, figures in check["details"].items()} == {
-        f"{op} {place}": 4 if place == "all" else 2
-        for op in ("all_gather", "reduce_scatter")
-        for place in ("all", "inside", "between")
-    }

@@ -1,7 +1,6 @@
 """Emulated hosts: what ranks see of them, that links are as slow as they should be, and that nothing is left behind."""
 
 import ctypes
-import errno
 import os
 import signal
 import subprocess
@@ -12,8 +11,7 @@ from contextlib import suppress
 
 import pytest
 
-from phantom_parallel.distributed import hosts as namespaces
-from phantom_parallel.distributed.hosts import Hosts, why_unavailable
+from phantom_parallel.distributed.hosts import why_unavailable
 from phantom_parallel.distributed.launch import launch, launch_defaults
 from phantom_parallel.distributed.signals import RankDied
 from phantom_parallel.utils.network import Network
@@ -94,26 +92,6 @@ def test_without_privileges_hosts_are_in_a_user_namespace():
     ended = subprocess.run([sys.executable, "-c", code], preexec_fn=drop, capture_output=True, text=True, timeout=400)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.strip() == "['10.78.0.1', '10.78.0.2']"
-
-
-def test_a_system_that_forbids_namespaces_gets_one_line_with_what_would_help(monkeypatch):
-    def refuse(name, *arguments):
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(namespaces, "_call", refuse)
-    with pytest.raises(OSError, match=r"does not allow network namespaces .* run as root, or allow"):
-        namespaces.build({"hosts": 1, "rate": None, "inside": None, "delay": 0.0, "loss": 0.0})
-
-
-def test_a_kernel_without_netem_is_named():
-    try:
-        with Hosts(Network(1, delay=1e-3)):
-            pass
-    except OSError as error:
-        message = str(error)
-    else:
-        pytest.skip("this kernel has netem")
-    assert "sch_netem for --link-delay" in message
 
 
 def test_a_killed_launcher_leaves_no_rank_and_no_namespace(tmp_path, mark):

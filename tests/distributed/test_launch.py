@@ -78,11 +78,6 @@ def test_rank_zero_reports_while_it_works_and_returns_its_result(described):
         assert "tiny" in rank["families"]
 
 
-def test_threads_are_cores_over_ranks(monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
-    assert [threads_for(ranks) for ranks in (1, 2, 8, 16)] == [8, 4, 1, 1]
-
-
 @linux
 def test_ranks_listen_on_loopback_only_and_their_launcher_on_nothing(described):
     for rank in described["ranks"]:
@@ -180,46 +175,9 @@ def test_a_second_signal_ends_ranks_that_do_not_stop():
         os.kill(pids[0], 0)
 
 
-@pytest.mark.slow
-def test_an_error_in_the_report_ends_the_ranks():
-    def refuse(_):
-        raise OSError("cannot show it")
-
-    with pytest.raises(OSError, match="cannot show it"):
-        launch(2, workers.ignore_signals, on_report=refuse)
-
-
 def test_work_that_ranks_cannot_import_is_refused_before_any_starts():
     with pytest.raises(ValueError, match="a function at the top level of a module"):
         launch(2, lambda device: None)
-
-
-def run_script(text: str, *arguments: str) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
-    return subprocess.run(
-        [sys.executable, *arguments], input=text, env=environment, capture_output=True, text=True, timeout=400
-    )
-
-
-SCRIPT = """
-import torch.distributed as dist
-from phantom_parallel.distributed.launch import launch
-
-def work(device):
-    return dist.get_world_size()
-
-print(launch(2, work))
-"""
-
-
-@pytest.mark.slow
-def test_a_script_without_a_guard_and_an_interactive_session_get_a_clear_error(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    done = run_script("", str(script))
-    assert "put the launch under `if __name__ == '__main__':`" in done.stderr
-    done = run_script(SCRIPT, "-")
-    assert "work is defined in an interactive session, where ranks cannot import it" in done.stderr
 
 
 def gone(mark: str) -> bool:

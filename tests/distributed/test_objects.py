@@ -118,12 +118,9 @@ def test_ranks_gather_broadcast_and_raise_together(ranks):
 USUAL = {"in_features": 16, "out_features": 16, "blocks": 4, "ghosts": 2}
 ODD = {  # what rank 1 has instead, and what every rank says then
     "rank 1 has ghosts=3, the others 2": {"ghosts": 3},
-    "rank 1 has blocks=8, the others 4": {"blocks": 8},
     "rank 1 has blocks=2, the others 4": {"blocks": 2},  # on which ranks would share blocks
-    "rank 1 has in_features=32, the others 16": {"in_features": 32},
     "rank 1 has dtype='torch.float64', the others 'torch.float32'": {"dtype": torch.float64},
     "rank 1 has ghosts=999, the others 2": {"ghosts": 999},
-    "rank 1 has bias=False, the others True": {"bias": False},
     "rank 1 has wire='int8', the others 'full'": {"wire": "int8"},
 }
 
@@ -180,7 +177,7 @@ def errors_of_models(odd: int) -> dict[str, str]:
     return messages
 
 
-@pytest.mark.parametrize(("size", "odd"), [(2, 0), (3, 2), (4, 1)])
+@pytest.mark.parametrize(("size", "odd"), [(2, 0), (4, 1)])
 def test_every_rank_names_the_rank_that_builds_another_model(ranks, size, odd):
     for messages in ranks(size)(errors_of_models, odd):
         for case, message in messages.items():

@@ -1,14 +1,10 @@
 """The device of a rank, the backend that belongs to it, and the line that says so."""
 
-import subprocess
-import sys
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from phantom_parallel.distributed.launch import MACHINE_RANKS, launch, launch_defaults, launch_device_type
-from phantom_parallel.distributed.process_group import backend_for, device_type_for, run_line
+from phantom_parallel.distributed.process_group import backend_for, device_type_for
 from phantom_parallel.utils.network import Network
 from tests.distributed import workers
 
@@ -83,41 +79,9 @@ def test_emulated_hosts_and_accelerators_exclude_each_other(accelerators):
         pass
 
 
-def test_the_line_names_accelerators_that_are_too_few(accelerators, monkeypatch):
-    version = ".".join(torch.__version__.split(".")[:2])
-    assert run_line(torch.device("cpu")) == f"1 rank on 1 host, cpu, torch {version}"
-    accelerators("cuda", True, 2)
-    assert "cpu (2 cuda for 1 ranks)" in run_line(torch.device("cpu"))
-    names = SimpleNamespace(get_device_name=lambda device: "NVIDIA A100")
-    monkeypatch.setattr(torch, "get_device_module", lambda device: names)
-    assert run_line(torch.device("cuda", 0)) == f"1 rank on 1 host, NVIDIA A100, torch {version}"
-
-
 def test_the_first_launch_of_a_command_announces_its_ranks(capfd):
     with launch_defaults(announces=True):
         launch(1, workers.return_nothing)
         launch(1, workers.return_nothing)
     version = ".".join(torch.__version__.split(".")[:2])
     assert capfd.readouterr().err == f"1 rank on 1 host, cpu, torch {version}\n"
-
-
-@pytest.mark.slow
-def test_ranks_of_a_cuda_build_without_a_gpu_run_a_function_of_the_main_script(tmp_path):
-    """Torch's default backend is that of the accelerator it was built for."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import torch\n"
-        "torch._C._get_accelerator = lambda: torch.device('cuda')\n"
-        "from phantom_parallel.distributed.launch import launch\n"
-        "print('main' if __name__ == '__main__' else 'imported')\n"
-        "def work(device):\n"
-        "    import torch.distributed as dist\n"
-        "    dist.all_reduce(total := torch.ones(1))\n"
-        "    return device.type, dist.get_backend(), total.item()\n"
-        "if __name__ == '__main__':\n"
-        "    print(launch(2, work))\n"
-    )
-    ended = subprocess.run([sys.executable, script], capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    assert "('cpu', 'gloo', 2.0)" in ended.stdout
-    assert [ended.stdout.count(word) for word in ("imported", "main")] == [2, 1]
