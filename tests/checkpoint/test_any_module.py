@@ -87,44 +87,6 @@ def test_modules_on_two_dimensions_of_a_mesh_come_back(ranks, tmp_path):
     assert ranks(4)(two_meshes, str(tmp_path / "model")) == [0.0] * 4
 
 
-class Extra(nn.Module):
-    """A tensor that is no parameter and no buffer."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        self.layer, self.number = nn.Linear(2, 2), torch.full((3,), value)
-
-    def get_extra_state(self) -> torch.Tensor:
-        return self.number.clone()
-
-    def set_extra_state(self, state: torch.Tensor) -> None:
-        self.number = state
-
-
-def test_what_state_dict_copies_is_loaded_too(tmp_path):
-    save_model(Extra(7.0), tmp_path / "model")
-    assert load_model(tmp_path / "model", into=Extra(0.0)).number.tolist() == [7.0] * 3
-
-
-def test_a_module_whose_state_dict_is_cast_comes_back(tmp_path):
-    def cast(module, state, prefix, metadata):
-        for name in list(state):
-            state[name] = state[name].float()
-
-    modules = [nn.Linear(3, 3, dtype=torch.bfloat16) for _ in range(2)]
-    for module in modules:
-        module.register_state_dict_post_hook(cast)
-    save_model(modules[0], tmp_path / "model")
-    load_model(tmp_path / "model", into=modules[1])
-    assert torch.equal(modules[0].weight, modules[1].weight)
-
-
-def test_a_module_without_memory_is_not_filled(tmp_path):
-    save_model(nn.Linear(3, 3), tmp_path / "model")
-    with pytest.raises(ValueError, match=r"weight is on the meta device.*to_empty"):
-        load_model(tmp_path / "model", into=nn.Linear(3, 3, device="meta"))
-
-
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_only_folders_of_models_are_overwritten(tmp_path, kind):
     path = tmp_path / "mine"
@@ -136,12 +98,3 @@ def test_only_folders_of_models_are_overwritten(tmp_path, kind):
     with pytest.raises(FileExistsError, match="is not the folder of a model, so it is not overwritten"):
         save_model(nn.Linear(2, 2), path, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
-def test_a_link_to_a_model_still_leads_to_it(tmp_path):
-    save_model(nn.Linear(2, 2), tmp_path / "model")
-    (tmp_path / "latest").symlink_to("model")
-    module = nn.Linear(2, 2)
-    save_model(module, tmp_path / "latest", overwrite=True)
-    assert (tmp_path / "latest").is_symlink()
-    assert torch.equal(load_model(tmp_path / "model", into=nn.Linear(2, 2)).weight, module.weight)

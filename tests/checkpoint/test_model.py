@@ -1,6 +1,5 @@
 """Whole models as safetensors and JSON."""
 
-import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -45,13 +44,6 @@ def test_a_model_comes_back_as_it_was(tmp_path, config):
     assert torch.equal(again(x), model(x))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["config.json", "model.safetensors"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_the_dtype_is_the_files_unless_asked_otherwise(tmp_path, dtype):
-    save_model(FFN(PHANTOM, dtype=dtype), tmp_path / "model")
-    assert load_model(tmp_path / "model").layers[0].local.dtype == dtype
-    assert load_model(tmp_path / "model", dtype=torch.float32).layers[0].local.dtype == torch.float32
 
 
 def write(path: str, config: FFNConfig) -> torch.Tensor:
@@ -121,13 +113,6 @@ def test_a_damaged_model_is_an_error_that_names_the_folder(tmp_path, damage, mes
     with pytest.raises(ValueError, match=message) as caught:
         load_model(tmp_path / "model")
     assert str(tmp_path / "model") in str(caught.value)
-
-
-def test_the_description_has_the_digests_of_the_files(tmp_path):
-    saved(tmp_path)
-    files = json.loads((tmp_path / "model" / "config.json").read_text())["files"]
-    path = tmp_path / "model" / "model.safetensors"
-    assert files["model.safetensors"] == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def write_layouts(path: str) -> None:

@@ -1,7 +1,6 @@
 """Folders that ranks write and read together: torch's own reader, and errors that all ranks raise."""
 
 import errno
-import json
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from phantom_parallel.checkpoint.shards import (
     save_parts,
     storage_group,
     write_file,
-    write_tensors,
 )
 
 ROWS = 6  # does not divide by 4: a rank holds nothing
@@ -91,20 +89,6 @@ def test_torchs_own_reader_reads_the_folder(ranks, tmp_path):
         assert equal(actual)
 
 
-def test_a_missing_and_a_short_file_are_errors(ranks, tmp_path):
-    path = tmp_path / "folder"
-    ranks(2)(write, str(path))
-    file = path / "state-00002-of-00002.safetensors"
-    data = file.read_bytes()
-    file.write_bytes(data[:-1])
-    with pytest.raises(ValueError, match="folder has a file that is not readable as safetensors"):
-        StoredTensors(path)
-    file.write_bytes(data)
-    (path / "state-00001-of-00002.safetensors").unlink()
-    with pytest.raises(ValueError, match="does not have all of columns"):
-        StoredTensors(path)
-
-
 def fail_on_one_rank(path: str, failing: int) -> str:
     def full(path, *args):
         if dist.get_rank() == failing:
@@ -123,16 +107,6 @@ def test_a_full_disk_on_one_rank_is_raised_on_all_and_leaves_nothing(ranks, tmp_
     actual = ranks(2)(fail_on_one_rank, str(tmp_path / "folder"), failing)
     assert actual == [f"{tmp_path / 'folder'} cannot be written: No space left on device on rank {failing}"] * 2
     assert not list(tmp_path.iterdir())
-
-
-def test_whole_tensors_are_written_to_files_of_a_largest_size(tmp_path):
-    tensors = {f"t{index}": torch.full((index + 1, 4), float(index)) for index in range(4)}  # 16, 32, 48, 64 bytes
-    files = write_tensors(tmp_path, tensors, tensors.__getitem__, 64)
-    assert list(files) == [f"model-0000{index}-of-00003.safetensors" for index in (1, 2, 3)]
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == 160
-    for name, file in index["weight_map"].items():
-        assert torch.equal(load_file(tmp_path / file)[name], tensors[name])
 
 
 def test_tensors_that_share_memory_or_are_not_contiguous_are_written(tmp_path):

@@ -153,19 +153,6 @@ def test_an_interrupted_conversion_continues_to_the_same_model(tmp_path):
     torch.testing.assert_close(again(x), whole(x), atol=1e-9, rtol=1e-9)
 
 
-def test_stages_of_another_model_or_of_other_data_are_not_used(tmp_path):
-    dense, x = Residual(), rows()
-    convert(copy.deepcopy(dense), [x[:150], x[150:]], blocks=4, ghosts=2, folder=tmp_path)
-    other = copy.deepcopy(dense)
-    with torch.no_grad():
-        list(other.parameters())[-1].mul_(2)  # of the last layer alone
-    for changed, batches in ((other, [x[:150], x[150:]]), (dense, [x[:150], 2 * x[150:]])):
-        expected, actual = copy.deepcopy(changed), copy.deepcopy(changed)
-        convert(expected, batches, blocks=4, ghosts=2)
-        convert(actual, batches, blocks=4, ghosts=2, folder=tmp_path)
-        torch.testing.assert_close(actual(x), expected(x), atol=1e-9, rtol=1e-9)
-
-
 def test_gradients_and_errors_are_measured_once_for_all_budgets(tmp_path):
     dense, x, steps = Residual(), rows(), []
     for budget in (0.6, 0.7):
@@ -241,16 +228,6 @@ def test_layers_outside_the_stages_are_converted_and_named():
     assert errors[1] < 1e-3 < errors[0]
 
 
-def test_a_cache_of_keys_and_values_is_not_used():
-    """It would hold those of the dense pass while the converted layers are measured."""
-    tokens, actual = tokens_and_padded(0)[0], []
-    for cached in (False, True):
-        model = pretrained("llama", use_cache=cached)
-        actual.append([group.relative_error for group in convert(model, [tokens], blocks=4, ghosts=1).groups])
-        assert model.config.use_cache == cached
-    assert actual[0] == pytest.approx(actual[1])
-
-
 def test_bad_input_is_refused_before_the_model_changes():
     x = rows()
     cases = [
@@ -294,3 +271,16 @@ def test_models_of_transformers_convert(kind):
         errors.append(float(difference.detach().norm() / dense(tokens).logits.detach().norm()))
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 1e-4
+
+
+def test_stages_of_another_model_or_of_other_data_are_not_used(tmp_path):
+    dense, x = Residual(), rows()
+    convert(copy.deepcopy(dense), [x[:150], x[150:]], blocks=4, ghosts=2, folder=tmp_path)
+    other = copy.deepcopy(dense)
+    with torch.no_grad():
+        list(other.parameters())[-1].mul_(2)  # of the last layer alone
+    for changed, batches in ((other, [x[:150], x[150:]]), (dense, [x[:150], 2 * x[150:]])):
+        expected, actual = copy.deepcopy(changed), copy.deepcopy(changed)
+        convert(expected, batches, blocks=4, ghosts=2)
+        convert(actual, batches, blocks=4, ghosts=2, folder=tmp_path)
+        torch.testing.assert_close(actual(x), expected(x), atol=1e-9, rtol=1e-9)

@@ -8,8 +8,6 @@ from torch import nn
 
 from phantom_parallel import convert
 from phantom_parallel.conversion.stages import find_layers, output_importance
-from phantom_parallel.nn import PhantomLinear
-from phantom_parallel.nn.fit import damped, fit_outputs
 
 
 class Gated(nn.Module):
@@ -53,26 +51,6 @@ def test_weights_are_mean_squares_of_the_gradients_of_single_rows():
     assert [parameter.requires_grad for parameter in model.parameters()] == trained
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module._forward_hooks for module in model.modules())
-
-
-def test_a_loss_without_a_gradient_is_refused_by_the_name_of_the_map():
-    model = Gated()
-    with pytest.raises(ValueError, match="no finite gradient with respect to gate"):
-        output_importance(model, find_layers(model, ("*",), ()), [rows()], lambda model, x: model.up(x).sum())
-
-
-def test_a_weighted_fit_has_a_smaller_weighted_error_and_tells_the_plain_one():
-    x, weight = rows(400), Gated().up.weight.detach()
-    s = damped(x.T @ x / len(x), 0.0)
-    importance = torch.tensor([100.0, 1.0, 0.01, 1.0, 1.0, 1.0] * 3, dtype=torch.float64)
-    weighted_errors = []
-    for weights in (None, importance):
-        fit = fit_outputs(s, weight, blocks=3, ghosts=1, importance=weights)
-        layer = PhantomLinear.from_weights(fit.local, fit.compress, fit.decompress, None, blocks=3)
-        errors = (layer(x) - x @ weight.T).detach().square().mean(0)
-        assert fit.squared_error == pytest.approx(float(errors.sum()), rel=1e-6)
-        weighted_errors.append(float((errors * importance).sum()))
-    assert weighted_errors[1] < 0.9 * weighted_errors[0]
 
 
 @pytest.mark.parametrize("budget", [{"ghosts": 1}, {"budget": 0.6}], ids=["ghosts", "budget"])

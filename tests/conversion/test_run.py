@@ -136,19 +136,3 @@ def test_mistakes_are_named_before_the_work(tmp_path, capsys):
         assert main(arguments) == 2, arguments
         assert message in capsys.readouterr().err
     assert not out.exists()
-
-
-@pytest.mark.slow
-def test_the_benchmark_compares_three_ways_at_the_same_cost(tmp_path, capsys):
-    from benchmarks import pretrained
-
-    trained_gpt(tmp_path / "dense")
-    (tmp_path / "text.txt").write_text(TEXT)
-    sizes = ["--blocks", "4", "--rows", "1024", "--length", "64", "--budgets", "0.6"]
-    folders = ["--work", str(tmp_path / "work"), "--out", str(tmp_path)]
-    model, text = str(tmp_path / "dense"), str(tmp_path / "text.txt")
-    pretrained.main(["--model", model, "--text", text, "--parts", "curve", *folders, *sizes])
-    actual = json.loads((tmp_path / "pretrained-curve.json").read_text())
-    assert sorted(point["method"] for point in actual["points"]) == ["dropped layers", "low rank", "phantom"]
-    assert all(point["kept"] <= 0.6 and point["loss"] > actual["dense_loss"] for point in actual["points"])
-    assert (tmp_path / "work" / "curve.png").is_file()

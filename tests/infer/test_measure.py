@@ -1,7 +1,5 @@
 """What inference costs: counts against the ledger, energies against arithmetic, and models that take turns."""
 
-from itertools import groupby
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,7 @@ from phantom_parallel import FFN, EnergyMeter, FFNConfig, Ledger, PowerProfile
 from phantom_parallel.distributed.objects import RanksDisagree
 from phantom_parallel.energy.results import Component
 from phantom_parallel.energy.sensors.base import EnergySample, ReadFailure, SensorSpec
-from phantom_parallel.infer.measure import modelled_joules, p95
+from phantom_parallel.infer.measure import modelled_joules
 from phantom_parallel.infer.predict import measure, random_rows
 
 BATCH = 6
@@ -76,21 +74,6 @@ def test_modelled_energy_by_hand():
     assert modelled_joules(times, profile) == pytest.approx(expected)
 
 
-def test_models_take_turns_and_the_order_alternates():
-    models, log = {"a": build("phantom", None), "b": build("dense", None)}, []
-    for name, model in models.items():
-        model.register_forward_hook(lambda *_, name=name: log.append(name))
-    measure(models, 2, turns=4, report=log.append)
-    turns = [
-        list(part)
-        for is_turn, part in groupby(log[log.index(1) :], lambda entry: isinstance(entry, int))
-        if not is_turn
-    ]
-    orders = ["".join(name for name, _ in groupby(turn)) for turn in turns[:3]]
-    assert orders == ["ba", "ab", "ba"]
-    assert [entry for entry in log if isinstance(entry, int)] == [1, 2, 3, 4]
-
-
 class Counted:
     """A sensor that draws 3 J for every forward of a model, and whose clock moves by 10 s at every reading."""
 
@@ -128,15 +111,3 @@ def test_sensors_go_before_the_model():
         assert cost.provenance == "counter"
         assert cost.joules == pytest.approx(3.0 / BATCH)
     assert source.readings == 2 * 2  # both ends of a window of each model
-
-
-def test_where_a_sensor_fails_for_one_model_all_are_modelled():
-    _, actual = sensed(fails=True)
-    assert {cost.provenance for cost in actual.values()} == {"modelled"}
-
-
-def test_a_95th_percentile_is_that_of_20_measurements_or_more():
-    assert p95([0.3]) is None
-    assert p95([float(index) for index in range(19)]) is None  # it would be the largest
-    assert p95([float(index) for index in range(20)][::-1]) == 18.0
-    assert p95([float(index) for index in range(100)]) == 94.0

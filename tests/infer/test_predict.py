@@ -37,15 +37,6 @@ def test_predictions_are_those_of_the_dense_maths_on_any_ranks(tmp_path, ranks, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out.npy", "x.npy"]
 
 
-def test_a_model_in_bfloat16_predicts_float32(tmp_path):
-    truth = known(dtype=torch.bfloat16)
-    np.save(tmp_path / "x.npy", rows(3))
-    predict(truth.model, open_inputs(tmp_path / "x.npy", WIDTH), 2, out=tmp_path / "out.npy")
-    with torch.no_grad():
-        expected = truth.model(torch.from_numpy(rows(3)).bfloat16()).float()
-    assert np.array_equal(np.load(tmp_path / "out.npy"), expected.numpy())
-
-
 def test_a_request_to_stop_leaves_nothing(tmp_path):
     np.save(tmp_path / "x.npy", rows(9))
     inputs = open_inputs(tmp_path / "x.npy", WIDTH)
@@ -80,17 +71,3 @@ def test_the_tensor_parallel_model_holds_rows_of_the_dense_weight(tmp_path, rank
     for _, (difference, prediction) in results:
         assert difference <= 1e-11 * largest
         assert prediction == pytest.approx(largest)
-
-
-def test_a_difference_is_found_and_what_is_no_number_agrees_with_itself():
-    model, other = known().model, known().model
-    with torch.no_grad():
-        other.layers[-1].bias[3] += 0.5
-    x = torch.from_numpy(rows(4))
-    assert largest_difference(model, other, lambda _: x)[0] == pytest.approx(0.5)
-    x[1] = torch.nan
-    assert largest_difference(model, other, lambda _: x)[0] == pytest.approx(0.5)
-    assert largest_difference(model, model, lambda _: x)[0] == 0
-    with torch.no_grad():
-        other.layers[-1].bias[3] = torch.nan
-    assert largest_difference(model, other, lambda _: x)[0] == float("inf")

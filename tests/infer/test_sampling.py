@@ -70,24 +70,3 @@ def test_rounding_of_the_logits_changes_no_token():
     shaken = logits + 1e-9 * torch.randn(2000, 50, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     for sampling in (Sampling(1.0), Sampling(0.7, top_k=10), Sampling(1.2, top_p=0.9)):
         assert torch.equal(Sampler(sampling)(logits), Sampler(sampling)(shaken))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"temperature": -0.1}, "temperature must be 0 or a positive number, got -0.1"),
-        ({"temperature": 1.0, "top_k": 0}, "top_k must be a positive whole number, got 0"),
-        ({"temperature": 1.0, "top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
-        ({"top_k": 3}, "temperature=0 does not sample"),
-        ({"seed": 1 << 63}, "seed must be from 0"),
-    ],
-)
-def test_settings_that_make_no_sense(settings, message):
-    with pytest.raises(ValueError, match=message):
-        Sampling(**settings)
-
-
-def test_top_k_beyond_the_vocabulary():
-    Sampling(1.0, top_k=8).check_vocabulary(8)
-    with pytest.raises(ValueError, match="top_k=9 is more than the model's vocabulary of 8"):
-        Sampling(1.0, top_k=9).check_vocabulary(8)

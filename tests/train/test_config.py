@@ -18,15 +18,11 @@ DENSE = {"strategy": "dense", "blocks": None, "ghosts": None}
         (DENSE | {"strategy": "pipeline", "ranks": 4}, "needs a layer for each, got 2: use at most 2 ranks"),
         (DENSE | {"strategy": "pipeline", "ranks": 2, "micro_batches": 5, "batch": 16}, "batch=16 is not a multiple"),
         ({"batch": 10, "dp": 4}, "use 8 or 12"),
-        ({"steps": 0}, "steps must be a positive whole number, got 0"),
         ({"lr": float("nan")}, "lr must be a number above 0, got nan"),
-        ({"weight_decay": -0.1}, "weight_decay must be a number of 0 or more"),
         ({"schedule": "steps"}, "schedule must be one of constant, linear, cosine"),
-        ({"optimizer": "lion"}, "optimizer must be one of sgd, adamw"),
         ({"momentum": 0.9}, "momentum belongs to the optimizer sgd"),
-        ({"optimizer": "sgd", "momentum": 1.0}, "momentum must be a number from 0 to below 1"),
         ({"warmup": 1000}, "must be below steps=1000"),
-        ({"teacher_blocks": 5}, "the planted teacher .*blocks=5 does not divide"),
+        ({"teacher_blocks": 5}, "blocks=5 does not divide"),
     ],
 )
 def test_what_does_not_fit_is_an_error_that_says_what_would(change, message):

@@ -6,16 +6,13 @@ import signal
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.distributed.signals import LossDiverged
 from phantom_parallel.families.ffn.config import FFNTrainConfig
-from phantom_parallel.families.ffn.data import rows_of_step
 from phantom_parallel.train import loop, train
 
 CPU = torch.device("cpu")
@@ -61,15 +58,6 @@ def test_the_loss_goes_down_and_the_held_out_loss_with_it():
     assert reported[60][0] < 0.5 * reported[1][0]
     assert reported[60][1] < 0.6 * reported[4][1]
     assert reported[1][1] is None
-
-
-def test_time_that_cannot_be_split_is_none_and_not_zero(monkeypatch):
-    monkeypatch.setattr("phantom_parallel.train.loop.can_split_time", lambda model, device: False)
-    records = []
-    _, summary = train(PHANTOM, ParallelContext.create(1, 1, CPU), report=records.append)
-    for result in (summary, *records):
-        assert result.seconds > 0
-        assert (result.blocked_share, result.compute_seconds, result.blocked_seconds) == (None, None, None)
 
 
 VARIANTS = {
@@ -174,13 +162,6 @@ def test_resumed_is_uninterrupted_to_the_bit_and_to_rounding_elsewhere(ranks, tm
     assert curve(losses(config.updated(ranks=1), None, resume)) == pytest.approx(curve(rest), rel=1e-4)
 
 
-def test_only_the_last_checkpoints_are_kept(tmp_path):
-    (tmp_path / "step-notes").mkdir()
-    losses(PHANTOM.updated(checkpoint_every=2, keep=3), str(tmp_path))
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["step-000008", "step-000010", "step-000012", "step-notes"]
-
-
 def diverged(resume: str, ranks: int) -> str:
     """What is said when a training goes on at an absurd learning rate."""
     config = PHANTOM.updated(lr=1e30, steps=40, ranks=ranks)
@@ -198,37 +179,6 @@ def test_a_loss_that_diverges_stops_and_names_the_last_good_checkpoint(ranks, tm
     assert re.search(r"at step \d+: the last good checkpoint is .*step-000006", messages[0])
     assert len(set(messages)) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["step-000006"]
-
-
-def data_with(folder: Path, row: int, feature: int, value: float) -> str:
-    """A folder of arrays, with one value of x changed."""
-    x = np.random.default_rng(0).standard_normal((128, PHANTOM.model.width), dtype=np.float32)
-    y = np.tanh(x[:, ::-1])
-    x[row, feature] = value
-    folder.mkdir(exist_ok=True)
-    np.save(folder / "x.npy", x)
-    np.save(folder / "y.npy", y)
-    return str(folder)
-
-
-def spoilt(config: FFNTrainConfig, folder: str) -> str:
-    """The error of a training on data that are not finite, on each rank."""
-    parallel = ParallelContext.create(config.ranks, config.dp, CPU)
-    with pytest.raises(ValueError, match="is not finite in float32") as caught:
-        train(config, parallel, checkpoints=Path(folder))
-    return str(caught.value)
-
-
-def test_data_that_are_not_finite_are_named_and_not_taken_for_divergence(ranks, tmp_path):
-    config = PHANTOM.updated(samples=128, steps=24, eval_every=24, checkpoint_every=3, ranks=2, dp=2, log_every=5)
-    row = int(
-        rows_of_step(4, rows=112, batch=config.batch, seed=config.seed)[-1]
-    )  # of the fifth step, in the last copy's part
-    config = config.updated(data=data_with(tmp_path / "data", row, 9, np.inf))
-    messages = ranks(config.ranks * config.dp)(spoilt, config, str(tmp_path / "checkpoints"))
-    assert len(set(messages)) == 1
-    assert f"data: row {row} of x, counted from 0, is not finite in float32" in messages[0]
-    assert messages[0].endswith(f"the last good checkpoint is {tmp_path / 'checkpoints' / 'step-000003'}")
 
 
 def interrupted(folder: str, ranks: int) -> tuple:
@@ -255,18 +205,3 @@ def test_a_signal_to_one_rank_saves_and_ends_all_after_the_step(ranks, tmp_path,
     assert ranks(count)(interrupted, str(tmp_path), count) == [("interrupted", 5)] * count
     assert (tmp_path / "step-000005" / f"state-{count:05d}-of-{count:05d}.safetensors").exists()
     assert 12 in losses(PHANTOM.updated(log_every=2, eval_every=100), None, str(tmp_path / "step-000005"))
-
-
-def test_ranks_agree_on_a_boundary_twice_a_second_and_not_at_every_step(monkeypatch):
-    now, polls = [0.0], []
-    monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
-
-    def sum_over_ranks(seconds, here, ranks):
-        polls.append(now[0])
-        return [3 * float(seconds), 3 * here, 3 * ranks]
-
-    trainer = SimpleNamespace(parallel=ParallelContext(), sum_over_ranks=sum_over_ranks, _polled=(0, 0.0), _next_poll=1)
-    for step in range(1, 201):
-        now[0] += 1 / 128
-        assert not loop.Trainer._boundary_wanted(trainer, step, False)
-    assert [round(128 * moment) for moment in polls] == [1, 65, 129, 193]

@@ -111,30 +111,6 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again_with_resume(tmp_p
     assert [line["step"] for line in lines] == [2, 4]
 
 
-@pytest.mark.parametrize("name", ["write_json", "prepare"])
-@pytest.mark.parametrize("resume", [False, True])
-def test_a_run_killed_while_its_folder_was_set_up_can_be_started_or_resumed(tmp_path, monkeypatch, name, resume):
-    module = MODULE if name == "write_json" else CONFIG.task()
-    killed(monkeypatch, module, name, CONFIG, tmp_path / "run")
-    (tmp_path / "run" / ".writing-config.json-12ab34cd").write_text('{"fam')
-    (tmp_path / "run" / ".writing-model-ab12cd34").mkdir()
-    if name == "prepare" and not resume:  # its settings are written: a training to continue
-        with pytest.raises(FileExistsError, match="--resume"):
-            run(CONFIG, tmp_path / "run")
-    else:
-        assert run(CONFIG, tmp_path / "run", resume=resume).step == 4
-        assert not list(tmp_path.rglob(".writing-*"))
-
-
-def test_a_model_whose_checkpoints_are_gone_is_not_replaced_by_a_training_from_step_zero(tmp_path):
-    run(CONFIG, tmp_path)
-    before = {path: path.read_bytes() for path in [tmp_path / "metrics.jsonl", *(tmp_path / "model").iterdir()]}
-    shutil.rmtree(tmp_path / "checkpoints")
-    with pytest.raises(ValueError, match=r"to resume from: restore the checkpoints, or train into"):
-        run(CONFIG.updated(steps=6), tmp_path, resume=True)
-    assert {path: path.read_bytes() for path in before} == before
-
-
 def test_a_second_training_in_a_folder_is_refused_while_the_first_runs(tmp_path, monkeypatch):
     refused = []
 
@@ -164,3 +140,12 @@ def test_ranks_with_other_settings_are_refused_before_the_folder_is_made(ranks, 
     for message in ranks(2)(disagreeing, str(tmp_path)):
         assert message == "ranks disagree on the settings of the training: rank 0 has steps=4; rank 1 has steps=5"
     assert not (tmp_path / "run").exists()
+
+
+def test_a_model_whose_checkpoints_are_gone_is_not_replaced_by_a_training_from_step_zero(tmp_path):
+    run(CONFIG, tmp_path)
+    before = {path: path.read_bytes() for path in [tmp_path / "metrics.jsonl", *(tmp_path / "model").iterdir()]}
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.raises(ValueError, match=r"to resume from: restore the checkpoints, or train into"):
+        run(CONFIG.updated(steps=6), tmp_path, resume=True)
+    assert {path: path.read_bytes() for path in before} == before
