@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import os
 import re
 import shlex
@@ -15,8 +14,6 @@ import torch
 from benchmarks import tables
 from phantom_parallel.cli.main import COMMANDS, GROUPS
 from phantom_parallel.cli.main import _parse as parse_command
-from phantom_parallel.study.analysis import ratio_interval
-from tests.pool import RankFailed
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -54,17 +51,6 @@ def test_figures_are_those_of_the_result_files(page):
 def test_every_result_file_has_a_place_in_the_documentation():
     used = set().union(*(tables.results_used(page.read_text()) for page in tables.pages()))
     assert used == {path.stem for path in tables.RESULTS.glob("*.json")}
-
-
-def test_values_are_read_from_the_file_that_they_name():
-    data = json.loads((tables.RESULTS / "compare-random.json").read_text())
-    seconds = {cell["strategy"]: [run["seconds"] for run in cell["runs"]] for cell in data["cells"]}
-    ratio = ratio_interval(list(zip(seconds["phantom"], seconds["tensor"], strict=True)))
-    text = f"{ratio.mean:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
-    assert tables.value("compare-random phantom/tensor seconds") == text
-    assert tables.value("compare-random phantom/tensor seconds mean") == text.split()[0]
-    target = data["target_loss"]  # up to the target, the curves have what the runs have
-    assert tables.value(f"compare-random phantom/tensor seconds at {target}") == text
 
 
 # Links
@@ -130,14 +116,6 @@ def run_snippets(name, parts, folder):
     finally:
         os.chdir(before)
         torch.set_num_threads(threads)
-
-
-def test_a_snippet_that_fails_is_reported_with_its_line(ranks, tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("# Title\n\n```python\nx = 1\n```\n\ntext\n\n```python\nassert x == 2\n```\n")
-    ((size, parts),) = snippets(page)
-    with pytest.raises(RankFailed, match=r'"page\.md", line 10'):
-        ranks(size)(run_snippets, page.name, parts, tmp_path)
 
 
 @every_page

@@ -93,15 +93,6 @@ def test_loading_without_this_module_fails(folder):
     assert "UNEXPECTED" not in again.stderr
 
 
-def test_layers_placed_by_hand_are_described_when_saved(tmp_path):
-    model = make("qwen2")
-    model.model.layers[0].mlp.up_proj = PhantomLinear.from_dense(model.model.layers[0].mlp.up_proj, blocks=4, ghosts=2)
-    model.save_pretrained(tmp_path)
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    tokens = torch.arange(12).view(1, 12)
-    torch.testing.assert_close(again(tokens).logits, model(tokens).logits)
-
-
 def outcome(folder, tokens, **kwargs):
     """Logits, tokens of greedy generation, a loss and its gradients."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, **kwargs).eval()
@@ -202,23 +193,6 @@ def test_the_trainer_on_ranks_equals_one_process(ranks, tmp_path):
         ]
         for name, tensor in states[0].items():
             torch.testing.assert_close(states[1][name], tensor, atol=1e-4, rtol=1e-3)
-
-
-def refused_on_rank(folder):
-    from transformers.distributed import DistributedConfig
-
-    with pytest.raises(ValueError, match=r"3 ranks do not fit .* use 1 or 2"):
-        transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=3))
-
-
-@pytest.mark.slow
-def test_ranks_that_do_not_fit_are_refused_before_the_weights_are_read(ranks, tmp_path):
-    model = make("llama")  # 4 heads, 2 key-value heads
-    convert(model, [torch.randint(60, (4, 40))], blocks=4, ghosts=2)
-    model.save_pretrained(tmp_path)
-    assert phantom_hf.fitting_ranks(tmp_path) == [1, 2]
-    (tmp_path / "model.safetensors").write_bytes(b"not read")
-    ranks(3)(refused_on_rank, str(tmp_path))
 
 
 def test_layers_of_a_fresh_model_are_replaced_by_one_call(tmp_path):

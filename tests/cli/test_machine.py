@@ -1,9 +1,5 @@
 """``phantom machine show``, ``measure``, ``check`` and ``sensors`` as a user meets them."""
 
-import io
-import json
-from contextlib import redirect_stdout
-
 import pytest
 
 from phantom_parallel import energy
@@ -11,11 +7,9 @@ from phantom_parallel.cli import machine
 from phantom_parallel.cli.machine import SensorsOptions, ShowOptions
 from phantom_parallel.cli.main import main
 from phantom_parallel.cost.hardware import load_profile
-from phantom_parallel.cost.timing import step_time
 from phantom_parallel.energy import discover
 from phantom_parallel.energy.sensors import probe_rapl
 from phantom_parallel.energy.sensors.base import Discovery
-from phantom_parallel.families.registry import get_family
 from phantom_parallel.study.units import quantity
 from tests.energy.simulated import two_packages
 
@@ -54,43 +48,6 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, command, message):
     assert code == 2
     assert message in " ".join((captured.out + captured.err).replace("│", " ").split())
     assert "Traceback" not in captured.err
-
-
-@pytest.fixture(scope="module")
-def calibrated(tmp_path_factory):
-    """Profiles of a calibration that is as short as can be."""
-    folder = tmp_path_factory.mktemp("profiles")
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
-        patch.setenv("PHANTOM_PROFILES", str(folder))
-        small = get_family("ffn").step_shapes(2, held_out=False)[:1]
-        patch.setitem(vars(get_family("ffn")), "step_shapes", lambda ranks, held_out: small)
-        assert main(["machine", "measure", "--ranks", "2", "--seconds", "0.001", "--json"]) == 0
-    return folder, json.loads(out.getvalue())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "baseline"), [("ffn", "tensor"), ("gpt", "megatron")])
-def test_validation_uses_the_profile_of_calibration(capsys, monkeypatch, tmp_path, calibrated, family, baseline):
-    """The whole way with short measurements: the figures are whatever they are, the files are right."""
-    folder, written = calibrated
-    measured = load_profile(folder / "this-machine-2.toml").peak["fp32"].value
-    assert written["this-machine-2"]["peak.fp32"] == measured > 0
-    monkeypatch.setenv("PHANTOM_PROFILES", str(folder))
-    small = get_family(family).step_shapes(2, held_out=True)[-1:]
-    monkeypatch.setitem(vars(get_family(family)), "step_shapes", lambda ranks, held_out: small)
-    assert (
-        main(["machine", "check", family, "--ranks", "2", "--turns", "1", "--json", "--out", str(tmp_path / "v.json")])
-        == 0
-    )
-    actual = json.loads(capsys.readouterr().out)
-    assert actual == json.loads((tmp_path / "v.json").read_text())
-    assert len(actual["outcomes"]) == 1
-    for outcome, shapes in zip(actual["outcomes"], small, strict=True):
-        assert outcome["setting"]["blocks"] == shapes["phantom"].blocks
-        assert all(outcome["measured"][strategy] > 0 for strategy in ("phantom", baseline))
-        predicted = {s: step_time(shape, load_profile("this-machine-2")).total for s, shape in shapes.items()}
-        assert outcome["predicted"] == predicted
-        assert outcome["predicted_ratio"] == predicted["phantom"] / predicted[baseline]
 
 
 @pytest.fixture

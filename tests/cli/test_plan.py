@@ -65,17 +65,6 @@ def test_the_steps_of_a_tuned_model_are_held_against_the_break_even(tmp_path, ca
         run(capsys, tuned=tmp_path)
 
 
-def test_a_machine_without_watts_shows_no_energy(own, capsys):
-    (own / "dark.toml").write_text('base = "dgx-a100"\npower = "unavailable"\n')
-    shown = run(capsys, hardware="dark")
-    assert "Energy is unavailable" in shown
-    assert " J a step" not in shown
-    actual = json.loads(run(capsys, hardware="dark", json=True))
-    assert actual["energy_provenance"] == "unavailable"
-    assert actual["best_of_the_dense_model"]["modelled_joules_per_step"] is None
-    assert actual["best_of_the_dense_model"]["energy_gap"] is None
-
-
 def test_json_is_the_whole_answer(capsys):
     actual = json.loads(run(capsys, json=True, goal="energy"))
     assert actual["energy_provenance"] == "modelled"

@@ -8,7 +8,6 @@ from phantom_parallel.cost.calibrate import (
     Coefficients,
     Measured,
     Sample,
-    compare,
     fit_non_negative,
     fit_profile,
     step_work,
@@ -97,12 +96,3 @@ def test_the_fit_has_no_negative_coefficients():
     fitted = fit_non_negative([Sample(Coefficients(product=1, flop=x), 10.0 - x) for x in range(1, 9)])
     assert fitted.flop == MIN_SECONDS
     assert fitted.product > 1
-
-
-def test_the_error_is_that_of_the_ratio():
-    shapes, profile = get_family("ffn").step_shapes(2, held_out=True)[0], fit_profile(synthetic())
-    record = compare(shapes, {"phantom": 1.0, "tensor": 2.0}, profile)
-    predicted = {strategy: step_time(shape, profile).total for strategy, shape in shapes.items()}
-    assert record["predicted"] == predicted
-    assert record["error"] == pytest.approx(predicted["phantom"] / predicted["tensor"] / 0.5 - 1)
-    assert record["setting"]["width"] == shapes["phantom"].model.width

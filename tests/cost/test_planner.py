@@ -2,8 +2,8 @@
 
 import pytest
 
-from phantom_parallel.cost.hardware import Profile, Tier, load_profile
-from phantom_parallel.cost.planner import GIB, Layout, ModelSizes, PlanRequest, plan, scaling
+from phantom_parallel.cost.hardware import Profile, Tier
+from phantom_parallel.cost.planner import GIB, Layout, ModelSizes, PlanRequest, plan
 from phantom_parallel.cost.timing import step_time
 from phantom_parallel.families.gpt.cost import GPTShape
 from tests.cost.shapes import ffn
@@ -89,28 +89,6 @@ def test_the_break_even_is_where_the_best_dense_layout_takes_as_long_to_the_loss
     alone = plan(request(strategy=("phantom",), ghosts=(2,)))
     assert alone.best_dense is None
     assert alone.break_even(alone.candidates[0]) == (None, None)
-
-
-def test_several_ranks_in_a_block_keep_a_wide_model_scaling_where_a_block_on_each_does_not() -> None:
-    """Width 65,536 with 64 ghosts: flat, a step is slowest on the most devices, since each rank decompresses the ghosts
-    of all others. Two levels keep it below 2 ms on 256, with blocks that two nodes share.
-    """
-    frontier = load_profile("frontier-mi250x")
-    wide = PlanRequest(
-        model=ModelSizes("ffn", {"width": 65536, "depth": 2}),
-        batch=1024,
-        devices=256,
-        profile=frontier,
-        ghosts=(64,),
-        dp=(1,),
-    )
-    curves = scaling(wide, (64, 256, 1024))
-    flat, shared = curves["phantom, 64 ghosts"], curves["phantom, 64 ghosts, two-level"]
-    assert [round(1e3 * c.seconds, 1) for c in flat] == [3.1, 7.8, 27.7]
-    assert [c.layout.inside for c in shared] == [2, 16, 16]
-    assert shared[1].seconds < 2e-3 < shared[0].seconds < flat[0].seconds
-    assert shared[1].joules < 0.3 * flat[1].joules
-    assert shared[2].seconds < 0.1 * flat[2].seconds
 
 
 def test_memory_too_small_names_the_layout_that_comes_nearest() -> None:

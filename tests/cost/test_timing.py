@@ -101,17 +101,6 @@ def test_the_least_energy_is_that_of_the_products_at_the_peak(strategy: str) -> 
     assert forward.least_joules == pytest.approx(10 * flops / 100 * 4 / 11)
 
 
-def test_phases_are_the_sums_of_layers_and_cover_every_product() -> None:
-    for shape in shapes():
-        step, clock = step_time(shape, toy(memory_bandwidth=1e30)), Clock(toy(memory_bandwidth=1e30))
-        assert step.compute == pytest.approx(sum(clock.product(product) for product in shape.products))
-        assert step.exposed + step.hidden == pytest.approx(
-            sum(clock.collective(e.op, e.ranks, e.words * 4) for e in shape.exchanges)
-        )
-        for phase, span in step.phases.items():
-            assert span.total == pytest.approx(sum(layer[phase].total for layer in step.layers))
-
-
 @settings(deadline=None, max_examples=25)  # a busy machine is not a slow formula
 @given(
     faster=st.floats(1, 1e6),

@@ -45,19 +45,6 @@ def test_windows_measure_their_body_and_do_not_nest(clock):
     assert str(window.result) == "train: 3 s, 300 J, 100 W (counter)"
 
 
-def test_a_window_has_no_result_while_open_or_when_left_by_an_exception(clock):
-    meter = EnergyMeter(sources=[Steady(clock)], clock=clock, device="cpu", profile=PROFILE)
-    with meter.window("train") as window, pytest.raises(ValueError, match="window train has no result: it is open"):
-        window.joules  # noqa: B018
-    with pytest.raises(KeyError), meter.window("broken") as window:
-        raise KeyError
-    with pytest.raises(ValueError, match="left by an exception"):
-        window.result  # noqa: B018
-    with meter.window("again") as window:  # and it can be used again
-        clock.now += 2.0
-    assert window.result.name == "again"
-
-
 def test_a_machine_with_nothing_gives_none_and_says_so(tmp_path, clock):
     discovery = discover(powercap=tmp_path, pm_counters=tmp_path)
     assert not discovery.specs

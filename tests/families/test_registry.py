@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from phantom_parallel import load_model, save_model
+from phantom_parallel import load_model
 from phantom_parallel.cli.main import main
 from phantom_parallel.families.registry import family_names, get_family, register_family
 from tests.families import tiny
@@ -61,12 +61,6 @@ def test_infer_on_two_ranks(trained, tmp_path, capfd):
     dense = load_model(trained / "model").map.to_dense()
     expected = x.astype(np.float64) @ dense.weight.detach().double().numpy().T + dense.bias.detach().double().numpy()
     np.testing.assert_allclose(np.load(tmp_path / "y.npy"), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_text_is_refused_with_the_command_that_works(tmp_path, capfd):
-    save_model(tiny.Tiny(tiny.TinyConfig(16, "tensor")), tmp_path / "model")
-    assert main(["generate", "--model", str(tmp_path / "model"), "--prompt", "a"]) == 2
-    assert "family tiny: use phantom infer" in capfd.readouterr().err
 
 
 def test_dryrun_agrees_with_its_formulas(capfd):

@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -254,22 +253,6 @@ def test_a_target_that_is_missed_and_one_that_every_strategy_reached(tmp_path):
     assert (results.target_loss, results.target_from) == (max(best), "search")
     free = run_grid(replace(settings, target_loss=None, equal_loss=False), tmp_path / "free")
     assert (free.target_loss, [run.steps for cell in free.cells for run in cell.runs]) == (None, [5, 5])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"data": "nowhere.npz"}, "there is no data"),
-        ({"profile": "no-such-machine"}, "no-such-machine"),
-        ({"width": 2**20, "batch": 16, "ghosts": 2}, "GiB"),
-        ({"hosts": 3}, "2 ranks"),
-    ],
-)
-def test_mistakes_are_seen_before_any_rank_starts(tmp_path, monkeypatch, changes, message):
-    monkeypatch.setattr("phantom_parallel.study.grid.launch", partial(pytest.fail, "ranks were started"))
-    with pytest.raises((ValueError, OSError), match=message):
-        run_grid(small(**changes), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def finishes(monkeypatch, work=lambda: None) -> None:

@@ -22,7 +22,6 @@ from phantom_parallel.utils.files import (
     remove_scratch,
     write_bytes,
     write_json,
-    write_text,
 )
 
 
@@ -55,15 +54,6 @@ def test_a_file_that_is_not_finished_leaves_the_folder_as_it_was(tmp_path, befor
         file.write(b"half")
         raise error
     assert contents(tmp_path) == before
-
-
-def test_permissions_follow_the_umask(tmp_path):
-    before = os.umask(0o027)
-    write_text(tmp_path / "a.txt", "text")
-    with atomic_folder(tmp_path / "folder") as folder:
-        (folder / "b.txt").write_text("text")
-    os.umask(before)
-    assert (permissions(tmp_path / "a.txt"), permissions(tmp_path / "folder")) == (0o640, 0o750)
 
 
 @pytest.mark.parametrize("fails", [False, True])

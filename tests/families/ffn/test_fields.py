@@ -9,7 +9,7 @@ import pytest
 from scipy.interpolate import RegularGridInterpolator
 
 from phantom_parallel.families.ffn import fields
-from phantom_parallel.families.ffn.fields import Mesh, gaussian_fields, load_fields, order_points, poisson_solver
+from phantom_parallel.families.ffn.fields import Mesh, gaussian_fields, load_fields, poisson_solver
 from phantom_parallel.families.ffn.fields import solve_darcy as solve
 
 
@@ -86,13 +86,6 @@ def test_an_order_permutes_features_and_their_points_alike():
         np.testing.assert_array_equal(other.y[:, back], rows.y)
     for block in tiles.points.reshape(4, 16, 2):  # a quarter of the square each
         np.testing.assert_allclose(np.ptp(block, axis=0), 3 / 9)
-
-
-def test_tiles_of_a_mesh_are_regions_that_do_not_overlap():
-    points = Mesh(16).points
-    blocks = points[order_points(points, "tiles")].reshape(8, 32, 2)
-    area = sum(np.prod(np.ptp(block, axis=0)) for block in blocks)
-    assert area < 1.0
 
 
 @pytest.mark.slow

@@ -38,14 +38,6 @@ def curve(training: FFNTrainConfig) -> list[float]:
     return losses
 
 
-def test_the_models_widths_are_those_of_the_data_unless_they_are_set(data):
-    assert config(data).model.model_features == (IN, OUT)
-    assert config("planted", teacher_ghosts=2).model.model_features == (WIDTH, WIDTH)
-    assert config("planted", teacher_ghosts=2, in_features=8, out_features=32).model.model_features == (8, 32)
-    actual = config(data, width=IN)  # the inputs have the width: nothing is set for them
-    assert (actual.model.in_features, actual.model.out_features) == (None, OUT)
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", ["phantom", "tensor", "megatron", "dense", "fsdp", "pipeline"])
 def test_losses_are_those_of_a_plain_loop_and_the_same_on_any_ranks(ranks, data, strategy):
@@ -68,13 +60,6 @@ def test_losses_are_those_of_a_plain_loop_and_the_same_on_any_ranks(ranks, data,
     for count, copies in ((2, 1), (2, 2)) if strategy != "dense" else ((1, 2),):
         everywhere = ranks(count * copies)(curve, run.updated(ranks=count, dp=copies))
         assert everywhere[0] == pytest.approx(actual, rel=1e-4)
-
-
-def test_teachers_have_the_widths_of_the_model(ranks):
-    run = config("planted", teacher_ghosts=2, samples=ROWS, in_features=IN, out_features=OUT)
-    whole = open_data(run)
-    assert (whole.x.shape, whole.y.shape) == ((ROWS, IN), (ROWS, OUT))
-    assert curve(run) == pytest.approx(ranks(2)(curve, run.updated(ranks=2))[0], rel=1e-4)
 
 
 @pytest.mark.slow

@@ -5,13 +5,12 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from phantom_parallel import GPT, GPTConfig, load_model, save_model
 from phantom_parallel.cli.main import main
 from phantom_parallel.families.gpt.generation import generate
 from phantom_parallel.families.gpt.pretrained import export_model, import_model
-from phantom_parallel.families.gpt.text import find_tokenizer, stop_tokens
+from phantom_parallel.families.gpt.text import stop_tokens
 from tests.families.gpt.pretrained_models import LLAMA3, TEMPLATE, greedy, make_pretrained
 
 transformers = pytest.importorskip("transformers")
@@ -101,15 +100,6 @@ def test_text_ends_where_that_of_transformers_does(tmp_path, capsys, chat):
     assert len(tokens) < 12
 
 
-def test_a_chat_also_ends_at_the_end_of_text_of_the_tokenizer(tmp_path):
-    make_pretrained(tmp_path / "hf", eos_token_id=7)
-    number = find_tokenizer(tmp_path / "hf").token("gh")
-    for end in ("gh", {"content": "gh"}):
-        (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
-        assert stop_tokens(tmp_path / "hf", 300, chat=True) == sorted({7, number})
-        assert stop_tokens(tmp_path / "hf", 300) == [7]
-
-
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_phantom_model_is_exported_as_the_dense_one_that_it_equals(tmp_path, bias):
     config = GPTConfig(
@@ -129,37 +119,16 @@ def test_a_phantom_model_is_exported_as_the_dense_one_that_it_equals(tmp_path, b
     torch.testing.assert_close(loaded(tokens).logits, model.logits(tokens), atol=1e-5, rtol=1e-5)
 
 
-def tokens_on_ranks(path, prompt):
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (3,))
-    model = load_model(path, mesh=mesh, strategy="megatron")
-    return model.logits(prompt).detach(), generate(model, prompt, tokens=10).tokens[0].tolist()
-
-
-@pytest.mark.slow
-def test_a_dense_model_runs_on_ranks_as_megatron(tmp_path, ranks):
-    reference = make_pretrained(tmp_path / "hf", "qwen2")
-    import_model(tmp_path / "hf", tmp_path / "model")
-    prompt = torch.arange(7)[None]
-    for logits, tokens in ranks(3)(tokens_on_ranks, tmp_path / "model", prompt):
-        torch.testing.assert_close(logits, reference(prompt).logits, atol=1e-4, rtol=0)
-        assert tokens == greedy(reference, prompt, 10)
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2'"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"attention_bias": True}, "attention_bias"),
-        ({"head_dim": 12}, "head_dim = 12"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
-        ({"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"num_hidden_layers": 3}, "no tensor model.layers.2"),
+        ({"num_hidden_layers": 3}, "model.layers.2"),
         ({"intermediate_size": 48}, "has shape"),
-        ({"vocab_size": None}, "vocab"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name_before_work(tmp_path, capsys, source, change, named):
@@ -172,15 +141,6 @@ def test_what_is_not_supported_is_refused_by_name_before_work(tmp_path, capsys, 
     assert str(tmp_path / "hf") in message
     assert message.count("\n") == 1
     assert not (tmp_path / "model").exists()
-
-
-def test_tensors_that_are_not_of_floating_point_are_refused(tmp_path, source):
-    shutil.copytree(source, tmp_path / "hf")
-    tensors, name = load_file(tmp_path / "hf" / "model.safetensors"), "model.layers.1.self_attn.q_proj.weight"
-    for dtype in (torch.int8, torch.float8_e4m3fn):
-        save_file(tensors | {name: tensors[name].to(dtype)}, tmp_path / "hf" / "model.safetensors")
-        with pytest.raises(ValueError, match=f"{name} is of the dtype .*: only F64, F32, F16, BF16"):
-            import_model(tmp_path / "hf", tmp_path / "model")
 
 
 def test_pickles_and_missing_files_are_refused(tmp_path, source):

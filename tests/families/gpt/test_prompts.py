@@ -41,14 +41,6 @@ def test_a_stop_text_never_becomes_visible():
     assert (pieces, row.text) == (["a", " ", "\nUs"], "a \nUs")
 
 
-def test_spaces_between_words_of_a_decoder_that_drops_the_first(tmp_path):
-    pytest.importorskip("tokenizers")
-    model = {"type": "WordLevel", "vocab": {"\u2581a": 0, "\u2581b": 1}, "unk_token": "\u2581a"}
-    metaspace = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model, "decoder": metaspace}))
-    assert streamed(find_tokenizer(tmp_path), [0, 1, 1])[0] == ["a", " b", " b"]
-
-
 def test_byte_pairs(tmp_path):
     pytest.importorskip("tokenizers")
     tokenizer = BPETokenizer.train((TEXT + "\n").encode() * 20, 300)
@@ -77,19 +69,3 @@ def test_a_tokenizer_of_a_file_does_not_cut(tmp_path):
     words = {"pre_tokenizer": {"type": "WhitespaceSplit"}}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(**words | cutting)))
     assert find_tokenizer(tmp_path).encode(b"a b b").tolist() == [0, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}}, "has no tokens"),
-        ({"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 70_000}, "unk_token": "b"}}, "70000"),
-        ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "c"}}, "tokenizer.json fails"),
-    ],
-    ids=["no tokens", "large number", "unknown word"],
-)
-def test_prompts_that_a_tokenizer_cannot_encode(tmp_path, changes, message):
-    pytest.importorskip("tokenizers")
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(**changes)))
-    with pytest.raises(ValueError, match=message):
-        encode_prompt("  ", find_tokenizer(tmp_path), 24)

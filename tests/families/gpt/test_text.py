@@ -46,15 +46,6 @@ def test_bytes_are_all_there_and_a_tenth_in_whole_lines_is_held_out(tmp_path):
     assert numbers == sorted(numbers)
 
 
-def test_text_without_lines_is_split_all_the_same():
-    for length in (1, 19, 1000, 200_003):
-        text = bytes(32 + index % 200 for index in range(length))
-        training, held_out = text_module.split_text(text)
-        assert len(training) + len(held_out) == length
-        assert length < 1000 or len(held_out) == pytest.approx(length / 10, rel=0.2)
-        assert text.startswith(training[: length // 25])
-
-
 def test_files_of_a_folder_come_in_the_order_of_their_paths_up_to_the_limit(tmp_path):
     folder = tmp_path / "texts"
     (folder / "b").mkdir(parents=True)
@@ -63,12 +54,6 @@ def test_files_of_a_folder_come_in_the_order_of_their_paths_up_to_the_limit(tmp_
     assert text_module._read(config(folder)) == b"\n".join([b"a" * 200, b"z" * 200, b"c" * 200])
     assert text_module._read(config(folder, max_bytes=250)) == b"a" * 200 + b"\n" + b"z" * 49
     assert set(bytes(open_text(config(folder, pattern="*.md")).training)) == {ord("!")}
-
-
-def test_pythons_own_source_is_what_is_read_by_default():
-    text = open_text(config("python").updated(max_bytes=30_000))
-    assert len(text.training) + len(text.held_out) == 30_000
-    assert bytes(text.training).startswith(Path(sys.modules["__future__"].__file__).read_bytes()[:500])
 
 
 def test_a_window_is_tokens_and_those_after_them(tmp_path):
@@ -88,16 +73,6 @@ def test_the_seed_and_the_step_decide_the_windows_and_all_fit(tmp_path):
     assert torch.equal(text.starts(3, settings), open_text(settings).starts(3, settings))
     assert not torch.equal(text.starts(3, settings), text.starts(4, settings))
     assert not torch.equal(text.starts(3, settings), text.starts(3, settings.updated(seed=1)))
-
-
-def test_held_out_windows_do_not_overlap(tmp_path):
-    for wanted in (1, 2, 7, 1000):
-        settings = config(written(tmp_path), eval_windows=wanted)
-        text = open_text(settings)
-        starts = text.held_out_starts(settings)
-        assert len(starts) == min(wanted, (len(text.held_out) - 1) // 16)
-        assert (starts.diff() >= 16).all()
-        assert int(starts[-1]) + 17 <= len(text.held_out)
 
 
 def test_tokens_are_cached_on_disk_and_mapped(tmp_path, cache, monkeypatch):
@@ -126,36 +101,7 @@ def test_a_byte_pair_encoding_gives_back_the_text_and_is_shorter(tmp_path):
     assert np.array_equal(open_text(settings).training, text.training)  # from disk
 
 
-def test_long_words_do_not_stop_the_training_of_an_encoding():
-    pytest.importorskip("tokenizers")
-    words = [b"A" * 200_000, b" " * 30_000, b"short", "語".encode() * 2000]
-    text = b"\n".join([*words, LINES.encode()])
-    tokenizer = BPETokenizer.train(text, 300)
-    assert tokenizer.decode(tokenizer.encode(text)).encode() == text
-
-
 def test_without_the_tokenizers_library_the_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"pip install 'phantom-parallel\[bpe\]', or use bytes"):
         open_text(config(written(tmp_path), tokenizer="bpe"))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"tokenizer": "words"}, "tokenizer must be one of bytes, bpe, got 'words'"),
-        ({"vocab": 100}, "vocab=100 must be from 256, since every byte is a token, to 65536"),
-        ({"fsdp": True}, "data-parallel copies by .* got dp=1"),
-        ({"batch": 10, "dp": 4}, "use 8 or 12"),
-    ],
-)
-def test_a_config_that_does_not_fit_is_an_error_that_says_what_would(change, message):
-    with pytest.raises(ValueError, match=message):
-        config("python", **change)
-
-
-def test_what_is_left_out_is_filled_in():
-    filled = GPTTrainConfig.of()
-    assert (filled.blocks, filled.ghosts, filled.vocab) == (4, 16, 256)
-    assert GPTTrainConfig.of(tokenizer="bpe").vocab == 1024
-    assert (GPTTrainConfig.of(strategy="megatron").blocks, GPTTrainConfig.of(ranks=8).blocks) == (None, 8)
