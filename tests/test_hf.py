@@ -117,8 +117,8 @@ def outcome_on_rank(folder, tokens):
     return *result, len(layers), all(2 * len(layer.local.to_local()) == layer.out_features for layer in layers)
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "bert", "gpt2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "bert", "gpt2"])
 def test_ranks_equal_one_process(ranks, tmp_path, kind):
     model, tokens = make(kind), torch.randint(60, (4, 40), generator=torch.Generator().manual_seed(0))
     exclude = {
@@ -136,7 +136,7 @@ def test_ranks_equal_one_process(ranks, tmp_path, kind):
         assert rank[3].keys() == grads.keys()
         for name, grad in grads.items():
             torch.testing.assert_close(rank[3][name], grad, msg=lambda text, name=name: f"{name}: {text}")
-        assert rank[4] == {"llama": 13, "qwen3": 14, "bert": 12, "gpt2": 8}[kind]
+        assert rank[4] == {"llama": 13, "bert": 12, "gpt2": 8}[kind]
         assert rank[5]
     again = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}-again")  # which ranks have saved
     torch.testing.assert_close(again(tokens).logits, logits)

@@ -37,9 +37,10 @@ def preset(tmp_path) -> Path:
     return path
 
 
-def test_two_ranks_are_compared_and_the_answer_comes_first(tmp_path, preset, capfd):
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_strategies_are_compared_and_the_answer_comes_first(tmp_path, preset, capfd, ranks):
     out = tmp_path / "out"
-    assert phantom("compare", "--preset", preset, "--ranks", 2, "--out", out) == 0
+    assert phantom("compare", "--preset", preset, "--ranks", ranks, "--out", out) == 0
     printed = capfd.readouterr()
     assert "search phantom lr=0.02" in printed.err
     assert "left" in printed.err
@@ -51,7 +52,7 @@ def test_two_ranks_are_compared_and_the_answer_comes_first(tmp_path, preset, cap
     assert "suits phantom" in printed.out  # the teacher is of its kind, which a reader must know
     values = json.loads((out / "results.json").read_text())
     assert [cell["strategy"] for cell in values["cells"]] == ["phantom", "tensor"]
-    assert values["settings"]["training"]["ranks"] == 2
+    assert values["settings"]["training"]["ranks"] == ranks
     assert "<svg" in (out / "report.html").read_text()
     names = {path.name for path in out.rglob("*")}
     assert {"runs.csv", "cells.csv", "ratios.csv", "settings.json", "cells", "figures"} <= names

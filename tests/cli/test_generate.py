@@ -1,13 +1,13 @@
 """``phantom generate`` as a user calls it."""
 
 import contextlib
+import io
 import json
 import os
 import pty
 import select
 import signal
 import socket
-import subprocess
 import sys
 import time
 from functools import partial
@@ -160,18 +160,12 @@ def answer(prompt: str, tokens: int) -> str:
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_conversation_keeps_its_history(chat_model, ranks):
-    given = ["--model", chat_model, "--chat", "--tokens", "5", "--ranks", str(ranks)]
-    finished = subprocess.run(
-        [sys.executable, "-m", "phantom_parallel.cli.main", "generate", *map(str, given)],
-        input=b"hi\n\nand?\n",
-        capture_output=True,
-        timeout=DEADLINE,
-        check=True,
-    )
-    first = answer("u:hi;", 5)
-    assert finished.stdout.decode() == f"{first}\n{answer(f'u:hi;a:{first};u:and?;', 5)}\n"
-    assert finished.stderr.decode().count("[5 tokens, first after ") == 2
+def test_a_conversation_keeps_its_history(chat_model, ranks, monkeypatch, capfd):
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n\nand?\n"))
+    assert phantom("--model", chat_model, "--chat", "--tokens", "5", "--ranks", ranks) == 0
+    first, printed = answer("u:hi;", 5), capfd.readouterr()
+    assert printed.out == f"{first}\n{answer(f'u:hi;a:{first};u:and?;', 5)}\n"
+    assert printed.err.count("[5 tokens, ") == 2
 
 
 class Terminal:

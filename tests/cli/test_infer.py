@@ -39,7 +39,7 @@ def phantom_bytes(ranks: int) -> int:
     return DEPTH * ranks * (ranks - 1) * (BLOCKS // ranks * GHOSTS) * 8
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_predictions_and_what_they_cost(folder, capfd, ranks):
     out = folder / "results" / "out.npy"
     assert phantom("--model", folder / "model", "--inputs", folder / "x.npy", "--out", out, "--batch", "4", "--json",

@@ -11,8 +11,8 @@ from phantom_parallel.cli.main import main
 
 
 def test_a_reader_that_leaves_early_is_no_error():
-    """As with `phantom plan --help | head -1`."""
-    command = [sys.executable, "-m", "phantom_parallel.cli.main", "plan", "--help"]
+    """As with `phantom --help | head -1`."""
+    command = [sys.executable, "-m", "phantom_parallel.cli.main", "--help"]
     writing = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     writing.stdout.close()
     assert writing.stderr.read() == b""

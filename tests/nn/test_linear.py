@@ -228,22 +228,6 @@ def test_an_input_of_another_width_device_or_dtype_is_refused(kind):
         layer(torch.randn(3, 16, dtype=torch.float64))
 
 
-def test_complex_layers_are_refused_when_they_are_built_converted_or_run():
-    cut, layer = {"blocks": 4, "ghosts": 2}, PhantomLinear(16, 16, blocks=4, ghosts=2)
-    kwargs = {"dtype": torch.complex64}
-    for call in (
-        lambda: PhantomLinear(16, 16, **cut, **kwargs),
-        lambda: TensorLinear(16, 16, **kwargs),
-        lambda: FeatureEmbedding(16, 16, blocks=4, **kwargs),
-        lambda: VocabularyHead(16, 16, **kwargs),
-        lambda: PhantomLinear.from_dense(nn.Linear(16, 16, **kwargs), **cut),
-        lambda: layer(torch.randn(3, 16, **kwargs)),
-        lambda: layer.to(torch.complex64)(torch.randn(3, 16)),
-    ):
-        with pytest.raises(ValueError, match=r"complex dtypes are not supported, got torch\.complex64"):
-            call()
-
-
 def test_from_dense_keeps_what_is_frozen_and_takes_computed_weights():
     linear = nn.Linear(12, 24).eval().requires_grad_(False)
     layer = PhantomLinear.from_dense(linear, blocks=3, ghosts=1)

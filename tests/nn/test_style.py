@@ -6,7 +6,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.utils import prune
 
 from phantom_parallel import PhantomLinear, PhantomParallel
 from tests.reference import relative_error
@@ -188,21 +187,6 @@ def test_frozen_layers_stay_frozen(ranks, init):
     assert ranks(2)(frozen_after_conversion, init) == [[(False, [False, False, False, True])] * 2] * 2
 
 
-def computed_weight() -> str:
-    net = nn.Sequential(nn.Linear(16, 16))
-    prune.l1_unstructured(net[0], "weight", 0.5)
-    plan = {"0": PhantomParallel(blocks=4, ghosts=1)}
-    with pytest.raises(ValueError, match=r"is not a parameter but computed.*prune.remove"):
-        parallelize_module(net, init_device_mesh("cpu", (2,)), plan)
-    prune.remove(net[0], "weight")
-    parallelize_module(net, init_device_mesh("cpu", (2,)), plan)
-    return type(net[0]).__name__
-
-
-def test_a_weight_that_is_computed_from_others_is_refused_with_the_fix(ranks):
-    assert ranks(2)(computed_weight) == ["PhantomLinear"] * 2
-
-
 def test_modules_that_do_not_fit_are_named(ranks):
     for norm, layer, uneven, sharded, inside in ranks(2)(wrong):
         assert "elementwise activations, not LayerNorm" in norm
@@ -211,20 +195,3 @@ def test_modules_that_do_not_fit_are_named(ranks):
         assert "blocks=2" in layer
         assert "blocks=4 does not divide in_features=9" in uneven
         assert "not yet sharded" in sharded
-
-
-def wrong_layouts() -> list[str]:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    texts = []
-    for layouts, features in (({}, 16), ({"input_layouts": Replicate()}, 8)):
-        layer = parallelize_module(nn.Linear(16, 16), mesh, PhantomParallel(blocks=4, ghosts=1, **layouts))
-        with pytest.raises(ValueError) as caught:  # noqa: PT011
-            layer(torch.randn(2, features))
-        texts.append(str(caught.value))
-    return texts
-
-
-def test_an_input_that_does_not_fit_the_plan_names_the_layout_that_would(ranks):
-    for all_features, own_features in ranks(2)(wrong_layouts):
-        assert "takes 8 features, this rank's share of 16 over 2 ranks, got an input of shape (2, 4)" in own_features
-        assert "shard_features(x, mesh), or in a plan pass input_layouts=Replicate()" in all_features

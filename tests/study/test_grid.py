@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 
-from phantom_parallel import GPT
 from phantom_parallel.cost.hardware import load_profile
 from phantom_parallel.distributed.hosts import why_unavailable
 from phantom_parallel.families.ffn.family import FFNTask
@@ -401,31 +400,6 @@ def test_steps_are_timed_on_every_link(tmp_path):
     assert 8 * slow.runs[0].step_seconds > least > 0.3
     assert {link: network.rate for link, network in results.networks.items()} == {"50mbit": 5e7}
     assert json.loads((tmp_path / "out" / "networks.json").read_text())["50mbit"]["rate"] == 5e7
-
-
-@pytest.mark.slow
-def test_transformers_are_compared_on_a_users_text(ranks, tmp_path):
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
-    sizes = {"dim": 32, "layers": 1, "heads": 4, "context": 16, "blocks": 4, "ghosts": 2, "ranks": 2, "batch": 4}
-    changes = {
-        "target_loss": 4.0,
-        "steps": 40,
-        "seeds": 1,
-        "inference_batches": (2,),
-        "inference_turns": 2,
-        "warmup": 0,
-    }
-    changes |= {"data": str(tmp_path / "text.txt"), "eval_every": 5, "eval_windows": 4, "search_steps": 20}
-    changes |= {"learning_rates": (0.01, 0.02), "search_extend": 0}
-    settings = read_settings("presets", "gpt", sizes | changes, family="gpt")
-    results = ranks(2)(on_a_rank, settings, str(tmp_path / "out"))[0]
-    phantom, megatron = results.cells
-    assert (phantom.reached, megatron.reached) == (1, 1)
-    for contender, cell in zip(settings.contenders, results.cells, strict=True):
-        model = GPT(settings.config(contender).model, device="meta")
-        assert cell.parameters == sum(parameter.numel() for parameter in model.parameters())
-        assert cell.inference[0].prompt == 8
-    assert phantom.parameters < megatron.parameters
 
 
 @pytest.mark.parametrize(("least", "expected"), [(1, 2), (5, 6), (13, None)])
