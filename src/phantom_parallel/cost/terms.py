@@ -49,7 +49,7 @@ from phantom_parallel.utils.strategies import SCALE_BYTES, WIRE_WORD_BYTES, Stra
 
 Phase = Literal["forward", "backward", "sync"]
 Optimizer = Literal["sgd", "momentum", "adam"]
-Op = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
+Op = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "broadcast"]
 
 OPTIMIZER_STATES: dict[str, int] = {"sgd": 0, "momentum": 1, "adam": 2}
 
@@ -549,8 +549,10 @@ class Shape(HasModel):
             raise ValueError(f"{self.ranks} ranks do not divide the {self.batch} rows of a copy: run on {near} ranks")
         if strategy.splits_depth or self.pp > 1:
             stages = self.ranks if strategy.splits_depth else self.pp
-            object.__setattr__(self, "micro_batches", self.micro_batches or stages)
-            check_micro_batches(self.micro_batches or stages, self.batch, stages)
+            count = 1 if self.mode != "train" else self.micro_batches or stages  # inference passes rows on together
+            object.__setattr__(self, "micro_batches", count)
+            if self.mode == "train":
+                check_micro_batches(count, self.batch, stages)
         elif self.micro_batches is not None:
             raise ValueError(f"micro_batches belongs to the strategy pipeline, not to {self.strategy}")
         if not self.reshard_after_forward and not strategy.shards_rows:

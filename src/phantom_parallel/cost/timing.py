@@ -4,7 +4,7 @@
     ring         all-gather, reduce-scatter  (R-1) (a + w/B)      all-reduce  2 (R-1) (a + w/(R B))
     tree         all-gather, reduce-scatter  2 h a + (2R-1) w/B   all-reduce  2 h a + 2 w/B       h = ceil(log2 R)
     all-to-all   in pairs  (R-1) (a + w/B)           through others  h (a + R/2 w/B)
-    send         a + w/B
+    send         a + w/B         broadcast  h (a + w/B)
     exchange     c + the cheaper way; past one node, inside nodes and between them in turn
     hidden       min(f t_exchange, time of the products named in ``hidden_by`` of the same layer and phase)
     ladder       the same, but of a map back to the stream the products of the next map from it, and the reverse
@@ -136,7 +136,7 @@ class Clock:
             return 0.0
         local = min(ranks, max(1, self._node // stride))  # of the exchange's ranks, those on one node
         nodes = -(-ranks // local)
-        if nodes == 1 or op == "send":  # the slowest link of a pipeline sets its pace
+        if nodes == 1 or op in ("send", "broadcast"):  # the slowest link of a pipeline sets its pace
             tier = self._inside if nodes == 1 else self._between
             return self._collective_overhead + _tier(op, ranks, contribution, *tier)
         if op == "all_reduce":  # reduce-scatter inside, all-reduce the shares between, all-gather inside
@@ -203,13 +203,13 @@ class Clock:
 
     def _with_model_exchanges(self, shape: Shape, phase: str, span: PhaseTime) -> PhaseTime:
         """Weights are gathered while the layer before computes, and gradients reduced while the next one does: all but
-        the first or last. A pipeline's sends are not here.
+        the first or last. What the stages of a pipeline send each other is not here.
         """
         exchanges = (*shape.model_exchanges, *(shape.copies_exchanges if phase == "sync" else ()))
         times = [
             self.collective(e.op, e.ranks, e.words * self.word_bytes, e.stride)
             for e in exchanges
-            if e.phase == phase and e.op != "send"
+            if e.phase == phase and e.op not in ("send", "broadcast")
         ]
         covered = min(self._overlap * sum(times[1:]), span.compute) if phase != "sync" else 0.0
         return span._replace(exposed=span.exposed + sum(times) - covered, hidden=span.hidden + covered)
@@ -221,9 +221,12 @@ class Clock:
         steps = [step for step, like in timed for _ in range(like)]  # of each stage
         passes = [phase for phase in phases if phase in STREAMED]
         cycles = [sum(step.phases[phase].total for phase in passes) / count for step in steps]
-        sizes = [e.contribution(self.word_bytes) for kind, _ in kinds for e in kind.model_exchanges if e.op == "send"]
+        exchanges = [e for kind, _ in kinds for e in kind.model_exchanges]
+        sizes = {e.op: e.contribution(self.word_bytes) for e in exchanges}
         sent = (count + stages - 1) * (stages - 1) / stages
-        sent *= self.collective("send", stages, max(sizes), stage.ranks)
+        sent *= self.collective("send", stages, sizes["send"], stage.ranks)
+        if "broadcast" in sizes:
+            sent += self.collective("broadcast", stages, sizes["broadcast"], stage.ranks)
         mean = {}
         for phase in phases:
             span = PhaseTime(*(seconds / stages for seconds in _summed(step.phases[phase] for step in steps)))
@@ -255,8 +258,8 @@ def _tier(op: Op, ranks: int, contribution: float, latency: float, seconds_per_b
         return 0.0
     wire = contribution * seconds_per_byte
     height = (ranks - 1).bit_length()  # ceil(log2 R)
-    if op == "send":
-        return latency + wire
+    if op in ("send", "broadcast"):
+        return (1 if op == "send" else height) * (latency + wire)
     if op == "all_reduce":
         return min(2 * (ranks - 1) * (latency + wire / ranks), 2 * height * latency + 2 * wire)
     if op == "all_to_all":

@@ -44,7 +44,7 @@ class Pipeline:
         device: torch.device,
     ) -> None:
         self.model, self.device, self._run, self._computed = model, device, run, dtype
-        self.stage, self.stages, self.group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
+        self.mesh, self.stage, self.stages, self.group = mesh, mesh.get_local_rank(), mesh.size(), mesh.get_group()
         self.micro_batches = micro_batches
         self._row, self._dtype, self._scale = stream, torch.bfloat16 if wire == "bf16" else dtype, 1.0
         self._schedules: dict[int, _Schedule] = {}
@@ -80,12 +80,8 @@ class Pipeline:
         """What ``run`` returns of some rows on the last stage, None on the others; every stage calls this."""
         if not self.is_first:
             x = torch.empty_like(self._stream(len(x)), device=self.device)
-            dist.recv(x, group=self.group, group_src=self.stage - 1)
-        out = self.run(x, targets if self.is_last else None)
-        if self.is_last:
-            return out
-        dist.send(out.contiguous(), group=self.group, group_dst=self.stage + 1)
-        return None
+        out = relay(lambda x: self.run(x, targets if self.is_last else None), x, self.mesh)
+        return out if self.is_last else None
 
     def _stream(self, rows: int) -> Tensor:
         return torch.empty(rows, *self._row, device="meta", dtype=self._dtype)
@@ -127,6 +123,19 @@ class _Schedule(Schedule1F1B):
 
     def _initialize_stage(self, *args: Any, **kwargs: Any) -> None:
         """Nothing is left to do."""
+
+
+def relay(run: Callable[[Tensor], Tensor], x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Run the stage of this rank of ``mesh``: of x on the first one, on the others of what the stage before
+    sends into x. All but the last send the result on.
+    """
+    group, stage = mesh.get_group(), mesh.get_local_rank()
+    if stage > 0:
+        dist.recv(x, group=group, group_src=stage - 1)
+    out = run(x)
+    if stage < mesh.size() - 1:
+        dist.send(out.contiguous(), group=group, group_dst=stage + 1)
+    return out
 
 
 def ends(mesh: DeviceMesh) -> dist.ProcessGroup | None:

@@ -1,5 +1,6 @@
 """Generation against plain float64 maths that looks at all positions anew for every token, on real ranks too."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -61,6 +62,12 @@ def test_greedy_tokens_are_identical_on_any_number_of_ranks(ranks, strategy, siz
     wanted = expected(config)
     for actual in ranks(size)(greedy_on_ranks, config, torch.float32):
         assert actual == wanted
+
+
+def test_stages_of_a_pipeline_generate_the_tokens_of_the_dense_model(ranks):
+    config = config_of("pipeline", tie_embeddings=True, context=CONTEXT)
+    wanted = expected(replace(config, strategy="dense"))
+    assert ranks(2)(greedy_on_ranks, config, torch.float32) == [wanted] * 2
 
 
 UNEQUAL = (1, 5, 3, 4)

@@ -16,7 +16,7 @@ from tests.reference import relative_error
 def filled(config: GPTConfig, mesh=None, dtype=torch.float64, **kwargs) -> GPT:
     """A model with the reference's weights."""
     model = GPT(config, mesh=mesh, dtype=dtype, **kwargs)
-    drawn = gpt_reference.draw(model)
+    drawn = gpt_reference.draw(GPT(config, device="meta"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             whole = drawn[name].to(dtype)

@@ -24,6 +24,8 @@ SHAPES = [
     whole("pipeline", 2, wire="bf16"),
     whole("pipeline", 2, dp=2, activation_checkpointing=True, tie_embeddings=True, word_bytes=8),
     whole("pipeline", 4, layers=5, parallel_block=True, hidden=96, word_bytes=2, optimizer="sgd"),
+    whole("pipeline", 2, tie_embeddings=True).prefill(5, batch=3),
+    whole("pipeline", 4, layers=5).decode(5, batch=1),
 ]
 
 

@@ -40,7 +40,7 @@ from phantom_parallel.cost.terms import (
 )
 from phantom_parallel.distributed.pipeline import Pipeline, ends
 from phantom_parallel.families.gpt.config import GPTConfig, check_interleave
-from phantom_parallel.families.gpt.model import GPT
+from phantom_parallel.families.gpt.model import GPT, next_token
 from phantom_parallel.nn.sharded import to_local
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
 from phantom_parallel.utils.settings import NO_OPTION, Features, NonNegativeInt, PositiveFloat, PositiveInt, Ranks
@@ -94,7 +94,7 @@ class GPTShape(Shape):
             raise ValueError(f"a grid of {self.ranks} ranks does not divide vocab={model.vocab} or batch={self.batch}")
         if self.mode == "train" and self.batch % self.interleave:
             raise ValueError(f"interleave={self.interleave} does not divide the {self.batch} sequences of a copy")
-        if self.mode != "train" and not self.splits_work:
+        if self.mode != "train" and not self.splits_work and self.stage is None:
             raise ValueError(f"the strategy {self.strategy} is for training: {self.mode} runs on ranks by megatron")
         assert self.terms is not None  # layouts that are not possible raise here
 
@@ -118,10 +118,10 @@ class GPTShape(Shape):
         return super().with_strategy(strategy, **{"layer_ghosts": None} | changes)
 
     def passes(self) -> dict[str, Self]:
-        """A training step, a prefill of as long a prompt, and a token decoded after it. FSDP2 and pipelines train."""
+        """A training step, a prefill of as long a prompt, and a token decoded after it. FSDP2 trains only."""
         if self.mode != "train":
             return {}
-        if not self.splits_work:
+        if not self.splits_work and self.stage is None:
             return {"train": self}
         return {"train": self, "prefill": self.prefill(), "decode": self.decode()}
 
@@ -129,15 +129,17 @@ class GPTShape(Shape):
     def step_name(self) -> str:
         return {"train": "one training step", "prefill": "a prompt"}.get(self.mode, f"one token after {self.past:,}")
 
-    def prefill(self, prompt: int | None = None) -> Self:
+    def prefill(self, prompt: int | None = None, **changes: Any) -> Self:
         """A cache made and filled with prompts of so many positions, for the logits of each one's last."""
         prompt = self.sequence if prompt is None else prompt
-        return self.updated(mode="prefill", sequence=prompt, past=0, context=max(self.model.context, prompt))
+        sizes = {"mode": "prefill", "sequence": prompt, "past": 0, "context": max(self.model.context, prompt)}
+        return self.updated(**sizes | changes)
 
-    def decode(self, past: int | None = None) -> Self:
+    def decode(self, past: int | None = None, **changes: Any) -> Self:
         """One more token for each sequence, after ``past`` positions."""
         past = self.sequence if past is None else past
-        return self.updated(mode="decode", past=past, sequence=1, context=max(self.model.context, past + 1))
+        sizes = {"mode": "decode", "past": past, "sequence": 1, "context": max(self.model.context, past + 1)}
+        return self.updated(**sizes | changes)
 
     @property
     def parts_of_layer(self) -> int:
@@ -159,8 +161,9 @@ class GPTShape(Shape):
             shared = model.ladder and model.layers > model.parallel_block
             shared = shared and (self.strategy == "phantom" or self.word_bytes == self.precise_bytes)
             return replace(memory, activations=memory.activations - shared * self.word_bytes * self.rows * self.stream)
-        positions = self.batch * (self.past + self.sequence)
-        cached = 2 * self.model.layers * positions * self.model.kv_heads // self.ranks * self.model.head_dim
+        positions, stage = self.batch * (self.past + self.sequence), self.stage
+        layers, ranks = (self.model.layers, self.ranks) if stage is None else (len(stage.own), stage.ranks)
+        cached = 2 * layers * positions * self.model.kv_heads // ranks * self.model.head_dim
         return Memory(self.word_bytes * self.parameters, 0, 0, self.word_bytes * (cached + self.exchanged_rows))
 
     @property
@@ -448,11 +451,17 @@ def _fsdp_costs(shape: GPTShape) -> Costs:
 
 
 def _pipeline_costs(shape: GPTShape, stage: Stage) -> Costs:
-    """The parts of a stage, and what it sends; the ends sum the gradient of an embedding that they share."""
-    micro_batch, tied = shape.micro_batch(), shape.model.tie_embeddings
+    """The parts of a stage, and what it sends. In training, the ends sum the gradient of an embedding that they share;
+    in inference, the last stage sends the tokens to all.
+    """
+    micro_batch, tied, trains = shape.micro_batch(), shape.model.tie_embeddings, shape.mode == "train"
     costs, size = micro_batch.costs, micro_batch.parts_of_layer
     exchanges, embedding, head = stage.exchanges(micro_batch.rows * micro_batch.stream, shape.wire), costs[0], costs[-1]
-    if tied and (stage.is_first or stage.is_last):
+    if not trains:
+        token = Exchange("tokens", "forward", "broadcast", stage.stages, 0, stride=stage.ranks)
+        exchanges = tuple(e for e in exchanges if e.phase == "forward")
+        exchanges += (replace(token, extra_bytes=shape.batch * INDEX_BYTES),)
+    elif tied and (stage.is_first or stage.is_last):
         apart = (stage.stages - 1) * stage.ranks
         shared = Exchange("embedding's gradient", "sync", "all_reduce", 2, embedding.parameters[0], stride=apart)
         exchanges += (shared,)
@@ -502,12 +511,12 @@ def _inference(model: GPT, tokens: Tensor, past: int) -> InferencePass:
     def forward() -> Iterable[Tensor]:
         cache = ready or model.new_cache(tokens.shape[0], length)
         cache.position = past
-        model.logits(tokens, cache, last=True)
+        next_token(model, tokens, cache, lambda logits: logits.argmax(-1))
         if cache.head is None or len({to_local(t).untyped_storage()._cdata for t in (cache.head, weight)}) == 1:
             return cache.keys, cache.values
         return cache.keys, cache.values, cache.head
 
-    weight = model.embedding.weight
+    weight: Any = getattr(model.embedding, "weight", None)  # which stages of a pipeline may not have
     return InferencePass(model, forward)
 
 

@@ -2,7 +2,7 @@
 
 The whole prompt runs at once (prefill), then token by token (decode), with a cache that stays on its rank. Every rank
 holds the same logits of the whole vocabulary, since their parts are gathered bit for bit, and selects the token itself,
-without another collective.
+without another collective. Stages of a pipeline pass the rows on together, and the last one broadcasts the tokens.
 
 The launcher turns prompts into requests, each a dictionary of plain data. Every rank serves one request after the other
 (`_serve`), and rank 0 reports text to the launcher as it grows. In a conversation each rank reads requests from a named
@@ -40,7 +40,7 @@ from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.energy.meter import EnergyMeter, synchronize
 from phantom_parallel.energy.power import PowerProfile
 from phantom_parallel.families.gpt.config import GPTConfig, GPTTrainConfig
-from phantom_parallel.families.gpt.model import GPT, check_tokens
+from phantom_parallel.families.gpt.model import GPT, check_tokens, next_token
 from phantom_parallel.families.gpt.text import RowText, encode_prompt, find_tokenizer, stop_tokens
 from phantom_parallel.infer.measure import Call, Cost, default_power_profile, measure_calls
 from phantom_parallel.infer.predict import check_model, strategy_on
@@ -131,23 +131,26 @@ def generate(
     _check_request(model.config, prompts, tokens, sampling)
     if ends and not 0 <= ends[0] <= ends[-1] < model.config.vocab:
         raise ValueError(f"stop must be tokens from 0 to {model.config.vocab - 1}, got {ends}")
-    device = to_local(model.embedding.weight).device
+    device = to_local(next(model.parameters())).device
     cache, sampler, stops = prompts.new_cache(model, tokens), Sampler(sampling), torch.tensor(ends, device=device)
     inputs = prompts.tokens.to(device, torch.long)
     selected: list[Tensor] = []
     seconds: list[float] = []
     done = torch.zeros(len(inputs), dtype=torch.bool, device=device)
     lengths = torch.zeros(len(inputs), dtype=torch.long, device=device)
+
+    def sample(logits: Tensor) -> Tensor:
+        if not selected and not bool(logits.isfinite().all()):
+            raise ValueError("the model's logits are not finite: its training may have diverged")
+        return sampler(logits)
+
     while len(selected) < tokens and not (selected and bool(done.all())):
         started = time.perf_counter()
-        logits = model.logits(inputs, cache, last=True)[:, -1]  # (batch, vocab)
-        token = sampler(logits)
+        token = next_token(model, inputs, cache, sample)
         if selected:
             token = torch.where(done, selected[-1], token)
         synchronize(device)
         seconds.append(time.perf_counter() - started)
-        if not selected and not bool(logits.isfinite().all()):
-            raise ValueError("the model's logits are not finite: its training may have diverged")
         selected.append(token)
         lengths += ~done
         done |= torch.isin(token, stops)
@@ -208,7 +211,7 @@ def measure_generation(
     prompts = Prompts.of(prompt)
     first = next(iter(models.values()))
     _check_agreement(first, prompts, tokens=tokens, models=list(models), profile=profile, **asdict(sampling))
-    device = to_local(first.embedding.weight).device
+    device = to_local(next(first.parameters())).device
     batch, length = prompts.tokens.shape
     calls: dict[str, Call] = {}
     for name, model in models.items():
@@ -228,7 +231,7 @@ def _step(model: GPT, inputs: Tensor, cache: Cache, position: int, sampler: Samp
 
     def step() -> None:
         cache.position = position
-        sampler(model.logits(inputs, cache, last=True)[:, -1])
+        next_token(model, inputs, cache, sampler)
         synchronize(inputs.device)
 
     return step

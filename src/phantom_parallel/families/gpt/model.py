@@ -11,6 +11,7 @@ from math import pi
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from phantom_parallel.distributed.data_parallel import shard_fully
 from phantom_parallel.distributed.objects import check_agreement
+from phantom_parallel.distributed.pipeline import relay
 from phantom_parallel.families.gpt.config import GPTConfig, RopeScaling, check_interleave
 from phantom_parallel.nn.attention import Attention, Cache, attend, rotary_tables
 from phantom_parallel.nn.embedding import FeatureEmbedding, VocabularyHead
@@ -353,7 +355,11 @@ class GPT(nn.Module):
         self.layers = nn.ModuleList()
         for index, (qkv, out, gate_up, down) in enumerate(config.ghosts_of_layers):
             parts.held, sizes = index in self.stage, config.linear_features
-            heads = {"layer": index, "head_dim": config.head_dim, "queries_per_kv": config.queries_per_kv}
+            heads = {
+                "layer": index - self.stage.start,
+                "head_dim": config.head_dim,
+                "queries_per_kv": config.queries_per_kv,
+            }
             layer: nn.Module
             if config.parallel_block:
                 into, back = parts.normed(sizes[0], qkv), parts.linear(sizes[1], out, 2**0.5 * to_stream)
@@ -405,23 +411,28 @@ class GPT(nn.Module):
     def logits(self, tokens: Tensor, cache: Cache | None = None, *, last: bool = False) -> Tensor:
         """Logits over the full vocabulary, (batch, t, vocab), or with ``last`` those of the last position, (batch, 1,
         vocab). With a cache, positions continue from the cached ones, the cache is extended and no gradient recorded.
+        Every stage of a pipeline calls this with the same tokens; all but the last return what they send.
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
-            logits: Tensor = self(tokens, cache=cache, last=last)
-            return logits
+            if self.mesh is None or not get_strategy(self.config.strategy).splits_depth:
+                logits: Tensor = self(tokens, cache=cache, last=last)
+                return logits
+            stream = torch.empty(*tokens.shape, self.config.dim, dtype=self._like.dtype, device=self._like.device)
+            x = tokens if self.is_first_stage else stream
+            return relay(lambda x: self(x, cache=cache, last=last), x, self.mesh)
 
     def new_cache(self, batch: int, length: int | None = None) -> Cache:
         """An empty cache for ``batch`` rows of up to ``length`` positions, by default the model's context. It holds
         this rank's heads only.
         """
         config = self.config
-        if self.mesh is not None and not get_strategy(config.strategy).splits_layers:
+        if self.mesh is not None and get_strategy(config.strategy).shards_rows:
             raise ValueError(f"{config.strategy} has no cache on several ranks: load the model as megatron")
         length = config.context if length is None else length
         positive(batch=batch, length=length)
         if length > config.context:
             raise ValueError(f"a cache of {length} positions is longer than the model's context of {config.context}")
-        shape = config.layers, batch, config.kv_heads // self.group.size, length, config.head_dim
+        shape = len(self.stage), batch, config.kv_heads // self.group.size, length, config.head_dim
         keys, values = (torch.zeros(shape, device=self._like.device, dtype=self._like.dtype) for _ in range(2))
         with torch.no_grad():
             return Cache(keys, values, head=self._tied_rows())
@@ -436,7 +447,7 @@ class GPT(nn.Module):
         before = 0 if cache is None else cache.position
         self._check(tokens, targets, before)
         if cache is not None:
-            cache.check_room(*tokens.shape)
+            cache.check_room(*tokens.shape[:2])
         where = slice(tokens.shape[1]) if cache is None else cache.positions(tokens.shape[1])
         cos, sin = (table[where] for table in self._rotary())
         # Sent before anything else: it is as large as an exchange of the layers, and needed last.
@@ -455,13 +466,13 @@ class GPT(nn.Module):
                 x = checkpoint(layer, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(x, cos, sin, cache)
+        if cache is not None:
+            cache.position += tokens.shape[1]
         if not self.is_last_stage:
             return x
         if weight is not None and targets is not None:
             return row_cross_entropy(self.head(x, weight), targets, group=self.group)  # logits: (batch t / R, V)
         rows = self._tied_rows() if cache is None else cache.head
-        if cache is not None:
-            cache.position += tokens.shape[1]
         logits = self.head(x[:, -1:] if last else x, rows)  # this rank's: (batch, t, V / R)
         if targets is None:
             return gather_features(logits, self.group)
@@ -537,7 +548,8 @@ class GPT(nn.Module):
         return logits
 
     def _tied_rows(self) -> Tensor | None:
-        return self.head.tied_rows(self.embedding.weight) if self.config.tie_embeddings else None
+        tied = self.config.tie_embeddings and self.is_last_stage
+        return self.head.tied_rows(self.embedding.weight) if tied else None
 
     def _rotary(self) -> tuple[Tensor, Tensor]:
         """The cached tables, made at first use and again after the model's device or dtype has changed."""
@@ -566,6 +578,18 @@ class GPT(nn.Module):
         for name, given in (("tokens", tokens if self.is_first_stage else None), ("targets", targets)):
             if given is not None and given.numel():
                 check_tokens(name, given, self.config.vocab)
+
+
+def next_token(model: GPT, inputs: Tensor, cache: Cache, sample: Callable[[Tensor], Tensor]) -> Tensor:
+    """The token of each row after (batch, t) inputs, selected from (batch, vocab) logits, on every rank: ranks that
+    share layers all have the same logits, and the last stage of a pipeline gives its tokens to the others.
+    """
+    logits = model.logits(inputs, cache, last=True)
+    token = sample(logits[:, -1]) if model.is_last_stage else inputs.new_empty(len(inputs))
+    if not (model.is_first_stage and model.is_last_stage):
+        assert model.mesh is not None
+        dist.broadcast(token, group=model.mesh.get_group(), group_src=model.mesh.size() - 1)
+    return token
 
 
 def check_tokens(name: str, tokens: Tensor, vocab: int) -> None:
