@@ -19,7 +19,16 @@ from phantom_parallel.cli.options import (
     value_of,
     with_sizes,
 )
-from phantom_parallel.cost.dryrun import DryRun, Messages, as_rows, dry_run, phases_of, profile
+from phantom_parallel.cost.dryrun import (
+    DryRun,
+    Messages,
+    as_rows,
+    dry_run,
+    exchanges_in_turn,
+    layouts,
+    phases_of,
+    profile,
+)
 from phantom_parallel.cost.hardware import WORD_BYTES, load_profile
 from phantom_parallel.cost.planner import Layout, ModelSizes
 from phantom_parallel.cost.terms import Optimizer, Phase, Shape
@@ -68,7 +77,8 @@ class DryRunOptions(ModelOptions, WireOption, JsonOption):
     """Also model the time and the energy of the step on this machine, beside the least energy that its FLOPs would take
     there: a hardware profile's name, or the path of a .toml file."""
     communication: Flag = False
-    """Show the messages of a rank instead, by operation, size and phase; of phantom, beside its baseline."""
+    """Show the messages of a rank instead, by operation, size and phase; of phantom, beside its baseline. Also what
+    inference sends in other layouts of as many ranks: a pipeline, and stages of several ranks."""
 
     def _shape(self, layout: Layout) -> Shape:
         run = {name: getattr(self, name) for name in ("batch", "wire", "optimizer", "rank")}
@@ -102,8 +112,8 @@ class DryRunOptions(ModelOptions, WireOption, JsonOption):
         if self.ranks * self.dp == 1:
             raise ValueError("one rank sends nothing, so there is no communication to show: use --ranks of 2 or more")
         shapes: dict[str, Shape] = {layout.strategy: self._shape(layout)}
+        baseline = get_family(self.model_sizes.family).baseline
         if layout.blocks is not None:
-            baseline = get_family(self.model_sizes.family).baseline
             shapes[baseline] = shapes[layout.strategy].with_strategy(baseline)
         for shape in shapes.values():
             for step in shape.passes().values():
@@ -112,8 +122,29 @@ class DryRunOptions(ModelOptions, WireOption, JsonOption):
         title = f"Messages of one rank: {' and '.join(shapes)}\n{self._title(layout)}"
         if self.json:
             print(json_text(as_rows(profiles)))
-        else:
-            Console(highlight=False).print(message_table(profiles, title))
+            return
+        console = Console(highlight=False)
+        console.print(message_table(profiles, title))
+        steps = {mode: step for mode, step in shapes[layout.strategy].passes().items() if mode != "train"}
+        if steps:
+            console.print(self._layouts({mode: layouts(step, baseline) for mode, step in steps.items()}))
+
+    def _layouts(self, passes: Mapping[str, Mapping[str, Shape]]) -> Table:
+        """What the passes of inference send in every layout, and how long they take on a machine if one is given."""
+        machine = None if self.hardware is None else load_profile(self.hardware)
+        kinds = ("exchanges", "sent", *(["time"] if machine else []))
+        headings = ("layout:\nranks x stages", *(f"{mode}\n{kind}" for mode in passes for kind in kinds))
+        caption = "exchanges that follow one another; bytes of the rank that sends most"
+        caption += "; times are modelled" if machine else ""
+        table = make_table(headings, title="Inference on as many ranks", caption=caption, title_justify="left")
+        for name in next(iter(passes.values())):
+            cells = []
+            for shape in (shapes[name] for shapes in passes.values() if name in shapes):
+                sent = max(stage.moved_bytes() for stage, _ in shape.stages())
+                cells += [f"{exchanges_in_turn(shape):,}", quantity(sent, "B")]
+                cells += [quantity(step_time(shape, machine, self.dtype, ("forward",)).total, "s")] if machine else []
+            table.add_row(name, *cells)
+        return table
 
     def _title(self, layout: Layout) -> str:
         sizes = self.model_sizes.config.summary

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ContextDecorator, ExitStack, contextmanager
+from contextlib import ContextDecorator, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ from phantom_parallel.cost.terms import Memory, Product, Shape
 from phantom_parallel.distributed.data_parallel import average_gradients
 from phantom_parallel.distributed.pipeline import Pipeline
 from phantom_parallel.families.registry import get_family
-from phantom_parallel.utils.strategies import get_strategy
+from phantom_parallel.utils.strategies import StrategyName, get_strategy
 
 _aten = torch.ops.aten
 FAKE = "fake"  # a device: the CPU, with tensors that have no data
@@ -355,6 +355,34 @@ def profile(shape: Shape) -> list[Messages]:
         Messages(*key, len(sent), sum(size for _, size in sent), "; ".join(dict(sent))) for key, sent in groups.items()
     ]
     return sorted(rows, key=lambda row: (PHASES.index(row.phase), row.operation, row.message_bytes))
+
+
+def layouts(shape: Shape, baseline: StrategyName) -> dict[str, Shape]:
+    """A pass of inference on as many ranks: by the strategy of ``shape``, by the baseline, by a pipeline, and by stages
+    of several ranks, which are modelled only (``phantom 4x2``: two stages of four ranks). Those that do not divide the
+    model are left out.
+    """
+    ranks, made = shape.ranks, dict[str, Shape]()
+    strategies: tuple[StrategyName, ...] = (shape.strategy, baseline, "pipeline")
+    for stages in (stages for stages in range(1, ranks) if ranks % stages == 0):
+        for strategy in dict.fromkeys(strategies):
+            if stages > 1 and not get_strategy(strategy).splits_layers:
+                continue
+            cut = {"ranks": ranks // stages, "rank": 0} | ({"pp": stages} if stages > 1 else {})
+            name = f"{strategy} {ranks // stages}x{stages}" if strategy != "pipeline" else f"pipeline 1x{ranks}"
+            with suppress(ValueError):
+                same = strategy == shape.strategy
+                made[name] = shape.updated(**cut) if same else shape.with_strategy(strategy, **cut)
+    return made
+
+
+def exchanges_in_turn(shape: Shape) -> int:
+    """Exchanges of a pass that follow one another: those of one rank, or of one rank of every stage."""
+    if shape.stage is None:
+        return len(list(shape.exchanges))
+    stages = [replace(shape, rank=index * shape.stage.ranks) for index in range(shape.stage.stages)]
+    ops = Counter(exchange.op for stage in stages for exchange in stage.exchanges)
+    return ops.total() - max(0, ops["broadcast"] - 1)  # which all stages share
 
 
 def phases_of(profiles: Mapping[str, Sequence[Messages]]) -> list[str]:

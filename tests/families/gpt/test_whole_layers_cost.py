@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from phantom_parallel.cost.dryrun import dry_run
+from phantom_parallel.cost.dryrun import dry_run, exchanges_in_turn, layouts
 from phantom_parallel.families.gpt.cost import GPTShape
 from tests.cost.shapes import count
 from tests.families.gpt.test_cost import name_of, shape_of
@@ -48,3 +48,15 @@ def test_a_dry_run_counts_every_rank_and_their_sums(shape):
     assert shape.over_all_ranks(lambda rank: 2 * rank.multiply_adds()) == shape.dp * sum(
         run.ledger.flops for run in runs
     )
+
+
+def test_a_token_in_every_layout_of_four_ranks():
+    """Of 4 layers, phantom has 4 exchanges and megatron 2 in each; stages add a send each but one, and the tokens."""
+    made = layouts(shape_of("phantom", 4, layers=4).decode(5), "megatron")
+    counts = {name: exchanges_in_turn(each) for name, each in made.items()}
+    assert counts["phantom 4x1"] == 4 * 4 + 2
+    assert counts["megatron 4x1"] == 1 + 2 * 4 + 1
+    assert counts["pipeline 1x4"] == 3 + 1
+    assert counts["phantom 2x2"] - counts["phantom 4x1"] == counts["megatron 2x2"] - counts["megatron 4x1"] == 1 + 1
+    stream, tokens = 3 * 64 * 4, 3 * 8
+    assert max(stage.moved_bytes() for stage, _ in made["pipeline 1x4"].stages()) == stream + tokens
