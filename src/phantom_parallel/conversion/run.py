@@ -45,8 +45,8 @@ class ConvertConfig:
     """the share of the linear layers' multiply-adds to keep, by which every layer gets its own ghosts; or"""
     max_loss: float | None = None
     """how much the held-out loss may rise, for which the smallest budget is searched by bisection."""
-    rows: int = 16384
-    """Rows of calibration data to use; tokens, for a transformer."""
+    rows: int = 65536
+    """Rows of calibration data to use, at most; tokens, for a transformer. The time grows with them."""
     length: int = 256
     """Tokens of a sequence, for a transformer."""
     steps: int = STEPS

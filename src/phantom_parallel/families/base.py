@@ -98,7 +98,7 @@ class Converter(ABC):
 
     @abstractmethod
     def batches(self, path: Path, config: Any, data: Path, rows: int, length: int) -> tuple[list[Any], list[Any]]:
-        """Batches to calibrate on, of ``rows`` rows in sequences of ``length``, and held-out batches for `loss`."""
+        """Batches to calibrate on, at most ``rows`` rows in sequences of ``length``, and held-out batches."""
 
     @abstractmethod
     def loss(self, model: "nn.Module", dense: "nn.Module | None", batch: Any) -> float:

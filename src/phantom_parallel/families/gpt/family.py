@@ -40,16 +40,16 @@ class GPTConverter(Converter):
         tokens = read_tokens(path, data, config)
         windows = len(tokens) // length
         held_out = min(_HELD_OUT, windows // 5)
-        wanted = -(-rows // length)
-        if held_out < 1 or windows - held_out < wanted:
+        used = min(-(-rows // length), windows - held_out)
+        if held_out < 1 or used * length < config.hidden:
             raise ValueError(
-                f"{data} has {len(tokens)} tokens, too few for {wanted} sequences of {length} and a fifth as many held "
-                "out: give more text, or use fewer --rows"
+                f"{data} has {len(tokens)} tokens, too few for a covariance of {config.hidden} features and a fifth "
+                "held out: give more text"
             )
         order = list(range(windows))
         random.Random(0).shuffle(order)
         cut = tokens[: windows * length].view(windows, length)
-        return [list(cut[part].split(_BATCH_SIZE)) for part in (order[held_out : held_out + wanted], order[:held_out])]  # type: ignore[return-value]
+        return [list(cut[part].split(_BATCH_SIZE)) for part in (order[held_out : held_out + used], order[:held_out])]  # type: ignore[return-value]
 
     @torch.no_grad()
     def loss(self, model: nn.Module, dense: nn.Module | None, batch: Tensor) -> float:
