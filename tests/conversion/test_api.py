@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from phantom_parallel import PhantomLinear, convert
-from phantom_parallel.conversion.api import GhostCurve, ghosts_for_budget, next_token_loss
+from phantom_parallel.conversion.api import _RIDGES, GhostCurve, _best_ridge, ghosts_for_budget, next_token_loss
 from phantom_parallel.conversion.stages import find_layers, output_importance
 
 
@@ -284,3 +284,22 @@ def test_stages_of_another_model_or_of_other_data_are_not_used(tmp_path):
         convert(expected, batches, blocks=4, ghosts=2)
         convert(actual, batches, blocks=4, ghosts=2, folder=tmp_path)
         torch.testing.assert_close(actual(x), expected(x), atol=1e-9, rtol=1e-9)
+
+
+def test_the_correction_is_damped_as_the_other_half_of_the_data_asks_for():
+    x = rows(80)
+    torch.manual_seed(1)
+    y = x @ torch.randn(x.shape[1], 5, dtype=torch.float64) * 0.3 + torch.randn(80, 5, dtype=torch.float64) + 2
+    importance = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], dtype=torch.float64)
+    halves = [
+        [a.T @ a, b.T @ a, a.sum(0), b.sum(0), 0.0, 0.0, len(a)] for a, b in zip(x.chunk(2), y.chunk(2), strict=True)
+    ]
+    (a, other_a), (b, other_b) = ([half - half.mean(0) for half in values.chunk(2)] for values in (x, y))
+    errors = {}
+    for ridge in _RIDGES:  # least squares of more rows: sqrt(ridge) I with the target 0
+        damping = (ridge * len(a) * (a.square().mean(0).mean())).sqrt() * torch.eye(a.shape[1], dtype=a.dtype)
+        weight = torch.linalg.lstsq(torch.cat([a, damping]), torch.cat([b, b.new_zeros(len(damping), 5)])).solution
+        errors[ridge] = float(((other_b - other_a @ weight).square() * importance).sum())
+    best = min(errors, key=errors.__getitem__)
+    assert 1e-6 < best < 1e4
+    assert _best_ridge(halves, importance, centred=True) == best / 2

@@ -3,7 +3,8 @@
 Each layer is fitted on the inputs that the converted layers before it give, x', with the dense model's outputs y as the
 target, so that a layer corrects the errors of the ones before it. Output projections, which add to the residual stream,
 correct the stream's own error as well: y = W x + (h - h'), h and h' the dense and the converted stream before the
-addition. The fit replaces W by the regression of y on x', W + E[(y - W x') x'^T] S'^-1.
+addition. The fit replaces W by the regression of y on x', W + E[(y - W x') x'^T] (S' + r I)^-1, r chosen on held-out
+rows: what x' does not explain is noise, of which each of many layers would learn a part.
 
 With importance of outputs, an error counts relative to the stream of its position, since what reads the stream
 normalizes it: rows of output projections have the weight 1 / |h|^2. The mean square of a gradient says nothing of the
@@ -48,7 +49,7 @@ from phantom_parallel.conversion.stages import (
     stage_outputs,
     unstack_blocks,
 )
-from phantom_parallel.nn.fit import STEPS, OutputFit, damped, fit_outputs, ghost_spectrum, solve
+from phantom_parallel.nn.fit import DAMPING, STEPS, OutputFit, damped, fit_outputs, ghost_spectrum, solve
 from phantom_parallel.nn.linear import PhantomLinear
 from phantom_parallel.utils.files import write_bytes
 from phantom_parallel.utils.layout import BlockLayout, positive
@@ -161,6 +162,10 @@ class _Moments(NamedTuple):
     mean_r: Tensor  # E[y - W x']
     power: float  # E |y|^2
     residual: float  # E |y - W x'|^2
+    ridge: float  # damping of S' in the regression of y - W x' on x'
+
+
+_RIDGES = tuple(10.0**power for power in range(-6, 5))  # the largest is next to no regression at all
 
 
 @torch.no_grad()
@@ -180,11 +185,12 @@ def convert_group(
     or the model; ``calls`` are its arguments, by batch, and ``dense`` are its activations while it was dense.
     """
     corrected = len(group) == 1 and group[0].name in dense.projections
-    moments = _measure(model, module, calls, group, dense, corrected=corrected, relative=importance is not None)
+    of_outputs = None if importance is None else torch.cat([importance[layer.name] for layer in group])
+    moments = _measure(model, module, calls, group, dense, corrected=corrected, importance=of_outputs)
     sizes = [len(layer.weight) for layer in group]
     weight = stack_by_blocks([layer.weight for layer in group], blocks).double()
     cross, s = stack_by_blocks(moments.cross.split(sizes), blocks), damped(moments.s)
-    shift = solve(s, cross)
+    shift = solve(damped(moments.s, max(DAMPING, moments.ridge)), cross)
     weights = _of_group(importance, group, blocks)
     fit = fit_outputs(s, weight + shift, blocks=blocks, ghosts=ghosts, steps=steps, importance=weights)
     error = max(0.0, moments.residual - float((shift * cross).sum())) + max(0.0, fit.squared_error)
@@ -217,16 +223,16 @@ def _measure(
     dense: DensePass,
     *,
     corrected: bool,
-    relative: bool,
+    importance: Tensor | None,
 ) -> _Moments:
-    """Moments of the group's inputs in the converted stage, and of what its outputs should be; with ``relative``,
+    """Moments of the group's inputs in the converted stage, and of what its outputs should be; with ``importance``,
     errors of output projections are relative to the stream.
     """
     first = group[0].name
     weight = torch.cat([layer.weight for layer in group])
     biases = [layer.bias for layer in group if layer.bias is not None]
     bias = torch.cat(biases) if len(biases) == len(group) else None
-    sums: list[Any] = [0.0] * 7
+    halves: list[list[Any]] = [[0.0] * 7, [0.0] * 7]
     writing = {name: model.get_submodule(name) for name in dense.projections} if corrected else {}
     for batch, call in enumerate(calls):
         inputs, written, _ = run_stage(
@@ -240,12 +246,15 @@ def _measure(
             for name, value in written.items():
                 lost = lost + dense.projections[name][batch] - value
             residual = residual + rows_of(lost, dense.masks[batch])
-        weights = dense.row_weights(first, batch) if relative else None
+        weights = dense.row_weights(first, batch) if importance is not None else None
         roots = torch.ones(len(x), 1, dtype=torch.float64) if weights is None else weights.double().sqrt().unsqueeze(1)
         own, residual, y = roots * own.double(), roots * residual.double(), roots * y.double()
-        products = own.T @ own, residual.T @ own, (roots * own).sum(0), (roots * residual).sum(0)
-        squares = (float(values.square().sum()) for values in (y, residual, roots))
-        sums = [total + value for total, value in zip(sums, (*products, *squares), strict=True)]
+        for half, cut in enumerate((slice(None, len(x) // 2), slice(len(x) // 2, None))):
+            o, r, w = own[cut], residual[cut], roots[cut]
+            products = o.T @ o, r.T @ o, (w * o).sum(0), (w * r).sum(0)
+            squares = (float(values.square().sum()) for values in (y[cut], r, w))
+            halves[half] = [total + value for total, value in zip(halves[half], (*products, *squares), strict=True)]
+    sums = [a + b for a, b in zip(*halves, strict=True)]
     s, cross, mean_x, mean_r, power, square = (total / (sums[-1] or 1.0) for total in sums[:-1])
     if not (s.isfinite().all() and cross.isfinite().all()):
         raise ValueError(
@@ -255,7 +264,29 @@ def _measure(
     if bias is not None:
         s, cross = s - torch.outer(mean_x, mean_x), cross - torch.outer(mean_r, mean_x)
         square -= float(mean_r.square().sum())
-    return _Moments(s, cross, mean_x, mean_r, power, square)
+    return _Moments(s, cross, mean_x, mean_r, power, square, _best_ridge(halves, importance, centred=bias is not None))
+
+
+def _best_ridge(halves: Sequence[Sequence[Any]], importance: Tensor | None, *, centred: bool) -> float:
+    """The damping of S', relative to its mean diagonal, with which the regression of y - W x' on x' explains most.
+
+    Without it, the regression learns the noise of the calibration data: a share of (features / rows) of the error at
+    every layer. Regressions on one half of the rows are compared on the other half; all rows need half of the damping.
+    """
+    moments = []
+    for s, cross, x, r, *_, total in halves:
+        mean = torch.outer(torch.cat([x, r]), x) / total**2 if centred else torch.zeros(1, 1)
+        moments.append((s / total - mean[: len(s)], cross / total - mean[-len(cross) :]))
+    (s, cross), (other_s, other_cross) = moments
+    values, vectors = torch.linalg.eigh(damped(s))
+    cross, other_cross, other_s = cross @ vectors, other_cross @ vectors, vectors.T @ other_s @ vectors
+    weights = 1.0 if importance is None else importance.unsqueeze(1)
+
+    def explained(ridge: float) -> float:
+        shift = cross / (values + ridge * values.mean())
+        return float((weights * shift * (2 * other_cross - shift @ other_s)).sum())
+
+    return max(_RIDGES, key=explained) / 2
 
 
 def _phantom_layers(
