@@ -13,12 +13,8 @@ import tyro
 from rich.box import SIMPLE
 from rich.table import Table
 
-from phantom_parallel.distributed.launchers import (
-    external_ranks,
-    is_local_rank_zero,
-    launched_externally,
-    reports_error,
-)
+from phantom_parallel.distributed import launchers
+from phantom_parallel.distributed.launchers import external_ranks, launched_externally
 from phantom_parallel.families.registry import DEFAULT_FAMILY, family_names, get_family
 from phantom_parallel.utils.files import read_json, read_text
 from phantom_parallel.utils.network import Network
@@ -49,7 +45,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "checkpoints": ("resume", "checkpoint_every", "keep"),
     "output": ("out", "json", "report_only", "log_every", "eval_every", "tracker", "profile"),
-    "emulated_hosts": ("hosts", "link", "link_delay", "link_loss", "hosts_optional"),
+    "emulated_hosts": ("hosts", "link", "hosts_optional"),
 }
 _MAX_UNGROUPED = 12  # options of a command whose help is one group
 
@@ -102,11 +98,6 @@ class LaunchOptions:
     chooses the rate at which it has the FLOP-to-byte ratio of a device of that machine between its nodes, and
     inside a host that of the links inside a node; like:PROFILE:inside has the latter between hosts. Profiles: see
     phantom machine show."""
-    link_delay: str = "0"
-    """How much longer a packet takes one way, such as 1ms; needs a kernel with netem."""
-    link_loss: str = "0%"
-    """Packets that are lost, such as 0.1%; needs a kernel with netem."""
-
     timeout: float = 60.0
     """Seconds that a rank waits for another one in an exchange. After that, the rank that did not answer is named, and
     all are stopped."""
@@ -119,7 +110,7 @@ class LaunchOptions:
 
         if not 1 <= self.timeout <= 1e6:
             raise ValueError(f"timeout must be from 1 to 1,000,000 seconds, got {self.timeout:g}")
-        network = network_of(self.hosts, self.link, ranks, dtype=dtype, delay=self.link_delay, loss=self.link_loss)
+        network = network_of(self.hosts, self.link, ranks, dtype=dtype)
         tf32, timeout = getattr(self, "tf32", False), timedelta(seconds=self.timeout)
         with launch_defaults(timeout, network, self.device, tf32=tf32, announces=announces):
             yield network
@@ -171,7 +162,7 @@ def _printed_once() -> Iterator[None]:
         with redirect_stdout(text), redirect_stderr(text):
             yield
     except SystemExit as leaving:
-        if reports_error() if leaving.code else is_local_rank_zero():
+        if launchers.reports_error() if leaving.code else launchers.is_local_rank_zero():
             print(text.getvalue(), end="", file=sys.stderr if leaving.code else sys.stdout)
         raise
 
@@ -262,10 +253,8 @@ def model_defaults(family: str | None, arguments: list[str]) -> tuple[str, dict[
         known = decode_toml(read_text(MODELS), str(MODELS))
         if name not in known:
             raise ValueError(f"there is no model {name!r}: {choose_from(name, known)}")
-        own, settings = (
-            known[name]["family"],
-            {key: known[name][key] for key in known[name].keys() - {"family", "source"}},
-        )
+        settings = {key: value for key, value in known[name].items() if key not in ("family", "source")}
+        own = known[name]["family"]
     elif folder is not None:
         described = read_json(Path(folder) / CONFIG)
         readers = filter(None, (get_family(each).pretrained_config for each in family_names()))

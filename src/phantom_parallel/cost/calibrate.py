@@ -38,15 +38,7 @@ from phantom_parallel.distributed.launchers import launched_externally
 from phantom_parallel.distributed.objects import all_gather_objects, barrier
 from phantom_parallel.distributed.process_group import ParallelContext, describe_run
 from phantom_parallel.ops.collectives import RankGroup, finish, rank_group, start_all_gather, start_reduce_scatter
-from phantom_parallel.utils.network import (
-    NO_LINK,
-    Network,
-    ScaledLink,
-    parse_delay,
-    parse_likeness,
-    parse_loss,
-    parse_rate,
-)
+from phantom_parallel.utils.network import NO_LINK, Network, ScaledLink, parse_likeness, parse_rate
 from phantom_parallel.utils.timers import timer_for
 
 WORD_BYTES = 4
@@ -350,9 +342,7 @@ FLOPS_TURNS, FLOPS_SECONDS = 15, 1.5  # the median of short turns: other load on
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def network_of(
-    hosts: int | None, link: str | None, ranks: int, *, dtype: str = "fp32", delay: str = "0", loss: str = "0%"
-) -> Network | None:
+def network_of(hosts: int | None, link: str | None, ranks: int, *, dtype: str = "fp32") -> Network | None:
     """The network that options describe.
 
     Args:
@@ -360,23 +350,22 @@ def network_of(
         link: A rate such as ``"100mbit"``, ``"none"``, or ``"like:PROFILE[:inside]"``, which measures the FLOP/s of a
             rank in ``dtype``.
         ranks: All ranks that are launched.
-        delay, loss: Of packets, as ``tc`` writes them.
     """
     if hosts is None:
-        for name, value, unset in (("link", link, None), ("link-delay", delay, "0"), ("link-loss", loss, "0%")):
-            if value != unset:
-                raise ValueError(f"--{name} {value} is for links of emulated hosts: give their number with --hosts")
+        if link is not None:
+            raise ValueError(f"--link {link} is for links of emulated hosts: give their number with --hosts")
         return None
     link = NO_LINK if link is None else link
     like = parse_likeness(link)
-    rate = parse_rate(link) if like is None else None
-    network = Network(hosts, link, rate, delay=parse_delay(delay), loss=parse_loss(loss))
+    network = Network(hosts, link, parse_rate(link) if like is None else None)
     network.check_ranks(ranks)
     if like is None:
         return network
     profile = load_profile(like[0])
     profile.require_dtype(dtype)
-    return scaled(network, ranks, profile, dtype, measure_flops(ranks, dtype))
+    if dtype not in DTYPES:
+        raise ValueError(f"FLOP/s cannot be measured in {dtype}: use {', '.join(DTYPES)}")
+    return scaled(network, ranks, profile, dtype, launch_local(ranks, measure_flops, dtype, device_type="cpu"))
 
 
 def scaled(network: Network, ranks: int, profile: Profile, dtype: str, flops: float) -> Network:
@@ -399,12 +388,6 @@ def flop_to_byte(profile: Profile, tier: Tier, dtype: str) -> float:
     return profile.peak[dtype].value * profile.efficiency[dtype].value / tier.bandwidth.value
 
 
-def measure_flops(ranks: int, dtype: str) -> float:
-    """FLOP/s of one of ``ranks`` local ranks that all compute products at once."""
-    if dtype not in DTYPES:
-        raise ValueError(f"FLOP/s cannot be measured in {dtype}: use {', '.join(DTYPES)}")
-    return launch_local(ranks, _measure_flops, dtype, device_type="cpu")
-
-
-def _measure_flops(device: torch.device, dtype: str) -> float:
+def measure_flops(device: torch.device, dtype: str) -> float:
+    """FLOP/s of this rank, while all ranks compute products at once."""
     return 2 * SIZE**3 / time_calls({"": _square(SIZE, dtype, device)}, FLOPS_TURNS, device, seconds=FLOPS_SECONDS)[""]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 INTERFACE = "eth0"
 _SECONDS = 30.0  # for making the namespaces, which takes less than one
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
-_ROOT = 0x10000  # handle of the queue that limits the rate; a queue that delays is its child
+_ROOT = 0x10000  # handle of the queue that limits the rate
 # What may pass at once after a pause, as time of the link; at least one packet. Timers are late by a tenth of a
 # millisecond or more, and what a link has not sent by then beyond the burst is lost for its rate.
 _BURST_SECONDS = 5e-4
@@ -73,7 +73,7 @@ def _request_namespaces(network: "Network") -> list[int]:
     """Descriptors of the switch, the hosts, and a user namespace if this process is not privileged."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        layout = json.dumps({name: getattr(network, name) for name in ("hosts", "rate", "inside", "delay", "loss")})
+        layout = json.dumps({name: getattr(network, name) for name in ("hosts", "rate", "inside")})
         command = [sys.executable, "-P", __file__, str(theirs.fileno()), layout]
         process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
         theirs.close()
@@ -108,7 +108,11 @@ def build(network: dict[str, Any]) -> list[int]:
     except ImportError:
         raise OSError("emulated hosts need the package pyroute2: pip install 'phantom-parallel[hosts]'") from None
     user = _become_privileged()
-    switch, *hosts = (_new_namespace() for _ in range(network["hosts"] + 1))
+    namespaces = []
+    for _ in range(network["hosts"] + 1):
+        _call("unshare", _CLONE_NEWNET)
+        namespaces.append(os.open("/proc/self/ns/net", os.O_RDONLY))
+    switch, *hosts = namespaces
     try:
         enter_namespace(switch, _CLONE_NEWNET)
         with IPRoute() as ip:
@@ -118,10 +122,7 @@ def build(network: dict[str, Any]) -> list[int]:
             with IPRoute() as ip:
                 _configure_host(ip, index, network)
     except NetlinkError as error:
-        raise OSError(
-            f"this kernel lacks what emulated hosts need (the modules veth, bridge and sch_tbf; sch_netem for "
-            f"--link-delay and --link-loss): {error}"
-        ) from None
+        raise OSError(f"this kernel lacks what emulated hosts need (veth, bridge and sch_tbf): {error}") from None
     return [switch, *hosts, *user]
 
 
@@ -147,17 +148,10 @@ def _become_privileged() -> list[int]:
         _call("unshare", _CLONE_NEWNET)
     except OSError as error:
         raise OSError(
-            f"this system does not allow network namespaces for this user ({error.strerror}): run as root, or allow "
-            "user namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone=1, "
-            "kernel.apparmor_restrict_unprivileged_userns=0), or start the container with --cap-add SYS_ADMIN and "
-            "--cap-add NET_ADMIN; without --hosts, ranks run on loopback"
+            f"this system does not allow network namespaces for this user ({error.strerror}): run as root, allow user "
+            "namespaces, or give the container SYS_ADMIN and NET_ADMIN (docs/cluster.md); or leave out --hosts"
         ) from None
     return [os.open("/proc/self/ns/user", os.O_RDONLY)]
-
-
-def _new_namespace() -> int:
-    _call("unshare", _CLONE_NEWNET)
-    return os.open("/proc/self/ns/net", os.O_RDONLY)
 
 
 def _make_bridge(ip: Any, hosts: list[int], rate: float | None) -> None:
@@ -176,16 +170,13 @@ def _configure_host(ip: Any, index: int, network: dict[str, Any]) -> None:
     """In a host's namespace: its address, and the limits of its link and of its loopback interface."""
     for name, value in _TCP.items():
         Path(f"/proc/sys/net/ipv4/{name}").write_text(str(value))
-    rate, inside, delay, loss = (network[name] for name in ("rate", "inside", "delay", "loss"))
+    rate, inside = network["rate"], network["inside"]
     loopback, link = ip.link_lookup(ifname="lo")[0], ip.link_lookup(ifname=INTERFACE)[0]
     ip.link("set", index=loopback, state="up", **({"mtu": 9000} if inside else {}))
     ip.addr("add", index=link, address=address(index), prefixlen=16)
     ip.link("set", index=link, state="up", mtu=_mtu(rate))
     _limit(ip, loopback, inside, 9000)
     _limit(ip, link, rate, _mtu(rate))
-    if delay or loss:
-        options = {"delay": round(delay * 1e6), "loss": 100 * loss, "limit": 100_000}
-        ip.tc("add", "netem", index=link, handle=2 * _ROOT, **({"parent": _ROOT + 1} if rate else {}), **options)
 
 
 def address(host: int) -> str:

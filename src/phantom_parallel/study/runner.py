@@ -84,9 +84,8 @@ def prepare_folder(out: Path, settings: dict[str, Any], resume: bool, lock: Fold
 
 def resolve_networks(settings: Settings, dtype: str, out: Path) -> tuple[dict[str, Network], str | None]:
     """The networks of the links, of the folder or new; and why there are none, if loopback may take their place."""
-    options = {"dtype": dtype, "delay": settings.link_delay, "loss": settings.link_loss}
     if settings.hosts is None:
-        network_of(None, settings.link, settings.world_size, **options)  # refuses options of hosts
+        network_of(None, settings.link, settings.world_size)  # refuses options of hosts
     path = out / NETWORKS
     known = decode_json(read_bytes(path), dict[str, Network], str(path)) if path.exists() else {}
     missing = [link for link in settings.all_links if link != LOOPBACK and link not in known]
@@ -95,7 +94,7 @@ def resolve_networks(settings: Settings, dtype: str, out: Path) -> tuple[dict[st
         if settings.hosts_optional:
             return {}, reason
         raise OSError(reason)
-    made = {link: network_of(settings.hosts, link, settings.world_size, **options) for link in missing}
+    made = {link: network_of(settings.hosts, link, settings.world_size, dtype=dtype) for link in missing}
     return known | {link: network for link, network in made.items() if network is not None}, None
 
 

@@ -125,8 +125,6 @@ class Settings:
     links: tuple[str, ...] = ()
     """Links between the hosts to measure on, as --link has them, or loopback for ranks without hosts; by default the
     one of --link."""
-    link_delay: str = "0"
-    link_loss: str = "0%"
     timeout: Annotated[float, Meta(ge=1, le=1e6)] = 60.0
     hosts_optional: bool = False
     """Whether to run on loopback, and to say so, where this system cannot emulate hosts."""

@@ -3,7 +3,6 @@
 A network is a value that commands pass to the launcher and results record. `distributed.hosts` builds it.
 """
 
-import math
 import re
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,9 +10,7 @@ from typing import Any
 MAX_HOSTS = 64
 _SLOWEST, _FASTEST = 8e3, 3e10  # bits a second; the kernel counts bytes a second in 32 bits
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(bit|bps)", re.I)
-_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|ms|us)|0", re.I)
 _PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 NO_LINK = "none"
 
 
@@ -36,8 +33,6 @@ class Network:
     link: str = NO_LINK  # as the user described it: 100mbit, like:frontier-mi250x, none
     rate: float | None = None  # bits a second of a host's link, each way; None for a link that is not slowed down
     inside: float | None = None  # bits a second of the loopback interface of a host; None if it is not slowed down
-    delay: float = 0.0  # seconds that a packet takes longer, one way
-    loss: float = 0.0  # fraction of packets that are lost
     scaled: ScaledLink | None = None  # how ``rate`` was chosen, for a link like another machine's
 
     def __post_init__(self) -> None:
@@ -46,17 +41,11 @@ class Network:
         for rate in (self.rate, self.inside):
             if rate is not None and not _SLOWEST <= rate <= _FASTEST:
                 raise ValueError(f"link must be from 8 kbit/s to 30 Gbit/s, got {format_rate(rate)}")
-        if not (math.isfinite(self.delay) and 0.0 <= self.delay <= 10.0):
-            raise ValueError(f"delay must be from 0 to 10 seconds, got {self.delay}")
-        if not 0.0 <= self.loss < 1.0:
-            raise ValueError(f"loss must be from 0 to below 100%, got {self.loss:.3g} as a fraction")
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ValueError if ``ranks`` ranks cannot be spread evenly over the hosts."""
         if ranks % self.hosts:
-            raise ValueError(
-                f"{ranks} ranks cannot be spread evenly over {self.hosts} hosts: use a multiple of {self.hosts} ranks"
-            )
+            raise ValueError(f"{ranks} ranks cannot be spread evenly over {self.hosts} hosts: use a multiple")
 
     def host_of(self, rank: int, ranks: int) -> int:
         """The host of a rank among ``ranks``."""
@@ -68,10 +57,6 @@ class Network:
         parts = [f"{self.hosts} emulated host{'s' * (self.hosts > 1)} (network namespaces on one machine)", link]
         if self.inside is not None:
             parts.append(f"{format_rate(self.inside)} inside a host")
-        if self.delay:
-            parts.append(f"{1e3 * self.delay:g} ms delay")
-        if self.loss:
-            parts.append(f"{self.loss:.2%} of packets lost")
         if self.scaled is not None:
             parts.append(
                 f"{self.scaled.ratio:,.0f} FLOPs a byte as a device of {self.scaled.profile}, at "
@@ -101,21 +86,6 @@ def parse_rate(text: str) -> float | None:
         raise ValueError(f"link must be a rate such as 100mbit or 1gbit, none, or like:PROFILE[:inside], got {text!r}")
     number, prefix, unit = match.groups()
     return float(number) * _PREFIX[prefix.lower()] * (8 if unit.lower() == "bps" else 1)
-
-
-def parse_delay(text: str) -> float:
-    """Seconds of a time as ``tc`` writes it: 1ms, 50us."""
-    if (match := _TIME.fullmatch(text.strip())) is None:
-        raise ValueError(f"delay must be a time such as 1ms or 50us, got {text!r}")
-    return float(match[1]) * _SECONDS[match[2].lower()] if match[1] else 0.0
-
-
-def parse_loss(text: str) -> float:
-    """The fraction that a percentage such as 0.1% stands for."""
-    try:
-        return float(text.strip().removesuffix("%")) / 100
-    except ValueError:
-        raise ValueError(f"loss must be a percentage such as 0.1%, got {text!r}") from None
 
 
 def format_rate(rate: float) -> str:
