@@ -95,6 +95,6 @@ def test_only_folders_of_models_are_overwritten(tmp_path, kind):
     else:
         path.mkdir()
         (path / "thesis.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="is not the folder of a model, so it is not overwritten"):
+    with pytest.raises(FileExistsError, match="is not the folder of a model"):
         save_model(nn.Linear(2, 2), path, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]

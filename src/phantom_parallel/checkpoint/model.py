@@ -16,19 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from phantom_parallel.checkpoint.shards import (
-    MAX_SHARD_SIZE,
-    Group,
-    Part,
-    StoredTensors,
-    group_of,
-    on_every_rank,
-    rank_in,
-    read_description,
-    save_parts,
-    storage_group,
-    write_tensors,
-)
+from phantom_parallel.checkpoint import shards
+from phantom_parallel.checkpoint.shards import MAX_SHARD_SIZE, Group, Part, StoredTensors, on_every_rank
 from phantom_parallel.distributed.objects import all_gather_objects, barrier, process_group_of
 from phantom_parallel.families.registry import family_names, get_family
 from phantom_parallel.utils.files import atomic_folder, check_replaceable, write_json
@@ -74,17 +63,17 @@ def save_model(
     if group is None:
         write_model(config, tensors, lambda name: parts[name].values, path, **options)
         return
-    on_every_rank(lambda: check_replaceable(path, overwrite, CONFIG) if rank_in(group) == 0 else None, group)
+    on_every_rank(lambda: check_replaceable(path, overwrite, CONFIG) if shards.rank_in(group) == 0 else None, group)
     _check_copies(tensors, group)
 
     def finish(scratch: Path) -> None:
         parts, stored = list(scratch.iterdir()), StoredTensors(scratch)
-        files = write_tensors(scratch, stored.outline, stored.load, max_shard_size)
+        shards.write_tensors(scratch, stored.outline, stored.load, max_shard_size)
         for file in parts:
             file.unlink()
-        _complete(scratch, config, files, complete)
+        _complete(scratch, config, complete)
 
-    save_parts(parts, path, group, prefix="shard", finish=finish)
+    shards.save_parts(parts, path, group, prefix="shard", finish=finish)
 
 
 def write_model(
@@ -103,11 +92,11 @@ def write_model(
     path = _target(path)
     check_replaceable(path, overwrite, CONFIG)
     with atomic_folder(path) as scratch:
-        files = write_tensors(scratch, outline, load, max_shard_size)
-        _complete(scratch, config, files, complete)
+        shards.write_tensors(scratch, outline, load, max_shard_size)
+        _complete(scratch, config, complete)
 
 
-def _complete(folder: Path, config: Any, files: dict[str, str], complete: Callable[[Path], None] | None) -> None:
+def _complete(folder: Path, config: Any, complete: Callable[[Path], None] | None) -> None:
     """Add the caller's files and the description, which comes last."""
     if complete is not None:
         complete(folder)
@@ -117,7 +106,7 @@ def _complete(folder: Path, config: Any, files: dict[str, str], complete: Callab
         if strategy.shards_rows or strategy.splits_depth:
             config = replace(config, strategy="dense")
         description |= {"family": config.family, "config": asdict(config)}
-    write_json(folder / CONFIG, description | {"files": files})
+    write_json(folder / CONFIG, description)
 
 
 class StoredModel:
@@ -129,7 +118,7 @@ class StoredModel:
         self, path: str | os.PathLike[str], *, strategy: str | None = None, into: nn.Module | None = None
     ) -> None:
         path = Path(path)
-        description = read_description(path / CONFIG, "model", FORMAT, VERSION)
+        description = shards.read_description(path / CONFIG, "model", FORMAT, VERSION)
         self.config: Any = None
         if into is None:
             self.config = _config(description, path / CONFIG, strategy)
@@ -146,10 +135,6 @@ class StoredModel:
         """The model on a mesh, a device and in a dtype, without its values."""
         model: nn.Module = get_family(self.config.family).model(self.config, **kwargs)
         return model
-
-    def load(self, name: str) -> Tensor:
-        """The whole tensor of that name."""
-        return self.tensors.load(name)
 
 
 def load_model(
@@ -180,7 +165,7 @@ def load_model(
     """
     path = Path(path)
     if into is None:
-        group = None if mesh is None else storage_group(process_group_of(mesh))
+        group = None if mesh is None else shards.storage_group(process_group_of(mesh))
         stored = on_every_rank(lambda: StoredModel(path, strategy=strategy), group)
         where = torch.device(device or (mesh.device_type if mesh is not None else torch.get_default_device()))
         model = stored.build(mesh=mesh, device="meta", dtype=dtype or stored.dtype, wire=wire)
@@ -189,9 +174,7 @@ def load_model(
         model.to_empty(device=where)
     else:
         if (mesh, device, dtype, strategy, wire) != (None, None, None, None, "full"):
-            raise ValueError(
-                "mesh, device, dtype, strategy and wire are those of the module given as into: leave them out"
-            )
+            raise ValueError("mesh, device, dtype, strategy and wire are those of the module into: leave them out")
         model = into
         group = _storage_group(model, _tensors_of(model))
         stored = on_every_rank(lambda: StoredModel(path, into=model), group)
@@ -213,16 +196,16 @@ def family_of(path: str | os.PathLike[str]) -> str:
 def read_config(path: str | os.PathLike[str]) -> Any:
     """Config of the model in the folder ``path``. Its tensors are not read."""
     file = Path(path) / CONFIG
-    return _config(read_description(file, "model", FORMAT, VERSION), file)
+    return _config(shards.read_description(file, "model", FORMAT, VERSION), file)
 
 
 def _storage_group(model: nn.Module, tensors: Mapping[str, Tensor]) -> Group:
     """The ranks that hold parts of a model, once all of them are there. The stages of a pipeline hold whole tensors."""
     mesh = getattr(model, "mesh", None)
     staged = isinstance(mesh, DeviceMesh) and get_strategy(model.config.strategy).splits_depth  # type: ignore[union-attr]
-    group = mesh.get_group() if staged else group_of(tensors.values())  # type: ignore[union-attr]
+    group = mesh.get_group() if staged else shards.group_of(tensors.values())  # type: ignore[union-attr]
     barrier(group)  # a missing rank is noticed within the timeout of this group, and not within that of storage
-    return storage_group(group)
+    return shards.storage_group(group)
 
 
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
@@ -248,20 +231,14 @@ def _check_copies(tensors: Mapping[str, Tensor], group: Group) -> None:
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
         spread, largest = float(extremes.sum(0).max()), float(extremes.max())
         if spread > _ROUNDING * largest:
-            raise ValueError(
-                f"{name} is no DTensor, and differs between ranks by up to {spread:.3g}: it would be saved once. "
-                "Shard it, or give it the same gradients on all ranks"
-            )
+            raise ValueError(f"{name} is no DTensor, and differs between ranks by up to {spread:.3g}: shard it")
 
 
 def _config(description: dict[str, Any], path: Path, strategy: str | None = None) -> Any:
     """The config that the file ``path`` describes, with another strategy if one is given."""
     name, settings = description.get("family"), description.get("config")
     if name not in family_names():
-        raise ValueError(
-            f"{path} describes a module that belongs to no model family ({', '.join(family_names())}): "
-            "build the module and pass it as into"
-        )
+        raise ValueError(f"{path} describes a module of no model family: build the module and pass it as into")
     kind = get_family(name).config
     if not isinstance(settings, dict):
         raise ValueError(f"{path}: expected the settings of a model, got {settings!r}")

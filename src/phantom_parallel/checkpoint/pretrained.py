@@ -84,10 +84,8 @@ class PretrainedModel:
             import gguf  # noqa: F401
             import transformers
         except ImportError:
-            raise ValueError(
-                f"{file} is read by transformers and gguf, which are not installed: "
-                "pip install 'phantom-parallel[pretrained]'"
-            ) from None
+            needed = "pip install 'phantom-parallel[pretrained]'"
+            raise ValueError(f"{file} is read by transformers and gguf: {needed}") from None
         # Without trust_remote_code=False, transformers asks on a terminal whether to run Python files beside the model.
         where: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
         with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere), redirect_stdout(nowhere):  # progress bars

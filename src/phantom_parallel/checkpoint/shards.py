@@ -5,7 +5,6 @@ offset of each part in the whole tensor. ``HuggingFaceStorageReader`` takes from
 number of ranks wrote them. ``dcp.save`` is not used: it exchanges pickled plans, and nothing is unpickled here.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -178,9 +177,9 @@ def _assigned(parts: Parts, group: Group) -> Parts:
 
 def write_tensors(
     folder: Path, outline: Mapping[str, Tensor], load: Callable[[str], Tensor], limit: int = MAX_SHARD_SIZE
-) -> dict[str, str]:
+) -> None:
     """Write whole tensors to files of at most ``limit`` bytes, of which one at a time is in memory, and an index of
-    them as Hugging Face has it if there are several. Returns the digest of each file by name.
+    them as Hugging Face has it if there are several.
 
     ``outline`` has the shape and dtype of each tensor, and may be on the meta device; ``load`` returns a tensor.
     """
@@ -197,13 +196,6 @@ def write_tensors(
         where = {name: file for file, chosen in zip(files, plan, strict=True) for name in chosen}
         total = sum(tensor.nbytes for tensor in outline.values())
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
-    return {file: sha256_of(folder / file) for file in files}
-
-
-def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file's bytes."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_file(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
@@ -269,9 +261,7 @@ class StoredTensors:
         if self.outline.keys() != expected.keys():
             missing = sorted(expected.keys() - self.outline.keys())[:3]
             extra = sorted(self.outline.keys() - expected.keys())[:3]
-            raise ValueError(
-                f"{self.folder} does not hold {owner}: missing {missing or 'nothing'}, unexpected {extra or 'nothing'}"
-            )
+            raise ValueError(f"{self.folder} does not hold {owner}: missing {missing}, unexpected {extra}")
         for name, shape in expected.items():
             if (stored := self.outline[name].shape) != shape:
                 raise ValueError(f"{self.folder}: {name} has shape {list(stored)}, {owner} has {list(shape)}")

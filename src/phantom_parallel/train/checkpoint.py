@@ -13,19 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from phantom_parallel.checkpoint.shards import (
-    Group,
-    Part,
-    Parts,
-    StoredTensors,
-    on_every_rank,
-    rank_in,
-    read_description,
-    save_parts,
-    storage_group,
-)
+from phantom_parallel.checkpoint import shards
+from phantom_parallel.checkpoint.shards import Group, Part, Parts, StoredTensors, on_every_rank
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.optimizer import PartsOptimizer, state_keys
 from phantom_parallel.utils.files import remove_folder, write_json
@@ -87,8 +77,12 @@ def write(parts: Parts, config: TrainConfig, progress: Progress, folder: Path, g
     path = path_of(folder, progress.step)
     description = {"format": FORMAT, "version": VERSION, "task": config.kind, **asdict(progress)}
     description["config"] = config.to_dict()
-    save_parts(parts, path, group, prefix="state", finish=lambda folder: write_json(folder / DESCRIPTION, description))
-    if rank_in(group) == 0:
+
+    def finish(scratch: Path) -> None:
+        write_json(scratch / DESCRIPTION, description)
+
+    shards.save_parts(parts, path, group, prefix="state", finish=finish)
+    if shards.rank_in(group) == 0:
         for old in list_checkpoints(folder)[: -config.keep]:
             remove_folder(old)
     return path
@@ -102,7 +96,7 @@ class BackgroundWriter:
     """
 
     def __init__(self, ranks: Group) -> None:
-        self.group = storage_group(ranks)
+        self.group = shards.storage_group(ranks)
         self._write: Future[Path] | None = None
 
     def start(self, work: Callable[[], Path]) -> None:
@@ -138,7 +132,7 @@ def open_checkpoint(path: Path, config: TrainConfig) -> tuple[Progress, StoredTe
     """Read a checkpoint's description and the headers of its files, but not its tensors; ValueError if it is damaged,
     incomplete, or of another training.
     """
-    description = read_description(path / DESCRIPTION, "checkpoint", FORMAT, VERSION)
+    description = shards.read_description(path / DESCRIPTION, "checkpoint", FORMAT, VERSION)
     if description.get("task") != config.kind:
         raise ValueError(f"{path} is of a training of the kind {description.get('task')!r}, not {config.kind!r}")
     config.check_resumes(description.get("config", {}), str(path))
@@ -175,13 +169,10 @@ def load(path: Path, optimizer: PartsOptimizer, config: TrainConfig, group: Grou
     progress, stored = on_every_rank(lambda: open_checkpoint(path, config), group)
     for name, part in optimizer.parts.items():
         for key in optimizer.keys:
-            optimizer.state(name)[key] = _empty_state(part, key, optimizer.fused)
+            if key == "step":  # AdamW has it on the host, unless updates are fused
+                empty = torch.empty((), device=part.device if optimizer.fused else "cpu")
+            else:  # contiguous, as fused updates need it
+                empty = torch.empty_like(part, memory_format=torch.contiguous_format, requires_grad=False)
+            optimizer.state(name)[key] = empty
     on_every_rank(lambda: stored.read(parts_of(optimizer)), group)
     return progress
-
-
-def _empty_state(part: Tensor, key: str, fused: bool) -> Tensor:
-    """Memory for what the optimizer keeps of ``part``, contiguous as fused updates need it."""
-    if key == "step":  # AdamW has it on the host, unless updates are fused
-        return torch.empty((), device=part.device if fused else "cpu")
-    return torch.empty_like(part, memory_format=torch.contiguous_format, requires_grad=False)

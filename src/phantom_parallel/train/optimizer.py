@@ -35,9 +35,8 @@ class PartsOptimizer:
         self.parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self.parts = {name: _local(value.detach()).requires_grad_() for name, value in self.parameters.items()}
         own = {id(parameter): self.parts[name] for name, parameter in self.parameters.items()}
-        groups = parameter_groups(
-            model, config.lr, local=config.lr_local, compress=config.lr_compress, decompress=config.lr_decompress
-        )
+        rates = {name: getattr(config, f"lr_{name}") for name in ("local", "compress", "decompress")}
+        groups = parameter_groups(model, config.lr, **rates)
         for group in groups:
             group["params"] = [own[id(parameter)] for parameter in group["params"]]
             group["initial_lr"] = group["lr"]
@@ -63,7 +62,10 @@ class PartsOptimizer:
         for group in self._optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
         for name, parameter in self.parameters.items():
-            self.parts[name].grad = _own_gradient(parameter)
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+                gradient = gradient.redistribute(placements=parameter.placements)  # nothing where they are the same
+            self.parts[name].grad = None if gradient is None else _local(gradient).contiguous()
         if self._config.max_grad_norm is not None:
             self._clip(self._config.max_grad_norm)
         self._optimizer.step()
@@ -105,10 +107,3 @@ def state_keys(config: TrainConfig) -> tuple[str, ...]:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _own_gradient(parameter: Tensor) -> Tensor | None:
-    gradient = parameter.grad
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-        gradient = gradient.redistribute(placements=parameter.placements)  # which is nothing where they are the same
-    return None if gradient is None else _local(gradient).contiguous()
