@@ -7,7 +7,7 @@ import pytest
 
 from phantom_parallel.energy import EnergyMeter, PowerProfile, Provenance, discover, sensors
 from phantom_parallel.energy.results import Component
-from phantom_parallel.energy.sensors.base import Discovery, EnergySample, SensorSpec
+from phantom_parallel.energy.sensors import Discovery, EnergySample, SensorSpec
 from tests.energy.simulated import FakeClock
 
 PROFILE = PowerProfile("toy", compute_watts=100.0, communication_watts=40.0, idle_watts=10.0, source="made up")

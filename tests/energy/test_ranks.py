@@ -8,8 +8,7 @@ import torch.distributed as dist
 from phantom_parallel.energy import EnergyMeter, PowerProfile, Provenance, WindowResult
 from phantom_parallel.energy.meter import Host, assign_sensors
 from phantom_parallel.energy.results import Component
-from phantom_parallel.energy.sensors import probe_rapl
-from phantom_parallel.energy.sensors.base import SensorSpec
+from phantom_parallel.energy.sensors import SensorSpec, probe_rapl
 from tests.energy.simulated import FakeClock, Powercap
 
 PROFILE = PowerProfile("toy", compute_watts=100.0, communication_watts=40.0, idle_watts=10.0, source="made up")

@@ -28,7 +28,7 @@ from phantom_parallel.utils.progress import ProgressDisplay
 
 if TYPE_CHECKING:
     from phantom_parallel.energy import WindowResult
-    from phantom_parallel.energy.sensors.base import Discovery
+    from phantom_parallel.energy.sensors import Discovery
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 from phantom_parallel.distributed.objects import all_gather_objects, barrier
+from phantom_parallel.energy import sensors
 from phantom_parallel.energy.power import PowerProfile, load_power_profile
 from phantom_parallel.energy.results import Component, Provenance, SensorEnergy, TimeSplit, WindowResult
-from phantom_parallel.energy.sensors import discover
-from phantom_parallel.energy.sensors.base import Clock, Discovery, ReadFailure, SensorReading, SensorSource, SensorSpec
+from phantom_parallel.energy.sensors import ReadFailure, SensorReading, SensorSource, SensorSpec
 from phantom_parallel.energy.time_split import TimeSplitRecorder
 from phantom_parallel.utils.timers import Timer, timer_for
 
@@ -142,7 +142,7 @@ class EnergyMeter:
         time_split: bool = False,
         device: torch.device | str | None = None,
         sources: Sequence[SensorSource] | None = None,
-        clock: Clock = time.perf_counter,
+        clock: sensors.Clock = time.perf_counter,
         host: Host | None = None,
         timer: Timer | None = None,
     ) -> None:
@@ -156,7 +156,8 @@ class EnergyMeter:
         self.device = torch.device(device)
         name = socket.gethostname()
         self.host = host or Host(name, BOOT_ID.read_text().strip() if BOOT_ID.exists() else name)
-        self.discovery = discover(self.device, clock=clock) if sources is None else Discovery(tuple(sources))
+        given = None if sources is None else sensors.Discovery(tuple(sources))
+        self.discovery = given or sensors.discover(self.device, clock=clock)
         self._timer = timer or timer_for(self.device, clock) if time_split or profile is not None else None
         available = all_gather_objects((self.host, self.discovery.specs), group, Available)
         self._counted = assign_sensors(available, self._rank)
@@ -223,11 +224,9 @@ class EnergyMeter:
     def _sensor_energy(self, spec: SensorSpec, before: SensorReading, after: SensorReading) -> SensorEnergy:
         """Return what a sensor measured between two readings."""
         joules, seconds, reason = _difference(before, after)
-        if joules is not None and seconds < spec.shortest_window:
-            reason = (
-                f"{seconds:.3g} s is too short: this sensor resolves {spec.resolution_seconds:g} s, "
-                f"so a window must take {spec.shortest_window:g} s or more"
-            )
+        shortest = spec.shortest_window
+        if joules is not None and seconds < shortest:
+            reason = f"{seconds:.3g} s is too short: a window of this sensor must take {shortest:g} s or more"
         return SensorEnergy(
             host=self.host.name,
             sensor=spec.id,
@@ -271,9 +270,21 @@ def merge_ranks(measurements: Sequence[RankMeasurement]) -> WindowResult:
             compute, communication = measurement.busy_seconds
             # A rank that finished before the slowest one was idle for the rest of the window.
             idle = max(seconds - compute - communication, 0.0)
-            time_splits.append(TimeSplit(rank, measurement.host, compute, communication, idle))
-            if measurement.profile is not None:
-                rows.append(_modelled_energy(time_splits[-1], measurement.profile))
+            split = TimeSplit(rank, measurement.host, compute, communication, idle)
+            time_splits.append(split)
+            if (profile := measurement.profile) is not None:
+                modelled = SensorEnergy(
+                    host=split.host,
+                    sensor=f"model/rank {rank}",
+                    label=f"rank {rank} ({profile.name})",
+                    component=Component.OTHER,
+                    provenance=Provenance.MODELLED,
+                    joules=profile.joules(compute, communication, idle),
+                    seconds=split.seconds,
+                    rank=rank,
+                    watts_source=profile.source,
+                )
+                rows.append(modelled)
     return WindowResult(
         name=names[0],
         seconds=seconds,
@@ -295,20 +306,6 @@ def mean_watts(runs: Sequence[tuple[Callable[[], Any], int]], device: torch.devi
         total = window.result.total
         watts += [total.mean_watts / window.result.ranks] if total.valid and total.mean_watts is not None else []
     return tuple(watts) if len(watts) == len(runs) else None
-
-
-def _modelled_energy(split: TimeSplit, profile: PowerProfile) -> SensorEnergy:
-    return SensorEnergy(
-        host=split.host,
-        sensor=f"model/rank {split.rank}",
-        label=f"rank {split.rank} ({profile.name})",
-        component=Component.OTHER,
-        provenance=Provenance.MODELLED,
-        joules=profile.joules(split.compute_seconds, split.communication_seconds, split.idle_seconds),
-        seconds=split.seconds,
-        rank=split.rank,
-        watts_source=profile.source,
-    )
 
 
 class RunningEnergy:

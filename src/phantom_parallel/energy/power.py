@@ -15,7 +15,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from phantom_parallel.cost.hardware import Profile, load_profile
+from phantom_parallel.cost.hardware import WATTS, Profile, load_profile
 from phantom_parallel.distributed.launch import MACHINE_RANKS, threads_for
 
 ASSUMED_CORE = "assumed-core"
@@ -49,9 +49,7 @@ class PowerProfile:
     def __post_init__(self) -> None:
         watts = (self.compute_watts, self.communication_watts, self.idle_watts)
         if not all(0 <= value < math.inf for value in watts) or self.idle_watts > min(watts):
-            raise ValueError(
-                f"power profile {self.name!r}: watts must be 0 or more, and idle_watts the least, got {watts}"
-            )
+            raise ValueError(f"profile {self.name!r}: watts must be 0 or more, and idle_watts the least, got {watts}")
         if not self.source:
             raise ValueError(f"power profile {self.name!r}: source must say where the watts come from")
 
@@ -60,10 +58,7 @@ class PowerProfile:
         """Return the watts of a hardware profile. Raises ValueError if it has none."""
         compute, communication, idle = hardware.compute_watts, hardware.communication_watts, hardware.idle_watts
         if compute is None or communication is None or idle is None:
-            raise ValueError(
-                f"hardware profile {hardware.name!r} has no watts: give compute_watts, communication_watts and "
-                "idle_watts in a profile of your own, or calibrate with --watts"
-            )
+            raise ValueError(f"hardware profile {hardware.name!r} has no watts: give {', '.join(WATTS)} in one")
         source = f"hardware profile {hardware.name!r}: {compute.source}; {communication.source}; {idle.source}"
         peak = hardware.peak["fp32"].value if "fp32" in hardware.peak else None
         return cls(hardware.name, compute.value, communication.value, idle.value, source, peak)

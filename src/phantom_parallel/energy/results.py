@@ -5,7 +5,6 @@ unavailable   ``joules`` is None and prints as "unavailable"; it is never 0
 invalid       there is a figure but it is not reliable; ``reason`` says why
 """
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -121,24 +120,22 @@ class WindowResult:
     @property
     def totals(self) -> tuple[EnergyTotal, ...]:
         """One total for each provenance, the best provenance first."""
-        return tuple(self._totals())
-
-    def _totals(self) -> Iterator[EnergyTotal]:
-        counted = [row for row in self.rows if row.counted]
+        totals, counted = list[EnergyTotal](), [row for row in self.rows if row.counted]
         missing = [f"{row.label}: {row.reason}" for row in counted if row.joules is None]
         if missing:  # a sum that lacks one of its sensors would be mistaken for the whole, so there is none
-            yield EnergyTotal(Provenance.UNAVAILABLE, None, self.seconds, "; ".join(missing))
+            totals.append(EnergyTotal(Provenance.UNAVAILABLE, None, self.seconds, "; ".join(missing)))
         for provenance in (Provenance.MODELLED,) if missing else (*MEASURED, Provenance.MODELLED):
             if members := [row for row in counted if row.provenance is provenance]:
                 joules = sum(row.joules for row in members if row.joules is not None)
                 reason = "; ".join(f"{row.label}: {row.reason}" for row in members if row.reason)
-                yield EnergyTotal(provenance, joules, self.seconds, reason)
+                totals.append(EnergyTotal(provenance, joules, self.seconds, reason))
+        return tuple(totals)
 
     @property
     def total(self) -> EnergyTotal:
         """The headline: the total of the best provenance, or an unavailable one with the reason."""
         reason = "no sensor can be read and no power profile was given"
-        return next(self._totals(), EnergyTotal(Provenance.UNAVAILABLE, None, self.seconds, reason))
+        return next(iter(self.totals), EnergyTotal(Provenance.UNAVAILABLE, None, self.seconds, reason))
 
     @property
     def joules(self) -> float | None:
