@@ -1,8 +1,8 @@
-"""Rates, delays and losses as tc writes them, and what a network of emulated hosts must be."""
+"""Rates as tc writes them, and what a network of emulated hosts must be."""
 
 import pytest
 
-from phantom_parallel.utils.network import Network, parse_delay, parse_rate
+from phantom_parallel.utils.network import Network, parse_rate
 
 
 @pytest.mark.parametrize(
@@ -21,11 +21,6 @@ def test_rates_that_cannot_be_are_refused_with_the_value(text):
     for rate in (1.0, 1e12):
         with pytest.raises(ValueError, match="link must be from 8 kbit/s to 30 Gbit/s"):
             Network(2, rate=rate)
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("0", 0.0), ("1ms", 1e-3), ("50us", 5e-5), ("0.5s", 0.5)])
-def test_delays_are_read_as_tc_reads_them(text, seconds):
-    assert parse_delay(text) == pytest.approx(seconds)
 
 
 def test_ranks_are_spread_evenly_with_neighbours_on_one_host():

@@ -14,10 +14,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -325,16 +326,9 @@ def _gpt_cases(ranks: int) -> dict[str, dict[str, Any]]:
     return {"phantom": phantom, "megatron": {**common, "strategy": "megatron"}}
 
 
-def ffn(device: torch.device) -> Outcome:
-    return _steps(device, "ffn", _ffn_cases(_size()))
-
-
-def gpt(device: torch.device) -> Outcome:
-    return _steps(device, "gpt", _gpt_cases(_size()))
-
-
-def _steps(device: torch.device, family: str, cases: Mapping[str, dict[str, Any]]) -> Outcome:
+def steps(family: str, device: torch.device) -> Outcome:
     """Compare the losses of a few steps of each training with those of one CPU rank."""
+    cases = _ffn_cases(_size()) if family == "ffn" else _gpt_cases(_size())
     parallel, problems, worst = ParallelContext.create(_size(), 1, device), list[str](), 0.0
     losses: dict[str, list[float]] = {}
     for name, settings in cases.items():
@@ -367,7 +361,7 @@ def blocking(ranks: int) -> Outcome:
     losses = []
     for value in ("0", "1"):
         os.environ.update(CUDA_LAUNCH_BLOCKING=value, HIP_LAUNCH_BLOCKING=value)
-        losses.append(launch(ranks, ffn).details["losses"])
+        losses.append(launch(ranks, partial(steps, "ffn")).details["losses"])
     cases = _ffn_cases(ranks)
     problems = [
         f"{name}: losses {losses[0][name]}, with kernels launched one at a time {losses[1][name]}"
@@ -381,22 +375,18 @@ def training(device: torch.device) -> Outcome:
     """Train, resume, save and load in a folder that all ranks see: under another launcher in the current one."""
     where = Path.cwd() if launched_externally() else None
     folder = Path(broadcast_from_rank_zero(lambda: tempfile.mkdtemp(prefix="phantom-doctor-", dir=where)))
+    parallel = ParallelContext.create(_size(), 1, device)
+    settings = _gpt_cases(_size())["phantom"] | {"ranks": _size(), "checkpoint_every": 3}
+    whole, part = (get_family("gpt").train_config.from_dict(settings | {"steps": count}) for count in (6, 3))
     try:
-        return _train_in(folder, device)
+        model, _ = train(whole, parallel)
+        train(part, parallel, checkpoints=folder)
+        resumed, _ = train(whole, parallel, checkpoints=folder, resume=list_checkpoints(folder)[-1])
+        save_model(resumed, folder / "model")
+        loaded = load_model(folder / "model", mesh=parallel.tp, device=device)
     finally:
         if is_rank_zero():
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _train_in(folder: Path, device: torch.device) -> Outcome:
-    parallel = ParallelContext.create(_size(), 1, device)
-    settings = _gpt_cases(_size())["phantom"] | {"ranks": _size(), "checkpoint_every": 3}
-    whole, part = (get_family("gpt").train_config.from_dict(settings | {"steps": steps}) for steps in (6, 3))
-    model, _ = train(whole, parallel)
-    train(part, parallel, checkpoints=folder)
-    resumed, _ = train(whole, parallel, checkpoints=folder, resume=list_checkpoints(folder)[-1])
-    save_model(resumed, folder / "model")
-    loaded = load_model(folder / "model", mesh=parallel.tp, device=device)
     pairs = [zip(model.parameters(), other.parameters(), strict=True) for other in (resumed, loaded)]
     differences = [max(float((a - b).detach().abs().max()) for a, b in pair) for pair in pairs]
     prompt = torch.arange(97, 105).unsqueeze(0)
@@ -455,8 +445,8 @@ CHECKS: dict[str, Callable[..., Outcome]] = {
     "products": products,  # matrix products of each dtype on every rank's device against the CPU
     "exchanges": exchanges,  # all-gather, reduce-scatter, all-to-all: exactness, latency, rate
     "overlap": overlap,  # share of an exchange that a product hides
-    "ffn": ffn,  # three steps of every strategy of an FFN against one CPU rank
-    "gpt": gpt,  # three steps of a transformer by phantom and megatron against one CPU rank
+    "ffn": partial(steps, "ffn"),  # three steps of every strategy of an FFN against one CPU rank
+    "gpt": partial(steps, "gpt"),  # three steps of a transformer by phantom and megatron against one CPU rank
     "blocking": blocking,  # the steps of ffn with kernels launched one at a time
     "training": training,  # train, checkpoint, resume to the same weights, and generate
     "stopped": stopped,  # a rank is stopped: whether and when it is named

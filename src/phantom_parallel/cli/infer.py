@@ -18,16 +18,8 @@ from rich.markup import escape
 
 from phantom_parallel.checkpoint.model import family_of
 from phantom_parallel.checkpoint.pretrained import CHAT_TEMPLATE, TOKENIZER_CONFIG
-from phantom_parallel.cli.options import (
-    Flag,
-    JsonOption,
-    LaunchOptions,
-    RanksOption,
-    Tf32Option,
-    WireOption,
-    config_of,
-    make_table,
-)
+from phantom_parallel.cli import options
+from phantom_parallel.cli.options import Flag, JsonOption, LaunchOptions, RanksOption
 from phantom_parallel.cost.timing import energy_gap
 from phantom_parallel.distributed.launchers import is_rank_zero
 from phantom_parallel.energy.power import POLLED_TIME
@@ -44,7 +36,7 @@ from phantom_parallel.utils.strategies import wire_suffix
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(RanksOption, WireOption, LaunchOptions, Tf32Option, JsonOption):
+class RunOptions(RanksOption, options.WireOption, LaunchOptions, options.Tf32Option, JsonOption):
     """Options of commands that run and measure a trained model. Those of a config are checked when it is made."""
 
     def __post_init__(self) -> None:
@@ -62,13 +54,13 @@ class InferOptions(RunOptions, InferConfig):
     overwrite: Flag = False
 
     def run(self) -> None:
-        config = config_of(self, InferConfig)
+        config = options.config_of(self, InferConfig)
         with self.launching(config.ranks) as network:
             report = infer(config, show=True)
         if not is_rank_zero():
             return
         if self.json:
-            print(json_text(report | {"network": None if network is None else network.to_dict()}))
+            print(json_text(report | {"network": network}))
             return
         _show_predictions(report)
         if network is not None:
@@ -94,7 +86,7 @@ def print_costs(console: Console, report: dict[str, Any], subject: str, item: st
     """Print the costs of calls by each model for one ``item``, a sample or a token; ``calls`` are by section."""
     ranks = "1 rank" if report["ranks"] == 1 else f"{report['ranks']} ranks"
     title = f"{ranks} ({report['device']}), {subject}{wire_suffix(report['wire'])}"
-    table = make_table(("", *report["measured"]), title=title)
+    table = options.make_table(("", *report["measured"]), title=title)
     for heading, costs in calls.items():
         table.add_row(heading, *(f"{1e3 * cost['seconds']:.3f} ms" for cost in costs))
         for line, value in COST_LINES.items():
@@ -153,7 +145,7 @@ class GenerateOptions(RunOptions, GenerateConfig):
     measure: Flag = False
 
     def run(self) -> None:
-        config = config_of(self, GenerateConfig)
+        config = options.config_of(self, GenerateConfig)
         family = get_family(family_of(check_folder(config.model)))
         generate, converse = family.require("text_generation")
         if self.chat and not self.prompt and self.prompt_file is None:
@@ -169,7 +161,7 @@ class GenerateOptions(RunOptions, GenerateConfig):
         if not is_rank_zero():
             return
         if self.json:
-            print(json_text(report | {"network": None if network is None else network.to_dict()}))
+            print(json_text(report | {"network": network}))
             return
         _write("\n")
         for index, text in enumerate(report["texts"][1:], 2):
@@ -213,18 +205,18 @@ class ChatTemplate:
 
     def render(self, messages: list[dict[str, str]]) -> str:
         """The prompt for the model's answer to messages, each with its ``role`` and ``content``."""
+
+        def refuse(message: str) -> NoReturn:
+            raise TemplateError(message)
+
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _refuse
+        environment.globals["raise_exception"] = refuse
         try:
             template = environment.from_string(read_text(self._path))
             return template.render(messages=messages, add_generation_prompt=True, **self._tokens)
         except Exception as error:  # of any class: a template computes, and may divide by 0 or call itself without end
             reason = str(error) or type(error).__name__
             raise ValueError(f"the chat template {self._path} cannot be used: {reason}") from None
-
-
-def _refuse(message: str) -> NoReturn:
-    raise TemplateError(message)
 
 
 def _messages() -> Iterator[list[dict[str, str]]]:
@@ -303,7 +295,7 @@ class EvalOptions(RanksOption, LaunchOptions, JsonOption, EvalConfig):
         """Not that of the config, which is checked when it is made."""
 
     def run(self) -> None:
-        config = config_of(self, EvalConfig)
+        config = options.config_of(self, EvalConfig)
         with self.launching(config.ranks):
             result = evaluate(config, show=True)
         if not is_rank_zero():

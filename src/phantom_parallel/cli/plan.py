@@ -8,15 +8,8 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from phantom_parallel.cli.options import (
-    Flag,
-    JsonOption,
-    ModelOptions,
-    WireOption,
-    make_table,
-    model_defaults,
-    with_sizes,
-)
+from phantom_parallel.cli import options
+from phantom_parallel.cli.options import Flag, JsonOption, ModelOptions, WireOption
 from phantom_parallel.cost.hardware import load_profile
 from phantom_parallel.cost.planner import Candidate, Plan, PlanRequest, PlanSettings, plan, planned_strategies, scaling
 from phantom_parallel.study.units import format_ratio, quantity
@@ -67,10 +60,10 @@ class PlanOptions(ModelOptions, WireOption, PlanSettings, JsonOption):
 
 def options_for(family: str | None, arguments: list[str]) -> tuple[type[PlanOptions], dict[str, Any]]:
     """The options for models of a family."""
-    family, sizes = model_defaults(family, arguments)
+    family, sizes = options.model_defaults(family, arguments)
     names = sum(planned_strategies(family), ())
     choices = tuple[Literal[names], ...]  # type: ignore[valid-type]
-    return with_sizes(PlanOptions, family, "plan", sizes, strategy=(choices, ())), sizes
+    return options.with_sizes(PlanOptions, family, "plan", sizes, strategy=(choices, ())), sizes
 
 
 def as_row(answer: Plan, candidate: Candidate) -> dict[str, Any]:
@@ -104,22 +97,14 @@ def as_row(answer: Plan, candidate: Candidate) -> dict[str, Any]:
 def as_data(answer: Plan) -> dict[str, Any]:
     """The whole answer for JSON."""
     request, dense, curves = answer.request, answer.best_dense, scaling(answer.request)
+    settings = {name: getattr(request, name) for name in ("batch", "devices", "dtype", "wire", "goal")}
+    settings |= {"hardware": request.profile.name, "memory_limit_bytes": request.memory_limit}
 
     def rows(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
         return [as_row(answer, candidate) for candidate in candidates]
 
     return {
-        "request": {
-            "family": request.model.family,
-            **request.model.settings,
-            "batch": request.batch,
-            "devices": request.devices,
-            "hardware": request.profile.name,
-            "dtype": request.dtype,
-            "wire": request.wire,
-            "goal": request.goal,
-            "memory_limit_bytes": request.memory_limit,
-        },
+        "request": {"family": request.model.family, **request.model.settings, **settings},
         "energy_provenance": "modelled" if request.profile.has_power else "unavailable",
         "best_of_the_dense_model": as_row(answer, dense) if dense else None,
         "best_of_each_strategy": rows(answer.best_of_each),
@@ -198,7 +183,7 @@ def _table(answer: Plan, title: str, candidates: Sequence[Candidate], every: boo
     staged = any(c.layout.pp > 1 for c in candidates)
     columns = ("ranks", *["pp"] * staged, "dp", "blocks", "ghosts", "step", "energy", "memory", *shown)
     columns = (*columns, "break-even\ntime, energy")
-    table = make_table(("strategy", *columns), title=title, caption=caption, padding=(0, 0, 0, 0))
+    table = options.make_table(("strategy", *columns), title=title, caption=caption, padding=(0, 0, 0, 0))
     for c in candidates:
         s = c.layout
         blocks = f"{s.blocks}x{s.inside}" if s.inside > 1 else s.blocks

@@ -9,16 +9,8 @@ from typing import Any, ClassVar
 from rich.console import Console
 from rich.table import Table
 
-from phantom_parallel.cli.options import (
-    Flag,
-    JsonOption,
-    LaunchOptions,
-    Tf32Option,
-    make_options,
-    other_families,
-    ranks_of_launcher,
-    value_of,
-)
+from phantom_parallel.cli import options
+from phantom_parallel.cli.options import Flag, JsonOption, LaunchOptions, Tf32Option
 from phantom_parallel.distributed.launchers import is_rank_zero
 from phantom_parallel.energy.results import format_share
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
@@ -58,7 +50,7 @@ class TrainOptions(LaunchOptions, Tf32Option, JsonOption):
         if not is_rank_zero():
             return
         if self.json:
-            print(json_text(summary.to_dict() | {"network": None if network is None else network.to_dict()}))
+            print(json_text(summary.to_dict() | {"network": network}))
         else:
             _show(summary, config, self.out, network)
 
@@ -67,7 +59,7 @@ def options_for(family: str | None, arguments: list[str]) -> tuple[type[Any], di
     """The options of a family's trainings. With ``--resume``, family and defaults are those of the folder."""
     family, defaults = resumed_settings(family, arguments)
     family = family or DEFAULT_FAMILY
-    text = _HELP.format(title=get_family(family).title, others=other_families("train", family))
+    text = _HELP.format(title=get_family(family).title, others=options.other_families("train", family))
     return train_options(get_family(family).train_config, text), defaults
 
 
@@ -75,16 +67,16 @@ def resumed_settings(
     family: str | None, arguments: list[str], *, heals: bool = False
 ) -> tuple[str | None, dict[str, Any]]:
     """The family and the defaults of a training's options: with ``--resume`` those of the folder."""
-    out, defaults = value_of("--out", arguments), dict[str, Any]()
+    out, defaults = options.value_of("--out", arguments), dict[str, Any]()
     if "--resume" in arguments and out is not None:
         family, defaults = read_config(Path(out), family, heals=heals)
-    return family, {**defaults, **ranks_of_launcher(arguments, defaults.get("dp", 1))}
+    return family, {**defaults, **options.ranks_of_launcher(arguments, defaults.get("dp", 1))}
 
 
 def train_options(config_class: type[TrainConfig], text: str, hidden: Sequence[str] = ()) -> type[Any]:
     """The options of a training, without the settings that are ``hidden``, and ``text`` as the help."""
     settings = {name: setting for name, setting in config_class.settings().items() if name not in hidden}
-    return make_options(TrainOptions, settings, text, config_class=config_class, settings=tuple(settings))
+    return options.make_options(TrainOptions, settings, text, config_class=config_class, settings=tuple(settings))
 
 
 def _show(summary: Summary, config: TrainConfig, out: Path, network: Network | None) -> None:

@@ -73,9 +73,8 @@ class Profile:
         if len({getattr(self, name) is None for name in WATTS}) > 1:
             raise ValueError(f"{', '.join(WATTS)} come together: give all of them or none")
         if not self.peak or set(self.peak) != set(self.efficiency):
-            raise ValueError(
-                f"peak and efficiency must have the same dtypes, got {sorted(self.peak)} and {sorted(self.efficiency)}"
-            )
+            dtypes = f"{sorted(self.peak)} and {sorted(self.efficiency)}"
+            raise ValueError(f"peak and efficiency must have the same dtypes, got {dtypes}")
 
     def figures(self) -> list[tuple[str, Figure[Any], str]]:
         """Every figure with its name in the file and its unit, those of groups last."""
@@ -84,7 +83,9 @@ class Profile:
             values = getattr(self, group)
             members = vars(values) if isinstance(values, Tier) else values
             flat |= {f"{group}.{name}": figure for name, figure in members.items()}
-        return [(name, figure, _unit(name)) for name, figure in flat.items()]
+        words = {name: name.replace(".", "_").split("_") for name in flat}
+        units = {name: next((unit for word, unit in _UNITS.items() if word in words[name]), "") for name in flat}
+        return [(name, figure, units[name]) for name, figure in flat.items()]
 
     @property
     def has_power(self) -> bool:
@@ -95,22 +96,13 @@ class Profile:
             raise ValueError(f"dtype {dtype!r} has no peak in profile {self.name!r}: it has {', '.join(self.peak)}")
 
     def require_devices(self, devices: int) -> None:
-        most = self.max_devices.value
-        if devices > most:
-            raise ValueError(
-                f"{devices} devices are more than the {most} of profile {self.name!r}: use at most {most}, or raise "
-                "max_devices in a profile of your own"
-            )
+        if devices > (most := self.max_devices.value):
+            raise ValueError(f"{devices} devices are more than the max_devices of profile {self.name!r}: use {most}")
 
 
 WATTS = ("compute_watts", "communication_watts", "idle_watts")
 GROUPS = {"peak": WORD_BYTES, "efficiency": WORD_BYTES, "inside": Tier.__annotations__, "between": Tier.__annotations__}
 _UNITS = {"bytes": "B", "bandwidth": "B/s", "seconds": "s", "watts": "W", "peak": "FLOP/s"}
-
-
-def _unit(name: str) -> str:
-    words = name.replace(".", "_").split("_")
-    return next((unit for word, unit in _UNITS.items() if word in words), "")
 
 
 def user_directory() -> Path:
@@ -175,9 +167,7 @@ def _with_source(value: Any, path: Path) -> Any:
 
 def dump_profile(profile: Profile, path: str | Path) -> None:
     """Write a profile as a file that loads back equal. The file appears whole or not at all."""
-    values = {
-        name: json.dumps(getattr(profile, name), ensure_ascii=False) for name in ("name", "description", "device")
-    }
+    values = {key: json.dumps(getattr(profile, key), ensure_ascii=False) for key in ("name", "description", "device")}
     for name, figure, _ in profile.figures():
         mark = ", uncertain = true" if figure.uncertain else ""
         source = json.dumps(figure.source, ensure_ascii=False)

@@ -131,8 +131,10 @@ class Ledger(TorchDispatchMode):
             finally:
                 super().__exit__(None, None, None)
         result = func(*args, **kwargs)
-        if any(issubclass(kind, FakeTensor) for kind in types) and not self._is_own(args):
-            return result  # DTensor asking for the shape of a whole result
+        if any(issubclass(kind, FakeTensor) for kind in types):  # a dry run's own, or DTensor's for a whole result
+            fake = [leaf for leaf in tree_leaves(args) if isinstance(leaf, FakeTensor)]
+            if self._fake_mode is None or any(leaf.fake_mode is not self._fake_mode for leaf in fake):
+                return result
         packet = _SAME_AS.get(func._overloadpacket, func._overloadpacket)
         if packet in flop_registry:
             if flops := flop_registry[packet](*args, **kwargs, out_val=result):
@@ -142,13 +144,9 @@ class Ledger(TorchDispatchMode):
             self._book_collective(func, args)
         return result
 
-    def _is_own(self, args: Any) -> bool:
-        """Whether fake tensors are those of a program that runs without data, as in a dry run."""
-        fake = [leaf for leaf in tree_leaves(args) if isinstance(leaf, FakeTensor)]
-        return self._fake_mode is not None and all(leaf.fake_mode is self._fake_mode for leaf in fake)
-
     def _book_collective(self, func: Any, args: Any) -> None:
-        op = _collective(func._overloadpacket.__name__)
+        name = func._overloadpacket.__name__.replace("_", "").removeprefix("sharddim")
+        op = next((op for op in _OPS if name.startswith(op.replace("_", ""))), None)
         if op is None:
             return
         group = _group(args)
@@ -273,11 +271,6 @@ def _product_shape(op: str, args: Any) -> tuple[int, int, int, int]:
 
 # Names of operations begin with these, but for underscores; others move nothing, or are the other half of a send.
 _OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send")
-
-
-def _collective(name: str) -> str | None:
-    name = name.replace("_", "").removeprefix("sharddim")
-    return next((op for op in _OPS if name.startswith(op.replace("_", ""))), None)
 
 
 def _group(args: Iterable[Any]) -> dist.ProcessGroup:

@@ -19,17 +19,9 @@ from phantom_parallel.cost.hardware import WORD_BYTES, Profile
 from phantom_parallel.cost.terms import Shape
 from phantom_parallel.cost.timing import Clock, StepTime
 from phantom_parallel.families.registry import get_family
+from phantom_parallel.utils import strategies
 from phantom_parallel.utils.layout import nearest_divisors, positive
-from phantom_parallel.utils.strategies import (
-    DEFAULT_GHOSTS,
-    PLANNED,
-    PlannedName,
-    Strategy,
-    WireFormat,
-    default_blocks,
-    get_strategy,
-    wire_suffix,
-)
+from phantom_parallel.utils.strategies import DEFAULT_GHOSTS, PLANNED, PlannedName, WireFormat
 
 Goal = Literal["time", "energy", "devices"]
 
@@ -66,11 +58,11 @@ class Layout(NamedTuple):
             layout = self._replace(micro_batches=stages)
         if not self.rules.has_blocks:
             return layout
-        blocks = default_blocks(self.ranks) if self.blocks is None else self.blocks
+        blocks = strategies.default_blocks(self.ranks) if self.blocks is None else self.blocks
         return layout._replace(blocks=blocks, ghosts=DEFAULT_GHOSTS if self.ghosts is None else self.ghosts)
 
     @property
-    def rules(self) -> Strategy:
+    def rules(self) -> strategies.Strategy:
         return PLANNED[self.strategy]
 
     @property
@@ -173,10 +165,10 @@ class PlanRequest(PlanSettings):
         if not 0 < self.channels <= 1:
             raise ValueError(f"channels must be above 0 and at most 1, got {self.channels}")
         running, modelled = planned_strategies(self.model.family)
-        strategies = running + (modelled if self.devices >= MODELLED_FROM else ())
-        object.__setattr__(self, "strategy", self.strategy or strategies)
+        compared = running + (modelled if self.devices >= MODELLED_FROM else ())
+        object.__setattr__(self, "strategy", self.strategy or compared)
         for strategy in self.strategy:
-            get_strategy(strategy, running + modelled)
+            strategies.get_strategy(strategy, running + modelled)
         self.profile.require_dtype(self.dtype)
         self.profile.require_devices(self.devices)
         if self.goal == "energy" and not self.profile.has_power:
@@ -200,7 +192,7 @@ class PlanRequest(PlanSettings):
     @property
     def summary(self) -> str:
         """The model and what it is planned for, for titles."""
-        return f"{self.model.config.summary}, batch {self.batch:,}, {self.dtype}{wire_suffix(self.wire)}"
+        return f"{self.model.config.summary}, batch {self.batch:,}, {self.dtype}{strategies.wire_suffix(self.wire)}"
 
 
 def planned_strategies(family: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -311,9 +303,14 @@ def rank_by(goal: Goal, candidate: Candidate) -> tuple[float, ...]:
 def plan(request: PlanRequest) -> Plan:
     """Time every layout of a model. ValueError if nothing fits: the message names what comes nearest."""
     candidates, dropped = _evaluate(request, _layouts(request, _counts(request.devices)))
-    if not candidates:
-        raise ValueError(_nearest(request, dropped))
-    return Plan(request, tuple(candidates), tuple(dropped))
+    if candidates:
+        return Plan(request, tuple(candidates), tuple(dropped))
+    heavy = [entry for entry in dropped if entry.needs is not None]
+    if not heavy:
+        reasons = {entry.reason for entry in dropped} or {f"no strategy of {', '.join(request.strategy)} applies"}
+        raise ValueError(f"nothing can run on {request.devices} devices: {'; '.join(sorted(reasons)[:3])}")
+    least = min(heavy, key=lambda entry: entry.needs or 0)
+    raise ValueError(f"nothing fits: the smallest, {least.layout}, {least.reason}; use more devices or a smaller batch")
 
 
 def scaling(request: PlanRequest, counts: tuple[int, ...] = SCALING_COUNTS) -> dict[str, list[Candidate]]:
@@ -410,16 +407,3 @@ def _evaluate(request: PlanRequest, layouts: Iterable[Layout]) -> tuple[list[Can
             continue
         candidates.append(Candidate(layout, clock.step(shape), needs, shape.model_parameters))
     return candidates, dropped
-
-
-def _nearest(request: PlanRequest, dropped: list[Dropped]) -> str:
-    """Why nothing is left, and what comes nearest."""
-    heavy = [entry for entry in dropped if entry.needs is not None]
-    if not heavy:
-        reasons = {entry.reason for entry in dropped} or {f"no strategy of {', '.join(request.strategy)} applies"}
-        return f"nothing can run on {request.devices} devices: {'; '.join(sorted(reasons)[:3])}"
-    least = min(heavy, key=lambda entry: entry.needs or 0)
-    return (
-        f"nothing fits in {request.memory_limit / GIB:.3g} GiB a device: the smallest, {least.layout}, needs "
-        f"{(least.needs or 0) / GIB:.3g} GiB. Use more devices, a smaller batch, or more memory"
-    )

@@ -36,14 +36,8 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, ClassVar, Literal, Self
 
-from phantom_parallel.utils.layout import (
-    BlockLayout,
-    RowLayout,
-    buckets,
-    check_micro_batches,
-    nearest_divisors,
-    stage_layers,
-)
+from phantom_parallel.utils import layout as layouts
+from phantom_parallel.utils.layout import BlockLayout, RowLayout
 from phantom_parallel.utils.settings import NO_OPTION, Features, HasModel, NonNegativeInt, PositiveInt, Ranks, validate
 from phantom_parallel.utils.strategies import SCALE_BYTES, WIRE_WORD_BYTES, StrategyName, WireFormat, get_strategy
 
@@ -466,7 +460,7 @@ class Stage:
     @property
     def own(self) -> range:
         """The stage's layers."""
-        return stage_layers(self.layers, self.stages, self.index)
+        return layouts.stage_layers(self.layers, self.stages, self.index)
 
     @property
     def is_first(self) -> bool:
@@ -545,14 +539,14 @@ class Shape(HasModel):
             raise ValueError(f"rank must be from 0 to {self.ranks * self.pp - 1}, got {self.rank}")
         self.model.check_ranks(self.ranks // self.grid)
         if strategy.shards_rows and self.batch % self.ranks:
-            near = nearest_divisors(self.batch, self.ranks)
+            near = layouts.nearest_divisors(self.batch, self.ranks)
             raise ValueError(f"{self.ranks} ranks do not divide the {self.batch} rows of a copy: run on {near} ranks")
         if strategy.splits_depth or self.pp > 1:
             stages = self.ranks if strategy.splits_depth else self.pp
             count = 1 if self.mode != "train" else self.micro_batches or stages  # inference passes rows on together
             object.__setattr__(self, "micro_batches", count)
             if self.mode == "train":
-                check_micro_batches(count, self.batch, stages)
+                layouts.check_micro_batches(count, self.batch, stages)
         elif self.micro_batches is not None:
             raise ValueError(f"micro_batches belongs to the strategy pipeline, not to {self.strategy}")
         if not self.reshard_after_forward and not strategy.shards_rows:
@@ -652,7 +646,7 @@ class Shape(HasModel):
         """One all-reduce of each bucket of gradients over data-parallel copies; none in inference."""
         parts = self.costs if self.dp > 1 and self.mode == "train" else ()
         words = [words for part in parts for words in part.gradients if words]
-        for bucket in buckets([count * self.word_bytes for count in words]):
+        for bucket in layouts.buckets([count * self.word_bytes for count in words]):
             total = sum(words[index] for index in bucket)
             yield Exchange("gradients", "sync", "all_reduce", self.dp, total, stride=self.ranks * self.pp)
 

@@ -182,10 +182,8 @@ class Clock:
         run = [phase for phase in PASSES if phase in phases]
         flops = sum(2 * like * kind.multiply_adds(phase) for kind, like in kinds for phase in run) * shape.dp
         sent = sum(like * kind.moved_bytes(phase) for kind, like in kinds for phase in run) * shape.dp
-        fastest, watts = (
-            max(profile.inside.bandwidth.value, profile.between.bandwidth.value),
-            profile.communication_watts,
-        )
+        fastest = max(profile.inside.bandwidth.value, profile.between.bandwidth.value)
+        watts = profile.communication_watts
         return replace(
             step,
             joules=self._joules(step, devices),

@@ -134,10 +134,8 @@ def check_memory(ranks: int, more: int = 0) -> None:
     """Raise ValueError if so many local processes, with ``more`` bytes besides, do not fit into the memory."""
     needed, free = ranks * PROCESS_BYTES + more, available_bytes()
     if free is not None and needed > free:
-        raise ValueError(
-            f"ranks={ranks} need at least {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free: use "
-            "fewer ranks, a smaller model or less data, or several hosts (torchrun, srun)"
-        )
+        sizes = f"{needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free"
+        raise ValueError(f"ranks={ranks} need at least {sizes}: use fewer ranks, or a smaller model or less data")
 
 
 def launch(
@@ -245,10 +243,7 @@ def _recorded() -> str:
 
 def _check_main_is_imported() -> None:
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise RuntimeError(
-            "ranks were launched while a rank imports the main module: "
-            "put the launch under `if __name__ == '__main__':`"
-        )
+        raise RuntimeError("a rank that imports the main module launched ranks: use `if __name__ == '__main__':`")
 
 
 def _prepare(work: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bytes, dict[str, Any]]:
@@ -256,18 +251,14 @@ def _prepare(work: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bytes, di
     try:
         payload = pickle.dumps((work, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"the work of a rank must be a function at the top level of a module, with picklable arguments: {error}"
-        ) from None
+        raise ValueError(f"a rank needs a function at the top level of a module: {error}") from None
     everything: dict[str, Any] = {**get_preparation_data("rank")}
     preparation = {name: everything[name] for name in ("sys_path", "sys_argv", "dir", "orig_dir")}
     if b"__main__" in payload:  # only then must a rank import the main script
         main = {name: value for name, value in everything.items() if name.startswith("init_main_from_")}
         if not main or not os.path.isfile(main.get("init_main_from_path", __file__)):  # such as <stdin>
-            raise ValueError(
-                f"{getattr(work, '__qualname__', work)} is defined in an interactive session, where ranks cannot "
-                "import it: put it into a file"
-            )
+            name = getattr(work, "__qualname__", work)
+            raise ValueError(f"ranks cannot import {name} of an interactive session: put it into a file")
         preparation |= main
     return payload, preparation
 
@@ -431,20 +422,13 @@ def _cause(ranks: list[_Rank], stop: StopRequest, timeout: timedelta) -> Excepti
     silent = ", ".join(str(rank) for rank in ranks if rank.running)
     if not silent or not (aborted or any(rank.kind == "timeout" for rank in failed)):
         return failed[0].cause()
-    _print_stacks(ranks)
-    seconds = timeout.total_seconds()
-    return RankDied(
-        f"an exchange timed out after {seconds:g} s: no answer from {silent}; see the stacks above{recorded}"
-    )
-
-
-def _print_stacks(ranks: list[_Rank]) -> None:
-    """Print the stacks of all ranks after a timeout. Those that run do so on SIGUSR1, unless they are stopped."""
     for rank in ranks:
         print(f"stack of {rank}:\n{rank.traceback}", file=sys.stderr, flush=True)
-        if rank.running:
+        if rank.running:  # it prints its stack itself, unless it is stopped
             rank.process.send_signal(signal.SIGUSR1)
             time.sleep(STACK_SECONDS)
+    waited = f"an exchange timed out after {timeout.total_seconds():g} s"
+    return RankDied(f"{waited}: no answer from {silent}; see the stacks above{recorded}")
 
 
 def run_rank(launcher: int, channel: int, *namespaces: int) -> None:
@@ -472,7 +456,14 @@ def run_rank(launcher: int, channel: int, *namespaces: int) -> None:
         assignment = connection.recv_bytes()
     except EOFError:
         os._exit(1)
-    threading.Thread(target=_end_with, args=(connection,), name="lifeline", daemon=True).start()
+
+    def end_with_launcher() -> None:  # which sends nothing more, and closes the socket in whatever way it ends
+        try:
+            connection.recv_bytes()
+        finally:
+            os._exit(1)
+
+    threading.Thread(target=end_with_launcher, name="lifeline", daemon=True).start()
 
     def send(*message: Any) -> None:
         # Not Connection.send: with torch loaded, that shares tensors through a server instead of sending them.
@@ -500,14 +491,6 @@ def _kind_of(error: BaseException) -> Literal["own", "lost", "timeout"]:
         if _LOST.search(str(error)):
             return "lost"
     return "own"
-
-
-def _end_with(connection: Connection) -> None:
-    """End this process when the launcher does, which sends nothing more, in whatever way it ends."""
-    try:
-        connection.recv_bytes()
-    finally:
-        os._exit(1)
 
 
 def _join_and_work(

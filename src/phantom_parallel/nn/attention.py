@@ -36,10 +36,8 @@ class Cache:
         if batch != self.keys.shape[1]:
             raise ValueError(f"the cache was made for a batch of {self.keys.shape[1]}, got one of {batch}")
         if self.position + more > self.length:
-            raise ValueError(
-                f"the cache has room for {self.length} positions and holds {self.position}, got {more} more: "
-                "make a longer one with new_cache"
-            )
+            filled = f"{self.length} positions and holds {self.position}"
+            raise ValueError(f"the cache has room for {filled}, got {more} more: make a longer one with new_cache")
 
     def positions(self, t: int) -> Tensor | slice:
         """Index of the next ``t`` positions in tables by position: a slice, or (batch, t) where rows have starts."""

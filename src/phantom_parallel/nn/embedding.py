@@ -130,9 +130,7 @@ class VocabularyHead(nn.Module):
             return row_logits(x, norm, rows.whole(), eps=self.eps, group=self.group)
         if rows is None:
             if self.weight is None:
-                raise ValueError(
-                    "a head with tie_embeddings=True needs its rows: head(x, head.tied_rows(embedding.weight))"
-                )
+                raise ValueError("a head with tie_embeddings=True needs rows: head.tied_rows(embedding.weight)")
             rows = to_local(self.weight)
         return vocabulary_logits(x, norm, rows, eps=self.eps, group=self.group)
 

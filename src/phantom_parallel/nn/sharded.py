@@ -33,11 +33,8 @@ class _ToLocal(Function):
         # Autograd's own check does not see this: operations on a DTensor count its versions, and not those of the shard
         # that is saved. Steps of optimizers with foreach=True or fused=True, torch counts for no DTensor.
         if ctx.parameter._version != ctx.version:
-            raise RuntimeError(
-                f"a sharded parameter of shape {tuple(ctx.parameter.shape)} that is needed for the gradient was "
-                "modified by an inplace operation after the forward pass, such as a step of an optimizer: call "
-                "backward before it is modified"
-            )
+            shape = tuple(ctx.parameter.shape)
+            raise RuntimeError(f"a parameter {shape} was modified by an inplace operation after the forward pass")
         if is_creating_graph():
             return DTensor.from_local(grad, ctx.spec.mesh, ctx.spec.placements, run_check=False)
         return DTensor(grad, ctx.spec, requires_grad=False)

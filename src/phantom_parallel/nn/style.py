@@ -70,15 +70,10 @@ class PhantomParallel(ParallelStyle):
         mesh = flat_mesh(device_mesh)  # raises for a mesh of other dimensions
         assert mesh is not None
         if type(module) not in (nn.Linear, PhantomLinear):
-            raise NotImplementedError(
-                "PhantomParallel supports nn.Linear, PhantomLinear and elementwise activations, not "
-                f"{type(module).__name__}: name the linear layers in it in the plan, such as 'layers.*.mlp.up'"
-            )
+            supported = "nn.Linear, PhantomLinear and elementwise activations"
+            raise NotImplementedError(f"PhantomParallel supports {supported}, not {type(module).__name__}")
         if isinstance(module, nn.Linear) and "weight" not in module._parameters:
-            raise ValueError(
-                "the weight of this Linear is not a parameter but computed from others, as by pruning or a weight "
-                "norm: make it a parameter first, with torch.nn.utils.prune.remove or remove_weight_norm"
-            )
+            raise ValueError("the weight of this Linear is computed, as by pruning: make it a parameter first")
         self._broadcast_weights(module, mesh)
         self._convert(module, device_mesh)
         module.register_forward_pre_hook(partial(_prepare_input, self.input_layout, mesh))
@@ -100,10 +95,8 @@ class PhantomParallel(ParallelStyle):
         shape, wholes = (module.in_features, module.out_features, module.bias is not None), {}
         if isinstance(module, PhantomLinear):
             if (module.blocks, module.ghosts) != (self.blocks, self.ghosts) or module.mesh is not None:
-                raise ValueError(
-                    f"PhantomParallel(blocks={self.blocks}, ghosts={self.ghosts}) takes a PhantomLinear of as many "
-                    f"that is not yet sharded, got {module}"
-                )
+                given = f"PhantomParallel(blocks={self.blocks}, ghosts={self.ghosts})"
+                raise ValueError(f"{given} takes a PhantomLinear of as many that is not yet sharded, got {module}")
             made = PhantomLinear(*shape, **cut, gain=module.gain, device="meta", dtype=module.local.dtype)
             wholes = dict(module.named_parameters())
             made.train(module.training)

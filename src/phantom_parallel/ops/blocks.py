@@ -81,10 +81,7 @@ def apply_function(function: type[Function], *args: Any) -> Tensor:
 
 def refuse_transforms() -> None:
     if is_transformed():
-        raise RuntimeError(
-            "torch.func transforms (grad, vmap, jvp, ...) and forward-mode derivatives are supported in one process "
-            "only, not on features sharded over ranks: use torch.autograd, or layers without a mesh"
-        )
+        raise RuntimeError("torch.func transforms and forward-mode derivatives are supported in one process only")
 
 
 class OutputVersion:

@@ -104,10 +104,8 @@ def block_group(mesh: DeviceMesh | None, blocks: int, wire: WireFormat = "full")
     world = rank_group(mesh, wire)
     if mesh is not None and mesh.ndim == 2 and mesh.size(1) > 1:
         if mesh.size(0) != blocks:
-            raise ValueError(
-                f"a mesh of {mesh.size(0)} blocks with {mesh.size(1)} ranks inside each is for layers with "
-                f"blocks={mesh.size(0)}, got blocks={blocks}"
-            )
+            sizes = f"{mesh.size(0)} blocks with {mesh.size(1)} ranks inside each"
+            raise ValueError(f"a mesh of {sizes} is for layers with as many blocks, got blocks={blocks}")
         inter_block, intra_block = (process_group(mesh.get_group(dim), mesh.device_type, wire) for dim in (0, 1))
         return world._replace(inter_block=inter_block, intra_block=intra_block)
     if mesh is None or world.size <= blocks or world.size % blocks:
@@ -149,22 +147,16 @@ def flat_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
     """The one-dimensional mesh that features are sharded over, of a mesh with that dimension or with `LEVELS`."""
     if mesh is None or mesh.ndim == 1:
         return mesh
-    names = mesh.mesh_dim_names
-    if names == LEVELS:
+    if mesh.mesh_dim_names == LEVELS:
         return mesh._flatten()
-    raise ValueError(
-        f"features are sharded over a one-dimensional mesh or one with the dimensions {LEVELS}, got one of shape "
-        f'{tuple(mesh.shape)} with dimensions {names}: pass one of its dimensions, such as mesh["tp"]'
-    )
+    given = f"{tuple(mesh.shape)} with dimensions {mesh.mesh_dim_names}"
+    raise ValueError(f'pass a one-dimensional mesh or {LEVELS}, got {given}: pass one of them, such as mesh["tp"]')
 
 
 def check_output_grad(d: Tensor, group: RankGroup) -> None:
     """Raise RuntimeError if a backward across ranks gets a batch of gradients d, or is itself recorded."""
     if group.size > 1 and (is_creating_graph() or is_batched(d)):
-        raise RuntimeError(
-            "second derivatives (create_graph=True) and batched gradients (is_grads_batched=True, vectorize=True) are "
-            "supported in one process only, not on features sharded over ranks"
-        )
+        raise RuntimeError("second derivatives and batched gradients are supported in one process only")
 
 
 class Pending(NamedTuple):

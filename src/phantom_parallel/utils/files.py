@@ -54,9 +54,7 @@ def check_replaceable(path: Path, overwrite: bool, marker: str, source: Path | N
     if source is not None and path.resolve() in (source.resolve(), *source.resolve().parents):
         raise FileExistsError(f"{path} holds {source}, which is read: choose another folder")
     if not path.is_dir() or (any(path.iterdir()) and not (path / marker).is_file()):
-        raise FileExistsError(
-            f"{path} is not the folder of a model, so it is not overwritten: choose another, or remove it yourself"
-        )
+        raise FileExistsError(f"{path} is not the folder of a model, and not overwritten: choose another folder")
 
 
 @contextmanager
@@ -194,9 +192,7 @@ class FolderLock:
             self._ranks.release()
         except Timeout:
             self._main.release()
-            raise BlockingIOError(
-                f"{self._folder} is in use by another process: wait until it has ended, or choose another folder"
-            ) from None
+            raise BlockingIOError(f"{self._folder} is in use by another process: choose another folder") from None
 
     def join(self) -> None:
         """Keep the folder locked until this rank has ended, or another one that was first."""

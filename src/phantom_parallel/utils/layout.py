@@ -38,9 +38,7 @@ def buckets(sizes: Sequence[int]) -> list[list[int]]:
 def stage_layers(layers: int, stages: int, stage: int = 0) -> range:
     """The layers of one stage of a pipeline. Stages have equally many, the first ones one more if need be."""
     if layers < stages:
-        raise ValueError(
-            f"a pipeline of {stages} ranks needs a layer for each, got {layers}: use at most {layers} ranks"
-        )
+        raise ValueError(f"a pipeline of {stages} ranks needs a layer for each, got {layers}: use fewer ranks")
     each, more = divmod(layers, stages)
     first = stage * each + min(stage, more)
     return range(first, first + each + (stage < more))
@@ -50,9 +48,7 @@ def check_micro_batches(micro_batches: int, rows: int, stages: int) -> None:
     """Raise ValueError if a pipeline cannot pass ``rows`` rows on in so many micro-batches."""
     positive(micro_batches=micro_batches)
     if micro_batches < stages:
-        raise ValueError(
-            f"micro_batches={micro_batches} is below the {stages} stages of the pipeline: 1F1B needs at least {stages}"
-        )
+        raise ValueError(f"micro_batches={micro_batches} is below the {stages} stages of the pipeline: use {stages}")
     if rows % micro_batches:
         near = nearest_divisors(rows, micro_batches)
         raise ValueError(f"micro_batches={micro_batches} does not divide the {rows} rows of a copy: use {near}")
@@ -81,35 +77,22 @@ class BlockLayout:
             if features % self.blocks:
                 near = nearest_divisors(gcd(self.in_features, self.out_features), self.blocks)
                 raise ValueError(f"blocks={self.blocks} does not divide {name}={features}: use {near}")
-        self._check_ranks()
+        if self.ranks < self.blocks and self.blocks % self.ranks:
+            near = nearest_divisors(self.blocks, self.ranks)
+            raise ValueError(f"{self.ranks} ranks do not divide blocks={self.blocks}: run on {near} ranks")
+        if self.ranks > self.blocks and self.ranks % self.blocks:
+            below = self.ranks // self.blocks * self.blocks
+            near = f"{below} or {below + self.blocks}"
+            raise ValueError(f"{self.ranks} ranks are not a multiple of blocks={self.blocks}: run on {near} ranks")
         if self.ghosts > self.block_in:
-            raise ValueError(
-                f"ghosts={self.ghosts} is larger than a block of {self.block_in} input features "
-                f"({self.in_features} over {self.blocks} blocks): "
-                f"at most {self.block_in}, and below {self.break_even:.0f} for a layer smaller than a dense one"
-            )
+            limits = f"at most {self.block_in}, and below {self.break_even:.0f} for a layer smaller than a dense one"
+            raise ValueError(f"ghosts={self.ghosts} is larger than a block of {self.block_in} features: {limits}")
         sizes = {"input features": self.block_in, "output features": self.block_out, "ghosts": self.ghosts}
         for name, size in sizes.items():
             if size % self.inside:
                 divisors = nearest_divisors(size, self.inside).split(" or ")
-                raise ValueError(
-                    f"{self.ranks} ranks are {self.inside} for each of {self.blocks} blocks, which do not divide a "
-                    f"block's {size} {name}: run on {' or '.join(str(self.blocks * int(d)) for d in divisors)} ranks"
-                )
-
-    def _check_ranks(self) -> None:
-        blocks, ranks = self.blocks, self.ranks
-        if ranks < blocks and blocks % ranks:
-            raise ValueError(
-                f"{ranks} ranks do not divide blocks={blocks}: run on {nearest_divisors(blocks, ranks)} ranks, "
-                f"or build the model with a multiple of {ranks} blocks"
-            )
-        if ranks > blocks and ranks % blocks:
-            below = ranks // blocks * blocks
-            raise ValueError(
-                f"{ranks} ranks are not a multiple of blocks={blocks}, to share a block among as many ranks each: "
-                f"run on {below} or {below + blocks} ranks"
-            )
+                near = " or ".join(str(self.blocks * int(divisor)) for divisor in divisors)
+                raise ValueError(f"{self.inside} ranks a block do not divide its {size} {name}: run on {near} ranks")
 
     @property
     def inside(self) -> int:

@@ -64,10 +64,7 @@ class Strategy:
         check_wire(wire)
         if wire != "full" and (self.shards_rows or (self.splits_depth and wire != "bf16")):
             exchanged = "weights: leave it out" if self.shards_rows else "activations of stages: use bf16"
-            raise ValueError(
-                f"wire={wire!r} is a format of strategies that cut features over ranks, and {self.name} exchanges "
-                f"{exchanged}"
-            )
+            raise ValueError(f"wire={wire!r} is a format of features, and {self.name} exchanges {exchanged}")
 
     def check_blocks(self, blocks: int | None, ghosts: int | None) -> None:
         """Raise ValueError if blocks and ghosts are missing where they are needed, or given where they are not."""

@@ -80,7 +80,7 @@ def test_tokens_are_cached_on_disk_and_mapped(tmp_path, cache, monkeypatch):
     first = open_text(settings)
     assert isinstance(first.training, np.memmap)
     assert (cache / "phantom-parallel" / "text" / first.digest).is_dir()
-    monkeypatch.delattr(text_module, "_encode")
+    monkeypatch.delattr(text_module, "split_text")
     assert np.array_equal(open_text(settings).training, first.training)
 
 

@@ -50,7 +50,7 @@ class FFNConfig:
         get_strategy(self.strategy).check_blocks(self.blocks, self.ghosts)
         if (self.low_rank is not None) != get_strategy(self.strategy).low_rank:
             raise ValueError(f"low_rank belongs to the strategy lowrank, got {self.low_rank} for {self.strategy}")
-        self._check_layers()
+        self.check_ranks(1)
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ValueError if ``ranks`` ranks cannot share this model."""
@@ -58,11 +58,8 @@ class FFNConfig:
         strategy.check_ranks(ranks)
         if strategy.splits_depth:
             stage_layers(self.depth, ranks)
-        self._check_layers(ranks if strategy.splits_layers else 1)
-
-    def _check_layers(self, ranks: int = 1) -> None:
         for index in self.distinct_layers:
-            self.layout_of(index, ranks)
+            self.layout_of(index, ranks if strategy.splits_layers else 1)
 
     def layout_of(self, index: int, ranks: int) -> BlockLayout | RowLayout:
         """The layout of layer ``index`` on ranks that share its work."""
@@ -150,12 +147,9 @@ class FFNTrainConfig(TrainConfig):
             return super().filled(settings)
         with suppress(ValueError), readable(Path(data), "data"):  # reported when the arrays are opened to be read
             for name, array in zip(("in_features", "out_features"), open_arrays(Path(data)), strict=True):
-                if (
-                    settings.get(name) is None
-                    and len(array.shape) == 2
-                    and array.shape[1] not in (0, settings["width"])
-                ):
-                    settings[name] = array.shape[1]
+                features = array.shape[1] if len(array.shape) == 2 else 0
+                if settings.get(name) is None and features not in (0, settings["width"]):
+                    settings[name] = features
         return super().filled(settings)
 
     def __post_init__(self) -> None:
@@ -169,10 +163,8 @@ class FFNTrainConfig(TrainConfig):
                 raise ValueError(f"the planted teacher (teacher_blocks, teacher_ghosts): {error}") from None
         n_in, n_out = model.model_features
         if self.data in FIELDS and (n_in, n_out) != (self.grid**2,) * 2:
-            raise ValueError(
-                f"fields of grid={self.grid} have {self.grid**2} features, got a model with {n_in} inputs and {n_out} "
-                "outputs: leave out in_features and out_features"
-            )
+            given = f"in_features={n_in} and out_features={n_out}"
+            raise ValueError(f"fields of grid={self.grid} have {self.grid**2} features, got {given}: leave them out")
         if n_in < (pixels := PIXELS.get(self.data, 0)):
             name = "width" if model.in_features is None else "in_features"
             raise ValueError(f"{self.data} have {pixels} pixels, got {name}={n_in}: use at least {pixels}")

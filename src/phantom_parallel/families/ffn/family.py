@@ -142,9 +142,7 @@ class FFNConverter(Converter):
         held_out = count // 5
         used = min(rows, count - held_out)
         if held_out < 1 or used < width:
-            raise ValueError(
-                f"{data} has {count} rows, too few for a covariance of {width} features and a fifth held out: give more"
-            )
+            raise ValueError(f"{data} has {count} rows, too few for {width} features and a fifth held out: give more")
         parts = slice(0, used), slice(count - held_out, count)
         training, rest = (inputs.read(part, slice(0, width)).float().split(_BATCH_ROWS) for part in parts)
         return list(training), list(rest)
@@ -190,7 +188,11 @@ def smaller_models(config: FFNTrainConfig) -> list[dict[str, Any]]:
 
 def evaluate(model: FFN, folder: Path, config: EvalConfig, report: Report) -> dict[str, float]:
     """Mean squared error and the mean over rows of the relative error, and the accuracy of classes."""
-    training = next(filter(None, map(_training, config.folders)), None)
+    training: FFNTrainConfig | None = None
+    for model_folder in reversed(config.folders):
+        family, settings = read_config(model_folder.parent) if model_folder.name == MODEL else (None, None)
+        if settings and family == "ffn":
+            training = FFNTrainConfig.from_dict(settings)
     features = model.config.model_features
     whole = slice(0, features[0]), slice(0, features[1])
     if config.data is not None:
@@ -217,12 +219,6 @@ def evaluate(model: FFN, folder: Path, config: EvalConfig, report: Report) -> di
     return measured | ({"accuracy": accuracy} if classifies else {})
 
 
-def _training(model: Path) -> FFNTrainConfig | None:
-    """The training whose folder holds a model."""
-    family, settings = read_config(model.parent) if model.name == MODEL else (None, None)
-    return FFNTrainConfig.from_dict(settings) if settings and family == "ffn" else None
-
-
 def describe_loss(config: FFNTrainConfig) -> tuple[str, float | None, str]:
     """The name of the loss, the loss by chance, and what has that loss."""
     if config.data in FIELDS:
@@ -235,10 +231,7 @@ def describe_loss(config: FFNTrainConfig) -> tuple[str, float | None, str]:
 def report_notes(config: FFNTrainConfig) -> Iterator[str]:
     """Caveats about the data."""
     if config.data == "planted":
-        yield (
-            "The data come from a teacher network that has phantom's own structure (planted), which suits phantom: "
-            "--data random has none."
-        )
+        yield "The teacher network has phantom's own structure (planted), which suits it: --data random has none."
 
 
 FAMILY = Family(

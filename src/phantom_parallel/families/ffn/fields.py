@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import scipy.sparse as sp
@@ -32,7 +32,6 @@ from phantom_parallel.utils.progress import ProgressDisplay
 
 FeatureOrder = Literal["tiles", "rows", "random"]
 FIELDS = ("darcy", "darcy-mesh", "poisson")
-FEATURE_ORDERS: tuple[FeatureOrder, ...] = get_args(FeatureOrder)
 COEFFICIENTS = (3.0, 12.0)  # of Darcy flow
 _FORMAT = 1  # of cached files, to be increased when what is computed changes
 _COARSE = 64  # points along a side of the Gaussian fields that coefficients on a mesh are interpolated from

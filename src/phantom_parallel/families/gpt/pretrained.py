@@ -15,7 +15,7 @@ by groups of heads, and gate and up are one, in alternating pieces.
     lm_head.weight                               head.linear.weight
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,7 +92,9 @@ def import_model(
     weights = {weight.name: weight for weight in _weights(config)}
 
     def load(name: str) -> Tensor:
-        tensor = _from_pretrained(weights[name], pretrained.load).to(DTYPES[dtype])
+        weight = weights[name]
+        parts = [pretrained.load(part).unflatten(0, (weight.groups, -1)) for part in weight.tensors]
+        tensor = torch.cat(parts, 1).flatten(0, 1).to(DTYPES[dtype])
         if not tensor.isfinite().all():
             raise ValueError(f"{source}: {name} has values that are not finite")
         return tensor
@@ -116,10 +118,15 @@ def export_model(model: Path, out: Path, *, dtype: str | None = None, overwrite:
     written = stored.dtype if dtype is None else DTYPES[dtype]
     sources = {name: weight for weight in _weights(stored.config) for name in weight.tensors}
     outline = {n: torch.empty(weight.tensors[n], dtype=written, device="meta") for n, weight in sources.items()}
+
+    def load(name: str) -> Tensor:
+        weight = sources[name]
+        sizes = [shape[0] // weight.groups for shape in weight.tensors.values()]
+        pieces = _dense(weight, stored).unflatten(0, (weight.groups, -1)).split(sizes, 1)
+        return pieces[list(weight.tensors).index(name)].flatten(0, 1).to(written).contiguous()
+
     with atomic_folder(out) as scratch:
-        write_tensors(
-            scratch, outline, lambda name: _to_pretrained(name, sources[name], stored).to(written).contiguous()
-        )
+        write_tensors(scratch, outline, load)
         copy_kept_files(model, scratch)
         generation = read_json(scratch / GENERATION_CONFIG) if (scratch / GENERATION_CONFIG).is_file() else {}
         special_tokens = {name: generation.get(name) for name in SPECIAL_TOKENS}  # null rather than Llama's defaults
@@ -222,30 +229,19 @@ def _weights(config: GPTConfig) -> Iterator[_Weight]:
         yield _Weight("head.linear.weight", {_HEAD: (config.vocab, n)})
 
 
-def _from_pretrained(weight: _Weight, load: Callable[[str], Tensor]) -> Tensor:
-    """A parameter of the dense model, made of the tensors of the pretrained one."""
-    return torch.cat([load(name).unflatten(0, (weight.groups, -1)) for name in weight.tensors], 1).flatten(0, 1)
-
-
-def _to_pretrained(name: str, weight: _Weight, stored: StoredModel) -> Tensor:
-    """The tensor ``name`` of the pretrained model, which is part of ``weight``, from a model of any strategy."""
-    sizes = [shape[0] // weight.groups for shape in weight.tensors.values()]
-    pieces = _dense(weight, stored).unflatten(0, (weight.groups, -1)).split(sizes, 1)
-    return pieces[list(weight.tensors).index(name)].flatten(0, 1)
-
-
 def _dense(weight: _Weight, stored: StoredModel) -> Tensor:
     """A parameter of the dense model, or the one that phantom layers equal."""
     config: GPTConfig = stored.config
     module, _, kind = weight.name.rpartition(".")
     if config.strategy != "phantom" or not module.startswith("layers.") or kind != "weight":
-        return stored.load(weight.name if config.strategy != "phantom" else weight.name.replace("head.linear", "head"))
+        name = weight.name if config.strategy != "phantom" else weight.name.replace("head.linear", "head")
+        return stored.tensors.load(name)
     _, index, rest = module.split(".", 2)
     ghosts = config.ghosts_of_layers[int(index)][MODULES.index(rest)]
     in_features, out_features = next(iter(weight.tensors.values()))[1], sum(s[0] for s in weight.tensors.values())
     layer = PhantomLinear(in_features, out_features, False, blocks=config.blocks, ghosts=ghosts, device="meta")  # type: ignore[arg-type]
     names = ("local", "compress", "decompress")
-    layer.load_state_dict({name: stored.load(f"{module}.{name}").double() for name in names}, assign=True)
+    layer.load_state_dict({name: stored.tensors.load(f"{module}.{name}").double() for name in names}, assign=True)
     return layer.to_dense().weight.detach()
 
 
@@ -255,16 +251,13 @@ def _check_tensors(pretrained: PretrainedModel, config: GPTConfig) -> None:
         if name not in pretrained.shapes:
             raise ValueError(f"{pretrained.path} has no tensor {name}")
         if pretrained.shapes[name] != shape:
-            raise ValueError(
-                f"{pretrained.path}: {name} has shape {list(pretrained.shapes[name])}, the config gives {list(shape)}"
-            )
+            given = list(pretrained.shapes[name])
+            raise ValueError(f"{pretrained.path}: {name} has shape {given}, the config gives {list(shape)}")
     extra = [name for name in pretrained.shapes if name not in expected and not name.endswith(_IGNORED)]
     if config.tie_embeddings and _HEAD in extra:  # a copy of the embedding, in files of earlier releases
         extra.remove(_HEAD)
         if not torch.equal(pretrained.load(_HEAD), pretrained.load(_EMBEDDING)):
-            raise ValueError(
-                f"{pretrained.path}: {_HEAD} differs from {_EMBEDDING}, which tie_word_embeddings = true makes one: "
-                f"set it to false to keep both, or remove {_HEAD}"
-            )
+            tied = f"{_HEAD} differs from {_EMBEDDING}, which tie_word_embeddings = true makes one"
+            raise ValueError(f"{pretrained.path}: {tied}: set it to false, or remove {_HEAD}")
     if extra:
         raise ValueError(f"{pretrained.path} has tensors that are not supported: {', '.join(extra[:3])}")

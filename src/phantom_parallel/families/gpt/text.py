@@ -127,10 +127,7 @@ def tokenizers_library() -> Any:
     try:
         return import_module("tokenizers")
     except ImportError:
-        raise ValueError(
-            "the tokenizer bpe needs the tokenizers library, which is not installed: "
-            "pip install 'phantom-parallel[bpe]', or use bytes"
-        ) from None
+        raise ValueError("a BPE tokenizer needs the tokenizers library: pip install 'phantom-parallel[bpe]'") from None
 
 
 def _pieces(text: bytes) -> list[str]:
@@ -168,10 +165,8 @@ def encode_prompt(text: str, tokenizer: Tokenizer, vocab: int, *, chat: bool = F
     if not tokens:
         raise ValueError(f"the prompt {text[:100]!r} has no tokens, and a model needs at least one")
     if (largest := max(tokens)) >= vocab:
-        raise ValueError(
-            f"the prompt has a token {largest}, but the model's vocabulary is {vocab}: the {TOKENIZER} beside the "
-            "model belongs to another model, or is missing"
-        )
+        reason = f"{TOKENIZER} belongs to another model, or is missing"
+        raise ValueError(f"the prompt has a token {largest}, but the model's vocabulary is {vocab}: {reason}")
     return tokens
 
 
@@ -229,7 +224,6 @@ _FILES = "training.npy", "held_out.npy"
 # Folders that are not part of the standard library, or that some installations lack.
 _EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3"})
 
-
 # Settings of a training with text: data, pattern, max_bytes, tokenizer, vocab, context, batch, seed, eval_windows.
 TextSettings = Any
 
@@ -272,14 +266,19 @@ def open_text(config: TextSettings, tokenizer: Tokenizer | None = None) -> Text:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock", mode=0o600):  # other ranks wait for the one that encodes
         if not folder.is_dir():
-            _encode(raw, config, tokenizer, folder)
+            parts = split_text(raw)
+            if tokenizer is None:  # trained without the held-out text
+                bpe = config.tokenizer != "bytes"
+                tokenizer = BPETokenizer.train(parts[0], config.vocab) if bpe else ByteTokenizer()
+            with atomic_folder(folder) as scratch:
+                for name, part in zip(_FILES, parts, strict=True):
+                    np.save(scratch / name, tokenizer.encode(part))
+                tokenizer.save(scratch)
     training, held_out = (np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in _FILES)
     for name, tokens in (("to train on", training), ("held out", held_out)):
         if len(tokens) <= config.context:
-            raise ValueError(
-                f"the text {config.data} has {len(tokens)} tokens {name}, which is too few for a window of "
-                f"context={config.context} and one more: give more text, or a smaller context"
-            )
+            too_few = f"{len(tokens)} tokens {name}, too few for context={config.context} and one more"
+            raise ValueError(f"the text {config.data} has {too_few}: give more text, or a smaller context")
     return Text(training, held_out, load_tokenizer(folder), digest)
 
 
@@ -324,16 +323,6 @@ def _digest(text: bytes, config: TextSettings) -> str:
     digest = hashlib.sha256(text)
     digest.update(b"\0".join([_FORMAT, config.tokenizer.encode(), str(config.vocab).encode()]))
     return digest.hexdigest()[:32]
-
-
-def _encode(text: bytes, config: TextSettings, tokenizer: Tokenizer | None, folder: Path) -> None:
-    parts = split_text(text)
-    if tokenizer is None:  # trained without the held-out text
-        tokenizer = ByteTokenizer() if config.tokenizer == "bytes" else BPETokenizer.train(parts[0], config.vocab)
-    with atomic_folder(folder) as scratch:
-        for name, part in zip(_FILES, parts, strict=True):
-            np.save(scratch / name, tokenizer.encode(part))
-        tokenizer.save(scratch)
 
 
 def split_text(text: bytes) -> tuple[bytes, bytes]:
