@@ -174,7 +174,7 @@ def load_model(
         model.to_empty(device=where)
     else:
         if (mesh, device, dtype, strategy, wire) != (None, None, None, None, "full"):
-            raise ValueError("mesh, device, dtype, strategy and wire are those of the module into: leave them out")
+            raise ValueError("mesh, device, dtype, strategy and wire are those of the module given as into")
         model = into
         group = _storage_group(model, _tensors_of(model))
         stored = on_every_rank(lambda: StoredModel(path, into=model), group)

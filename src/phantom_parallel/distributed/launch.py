@@ -243,7 +243,7 @@ def _recorded() -> str:
 
 def _check_main_is_imported() -> None:
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise RuntimeError("a rank that imports the main module launched ranks: use `if __name__ == '__main__':`")
+        raise RuntimeError("a rank launched ranks: put the launch under `if __name__ == '__main__':`")
 
 
 def _prepare(work: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bytes, dict[str, Any]]:

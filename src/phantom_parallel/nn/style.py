@@ -73,7 +73,7 @@ class PhantomParallel(ParallelStyle):
             supported = "nn.Linear, PhantomLinear and elementwise activations"
             raise NotImplementedError(f"PhantomParallel supports {supported}, not {type(module).__name__}")
         if isinstance(module, nn.Linear) and "weight" not in module._parameters:
-            raise ValueError("the weight of this Linear is computed, as by pruning: make it a parameter first")
+            raise ValueError("the weight is not a parameter but computed: make it one, as by nn.utils.prune.remove")
         self._broadcast_weights(module, mesh)
         self._convert(module, device_mesh)
         module.register_forward_pre_hook(partial(_prepare_input, self.input_layout, mesh))

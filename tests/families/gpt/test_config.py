@@ -52,7 +52,7 @@ def refused(*configs: GPTConfig) -> list[str]:
 
 def test_ranks_that_do_not_fit_are_named(ranks):
     cases = {
-        "4 ranks are 2 for each of 2 blocks, which do not divide a block's 3 ghosts: run on 2 or 6": {"blocks": 2},
+        "2 ranks a block do not divide its 3 ghosts: run on 2 or 6": {"blocks": 2},
         "4 ranks do not divide kv_heads=2": {"blocks": 2, "ghosts": 2, "kv_heads": 2},
         "4 ranks do not divide hidden_groups=2": {"blocks": 2, "ghosts": 2, "hidden_groups": 2},
         "4 ranks do not divide vocab=22": {"strategy": "megatron", "vocab": 22},

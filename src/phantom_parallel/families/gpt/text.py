@@ -127,7 +127,9 @@ def tokenizers_library() -> Any:
     try:
         return import_module("tokenizers")
     except ImportError:
-        raise ValueError("a BPE tokenizer needs the tokenizers library: pip install 'phantom-parallel[bpe]'") from None
+        raise ValueError(
+            "a BPE tokenizer needs tokenizers: pip install 'phantom-parallel[bpe]', or use bytes"
+        ) from None
 
 
 def _pieces(text: bytes) -> list[str]:
@@ -277,7 +279,7 @@ def open_text(config: TextSettings, tokenizer: Tokenizer | None = None) -> Text:
     training, held_out = (np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in _FILES)
     for name, tokens in (("to train on", training), ("held out", held_out)):
         if len(tokens) <= config.context:
-            too_few = f"{len(tokens)} tokens {name}, too few for context={config.context} and one more"
+            too_few = f"{len(tokens)} tokens {name}, too few for a window of context={config.context} and one more"
             raise ValueError(f"the text {config.data} has {too_few}: give more text, or a smaller context")
     return Text(training, held_out, load_tokenizer(folder), digest)
 
