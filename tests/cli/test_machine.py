@@ -8,8 +8,7 @@ from phantom_parallel.cli.machine import SensorsOptions, ShowOptions
 from phantom_parallel.cli.main import main
 from phantom_parallel.cost.hardware import load_profile
 from phantom_parallel.energy import discover
-from phantom_parallel.energy.sensors import probe_rapl
-from phantom_parallel.energy.sensors.base import Discovery
+from phantom_parallel.energy.sensors import Discovery, probe_rapl
 from phantom_parallel.study.units import quantity
 from tests.energy.simulated import two_packages
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from phantom_parallel import FFN, EnergyMeter, FFNConfig, Ledger, PowerProfile
 from phantom_parallel.distributed.objects import RanksDisagree
 from phantom_parallel.energy.results import Component
-from phantom_parallel.energy.sensors.base import EnergySample, ReadFailure, SensorSpec
+from phantom_parallel.energy.sensors import EnergySample, ReadFailure, SensorSpec
 from phantom_parallel.infer.measure import modelled_joules
 from phantom_parallel.infer.predict import measure, random_rows
 
