@@ -290,6 +290,15 @@ def pretrained_heal(data: dict[str, Any]) -> Iterator[Sequence[str]]:
     yield f"{data['settings']['budget']:.0%}", *losses, f"{data['seconds'] / 60:.0f}", f"{data['tokens']:,}"
 
 
+@table("encoder")
+def encoder(data: dict[str, Any]) -> Iterator[Sequence[str]]:
+    """Cosine between sentence embeddings of a converted encoder and the original, on held-out passages."""
+    yield "multiply-adds kept", "", "mean cosine", "a tenth is below", "steps", "tokens"
+    for name, steps, tokens in (("converted", "", "calibration_tokens"), ("healed", data["steps"], "healing_tokens")):
+        cosines = (f"{data[name][key]:.3f}" for key in ("mean", "lowest_tenth"))
+        yield f"{data['kept']:.0%}", name, *cosines, str(steps), f"{data[tokens]:,}"
+
+
 @table("pretrained-speed")
 def pretrained_speed(data: dict[str, Any]) -> Iterator[Sequence[str]]:
     """Prefill and decode of a converted model against Megatron."""

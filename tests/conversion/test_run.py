@@ -1,6 +1,7 @@
 """``phantom model convert`` on models of the families: the same function on ranks, a report, and clear errors."""
 
 import json
+import random
 
 import numpy as np
 import pytest
@@ -136,3 +137,26 @@ def test_mistakes_are_named_before_the_work(tmp_path, capsys):
         assert main(arguments) == 2, arguments
         assert message in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_an_encoder_heals_it(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from benchmarks import encoder, tables
+
+    words = [f"w{index}" for index in range(60)]
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
+    tokenizer = transformers.BertTokenizerFast(vocab={word: index for index, word in enumerate(vocabulary)})
+    tokenizer.save_pretrained(tmp_path / "bert")
+    sizes = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    config = transformers.BertConfig(vocab_size=len(vocabulary), initializer_range=0.3, **sizes)
+    transformers.BertModel(config).save_pretrained(tmp_path / "bert")
+    passages = (" ".join(random.Random(seed).choices(words, k=8)) for seed in range(300))
+    (tmp_path / "text.txt").write_text("\n\n".join(passages))
+    folders = ["--model", str(tmp_path / "bert"), "--text", str(tmp_path / "text.txt"), "--out", str(tmp_path)]
+    encoder.main([*folders, "--rows", "1000", "--steps", "20", "--batch", "8"])
+    actual = json.loads((tmp_path / "encoder.json").read_text())
+    assert actual["converted"]["mean"] < actual["healed"]["mean"] < 1
+    assert actual["kept"] <= 0.67
+    assert f"| healed | {actual['healed']['mean']:.3f} |" in tables.TABLES["encoder"](tmp_path / "encoder.json")
