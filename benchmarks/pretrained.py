@@ -202,13 +202,15 @@ def heal_part(bench: Bench, actual: dict[str, Any], save: Callable[[], None]) ->
     }
     quiet: dict[str, Any] = {"eval_every": 10**6, "checkpoint_every": 10**6}
     model, teacher, data = path, options.model, bench.training
-    if "step_seconds" not in actual:  # of a few steps, from which the number of steps follows
+    if options.heal_steps is not None:
+        actual["steps"] = options.heal_steps
+    elif "step_seconds" not in actual:  # of a few steps, from which the number of steps follows
         trial = bench.work / f"trial-{time.time_ns()}"
         short = heal(model, teacher, data, trial, steps=3, layer_steps=0, eval_windows=1, **settings, **quiet)
         actual["step_seconds"] = short.seconds / 3
         save()
-    steps = max(10, int(60 * options.heal_minutes / actual["step_seconds"]))
-    actual["steps"] = actual.get("steps", steps)
+    if "steps" not in actual:
+        actual["steps"] = max(10, int(60 * options.heal_minutes / actual["step_seconds"]))
     save()
     out = bench.work / f"healed-{options.heal_budget:g}"
     each = max(1, actual["steps"] // 5)
@@ -277,6 +279,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=256, help="tokens of a window")
     parser.add_argument("--heal-budget", type=float, default=0.67)
     parser.add_argument("--heal-minutes", type=float, default=20.0, help="minutes of steps, without evaluations")
+    parser.add_argument("--heal-steps", type=int, help="steps, instead of minutes")
     parser.add_argument("--heal-batch", type=int, default=4, help="windows of a step")
     parser.add_argument("--heal-dtype", default="fp32", choices=["fp32", "bf16"], help="of products in healing")
     parser.add_argument("--lr", type=float, default=1e-4)
