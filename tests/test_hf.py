@@ -121,11 +121,8 @@ def outcome_on_rank(folder, tokens):
 @pytest.mark.parametrize("kind", ["llama", "bert", "gpt2"])
 def test_ranks_equal_one_process(ranks, tmp_path, kind):
     model, tokens = make(kind), torch.randint(60, (4, 40), generator=torch.Generator().manual_seed(0))
-    exclude = {
-        "llama": ("*layers.0.mlp.up_proj", "lm_head"),
-        "bert": ("cls.*",),
-    }  # a pattern of dense and phantom layers
-    convert(model, [tokens], blocks=4, ghosts=2, exclude=exclude.get(kind, ("lm_head",)))
+    mixed = {"exclude": ("*layers.0.mlp.up_proj", "lm_head")} if kind == "llama" else {}  # dense and phantom layers
+    convert(model, [tokens], blocks=4, ghosts=2, **mixed)
     folder = str(tmp_path / "model")
     model.save_pretrained(folder)
     logits, generated, loss, grads = outcome(folder, tokens)

@@ -187,7 +187,7 @@ def stage_outputs(stage: Stage, streams: Sequence[Tensor]) -> list[Tensor]:
         return [first_tensor(stage.module(*args, **kwargs)) for args, kwargs in stage.calls(streams)]
 
 
-EXCLUDED = ("*lm_head*", "head*", "*.head*", "*embed*", "*score*", "*classifier*")  # unless they are asked for
+EXCLUDED = ("*lm_head*", "head*", "*.head*", "*embed*", "*score*", "*classifier*", "cls.*")  # unless they are asked for
 Loss = Callable[[nn.Module, Any], Tensor]  # of a model and a batch
 _IMPORTANCE_FLOOR = 1e-2  # of the mean, for outputs whose gradients vanish on the calibration data
 
