@@ -2,14 +2,18 @@
 
 import contextlib
 import io
+import json
 import os
 import re
 import runpy
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -56,6 +60,36 @@ def test_a_language_model_is_converted_and_healed(ranks, tmp_path):
     )
     assert dense < healed < converted
     assert "[1, 2, 4] ranks" in text
+
+
+@pytest.mark.slow
+def test_a_converted_model_is_served_on_ranks(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    import phantom_parallel.hf  # noqa: F401
+    from phantom_parallel import replace_linear
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=256, initializer_range=0.5, eos_token_id=None, **sizes)
+    replace_linear(model := transformers.LlamaForCausalLM(config).eval(), blocks=4, ghosts=2, include=("model.*",))
+    model.save_pretrained(tmp_path)
+    prompt = torch.tensor([list(b"import")])
+    expected = model.generate(prompt, attention_mask=prompt > 0, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    with subprocess.Popen(
+        [*command, EXAMPLES / "serve_hf.py", tmp_path, "0"], stdout=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            address = next(line.split()[-1] for line in server.stdout if "listening" in line)
+            for length in (8, 4):
+                body = json.dumps({"prompt": "import", "max_new_tokens": length}).encode()
+                with urllib.request.urlopen(address, body) as response:
+                    text = json.load(response)["text"]
+                assert text == bytes(expected[0, 6 : 6 + length].tolist()).decode(errors="replace")
+                with pytest.raises(urllib.error.HTTPError, match="400"):
+                    urllib.request.urlopen(address, b'{"prompt": ""}')
+        finally:
+            server.terminate()
 
 
 def test_energy_is_measured(ranks, tmp_path):
