@@ -101,3 +101,24 @@ def test_energy_is_measured(ranks, tmp_path):
 def test_ranks_come_and_go():
     run = subprocess.run([sys.executable, EXAMPLES / "two_ranks.py"], capture_output=True, text=True, check=True)
     assert losses(run.stdout)[-1] < losses(run.stdout)[0]
+
+
+def test_the_notebook_learns_and_has_its_outputs(monkeypatch, capsys):
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("agg")
+    monkeypatch.setattr("matplotlib.pyplot.show", lambda: None)
+    cells = [
+        cell for cell in json.loads((EXAMPLES / "darcy.ipynb").read_text())["cells"] if cell["cell_type"] == "code"
+    ]
+    code, sizes = "\n".join("".join(cell["source"]) for cell in cells), "GRID, SAMPLES, STEPS = "
+    small, changed = re.subn(f"{sizes}[^#]*", f"{sizes}16, 256, 40", code)
+    assert changed == 1
+    values = {}
+    exec(compile(small, "darcy.ipynb", "exec"), values)
+    assert values["error"] < 0.7 * values["history"][0]
+    assert len(values["figure"].axes) == 8  # four fields with their colours
+    printed = [line.split()[1:4] for line in capsys.readouterr().out.splitlines()]
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    texts = "".join("".join(output.get("text", "")) for output in outputs)
+    assert [line.split()[1:4] for line in texts.splitlines()] == printed  # the words, not the numbers
+    assert any("image/png" in output.get("data", {}) for output in outputs)
