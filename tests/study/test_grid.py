@@ -82,7 +82,10 @@ family = "gpt"
 measure = "decode"
 seeds = 2
 inference_turns = 2
-strategies = ["phantom", "megatron", "dense@1x1"]
+strategies = ["phantom", "megatron", "pipeline", "dense@1x1"]
+prompt = 5
+arrivals = 2.0
+requests = 20
 [training]
 dim = 32
 layers = 2
@@ -347,17 +350,27 @@ def test_tokens_are_decoded_by_every_strategy(ranks, tmp_path):
     results, second = ranks(2)(on_a_rank, study(tmp_path, DECODE), str(tmp_path / "out"))
     assert results.cells == second.cells
     assert [(cell.strategy, cell.batch, cell.ranks) for cell in results.cells] == [
-        (name, batch, ranks) for batch in (1, 3) for name, ranks in (("phantom", 2), ("megatron", 2), ("dense@1x1", 1))
+        (name, batch, 1 if name == "dense@1x1" else 2)
+        for batch in (1, 3)
+        for name in ("phantom", "megatron", "pipeline", "dense@1x1")
     ]
     for cell in results.cells:
         assert len(cell.runs) == 2
         for run in cell.runs:
             assert 0 < run.seconds < run.first_token_seconds * 100
             assert run.compute_seconds + run.blocked_seconds == pytest.approx(cell.ranks * run.seconds)
-    phantom, megatron, dense = results.cells[3:]
+            assert run.latency_p99 >= run.latency_p50 >= 0.99 * (run.first_token_seconds + 10 * run.seconds)
+            assert all(predicted == observed for predicted, observed in run.exchanges.values())
+    phantom, megatron, pipeline, dense = results.cells[4:]
+    assert pipeline.runs[0].exchanges == {"send 384 B": (1, 1), "broadcast 24 B": (1, 1)}
+    assert (dense.runs[0].exchanges, sum(n for n, _ in phantom.runs[0].exchanges.values())) == ({}, 4 * 2 + 2)
+    request = [run.first_token_seconds + 10 * run.seconds for run in phantom.runs]
+    assert mean(results, phantom, "request_seconds").mean == pytest.approx(sum(request) / 2)
     assert dense.bytes_per_step == 0
     assert phantom.bytes_per_step < megatron.bytes_per_step
     assert mean(results, phantom, "token_seconds").mean == pytest.approx(sum(r.seconds for r in phantom.runs) / 2)
+    with pytest.raises(ValueError, match="a prompt of 5 tokens and 12 more do not fit into context=16"):
+        replace(study(tmp_path, DECODE), new_tokens=12)
     with pytest.raises(ValueError, match=r"to decode, .* got fsdp"):
         replace(study(tmp_path, DECODE), strategies=("fsdp",))
     with pytest.raises(ValueError, match="ffn"):

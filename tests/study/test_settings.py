@@ -19,7 +19,20 @@ HOSTS = [("presets", name) for name in ("digits-hosts", "mnist-hosts", "gpt-host
 def test_what_ships():
     hosts = {"darcy-hosts", "darcy-wide-hosts", "digits-hosts", "gpt-hosts", "mnist-hosts"}
     assert set(names_of("presets")) == hosts | {"digits", "gpt", "paper", "planted", "quick", "standard"}
-    assert names_of("studies") == ["batch", "decode", "ghosts", "links", "scaling", "smaller", "wider", "width"]
+    assert names_of("studies") == [
+        "batch",
+        "decode",
+        "epochs",
+        "ghosts",
+        "links",
+        "requests",
+        "scaling",
+        "serve",
+        "smaller",
+        "weak",
+        "wider",
+        "width",
+    ]
     assert read_settings("presets", "paper").world_size == 256
     assert read_settings("studies", "scaling").world_size == 8
 
@@ -85,8 +98,18 @@ def test_wrong_settings_are_refused_with_the_reason(tmp_path, text, message):
 def test_unknown_names_list_the_known_ones_and_families_must_agree():
     with pytest.raises(ValueError, match=r"'fast'.*digits, digits-hosts"):
         read_settings("presets", "fast")
-    with pytest.raises(ValueError, match=r"'speed'.*batch, decode, ghosts"):
+    with pytest.raises(ValueError, match=r"'speed'.*batch, decode, epochs, ghosts"):
         read_settings("studies", "speed")
     with pytest.raises(ValueError, match="ffn, not gpt"):
         read_settings("presets", "quick", family="gpt")
     assert read_settings("presets", "gpt", {"dim": 128}, family="gpt").training["dim"] == 128
+
+
+def test_batch_and_data_grow_with_the_ranks_and_epochs_are_equal():
+    weak = read_settings("studies", "weak")
+    configs = {(each.ranks, each.dp): weak.config(each) for each in weak.contenders}
+    assert {key: (config.batch, config.samples) for key, config in configs.items()} == {
+        (ranks, dp): (64 * ranks * dp, 256 * ranks * dp) for ranks, dp in ((1, 1), (2, 1), (4, 1), (1, 2), (1, 4))
+    }
+    epochs = read_settings("studies", "epochs", {"batch": (32, 100), "rows": 1000})
+    assert {config.batch: config.steps for config in epochs.configs()} == {32: 32, 100: 10}

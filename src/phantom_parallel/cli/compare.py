@@ -19,6 +19,7 @@ from phantom_parallel.cli.options import (
     LaunchOptions,
     Tf32Option,
     make_options,
+    model_defaults,
     ranks_of_launcher,
     value_of,
 )
@@ -55,7 +56,12 @@ class SettingOptions(LaunchOptions, Tf32Option, JsonOption):
     family: ClassVar[str]
     file: ClassVar[str]  # name or path of the settings whose values are the defaults
     defaults: ClassVar[Mapping[str, Any]]
+    sizes: ClassVar[Mapping[str, Any]]  # of the model that is named
 
+    like: str | None = None
+    """A well-known model, such as smollm2-135m, whose sizes but the context replace those of the file."""
+    model: Path | None = None
+    """The same from the config.json of a folder: a model of ours, or a Llama, Mistral or Qwen2 of Hugging Face."""
     out: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="")] = None
     """Folder for the report, figures, tables and results.json; new or empty unless --resume. By default a folder named
     after the command and the time."""
@@ -74,7 +80,7 @@ class SettingOptions(LaunchOptions, Tf32Option, JsonOption):
             return
         given = {name: getattr(self, name) for name in self.defaults}
         changes = {name: value for name, value in given.items() if value != self.defaults[name]}
-        settings = read_settings(self.folder, self.file, changes, self.family)
+        settings = read_settings(self.folder, self.file, {**self.sizes, **changes}, self.family)
         command = "compare" if self.folder == "presets" else "study"
         out = self.out or Path(f"{command}-{settings.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}")
         with launch_defaults(device=self.device, tf32=self.tf32, announces=True):
@@ -121,17 +127,19 @@ class StudyOptions(SettingOptions):
     """Run a study: cells that differ in a few settings, each trained or timed.
 
     links: time to the loss of every strategy against the rate of the links between hosts. batch: the same against the
-    batch size, on one link. ghosts: loss and cost against the number of ghosts. scaling: a fixed width on 1 to 8
-    ranks, with energy against rank-hours. smaller: phantom models on fewer ranks that reach the loss of a
+    batch size, on one link. epochs: the loss of batch sizes after the same epochs. ghosts: loss and cost against the
+    number of ghosts. scaling: a fixed width on 1 to 8 ranks, with energy against rank-hours. weak: the same with a
+    batch and data that grow with the ranks. smaller: phantom models on fewer ranks that reach the loss of a
     tensor-parallel model on more. width: the width from which phantom is faster. wider: transformers, and a wider one
-    at equal energy. decode: tokens inside a host and across hosts. Options replace the values of the study, and phantom
-    study ghosts --help shows those of ghosts. Ctrl-C keeps the cells that are finished, and --resume continues there.
+    at equal energy. decode: tokens inside a host and across hosts. requests: lengths of prompts and answers, and batch
+    sizes. serve: requests that arrive at random. Options replace the values of the study, and phantom study ghosts
+    --help shows those of ghosts. Ctrl-C keeps the cells that are finished, and --resume continues there.
     """
 
     folder: ClassVar[Folder] = "studies"
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
-    """links, batch, ghosts, scaling, smaller, width, wider, decode, or a TOML file."""
+    """links, batch, epochs, ghosts, scaling, weak, smaller, width, wider, decode, requests, serve, or a TOML file."""
 
 
 def compare_options(family: str | None, arguments: list[str]) -> tuple[type[SettingOptions], Mapping[str, Any]]:
@@ -139,7 +147,7 @@ def compare_options(family: str | None, arguments: list[str]) -> tuple[type[Sett
     preset = value_of("--preset", arguments) or get_family(family or DEFAULT_FAMILY).default_preset
     if preset is None:
         raise ValueError(f"there is no preset for the family {family}: give --preset and a TOML file")
-    options = _with_settings(CompareOptions, preset, family)
+    options = _with_settings(CompareOptions, preset, family, arguments)
     return options, {"preset": preset} | ranks_of_launcher(arguments, options.defaults["dp"])
 
 
@@ -149,16 +157,19 @@ def study_options(family: str | None, arguments: list[str]) -> tuple[type[Settin
     for before, argument in zip(["", *arguments], arguments, strict=False):
         is_value = before.startswith("-") and "=" not in before and before not in _FLAGS
         if not is_value and (argument in known or (not argument.startswith("-") and Path(argument).is_file())):
-            return _with_settings(StudyOptions, argument, family), {}
+            return _with_settings(StudyOptions, argument, family, arguments), {}
     words = [word for word in arguments if not word.startswith("-")]
     if words and "--help" not in arguments and "-h" not in arguments:
         raise ValueError(f"there is no {words[0]!r}: {choose_from(words[0], known)}, or give a TOML file")
     return StudyOptions, {}
 
 
-def _with_settings(base: type[SettingOptions], file: str, family: str | None) -> type[Any]:
+def _with_settings(base: type[SettingOptions], file: str, family: str | None, arguments: list[str]) -> type[Any]:
     """The options of ``base`` and those of the settings in a file, with their values as defaults."""
-    settings, varied = read_settings(base.folder, file, family=family), varied_by(base.folder, file)
+    own, sizes = model_defaults(family, arguments)
+    sizes = {name: value for name, value in sizes.items() if name in training_fields(own) and name != "context"}
+    settings = read_settings(base.folder, file, sizes, own if sizes else family)
+    varied = varied_by(base.folder, file)
     options: dict[str, Setting] = {}
     where = f", of the {'preset' if base.folder == 'presets' else 'study'} {settings.name}"
 
@@ -188,4 +199,5 @@ def _with_settings(base: type[SettingOptions], file: str, family: str | None) ->
         in_file = name in given or name in varied
         add(name, kind, text, given.get(name, None if default is MISSING else default), where if in_file else "")
     defaults = {name: option.default for name, option in options.items()}
-    return make_options(base, options, base.__doc__ or "", family=settings.family, file=file, defaults=defaults)
+    own_values = {"family": settings.family, "file": file, "defaults": defaults, "sizes": sizes}
+    return make_options(base, options, base.__doc__ or "", **own_values)

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from phantom_parallel.cost.ledger import Ledger, ProductEntry
-from phantom_parallel.cost.terms import Memory, Product, Shape
+from phantom_parallel.cost.terms import Exchange, Memory, Product, Shape
 from phantom_parallel.distributed.data_parallel import average_gradients
 from phantom_parallel.distributed.pipeline import Pipeline
 from phantom_parallel.families.registry import get_family
@@ -243,9 +243,7 @@ def differences(shape: Shape, ledger: Ledger, *, native: bool, root: str = "FFN"
             key = ("FLOPs", p.phase, module) if layer.fused else _product_key(p, module)
             predict(key, layer.calls * (p.flops if layer.fused else 1), f"{p.term} of {layer.name}")
     for e in shape.exchanges:
-        built = not native and e.op in ("all_gather", "reduce_scatter") and not e.by_torch
-        op = "all_to_all" if built else e.op
-        predict(("exchange", e.phase, op, e.ranks, e.stride, e.moved_bytes(shape.word_bytes)), 1, e.term)
+        predict(("exchange", e.phase, _op(e, native), e.ranks, e.stride, e.moved_bytes(shape.word_bytes)), 1, e.term)
     for product, count in ledger.products.items():
         module, fused = module_of(product.module), not product.batch
         key = ("FLOPs", product.phase, module) if fused else _product_key(product, module)
@@ -258,6 +256,12 @@ def differences(shape: Shape, ledger: Ledger, *, native: bool, root: str = "FFN"
         if predicted[key] != counted[key]
     ]
     return wrong + [f"{key[0]} {key[1:]}: counted {n}, in no formula" for key, n in counted.items() if key not in terms]
+
+
+def _op(exchange: Exchange, native: bool) -> str:
+    """The operation that an exchange is, where gathers and scatters are ``native`` or built from all-to-all."""
+    built = not native and exchange.op in ("all_gather", "reduce_scatter") and not exchange.by_torch
+    return "all_to_all" if built else exchange.op
 
 
 Key = tuple[str | int, ...]
@@ -374,6 +378,12 @@ def layouts(shape: Shape, baseline: StrategyName) -> dict[str, Shape]:
                 same = strategy == shape.strategy
                 made[name] = shape.updated(**cut) if same else shape.with_strategy(strategy, **cut)
     return made
+
+
+def exchange_counts(shape: Shape, *, native: bool) -> dict[str, int]:
+    """Exchanges of a rank by the formulas, by operation and the bytes that it sends; ``native`` as in `differences`."""
+    sent = ((_op(e, native), e.moved_bytes(shape.word_bytes)) for e in shape.exchanges)
+    return dict(Counter(f"{op} {size:,} B" for op, size in sent))
 
 
 def exchanges_in_turn(shape: Shape) -> int:

@@ -8,8 +8,9 @@ energy      measured by sensors if there are any; otherwise every rank's seconds
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,6 +88,7 @@ class Cost:
     provenance: str  # of the energy: counter, integrated_power, modelled or unavailable
     blocked_share: float  # of all ranks' time, in which they were blocked in collectives
     least_joules: float | None = None  # of the FLOPs at the peak of the profile
+    exchanges: dict[str, int] = field(default_factory=dict)  # of this rank in a call, by operation and bytes sent
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -117,10 +119,13 @@ def measure_calls(
     """
     check_agreement("what to measure", {"calls": ", ".join(calls), "turns": turns}, mesh)
     group = None if mesh is None else mesh.get_group()
-    counts, repeats = {}, {}
+    counts, repeats, exchanges = {}, {}, {}
     for name, call in calls.items():
         with Ledger() as ledger:
             call.run()
+        exchanges[name] = Counter[str]()
+        for entry, count in ledger.collectives.items():
+            exchanges[name][f"{entry.op} {entry.moved:,} B"] += count
         counts[name] = np.sum(all_gather_objects([ledger.flops, ledger.moved_bytes], group), 0) / call.items
         for _ in range(WARM_UP):
             barrier(group)
@@ -162,6 +167,7 @@ def measure_calls(
             provenance=str(provenance),
             blocked_share=float(blocked / total),
             least_joules=None if profile is None else profile.least_joules(float(counts[name][0])),
+            exchanges=dict(exchanges[name]),
         )
     return costs
 

@@ -268,6 +268,7 @@ def _study(results: Results) -> list[CaptionedFigure | None]:
     measures = [main_measure(results), "joules", "step_seconds", "joules_per_sample", "bytes_per_step"]
     if results.is_timed:
         measures = [*results.timed_measures, "bytes_per_step"]
+        measures += ["samples_per_rank_hour"] if results.settings.get("measure") == "speed" else []
     elif results.settings.get("reference"):
         measures = ["joules", "seconds", "loss_at_equal_steps", "loss_at_equal_energy"]
     return [*(_sweep(results, measure) for measure in dict.fromkeys(measures)), _rank_hours(results)]

@@ -87,7 +87,10 @@ def _places(results: Results, short: bool) -> tuple[Section, ...]:
     ]
     named = {(cell.strategy, (cell.link, cell.batch)): cell for cell in cells}
     measures = results.timed_measures if results.is_timed else ("seconds", "joules", "step_seconds")
+    if not results.is_timed and results.target_loss is None:
+        measures = ("loss", *measures)
     sections = []
+    measures = tuple(measure for measure in measures if _known(results, measure))
     for measure in measures[:2] if short else measures:
         text = _median(results, measure)
         rows = [
@@ -103,7 +106,7 @@ def _cells(results: Results, measures: Sequence[str] = (), *, short: bool = Fals
     """A row for each cell: its settings, then the main measures or those that are given."""
     cells, to_a_loss = results.cells, results.target_loss is not None
     if not measures and results.is_timed:
-        measures = (*results.timed_measures, "blocked_share")
+        measures = (*results.timed_measures[: 3 if short else None], "blocked_share")
     elif not measures:
         with_loss = not to_a_loss or results.settings.get("reference")
         measures = ("loss" if with_loss else "step_seconds", "steps", "seconds", "joules")
@@ -125,7 +128,8 @@ def _cells(results: Results, measures: Sequence[str] = (), *, short: bool = Fals
 def detailed_sections(results: Results) -> tuple[Section, ...]:
     """All figures: of a comparison a column for each strategy, then ratios; of a study a row for each cell."""
     if not results.is_comparison or results.is_timed:
-        return (_cells(results, [name for name in MEASURES if name not in ("latency", "inference_joules")]),)
+        every = _cells(results, [name for name in MEASURES if name not in ("latency", "inference_joules")])
+        return (every, *_exchanges(results))
     measures = ("steps", "seconds", "step_seconds", "flops", "bytes", "blocked_share", "memory_bytes", "joules")
     inference, sensors = inference_measures(results.cells), measured_by(results)
     names = [cell.strategy for cell in results.cells]
@@ -152,6 +156,16 @@ def detailed_sections(results: Results) -> tuple[Section, ...]:
                 rows.append((_inference_label(results, measure), *map(text, results.cells)))
         sections.append(Section(("ratio, below 1 is less", *headings), tuple(rows)))
     return tuple(sections)
+
+
+def _exchanges(results: Results) -> tuple[Section, ...]:
+    """The exchanges of a decoded token by operation and bytes, predicted and observed."""
+    rows = []
+    for label, cell in {cell.label: cell for cell in results.cells}.items():
+        for key, numbers in (cell.runs[0].exchanges if cell.runs else {}).items():
+            rows.append((label, key, *(f"{number:,}" for number in numbers)))
+    headings = ("strategy", "exchange of a rank for a token", "predicted", "observed")
+    return (Section(headings, tuple(rows)),) if rows else ()
 
 
 def _known(results: Results, measure: str) -> bool:

@@ -16,7 +16,7 @@ from phantom_parallel.study.units import TO_THE_LOSS, Interval
 
 BASELINES = ("tensor", "megatron")
 LEADS = ("phantom", PHANTOM_COPIES)
-COUNTS = ("parameters", "flops_per_step", "bytes_per_step", "memory_bytes")
+COUNTS = ("batch", "local_batch", "parameters", "flops_per_step", "bytes_per_step", "memory_bytes")
 
 
 def ratio_interval(pairs: Sequence[tuple[float, float]]) -> Interval | None:
@@ -62,6 +62,12 @@ def _value(run: Run, cell: Cell, measure: str) -> float | None:
         return run.step_seconds if run.first_token_seconds is not None else None
     if measure == "joules_per_token" and run.first_token_seconds is None:
         return None
+    if measure in ("request_seconds", "joules_per_request"):
+        kind = "seconds" if measure == "request_seconds" else "joules"
+        first, token = getattr(run, f"first_token_{kind}"), getattr(run, kind)
+        if first is None or token is None or cell.new_tokens is None:
+            return None
+        return float(first + (cell.new_tokens - 1) * token) / (1 if kind == "seconds" else cell.batch)
     if measure in ("joules_per_sample", "joules_per_token"):
         return run.joules / run.steps / cell.batch if run.joules is not None and run.steps else None
     if measure == "least_joules":
@@ -116,7 +122,7 @@ def median_of(results: Results, cell: Cell, measure: str) -> float | None:
     """The median over the runs of a cell; None if half of them or more do not have the measure."""
     values = list(by_seed(results, cell, measure).values())
     missing = 0 if measure in COUNTS else len(cell.runs) - len(values)
-    middle = median([*values, *[math.inf] * missing]) if cell.runs else math.inf
+    middle = median([*values, *[math.inf] * missing]) if values else math.inf
     return middle if math.isfinite(middle) else None
 
 

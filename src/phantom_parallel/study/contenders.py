@@ -28,6 +28,7 @@ _FIELDS_OF = {
     "shards_rows": ("reshard_after_forward",),
     "splits_layers": ("interleave",),
 }
+REQUEST = ("prompt", "new_tokens", "arrivals")  # settings of a cell that are no fields of its training
 Pairs = tuple[tuple[str, Any], ...]  # names and values of settings, which can be hashed
 
 
@@ -77,7 +78,7 @@ class Contender:
     @property
     def decodes(self) -> bool:
         """Whether its ranks generate text together."""
-        return self.dp == 1 and not (self.rules.shards_rows or self.rules.splits_depth)
+        return self.dp == 1 and not self.rules.shards_rows
 
     @property
     def function(self) -> tuple[str, Pairs]:
@@ -98,7 +99,7 @@ class Contender:
 
     def training(self, shared: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of its training, given those that contenders of all cells share."""
-        fields = {**shared, **dict(self.cell)}
+        fields = {**shared, **{name: value for name, value in self.cell if name not in REQUEST}}
         if fields.get("blocks") is None:
             fields["blocks"] = default_blocks(world_size(fields))  # the same model, however it is laid out
         fields |= {"strategy": self.base.strategy, "ranks": self.ranks, "dp": self.dp, "wire": self.wire}

@@ -58,8 +58,9 @@ from phantom_parallel.study.runner import (
     environment,
     prepare_folder,
     resolve_networks,
+    shape_of,
 )
-from phantom_parallel.study.settings import LOOPBACK, SearchSettings, Settings
+from phantom_parallel.study.settings import LOOPBACK, Decoding, SearchSettings, Settings
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.run import check_memory
 from phantom_parallel.utils.files import FolderLock, write_json
@@ -162,13 +163,11 @@ def _expected(settings: Settings, links: int) -> int:
     return trained + shared + (timed if settings.share_curves else 0)
 
 
-def counts(config: TrainConfig, measure: str = "loss") -> dict[str, int]:
+def counts(config: TrainConfig, decoding: Decoding | None = None) -> dict[str, int]:
     """Counts by the cost formulas: FLOPs and bytes of a step over all ranks, memory of the rank that needs most. To
-    decode, a step is a token after a whole context.
+    decode, a step is a token for each sequence.
     """
-    shape = get_family(config.family).shape.of_training(config)
-    if measure == "decode":
-        shape = shape.passes()["decode"]
+    shape = shape_of(config, decoding)
     return {
         "parameters": shape.model_parameters,
         "flops_per_step": shape.over_all_ranks(lambda shape: 2 * shape.multiply_adds()),
@@ -434,7 +433,7 @@ def _time_link(
             lr = losses.runs[models[contender.label]][seed].lr if losses else settings.search.learning_rates[0]
             config, name = settings.config(contender, lr=lr, seed=seed), timing_name(contender, seed, link)
             if settings.measure == "decode":
-                timings[contender].append(runner.decode(name, config, settings.inference_turns))
+                timings[contender].append(runner.decode(name, config, settings.decoding(contender)))
             else:
                 run = runner.time(name, config, settings.timed_steps, limit=settings.timed_seconds)
                 timings[contender].append(run)
@@ -453,7 +452,8 @@ def _time_link(
 
 def _cell(settings: Settings, contender: Contender, runs: Iterable[Run], link: str, model: str | None = None) -> Cell:
     config = settings.config(contender)
-    counted: dict[str, Any] = counts(config, settings.measure)
+    decoding = settings.decoding(contender) if settings.measure == "decode" else None
+    counted: dict[str, Any] = counts(config, decoding)
     if settings.profile not in (None, ASSUMED_CORE):  # a hardware profile has the peak as well
         profile = load_profile(settings.profile)
         counted["least_joules_per_step"] = least_joules(counted["flops_per_step"], profile, config.dtype)
@@ -462,7 +462,9 @@ def _cell(settings: Settings, contender: Contender, runs: Iterable[Run], link: s
         strategy=contender.name,
         ranks=contender.ranks,
         dp=contender.dp,
-        batch=config.batch,
+        batch=decoding.batch if decoding else config.batch,
+        local_batch=None if decoding else config.batch // config.row_shards,
+        new_tokens=decoding.tokens if decoding else None,
         **counted,
         runs=tuple(runs),
         settings=dict(contender.cell),

@@ -7,7 +7,7 @@
 Every figure that may be missing is None. Means, ratios and intervals are derived, see `analysis`.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,6 +60,16 @@ class Run:
     trained_by: str | None = None  # None: by itself
     timed_steps: int | None = None  # None: all steps
     first_token_seconds: float | None = None  # of the prompt, where a step is a decoded token
+    first_token_joules: float | None = None
+    # By operation and bytes that rank 0 sends: how many the formulas have, and how many a decoded token had.
+    exchanges: dict[str, tuple[int, int]] = field(default_factory=dict)
+    # Of simulated arrivals (see `arrivals`): whole answers, first tokens, and energy with that of idle ranks.
+    latency_p50: float | None = None
+    latency_p95: float | None = None
+    latency_p99: float | None = None
+    first_token_p95: float | None = None
+    idle_share: float | None = None
+    served_joules_per_token: float | None = None
     loss_at_equal_steps: float | None = None  # after the steps of the reference
     loss_at_equal_energy: float | None = None  # within the modelled energy of the reference
     accuracy: float | None = None  # of held-out rows at the end, where they have classes
@@ -135,6 +145,8 @@ class InferenceResult:
     turns: int | None = None
     prompt: int | None = None  # tokens ahead of those that are decoded
     prefill_seconds: float | None = None
+    prefill_joules: float | None = None
+    exchanges: dict[str, int] = field(default_factory=dict)  # of rank 0, by operation and bytes sent
 
 
 @dataclass(frozen=True)
@@ -161,6 +173,8 @@ class Cell:
     model: str | None = None  # whose curves it shares
     least_joules_per_step: float | None = None  # of the FLOPs at the peak and watts of the hardware profile
     peak_flops: float | None = None  # FLOP/s of a rank there; None without a hardware profile
+    local_batch: int | None = None  # rows of a step that a rank works on
+    new_tokens: int | None = None  # of a request, where tokens are decoded
     inference: tuple[InferenceResult, ...] = ()  # one for each batch size
 
     @property
@@ -215,7 +229,10 @@ class Results:
     def timed_measures(self) -> tuple[str, ...]:
         """What timed steps are shown by, the most important first. Where tokens are decoded, each is a step."""
         if self.settings.get("measure") == "decode":
-            return ("token_seconds", "joules_per_token", "first_token_seconds")
+            own = ("token_seconds", "joules_per_token", "first_token_seconds")
+            if any(run.latency_p95 is not None for cell in self.cells for run in cell.runs):
+                return ("latency_p95", "served_joules_per_token", "idle_share", *own)
+            return (*own, "request_seconds", "joules_per_request")
         return ("step_seconds", "joules_per_sample")
 
 

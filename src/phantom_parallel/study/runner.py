@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from phantom_parallel._version import __version__
 from phantom_parallel.cost.calibrate import network_of
+from phantom_parallel.cost.dryrun import exchange_counts
 from phantom_parallel.distributed.hosts import why_unavailable
 from phantom_parallel.distributed.launch import MACHINE_RANKS, threads_for
 from phantom_parallel.distributed.launchers import is_rank_zero
@@ -32,8 +33,10 @@ from phantom_parallel.distributed.signals import Interrupted, LossDiverged, Stop
 from phantom_parallel.energy import EnergyMeter, PowerProfile, load_power_profile
 from phantom_parallel.energy.meter import Window
 from phantom_parallel.families.registry import get_family
+from phantom_parallel.ops.collectives import rank_group
+from phantom_parallel.study.arrivals import Phase, poisson, read_trace, serve
 from phantom_parallel.study.results import CurvePoint, Run, RunStatus
-from phantom_parallel.study.settings import LOOPBACK, Settings
+from phantom_parallel.study.settings import LOOPBACK, Decoding, Settings
 from phantom_parallel.train import Record, TrainConfig, train
 from phantom_parallel.train.loop import Trainer
 from phantom_parallel.utils.files import FolderLock, is_unused, read_bytes, remove_scratch, write_json
@@ -140,18 +143,31 @@ class CellRunner:
 
         return self._cell(name, config, work)
 
-    def decode(self, name: str, config: TrainConfig, turns: int) -> Run:
-        """Time a token for each of ``batch`` sequences, or read the cell of that name; the result on all ranks."""
+    def decode(self, name: str, config: TrainConfig, decoding: Decoding) -> Run:
+        """Time prompts and a token after them, or read the cell of that name; the result on all ranks."""
+        prompt, tokens, batch, rate = decoding
 
         def work(context: ParallelContext) -> Run:
             measure, power = get_family(config.family).measure_inference, self.power(config.ranks)
-            (result,) = measure({name: config}, context, config.batch, turns=turns, power=power).values()
+            turns, sizes = self._settings.inference_turns, {"prompt": prompt, "tokens": tokens}
+            (result,) = measure({name: config}, context, batch, turns=turns, power=power, **sizes).values()
             seconds = result["latency_seconds"]
             blocked = result["blocked_share"] * config.ranks * seconds
             split = {"compute_seconds": config.ranks * seconds - blocked, "blocked_seconds": blocked}
-            first = result["prefill_seconds"]
-            run = Run(config.seed, config.lr, "timed", 1, seconds=seconds, **split, first_token_seconds=first)
-            return replace(run, joules=self._joules(config, run))
+            first = Phase(result["prefill_seconds"], result["prefill_joules"])
+            run = Run(config.seed, config.lr, "timed", 1, seconds=seconds, **split, first_token_seconds=first.seconds)
+            predicted = exchange_counts(shape_of(config, decoding), native=rank_group(context.tp).native)
+            observed = result["exchanges"]
+            both = {key: (predicted.get(key, 0), observed.get(key, 0)) for key in predicted | observed}
+            run = replace(run, joules=self._joules(config, run), first_token_joules=first.joules, exchanges=both)
+            if self._settings.trace is not None:
+                requests = read_trace(Path(self._settings.trace))
+            elif rate is not None:
+                requests = poisson(rate, self._settings.requests, prompt, tokens, config.seed)
+            else:
+                return run
+            token, idle = Phase(seconds, run.joules or 0.0), config.ranks * power.idle_watts
+            return replace(run, **serve(requests, batch, prompt, first, token, idle))
 
         return self._cell(name, config, work)
 
@@ -258,6 +274,12 @@ def _outcome(run: Run) -> str:
         return f"{1e3 * (run.step_seconds or 0.0):.3g} ms per step"
     loss = "" if run.loss is None else f", loss {run.loss:.4g}"
     return f"{_ENDED[run.status]}, {run.steps} steps{loss}, {run.seconds:.3g} s"
+
+
+def shape_of(config: TrainConfig, decoding: Decoding | None) -> Any:
+    """The shape of a step of a training, or of the token that is timed."""
+    shape: Any = get_family(config.family).shape.of_training(config)
+    return shape if decoding is None else shape.decode(decoding.past, batch=decoding.batch)
 
 
 def time_steps(

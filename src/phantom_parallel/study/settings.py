@@ -19,12 +19,13 @@ from importlib.resources import files
 from itertools import product
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from msgspec import Meta
 
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
-from phantom_parallel.study.contenders import Contender, get_contender, world_size
+from phantom_parallel.study.arrivals import read_trace
+from phantom_parallel.study.contenders import REQUEST, Contender, get_contender, world_size
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.utils.files import read_text
 from phantom_parallel.utils.network import NO_LINK
@@ -34,6 +35,7 @@ from phantom_parallel.utils.settings import NonNegativeInt, PositiveFloat, Posit
 Folder = Literal["presets", "studies"]
 LOOPBACK = "loopback"  # the link of ranks without hosts
 SEARCH_PREFIX = "search_"  # of options of the search, whose names the grid has too
+_CELL_SETTINGS = ("strategy", "batch_per_rank", "samples_per_rank", *REQUEST)  # of cells, besides those of a training
 _SET_HERE = {"strategy", "lr", "seed", "steps", "target_loss", "log_every", "checkpoint_every", "keep", "tracker"}
 
 
@@ -74,6 +76,22 @@ class SearchSettings:
             raise ValueError(f"learning_rates must be one or more ascending numbers above 0, got {list(rates)}")
 
 
+class Decoding(NamedTuple):
+    """What is decoded in a cell: the tokens of a prompt and those after it, of a batch of sequences; and how many such
+    requests arrive in a second, if that is simulated.
+    """
+
+    prompt: int
+    tokens: int
+    batch: int
+    rate: float | None = None
+
+    @property
+    def past(self) -> int:
+        """Positions ahead of the token that is timed, in the middle of those that are decoded."""
+        return self.prompt + (self.tokens - 2) // 2
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """A grid of contenders, cells and links, and what is measured: training to a loss, or the time of steps."""
@@ -91,7 +109,7 @@ class Settings:
     transformers parallel, ladder, interleave=N and micro_batches=N (phantom+parallel+int8); small-dense is the smallest
     dense model that reaches the loss."""
     measure: Literal["loss", "speed", "decode"] = "loss"
-    """Whether to train to the loss, to time steps only, or to time a token that is decoded after half the context."""
+    """Whether to train to the loss, to time steps only, or to time a prompt and a token that is decoded after it."""
     target_loss: float | None = None
     """Held-out loss to train to; by default the loss that every strategy reached in the search."""
     smaller: dict[str, Any] = field(default_factory=dict)  # sizes of small-dense, found when it runs
@@ -103,6 +121,22 @@ class Settings:
     """Maximum number of steps of a cell that is trained to the loss of the reference; by default --steps."""
     stop_at_target: bool = True
     """Whether such a cell stops at that loss, or continues to the maximum number of steps."""
+    rows: PositiveInt | None = None
+    """Rows that every training sees, at most --steps batches of them: equal epochs of all batch sizes."""
+    batch_per_rank: PositiveInt | None = None
+    """Rows of a step for each rank: the batch grows with the ranks of a cell."""
+    samples_per_rank: PositiveInt | None = None
+    """Rows of generated data for each rank: the data grow with the ranks of a cell."""
+    prompt: PositiveInt | None = None
+    """Tokens ahead of those that are decoded; by default half the context."""
+    new_tokens: Annotated[int, Meta(ge=2)] | None = None
+    """Tokens to decode, of which the one in the middle is timed; by default as many as there is room for."""
+    arrivals: PositiveFloat | None = None
+    """Requests a second that arrive at random (a Poisson process), simulated with the measured times."""
+    trace: str | None = None
+    """A CSV file of requests to simulate instead, with the columns seconds, prompt_tokens and output_tokens."""
+    requests: PositiveInt = 1000
+    """Requests of --arrivals to simulate."""
     seeds: PositiveInt = 3
     """Trainings of every strategy, or rounds of timed steps."""
     share_curves: bool = True
@@ -135,7 +169,11 @@ class Settings:
         if self.measure == "decode":
             get_family(self.family).require("text_generation")
             if trains := [each.name for each in self.contenders if not each.decodes]:
-                raise ValueError(f"to decode, strategies must be of one copy with whole layers, got {trains[0]}")
+                raise ValueError(f"to decode, strategies must be of one copy and not fsdp, got {trains[0]}")
+            for each in self.contenders:
+                self.decoding(each)
+            if self.trace is not None:
+                read_trace(Path(self.trace))
         self.configs()
         if self.reference is not None and not any(map(self.is_reference, self.contenders)):
             raise ValueError(f"no cell matches the reference {self.reference}: add one that has these settings")
@@ -164,6 +202,10 @@ class Settings:
 
     def _contender(self, name: str, cell: Mapping[str, Any]) -> Contender:
         own = {key: value for key, value in cell.items() if key != "strategy"}
+        for key in ("batch", "samples"):
+            each = own.pop(f"{key}_per_rank", getattr(self, f"{key}_per_rank"))
+            if each is not None:
+                own[key] = each * world_size(self.training | own)
         strategies = get_family(self.family).strategies
         contender = get_contender(name, strategies, self.training | own, tuple(own.items()))
         return contender.tuned_to(**self.smaller) if contender.base.smaller else contender
@@ -180,7 +222,11 @@ class Settings:
 
     def variants(self, contender: Contender) -> tuple[Contender, ...]:
         """What a contender may be tuned to, of which the one with the shortest step is used."""
-        if contender.ranks == 1 or dict(contender.options).keys() & {"interleave", "micro_batches"}:
+        if (
+            self.measure == "decode"
+            or contender.ranks == 1
+            or dict(contender.options).keys() & {"interleave", "micro_batches"}
+        ):
             return (contender,)
         if contender.rules.shards_rows:
             return tuple(contender.tuned_to(reshard_after_forward=frees) for frees in (True, False))
@@ -196,13 +242,28 @@ class Settings:
     ) -> TrainConfig:
         """The training of one contender, for ``steps`` or those of the settings, until ``target``."""
         training = contender.training(self.training)
-        every = training.get("eval_every", 10)
-        training |= {"lr": lr, "seed": seed, "steps": steps or self.steps, "target_loss": target, "eval_every": every}
+        every, steps = training.get("eval_every", 10), steps or self.steps
+        if self.rows is not None and "batch" in training:
+            steps = min(steps, -(-self.rows // training["batch"]))
+        if self.measure == "decode" and contender.rules.splits_depth:  # a training of as many micro-batches
+            training["batch"] = training.get("batch", 1) * contender.ranks
+        training |= {"lr": lr, "seed": seed, "steps": steps, "target_loss": target, "eval_every": every}
         try:
             own = {"log_every": every, "checkpoint_every": 10**9}
             return get_family(self.family).train_config.from_dict(training | own)
         except ValueError as error:
             raise ValueError(f"the training of {contender.base.strategy}: {error}") from None
+
+    def decoding(self, contender: Contender) -> "Decoding":
+        """What a contender decodes; ValueError if it does not fit into the context."""
+        config, own = self.config(contender), dict(contender.cell)
+        context: int = config.context  # type: ignore[attr-defined]
+        prompt = own.get("prompt", self.prompt) or context // 2
+        tokens = own.get("new_tokens", self.new_tokens) or context - prompt
+        if prompt + tokens > context or tokens < 2:
+            raise ValueError(f"a prompt of {prompt} tokens and {tokens} more do not fit into context={context}")
+        batch = config.batch // (contender.ranks if contender.rules.splits_depth else 1)
+        return Decoding(prompt, tokens, batch, own.get("arrivals", self.arrivals))
 
     def configs(self) -> list[TrainConfig]:
         """A training of every contender in every variant; ValueError if one is not possible."""
@@ -251,7 +312,7 @@ def read_settings(
     check_keys(data["search"], search, f"{name_or_path}: [search]")
     cells = []
     for table in data["cells"]:  # one cell for every combination of the values that are given as lists
-        check_keys(table, ("strategy", *training), f"{name_or_path}: [[cells]]")
+        check_keys(table, (*_CELL_SETTINGS, *training), f"{name_or_path}: [[cells]]")
         choices = [value if isinstance(value, list) else [value] for value in table.values()]
         cells += [dict(zip(table, chosen, strict=True)) for chosen in product(*choices)]
     data["cells"] = cells

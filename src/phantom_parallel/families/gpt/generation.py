@@ -238,18 +238,27 @@ def _step(model: GPT, inputs: Tensor, cache: Cache, position: int, sampler: Samp
 
 
 def measure_inference(
-    configs: Mapping[str, GPTTrainConfig], context: ParallelContext, batch: int, *, turns: int, power: PowerProfile
+    configs: Mapping[str, GPTTrainConfig],
+    context: ParallelContext,
+    batch: int,
+    *,
+    turns: int,
+    power: PowerProfile,
+    prompt: int | None = None,
+    tokens: int | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Decoding behind a prompt of half the context. A sample is one token of one sequence."""
+    """Decoding ``tokens`` after a ``prompt``, by default half the context each. A sample is a token of one sequence."""
     where: dict[str, Any] = {"mesh": context.tp, "device": context.device}
     models = {name: GPT(config.model, **where, wire=config.wire) for name, config in configs.items()}
     half = min(config.context for config in configs.values()) // 2
-    prompt = torch.zeros(batch, half, dtype=torch.int64, device=context.device)
-    costs = measure_generation(models, prompt, half, turns=max(2, turns), profile=power)
+    length, tokens = prompt or half, tokens or half
+    prompts = torch.zeros(batch, length, dtype=torch.int64, device=context.device)
+    costs = measure_generation(models, prompts, tokens, turns=max(2, turns), profile=power)
     return {
         name: phases["decode"].inference_result()
         | {"batch": batch, "ranks": configs[name].ranks, "turns": turns}
-        | {"prompt": half, "prefill_seconds": phases["prefill"].seconds}
+        | {"prompt": length, "prefill_seconds": phases["prefill"].seconds}
+        | {"prefill_joules": (phases["prefill"].joules or 0.0) * batch * length}
         | {"parameters": sum(parameter.numel() for parameter in models[name].parameters())}
         for name, phases in costs.items()
     }
