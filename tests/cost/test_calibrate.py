@@ -1,5 +1,7 @@
 """Calibration fits what it is given; validation compares like with like. No test looks at the clock."""
 
+from functools import partial
+
 import pytest
 
 from phantom_parallel.cost.calibrate import (
@@ -8,6 +10,7 @@ from phantom_parallel.cost.calibrate import (
     Coefficients,
     Measured,
     Sample,
+    _profile,
     fit_non_negative,
     fit_profile,
     step_work,
@@ -15,7 +18,7 @@ from phantom_parallel.cost.calibrate import (
 )
 from phantom_parallel.cost.hardware import dump_profile, load_profile
 from phantom_parallel.cost.terms import Shape
-from phantom_parallel.cost.timing import step_time
+from phantom_parallel.cost.timing import Clock, step_time
 from phantom_parallel.families.registry import get_family
 
 # Seconds of a product, a layer, a FLOP, a byte read and written, an exchange and a byte sent.
@@ -64,6 +67,8 @@ def test_exchanges_between_hosts_by_hand():
     assert reduce == Coefficients(exchange=1, sent_byte=2 * 50, between_byte=2 * 25, between_exchange=2)
     alone = work_of(lambda clock: clock.collective("all_to_all", 4, 100.0), 4, hosts=4)
     assert alone == Coefficients(exchange=1, between_byte=300)
+    burst = work_of(lambda clock: clock.collective("all_to_all", 4, 100.0), 4, hosts=4, burst=120)
+    assert burst == Coefficients(exchange=1, between_byte=180)
 
 
 def test_a_machine_that_follows_the_model_is_found_again(tmp_path):
@@ -90,6 +95,20 @@ def test_the_work_that_is_fitted_is_the_work_that_the_time_model_prices(ranks, f
     assert held_out
     for shape in held_out:
         assert step_time(shape, profile).total == pytest.approx(time_of(step_work(shape)), rel=1e-6)
+
+
+def test_bursts_and_exchanges_that_products_hide_are_found_again():
+    given = Measured(4, (), "a device", 1e9, hosts=4, burst=6e3, overlap=0.5)
+    machine, shapes = Clock(_profile(TRUE._replace(between_byte=1e-7), given)), steps(4)
+    timed = [partial(Clock.product, product=product) for product in PRODUCTS]
+    timed += [partial(Clock.collective, op="all_gather", ranks=4, contribution=size) for size in (1e3, 1e5, 1e6)]
+    samples = [Sample(work_of(seconds, 4, 4, 6e3), seconds(machine)) for seconds in timed]
+    samples += [Sample(step_work(shape, 4, 6e3), machine.step(shape).total) for shape in shapes]
+    profile = fit_profile(given._replace(samples=tuple(samples)), steps=shapes)
+    assert profile.between.bandwidth.value == pytest.approx(1e7, rel=1e-3)
+    for shape in steps(4, held_out=True):
+        assert machine.step(shape).hidden > 0
+        assert step_time(shape, profile).total == pytest.approx(machine.step(shape).total, rel=1e-3)
 
 
 def test_the_fit_has_no_negative_coefficients():

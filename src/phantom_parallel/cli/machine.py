@@ -19,6 +19,7 @@ from rich.table import Table
 
 from phantom_parallel.cli.options import JsonOption, LaunchOptions, make_table
 from phantom_parallel.cost.hardware import Profile, dump_profile, list_profiles, load_profile, user_directory
+from phantom_parallel.distributed.hosts import burst_bytes
 from phantom_parallel.distributed.launchers import external_hosts, external_ranks, is_rank_zero, launched_externally
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
 from phantom_parallel.study.units import digits, quantity
@@ -120,10 +121,12 @@ class MeasureOptions(LaunchOptions, JsonOption):
             pairs = get_family(DEFAULT_FAMILY).step_shapes(ranks, held_out=False)
             steps = [shape for pair in pairs for shape in pair.values()]
             with self.launching(ranks) as network, ProgressDisplay(show=is_rank_zero()) as display:
-                measured = measure(ranks, steps, display.note, self.seconds, None if self.watts else mean_watts)
+                power = None if self.watts else mean_watts
+                burst = burst_bytes(network.rate) * network.hosts / ranks if network and network.rate else 0.0
+                measured = measure(ranks, steps, display.note, self.seconds, power, burst)
             if not is_rank_zero():
                 return
-            profile = fit_profile(measured, self.watts, network)
+            profile = fit_profile(measured, self.watts, network, steps)
             path = user_directory() / f"{profile.name}.toml"
             dump_profile(profile, path)
             written[profile.name] = {name: figure.value for name, figure, _ in profile.figures()} | {"file": str(path)}

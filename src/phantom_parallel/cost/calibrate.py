@@ -6,10 +6,11 @@ network_of             links of emulated hosts: a rate, or the FLOP-to-byte rati
 
 With nothing hidden, the time model is linear in nine coefficients, so one least-squares fit over everything that was
 measured gives them all. How often a coefficient enters is what the time model itself says on a machine where this
-coefficient is 1 and the others are 0. Local ranks share cores and memory, so each number of ranks has a profile of its
-own; ranks of another launcher measure links inside nodes and between them. A turn's time is the mean over its calls,
-not the median: where ranks outnumber cores, a call is undisturbed or waits for a whole time slice, and only the mean
-includes both.
+coefficient is 1 and the others are 0. Between hosts, the part of an exchange that products can hide is measured, and
+what a step hides is added to its time before the fit, which is repeated until both agree. Local ranks share cores and
+memory, so each number of ranks has a profile of its own; ranks of another launcher measure links inside nodes and
+between them. A turn's time is the mean over its calls, not the median: where ranks outnumber cores, a call is
+undisturbed or waits for a whole time slice, and only the mean includes both.
 """
 
 import math
@@ -45,6 +46,7 @@ WORD_BYTES = 4
 TURNS = 5
 STEPS_PER_TURN = 3
 PRODUCT_WEIGHT = 0.1  # in the fit, against 1 of an exchange by itself or a step: there are many, and steps are the aim
+FIT_ROUNDS = 10
 MIN_SECONDS = 1e-15  # of a coefficient, so that rates are finite
 
 # Forward, input-gradient and weight-gradient products of layers, thin ones with ghosts, and batches by blocks.
@@ -94,17 +96,19 @@ class Measured(NamedTuple):
     hosts: int = 1
     peaks: Mapping[str, float] = {}  # FLOP/s by further dtypes
     watts: tuple[float, ...] | None = None  # of a rank while it computes, exchanges and is idle
+    burst: float = 0.0  # bytes of a rank that pass at once between hosts
+    overlap: float = 0.0  # the part of an exchange between hosts that products hide
 
 
-def work_of(seconds: Callable[[Clock], float], ranks: int, hosts: int = 1) -> Coefficients:
+def work_of(seconds: Callable[[Clock], float], ranks: int, hosts: int = 1, burst: float = 0.0) -> Coefficients:
     """How often each coefficient enters a time."""
     units = (Coefficients(*unit) for unit in np.eye(len(Coefficients._fields)).tolist())
-    nothing = Measured(ranks, (), "", 0.0, hosts)
+    nothing = Measured(ranks, (), "", 0.0, hosts, burst=burst)
     return Coefficients(*(seconds(Clock(_profile(unit, nothing))) for unit in units))
 
 
-def step_work(shape: Shape, hosts: int = 1) -> Coefficients:
-    return work_of(lambda clock: clock.step(shape).total, shape.ranks, hosts)
+def step_work(shape: Shape, hosts: int = 1, burst: float = 0.0) -> Coefficients:
+    return work_of(lambda clock: clock.step(shape).total, shape.ranks, hosts, burst)
 
 
 def _profile(seconds: Coefficients, measured: Measured, source: str = "a unit") -> Profile:
@@ -118,7 +122,8 @@ def _profile(seconds: Coefficients, measured: Measured, source: str = "a unit") 
 
     ranks, hosts, latency = measured.ranks, measured.hosts, figure(0.0, "; in the overhead of an exchange")
     further = figure(seconds.between_exchange) if 1 < hosts < ranks else latency
-    between = Tier(further, figure(rate(seconds.between_byte if hosts > 1 else seconds.sent_byte)))
+    burst = figure(measured.burst, "; as emulated")
+    between = Tier(further, figure(rate(seconds.between_byte if hosts > 1 else seconds.sent_byte)), burst)
     peak = {"fp32": figure(rate(seconds.flop), "; reached by products of the sizes tried")}
     peak |= {name: figure(flops, "; of a large product") for name, flops in measured.peaks.items()}
     return Profile(
@@ -137,17 +142,20 @@ def _profile(seconds: Coefficients, measured: Measured, source: str = "a unit") 
         collective_overhead_seconds=figure(seconds.exchange),
         inside=between if hosts == ranks else Tier(latency, figure(rate(seconds.sent_byte))),
         between=between,
-        overlap=figure(0.0, "; what is hidden shows as cheaper exchanges"),
+        overlap=figure(measured.overlap, "" if hosts > 1 else "; what is hidden shows as cheaper exchanges"),
     )
 
 
-def measure(ranks: int, steps: Sequence[Shape], report: Report, seconds: float = 0.2, power: Any = None) -> Measured:
+def measure(
+    ranks: int, steps: Sequence[Shape], report: Report, seconds: float = 0.2, power: Any = None, burst: float = 0.0
+) -> Measured:
     """Measure products, exchanges and the training steps ``steps`` on local ranks, or on those of another launcher.
 
     A product or an exchange is measured for ``seconds``, so that it spans several time slices; a training step four
-    times as long. ``report`` gets messages about the progress. ``power`` is `energy.meter.mean_watts` or None.
+    times as long. ``report`` gets messages about the progress. ``power`` is `energy.meter.mean_watts` or None;
+    ``burst`` are the bytes of a rank that pass at once between emulated hosts.
     """
-    return _on_ranks(ranks, _measure, steps, seconds, power, report=report)
+    return _on_ranks(ranks, _measure, steps, seconds, power, burst, report=report)
 
 
 def _on_ranks(ranks: int, work: Callable[..., Any], *args: Any, report: Report) -> Any:
@@ -155,7 +163,9 @@ def _on_ranks(ranks: int, work: Callable[..., Any], *args: Any, report: Report) 
     return start(ranks, work, *args, on_report=lambda text: report(f"{ranks} ranks: {text}"))
 
 
-def _measure(device: torch.device, steps: Sequence[Shape], seconds: float, power: Any, report: Report) -> Measured:
+def _measure(
+    device: torch.device, steps: Sequence[Shape], seconds: float, power: Any, burst: float, report: Report
+) -> Measured:
     torch.manual_seed(0)
     ranks, local = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     mesh, hosts = init_device_mesh(device.type, (ranks,), mesh_dim_names=("tp",)), ranks // local
@@ -184,10 +194,10 @@ def _measure(device: torch.device, steps: Sequence[Shape], seconds: float, power
             if link is not None:
                 call = methodcaller("collective", "all_gather", link.size(), words * WORD_BYTES, stride)
                 exchange = _exchange_pair(words, rank_group(link), device)
-                sample(Coefficients(*(2 * count for count in work_of(call, ranks, hosts))), exchange, seconds)
+                sample(Coefficients(*(2 * count for count in work_of(call, ranks, hosts, burst))), exchange, seconds)
     for index, shape in enumerate(steps):
         report(f"training step {index + 1} of {len(steps)}")
-        sample(step_work(shape, hosts), timed_step(shape, mesh, device), 4 * seconds)
+        sample(step_work(shape, hosts, burst), timed_step(shape, mesh, device), 4 * seconds)
     size, watts, peaks = growth * SIZE, None, dict[str, float]()
     name = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / int(os.environ.get(MACHINE_RANKS, local))
@@ -198,7 +208,8 @@ def _measure(device: torch.device, steps: Sequence[Shape], seconds: float, power
         report("watts")
         runs = _square(size, "fp32", device), exchange, partial(time.sleep, 0.01)
         watts = power([(run, max(1, int(POWER_SECONDS / seconds_of(run)))) for run in runs], device)
-    return Measured(ranks, tuple(samples), name, memory, hosts, peaks, watts)
+    overlap = _overlap(rank_group(links.dp), device, seconds) if links.dp is not None else 0.0
+    return Measured(ranks, tuple(samples), name, memory, hosts, peaks, watts, burst, overlap)
 
 
 def timed_step(shape: Shape, mesh: DeviceMesh, device: torch.device) -> Callable[[], None]:
@@ -235,6 +246,23 @@ def _exchange_pair(words: int, ranks: RankGroup, device: torch.device) -> Callab
     return lambda: finish(start_reduce_scatter(finish(start_all_gather(x, ranks)).values, ranks))
 
 
+def _overlap(ranks: RankGroup, device: torch.device, seconds: float) -> float:
+    """The part of an all-gather that products hide, of as many as take about as long."""
+    x, product = torch.randn(64, EXCHANGED_WORDS[1] // 64, device=device), _square(SIZE // 4, "fp32", device)
+    gather = partial(start_all_gather, x, ranks)
+    alone = time_calls({"gather": lambda: finish(gather()), "product": product}, TURNS, device, seconds=seconds)
+    count = max(1, round(alone["gather"] / alone["product"]))
+
+    def both() -> None:
+        exchange = gather()
+        for _ in range(count):
+            product()
+        finish(exchange)
+
+    products, together = count * alone["product"], time_calls({"": both}, TURNS, device, seconds=seconds)[""]
+    return min(1.0, max(0.0, (alone["gather"] + products - together) / min(alone["gather"], products)))
+
+
 def time_calls(
     runs: Mapping[str, Callable[[], Any]], turns: int, device: torch.device, *, calls: int = 0, seconds: float = 0.0
 ) -> dict[str, float]:
@@ -263,16 +291,25 @@ def time_calls(
 
 
 def fit_profile(
-    measured: Measured, watts: tuple[float, float, float] | None = None, network: Network | None = None
+    measured: Measured,
+    watts: tuple[float, float, float] | None = None,
+    network: Network | None = None,
+    steps: Sequence[Shape] = (),
 ) -> Profile:
     """The profile whose time model comes closest to what was measured, by relative least squares.
 
     ``watts`` are those of a rank while it computes, waits for an exchange, and is idle, if a user gives them;
-    ``network`` is the emulated hosts that it was measured on.
+    ``network`` is the emulated hosts that it was measured on, and ``steps`` what the last samples are of.
     """
     source = f"measured on {measured.ranks} ranks, {date.today()}"
     source += f", on {network.describe()}" if network else f", on {measured.hosts} hosts" * (measured.hosts > 1)
     profile = _profile(fit_non_negative(measured.samples), measured, source)
+    others = len(measured.samples) - len(steps)
+    for _ in range(FIT_ROUNDS if measured.overlap else 0):
+        clock, samples = Clock(profile), list(measured.samples)
+        for index, shape in enumerate(steps, others):
+            samples[index] = samples[index]._replace(seconds=samples[index].seconds + clock.step(shape).hidden)
+        profile = _profile(fit_non_negative(samples), measured, source)
     given = "given by the user" if watts else f"{source}; all sensors, over ranks"
     values = zip(WATTS, watts or measured.watts or (), strict=False)
     name = profile_name(measured.ranks, network.hosts, network.link) if network else profile.name

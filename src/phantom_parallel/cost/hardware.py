@@ -39,10 +39,13 @@ class Figure(Generic[V]):
 
 @dataclass(frozen=True)
 class Tier:
-    """A level of the network, as one device sees it: the time of a step, and bytes a second in one direction."""
+    """A level of the network, as one device sees it: the time of a step, and bytes a second in one direction; of each
+    exchange, ``burst_bytes`` pass at once, as on a link that was idle and whose rate a token bucket limits.
+    """
 
     latency_seconds: Figure[NotNegative]
     bandwidth: Figure[Positive]
+    burst_bytes: Figure[NotNegative] = Figure(0.0, "no burst")
 
 
 @dataclass(frozen=True)

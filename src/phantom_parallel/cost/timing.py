@@ -5,6 +5,7 @@
     tree         all-gather, reduce-scatter  2 h a + (2R-1) w/B   all-reduce  2 h a + 2 w/B       h = ceil(log2 R)
     all-to-all   in pairs  (R-1) (a + w/B)           through others  h (a + R/2 w/B)
     send         a + w/B         broadcast  h (a + w/B)
+    burst        of the bytes that a rank sends in an exchange, u pass at once: w/B is max(0, w - u)/B, and so on
     exchange     c + the cheaper way; past one node, inside nodes and between them in turn
     hidden       min(f t_exchange, time of the products named in ``hidden_by`` of the same layer and phase)
     ladder       the same, but of a map back to the stream the products of the next map from it, and the reverse
@@ -15,8 +16,8 @@
     least        E_least = P_compute F / P, of F FLOPs of all ranks      gap = E / E_least - 1      mfu = F / (R P t)
 
 P, e: peak and efficiency of the dtype, of s bytes a word; M, F: memory and write bandwidth; o, c: overheads; a, B: a
-tier's latency and bandwidth; w as in `cost.terms`, in bytes; f: the overlap. ``docs/planning.md`` states the
-assumptions. Every energy is modelled.
+tier's latency and bandwidth, u its burst; w as in `cost.terms`, in bytes; f: the overlap. ``docs/planning.md`` states
+the assumptions. Every energy is modelled.
 """
 
 from collections.abc import Iterable, Mapping
@@ -119,8 +120,10 @@ class Clock:
         self._collective_overhead = profile.collective_overhead_seconds.value
         self._overlap = profile.overlap.value
         self._node = int(profile.devices_per_node.value)
-        self._inside = profile.inside.latency_seconds.value, 1 / profile.inside.bandwidth.value
-        self._between = profile.between.latency_seconds.value, 1 / profile.between.bandwidth.value
+        self._inside, self._between = (
+            (tier.latency_seconds.value, 1 / tier.bandwidth.value, tier.burst_bytes.value)
+            for tier in (profile.inside, profile.between)
+        )
 
     def product(self, product: Product) -> float:
         b, m, l, n = product.batch, product.rows, product.inner, product.columns  # noqa: E741, the equation's names
@@ -250,16 +253,16 @@ class Clock:
         return devices * (busy.value * step.compute + blocked.value * step.exposed + idle.value * step.idle)
 
 
-def _tier(op: Op, ranks: int, contribution: float, latency: float, seconds_per_byte: float) -> float:
+def _tier(op: Op, ranks: int, contribution: float, latency: float, seconds_per_byte: float, burst: float) -> float:
     """The cheaper way on one level of the network: ring or tree, in pairs or through others."""
     if ranks == 1:
         return 0.0
-    wire = contribution * seconds_per_byte
     height = (ranks - 1).bit_length()  # ceil(log2 R)
+    ways: list[tuple[int, float]] = [(ranks - 1, ranks - 1), (2 * height, 2 * ranks - 1)]  # latencies, contributions
     if op in ("send", "broadcast"):
-        return (1 if op == "send" else height) * (latency + wire)
-    if op == "all_reduce":
-        return min(2 * (ranks - 1) * (latency + wire / ranks), 2 * height * latency + 2 * wire)
-    if op == "all_to_all":
-        return min((ranks - 1) * (latency + wire), height * (latency + ranks / 2 * wire))
-    return min((ranks - 1) * (latency + wire), 2 * height * latency + (2 * ranks - 1) * wire)
+        ways = [(1, 1) if op == "send" else (height, height)]
+    elif op == "all_reduce":
+        ways = [(2 * (ranks - 1), 2 * (ranks - 1) / ranks), (2 * height, 2)]
+    elif op == "all_to_all":
+        ways = [(ranks - 1, ranks - 1), (height, height * ranks / 2)]
+    return min(hops * latency + max(0.0, sent * contribution - burst) * seconds_per_byte for hops, sent in ways)

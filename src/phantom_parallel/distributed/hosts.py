@@ -187,8 +187,13 @@ def address(host: int) -> str:
 def _limit(ip: Any, interface: int, rate: float | None, mtu: int) -> None:
     """Limit what leaves an interface, if there is a rate, in bits a second."""
     if rate is not None:
-        burst = max(mtu + _MARGIN, round(rate / 8 * _BURST_SECONDS))
-        ip.tc("add", "tbf", index=interface, handle=_ROOT, rate=round(rate / 8), burst=burst, limit=_QUEUE_BYTES)
+        settings = {"rate": round(rate / 8), "burst": burst_bytes(rate, mtu), "limit": _QUEUE_BYTES}
+        ip.tc("add", "tbf", index=interface, handle=_ROOT, **settings)
+
+
+def burst_bytes(rate: float, mtu: int | None = None) -> int:
+    """Bytes that pass at once through an idle link of so many bits a second."""
+    return max((mtu or _mtu(rate)) + _MARGIN, round(rate / 8 * _BURST_SECONDS))
 
 
 def _mtu(rate: float | None) -> int:
