@@ -1,6 +1,6 @@
 """``phantom plan``: strategies, ranks and ghosts compared for a model, a batch and a machine."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -47,9 +47,10 @@ class PlanOptions(ModelOptions, WireOption, PlanSettings, JsonOption):
             settings |= {"blocks": (best["blocks"],), "ghosts": (best["ghosts"],)}
             steps = best["steps_ratio"]["mean"]
         answer = plan(PlanRequest(model=self.model_sizes, profile=load_profile(self.hardware), **settings))
-        written = _write(answer, self.out) if self.out else []
+        curves = scaling(answer.request, within=not self.out) if self.json or self.out else {}
+        written = _write(answer, curves, self.out) if self.out else []
         if self.json:
-            print(json_text(as_data(answer)))
+            print(json_text(as_data(answer, curves)))
             return
         console = Console(highlight=False)
         for part in (*_headline(answer, steps), *_tables(answer, self.all)):
@@ -94,9 +95,9 @@ def as_row(answer: Plan, candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def as_data(answer: Plan) -> dict[str, Any]:
-    """The whole answer for JSON."""
-    request, dense, curves = answer.request, answer.best_dense, scaling(answer.request)
+def as_data(answer: Plan, curves: Mapping[str, Sequence[Candidate]]) -> dict[str, Any]:
+    """The whole answer for JSON, with the curves of `scaling`."""
+    request, dense = answer.request, answer.best_dense
     settings = {name: getattr(request, name) for name in ("batch", "devices", "dtype", "wire", "goal")}
     settings |= {"hardware": request.profile.name, "memory_limit_bytes": request.memory_limit}
 
@@ -114,13 +115,13 @@ def as_data(answer: Plan) -> dict[str, Any]:
     }
 
 
-def _write(answer: Plan, folder: Path) -> list[Path]:
+def _write(answer: Plan, curves: Mapping[str, Sequence[Candidate]], folder: Path) -> list[Path]:
     """The figure, and beside it the numbers."""
     from phantom_parallel.report.figures import draw_scaling  # matplotlib takes a second to import
     from phantom_parallel.report.tables import csv_text
 
     files = [folder / name for name in ("plan.json", "layouts.csv", "scaling.csv")]
-    data, curves = as_data(answer), scaling(answer.request)
+    data = as_data(answer, curves)
     write_json(files[0], data)
     write_text(files[1], csv_text(data["candidates"]))
     write_text(files[2], csv_text([{"curve": name, **row} for name, rows in data["scaling"].items() for row in rows]))

@@ -209,6 +209,7 @@ class Candidate:
     step: StepTime
     memory_bytes: int
     parameters: int  # of the whole model
+    wire: WireFormat = "full"
 
     @property
     def devices(self) -> int:
@@ -313,13 +314,16 @@ def plan(request: PlanRequest) -> Plan:
     raise ValueError(f"nothing fits: the smallest, {least.layout}, {least.reason}; use more devices or a smaller batch")
 
 
-def scaling(request: PlanRequest, counts: tuple[int, ...] = SCALING_COUNTS) -> dict[str, list[Candidate]]:
-    """For each strategy, the best on exactly so many devices at the same batch. Counts at which none fits are left out.
+def scaling(
+    request: PlanRequest, counts: tuple[int, ...] = SCALING_COUNTS, *, within: bool = False
+) -> dict[str, list[Candidate]]:
+    """For each strategy, the best on exactly so many devices at the same batch. Counts at which none fits are left out,
+    and ``within`` those beyond the devices of the request.
 
     Phantom has curves for the fewest and for the most ghosts requested, each with a block or more on a rank, and on two
     levels, with several ranks in a block.
     """
-    most = request.profile.max_devices.value
+    most = request.devices if within else request.profile.max_devices.value
     ends = tuple(sorted({min(request.ghosts), max(request.ghosts)}))
     curves: dict[str, list[Candidate]] = {}
     for count in (count for count in counts if count <= most):
@@ -405,5 +409,5 @@ def _evaluate(request: PlanRequest, layouts: Iterable[Layout]) -> tuple[list[Can
             reason = f"needs {needs / GIB:.3g} GiB a device, more than {request.memory_limit / GIB:.3g}"
             dropped.append(Dropped(layout, reason, needs))
             continue
-        candidates.append(Candidate(layout, clock.step(shape), needs, shape.model_parameters))
+        candidates.append(Candidate(layout, clock.step(shape), needs, shape.model_parameters, request.wire))
     return candidates, dropped
