@@ -120,6 +120,26 @@ def test_phantom_is_held_against_the_smallest_dense_model_that_reaches_the_loss(
     assert data["verdict"].startswith("Use phantom" if pays else "Do not use phantom here")
 
 
+def test_formats_on_the_wire_are_planned_for_both_and_the_search_for_a_small_model_ends_in_time(
+    slow, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    decay(monkeypatch, EQUAL)
+    words = [*WORDS.replace("planted", "darcy --grid 8").split(), "--hardware", slow, "--json"]
+    costs = {}
+    for wire in ("full", "int8"):
+        more = ["--wire", *{"full", wire}, "--minutes", "0.25", "--out", str(tmp_path / wire)]
+        assert main([*words, *more]) == 0
+        costs[wire] = json.loads(capsys.readouterr().out)
+    assert costs["full"]["best"]["wire"] == "full"
+    assert costs["int8"]["best"]["wire"] == "int8"
+    assert "--wire int8" in costs["int8"]["command"]
+    for model in ("best", "dense"):
+        assert costs["int8"][model]["step_seconds"] < costs["full"][model]["step_seconds"]
+    assert costs["int8"]["best"]["steps_ratio"] == costs["full"]["best"]["steps_ratio"]
+    assert costs["full"]["small_dense"] is None
+
+
 def test_several_nodes_are_started_by_srun(slow, tmp_path, monkeypatch, capsys):
     (tmp_path / "slow.toml").write_text(SLOW.replace("[peak]", "devices_per_node = 2\n[peak]"))
     decay(monkeypatch, EQUAL)

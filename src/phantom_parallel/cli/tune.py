@@ -15,6 +15,7 @@ sizes       with several sizes below the model's, all this at each of them, from
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
@@ -31,7 +32,7 @@ from scipy import stats
 
 from phantom_parallel.cli.options import Flag, JsonOption, Tf32Option, make_options, make_table, other_families
 from phantom_parallel.cost.hardware import Profile, list_profiles, load_profile
-from phantom_parallel.cost.planner import Candidate, Layout, ModelSizes, PlanRequest, plan, planned_strategies
+from phantom_parallel.cost.planner import Candidate, Layout, ModelSizes, PlanRequest, plan, planned_strategies, rank_by
 from phantom_parallel.cost.terms import optimizer_of
 from phantom_parallel.distributed.launch import launch, launch_defaults
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
@@ -46,6 +47,7 @@ from phantom_parallel.study.units import Interval, format_interval, format_ratio
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.utils.files import FolderLock, json_text, write_json
 from phantom_parallel.utils.settings import Setting
+from phantom_parallel.utils.strategies import WireFormat, wire_suffix
 
 RESULT = "tune.json"
 FINALISTS = 3
@@ -93,6 +95,9 @@ class TuneOptions(Tf32Option, JsonOption):
     """Numbers of blocks to try; by default powers of two up to 16 and to the devices."""
     ghosts: tuple[int, ...] = (4, 16, 64)
     """Numbers of ghosts to try."""
+    wire: tuple[WireFormat, ...] = ("full",)
+    """Formats in which features may travel on the target, for phantom and the dense model alike; each gets its best.
+    In one process nothing travels: steps are those of full precision."""
     learning_rates: tuple[float, ...] = SearchSettings().learning_rates
     """Learning rates to try for every model, in ascending order."""
     seeds: int = 3
@@ -131,7 +136,8 @@ class TuneOptions(Tf32Option, JsonOption):
         out = self.out or Path(f"tune-{self.family}-{datetime.now(UTC):%Y%m%d-%H%M%S}")
         options = RunOptions(out.absolute(), self.resume, show=True)
         with launch_defaults(device=self.device, tf32=self.tf32, announces=True):
-            result = tune(settings, request, product(blocks, self.ghosts), options, self.minutes, self.size, sizes)
+            grid, place = product(blocks, self.ghosts), (self.size, sizes, self.wire)
+            result = tune(settings, request, grid, options, self.minutes, *place)
         command = _command(result, self)
         data = {"verdict": result.verdict, "pays": result.pays, "command": command} | result.to_dict()
         write_json(out / RESULT, data)
@@ -212,6 +218,7 @@ class Tuned:
         ratios = {"steps": self.steps, "time": self.to_the_loss("time"), "energy": self.to_the_loss("energy")}
         return {
             **self.layout.layout._asdict(),
+            "wire": self.layout.wire,
             **dict(self.own),
             "step_seconds": self.layout.seconds,
             "modelled_joules_per_step": self.layout.joules,
@@ -284,6 +291,7 @@ class TuneResult:
     skipped: int  # candidates whose step is not cheaper than the dense model's
     trends: tuple[Trend, ...] = ()  # over the sizes that were measured in place of the model's
     small: Tuned | None = None  # the smallest dense model that reaches the target
+    wires: tuple[WireFormat, ...] = ("full",)  # formats that layouts may use
 
     @property
     def best(self) -> Tuned | None:
@@ -307,7 +315,9 @@ class TuneResult:
         """The recommendation in one sentence."""
         request, best = self.request, self.best
         where = f"{request.devices} devices of {request.profile.name}"
-        against = f"{self.dense.layout}, the best layout of the dense model on up to {where}"
+        against = (
+            f"{self.dense.layout}{wire_suffix(self.dense.wire)}, the best layout of the dense model on up to {where}"
+        )
         if not self.rates:
             return f"Do not use phantom here: no candidate has a cheaper step than {against}."
         measured = ""
@@ -324,7 +334,7 @@ class TuneResult:
                 f"{AT_MOST} times its steps."
             )
         layout = best.layout.layout
-        model = f"phantom with {layout.blocks} blocks and {layout.ghosts} ghosts"
+        model = f"phantom with {layout.blocks} blocks and {layout.ghosts} ghosts{wire_suffix(best.layout.wire)}"
         loss = "the loss" if self.target is None else f"the loss {self.target:.4g}"
         cost = f"{format_interval(best.cost)} of the {request.goal} to {loss} of {against}"
         if self.small is not None and self.small.cost is not None:
@@ -350,7 +360,7 @@ class TuneResult:
             "hardware": request.profile.name,
             "goal": request.goal,
             "target_loss": self.target,
-            "dense": {**dense.layout._asdict(), **step, "steps": list(self.dense_steps)},
+            "dense": {**dense.layout._asdict(), "wire": dense.wire, **step, "steps": list(self.dense_steps)},
             "learning_rates": dict(self.rates),
             "candidates": [model.to_dict() for model in self.models],
             "best": self.best.to_dict() if self.best else None,
@@ -367,23 +377,23 @@ def tune(
     minutes: float,
     size: str = "",
     sizes: Sequence[int] = (),
+    wires: Sequence[WireFormat] = ("full",),
 ) -> TuneResult:
     """Find the blocks and ghosts of the ``grid`` that reach the dense loss at the least cost, in about ``minutes``.
 
     With ``sizes`` in ascending order, values of the setting ``size``, steps are measured at these and extrapolated.
+    Layouts may use any format of ``wires``.
     """
-    others = tuple(name for name in request.strategy if name != "phantom")
-    dense = plan(replace(request, strategy=others)).best_dense
-    assert dense is not None
+    dense = _best_layout(request, wires)
     models, reasons = list[Tuned](), list[str]()
     for blocks, ghosts in grid:
         try:  # models that are not possible are refused
             replace(settings, cells=({"strategy": "phantom", "blocks": blocks, "ghosts": ghosts},))
-            own = plan(replace(request, strategy=("phantom",), blocks=(blocks,), ghosts=(ghosts,)))
+            own = _best_layout(request, wires, phantom=True, blocks=(blocks,), ghosts=(ghosts,))
         except ValueError as error:
             reasons.append(str(error))
         else:  # as if it needed as many steps as the dense model
-            models.append(Tuned(own.best_of_each[0], dense, request.goal, Interval(1.0, None, None, 1)))
+            models.append(Tuned(own, dense, request.goal, Interval(1.0, None, None, 1)))
     if not models:
         raise ValueError(f"no phantom model of these blocks and ghosts is possible: {reasons[0]}")
     cheaper = [model for model in models if model.mean_cost < 1]
@@ -400,7 +410,8 @@ def tune(
     with FolderLock(options.out) as lock:
         prepare_folder(options.out, settings.to_dict(), options.resume, lock)
         untrained = tuple(replace(model, steps=None) for model in models)
-        result = TuneResult(request, dense, settings.target_loss, (), {}, untrained, len(models) - len(cheaper))
+        skipped, formats = len(models) - len(cheaper), tuple(wires)
+        result = TuneResult(request, dense, settings.target_loss, (), {}, untrained, skipped, wires=formats)
         if not cheaper or not sizes:
             return launch(1, _measure, settings, options, result, cheaper, 60 * minutes) if cheaper else result
         measured = dict[int, TuneResult]()
@@ -412,6 +423,13 @@ def tune(
             if not cheaper:
                 break
     return _extrapolated(result, measured, settings.training[size])
+
+
+def _best_layout(request: PlanRequest, wires: Sequence[WireFormat], *, phantom: bool = False, **own: Any) -> Candidate:
+    """The best layout of the dense model, or of a phantom model, over formats on the wire."""
+    strategy = tuple(name for name in request.strategy if (name == "phantom") == phantom)
+    plans = [plan(replace(request, strategy=strategy, wire=wire, **own)) for wire in wires]
+    return min((each for answer in plans for each in answer.candidates), key=partial(rank_by, request.goal))
 
 
 def _cells(models: Sequence[Tuned]) -> tuple[dict[str, Any], ...]:
@@ -449,7 +467,9 @@ def _measure(
     finished: dict[str, Run] = {}
     with cell_runner(device, settings, options) as runner:
 
-        def train(name: str, config: TrainConfig) -> Run:
+        def train(name: str, config: TrainConfig, limit: float = inf) -> Run:
+            if spent() > limit:
+                raise TimeoutError
             if name not in finished:
                 finished[name] = runner.train(prefix + name, config)
             return finished[name]
@@ -496,8 +516,9 @@ def _measure(
                     config = settings.config(left[label], lr=rates[label], seed=seed, steps=most, target=target)
                     run = train(f"{label} seed={seed} lr={config.lr:g} loss={target:.6g}", config)
                     pairs[label].append((run.steps if run.reached else 0, reference.steps))
-        if not prefix and spent() < budget:
-            result = _with_smaller(result, replace(settings, target_loss=target), runs, train)
+        with suppress(TimeoutError):  # then it is not known
+            in_time = partial(train, limit=0 if prefix else budget)
+            result = _with_smaller(result, replace(settings, target_loss=target), runs, in_time)
     for label, counts in pairs.items():
         if counts:
             reached = all(steps for steps, _ in counts)
@@ -525,9 +546,7 @@ def _with_smaller(
         return result
     steps = ratio_interval([(run.steps, dense.steps) for run, dense in zip(trained, runs, strict=True)])
     request, model = result.request, result.request.model
-    others = tuple(name for name in request.strategy if name != "phantom")
-    layout = plan(replace(request, model=replace(model, settings=model.settings | sizes), strategy=others)).best_dense
-    assert layout is not None
+    layout = _best_layout(request, result.wires, model=replace(model, settings=model.settings | sizes))
     own = (*sizes.items(), ("lr", lr))
     return replace(result, small=Tuned(layout, result.dense, request.goal, steps, False, True, own=own))
 
@@ -561,6 +580,9 @@ def _table(result: TuneResult) -> Table:
     caption = "95 % intervals over seeds; ~ estimated from a short training; times and energies of a step are modelled"
     if result.skipped:
         caption += f"; {result.skipped} candidates with a dearer step than the dense model's were not trained"
+    caption += (
+        "; steps are those of full precision, also with a shorter wire format" if result.wires != ("full",) else ""
+    )
     caption += "; small: the smallest dense model that reaches the loss" if result.small else ""
     headings = ("blocks", "ghosts", "ranks\nx dp", "steps", "time", "energy")
     table = make_table(headings, left=0, title=title, caption=caption)
@@ -570,7 +592,8 @@ def _table(result: TuneResult) -> Table:
             text = "-" if ratio is None else format_interval(ratio)
             cells.append(f"~{format_ratio(ratio.mean)}" if ratio and model.estimated else text)
         name = (str(layout.blocks), str(layout.ghosts)) if layout.blocks else ("small", "-")
-        table.add_row(*name, f"{layout.ranks} x {layout.dp}", *cells)
+        wire = "" if model.layout.wire == "full" else f"\n{model.layout.wire}"
+        table.add_row(*name, f"{layout.ranks} x {layout.dp}{wire}", *cells)
     return table
 
 
@@ -596,6 +619,8 @@ def _command(result: TuneResult, options: TuneOptions) -> str:
     values: dict[str, Any] = {"strategy": layout.strategy, "ranks": layout.ranks, "dp": layout.dp}
     values |= {key: getattr(layout, key) for key in ("blocks", "ghosts", "micro_batches") if getattr(layout, key)}
     values |= {} if layout.reshard_after_forward else {"reshard_after_forward": False}
+    wire = (best.layout if best else result.dense).wire
+    values |= {} if wire == "full" else {"wire": wire}
     given = {key: getattr(options, key) for key in options.training}
     values |= {key: value for key, value in given.items() if value != options.training[key]}
     values |= {"steps": AT_MOST * options.steps, **dict(best.own)} if best else {"steps": options.steps}
