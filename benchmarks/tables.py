@@ -216,6 +216,18 @@ def validation(data: dict[str, Any]) -> Iterator[Sequence[str]]:
         yield *(str(row["setting"][name]) for name in names), *times, *ratios, f"{row['error']:+.0%}"
 
 
+@table("tune-validation")
+def tune_validation(data: dict[str, Any]) -> Iterator[Sequence[str]]:
+    """Predicted / measured ratios of phantom to the best dense layout, and which is the faster one to the loss."""
+    yield "setting", "hosts", "steps", "best dense layout", "time to the loss", "error", "faster"
+    for name, row in data["rows"].items():
+        ratios = [
+            " / ".join(f"{row[key][kind]:.2f}" for kind in ("predicted", "measured")) for key in ("steps", "time")
+        ]
+        names = [" / ".join(row[key][kind] for kind in ("predicted", "measured")) for key in ("best_dense", "winner")]
+        yield name, str(row["hosts"]), ratios[0], names[0], ratios[1], f"{row['error']:+.0%}", names[1]
+
+
 @table("checkpoint")
 def checkpoint(data: dict[str, Any]) -> Iterator[Sequence[str]]:
     """Memory of a rank while it saves and loads, over what it holds."""
