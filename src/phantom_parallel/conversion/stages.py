@@ -265,6 +265,7 @@ def output_importance(
     """
     sums = {layer.name: torch.zeros(len(layer.weight), dtype=torch.float64) for layer in layers}
     mask: Tensor | None = None
+    sources: list[Tensor] = []  # outputs of the first layers, where gradients end: those of weights are not computed
 
     def watch(name: str) -> Callable[..., None]:
         def add(gradient: Tensor) -> None:
@@ -273,8 +274,9 @@ def output_importance(
 
         def after(_: nn.Module, args: Any, output: Any) -> None:
             tensor = first_tensor(output)
-            if tensor.requires_grad:
-                tensor.register_hook(add)
+            if not tensor.requires_grad:
+                sources.append(tensor.requires_grad_())
+            tensor.register_hook(add)
 
         return after
 
@@ -285,13 +287,11 @@ def output_importance(
         for parameter, trained in parameters:
             stack.callback(parameter.requires_grad_, trained)
             parameter.requires_grad_(False)
-        watched = [parameter for layer in layers for parameter in layer.module.parameters(recurse=False)]
-        for parameter in watched:
-            parameter.requires_grad_(True)
         for batch in batches:
             mask = padding_mask(batch)
+            sources.clear()
             with torch.enable_grad():
-                torch.autograd.grad(loss(model, batch), watched, allow_unused=True)
+                torch.autograd.grad(loss(model, batch), sources, allow_unused=True)
     for name, total in sums.items():
         total /= max(1, len(batches))
         if not total.isfinite().all() or not total.any():
