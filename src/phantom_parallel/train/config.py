@@ -96,7 +96,7 @@ class TrainConfig(HasModel):
     """Format in which activations, ghosts and their gradients travel between the ranks that share a model: as they are
     (full), bf16, or int8 with one scale per row. Products and sums keep their precision."""
     compile: bool = False
-    """Compile the model with torch.compile."""
+    """Compile the model with torch.compile; a transformer layer by layer."""
     seed: NonNegativeInt = 0
     """Seed of the initial weights, of a teacher's data and of the order of rows."""
     log_every: PositiveInt = 10

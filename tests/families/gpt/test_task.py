@@ -57,6 +57,20 @@ def close(actual: dict, expected: dict) -> bool:
     return True
 
 
+def compiled(config: GPTTrainConfig, cache: str) -> tuple[dict, int]:
+    os.environ["XDG_CACHE_HOME"] = cache
+    return test_loop.compiled_losses(config.updated(compile=True))
+
+
+@pytest.mark.parametrize("changes", [{}, {"interleave": 2}, {"ladder": True, "parallel_block": True}])
+def test_compiled_layers_learn_the_same(ranks, phantom, changes):
+    config = phantom.updated(ranks=2, steps=3, **changes)
+    expected = here(config.updated(ranks=1))
+    actual, graphs = ranks(2)(compiled, config, os.environ["XDG_CACHE_HOME"])[0]
+    assert close(actual, expected)
+    assert graphs >= (1 if "parallel_block" in changes else 2)
+
+
 def test_losses_are_those_of_a_plain_loop_in_torch(phantom):
     config = phantom.updated(max_grad_norm=0.5, warmup=3, schedule="cosine", weight_decay=0.1)
     text = open_text(config)

@@ -275,8 +275,8 @@ class GPTTrainConfig(TextTrainConfig):
             raise ValueError(
                 f"interleave={self.interleave} does not divide a micro-batch of {self.micro_batch}: {near}"
             )
-        if (self.interleave > 1 or self.model.ladder) and (self.fsdp or self.compile):
-            raise ValueError("interleave and ladder cannot be combined with fsdp or compile: leave one out")
+        if (self.interleave > 1 or self.model.ladder) and self.fsdp:
+            raise ValueError("interleave and ladder cannot be combined with fsdp: leave one out")
 
     @property
     def vocab(self) -> int:

@@ -99,6 +99,11 @@ class Layer(nn.Module):
         attention, mlp = self.attention, self.mlp
         return (attention.qkv, attention.mix, attention.out), (mlp.gate_up, mlp.gated, mlp.down)
 
+    def compile_parts(self) -> None:
+        """Compile what is computed between two exchanges."""
+        self.attention.mix = torch.compile(self.attention.mix)
+        self.mlp.gated = torch.compile(self.mlp.gated)
+
 
 class HeadAttention(nn.Module):
     """Attention of projected heads: a module, so that counts and profiles show it by itself."""
@@ -138,6 +143,10 @@ class ParallelLayer(nn.Module):
     @property
     def sublayers(self) -> tuple[Sublayer, ...]:
         return ((self.qkv_gate_up, self._mix, self.out_down),)
+
+    def compile_parts(self) -> None:
+        """Compile what is computed between two exchanges."""
+        self._mix = torch.compile(self._mix)
 
     def _mix(self, projected: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None = None) -> Tensor:
         each = projected.unflatten(-1, (-1, self.piece))  # (batch, t, local kv heads, features)
@@ -311,7 +320,7 @@ class GPT(nn.Module):
         activation_checkpointing: Save only the inputs of the layers and recompute the rest in backward.
         reshard_after_forward: For ``fsdp``, whether to free the gathered weights of a layer after its forward pass.
         interleave: Parts of a batch that are interleaved in a loss, so that exchanges of one overlap with products of
-            the others. A batch that it does not divide, and a compiled one, is one part.
+            the others. A batch that it does not divide is one part, as is that of a model that is compiled as a whole.
 
     Example::
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phantom_parallel.distributed.data_parallel import shard_fully
+from phantom_parallel.distributed.data_parallel import compile_layers, shard_fully
 from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.distributed.pipeline import Pipeline, ends
 from phantom_parallel.distributed.process_group import ParallelContext
@@ -85,6 +85,16 @@ class GPTTask(Task[GPTTrainConfig]):
     def loss(self, rows: Tensor) -> Tensor:
         with self.autocast():
             return self._forward(*self.load(rows)).float()
+
+    def compile(self) -> None:
+        """Compile each layer by itself, so that it takes no longer for a deeper model; where layers run in parts, what
+        they compute between two exchanges.
+        """
+        layers = [layer for layer in self.model.layers if not isinstance(layer, nn.Identity)]
+        if not (self.config.interleave > 1 or self.config.model.ladder):
+            return compile_layers(layers)
+        for layer in layers:
+            layer.compile_parts()
 
     def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         return windows(self._text.training, rows, self.config.context)
