@@ -19,7 +19,8 @@ def test_the_headline_has_phantoms_ratios_to_the_baselines():
     results = make_results()
     lines = headline(results)
     for line, other in zip(lines, results.cells[1:], strict=False):
-        assert line.startswith(f"Phantom / {other.strategy}: time to the loss ")
+        assert line.startswith("Phantom")
+        assert other.strategy in line
         for measure in ("seconds", "joules"):
             assert format_interval(ratio(results, results.cells[0], other, measure)) in line
     assert NOT_SIGNIFICANT not in text_of(results)

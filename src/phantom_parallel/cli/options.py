@@ -30,9 +30,24 @@ Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 # Groups of a command's help after its own options, in order, and the options in each.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "model": ("blocks", "ghosts"),
+    "model": (
+        *("width", "depth", "in_features", "out_features", "activation", "bias", "dim", "layers", "heads", "kv_heads"),
+        *(
+            "hidden",
+            "hidden_groups",
+            "context",
+            "vocab",
+            "tie_embeddings",
+            "parallel_block",
+            "ladder",
+            "blocks",
+            "ghosts",
+            "low_rank",
+        ),
+    ),
     "data": (
-        *("data", "batch", "samples", "teacher_blocks", "teacher_ghosts", "teacher_depth"),
+        *("data", "batch", "samples", "grid", "feature_order", "data_seed"),
+        *("teacher_blocks", "teacher_ghosts", "teacher_depth"),
         *("pattern", "max_bytes", "tokenizer", "eval_windows"),
     ),
     "ranks": (
@@ -42,6 +57,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "optimizer": (
         *("gradient_accumulation_steps", "steps", "target_loss", "optimizer", "lr", "schedule", "warmup"),
         *("momentum", "weight_decay", "max_grad_norm", "lr_local", "lr_compress", "lr_decompress", "dtype", "seed"),
+    ),
+    "search": (
+        *("learning_rates", "search_steps", "search_seed", "search_extend", "search_micro_batches"),
+        *("search_interleave", "search_wires"),
     ),
     "checkpoints": ("resume", "checkpoint_every", "keep"),
     "output": ("out", "json", "report_only", "log_every", "eval_every", "tracker", "profile"),

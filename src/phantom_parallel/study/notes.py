@@ -43,12 +43,18 @@ def _ratios(results: Results) -> list[str]:
     mine = [cell for cell in results.cells if cell.strategy == lead]
     for name in BASELINES:
         pairs = [(cell, other) for cell in mine if name != lead and (other := peer(results, cell, name))]
-        clauses = []
+        clauses, shares = list[str](), list[str]()
         for measure in measures:
             values = {_place(results, cell): ratio(results, cell, other, measure) for cell, other in pairs}
             if known := {place: value for place, value in values.items() if value is not None}:
                 clauses.append(f"{measure_label(measure, results.target_loss is not None)} {_over(known)}")
-        if clauses:
+                shares += [format_interval(value) for place, value in known.items() if not place]
+        if len(shares) == 2 and results.target_loss is not None:
+            time, energy = shares
+            lines.append(
+                f"{lead.capitalize()}: same loss in {time} of {name}'s time and {energy} of its modelled energy."
+            )
+        elif clauses:
             lines.append(f"{lead.capitalize()} / {name}: {', '.join(clauses)}.")
     return lines
 

@@ -12,7 +12,7 @@ from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.distributed.pipeline import Pipeline, ends
 from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.families.gpt.config import GPTTrainConfig
-from phantom_parallel.families.gpt.model import GPT
+from phantom_parallel.families.gpt.model import GPT, Layer, ParallelLayer
 from phantom_parallel.families.gpt.text import load_tokenizer, open_text, text_digest, windows
 from phantom_parallel.train.task import Task
 from phantom_parallel.utils.strategies import get_strategy
@@ -90,11 +90,12 @@ class GPTTask(Task[GPTTrainConfig]):
         """Compile each layer by itself, so that it takes no longer for a deeper model; where layers run in parts, what
         they compute between two exchanges.
         """
-        layers = [layer for layer in self.model.layers if not isinstance(layer, nn.Identity)]
-        if not (self.config.interleave > 1 or self.config.model.ladder):
-            return compile_layers(layers)
-        for layer in layers:
-            layer.compile_parts()
+        layers = [layer for layer in self.model.layers if isinstance(layer, Layer | ParallelLayer)]
+        if self.config.interleave > 1 or self.config.model.ladder:
+            for layer in layers:
+                layer.compile_parts()
+        else:
+            compile_layers(layers)
 
     def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         return windows(self._text.training, rows, self.config.context)
