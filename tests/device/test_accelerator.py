@@ -70,6 +70,7 @@ STRATEGIES = {
     "gpt phantom": ((*GPT, *GHOSTS), ()),
     "gpt phantom, parallel block": ((*GPT, *GHOSTS, "--parallel-block"), ("--interleave", "2")),
     "gpt megatron": (GPT, ("--strategy", "megatron")),
+    "gpt lowrank": ((*GPT, *GHOSTS, "--strategy", "lowrank"), ()),
     "gpt fsdp": (GPT, ("--strategy", "fsdp")),
     "gpt pipeline": (GPT, ("--strategy", "pipeline")),
 }

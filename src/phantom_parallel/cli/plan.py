@@ -138,7 +138,7 @@ def _headline(answer: Plan, steps: float | None) -> Iterator[str]:
         limits = dict(zip(("time", "energy"), answer.break_even(candidate), strict=True))
         known = {name: limit for name, limit in limits.items() if limit is not None}
         layout = candidate.layout
-        if not known or not layout.blocks:
+        if not known or not layout.rules.has_blocks:
             continue
         model = f"Phantom, {layout.blocks} blocks, {layout.ghosts} ghosts"
         if steps is None:
@@ -173,6 +173,7 @@ def _table(answer: Plan, title: str, candidates: Sequence[Candidate], every: boo
             lambda c: not c.same_model
         ),
         "4x2: 4 blocks, each shared by 2 ranks": lambda c: c.layout.inside > 1,
+        "lowrank has the weights of phantom with these blocks and ghosts": lambda c: c.layout.rules.low_rank,
         "tensor-2d (inputs x outputs) and caat-net cannot run here": lambda c: c.layout.strategy not in STRATEGIES,
         "/8: 8 micro-batches": lambda c: c.layout.micro_batches,
         "pp: stages of so many ranks each, modelled only": lambda c: c.layout.pp > 1,

@@ -36,8 +36,8 @@ MODELLED_FROM = 16  # devices from which strategies that cannot run are compared
 class Layout(NamedTuple):
     """How a model is laid out: ``ranks`` share each of ``pp`` stages by a strategy, and ``dp`` copies of that train it.
 
-    Blocks and ghosts belong to phantom, micro-batches to pipelines, ``reshard_after_forward`` to fsdp, ``grid`` to
-    tensor-2d and ``channels`` to caat-net.
+    Blocks and ghosts belong to phantom, and to lowrank, which has that phantom model's parameters; micro-batches to
+    pipelines, ``reshard_after_forward`` to fsdp, ``grid`` to tensor-2d and ``channels`` to caat-net.
     """
 
     strategy: PlannedName
@@ -56,7 +56,7 @@ class Layout(NamedTuple):
         layout, stages = self, self.ranks if self.rules.splits_depth else self.pp
         if stages > 1 and self.micro_batches is None:
             layout = self._replace(micro_batches=stages)
-        if not self.rules.has_blocks:
+        if not self.rules.sized_by_blocks:
             return layout
         blocks = strategies.default_blocks(self.ranks) if self.blocks is None else self.blocks
         return layout._replace(blocks=blocks, ghosts=DEFAULT_GHOSTS if self.ghosts is None else self.ghosts)
@@ -72,7 +72,7 @@ class Layout(NamedTuple):
     @property
     def inside(self) -> int:
         """Ranks that share a block; 1 where ranks hold whole blocks, or where there are none."""
-        return max(1, self.ranks // self.blocks) if self.blocks else 1
+        return max(1, self.ranks // self.blocks) if self.blocks and self.rules.has_blocks else 1
 
     def __str__(self) -> str:
         shared = f" of {self.inside} ranks" if self.inside > 1 else ""
@@ -198,7 +198,7 @@ class PlanRequest(PlanSettings):
 def planned_strategies(family: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The strategies of a family that are compared: those that run, and those that are only modelled."""
     chosen = get_family(family)
-    return tuple(name for name in chosen.strategies if not PLANNED[name].low_rank), chosen.shape.modelled
+    return chosen.strategies, chosen.shape.modelled
 
 
 @dataclass(frozen=True)
@@ -257,11 +257,15 @@ class Plan:
 
     @property
     def best_of_each(self) -> list[Candidate]:
-        """The best layout of each strategy that computes the dense model, and then of phantom with so many ghosts."""
+        """The best layout of each strategy that computes the dense model, then of lowrank and phantom by ghosts."""
         best: dict[tuple[str, int], Candidate] = {}
         for candidate in sorted(self.candidates, key=lambda candidate: rank_by(self.request.goal, candidate)):
             best.setdefault((candidate.layout.strategy, candidate.layout.ghosts or 0), candidate)
-        return sorted(best.values(), key=lambda candidate: (not candidate.same_model, candidate.layout.ghosts or 0))
+
+        def key(candidate: Candidate) -> tuple[int, ...]:
+            return not candidate.same_model, candidate.layout.rules.has_blocks, candidate.layout.ghosts or 0
+
+        return sorted(best.values(), key=key)
 
     @property
     def missing(self) -> dict[str, str]:
@@ -366,7 +370,7 @@ def _layouts(request: PlanRequest, counts: list[int]) -> Iterator[Layout]:
 def _in_stage(request: PlanRequest, layout: Layout) -> Iterator[Layout]:
     """The layouts of a strategy on the ranks of a stage."""
     strategy, ranks = layout.rules, layout.ranks
-    if strategy.has_blocks:
+    if strategy.sized_by_blocks:
         for blocks in request.blocks or _block_choices(request, ranks, layout.pp * layout.dp):
             for ghosts in request.ghosts:
                 if request.blocks or ghosts % max(1, ranks // blocks) == 0:  # else ranks cannot share them

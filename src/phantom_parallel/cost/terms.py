@@ -176,7 +176,7 @@ def summed_on_wire(
     """The all-reduce of so many rows of features; in a short wire format a reduce-scatter and an all-gather."""
     if wire == "full":
         return [Exchange(term, phase, "all_reduce", ranks, rows * features)]
-    words = rows * features // ranks
+    words = rows * -(-features // ranks)
     summed = Exchange(f"{term}, summed", phase, "reduce_scatter", ranks, words, hidden_by)
     gathered = Exchange(f"{term}, gathered", phase, "all_gather", ranks, words)
     return [on_wire(summed, rows, wire), on_wire(gathered, rows, wire)]
@@ -609,7 +609,8 @@ class Shape(HasModel):
 
     def with_strategy(self, strategy: StrategyName, **changes: Any) -> Self:
         """The same sizes by a strategy that has no blocks, with other settings if they are given."""
-        return self.updated(strategy=strategy, blocks=None, ghosts=None, **changes)
+        cut = {name: None for name in ("blocks", "ghosts", "low_rank") if hasattr(self.model, name)}
+        return self.updated(strategy=strategy, **cut | changes)
 
     def dense(self, **changes: Any) -> Self:
         """The dense model of the same sizes on one rank, with other fields if they are given."""

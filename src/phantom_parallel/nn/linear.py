@@ -2,7 +2,7 @@
 collective.
 """
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -236,6 +236,7 @@ class NormedPhantomLinear(nn.Module):
     the other arguments of `PhantomLinear`, of which ``blocks`` and ``ghosts`` are required.
     """
 
+    kind: ClassVar[type[Any]] = PhantomLinear
     norm: nn.Parameter
 
     def __init__(
@@ -252,8 +253,9 @@ class NormedPhantomLinear(nn.Module):
         super().__init__()
         self.eps = eps
         check_settings(self, mesh, dtype, eps=eps)
-        self.linear = PhantomLinear(in_features, out_features, bias, mesh=mesh, dtype=dtype, **kwargs)
-        ones = torch.ones(in_features // self.linear.group.size, device=self.linear.local.device, dtype=dtype)
+        self.linear = self.kind(in_features, out_features, bias, mesh=mesh, dtype=dtype, **kwargs)
+        device = next(self.linear.parameters()).device
+        ones = torch.ones(in_features // self.linear.group.size, device=device, dtype=dtype)
         self.norm = shard_parameter(ones, self.linear.mesh)
 
     def reset_parameters(self, seed: int | None = None) -> None:
@@ -262,15 +264,18 @@ class NormedPhantomLinear(nn.Module):
         self.linear.reset_parameters(seed)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear.after_norm(x, to_local(self.norm), self.eps)
+        z: Tensor = self.linear.after_norm(x, to_local(self.norm), self.eps)
+        return z
 
     def begin(self, x: Tensor) -> Begun:
         """As `PhantomLinear.begin`."""
-        return self.linear.begin(x, to_local(self.norm))
+        begun: Begun = self.linear.begin(x, to_local(self.norm))
+        return begun
 
     def end(self, begun: Begun) -> Tensor:
         """As `PhantomLinear.end`."""
-        return self.linear.end(begun, self.eps)
+        z: Tensor = self.linear.end(begun, self.eps)
+        return z
 
     def extra_repr(self) -> str:
         return f"eps={self.eps}"

@@ -228,10 +228,13 @@ def start_reduce_scatter(x: Tensor, group: RankGroup, exact: Tensor | None = Non
     return Pending(sent, exact, x.shape[2], x.dtype, group, is_sum=True)
 
 
-def start_all_reduce(x: Tensor, group: RankGroup) -> Pending:
-    """Start to sum x (B, c) over ranks, at full precision, by the backend's own all-reduce."""
-    sent = _call(_all_reduce, x.contiguous(), "sum", group.name)
-    return Pending(sent, None, x.shape[1], x.dtype, group._replace(native=True), is_sum=True)
+def start_all_reduce(x: Tensor, group: RankGroup, exact: Tensor | None = None) -> Pending:
+    """Start to sum x (B, c) and exact columns (B, e), rounded to its dtype, by the backend's own all-reduce."""
+    if group.size == 1:
+        return Pending(x, exact, x.shape[1], x.dtype, group)
+    message = x if exact is None else torch.cat([x, exact.to(x.dtype)], 1)
+    sent = _call(_all_reduce, message.contiguous(), "sum", group.name)
+    return Pending(sent, exact, x.shape[1], x.dtype, group._replace(native=True), is_sum=True)
 
 
 def finish(pending: Pending) -> Arrived:

@@ -22,7 +22,7 @@ from phantom_parallel.ops.blocks import (
     is_transformed,
     unflatten_rows,
 )
-from phantom_parallel.ops.collectives import SINGLE_RANK, Pending, RankGroup, check_output_grad
+from phantom_parallel.ops.collectives import SINGLE_RANK, RankGroup, check_output_grad
 from phantom_parallel.ops.phantom import Spec
 
 
@@ -138,7 +138,7 @@ class Begun:
     """
 
     token: Tensor
-    pending: Pending | None = None
+    pending: Any = None
     partial: Tensor | None = None  # L x forward, d backward
     scale: Tensor | None = None  # of the norm, backward: r
 

@@ -41,6 +41,7 @@ from phantom_parallel.ops.blocks import (
 )
 from phantom_parallel.ops.collectives import (
     SINGLE_RANK,
+    Arrived,
     RankGroup,
     check_output_grad,
     finish,
@@ -50,7 +51,7 @@ from phantom_parallel.ops.collectives import (
 )
 from phantom_parallel.ops.features import all_gather_features
 
-Later = list[Callable[[], Tensor]]  # waits for a sum that is in flight, if one is
+Later = list[Callable[[], Arrived]]  # waits for a sum that is in flight, if one is
 
 
 def tensor_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: RankGroup = SINGLE_RANK) -> Tensor:
@@ -138,14 +139,21 @@ def sum_over_ranks(x: Tensor, group: RankGroup, later: Later | None = None) -> T
     return total
 
 
-def start_sum(x: Tensor, group: RankGroup) -> Callable[[], Tensor]:
-    """Start to sum x (..., n) over ranks, and return what waits for it: (B, n)."""
+def start_sum(x: Tensor, group: RankGroup, exact: Tensor | None = None) -> Callable[[], Arrived]:
+    """Start to sum x (..., n) and exact columns (B, e) over ranks, and return what waits for them: (B, n), (B, e)."""
     rows = x.reshape(-1, x.shape[-1])
     if group.wire == "full" or group.size == 1:
-        whole = start_all_reduce(rows, group)
-        return lambda: finish(whole).values
-    slices = start_reduce_scatter(split_blocks(rows, group.size), group)  # (R, B, n / R)
-    return lambda: all_gather_features(finish(slices).values, group)
+        whole = start_all_reduce(rows, group, exact)
+        return lambda: finish(whole)
+    columns = rows.shape[1]
+    padded = F.pad(rows, (0, -columns % group.size)) if columns % group.size else rows
+    pending = start_reduce_scatter(split_blocks(padded, group.size), group, exact)  # (R, B, n / R)
+
+    def wait() -> Arrived:
+        values, sums = finish(pending)
+        return Arrived(all_gather_features(values, group)[:, :columns].contiguous(), sums)
+
+    return wait
 
 
 class _ColumnLinear(Function):
@@ -173,7 +181,7 @@ class _ColumnLinear(Function):
         if need_x and ctx.later is not None:
             ctx.later.append(wait)
         elif need_x:
-            dx = wait()
+            dx = wait().values
         return dx, d_weight, d_bias, None, None
 
 
@@ -184,8 +192,8 @@ class _SumOverRanks(Function):
         if later is not None and not later:
             return x.view_as(x)
         wait = later.pop() if later else start_sum(x, group)
-        return wait().view(x.shape).detach()  # no view, which autograd would not let users modify
+        return wait().values.reshape(x.shape).detach()  # no view, which autograd would not let users modify
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
-        return (ctx.later.pop()().view_as(d) if ctx.later else d), None, None
+        return (ctx.later.pop()().values.view_as(d) if ctx.later else d), None, None

@@ -13,8 +13,9 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, g
 import msgspec
 from msgspec import Meta
 
+from phantom_parallel.utils.layout import BlockLayout
 from phantom_parallel.utils.parsing import field_docs
-from phantom_parallel.utils.strategies import StrategyName
+from phantom_parallel.utils.strategies import DEFAULT_GHOSTS, STRATEGIES, StrategyName, default_blocks
 
 
 def _whole(most: int) -> Meta:
@@ -146,7 +147,19 @@ class HasModel:
 
     @classmethod
     def filled(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """The settings with defaults that depend on other settings."""
+        """The settings with defaults that depend on other settings: the rank of a low-rank model is by default that
+        with the parameters of the phantom model of the same sizes, and of these blocks and ghosts.
+        """
+        model, strategy = cls.model_class(), STRATEGIES.get(str(settings.get("strategy")))
+        if model is None or strategy is None or not strategy.low_rank:
+            return settings
+        blocks, ghosts = settings.pop("blocks", None), settings.pop("ghosts", None)
+        if settings.get("low_rank") is None:
+            blocks, ghosts = blocks or default_blocks(settings.get("ranks", 1)), ghosts or DEFAULT_GHOSTS
+            sizes = {name: settings[name] for name in cls._model_fields() & settings.keys()}
+            phantom = model(**sizes | {"strategy": "phantom", "blocks": blocks, "ghosts": ghosts})
+            weights = sum(BlockLayout(*each, blocks, ghosts).weights for each in phantom.linear_features)
+            settings["low_rank"] = weights // sum(map(sum, phantom.linear_features))
         return settings
 
     def to_dict(self) -> dict[str, Any]:

@@ -66,12 +66,14 @@ class Strategy:
             exchanged = "weights: leave it out" if self.shards_rows else "activations of stages: use bf16"
             raise ValueError(f"wire={wire!r} is a format of features, and {self.name} exchanges {exchanged}")
 
-    def check_blocks(self, blocks: int | None, ghosts: int | None) -> None:
-        """Raise ValueError if blocks and ghosts are missing where they are needed, or given where they are not."""
+    def check_blocks(self, blocks: int | None, ghosts: int | None, low_rank: int | None = None) -> None:
+        """Raise ValueError if blocks, ghosts or a rank are missing where they are needed, or given where not."""
         if self.has_blocks and (blocks is None or ghosts is None):
             raise ValueError(f"the strategy {self.name} needs blocks and ghosts, got blocks={blocks}, ghosts={ghosts}")
         if not self.has_blocks and (blocks is not None or ghosts is not None):
             raise ValueError(f"blocks and ghosts belong to the strategy phantom, not to {self.name}: leave them out")
+        if (low_rank is not None) != self.low_rank:
+            raise ValueError(f"low_rank belongs to the strategy lowrank, got {low_rank} for {self.name}")
 
 
 STRATEGIES: dict[str, Strategy] = {

@@ -46,7 +46,7 @@ def test_a_low_rank_layer_is_a_dense_layer_of_that_rank():
     x = torch.randn(5, 16, dtype=torch.float64)
     weight = model(torch.eye(16, dtype=torch.float64)) - model(torch.zeros(16, 16, dtype=torch.float64))
     assert torch.linalg.matrix_rank(weight) == 3
-    torch.testing.assert_close(model(x), x @ weight + model.layers[0].up.bias)
+    torch.testing.assert_close(model(x), x @ weight + model.layers[0].bias)
 
 
 def test_the_rank_of_a_low_rank_model_follows_the_parameters_of_the_phantom_model():

@@ -14,7 +14,8 @@ def draw(model: torch.nn.Module, seed: int = 0) -> dict[str, Tensor]:
     drawn = {}
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        drawn[name] = 1 + 0.3 * noise if name.endswith("norm") else noise * parameter.shape[-1] ** -0.5
+        fan_in = parameter.shape[0 if name.endswith(".down") else -1]  # of a low-rank map, whose V is transposed
+        drawn[name] = 1 + 0.3 * noise if name.endswith("norm") else noise * fan_in**-0.5
     return drawn
 
 
@@ -25,6 +26,8 @@ def tokens(vocab: int, batch: int = 2, length: int = 9) -> tuple[Tensor, Tensor]
 
 def weight(params: dict[str, Tensor], name: str, blocks: int | None) -> Tensor:
     """The dense matrix of a linear map: W_ii = L_i, W_ij = D_ij C_j."""
+    if f"{name}.up" in params:
+        return params[f"{name}.up"] @ params[f"{name}.down"].T
     if blocks is None:
         return params[f"{name}.weight"]
     L, C = (params[f"{name}.{part}"].chunk(blocks) for part in ("local", "compress"))
@@ -64,7 +67,7 @@ def attention(x: Tensor, W: Tensor, config) -> Tensor:
 
 
 def logits(params: dict[str, Tensor], config, inputs: Tensor) -> Tensor:
-    p, eps = config.blocks, config.norm_eps
+    eps = config.norm_eps
     x, late = params["embedding.weight"][inputs], 0
     kinds = (parallel,) if config.parallel_block else (attended, swiglu)
     for kind, i in [(kind, i) for i in range(config.layers) for kind in kinds]:
@@ -74,7 +77,8 @@ def logits(params: dict[str, Tensor], config, inputs: Tensor) -> Tensor:
         else:
             x = x + added
     x = x + late
-    head = params["embedding.weight"] if config.tie_embeddings else params["head.weight" if p else "head.linear.weight"]
+    rows = "embedding.weight" if config.tie_embeddings else "head.weight"
+    head = params[rows if rows in params else "head.linear.weight"]
     return norm(x, params["head.norm"], eps) @ head.T
 
 

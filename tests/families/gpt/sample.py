@@ -9,7 +9,7 @@ SIZES = {"vocab": 24, "dim": 32, "layers": 2, "heads": 8, "kv_heads": 4, "hidden
 
 
 def config_of(strategy: str = "phantom", **changes) -> GPTConfig:
-    cut = {"blocks": 4, "ghosts": 3} if strategy == "phantom" else {}
+    cut = {"phantom": {"blocks": 4, "ghosts": 3}, "lowrank": {"low_rank": 5}}.get(strategy, {})
     return GPTConfig(**(SIZES | cut | {"strategy": strategy} | changes))
 
 

@@ -13,7 +13,7 @@ from tests.cost.shapes import count
 
 
 def shape_of(strategy: str, ranks: int, **settings) -> GPTShape:
-    cut = {"blocks": 4, "ghosts": 2} if strategy == "phantom" else {}
+    cut = {"phantom": {"blocks": 4, "ghosts": 2}, "lowrank": {"low_rank": 5}}.get(strategy, {})
     sizes = {"vocab": 48, "dim": 64, "layers": 2, "heads": 8, "kv_heads": 4, "hidden": 96, "sequence": 5, "batch": 3}
     return GPTShape.of(strategy=strategy, ranks=ranks, **(sizes | cut | settings))
 
@@ -52,6 +52,13 @@ SHAPES = [
     shape_of("megatron", 2, batch=4, interleave=2),
     shape_of("phantom", 4, blocks=2, wire="int8", tie_embeddings=True),
     shape_of("megatron", 2, wire="bf16", tie_embeddings=True, activation_checkpointing=True),
+    shape_of("lowrank", 2, layers=3),
+    shape_of("lowrank", 1, tie_embeddings=True, parallel_block=True, word_bytes=2),
+    shape_of("lowrank", 4, tie_embeddings=True, activation_checkpointing=True, word_bytes=2),
+    shape_of("lowrank", 4, wire="int8", qkv_bias=True, word_bytes=2),
+    shape_of("lowrank", 2, dp=2, parallel_block=True, wire="bf16", word_bytes=8),
+    shape_of("lowrank", 2, **MANY_ROWS, interleave=2, tie_embeddings=True),
+    shape_of("lowrank", 2, ladder=True, word_bytes=2),
 ]
 
 
@@ -86,6 +93,7 @@ def test_a_dry_run_counts_what_real_ranks_do(shape):
         shape_of("phantom", 64, **LARGE, blocks=64, ghosts=16, tie_embeddings=True),
         shape_of("phantom", 256, **LARGER, blocks=32, ghosts=16, rank=255),
         shape_of("megatron", 64, **LARGE),
+        shape_of("lowrank", 64, **LARGE, low_rank=256),
         shape_of("phantom", 256, **LARGER, blocks=256, ghosts=16, dp=2),
     ],
     ids=name_of,

@@ -47,7 +47,7 @@ def greedy_on_ranks(*args) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("strategy", ["phantom", "megatron", "dense"])
+@pytest.mark.parametrize("strategy", ["phantom", "megatron", "dense", "lowrank"])
 def test_greedy_tokens_are_those_of_plain_maths(strategy, tied):
     config = config_of(strategy, tie_embeddings=tied, context=CONTEXT)
     assert greedy(config, torch.float32) == expected(config)
@@ -56,7 +56,7 @@ def test_greedy_tokens_are_those_of_plain_maths(strategy, tied):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("strategy", ["phantom", "megatron"])
+@pytest.mark.parametrize("strategy", ["phantom", "megatron", "lowrank"])
 def test_greedy_tokens_are_identical_on_any_number_of_ranks(ranks, strategy, size, tied):
     config = config_of(strategy, tie_embeddings=tied, context=CONTEXT)
     wanted = expected(config)

@@ -71,7 +71,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("strategy", ["phantom", "megatron", "dense"])
+@pytest.mark.parametrize("strategy", ["phantom", "megatron", "dense", "lowrank"])
 def test_loss_logits_and_all_gradients_equal_plain_maths(strategy, variant):
     if strategy != "phantom" and "blocks" in VARIANTS[variant]:
         pytest.skip("only phantom has blocks")
@@ -92,10 +92,20 @@ def test_phantom_is_the_same_model_on_any_number_of_ranks(ranks, size, variant):
 @pytest.mark.parametrize(
     "changes", [{}, {"vocab": 8, "tie_embeddings": True}, {"parallel_block": True, "vocab": 8}, {"ladder": True}]
 )
-@pytest.mark.parametrize(("strategy", "size"), [("phantom", 1), ("phantom", 2), ("phantom", 4), ("megatron", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "size"), [("phantom", 1), ("phantom", 2), ("phantom", 4), ("megatron", 2), ("lowrank", 2)]
+)
 def test_parts_of_a_batch_that_take_turns_are_the_same_model(ranks, strategy, size, changes):
     config = config_of(strategy, **changes)
     for actual in ranks(size)(errors_on_ranks, config, batch=4, interleave=2):
+        assert max(actual.values()) < 1e-10, actual
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("variant", [name for name, changes in VARIANTS.items() if "blocks" not in changes])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_low_rank_is_the_same_model_on_any_number_of_ranks(ranks, size, variant):
+    for actual in ranks(size)(errors_on_ranks, config_of("lowrank", **VARIANTS[variant])):
         assert max(actual.values()) < 1e-10, actual
 
 
@@ -226,13 +236,13 @@ def decoded(config: GPTConfig, on_ranks: bool) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True}, {"ladder": True}])
-@pytest.mark.parametrize("strategy", ["phantom", "megatron", "dense"])
+@pytest.mark.parametrize("strategy", ["phantom", "megatron", "dense", "lowrank"])
 def test_a_cache_gives_the_logits_of_all_at_once(strategy, changes):
     assert decoded(config_of(strategy, **changes), False)[0] < 1e-11
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("strategy", ["phantom", "megatron"])
+@pytest.mark.parametrize("strategy", ["phantom", "megatron", "lowrank"])
 def test_a_cache_on_ranks_holds_this_ranks_heads_only(ranks, strategy):
     _, alone = decoded(config_of(strategy), False)
     variants = [(2, {}), (2, {"tie_embeddings": True}), (2, {"parallel_block": True}), (2, {"ladder": True})]
@@ -271,7 +281,7 @@ def weights(config: GPTConfig) -> dict[str, torch.Tensor]:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
-    ("strategy", "cut"), [("phantom", {}), ("phantom", {"blocks": 2, "ghosts": 4}), ("megatron", {})]
+    ("strategy", "cut"), [("phantom", {}), ("phantom", {"blocks": 2, "ghosts": 4}), ("megatron", {}), ("lowrank", {})]
 )
 def test_the_same_seed_draws_the_same_weights_on_any_number_of_ranks(ranks, strategy, cut, tied):
     config = config_of(strategy, tie_embeddings=tied, **cut)
@@ -285,10 +295,11 @@ def test_the_same_seed_draws_the_same_weights_on_any_number_of_ranks(ranks, stra
     assert ("head.weight" in expected or "head.linear.weight" in expected) is not tied
 
 
-@pytest.mark.parametrize("strategy", ["phantom", "dense"])
+@pytest.mark.parametrize("strategy", ["phantom", "dense", "lowrank"])
 def test_a_new_model_knows_nothing_and_its_stream_keeps_its_energy(strategy):
     torch.manual_seed(0)
-    config = config_of(strategy, vocab=512, dim=256, layers=8, hidden=512, context=64)
+    rank = {"low_rank": 64} if strategy == "lowrank" else {}
+    config = config_of(strategy, vocab=512, dim=256, layers=8, hidden=512, context=64, **rank)
     model, entered = GPT(config), []
     model.head.register_forward_pre_hook(lambda module, args: entered.append(args[0]))
     inputs = torch.randint(512, (4, 64))
@@ -297,9 +308,8 @@ def test_a_new_model_knows_nothing_and_its_stream_keeps_its_energy(strategy):
     assert 0.8 < float(entered[0].detach().square().mean()) < 3.0
     expected = 0.0625 * config.hidden**-1.0  # 1 / (2 layers) / fan-in
     down = model.layers[3].mlp.down
-    assert float((down.local if strategy == "phantom" else down.weight).var().detach()) == pytest.approx(
-        expected, rel=0.05
-    )
+    weight = {"phantom": lambda: down.local, "lowrank": lambda: down.to_dense().weight, "dense": lambda: down.weight}
+    assert float(weight[strategy]().detach().var()) == pytest.approx(expected, rel=0.05)
 
 
 def autocast_error(config: GPTConfig, on_ranks: bool) -> tuple[str, float]:
@@ -318,8 +328,7 @@ def autocast_error(config: GPTConfig, on_ranks: bool) -> tuple[str, float]:
 
 
 def test_autocast(ranks):
-    for tied in (False, True):
-        config = config_of(tie_embeddings=tied)
+    for config in (config_of(), config_of(tie_embeddings=True), config_of("lowrank")):
         for dtype, error in (autocast_error(config, False), *ranks(2)(autocast_error, config, True)):
             assert dtype == "torch.bfloat16"
             assert error < 0.1

@@ -36,7 +36,8 @@ def phantom(tmp_path_factory) -> GPTTrainConfig:
 
 
 def of(strategy: str, config: GPTTrainConfig) -> GPTTrainConfig:
-    return config if strategy == "phantom" else config.updated(strategy=strategy, blocks=None, ghosts=None)
+    rank = {"low_rank": 5} if strategy == "lowrank" else {}
+    return config if strategy == "phantom" else config.updated(strategy=strategy, blocks=None, ghosts=None, **rank)
 
 
 def losses(config: GPTTrainConfig, cache: str, folder: str | None = None, resume: str | None = None) -> dict:
@@ -107,7 +108,7 @@ ELSEWHERE = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tied", "variants"), [(False, ELSEWHERE), (True, ELSEWHERE[2:3])], ids=["own head", "tied"])
-@pytest.mark.parametrize("strategy", ["phantom", "megatron"])
+@pytest.mark.parametrize("strategy", ["phantom", "megatron", "lowrank"])
 def test_losses_are_the_same_on_any_ranks_copies_and_with_fsdp(ranks, phantom, strategy, tied, variants):
     config = of(strategy, phantom).updated(max_grad_norm=0.5, tie_embeddings=tied)
     expected = here(config)

@@ -10,7 +10,7 @@ from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.utils.arrays import StoredArray, open_array, readable
 from phantom_parallel.utils.layout import BlockLayout, RowLayout, stage_layers
 from phantom_parallel.utils.settings import Features, Layers, NonNegativeInt, PositiveInt, validate
-from phantom_parallel.utils.strategies import DEFAULT_GHOSTS, StrategyName, default_blocks, get_strategy
+from phantom_parallel.utils.strategies import StrategyName, get_strategy
 
 Activation = Literal["relu", "gelu", "silu", "tanh", "identity"]
 TEACHERS = ("planted", "random")
@@ -47,9 +47,7 @@ class FFNConfig:
 
     def __post_init__(self) -> None:
         validate(self)
-        get_strategy(self.strategy).check_blocks(self.blocks, self.ghosts)
-        if (self.low_rank is not None) != get_strategy(self.strategy).low_rank:
-            raise ValueError(f"low_rank belongs to the strategy lowrank, got {self.low_rank} for {self.strategy}")
+        get_strategy(self.strategy).check_blocks(self.blocks, self.ghosts, self.low_rank)
         self.check_ranks(1)
 
     def check_ranks(self, ranks: int) -> None:
@@ -129,16 +127,8 @@ class FFNTrainConfig(TrainConfig):
 
     @classmethod
     def filled(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """Inputs and outputs that are left out follow the fields or a user's arrays, and the rank of lowrank the
-        parameters of a phantom model.
-        """
+        """Inputs and outputs that are left out follow the fields or a user's arrays."""
         data = settings.get("data", "planted")
-        if settings.get("strategy") == "lowrank":
-            blocks, ghosts = settings.pop("blocks", None), settings.pop("ghosts", None)
-            if settings.get("low_rank") is None:
-                width, blocks = settings["width"], blocks or default_blocks(settings.get("ranks", 1))
-                weights = BlockLayout(width, width, blocks, ghosts or DEFAULT_GHOSTS).weights
-                settings["low_rank"] = weights // (2 * width)
         if data in FIELDS:
             features = settings.get("grid", cls.grid) ** 2
             if settings["width"] != features:

@@ -18,6 +18,7 @@ from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.families.ffn.config import FFNConfig
 from phantom_parallel.nn import PhantomLinear, TensorLinear
 from phantom_parallel.nn.init import init_rows
+from phantom_parallel.nn.lowrank import LowRankLinear
 from phantom_parallel.nn.megatron import column_style, row_style
 from phantom_parallel.nn.sharded import broadcast_seed, full_tensor, to_local
 from phantom_parallel.ops.collectives import flat_mesh, rank_group
@@ -88,7 +89,7 @@ class FFN(nn.Module):
                 kwargs |= {"blocks": config.blocks, "ghosts": config.ghosts}
                 layer = PhantomLinear(*sizes, mesh=mesh, wire=wire, **kwargs)
             elif config.low_rank is not None:
-                layer = LowRankLinear(*sizes, config.low_rank, flat, wire, **kwargs)
+                layer = LowRankLinear(*sizes, low_rank=config.low_rank, mesh=mesh, wire=wire, **kwargs)
             elif config.strategy == "megatron" and flat is not None:
                 layer = _linear(*sizes, flat, **kwargs)
                 # A column and row pair, by torch's own styles; an unpaired last layer gathers its output.
@@ -111,28 +112,6 @@ class FFN(nn.Module):
         for index in self.stage:
             x = self.layers[index](self.activate(x) if index else x)
         return x
-
-
-class LowRankLinear(nn.Module):
-    """z = U (V x) + b with a matrix U V of rank ``rank``; the baseline that has a phantom layer's parameters.
-
-    On a mesh, input and output are this rank's features: V is sharded by input features and U by output features, so
-    that ranks exchange only the ``rank`` values in between (BOOST, CoLA).
-    """
-
-    def __init__(
-        self, n_in: int, n_out: int, rank: int, mesh: DeviceMesh | None, wire: WireFormat, *, bias: bool, **kwargs: Any
-    ) -> None:
-        super().__init__()
-        self.down = _linear(n_in, rank, mesh, bias=False, **kwargs | {"gain": 1.0})
-        self.up = _linear(rank, n_out, mesh, bias=bias, **kwargs)
-        if mesh is not None:
-            parallelize_module(self.down, mesh, row_style(wire), src_data_rank=None)
-            parallelize_module(self.up, mesh, column_style(wire), src_data_rank=None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        z: Tensor = self.up(self.down(x))
-        return z
 
 
 def _linear(
@@ -170,9 +149,6 @@ def as_tensor(model: FFN) -> FFN:
 
 def _dense(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
     """Return a layer's whole weight and bias."""
-    if isinstance(layer, LowRankLinear):
-        up, bias = layer.up.weight, layer.up.bias
-        return full_tensor(up) @ full_tensor(layer.down.weight), None if bias is None else full_tensor(bias)
-    dense = layer.to_dense() if isinstance(layer, PhantomLinear | TensorLinear) else layer
+    dense = layer.to_dense() if isinstance(layer, PhantomLinear | TensorLinear | LowRankLinear) else layer
     assert isinstance(dense, nn.Linear)  # torch's own, in a Megatron pair
     return full_tensor(dense.weight), None if dense.bias is None else full_tensor(dense.bias)

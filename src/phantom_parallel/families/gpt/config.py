@@ -9,7 +9,7 @@ from phantom_parallel.utils.layout import BlockLayout, nearest_divisors, stage_l
 from phantom_parallel.utils.settings import NO_OPTION, Features, Layers, PositiveFloat, PositiveInt, validate
 from phantom_parallel.utils.strategies import get_strategy
 
-GPTStrategy = Literal["phantom", "megatron", "dense", "fsdp", "pipeline"]
+GPTStrategy = Literal["phantom", "megatron", "dense", "lowrank", "fsdp", "pipeline"]
 TokenizerName = Literal["bytes", "bpe"]
 MODULES = ("attention.qkv.linear", "attention.out", "mlp.gate_up.linear", "mlp.down")  # in the order of their ghosts
 PYTHON = "python"
@@ -65,6 +65,8 @@ class GPTConfig:
     """Blocks that the features are divided into, for phantom; by default the larger of 4 and ranks."""
     ghosts: PositiveInt | None = None
     """Ghosts: values of each block that the other blocks receive, for phantom; by default 16."""
+    low_rank: PositiveInt | None = None
+    """Rank of every matrix of a layer, for lowrank; by default that with the parameters of the phantom model."""
     tie_embeddings: bool = False
     """Let the head share the embedding's weight."""
     parallel_block: bool = False
@@ -92,7 +94,7 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         validate(self)
-        get_strategy(self.strategy).check_blocks(self.blocks, self.ghosts)
+        get_strategy(self.strategy).check_blocks(self.blocks, self.ghosts, self.low_rank)
         step = lcm(64, self.blocks or 1)
         self._fill("kv_heads", self.heads)
         self._fill("hidden", -(-8 * self.dim // (3 * step)) * step)

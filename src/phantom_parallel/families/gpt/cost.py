@@ -30,6 +30,7 @@ from phantom_parallel.cost.terms import (
     fully_sharded,
     grid_layer,
     in_turns,
+    low_rank_layer,
     on_wire,
     optimizer_of,
     over_blocks,
@@ -44,7 +45,7 @@ from phantom_parallel.families.gpt.model import GPT, next_token
 from phantom_parallel.nn.sharded import to_local
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
 from phantom_parallel.utils.settings import NO_OPTION, Features, NonNegativeInt, PositiveFloat, PositiveInt, Ranks
-from phantom_parallel.utils.strategies import StrategyName, head_splits_rows
+from phantom_parallel.utils.strategies import StrategyName, get_strategy, head_splits_rows
 
 Mode = Literal["train", "prefill", "decode"]
 INDEX_BYTES = 8  # of a token
@@ -159,7 +160,7 @@ class GPTShape(Shape):
             memory, model = super().memory, self.model
             # The first two sublayers of a ladder read the same stream, which is kept once unless norms copy it.
             shared = model.ladder and model.layers > model.parallel_block
-            shared = shared and (self.strategy == "phantom" or self.word_bytes == self.precise_bytes)
+            shared = shared and (self.sharded or self.word_bytes == self.precise_bytes)
             return replace(memory, activations=memory.activations - shared * self.word_bytes * self.rows * self.stream)
         positions, stage = self.batch * (self.past + self.sequence), self.stage
         layers, ranks = (self.model.layers, self.ranks) if stage is None else (len(stage.own), stage.ranks)
@@ -174,7 +175,12 @@ class GPTShape(Shape):
     @property
     def stream(self) -> int:
         """Features of the residual stream on a rank."""
-        return self.model.dim // self.ranks if self.strategy == "phantom" or self.grid > 1 else self.model.dim
+        return self.model.dim // self.ranks if self.sharded or self.grid > 1 else self.model.dim
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the residual stream is sharded by features."""
+        return get_strategy(self.strategy).shards_features
 
     @property
     def precise_bytes(self) -> int:
@@ -184,7 +190,7 @@ class GPTShape(Shape):
     @property
     def exchanged_rows(self) -> int:
         """Words of a tied head's rows where they are another cut of the embedding than the embedding's own; else 0."""
-        exchanged = self.model.tie_embeddings and self.strategy == "phantom" and self.ranks > 1
+        exchanged = self.model.tie_embeddings and self.sharded and self.ranks > 1
         return self.model.vocab // self.ranks * self.model.dim if exchanged else 0
 
     def _parts(self) -> Iterator[LayerCost]:
@@ -210,8 +216,8 @@ class GPTShape(Shape):
         return tuple(parts)
 
     def with_sums(self, exchange: Exchange, rows: int) -> Exchange:
-        """An exchange that also carries one of the norm's sums for each row. A reduce-scatter adds up words."""
-        each = self.word_bytes if exchange.op == "reduce_scatter" else self.precise_bytes
+        """An exchange that also carries one of the norm's sums for each row. A sum is one of words."""
+        each = self.word_bytes if exchange.op in ("reduce_scatter", "all_reduce") else self.precise_bytes
         return replace(exchange, extra_bytes=exchange.extra_bytes + rows * each)
 
     def norm_bytes(self, rows: int) -> int:
@@ -276,8 +282,8 @@ def _layer(
     if not shape.activation_checkpointing or shape.mode != "train":
         return parts
     # What a layer ends with need not be computed again where backward asks for its input only, as a plain product's
-    # does; the phantom map's asks for the gathered ghosts as well.
-    ends = len(parts) if shape.strategy == "phantom" else len(parts) - 1
+    # does; the phantom map's asks for the gathered ghosts as well, and the low-rank map's for what is exchanged.
+    ends = len(parts) if shape.sharded else len(parts) - 1
     again = [recomputed(part) if index < ends else part for index, part in enumerate(parts)]
     kept = shape.rows * shape.stream  # what enters the layer
     return tuple(replace(part, kept=0 if index else kept, kept_bytes=0) for index, part in enumerate(again))
@@ -297,6 +303,12 @@ def _into(shape: GPTShape, name: str, out_features: int, ghosts: int | None, *, 
     streamed = (5 * rows * stream, 6 * rows * stream)  # the norm, and the sum into the stream
     if shape.strategy != "phantom":
         layout = RowLayout(shape.model.dim, out_features, shape.ranks)
+        if shape.model.low_rank is not None:
+            low = _low_rank(shape, layout, shape.model.low_rank, name, bias=bias)
+            first, rest = low.exchanges[:1], low.exchanges[1:]  # g, or the sum of it
+            exchanges = (*(shape.with_sums(e, rows) for e in first), *rest)
+            parameters = (stream, *low.parameters)
+            return replace(low, parameters=parameters, exchanges=exchanges, kept_bytes=statistics, streamed=streamed)
         if shape.grid > 1:
             whole = grid_layer(layout, rows, shape.grid, bias=bias, wire=shape.wire, name=name)
         else:
@@ -325,9 +337,15 @@ def _back(shape: GPTShape, name: str, in_features: int, ghosts: int | None) -> L
         blocks = _blocks(shape, in_features, shape.model.dim, ghosts)
         return phantom_layer(blocks, shape.rows, bias=False, rank=shape.rank, wire=shape.wire, name=name)
     layout = RowLayout(in_features, shape.model.dim, shape.ranks)
+    if shape.model.low_rank is not None:
+        return _low_rank(shape, layout, shape.model.low_rank, name)
     if shape.grid > 1:
         return grid_layer(layout, shape.rows, shape.grid, bias=False, transposed=True, wire=shape.wire, name=name)
     return row_layer(layout, shape.rows, bias=False, wire=shape.wire, name=name)
+
+
+def _low_rank(shape: GPTShape, layout: RowLayout, rank: int, name: str, *, bias: bool = False) -> LayerCost:
+    return low_rank_layer(layout, rank, shape.rows, bias=bias, input_grad=True, wire=shape.wire, name=name)
 
 
 def _blocks(shape: GPTShape, in_features: int, out_features: int, ghosts: int | None) -> BlockLayout:
@@ -373,9 +391,9 @@ def _head(shape: GPTShape, parts: int = 1) -> LayerCost:
     parts times their number. The parts share the head's weight.
     """
     model, ranks, dim, train = shape.model, shape.ranks, shape.model.dim, shape.mode == "train"
-    phantom, precise, here = shape.strategy == "phantom", shape.precise_bytes, model.vocab // ranks
+    sharded, precise, here = shape.sharded, shape.precise_bytes, model.vocab // ranks
     by_rows = False
-    if phantom and train and shape.inside == 1:
+    if sharded and train and shape.inside == 1:
         words = {"word_bytes": shape.word_bytes, "weight_bytes": shape.word_bytes, "parts": parts}
         by_rows = head_splits_rows(parts * shape.rows, dim, model.vocab, ranks, wire=shape.wire, **words)
     if by_rows:
@@ -386,7 +404,7 @@ def _head(shape: GPTShape, parts: int = 1) -> LayerCost:
         rows, tokens, shared = shape.rows if train else shape.batch, here, shape.exchanged_rows
         # Weights of the logits, the norm's r and the target of each row; on ranks also what scales the weights and
         # whether the target is here, and otherwise one number of the loss.
-        kept_bytes = shape.rows * ((here + 1) * precise + INDEX_BYTES) + (0 if phantom else shape.norm_bytes(rows))
+        kept_bytes = shape.rows * ((here + 1) * precise + INDEX_BYTES) + (0 if sharded else shape.norm_bytes(rows))
         kept_bytes += shape.rows * (precise + 1) if ranks > 1 else precise
     parameters = (shape.stream,) if model.tie_embeddings else (shape.stream, here * dim)
     cost = LayerCost(
@@ -398,7 +416,7 @@ def _head(shape: GPTShape, parts: int = 1) -> LayerCost:
             Product("W^T d", "backward", 1, rows, tokens, dim),
         ),
         exchanges=between_ranks(_head_exchanges(shape, rows, by_rows)),
-        kept=rows * dim + (shape.rows * shape.stream if phantom else 0),
+        kept=rows * dim + (shape.rows * shape.stream if sharded else 0),
         kept_bytes=kept_bytes,
         streamed=(rows * (2 * dim + 3 * tokens), rows * (3 * dim + 3 * tokens)),
         leading=(shape.stream, here)[: len(parameters)],
@@ -428,7 +446,7 @@ def _head_exchanges(shape: GPTShape, rows: int, by_rows: bool) -> list[Exchange]
         piece = shape.exchanged_rows // ranks
         exchanges.append(Exchange("W", "forward", "all_to_all", ranks, piece))
         exchanges.append(Exchange("dW", "backward", "all_to_all", ranks, piece))
-    if shape.strategy == "phantom" or shape.grid > 1:
+    if shape.sharded or shape.grid > 1:
         exchanges += [part for e in (y, dy) for part in over_blocks(e, shape.blocks)]
     else:
         exchanges += summed_on_wire("dy", "backward", ranks, rows, shape.model.dim, wire, meanwhile)

@@ -1,7 +1,7 @@
 """Decoder-only transformers: RMSNorm before each part, rotary positions, grouped-query attention, SwiGLU.
 
 The model is written once. The strategy determines how the linear layers are sharded, and with them the norms, the
-embedding and the head: `_PhantomParts` and `_ReplicatedStreamParts` make those.
+embedding and the head: `_ShardedStreamParts` and `_ReplicatedStreamParts` make those.
 """
 
 import warnings
@@ -28,6 +28,7 @@ from phantom_parallel.nn.attention import Attention, Cache, attend, rotary_table
 from phantom_parallel.nn.embedding import FeatureEmbedding, VocabularyHead
 from phantom_parallel.nn.init import init_rows
 from phantom_parallel.nn.linear import NormedLinear, NormedPhantomLinear, PhantomLinear, rms_norm
+from phantom_parallel.nn.lowrank import LowRankLinear, NormedLowRankLinear
 from phantom_parallel.nn.megatron import column_style, row_style
 from phantom_parallel.nn.sharded import broadcast_seed, to_local
 from phantom_parallel.ops import gather_features, row_cross_entropy, vocabulary_cross_entropy
@@ -215,28 +216,33 @@ class _Parts:
     held: bool = True
 
 
-class _PhantomParts(_Parts):
+class _ShardedStreamParts(_Parts):
     """Of a model whose features are sharded."""
 
     @property
-    def kwargs(self) -> dict[str, Any]:
-        where = {"mesh": self.mesh, "device": self.device, "dtype": self.dtype}
-        return where | {"blocks": self.config.blocks}
+    def where(self) -> dict[str, Any]:
+        return {"mesh": self.mesh, "device": self.device, "dtype": self.dtype}
 
     def embedding(self, std: float) -> nn.Module:
-        return FeatureEmbedding(self.config.vocab, self.config.dim, std=std, **self.kwargs)
+        blocks = self.config.blocks or self.config.kv_heads  # which ranks divide
+        return FeatureEmbedding(self.config.vocab, self.config.dim, std=std, blocks=blocks, **self.where)
 
     def normed(self, sizes: tuple[int, int], ghosts: int | None, *, bias: bool = False) -> nn.Module:
-        kwargs = self.kwargs | {"ghosts": ghosts, "eps": self.config.norm_eps, "wire": self.wire}
-        return NormedPhantomLinear(*sizes, bias, **kwargs)
+        kind = NormedLowRankLinear if self.config.low_rank else NormedPhantomLinear
+        return kind(*sizes, bias, eps=self.config.norm_eps, **self._cut(ghosts))
 
     def linear(self, sizes: tuple[int, int], ghosts: int | None, gain: float) -> nn.Module:
-        return PhantomLinear(*sizes, False, **self.kwargs | {"ghosts": ghosts, "gain": gain, "wire": self.wire})
+        kind = LowRankLinear if self.config.low_rank else PhantomLinear
+        return kind(*sizes, False, gain=gain, **self._cut(ghosts))
+
+    def _cut(self, ghosts: int | None) -> dict[str, Any]:
+        rank, blocks = self.config.low_rank, self.config.blocks
+        return self.where | {"wire": self.wire} | ({"low_rank": rank} if rank else {"blocks": blocks, "ghosts": ghosts})
 
     def head(self) -> nn.Module:
         config = self.config
-        kwargs = self.kwargs | {"tie_embeddings": config.tie_embeddings, "eps": config.norm_eps, "wire": self.wire}
-        return VocabularyHead(config.vocab, config.dim, **kwargs)
+        kwargs = self.where | {"tie_embeddings": config.tie_embeddings, "eps": config.norm_eps, "wire": self.wire}
+        return VocabularyHead(config.vocab, config.dim, blocks=config.blocks, **kwargs)
 
 
 @dataclass
@@ -302,6 +308,7 @@ class GPT(nn.Module):
     On a mesh, ``phantom`` holds blocks / ranks blocks of the residual stream, with their heads, on each rank; a layer
     has four collectives forward and four backward, which carry ghosts. ``megatron`` replicates the stream and shards
     the linear layers with torch's own column and row styles, with two all-reduces of the stream per layer each way.
+    ``lowrank`` shards the stream as phantom does, and its four collectives sum the values between two thin matrices.
     With ``parallel_block``, a layer has half as many; with ``ladder``, they travel while the next sublayer computes.
     Tokens, losses and logits are replicated.
 
@@ -309,7 +316,7 @@ class GPT(nn.Module):
     own. ``pipeline`` has some consecutive layers on each rank, the embedding on the first and the head on the last; the
     forward pass is that of this rank's stage, what it does not hold is ``nn.Identity``, and both ends hold a weight
     that embedding and head share. The same seed gives the same weights on any number of ranks, and the same for all
-    strategies but ``phantom``.
+    strategies but ``phantom`` and ``lowrank``.
 
     Args:
         config: The architecture.
@@ -355,7 +362,7 @@ class GPT(nn.Module):
             self.group = block_group(mesh, config.blocks, wire)
         whole = range(config.layers)
         self.stage = stage_layers(config.layers, ranks.size, ranks.rank) if strategy.splits_depth else whole
-        make_parts = _PhantomParts if config.strategy == "phantom" else _ReplicatedStreamParts
+        make_parts = _ShardedStreamParts if strategy.shards_features else _ReplicatedStreamParts
         parts: Any = make_parts(config, mesh, device, dtype, wire)
         to_stream = (2 * config.layers) ** -0.5  # a gain, so that what the layers add does not grow with depth
         parts.held = self.is_first_stage or (config.tie_embeddings and self.is_last_stage)
