@@ -236,7 +236,7 @@ class NormedPhantomLinear(nn.Module):
     the other arguments of `PhantomLinear`, of which ``blocks`` and ``ghosts`` are required.
     """
 
-    kind: ClassVar[type[Any]] = PhantomLinear
+    kind: ClassVar[type[PhantomLinear]] = PhantomLinear
     norm: nn.Parameter
 
     def __init__(
@@ -264,18 +264,15 @@ class NormedPhantomLinear(nn.Module):
         self.linear.reset_parameters(seed)
 
     def forward(self, x: Tensor) -> Tensor:
-        z: Tensor = self.linear.after_norm(x, to_local(self.norm), self.eps)
-        return z
+        return self.linear.after_norm(x, to_local(self.norm), self.eps)
 
     def begin(self, x: Tensor) -> Begun:
         """As `PhantomLinear.begin`."""
-        begun: Begun = self.linear.begin(x, to_local(self.norm))
-        return begun
+        return self.linear.begin(x, to_local(self.norm))
 
     def end(self, begun: Begun) -> Tensor:
         """As `PhantomLinear.end`."""
-        z: Tensor = self.linear.end(begun, self.eps)
-        return z
+        return self.linear.end(begun, self.eps)
 
     def extra_repr(self) -> str:
         return f"eps={self.eps}"
@@ -312,10 +309,13 @@ class TensorLinear(FeatureSharded):
         check_settings(self, mesh, dtype, **settings, wire=wire, gain=gain)
         RowLayout(in_features, out_features, self.group.size)
         kwargs: dict[str, Any] = {"device": device or (None if mesh is None else mesh.device_type), "dtype": dtype}
-        self.weight = self._empty(out_features, in_features, **kwargs)
+        self._make_weights(**kwargs)
         self.bias = self._empty(out_features, **kwargs) if bias else None
-        if not self.weight.is_meta:
+        if not next(self.parameters()).is_meta:
             self.reset_parameters()
+
+    def _make_weights(self, **kwargs: Any) -> None:
+        self.weight = self._empty(self.out_features, self.in_features, **kwargs)
 
     def reset_parameters(self, seed: int | None = None) -> None:
         """Initialize the weights, identically on any number of ranks. The seed is by default drawn by rank 0."""
@@ -330,12 +330,15 @@ class TensorLinear(FeatureSharded):
     @torch.no_grad()
     def to_dense(self) -> nn.Linear:
         """The equivalent ``nn.Linear``. On a mesh every rank calls this."""
-        weight = full_tensor(self.weight)
+        weight = self._full_weight()
         dense = self._empty_dense(weight)
         dense.weight.copy_(weight)
         if self.bias is not None:
             dense.bias.copy_(full_tensor(self.bias))
         return dense
+
+    def _full_weight(self) -> Tensor:
+        return full_tensor(self.weight)
 
     def extra_repr(self) -> str:
         shape = f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}"

@@ -19,39 +19,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from phantom_parallel.ops.blocks import apply_function, cast_for_autocast, check_operands, is_transformed
+from phantom_parallel.ops.blocks import apply_function, cast_for_autocast, check_operands
 from phantom_parallel.ops.collectives import RankGroup
 from phantom_parallel.ops.linear import Begun, refuse_second_derivative
 from phantom_parallel.ops.rms import inverse_rms, norm_grads, partial_t, squares_of
-from phantom_parallel.ops.tensor import column_linear, start_sum, sum_over_ranks
+from phantom_parallel.ops.tensor import start_sum
 from phantom_parallel.ops.wire import precise
 
 
-def low_rank_linear(
-    x: Tensor,
-    down: Tensor,
-    up: Tensor,
-    bias: Tensor | None = None,
-    *,
-    norm: Tensor | None = None,
-    eps: float | None = None,
-    group: RankGroup,
-) -> Tensor:
-    """U V x + b of this rank's features x (..., m_in): (..., m_out). With the weights ``norm`` (m_in) of an RMSNorm and
-    its ``eps``, of the normed x.
-    """
-    if not (torch.compiler.is_compiling() or is_transformed()):
-        return end_low_rank(begin_low_rank(x, norm, down, group=group), up, bias, eps=eps, group=group)
-    g = sum_over_ranks(F.linear(x if norm is None else (x * norm).to(down.dtype), down.t()), group)
-    if norm is not None and eps is not None:
-        squares = sum_over_ranks(squares_of(x.reshape(-1, x.shape[-1])), group.with_wire("full"))
-        r = inverse_rms(squares.unsqueeze(0), x.shape[-1] * group.size, eps)  # (B, 1)
-        g = (g * r.view(*x.shape[:-1], 1)).to(g.dtype)
-    return F.linear(g, up, bias) if group.size == 1 else column_linear(g, up, bias, group=group)
-
-
 def begin_low_rank(x: Tensor, norm: Tensor | None, down: Tensor, *, group: RankGroup) -> Begun:
-    """Start `low_rank_linear`: g is in flight until the end."""
+    """Start the map of this rank's features x (..., m_in), or of the normed x: g is in flight until the end."""
     check_operands(x, down)
     x = x if norm is not None else cast_for_autocast(x)[0]
     (down,) = cast_for_autocast(down)
@@ -102,8 +79,8 @@ class _End(Function):
         ctx: Any, token: Tensor, up: Tensor, bias: Tensor | None, eps: float | None, group: RankGroup, begun: Begun
     ) -> Tensor:
         g, squares = begun.take()[0]()  # (B, k), (B, 1)
-        squares = None if eps is None else squares.to(precise(g.dtype))  # whatever they were summed in
-        r = None if eps is None else inverse_rms(squares.unsqueeze(0), begun.features, eps)  # (B, 1)
+        exact = precise(g.dtype)  # whatever the squares were summed in
+        r = None if eps is None else inverse_rms(squares.unsqueeze(0).to(exact), begun.features, eps)  # (B, 1)
         g = g if r is None else (g * r).to(g.dtype)
         ctx.save_for_backward(up, g, r)
         ctx.group, ctx.begun = group, begun

@@ -158,8 +158,9 @@ class HasModel:
             blocks, ghosts = blocks or default_blocks(settings.get("ranks", 1)), ghosts or DEFAULT_GHOSTS
             sizes = {name: settings[name] for name in cls._model_fields() & settings.keys()}
             phantom = model(**sizes | {"strategy": "phantom", "blocks": blocks, "ghosts": ghosts})
-            weights = sum(BlockLayout(*each, blocks, ghosts).weights for each in phantom.linear_features)
-            settings["low_rank"] = weights // sum(map(sum, phantom.linear_features))
+            sizes = phantom.linear_features
+            weights = sum(BlockLayout(n_in, n_out, blocks, ghosts).weights for n_in, n_out in sizes)
+            settings["low_rank"] = weights // sum(map(sum, sizes))
         return settings
 
     def to_dict(self) -> dict[str, Any]:

@@ -149,6 +149,6 @@ def as_tensor(model: FFN) -> FFN:
 
 def _dense(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
     """Return a layer's whole weight and bias."""
-    dense = layer.to_dense() if isinstance(layer, PhantomLinear | TensorLinear | LowRankLinear) else layer
+    dense = layer.to_dense() if isinstance(layer, PhantomLinear | TensorLinear) else layer
     assert isinstance(dense, nn.Linear)  # torch's own, in a Megatron pair
     return full_tensor(dense.weight), None if dense.bias is None else full_tensor(dense.bias)
