@@ -15,13 +15,7 @@ if TYPE_CHECKING:
     from phantom_parallel.families.ffn.model import FFN
     from phantom_parallel.families.gpt.config import GPTConfig
     from phantom_parallel.families.gpt.model import GPT
-    from phantom_parallel.nn import (
-        PhantomLinear,
-        PhantomParallel,
-        RanksDisagree,
-        TensorLinear,
-        parameter_groups,
-    )
+    from phantom_parallel.nn import PhantomLinear, PhantomParallel, RanksDisagree, TensorLinear, parameter_groups
     from phantom_parallel.nn.order import ReorderFeatures, find_feature_order
     from phantom_parallel.ops import gather_features, shard_features
 
@@ -61,10 +55,7 @@ _HOMES = {
     "phantom_parallel.families.ffn.model": ("FFN",),
     "phantom_parallel.families.gpt.config": ("GPTConfig",),
     "phantom_parallel.families.gpt.model": ("GPT",),
-    "phantom_parallel.nn": (
-        *("PhantomLinear", "PhantomParallel", "RanksDisagree", "TensorLinear"),
-        "parameter_groups",
-    ),
+    "phantom_parallel.nn": (*("PhantomLinear", "PhantomParallel", "RanksDisagree", "TensorLinear"), "parameter_groups"),
     "phantom_parallel.nn.order": ("ReorderFeatures", "find_feature_order"),
     "phantom_parallel.ops": ("gather_features", "shard_features"),
 }

@@ -33,7 +33,8 @@ class PretrainedModel:
     """A pretrained model: a folder with ``config.json`` and safetensors files, one with a GGUF file, or a GGUF file.
 
     ``config`` has its settings as ``config.json`` has them, ``shapes`` the shape of each tensor, all of floating point,
-    and ``files`` the contents of those of `KEPT_FILES` that it has. ValueError if it is not such a model.
+    and ``files`` the contents of those of `KEPT_FILES` that it has. ``load`` returns the whole tensor of a name, in the
+    dtype of the file. ValueError if it is not such a model.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -43,17 +44,10 @@ class PretrainedModel:
         if gguf is None:
             self.config = read_json(self.path / CONFIG)
             self.files = read_kept_files(self.path)
-            self._load: Callable[[str], Tensor] = self._open_safetensors()
+            self.load: Callable[[str], Tensor] = self._open_safetensors()
         else:
-            self._load = self._decode_gguf(gguf)
-        self._keep_special_tokens()
-
-    def load(self, name: str) -> Tensor:
-        """The whole tensor of that name, in the dtype of the file."""
-        return self._load(name)
-
-    def _keep_special_tokens(self) -> None:
-        """Add special tokens, such as those that end a text, to the settings of generation where these lack them."""
+            self.load = self._decode_gguf(gguf)
+        # Special tokens, such as those that end a text, go to the settings of generation where these lack them.
         settings = json.loads(self.files.get(GENERATION_CONFIG, b"{}"))
         missing = {name for name in SPECIAL_TOKENS if settings.get(name) is None and self.config.get(name) is not None}
         if missing:

@@ -23,9 +23,7 @@ class Command(NamedTuple):
 # The order is that of the help.
 COMMANDS: dict[str, Command] = {
     "compare": Command("compare", "train every strategy to the same loss, and show what it cost", "compare_options"),
-    "study": Command(
-        "compare", "the paper's experiments and related ones: ghosts, scaling, links, ...", "study_options"
-    ),
+    "study": Command("compare", "the paper's experiments and related ones: ghosts, scaling, ...", "study_options"),
     "train": Command("train", "train a model on local ranks or a cluster's"),
     "generate": Command("infer", "text from a transformer", "GenerateOptions"),
     "infer": Command("infer", "predictions of a trained model, and what a sample costs", "InferOptions"),

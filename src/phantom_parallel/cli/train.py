@@ -90,9 +90,8 @@ def _show(summary: Summary, config: TrainConfig, out: Path, network: Network | N
         table.add_row("held out before", f"{shown(summary.initial_loss)}, of the teacher {shown(summary.teacher_loss)}")
     if summary.accuracy is not None:
         table.add_row("accuracy", f"{summary.accuracy:.1%} of held-out rows")
-    table.add_row(
-        "time", f"{summary.seconds:.2f} s in steps, blocked in exchanges: {format_share(summary.blocked_share)}"
-    )
+    blocked = format_share(summary.blocked_share)
+    table.add_row("time", f"{summary.seconds:.2f} s in steps, blocked in exchanges: {blocked}")
     rate = summary.samples_per_second
     table.add_row("rate", f"{rate:,.{0 if rate >= 10 else 2}f} {config.row}s/s")
     table.add_row("parameters", f"{summary.parameters:,}")

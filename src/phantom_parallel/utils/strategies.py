@@ -94,11 +94,7 @@ STRATEGIES: dict[str, Strategy] = {
             "megatron",
             "layers in pairs are split by columns and then by rows, with one exchange of whole activations per pair",
         ),
-        Strategy(
-            "dense",
-            "every rank holds the whole model, and works on rows of its own",
-            single_rank=True,
-        ),
+        Strategy("dense", "every rank holds the whole model, and works on rows of its own", single_rank=True),
         Strategy(
             "lowrank",
             "every matrix is a product of two thin ones, and ranks exchange the few values between these",
