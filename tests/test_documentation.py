@@ -82,7 +82,9 @@ def test_files_of_the_package_that_are_named_exist(page):
 # Code
 
 
-@every_page
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page != PAGES[0])) for page in PAGES]
+)
 def test_python_snippets_run(page, ranks, tmp_path):
     for size, parts in snippets(page):
         done = ranks(size)(run_snippets, str(page.relative_to(ROOT)), parts, tmp_path)

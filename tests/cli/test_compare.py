@@ -108,22 +108,3 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path, capsys, arguments, mess
     assert message in error
     assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "shown", "hidden"),
-    [
-        (("compare",), ("--width INT", "(default: 1024, of the preset quick)", "--search-steps"), ("--lr ", "--seed ")),
-        (("compare", "gpt"), ("--dim INT", "(default: 1.8, of the preset gpt)", "--eval-windows"), ("--width",)),
-        (("study", "batch"), ("(default: 32 128 512 1536, of the study batch)", "--measure {loss,speed,decode}"), ()),
-        (("study",), ("NAME", "links", "ghosts"), ()),
-    ],
-)
-def test_help_shows_the_values_of_the_preset(capsys, arguments, shown, hidden):
-    assert phantom(*arguments, "--help") == 0
-    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "default: None" not in text
-    for part in shown:
-        assert part in text
-    for part in hidden:
-        assert f" {part}" not in text

@@ -63,24 +63,6 @@ def test_predictions_and_what_they_cost(folder, capfd, ranks):
     assert sorted(path.name for path in out.parent.iterdir()) == ["out.npy"]
 
 
-def test_outputs_that_are_not_finite_are_counted_and_json_stays_valid(folder, capfd):
-    x = rows(ROWS)
-    x[3, 7], x[8, 0] = np.nan, np.inf
-    np.save(folder / "bad.npy", x)
-    given = ("--model", folder / "model", "--inputs", folder / "bad.npy")
-    assert phantom(*given, "--json") == 0
-
-    def refuse(constant):
-        pytest.fail(f"{constant} is no JSON")
-
-    report = json.loads(capfd.readouterr().out, parse_constant=refuse)
-    assert report["non_finite_rows"] == 2
-    assert WIDTH < report["non_finite_outputs"] <= 2 * WIDTH
-    assert phantom(*given) == 0
-    warning = f"warning: {report['non_finite_outputs']} outputs in 2 of 11 rows are not finite"
-    assert warning in capfd.readouterr().out
-
-
 def energy(capfd) -> str:
     """What the report says of energy, where this machine has no sensor that can be read."""
     line = capfd.readouterr().out.strip().splitlines()[-1]

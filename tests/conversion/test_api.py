@@ -153,16 +153,6 @@ def test_an_interrupted_conversion_continues_to_the_same_model(tmp_path):
     torch.testing.assert_close(again(x), whole(x), atol=1e-9, rtol=1e-9)
 
 
-def test_gradients_and_errors_are_measured_once_for_all_budgets(tmp_path):
-    dense, x, steps = Residual(), rows(), []
-    for budget in (0.6, 0.7):
-        steps.append([])
-        given = {"loss": lambda model, batch: model(batch).square().mean(), "folder": tmp_path}
-        progress = lambda step, done: steps[-1].append(step)  # noqa: E731
-        convert(copy.deepcopy(dense), [x], blocks=4, budget=budget, progress=progress, **given)
-    assert [any("measuring" in step for step in of_budget) for of_budget in steps] == [True, False]
-
-
 def pretrained(kind: str, **settings):
     """A small model of transformers whose weights have been enlarged, so that its layers differ from the identity."""
     transformers = pytest.importorskip("transformers")

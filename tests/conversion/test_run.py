@@ -70,7 +70,7 @@ def test_a_larger_budget_has_a_lower_loss_and_a_bound_on_the_loss_holds(tmp_path
     (tmp_path / "text.txt").write_text(TEXT)
     model, text = tmp_path / "dense", tmp_path / "text.txt"
     losses = []
-    for budget in (0.5, 0.6, 0.8):
+    for budget in (0.5, 0.8):
         assert main(command(model, text, tmp_path / f"p{budget}", "--budget", str(budget))) == 0
         actual = json.loads(capsys.readouterr().out)
         assert actual["kept"] <= budget
@@ -124,7 +124,6 @@ def test_mistakes_are_named_before_the_work(tmp_path, capsys):
     cases = [
         (command(model, text, out), "give one of ghosts, budget and max_loss"),
         (command(model, text, out, "--ghosts", "9"), "ghosts=9 is larger"),
-        ([*command(model, text, out, "--ghosts", "2"), "--blocks", "3"], "blocks=3 does not divide"),
         (command(model, tmp_path / "short.txt", out, "--ghosts", "2"), "too few"),
         (command(model, tmp_path / "none.txt", out, "--ghosts", "2"), "there is no text"),
         (command(tmp_path / "phantom", text, out, "--ghosts", "2"), "phantom model already"),

@@ -165,15 +165,3 @@ def test_the_device_is_measured_for_the_planner(tmp_path):
     assert profile.device == "Simulated Accelerator"
     assert profile.memory_bytes.value == 1 << 30
     assert set(profile.peak) == {"fp32", "bf16"}
-
-
-def test_ranks_without_a_device_each_use_the_cpu_or_are_refused(tmp_path):
-    command = (*FFN, *GHOSTS, *SHORT, "--ranks", "2", "--out", tmp_path / "out")
-    shared = on_devices(1, command)
-    check(shared)
-    assert "cpu (1 simulated for 2 ranks), gloo" in shared.stderr
-    other = (*command[:-1], tmp_path / "other")
-    assert "tf32 is a format of accelerators" in on_devices(1, (*other, "--tf32")).stderr
-    refused = on_devices(1, (*other, "--device", "simulated"))
-    assert refused.returncode == 2
-    assert "Traceback" not in refused.stderr

@@ -71,6 +71,7 @@ def test_a_link_is_as_slow_as_its_rate_and_loopback_is_not(seen):
     assert seen["ranks"][0]["inside_seconds"] < seen["ranks"][0]["between_seconds"] / 3
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_named_with_its_host():
     with pytest.raises(RankDied, match=r"rank 1 \(host 1\) died.*SIGKILL"):
         launch(2, workers.fail, "kill", network=Network(2))

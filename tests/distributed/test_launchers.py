@@ -1,9 +1,5 @@
 """Variables of launchers for ranks, translated to torch's, and how such ranks meet."""
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -102,37 +98,6 @@ def test_ranks_of_one_host_meet_there_and_others_need_an_address(tmp_path):
     assert rank_variables(PALS | {"PBS_NODEFILE": str(tmp_path / "nodes")})["MASTER_ADDR"] == "x1000c0s0b0n0"
 
 
-JOIN = """
-import os, sys
-from phantom_parallel.distributed.launch import launch
-from tests.distributed.workers import return_nothing
-try:
-    launch(2, return_nothing)
-    launch(2, return_nothing)
-except OSError as error:
-    sys.exit(f"one line: {error}")
-"""
-
-
-def start(rank, **variables):
-    """A rank of a step as Slurm starts it, on this host."""
-    step = STEP | {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"} | variables
-    return subprocess.Popen([sys.executable, "-c", JOIN], env=os.environ | step, stderr=subprocess.PIPE, text=True)
-
-
-@pytest.mark.slow
-def test_a_rank_of_another_step_at_the_same_port_is_refused():
-    with socket.create_server(("localhost", 0)) as free:
-        port = str(free.getsockname()[1])
-    other = start(1, MASTER_PORT=port, SLURM_STEP_ID="1")
-    first = start(0, MASTER_PORT=port)
-    _, said = other.communicate()
-    assert "one line: " in said
-    assert "1234567.0" in said
-    second = start(1, MASTER_PORT=port)
-    assert (first.wait(), second.wait()) == (0, 0), (first.stderr.read(), second.stderr.read())
-
-
 @pytest.mark.parametrize(
     ("hosts", "first"),
     [
@@ -142,14 +107,3 @@ def test_a_rank_of_another_step_at_the_same_port_is_refused():
 )
 def test_the_first_host_of_a_list(hosts, first):
     assert first_host(hosts) == first
-
-
-@pytest.mark.slow
-def test_a_mistake_under_torchrun_is_printed_once(tmp_path):
-    command = ["-m", "phantom_parallel.cli.main", "train", "--out", str(tmp_path / "out"), "--ranks", "2"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = subprocess.run([*torchrun, *command, "--width", "63"], capture_output=True, text=True, timeout=400)
-    assert ended.stderr.count("error: blocks=4 does not divide") == 1
-    assert ended.stderr.count("Traceback") == 1  # torchrun's own
-    assert "exitcode  : 2" in ended.stderr
-    assert ended.stdout == ""

@@ -3,9 +3,8 @@
 from pathlib import Path
 
 import pytest
-import torch
 
-from phantom_parallel.energy import EnergyMeter, discover
+from phantom_parallel.energy import EnergyMeter
 from phantom_parallel.energy.sensors import probe_cray
 from tests.energy.simulated import FakeClock, PmCounters
 
@@ -69,13 +68,3 @@ def test_values_from_two_updates_are_not_mixed(node, monkeypatch):
     readings = source.read(fresh=False)
     assert readings["cray/cpu_energy"].joules == 400
     assert readings["cray/accel0_energy"].joules == 250
-
-
-def test_a_rank_on_the_cpu_does_not_count_the_accelerators(node, tmp_path):
-    def components(device: str) -> set[str]:
-        return {
-            spec.component for spec in discover(torch.device(device), powercap=tmp_path, pm_counters=node.root).specs
-        }
-
-    assert components("cpu") == {"cpu", "memory"}
-    assert components("cuda:0") == {"cpu", "memory", "gpu"}

@@ -3,8 +3,6 @@
 import os
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from phantom_parallel.energy import EnergyMeter, Provenance, load_power_profile
 from phantom_parallel.energy.power import cores_per_rank
@@ -38,19 +36,6 @@ def host(monkeypatch):
 def test_ranks_share_the_cores_of_their_host(host, cores, ranks, expected):
     host(cores)
     assert cores_per_rank(ranks) == expected
-
-
-def test_a_slurm_task_that_is_bound_to_cores_shares_them_with_no_other_rank(host, monkeypatch):
-    host(4)  # the cores that this task is bound to
-    monkeypatch.setenv("SLURM_CPU_BIND_TYPE", "mask_cpu:")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert cores_per_rank(2) == 2  # ranks to be launched within the task
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert cores_per_rank(2) == 2  # ranks that were launched within the task
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    assert cores_per_rank(2) == 4  # each rank is a task
 
 
 @pytest.mark.parametrize("name", [None, "assumed-core"])

@@ -9,15 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from phantom_parallel import PhantomLinear
 from phantom_parallel.energy import EnergyMeter
 from phantom_parallel.energy.results import TimeSplit
-from phantom_parallel.energy.time_split import TimeSplitRecorder, can_split_time, observe_waits
+from phantom_parallel.energy.time_split import TimeSplitRecorder, observe_waits
 from phantom_parallel.utils.timers import EventTimer, HostTimer
 from tests.energy.simulated import FakeClock
 
@@ -197,16 +195,3 @@ def test_on_an_accelerator_events_measure_how_long_the_stream_was_stalled():
             clock.end_wait(mark)
     compute, communication = clock.totals().since(before).busy(body_seconds=10.0)
     assert (compute, communication) == pytest.approx((6.0, 1.5))
-
-
-def splits() -> dict[str, tuple[bool, bool]]:
-    sharded = nn.Sequential(fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,))))
-    devices = {name: torch.device(name) for name in ("cpu", "cuda")}
-    return {
-        name: (can_split_time(sharded, device), can_split_time(nn.Linear(4, 4), device))
-        for name, device in devices.items()
-    }
-
-
-def test_on_an_accelerator_the_waits_of_fsdp2_are_seen_by_no_hook(ranks):
-    assert ranks(1)(splits) == [{"cpu": (True, True), "cuda": (False, True)}]

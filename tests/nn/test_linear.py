@@ -20,10 +20,9 @@ from phantom_parallel import (
     PhantomLinear,
     PhantomParallel,
     TensorLinear,
-    gather_features,
     shard_features,
 )
-from phantom_parallel.nn import FeatureEmbedding, NormedPhantomLinear, VocabularyHead
+from phantom_parallel.nn import NormedPhantomLinear
 from phantom_parallel.nn.sharded import full_tensor
 from tests.reference import Phantom, relative_error
 
@@ -258,13 +257,9 @@ def test_a_mesh_of_several_dimensions_is_refused_with_the_fix():
             lambda mesh: PhantomLinear(16, 16, blocks=4, ghosts=2, mesh=mesh),
             lambda mesh: TensorLinear(16, 16, mesh=mesh),
             lambda mesh: NormedPhantomLinear(16, 16, blocks=4, ghosts=2, mesh=mesh),
-            lambda mesh: FeatureEmbedding(16, 16, blocks=4, mesh=mesh),
-            lambda mesh: VocabularyHead(16, 16, mesh=mesh),
-            lambda mesh: FFN(FFNConfig(width=16, depth=1, blocks=4, ghosts=2), mesh=mesh),
             lambda mesh: FFN(FFNConfig(width=16, depth=1, strategy="megatron"), mesh=mesh),
             lambda mesh: GPT(GPTConfig(vocab=16, dim=16, layers=1, heads=4, blocks=4, ghosts=2), mesh=mesh),
             lambda mesh: shard_features(torch.randn(2, 16), mesh),
-            lambda mesh: gather_features(torch.randn(2, 16), mesh),
             lambda mesh: parallelize_module(nn.Linear(16, 16), mesh, PhantomParallel(blocks=4, ghosts=2)),
         )
         for build in builders:

@@ -104,16 +104,6 @@ def test_cells_are_compared_with_those_of_the_same_place_or_with_the_reference()
     assert peer(smaller, cell_of(smaller, "phantom", ranks=1), "tensor") is smaller.cells[0]
 
 
-def test_rank_hours_and_what_they_bring():
-    results = make_scaling()
-    cell = cell_of(results, "phantom", ranks=4)  # 10 steps of 64 rows in 0.12 s, by 4 ranks, with 1.2 J
-    hours = 4 * 0.12 / 3600
-    assert by_seed(results, cell, "rank_hours")[0] == pytest.approx(hours)
-    assert by_seed(results, cell, "watts_per_rank")[0] == pytest.approx(1.2 / 0.48)
-    assert by_seed(results, cell, "samples_per_rank_hour")[0] == pytest.approx(640 / hours)
-    assert by_seed(results, cell, "steps_per_rank_hour")[0] == pytest.approx(10 / hours)
-
-
 def test_the_line_of_energy_over_rank_hours():
     results = make_scaling()
     cells = [cell for cell in results.cells if cell.strategy == "tensor"]

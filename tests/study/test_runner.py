@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from phantom_parallel.distributed.objects import RanksDisagree
 from phantom_parallel.distributed.signals import Interrupted, LossDiverged, StopRequest
 from phantom_parallel.families.ffn.config import FFNTrainConfig
 from phantom_parallel.study import runner as runner_module
-from phantom_parallel.study.runner import NETWORKS, CellRunner, RunOptions, cell_runner, resolve_networks
+from phantom_parallel.study.runner import NETWORKS, CellRunner, RunOptions, resolve_networks
 from phantom_parallel.study.settings import read_settings
 from phantom_parallel.train import Record
 from phantom_parallel.utils.files import write_json
@@ -95,23 +94,6 @@ def test_a_signal_stops_ahead_of_the_next_cell(monkeypatch, runner):
     with pytest.raises(Interrupted):
         runner.train("tensor", CONFIG)
     assert run == []
-
-
-def disagreeing(folder: str) -> str:
-    """Ranks of an external launch whose command lines differ."""
-    settings = read_settings("presets", "quick", {"ranks": 2, "seeds": 2 + torch.distributed.get_rank()})
-    with (
-        pytest.raises(RanksDisagree) as raised,
-        cell_runner(torch.device("cpu"), settings, RunOptions(Path(folder) / "out", local=False)),
-    ):
-        pass
-    return str(raised.value)
-
-
-def test_ranks_with_other_settings_are_refused_before_the_folder_is_made(ranks, tmp_path):
-    for message in ranks(2)(disagreeing, str(tmp_path)):
-        assert message == "ranks disagree on the settings: rank 0 has seeds=2; rank 1 has seeds=3"
-    assert not (tmp_path / "out").exists()
 
 
 HOSTS = read_settings("studies", "links", {"links": ("loopback", "100mbit", "like:frontier-mi250x")})

@@ -5,15 +5,8 @@ import re
 
 import pytest
 
-from phantom_parallel.study.contenders import DENSE
-from phantom_parallel.study.grid import counts
 from phantom_parallel.study.settings import Settings, names_of, read_settings, varied_by
 from phantom_parallel.utils.parsing import convert
-
-HOSTS = [("presets", name) for name in ("digits-hosts", "mnist-hosts", "gpt-hosts")] + [
-    ("studies", "links"),
-    ("studies", "batch"),
-]
 
 
 def test_what_ships():
@@ -43,21 +36,6 @@ def test_what_ships():
 def test_settings_survive_json(folder, name):
     settings = read_settings(folder, name)
     assert convert(json.loads(json.dumps(settings.to_dict())), Settings, "json") == settings
-
-
-@pytest.mark.parametrize(("folder", "name"), HOSTS)
-def test_on_hosts_fsdp_and_pipelines_share_the_dense_models_curve_in_every_variant(folder, name):
-    settings = read_settings(folder, name)
-    for cell in {contender.cell for contender in settings.contenders}:
-        shared = [each for each in settings.contenders if each.ranks * each.dp > 1]
-        group = [each for each in shared if each.function == (DENSE, cell)]
-        assert {"megatron", "dense", "fsdp", "pipeline"} <= {each.base.strategy for each in group}
-        for contender in group:
-            for variant in settings.variants(contender):
-                assert min(counts(settings.config(variant)).values()) > 0
-        numbers = {each.base.strategy: len(settings.variants(each)) for each in group}
-        assert numbers["fsdp"] == 2
-        assert numbers["pipeline"] > 1
 
 
 def test_cells_are_combinations_of_lists_which_changes_replace():

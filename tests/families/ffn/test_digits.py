@@ -1,14 +1,11 @@
 """Handwritten digits: every rank its features, and classes that a model learns to tell apart."""
 
-from importlib.metadata import PackageNotFoundError
-
 import pytest
 import torch
 
 from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.families.ffn.config import FFNTrainConfig
-from phantom_parallel.families.ffn.data import _load_images, check_data, open_data, scores
-from phantom_parallel.families.ffn.data import _mixed_pixels as images
+from phantom_parallel.families.ffn.data import _load_images, open_data, scores
 from phantom_parallel.train import train
 
 sklearn = pytest.importorskip("sklearn.datasets")
@@ -53,14 +50,3 @@ def test_scores_of_ranks_with_fewer_features_than_classes_add_up():
     actual = sum(scores(out[:, part], part, 64) for part in (slice(first, first + 8) for first in range(0, 64, 8)))
     expected = torch.stack([out[:, digit::10].mean(1) for digit in range(10)], 1)
     assert torch.allclose(actual, expected, rtol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["digits", "mnist"])
-def test_without_the_package_the_error_names_the_extra(monkeypatch, name):
-    def missing(name: str) -> None:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr("phantom_parallel.families.ffn.data.distribution", missing)
-    images.cache_clear()
-    with pytest.raises(ValueError, match=rf"pip install 'phantom-parallel\[{name}\]'"):
-        check_data(CONFIG.updated(data=name, width=800))

@@ -4,7 +4,7 @@ import pytest
 
 from phantom_parallel import GPT, GPTConfig
 from tests.families.gpt import reference as gpt_reference
-from tests.families.gpt.sample import SIZES, config_of, one_mesh
+from tests.families.gpt.sample import SIZES, config_of
 
 
 @pytest.mark.parametrize(
@@ -39,25 +39,3 @@ def test_input_that_does_not_fit_is_named():
     ):
         with pytest.raises(ValueError, match=message):
             run(tokens)
-
-
-def refused(*configs: GPTConfig) -> list[str]:
-    messages = []
-    for config in configs:
-        with pytest.raises(ValueError) as caught:  # noqa: PT011
-            GPT(config, mesh=one_mesh())
-        messages.append(str(caught.value))
-    return messages
-
-
-def test_ranks_that_do_not_fit_are_named(ranks):
-    cases = {
-        "2 ranks a block do not divide its 3 ghosts: run on 2 or 6": {"blocks": 2},
-        "4 ranks do not divide kv_heads=2": {"blocks": 2, "ghosts": 2, "kv_heads": 2},
-        "4 ranks do not divide hidden_groups=2": {"blocks": 2, "ghosts": 2, "hidden_groups": 2},
-        "4 ranks do not divide vocab=22": {"strategy": "megatron", "vocab": 22},
-        "dense runs on one rank, got ranks=4": {"strategy": "dense"},
-    }
-    for messages in ranks(4)(refused, *(config_of(**settings) for settings in cases.values())):
-        for message, expected in zip(messages, cases, strict=True):
-            assert expected in message

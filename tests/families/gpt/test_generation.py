@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from phantom_parallel import GPT, EnergyMeter, GPTConfig, PowerProfile, RanksDisagree
+from phantom_parallel import GPT, EnergyMeter, GPTConfig, PowerProfile
 from phantom_parallel.families.gpt.generation import generate, measure_generation
 from phantom_parallel.infer.sampling import Sampling
 from tests.families.gpt import reference as gpt_reference
@@ -150,20 +150,6 @@ def test_requests_that_cannot_be_met(prompt, settings, message):
     model = filled(config_of(context=CONTEXT))
     with pytest.raises(ValueError, match=message):
         generate(model, prompt, **({"tokens": 2} | settings))
-
-
-def disagree_on_rank() -> None:
-    model = filled(config_of(context=CONTEXT), init_device_mesh("cpu", (2,)))
-    with pytest.raises(RanksDisagree, match="prompt"):
-        generate(model, prompts() + dist.get_rank() % 2, tokens=2)
-    with pytest.raises(RanksDisagree, match="seed"):
-        generate(model, prompts(), tokens=2, temperature=1.0, seed=dist.get_rank())
-    with pytest.raises(RanksDisagree, match="tokens"):
-        measure_generation({"phantom": model}, prompts(), 2 + dist.get_rank())
-
-
-def test_ranks_that_disagree_are_named(ranks):
-    assert ranks(2)(disagree_on_rank) == [None, None]  # each rank has seen the error
 
 
 SIZES = {"vocab": 24, "dim": 32, "layers": 2, "heads": 8, "kv_heads": 4, "hidden": 40, "context": 32}

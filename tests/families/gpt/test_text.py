@@ -1,6 +1,5 @@
 """Text as tokens: which files, which windows, what is held out, what is kept on disk."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -99,9 +98,3 @@ def test_a_byte_pair_encoding_gives_back_the_text_and_is_shorter(tmp_path):
     tokenizer.save(tmp_path)
     assert np.array_equal(load_tokenizer(tmp_path).encode(LINES.encode()), tokenizer.encode(LINES.encode()))
     assert np.array_equal(open_text(settings).training, text.training)  # from disk
-
-
-def test_without_the_tokenizers_library_the_error_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ValueError, match=r"pip install 'phantom-parallel\[bpe\]', or use bytes"):
-        open_text(config(written(tmp_path), tokenizer="bpe"))

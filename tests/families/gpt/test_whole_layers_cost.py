@@ -36,7 +36,7 @@ def test_formulas_equal_the_ledger_on_real_ranks(ranks, shape):
         assert wrong == []
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("shape", SHAPES, ids=name_of)
 def test_a_dry_run_counts_every_rank_and_their_sums(shape):
     runs = [dry_run(replace(shape, rank=rank)) for rank in range(shape.ranks)]
