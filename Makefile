@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 
+# Processes share their bytecode: tests start hundreds, and each would compile the package again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help venv compare test test-all campaign lint style types docs bench clean
 
 help:
