@@ -1,16 +1,13 @@
-"""Phantom layers in torchtitan's Llama, by the override of an example."""
+"""Phantom layers in torchtitan's Llama, by our override."""
 
-import sys
 import zlib
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 needs_torchtitan = pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan is not installed")
 
 
@@ -21,7 +18,6 @@ def attention_on_cpu(q, k, v, *, scale, enable_gqa, **_):
 
 
 def train_on_rank(size, tokens):
-    sys.path.insert(0, str(EXAMPLES))
     torch._utils._get_available_device_type = lambda: "cpu"  # which torchtitan reads when it is imported
     from torch.nn.attention.flex_attention import create_block_mask
     from torchtitan.config import OverrideConfig
@@ -47,7 +43,9 @@ def train_on_rank(size, tokens):
     dims = ParallelDims(**degrees, spmd_backend="partial_dtensor")
     dims.build_mesh()
     set_llama3_sharding_config(config, enable_sp=True)
-    override = OverrideConfig(imports=[("torchtitan_phantom.phantom", {"blocks": 4, "ghosts": 2})])
+    override = OverrideConfig(
+        imports=[("phantom_parallel.integrations.torchtitan.phantom", {"blocks": 4, "ghosts": 2})]
+    )
     assert len(apply_overrides(override, config)) == 6
     with torch.device("meta"):
         model = config.build()

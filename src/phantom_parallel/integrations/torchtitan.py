@@ -1,9 +1,7 @@
 """Phantom layers in the MLPs of torchtitan's models, with its own tensor-parallel degree::
 
     torchrun -m torchtitan.train --module llama3 --config llama3_8b --parallelism.tensor_parallel_degree 8 \
-        --parallelism.spmd_backend partial_dtensor --override.imports torchtitan_phantom.phantom
-
-The folder of this file must be on PYTHONPATH.
+        --parallelism.spmd_backend partial_dtensor --override.imports phantom_parallel.integrations.torchtitan.phantom
 """
 
 from dataclasses import dataclass
@@ -36,16 +34,17 @@ class TitanPhantomLinear(PhantomLinear, Module):  # type: ignore[misc, unused-ig
     def parallelize(self, parallel_dims: Any) -> None:
         if parallel_dims.spmd_backend != "partial_dtensor":
             raise ValueError("phantom layers need the option --parallelism.spmd_backend partial_dtensor")
-        mesh, output = parallel_dims.get_optional_mesh("tp"), self._sharding_config.out_dst_shardings
+        sharding: Any = self._sharding_config
+        mesh, output = parallel_dims.get_optional_mesh("tp"), sharding.out_dst_shardings
         if mesh is not None:
             [layout] = [Shard(-1)] if output is None else resolve_placements(output, mesh)
-            sizes = {"blocks": self.blocks, "ghosts": self.ghosts}
-            self.__class__ = PhantomLinear  # which the style shards
-            PhantomParallel(**sizes, output_layouts=layout, use_local_output=False)._apply(self, mesh)
+            settings: dict[str, Any] = {"blocks": self.blocks, "ghosts": self.ghosts, "use_local_output": False}
+            self.__class__ = PhantomLinear  # type: ignore[assignment]  # which the style shards
+            PhantomParallel(**settings, output_layouts=layout)._apply(self, mesh)
             self.__class__ = TitanPhantomLinear
 
 
-@override(target=Linear.Config, fqns=["layers.*.feed_forward.w?"], exact=True)
+@override(target=Linear.Config, fqns=["layers.*.feed_forward.w?"], exact=True)  # type: ignore[untyped-decorator, unused-ignore]
 def phantom(config: Any, blocks: int = 8, ghosts: int = 16) -> Any:
     """The config of a phantom layer in place of a linear layer of an MLP; weights start as large as torchtitan's."""
     with torch.random.fork_rng(devices=[]):  # the same on every rank
