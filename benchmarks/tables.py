@@ -15,7 +15,8 @@ Values are named by their result file and what to read from it:
     validation phantom|tensor|ratio mean|worst                an error of the time model
     validation settings                                       how many settings were measured
 
-``--check`` lists the pages that differ from the result files and exits with 1, as the tests do.
+``--write`` also draws the images in `IMAGES`: figures of the reports of result files, where these are there, and
+modelled ones. ``--check`` lists the pages that differ from the result files and exits with 1, as the tests do.
 """
 
 import argparse
@@ -25,11 +26,28 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from matplotlib.figure import Figure
+
+from phantom_parallel.cli.options import model_defaults
+from phantom_parallel.cost.hardware import load_profile
+from phantom_parallel.cost.timing import step_time
+from phantom_parallel.families.gpt.cost import GPTShape
+from phantom_parallel.report.figures import (
+    MUTED,
+    CaptionedFigure,
+    add_grid_and_legend,
+    counted_axis,
+    figures,
+    line_styles,
+    new_figure,
+    plot_style,
+)
 from phantom_parallel.report.tables import Section, detailed_sections, main_sections
 from phantom_parallel.study.analysis import ratio, ratio_interval
 from phantom_parallel.study.results import Cell, Results, load
@@ -372,6 +390,59 @@ def _error(data: dict[str, Any], words: list[str]) -> str:
     return quantity({"mean": fmean(errors), "worst": max(errors)}[summary], "%")
 
 
+# Images of docs/images: a result file, and a figure of its report; or a function that draws a modelled one.
+IMAGES: dict[str, tuple[str, str] | Callable[[], Figure]] = {
+    "scaling-rank-hours": ("study-scaling", "energy-rank-hours"),
+    "weak-samples": ("study-weak", "ranks-samples-per-rank-hour"),
+    "epochs-loss": ("study-epochs", "batch-loss"),
+    "decode-links": ("study-decode", "link-token-seconds"),
+    "requests-energy": ("study-requests", "batch-joules-per-request"),
+    "serve-latency": ("study-serve", "arrivals-latency-p95"),
+    "decode-ranks": lambda: modelled_token("time of a token, ms (modelled)", lambda step: 1e3 * step.total),
+    "decode-gap": lambda: modelled_token("modelled energy above the least, %", lambda step: 100 * step.energy_gap),
+}
+
+
+def modelled_token(label: str, height: Callable[[Any], float]) -> Figure:
+    """A token of llama-3.1-8b for each of 8 sequences after 4,096, on A100s of nodes of 4."""
+    sizes, machine = model_defaults(None, ["--like", "llama-3.1-8b"])[1], load_profile("dgx-a100")
+    machine = replace(machine, devices_per_node=replace(machine.devices_per_node, value=4))
+    devices, lines = (1, 2, 4, 8), dict[str, list[tuple[int, float]]]()
+    for ranks in devices:
+        for name in ("phantom", "phantom+parallel", "megatron", "megatron+parallel", "pipeline"):
+            strategy, _, parallel = name.partition("+")
+            cut = {"blocks": 8, "ghosts": 16} if strategy == "phantom" else {}
+            run = {"context": 4097, "parallel_block": bool(parallel), "ranks": ranks, "batch": 8, "word_bytes": 2}
+            layout = {"strategy": "dense"} if ranks == 1 and not cut else {"strategy": strategy, **cut}
+            token = GPTShape.of(**sizes | run | layout | {"mode": "decode", "past": 4096, "sequence": 1})
+            lines.setdefault(name, []).append((ranks, height(step_time(token, machine, "bf16", ("forward",)))))
+    with plot_style():
+        figure, axes = new_figure("A token of llama-3.1-8b on A100s, 4 in a node")
+        for name, style in line_styles(lines).items():
+            axes.plot(*zip(*lines[name], strict=True), markersize=6, linewidth=1.6, label=name, **style)
+        axes.axvline(4, color=MUTED, linewidth=1, linestyle=(0, (2, 2)))  # the devices of a node
+        counted_axis(axes, devices)
+        axes.set(xlabel="devices", ylabel=label, yscale="log")
+        add_grid_and_legend(figure, axes)
+    return figure
+
+
+def draw_images(folder: Path) -> list[str]:
+    """Write the images whose results are there; their names."""
+    written = []
+    for name, source in IMAGES.items():
+        if isinstance(source, tuple):
+            path = RESULTS / f"{source[0]}.json"
+            drawn = {each.name: each for each in figures(_results(path))} if path.exists() else {}
+            svg = drawn[source[1]].svg if drawn else None
+        else:
+            svg = CaptionedFigure(name, "", "", source()).svg
+        if svg is not None:
+            write_text(folder / f"{name}.svg", svg)
+            written.append(name)
+    return written
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     mode = parser.add_mutually_exclusive_group(required=True)
@@ -379,6 +450,8 @@ def main() -> None:
     mode.add_argument("--check", action="store_true", help="show differences, and exit with 1 if there are any")
     options = parser.parse_args()
     differ = False
+    if options.write:
+        print("drew", *draw_images(ROOT / "docs" / "images"))
     for page in pages():
         old = page.read_text()
         new = generated(old, page.parent)

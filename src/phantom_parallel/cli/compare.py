@@ -168,6 +168,8 @@ def _with_settings(base: type[SettingOptions], file: str, family: str | None, ar
     """The options of ``base`` and those of the settings in a file, with their values as defaults."""
     own, sizes = model_defaults(family, arguments)
     sizes = {name: value for name, value in sizes.items() if name in training_fields(own) and name != "context"}
+    for name in ("ranks", "blocks") if sizes else ():  # those of the file may not divide the model
+        sizes |= {name: int(given)} if (given := value_of(f"--{name}", arguments) or "").isdecimal() else {}
     settings = read_settings(base.folder, file, sizes, own if sizes else family)
     varied = varied_by(base.folder, file)
     options: dict[str, Setting] = {}
