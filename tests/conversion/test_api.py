@@ -293,3 +293,12 @@ def test_the_correction_is_damped_as_the_other_half_of_the_data_asks_for():
     best = min(errors, key=errors.__getitem__)
     assert 1e-6 < best < 1e4
     assert _best_ridge(halves, importance, centred=True) == best / 2
+
+
+def test_the_reported_error_is_that_of_the_outputs_on_the_calibration_data():
+    dense, x = network(), rows(100)
+    model = copy.deepcopy(dense)
+    report = convert(model, [x[:60], x[60:]], blocks=3, ghosts=2)
+    for group, size in zip(report.groups, (1, 3, 5), strict=True):
+        y, actual = dense[:size](x).detach(), model[:size](x).detach()
+        assert group.relative_error == pytest.approx(float((actual - y).norm() / y.norm()), rel=1e-6)

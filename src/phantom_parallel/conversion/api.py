@@ -166,6 +166,7 @@ class _Moments(NamedTuple):
 
 
 _RIDGES = tuple(10.0**power for power in range(-6, 5))  # the largest is next to no regression at all
+_NOISE = 0.04  # damping of fits times rows / features
 
 
 @torch.no_grad()
@@ -189,11 +190,13 @@ def convert_group(
     moments = _measure(model, module, calls, group, dense, corrected=corrected, importance=of_outputs)
     sizes = [len(layer.weight) for layer in group]
     weight = stack_by_blocks([layer.weight for layer in group], blocks).double()
-    cross, s = stack_by_blocks(moments.cross.split(sizes), blocks), damped(moments.s)
+    cross = stack_by_blocks(moments.cross.split(sizes), blocks)
     shift = solve(damped(moments.s, max(DAMPING, moments.ridge)), cross)
-    weights = _of_group(importance, group, blocks)
+    weights, s = _of_group(importance, group, blocks), damped(moments.s, _damping(dense.inputs[group[0].name]))
     fit = fit_outputs(s, weight + shift, blocks=blocks, ghosts=ghosts, steps=steps, importance=weights)
-    error = max(0.0, moments.residual - float((shift * cross).sum())) + max(0.0, fit.squared_error)
+    stacked = PhantomLinear.from_weights(fit.local, fit.compress, fit.decompress, None, blocks=blocks)
+    change = stacked.to_dense().weight.detach() - weight  # y - W' x' = (y - W x') - (W' - W) x'
+    error = max(0.0, moments.residual + float((change * (change @ moments.s - 2 * cross)).sum()))
     relative = (error / max(moments.power, 1e-300)) ** 0.5
     layers = _phantom_layers(group, fit, moments, blocks, relative)
     for layer, phantom in zip(group, layers, strict=True):
@@ -206,6 +209,13 @@ def convert_group(
         dense_multiply_adds=weight.numel(),
         corrected=corrected,
     )
+
+
+def _damping(inputs: Sequence[Tensor]) -> float:
+    """Damping of S in a fit: weights that few rows do not determine stay close to the dense ones. The variance of a
+    regression is proportional to features / rows.
+    """
+    return max(DAMPING, _NOISE * inputs[0].shape[1] / sum(map(len, inputs)))
 
 
 def _of_group(importance: Mapping[str, Tensor] | None, group: Sequence[DenseLayer], blocks: int) -> Tensor | None:
@@ -345,7 +355,7 @@ def ghost_curves(dense: DensePass, blocks: int, importance: Mapping[str, Tensor]
             each = None if importance is None else dense.row_weights(first, batch)
             s += rows.T @ (rows if each is None else each.unsqueeze(1) * rows)
             total += len(rows) if each is None else float(each.sum())
-        s = damped(s / total)
+        s = damped(s / total, _damping(dense.inputs[first]))
         weights = _of_group(importance, group, blocks)
         power = float((weight @ s * weight).sum()) if weights is None else 1.0
         scaled = weight if weights is None else weights.sqrt().unsqueeze(1) * weight
