@@ -25,6 +25,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+from transformers.distributed.tensor_parallel import TensorParallelLayer, replace_layer_number_by_wildcard
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from phantom_parallel.energy.meter import RunningEnergy
 from phantom_parallel.infer.evaluate import EvalConfig, Report, evaluate_text, read_texts
@@ -32,17 +39,6 @@ from phantom_parallel.nn.linear import PhantomLinear
 from phantom_parallel.ops.collectives import block_group
 from phantom_parallel.ops.features import gather_features, shard_features
 from phantom_parallel.utils.layout import BlockLayout
-
-try:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback
-    from transformers.distributed.configuration_utils import DistributedConfig
-    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
-    from transformers.distributed.tensor_parallel import TensorParallelLayer, replace_layer_number_by_wildcard
-    from transformers.quantizers.auto import register_quantization_config, register_quantizer
-    from transformers.quantizers.base import HfQuantizer
-    from transformers.utils.quantization_config import QuantizationConfigMixin
-except ImportError as error:
-    raise ImportError("phantom_parallel.hf needs transformers: pip install 'phantom-parallel[pretrained]'") from error
 
 METHOD = "phantom_parallel.hf"  # transformers shows it where this module was not imported
 _MARKER = "weight"

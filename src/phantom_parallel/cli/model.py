@@ -1,7 +1,6 @@
 """``phantom model import | convert | heal | export``: models from other libraries and to them."""
 
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,7 +9,7 @@ import tyro
 from phantom_parallel.checkpoint.model import CONFIG, family_of
 from phantom_parallel.cli.options import Flag, JsonOption, config_of, value_of
 from phantom_parallel.cli.train import resumed_settings, train_options
-from phantom_parallel.conversion.run import ConvertConfig, ConvertResult, convert_folder, heal_config
+from phantom_parallel.conversion.run import ConvertConfig, convert_folder, heal_config
 from phantom_parallel.families.registry import family_names, get_family
 from phantom_parallel.infer.predict import check_folder
 from phantom_parallel.train.run import format_loss
@@ -91,18 +90,19 @@ class ConvertOptions(ConvertConfig, JsonOption):
     def run(self) -> None:
         config = config_of(self, ConvertConfig, model=self.model.absolute(), out=self.out.absolute())
         result = convert_folder(config, show=True)
-        print(json_text(asdict(result)) if self.json else _summary(result))
+        print(json_text(result) if self.json else _summary(result))
 
 
-def _summary(result: ConvertResult) -> str:
-    worst = max(result.groups, key=lambda group: group.relative_error)
-    ghosts = sorted(group.ghosts for group in result.groups)
-    shown = partial(format_loss, family=family_of(result.out))
+def _summary(result: dict[str, Any]) -> str:
+    out, groups = result["out"], result["groups"]
+    worst = max(groups, key=lambda group: group["relative_error"])
+    ghosts = sorted(group["ghosts"] for group in groups)
+    loss, dense_loss = (format_loss(result[name], family=family_of(out)) for name in ("loss", "dense_loss"))
     return (
-        f"{result.out}: {result.kept:.1%} of the multiply-adds of {len(result.groups)} groups of layers, "
-        f"{result.blocks} blocks, {ghosts[0]} to {ghosts[-1]} ghosts.\n"
-        f"Held-out loss {shown(result.loss)}, of the dense model {shown(result.dense_loss)}. Largest relative error "
-        f"{worst.relative_error:.1%}, of {worst.layers[0]}."
+        f"{out}: {result['kept']:.1%} of the multiply-adds of {len(groups)} groups of layers, "
+        f"{result['blocks']} blocks, {ghosts[0]} to {ghosts[-1]} ghosts.\n"
+        f"Held-out loss {loss}, of the dense model {dense_loss}. Largest relative error "
+        f"{worst['relative_error']:.1%}, of {worst['layers'][0]}."
     )
 
 

@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 
 from phantom_parallel.checkpoint.model import CONFIG, family_of, load_model, read_config, save_model
-from phantom_parallel.conversion.api import BudgetTooSmall, ConversionReport, GroupReport, convert
+from phantom_parallel.checkpoint.pretrained import copy_kept_files
+from phantom_parallel.conversion.api import BudgetTooSmall, ConversionReport, convert
 from phantom_parallel.families.base import Converter
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.infer.predict import check_folder
@@ -67,26 +68,15 @@ class ConvertConfig:
             raise ValueError(f"max_loss must be a positive number, got {self.max_loss}")
 
 
-@dataclass(frozen=True)
-class ConvertResult:
-    """Results of ``phantom model convert``."""
-
-    model: str  # folder of the dense model
-    out: str  # folder of the phantom model
-    blocks: int
-    rows: int  # of calibration data
-    kept: float  # share of the converted layers' multiply-adds that is left
-    dense_loss: float  # held-out loss of the dense model
-    loss: float  # held-out loss of the phantom model
-    groups: tuple[GroupReport, ...]  # layers that share an input
-
-
 _Trial = tuple[ConversionReport, nn.Module, float]  # of a copy of the model, with its held-out loss
 
 
-def convert_folder(config: ConvertConfig, *, show: bool = False) -> ConvertResult:
+def convert_folder(config: ConvertConfig, *, show: bool = False) -> dict[str, Any]:
     """Convert the model of a folder. If an interrupted conversion is run again, it continues after its last finished
     stage. Wrong options and files raise ValueError or OSError before the work starts.
+
+    Returns plain data: the `ConversionReport` with the share ``kept``, and the held-out losses of both models, ``loss``
+    and ``dense_loss``.
     """
     settings = read_config(check_folder(config.model))
     family = get_family(family_of(config.model))
@@ -131,13 +121,17 @@ def convert_folder(config: ConvertConfig, *, show: bool = False) -> ConvertResul
             report, model, loss = run_trial(config.budget)
         else:
             report, model, loss = _smallest(run_trial, 1 / config.blocks, dense_loss + config.max_loss)
-        values: dict[str, Any] = {name: getattr(report, name) for name in ("blocks", "rows", "kept", "groups")}
-        values |= {"model": str(config.model), "out": str(config.out), "dense_loss": dense_loss, "loss": loss}
-        result = ConvertResult(**values)
+        result: dict[str, Any] = {
+            "model": str(config.model),
+            "out": str(config.out),
+            "dense_loss": dense_loss,
+            "loss": loss,
+        }
+        result |= {"kept": report.kept, **asdict(report)}
 
         def complete(folder: Path) -> None:
-            converter.complete(config.model, folder)
-            write_json(folder / REPORT, asdict(result))
+            copy_kept_files(config.model, folder)
+            write_json(folder / REPORT, result)
 
         save_model(model, config.out, overwrite=config.overwrite, complete=complete)
         shutil.rmtree(unfinished, ignore_errors=True)

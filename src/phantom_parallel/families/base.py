@@ -111,6 +111,3 @@ class Converter(ABC):
     @abstractmethod
     def phantom(self, model: "nn.Module", blocks: int, ghosts: Mapping[str, int]) -> "nn.Module":
         """The phantom model of the family for a converted dense model, with the ghosts of its layers by name."""
-
-    def complete(self, source: Path, folder: Path) -> None:  # noqa: B027 (most families have no such files)
-        """Copy files that belong to a model besides its weights."""

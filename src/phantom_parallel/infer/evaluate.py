@@ -118,10 +118,7 @@ def read_texts(data: Path | None) -> bytes:
         which = "the model needs a text" if data is None else f"there is no text {data}"
         raise ValueError(f"{which}: give a file, or a folder of files, as --data")
     files = sorted(path for path in data.rglob("*") if path.is_file()) if data.is_dir() else [data]
-    try:
-        return b"\n".join(read_bytes(path) for path in files)
-    except OSError as error:
-        raise ValueError(f"{data} is not readable as text: {error}") from None
+    return b"\n".join(read_bytes(path) for path in files)
 
 
 def evaluate_text(

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from phantom_parallel.cost.calibrate import profile_name
@@ -90,14 +91,15 @@ class Cost:
     least_joules: float | None = None  # of the FLOPs at the peak of the profile
     exchanges: dict[str, int] = field(default_factory=dict)  # of this rank in a call, by operation and bytes sent
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    def describe(self, model: nn.Module) -> dict[str, Any]:
+        """The cost, and the parameters of the model, as plain data."""
+        return asdict(self) | {"parameters": sum(parameter.numel() for parameter in model.parameters())}
 
-    def inference_result(self) -> dict[str, Any]:
+    def inference_result(self, model: nn.Module) -> dict[str, Any]:
         """Fields of `study.results.InferenceResult`."""
         names = {"seconds": "latency_seconds", "seconds_p95": "latency_p95", "items_per_second": "samples_per_second"}
         names |= {name: f"{name}_per_sample" for name in ("flops", "bytes", "joules", "least_joules")}
-        return {names.get(name, name): value for name, value in asdict(self).items()}
+        return {names.get(name, name): value for name, value in self.describe(model).items()}
 
 
 @torch.no_grad()  # in inference mode DTensor chooses slower layouts for a Megatron pair
@@ -157,9 +159,10 @@ def measure_calls(
         if joules is None and profile is not None:
             joules, provenance = modelled_joules(times[name], profile) / (turns * repeats[name]), Provenance.MODELLED
         total, blocked = times[name].sum((0, 1))
+        p95 = float(np.quantile(latencies[name], 0.95, method="inverted_cdf"))
         costs[name] = Cost(
             seconds=float(np.median(latencies[name])),
-            seconds_p95=p95(latencies[name]),
+            seconds_p95=p95 if turns >= MIN_P95_TURNS else None,
             items_per_second=call.items / float(latencies[name].mean()),
             flops=float(counts[name][0]),
             bytes=float(counts[name][1]),
@@ -187,7 +190,7 @@ def _measure_joules(
     shortest = max(all_gather_objects(max(windows, default=0.0), mesh))
     if not 0 < SENSOR_MARGIN * shortest <= MAX_SENSOR_SECONDS:
         return {}
-    joules, provenances = {}, set()
+    joules: dict[str, tuple[float, Provenance]] = {}
     for name, call in calls.items():
         repeats = math.ceil(SENSOR_MARGIN * shortest / np.median(latencies[name]))
         with meter.window(name.replace("/", "-")) as window:
@@ -197,13 +200,7 @@ def _measure_joules(
         if total.joules is None or not total.valid or total.provenance not in MEASURED:
             return {}  # the same result on all ranks
         joules[name] = total.joules / repeats, total.provenance
-        provenances.add(total.provenance)
-    return joules if len(provenances) == 1 else {}
-
-
-def p95(seconds: NDArray[np.float64]) -> float | None:
-    """The 95th percentile; None for fewer than 20 measurements, of which it would be the largest."""
-    return float(np.quantile(seconds, 0.95, method="inverted_cdf")) if len(seconds) >= MIN_P95_TURNS else None
+    return joules if len({provenance for _, provenance in joules.values()}) == 1 else {}
 
 
 def default_power_profile(name: str | None, ranks: int) -> PowerProfile | None:

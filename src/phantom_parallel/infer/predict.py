@@ -122,11 +122,8 @@ def _check_out(out: Path, config: InferConfig) -> None:
         raise ValueError(f"out={out} is the file of inputs: choose another name")
     if out.exists() and not config.overwrite:
         raise FileExistsError(f"{out} exists: choose another name, or overwrite it")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out.parent).close()  # raises now rather than after all predictions
-    except OSError as error:
-        raise OSError(f"predictions cannot be written to {out.parent}: {error.strerror}") from None
+    out.parent.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=out.parent).close()  # raises now rather than after all predictions
 
 
 def _work(device: torch.device, config: InferConfig, power: PowerProfile | None, show: bool) -> dict[str, Any]:
@@ -161,8 +158,7 @@ def _work(device: torch.device, config: InferConfig, power: PowerProfile | None,
         display.stage("measuring: turn", config.turns)
         settings: dict[str, Any] = {"turns": config.turns, "profile": power, "seed": config.seed}
         costs = measure(models, config.batch, report=display.update, **settings)
-    measured = {name: cost.to_dict() | {"parameters": _parameters(models[name])} for name, cost in costs.items()}
-    return result | {"measured": measured}
+    return result | {"measured": {name: cost.describe(models[name]) for name, cost in costs.items()}}
 
 
 def _parameters(model: RowModel) -> int:

@@ -149,8 +149,7 @@ class FFNConverter(Converter):
 
     @torch.no_grad()
     def loss(self, model: nn.Module, dense: nn.Module | None, batch: Tensor) -> float:
-        if dense is None:
-            return 0.0
+        assert dense is not None
         expected = dense(batch)
         return float((model(batch) - expected).square().mean() / expected.square().mean().clamp_min(1e-30))
 
@@ -170,9 +169,7 @@ def measure_inference(
     models = {name: FFN(config.model, **where, wire=config.wire) for name, config in configs.items()}
     costs = measure(models, batch, turns=turns, profile=power)
     return {
-        name: cost.inference_result()
-        | {"batch": batch, "ranks": configs[name].ranks, "turns": turns}
-        | {"parameters": sum(parameter.numel() for parameter in models[name].parameters())}
+        name: cost.inference_result(models[name]) | {"batch": batch, "ranks": configs[name].ranks, "turns": turns}
         for name, cost in costs.items()
     }
 

@@ -140,15 +140,9 @@ def as_tensor(model: FFN) -> FFN:
     baseline.to_empty(device=to_local(parameter).device)
     for sharded, layer in zip(baseline.layers, model.layers, strict=True):
         assert isinstance(sharded, TensorLinear)
-        weight, bias = _dense(layer)
-        to_local(sharded.weight).copy_(weight[own_part(sharded.weight)])
-        if sharded.bias is not None and bias is not None:
-            to_local(sharded.bias).copy_(bias[own_part(sharded.bias)])
+        dense = layer.to_dense() if isinstance(layer, PhantomLinear | TensorLinear) else layer
+        assert isinstance(dense, nn.Linear)  # torch's own, in a Megatron pair
+        to_local(sharded.weight).copy_(full_tensor(dense.weight)[own_part(sharded.weight)])
+        if sharded.bias is not None:
+            to_local(sharded.bias).copy_(full_tensor(dense.bias)[own_part(sharded.bias)])
     return baseline
-
-
-def _dense(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Return a layer's whole weight and bias."""
-    dense = layer.to_dense() if isinstance(layer, PhantomLinear | TensorLinear) else layer
-    assert isinstance(dense, nn.Linear)  # torch's own, in a Megatron pair
-    return full_tensor(dense.weight), None if dense.bias is None else full_tensor(dense.bias)

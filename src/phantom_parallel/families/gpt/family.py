@@ -10,7 +10,6 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from phantom_parallel.checkpoint.pretrained import copy_kept_files
 from phantom_parallel.families.base import Converter, Family
 from phantom_parallel.families.gpt.config import MODULES, GPTConfig, GPTTrainConfig
 from phantom_parallel.families.gpt.cost import GPTShape, build_step, step_shapes
@@ -70,9 +69,6 @@ class GPTConverter(Converter):
         tensors = {name.replace("head.linear.", "head."): t.detach() for name, t in dense.state_dict().items()}
         made.load_state_dict(tensors, assign=True)
         return made
-
-    def complete(self, source: Path, folder: Path) -> None:
-        copy_kept_files(source, folder)
 
 
 def _mean_loss(model: nn.Module, batch: Tensor) -> Tensor:

@@ -83,11 +83,6 @@ class Prompts(NamedTuple):
         tokens = torch.stack([F.pad(prompt, (int(start), 0)) for prompt, start in zip(prompts, starts, strict=True)])
         return cls(tokens, starts if bool(starts.any()) else None)
 
-    @property
-    def token_count(self) -> int:
-        """Tokens of all rows, without padding."""
-        return self.tokens.numel() - (0 if self.starts is None else int(self.starts.sum()))
-
     def new_cache(self, model: GPT, tokens: int) -> Cache:
         """A cache for the prompts and ``tokens`` more of each."""
         cache = model.new_cache(self.tokens.shape[0], self.tokens.shape[1] + tokens)
@@ -172,13 +167,9 @@ def _check_request(config: GPTConfig, prompts: Prompts, tokens: int, sampling: S
 
 def check_room(config: GPTConfig, length: int, tokens: int) -> None:
     """Raise ValueError if a prompt of ``length`` tokens and ``tokens`` more do not fit into the model's context."""
-    room = config.context - length
-    if tokens > room:
-        advice = f"generate at most {room}, or shorten the prompt" if room > 0 else f"give at most {config.context - 1}"
-        raise ValueError(
-            f"a prompt of {length} tokens and {tokens} more do not fit into the model's context of {config.context}: "
-            f"{advice}"
-        )
+    if length + tokens > config.context:
+        given = f"a prompt of {length} tokens and {tokens} more"
+        raise ValueError(f"{given} do not fit into the model's context of {config.context}: give or generate fewer")
 
 
 def _check_agreement(model: GPT, prompts: Prompts, **settings: Any) -> None:
@@ -213,11 +204,12 @@ def measure_generation(
     _check_agreement(first, prompts, tokens=tokens, models=list(models), profile=profile, **asdict(sampling))
     device = to_local(next(first.parameters())).device
     batch, length = prompts.tokens.shape
+    count = batch * length - (0 if prompts.starts is None else int(prompts.starts.sum()))  # without padding
     calls: dict[str, Call] = {}
     for name, model in models.items():
         _check_request(model.config, prompts, tokens, sampling)
         cache, inputs = prompts.new_cache(model, tokens), prompts.tokens.to(device, torch.long)
-        calls[f"{name} prefill"] = Call(_step(model, inputs, cache, 0, Sampler(sampling)), prompts.token_count)
+        calls[f"{name} prefill"] = Call(_step(model, inputs, cache, 0, Sampler(sampling)), count)
         if tokens > 1:
             middle = length + (tokens - 2) // 2
             calls[f"{name} decode"] = Call(_step(model, inputs[:, -1:], cache, middle, Sampler(sampling)), batch)
@@ -255,11 +247,10 @@ def measure_inference(
     prompts = torch.zeros(batch, length, dtype=torch.int64, device=context.device)
     costs = measure_generation(models, prompts, tokens, turns=max(2, turns), profile=power)
     return {
-        name: phases["decode"].inference_result()
+        name: phases["decode"].inference_result(models[name])
         | {"batch": batch, "ranks": configs[name].ranks, "turns": turns}
         | {"prompt": length, "prefill_seconds": phases["prefill"].seconds}
         | {"prefill_joules": (phases["prefill"].joules or 0.0) * batch * length}
-        | {"parameters": sum(parameter.numel() for parameter in models[name].parameters())}
         for name, phases in costs.items()
     }
 
@@ -462,7 +453,7 @@ def _serve(
             generated = max(map(len, result["tokens"]))
             costs = measure_generation(models, prompts, generated, report=display.update, **settings)
         result["measured"] = {
-            name: {phase: cost.to_dict() for phase, cost in phases.items()}
+            name: {phase: asdict(cost) for phase, cost in phases.items()}
             | {"parameters": sum(parameter.numel() for parameter in models[name].parameters())}
             for name, phases in costs.items()
         }

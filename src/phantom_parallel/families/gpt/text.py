@@ -9,8 +9,7 @@ on, and memory-mapped from there, so that the ranks of a machine share them.
 import hashlib
 import re
 import sysconfig
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -54,13 +53,13 @@ class ByteTokenizer:
 
 class BPETokenizer:
     """A byte-level byte-pair encoding, which encodes every text. Wraps a ``tokenizers.Tokenizer``, which neither cuts
-    nor pads texts any more; ``source`` is named in errors.
+    nor pads texts any more.
     """
 
-    def __init__(self, tokenizer: Any, source: str = "the tokenizer") -> None:
+    def __init__(self, tokenizer: Any) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        self._tokenizer, self._source = tokenizer, source
+        self._tokenizer = tokenizer
 
     @classmethod
     def train(cls, text: bytes, vocab: int) -> "BPETokenizer":
@@ -82,7 +81,7 @@ class BPETokenizer:
         """Load the contents of a ``tokenizer.json``; ValueError if it is damaged."""
         library = tokenizers_library()
         try:
-            return cls(library.Tokenizer.from_str(contents.decode()), source)
+            return cls(library.Tokenizer.from_str(contents.decode()))
         except Exception as error:  # the library raises no other class
             raise ValueError(f"{source} is not a readable tokenizer: {error}") from None
 
@@ -94,26 +93,16 @@ class BPETokenizer:
     def encode(self, text: bytes, *, special_tokens: bool = False) -> NDArray[Any]:
         dtype = np.uint16 if self.vocab <= 1 << 16 else np.uint32
         pieces = [text.decode(errors="replace")] if special_tokens else _pieces(text)
-        with self._usable():
-            encoded = self._tokenizer.encode_batch(pieces, add_special_tokens=special_tokens)
-            parts = [np.asarray(part.ids, dtype=dtype) for part in encoded]
+        encoded = self._tokenizer.encode_batch(pieces, add_special_tokens=special_tokens)
+        parts = [np.asarray(part.ids, dtype=dtype) for part in encoded]
         return np.concatenate(parts) if parts else np.empty(0, dtype=dtype)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        with self._usable():
-            return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     def token(self, text: str) -> int | None:
         number: int | None = self._tokenizer.token_to_id(text)
         return number
-
-    @contextmanager
-    def _usable(self) -> Iterator[None]:
-        """Turn an error of the library on a text into a ValueError: a file may load and fail later."""
-        try:
-            yield
-        except Exception as error:  # the library raises no other class
-            raise ValueError(f"{self._source} fails on a text: {error}") from None
 
     def save(self, folder: Path) -> None:
         write_text(folder / TOKENIZER, self._tokenizer.to_str(pretty=True))
@@ -311,11 +300,8 @@ def _read(config: TextSettings) -> bytes:
     for path in _files(config):
         if room <= 0:
             break
-        try:
-            with open(path, "rb") as file:
-                part = file.read(room)
-        except OSError as error:
-            raise ValueError(f"{path} is not readable as text: {error}") from None
+        with open(path, "rb") as file:
+            part = file.read(room)
         parts.append(part)
         room -= len(part) + 1
     return b"\n".join(parts)
