@@ -24,6 +24,12 @@ _SHORT = {  # headings in the terminal
     "joules_per_sample": "energy/sample",
     "blocked_share": "blocked",
     "loss": "loss",
+    "token_seconds": "token",
+    "first_token_seconds": "first",
+    "joules_per_token": "energy/token",
+    "latency_p95": "p95 latency",
+    "served_joules_per_token": "energy/token",
+    "idle_share": "idle",
 }
 RATIOS = ("seconds", "joules", "flops", "bytes", "step_seconds")  # of every comparison
 OTHER_RATIOS = ("steps", "measured_joules", "parameters", "memory_bytes")  # where they are known
