@@ -96,43 +96,6 @@ class DensePass:
         return 1 / square.clamp_min(1e-30)
 
 
-@torch.no_grad()
-def dense_pass(
-    name: str, module: nn.Module, calls: Sequence[Call], layers: Sequence[DenseLayer], masks: Sequence[Tensor | None]
-) -> DensePass:
-    """Run a dense stage, or the complete model with the name "", on all batches and keep the inputs of its layers."""
-    modules = {layer.name: layer.module for layer in layers}
-    writing = {
-        f"{name}.{local}": projection
-        for local, projection in module.named_modules()
-        if name and any(fnmatchcase(f".{local}", pattern) for pattern in OUTPUT_PROJECTIONS)
-        if hasattr(projection, "weight")
-    }
-    result = DensePass([], {}, [], {projection: [] for projection in writing}, [], masks)
-    for index, call in enumerate(calls):
-        inputs, written, output = run_stage(module, call, inputs_of=modules, outputs_of=writing)
-        stream = call[0][0] if call[0] else None
-        if index == 0:
-            result.groups = _same_input(inputs, layers)
-            result.inputs = {group[0].name: [] for group in result.groups}
-            if written.keys() != writing.keys() or not _sums_up(stream, written, output):
-                writing, result.projections = {}, {}
-        for first, rows in result.inputs.items():
-            rows.append(rows_of(inputs[first], masks[index]))
-        for projection, values in result.projections.items():
-            values.append(written[projection])
-        result.streams.append(stream)
-        result.outputs.append(output if name else None)
-    for group in result.groups:
-        count, needed = sum(map(len, result.inputs[group[0].name])), group[0].weight.shape[1]
-        if count < needed:
-            raise ValueError(
-                f"the calibration data have {count} rows, too few for the {needed} features of {group[0].name}: "
-                f"give at least {needed}, and better {10 * needed}, or exclude that layer"
-            )
-    return result
-
-
 def _same_input(inputs: dict[str, Tensor], layers: Sequence[DenseLayer]) -> list[list[DenseLayer]]:
     """Layers grouped by their input, in the order of execution; a layer that did not run is an error."""
     by_name = {layer.name: layer for layer in layers}
@@ -316,8 +279,7 @@ def _phantom_layers(
             fitted = PhantomLinear.from_weights(own, shared, others, None, blocks=blocks).to_dense().weight
             bias = bias + (mean + (layer.weight - fitted).double() @ moments.mean_x).to(bias.dtype)
         bias = None if bias is None else bias.to(layer.weight)
-        phantom = PhantomLinear.from_weights(own, shared, others, bias, blocks=blocks, relative_error=error)
-        phantoms.append(phantom.requires_grad_(True))
+        phantoms.append(PhantomLinear.from_weights(own, shared, others, bias, blocks=blocks, relative_error=error))
     return phantoms
 
 
@@ -341,11 +303,11 @@ class GhostCurve:
 
 
 @torch.no_grad()
-def ghost_curves(dense: DensePass, blocks: int, importance: Mapping[str, Tensor] | None) -> dict[str, GhostCurve]:
-    """The curve of each group of a dense stage, by the name of its first layer. Gains are weighted by importance if
-    that is given, otherwise relative to the power.
+def ghost_gains(dense: DensePass, blocks: int, importance: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """The gains of each group of a dense stage, as of `GhostCurve`, by the name of its first layer: weighted by
+    importance if that is given, otherwise relative to the power.
     """
-    curves: dict[str, GhostCurve] = {}
+    result: dict[str, Tensor] = {}
     for group in dense.groups:
         first = group[0].name
         weight = stack_by_blocks([layer.weight for layer in group], blocks).double()
@@ -360,9 +322,8 @@ def ghost_curves(dense: DensePass, blocks: int, importance: Mapping[str, Tensor]
         power = float((weight @ s * weight).sum()) if weights is None else 1.0
         scaled = weight if weights is None else weights.sqrt().unsqueeze(1) * weight
         gains = torch.stack([gains for gains, _ in ghost_spectrum(s, scaled, blocks=blocks)]).sum(0)
-        names = tuple(layer.name for layer in group)
-        curves[first] = GhostCurve(weight.shape[1], weight.shape[0], gains / max(power, 1e-300), names)
-    return curves
+        result[first] = gains / max(power, 1e-300)
+    return result
 
 
 def ghosts_for_budget(
@@ -419,14 +380,10 @@ class ConversionReport:
     unstaged: tuple[str, ...] = ()  # layers outside the stages of the model: for each of them the complete model runs
 
     @property
-    def multiply_adds(self) -> int:
-        """Of the converted layers, of one row."""
-        return sum(group.multiply_adds for group in self.groups)
-
-    @property
     def kept(self) -> float:
         """Share of the converted layers' multiply-adds that is left."""
-        return self.multiply_adds / max(1, sum(group.dense_multiply_adds for group in self.groups))
+        dense = sum(group.dense_multiply_adds for group in self.groups)
+        return sum(group.multiply_adds for group in self.groups) / dense
 
     @property
     def ghosts(self) -> dict[str, int]:
@@ -632,17 +589,49 @@ class _Conversion:
         before = [name for name in self.outside if name in inputs]
         return before, [name for name in self.outside if name not in inputs]
 
+    @torch.no_grad()
     def _dense_pass(
         self, stage: str, module: nn.Module, calls: Sequence[Call], names: Sequence[str] | None = None
     ) -> DensePass | None:
-        """The pass of a stage, or of the complete model for these layers outside the stages, if there are any."""
+        """Run a dense stage, or the complete model ("") for these layers outside the stages, if there are any, on all
+        batches, and keep the inputs of its layers.
+        """
         if names is None:
             names = [name for name in self.names if name.startswith(f"{stage}.")]
         elif not names:
             return None
-        dense = dense_pass(stage, module, calls, [layer for layer in self.layers if layer.name in names], self.masks)
-        self.rows = max(self.rows, *(sum(map(len, rows)) for rows in dense.inputs.values()), 0)
-        return dense
+        layers = [layer for layer in self.layers if layer.name in names]
+        modules = {layer.name: layer.module for layer in layers}
+        writing = {
+            f"{stage}.{local}": projection
+            for local, projection in module.named_modules()
+            if stage and any(fnmatchcase(f".{local}", pattern) for pattern in OUTPUT_PROJECTIONS)
+            if hasattr(projection, "weight")
+        }
+        result = DensePass([], {}, [], {projection: [] for projection in writing}, [], self.masks)
+        for index, call in enumerate(calls):
+            inputs, written, output = run_stage(module, call, inputs_of=modules, outputs_of=writing)
+            stream = call[0][0] if call[0] else None
+            if index == 0:
+                result.groups = _same_input(inputs, layers)
+                result.inputs = {group[0].name: [] for group in result.groups}
+                if written.keys() != writing.keys() or not _sums_up(stream, written, output):
+                    writing, result.projections = {}, {}
+            for first, rows in result.inputs.items():
+                rows.append(rows_of(inputs[first], self.masks[index]))
+            for projection, values in result.projections.items():
+                values.append(written[projection])
+            result.streams.append(stream)
+            result.outputs.append(output if stage else None)
+        for group in result.groups:
+            count, needed = sum(map(len, result.inputs[group[0].name])), group[0].weight.shape[1]
+            if count < needed:
+                raise ValueError(
+                    f"the calibration data have {count} rows, too few for the {needed} features of {group[0].name}: "
+                    f"give at least {needed}, and better {10 * needed}, or exclude that layer"
+                )
+            self.rows = max(self.rows, count)
+        return result
 
     def _importance(self, work: float) -> Importance:
         """Importance of the outputs of all layers; None without a loss."""
@@ -658,25 +647,20 @@ class _Conversion:
 
     def _divide(self, budget: float, importance: Importance, work: float, outside: list[DensePass]) -> dict[str, int]:
         """The ghosts of each layer for a budget, from the dense model's own inputs."""
-        gains, groups = dict[str, Tensor](), dict[str, list[str]]()
+        curves: dict[str, GhostCurve] = {}
         share = work / (len(outside) + len(self.stages.chain))
         for dense in self._dense_passes(outside):
 
             def compute(dense: DensePass = dense) -> Stored:
                 self.progress(f"measuring {dense.groups[0][0].name}", self.work_done / self.work)
-                curves = ghost_curves(dense, self.blocks, importance)
-                return {name: curve.gains for name, curve in curves.items()}, {n: c.layers for n, c in curves.items()}
+                return ghost_gains(dense, self.blocks, importance), None
 
-            measured, names = self._stored(f"curves {dense.groups[0][0].name}", share, compute)
-            gains |= measured
-            groups |= names
-        shapes = {layer.name: layer.weight.shape for layer in self.layers}
-        curves = {
-            first: GhostCurve(shapes[first][1], sum(shapes[name][0] for name in names), gains[first], tuple(names))
-            for first, names in groups.items()
-        }
+            gains, _ = self._stored(f"gains {dense.groups[0][0].name}", share, compute)
+            for group in dense.groups:
+                names, outputs = tuple(layer.name for layer in group), sum(len(layer.weight) for layer in group)
+                curves[names[0]] = GhostCurve(group[0].weight.shape[1], outputs, gains[names[0]], names)
         ghosts = ghosts_for_budget(curves, self.blocks, budget)
-        return {name: ghosts[first] for first, names in groups.items() for name in names}
+        return {name: ghosts[first] for first, curve in curves.items() for name in curve.layers}
 
     def _dense_passes(self, outside: list[DensePass]) -> Iterator[DensePass]:
         yield from outside
@@ -714,12 +698,11 @@ class _Conversion:
         for report in msgspec.convert(values, list[GroupReport]):
             self.groups.append(report)
             for layer in report.layers:
-                if not isinstance(self.model.get_submodule(layer), PhantomLinear):
-                    local, compress, decompress = (tensors[f"{layer}.{p}"] for p in ("local", "compress", "decompress"))
-                    given = {"blocks": self.blocks, "relative_error": report.relative_error}
-                    bias = tensors.get(f"{layer}.bias")
-                    phantom = PhantomLinear.from_weights(local, compress, decompress, bias, **given)  # type: ignore[arg-type]
-                    self.model.set_submodule(layer, phantom)
+                weights: list[Any] = [
+                    tensors.get(f"{layer}.{part}") for part in ("local", "compress", "decompress", "bias")
+                ]
+                given: dict[str, Any] = {"blocks": self.blocks, "relative_error": report.relative_error}
+                self.model.set_submodule(layer, PhantomLinear.from_weights(*weights, **given))
 
     def _stored(self, name: str, work: float, compute: Callable[[], Stored], *settings: Any) -> Stored:
         """What ``compute`` returns, or what it returned in an earlier conversion: parts are stored in the folder, under

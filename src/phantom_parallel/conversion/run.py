@@ -121,13 +121,8 @@ def convert_folder(config: ConvertConfig, *, show: bool = False) -> dict[str, An
             report, model, loss = run_trial(config.budget)
         else:
             report, model, loss = _smallest(run_trial, 1 / config.blocks, dense_loss + config.max_loss)
-        result: dict[str, Any] = {
-            "model": str(config.model),
-            "out": str(config.out),
-            "dense_loss": dense_loss,
-            "loss": loss,
-        }
-        result |= {"kept": report.kept, **asdict(report)}
+        losses: dict[str, Any] = {"dense_loss": dense_loss, "loss": loss}
+        result = losses | {"model": str(config.model), "out": str(config.out), "kept": report.kept, **asdict(report)}
 
         def complete(folder: Path) -> None:
             copy_kept_files(config.model, folder)
