@@ -68,14 +68,11 @@ class PhantomQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         layers: dict[str, dict[str, Any]] = self.quantization_config.layers  # type: ignore[attr-defined]
         for name, settings in layers.items():
-            try:
-                layer = PhantomLinear(**settings, device="meta", dtype=next(model.parameters()).dtype)
-                model.set_submodule(name, layer, strict=True)
-                # Some models initialize the linear layers of a module by their weight, which a phantom layer has not.
-                for module in (layer, model.get_submodule(name.rpartition(".")[0])):
-                    module._is_hf_initialized = True  # type: ignore[assignment]
-            except (AttributeError, TypeError, ValueError) as error:
-                raise ValueError(f"the config has a phantom layer {name!r} that cannot be made: {error}") from None
+            layer = PhantomLinear(**settings, device="meta", dtype=next(model.parameters()).dtype)
+            model.set_submodule(name, layer, strict=True)
+            # Some models initialize the linear layers of a module by their weight, which a phantom layer has not.
+            for module in (layer, model.get_submodule(name.rpartition(".")[0])):
+                module._is_hf_initialized = True  # type: ignore[assignment]
         model._keys_to_ignore_on_load_unexpected |= {rf"^{re.escape(name)}\.{_MARKER}$" for name in layers}  # type: ignore
         model.register_load_state_dict_pre_hook(_drop_markers)
 

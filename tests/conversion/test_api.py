@@ -241,7 +241,7 @@ def test_bad_input_is_refused_before_the_model_changes():
     model[2].weight.data[0, 0] = torch.nan
     with pytest.raises(ValueError, match="2 has weights that are not finite"):
         convert(model, [x], blocks=3, ghosts=2)
-    with pytest.raises(ValueError, match="inputs of 0 are not finite or too large on the calibration data"):
+    with pytest.raises(ValueError, match="the covariance of the inputs of 0 on the calibration data is not finite"):
         convert(network(), [1e200 * x], blocks=3, ghosts=2)
     tied = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24)).double()
     tied[1].weight = tied[0].weight

@@ -132,112 +132,11 @@ _RIDGES = tuple(10.0**power for power in range(-6, 5))  # the largest is next to
 _NOISE = 0.04  # damping of fits times rows / features
 
 
-@torch.no_grad()
-def convert_group(
-    model: nn.Module,
-    module: nn.Module,
-    calls: Sequence[Call],
-    group: Sequence[DenseLayer],
-    dense: DensePass,
-    *,
-    blocks: int,
-    ghosts: int,
-    steps: int,
-    importance: Mapping[str, Tensor] | None = None,
-) -> GroupReport:
-    """Replace the layers of a group by phantom layers that share their ghosts. ``module`` is the stage that holds them,
-    or the model; ``calls`` are its arguments, by batch, and ``dense`` are its activations while it was dense.
-    """
-    corrected = len(group) == 1 and group[0].name in dense.projections
-    of_outputs = None if importance is None else torch.cat([importance[layer.name] for layer in group])
-    moments = _measure(model, module, calls, group, dense, corrected=corrected, importance=of_outputs)
-    sizes = [len(layer.weight) for layer in group]
-    weight = stack_by_blocks([layer.weight for layer in group], blocks).double()
-    cross = stack_by_blocks(moments.cross.split(sizes), blocks)
-    shift = solve(damped(moments.s, max(DAMPING, moments.ridge)), cross)
-    weights, s = _of_group(importance, group, blocks), damped(moments.s, _damping(dense.inputs[group[0].name]))
-    fit = fit_outputs(s, weight + shift, blocks=blocks, ghosts=ghosts, steps=steps, importance=weights)
-    stacked = PhantomLinear.from_weights(fit.local, fit.compress, fit.decompress, None, blocks=blocks)
-    change = stacked.to_dense().weight.detach() - weight  # y - W' x' = (y - W x') - (W' - W) x'
-    error = max(0.0, moments.residual + float((change * (change @ moments.s - 2 * cross)).sum()))
-    relative = (error / max(moments.power, 1e-300)) ** 0.5
-    layers = _phantom_layers(group, fit, moments, blocks, relative)
-    for layer, phantom in zip(group, layers, strict=True):
-        model.set_submodule(layer.name, phantom)
-    return GroupReport(
-        layers=tuple(layer.name for layer in group),
-        ghosts=ghosts,
-        relative_error=relative,
-        multiply_adds=sum(phantom.layout.weights for phantom in layers),
-        dense_multiply_adds=weight.numel(),
-        corrected=corrected,
-    )
-
-
 def _damping(inputs: Sequence[Tensor]) -> float:
     """Damping of S in a fit: weights that few rows do not determine stay close to the dense ones. The variance of a
     regression is proportional to features / rows.
     """
     return max(DAMPING, _NOISE * inputs[0].shape[1] / sum(map(len, inputs)))
-
-
-def _of_group(importance: Mapping[str, Tensor] | None, group: Sequence[DenseLayer], blocks: int) -> Tensor | None:
-    """Importance of the outputs of layers that are stacked by blocks."""
-    if importance is None:
-        return None
-    return stack_by_blocks([importance[layer.name].unsqueeze(1) for layer in group], blocks).squeeze(1)
-
-
-def _measure(
-    model: nn.Module,
-    module: nn.Module,
-    calls: Sequence[Call],
-    group: Sequence[DenseLayer],
-    dense: DensePass,
-    *,
-    corrected: bool,
-    importance: Tensor | None,
-) -> _Moments:
-    """Moments of the group's inputs in the converted stage, and of what its outputs should be; with ``importance``,
-    errors of output projections are relative to the stream.
-    """
-    first = group[0].name
-    weight = torch.cat([layer.weight for layer in group])
-    biases = [layer.bias for layer in group if layer.bias is not None]
-    bias = torch.cat(biases) if len(biases) == len(group) else None
-    halves: list[list[Any]] = [[0.0] * 7, [0.0] * 7]
-    writing = {name: model.get_submodule(name) for name in dense.projections} if corrected else {}
-    for batch, call in enumerate(calls):
-        inputs, written, _ = run_stage(
-            module, call, inputs_of={first: group[0].module}, outputs_of=writing, until=first
-        )
-        x, own = dense.inputs[first][batch], rows_of(inputs[first], dense.masks[batch])
-        y = nn.functional.linear(x, weight, bias)
-        residual = nn.functional.linear(x - own, weight)
-        if corrected:
-            lost = dense.streams[batch] - call[0][0]
-            for name, value in written.items():
-                lost = lost + dense.projections[name][batch] - value
-            residual = residual + rows_of(lost, dense.masks[batch])
-        weights = dense.row_weights(first, batch) if importance is not None else None
-        roots = torch.ones(len(x), 1, dtype=torch.float64) if weights is None else weights.double().sqrt().unsqueeze(1)
-        own, residual, y = roots * own.double(), roots * residual.double(), roots * y.double()
-        for half, cut in enumerate((slice(None, len(x) // 2), slice(len(x) // 2, None))):
-            o, r, w = own[cut], residual[cut], roots[cut]
-            products = o.T @ o, r.T @ o, (w * o).sum(0), (w * r).sum(0)
-            squares = (float(values.square().sum()) for values in (y[cut], r, w))
-            halves[half] = [total + value for total, value in zip(halves[half], (*products, *squares), strict=True)]
-    sums = [a + b for a, b in zip(*halves, strict=True)]
-    s, cross, mean_x, mean_r, power, square = (total / (sums[-1] or 1.0) for total in sums[:-1])
-    if not (s.isfinite().all() and cross.isfinite().all()):
-        raise ValueError(
-            f"inputs of {first} are not finite or too large on the calibration data: their covariance is not finite; "
-            "use data of the kind that the model was trained on"
-        )
-    if bias is not None:
-        s, cross = s - torch.outer(mean_x, mean_x), cross - torch.outer(mean_r, mean_x)
-        square -= float(mean_r.square().sum())
-    return _Moments(s, cross, mean_x, mean_r, power, square, _best_ridge(halves, importance, centred=bias is not None))
 
 
 def _best_ridge(halves: Sequence[Sequence[Any]], importance: Tensor | None, *, centred: bool) -> float:
@@ -300,30 +199,6 @@ class GhostCurve:
         """Multiply-adds of the phantom layers, of one row."""
         layout = BlockLayout(self.in_features, self.out_features, blocks, ghosts)
         return layout.weights + (len(self.layers) - 1) * self.in_features * ghosts
-
-
-@torch.no_grad()
-def ghost_gains(dense: DensePass, blocks: int, importance: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    """The gains of each group of a dense stage, as of `GhostCurve`, by the name of its first layer: weighted by
-    importance if that is given, otherwise relative to the power.
-    """
-    result: dict[str, Tensor] = {}
-    for group in dense.groups:
-        first = group[0].name
-        weight = stack_by_blocks([layer.weight for layer in group], blocks).double()
-        s, total = torch.zeros(weight.shape[1], weight.shape[1], dtype=torch.float64), 0.0
-        for batch, x in enumerate(dense.inputs[first]):
-            rows = x.double()
-            each = None if importance is None else dense.row_weights(first, batch)
-            s += rows.T @ (rows if each is None else each.unsqueeze(1) * rows)
-            total += len(rows) if each is None else float(each.sum())
-        s = damped(s / total, _damping(dense.inputs[first]))
-        weights = _of_group(importance, group, blocks)
-        power = float((weight @ s * weight).sum()) if weights is None else 1.0
-        scaled = weight if weights is None else weights.sqrt().unsqueeze(1) * weight
-        gains = torch.stack([gains for gains, _ in ghost_spectrum(s, scaled, blocks=blocks)]).sum(0)
-        result[first] = gains / max(power, 1e-300)
-    return result
 
 
 def ghosts_for_budget(
@@ -549,6 +424,7 @@ class _Conversion:
         self.digest = "" if self.folder is None else _digest((*weights, *tree_leaves(self.batches)))
         self.rows, self.work_done, self.work = 0, 0.0, 1.0
         self.groups: list[GroupReport] = []
+        self.importance: Importance = None
 
     def run(self, ghosts: int | Mapping[str, int] | None, budget: float | None) -> ConversionReport:
         """Convert the model with these ghosts, or with those of a budget."""
@@ -558,12 +434,12 @@ class _Conversion:
         parts = len(chain) + len(outside)
         gradients, measuring = _GRADIENTS * parts * bool(self.loss), _MEASURING * parts * bool(budget)
         self.work = gradients + measuring + _CONVERTING * parts
-        importance = self._importance(gradients)
+        self.importance = self._importance(gradients)
         if budget is not None:
-            ghosts = self._divide(budget, importance, measuring, outside)
+            ghosts = self._divide(budget, measuring, outside)
         assert ghosts is not None
         by_name = dict.fromkeys(self.names, ghosts) if isinstance(ghosts, int) else ghosts
-        convert_part = partial(self._convert_part, by_name, importance)
+        convert_part = partial(self._convert_part, by_name)
 
         convert_part("layers before the stages", self.model, self.calls, before)
         stages = self.stages  # as they are called by the converted model
@@ -645,7 +521,7 @@ class _Conversion:
 
         return self._stored("importance", work, compute)[0]
 
-    def _divide(self, budget: float, importance: Importance, work: float, outside: list[DensePass]) -> dict[str, int]:
+    def _divide(self, budget: float, work: float, outside: list[DensePass]) -> dict[str, int]:
         """The ghosts of each layer for a budget, from the dense model's own inputs."""
         curves: dict[str, GhostCurve] = {}
         share = work / (len(outside) + len(self.stages.chain))
@@ -653,7 +529,7 @@ class _Conversion:
 
             def compute(dense: DensePass = dense) -> Stored:
                 self.progress(f"measuring {dense.groups[0][0].name}", self.work_done / self.work)
-                return ghost_gains(dense, self.blocks, importance), None
+                return self._ghost_gains(dense), None
 
             gains, _ = self._stored(f"gains {dense.groups[0][0].name}", share, compute)
             for group in dense.groups:
@@ -662,22 +538,41 @@ class _Conversion:
         ghosts = ghosts_for_budget(curves, self.blocks, budget)
         return {name: ghosts[first] for first, curve in curves.items() for name in curve.layers}
 
+    @torch.no_grad()
+    def _ghost_gains(self, dense: DensePass) -> dict[str, Tensor]:
+        """The gains of each group of a dense stage, as of `GhostCurve`, by the name of its first layer: weighted by
+        importance if that is given, otherwise relative to the power.
+        """
+        result, blocks = dict[str, Tensor](), self.blocks
+        for group in dense.groups:
+            first = group[0].name
+            weight = stack_by_blocks([layer.weight for layer in group], blocks).double()
+            s, total = torch.zeros(weight.shape[1], weight.shape[1], dtype=torch.float64), 0.0
+            for batch, x in enumerate(dense.inputs[first]):
+                rows = x.double()
+                each = None if self.importance is None else dense.row_weights(first, batch)
+                s += rows.T @ (rows if each is None else each.unsqueeze(1) * rows)
+                total += len(rows) if each is None else float(each.sum())
+            s = damped(s / total, _damping(dense.inputs[first]))
+            weights = self._importance_of(group)
+            power = float((weight @ s * weight).sum()) if weights is None else 1.0
+            scaled = weight if weights is None else weights.sqrt().unsqueeze(1) * weight
+            gains = torch.stack([gains for gains, _ in ghost_spectrum(s, scaled, blocks=blocks)]).sum(0)
+            result[first] = gains / max(power, 1e-300)
+        return result
+
     def _dense_passes(self, outside: list[DensePass]) -> Iterator[DensePass]:
         yield from outside
         chain, streams = self.stages
         for stage in chain:
-            if (dense := self._dense_pass(stage.name, stage.module, stage.calls(streams))) is not None:
+            dense = self._dense_pass(stage.name, stage.module, stage.calls(streams))
+            assert dense is not None
+            if dense.groups:
                 yield dense
-                streams = dense.streams_after()
+            streams = dense.streams_after()
 
     def _convert_part(
-        self,
-        ghosts: Mapping[str, int],
-        importance: Importance,
-        name: str,
-        module: nn.Module,
-        calls: Sequence[Call],
-        dense: DensePass | None,
+        self, ghosts: Mapping[str, int], name: str, module: nn.Module, calls: Sequence[Call], dense: DensePass | None
     ) -> None:
         """Convert the groups of a stage, or set the layers that an earlier conversion has finished."""
         if dense is None:
@@ -687,9 +582,7 @@ class _Conversion:
             reports = []
             for group in dense.groups:
                 self.progress(f"converting {group[0].name}", self.work_done / self.work)
-                settings: dict[str, Any] = {"blocks": self.blocks, "ghosts": ghosts[group[0].name], "steps": self.steps}
-                report = convert_group(self.model, module, calls, group, dense, **settings, importance=importance)
-                reports.append(asdict(report))
+                reports.append(asdict(self._convert_group(module, calls, group, dense, ghosts[group[0].name])))
                 self.work_done += _CONVERTING / len(dense.groups)
             layers = {name: self.model.get_submodule(name) for report in reports for name in report["layers"]}
             return {f"{name}.{part}": t for name, m in layers.items() for part, t in m.state_dict().items()}, reports
@@ -698,11 +591,98 @@ class _Conversion:
         for report in msgspec.convert(values, list[GroupReport]):
             self.groups.append(report)
             for layer in report.layers:
-                weights: list[Any] = [
-                    tensors.get(f"{layer}.{part}") for part in ("local", "compress", "decompress", "bias")
-                ]
+                names = (f"{layer}.{part}" for part in ("local", "compress", "decompress", "bias"))
+                weights: list[Any] = [tensors.get(name) for name in names]
                 given: dict[str, Any] = {"blocks": self.blocks, "relative_error": report.relative_error}
                 self.model.set_submodule(layer, PhantomLinear.from_weights(*weights, **given))
+
+    @torch.no_grad()
+    def _convert_group(
+        self, module: nn.Module, calls: Sequence[Call], group: Sequence[DenseLayer], dense: DensePass, ghosts: int
+    ) -> GroupReport:
+        """Replace the layers of a group by phantom layers that share their ghosts. ``module`` is the stage that holds
+        them, or the model; ``calls`` are its arguments, by batch, and ``dense`` its activations while it was dense.
+        """
+        blocks, corrected = self.blocks, len(group) == 1 and group[0].name in dense.projections
+        moments = self._measure(module, calls, group, dense, corrected)
+        sizes = [len(layer.weight) for layer in group]
+        weight = stack_by_blocks([layer.weight for layer in group], blocks).double()
+        cross = stack_by_blocks(moments.cross.split(sizes), blocks)
+        shift = solve(damped(moments.s, max(DAMPING, moments.ridge)), cross)
+        weights, s = self._importance_of(group), damped(moments.s, _damping(dense.inputs[group[0].name]))
+        fit = fit_outputs(s, weight + shift, blocks=blocks, ghosts=ghosts, steps=self.steps, importance=weights)
+        stacked = PhantomLinear.from_weights(fit.local, fit.compress, fit.decompress, None, blocks=blocks)
+        change = stacked.to_dense().weight.detach() - weight  # y - W' x' = (y - W x') - (W' - W) x'
+        error = max(0.0, moments.residual + float((change * (change @ moments.s - 2 * cross)).sum()))
+        relative = (error / max(moments.power, 1e-300)) ** 0.5
+        layers = _phantom_layers(group, fit, moments, blocks, relative)
+        for layer, phantom in zip(group, layers, strict=True):
+            self.model.set_submodule(layer.name, phantom)
+        return GroupReport(
+            layers=tuple(layer.name for layer in group),
+            ghosts=ghosts,
+            relative_error=relative,
+            multiply_adds=sum(phantom.layout.weights for phantom in layers),
+            dense_multiply_adds=weight.numel(),
+            corrected=corrected,
+        )
+
+    def _importance_of(self, group: Sequence[DenseLayer]) -> Tensor | None:
+        """Importance of the outputs of layers that are stacked by blocks."""
+        if self.importance is None:
+            return None
+        return stack_by_blocks([self.importance[layer.name].unsqueeze(1) for layer in group], self.blocks).squeeze(1)
+
+    def _measure(
+        self, module: nn.Module, calls: Sequence[Call], group: Sequence[DenseLayer], dense: DensePass, corrected: bool
+    ) -> _Moments:
+        """Moments of the group's inputs in the converted stage, and of what its outputs should be; with importance,
+        errors of output projections are relative to the stream.
+        """
+        importance = None
+        if self.importance is not None:
+            importance = torch.cat([self.importance[layer.name] for layer in group])
+        first = group[0].name
+        weight = torch.cat([layer.weight for layer in group])
+        biases = [layer.bias for layer in group if layer.bias is not None]
+        bias = torch.cat(biases) if len(biases) == len(group) else None
+        halves: list[list[Any]] = [[0.0] * 7, [0.0] * 7]
+        writing = {name: self.model.get_submodule(name) for name in dense.projections} if corrected else {}
+        for batch, call in enumerate(calls):
+            inputs, written, _ = run_stage(
+                module, call, inputs_of={first: group[0].module}, outputs_of=writing, until=first
+            )
+            x, own = dense.inputs[first][batch], rows_of(inputs[first], dense.masks[batch])
+            y = nn.functional.linear(x, weight, bias)
+            residual = nn.functional.linear(x - own, weight)
+            if corrected:
+                lost = dense.streams[batch] - call[0][0]
+                for name, value in written.items():
+                    lost = lost + dense.projections[name][batch] - value
+                residual = residual + rows_of(lost, dense.masks[batch])
+            weights = dense.row_weights(first, batch) if importance is not None else None
+            roots = (
+                torch.ones(len(x), 1, dtype=torch.float64) if weights is None else weights.double().sqrt().unsqueeze(1)
+            )
+            own, residual, y = roots * own.double(), roots * residual.double(), roots * y.double()
+            for half, cut in enumerate((slice(None, len(x) // 2), slice(len(x) // 2, None))):
+                o, r, w = own[cut], residual[cut], roots[cut]
+                products = o.T @ o, r.T @ o, (w * o).sum(0), (w * r).sum(0)
+                squares = (float(values.square().sum()) for values in (y[cut], r, w))
+                halves[half] = [total + value for total, value in zip(halves[half], (*products, *squares), strict=True)]
+        sums = [a + b for a, b in zip(*halves, strict=True)]
+        s, cross, mean_x, mean_r, power, square = (total / (sums[-1] or 1.0) for total in sums[:-1])
+        if not (s.isfinite().all() and cross.isfinite().all()):
+            raise ValueError(
+                f"the covariance of the inputs of {first} on the calibration data is not finite: use data of the kind "
+                "that the model was trained on"
+            )
+        if bias is not None:
+            s, cross = s - torch.outer(mean_x, mean_x), cross - torch.outer(mean_r, mean_x)
+            square -= float(mean_r.square().sum())
+        return _Moments(
+            s, cross, mean_x, mean_r, power, square, _best_ridge(halves, importance, centred=bias is not None)
+        )
 
     def _stored(self, name: str, work: float, compute: Callable[[], Stored], *settings: Any) -> Stored:
         """What ``compute`` returns, or what it returned in an earlier conversion: parts are stored in the folder, under

@@ -71,10 +71,6 @@ class OutputFit(NamedTuple):
     decompress: Tensor
     errors: Tensor  # (n_out,)
 
-    @property
-    def squared_error(self) -> float:
-        return float(self.errors.sum())
-
 
 def damped(covariance: Tensor, damping: float = DAMPING) -> Tensor:
     """S + damping * mean(diag S) * I, symmetric, in float64."""

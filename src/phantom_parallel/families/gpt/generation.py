@@ -502,22 +502,16 @@ class _RequestPipe:
     """Requests of a conversation, which the launcher writes to a pipe as lines of JSON until it closes it."""
 
     def __init__(self, path: Path, device: torch.device) -> None:
-        self._file, self._device = os.open(path, os.O_RDONLY), device
-        self._read = b""
+        self._file, self._device = open(path, "rb", buffering=0), device  # noqa: SIM115 (for `select`, without a buffer)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        while True:
-            while b"\n" not in self._read:
-                if not (data := os.read(self._file, 1 << 16)):
-                    return
-                self._read += data
-            line, _, self._read = self._read.partition(b"\n")
+        for line in self._file:
             if (message := json.loads(line)) != _INTERRUPT:  # otherwise the answer was complete before it came
                 yield message
 
     def interrupted(self) -> bool:
         """Whether any rank has been sent something during an answer: an interrupt, or the end of the pipe."""
-        sent = bool(self._read) or bool(select.select([self._file], [], [], 0)[0])
+        sent = bool(select.select([self._file], [], [], 0)[0])
         flag = torch.tensor(float(sent), device=self._device)
         if dist.is_initialized():
             dist.all_reduce(flag)

@@ -40,7 +40,6 @@ from phantom_parallel.utils.files import atomic_folder, check_replaceable, read_
 
 MODEL_TYPES = ("llama", "mistral", "qwen2")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _IGNORED = "rotary_emb.inv_freq"  # a buffer of old files, which the config determines
 # Fields of our configs, and what config.json calls them.
@@ -130,7 +129,7 @@ def export_model(model: Path, out: Path, *, dtype: str | None = None, overwrite:
         copy_kept_files(model, scratch)
         generation = read_json(scratch / GENERATION_CONFIG) if (scratch / GENERATION_CONFIG).is_file() else {}
         special_tokens = {name: generation.get(name) for name in SPECIAL_TOKENS}  # null rather than Llama's defaults
-        settings = _settings_of(stored.config, _NAMES[written]) | special_tokens
+        settings = _settings_of(stored.config, str(written).removeprefix("torch.")) | special_tokens
         write_json(scratch / CONFIG, settings)
     return str(settings["architectures"][0])
 
