@@ -1,6 +1,5 @@
 """``phantom plan`` as a user meets it."""
 
-import csv
 import json
 
 import pytest
@@ -83,23 +82,6 @@ def test_json_is_the_whole_answer(capsys):
             flops = 2 * (4 + 4 + 3) * 64 * 4096**2
             assert row["least_joules_per_step"] == pytest.approx(340 * flops / 19.5e12)
             assert row["mfu"] == pytest.approx(flops / (row["devices"] * 19.5e12 * row["step_seconds"]))
-
-
-@pytest.mark.slow
-def test_figures_come_with_their_numbers(tmp_path, capsys):
-    out = tmp_path / "deep" / "out"
-    shown = run(capsys, out=out)
-    names = {path.name for path in out.iterdir()}
-    assert names == {"plan.json", "scaling.csv", "scaling.png", "scaling.svg", "layouts.csv"}
-    assert all(f"wrote {out / name}" in shown for name in names)
-    assert (out / "scaling.png").read_bytes().startswith(b"\x89PNG")
-    assert "modelled" in (out / "scaling.svg").read_text()
-    data = json.loads((out / "plan.json").read_text())
-    with (out / "layouts.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == len(data["candidates"])
-    with (out / "scaling.csv").open(newline="") as file:
-        assert {row["curve"] for row in csv.DictReader(file)} == set(data["scaling"])
 
 
 def test_a_large_transformer_is_planned_with_stages_and_every_strategy_is_accounted_for(capsys):

@@ -13,7 +13,7 @@ from phantom_parallel.cli.options import Flag, JsonOption, ModelOptions, WireOpt
 from phantom_parallel.cost.hardware import load_profile
 from phantom_parallel.cost.planner import Candidate, Plan, PlanRequest, PlanSettings, plan, planned_strategies, scaling
 from phantom_parallel.study.units import format_ratio, quantity
-from phantom_parallel.utils.files import json_text, read_bytes, write_json, write_text
+from phantom_parallel.utils.files import json_text, read_bytes
 from phantom_parallel.utils.parsing import decode_json
 from phantom_parallel.utils.strategies import STRATEGIES
 
@@ -34,8 +34,6 @@ class PlanOptions(ModelOptions, WireOption, PlanSettings, JsonOption):
     that they needed are compared with the break-even."""
     all: Flag = False
     """Show every layout, and not only the best of each strategy."""
-    out: Path | None = None
-    """A folder for the scaling figure (PNG and SVG) and the numbers (CSV and JSON)."""
 
     def run(self) -> None:
         settings, steps = {field.name: getattr(self, field.name) for field in fields(PlanSettings)}, None
@@ -47,16 +45,12 @@ class PlanOptions(ModelOptions, WireOption, PlanSettings, JsonOption):
             settings |= {"blocks": (best["blocks"],), "ghosts": (best["ghosts"],)}
             steps = best["steps_ratio"]["mean"]
         answer = plan(PlanRequest(model=self.model_sizes, profile=load_profile(self.hardware), **settings))
-        curves = scaling(answer.request, within=not self.out) if self.json or self.out else {}
-        written = _write(answer, curves, self.out) if self.out else []
         if self.json:
-            print(json_text(as_data(answer, curves)))
+            print(json_text(as_data(answer, scaling(answer.request))))
             return
         console = Console(highlight=False)
         for part in (*_headline(answer, steps), *_tables(answer, self.all)):
             console.print(part, markup=False)
-        for path in written:
-            console.print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
 def options_for(family: str | None, arguments: list[str]) -> tuple[type[PlanOptions], dict[str, Any]]:
@@ -113,19 +107,6 @@ def as_data(answer: Plan, curves: Mapping[str, Sequence[Candidate]]) -> dict[str
         "dropped": [{**entry.layout._asdict(), "reason": entry.reason} for entry in answer.dropped],
         "scaling": {name: rows(curve) for name, curve in curves.items()},
     }
-
-
-def _write(answer: Plan, curves: Mapping[str, Sequence[Candidate]], folder: Path) -> list[Path]:
-    """The figure, and beside it the numbers."""
-    from phantom_parallel.report.figures import draw_scaling  # matplotlib takes a second to import
-    from phantom_parallel.report.tables import csv_text
-
-    files = [folder / name for name in ("plan.json", "layouts.csv", "scaling.csv")]
-    data = as_data(answer, curves)
-    write_json(files[0], data)
-    write_text(files[1], csv_text(data["candidates"]))
-    write_text(files[2], csv_text([{"curve": name, **row} for name, rows in data["scaling"].items() for row in rows]))
-    return files + (draw_scaling(answer.request, curves, folder) if curves else [])
 
 
 def _headline(answer: Plan, steps: float | None) -> Iterator[str]:

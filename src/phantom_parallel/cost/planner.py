@@ -26,10 +26,8 @@ from phantom_parallel.utils.strategies import DEFAULT_GHOSTS, PLANNED, PlannedNa
 Goal = Literal["time", "energy", "devices"]
 
 MODELS = Path(__file__).parent / "models.toml"  # sizes of well-known models
-SCALING_COUNTS = tuple(2**power for power in range(1, 13))
 HEADROOM = 0.1  # of a device's memory, for temporary buffers and the allocator, when the user sets no limit
 GIB = 2**30
-TWO_LEVEL = ", two-level"  # in names of curves
 MODELLED_FROM = 16  # devices from which strategies that cannot run are compared, and ranks of a grid
 
 
@@ -318,26 +316,22 @@ def plan(request: PlanRequest) -> Plan:
     raise ValueError(f"nothing fits: the smallest, {least.layout}, {least.reason}; use more devices or a smaller batch")
 
 
-def scaling(
-    request: PlanRequest, counts: tuple[int, ...] = SCALING_COUNTS, *, within: bool = False
-) -> dict[str, list[Candidate]]:
-    """For each strategy, the best on exactly so many devices at the same batch. Counts at which none fits are left out,
-    and ``within`` those beyond the devices of the request.
+def scaling(request: PlanRequest) -> dict[str, list[Candidate]]:
+    """For each strategy, the best on exactly so many devices at the same batch. Counts at which none fits are left out.
 
     Phantom has curves for the fewest and for the most ghosts requested, each with a block or more on a rank, and on two
     levels, with several ranks in a block.
     """
-    most = request.devices if within else request.profile.max_devices.value
     ends = tuple(sorted({min(request.ghosts), max(request.ghosts)}))
     curves: dict[str, list[Candidate]] = {}
-    for count in (count for count in counts if count <= most):
+    for count in (2**power for power in range(1, 13) if 2**power <= request.devices):
         at_count = replace(request, devices=max(count, *request.dp, 1), ghosts=ends)
         layouts = (layout for layout in _layouts(at_count, _counts(count)) if layout.devices == count)
         best: dict[str, Candidate] = {}
         for candidate in _evaluate(at_count, layouts)[0]:
             ghosts = candidate.layout.ghosts
             name = candidate.layout.strategy + (f", {ghosts} ghosts" if ghosts else "")
-            name += TWO_LEVEL if candidate.layout.inside > 1 else ""
+            name += ", two-level" if candidate.layout.inside > 1 else ""
             if name not in best or rank_by(request.goal, candidate) < rank_by(request.goal, best[name]):
                 best[name] = candidate
         for name, candidate in best.items():

@@ -1,9 +1,9 @@
-"""Figures: their style, those of comparisons and studies, and those of tuning, plans and conversions."""
+"""Figures: their style, those of comparisons and studies, and those of tuning."""
 
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,21 +11,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import matplotlib
-from matplotlib.artist import Artist
+from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import (
-    EngFormatter,
-    FixedLocator,
-    Formatter,
-    LogLocator,
-    NullFormatter,
-    NullLocator,
-    PercentFormatter,
-    StrMethodFormatter,
-)
 
-from phantom_parallel.cost.planner import TWO_LEVEL, Candidate, PlanRequest
 from phantom_parallel.study.analysis import energy_fit, median_of
 from phantom_parallel.study.contenders import COPIES, DENSE, PHANTOM_COPIES, SMALL_DENSE
 from phantom_parallel.study.notes import loss_of, main_measure
@@ -42,16 +31,10 @@ LOOKS = {
     "fsdp": ("#E69F00", "P"),
     "pipeline": ("#56B4E9", "X"),
     "lowrank": ("#8C564B", "h"),
-    "tensor-2d": ("#332288", "p"),
-    "caat-net": ("#882255", "H"),
     SMALL_DENSE: ("#999933", "d"),
 }
 SECOND_PHANTOM = ("#CC79A7", "v")
-_LAYOUTS = {
-    COPIES: LOOKS["dense"],
-    DENSE: LOOKS["dense"],
-    PHANTOM_COPIES: SECOND_PHANTOM,
-}
+_LAYOUTS = {COPIES: LOOKS["dense"], DENSE: LOOKS["dense"], PHANTOM_COPIES: SECOND_PHANTOM}
 INK, MUTED, GRID, SURFACE = "#1b1f24", "#59636e", "#d1d9e0", "#ffffff"
 DASHES: tuple[Any, ...] = ("solid", (0, (5, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
 MARKERS = "<>ph*8Hd"  # of further lines in the colour of one strategy
@@ -96,15 +79,13 @@ class CaptionedFigure:
         return data.getvalue().decode()
 
 
-def save(figure: Figure, stem: Path, svg: str | None = None) -> list[Path]:
+def save(figure: Figure, stem: Path, svg: str | None = None) -> None:
     """Write a figure as PNG and SVG. Equal figures give equal files."""
-    paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
     data = io.BytesIO()
     with plot_style():
         figure.savefig(data, format="png", dpi=150)
-    write_bytes(paths[0], data.getvalue())
-    write_text(paths[1], svg or CaptionedFigure(stem.name, "", "", figure).svg)
-    return paths
+    write_bytes(stem.with_suffix(".png"), data.getvalue())
+    write_text(stem.with_suffix(".svg"), svg or CaptionedFigure(stem.name, "", "", figure).svg)
 
 
 def plot_style() -> AbstractContextManager[None]:
@@ -138,27 +119,24 @@ def line_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     return styles
 
 
-def label_axis(axes: Axes, which: str, measure: str, values: Sequence[float], words: str = "") -> None:
-    """Label an axis and its ticks. It is logarithmic if values are above 0 and differ by more than a factor of 4."""
+def label_axis(
+    axes: Axes, which: str, measure: str, values: Sequence[float] = (), words: str = "", *, log: bool = False
+) -> None:
+    """Label an axis and its ticks. It is logarithmic if ``values`` are above 0 and differ by more than a factor of 4,
+    or with ``log``, and has ticks between the decades if they span few of these.
+    """
     axis = axes.xaxis if which == "x" else axes.yaxis
-    if values and min(values) > 0 and max(values) > 4 * min(values):
-        log_axis(axes, which, max(values) / min(values))
+    span = max(values) / min(values) if values and min(values) > 0 else 1.0
+    if log or span > 4:
+        (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+        axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0) if span < 100 else (1.0,), numticks=9))
+        axis.set_minor_locator(ticker.NullLocator())
     axis.set_label_text(words or measure_label(measure, to_the_loss=False))
     unit = measure_unit(measure)
-    formatter: Formatter = EngFormatter(unit)
+    formatter: ticker.Formatter = ticker.EngFormatter(unit)
     if unit in ("", "steps", "%"):
-        formatter = PercentFormatter(1.0) if unit == "%" else StrMethodFormatter("{x:,.6g}")
+        formatter = ticker.PercentFormatter(1.0) if unit == "%" else ticker.StrMethodFormatter("{x:,.6g}")
     axis.set_major_formatter(formatter)
-
-
-def log_axis(axes: Axes, which: str, span: float = 1.0) -> None:
-    """Make an axis logarithmic, with ticks between the decades if the values ``span`` few of them."""
-    axis = axes.xaxis if which == "x" else axes.yaxis
-    (axes.set_xscale if which == "x" else axes.set_yscale)("log")
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if span < 100 else (1.0,), numticks=9))
-    axis.set_minor_formatter(NullFormatter())
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(StrMethodFormatter("{x:,.6g}"))
 
 
 def counted_axis(axes: Axes, values: Iterable[float]) -> None:
@@ -166,19 +144,17 @@ def counted_axis(axes: Axes, values: Iterable[float]) -> None:
     ticks = sorted(set(values))
     if min(ticks) > 0 and len(ticks) > 2:
         axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(ticks[:: -(-len(ticks) // 8)]))
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.6g}"))
-    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_locator(ticker.FixedLocator(ticks[:: -(-len(ticks) // 8)]))
+    axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.6g}"))
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
 
 
 def add_grid_and_legend(figure: Figure, axes: Axes, *, columns: int = 3) -> None:
-    """Draw the grid, and the legend below the axes."""
+    """Draw the grid, and the legend below the axes, in as many columns as the figure is wide enough for, up to
+    ``columns``.
+    """
     axes.grid(visible=True, which="major", alpha=0.8, linewidth=0.6)
-    fitted_legend(figure, axes.get_legend_handles_labels()[0], columns=columns)
-
-
-def fitted_legend(figure: Figure, handles: Sequence[Artist], *, columns: int) -> None:
-    """Draw a legend below the axes, in as many columns as the figure is wide enough for, up to ``columns``."""
+    handles, _ = axes.get_legend_handles_labels()
     for number in range(min(columns, len(handles)), 0, -1):
         options: Any = {"ncols": number, "handlelength": 2.6, "fontsize": 9, "frameon": False}
         legend = figure.legend(handles=handles, loc="outside lower center", **options)
@@ -226,10 +202,8 @@ def _curve(results: Results, measure: str) -> CaptionedFigure | None:
         place: Any = {"xycoords": axes.get_yaxis_transform(), "va": "bottom", "ha": side, "fontsize": 9}
         axes.annotate(f"{word} {plain(level)}", (x, level), **place)
     losses = [loss for seeds in lines.values() for line in seeds for _, loss in line]
-    log_axis(axes, "x", max(end[0] for end in ends.values()) / min(end[0] for end in ends.values()))
-    label_axis(axes, "x", measure, [])
-    log_axis(axes, "y", max(losses) / min(losses))
-    label_axis(axes, "y", "loss", [], f"held-out {name}")
+    label_axis(axes, "x", measure, [x for x, _, _ in ends.values()], log=True)
+    label_axis(axes, "y", "loss", losses, f"held-out {name}", log=True)
     label_ends(axes, ends, min([*losses, *levels.values()]))
     axes.grid(visible=True, which="major", alpha=0.8, linewidth=0.6)
     caption = "Each seed, to its first evaluation at or below the target. Thick: the one with the median at its end."
@@ -289,7 +263,7 @@ def _rank_hours(results: Results) -> CaptionedFigure | None:
         heights = [3600 * fit.watts * x + fit.joules for x in ends]
         axes.plot(ends, heights, color=style["color"], linestyle=style["linestyle"], label=label)
     axes.set_xlabel(measure_label("rank_hours", to_the_loss=False))
-    label_axis(axes, "y", "joules", [])
+    label_axis(axes, "y", "joules")
     add_grid_and_legend(figure, axes, columns=2)
     caption = "Every run, and the line of least squares of each strategy; its slope is the power of a rank."
     return CaptionedFigure("energy-rank-hours", title, caption, figure)
@@ -348,9 +322,6 @@ def _sweep(results: Results, measure: str) -> CaptionedFigure | None:
     return CaptionedFigure(stem, title, "Medians over seeds.", figure)
 
 
-# Tuning, plans and conversions
-
-
 def tuning(tuned: Mapping[str, Any]) -> list[CaptionedFigure]:
     """Steps, time and energy to the loss against ghosts, relative to the dense model in its best layout."""
     drawn, small = [], tuned["small_dense"] or {}
@@ -374,36 +345,3 @@ def tuning(tuned: Mapping[str, Any]) -> list[CaptionedFigure]:
         caption = "With 95 % intervals over seeds; estimated from a short training where there is none."
         drawn += [CaptionedFigure(f"ghosts-{name}", title, caption, figure)] if lines else []
     return drawn
-
-
-def draw_scaling(request: PlanRequest, curves: Mapping[str, Sequence[Candidate]], folder: Path) -> list[Path]:
-    """Step time and modelled energy against devices, one curve a strategy."""
-    panels: dict[str, Callable[[Candidate], float]] = {"step time, ms (modelled)": lambda c: 1e3 * c.seconds}
-    if request.profile.has_power:
-        panels["energy of a step on all devices, J (modelled)"] = lambda c: c.joules or 0.0
-    figure = Figure(figsize=(0.5 + 5.25 * len(panels), 4.6), layout="constrained")
-    panel_axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    phantoms = [name for name in curves if name.startswith("phantom") and not name.endswith(TWO_LEVEL)]
-    counts = sorted({c.devices for curve in curves.values() for c in curve})
-    for axes, (label, height) in zip(panel_axes, panels.items(), strict=True):
-        for name, curve in curves.items():
-            second = name.removesuffix(TWO_LEVEL) in phantoms[1:]
-            colour, marker = SECOND_PHANTOM if second else LOOKS[curve[0].layout.strategy]
-            style = {"color": colour, "marker": marker, "linestyle": "--" if name.endswith(TWO_LEVEL) else "-"}
-            axes.plot([c.devices for c in curve], [height(c) for c in curve], markersize=4.5, label=name, **style)
-        axes.set(xscale="log", xlabel="devices", ylabel=label)
-        log_axis(axes, "y")
-        axes.set_xticks(counts, [str(count) for count in counts])
-        axes.minorticks_off()
-        axes.grid(visible=True, which="major", alpha=0.25)
-    drawn = [c for curve in curves.values() for c in curve]
-    phantom = [c.parameters for c in drawn if c.layout.blocks]
-    dense = [c.parameters for c in drawn if c.same_model]
-    text = f"Scaling at a fixed batch\n{request.summary}, on {request.profile.name}"
-    if phantom:
-        smaller = ", smaller" if dense and max(phantom) < min(dense) else ""
-        text += f"\nphantom is another{smaller} model than the dense one: its loss is not compared here"
-    figure.suptitle(text, fontsize=11)
-    handles, _ = panel_axes[0].get_legend_handles_labels()
-    fitted_legend(figure, handles, columns=len(handles))
-    return save(figure, folder / "scaling")

@@ -24,44 +24,34 @@ COLOURS |= {getattr(figures, name.upper()): name for name in ("ink", "muted", "g
 
 def write_report(results: Results, folder: Path) -> Path:
     """Write report.html, figures/ and CSV files into the folder; returns the path of the page."""
-    drawn = figures.figures(results)
-    for figure in drawn:
-        save(figure.figure, folder / "figures" / figure.name, figure.svg)
     files = tables.csv_files(results)
     for name, text in files.items():
         write_text(folder / name, text)
-    page = folder / "report.html"
-    write_text(page, render(results, drawn, list(files)))
-    return page
-
-
-def write_tuning(tuned: Mapping[str, Any], folder: Path) -> Path:
-    """Write the page and the figures of a result of phantom tune into its folder; returns the path of the page."""
-    drawn = figures.tuning(tuned)
-    for figure in drawn:
-        save(figure.figure, folder / "figures" / figure.name, figure.svg)
-    sizes = {name: value for name, value in tuned.items() if isinstance(value, str | int | float)}
-    write_text(folder / "report.html", _page("tune.html.j2", drawn, tuned=tuned, settings=flat(sizes)))
-    return folder / "report.html"
-
-
-def render(results: Results, drawn: list[CaptionedFigure], files: list[str]) -> str:
-    """The HTML of the page."""
     first, *rest = tables.main_sections(results, short=results.is_comparison)
     shown: dict[str, Any] = {"main": [first], "details": [*rest, *tables.detailed_sections(results)]}
     shown |= {function.__name__: function(results) for function in (headline, loss_of, notes, reasons, measured_by)}
     shown |= {name: flat(getattr(results, name)) for name in ("settings", "environment")}
     shown["explanations"] = {cell.strategy: explanation(cell.strategy) for cell in results.cells}
-    wall = quantity(results.wall_seconds, "s")
-    return _page("report.html.j2", drawn, results=results, files=files, wall=wall, plain=plain, **shown)
+    shown |= {"results": results, "files": list(files), "wall": quantity(results.wall_seconds, "s"), "plain": plain}
+    return _write_page(folder, "report.html.j2", figures.figures(results), shown)
 
 
-def _page(template: str, drawn: list[CaptionedFigure], **values: Any) -> str:
+def write_tuning(tuned: Mapping[str, Any], folder: Path) -> Path:
+    """Write the page and the figures of a result of phantom tune into its folder; returns the path of the page."""
+    sizes = {name: value for name, value in tuned.items() if isinstance(value, str | int | float)}
+    return _write_page(folder, "tune.html.j2", figures.tuning(tuned), {"tuned": tuned, "settings": flat(sizes)})
+
+
+def _write_page(folder: Path, template: str, drawn: list[CaptionedFigure], values: Mapping[str, Any]) -> Path:
+    for figure in drawn:
+        save(figure.figure, folder / "figures" / figure.name, figure.svg)
     settings: Any = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(loader=PackageLoader("phantom_parallel.report"), autoescape=True, **settings)
-    values |= {"figures": [(figure, inline(figure)) for figure in drawn]}
+    shown = {"figures": [(figure, inline(figure)) for figure in drawn]}
     light = {name: colour for colour, name in COLOURS.items()}
-    return environment.get_template(template).render(light=light, **values)
+    page = folder / "report.html"
+    write_text(page, environment.get_template(template).render(light=light, **shown, **values))
+    return page
 
 
 def inline(figure: CaptionedFigure) -> Markup:
