@@ -12,7 +12,6 @@ sizes       with several sizes below the model's, all this at each of them, from
             first alone; and the trend of the steps over sizes, where it is certain enough, gives those of the model
 """
 
-import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -31,7 +30,7 @@ from rich.table import Table
 from scipy import stats
 
 from phantom_parallel.cli.options import Flag, JsonOption, Tf32Option, make_options, make_table, other_families
-from phantom_parallel.cost.hardware import Profile, list_profiles, load_profile
+from phantom_parallel.cost.hardware import load_profile
 from phantom_parallel.cost.planner import Candidate, Layout, ModelSizes, PlanRequest, plan, planned_strategies, rank_by
 from phantom_parallel.cost.terms import optimizer_of
 from phantom_parallel.distributed.launch import launch, launch_defaults
@@ -79,8 +78,8 @@ class TuneOptions(Tf32Option, JsonOption):
     size: ClassVar[str]  # the size of a model that trends are over; empty if none
 
     hardware: str | None = None
-    """The target machine: a hardware profile's name, or the path of a .toml file; by default this machine as phantom
-    machine measure wrote it."""
+    """The target machine: a hardware profile's name, or the path of a .toml file; by default this machine with
+    --devices or 2 ranks, as phantom machine measure wrote it."""
     devices: int | None = None
     """The most devices of the target to use; by default those of a node."""
     goal: Literal["time", "energy"] = "time"
@@ -115,16 +114,16 @@ class TuneOptions(Tf32Option, JsonOption):
     def run(self) -> None:
         if self.resume and self.out is None:
             raise ValueError("--resume needs --out, the folder to continue in")
-        profile = _machine(self.hardware, self.devices)
+        profile = load_profile(self.hardware or f"this-machine-{self.devices or 2}")
         devices = self.devices or int(profile.devices_per_node.value)
         training = {name: getattr(self, name) for name in self.training} | {"eval_every": self.eval_every}
         search = SearchSettings(self.learning_rates, steps=max(1, self.steps // 4, training.get("warmup", 0) + 1))
         run: Any = {name: getattr(self, name) for name in ("family", "steps", "target_loss", "seeds")}
         settings = Settings(name="tune", training=training, strategies=("dense",), search=search, **run)
         config = settings.configs()[0]
-        own = {name: value for name, value in asdict(config.model).items() if name not in Layout._fields}
-        own |= {"optimizer": optimizer_of(config.optimizer, config.momentum)}
-        model = ModelSizes(config.family, {name: value for name, value in own.items() if name != "low_rank"})
+        left_out = (*Layout._fields, "low_rank")
+        own = {name: value for name, value in asdict(config.model).items() if name not in left_out}
+        model = ModelSizes(config.family, own | {"optimizer": optimizer_of(config.optimizer, config.momentum)})
         kind: Any = {"batch": config.batch, "dtype": config.dtype, "devices": devices, "goal": self.goal, "pp": (1,)}
         kind |= {"strategy": planned_strategies(config.family)[0]}  # that can be trained
         request = PlanRequest(model=model, profile=profile, **kind)
@@ -167,20 +166,6 @@ def options_for(family: str | None, arguments: list[str]) -> tuple[type[Any], di
         doc = f"Measure at these sizes in place of --{size}, and extrapolate the steps where their trend allows it."
         settings[f"{size}s"] = Setting(tuple[int, ...], (), doc)
     return make_options(TuneOptions, settings, text, family=family, training=defaults, size=size), {}
-
-
-def _machine(hardware: str | None, devices: int | None) -> Profile:
-    """The profile of the machine; by default this machine's for so many ranks, or the most that were measured."""
-    if hardware is not None:
-        return load_profile(hardware)
-    measured = {int(name[13:]): name for name in list_profiles() if re.fullmatch(r"this-machine-\d+", name)}
-    if (count := devices or max(measured, default=0)) not in measured:
-        ranks = f" --ranks {devices}" if devices else ""
-        raise ValueError(
-            f"this machine has not been measured: run phantom machine measure{ranks}, "
-            "or give --hardware and --devices of the target"
-        )
-    return load_profile(measured[count])
 
 
 @dataclass(frozen=True)
@@ -239,15 +224,13 @@ class Trend:
 
     @cached_property
     def fit(self) -> tuple[Interval, Interval] | None:
-        """The slope and the ratio at the target, with 95 % intervals where there are more than two trainings."""
-        if len(self.ratios) < 2 or not all(self.ratios.values()):
-            return None
+        """The slope and the ratio at the target, with 95 % intervals; None without enough trainings."""
         x = [log(size) for size, ratios in self.ratios.items() for _ in ratios]
+        if len(self.ratios) < 2 or not all(self.ratios.values()) or len(x) < 3:
+            return None
         line: Any = stats.linregress(x, [log(ratio) for ratios in self.ratios.values() for ratio in ratios])
         count, away = len(x), log(self.target) - fmean(x)
         slope, ratio = float(line.slope), exp(line.intercept + line.slope * log(self.target))
-        if count == 2:
-            return Interval(slope, None, None, count), Interval(ratio, None, None, count)
         half = float(stats.t.ppf(0.975, count - 2) * line.stderr)
         factor = exp(half * sqrt(pvariance(x) + away**2))
         at_target = Interval(ratio, ratio / factor, ratio * factor, count)
@@ -257,11 +240,10 @@ class Trend:
     def refusal(self) -> str | None:
         """Why the steps at the target are not known from the trend; None if they are."""
         if self.fit is None:
-            return "the loss was not reached at every size"
+            return "the loss was not reached at every size, or there are fewer than three trainings"
         slope = self.fit[0]
-        if slope.low is None or slope.high is None:
-            return "one seed at two sizes gives no interval"
-        low, high = ((self.target / max(self.ratios)) ** end for end in (slope.low, slope.high))
+        ends = (end for end in (slope.low, slope.high) if end is not None)
+        low, high = ((self.target / max(self.ratios)) ** end for end in ends)
         if low < 1 / LARGEST_CHANGE or high > LARGEST_CHANGE:
             return f"up to {self.target} the ratio of steps may change by a factor of {low:.2g} to {high:.2g}"
         return None
@@ -313,21 +295,16 @@ class TuneResult:
     @property
     def verdict(self) -> str:
         """The recommendation in one sentence."""
-        request, best = self.request, self.best
-        where = f"{request.devices} devices of {request.profile.name}"
-        against = (
-            f"{self.dense.layout}{wire_suffix(self.dense.wire)}, the best layout of the dense model on up to {where}"
-        )
+        request, best, small, more = self.request, self.best, self.small, ""
+        against = f"{self.dense.layout}{wire_suffix(self.dense.wire)}, the best layout of the dense model on up to "
+        against += f"{request.devices} devices of {request.profile.name}"
         if not self.rates:
             return f"Do not use phantom here: no candidate has a cheaper step than {against}."
-        measured = ""
         if self.trends:
-            sizes = listed(map(str, self.trends[0].ratios))
-            measured = f" Steps are measured at {sizes}, and extrapolated to {self.trends[0].target}."
-        if self.trends and best is None:
-            return (
-                f"Nothing is extrapolated from {sizes}: {self.trends[0].refusal}. Measure larger sizes or more --seeds."
-            )
+            trend, sizes = self.trends[0], listed(map(str, self.trends[0].ratios))
+            if best is None:
+                return f"Nothing is extrapolated from {sizes}: {trend.refusal}. Measure larger sizes or more --seeds."
+            more = f" Steps are measured at {sizes}, and extrapolated to {trend.target}."
         if best is None or best.cost is None:
             return (
                 f"Do not use phantom here: no candidate reached the loss {self.target:.4g} of the dense model within "
@@ -337,16 +314,14 @@ class TuneResult:
         model = f"phantom with {layout.blocks} blocks and {layout.ghosts} ghosts{wire_suffix(best.layout.wire)}"
         loss = "the loss" if self.target is None else f"the loss {self.target:.4g}"
         cost = f"{format_interval(best.cost)} of the {request.goal} to {loss} of {against}"
-        if self.small is not None and self.small.cost is not None:
-            (name, size), *_ = self.small.own
-            measured = f" A dense model of {name} {size:,} takes {format_interval(self.small.cost)}."
-            if self.small.mean_cost < best.mean_cost:
-                return f"Do not use phantom here: {model} takes {cost}.{measured}"
+        if small is not None and small.cost is not None:
+            (name, size), *_ = small.own
+            more = f" A dense model of {name} {size:,} takes {format_interval(small.cost)}."
         if self.pays:
-            return f"Use {model}: it takes {cost}.{measured}"
-        if best.cost.includes_one:
-            return f"It is not decided whether phantom pays here: {model} takes {cost}; try more --seeds.{measured}"
-        return f"Do not use phantom here: {model}, the cheapest, takes {cost}.{measured}"
+            return f"Use {model}: it takes {cost}.{more}"
+        if best.cost.includes_one and not (small and small.mean_cost < best.mean_cost):
+            return f"It is not decided whether phantom pays here: {model} takes {cost}; try more --seeds.{more}"
+        return f"Do not use phantom here: {model} takes {cost}.{more}"
 
     def to_dict(self) -> dict[str, Any]:
         """The measurements for JSON; ``best`` is what phantom plan --tuned reads."""
@@ -398,12 +373,7 @@ def tune(
         raise ValueError(f"no phantom model of these blocks and ghosts is possible: {reasons[0]}")
     cheaper = [model for model in models if model.mean_cost < 1]
     settings = replace(settings, cells=_cells(cheaper))
-    scaled = dict[int, Settings]()
-    for value in sizes:
-        try:
-            scaled[value] = replace(settings, training=settings.training | {size: value})
-        except ValueError as error:
-            raise ValueError(f"--{size}s {value}: {error}") from None
+    scaled = {value: replace(settings, training=settings.training | {size: value}) for value in sizes}
     for trained in scaled.values() or [settings]:
         first = trained.configs()[0]
         first.task().check(first)
