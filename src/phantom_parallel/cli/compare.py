@@ -13,16 +13,8 @@ from typing import Annotated, Any, ClassVar, get_type_hints
 import tyro
 from rich.console import Console
 
-from phantom_parallel.cli.options import (
-    Flag,
-    JsonOption,
-    LaunchOptions,
-    Tf32Option,
-    make_options,
-    model_defaults,
-    ranks_of_launcher,
-    value_of,
-)
+from phantom_parallel.cli import options
+from phantom_parallel.cli.options import Flag, JsonOption, LaunchOptions, Tf32Option
 from phantom_parallel.distributed.launch import launch_defaults
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
 from phantom_parallel.report.html import write_report
@@ -45,7 +37,6 @@ from phantom_parallel.utils.parsing import choose_from, field_docs
 from phantom_parallel.utils.settings import Setting
 
 MAX_NOTES = 4  # in the terminal; the report has all
-_FLAGS = ("--resume", "--report-only", "--json", "--help", "-h")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +53,7 @@ class SettingOptions(LaunchOptions, Tf32Option, JsonOption):
     """A well-known model, such as smollm2-135m, whose sizes but the context replace those of the file."""
     model: Path | None = None
     """The same from the config.json of a folder: a model of ours, or a Llama, Mistral or Qwen2 of Hugging Face."""
-    out: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="")] = None
+    out: Path | None = None
     """Folder for the report, figures, tables and results.json; new or empty unless --resume. By default a folder named
     after the command and the time."""
     resume: Flag = False
@@ -144,20 +135,19 @@ class StudyOptions(SettingOptions):
 
 def compare_options(family: str | None, arguments: list[str]) -> tuple[type[SettingOptions], Mapping[str, Any]]:
     """The options of a comparison, with the values of the preset in ``arguments`` as defaults."""
-    preset = value_of("--preset", arguments) or get_family(family or DEFAULT_FAMILY).default_preset
+    preset = options.value_of("--preset", arguments) or get_family(family or DEFAULT_FAMILY).default_preset
     if preset is None:
         raise ValueError(f"there is no preset for the family {family}: give --preset and a TOML file")
-    options = _with_settings(CompareOptions, preset, family, arguments)
-    return options, {"preset": preset} | ranks_of_launcher(arguments, options.defaults["dp"])
+    made = _with_settings(CompareOptions, preset, family, arguments)
+    return made, {"preset": preset} | options.ranks_of_launcher(arguments, made.defaults["dp"])
 
 
 def study_options(family: str | None, arguments: list[str]) -> tuple[type[SettingOptions], Mapping[str, Any]]:
     """The options of the study in ``arguments``, with its values as defaults."""
     known = names_of("studies")
-    for before, argument in zip(["", *arguments], arguments, strict=False):
-        is_value = before.startswith("-") and "=" not in before and before not in _FLAGS
-        if not is_value and (argument in known or (not argument.startswith("-") and Path(argument).is_file())):
-            return _with_settings(StudyOptions, argument, family, arguments), {}
+    name = next((word for word in arguments if word in known or word.endswith(".toml")), None)
+    if name is not None:
+        return _with_settings(StudyOptions, name, family, arguments), {}
     words = [word for word in arguments if not word.startswith("-")]
     if words and "--help" not in arguments and "-h" not in arguments:
         raise ValueError(f"there is no {words[0]!r}: {choose_from(words[0], known)}, or give a TOML file")
@@ -166,24 +156,18 @@ def study_options(family: str | None, arguments: list[str]) -> tuple[type[Settin
 
 def _with_settings(base: type[SettingOptions], file: str, family: str | None, arguments: list[str]) -> type[Any]:
     """The options of ``base`` and those of the settings in a file, with their values as defaults."""
-    own, sizes = model_defaults(family, arguments)
+    own, sizes = options.model_defaults(family, arguments)
     sizes = {name: value for name, value in sizes.items() if name in training_fields(own) and name != "context"}
     for name in ("ranks", "blocks") if sizes else ():  # those of the file may not divide the model
-        sizes |= {name: int(given)} if (given := value_of(f"--{name}", arguments) or "").isdecimal() else {}
+        sizes |= {name: int(given)} if (given := options.value_of(f"--{name}", arguments) or "").isdecimal() else {}
     settings = read_settings(base.folder, file, sizes, own if sizes else family)
     varied = varied_by(base.folder, file)
-    options: dict[str, Setting] = {}
-    where = f", of the {'preset' if base.folder == 'presets' else 'study'} {settings.name}"
+    made: dict[str, Setting] = {}
 
-    def add(name: str, kind: Any, text: str, default: Any, origin: str = where) -> None:
+    def add(name: str, kind: Any, text: str, default: Any) -> None:
         if name in varied:
             kind, default = tuple[type(varied[name][0]), ...], varied[name]  # type: ignore[misc]
-
-        def hint(shown: str) -> str:
-            absent = "" if "by default" in text.lower() else "(default: none)"
-            return f"(default: {shown}{origin})" if shown != "None" else absent
-
-        options[name] = Setting(Annotated[kind, tyro.conf.arg(help_behavior_hint=hint)], default, text)
+        made[name] = Setting(kind, default, text)
 
     def add_fields(owner: type, values: Any, prefix: str = "", without: tuple[str, ...] = ()) -> None:
         hints = get_type_hints(owner, include_extras=True)
@@ -198,8 +182,7 @@ def _with_settings(base: type[SettingOptions], file: str, family: str | None, ar
     known, given = get_family(settings.family).train_config.settings(), settings.training
     for name in training_fields(settings.family):
         kind, default, text = known[name]
-        in_file = name in given or name in varied
-        add(name, kind, text, given.get(name, None if default is MISSING else default), where if in_file else "")
-    defaults = {name: option.default for name, option in options.items()}
+        add(name, kind, text, given.get(name, None if default is MISSING else default))
+    defaults = {name: option.default for name, option in made.items()}
     own_values = {"family": settings.family, "file": file, "defaults": defaults, "sizes": sizes}
-    return make_options(base, options, base.__doc__ or "", **own_values)
+    return options.make_options(base, made, base.__doc__ or "", **own_values)

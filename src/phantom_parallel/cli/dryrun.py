@@ -1,7 +1,7 @@
 """``phantom dryrun``: what one rank of many would compute, send and keep, from the real model code without data."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from operator import attrgetter, methodcaller
 from typing import Any, Literal
 
@@ -9,26 +9,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from phantom_parallel.cli.options import (
-    Flag,
-    JsonOption,
-    ModelOptions,
-    WireOption,
-    make_table,
-    model_defaults,
-    value_of,
-    with_sizes,
-)
-from phantom_parallel.cost.dryrun import (
-    DryRun,
-    Messages,
-    as_rows,
-    dry_run,
-    exchanges_in_turn,
-    layouts,
-    phases_of,
-    profile,
-)
+from phantom_parallel.cli import options
+from phantom_parallel.cli.options import Flag, JsonOption, ModelOptions, WireOption
+from phantom_parallel.cost.dryrun import DryRun, Messages, dry_run, exchanges_in_turn, layouts, profile
 from phantom_parallel.cost.hardware import WORD_BYTES, load_profile
 from phantom_parallel.cost.planner import Layout, ModelSizes
 from phantom_parallel.cost.terms import Optimizer, Phase, Shape
@@ -121,7 +104,7 @@ class DryRunOptions(ModelOptions, WireOption, JsonOption):
         profiles = {strategy: profile(shape) for strategy, shape in shapes.items()}
         title = f"Messages of one rank: {' and '.join(shapes)}\n{self._title(layout)}"
         if self.json:
-            print(json_text(as_rows(profiles)))
+            print(json_text([{"profile": name, **asdict(row)} for name, rows in profiles.items() for row in rows]))
             return
         console = Console(highlight=False)
         console.print(message_table(profiles, title))
@@ -136,7 +119,7 @@ class DryRunOptions(ModelOptions, WireOption, JsonOption):
         headings = ("layout:\nranks x stages", *(f"{mode}\n{kind}" for mode in passes for kind in kinds))
         caption = "exchanges that follow one another; bytes of the rank that sends most"
         caption += "; times are modelled" if machine else ""
-        table = make_table(headings, title="Inference on as many ranks", caption=caption, title_justify="left")
+        table = options.make_table(headings, title="Inference on as many ranks", caption=caption, title_justify="left")
         for name in next(iter(passes.values())):
             cells = []
             for shape in (shapes[name] for shapes in passes.values() if name in shapes):
@@ -154,7 +137,7 @@ class DryRunOptions(ModelOptions, WireOption, JsonOption):
 
 def options_for(family: str | None, arguments: list[str]) -> tuple[type[DryRunOptions], dict[str, Any]]:
     """The options for models of a family."""
-    family, sizes = model_defaults(family, arguments)
+    family, sizes = options.model_defaults(family, arguments)
     chosen = get_family(family)
     strategies, modes = chosen.strategies, chosen.shape.modes
     choices = {"strategy": (Literal[strategies], strategies[0]), "mode": (Literal[modes], modes[0])}
@@ -162,13 +145,14 @@ def options_for(family: str | None, arguments: list[str]) -> tuple[type[DryRunOp
     if sizes:  # as many ranks as its heads allow, with a block each
         config = ModelSizes(family, sizes).config
         defaults["ranks"] = next(ranks for ranks in range(DryRunOptions.ranks, 0, -1) if _fits(config, ranks))
-        if value_of("--strategy", arguments) in (None, "phantom"):
+        if options.value_of("--strategy", arguments) in (None, "phantom"):
             defaults["blocks"] = defaults["ranks"]
-        strategy = get_strategy(value_of("--strategy", arguments) or strategies[0])
-        if not (strategy.shards_rows or strategy.splits_depth or value_of("--dp", arguments)):  # which divide the batch
+        strategy = get_strategy(options.value_of("--strategy", arguments) or strategies[0])
+        # Data-parallel copies and micro-batches divide the batch.
+        if not (strategy.shards_rows or strategy.splits_depth or options.value_of("--dp", arguments)):
             defaults["batch"] = 1
         defaults |= {"context": min(sizes["context"], MAX_CONTEXT)} if "context" in sizes else {}
-    return with_sizes(DryRunOptions, family, "dryrun", sizes, **choices), defaults
+    return options.with_sizes(DryRunOptions, family, "dryrun", sizes, **choices), defaults
 
 
 def _fits(config: Any, ranks: int) -> bool:
@@ -182,9 +166,9 @@ def _fits(config: Any, ranks: int) -> bool:
 def message_table(profiles: Mapping[str, Sequence[Messages]], title: str) -> Table:
     """Phase by phase, the profiles below each other."""
     headings = ("phase", "operation", "count", "message", "bytes sent")
-    table = make_table(headings, left=2, title=title, title_justify="left", box=SIMPLE_HEAD)
+    table = options.make_table(headings, left=2, title=title, title_justify="left", box=SIMPLE_HEAD)
     table.add_column("carries")
-    for phase in phases_of(profiles):
+    for phase in dict.fromkeys(row.phase for messages in profiles.values() for row in messages):
         table.add_section()
         table.add_row(phase, style="bold")
         for name, messages in profiles.items():
@@ -210,7 +194,7 @@ def _show(result: DryRun, title: str, modelled: Mapping[str, Any]) -> None:
     """Print the counts, which the formulas agree with: so these give the sums over all ranks."""
     console, shape = Console(), result.shape
     console.print(f"Formulas and code agree in every term ({shape.step_name}, {result.seconds:.2f} s).")
-    counts = make_table((shape.step_name, "this rank", "all ranks"), title=title, title_justify="left")
+    counts = options.make_table((shape.step_name, "this rank", "all ranks"), title=title, title_justify="left")
 
     def add(name: str, count: Callable[[Shape], int], unit: str = "B") -> None:
         counts.add_row(name, quantity(count(shape), unit), quantity(shape.over_all_ranks(count), unit))

@@ -151,9 +151,9 @@ class GenerateOptions(RunOptions, GenerateConfig):
         if self.chat and not self.prompt and self.prompt_file is None:
             if config.measure or self.json or config.batch > 1:
                 raise ValueError("--measure, --against, --batch and --json need a prompt: give --prompt")
-            template = ChatTemplate(config.model)
+            render = chat_template(config.model)
             with self.launching(config.ranks):
-                converse(config, _messages(), template.render, write=_write, on_answer=_end_answer)
+                converse(config, _messages(), render, write=_write, on_answer=_end_answer)
             return
         prompts = self.prompts()
         with self.launching(config.ranks) as network:
@@ -184,39 +184,37 @@ class GenerateOptions(RunOptions, GenerateConfig):
         if "" in prompts:
             raise ValueError("the prompt is empty, and a model needs at least one token: a new line is a neutral one")
         if self.chat:
-            template = ChatTemplate(self.model)
-            return [template.render([{"role": "user", "content": prompt}]) for prompt in prompts]
+            render = chat_template(self.model)
+            return [render([{"role": "user", "content": prompt}]) for prompt in prompts]
         return prompts
 
 
-class ChatTemplate:
-    """The chat template in a model's folder. It comes with the model and runs in a sandbox, as in transformers."""
+def chat_template(model: Path) -> Callable[[list[dict[str, str]]], str]:
+    """The function that makes a prompt of messages, each with its ``role`` and ``content``, by the chat template in a
+    model's folder. That comes with the model and runs in a sandbox, as in transformers.
+    """
+    path = model / CHAT_TEMPLATE
+    if not path.is_file():
+        raise ValueError(f"{model} has no {CHAT_TEMPLATE}: give a prompt without --chat")
+    settings = read_json(model / TOKENIZER_CONFIG) if (model / TOKENIZER_CONFIG).is_file() else {}
+    tokens = {f"{name}_token": settings.get(f"{name}_token") or "" for name in ("bos", "eos", "unk", "pad")}
+    # Special tokens are texts, or objects that hold one.
+    tokens = {name: token.get("content", "") if isinstance(token, dict) else token for name, token in tokens.items()}
 
-    def __init__(self, model: Path) -> None:
-        self._path = model / CHAT_TEMPLATE
-        if not self._path.is_file():
-            raise ValueError(f"{model} has no {CHAT_TEMPLATE}: give a prompt without --chat")
-        settings = read_json(model / TOKENIZER_CONFIG) if (model / TOKENIZER_CONFIG).is_file() else {}
-        tokens = {f"{name}_token": settings.get(f"{name}_token") or "" for name in ("bos", "eos", "unk", "pad")}
-        # Special tokens are texts, or objects that hold one.
-        self._tokens = {
-            name: token.get("content", "") if isinstance(token, dict) else token for name, token in tokens.items()
-        }
+    def refuse(message: str) -> NoReturn:
+        raise TemplateError(message)
 
-    def render(self, messages: list[dict[str, str]]) -> str:
-        """The prompt for the model's answer to messages, each with its ``role`` and ``content``."""
-
-        def refuse(message: str) -> NoReturn:
-            raise TemplateError(message)
-
+    def render(messages: list[dict[str, str]]) -> str:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.globals["raise_exception"] = refuse
         try:
-            template = environment.from_string(read_text(self._path))
-            return template.render(messages=messages, add_generation_prompt=True, **self._tokens)
+            template = environment.from_string(read_text(path))
+            return template.render(messages=messages, add_generation_prompt=True, **tokens)
         except Exception as error:  # of any class: a template computes, and may divide by 0 or call itself without end
             reason = str(error) or type(error).__name__
-            raise ValueError(f"the chat template {self._path} cannot be used: {reason}") from None
+            raise ValueError(f"the chat template {path} cannot be used: {reason}") from None
+
+    return render
 
 
 def _messages() -> Iterator[list[dict[str, str]]]:

@@ -32,18 +32,8 @@ Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 GROUPS: dict[str, tuple[str, ...]] = {
     "model": (
         *("width", "depth", "in_features", "out_features", "activation", "bias", "dim", "layers", "heads", "kv_heads"),
-        *(
-            "hidden",
-            "hidden_groups",
-            "context",
-            "vocab",
-            "tie_embeddings",
-            "parallel_block",
-            "ladder",
-            "blocks",
-            "ghosts",
-            "low_rank",
-        ),
+        *("hidden", "hidden_groups", "context", "vocab", "tie_embeddings", "parallel_block", "ladder"),
+        *("blocks", "ghosts", "low_rank"),
     ),
     "data": (
         *("data", "batch", "samples", "grid", "feature_order", "data_seed"),
@@ -198,7 +188,7 @@ def value_of(option: str, arguments: list[str]) -> str | None:
 
 def ranks_of_launcher(arguments: list[str], dp: int = 1) -> dict[str, int]:
     """The default of ``--ranks`` where another launcher has started the ranks: their number over ``--dp``."""
-    if not launched_externally() or value_of("--ranks", arguments) or value_of("--tp", arguments):
+    if not launched_externally() or value_of("--ranks", arguments):
         return {}
     copies = value_of("--dp", arguments) or str(dp)
     return {"ranks": max(1, external_ranks() // int(copies))} if copies.isdigit() and int(copies) else {}

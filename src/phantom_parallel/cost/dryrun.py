@@ -8,7 +8,7 @@ the formulas.
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ContextDecorator, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
@@ -393,13 +393,3 @@ def exchanges_in_turn(shape: Shape) -> int:
     stages = [replace(shape, rank=index * shape.stage.ranks) for index in range(shape.stage.stages)]
     ops = Counter(exchange.op for stage in stages for exchange in stage.exchanges)
     return ops.total() - max(0, ops["broadcast"] - 1)  # which all stages share
-
-
-def phases_of(profiles: Mapping[str, Sequence[Messages]]) -> list[str]:
-    """The phases of several profiles, in order."""
-    return [phase for phase in PHASES if any(row.phase == phase for rows in profiles.values() for row in rows)]
-
-
-def as_rows(profiles: Mapping[str, Sequence[Messages]]) -> list[dict[str, Any]]:
-    """Flat records of several profiles, each under its name."""
-    return [{"profile": name, **asdict(row)} for name, rows in profiles.items() for row in rows]
