@@ -31,8 +31,7 @@ _SHORT = {  # headings in the terminal
     "served_joules_per_token": "energy/token",
     "idle_share": "idle",
 }
-RATIOS = ("seconds", "joules", "flops", "bytes", "step_seconds")  # of every comparison
-OTHER_RATIOS = ("steps", "measured_joules", "parameters", "memory_bytes")  # where they are known
+RATIOS = ("seconds", "joules", "flops", "bytes", "step_seconds")  # of every comparison; others where they are known
 BEST = ("least_joules", "energy_gap", "mfu")  # where the profile has a peak
 Column = tuple[str, Callable[[Cell], str]]  # its heading, and the text of a cell
 
@@ -156,7 +155,7 @@ def detailed_sections(results: Results) -> tuple[Section, ...]:
     if len(names) > 1 and (lead := _lead(results)):
         headings = ("" if name == lead.strategy else f"{lead.strategy} / {name}" for name in names)
         rows = []
-        for measure in (*RATIOS, *OTHER_RATIOS, *inference):
+        for measure in (*RATIOS, "steps", "measured_joules", "parameters", "memory_bytes", *inference):
             if measure in RATIOS or any(ratio(results, lead, c, measure) for c in results.cells if c is not lead):
                 text = _ratio(results, lead, measure)
                 rows.append((_inference_label(results, measure), *map(text, results.cells)))
