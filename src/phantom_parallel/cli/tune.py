@@ -583,14 +583,13 @@ def _trend_table(result: TuneResult) -> Table:
 def _command(result: TuneResult, options: TuneOptions) -> str:
     """The command that trains the recommended model on the target."""
     best, per_node = result.winner, int(result.request.profile.devices_per_node.value)
-    layout: Layout = best.layout.layout if best else result.dense.layout
+    chosen = best.layout if best else result.dense
+    layout = chosen.layout
     count = layout.ranks * layout.dp
     name = f"phantom blocks={layout.blocks} ghosts={layout.ghosts}" if best else "dense"
-    values: dict[str, Any] = {"strategy": layout.strategy, "ranks": layout.ranks, "dp": layout.dp}
-    values |= {key: getattr(layout, key) for key in ("blocks", "ghosts", "micro_batches") if getattr(layout, key)}
-    values |= {} if layout.reshard_after_forward else {"reshard_after_forward": False}
-    wire = (best.layout if best else result.dense).wire
-    values |= {} if wire == "full" else {"wire": wire}
+    usual = Layout._field_defaults | {"wire": "full"}
+    planned: dict[str, Any] = layout._asdict() | {"wire": chosen.wire}
+    values = {key: value for key, value in planned.items() if value != usual.get(key)}
     given = {key: getattr(options, key) for key in options.training}
     values |= {key: value for key, value in given.items() if value != options.training[key]}
     values |= {"steps": AT_MOST * options.steps, **dict(best.own)} if best else {"steps": options.steps}
