@@ -22,7 +22,7 @@ from phantom_parallel.checkpoint.model import CONFIG, family_of, load_model, rea
 from phantom_parallel.distributed.launch import check_memory, launch, launch_device_type
 from phantom_parallel.distributed.objects import all_gather_objects, check_agreement
 from phantom_parallel.distributed.signals import Interrupted, StopRequest
-from phantom_parallel.energy.meter import EnergyMeter, synchronize
+from phantom_parallel.energy.meter import synchronize
 from phantom_parallel.energy.power import PowerProfile
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.infer.measure import Call, Cost, RunConfig, default_power_profile, measure_calls
@@ -165,17 +165,10 @@ def _parameters(model: RowModel) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def measure(
-    models: Mapping[str, RowModel],
-    batch: int,
-    *,
-    turns: int = 20,
-    profile: PowerProfile | None = None,
-    seed: int = 0,
-    meter: EnergyMeter | None = None,
-    report: Callable[[int], None] | None = None,
-) -> dict[str, Cost]:
-    """Measure forward passes of models on random rows, as `measure_calls` does. Every rank of their mesh calls this."""
+def measure(models: Mapping[str, RowModel], batch: int, *, seed: int = 0, **settings: Any) -> dict[str, Cost]:
+    """Measure forward passes of models on random rows. Every rank of their mesh calls this. ``settings`` are those of
+    `measure_calls`.
+    """
     first = next(iter(models.values()))
     device = to_local(next(first.parameters())).device
 
@@ -189,7 +182,7 @@ def measure(
         return Call(forward, batch)
 
     calls = {name: call(model) for name, model in models.items()}
-    return measure_calls(calls, first.mesh, device, turns=turns, profile=profile, meter=meter, report=report)
+    return measure_calls(calls, first.mesh, device, **settings)
 
 
 def random_rows(model: RowModel, batch: int, seed: int) -> Tensor:

@@ -72,7 +72,7 @@ def test_stop_tokens_survive_import_and_export(tmp_path, source):
         for name, values in settings.items():
             (folder / name).write_text(json.dumps(values))
         import_model(folder, model)
-        assert stop_tokens(model, 300) == ([ends] if ends == 7 else ends)
+        assert stop_tokens(model) == ([ends] if ends == 7 else ends)
         export_model(model, out)
         exported = transformers.AutoModelForCausalLM.from_pretrained(out)
         assert exported.generation_config.eos_token_id == exported.config.eos_token_id == ends

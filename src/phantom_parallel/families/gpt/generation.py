@@ -37,7 +37,7 @@ from phantom_parallel.distributed.launch import check_memory, launch, launch_dev
 from phantom_parallel.distributed.launchers import launched_externally
 from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.distributed.process_group import ParallelContext
-from phantom_parallel.energy.meter import EnergyMeter, synchronize
+from phantom_parallel.energy.meter import synchronize
 from phantom_parallel.energy.power import PowerProfile
 from phantom_parallel.families.gpt.config import GPTConfig, GPTTrainConfig
 from phantom_parallel.families.gpt.model import GPT, check_tokens, next_token
@@ -185,23 +185,22 @@ def measure_generation(
     prompt: Tensor | Sequence[Tensor],
     tokens: int,
     *,
-    turns: int = 20,
     sampling: Sampling | None = None,
-    profile: PowerProfile | None = None,
-    meter: EnergyMeter | None = None,
-    report: Callable[[int], None] | None = None,
+    **settings: Any,
 ) -> dict[str, dict[str, Cost]]:
     """Measure the cost of one token of one row by models on the same ranks, of ``prefill`` and of ``decode``. Every
     rank of their mesh calls this.
 
     A prefill is the whole prompt, as for `generate`, and the selection of the first token by ``sampling``, by default
     the most likely one. Decode is one step in the middle of the ``tokens`` that follow, as attention covers more
-    positions the longer the text is; there is none for one token. The rest is as for `measure_calls`.
+    positions the longer the text is; there is none for one token. ``settings`` are those of `measure_calls`.
     """
     sampling = sampling or Sampling()
     prompts = Prompts.of(prompt)
     first = next(iter(models.values()))
-    _check_agreement(first, prompts, tokens=tokens, models=list(models), profile=profile, **asdict(sampling))
+    _check_agreement(
+        first, prompts, tokens=tokens, models=list(models), profile=settings.get("profile"), **asdict(sampling)
+    )
     device = to_local(next(first.parameters())).device
     batch, length = prompts.tokens.shape
     count = batch * length - (0 if prompts.starts is None else int(prompts.starts.sum()))  # without padding
@@ -213,7 +212,7 @@ def measure_generation(
         if tokens > 1:
             middle = length + (tokens - 2) // 2
             calls[f"{name} decode"] = Call(_step(model, inputs[:, -1:], cache, middle, Sampler(sampling)), batch)
-    costs = measure_calls(calls, first.mesh, device, turns=turns, profile=profile, meter=meter, report=report)
+    costs = measure_calls(calls, first.mesh, device, **settings)
     phases = ("prefill", "decode")
     return {name: {phase: costs[key] for phase in phases if (key := f"{name} {phase}") in costs} for name in models}
 
@@ -397,7 +396,7 @@ def _request(config: GenerateConfig, sizes: GPTConfig, texts: list[str]) -> dict
     room = max(1, sizes.context - longest)
     tokens = config.tokens or (room if config.chat else min(TOKENS, room))
     check_room(sizes, longest, tokens)
-    return {"prompts": prompts, "tokens": tokens, "stop": stop_tokens(config.model, sizes.vocab, chat=config.chat)}
+    return {"prompts": prompts, "tokens": tokens, "stop": stop_tokens(config.model, chat=config.chat)}
 
 
 def _baseline_config(config: GPTConfig) -> GPTConfig:

@@ -111,14 +111,6 @@ class HealConfig(TextTrainConfig):
         return self.model_config.strategy
 
     @property
-    def blocks(self) -> int | None:
-        return self.model_config.blocks
-
-    @property
-    def ghosts(self) -> int | None:
-        return self.model_config.ghosts
-
-    @property
     def vocab(self) -> int:
         return self.model_config.vocab
 

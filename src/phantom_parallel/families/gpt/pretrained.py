@@ -71,8 +71,6 @@ def import_model(
     Raises:
         ValueError: If the model is not supported, or a file of it is damaged; before anything is written.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     check_replaceable(out, overwrite, CONFIG, source)
     pretrained = PretrainedModel(source)
     config = config_of(pretrained.config, source)

@@ -161,15 +161,13 @@ def encode_prompt(text: str, tokenizer: Tokenizer, vocab: int, *, chat: bool = F
     return tokens
 
 
-def stop_tokens(model: Path, vocab: int, *, chat: bool = False) -> list[int]:
+def stop_tokens(model: Path, *, chat: bool = False) -> list[int]:
     """Return the tokens that end a text: those of ``generation_config.json``, and for a ``chat`` the tokenizer's own
     end of a text, which ends a turn.
     """
     file = find_file(model, GENERATION_CONFIG)
     listed = None if file is None else read_json(file).get("eos_token_id")
     tokens = [] if listed is None else list(listed) if isinstance(listed, list) else [listed]
-    if not all(isinstance(token, int) and 0 <= token < vocab for token in tokens):
-        raise ValueError(f"{file}: eos_token_id must be tokens from 0 to {vocab - 1}, got {listed}")
     if chat and (file := find_file(model, TOKENIZER_CONFIG)) is not None:
         end = read_json(file).get("eos_token")  # a text, or an object with it
         number = find_tokenizer(model).token(str(end.get("content") if isinstance(end, dict) else end))
