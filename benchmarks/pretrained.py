@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from benchmarks.pretrained_exact import exact
 from benchmarks.timing import about, write
 from phantom_parallel import convert, heal, load_model, save_model
+from phantom_parallel.checkpoint.pretrained import copy_kept_files
 from phantom_parallel.conversion.stages import find_layers, find_stages, run_stage, stage_outputs
 from phantom_parallel.families.gpt.family import GPTConverter, read_tokens
 from phantom_parallel.families.gpt.model import GPT
@@ -100,7 +101,7 @@ class Bench:
         )
         made = self.converter.phantom(model, blocks, report.ghosts)
         source = self.options.model
-        save_model(made, path, overwrite=True, complete=lambda folder: self.converter.complete(source, folder))
+        save_model(made, path, overwrite=True, complete=lambda folder: copy_kept_files(source, folder))
         return report.kept
 
     def phantom(self, model: GPT, budget: float) -> float:

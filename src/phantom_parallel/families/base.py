@@ -101,7 +101,7 @@ class Converter(ABC):
         """Batches to calibrate on, at most ``rows`` rows in sequences of ``length``, and held-out batches."""
 
     @abstractmethod
-    def loss(self, model: "nn.Module", dense: "nn.Module | None", batch: Any) -> float:
+    def loss(self, model: "nn.Module", dense: "nn.Module", batch: Any) -> float:
         """The loss of a model on one batch; it may be the distance to the outputs of ``dense``."""
 
     def objective(self) -> "Callable[[nn.Module, Any], Tensor] | None":

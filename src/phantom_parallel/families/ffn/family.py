@@ -148,8 +148,7 @@ class FFNConverter(Converter):
         return list(training), list(rest)
 
     @torch.no_grad()
-    def loss(self, model: nn.Module, dense: nn.Module | None, batch: Tensor) -> float:
-        assert dense is not None
+    def loss(self, model: nn.Module, dense: nn.Module, batch: Tensor) -> float:
         expected = dense(batch)
         return float((model(batch) - expected).square().mean() / expected.square().mean().clamp_min(1e-30))
 

@@ -51,7 +51,7 @@ class GPTConverter(Converter):
         return [list(cut[part].split(_BATCH_SIZE)) for part in (order[held_out : held_out + used], order[:held_out])]  # type: ignore[return-value]
 
     @torch.no_grad()
-    def loss(self, model: nn.Module, dense: nn.Module | None, batch: Tensor) -> float:
+    def loss(self, model: nn.Module, dense: nn.Module, batch: Tensor) -> float:
         """Nats a token."""
         return float(_mean_loss(model, batch))
 
