@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -116,16 +117,13 @@ def capture_stages(model: nn.Module, prefix: str, batches: Sequence[Any]) -> Sta
     streams: list[Tensor] = []
     seen: list[tuple[Stage, Any, Any, Tensor]] = []
 
-    def record(stage: Stage) -> Callable[..., None]:
-        def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if args and isinstance(args[0], Tensor):
-                seen.append((stage, args, kwargs, first_tensor(output)))
-
-        return hook
+    def record(stage: Stage, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if args and isinstance(args[0], Tensor):
+            seen.append((stage, args, kwargs, first_tensor(output)))
 
     with ExitStack() as hooks:
         for stage in stages:
-            hooks.enter_context(stage.module.register_forward_hook(record(stage), with_kwargs=True))
+            hooks.enter_context(stage.module.register_forward_hook(partial(record, stage), with_kwargs=True))
         for args, kwargs in map(call_of, batches):
             seen.clear()
             model(*args, **kwargs)
@@ -157,26 +155,20 @@ def run_stage(
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
 
-    def before(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: Any) -> None:
-            inputs.setdefault(name, args[0])
-            if name == until:
-                raise _Stop
+    def before(name: str, _: nn.Module, args: Any) -> None:
+        inputs.setdefault(name, args[0])
+        if name == until:
+            raise _Stop
 
-        return hook
-
-    def after(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: Any, output: Any) -> None:
-            outputs[name] = first_tensor(output)
-
-        return hook
+    def after(name: str, _: nn.Module, args: Any, output: Any) -> None:
+        outputs[name] = first_tensor(output)
 
     output = None
     with suppress(_Stop), ExitStack() as hooks:
         for name, layer in inputs_of.items():
-            hooks.enter_context(layer.register_forward_pre_hook(before(name)))
+            hooks.enter_context(layer.register_forward_pre_hook(partial(before, name)))
         for name, layer in outputs_of.items():
-            hooks.enter_context(layer.register_forward_hook(after(name)))
+            hooks.enter_context(layer.register_forward_hook(partial(after, name)))
         output = module(*call[0], **call[1])
     return inputs, outputs, output
 
@@ -267,23 +259,20 @@ def output_importance(
     mask: Tensor | None = None
     sources: list[Tensor] = []  # outputs of the first layers, where gradients end: those of weights are not computed
 
-    def watch(name: str) -> Callable[..., None]:
-        def add(gradient: Tensor) -> None:
-            rows = rows_of(gradient.detach(), mask)
-            sums[name] += rows.double().square().mean(0).cpu() * len(rows) ** 2  # of a row's own loss
+    def add(name: str, gradient: Tensor) -> None:
+        rows = rows_of(gradient.detach(), mask)
+        sums[name] += rows.double().square().mean(0).cpu() * len(rows) ** 2  # of a row's own loss
 
-        def after(_: nn.Module, args: Any, output: Any) -> None:
-            tensor = first_tensor(output)
-            if not tensor.requires_grad:
-                sources.append(tensor.requires_grad_())
-            tensor.register_hook(add)
-
-        return after
+    def watch(name: str, _: nn.Module, args: Any, output: Any) -> None:
+        tensor = first_tensor(output)
+        if not tensor.requires_grad:
+            sources.append(tensor.requires_grad_())
+        tensor.register_hook(partial(add, name))
 
     parameters = [(p, p.requires_grad) for p in model.parameters()]
     with ExitStack() as stack:
         for layer in layers:
-            stack.callback(layer.module.register_forward_hook(watch(layer.name)).remove)
+            stack.callback(layer.module.register_forward_hook(partial(watch, layer.name)).remove)
         for parameter, trained in parameters:
             stack.callback(parameter.requires_grad_, trained)
             parameter.requires_grad_(False)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -172,16 +173,12 @@ def measure(models: Mapping[str, RowModel], batch: int, *, seed: int = 0, **sett
     first = next(iter(models.values()))
     device = to_local(next(first.parameters())).device
 
-    def call(model: RowModel) -> Call:
-        x = random_rows(model, batch, seed)
+    def forward(model: RowModel, x: Tensor) -> None:
+        _wait_for(model(x))
+        synchronize(device)
 
-        def forward() -> None:
-            _wait_for(model(x))
-            synchronize(device)
-
-        return Call(forward, batch)
-
-    calls = {name: call(model) for name, model in models.items()}
+    inputs = {name: random_rows(model, batch, seed) for name, model in models.items()}
+    calls = {name: Call(partial(forward, model, inputs[name]), batch) for name, model in models.items()}
     return measure_calls(calls, first.mesh, device, **settings)
 
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryDirectory
@@ -208,24 +209,20 @@ def measure_generation(
     for name, model in models.items():
         _check_request(model.config, prompts, tokens, sampling)
         cache, inputs = prompts.new_cache(model, tokens), prompts.tokens.to(device, torch.long)
-        calls[f"{name} prefill"] = Call(_step(model, inputs, cache, 0, Sampler(sampling)), count)
+        calls[f"{name} prefill"] = Call(partial(_step, model, inputs, cache, 0, Sampler(sampling)), count)
         if tokens > 1:
-            middle = length + (tokens - 2) // 2
-            calls[f"{name} decode"] = Call(_step(model, inputs[:, -1:], cache, middle, Sampler(sampling)), batch)
+            decode = partial(_step, model, inputs[:, -1:], cache, length + (tokens - 2) // 2, Sampler(sampling))
+            calls[f"{name} decode"] = Call(decode, batch)
     costs = measure_calls(calls, first.mesh, device, **settings)
     phases = ("prefill", "decode")
     return {name: {phase: costs[key] for phase in phases if (key := f"{name} {phase}") in costs} for name in models}
 
 
-def _step(model: GPT, inputs: Tensor, cache: Cache, position: int, sampler: Sampler) -> Callable[[], None]:
-    """Return a function that computes the next token at ``position`` of the cache, and waits for it."""
-
-    def step() -> None:
-        cache.position = position
-        next_token(model, inputs, cache, sampler)
-        synchronize(inputs.device)
-
-    return step
+def _step(model: GPT, inputs: Tensor, cache: Cache, position: int, sampler: Sampler) -> None:
+    """Compute the next token at ``position`` of the cache, and wait for it."""
+    cache.position = position
+    next_token(model, inputs, cache, sampler)
+    synchronize(inputs.device)
 
 
 def measure_inference(
