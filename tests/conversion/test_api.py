@@ -108,7 +108,7 @@ def test_a_budget_gives_each_map_its_own_ghosts_and_is_kept():
 
 def test_ghosts_go_where_the_error_falls_most():
     steep, flat = GhostCurve(64, 64, 2.0 ** -torch.arange(16.0)), GhostCurve(64, 64, torch.full((16,), 1e-6))
-    actual = ghosts_for_budget({"steep": steep, "flat": flat}, 4, 0.5, multiple=1)
+    actual = ghosts_for_budget({"steep": steep, "flat": flat}, 4, 0.5)
     assert actual["steep"] > actual["flat"]
     used = steep.cost(4, actual["steep"]) + flat.cost(4, actual["flat"])
     assert used <= 0.5 * 2 * 64 * 64

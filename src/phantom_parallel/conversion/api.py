@@ -201,11 +201,9 @@ class GhostCurve:
         return layout.weights + (len(self.layers) - 1) * self.in_features * ghosts
 
 
-def ghosts_for_budget(
-    curves: Mapping[str, GhostCurve], blocks: int, budget: float, *, multiple: int = 4
-) -> dict[str, int]:
+def ghosts_for_budget(curves: Mapping[str, GhostCurve], blocks: int, budget: float) -> dict[str, int]:
     """Ghosts of each group of layers, so that all of them together keep at most ``budget`` of the multiply-adds. They
-    are multiples of ``multiple``, where blocks are large enough. Layers get ghosts while the fall of the error per
+    are multiples of 4, where blocks are large enough. Layers get ghosts while the fall of the error per
     multiply-add, which falls from ghost to ghost, is above a threshold common to all, which is found by bisection.
     """
     dense = sum(curve.in_features * curve.out_features for curve in curves.values())
@@ -215,7 +213,7 @@ def ghosts_for_budget(
         ghosts = {}
         for name, curve in curves.items():
             most = curve.in_features // blocks
-            step = multiple if most >= 16 * multiple else 1
+            step = 4 if most >= 64 else 1
             wanted = int((rates[name] > threshold).sum())
             ghosts[name] = min(most, max(1, step, round(wanted / step) * step))
         return ghosts

@@ -82,9 +82,9 @@ def run(config: InferConfig, *, show: bool = False) -> dict[str, Any]:
         open_inputs(config.inputs, features[0])
     power = default_power_profile(config.profile, config.ranks)
     if launch_device_type(config.ranks) == "cpu":  # accelerators have memories of their own
-        words = _parameters(model) + 2 * config.batch * sum(features)
-        if config.against == "tensor":
-            words += _parameters(as_tensor(model))
+        models = [model, as_tensor(model)] if config.against == "tensor" else [model]
+        words = sum(parameter.numel() for each in models for parameter in each.parameters())
+        words += 2 * config.batch * sum(features)
         check_memory(config.ranks, words * next(model.parameters()).element_size())
     if config.out is not None:
         _check_out(config.out, config)
@@ -148,22 +148,15 @@ def _work(device: torch.device, config: InferConfig, power: PowerProfile | None,
             result |= {"rows": rows, "rows_per_second": rows / (time.perf_counter() - started)}
         if len(models) == 2:
             rows = config.batch if inputs is None else min(config.batch, inputs.shape[0])
-
-            def x(model: RowModel) -> Tensor:
-                if inputs is None:
-                    return random_rows(model, rows, config.seed)
-                return read_rows(model, inputs, slice(0, rows))
-
+            x = partial(random_rows, batch=rows, seed=config.seed)
+            if inputs is not None:
+                x = partial(read_rows, inputs=inputs, rows=slice(0, rows))
             difference, largest = largest_difference(model, models["tensor"], x)
             result |= {"compared_rows": rows, "largest_difference": difference, "largest_prediction": largest}
         display.stage("measuring: turn", config.turns)
         settings: dict[str, Any] = {"turns": config.turns, "profile": power, "seed": config.seed}
         costs = measure(models, config.batch, report=display.update, **settings)
     return result | {"measured": {name: cost.describe(models[name]) for name, cost in costs.items()}}
-
-
-def _parameters(model: RowModel) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def measure(models: Mapping[str, RowModel], batch: int, *, seed: int = 0, **settings: Any) -> dict[str, Cost]:

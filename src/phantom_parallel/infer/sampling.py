@@ -42,11 +42,6 @@ class Sampling:
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             raise ValueError("top_k and top_p restrict the sampling, but temperature=0 does not sample: raise it")
 
-    def check_vocabulary(self, vocab: int) -> None:
-        """Raise ValueError if ``top_k`` exceeds the vocabulary."""
-        if self.top_k is not None and self.top_k > vocab:
-            raise ValueError(f"top_k={self.top_k} is more than the model's vocabulary of {vocab}")
-
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(Sampling, RunConfig):
@@ -104,7 +99,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     scaled = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
     if sampling.top_k is None and sampling.top_p is None:
         return scaled.softmax(-1)
-    highest, tokens = scaled.topk(sampling.top_k or scaled.shape[-1])
+    highest, tokens = scaled.topk(min(sampling.top_k or scaled.shape[-1], scaled.shape[-1]))
     candidates = highest.softmax(-1)
     if sampling.top_p is not None:
         before = candidates.cumsum(-1) - candidates  # of the more likely tokens: the first one is always included

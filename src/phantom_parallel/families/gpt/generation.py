@@ -124,9 +124,7 @@ def generate(
     sampling, ends = Sampling(temperature, top_k, top_p, seed), sorted(set(stop or ()))
     prompts = Prompts.of(prompt_tokens)
     _check_agreement(model, prompts, tokens=tokens, stop=ends, **asdict(sampling))  # first: no rank waits for another
-    _check_request(model.config, prompts, tokens, sampling)
-    if ends and not 0 <= ends[0] <= ends[-1] < model.config.vocab:
-        raise ValueError(f"stop must be tokens from 0 to {model.config.vocab - 1}, got {ends}")
+    _check_request(model.config, prompts, tokens)
     device = to_local(next(model.parameters())).device
     cache, sampler, stops = prompts.new_cache(model, tokens), Sampler(sampling), torch.tensor(ends, device=device)
     inputs = prompts.tokens.to(device, torch.long)
@@ -156,14 +154,13 @@ def generate(
     return Generation(torch.stack(selected, 1), lengths.tolist(), seconds[0], seconds[1:])
 
 
-def _check_request(config: GPTConfig, prompts: Prompts, tokens: int, sampling: Sampling) -> None:
+def _check_request(config: GPTConfig, prompts: Prompts, tokens: int) -> None:
     positive(tokens=tokens)
     shape, dtype = tuple(prompts.tokens.shape), prompts.tokens.dtype
     if len(shape) != 2 or 0 in shape or dtype.is_floating_point:
         raise ValueError(f"prompts must be (batch, length) whole numbers, at least one, got {dtype} {shape}")
     check_room(config, shape[1], tokens)
     check_tokens("tokens", prompts.tokens, config.vocab)
-    sampling.check_vocabulary(config.vocab)
 
 
 def check_room(config: GPTConfig, length: int, tokens: int) -> None:
@@ -207,7 +204,7 @@ def measure_generation(
     count = batch * length - (0 if prompts.starts is None else int(prompts.starts.sum()))  # without padding
     calls: dict[str, Call] = {}
     for name, model in models.items():
-        _check_request(model.config, prompts, tokens, sampling)
+        _check_request(model.config, prompts, tokens)
         cache, inputs = prompts.new_cache(model, tokens), prompts.tokens.to(device, torch.long)
         calls[f"{name} prefill"] = Call(partial(_step, model, inputs, cache, 0, Sampler(sampling)), count)
         if tokens > 1:
@@ -381,7 +378,6 @@ def _check(config: GenerateConfig) -> GPT:
     model.config.check_ranks(config.ranks)
     if config.against != "none":
         _baseline_config(model.config).check_ranks(config.ranks)
-    config.sampling.check_vocabulary(model.config.vocab)
     return model
 
 
