@@ -143,7 +143,6 @@ def test_rows_end_at_a_token_to_stop_at():
         (torch.zeros(1, 0, dtype=torch.long), {}, r"\(1, 0\)"),
         (torch.zeros(1, 5), {}, "torch.float32"),
         (prompts() + 20, {}, "from 0 to 23"),
-        (prompts(), {"temperature": 1.0, "top_k": 25}, "top_k=25"),
     ],
 )
 def test_requests_that_cannot_be_met(prompt, settings, message):

@@ -167,7 +167,8 @@ def check_room(config: GPTConfig, length: int, tokens: int) -> None:
     """Raise ValueError if a prompt of ``length`` tokens and ``tokens`` more do not fit into the model's context."""
     if length + tokens > config.context:
         given = f"a prompt of {length} tokens and {tokens} more"
-        raise ValueError(f"{given} do not fit into the model's context of {config.context}: give or generate fewer")
+        room = max(0, config.context - length)
+        raise ValueError(f"{given} do not fit into the model's context of {config.context}: use at most {room}")
 
 
 def _check_agreement(model: GPT, prompts: Prompts, **settings: Any) -> None:
