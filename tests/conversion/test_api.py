@@ -104,6 +104,8 @@ def test_a_budget_gives_each_map_its_own_ghosts_and_is_kept():
     assert 0.5 < report.kept <= 0.6
     assert len(set(report.ghosts.values())) > 1
     assert report.ghosts["blocks.0.gate"] == report.ghosts["blocks.0.up"]
+    second = convert(copy.deepcopy(dense), [x], blocks=4, budget=0.6, include=("blocks.1.*",))
+    assert [group.layers[0] for group in second.groups] == ["blocks.1.gate", "blocks.1.down_proj"]
 
 
 def test_ghosts_go_where_the_error_falls_most():
